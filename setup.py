@@ -1,0 +1,76 @@
+"""Builds the native op library tfcommx/lib/libtfcommx.so from ops/ against the installed TensorFlow.
+
+`pip install --no-build-isolation -e .` builds in place. Everything else about the package is in pyproject.toml.
+"""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+LIBRARY = "libtfcommx.so"
+# sm_80 and sm_90 as machine code; PTX for what comes after them.
+CUDA_TARGETS = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]"]
+
+
+def compile_all(commands: list[list[str]]) -> None:
+    """Run compiler calls side by side, one per processor; stop with the first failure's own words."""
+    waiting, running = list(commands), []
+    while waiting or running:
+        while waiting and len(running) < (os.cpu_count() or 1):
+            command = waiting.pop(0)
+            running.append((command, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)))
+        command, process = running.pop(0)
+        output, _ = process.communicate()
+        if process.returncode:
+            for _, other in running:
+                other.kill()
+            raise SystemExit(f"{' '.join(command)}\n{output}")
+
+
+class BuildOps(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            import tensorflow as tf
+        except ImportError as error:
+            raise SystemExit("TensorFlow must be installed before the native ops are built: scripts/bootstrap.py does both.") from error
+        target = (ROOT if self.inplace else Path(self.build_lib)) / "tfcommx" / "lib"
+        objects = Path(self.build_temp)
+        target.mkdir(parents=True, exist_ok=True)
+        objects.mkdir(parents=True, exist_ok=True)
+
+        cpu = sorted((ROOT / "ops").rglob("*.cc"))
+        nvcc = shutil.which("nvcc")
+        cuda = sorted((ROOT / "ops" / "kernels").glob("*.cu")) if nvcc else []
+        common = ["-std=c++17", "-O3", f"-I{ROOT / 'ops'}"] + (["-DTFCOMMX_CUDA=1"] if cuda else [])
+        commands, outputs = [], []
+        for source in cpu:
+            outputs.append(str(objects / f"{source.stem}.o"))
+            tensorflow = tf.sysconfig.get_compile_flags() if source.parent.name == "tf" else []
+            commands.append(["g++", *common, "-fPIC", "-Wall", *tensorflow, "-c", str(source), "-o", outputs[-1]])
+        for source in cuda:
+            outputs.append(str(objects / f"{source.stem}_cu.o"))
+            commands.append([nvcc, *common, *CUDA_TARGETS, "-Xcompiler", "-fPIC", "-c", str(source), "-o", outputs[-1]])
+        compile_all(commands)
+        runtime = []
+        if cuda:  # the static runtime: the library loads where no CUDA is
+            home = Path(nvcc).resolve().parent.parent
+            folders = [folder for folder in (home / "lib64", home / "targets" / f"{platform.machine()}-linux" / "lib") if folder.is_dir()]
+            runtime = [f"-L{folder}" for folder in folders] + ["-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+        part = target / f"{LIBRARY}.part"
+        compile_all([["g++", "-shared", *outputs, *tf.sysconfig.get_link_flags(), *runtime, "-o", str(part)]])
+        part.rename(target / LIBRARY)
+        facts = {"tensorflow": tf.__version__, "devices": "CPU and CUDA" if cuda else "CPU only: nvcc was not found" if not nvcc else "CPU"}
+        (target / "build.json").write_text(json.dumps(facts) + "\n")
+
+    def get_outputs(self) -> list[str]:
+        return []
+
+
+setup(ext_modules=[Extension("tfcommx.lib.tfcommx", [])], cmdclass={"build_ext": BuildOps})

@@ -1,0 +1,36 @@
+"""tfcommx: gradient exchange for Horovod and Keras 3 where machines are strong and the network between them is not."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Where each public name lives. Loaded on first use, so that planning and the command line's help need no TensorFlow.
+_PUBLIC = {
+    "init": "tfcommx.launch",
+    "rank": "tfcommx.comm",
+    "size": "tfcommx.comm",
+    "is_chief": "tfcommx.comm",
+    "Scheme": "tfcommx.terms",
+    "Topology": "tfcommx.terms",
+    "Plan": "tfcommx.terms",
+    "PlanError": "tfcommx.terms",
+    "DistributedOptimizer": "tfcommx.optim.wrap",
+}
+_MODULES = {"callbacks": "tfcommx.optim.callbacks"}
+
+__all__ = [*_PUBLIC, *_MODULES]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
+    raise AttributeError(f"module 'tfcommx' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

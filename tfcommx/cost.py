@@ -1,0 +1,29 @@
+"""Seconds from bytes and a link: the alpha-beta-gamma model's primitives, in the order of the exchange table.
+
+Source: the ring algorithms' prices of Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud
+Clusters" (2021), section 3.2, equations 3 and 7 to 10. The paper counts an all-gather's start-ups as log p; a ring needs
+p - 1, and an all-gather by recursive doubling log p: we follow the paper.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tfcommx.terms import Link
+
+
+def reduce_scatter(total_bytes: float, ranks: int, link: Link) -> float:
+    """Ring reduce-scatter of a vector of `total_bytes`: every rank sends and reduces (p - 1)/p of it."""
+    share = total_bytes * (ranks - 1) / ranks
+    return (ranks - 1) * link.alpha_s + share * (link.beta_s_per_byte + link.gamma_s_per_byte)
+
+
+def all_gather(own_bytes: float, ranks: int, link: Link) -> float:
+    """All-gather of `own_bytes` from each rank: every rank receives (p - 1) times that."""
+    return math.log2(ranks) * link.alpha_s + (ranks - 1) * own_bytes * link.beta_s_per_byte
+
+
+def all_reduce(total_bytes: float, ranks: int, link: Link) -> float:
+    """Ring allreduce: a reduce-scatter, then the shards go round once more, both with p - 1 start-ups."""
+    share = total_bytes * (ranks - 1) / ranks
+    return reduce_scatter(total_bytes, ranks, link) + (ranks - 1) * link.alpha_s + share * link.beta_s_per_byte

@@ -1,0 +1,225 @@
+"""The nouns of tfcommx: who takes part, what a user asks for, what is done bucket by bucket.
+
+All are frozen and checked when they are made, so that a bad setting is refused before any collective starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+GROUPS = ("world", "node", "peers")
+OPERATIONS = ("average", "sum")
+
+
+class PlanError(ValueError):
+    """A scheme, plan or topology that cannot be carried out; nothing has been sent yet."""
+
+
+def check_name(what: str, name: str, known: Iterable[str]) -> str:
+    """Return `name` if it is known, else refuse it and name the nearest known one."""
+    names = sorted(known)
+    if name in names:
+        return name
+    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    raise PlanError(f"Unknown {what} {name!r}. {hint}Known: {', '.join(names)}.")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """m nodes of n processes; rank r is slot r % n of node r // n.
+
+    Groups: `world` is all ranks, `node` the n ranks of one node, `peers` the m ranks with the same slot.
+    Where nodes have unequal numbers of slots, `uneven` lists (host, slots): only one-level routes work then.
+    """
+
+    nodes: int  # >= 1
+    slots: int  # processes per node, >= 1; the largest number where the nodes differ
+    uneven: tuple[tuple[str, int], ...] = ()  # empty when all nodes have equally many slots
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.slots < 1:
+            raise PlanError(f"A topology needs nodes >= 1 and slots >= 1. Received nodes={self.nodes}, slots={self.slots}.")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return sum(slots for _, slots in self.uneven) if self.uneven else self.nodes * self.slots
+
+    def group(self, name: str, rank: int) -> tuple[int, ...]:
+        """Return the ranks, ascending, of the group `name` that `rank` belongs to."""
+        check_name("group", name, GROUPS)
+        if name == "world":
+            return tuple(range(self.size))
+        self.require_even(f"the group {name!r}")
+        if name == "node":
+            first = rank // self.slots * self.slots
+            return tuple(range(first, first + self.slots))
+        return tuple(range(rank % self.slots, self.size, self.slots))
+
+    def require_even(self, what: str) -> None:
+        """Refuse `what` (a phrase for the message) where the nodes have unequal numbers of slots."""
+        if self.uneven:
+            hosts = ", ".join(f"{host}:{slots}" for host, slots in self.uneven)
+            raise PlanError(
+                f"Equally many slots on every node are required for {what}. Received {hosts}. "
+                "Launch equally many processes per host, or use a one-level route (allreduce, allgather)."
+            )
+
+    @staticmethod
+    def of_hosts(hosts: list[str]) -> Topology:
+        """Make the topology from the host of every rank, in rank order; ranks of a host must be consecutive."""
+        counts: dict[str, int] = {}
+        for rank, host in enumerate(hosts):
+            if rank and host != hosts[rank - 1] and host in counts:
+                raise PlanError(
+                    f"Consecutive ranks are required on each host. Received {hosts}: rank {rank} returns to {host!r}. "
+                    "Launch by slot (horovodrun's default), or give node_size."
+                )
+            counts[host] = counts.get(host, 0) + 1
+        sizes = set(counts.values())
+        uneven = () if len(sizes) == 1 else tuple(counts.items())
+        return Topology(len(counts), max(sizes), uneven)
+
+
+@dataclass(frozen=True)
+class Link:
+    """One kind of connection: a message of b bytes takes alpha + b * beta seconds, reducing b bytes takes b * gamma."""
+
+    alpha_s: float  # seconds before the first byte arrives, >= 0
+    beta_s_per_byte: float  # seconds per byte sent, > 0
+    gamma_s_per_byte: float = 0.0  # seconds per byte reduced, >= 0
+
+    def __post_init__(self) -> None:
+        if self.alpha_s < 0 or self.beta_s_per_byte <= 0 or self.gamma_s_per_byte < 0:
+            raise PlanError(f"A link needs alpha_s >= 0, beta_s_per_byte > 0, gamma_s_per_byte >= 0. Received {self}.")
+
+
+class Links(NamedTuple):
+    """The two kinds of link of a cluster."""
+
+    inside: Link  # between ranks of one node
+    between: Link  # between nodes
+
+
+class Traffic(NamedTuple):
+    """Bytes that one rank sends, as the mean over the ranks."""
+
+    inside: float  # to ranks of its own node
+    between: float  # to ranks of other nodes
+
+
+class Sparse(NamedTuple):
+    """k selected entries of a flat vector; the indices are unique and in [0, size)."""
+
+    indices: Any  # int32 [k]
+    values: Any  # float [k]
+    size: int  # length of the vector that they were selected from
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How gradients travel: what a user asks for, for all variables or for those that match a pattern."""
+
+    route: str = "allreduce"  # who sends to whom; a name of the table in tfcommx.exchange
+    selection: str = "all"  # which entries travel; a name of the table in tfcommx.selection
+    density: float = 1.0  # entries sent / entries, in (0, 1]; 1 for selection "all"
+    dense_route: str = "allreduce"  # the route of variables that a sparse scheme leaves dense
+    dense_below: int = 1024  # entries; smaller variables, and one-dimensional ones, are sent dense: they are cheap and sensitive
+    bucket_bytes: int = 32 * 2**20  # gradients are merged into buckets of about this size: one start-up cost for many
+    seed: int = 0  # of the rules that choose at random; each bucket and step draws its own numbers
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.density, int | float) or not 0 < self.density <= 1:
+            raise PlanError(f"`density` must be in (0, 1]. Received density={self.density!r}. Use 1 to send everything.")
+        if self.selection == "all" and self.density != 1:
+            raise PlanError(
+                f"Selection 'all' sends every entry: its density is 1. Received density={self.density}. "
+                "Choose a rule such as 'mstopk', or leave density out."
+            )
+        if self.dense_below < 0 or self.bucket_bytes < 1:
+            raise PlanError(
+                f"`dense_below` must be >= 0 and `bucket_bytes` >= 1. Received {self.dense_below} and {self.bucket_bytes}."
+            )
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Variables whose gradients travel together as one flat vector, in backward order."""
+
+    name: str  # unique in its plan; names the collectives
+    variables: tuple[str, ...]  # variable paths
+    sizes: tuple[int, ...]  # entries of each variable
+    dtype: str  # of the flat vector
+    route: str
+    selection: str = "all"
+    k: int | None = None  # entries that one rank selects; None on dense routes
+    padding: int = 0  # zeros appended so that the route can cut the vector in equal shards
+    seed: int = 0
+
+    @property
+    def size(self) -> int:
+        """Entries of the variables, without padding."""
+        return sum(self.sizes)
+
+    @property
+    def padded(self) -> int:
+        """Entries of the flat vector, with padding."""
+        return self.size + self.padding
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is done with each variable's gradient: an ordered tuple of buckets, each variable in exactly one.
+
+    Made once before training and the same on every rank.
+    """
+
+    buckets: tuple[Bucket, ...]
+    topology: Topology
+    operation: str = "average"  # over ranks: average or sum
+
+    def __post_init__(self) -> None:
+        check_name("operation", self.operation, OPERATIONS)
+        seen: dict[str, str] = {}
+        for bucket in self.buckets:
+            for path in bucket.variables:
+                if path in seen:
+                    raise PlanError(f"Each variable must be in one bucket. {path!r} is in {seen[path]} and {bucket.name}.")
+                seen[path] = bucket.name
+
+    def to_json(self) -> str:
+        """Write the plan as JSON, one bucket a line: diffable."""
+        head = json.dumps({"topology": dataclasses.asdict(self.topology), "operation": self.operation})
+        rows = ",\n  ".join(json.dumps(dataclasses.asdict(bucket)) for bucket in self.buckets)
+        return f'{head[:-1]}, "buckets": [\n  {rows}\n]}}\n'
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read what `to_json` wrote."""
+        read = json.loads(text)
+        topology = Topology(read["topology"]["nodes"], read["topology"]["slots"],
+                            tuple((host, slots) for host, slots in read["topology"]["uneven"]))
+        buckets = tuple(Bucket(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()})
+                        for row in read["buckets"])
+        return Plan(buckets, topology, read["operation"])
+
+
+def first_difference(here: Any, there: Any, where: str = "plan") -> str | None:
+    """Say where two plans (or parts of them) first differ; None when they are equal."""
+    if dataclasses.is_dataclass(here) and type(here) is type(there):
+        here = {field.name: getattr(here, field.name) for field in dataclasses.fields(here)}
+        there = {field.name: getattr(there, field.name) for field in dataclasses.fields(there)}
+    if isinstance(here, Mapping) and isinstance(there, Mapping):
+        pairs = [(f"{where}.{key}", here.get(key), there.get(key)) for key in {**here, **there}]
+    elif isinstance(here, tuple) and isinstance(there, tuple):
+        pairs = [(f"{where}[{i}]", a, b) for i, (a, b) in enumerate(zip(here, there, strict=False))]
+        pairs.append((f"the length of {where}", len(here), len(there)))
+    else:
+        return None if here == there else f"{where}: {here!r} against {there!r}"
+    return next((found for name, a, b in pairs if (found := first_difference(a, b, name))), None)
