@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from tfcommx.terms import Link
+from tfcommx.terms import Link, Topology, Traffic
 
 
 def reduce_scatter(total_bytes: float, ranks: int, link: Link) -> float:
@@ -27,3 +27,15 @@ def all_reduce(total_bytes: float, ranks: int, link: Link) -> float:
     """Ring allreduce: a reduce-scatter, then the shards go round once more, both with p - 1 start-ups."""
     share = total_bytes * (ranks - 1) / ranks
     return reduce_scatter(total_bytes, ranks, link) + (ranks - 1) * link.alpha_s + share * link.beta_s_per_byte
+
+
+def ring_traffic(sent: float, group: str, topology: Topology) -> Traffic:
+    """Split the bytes that a rank sends around a group's ring into those that stay in its node and those that leave it.
+
+    In rank order the world's ring leaves each node once, so 1 / slots of its bytes do, as the mean over the ranks.
+    """
+    if topology.nodes == 1 or group == "node":
+        leaving = 0.0
+    else:
+        leaving = sent if group == "peers" else sent * topology.nodes / topology.size
+    return Traffic(sent - leaving, leaving)

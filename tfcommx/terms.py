@@ -155,7 +155,7 @@ class Bucket:
     name: str  # unique in its plan; names the collectives
     variables: tuple[str, ...]  # variable paths
     sizes: tuple[int, ...]  # entries of each variable
-    dtype: str  # of the flat vector
+    dtype: str  # of the flat vector: float16, float32 or float64
     route: str
     selection: str = "all"
     k: int | None = None  # entries that one rank selects; None on dense routes
@@ -166,6 +166,11 @@ class Bucket:
     def size(self) -> int:
         """Entries of the variables, without padding."""
         return sum(self.sizes)
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one entry of the flat vector."""
+        return {"float16": 2, "float32": 4, "float64": 8}[self.dtype]
 
     @property
     def padded(self) -> int:

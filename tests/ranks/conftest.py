@@ -1,0 +1,20 @@
+"""Tests in this folder run on however many ranks there are: alone under pytest, on several under horovodrun."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import tensorflow as tf
+
+import tfcommx as cx
+
+tf.config.threading.set_intra_op_parallelism_threads(1)
+tf.config.threading.set_inter_op_parallelism_threads(2)
+
+
+@pytest.fixture(scope="session")
+def comm() -> cx.comm.Comm:
+    """The real Comm of this process. NODE_SIZE in the test's environment says how many ranks stand for a node."""
+    size = os.environ.get("TFCOMMX_TEST_NODE_SIZE")
+    return cx.init(node_size=int(size) if size else None)

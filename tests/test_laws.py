@@ -1,0 +1,218 @@
+"""The laws of DESIGN.md, once, over every route, rule, operation and topology, with p ranks as threads of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfcommx import exchange, selection
+from tfcommx.comm import Comm, ThreadComm
+from tfcommx.schedule.planner import Gradient, make_plan
+from tfcommx.schedule.run import Exchange, owed_of
+from tfcommx.terms import Plan, PlanError, Scheme, Topology
+
+TOPOLOGIES = [Topology(1, 1), Topology(2, 1), Topology(1, 2), Topology(3, 1), Topology(2, 2), Topology(4, 2), Topology(2, 4)]
+SHAPES = {"first/kernel": (37, 11), "first/bias": (11,), "last/kernel": (11, 53)}  # no length that 2 or 4 divides
+SPARSE = [name for name, row in exchange.ROUTES.items() if row.sparse]
+DENSE = [name for name, row in exchange.ROUTES.items() if not row.sparse]
+RULES = [name for name in selection.RULES if name != "all"]
+
+
+def scheme(route: str, rule: str = "all", density: float = 1.0) -> Scheme:
+    return Scheme(route, rule, density, dense_below=8, bucket_bytes=2000)
+
+
+SCHEMES = [scheme(route) for route in exchange.ROUTES] + [scheme(route, rule, 0.1) for route in SPARSE for rule in RULES]
+
+
+def name_of(value: Any) -> str:
+    return f"{value.nodes}x{value.slots}" if isinstance(value, Topology) else f"{value.route}-{value.selection}"
+
+
+every_topology = pytest.mark.parametrize("topology", TOPOLOGIES, ids=name_of)
+every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=name_of)
+
+
+def gradients(rank: int, step: int, dtype: str = "float32") -> dict[str, np.ndarray]:
+    """Integers over 64: their sums are exact in float32 whatever the order."""
+    numbers = np.random.default_rng([rank, step])
+    return {path: (numbers.integers(-999, 1000, shape) / 64).astype(dtype) for path, shape in SHAPES.items()}
+
+
+def plan_for(scheme: Scheme, topology: Topology, operation: str = "sum", dtype: str = "float32") -> Plan:
+    return make_plan([Gradient(path, shape, dtype) for path, shape in SHAPES.items()], {"*": scheme}, topology, operation)
+
+
+def owed_by(exchange_: Exchange, rank: int) -> dict[str, np.ndarray]:
+    found = owed_of(exchange_.plan, {name: residual.numpy() for name, residual in exchange_.residuals.items()}, rank)
+    return {path: found.get(path, np.zeros(np.prod(shape), np.float32)) for path, shape in SHAPES.items()}
+
+
+def play(plan: Plan, steps: int, source: Callable[[int, int], dict] = gradients) -> list[list[tuple[dict, dict, dict]]]:
+    """Run steps on every rank; return, by rank and step, gradients, results and what is owed after it."""
+
+    def work(comm: Comm) -> list[tuple[dict, dict, dict]]:
+        running, log = Exchange(plan, comm), []
+        for step in range(steps):
+            given = source(comm.rank, step)
+            result = running({path: tf.constant(value) for path, value in given.items()})
+            log.append((given, {path: value.numpy() for path, value in result.items()}, owed_by(running, comm.rank)))
+        return log
+
+    return ThreadComm.run(plan.topology, work)
+
+
+@every_topology
+@pytest.mark.parametrize("operation", ["average", "sum"])
+@pytest.mark.parametrize("route", exchange.ROUTES)
+def test_law_1_identity(route: str, operation: str, topology: Topology) -> None:
+    """Rule `all` gives what the plain sum gives, on every route."""
+    for rank_log in play(plan_for(scheme(route), topology, operation), steps=2):
+        for step, (_, result, owed) in enumerate(rank_log):
+            for path in SHAPES:
+                total = sum(gradients(rank, step)[path].astype(np.float64) for rank in range(topology.size))
+                expected = total / topology.size if operation == "average" else total
+                np.testing.assert_allclose(result[path], expected, rtol=2e-7, atol=0)
+                assert not owed[path].any()
+
+
+@every_topology
+@every_scheme
+def test_law_2_conservation(scheme: Scheme, topology: Topology) -> None:
+    """What was sent plus what stays equals what came plus what was there: entry by entry, exactly."""
+    logs = play(plan_for(scheme, topology), steps=3)
+    before = {path: np.zeros(np.prod(shape), np.float32) for path, shape in SHAPES.items()}
+    for step in range(3):
+        for path in SHAPES:
+            came = sum(log[step][0][path].ravel() for log in logs)
+            stays = sum(log[step][2][path] for log in logs)
+            sent = logs[0][step][1][path].ravel()
+            np.testing.assert_array_equal(sent + stays, came + before[path])
+            before[path] = stays
+
+
+@every_topology
+@every_scheme
+def test_law_3_agreement(scheme: Scheme, topology: Topology) -> None:
+    """All ranks get the same bits, also for numbers whose sum depends on the order."""
+
+    def normal(rank: int, step: int) -> dict[str, np.ndarray]:
+        numbers = np.random.default_rng([7, rank, step])
+        return {path: numbers.normal(size=shape).astype(np.float32) for path, shape in SHAPES.items()}
+
+    logs = play(plan_for(scheme, topology, "average"), steps=2, source=normal)
+    for log in logs[1:]:
+        for step in range(2):
+            for path in SHAPES:
+                assert log[step][1][path].tobytes() == logs[0][step][1][path].tobytes()
+
+
+@every_topology
+@every_scheme
+def test_law_4_count(scheme: Scheme, topology: Topology) -> None:
+    """Exactly k entries travel, and the bytes counted equal wire_bytes()."""
+    plan = plan_for(scheme, topology)
+
+    def work(comm: Comm) -> tuple:
+        running, counted = Exchange(plan, comm), []
+        for bucket in plan.buckets:
+            selector = running._selector(bucket, 0, tf.constant(1, tf.int64))
+            select = None if selector is None else lambda part, selector=selector: counted.append(selector(part)) or counted[-1]
+            start = comm.traffic()
+            exchange.route(bucket.route).run(tf.random.normal([bucket.padded]), bucket, comm, select)
+            sent = [after - before for after, before in zip(comm.traffic(), start, strict=True)]
+            np.testing.assert_allclose(sent, exchange.route(bucket.route).wire_bytes(bucket, topology), rtol=1e-12)
+        return [(bucket.k, sparse) for bucket, sparse in zip([b for b in plan.buckets if b.k], counted, strict=True)]
+
+    for found in ThreadComm.run(topology, work):
+        for k, sparse in found:
+            indices = sparse.indices.numpy()
+            assert len(indices) == len(set(indices.tolist())) == k == len(sparse.values)
+            assert indices.min() >= 0 and indices.max() < sparse.size
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("topology", [Topology(1, 1), Topology(2, 2), Topology(3, 1)], ids=name_of)
+@every_scheme
+def test_law_5_non_finite(scheme: Scheme, topology: Topology, bad: float) -> None:
+    """A NaN or Inf of one rank reaches all ranks in the same step, and never enters a residual."""
+
+    def poisoned(rank: int, step: int) -> dict[str, np.ndarray]:
+        given = gradients(rank, step)
+        if step == 1 and rank == topology.size - 1:
+            for path in given:
+                given[path].flat[given[path].size // 2] = bad
+        return given
+
+    for log in play(plan_for(scheme, topology), steps=3, source=poisoned):
+        for path in SHAPES:
+            assert np.isfinite(log[0][1][path]).all() and not np.isfinite(log[1][1][path]).all()
+            assert all(np.isfinite(log[step][2][path]).all() for step in range(3))
+            if scheme.selection != "all" or not exchange.row(scheme.route).sparse:
+                assert np.isfinite(log[2][1][path]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("route", exchange.ROUTES)
+def test_dtypes_come_back(route: str, dtype: str) -> None:
+    for log in play(plan_for(scheme(route), Topology(2, 2), "sum", dtype), steps=1,
+                    source=lambda rank, step: gradients(rank, step, dtype)):
+        assert {str(value.dtype) for value in log[0][1].values()} == {dtype}
+
+
+@pytest.mark.parametrize("topology", [Topology(2, 2), Topology(3, 1), Topology(1, 2)], ids=name_of)
+@pytest.mark.parametrize("after", SCHEMES, ids=name_of)
+@pytest.mark.parametrize("before", [scheme(route, RULES[0], 0.1) for route in SPARSE], ids=name_of)
+def test_a_switch_loses_nothing(before: Scheme, after: Scheme, topology: Topology) -> None:
+    """What is owed under one plan is sent under the next: the sums over all ranks and steps are equal, exactly."""
+
+    def work(comm: Comm) -> tuple[dict, dict]:
+        sent = {path: 0 for path in SHAPES}
+        owed: dict = {}
+        for part, scheme in enumerate((before, after)):
+            running = Exchange(plan_for(scheme, topology), comm)
+            running.take_over(owed)
+            for step in range(2):
+                result = running({path: tf.constant(value) for path, value in gradients(comm.rank, 2 * part + step).items()})
+                sent = {path: sent[path] + value.numpy() for path, value in result.items()}
+            owed = owed_by(running, comm.rank)
+        return sent, owed
+
+    ends = ThreadComm.run(topology, work)
+    for path in SHAPES:
+        came = sum(gradients(rank, step)[path] for rank in range(topology.size) for step in range(4))
+        owed = sum(owed[path] for _, owed in ends)
+        np.testing.assert_array_equal(ends[0][0][path].ravel() + owed, came.ravel())
+        if not exchange.row(after.route).sparse:
+            assert not owed.any()
+
+
+def test_different_plans_are_refused_on_every_rank_and_named() -> None:
+    def work(comm: Comm) -> str:
+        density = 0.1 if comm.rank < 3 else 0.2
+        with pytest.raises(PlanError) as caught:
+            Exchange(plan_for(scheme("hitopk", RULES[0], density), comm.topology), comm)
+        return str(caught.value)
+
+    messages = ThreadComm.run(Topology(2, 2), work)
+    assert len(messages) == 4
+    assert all("Rank 0 and rank 3 differ first in plan.buckets[0].k" in message for message in messages)
+
+
+def test_ranks_in_different_collectives_are_an_error_and_not_a_hang() -> None:
+    with pytest.raises(RuntimeError, match="different collectives"):
+        ThreadComm.run(Topology(2, 1), lambda comm: comm.allreduce(tf.ones([2]), "world", f"name{comm.rank}"))
+
+
+def test_a_rank_that_fails_ends_the_others() -> None:
+    def work(comm: Comm) -> None:
+        if comm.rank == 1:
+            raise ValueError("rank 1 fails")
+        comm.allreduce(tf.ones([2]), "world", "sum")
+
+    with pytest.raises((ValueError, RuntimeError), match="rank 1 fails"):
+        ThreadComm.run(Topology(3, 1), work)

@@ -1,0 +1,145 @@
+"""Checkpoints that lose nothing: the model and its optimizer from rank 0, what is still owed from every rank.
+
+    folder/
+      checkpoint.json                 written last: names the epoch that is whole, and the number of ranks
+      model-0003.keras                weights and optimizer state, a plain Keras file
+      owed-0003-rank-0000.npz         one per rank: residuals, as they lie in its plan
+
+A checkpoint is whole when checkpoint.json names it: a run that is killed while it saves leaves the one before intact.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfcommx import comm
+from tfcommx.optim.callbacks import exchanger_of
+from tfcommx.optim.exchanger import Exchanger, Left, sum_owed
+from tfcommx.schedule.run import Owed, owed_of
+from tfcommx.terms import Plan, PlanError
+
+HEAD = "checkpoint.json"
+
+
+class Checkpoint(keras.callbacks.Callback):
+    """Save model, optimizer and residuals at the end of every epoch; the last one is kept.
+
+    Args:
+        folder: where to; on every node, or on a file system that all nodes see.
+
+    **Ranks:** all. **Cost:** rank 0 writes the model, each rank its residuals (4 bytes per entry that it selects from).
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        save(self.model, self.folder, epoch)
+
+
+def save(model: keras.Model, folder: str | Path, epoch: int) -> None:
+    """Write a whole checkpoint of `epoch`, then forget the one before. **Ranks:** all, between the same two steps."""
+    here, folder = comm.current(), Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if here.rank == 0:
+        part = folder / f".model-{epoch:04d}.keras"
+        model.save(part)
+        part.rename(folder / f"model-{epoch:04d}.keras")
+    _write_owed(exchanger_of(model), folder / _owed_name(epoch, here.rank))
+    here.gather_objects("written")
+    if here.rank % here.topology.slots == 0:  # one rank of each node: the folder may be the node's own
+        part = folder / f".{HEAD}.{here.rank}"
+        part.write_text(json.dumps({"epoch": epoch, "ranks": here.topology.size}) + "\n")
+        part.rename(folder / HEAD)
+    here.gather_objects("named")
+    mine = f"-rank-{here.rank:04d}.npz"
+    for old in folder.glob("*-[0-9][0-9][0-9][0-9]*"):
+        ours = old.name.endswith(mine) if old.suffix == ".npz" else here.rank == 0
+        if ours and f"-{epoch:04d}" not in old.name.split("-rank-")[0]:
+            old.unlink(missing_ok=True)
+
+
+def restore(model: keras.Model, folder: str | Path) -> int:
+    """Load the last whole checkpoint into a compiled model with a wrapped optimizer; return the next epoch's number.
+
+    With the plan and the number of ranks that it was saved under, every rank continues with exactly its own residuals.
+    Otherwise they are dealt out anew so that what they owe to the weights is conserved: their sum over the ranks for op
+    "sum", their sum divided by the number of ranks for op "average".
+
+    **Ranks:** all; each must see the files of the ranks that it inherits from (its own number, and that plus multiples of
+    the number of ranks). Without a checkpoint in `folder`, nothing is loaded and 0 is returned.
+    **Raises:** FileNotFoundError that names the missing file; PlanError for variables that the model does not have.
+    """
+    here, folder = comm.current(), Path(folder)
+    heads = here.gather_objects((folder / HEAD).read_text() if (folder / HEAD).is_file() else None)
+    if heads[0] is None:
+        return 0
+    head = json.loads(heads[0])
+    epoch, ranks = head["epoch"], head["ranks"]
+    weights = folder / f"model-{epoch:04d}.keras"
+    mine = [folder / _owed_name(epoch, rank) for rank in range(here.rank, ranks, here.topology.size)]
+    missing = [str(path) for path in ([weights] if here.rank == 0 else []) + mine if not path.is_file()]
+    for rank, names in enumerate(here.gather_objects(missing)):
+        if names:
+            raise FileNotFoundError(f"Rank {rank} needs {names[0]} to continue from the checkpoint of epoch {epoch} in {folder}. "
+                                    "Copy it there, or use a folder that all nodes see.")
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    if weights.is_file():  # the others get it by BroadcastState
+        model.load_weights(weights)
+    exchanger = exchanger_of(model)
+    records = [_read_owed(path, rank) for path, rank in zip(mine, range(here.rank, ranks, here.topology.size), strict=True)]
+    known = {variable.path for variable in model.trainable_variables}
+    unknown = sorted({path for owed, lefts in records for path in set(owed).union(*(left.variables for left in lefts))} - known)
+    if unknown:
+        raise PlanError(f"The checkpoint in {folder} owes gradient to {unknown[0]!r}, which this model does not have (it has "
+                        f"{sorted(known)[0]!r}, ...). Give the model and its layers the names that they had.")
+    same = ranks == here.topology.size
+    factor = 1.0 if exchanger.operation == "sum" else here.topology.size / ranks
+    exchanger.exchanges = {}
+    exchanger.left = records[0][1] if same else []
+    exchanger.owed = sum_owed([kept for kept, _ in records] if same else [_everything(*record) for record in records], factor)
+    return epoch + 1
+
+
+def _owed_name(epoch: int, rank: int) -> str:
+    return f"owed-{epoch:04d}-rank-{rank:04d}.npz"
+
+
+def _write_owed(exchanger: Exchanger, path: Path) -> None:
+    arrays: dict[str, np.ndarray] = {}
+    index: dict[str, Any] = {"owed": sorted(exchanger.owed), "plans": []}
+    for number, name in enumerate(index["owed"]):
+        arrays[f"owed{number}"] = exchanger.owed[name]
+    for left in exchanger.all_left():
+        index["plans"].append({"plan": left.plan.to_json(), "steps": left.steps, "rank": left.rank, "buckets": list(left.residuals)})
+        arrays |= {f"plan{len(index['plans']) - 1}/{i}": array for i, array in enumerate(left.residuals.values())}
+    part = path.with_name(f".{path.name}")
+    with part.open("wb") as file:
+        np.savez(file, index=np.array(json.dumps(index)), **arrays)
+        file.flush()
+        os.fsync(file.fileno())
+    part.rename(path)
+
+
+def _read_owed(path: Path, rank: int) -> tuple[Owed, list[Left]]:
+    with np.load(path) as stored:
+        index = json.loads(str(stored["index"]))
+        owed = {name: stored[f"owed{number}"] for number, name in enumerate(index["owed"])}
+        lefts = [
+            Left(Plan.from_json(row["plan"]), row["steps"], rank,
+                 {name: stored[f"plan{number}/{i}"] for i, name in enumerate(row["buckets"])})
+            for number, row in enumerate(index["plans"])
+        ]
+    return owed, lefts
+
+
+def _everything(owed: Owed, lefts: list[Left]) -> Owed:
+    return sum_owed([owed, *(owed_of(left.plan, left.residuals, left.rank) for left in lefts)])

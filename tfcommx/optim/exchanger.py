@@ -1,0 +1,141 @@
+"""What a wrapped optimizer knows of the other ranks: schemes, plans, residuals, counters. Kept out of Keras's variables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
+from tfcommx.comm import Comm
+from tfcommx.schedule import planner
+from tfcommx.schedule.run import Exchange, Owed, owed_of
+from tfcommx.terms import Plan, PlanError, Scheme
+
+
+class Left(NamedTuple):
+    """The state of one plan on one rank, as a checkpoint keeps it."""
+
+    plan: Plan
+    steps: int
+    rank: int
+    residuals: dict[str, np.ndarray]  # bucket name -> float32 [the rank's shard]
+
+    @property
+    def variables(self) -> set[str]:
+        return {path for bucket in self.plan.buckets for path in bucket.variables}
+
+
+class Exchanger:
+    """The exchange of one optimizer's gradients, for every set of variables that it is called with."""
+
+    def __init__(self, comm: Comm, schemes: Mapping[str, Scheme], operation: str, plan: Plan | None = None) -> None:
+        for scheme in schemes.values():
+            planner.check_scheme(scheme, comm.topology)
+        if plan is not None and plan.topology != comm.topology:
+            raise PlanError(f"The plan is for {plan.topology}. Received a launch of {comm.topology}. Make it for this cluster.")
+        self.comm, self.schemes, self.operation, self.given = comm, dict(schemes), operation, plan
+        self.exchanges: dict[tuple[str, ...], Exchange] = {}
+        self.owed: Owed = {}  # of plans that were left, until the next plan takes it over
+        self.left: list[Left] = []  # restored plans, until the model asks for an equal one
+        self.loss_scale = "none"  # of an outer LossScaleOptimizer: none, local (its own decision) or agreed
+        self._dense_bytes = 0.0  # of plans that were left
+        self._variables: list[keras.Variable] = []
+
+    def begin(self, variables: Sequence[keras.Variable]) -> None:
+        """Say whose gradients come next; refuse what would fail or hang later: XLA, and a loss scale decided by each rank alone.
+
+        The variables are kept here: Keras would count a list of variables on the optimizer as part of its state.
+        """
+        self._variables = list(variables)
+        if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+            raise PlanError("Horovod's collectives cannot be compiled by XLA. Received jit_compile=True (Keras's 'auto' turns it on "
+                            "with a GPU). Call model.compile(..., jit_compile=False), or add the callback BroadcastState.")
+        if self.loss_scale == "local" and self.comm.topology.size > 1:
+            raise PlanError("A LossScaleOptimizer outside of the wrapped optimizer decides on each rank alone whether to take a step. "
+                            "Wrap it: DistributedOptimizer(LossScaleOptimizer(optimizer)), or add the callback BroadcastState.")
+
+    def exchange(self, grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Return the gradients averaged (or summed) over the ranks, bit-identical on all. **Ranks:** all."""
+        variables = self._variables
+        paths = [variable.path for variable in variables]
+        if len(set(paths)) < len(paths):
+            twice = next(path for path in paths if paths.count(path) > 1)
+            raise PlanError(f"Variable paths must be unique. Received {twice!r} twice. Give the layers different names.")
+        result = self._exchange_for(variables)(dict(zip(paths, grads, strict=True)))
+        return [result[path] for path in paths]
+
+    def all_ranks(self, finite: tf.Tensor) -> tf.Tensor:
+        """Tell whether `finite` (bool) holds on every rank. **Ranks:** all. **Cost:** one allreduce of 4 bytes."""
+        if self.comm.topology.size == 1:
+            return finite
+        bad = tf.reshape(tf.cast(tf.logical_not(finite), tf.float32), [1])
+        return tf.equal(self.comm.allreduce(bad, "world", "tfcommx/finite")[0], 0)
+
+    def switch(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
+        """Exchange by other schemes from now on; what was not sent yet is sent under the new ones.
+
+        Functions that were traced before must be traced again (the callback SwitchScheme does it).
+        **Ranks:** all, between the same two steps. **Raises:** PlanError for a scheme that cannot be carried out.
+        """
+        schemes = dict(schemes) if isinstance(schemes, Mapping) else {"*": schemes}
+        for scheme in schemes.values():
+            planner.check_scheme(scheme, self.comm.topology)
+        self.owed = self.all_owed()
+        self._dense_bytes += sum(exchange.dense_bytes_between_nodes() for exchange in self.exchanges.values())
+        self.schemes, self.given, self.exchanges, self.left = schemes, None, {}, []
+
+    def all_owed(self) -> Owed:
+        """Return what this rank has not sent yet, over all plans."""
+        return sum_owed([self.owed, *(owed_of(left.plan, left.residuals, left.rank) for left in self.all_left())])
+
+    def all_left(self) -> list[Left]:
+        """Return the state of every plan on this rank."""
+        running = [
+            Left(exchange.plan, int(exchange.steps.numpy()), self.comm.rank,
+                 {name: residual.numpy() for name, residual in exchange.residuals.items()})
+            for exchange in self.exchanges.values()
+        ]
+        return running + self.left
+
+    def traffic(self) -> dict[str, float]:
+        """Return bytes sent between nodes by this process so far, and what plain Horovod would have sent for the same steps."""
+        dense = self._dense_bytes + sum(exchange.dense_bytes_between_nodes() for exchange in self.exchanges.values())
+        return {"bytes_between_nodes": self.comm.traffic().between, "bytes_between_nodes_dense": dense}
+
+    def _exchange_for(self, variables: Sequence[keras.Variable]) -> Exchange:
+        key = tuple(variable.path for variable in variables)
+        if key not in self.exchanges:
+            with tf.init_scope():  # also while a step is traced: planning is done once, for real
+                plan = self.given or planner.make_plan(
+                    [planner.Gradient(variable.path, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))
+                     for variable in variables],
+                    self.schemes, self.comm.topology, self.operation)
+                covered = {path for bucket in plan.buckets for path in bucket.variables}
+                if covered != set(key):
+                    odd = sorted(covered ^ set(key))[0]
+                    raise PlanError(f"The plan must cover exactly the variables with gradients. {odd!r} is only in "
+                                    f"{'the plan' if odd in covered else 'the model'}. Make the plan from this model.")
+                exchange = Exchange(plan, self.comm)
+                for left in [left for left in self.left if left.variables & covered]:
+                    self.left.remove(left)
+                    if left.plan == plan:
+                        exchange.continue_from(left.steps, left.residuals)
+                    else:  # the model or the scheme has changed since
+                        self.owed = sum_owed([self.owed, owed_of(left.plan, left.residuals, left.rank)])
+                exchange.take_over({path: self.owed[path] for path in key if path in self.owed})
+                self.owed = {path: part for path, part in self.owed.items() if path not in covered}
+                self.exchanges[key] = exchange
+        return self.exchanges[key]
+
+
+def sum_owed(parts: Sequence[Owed], factor: float = 1.0) -> Owed:
+    """Add what several ranks owed, variable by variable, times a factor."""
+    total: Owed = {}
+    for part in parts:
+        for path, values in part.items():
+            total[path] = total.get(path, np.float32(0)) + values * np.float32(factor)
+    return total

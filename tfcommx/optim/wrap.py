@@ -1,0 +1,116 @@
+"""DistributedOptimizer: any Keras 3 optimizer, with its gradients exchanged just before it clips and applies them.
+
+    fit / apply_gradients -> apply -> unscale -> accumulate -> [exchange over the ranks] -> clip -> update -> EMA
+
+The wrapped optimizer is an instance of a subclass that carries its base's name and module and adds nothing to its
+variables or its config. So a saved model holds the plain optimizer and loads with and without tfcommx.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfcommx import comm
+from tfcommx.optim.exchanger import Exchanger
+from tfcommx.terms import OPERATIONS, Plan, PlanError, Scheme, check_name
+
+
+def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
+    optimizer: keras.optimizers.Optimizer,
+    scheme: Scheme | Mapping[str, Scheme] | None = None,
+    op: str = "average",
+    plan: Plan | None = None,
+) -> keras.optimizers.Optimizer:
+    """Wrap a Keras optimizer so that every rank applies the gradients of all ranks.
+
+    Works in `model.fit` and in custom loops (`apply_gradients`, `apply`), with clipping, EMA, gradient accumulation (one
+    exchange per accumulated step) and LossScaleOptimizer, whose skipped steps are agreed between the ranks.
+
+    Args:
+        optimizer: any Keras optimizer; its state, where it has some, is copied.
+        scheme: how gradients travel; a Scheme for all variables, or a mapping from patterns of variable paths (as in file
+            names, the first match counts) to Schemes. None: everything, by Horovod's allreduce.
+        op: "average" or "sum" over the ranks.
+        plan: a plan made before, in place of the one that the scheme gives.
+
+    Returns:
+        A new optimizer of a subclass of the same class. `optimizer.exchanger` holds the residuals and the counters.
+
+    **Ranks:** all, with equal arguments; the plan is agreed on the first step.
+    **Raises:** RuntimeError before init(). PlanError for a scheme that cannot be carried out, or an optimizer wrapped twice.
+    """
+    if getattr(optimizer, "exchanger", None) is not None:
+        raise PlanError(f"A plain optimizer is required. Received {optimizer.name!r}, which is wrapped already. Wrap it once.")
+    check_name("op", op, OPERATIONS)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        inner = DistributedOptimizer(optimizer.inner_optimizer, scheme, op, plan)
+        wrapped = _copy(optimizer, AgreedLossScale, inner_optimizer=inner)
+        inner.exchanger.loss_scale = "agreed"
+        wrapped.exchanger = inner.exchanger
+        return wrapped
+    schemes = dict(scheme) if isinstance(scheme, Mapping) else {"*": scheme or Scheme()}
+    exchanger = Exchanger(comm.current(), schemes, op, plan)
+    wrapped = _copy(optimizer, ExchangesGradients)
+    wrapped.exchanger = exchanger
+    return wrapped
+
+
+class ExchangesGradients:
+    """Mixed into an optimizer's class: exchanges gradients where Keras would clip them."""
+
+    exchanger: Exchanger | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # LossScaleOptimizer sets this on the optimizer that it takes in: the only sign of a wrap that we did not make.
+        if name == "loss_scale_factor" and value is None and self.exchanger is not None and self.exchanger.loss_scale == "none":
+            self.exchanger.loss_scale = "local"
+        super().__setattr__(name, value)
+
+    def _backend_apply_gradients(self, grads: list[tf.Tensor], trainable_variables: list[keras.Variable]) -> None:
+        self.exchanger.begin(trainable_variables)
+        # Sparse gradients of embeddings become dense here: the accumulators and the exchange want one form.
+        super()._backend_apply_gradients([tf.convert_to_tensor(grad) for grad in grads], trainable_variables)
+
+    def _clip_gradients(self, grads: list[tf.Tensor]) -> list[tf.Tensor]:
+        return super()._clip_gradients(self.exchanger.exchange(grads))
+
+
+class AgreedLossScale:
+    """Mixed into LossScaleOptimizer's class: a step is skipped by all ranks or by none."""
+
+    exchanger: Exchanger | None = None
+
+    def check_finite(self, grads: list[tf.Tensor | None]) -> tf.Tensor:
+        return self.exchanger.all_ranks(super().check_finite(grads))
+
+
+def agree_on_loss_scale(optimizer: keras.optimizers.LossScaleOptimizer) -> None:
+    """Let a LossScaleOptimizer that Keras put around a wrapped optimizer agree with the other ranks; nothing else changes.
+
+    Keras makes it in `model.compile` under a float16 policy. Left alone it decides from the gradients of its own rank whether
+    to take the step, and ranks that decide differently would wait for each other for ever.
+    """
+    optimizer.__class__ = _subclass(type(optimizer), AgreedLossScale)
+    optimizer.exchanger = optimizer.inner_optimizer.exchanger
+    optimizer.exchanger.loss_scale = "agreed"
+
+
+def _subclass(base: type, mixin: type) -> type:
+    """A subclass that Keras saves under its base's name."""
+    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})
+
+
+def _copy(optimizer: keras.optimizers.Optimizer, mixin: type, **changed: Any) -> keras.optimizers.Optimizer:
+    """Make the same optimizer, state included, as an instance of the subclass."""
+    cls = _subclass(type(optimizer), mixin)
+    config = optimizer.get_config() | changed
+    copy = cls(**config) if changed else cls.from_config(config)
+    if optimizer.built:
+        copy.build(optimizer._trainable_variables)
+        for ours, theirs in zip(copy.variables, optimizer.variables, strict=True):
+            ours.assign(theirs)
+    return copy

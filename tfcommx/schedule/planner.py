@@ -1,0 +1,98 @@
+"""From what a user asks for to what is done bucket by bucket. All that can be refused is refused here, before any collective."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from tfcommx import exchange, selection
+from tfcommx.schedule import merge
+from tfcommx.terms import Bucket, Plan, PlanError, Scheme, Topology
+
+DENSE_DTYPES = ("float16", "float32", "float64")  # what the engine reduces; others travel as float32
+
+
+class Gradient(NamedTuple):
+    """What the planner must know of a variable's gradient."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def check_scheme(scheme: Scheme, topology: Topology) -> None:
+    """Refuse a scheme whose names are unknown, do not fit each other, or do not fit the topology."""
+    exchange.row(scheme.route)
+    selection.row(scheme.selection)
+    if exchange.row(scheme.dense_route).sparse:
+        dense = ", ".join(name for name, row in exchange.ROUTES.items() if not row.sparse)
+        raise PlanError(f"`dense_route` must be a dense route ({dense}). Received {scheme.dense_route!r}.")
+    if scheme.selection != "all" and not exchange.row(scheme.route).sparse:
+        sparse = ", ".join(name for name, row in exchange.ROUTES.items() if row.sparse)
+        raise PlanError(f"Selection {scheme.selection!r} needs a sparse route ({sparse}). Received route={scheme.route!r}.")
+    for name in (scheme.route, scheme.dense_route):
+        if exchange.row(name).levels == 2:
+            topology.require_even(f"the two-level route {name!r}")
+
+
+def make_plan(gradients: Sequence[Gradient], schemes: Mapping[str, Scheme], topology: Topology, operation: str = "average") -> Plan:
+    """Put each gradient into one bucket: in backward order, by scheme, merged up to a size.
+
+    Args:
+        gradients: in forward order, as the model lists its variables.
+        schemes: pattern of variable paths (as in file names) -> scheme; the first match counts.
+        topology: of the ranks that will carry it out.
+        operation: "average" or "sum" over the ranks.
+
+    Returns:
+        The plan; a pure function of the arguments, so equal on every rank that asks the same.
+
+    **Raises:** PlanError for what cannot be carried out, naming the scheme, variable or hosts.
+    """
+    for scheme in schemes.values():
+        check_scheme(scheme, topology)
+    streams: dict[tuple[Scheme, str, str], list[tuple[int, Gradient]]] = {}
+    for order, gradient in enumerate(reversed(gradients)):
+        scheme = _scheme_of(gradient.path, schemes)
+        sparse = exchange.row(scheme.route).sparse and gradient.dtype != "float64"
+        small = len(gradient.shape) <= 1 or math.prod(gradient.shape) < scheme.dense_below
+        route = scheme.dense_route if exchange.row(scheme.route).sparse and (small or not sparse) else scheme.route
+        dtype = gradient.dtype if route != scheme.route or not sparse else "float32"
+        dtype = dtype if dtype in DENSE_DTYPES else "float32"
+        streams.setdefault((scheme, route, dtype), []).append((order, gradient))
+    ready: list[tuple[int, Bucket]] = []  # when its last gradient is there
+    for (scheme, route, dtype), members in streams.items():
+        entry = 2 if dtype == "float16" else 8 if dtype == "float64" else 4
+        for group in merge.by_size([entry * math.prod(gradient.shape) for _, gradient in members], scheme.bucket_bytes):
+            chosen = [members[position] for position in group]
+            ready.append((chosen[-1][0], _bucket([gradient for _, gradient in chosen], scheme, route, dtype, topology)))
+    ready.sort(key=lambda pair: pair[0])
+    buckets = (Bucket(**{**vars(bucket), "name": f"tfcommx/bucket{i}"}) for i, (_, bucket) in enumerate(ready))
+    return Plan(tuple(buckets), topology, operation)
+
+
+def _scheme_of(path: str, schemes: Mapping[str, Scheme]) -> Scheme:
+    for pattern, scheme in schemes.items():
+        if fnmatch.fnmatchcase(path, pattern):
+            return scheme
+    raise PlanError(f"No scheme for the variable {path!r}: none of the patterns {list(schemes)} matches. Add the pattern '*'.")
+
+
+def _bucket(gradients: list[Gradient], scheme: Scheme, route: str, dtype: str, topology: Topology) -> Bucket:
+    paths = tuple(gradient.path for gradient in gradients)
+    sizes = tuple(math.prod(gradient.shape) for gradient in gradients)
+    row = exchange.row(route)
+    padding = -sum(sizes) % topology.slots if row.levels == 2 else 0
+    plain = Bucket("", paths, sizes, dtype, route, padding=padding)
+    if not row.sparse:
+        return plain
+    start, stop = exchange.route(route).shard(plain, topology, 0)
+    k = round(scheme.density * (stop - start))
+    if k == 0:
+        raise PlanError(
+            f"`k` must be in [1, n]. Received k=0 from density={scheme.density}, n={stop - start} ({', '.join(paths)}). "
+            "Raise `density`, or keep these variables dense with `dense_below`."
+        )
+    return Bucket("", paths, sizes, dtype, route, scheme.selection, k, padding, scheme.seed)

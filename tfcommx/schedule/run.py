@@ -1,0 +1,156 @@
+"""Carries out a Plan: gradients in, exchanged gradients out, and what stayed behind kept for the next step.
+
+    gradients -> per bucket: flat vector -> route (+ residual -> select -> wire -> exchange -> merge) -> average -> unflatten
+
+Each bucket is a chain of its own in the TensorFlow graph, so one whose gradients are ready travels while others are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import tensorflow as tf
+
+from tfcommx import exchange, selection
+from tfcommx.comm import Comm
+from tfcommx.exchange import allreduce
+from tfcommx.terms import Bucket, Plan, PlanError, Sparse, first_difference
+
+Owed = dict[str, np.ndarray]  # variable path -> float32[size]: what this rank has not sent yet
+
+
+def agree(plan: Plan, comm: Comm) -> None:
+    """Refuse, on every rank, plans that differ between ranks. **Ranks:** all. **Cost:** one small exchange, before training."""
+    texts = comm.gather_objects(plan.to_json())
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            found = first_difference(Plan.from_json(texts[0]), Plan.from_json(text))
+            raise PlanError(f"The plan must be the same on every rank. Rank 0 and rank {rank} differ first in {found}. "
+                            "Build the same model and scheme on every rank.")
+
+
+def owed_of(plan: Plan, residuals: Mapping[str, np.ndarray], rank: int) -> Owed:
+    """Return the residuals that `rank` keeps under a plan (bucket name -> float32 [its shard]) by variable, without zeros."""
+    found: Owed = {}
+    for bucket in plan.buckets:
+        if bucket.name in residuals:
+            start, stop = exchange.route(bucket.route).shard(bucket, plan.topology, rank)
+            whole = np.zeros(bucket.padded, np.float32)
+            whole[start:stop] = residuals[bucket.name]
+            parts = np.split(whole, np.cumsum(bucket.sizes))  # what follows the last cut is padding, always zero
+            found |= {path: part for path, part in zip(bucket.variables, parts, strict=False) if part.any()}
+    return found
+
+
+class Exchange:
+    """A plan with its residuals on this rank."""
+
+    def __init__(self, plan: Plan, comm: Comm) -> None:
+        agree(plan, comm)
+        self.plan, self.comm = plan, comm
+        self.steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/steps")
+        self.residuals: dict[str, tf.Variable] = {}
+        self.pending: dict[str, tf.Variable] = {}  # of dense buckets: is there something left to flush?
+        for bucket in plan.buckets:
+            if bucket.k is not None:
+                self._make_residual(bucket)
+
+    def __call__(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Return the average (or sum) over all ranks of each gradient.
+
+        Args:
+            gradients: variable path -> dense tensor, for exactly the variables of the plan.
+
+        Returns:
+            The same paths, shapes and dtypes; bit-identical on every rank.
+
+        **Ranks:** all, with the same plan; in traced code, or eagerly in the same order.
+        **Cost:** per bucket one copy into and one out of the flat vector, and the route.
+        """
+        step = self.steps.assign_add(1)
+        result: dict[str, tf.Tensor] = {}
+        for index, bucket in enumerate(self.plan.buckets):
+            parts = [gradients[path] for path in bucket.variables]
+            flat = self._flush(bucket, _flatten(parts, bucket))
+            flat = exchange.route(bucket.route).run(flat, bucket, self.comm, self._selector(bucket, index, step))
+            if self.plan.operation == "average" and self.plan.topology.size > 1:
+                flat = flat * tf.constant(1 / self.plan.topology.size, flat.dtype)
+            result |= zip(bucket.variables, _unflatten(flat, parts, bucket), strict=True)
+        return result
+
+    def dense_bytes_between_nodes(self) -> float:
+        """Return what plain Horovod would have sent between nodes for the steps so far, per rank (mean)."""
+        topology = self.plan.topology
+        return float(self.steps.numpy()) * sum(allreduce.wire_bytes(bucket, topology).between for bucket in self.plan.buckets)
+
+    def take_over(self, owed: Owed) -> None:
+        """Add what ranks owed under another plan, so that the sum over the ranks is conserved entry by entry.
+
+        On a sparse route it goes into the residual of the rank that selects from its place; on a dense one it is sent
+        with the next gradient. **Ranks:** all, outside of traced code.
+        """
+        for bucket in self.plan.buckets:
+            parts = [owed.get(path, np.zeros(size, np.float32)) for path, size in zip(bucket.variables, bucket.sizes, strict=True)]
+            whole = np.concatenate([*parts, np.zeros(bucket.padding, np.float32)])
+            if not any(self.comm.gather_objects(bool(whole.any()))):
+                continue
+            start, stop = exchange.route(bucket.route).shard(bucket, self.plan.topology, self.comm.rank)
+            mine = tf.constant(whole)
+            if stop - start < bucket.padded:  # my part of what the ranks of my node owe
+                mine = self.comm.reduce_scatter(mine, "node", f"{bucket.name}/take_over")
+            self._for_leftovers(bucket)
+            self.residuals[bucket.name].assign_add(mine)
+
+    def continue_from(self, steps: int, residuals: Mapping[str, np.ndarray]) -> None:
+        """Set the residuals (bucket name -> float32 [its shard]) and the step count that this rank had under an equal plan."""
+        self.steps.assign(steps)
+        for bucket in self.plan.buckets:
+            if bucket.name in residuals:
+                self._for_leftovers(bucket)
+                self.residuals[bucket.name].assign(residuals[bucket.name])
+
+    def _for_leftovers(self, bucket: Bucket) -> None:
+        if bucket.name not in self.residuals:
+            self._make_residual(bucket)
+            self.pending[bucket.name] = tf.Variable(True, trainable=False)
+
+    def _make_residual(self, bucket: Bucket) -> None:
+        start, stop = exchange.route(bucket.route).shard(bucket, self.plan.topology, self.comm.rank)
+        self.residuals[bucket.name] = tf.Variable(tf.zeros(stop - start), trainable=False, name=f"{bucket.name}/residual")
+
+    def _selector(self, bucket: Bucket, index: int, step: tf.Tensor) -> Callable[[tf.Tensor], Sparse] | None:
+        if bucket.k is None:
+            return None
+        rule, residual = selection.rule(bucket.selection), self.residuals[bucket.name]
+        place = (bucket.seed * len(self.plan.buckets) + index) * self.plan.topology.size + self.comm.rank
+        seed = step * 2**20 + place  # each step, bucket and rank draws its own numbers
+        return lambda part: rule.select_with_residual(part, residual, bucket.k, seed)
+
+    def _flush(self, bucket: Bucket, flat: tf.Tensor) -> tf.Tensor:
+        """On a dense route: add what a sparse one left, once."""
+        if bucket.name not in self.pending:
+            return flat
+        residual, pending = self.residuals[bucket.name], self.pending[bucket.name]
+
+        def add() -> tf.Tensor:
+            whole = flat + tf.cast(residual.value(), flat.dtype)
+            with tf.control_dependencies([whole]):
+                residual.assign(tf.zeros_like(residual))
+                pending.assign(False)
+            return tf.identity(whole)
+
+        return tf.cond(pending, add, lambda: tf.identity(flat))
+
+
+def _flatten(parts: list[tf.Tensor], bucket: Bucket) -> tf.Tensor:
+    flat = [tf.cast(tf.reshape(part, [-1]), bucket.dtype) for part in parts]
+    if bucket.padding:
+        flat.append(tf.zeros([bucket.padding], bucket.dtype))
+    return tf.concat(flat, axis=0) if len(flat) > 1 else flat[0]
+
+
+def _unflatten(flat: tf.Tensor, parts: list[tf.Tensor], bucket: Bucket) -> list[tf.Tensor]:
+    sizes = [*bucket.sizes, bucket.padding]
+    pieces = tf.split(flat, sizes) if len(sizes) > 2 or bucket.padding else [flat]
+    return [tf.cast(tf.reshape(piece, part.shape), part.dtype) for piece, part in zip(pieces, parts, strict=False)]
