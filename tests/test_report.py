@@ -81,6 +81,21 @@ def test_progress_without_a_terminal_is_one_line_per_epoch(summary):
     assert "epoch  1/2   14 px  hitopk mstopk 0.05" in lines[0] and " 50 %" in lines[0] and "100 %" in lines[1]
 
 
+def test_progress_on_a_terminal_is_one_bar(summary, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    with Progress(steps=4, epochs=2, stream=stream) as progress:
+        for each in summary["rows"]:
+            progress.step()
+            progress.step()
+            progress.epoch(each)
+    text = stream.getvalue()
+    assert "━" in text and "4/4" in text and "\x1b" in text  # drawn over and over in place
+    assert text.count("test 0.9012") == 1 and "s left" not in text
+
+
 def test_other_ranks_are_silent(summary):
     stream = io.StringIO()
     with Progress(steps=2, epochs=1, shown=False, stream=stream) as progress:

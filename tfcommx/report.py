@@ -116,7 +116,9 @@ def read(folder: Path) -> dict[str, Any]:
 
 def show(summary: dict[str, Any], console: Console | None = None) -> None:
     """Print the report to the terminal."""
-    console = console or Console(highlight=False)
+    if console is None:
+        wide = None if sys.stdout.isatty() else 120  # horovodrun's pipes have no width, and 80 columns would break the table
+        console = Console(highlight=False, width=wide)
     epochs = Table(title=f"{summary.get('name', 'run')}: epochs", title_justify="left")
     for heading in ("epoch", "pixels", "exchange", "loss", "train", "test", "images/s", "seconds"):
         epochs.add_column(heading, justify="left" if heading == "exchange" else "right")
@@ -173,7 +175,7 @@ def draw(summary: dict[str, Any], folder: Path) -> None:
                           xycoords=("data", "axes fraction"), rotation=90, fontsize=8, color="0.4")
     axes.set(xlabel="epoch", ylabel="accuracy", xticks=epochs,
              title=f"{summary.get('name', 'run')}: test accuracy {summary['test_accuracy']:.4f}")
-    axes.legend(loc="lower right")
+    figure.legend(loc="outside lower center", ncols=2)
     figure.savefig(folder / "learning_curve.png", dpi=120)
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -184,7 +186,7 @@ def draw(summary: dict[str, Any], folder: Path) -> None:
         axes.bar(epochs, heights, bottom=bottom, label=meaning)
         bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
     axes.set(xlabel="epoch", ylabel="seconds on rank 0", xticks=epochs, title="where the time went")
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     figure.savefig(folder / "time_breakdown.png", dpi=120)
 
 

@@ -24,7 +24,8 @@ class Timing(keras.callbacks.Callback):
     """Measures where an epoch's seconds go on this rank.
 
     - `data`: from the start of a step until its batch has arrived, read inside the step by `tf.timestamp`.
-    - `step`: from then until the step has ended: forward, backward, exchange and update, which overlap.
+    - `step`: from then until the step has ended: forward, backward, exchange (with the wait for slower ranks) and update.
+      They overlap, so they are one number.
     - `first_step`: the whole first step of a phase, in which TensorFlow traces and compiles the step.
     - `evaluation`: measured by Evaluation.
     - `other`: the rest of the epoch: averaging, comparing, reporting.
