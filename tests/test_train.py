@@ -1,0 +1,60 @@
+"""One process trains a shipped recipe, cut short, through the command line, and leaves all that a report needs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tfcommx import report
+from tfcommx.data.fashion_mnist import DataError, fetch
+
+ROOT = Path(__file__).parent.parent
+SHORT = ["batch_per_rank=1000", "model.filters=[4, 8]", "phases.0.epochs=1", "phases.0.resolution=8", "phases.1.epochs=1",
+         "phases.1.resolution=8", "phases.2.epochs=1", "phases.2.resolution=10", "node_size=1"]
+
+# A program of its own, which knows nothing of tfcommx: a checkpoint must outlive the library that wrote it.
+LOAD = """
+import sys, keras
+model = keras.saving.load_model(sys.argv[1])
+print(model.count_params(), type(model.optimizer).__name__, model.optimizer.iterations.numpy())
+assert not any(name.startswith("tfcommx") for name in sys.modules)
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    try:
+        fetch()
+    except DataError as missing:
+        pytest.skip(str(missing))
+    folder = tmp_path_factory.mktemp("run")
+    words = [word for setting in SHORT for word in ("--set", setting)]
+    command = [sys.executable, "-m", "tfcommx.cli", "train", "configs/fashion_mnist.yaml", "--output", str(folder), *words]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder, done.stdout
+
+
+def test_the_summary(run):
+    folder, printed = run
+    summary = report.read(folder)
+    assert (summary["ranks"], summary["nodes"], summary["epochs"]) == (1, 1, 3)
+    assert summary["bytes_between_nodes"] == summary["bytes_between_nodes_dense"] == 0 and summary["replicas_identical"] is True
+    assert summary["test_accuracy"] == summary["rows"][-1]["test_accuracy"] > 0.3  # guessing gives 0.1
+    right = summary["test_accuracy"] * 10_000
+    assert round(right) == pytest.approx(right)  # counted over all 10,000
+    assert [row["route"] for row in summary["rows"]] == ["hitopk", "hitopk", "torus"]
+    assert all(value >= 0 for row in summary["rows"] for value in row["seconds"].values())
+    assert sum(sum(row["seconds"].values()) for row in summary["rows"]) < summary["seconds"]
+    assert printed.count(" s left") == 3 and str(folder) in printed  # no terminal: a line per epoch
+    assert json.loads((folder / "summary.json").read_text()) == summary
+
+
+def test_the_checkpoint_loads_without_tfcommx(run):
+    done = subprocess.run([sys.executable, "-c", LOAD, str(run[0] / "model.keras")], cwd=run[0], text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    count, kind, steps = done.stdout.split()
+    assert int(count) == report.read(run[0])["parameters"] and kind == "SGD" and int(steps) == 3 * 60

@@ -1,0 +1,69 @@
+"""The command line: `tfcommx train`, `tfcommx report`. TensorFlow is imported only where a command needs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tfcommx.data.fashion_mnist import DataError
+from tfcommx.recipe import RecipeError
+from tfcommx.recipe import read as read_recipe
+from tfcommx.report import ReportError
+from tfcommx.terms import PlanError
+
+SET_HELP = "Change the recipe, e.g. --set phases.0.epochs=1. Repeatable."
+USER_ERRORS = (PlanError, RecipeError, DataError, ReportError)
+
+app = typer.Typer(name="tfcommx", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+                  help="Data-parallel training where machines are strong and the network between them is slow.")
+
+
+@app.callback()
+def _group() -> None:
+    """Keep the commands' names even when there is only one of them."""
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="Recipe, a YAML file such as configs/fashion_mnist.yaml.")],
+    output: Annotated[Path | None, typer.Option(help="Folder of the run; by default runs/NAME of the recipe.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="PLACE=VALUE", help=SET_HELP)] = None,
+) -> None:
+    """Train a model as a recipe says. Start it with horovodrun: `horovodrun -np 4 tfcommx train CONFIG`."""
+    recipe = read_recipe(config, settings or [])
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow greets once per process; errors still come through
+    from tfcommx import is_chief, report
+    from tfcommx.train import train as run
+
+    folder = output or Path("runs") / recipe.name
+    summary = run(recipe, folder)
+    if is_chief():
+        report.show(summary)
+        print(f"Report, figures, TensorBoard events and checkpoint: {folder}")
+
+
+@app.command()
+def report(
+    run_folder: Annotated[Path, typer.Argument(help="Folder that `tfcommx train` wrote, such as runs/fashion_mnist.")],
+) -> None:
+    """Print the report of a finished run."""
+    from tfcommx import report as reports
+
+    reports.show(reports.read(run_folder))
+
+
+def main() -> None:
+    """Run the command line; what the user can put right is told without a traceback, with exit code 2."""
+    try:
+        app()
+    except USER_ERRORS as error:
+        print(f"tfcommx: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

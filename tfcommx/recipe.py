@@ -1,0 +1,200 @@
+"""Recipes: a YAML file read into frozen, checked models, so that a bad setting is refused before any process is busy."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+
+from tfcommx import exchange
+from tfcommx.terms import Scheme
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be carried out; the message names the place in the file."""
+
+
+def _refuse_unknown(keys: Iterable[str], known: Sequence[str]) -> None:
+    for key in keys:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            hint = f"Did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"Unknown key {key!r}. {hint}Known: {', '.join(known)}.")
+
+
+def _scheme(value: Any) -> Scheme:
+    """Build a Scheme from a mapping; its own checks, and the tables of names, say what is wrong."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"A mapping such as {{route: hitopk, selection: mstopk, density: 0.05}} is required. "
+                         f"Received {value!r}.")
+    _refuse_unknown(value, [field.name for field in dataclasses.fields(Scheme)])
+    scheme = Scheme(**value)
+    exchange.row(scheme.route)
+    exchange.row(scheme.dense_route)
+    return scheme
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, given: Any) -> Any:
+        if isinstance(given, Mapping):
+            _refuse_unknown(given, list(cls.model_fields))
+        return given
+
+
+class Data(_Part):
+    """Which images, and how they are varied."""
+
+    set: Literal["fashion_mnist"] = "fashion_mnist"
+    folder: Path | None = None  # where its files are; None: found or fetched
+    shift: int = Field(1, ge=0, le=8)  # pixels of the full picture; the largest random shift of a batch, 0 for none
+    flip: bool = True  # mirror each image left to right with probability 1/2: clothes have no left and right
+    prefetch: int = Field(2, ge=1)  # batches made ahead of the training step: 2 hide the pipeline's jitter
+
+
+class Model(_Part):
+    """A small convolutional network that takes any resolution, because it averages over all positions at its end."""
+
+    # Filters of the 3x3 convolutions; after the first two a pooling halves the sides, where most of the time would go.
+    filters: tuple[Annotated[int, Field(ge=1)], ...] = Field((16, 32, 64), min_length=1)
+    residual: int = Field(1, ge=0)  # blocks with a short cut after them, with as many filters as the last
+
+
+class Phase(_Part):
+    """Some epochs at one resolution with one way of exchanging gradients."""
+
+    epochs: int = Field(ge=1)
+    resolution: int = Field(ge=8)  # pixels a side; small pictures first are cheap (progressive resizing)
+    scheme: Annotated[Scheme, PlainValidator(_scheme)] = Scheme()
+
+
+class Optimizer(_Part):
+    """Stochastic gradient descent with momentum."""
+
+    momentum: float = Field(0.9, ge=0, lt=1)
+    nesterov: bool = True
+    weight_decay: float = Field(5e-4, ge=0)  # part of a weight that lr = 1 takes away in a step; not for biases and batch norm
+
+
+class LearningRate(_Part):
+    """Linear warm-up to a peak, then decay to zero at the end of the run."""
+
+    peak: float | None = Field(None, gt=0)  # the peak itself; this or the next
+    peak_per_256: float | None = Field(None, gt=0)  # the peak for 256 images a step over all ranks; grows with the batch
+    warm_up_epochs: float = Field(1, ge=0)  # large batches diverge when they start at the peak
+    decay: Literal["cosine", "linear"] = "cosine"
+
+    @model_validator(mode="after")
+    def _one_peak(self) -> LearningRate:
+        if (self.peak is None) == (self.peak_per_256 is None):
+            raise ValueError("One of peak and peak_per_256 is required. "
+                             f"Received peak={self.peak}, peak_per_256={self.peak_per_256}.")
+        return self
+
+    def at(self, step: int, steps_per_epoch: int, steps: int, global_batch: int) -> float:
+        """Return the learning rate of a step.
+
+        Args:
+            step: in [0, steps); counted over the whole run.
+            steps_per_epoch: >= 1.
+            steps: of the whole run.
+            global_batch: images a step over all ranks.
+        """
+        peak = self.peak if self.peak is not None else self.peak_per_256 * global_batch / 256
+        warm_up = self.warm_up_epochs * steps_per_epoch
+        if step < warm_up:
+            return peak * (step + 1) / (warm_up + 1)
+        done = (step - warm_up) / max(1.0, steps - warm_up)
+        return peak * ((1 + math.cos(math.pi * done)) / 2 if self.decay == "cosine" else 1 - done)
+
+
+class Recipe(_Part):
+    """All that a training run is made of."""
+
+    name: str = Field(min_length=1, pattern=r"^[\w.-]+$")  # of the folder below runs/
+    data: Data = Data()
+    model: Model = Model()
+    batch_per_rank: int = Field(ge=1)  # images a step on one rank
+    phases: tuple[Phase, ...] = Field(min_length=1)
+    optimizer: Optimizer = Optimizer()
+    learning_rate: LearningRate
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    seed: int = Field(0, ge=0)  # of the initial weights, the order of the images and their variation
+    node_size: int | None = Field(None, ge=1)  # ranks that stand for a node; None: the real hosts
+    threads: int | None = Field(None, ge=1)  # of one operation in one process; None: TensorFlow's choice, all cores
+
+    @model_validator(mode="after")
+    def _warm_up_ends(self) -> Recipe:
+        if self.learning_rate.warm_up_epochs >= self.epochs:
+            raise ValueError(f"learning_rate.warm_up_epochs must be less than the {self.epochs} epochs of all phases. "
+                             f"Received {self.learning_rate.warm_up_epochs}.")
+        return self
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of all phases."""
+        return sum(phase.epochs for phase in self.phases)
+
+    def phase_of_epoch(self) -> list[Phase]:
+        """Return the phase of every epoch, in order."""
+        return [phase for phase in self.phases for _ in range(phase.epochs)]
+
+
+def read(path: Path, settings: Sequence[str] = ()) -> Recipe:
+    """Read a recipe from a YAML file.
+
+    Args:
+        settings: changes such as `phases.0.epochs=1`, in the file's terms; values are YAML.
+
+    **Raises:** RecipeError that names the file, the place, what is wrong and the nearest key.
+    """
+    try:
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(f"The recipe {path} cannot be read: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(tree, dict):
+        raise RecipeError(f"{path}: a mapping of keys to values is required. Received {type(tree).__name__}.")
+    for setting in settings:
+        _change(tree, setting)
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise RecipeError("\n".join(f"{path}: {_line(detail)}" for detail in error.errors())) from error
+
+
+def _change(tree: dict[str, Any], setting: str) -> None:
+    """Carry out `a.0.b=value` in place."""
+    place, equals, text = setting.partition("=")
+    keys = [int(key) if key.isdigit() else key for key in place.split(".")]
+    if not equals or not all(str(key) for key in keys):
+        raise RecipeError(f"A setting needs the form place=value, such as phases.0.epochs=1. Received {setting!r}.")
+    try:
+        value, inner = yaml.safe_load(text), tree
+        for key in keys[:-1]:
+            inner = inner.setdefault(key, {}) if isinstance(inner, dict) else inner[key]
+        inner[keys[-1]] = value
+    except yaml.YAMLError as error:
+        raise RecipeError(f"The value in {setting!r} is not YAML: {' '.join(str(error).split())}.") from error
+    except (IndexError, TypeError, AttributeError) as error:
+        raise RecipeError(f"The recipe has no place {place!r} for {setting!r}: {error}.") from error
+
+
+def _line(detail: Mapping[str, Any]) -> str:
+    """Say one of pydantic's errors as `place: what was required. Received ...`."""
+    place = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in detail["loc"]).lstrip(".") or "recipe"
+    if detail["type"] == "value_error":  # our own messages, complete as they are
+        return f"{place}: {detail['ctx']['error']}"
+    if detail["type"] == "missing":
+        return f"{place}: required, and missing."
+    return f"{place}: {detail['msg']}. Received {detail['input']!r}."
