@@ -1,0 +1,42 @@
+"""Starts real ranks for tests, as a user does: with horovodrun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+LAUNCHERS = {
+    "gloo": ["--gloo"],
+    # more processes than cores, and a rank that waits gives its core away
+    "mpi": ["--mpi", "--binding-args=--bind-to none --map-by slot:OVERSUBSCRIBE", "--mpi-args=--mca mpi_yield_when_idle 1"],
+}
+
+
+class Ended(NamedTuple):
+    status: int
+    output: str
+    seconds: float
+
+
+def horovodrun(ranks: int, command: list[str], launcher: str = "gloo", seconds: float = 300, hosts: str | None = None,
+               **environment: str) -> Ended:
+    """Run a Python command (without `python`) on several ranks; end the whole tree when it takes too long."""
+    where = ["-H", hosts] if hosts else []
+    words = ["horovodrun", "-np", str(ranks), *where, *LAUNCHERS[launcher], sys.executable, *command]
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), **environment}
+    start = time.monotonic()
+    process = subprocess.Popen(words, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        output += f"\n[killed after {seconds} s]"
+    return Ended(process.returncode, output, time.monotonic() - start)

@@ -1,0 +1,48 @@
+"""Law 7, on real processes: who dies is named, and the others end; bad launches are refused before anything hangs."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from launching import horovodrun
+
+WORKER = str(Path(__file__).parent / "worker_faults.py")
+NAMES = {"gloo": r"Process (name: )?2\b", "mpi": r"rank 2\b|\[1,2\]|,2\]"}
+
+
+@pytest.mark.parametrize("launcher", ["gloo", "mpi"])
+@pytest.mark.parametrize("how", ["kill", "raise"])
+def test_a_rank_that_dies_ends_the_others_and_is_named(how: str, launcher: str) -> None:
+    ended = horovodrun(3, [WORKER, how, "2"], launcher, seconds=120)
+    assert "now" in ended.output, ended.output[-4000:]
+    assert ended.status != 0
+    assert ended.seconds < 60, f"{ended.seconds:.0f} s\n{ended.output[-4000:]}"
+    after = ended.output.split("now", 1)[1]
+    assert re.search(NAMES[launcher], after), ended.output[-4000:]
+    if how == "raise":
+        assert "this rank gives up" in after
+
+
+def test_unequal_slots_are_refused_by_two_level_routes_and_work_with_one_level() -> None:
+    code = (
+        "import numpy as np, keras, tensorflow as tf, tfcommx as cx; c = cx.init(); v = keras.Variable(np.zeros((64, 64), 'float32'), name='w');"
+        "o = cx.DistributedOptimizer(keras.optimizers.SGD(1.0), cx.Scheme('allgather', 'mstopk', 0.5)); o.apply([tf.ones([64, 64])], [v]);"
+        "print('one level', c.topology.size);"
+        "cx.DistributedOptimizer(keras.optimizers.SGD(1.0), cx.Scheme('hitopk', 'mstopk', 0.1))"
+    )
+    ended = horovodrun(3, ["-c", code], "gloo", seconds=120, hosts="localhost:2,127.0.0.1:1")
+    assert ended.status != 0
+    assert ended.output.count("one level 3") == 3, ended.output[-4000:]
+    assert "localhost:2, 127.0.0.1:1" in ended.output, ended.output[-4000:]
+
+
+def test_without_init_the_error_says_so() -> None:
+    import subprocess
+
+    code = "import keras, tfcommx as cx; cx.DistributedOptimizer(keras.optimizers.SGD(0.1))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode != 0 and "tfcommx.init() must be called first" in ended.stderr

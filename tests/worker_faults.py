@@ -1,0 +1,24 @@
+"""A few steps of training in which one rank comes to harm; started by test_faults.py on real ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import keras
+import tensorflow as tf
+
+import tfcommx as cx
+
+how, victim = sys.argv[1], int(sys.argv[2])
+comm = cx.init()
+weight = keras.Variable(tf.zeros([64, 64]), name="w")
+optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.1), cx.Scheme("allgather", "mstopk", 0.01))
+for step in range(1000):
+    optimizer.apply([tf.random.normal([64, 64])], [weight])
+    if step == 5 and comm.rank == victim:
+        print("now", flush=True)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("this rank gives up")
