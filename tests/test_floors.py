@@ -55,7 +55,7 @@ def test_imports_only_from_floors_below(name: str) -> None:
         if not imported.startswith("tfcommx."):
             continue
         other = imported.split(".")[1]
-        if other == room or other not in FLOORS or other in GROUND or FLOORS[room] in ONE_ROOM and FLOORS[other] in ONE_ROOM:
+        if other == room or other not in FLOORS or other in GROUND or (FLOORS[room] in ONE_ROOM and FLOORS[other] in ONE_ROOM):
             continue
         assert FLOORS[other] < FLOORS[room], f"{name} (floor {FLOORS[room]}) imports {other} (floor {FLOORS[other]})"
 
