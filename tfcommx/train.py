@@ -151,7 +151,9 @@ class Rows(keras.callbacks.Callback):
 def train(recipe: Recipe, output_folder: Path) -> dict[str, Any]:
     """Train as the recipe says; rank 0 writes the report and the checkpoint into `output_folder`.
 
-    Returns: the summary, the same numbers as in `summary.json`; times are rank 0's where ranks differ.
+    Returns: the summary, as in `summary.json`. `seconds` is the wall-clock time of this call, all but the report's files;
+        `images_per_second` counts training images of all ranks over the time in steps, tracing and waiting for data
+        included, evaluation not; bytes are per rank, the whole run; `rows` has the epochs. Times are this rank's own.
 
     **Ranks:** all, with the same recipe. **Raises:** PlanError and DataError before the first step.
     """
