@@ -156,7 +156,9 @@ def train(recipe: Recipe, output_folder: Path, resume: bool = False, terminal: s
             then covers the epochs since.
         terminal: device file of a terminal for the progress bar, where rank 0's own output is a pipe.
 
-    Returns: the summary, the same numbers as in `summary.json`; times are rank 0's where ranks differ.
+    Returns: the summary, as in `summary.json`. `seconds` is the wall-clock time of this call, all but the report's files;
+        `images_per_second` counts training images of all ranks over the time in steps, tracing and waiting for data
+        included, evaluation not; bytes are per rank, the whole run; `rows` has the epochs. Times are this rank's own.
 
     **Ranks:** all, with the same recipe. **Raises:** PlanError and DataError before the first step.
     """
