@@ -5,8 +5,8 @@
 //                                            values  = acc[indices]
 //                                            r       = acc, the chosen entries zeroed
 //
-// Rules. The magnitudes |acc| are counted in 2048 bins by their exponent and first three mantissa bits. The band is the bin
-// in which the k-th largest magnitude lies; its edges are Algorithm 1's thresholds, thres2 <= thres1.
+// Rules. The magnitudes |acc| are counted in bins of equal exponent and equal first seven mantissa bits. The band is the bin in
+// which the k-th largest magnitude lies; its edges are Algorithm 1's thresholds, thres2 <= thres1, at most 1/128 apart.
 //   exact   the k largest magnitudes; of equal ones the lowest indices.
 //   mstopk  every entry >= thres1; the rest of k are consecutive entries of the band, in index order, from the offset
 //           (splitmix64(seed) >> 1) mod (entries in the band - rest + 1): every window of that length is equally likely.
@@ -40,9 +40,9 @@ struct Selection {
   float* values;     // [k] out
 };
 
-// Cost: one pass over g and r where a sample predicts the threshold well (the usual case), else two; `exact` takes up to two
-// more where so many entries share the band that listing them would break the bound on memory. Extra memory: at most 2 % of a
-// float32 gradient's for k <= n / 100 and n >= 2^20.
+// Cost: one pass over g and r where a sample predicts the threshold (the usual case for k <= n / 8), else two, and up to two
+// more where the sample misled or, for `exact`, where too many entries for a list share the band. Extra memory: at most 2 % of
+// a float32 gradient's for k <= n / 100 and n >= 2^23.
 void select_cpu(const Selection& selection, const ParallelFor& parallel_for);
 
 }  // namespace tfcommx

@@ -1,14 +1,13 @@
 // Selection on CPUs.
 //
 //   predict   a sample of the magnitudes gives a threshold that a little more than k entries should reach
-//   add       the only pass that every call makes: r += g, and the positions that reach the threshold are listed
-//   narrow    count the listed magnitudes in 2048 bins, go to the bin where the k-th largest lies; `exact` again inside it
-//   emit      write what is above that band, and from the band the rest of k; zero their residual
+//   add       the only pass that every call makes: r += g; what reaches the threshold is moved from r to a list
+//   narrow    count the listed magnitudes in bins, go to the bin where the k-th largest lies; `exact` again inside it
+//   emit      write what is above that band, and from the band the rest of k; the others go back to r
 //
-// Where no threshold could be predicted (k is large, or too many entries are alike to list them), add counts every entry
-// instead of listing some, and emit makes the second pass. A wrong prediction costs time, never the result.
+// Where no list is possible (k is large, or too many entries are alike), add leaves r complete and counts every entry, and
+// emit makes a second pass and zeroes what it chooses. A wrong prediction costs time, never the result.
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -19,21 +18,25 @@
 #include "kernels/select.h"
 #include "kernels/select_list.h"
 #include "kernels/select_not_finite.h"
+#include "kernels/select_predict.h"
 #include "kernels/select_scan.h"
 
 namespace tfcommx {
 namespace {
 
 constexpr uint32_t kBins = 2048;
-constexpr int kBandShift = 20;  // a band of mstopk: equal exponent, equal first three mantissa bits
-constexpr int kCopies = 4;      // of a histogram: neighbours often fall in one bin, and an increment must wait for the last
+constexpr int kBandShift = 16;    // a band of mstopk: equal exponent, equal first seven mantissa bits
+constexpr int kCoarseShift = 20;  // bins that cover all magnitudes
+constexpr int kCopies = 4;        // of a histogram: neighbours often fall in one bin, and an increment must wait for the last
 
-struct Band {            // keys in [lower, lower + 2^shift)
-  uint32_t lower = 0;
-  int shift = 31;
-  int64_t inside = 0;    // entries in the band
-  int64_t need = 0;      // of them to be chosen; all above the band are
-  uint32_t upper() const { return lower + (uint32_t{1} << shift); }
+struct Band {  // keys in [lower, upper)
+  uint32_t lower = 0, upper = uint32_t{1} << 31;
+  int64_t inside = 0;  // entries in the band
+  int64_t need = 0;    // of them to be chosen; all above the band are
+};
+
+struct Histogram {
+  uint32_t bins[kCopies][kBins];
 };
 
 template <class T>
@@ -46,22 +49,33 @@ class Selector {
         add_((s.residual ? scans().with_residual : scans().plain)[static_cast<int>(s.type)]),
         scan_(scans().plain[static_cast<int>(s.residual ? Float::float32 : s.type)]),
         tiles_((s.n + kTile - 1) / kTile),
-        blocks_(std::clamp<int64_t>(tiles_ / 64, 1, 64)),
-        capacity_(std::max<int64_t>({2 * s.k, s.n / 64, kTile})),
-        not_finite_(s.k),
-        above_(blocks_, 0),
-        inside_(blocks_, 0) {}
+        capacity_(std::max<int64_t>({s.n / 84, s.k * 6 / 5, std::min<int64_t>(2 * s.k, 65536)})),
+        not_finite_(s.k) {}
 
   void run() {
-    const uint32_t threshold = s_.k == 0 ? kNotFinite : predict();
-    if (threshold) list_ = std::make_unique<CandidateList>(tiles_, capacity_);
-    add(threshold);
+    Prediction predicted;
+    if (s_.k == 0) predicted.key = kNotFinite;
+    if (s_.k > 0 && s_.k <= s_.n / 8) {
+      predicted = predict(
+          s_.n, s_.k, s_.seed, [this](int64_t i) { return widen(gradient_[i]) + (s_.residual ? s_.residual[i] : 0.0f); },
+          [this](int64_t turns, const std::function<void(int64_t)>& body) { each(turns, body); });
+    }
+    // Bins as fine as mstopk's bands, where the prediction says that they are needed: enough for 2^16 times its magnitude.
+    uint32_t lower = predicted.key;
+    if (predicted.key && predicted.reached <= capacity_) {
+      blocks_ = std::clamp<int64_t>(tiles_ / 64, 1, 16);
+      list_ = std::make_unique<CandidateList>(tiles_, capacity_);
+      add_and_list(predicted.key);
+    } else {
+      blocks_ = std::clamp<int64_t>(tiles_ / 64, 1, 64);
+      lower = (std::max(lower >> kBandShift, kBins / 2) - kBins / 2) << kBandShift;
+      add_and_count(lower);
+    }
     const std::vector<int32_t>& bad = not_finite_.sorted();
-    band_.need = s_.k - static_cast<int64_t>(bad.size());
-    if (band_.need > 0) {
-      if (threshold && (!list_->complete() || list_->size() < band_.need)) list_.reset();  // a wrong prediction
-      if (list_ || threshold) count(kBandShift);  // else add() has counted
-      narrow(kBandShift);
+    const int64_t need = s_.k - static_cast<int64_t>(bad.size());
+    if (need > 0) {
+      band_.need = need;
+      find_band(lower);
       if (s_.rule == Rule::exact) refine();
       emit();
     }
@@ -69,7 +83,7 @@ class Selector {
   }
 
  private:
-  // The entry's acc after add(), where it is finite.
+  // The entry's acc after it was added, where it is finite and not listed.
   float entry(int64_t i) const { return s_.residual ? s_.residual[i] : widen(gradient_[i]); }
 
   uint32_t length(int64_t tile) const { return static_cast<uint32_t>(std::min<int64_t>(kTile, s_.n - tile * kTile)); }
@@ -81,44 +95,46 @@ class Selector {
     });
   }
 
-  // Calls body(block, tile) for every tile of every block, the tiles of a block in order on one thread.
-  template <class Start, class Body, class End>
-  void each_block(const Start& start, const Body& body, const End& end) {
-    each(blocks_, [&](int64_t block) {
-      auto state = start(block);
-      for (int64_t tile = tiles_ * block / blocks_; tile < tiles_ * (block + 1) / blocks_; ++tile) body(state, tile);
-      end(block, state);
-    });
+  // Calls body(tile) for the tiles of the block, in order.
+  template <class Body>
+  void each_tile(int64_t block, int64_t blocks, const Body& body) {
+    for (int64_t tile = tiles_ * block / blocks; tile < tiles_ * (block + 1) / blocks; ++tile) body(tile);
   }
 
-  // A key that between k and capacity_ entries should reach; 0 where none is in sight. The positions are drawn at random, one
-  // from each of equally long stretches: no order of the entries can mislead it more than rarely.
-  uint32_t predict() {
-    if (s_.n < kTile || s_.k > s_.n / 8) return 0;
-    const int64_t samples = std::clamp<int64_t>(s_.n / 512, 64, 65536), stretch = s_.n / samples, turns = 16;
-    const double expected = static_cast<double>(samples) * s_.k / s_.n;
-    const int64_t rank = static_cast<int64_t>(expected + 4 * std::sqrt(expected) + 4);  // 4 standard deviations to the safe side
-    if (rank >= samples) return 0;
-    std::vector<uint32_t> keys(samples);
+  Found add_tile(int64_t tile, uint32_t threshold, uint16_t* candidates) {
+    uint16_t bad[kTile];
+    const int64_t base = tile * kTile;
+    float* residual = s_.residual ? s_.residual + base : nullptr;
+    const Found found = add_(gradient_ + base, residual, length(tile), threshold, candidates, bad);
+    if (found.not_finite) not_finite_.add(base, bad, found.not_finite);
+    return found;
+  }
+
+  // Moves the tile's candidates from the residual to the list, where there is room; the tile is still in the cache.
+  void move(CandidateList& list, int64_t tile, const uint16_t* candidates, uint32_t count) {
+    if (!list.reserve(tile, count)) return;
+    const int64_t base = tile * kTile;
+    float* values = list.values(tile);
+    std::copy(candidates, candidates + count, list.positions(tile));
+    for (uint32_t j = 0; j < count; ++j) values[j] = entry(base + candidates[j]);
+    if (s_.residual)
+      for (uint32_t j = 0; j < count; ++j) s_.residual[base + candidates[j]] = 0.0f;
+  }
+
+  void add_and_list(uint32_t threshold) {
+    const int64_t turns = std::clamp<int64_t>(tiles_ / 16, 1, 512);
     each(turns, [&](int64_t turn) {
-      for (int64_t j = samples * turn / turns; j < samples * (turn + 1) / turns; ++j) {
-        const int64_t i = j * stretch + below(s_.seed + j, stretch);
-        const uint32_t key = key_of(widen(gradient_[i]) + (s_.residual ? s_.residual[i] : 0.0f));
-        keys[j] = key < kNotFinite ? key : 0;
-      }
+      each_tile(turn, turns, [&](int64_t tile) {
+        uint16_t candidates[kTile];
+        const Found found = add_tile(tile, threshold, candidates);
+        move(*list_, tile, candidates, found.candidates);
+      });
     });
-    std::nth_element(keys.begin(), keys.begin() + rank, keys.end(), std::greater<uint32_t>());
-    uint32_t threshold = keys[rank];
-    if (s_.rule == Rule::mstopk) threshold = threshold >> kBandShift << kBandShift;  // the whole band must be listed
-    const int64_t reached = std::count_if(keys.begin(), keys.end(), [=](uint32_t key) { return key >= threshold; });
-    return static_cast<double>(reached) * s_.n / samples > 0.95 * capacity_ ? 0 : threshold;
   }
 
-  struct Histogram {
-    uint32_t bins[kCopies][kBins];
-  };
-
-  static void tally(Histogram& histogram, uint32_t turn, uint32_t bin) { ++histogram.bins[turn % kCopies][bin]; }
+  static void tally(Histogram& histogram, uint32_t turn, uint32_t bin) {
+    ++histogram.bins[turn % kCopies][std::min(bin, kBins - 1)];
+  }
 
   void keep(int64_t block, const Histogram& histogram) {
     for (uint32_t bin = 0; bin < kBins; ++bin) {
@@ -128,132 +144,151 @@ class Selector {
     }
   }
 
-  void add(uint32_t threshold) {
-    if (!threshold) counts_.resize(blocks_ * kBins);
-    each_block([](int64_t) { return Histogram{}; },
-               [&](Histogram& histogram, int64_t tile) {
-                 uint16_t candidates[kTile], bad[kTile];
-                 const int64_t base = tile * kTile;
-                 const Found found = add_(gradient_ + base, s_.residual ? s_.residual + base : nullptr, length(tile), threshold,
-                                          candidates, bad);
-                 if (found.not_finite) not_finite_.add(base, bad, found.not_finite);
-                 if (threshold) return list_->put(tile, candidates, found.candidates);
-                 for (uint32_t j = 0; j < found.candidates; ++j)
-                   tally(histogram, j, key_of(entry(base + candidates[j])) >> kBandShift);
-               },
-               [&](int64_t block, const Histogram& histogram) {
-                 if (!threshold) keep(block, histogram);
-               });
+  void add_and_count(uint32_t lower) {
+    counts_.resize(blocks_ * kBins);
+    each(blocks_, [&](int64_t block) {
+      Histogram histogram{};
+      each_tile(block, blocks_, [&](int64_t tile) {
+        uint16_t candidates[kTile];
+        const Found found = add_tile(tile, lower, candidates);
+        for (uint32_t j = 0; j < found.candidates; ++j)
+          tally(histogram, j, (key_of(entry(tile * kTile + candidates[j])) - lower) >> kBandShift);
+      });
+      keep(block, histogram);
+    });
   }
 
-  // Calls body(index, key) for the tile's finite entries from the band upwards (perhaps some below it too), ascending.
+  // Calls body(index, value) for the tile's finite entries from the band upwards (perhaps some below it too), ascending.
   template <class Body>
   void visit(int64_t tile, const Body& body) {
-    uint16_t buffer[kTile], bad[kTile];
     const int64_t base = tile * kTile;
-    const uint16_t* positions = buffer;
-    uint32_t found;
     if (list_) {
-      positions = list_->positions(tile);
-      found = list_->length(tile);
-    } else {
-      const void* data = s_.residual ? static_cast<const void*>(s_.residual + base) : gradient_ + base;
-      found = scan_(data, nullptr, length(tile), band_.lower, buffer, bad).candidates;
+      const uint16_t* positions = list_->positions(tile);
+      const float* values = list_->values(tile);
+      for (uint32_t j = 0; j < list_->length(tile); ++j) body(base + positions[j], values[j]);
+      return;
     }
+    uint16_t positions[kTile], bad[kTile];
+    const void* data = s_.residual ? static_cast<const void*>(s_.residual + base) : gradient_ + base;
+    const uint32_t found = scan_(data, nullptr, length(tile), band_.lower, positions, bad).candidates;
     for (uint32_t j = 0; j < found; ++j) {
       const int64_t i = base + positions[j];
-      if (!list_ && not_finite_.contains(i)) continue;  // its residual holds an older value, which does not count
-      body(i, key_of(entry(i)));
+      if (!not_finite_.contains(i)) body(i, entry(i));  // else r holds an older value there, which is not to be chosen
     }
   }
 
-  // Counts the band's entries in bins of 2^shift keys.
-  void count(int shift) {
+  // Counts the band's entries in bins of 2^shift keys from `lower` on; the last bin holds all that follows.
+  void count(uint32_t lower, int shift) {
     counts_.resize(blocks_ * kBins);
-    const uint32_t lower = band_.lower, width = uint32_t{1} << band_.shift;
-    each_block([](int64_t) { return Histogram{}; },
-               [&](Histogram& histogram, int64_t tile) {
-                 uint32_t turn = 0;
-                 visit(tile, [&](int64_t, uint32_t key) {
-                   if (key - lower < width) tally(histogram, turn++, (key - lower) >> shift);
-                 });
-               },
-               [&](int64_t block, const Histogram& histogram) { keep(block, histogram); });
+    each(blocks_, [&](int64_t block) {
+      Histogram histogram{};
+      uint32_t turn = 0;
+      each_tile(block, blocks_, [&](int64_t tile) {
+        visit(tile, [&](int64_t, float value) {
+          const uint32_t key = key_of(value);
+          if (key >= lower && key < band_.upper) tally(histogram, turn++, (key - lower) >> shift);
+        });
+      });
+      keep(block, histogram);
+    });
   }
 
-  // Makes the band the bin, of 2^shift keys, in which the last entry to be chosen lies.
-  void narrow(int shift) {
+  // Makes the band the bin, of those counted from `lower` on, in which the last entry to be chosen lies. False where that bin
+  // was not counted by itself.
+  bool narrow(uint32_t lower, int shift) {
     uint32_t bin = kBins;
-    int64_t found = 0;
+    int64_t need = band_.need, found = 0;
     do {
-      band_.need -= found;
-      --bin;
+      need -= found;
+      if (bin-- == 0) return false;
       found = 0;
-      for (int64_t block = 0; block < blocks_; ++block) {
-        inside_[block] = counts_[block * kBins + bin];
-        found += inside_[block];
-      }
-    } while (found < band_.need);
-    for (int64_t block = 0; block < blocks_; ++block)
-      for (uint32_t other = bin + 1; other < kBins; ++other) above_[block] += counts_[block * kBins + other];
-    band_.lower += bin << shift;
-    band_.shift = shift;
-    band_.inside = found;
+      for (int64_t block = 0; block < blocks_; ++block) found += counts_[block * kBins + bin];
+    } while (found < need);
+    const uint64_t upper = lower + (static_cast<uint64_t>(bin + 1) << shift);
+    if (bin == kBins - 1 && upper < band_.upper) return false;
+    above_.resize(blocks_);
+    inside_.resize(blocks_);
+    for (int64_t block = 0; block < blocks_; ++block) {
+      const uint32_t* counts = &counts_[block * kBins];
+      inside_[block] = counts[bin];
+      for (uint32_t other = bin + 1; other < kBins; ++other) above_[block] += counts[other];
+    }
+    band_ = {lower + (bin << shift), static_cast<uint32_t>(std::min<uint64_t>(upper, band_.upper)), found, need};
+    return true;
+  }
+
+  // Narrows to mstopk's band: at once where the bins from `lower` on hold it, else from the coarse bins.
+  void find_band(uint32_t lower) {
+    if (list_ && (!list_->complete() || list_->size() < band_.need)) {  // a wrong prediction
+      put_back();
+    } else {
+      if (list_) count(lower, kBandShift);  // else counted while adding
+      if (narrow(lower, kBandShift)) return;
+    }
+    for (const int shift : {kCoarseShift, kBandShift}) {
+      count(band_.lower, shift);
+      narrow(band_.lower, shift);
+    }
+  }
+
+  void put_back() {
+    if (s_.residual) {
+      each(blocks_, [&](int64_t block) {
+        each_tile(block, blocks_, [&](int64_t tile) { visit(tile, [&](int64_t i, float value) { s_.residual[i] = value; }); });
+      });
+    }
+    list_.reset();
   }
 
   // Narrows the band until all that it holds is chosen or alike.
   void refine() {
-    if (!list_ && band_.inside > band_.need) {
-      auto list = std::make_unique<CandidateList>(tiles_, capacity_);
-      if (s_.k - band_.need + band_.inside <= capacity_) {
-        relist(*list);
-        list_ = std::move(list);
-      }
+    const int64_t reached = s_.k - band_.need + band_.inside;
+    if (!list_ && band_.inside > band_.need && reached <= capacity_ * 3 / 4) {  // then no more passes over everything
+      auto list = std::make_unique<CandidateList>(tiles_, reached);
+      each(blocks_, [&](int64_t block) {
+        each_tile(block, blocks_, [&](int64_t tile) {
+          uint16_t positions[kTile];
+          uint32_t found = 0;
+          visit(tile, [&](int64_t i, float) { positions[found++] = static_cast<uint16_t>(i - tile * kTile); });
+          move(*list, tile, positions, found);
+        });
+      });
+      list_ = std::move(list);
     }
-    while (band_.inside > band_.need && band_.shift > 0) {
-      const int shift = std::max(0, band_.shift - 11);
-      count(shift);
-      narrow(shift);
+    for (const int shift : {5, 0}) {
+      if (band_.inside == band_.need) return;
+      count(band_.lower, shift);
+      narrow(band_.lower, shift);
     }
-  }
-
-  // Lists what is in the band and above it: the second pass, after which no other is needed.
-  void relist(CandidateList& list) {
-    each(blocks_, [&](int64_t block) {
-      uint16_t positions[kTile];
-      for (int64_t tile = tiles_ * block / blocks_; tile < tiles_ * (block + 1) / blocks_; ++tile) {
-        uint32_t count = 0;
-        visit(tile, [&](int64_t i, uint32_t) { positions[count++] = static_cast<uint16_t>(i - tile * kTile); });
-        list.put(tile, positions, count);
-      }
-    });
   }
 
   void emit() {
-    struct Cursor {
-      int64_t out, inside;
-    };
     const int64_t first = s_.rule == Rule::mstopk ? below(s_.seed, band_.inside - band_.need + 1) : 0, last = first + band_.need;
-    std::vector<Cursor> cursors(blocks_);
+    std::vector<int64_t> outs(blocks_), insides(blocks_);
     for (int64_t block = 0, above = 0, inside = 0; block < blocks_; ++block) {
-      cursors[block] = {above + std::clamp(inside, first, last) - first, inside};
+      outs[block] = above + std::clamp(inside, first, last) - first;
+      insides[block] = inside;
       above += above_[block];
       inside += inside_[block];
     }
-    each_block([&](int64_t block) { return cursors[block]; },
-               [&](Cursor& at, int64_t tile) {
-                 visit(tile, [&](int64_t i, uint32_t key) {
-                   if (key < band_.lower) return;
-                   if (key < band_.upper()) {
-                     const int64_t place = at.inside++;
-                     if (place < first || place >= last) return;
-                   }
-                   s_.indices[at.out] = static_cast<int32_t>(i);
-                   s_.values[at.out++] = entry(i);
-                   if (s_.residual) s_.residual[i] = 0.0f;
-                 });
-               },
-               [](int64_t, const Cursor&) {});
+    each(blocks_, [&](int64_t block) {
+      int64_t out = outs[block], inside = insides[block];
+      each_tile(block, blocks_, [&](int64_t tile) {
+        visit(tile, [&](int64_t i, float value) {
+          const uint32_t key = key_of(value);
+          bool chosen = key >= band_.upper;
+          if (!chosen && key >= band_.lower) {
+            chosen = inside >= first && inside < last;
+            ++inside;
+          }
+          if (chosen) {
+            s_.indices[out] = static_cast<int32_t>(i);
+            s_.values[out++] = value;
+          }
+          if (s_.residual && chosen != (list_ != nullptr)) s_.residual[i] = chosen ? 0.0f : value;
+        });
+      });
+    });
   }
 
   // Merges the non-finite entries into what emit() has written, from the back, so that indices ascend.
@@ -279,8 +314,8 @@ class Selector {
   const T* const gradient_;
   const Scan add_, scan_;
   const int64_t tiles_;
-  const int64_t blocks_;    // of consecutive tiles: the unit of parallel work; their histograms stay below 1 % of the gradient
   const int64_t capacity_;  // candidates that may be listed
+  int64_t blocks_ = 1;      // of consecutive tiles: the unit of counting; fewer where there is a list, to keep both small
   NotFinite not_finite_;
   std::unique_ptr<CandidateList> list_;
   std::vector<uint32_t> counts_;         // [blocks][kBins]
