@@ -36,7 +36,7 @@ def library() -> Any | None:
         return None
     path, facts = FOLDER / "libtfcommx.so", FOLDER / "build.json"
     if not path.is_file():
-        warnings.warn(f"tfcommx has no native library at {path}: plain TensorFlow does its work, slowly. {REBUILD}", stacklevel=2)
+        warnings.warn(f"tfcommx has no native library at {path}: plain TensorFlow does its work. {REBUILD}", stacklevel=2)
         return None
     built = json.loads(facts.read_text())["tensorflow"] if facts.is_file() else "an unknown TensorFlow"
     if built != tf.__version__:
@@ -76,10 +76,8 @@ def select_with_residual(gradient: Any, residual: tf.Variable, k: int, seed: int
     ops = library()
     if ops is None:
         return reference.select_with_residual(gradient, residual, k, seed, rule)
-    # A Keras variable wraps TensorFlow's.
-    handle = getattr(residual, "value", residual).handle if not hasattr(residual, "handle") else residual.handle
     indices, values = ops.tfcommx_select_residual(
-        gradient=gradient, residual=handle, k=_int64(k), seed=_int64(seed), rule=rule
+        gradient=gradient, residual=residual.handle, k=_int64(k), seed=_int64(seed), rule=rule
     )
     return Sparse(indices, values, _size(gradient))
 

@@ -64,7 +64,7 @@ def select_with_residual(gradient: tf.Tensor, residual: tf.Variable, k: int, see
 
 
 def choose(acc: tf.Tensor, k: int, seed: int, rule: str) -> tf.Tensor:
-    """Return the indices, int32 [k] ascending, that `rule` chooses of float32 [n]. NaN and Inf come first, lowest index first."""
+    """Return the indices, int32 [k] ascending, that `rule` chooses of float32 [n]; NaN and Inf come before all else."""
     k, size = tf.cast(k, tf.int32), tf.size(acc)
     checks = [
         tf.debugging.assert_less_equal(k, size, f"`k` must be in [1, n] for rule {rule!r}. Keep this variable dense."),

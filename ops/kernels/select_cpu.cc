@@ -78,6 +78,8 @@ class Selector {
       find_band(lower);
       if (s_.rule == Rule::exact) refine();
       emit();
+    } else if (list_) {
+      put_back();
     }
     insert(bad);
   }
