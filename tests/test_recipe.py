@@ -91,16 +91,6 @@ def test_settings(write):
             read(write(SMALL), [setting])
 
 
-def test_a_scheme_is_checked_by_terms(write, monkeypatch):
-    """The recipe has no second copy of Scheme's rules: what terms refuses, it refuses."""
-    def refuse(**given):
-        raise recipe.exchange.check_name("word", "x", ["y"])
-    monkeypatch.setattr(recipe, "Scheme", refuse)
-    monkeypatch.setattr(recipe.dataclasses, "fields", lambda cls: [type("F", (), {"name": "route"})])
-    with pytest.raises(RecipeError, match="Unknown word 'x'"):
-        read(write(SMALL))
-
-
 @pytest.mark.parametrize("decay", ["cosine", "linear"])
 def test_learning_rate(decay):
     """Up in a straight line to the peak, then down, never up again, to (nearly) zero at the last step."""
