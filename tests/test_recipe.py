@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from tfcommx import recipe
 from tfcommx.recipe import LearningRate, RecipeError, read
 from tfcommx.terms import Scheme
 
