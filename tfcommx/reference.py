@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from tfcommx.terms import Sparse
 
-BAND_SHIFT = 16  # a band of mstopk: keys that agree above this bit, so equal exponent and first seven mantissa bits
+BAND_SHIFT = 11  # a band of mstopk: keys that agree above this bit, so equal exponent and first twelve mantissa bits
+BANDS = 2 ** (31 - BAND_SHIFT)
 NOT_FINITE = 0x7F800000  # keys of infinities and NaNs start here
 
 
@@ -79,13 +80,13 @@ def choose(acc: tf.Tensor, k: int, seed: int, rule: str) -> tf.Tensor:
 
 def _choose_mstopk(key: tf.Tensor, k: tf.Tensor, seed: int) -> tf.Tensor:
     bins = tf.bitwise.right_shift(key, BAND_SHIFT)
-    reached = tf.cumsum(tf.math.bincount(bins, minlength=2**15, maxlength=2**15), reverse=True)  # entries in this bin and above
+    reached = tf.cumsum(tf.math.bincount(bins, minlength=BANDS, maxlength=BANDS), reverse=True)  # entries in this bin and above
     band = tf.reduce_max(tf.where(reached >= k)[:, 0])  # the bin of the k-th largest
     above = tf.cast(tf.where(bins > tf.cast(band, tf.int32))[:, 0], tf.int32)
     inside = tf.cast(tf.where(tf.equal(bins, tf.cast(band, tf.int32)))[:, 0], tf.int32)
     need = k - tf.size(above)
     # Non-finite entries alone reach k: they are all alike, and the lowest indices go first.
-    offset = tf.where(band == 2**15 - 1, 0, below(seed, tf.size(inside) - need + 1))
+    offset = tf.where(band == BANDS - 1, 0, below(seed, tf.size(inside) - need + 1))
     return tf.sort(tf.concat([above, inside[offset:offset + need]], 0))
 
 
