@@ -5,8 +5,8 @@
 //                                            values  = acc[indices]
 //                                            r       = acc, the chosen entries zeroed
 //
-// Rules. The magnitudes |acc| are counted in bins of equal exponent and equal first seven mantissa bits. The band is the bin in
-// which the k-th largest magnitude lies; its edges are Algorithm 1's thresholds, thres2 <= thres1, at most 1/128 apart.
+// Rules. The magnitudes |acc| are counted in bins of equal exponent and equal first twelve mantissa bits. The band is the bin
+// in which the k-th largest magnitude lies; its edges are Algorithm 1's thresholds, thres2 <= thres1, at most 1/4096 apart.
 //   exact   the k largest magnitudes; of equal ones the lowest indices.
 //   mstopk  every entry >= thres1; the rest of k are consecutive entries of the band, in index order, from the offset
 //           (splitmix64(seed) >> 1) mod (entries in the band - rest + 1): every window of that length is equally likely.

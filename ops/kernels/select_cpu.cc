@@ -25,7 +25,7 @@ namespace tfcommx {
 namespace {
 
 constexpr uint32_t kBins = 2048;
-constexpr int kBandShift = 16;    // a band of mstopk: equal exponent, equal first seven mantissa bits
+constexpr int kBandShift = 11;    // a band of mstopk: equal exponent, equal first twelve mantissa bits; the rest make kBins
 constexpr int kCoarseShift = 20;  // bins that cover all magnitudes
 constexpr int kCopies = 4;        // of a histogram: neighbours often fall in one bin, and an increment must wait for the last
 
@@ -55,20 +55,24 @@ class Selector {
   void run() {
     Prediction predicted;
     if (s_.k == 0) predicted.key = kNotFinite;
-    if (s_.k > 0 && s_.k <= s_.n / 8) {
+    if (s_.k > 0) {
       predicted = predict(
           s_.n, s_.k, s_.seed, [this](int64_t i) { return widen(gradient_[i]) + (s_.residual ? s_.residual[i] : 0.0f); },
+          [this](int64_t i) {
+            __builtin_prefetch(gradient_ + i);
+            if (s_.residual) __builtin_prefetch(s_.residual + i);
+          },
           [this](int64_t turns, const std::function<void(int64_t)>& body) { each(turns, body); });
     }
-    // Bins as fine as mstopk's bands, where the prediction says that they are needed: enough for 2^16 times its magnitude.
-    uint32_t lower = predicted.key;
-    if (predicted.key && predicted.reached <= capacity_) {
+    // Bins as fine as mstopk's bands, where the prediction says that they are needed: they span half an octave.
+    uint32_t lower = predicted.key >> kBandShift << kBandShift;
+    if (predicted.key && s_.k <= s_.n / 8 && predicted.reached <= capacity_) {
       blocks_ = std::clamp<int64_t>(tiles_ / 64, 1, 16);
       list_ = std::make_unique<CandidateList>(tiles_, capacity_);
-      add_and_list(predicted.key);
+      add_and_list(s_.rule == Rule::mstopk ? lower : predicted.key);  // mstopk's band must be listed whole
     } else {
       blocks_ = std::clamp<int64_t>(tiles_ / 64, 1, 64);
-      lower = (std::max(lower >> kBandShift, kBins / 2) - kBins / 2) << kBandShift;
+      lower -= std::min(lower, kBins / 2 << kBandShift);
       add_and_count(lower);
     }
     const std::vector<int32_t>& bad = not_finite_.sorted();
@@ -198,14 +202,15 @@ class Selector {
   // Makes the band the bin, of those counted from `lower` on, in which the last entry to be chosen lies. False where that bin
   // was not counted by itself.
   bool narrow(uint32_t lower, int shift) {
-    uint32_t bin = kBins;
-    int64_t need = band_.need, found = 0;
-    do {
-      need -= found;
-      if (bin-- == 0) return false;
-      found = 0;
-      for (int64_t block = 0; block < blocks_; ++block) found += counts_[block * kBins + bin];
-    } while (found < need);
+    std::vector<int64_t> totals(kBins);
+    for (int64_t block = 0; block < blocks_; ++block)
+      for (uint32_t bin = 0; bin < kBins; ++bin) totals[bin] += counts_[block * kBins + bin];
+    uint32_t bin = kBins - 1;
+    int64_t need = band_.need;
+    for (; totals[bin] < need; --bin) {
+      if (bin == 0) return false;
+      need -= totals[bin];
+    }
     const uint64_t upper = lower + (static_cast<uint64_t>(bin + 1) << shift);
     if (bin == kBins - 1 && upper < band_.upper) return false;
     above_.resize(blocks_);
@@ -215,7 +220,7 @@ class Selector {
       inside_[block] = counts[bin];
       for (uint32_t other = bin + 1; other < kBins; ++other) above_[block] += counts[other];
     }
-    band_ = {lower + (bin << shift), static_cast<uint32_t>(std::min<uint64_t>(upper, band_.upper)), found, need};
+    band_ = {lower + (bin << shift), static_cast<uint32_t>(std::min<uint64_t>(upper, band_.upper)), totals[bin], need};
     return true;
   }
 
@@ -257,11 +262,9 @@ class Selector {
       });
       list_ = std::move(list);
     }
-    for (const int shift : {5, 0}) {
-      if (band_.inside == band_.need) return;
-      count(band_.lower, shift);
-      narrow(band_.lower, shift);
-    }
+    if (band_.inside == band_.need) return;
+    count(band_.lower, 0);
+    narrow(band_.lower, 0);
   }
 
   void emit() {

@@ -15,7 +15,7 @@ from types import ModuleType
 
 from tfcommx.terms import check_name
 
-RULES = ("all", "exact", "mstopk")
+RULES = ("all", "dgc", "exact", "mstopk", "random", "threshold")
 
 
 def rule(name: str) -> ModuleType:

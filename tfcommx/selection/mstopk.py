@@ -1,6 +1,6 @@
 """Rule `mstopk`: all entries above a band that holds the k-th largest magnitude, and from the band a random run of the rest.
 
-The band is 1/128 wide, relative to its magnitude: what is chosen differs from the exact top k only in there.
+The band is 1/4096 wide, relative to its magnitude: what is chosen differs from the exact top k only in there.
 **Source:** Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters, 2021, Algorithm 1; we
 find the thresholds by counting in bins, in one pass, in place of a binary search.
 """
