@@ -43,8 +43,9 @@ class Progress:
 
     def __init__(self, steps: int, epochs: int, shown: bool = True, stream: IO[str] | None = None, terminal: str | None = None) -> None:
         if shown and stream is None and terminal and not sys.stdout.isatty():
-            with contextlib.suppress(OSError):  # not a terminal, or not ours: plain lines then
-                stream = open(terminal, "w")  # noqa: SIM115 - as long as the process
+            with contextlib.suppress(OSError):  # no such device, or not ours: plain lines then
+                device = os.open(terminal, os.O_WRONLY | os.O_NOCTTY)
+                stream = os.fdopen(device, "w") if os.isatty(device) else None
         self.steps, self.epochs, self.shown, self.done = steps, epochs, shown, 0
         self.console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self.started = time.monotonic()
