@@ -43,7 +43,8 @@ class Contestant(NamedTuple):
 
 
 def compiled(rule: str, gradient: tf.Tensor, residual: tf.Variable, k: int) -> Callable[[int], Sparse]:
-    function = tf.function(lambda seed: selection.rule(rule).select_with_residual(gradient, residual, k, seed))
+    select = selection.rule(rule).select_with_residual
+    function = tf.function(lambda seed: select(gradient, residual, k, seed))
     return lambda seed: function(tf.constant(seed, tf.int64))
 
 
@@ -54,8 +55,12 @@ def contestants(gradient: tf.Tensor, start: np.ndarray, k: int, rounds: int) -> 
 
     few = max(2, rounds // 4)
     bare, wide = fresh(), tf.cast(gradient, tf.float32)
-    add = tf.function(lambda: bare.assign_add(wide, read_value=False))
-    found = [Contestant("residual_add", lambda seed: add() and None, bare, rounds)]
+
+    @tf.function
+    def add() -> None:
+        bare.assign_add(wide, read_value=False)
+
+    found = [Contestant("residual_add", lambda seed: add(), bare, rounds)]
     for rule in ("mstopk", "exact", "dgc"):
         residual = fresh()
         found.append(Contestant(rule, compiled(rule, gradient, residual, k), residual, rounds if rule != "dgc" else few))
@@ -157,7 +162,8 @@ def show(rows: list[dict], console: Console) -> None:
     for heading in ("name", "ms", "/ residual_add", "verified"):
         table.add_column(heading, justify="left" if heading == "name" else "right")
     for row in rows:
-        table.add_row(row["name"], f"{row['seconds'] * 1e3:.2f}", f"{row['seconds'] / bare:.2f}", "yes" if row["verified"] else "NO")
+        good = "yes" if row["verified"] else "NO"
+        table.add_row(row["name"], f"{row['seconds'] * 1e3:.2f}", f"{row['seconds'] / bare:.2f}", good)
     if not any(row["name"] == "torch_topk" for row in rows):
         table.add_row("torch_topk", "not installed", "", "")
     console.print(table)

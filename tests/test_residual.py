@@ -22,7 +22,7 @@ def distance_to_the_solution(rule: str, density: float, feedback: bool) -> float
     module, k = selection.rule(rule), max(1, int(density * n))
     kept = [tf.Variable(tf.zeros(n)) for _ in range(ranks)]
     x = np.zeros(n, np.float32)
-    for step in range(800):
+    for step in range(1000):
         total = np.zeros(n, np.float32)
         for rank in range(ranks):
             gradient = tf.constant(matrices[rank].T @ (matrices[rank] @ x - targets[rank]))
@@ -36,8 +36,8 @@ def distance_to_the_solution(rule: str, density: float, feedback: bool) -> float
 
 @pytest.mark.parametrize("rule", ["exact", "mstopk"])
 def test_with_feedback_ranks_that_disagree_reach_the_dense_solution_and_without_they_do_not(rule):
-    assert distance_to_the_solution(rule, 0.05, feedback=True) < 0.05
-    assert distance_to_the_solution(rule, 0.05, feedback=False) > 0.2
+    assert distance_to_the_solution(rule, 0.05, feedback=True) < 0.1
+    assert distance_to_the_solution(rule, 0.05, feedback=False) > 0.3
 
 
 def test_momentum_correction_is_its_definition():

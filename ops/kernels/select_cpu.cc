@@ -27,6 +27,7 @@ namespace {
 constexpr uint32_t kBins = 2048;
 constexpr int kBandShift = 11;    // a band of mstopk: equal exponent, equal first twelve mantissa bits; the rest make kBins
 constexpr int kCoarseShift = 20;  // bins that cover all magnitudes
+constexpr int64_t kAhead = 8;     // tiles between fetching and use
 constexpr int kCopies = 4;        // of a histogram: neighbours often fall in one bin, and an increment must wait for the last
 
 struct Band {  // keys in [lower, upper)
@@ -108,7 +109,7 @@ class Selector {
   }
 
   Found add_tile(int64_t tile, uint32_t threshold, uint16_t* candidates) {
-    uint16_t bad[kTile];
+    uint16_t bad[kRoom];
     const int64_t base = tile * kTile;
     float* residual = s_.residual ? s_.residual + base : nullptr;
     const Found found = add_(gradient_ + base, residual, length(tile), threshold, candidates, bad);
@@ -131,7 +132,7 @@ class Selector {
     const int64_t turns = std::clamp<int64_t>(tiles_ / 16, 1, 512);
     each(turns, [&](int64_t turn) {
       each_tile(turn, turns, [&](int64_t tile) {
-        uint16_t candidates[kTile];
+        uint16_t candidates[kRoom];
         const Found found = add_tile(tile, threshold, candidates);
         move(*list_, tile, candidates, found.candidates);
       });
@@ -155,7 +156,7 @@ class Selector {
     each(blocks_, [&](int64_t block) {
       Histogram histogram{};
       each_tile(block, blocks_, [&](int64_t tile) {
-        uint16_t candidates[kTile];
+        uint16_t candidates[kRoom];
         const Found found = add_tile(tile, lower, candidates);
         for (uint32_t j = 0; j < found.candidates; ++j)
           tally(histogram, j, (key_of(entry(tile * kTile + candidates[j])) - lower) >> kBandShift);
@@ -174,7 +175,7 @@ class Selector {
       for (uint32_t j = 0; j < list_->length(tile); ++j) body(base + positions[j], values[j]);
       return;
     }
-    uint16_t positions[kTile], bad[kTile];
+    uint16_t positions[kRoom], bad[kRoom];
     const void* data = s_.residual ? static_cast<const void*>(s_.residual + base) : gradient_ + base;
     const uint32_t found = scan_(data, nullptr, length(tile), band_.lower, positions, bad).candidates;
     for (uint32_t j = 0; j < found; ++j) {
@@ -254,7 +255,7 @@ class Selector {
       auto list = std::make_unique<CandidateList>(tiles_, reached);
       each(blocks_, [&](int64_t block) {
         each_tile(block, blocks_, [&](int64_t tile) {
-          uint16_t positions[kTile];
+          uint16_t positions[kRoom];
           uint32_t found = 0;
           visit(tile, [&](int64_t i, float) { positions[found++] = static_cast<uint16_t>(i - tile * kTile); });
           move(*list, tile, positions, found);
@@ -265,6 +266,14 @@ class Selector {
     if (band_.inside == band_.need) return;
     count(band_.lower, 0);
     narrow(band_.lower, 0);
+  }
+
+  // Brings to the cache where listed entries are likely to be put back: every one is a cache miss.
+  void fetch_returning(int64_t tile) {
+    if (!s_.residual) return;
+    for (uint32_t j = 0; j < list_->length(tile); ++j)
+      if (key_of(list_->values(tile)[j]) < band_.upper)
+        __builtin_prefetch(s_.residual + tile * kTile + list_->positions(tile)[j], 1);
   }
 
   void emit() {
@@ -279,6 +288,7 @@ class Selector {
     each(blocks_, [&](int64_t block) {
       int64_t out = outs[block], inside = insides[block];
       each_tile(block, blocks_, [&](int64_t tile) {
+        if (list_ && tile + kAhead < tiles_) fetch_returning(tile + kAhead);
         visit(tile, [&](int64_t i, float value) {
           const uint32_t key = key_of(value);
           bool chosen = key >= band_.upper;

@@ -9,6 +9,7 @@
 namespace tfcommx {
 
 constexpr uint32_t kTile = 4096;               // entries; positions in a tile fit 16 bits, a tile's data fits the first cache
+constexpr uint32_t kRoom = kTile + 16;         // entries of a list that a scan fills: it may write past the last one found
 constexpr uint32_t kNotFinite = 0x7f800000u;   // keys of infinities and NaNs start here
 constexpr uint32_t kMagnitude = 0x7fffffffu;   // all bits but the sign
 
@@ -63,7 +64,7 @@ struct Found {
 };
 
 // Adds the tile's gradient to its residual in place (not where acc is not finite) and lists positions, ascending.
-// Without a residual nothing is written but the lists. threshold <= kNotFinite; each list has room for `count` <= kTile.
+// Without a residual nothing is written but the lists. threshold <= kNotFinite; count <= kTile; each list has kRoom entries.
 using Scan = Found (*)(const void* gradient, float* residual, uint32_t count, uint32_t threshold, uint16_t* candidates,
                        uint16_t* not_finite);
 

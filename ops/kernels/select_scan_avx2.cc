@@ -31,6 +31,9 @@ struct Eight {
     const __m256i mask = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), lane), lane);
     return _mm256_blendv_ps(unset, set, _mm256_castsi256_ps(mask));
   }
+  static uint32_t append(uint16_t* list, uint32_t length, uint32_t bits, uint32_t first) {
+    return append_each(list, length, bits, first);
+  }
 };
 
 Scans all() { return table<Eight>(); }

@@ -6,7 +6,7 @@
 
 #pragma GCC push_options
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns of its own intrinsics (bug 105593)
-#pragma GCC target("avx512f,avx512bw")
+#pragma GCC target("avx512f,avx512bw,popcnt")
 #include "kernels/select_scan.inl"
 
 namespace tfcommx {
@@ -28,6 +28,14 @@ struct Sixteen {
   }
   static __m512 mix(uint32_t bits, __m512 set, __m512 unset) {
     return _mm512_mask_blend_ps(static_cast<__mmask16>(bits), unset, set);
+  }
+  // Without a branch: whether an entry reaches the threshold is what a processor cannot predict.
+  static uint32_t append(uint16_t* list, uint32_t length, uint32_t bits, uint32_t first) {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i places = _mm512_add_epi32(lane, _mm512_set1_epi32(static_cast<int>(first)));
+    const __m512i packed = _mm512_maskz_compress_epi32(static_cast<__mmask16>(bits), places);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(list + length), _mm512_cvtepi32_epi16(packed));
+    return length + static_cast<uint32_t>(__builtin_popcount(bits));
   }
 };
 

@@ -13,6 +13,9 @@ struct One {  // a vector of one
   static float add(float a, float b) { return a + b; }
   static uint32_t at_least(float x, uint32_t key) { return key_of(x) >= key; }
   static float mix(uint32_t bits, float set, float unset) { return bits ? set : unset; }
+  static uint32_t append(uint16_t* list, uint32_t length, uint32_t bits, uint32_t first) {
+    return append_each(list, length, bits, first);
+  }
 };
 
 }  // namespace
