@@ -117,7 +117,8 @@ class Exchange:
 
     def _make_residual(self, bucket: Bucket) -> None:
         start, stop = exchange.route(bucket.route).shard(bucket, self.plan.topology, self.comm.rank)
-        self.residuals[bucket.name] = tf.Variable(tf.zeros(stop - start), trainable=False, name=f"{bucket.name}/residual")
+        with tf.device("/cpu:0"):  # where the kernels are that update it in place
+            self.residuals[bucket.name] = tf.Variable(tf.zeros(stop - start), trainable=False, name=f"{bucket.name}/residual")
 
     def _selector(self, bucket: Bucket, index: int, step: tf.Tensor) -> Callable[[tf.Tensor], Sparse] | None:
         if bucket.k is None:
