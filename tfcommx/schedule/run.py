@@ -56,6 +56,7 @@ class Exchange:
             if bucket.k is not None:
                 self._make_residual(bucket)
 
+    @tf.autograph.experimental.do_not_convert  # what follows is a graph already, also in a caller's loop
     def __call__(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Return the average (or sum) over all ranks of each gradient.
 
