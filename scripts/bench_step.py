@@ -64,7 +64,8 @@ def main() -> None:
 
     @tf.function
     def plain() -> list[tf.Tensor]:
-        return [hvd.allreduce(gradients[path], op=hvd.Average, name=f"plain/{path}") for bucket in plan.buckets for path in bucket.variables]
+        return [hvd.allreduce(gradients[path], op=hvd.Average, name=f"plain/{path}")
+                for bucket in plan.buckets for path in bucket.variables]
 
     for mine, theirs in zip(ours(), plain(), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
