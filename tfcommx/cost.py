@@ -39,3 +39,14 @@ def ring_traffic(sent: float, group: str, topology: Topology) -> Traffic:
     else:
         leaving = sent if group == "peers" else sent * topology.nodes / topology.size
     return Traffic(sent - leaving, leaving)
+
+
+def alltoall_traffic(sent: float, group: str, topology: Topology) -> Traffic:
+    """Split what a rank sends in a flat alltoall, equally to each other rank, as the mean over the ranks."""
+    if topology.nodes == 1 or group == "node" or topology.size == 1:
+        return Traffic(sent, 0.0)
+    if group == "peers":
+        return Traffic(0.0, sent)
+    nodes = [slots for _, slots in topology.uneven] or [topology.slots] * topology.nodes
+    inside = sum(slots * (slots - 1) for slots in nodes) / (topology.size * (topology.size - 1))
+    return Traffic(sent * inside, sent * (1 - inside))
