@@ -31,6 +31,9 @@ ROUTES = {
     "allreduce": Row(sparse=False, levels=1),
     "torus": Row(sparse=False, levels=2, shards="slots"),
     "asa": Row(sparse=False, levels=1, wires=(PLAIN, *VALUE_DTYPES), shards="ranks"),
+    "pipeline": Row(sparse=False, levels=1, messages=True),
+    "tree": Row(sparse=False, levels=1, messages=True),
+    "bidirectional": Row(sparse=False, levels=1, messages=True),
     "allgather": Row(sparse=True, levels=1, wires=SPARSE_WIRES),
     "hitopk": Row(sparse=True, levels=2, wires=SPARSE_WIRES, shards="slots"),
 }
