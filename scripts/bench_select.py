@@ -1,0 +1,193 @@
+#!/usr/bin/env python3
+"""Claim: selection with error feedback costs at most 1.5 times the bare addition of the residual, and a tenth of a top-k.
+
+    python scripts/bench_select.py                          # n = 25,000,000, densities 0.001 and 0.01, all cores
+    python scripts/bench_select.py --json results.jsonl     # one object a line
+
+Every contestant adds the gradient to a residual of its own (but algorithm1, which is timed on the sum), chooses k entries by
+magnitude and zeroes them in the residual. They take turns, round by round, so that what else the machine does meets all alike;
+the median counts. `limit_seconds` is 1.5 times the bare addition r += g of the same rounds on the same threads. Each result is
+verified: k unique indices, values equal to the sum there, sent + kept = sum, magnitude >= 0.99 of the exact choice's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import numpy as np
+import tensorflow as tf
+from rich.console import Console
+from rich.table import Table
+
+from tfcommx import native, reference, selection
+from tfcommx.terms import Sparse
+
+ALLOWED = 1.5  # times the bare addition
+DTYPES = {"float32": tf.float32, "float16": tf.float16, "bfloat16": tf.bfloat16}
+
+
+class Contestant(NamedTuple):
+    name: str
+    run: Callable[[int], Sparse | None]  # seed -> what was chosen
+    residual: np.ndarray | tf.Variable | None  # None: chooses from the sum of the first round, keeps nothing
+    rounds: int  # the slow ones take part in fewer
+
+
+def compiled(rule: str, gradient: tf.Tensor, residual: tf.Variable, k: int) -> Callable[[int], Sparse]:
+    select = selection.rule(rule).select_with_residual
+    function = tf.function(lambda seed: select(gradient, residual, k, seed))
+    return lambda seed: function(tf.constant(seed, tf.int64))
+
+
+def contestants(gradient: tf.Tensor, start: np.ndarray, k: int, rounds: int) -> list[Contestant]:
+    """Make the contestants, each with a residual of its own that begins as `start`."""
+    def fresh() -> tf.Variable:
+        return tf.Variable(start)
+
+    few = max(2, rounds // 4)
+    bare, wide = fresh(), tf.cast(gradient, tf.float32)
+
+    @tf.function
+    def add() -> None:
+        bare.assign_add(wide, read_value=False)
+
+    found = [Contestant("residual_add", lambda seed: add(), bare, rounds)]
+    for rule in ("mstopk", "exact", "dgc"):
+        residual = fresh()
+        found.append(Contestant(rule, compiled(rule, gradient, residual, k), residual, rounds if rule != "dgc" else few))
+
+    summed = tf.constant(start) + tf.cast(gradient, tf.float32)
+    printed = tf.function(lambda seed: reference.algorithm1(summed, k, seed=seed))
+    found.append(Contestant("algorithm1", lambda seed: printed(tf.constant(seed, tf.int64)), None, few))
+
+    def top_k(acc: tf.Tensor) -> Sparse:
+        indices = tf.math.top_k(tf.abs(acc), k, sorted=False).indices
+        return Sparse(indices, tf.gather(acc, indices), acc.shape[0])
+
+    mine = fresh()
+
+    @tf.function
+    def add_and_top_k() -> Sparse:
+        acc = mine.assign_add(tf.cast(gradient, tf.float32)).read_value()
+        chosen = top_k(acc)
+        mine.scatter_update(tf.IndexedSlices(tf.zeros([k]), chosen.indices))
+        return chosen
+
+    found.append(Contestant("tf_top_k", lambda seed: add_and_top_k(), mine, few))
+
+    plain, added = start.copy(), tf.cast(gradient, tf.float32).numpy()
+
+    def argpartition(seed: int) -> Sparse:
+        np.add(plain, added, out=plain)
+        indices = np.argpartition(np.abs(plain), plain.size - k)[plain.size - k:]
+        values = plain[indices]
+        plain[indices] = 0
+        return Sparse(indices, values, plain.size)
+
+    found.append(Contestant("numpy_argpartition", argpartition, plain, few))
+    try:
+        import torch
+    except ImportError:
+        return found
+    kept = start.copy()
+    kept_torch, added_torch = torch.from_numpy(kept), torch.from_numpy(added)
+
+    def torch_topk(seed: int) -> Sparse:
+        kept_torch.add_(added_torch)
+        indices = torch.topk(kept_torch.abs(), k, sorted=False).indices
+        values = kept_torch[indices]
+        kept_torch[indices] = 0
+        return Sparse(indices.numpy(), values.numpy(), kept.size)
+
+    return [*found, Contestant("torch_topk", torch_topk, kept, few)]
+
+
+def array(x: object) -> np.ndarray:
+    return x.numpy() if hasattr(x, "numpy") else np.asarray(x)
+
+
+def verified(contestant: Contestant, chosen: Sparse | None, gradient: np.ndarray, start: np.ndarray, k: int) -> bool:
+    """Check a contestant's first round."""
+    total = start + gradient
+    if chosen is None:
+        return bool(np.array_equal(array(contestant.residual), total))
+    indices, values = array(chosen.indices), array(chosen.values)
+    good = indices.size == k == np.unique(indices).size and np.array_equal(values, total[indices])
+    if contestant.residual is not None:
+        kept = total.copy()
+        kept[indices] = 0
+        good = good and np.array_equal(array(contestant.residual), kept)
+    size = np.abs(total)
+    largest = np.partition(size, size.size - k)[size.size - k:].sum(dtype=np.float64)
+    return bool(good and np.abs(values).sum(dtype=np.float64) >= 0.99 * largest)
+
+
+def measure(n: int, density: float, dtype: str, rounds: int) -> list[dict]:
+    random = np.random.default_rng(1)
+    k = max(1, int(n * density))
+    gradient = tf.cast(random.standard_normal(n, np.float32), DTYPES[dtype])
+    added = tf.cast(gradient, tf.float32).numpy()
+    start = random.standard_normal(n, np.float32)
+    field = contestants(gradient, start, k, rounds)
+    checks = {c.name: verified(c, c.run(0), added, start, k) for c in field}  # the first round: also traces and warms up
+    times: dict[str, list[float]] = {c.name: [] for c in field}
+    for turn in range(rounds):
+        for contestant in field:
+            if turn < contestant.rounds:
+                begin = time.perf_counter()
+                contestant.run(turn + 1)
+                times[contestant.name].append(time.perf_counter() - begin)
+    limit = ALLOWED * statistics.median(times["residual_add"])
+    threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
+    return [
+        {"name": name, "device": "cpu", "dtype": dtype, "n": n, "k": k, "threads": threads,
+         "seconds": statistics.median(seconds), "limit_seconds": limit, "verified": checks[name]}
+        for name, seconds in times.items()
+    ]
+
+
+def show(rows: list[dict], console: Console) -> None:
+    one = rows[0]
+    bare = next(row["seconds"] for row in rows if row["name"] == "residual_add")
+    table = Table(title=f"{one['dtype']}, n = {one['n']:,}, k = {one['k']:,}, {one['threads']} threads", title_justify="left")
+    for heading in ("name", "ms", "/ residual_add", "verified"):
+        table.add_column(heading, justify="left" if heading == "name" else "right")
+    for row in rows:
+        good = "yes" if row["verified"] else "NO"
+        table.add_row(row["name"], f"{row['seconds'] * 1e3:.2f}", f"{row['seconds'] / bare:.2f}", good)
+    if not any(row["name"] == "torch_topk" for row in rows):
+        table.add_row("torch_topk", "not installed", "", "")
+    console.print(table)
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--n", type=int, default=25_000_000, help="entries of the gradient")
+    options.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01], help="k / n")
+    options.add_argument("--dtype", choices=sorted(DTYPES), default="float32", help="of the gradient")
+    options.add_argument("--rounds", type=int, default=21, help="of the fast contestants; the slow ones run a quarter of them")
+    options.add_argument("--json", type=Path, help="write one object a line to this file")
+    chosen = options.parse_args()
+    if native.library() is None:
+        raise SystemExit(f"The native library is needed. {native.REBUILD}")
+    console, rows = Console(), []
+    for density in chosen.density:
+        rows.append(measure(chosen.n, density, chosen.dtype, chosen.rounds))
+        show(rows[-1], console)
+    everything = [row for group in rows for row in group]
+    if chosen.json:
+        chosen.json.write_text("".join(json.dumps(row) + "\n" for row in everything))
+    return 0 if all(row["verified"] for row in everything) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
