@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,8 @@ def test_kernels_know_no_framework() -> None:
     kernels = list((PACKAGE.parent / "ops" / "kernels").iterdir())
     assert kernels
     for path in kernels:
-        assert "tensorflow" not in path.read_text().lower(), f"{path.name} mentions a framework"
+        code = re.sub(r"//.*", "", path.read_text())
+        assert "tensorflow" not in code.lower(), f"{path.name} needs a framework"
 
 
 def test_planning_loads_no_tensorflow() -> None:

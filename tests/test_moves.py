@@ -37,7 +37,8 @@ def test_the_pipeline_is_as_drawn() -> None:
 
 def test_the_tree_is_as_drawn() -> None:
     drawn = {(int(tick), int(source), int(target))
-             for tick, line in re.findall(r"tick (\d) (.*)", tree.__doc__) for source, target in re.findall(r"(\d) -> (\d)", line)}
+             for tick, line in re.findall(r"tick (\d) (.*)", tree.__doc__)
+             for source, target in re.findall(r"(\d) -> (\d)", line)}
     assert {(move.tick, move.source, move.target) for move in tree.schedule("broadcast", 5, 10)} == drawn and len(drawn) == 4
 
 

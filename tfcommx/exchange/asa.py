@@ -29,7 +29,8 @@ def shard(bucket: Bucket, topology: Topology, rank: int) -> tuple[int, int]:
 def run(flat: Any, bucket: Bucket, comm: Any, select: None = None) -> Any:
     """Return the sum of `flat` over all ranks, in its own dtype.
 
-    **Ranks:** all; the result has the same bits on all: the owner of a shard, too, uses what it sent. **Cost:** two collectives.
+    **Ranks:** all; the result has the same bits on all: the owner of a shard, too, uses what it sent.
+    **Cost:** two collectives.
     """
     ranks = comm.topology.size
     if ranks == 1:

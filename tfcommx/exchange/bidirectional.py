@@ -8,11 +8,12 @@ Allreduce at 4 places, 4 parts; what each place holds summed so far:
     tick 2       ab--    ab--    --cd    --cd     0 <-> 1, 2 <-> 3 collect
     tick 3       abcd    abcd    abcd    abcd     0 <-> 2, 1 <-> 3
 
-Reduce ends with a gather to place 0 along the same pairs; broadcast is a scatter (its mirror) and ticks 2 and 3. With p no power
-of two, the places beyond the largest one first add their vectors to those of the lowest places, and get the result from them.
+Reduce ends with a gather to place 0 along the same pairs; broadcast is a scatter (its mirror) and ticks 2 and 3. With p no
+power of two, the places beyond the largest one first add their vectors to those of the lowest places, and get the result
+from them: the price is then higher than table 1's by a message of n bytes each way.
 
-Source: Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016), section 3.2, after Thakur et al.,
-"Optimization of Collective Communication Operations in MPICH" (2005). Their broadcast collects around a ring (p - 1 start-ups);
+Source: Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016), section 3.2, after Thakur et
+al., "Optimization of Collective Communication Operations in MPICH" (2005). Their broadcast collects around a ring (p - 1 start-ups);
 ours by recursive doubling (log2 p).
 """
 

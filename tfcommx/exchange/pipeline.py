@@ -12,9 +12,9 @@ and each total turns round there at once: every link carries n bytes each way.
 `reduce` is the upper half, `broadcast` the lower one from tick 0.
 
 Source: Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016), section 3 and figure 2. The
-paper's allreduce (figure 2c) fills the pipe once too, but goes on around a ring in one direction: 9 ticks for this case. Here the
-way back takes 7, where the two directions of a place have links of their own. Where each place has one port to a switch, a place
-in the middle sends both through it, 2 n bytes, and the price is the paper's; with two places it is half of that.
+paper's allreduce (figure 2c) fills the pipe once too, but goes on around a ring in one direction: 9 ticks for this case. The
+way back takes 7, where the two directions of a place have links of their own. Where each place has one port to a switch, a
+place in the middle sends both through it, 2 n bytes, and the price is the paper's; with two places it is half of that.
 """
 
 from __future__ import annotations

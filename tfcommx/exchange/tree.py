@@ -8,8 +8,8 @@ Broadcast at 5 places, reduce is the same backwards:
 
 Allreduce is a reduce to place 0, then a broadcast from it.
 
-Source: Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016), section 3.2, after Thakur et al.,
-"Optimization of Collective Communication Operations in MPICH" (2005).
+Source: Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016), section 3.2, after Thakur et
+al., "Optimization of Collective Communication Operations in MPICH" (2005).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tfcommx import exchange, selection
 from tfcommx.schedule import merge
-from tfcommx.terms import NOMINAL, Bucket, Links, Plan, PlanError, Scheme, Topology
+from tfcommx.terms import NOMINAL, Bucket, Links, Plan, PlanError, Scheme, Topology, check_name
 
 DENSE_DTYPES = ("float16", "float32", "float64")  # what the engine reduces; others travel as float32
 
@@ -29,7 +29,7 @@ def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> N
     `messages` tells whether the launch that will carry it out can send messages between two ranks (an MPI launch can).
     """
     exchange.row(scheme.route)
-    selection.row(scheme.selection)
+    check_name("selection rule", scheme.selection, selection.RULES)
     if exchange.row(scheme.dense_route).sparse:
         dense = ", ".join(name for name, row in exchange.ROUTES.items() if not row.sparse)
         raise PlanError(f"`dense_route` must be a dense route ({dense}). Received {scheme.dense_route!r}.")
