@@ -72,7 +72,7 @@ def cheapest(bucket: Bucket, topology: Topology, links: Links) -> Bucket:
 
 
 def _last_seconds(bucket: Bucket, topology: Topology, links: Links) -> float:
-    """Price step 4: the shard is merged once and sent dense (equation 10), or n shards are merged from the pairs that came."""
+    """Price step 4: one shard is merged and sent dense, or the pairs that came are sent (equation 10) and n shards merged."""
     n, m, pairs = topology.slots, topology.nodes, _pairs_bytes(bucket, topology)
     merged, own = (1, bucket.padded * bucket.entry_bytes / n) if bucket.last_step == "dense" else (n, m * pairs)
     return cost.all_gather(own, n, links.inside) + merged * m * pairs * links.inside.gamma_s_per_byte
