@@ -30,7 +30,8 @@ def scheme(route: str, rule: str = "all", density: float = 1.0, wire: str = "pla
 SCHEMES = [scheme(route) for route in exchange.ROUTES] + [scheme(route, rule, 0.1) for route in SPARSE for rule in RULES]
 # every wire format, where it is written; the plain ones are above
 WIRED = [scheme(route, RULES[0], 0.1, wire) for route in SPARSE for wire in exchange.row(route).wires[1:]]
-LOSSY = [scheme(route, wire=wire) for route in DENSE for wire in exchange.row(route).wires[1:]]  # dense: nothing keeps what is lost
+# on dense routes nothing keeps what rounding loses
+LOSSY = [scheme(route, wire=wire) for route in DENSE for wire in exchange.row(route).wires[1:]]
 
 
 def name_of(value: Any) -> str:

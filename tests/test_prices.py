@@ -82,11 +82,14 @@ def test_equations_7_to_10() -> None:
     t3 = 10 * 1 + (2 - 1) * 2 * 80 * 2  # both slots of a node go through its port
     dense, pairs = 1 * 1 + 400 * 0.5 + 160 * 0.25, 1 * 1 + 160 * 0.5 + 2 * 160 * 0.25
     assert hitopk.seconds(b, Topology(2, 2), LINKS) == pytest.approx(t1 + t2 + t3 + dense)
-    assert hitopk.cheapest(b, Topology(2, 2), LINKS).last_step == "pairs"
-    assert hitopk.seconds(hitopk.cheapest(b, Topology(2, 2), LINKS), Topology(2, 2), LINKS) == pytest.approx(t1 + t2 + t3 + pairs)
+    cheapest = hitopk.cheapest(b, Topology(2, 2), LINKS)
+    assert cheapest.last_step == "pairs"
+    assert hitopk.seconds(cheapest, Topology(2, 2), LINKS) == pytest.approx(t1 + t2 + t3 + pairs)
 
 
-@pytest.mark.parametrize(("density", "nodes", "last_step"), [(0.01, 4, "pairs"), (0.1, 4, "pairs"), (0.2, 4, "dense"), (0.01, 64, "dense")])
+@pytest.mark.parametrize(("density", "nodes", "last_step"), [
+    (0.01, 4, "pairs"), (0.1, 4, "pairs"), (0.2, 4, "dense"), (0.01, 64, "dense"),
+])
 def test_the_last_step_is_planned_by_price(density: float, nodes: int, last_step: str) -> None:
     """8 m k bytes of pairs against 4 d / n of the shard: the more nodes, the more pairs come together."""
     plan = make_plan([Gradient("w", (1000, 1000), "float32")], {"*": Scheme("hitopk", "mstopk", density)}, Topology(nodes, 8))
