@@ -14,20 +14,15 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfcommx import native
+from tfcommx.reference import value_dtype, wire_words
 from tfcommx.terms import Sparse
 
-BLOCK = 65536  # entries that a uint16 offset can tell apart
 FLOAT16_LARGEST = 65504.0
-
-
-def value_dtype(wire: str) -> tf.DType:
-    """Return the dtype in which a format writes values."""
-    return tf.as_dtype(wire.partition("/")[2] or "float32")
 
 
 def size_bytes(k: int, size: int, wire: str) -> int:
     """Return the bytes of k entries of a vector of `size` entries."""
-    return 4 * sum(_words(k, size, wire))
+    return 4 * sum(wire_words(k, size, wire))
 
 
 def rounded(sparse: Sparse, wire: str) -> tuple[Sparse, tf.Tensor | None]:
@@ -64,29 +59,8 @@ def encode(sparse: Sparse, wire: str) -> tf.Tensor:
         sparse: indices int32[k], ascending for block16; values float32[k], as `rounded` returned them.
         wire: one of terms.SPARSE_WIRES.
     """
-    values = _to_words(tf.cast(sparse.values, value_dtype(wire)))
-    if not wire.startswith("block16"):
-        return tf.concat([sparse.indices, values], axis=0)
-    ends = tf.searchsorted(sparse.indices, _block_starts(sparse.size) + (BLOCK - 1), side="right", out_type=tf.int32)
-    counts = ends - tf.concat([[0], ends[:-1]], axis=0)
-    offsets = tf.cast(tf.bitwise.bitwise_and(sparse.indices, BLOCK - 1), tf.uint16)
-    return tf.concat([counts, _to_words(offsets), values], axis=0)
-
-
-def decode(buffers: tf.Tensor, k: int, size: int, wire: str) -> tuple[tf.Tensor, tf.Tensor]:
-    """Read the entries of p buffers, one after another: int32[p * k] indices and float32[p * k] values.
-
-    Args:
-        buffers: int32[p * words], what p ranks encoded with the same k, size and wire.
-    """
-    words = _words(k, size, wire)
-    head, middle, last = tf.split(tf.reshape(buffers, [-1, sum(words)]), words, axis=1)
-    values = tf.reshape(tf.cast(_from_words(last, k, value_dtype(wire)), tf.float32), [-1])
-    if not wire.startswith("block16"):
-        return tf.reshape(middle, [-1]), values
-    starts = tf.tile(_block_starts(size), [tf.shape(head)[0]])
-    offsets = tf.reshape(tf.cast(_from_words(middle, k, tf.uint16), tf.int32), [-1])
-    return tf.repeat(starts, tf.reshape(head, [-1])) + offsets, values
+    words = native.wire_encode(sparse, wire)
+    return tf.ensure_shape(words, [sum(wire_words(sparse.indices.shape[0], sparse.size, wire))])
 
 
 def merge(buffers: tf.Tensor, k: int, size: int, wire: str) -> tf.Tensor:
@@ -98,26 +72,4 @@ def merge(buffers: tf.Tensor, k: int, size: int, wire: str) -> tf.Tensor:
         size: length of the vector that the indices point into.
         wire: the format in which they were encoded.
     """
-    return native.merge(*decode(buffers, k, size, wire), size)
-
-
-def _words(k: int, size: int, wire: str) -> tuple[int, int, int]:
-    """Return the int32 words of a buffer's parts: counts, indices or offsets, values."""
-    values = -(-k * value_dtype(wire).size // 4)
-    return (-(-size // BLOCK), (k + 1) // 2, values) if wire.startswith("block16") else (0, k, values)
-
-
-def _block_starts(size: int) -> tf.Tensor:
-    return tf.range(0, size, BLOCK, dtype=tf.int32)
-
-
-def _to_words(entries: tf.Tensor) -> tf.Tensor:
-    if entries.dtype.size == 4:
-        return tf.bitcast(entries, tf.int32)
-    return tf.bitcast(tf.reshape(tf.pad(tf.bitcast(entries, tf.int16), [[0, entries.shape[0] % 2]]), [-1, 2]), tf.int32)
-
-
-def _from_words(words: tf.Tensor, k: int, dtype: tf.DType) -> tf.Tensor:
-    if dtype.size == 4:
-        return tf.bitcast(words, dtype)
-    return tf.bitcast(tf.reshape(tf.bitcast(words, tf.int16), [-1, 2 * words.shape[1]])[:, :k], dtype)
+    return tf.ensure_shape(native.merge(*native.wire_decode(buffers, k, size, wire), size), [size])
