@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tfcommx"
 FLOORS = {
     "terms": 0, "cost": 0, "reference": 0,
     "native": 1, "comm": 1, "links": 1,
-    "launch": 2, "selection": 2, "wire": 2, "residual": 2, "data": 2,
+    "launch": 2, "threads": 2, "selection": 2, "wire": 2, "residual": 2, "data": 2,
     "exchange": 3,
     "schedule": 4,
     "optim": 5,
@@ -84,8 +85,8 @@ def test_kernels_know_no_framework() -> None:
     kernels = list((PACKAGE.parent / "ops" / "kernels").iterdir())
     assert kernels
     for path in kernels:
-        includes = [line for line in path.read_text().splitlines() if line.startswith("#include")]
-        assert not [line for line in includes if "tensorflow" in line or "/tf/" in line], f"{path.name} includes a framework"
+        code = re.sub(r"//.*", "", path.read_text())
+        assert "tensorflow" not in code.lower(), f"{path.name} needs a framework"
 
 
 def test_planning_loads_no_tensorflow() -> None:

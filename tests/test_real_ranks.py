@@ -8,9 +8,12 @@ import pytest
 from launching import horovodrun
 
 
-@pytest.mark.parametrize(("ranks", "node_size", "launcher"), [(2, "1", "mpi"), (2, "2", "gloo"), (4, "2", "gloo")])
-def test_the_same_tests_on_several_ranks(ranks: int, node_size: str, launcher: str) -> None:
-    ended = horovodrun(ranks, ["-m", "pytest", "tests/ranks", "-x", "-p", "no:cacheprovider", "--color=no", "-o", "addopts=-v"],
+@pytest.mark.parametrize(("ranks", "node_size", "launcher", "what"), [
+    (2, "1", "mpi", "tests/ranks"), (2, "2", "gloo", "tests/ranks"), (4, "2", "gloo", "tests/ranks"),
+    (4, "2", "mpi", "tests/ranks/test_routes.py"), (3, "1", "mpi", "tests/ranks/test_routes.py"),
+])
+def test_the_same_tests_on_several_ranks(ranks: int, node_size: str, launcher: str, what: str) -> None:
+    ended = horovodrun(ranks, ["-m", "pytest", what, "-x", "-p", "no:cacheprovider", "--color=no", "-o", "addopts=-v"],
                        launcher, seconds=600, TFCOMMX_TEST_NODE_SIZE=node_size)
     assert ended.status == 0, ended.output[-8000:]
     assert len(re.findall(r"=+ \d+ passed", ended.output)) == ranks, ended.output[-8000:]

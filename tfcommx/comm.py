@@ -1,9 +1,10 @@
-"""Collectives on the groups of a topology. The only door to Horovod; ThreadComm runs p ranks in one process for law tests.
+"""Collectives on the groups of a topology. The only door to Horovod.
 
 Every collective takes a group (`world`, `node` or `peers`) and a name that must be equal on all members and not be in
 flight twice. All members of the group must call, with equal dtype and shape. A group of one returns its input.
 
-Traffic is counted where it is sent: each call adds what the collective's ring moves for the buffer that it was given.
+Traffic is counted where it is sent: each call adds what the collective's ring moves for the buffer that it was given, and
+messages between two ranks add themselves.
 """
 
 from __future__ import annotations
@@ -11,18 +12,36 @@ from __future__ import annotations
 import abc
 import math
 import os
-import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import tensorflow as tf
 
-from tfcommx.cost import ring_traffic
+from tfcommx.cost import alltoall_traffic, ring_traffic
 from tfcommx.terms import PlanError, Topology, Traffic
 
 RENDEZVOUS_SECONDS = 60  # how long a rank waits for the others before Horovod starts
+LAST_MESSAGES = "tfcommx/last_messages"  # graph collection: the operation after which the next messages may go
+MESSAGES_NEED_MPI = ("Routes made of messages between two ranks (pipeline, tree, bidirectional) need an MPI launch: "
+                     "horovodrun --mpi ... (or mpirun). Received a Gloo launch. Launch with MPI, or use allreduce or torus.")
 LARGEST_COUNT = 2**31 - 1  # entries; Gloo and NCCL count in int32
+
+
+class Post(Protocol):
+    """Messages between two ranks. A request is what `send` and `receive` return; buffers must live until it is done."""
+
+    sent: dict[int, int]  # rank -> bytes sent to it so far
+
+    def send(self, array: np.ndarray, target: int, tag: int) -> Any:
+        """Start to send a contiguous array to a rank of the world. Does not wait."""
+
+    def receive(self, array: np.ndarray, source: int, tag: int) -> Any:
+        """Start to receive into a contiguous array of equal length; messages of one pair and tag arrive in order."""
+
+    def wait_any(self, requests: list[Any]) -> int:
+        """Wait until one of the requests is done; return its position."""
 
 
 class Comm(abc.ABC):
@@ -31,6 +50,8 @@ class Comm(abc.ABC):
     def __init__(self, rank: int, topology: Topology) -> None:
         self.rank = rank
         self.topology = topology
+        self._open_post: Callable[[], Post] | None = None
+        self._post: Post | None = None
 
     def members(self, group: str) -> tuple[int, ...]:
         """Return the ranks of my group of that name, ascending."""
@@ -41,7 +62,7 @@ class Comm(abc.ABC):
         ranks = self._check(tensor, group)
         if len(ranks) == 1:
             return tensor
-        self._count(2 * (len(ranks) - 1) / len(ranks) * _bytes(tensor), group)
+        self._count(ring_traffic(2 * (len(ranks) - 1) / len(ranks) * _bytes(tensor), group, self.topology))
         return self._allreduce(tensor, group, name)
 
     def reduce_scatter(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
@@ -52,10 +73,8 @@ class Comm(abc.ABC):
         ranks = self._check(tensor, group)
         if len(ranks) == 1:
             return tensor
-        if tensor.shape[0] % len(ranks):
-            raise PlanError(f"reduce_scatter {name!r} needs a length that {len(ranks)} ranks divide. Received {tensor.shape[0]} "
-                            f"on rank {self.rank}. Pad the buffer.")
-        self._count((len(ranks) - 1) / len(ranks) * _bytes(tensor), group)
+        self._check_shards("reduce_scatter", tensor, ranks, name)
+        self._count(ring_traffic((len(ranks) - 1) / len(ranks) * _bytes(tensor), group, self.topology))
         return self._reduce_scatter(tensor, group, name)
 
     def all_gather(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
@@ -63,20 +82,79 @@ class Comm(abc.ABC):
         ranks = self._check(tensor, group)
         if len(ranks) == 1:
             return tensor
-        self._count((len(ranks) - 1) * _bytes(tensor), group)
+        self._count(ring_traffic((len(ranks) - 1) * _bytes(tensor), group, self.topology))
         return self._all_gather(tensor, group, name)
+
+    def alltoall(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
+        """Cut into p equal shards and send the i-th to member i; return the shards meant for me, in rank order.
+
+        **Cost:** (p - 1)/p of the buffer sent, straight to where it is needed: the share between nodes is what leaves them.
+        **Raises:** PlanError where the first dimension cannot be cut into p equal shards.
+        """
+        ranks = self._check(tensor, group)
+        if len(ranks) == 1:
+            return tensor
+        self._check_shards("alltoall", tensor, ranks, name)
+        self._count(alltoall_traffic((len(ranks) - 1) / len(ranks) * _bytes(tensor), group, self.topology))
+        return self._alltoall(tensor, group, name)
 
     def broadcast(self, tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
         """Return the tensor of rank `root` on every rank of the world. Not counted: it is used before training only."""
         return tensor if self.topology.size == 1 else self._broadcast(tensor, root, name)
 
+    @property
+    def has_messages(self) -> bool:
+        """Tell whether messages between two ranks are possible here; one rank alone needs none."""
+        return self._open_post is not None or self.topology.size == 1
+
+    def open_post(self) -> None:
+        """Get ready for messages. **Ranks:** all, outside of traced code. **Raises:** PlanError without an MPI launch."""
+        if not self.has_messages:
+            raise PlanError(MESSAGES_NEED_MPI)
+        if self._post is None and self.topology.size > 1:
+            self._post = self._open_post()
+
+    def by_messages(self, work: Callable[[np.ndarray, Post], np.ndarray], tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Return `work(array, post)`: on the host, with messages between ranks; dtype and shape as the tensor's.
+
+        In a graph the calls follow each other in the order in which they were traced, which is the plan's and so the same on
+        every rank. Without that order, one rank's threads could all wait in one bucket while another's wait in the next one.
+
+        **Ranks:** as the messages need. `open_post` must have been called. **Cost:** a copy to the host and back on GPUs.
+        """
+        def call(array: np.ndarray) -> np.ndarray:
+            return work(array, self._post)
+
+        if tf.executing_eagerly():
+            return tf.constant(call(tensor.numpy()))
+        graph = tf.compat.v1.get_default_graph()
+        before = [op for op in graph.get_collection_ref(LAST_MESSAGES) if op.graph is graph]  # an inner graph inherits the list
+        with tf.control_dependencies(before), tf.device("/cpu:0"):
+            result = tf.numpy_function(call, [tensor], tensor.dtype, name=name.replace("/", "_"))
+        graph.get_collection_ref(LAST_MESSAGES)[:] = [result.op]
+        return tf.ensure_shape(result, tensor.shape)
+
     @abc.abstractmethod
     def gather_objects(self, item: Any) -> list[Any]:
         """Return every rank's (picklable) item, in rank order. **Ranks:** all, outside of traced code."""
 
-    @abc.abstractmethod
     def traffic(self) -> Traffic:
-        """Return the bytes that this rank has sent so far, as the mean over the ranks of each collective."""
+        """Return the bytes that this rank has sent so far: of collectives the mean over the ranks, of messages its own."""
+        inside, between = self._counted()
+        for rank, amount in (self._post.sent if self._post else {}).items():
+            if self.topology.node_of(rank) == self.topology.node_of(self.rank):
+                inside += amount
+            else:
+                between += amount
+        return Traffic(inside, between)
+
+    @abc.abstractmethod
+    def _counted(self) -> Traffic: ...
+
+    def _check_shards(self, what: str, tensor: tf.Tensor, ranks: tuple[int, ...], name: str) -> None:
+        if tensor.shape[0] % len(ranks):
+            raise PlanError(f"{what} {name!r} needs a length that {len(ranks)} ranks divide. Received {tensor.shape[0]} "
+                            f"on rank {self.rank}. Pad the buffer.")
 
     def _check(self, tensor: tf.Tensor, group: str) -> tuple[int, ...]:
         if tensor.shape.num_elements() is not None and tensor.shape.num_elements() > LARGEST_COUNT:
@@ -85,7 +163,7 @@ class Comm(abc.ABC):
         return self.members(group)
 
     @abc.abstractmethod
-    def _count(self, sent: float, group: str) -> None: ...
+    def _count(self, sent: Traffic) -> None: ...
 
     @abc.abstractmethod
     def _allreduce(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor: ...
@@ -95,6 +173,9 @@ class Comm(abc.ABC):
 
     @abc.abstractmethod
     def _all_gather(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor: ...
+
+    @abc.abstractmethod
+    def _alltoall(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor: ...
 
     @abc.abstractmethod
     def _broadcast(self, tensor: tf.Tensor, root: int, name: str) -> tf.Tensor: ...
@@ -156,7 +237,7 @@ def gloo_hosts(here: Launcher) -> list[str]:
 class HorovodComm(Comm):
     """Horovod's collectives on static process sets, over NCCL, MPI or Gloo."""
 
-    def __init__(self, here: Launcher, topology: Topology) -> None:
+    def __init__(self, here: Launcher, topology: Topology, open_post: Callable[[], Post] | None = None) -> None:
         if here.kind == "none":  # without this a build with MPI would start MPI for a single process
             os.environ.setdefault("HOROVOD_CONTROLLER", "gloo")
             os.environ.setdefault("HOROVOD_CPU_OPERATIONS", "gloo")
@@ -164,7 +245,7 @@ class HorovodComm(Comm):
         from horovod.tensorflow import mpi_ops
 
         super().__init__(here.rank, topology)
-        self._hvd, self._ops = hvd, mpi_ops
+        self._hvd, self._ops, self._open_post = hvd, mpi_ops, open_post
         wanted = () if topology.uneven else tuple(sorted({
             ranks for rank in range(topology.size) for group in ("node", "peers") if len(ranks := topology.group(group, rank)) > 1
             and len(ranks) < topology.size
@@ -187,11 +268,11 @@ class HorovodComm(Comm):
         with tf.init_scope():
             return self._hvd.allgather_object(item)
 
-    def traffic(self) -> Traffic:
+    def _counted(self) -> Traffic:
         return Traffic(*(float(self._sent[kind].numpy()) for kind in Traffic._fields))
 
-    def _count(self, sent: float, group: str) -> None:
-        for kind, amount in ring_traffic(sent, group, self.topology)._asdict().items():
+    def _count(self, sent: Traffic) -> None:
+        for kind, amount in sent._asdict().items():
             if amount:
                 self._sent[kind].assign_add(amount)
 
@@ -207,6 +288,9 @@ class HorovodComm(Comm):
 
     def _all_gather(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
         return _sized(self._ops.allgather(tensor, name=name, process_set=self._set(group)), tensor, len(self.members(group)))
+
+    def _alltoall(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
+        return _sized(self._ops.alltoall(tensor, name=name, process_set=self._set(group)), tensor, 1)
 
     def _broadcast(self, tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
         return self._ops.broadcast(tensor, root, name=name)
@@ -253,101 +337,3 @@ def size() -> int:
 def is_chief() -> bool:
     """Tell whether this is rank 0, the one that prints and saves."""
     return rank() == 0
-
-
-# --- p ranks in one process ------------------------------------------------------------------------------------------
-
-
-class _Meeting:
-    """Where the threads of ThreadComm hand each other their tensors."""
-
-    def __init__(self, topology: Topology) -> None:
-        self.topology = topology
-        self.lock = threading.Condition()
-        self.rooms: dict[Any, dict[int, Any]] = {}
-        self.failure: BaseException | None = None
-
-    def exchange(self, ranks: tuple[int, ...], turn: int, rank: int, label: str, item: Any) -> list[Any]:
-        """Wait until all of `ranks` are here for the same turn; return their items in rank order."""
-        with self.lock:
-            room = self.rooms.setdefault((ranks, turn), {})
-            room[rank] = (label, item)
-            self.lock.notify_all()
-            if not self.lock.wait_for(lambda: self.failure is not None or len(room) == len(ranks), timeout=60):
-                self.failure = TimeoutError(f"Rank {rank} waited for ranks {sorted(set(ranks) - set(room))} in {label!r}.")
-            if self.failure is not None:
-                raise RuntimeError(f"Rank {rank} was left alone in {label!r}: {self.failure}") from self.failure
-        labels = {text for text, _ in room.values()}
-        if len(labels) > 1:
-            raise RuntimeError(f"Ranks {ranks} met in different collectives: {sorted(labels)}.")
-        return [room[member][1] for member in ranks]
-
-
-class ThreadComm(Comm):
-    """p ranks as p threads of one process, in eager mode: for law tests and corner cases, not for speed.
-
-    Sums are taken in rank order, in the tensor's own dtype. Ranks that meet in collectives of different names are an error.
-    """
-
-    def __init__(self, rank: int, meeting: _Meeting) -> None:
-        super().__init__(rank, meeting.topology)
-        self._meeting = meeting
-        self._turns: dict[tuple[int, ...], int] = {}
-        self._sent = Traffic(0.0, 0.0)
-
-    @staticmethod
-    def run(topology: Topology, work: Callable[[Comm], Any]) -> list[Any]:
-        """Call `work(comm)` as every rank of the topology; return the results in rank order, or raise the first failure."""
-        meeting, results = _Meeting(topology), [None] * topology.size
-        failures: list[tuple[int, BaseException]] = []
-
-        def play(rank: int) -> None:
-            try:
-                results[rank] = work(ThreadComm(rank, meeting))
-            except BaseException as error:
-                with meeting.lock:
-                    failures.append((rank, error))
-                    meeting.failure = meeting.failure or error
-                    meeting.lock.notify_all()
-
-        threads = [threading.Thread(target=play, args=(rank,)) for rank in range(topology.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0][1]
-        return results
-
-    def gather_objects(self, item: Any) -> list[Any]:
-        return self._meet("world", "gather_objects", item)
-
-    def traffic(self) -> Traffic:
-        return self._sent
-
-    def _meet(self, group: str, label: str, item: Any) -> list[Any]:
-        ranks = self.members(group)
-        self._turns[ranks] = turn = self._turns.get(ranks, 0) + 1
-        return self._meeting.exchange(ranks, turn, self.rank, label, item)
-
-    def _count(self, sent: float, group: str) -> None:
-        self._sent = Traffic(*(a + b for a, b in zip(self._sent, ring_traffic(sent, group, self.topology), strict=True)))
-
-    def _sum(self, tensor: tf.Tensor, group: str, label: str) -> tf.Tensor:
-        total, *rest = self._meet(group, label, tensor)
-        for other in rest:
-            total = total + other
-        return total
-
-    def _allreduce(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
-        return self._sum(tensor, group, f"allreduce {name}")
-
-    def _reduce_scatter(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
-        ranks = self.members(group)
-        return tf.split(self._sum(tensor, group, f"reduce_scatter {name}"), len(ranks))[ranks.index(self.rank)]
-
-    def _all_gather(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
-        return tf.concat(self._meet(group, f"all_gather {name}", tensor), axis=0)
-
-    def _broadcast(self, tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
-        return self._meet("world", f"broadcast {name}", tensor)[root]

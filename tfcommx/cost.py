@@ -36,3 +36,40 @@ def ring_traffic(sent: float, group: str, topology: Topology) -> Traffic:
     """
     leaves = {"node": 0.0, "peers": 1.0, "world": topology.nodes / topology.size}[group] if topology.nodes > 1 else 0.0
     return Traffic(sent - sent * leaves, sent * leaves)
+
+
+def alltoall_traffic(sent: float, group: str, topology: Topology) -> Traffic:
+    """Split what a rank sends in a flat alltoall, equally to each other rank, as the mean over the ranks."""
+    if topology.nodes == 1 or group == "node" or topology.size == 1:
+        return Traffic(sent, 0.0)
+    if group == "peers":
+        return Traffic(0.0, sent)
+    nodes = [slots for _, slots in topology.uneven] or [topology.slots] * topology.nodes
+    inside = sum(slots * (slots - 1) for slots in nodes) / (topology.size * (topology.size - 1))
+    return Traffic(sent * inside, sent * (1 - inside))
+
+
+# --- table 1 of Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016) ------------------
+
+
+def linear_pipeline(operation: str, total_bytes: float, ranks: int, link: Link, block_bytes: float = 65536) -> float:
+    """Price a pipeline whose allreduce is a reduce followed by a broadcast, as the paper counts it."""
+    n, p, b = total_bytes, ranks, block_bytes
+    beta, gamma = link.beta_s_per_byte, link.gamma_s_per_byte
+    starts, per_byte = {"broadcast": (1, beta), "reduce": (1, beta + gamma), "allreduce": (2, 2 * beta + gamma)}[operation]
+    return starts * (p - 1 + n / b) * link.alpha_s + (b * (p - 1) + n) * per_byte
+
+
+def spanning_tree(operation: str, total_bytes: float, ranks: int, link: Link) -> float:
+    """Price a binomial tree that carries whole messages."""
+    n, beta, gamma = total_bytes, link.beta_s_per_byte, link.gamma_s_per_byte
+    starts, per_byte = {"broadcast": (1, beta), "reduce": (1, beta + gamma), "allreduce": (2, 2 * beta + gamma)}[operation]
+    return math.ceil(math.log2(ranks)) * (starts * link.alpha_s + n * per_byte)
+
+
+def bidirectional_exchange(operation: str, total_bytes: float, ranks: int, link: Link) -> float:
+    """Price recursive halving and doubling."""
+    p, share = ranks, (ranks - 1) / ranks * total_bytes
+    starts = {"broadcast": math.log2(p) + p - 1, "reduce": 2 * math.log2(p), "allreduce": 2 * math.log2(p)}[operation]
+    gamma = 0.0 if operation == "broadcast" else link.gamma_s_per_byte
+    return starts * link.alpha_s + share * (2 * link.beta_s_per_byte + gamma)

@@ -37,7 +37,7 @@ def init(node_size: int | None = None) -> comm.Comm:
                             "GPUs. Launch at most that many processes on this host.")
         tf.config.set_visible_devices(gpus[here.local_rank], "GPU")
         tf.config.experimental.set_memory_growth(gpus[here.local_rank], True)
-    comm.set_current(comm.HorovodComm(here, topology))
+    comm.set_current(comm.HorovodComm(here, topology, links.MpiPost if here.kind == "mpi" else None))
     return comm.current()
 
 

@@ -96,6 +96,34 @@ def merge(indices: Any, values: Any, size: int) -> tf.Tensor:
     return ops.tfcommx_merge(indices=indices, values=values, size=_int64(size))
 
 
+def wire_encode(sparse: Sparse, wire: str) -> tf.Tensor:
+    """Write k entries as one buffer.
+
+    Args: indices int32 [k] in [0, size), ascending for the block formats; values float32 [k], rounded to nearest even where
+    the format's are narrower; size an int; wire one of terms.SPARSE_WIRES.
+    Returns: int32 [words]; ops/kernels/wire.h has the layout.
+    **Ranks:** local. **Cost:** one pass. **Raises:** InvalidArgumentError where an index is out of range or order.
+    """
+    ops = library()
+    if ops is None:
+        return reference.wire_encode(sparse, wire)
+    return ops.tfcommx_wire_encode(indices=sparse.indices, values=sparse.values, size=sparse.size, format=wire)
+
+
+def wire_decode(words: Any, k: int, size: int, wire: str) -> tuple[tf.Tensor, tf.Tensor]:
+    """Read the entries of p buffers, one after another.
+
+    Args: words int32 [p * words], what p ranks encoded with the same k, size and wire.
+    Returns: indices int32 [p * k] and values float32 [p * k], in the order of the buffers.
+    **Ranks:** local. **Cost:** one pass, the buffers side by side. **Raises:** InvalidArgumentError where the length or a
+    buffer's counts do not fit k.
+    """
+    ops = library()
+    if ops is None:
+        return reference.wire_decode(words, k, size, wire)
+    return tuple(ops.tfcommx_wire_decode(words=words, k=k, size=size, format=wire))
+
+
 def _int64(number: Any) -> tf.Tensor:
     return tf.cast(number, tf.int64)
 

@@ -138,3 +138,56 @@ def algorithm1(x: tf.Tensor, k: int, searches: int = 30, seed: int = 0) -> Spars
 def _size(gradient: Any) -> Any:
     static = gradient.shape[0]
     return tf.size(gradient) if static is None else static
+
+
+BLOCK = 65536  # entries that a uint16 offset can tell apart
+
+
+def value_dtype(wire: str) -> tf.DType:
+    """Return the dtype in which a wire format writes values."""
+    return tf.as_dtype(wire.partition("/")[2] or "float32")
+
+
+def wire_words(k: int, size: int, wire: str) -> tuple[int, int, int]:
+    """Return the int32 words of a buffer's parts: counts, indices or offsets, values."""
+    values = -(-k * value_dtype(wire).size // 4)
+    return (-(-size // BLOCK), (k + 1) // 2, values) if wire.startswith("block16") else (0, k, values)
+
+
+def wire_encode(sparse: Sparse, wire: str) -> tf.Tensor:
+    """Write k entries as int32 words; ops/kernels/wire.h has the layout, the module `wire` the formats."""
+    values = _to_words(tf.cast(sparse.values, value_dtype(wire)))
+    if not wire.startswith("block16"):
+        return tf.concat([sparse.indices, values], axis=0)
+    ends = tf.searchsorted(sparse.indices, _block_starts(sparse.size) + (BLOCK - 1), side="right", out_type=tf.int32)
+    counts = ends - tf.concat([[0], ends[:-1]], axis=0)
+    offsets = tf.cast(tf.bitwise.bitwise_and(sparse.indices, BLOCK - 1), tf.uint16)
+    return tf.concat([counts, _to_words(offsets), values], axis=0)
+
+
+def wire_decode(words: tf.Tensor, k: int, size: int, wire: str) -> tuple[tf.Tensor, tf.Tensor]:
+    """Read the entries of p buffers, one after another: int32 [p * k] indices and float32 [p * k] values."""
+    parts = wire_words(k, size, wire)
+    counts, places, last = tf.split(tf.reshape(words, [-1, sum(parts)]), parts, axis=1)
+    values = tf.reshape(tf.cast(_from_words(last, k, value_dtype(wire)), tf.float32), [-1])
+    if not wire.startswith("block16"):
+        return tf.reshape(places, [-1]), values
+    starts = tf.tile(_block_starts(size), [tf.shape(counts)[0]])
+    offsets = tf.reshape(tf.cast(_from_words(places, k, tf.uint16), tf.int32), [-1])
+    return tf.repeat(starts, tf.reshape(counts, [-1])) + offsets, values
+
+
+def _block_starts(size: int) -> tf.Tensor:
+    return tf.range(0, size, BLOCK, dtype=tf.int32)
+
+
+def _to_words(entries: tf.Tensor) -> tf.Tensor:
+    if entries.dtype.size == 4:
+        return tf.bitcast(entries, tf.int32)
+    return tf.bitcast(tf.reshape(tf.pad(tf.bitcast(entries, tf.int16), [[0, entries.shape[0] % 2]]), [-1, 2]), tf.int32)
+
+
+def _from_words(words: tf.Tensor, k: int, dtype: tf.DType) -> tf.Tensor:
+    if dtype.size == 4:
+        return tf.bitcast(words, dtype)
+    return tf.bitcast(tf.reshape(tf.bitcast(words, tf.int16), [-1, 2 * words.shape[1]])[:, :k], dtype)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,11 @@ from typing import Any, NamedTuple
 
 GROUPS = ("world", "node", "peers")
 OPERATIONS = ("average", "sum")
+PLAIN = "plain"  # the wire format of a dense route that sends the gradient's own dtype
+VALUE_DTYPES = ("float32", "float16", "bfloat16")  # of values on the wire
+SPARSE_WIRES = ("pair32", "pair16/float16", "pair16/bfloat16", *(f"block16/{dtype}" for dtype in VALUE_DTYPES))
+WIRES = (PLAIN, *VALUE_DTYPES, *SPARSE_WIRES)
+LAST_STEPS = ("dense", "pairs")
 
 
 class PlanError(ValueError):
@@ -62,6 +68,11 @@ class Topology:
             return tuple(range(first, first + self.slots))
         return tuple(range(rank % self.slots, self.size, self.slots))
 
+    def node_of(self, rank: int) -> int:
+        """Return the number of the node that holds `rank`."""
+        ends = itertools.accumulate(slots for _, slots in self.uneven)
+        return next(node for node, end in enumerate(ends) if rank < end) if self.uneven else rank // self.slots
+
     def require_even(self, what: str) -> None:
         """Refuse `what` (a phrase for the message) where the nodes have unequal numbers of slots."""
         if self.uneven:
@@ -107,6 +118,10 @@ class Links(NamedTuple):
     between: Link  # between nodes
 
 
+# Before anything was measured: NVLink or shared memory inside, 10 Gbit/s Ethernet between. Only their ratio matters to a plan.
+NOMINAL = Links(inside=Link(5e-6, 1e-10, 1e-11), between=Link(5e-5, 8e-10, 1e-11))
+
+
 class Traffic(NamedTuple):
     """Bytes that one rank sends, as the mean over the ranks."""
 
@@ -133,6 +148,8 @@ class Scheme:
     dense_below: int = 1024  # entries; smaller variables, and one-dimensional ones, are sent dense: they are cheap and sensitive
     bucket_bytes: int = 32 * 2**20  # gradients are merged into buckets of about this size: one start-up cost for many
     seed: int = 0  # of the rules that choose at random; each bucket and step draws its own numbers
+    wire: str = PLAIN  # how entries are written, one of WIRES; "plain": pair32 on sparse routes, dense ones as they are
+    block_bytes: int = 65536  # of the linear pipeline: fills the pipe soon, and is long against the start-up (paper: 64 KB)
 
     def __post_init__(self) -> None:
         if not isinstance(self.density, int | float) or not 0 < self.density <= 1:
@@ -146,6 +163,10 @@ class Scheme:
             raise PlanError(
                 f"`dense_below` must be >= 0 and `bucket_bytes` >= 1. Received {self.dense_below} and {self.bucket_bytes}."
             )
+        if not isinstance(self.block_bytes, int) or self.block_bytes < 8:
+            raise PlanError("`block_bytes` must be an integer >= 8, one entry of the widest dtype. "
+                            f"Received {self.block_bytes!r}. 65536 is usual.")
+        check_name("wire format", self.wire, WIRES)
 
 
 @dataclass(frozen=True)
@@ -161,6 +182,9 @@ class Bucket:
     k: int | None = None  # entries that one rank selects; None on dense routes
     padding: int = 0  # zeros appended so that the route can cut the vector in equal shards
     seed: int = 0
+    wire: str = PLAIN  # how entries are written, one of WIRES
+    block_bytes: int = 65536  # of the linear pipeline
+    last_step: str = "dense"  # of hitopk: what travels in the node at the end, the merged shard or the peers' pairs
 
     @property
     def size(self) -> int:

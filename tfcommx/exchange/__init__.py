@@ -5,6 +5,7 @@ Each module has, in this order:
     run(flat, bucket, comm, select) -> flat: the sum over all ranks, in the dtype that came
     wire_bytes(bucket, topology) -> Traffic: what one rank sends in a step, exactly, as the mean over ranks
     seconds(bucket, topology, links) -> float: the price
+Routes of messages have before these a `schedule`: which message is sent when, a pure function.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import importlib
 from types import ModuleType
 from typing import NamedTuple
 
-from tfcommx.terms import check_name
+from tfcommx.terms import PLAIN, SPARSE_WIRES, VALUE_DTYPES, PlanError, Scheme, Topology, check_name
 
 
 class Row(NamedTuple):
@@ -21,13 +22,20 @@ class Row(NamedTuple):
 
     sparse: bool  # sends selected entries; else the whole vector
     levels: int  # 2: works on node and peer groups, and needs equally many slots on every node
+    wires: tuple[str, ...] = (PLAIN,)  # formats that it can write; the first one is its plain form
+    shards: str = "none"  # how many equal parts the flat vector is cut into: none, slots or ranks
+    messages: bool = False  # made of messages between two ranks, which need an MPI launch
 
 
 ROUTES = {
     "allreduce": Row(sparse=False, levels=1),
-    "torus": Row(sparse=False, levels=2),
-    "allgather": Row(sparse=True, levels=1),
-    "hitopk": Row(sparse=True, levels=2),
+    "torus": Row(sparse=False, levels=2, shards="slots"),
+    "asa": Row(sparse=False, levels=1, wires=(PLAIN, *VALUE_DTYPES), shards="ranks"),
+    "pipeline": Row(sparse=False, levels=1, messages=True),
+    "tree": Row(sparse=False, levels=1, messages=True),
+    "bidirectional": Row(sparse=False, levels=1, messages=True),
+    "allgather": Row(sparse=True, levels=1, wires=SPARSE_WIRES),
+    "hitopk": Row(sparse=True, levels=2, wires=SPARSE_WIRES, shards="slots"),
 }
 
 
@@ -39,3 +47,23 @@ def row(name: str) -> Row:
 def route(name: str) -> ModuleType:
     """Return the route's module; refuse an unknown name with the nearest one."""
     return importlib.import_module(f"{__name__}.{check_name('route', name, ROUTES)}")
+
+
+def padding(name: str, size: int, topology: Topology) -> int:
+    """Return how many zeros must follow `size` entries so that the route can cut them in equal parts."""
+    return -size % {"none": 1, "slots": topology.slots, "ranks": topology.size}[row(name).shards]
+
+
+def wire_of(scheme: Scheme, name: str) -> str:
+    """Return the format that the route `name` writes under a scheme: the scheme's own on its route, else the plain one.
+
+    **Raises:** PlanError for a format that the scheme's route cannot write.
+    """
+    known = row(name).wires
+    if scheme.wire == PLAIN or name != scheme.route:
+        return known[0]
+    if scheme.wire not in known:
+        raise PlanError(f"The route {name!r} writes {', '.join(known)}. Received wire={scheme.wire!r}. "
+                        f"Use one of these, or a route that writes it: "
+                        f"{', '.join(other for other, found in ROUTES.items() if scheme.wire in found.wires)}.")
+    return scheme.wire

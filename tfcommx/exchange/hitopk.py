@@ -14,11 +14,14 @@ Algorithm 2. We add the residual, which is kept on the shard where the selection
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import tensorflow as tf
+
 from tfcommx import cost, wire
-from tfcommx.terms import Bucket, Links, Sparse, Topology, Traffic
+from tfcommx.terms import LAST_STEPS, Bucket, Links, Sparse, Topology, Traffic
 
 
 def shard(bucket: Bucket, topology: Topology, rank: int) -> tuple[int, int]:
@@ -31,23 +34,53 @@ def shard(bucket: Bucket, topology: Topology, rank: int) -> tuple[int, int]:
 def run(flat: Any, bucket: Bucket, comm: Any, select: Callable[[Any], Sparse]) -> Any:
     """Return the sum over all nodes of what was selected, as a dense vector. **Ranks:** all. **Cost:** three collectives."""
     part = comm.reduce_scatter(flat, "node", f"{bucket.name}/scatter")
-    pairs = comm.all_gather(wire.encode(select(part)), "peers", f"{bucket.name}/pairs")
-    merged = wire.merge(pairs, bucket.k, bucket.padded // comm.topology.slots)
-    return comm.all_gather(merged, "node", f"{bucket.name}/gather")
+    pairs = comm.all_gather(wire.encode(select(part), bucket.wire), "peers", f"{bucket.name}/pairs")
+    slots = comm.topology.slots
+    if bucket.last_step == "dense":
+        return comm.all_gather(_merge(pairs, bucket, slots), "node", f"{bucket.name}/gather")
+    shards = tf.split(comm.all_gather(pairs, "node", f"{bucket.name}/gather"), slots)
+    return tf.concat([_merge(shard, bucket, slots) for shard in shards], axis=0)
 
 
 def wire_bytes(bucket: Bucket, topology: Topology) -> Traffic:
-    """Return what one rank sends in a step: 2 (n - 1)/n of the vector in its node, its k pairs to each of m - 1 peers."""
+    """Return what one rank sends in a step: its k entries to each of m - 1 peers, and in its node two steps around the ring.
+
+    In the node: (n - 1)/n of the vector, then n - 1 times its merged shard or its m buffers of pairs.
+    """
     n, total = topology.slots, bucket.padded * bucket.entry_bytes
-    return Traffic(2 * (n - 1) / n * total, float((topology.nodes - 1) * wire.size_bytes(bucket.k)))
+    last = total / n if bucket.last_step == "dense" else topology.nodes * _pairs_bytes(bucket, topology)
+    return Traffic((n - 1) / n * total + (n - 1) * last, float((topology.nodes - 1) * _pairs_bytes(bucket, topology)))
 
 
 def seconds(bucket: Bucket, topology: Topology, links: Links) -> float:
-    """Return the price, equations 7, 9 and 10 with the shard sent dense in the last step.
+    """Return the price, equations 7 to 10; step 4 is `_last_seconds`.
 
-    The n slots of a node share its link to the others. Equation 8, the selection, is priced at the link's gamma per byte.
+    The n slots of a node share its link to the others, where the paper gives each a stream of its own. Equation 8, the
+    selection, is priced at the link's gamma per byte.
     """
     n, total = topology.slots, bucket.padded * bucket.entry_bytes
-    inside = cost.reduce_scatter(total, n, links.inside) + cost.all_gather(total / n, n, links.inside)
+    scatter = cost.reduce_scatter(total, n, links.inside)
     selection = total / n * links.inside.gamma_s_per_byte
-    return inside + selection + cost.all_gather(n * wire.size_bytes(bucket.k), topology.nodes, links.between)
+    peers = cost.all_gather(n * _pairs_bytes(bucket, topology), topology.nodes, links.between)
+    return scatter + selection + peers + _last_seconds(bucket, topology, links)
+
+
+def cheapest(bucket: Bucket, topology: Topology, links: Links) -> Bucket:
+    """Return the bucket with the last step that costs less: a pure function, so equal on every rank. Ties stay dense."""
+    choices = [dataclasses.replace(bucket, last_step=last_step) for last_step in LAST_STEPS]
+    return min(choices, key=lambda choice: _last_seconds(choice, topology, links))
+
+
+def _last_seconds(bucket: Bucket, topology: Topology, links: Links) -> float:
+    """Price step 4: one shard is merged and sent dense, or the pairs that came are sent (equation 10) and n shards merged."""
+    n, m, pairs = topology.slots, topology.nodes, _pairs_bytes(bucket, topology)
+    merged, own = (1, bucket.padded * bucket.entry_bytes / n) if bucket.last_step == "dense" else (n, m * pairs)
+    return cost.all_gather(own, n, links.inside) + merged * m * pairs * links.inside.gamma_s_per_byte
+
+
+def _pairs_bytes(bucket: Bucket, topology: Topology) -> int:
+    return wire.size_bytes(bucket.k, bucket.padded // topology.slots, bucket.wire)
+
+
+def _merge(pairs: Any, bucket: Bucket, slots: int) -> Any:
+    return wire.merge(pairs, bucket.k, bucket.padded // slots, bucket.wire)

@@ -34,7 +34,7 @@ class Exchanger:
 
     def __init__(self, comm: Comm, schemes: Mapping[str, Scheme], operation: str, plan: Plan | None = None) -> None:
         for scheme in schemes.values():
-            planner.check_scheme(scheme, comm.topology)
+            planner.check_scheme(scheme, comm.topology, comm.has_messages)
         if plan is not None and plan.topology != comm.topology:
             raise PlanError(f"The plan is for {plan.topology}. Received a launch of {comm.topology}. Make it for this cluster.")
         self.comm, self.schemes, self.operation, self.given = comm, dict(schemes), operation, plan
@@ -86,7 +86,7 @@ class Exchanger:
         """
         schemes = dict(schemes) if isinstance(schemes, Mapping) else {"*": schemes}
         for scheme in schemes.values():
-            planner.check_scheme(scheme, self.comm.topology)
+            planner.check_scheme(scheme, self.comm.topology, self.comm.has_messages)
         self.owed = self.all_owed()
         self._dense_bytes += sum(exchange.dense_bytes_between_nodes() for exchange in self.exchanges.values())
         self.schemes, self.given, self.exchanges, self.left = schemes, None, {}, []

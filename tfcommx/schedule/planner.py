@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import NamedTuple
 
 from tfcommx import exchange, selection
 from tfcommx.schedule import merge
-from tfcommx.terms import Bucket, Plan, PlanError, Scheme, Topology, check_name
+from tfcommx.terms import NOMINAL, Bucket, Links, Plan, PlanError, Scheme, Topology, check_name
 
 DENSE_DTYPES = ("float16", "float32", "float64")  # what the engine reduces; others travel as float32
 
@@ -22,8 +23,11 @@ class Gradient(NamedTuple):
     dtype: str
 
 
-def check_scheme(scheme: Scheme, topology: Topology) -> None:
-    """Refuse a scheme whose names are unknown, do not fit each other, or do not fit the topology."""
+def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> None:
+    """Refuse a scheme whose names are unknown, do not fit each other, the topology, or the launch.
+
+    `messages` tells whether the launch that will carry it out can send messages between two ranks (an MPI launch can).
+    """
     exchange.row(scheme.route)
     check_name("selection rule", scheme.selection, selection.RULES)
     if exchange.row(scheme.dense_route).sparse:
@@ -33,11 +37,17 @@ def check_scheme(scheme: Scheme, topology: Topology) -> None:
         sparse = ", ".join(name for name, row in exchange.ROUTES.items() if row.sparse)
         raise PlanError(f"Selection {scheme.selection!r} needs a sparse route ({sparse}). Received route={scheme.route!r}.")
     for name in (scheme.route, scheme.dense_route):
-        if exchange.row(name).levels == 2:
+        row = exchange.row(name)
+        if row.levels == 2:
             topology.require_even(f"the two-level route {name!r}")
+        if row.messages and not messages:
+            raise PlanError(f"The route {name!r} sends messages between two ranks, which needs an MPI launch: horovodrun --mpi ... "
+                            "(or mpirun). Received a Gloo launch. Launch with MPI, or use allreduce, torus or asa.")
+    exchange.wire_of(scheme, scheme.route)
 
 
-def make_plan(gradients: Sequence[Gradient], schemes: Mapping[str, Scheme], topology: Topology, operation: str = "average") -> Plan:
+def make_plan(gradients: Sequence[Gradient], schemes: Mapping[str, Scheme], topology: Topology,
+              operation: str = "average", links: Links = NOMINAL) -> Plan:
     """Put each gradient into one bucket: in backward order, by scheme, merged up to a size.
 
     Args:
@@ -45,6 +55,7 @@ def make_plan(gradients: Sequence[Gradient], schemes: Mapping[str, Scheme], topo
         schemes: pattern of variable paths (as in file names) -> scheme; the first match counts.
         topology: of the ranks that will carry it out.
         operation: "average" or "sum" over the ranks.
+        links: what messages cost, the same on every rank; where a route can go several ways, the cheapest is planned.
 
     Returns:
         The plan; a pure function of the arguments, so equal on every rank that asks the same.
@@ -67,9 +78,9 @@ def make_plan(gradients: Sequence[Gradient], schemes: Mapping[str, Scheme], topo
         entry = 2 if dtype == "float16" else 8 if dtype == "float64" else 4
         for group in merge.by_size([entry * math.prod(gradient.shape) for _, gradient in members], scheme.bucket_bytes):
             chosen = [members[position] for position in group]
-            ready.append((chosen[-1][0], _bucket([gradient for _, gradient in chosen], scheme, route, dtype, topology)))
+            ready.append((chosen[-1][0], _bucket([gradient for _, gradient in chosen], scheme, route, dtype, topology, links)))
     ready.sort(key=lambda pair: pair[0])
-    buckets = (Bucket(**{**vars(bucket), "name": f"tfcommx/bucket{i}"}) for i, (_, bucket) in enumerate(ready))
+    buckets = (dataclasses.replace(bucket, name=f"tfcommx/bucket{i}") for i, (_, bucket) in enumerate(ready))
     return Plan(tuple(buckets), topology, operation)
 
 
@@ -80,12 +91,12 @@ def _scheme_of(path: str, schemes: Mapping[str, Scheme]) -> Scheme:
     raise PlanError(f"No scheme for the variable {path!r}: none of the patterns {list(schemes)} matches. Add the pattern '*'.")
 
 
-def _bucket(gradients: list[Gradient], scheme: Scheme, route: str, dtype: str, topology: Topology) -> Bucket:
+def _bucket(gradients: list[Gradient], scheme: Scheme, route: str, dtype: str, topology: Topology, links: Links) -> Bucket:
     paths = tuple(gradient.path for gradient in gradients)
     sizes = tuple(math.prod(gradient.shape) for gradient in gradients)
     row = exchange.row(route)
-    padding = -sum(sizes) % topology.slots if row.levels == 2 else 0
-    plain = Bucket("", paths, sizes, dtype, route, padding=padding)
+    padding, wire = exchange.padding(route, sum(sizes), topology), exchange.wire_of(scheme, route)
+    plain = Bucket("", paths, sizes, dtype, route, padding=padding, wire=wire, block_bytes=scheme.block_bytes)
     if not row.sparse:
         return plain
     start, stop = exchange.route(route).shard(plain, topology, 0)
@@ -95,4 +106,6 @@ def _bucket(gradients: list[Gradient], scheme: Scheme, route: str, dtype: str, t
             f"`k` must be in [1, n]. Received k=0 from density={scheme.density}, n={stop - start} ({', '.join(paths)}). "
             "Raise `density`, or keep these variables dense with `dense_below`."
         )
-    return Bucket("", paths, sizes, dtype, route, scheme.selection, k, padding, scheme.seed)
+    bucket = dataclasses.replace(plain, selection=scheme.selection, k=k, seed=scheme.seed)
+    cheapest = getattr(exchange.route(route), "cheapest", None)  # of routes that can go several ways
+    return cheapest(bucket, topology, links) if cheapest else bucket

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import tensorflow as tf
 
-from tfcommx import exchange, selection
+from tfcommx import exchange, selection, wire
 from tfcommx.comm import Comm
 from tfcommx.exchange import allreduce
 from tfcommx.terms import Bucket, Plan, PlanError, Sparse, first_difference
@@ -48,6 +48,8 @@ class Exchange:
 
     def __init__(self, plan: Plan, comm: Comm) -> None:
         agree(plan, comm)
+        if any(exchange.row(bucket.route).messages for bucket in plan.buckets):
+            comm.open_post()
         self.plan, self.comm = plan, comm
         self.steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/steps")
         self.residuals: dict[str, tf.Variable] = {}
@@ -127,7 +129,14 @@ class Exchange:
         rule, residual = selection.rule(bucket.selection), self.residuals[bucket.name]
         place = (bucket.seed * len(self.plan.buckets) + index) * self.plan.topology.size + self.comm.rank
         seed = step * 2**20 + place  # each step, bucket and rank draws its own numbers
-        return lambda part: rule.select_with_residual(part, residual, bucket.k, seed)
+
+        def select(part: tf.Tensor) -> Sparse:
+            sparse, left = wire.rounded(rule.select_with_residual(part, residual, bucket.k, seed), bucket.wire)
+            if left is not None:  # the selection has set the residual to zero at these indices
+                residual.scatter_add(tf.IndexedSlices(left, sparse.indices))
+            return sparse
+
+        return select
 
     def _flush(self, bucket: Bucket, flat: tf.Tensor) -> tf.Tensor:
         """On a dense route: add what a sparse one left, once."""

@@ -1,0 +1,38 @@
+// Selected entries on the wire: k (index, value) pairs as one buffer of int32 words, and back.
+//
+//   pair    [k] int32 indices                                                   then values
+//   block   [blocks] int32 counts, [k] uint16 offsets into blocks of 65,536     then values
+//
+// Values are float32, float16 or bfloat16 [k], rounded to nearest even; NaN stays NaN. 16-bit parts of odd length end in two
+// zero bytes. Words are in the machine's byte order: all ranks must have the same one.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/parallel.h"
+#include "kernels/select.h"
+
+namespace tfcommx {
+
+struct WireLayout {
+  int64_t k;     // entries in a buffer
+  int64_t size;  // of the vector that the indices point into, 0 <= size < 2^31
+  Float type;    // of the values
+  bool blocks;   // block, else pair
+
+  int64_t counts() const { return blocks ? (size + 65535) / 65536 : 0; }  // words of each part
+  int64_t places() const { return blocks ? (k + 1) / 2 : k; }
+  int64_t values() const { return type == Float::float32 ? k : (k + 1) / 2; }
+  int64_t words() const { return counts() + places() + values(); }
+};
+
+// Writes indices[k], ascending where the layout has blocks, and values[k] to words[layout.words()]. Returns the position of the
+// first index that is outside [0, size) or out of order, and then `words` is unspecified; -1: none is. Cost: one pass.
+int64_t wire_encode_cpu(const WireLayout& layout, const int32_t* indices, const float* values, int32_t* words);
+
+// Reads `buffers` buffers, one after another, to indices[buffers * k] and values[buffers * k]. Returns the first buffer whose
+// counts do not add up to k, and then the outputs are unspecified; -1: none. Cost: one pass, the buffers side by side.
+int64_t wire_decode_cpu(const WireLayout& layout, const int32_t* words, int64_t buffers, int32_t* indices, float* values,
+                        const ParallelFor& parallel_for);
+
+}  // namespace tfcommx

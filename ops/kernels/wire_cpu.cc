@@ -1,0 +1,131 @@
+// The wire formats on CPUs. The conversions use no arithmetic on denormal numbers, which threads may flush to zero.
+#include "kernels/wire.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+namespace tfcommx {
+namespace {
+
+uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+
+float float_of(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+uint16_t to_float16(float x) {
+  const uint32_t bits = bits_of(x), size = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
+  if (size > 0x7f800000) return sign | 0x7e00 | (size >> 13 & 0x3ff);       // NaN
+  if (size >= 0x47800000) return sign | 0x7c00;                             // 65536 and beyond
+  if (size >= 0x38800000) {                                                 // normal: rebias, round, drop 13 bits
+    const uint32_t rebiased = size - (112u << 23);
+    return sign | (rebiased + 0xfff + (rebiased >> 13 & 1)) >> 13;
+  }
+  const int exponent = size >> 23;
+  if (exponent < 102) return sign;                                          // below half of the smallest denormal
+  const uint32_t mantissa = (size & 0x7fffff) | 0x800000, drop = 126 - exponent;
+  const uint32_t kept = mantissa >> drop, rest = mantissa & ((1u << drop) - 1), tie = 1u << (drop - 1);
+  return sign | (kept + (rest > tie || (rest == tie && (kept & 1))));
+}
+
+uint16_t to_bfloat16(float x) {
+  const uint32_t bits = bits_of(x);
+  if ((bits & 0x7fffffff) > 0x7f800000) return bits >> 16 | 0x40;
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+float from_float16(uint16_t half) {
+  const uint32_t shifted = (half & 0x7fffu) << 13, exponent = shifted & (31u << 23), sign = (half & 0x8000u) << 16;
+  const uint32_t rebiased = shifted + (112u << 23);
+  const float denormal = float_of(rebiased + (1u << 23)) - float_of(113u << 23);  // 1.m * 2^-14 - 2^-14, both normal
+  const uint32_t size = exponent == 0 ? bits_of(denormal) : exponent == (31u << 23) ? rebiased + (112u << 23) : rebiased;
+  return float_of(size | sign);
+}
+
+float from_bfloat16(uint16_t bits) { return float_of(static_cast<uint32_t>(bits) << 16); }
+
+template <uint16_t (*convert)(float)>
+void narrow(const float* values, int64_t k, int32_t* words) {
+  uint16_t* narrowed = reinterpret_cast<uint16_t*>(words);
+  for (int64_t i = 0; i < k; ++i) narrowed[i] = convert(values[i]);
+  if (k % 2) narrowed[k] = 0;
+}
+
+template <float (*convert)(uint16_t)>
+void widen(const int32_t* words, int64_t k, float* values) {
+  const uint16_t* narrowed = reinterpret_cast<const uint16_t*>(words);
+  for (int64_t i = 0; i < k; ++i) values[i] = convert(narrowed[i]);
+}
+
+bool decode_places(const WireLayout& layout, const int32_t* words, int32_t* indices) {
+  if (!layout.blocks) {
+    std::copy_n(words, layout.k, indices);
+    return true;
+  }
+  const uint16_t* offsets = reinterpret_cast<const uint16_t*>(words + layout.counts());
+  int64_t done = 0;
+  for (int64_t block = 0; block < layout.counts(); ++block) {
+    const int64_t count = words[block], start = block * 65536;
+    if (count < 0 || done + count > layout.k) return false;
+    for (int64_t i = done; i < done + count; ++i) indices[i] = static_cast<int32_t>(start + offsets[i]);
+    done += count;
+  }
+  return done == layout.k;
+}
+
+}  // namespace
+
+int64_t wire_encode_cpu(const WireLayout& layout, const int32_t* indices, const float* values, int32_t* words) {
+  int64_t before = -1;
+  std::fill_n(words, layout.counts(), 0);
+  uint16_t* offsets = reinterpret_cast<uint16_t*>(words + layout.counts());
+  for (int64_t i = 0; i < layout.k; ++i) {
+    const int64_t index = indices[i];
+    if (index < 0 || index >= layout.size || (layout.blocks && index <= before)) return i;
+    if (layout.blocks) {
+      ++words[index >> 16];
+      offsets[i] = index & 0xffff;
+      before = index;
+    } else {
+      words[i] = indices[i];
+    }
+  }
+  if (layout.blocks && layout.k % 2) offsets[layout.k] = 0;
+  int32_t* last = words + layout.counts() + layout.places();
+  switch (layout.type) {
+    case Float::float32: std::memcpy(last, values, 4 * layout.k); break;
+    case Float::float16: narrow<to_float16>(values, layout.k, last); break;
+    case Float::bfloat16: narrow<to_bfloat16>(values, layout.k, last); break;
+  }
+  return -1;
+}
+
+int64_t wire_decode_cpu(const WireLayout& layout, const int32_t* words, int64_t buffers, int32_t* indices, float* values,
+                        const ParallelFor& parallel_for) {
+  std::atomic<int64_t> bad{buffers};
+  parallel_for(buffers, [&](int64_t buffer) {
+    const int32_t* mine = words + buffer * layout.words();
+    const int32_t* last = mine + layout.counts() + layout.places();
+    float* to = values + buffer * layout.k;
+    if (!decode_places(layout, mine, indices + buffer * layout.k)) {
+      int64_t least = bad.load();
+      while (buffer < least && !bad.compare_exchange_weak(least, buffer)) {
+      }
+    }
+    switch (layout.type) {
+      case Float::float32: std::memcpy(to, last, 4 * layout.k); break;
+      case Float::float16: widen<from_float16>(last, layout.k, to); break;
+      case Float::bfloat16: widen<from_bfloat16>(last, layout.k, to); break;
+    }
+  });
+  return bad == buffers ? -1 : bad.load();
+}
+
+}  // namespace tfcommx

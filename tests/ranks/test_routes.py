@@ -1,0 +1,73 @@
+"""Every route and wire format on real ranks: several buckets in flight in one graph, the sum, its bits, its bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfcommx as cx
+from tfcommx import exchange
+from tfcommx.comm import Comm
+from tfcommx.exchange import moves, pipeline
+from tfcommx.schedule.planner import Gradient, check_scheme, make_plan
+from tfcommx.schedule.run import Exchange
+
+SHAPES = {f"layer{i}/kernel": (50 + i, 41) for i in range(6)}
+WAYS = [(route, wire) for route, row in exchange.ROUTES.items() for wire in row.wires]
+
+
+def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
+    """Integers over 64, less than 8 bits long: no format rounds them, and sums are exact in any order."""
+    numbers = np.random.default_rng([rank, step])
+    return {path: (numbers.integers(-60, 61, shape) / 64).astype(np.float32) for path, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize(("route", "wire"), WAYS)
+def test_the_sum_of_all_ranks(comm: Comm, route: str, wire: str) -> None:
+    scheme = cx.Scheme(route, wire=wire, dense_below=8, bucket_bytes=9000, block_bytes=4096)
+    if exchange.row(route).messages and not comm.has_messages:
+        with pytest.raises(cx.PlanError, match="horovodrun --mpi"):
+            check_scheme(scheme, comm.topology, comm.has_messages)
+        return
+    plan = make_plan([Gradient(path, shape, "float32") for path, shape in SHAPES.items()], {"*": scheme}, comm.topology, "sum")
+    assert len(plan.buckets) >= 4
+    running = Exchange(plan, comm)
+
+    @tf.function(autograph=False)
+    def step(given: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        return running(given)
+
+    before = comm.traffic()
+    for number in range(3):
+        result = step({path: tf.constant(value) for path, value in gradients(comm.rank, number).items()})
+        for path in SHAPES:
+            total = sum(gradients(rank, number)[path] for rank in range(comm.topology.size))
+            np.testing.assert_array_equal(result[path], total)
+    sent = np.mean(comm.gather_objects(np.subtract(comm.traffic(), before)), axis=0)
+    expected = np.sum([exchange.route(bucket.route).wire_bytes(bucket, comm.topology) for bucket in plan.buckets], axis=0)
+    np.testing.assert_allclose(sent, 3 * expected, rtol=1e-9)
+
+
+def test_the_plan_in_hand_is_refused_too(comm: Comm) -> None:
+    if comm.has_messages:
+        return
+    plan = make_plan([Gradient("w", (8, 8), "float32")], {"*": cx.Scheme("pipeline")}, comm.topology)
+    with pytest.raises(cx.PlanError, match="horovodrun --mpi"):
+        Exchange(plan, comm)
+
+
+def test_messages_of_all_lengths_from_every_root(comm: Comm) -> None:
+    if not comm.has_messages or comm.topology.size == 1:
+        return
+    comm.open_post()
+    ranks = range(comm.topology.size)
+    for entries in (1, 5, 70_001):
+        for root in ranks:
+            mine = np.full(entries, comm.rank + 1, np.float64)
+            for operation in moves.OPERATIONS:
+                got = moves.collective(operation, mine, ranks, comm.rank, comm._post, pipeline.schedule, moves.as_it_comes,
+                                       root, block=1000)
+                total = sum(rank + 1 for rank in ranks)
+                expected = {"broadcast": root + 1, "reduce": total if comm.rank == root else comm.rank + 1, "allreduce": total}
+                np.testing.assert_array_equal(got, np.full(entries, expected[operation]))

@@ -1,0 +1,124 @@
+"""Schedules of messages are what is drawn above them, and carry out broadcast, reduce and allreduce for any p, root, length."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfcommx import exchange
+from tfcommx.comm import Comm
+from tfcommx.exchange import bidirectional, moves, pipeline, tree
+from tfcommx.exchange.moves import Move
+from tfcommx.terms import PlanError, Topology
+from tfcommx.threads import ThreadComm
+
+ROUTES = [name for name, row in exchange.ROUTES.items() if row.messages and hasattr(exchange.route(name), "schedule")]
+CARRY = {"pipeline": moves.as_it_comes, "tree": moves.by_tick, "bidirectional": moves.by_tick}
+every_route = pytest.mark.parametrize("route", ROUTES)
+every_operation = pytest.mark.parametrize("operation", moves.OPERATIONS)
+
+
+def test_the_pipeline_is_as_drawn() -> None:
+    """Read the drawing in the source, and hold the schedule against it."""
+    drawn = {}
+    for source, target, line in re.findall(r"^ +(\d) -> (\d)  (.*)$", pipeline.__doc__, re.MULTILINE):
+        for tick, letter in enumerate(line[2::3]):
+            if letter != " ":
+                drawn[tick, int(source), int(target)] = letter
+    found = {(move.tick, move.source, move.target): "abcd"[move.start] if move.add else "ABCD"[move.start]
+             for move in pipeline.schedule("allreduce", places=3, entries=4, block=1)}
+    assert found == drawn and len(drawn) == 16
+
+
+def test_the_tree_is_as_drawn() -> None:
+    drawn = {(int(tick), int(source), int(target))
+             for tick, line in re.findall(r"tick (\d) (.*)", tree.__doc__)
+             for source, target in re.findall(r"(\d) -> (\d)", line)}
+    assert {(move.tick, move.source, move.target) for move in tree.schedule("broadcast", 5, 10)} == drawn and len(drawn) == 4
+
+
+def test_the_bidirectional_exchange_is_as_drawn() -> None:
+    """Play the sums of four parts, and hold what each place has summed so far against the drawing."""
+    drawn = re.findall(r"tick \d +([abcd-]{4}) +([abcd-]{4}) +([abcd-]{4}) +([abcd-]{4})", bidirectional.__doc__)
+    holds = [set("abcd") for _ in range(4)]
+    for tick, expected in enumerate(drawn):
+        now = [move for move in bidirectional.schedule("allreduce", 4, 4) if move.tick == tick]
+        for move in now:
+            parts = set("abcd"[move.start:move.stop])
+            holds[move.source] -= parts if move.add else set()
+            holds[move.target] |= parts
+        assert ["".join(part if part in held else "-" for part in "abcd") for held in holds] == list(expected)
+    assert len(drawn) == 4
+
+
+@pytest.mark.parametrize(("operation", "ticks"), [("broadcast", 5), ("reduce", 5), ("allreduce", 7)])
+def test_ticks_of_the_pipeline_by_hand(operation: str, ticks: int) -> None:
+    """3 places, 4 blocks; the paper's ring takes 9 for the allreduce (section 3), reduce then broadcast 10."""
+    assert 1 + max(move.tick for move in pipeline.schedule(operation, 3, 4, 1)) == ticks
+
+
+@every_route
+@every_operation
+@pytest.mark.parametrize("places", [1, 2, 3, 4, 5, 7, 8, 16])
+def test_nothing_meets_on_a_link(route: str, operation: str, places: int) -> None:
+    """One message per tick and port; in the pipeline's allreduce per tick and direction of a link: there its two ways cross."""
+    found: list[Move] = exchange.route(route).schedule(operation, places, 40, 3)
+    crossing = route == "pipeline" and operation == "allreduce"
+    for port in ("source", "target"):
+        used = [(move.tick, getattr(move, port), crossing and (move.source, move.target)) for move in found]
+        assert len(used) == len(set(used))
+    assert [move.tick for move in found] == sorted(move.tick for move in found)
+    assert all(0 <= move.start < move.stop <= 40 and move.source != move.target for move in found)
+
+
+@every_route
+@every_operation
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 9), st.integers(0, 70), st.integers(1, 20), st.data())
+def test_any_number_of_ranks_root_and_length(route: str, operation: str, ranks: int, entries: int, block: int,
+                                             data: st.DataObject) -> None:
+    root = data.draw(st.integers(0, ranks - 1))
+    given_ = [np.random.default_rng([4, rank]).normal(size=entries).astype(np.float32) for rank in range(ranks)]
+
+    def work(comm: Comm) -> np.ndarray:
+        comm.open_post()
+        return moves.collective(operation, given_[comm.rank], range(ranks), comm.rank, comm._post,
+                                exchange.route(route).schedule, CARRY[route], root, block)
+
+    before = [vector.copy() for vector in given_]
+    results = ThreadComm.run(Topology(ranks, 1), work)
+    for rank, result in enumerate(results):
+        np.testing.assert_array_equal(given_[rank], before[rank])
+        if operation == "broadcast":
+            np.testing.assert_array_equal(result, given_[root])
+        elif operation == "reduce" and rank != root:
+            np.testing.assert_array_equal(result, given_[rank])
+        else:
+            np.testing.assert_allclose(result, np.sum(given_, axis=0), rtol=1e-5, atol=1e-5)
+            assert result.tobytes() == results[root].tobytes()
+
+
+def test_a_root_that_does_not_take_part_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"root=5, ranks=\[0, 1\] \(rank 1\)"):
+        moves.collective("reduce", np.zeros(3), [0, 1], 1, None, tree.schedule, moves.by_tick, root=5)
+
+
+def test_messages_in_a_graph_follow_each_other_in_the_order_of_the_plan() -> None:
+    """Without the order, the threads of two ranks could wait in different buckets for ever."""
+    seen = []
+    comm = ThreadComm.run(Topology(1, 1), lambda comm: comm)[0]
+
+    @tf.function
+    def step(a: tf.Tensor, b: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        late = tf.cumsum(tf.random.normal([300_000])) * 0 + a  # ready long after b
+        first = comm.by_messages(lambda array, post: seen.append("first") or array, late, "b0")
+        return first, comm.by_messages(lambda array, post: seen.append("second") or array, b, "b1")
+
+    for _ in range(20):
+        step(tf.zeros([300_000]), tf.zeros([1]))
+    assert seen == ["first", "second"] * 20

@@ -1,0 +1,79 @@
+"""The fit finds the links that made the times, and all ranks agree on it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tfcommx import cost
+from tfcommx.comm import Comm
+from tfcommx.schedule import probe
+from tfcommx.terms import NOMINAL, Link, PlanError, Topology
+from tfcommx.threads import ThreadComm
+
+
+def times_of(link: Link, ranks: int = 4, noise: float = 0.0) -> list[tuple[float, float, float]]:
+    numbers = np.random.default_rng(1)
+    return [(np.log2(ranks), (ranks - 1.0) * size, cost.all_gather(size, ranks, link) * (1 + noise * numbers.random()))
+            for size in probe.SIZES]
+
+
+@pytest.mark.parametrize("link", [NOMINAL.inside, NOMINAL.between, Link(1e-3, 4e-8)])
+def test_the_fit_finds_the_link(link: Link) -> None:
+    alpha, beta = probe.fit(times_of(link))
+    assert (alpha, beta) == pytest.approx((link.alpha_s, link.beta_s_per_byte), rel=1e-6)
+
+
+def test_noise_of_a_tenth_moves_the_fit_by_about_a_tenth() -> None:
+    """Also of alpha, a ten-thousandth of the largest message's time."""
+    link = Link(5e-5, 8e-9)
+    alpha, beta = probe.fit(times_of(link, noise=0.1))
+    assert alpha == pytest.approx(link.alpha_s, rel=0.15) and beta == pytest.approx(link.beta_s_per_byte, rel=0.15)
+
+
+def test_a_link_is_never_free_nor_ahead_of_time() -> None:
+    assert probe.fit([(1, 1000, 1e-3), (1, 2000, 3e-3)])[0] == 0  # a line through these starts before 0
+    assert probe.fit([(1, 1000, 1e-3), (1, 2000, 0.5e-3)])[1] > 0
+
+
+@pytest.mark.parametrize("points", [[], [(1, 1000, 1.0)], [(1, 1000, 0.0), (1, 2000, 1.0)]])
+def test_what_cannot_be_fitted_is_refused(points: list) -> None:
+    with pytest.raises(PlanError, match="two or more sizes"):
+        probe.fit(points)
+
+
+@pytest.mark.parametrize(("topology", "measured"), [
+    (Topology(2, 2), {"inside", "between"}), (Topology(3, 1), {"between"}), (Topology(1, 2), {"inside"}), (Topology(1, 1), set()),
+])
+def test_all_ranks_agree_and_links_that_are_not_there_stay_nominal(topology: Topology, measured: set[str]) -> None:
+    results = ThreadComm.run(topology, lambda comm: probe.probe(comm, sizes=(1024, 65536), repeats=2))
+    assert all(result == results[0] for result in results)
+    assert {kind for kind, points in results[0].points.items() if points} == measured
+    assert {kind for kind in ("inside", "between") if getattr(results[0].links, kind) != getattr(NOMINAL, kind)} == measured
+    assert probe.Probed.from_json(results[0].to_json()) == results[0]
+
+
+def test_the_slots_of_a_node_share_its_port() -> None:
+    """A clock that counts what comes through the port finds the port's beta, not a slot's share of it."""
+    clocks: dict[int, float] = {}
+
+    def work(comm: Comm) -> probe.Probed:
+        gather = comm.all_gather
+        clocks[comm.rank] = 0.0
+
+        def timed(tensor: object, group: str, name: str) -> object:
+            bytes_in = (len(comm.members(group)) - 1) * 4 * len(tensor)
+            clocks[comm.rank] += 1e-4 + (bytes_in * comm.topology.slots * 8e-9 if group == "peers" else bytes_in * 1e-10)
+            return gather(tensor, group, name)
+
+        comm.all_gather = timed
+        return probe.probe(comm, sizes=(1024, 65536), repeats=2, clock=lambda: clocks[comm.rank])
+
+    links = ThreadComm.run(Topology(2, 2), work)[0].links
+    assert links.between.beta_s_per_byte == pytest.approx(8e-9) and links.inside.beta_s_per_byte == pytest.approx(1e-10)
+    assert links.between.alpha_s == pytest.approx(1e-4)
+
+
+def test_unequal_nodes_are_refused_by_name() -> None:
+    with pytest.raises(PlanError, match="red:2, blue:1"):
+        ThreadComm.run(Topology(2, 2, (("red", 2), ("blue", 1))), probe.probe)

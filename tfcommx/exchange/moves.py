@@ -1,0 +1,168 @@
+"""Routes made of messages: a schedule is a list of moves between places 0 .. p - 1, a pure function; two ways to carry it out.
+
+Place 0 is the root, and place i the i-th rank after it, around the end. A move sends part of the sender's vector; it is
+added to the receiver's (`add`) or takes its place. Ticks say what may happen at once when all messages take equally long.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tfcommx.terms import Bucket, PlanError, Topology, Traffic, check_name
+
+WINDOW = 8  # messages that each direction has under way: hides the start-up, bounds what waits in memory
+
+
+class Move(NamedTuple):
+    """One message of a schedule."""
+
+    tick: int
+    source: int  # place
+    target: int  # place
+    start: int  # first entry
+    stop: int  # after the last entry; > start
+    add: bool
+
+
+Schedule = Callable[[str, int, int, int], list[Move]]  # (operation, places, entries, block) -> moves, ticks ascending
+OPERATIONS = ("broadcast", "reduce", "allreduce")
+
+
+def run(flat: Any, bucket: Bucket, comm: Any, schedule: Schedule, carry: Callable[..., None], group: str = "world") -> Any:
+    """Return the sum of `flat` over a group, by messages. **Ranks:** all of the group, with the same bucket."""
+    if len(comm.members(group)) == 1:
+        return flat
+    return comm.by_messages(
+        lambda array, post: collective("allreduce", array, comm.members(group), comm.rank, post, schedule, carry,
+                                       block=entries_per_block(bucket), tag=tag_of(bucket.name)),
+        flat, bucket.name)
+
+
+def collective(operation: str, array: np.ndarray, ranks: Sequence[int], rank: int, post: Any, schedule: Schedule,
+               carry: Callable[..., None], root: int | None = None, block: int = 16384, tag: int = 0) -> np.ndarray:
+    """Carry out one broadcast, reduce or allreduce.
+
+    Args:
+        operation: "broadcast" returns the root's vector on all ranks, "reduce" the sum on the root (elsewhere the own
+            vector comes back), "allreduce" the sum on all, with the same bits.
+        array: one-dimensional, of any length, the same length and dtype on every rank; not changed.
+        ranks: the ranks that take part, and `rank` among them.
+        root: a member of `ranks`; None: the first.
+        block: entries of a block, >= 1, where the schedule uses blocks.
+        tag: of the messages; different for collectives that may be under way at once.
+
+    **Ranks:** all of `ranks`. **Raises:** PlanError for an unknown operation or a root that does not take part.
+    """
+    check_name("operation", operation, OPERATIONS)
+    root = ranks[0] if root is None else root
+    if root not in ranks:
+        raise PlanError(f"The root of a {operation} must take part. Received root={root}, ranks={list(ranks)} (rank {rank}).")
+    shift, result = ranks.index(root), array.copy()
+    place = (ranks.index(rank) - shift) % len(ranks)
+    if len(ranks) > 1 and len(array):
+        moves = _own(schedule, operation, len(ranks), len(array), block, place)
+        carry(moves, result, place, lambda other: ranks[(other + shift) % len(ranks)], post, tag)
+    return array.copy() if operation == "reduce" and place else result
+
+
+def by_tick(moves: Sequence[Move], vector: np.ndarray, place: int, rank_of: Callable[[int], int], post: Any,
+            tag: int) -> None:
+    """Carry out the moves of one place, tick after tick; within a tick it sends and receives at once."""
+    for tick in sorted({move.tick for move in moves}):
+        now = [move for move in moves if move.tick == tick]
+        arrivals = [(move, np.empty(move.stop - move.start, vector.dtype)) for move in now if move.target == place]
+        requests = [post.receive(buffer, rank_of(move.source), tag) for move, buffer in arrivals]
+        requests += [post.send(vector[move.start:move.stop], rank_of(move.target), tag) for move in now if move.source == place]
+        while requests:
+            requests.pop(post.wait_any(requests))
+        for move, buffer in arrivals:
+            _apply(move, buffer, vector)
+
+
+def as_it_comes(moves: Sequence[Move], vector: np.ndarray, place: int, rank_of: Callable[[int], int], post: Any,
+                tag: int) -> None:
+    """Carry out the moves of one place as soon as their data are there: directions do not wait for each other.
+
+    A block may leave when the move that brought it last (by ticks) has come. Needs a schedule that cuts the vector in the same
+    blocks for all moves. **Cost:** one copy of each block that is sent, since the vector goes on changing meanwhile.
+    """
+    expected: dict[int, deque[Move]] = {}  # source -> moves not yet asked for, in order
+    ready: dict[int, deque[Move]] = {}  # target -> moves whose data are there, in order
+    after: dict[Move | None, list[Move]] = {}  # what came -> what may leave then
+    brought: dict[int, Move] = {}  # start of a block -> the move that brought it last
+    for move in moves:
+        if move.target == place:
+            expected.setdefault(move.source, deque()).append(move)
+            brought[move.start] = move
+        else:
+            ready[move.target] = deque()
+            after.setdefault(brought.get(move.start), []).append(move)
+    under_way: dict[tuple[str, int], deque[_UnderWay]] = {("from", other): deque() for other in expected}
+    under_way |= {("to", other): deque() for other in ready}
+
+    def go_on(free: Sequence[Move]) -> None:
+        for move in free:
+            ready[move.target].append(move)
+        for (way, other), queue in under_way.items():
+            waiting = (expected if way == "from" else ready)[other]
+            while waiting and len(queue) < WINDOW:
+                move = waiting.popleft()
+                part = vector[move.start:move.stop]
+                buffer = np.empty_like(part) if way == "from" else part.copy()
+                request = (post.receive if way == "from" else post.send)(buffer, rank_of(other), tag)
+                queue.append(_UnderWay(request, move, buffer))
+
+    go_on(after.pop(None, []))
+    while fronts := [queue for queue in under_way.values() if queue]:
+        _, move, buffer = fronts[post.wait_any([queue[0].request for queue in fronts])].popleft()
+        if move.target == place:
+            _apply(move, buffer, vector)
+        go_on(after.pop(move, []))
+
+
+class _UnderWay(NamedTuple):
+    request: Any
+    move: Move
+    buffer: np.ndarray  # must live until the request is done
+
+
+def traffic(bucket: Bucket, topology: Topology, schedule: Schedule) -> Traffic:
+    """Count the bytes of an allreduce of the bucket over all ranks: what one rank sends, as the mean over the ranks."""
+    inside = between = 0
+    for move in schedule("allreduce", topology.size, bucket.padded, entries_per_block(bucket)) if topology.size > 1 else []:
+        amount = (move.stop - move.start) * bucket.entry_bytes
+        if topology.node_of(move.source) == topology.node_of(move.target):
+            inside += amount
+        else:
+            between += amount
+    return Traffic(inside / topology.size, between / topology.size)
+
+
+def entries_per_block(bucket: Bucket) -> int:
+    """Return the entries of a block, >= 1."""
+    return bucket.block_bytes // bucket.entry_bytes
+
+
+def tag_of(name: str) -> int:
+    """Return the tag of a collective's messages: the same on every rank, in [0, 2**15), which every MPI allows."""
+    return zlib.crc32(name.encode()) % 2**15
+
+
+@functools.lru_cache(maxsize=256)
+def _own(schedule: Schedule, operation: str, places: int, entries: int, block: int, place: int) -> tuple[Move, ...]:
+    """Return the moves of one place; the same ones every step."""
+    return tuple(move for move in schedule(operation, places, entries, block) if place in (move.source, move.target))
+
+
+def _apply(move: Move, buffer: np.ndarray, vector: np.ndarray) -> None:
+    part = vector[move.start:move.stop]
+    if move.add:
+        np.add(part, buffer, out=part)
+    else:
+        part[...] = buffer
