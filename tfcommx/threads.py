@@ -138,6 +138,10 @@ class ThreadComm(Comm):
     def _allreduce(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
         return self._sum(tensor, group, f"allreduce {name}")
 
+    def _allreduce_list(self, tensors: list[tf.Tensor], name: str, average: bool) -> list[tf.Tensor]:
+        sums = [self._allreduce(tensor, "world", f"{name}/{i}") for i, tensor in enumerate(tensors)]
+        return [total / tf.cast(self.topology.size, total.dtype) for total in sums] if average else sums
+
     def _reduce_scatter(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
         ranks = self.members(group)
         return tf.split(self._sum(tensor, group, f"reduce_scatter {name}"), len(ranks))[ranks.index(self.rank)]

@@ -24,11 +24,12 @@ class Row(NamedTuple):
     levels: int  # 2: works on node and peer groups, and needs equally many slots on every node
     wires: tuple[str, ...] = (PLAIN,)  # formats that it can write; the first one is its plain form
     shards: str = "none"  # how many equal parts the flat vector is cut into: none, slots or ranks
+    whole: bool = False  # `run_list` takes the gradients as they are, without a flat copy
     messages: bool = False  # made of messages between two ranks, which need an MPI launch
 
 
 ROUTES = {
-    "allreduce": Row(sparse=False, levels=1),
+    "allreduce": Row(sparse=False, levels=1, whole=True),
     "torus": Row(sparse=False, levels=2, shards="slots"),
     "asa": Row(sparse=False, levels=1, wires=(PLAIN, *VALUE_DTYPES), shards="ranks"),
     "pipeline": Row(sparse=False, levels=1, messages=True),

@@ -75,6 +75,11 @@ class Exchange:
         result: dict[str, tf.Tensor] = {}
         for index, bucket in enumerate(self.plan.buckets):
             parts = [gradients[path] for path in bucket.variables]
+            if exchange.row(bucket.route).whole and bucket.name not in self.pending:
+                cast = [tf.cast(part, bucket.dtype) for part in parts]
+                sums = exchange.route(bucket.route).run_list(cast, bucket, self.comm, self.plan.operation == "average")
+                result |= {path: tf.cast(total, part.dtype) for path, total, part in zip(bucket.variables, sums, parts, strict=True)}
+                continue
             flat = self._flush(bucket, _flatten(parts, bucket))
             flat = exchange.route(bucket.route).run(flat, bucket, self.comm, self._selector(bucket, index, step))
             if self.plan.operation == "average" and self.plan.topology.size > 1:
