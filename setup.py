@@ -40,7 +40,7 @@ class BuildOps(build_ext):
             import tensorflow as tf
         except ImportError as error:
             raise SystemExit("TensorFlow must be installed before the native ops are built: scripts/bootstrap.py does both.") from error
-        target = (ROOT if self.inplace else Path(self.build_lib)) / "tfcommx" / "lib"
+        target = Path(self.build_lib) / "tfcommx" / "lib"
         objects = Path(self.build_temp)
         target.mkdir(parents=True, exist_ok=True)
         objects.mkdir(parents=True, exist_ok=True)
@@ -69,8 +69,20 @@ class BuildOps(build_ext):
         facts = {"tensorflow": tf.__version__, "devices": "CPU and CUDA" if cuda else "CPU only: nvcc was not found" if not nvcc else "CPU"}
         (target / "build.json").write_text(json.dumps(facts) + "\n")
 
+    def copy_extensions_to_source(self) -> None:
+        """In-place builds: setuptools would look for a Python extension module, which this library is not."""
+        target = ROOT / "tfcommx" / "lib"
+        target.mkdir(parents=True, exist_ok=True)
+        for name in (LIBRARY, "build.json"):  # rename is atomic: a process that has the old library open keeps it
+            part = target / f"{name}.part"
+            shutil.copyfile(Path(self.build_lib) / "tfcommx" / "lib" / name, part)
+            part.rename(target / name)
+
     def get_outputs(self) -> list[str]:
         return []
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
 
 
 setup(ext_modules=[Extension("tfcommx.lib.tfcommx", [])], cmdclass={"build_ext": BuildOps})

@@ -1,0 +1,22 @@
+// Merging what the ranks selected: (index, value) pairs added into a dense vector, no dense vector per rank.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/parallel.h"
+
+namespace tfcommx {
+
+struct Merge {
+  const int32_t* indices;  // [pairs], in [0, n), any order, repeats allowed
+  const float* values;     // [pairs]
+  int64_t pairs;
+  float* dense;  // [n] out: 0 + the values of each index, in the order of the list, whatever the number of threads
+  int64_t n;
+};
+
+// Returns the position in the list of the first index outside [0, n), and then `dense` is unspecified; -1: all are inside.
+// Cost: one write of dense, and one read of the pairs by each of the turns (at most 16) that share the work.
+int64_t merge_cpu(const Merge& merge, const ParallelFor& parallel_for);
+
+}  // namespace tfcommx

@@ -1,0 +1,48 @@
+// Selection with error feedback: which k entries of a gradient travel, and what stays.
+//
+// For a gradient g[n] and a residual r[n]:   acc = g + r                    in float32
+//                                            indices = k entries of acc     by magnitude, ascending, unique
+//                                            values  = acc[indices]
+//                                            r       = acc, the chosen entries zeroed
+//
+// Rules. The magnitudes |acc| are counted in bins of equal exponent and equal first twelve mantissa bits. The band is the bin
+// in which the k-th largest magnitude lies; its edges are Algorithm 1's thresholds, thres2 <= thres1, at most 1/4096 apart.
+//   exact   the k largest magnitudes; of equal ones the lowest indices.
+//   mstopk  every entry >= thres1; the rest of k are consecutive entries of the band, in index order, from the offset
+//           (splitmix64(seed) >> 1) mod (entries in the band - rest + 1): every window of that length is equally likely.
+// Non-finite. A NaN or infinite acc counts as larger than everything, all of them alike: the lowest indices are chosen first,
+// and sent as they are. Their residual entries keep their old values, chosen or not, so no residual becomes non-finite.
+// Denormals. The sum g + r is flushed to zero where it is denormal, as in all of TensorFlow's arithmetic.
+// The result depends on neither the number of threads nor their timing.
+//
+// Source: Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters, 2021, Algorithm 1. We
+// differ in the search: many thresholds are evaluated in one pass, by counting in bins, in place of one threshold a pass.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/parallel.h"
+
+namespace tfcommx {
+
+enum class Float { float32, float16, bfloat16 };
+enum class Rule { exact, mstopk };
+
+struct Selection {
+  const void* gradient;  // [n], any alignment that its type allows
+  Float type;            // of the gradient
+  float* residual;       // [n], updated in place; null: acc = g
+  int64_t n;             // 0 <= n < 2^31
+  int64_t k;             // 0 <= k <= n
+  uint64_t seed;         // of mstopk's window
+  Rule rule;
+  int32_t* indices;  // [k] out
+  float* values;     // [k] out
+};
+
+// Cost: one pass over g and r where a sample predicts the threshold (the usual case for k <= n / 8), else two, and up to two
+// more where the sample misled or, for `exact`, where too many entries for a list share the band. Extra memory: at most 2 % of
+// a float32 gradient's for k <= n / 100 and n >= 2^23.
+void select_cpu(const Selection& selection, const ParallelFor& parallel_for);
+
+}  // namespace tfcommx

@@ -1,0 +1,82 @@
+// The one loop over n-sized data on CPUs: add the residual, and list the entries that reach a threshold. One tile a call.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "kernels/select.h"
+
+namespace tfcommx {
+
+constexpr uint32_t kTile = 4096;               // entries; positions in a tile fit 16 bits, a tile's data fits the first cache
+constexpr uint32_t kNotFinite = 0x7f800000u;   // keys of infinities and NaNs start here
+constexpr uint32_t kMagnitude = 0x7fffffffu;   // all bits but the sign
+
+// The bits of |x|: ordered as the magnitudes are.
+inline uint32_t key_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits & kMagnitude;
+}
+
+struct Half {
+  uint16_t bits;
+};
+struct Bfloat {
+  uint16_t bits;
+};
+
+inline float widen(float x) { return x; }
+
+inline float widen(Bfloat x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+inline float widen(Half x) {
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16, exponent = (x.bits >> 10) & 31u;
+  uint32_t fraction = x.bits & 1023u, bits;
+  if (exponent == 31) {
+    bits = sign | kNotFinite | (fraction << 13);
+  } else if (exponent != 0) {
+    bits = sign | ((exponent + 112) << 23) | (fraction << 13);
+  } else if (fraction == 0) {
+    bits = sign;
+  } else {  // denormal in half precision, normal in single
+    uint32_t shift = 0;
+    while (!(fraction & 1024u)) {
+      fraction <<= 1;
+      ++shift;
+    }
+    bits = sign | ((113 - shift) << 23) | ((fraction & 1023u) << 13);
+  }
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+struct Found {
+  uint32_t candidates;  // finite entries whose key is >= the threshold
+  uint32_t not_finite;  // entries whose acc is NaN or infinite
+};
+
+// Adds the tile's gradient to its residual in place (not where acc is not finite) and lists positions, ascending.
+// Without a residual nothing is written but the lists. threshold <= kNotFinite; each list has room for `count` <= kTile.
+using Scan = Found (*)(const void* gradient, float* residual, uint32_t count, uint32_t threshold, uint16_t* candidates,
+                       uint16_t* not_finite);
+
+struct Scans {
+  Scan plain[3];          // by Float
+  Scan with_residual[3];  // by Float
+};
+
+const Scans& scans_portable();
+#if defined(__x86_64__)
+const Scans& scans_avx2();
+const Scans& scans_avx512();
+#endif
+const Scans& scans();  // the fastest that this processor runs
+
+}  // namespace tfcommx

@@ -1,0 +1,44 @@
+// The tile loop, sixteen entries a turn.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include "kernels/select_scan.h"
+
+#pragma GCC push_options
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns of its own intrinsics (bug 105593)
+#pragma GCC target("avx512f,avx512bw")
+#include "kernels/select_scan.inl"
+
+namespace tfcommx {
+namespace {
+
+struct Sixteen {
+  static constexpr uint32_t lanes = 16;
+  static __m512 load(const float* p) { return _mm512_loadu_ps(p); }
+  static __m512 load(const Half* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+  static __m512 load(const Bfloat* p) {
+    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+  }
+  static void store(float* p, __m512 x) { _mm512_storeu_ps(p, x); }
+  static __m512 add(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
+  static uint32_t at_least(__m512 x, uint32_t key) {
+    const __m512i keys = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(kMagnitude)));
+    return _mm512_cmpge_epu32_mask(keys, _mm512_set1_epi32(static_cast<int>(key)));
+  }
+  static __m512 mix(uint32_t bits, __m512 set, __m512 unset) {
+    return _mm512_mask_blend_ps(static_cast<__mmask16>(bits), unset, set);
+  }
+};
+
+Scans all() { return table<Sixteen>(); }
+
+}  // namespace
+}  // namespace tfcommx
+#pragma GCC pop_options
+
+const tfcommx::Scans& tfcommx::scans_avx512() {
+  static const Scans result = all();
+  return result;
+}
+#endif

@@ -1,0 +1,53 @@
+// What the op files share: TensorFlow's thread pool as the kernels' ParallelFor, and the checks of common inputs.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <limits>
+
+#include "kernels/parallel.h"
+#include "kernels/select.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/lib/core/threadpool.h"
+
+namespace tfcommx {
+
+inline ParallelFor pool_of(tensorflow::OpKernelContext* context) {
+  tensorflow::thread::ThreadPool* pool = context->device()->tensorflow_cpu_worker_threads()->workers;
+  return [pool](int64_t turns, const std::function<void(int64_t)>& body) {
+    if (turns <= 1) {
+      for (int64_t turn = 0; turn < turns; ++turn) body(turn);
+      return;
+    }
+    using Scheduling = tensorflow::thread::ThreadPool::SchedulingParams;
+    const Scheduling one_a_time(tensorflow::thread::ThreadPool::SchedulingStrategy::kFixedBlockSize, std::nullopt, 1);
+    pool->ParallelFor(turns, one_a_time, [&body](int64_t first, int64_t last) {
+      for (int64_t turn = first; turn < last; ++turn) body(turn);
+    });
+  };
+}
+
+template <class T>
+Float float_of();
+template <>
+inline Float float_of<float>() { return Float::float32; }
+template <>
+inline Float float_of<Eigen::half>() { return Float::float16; }
+template <>
+inline Float float_of<tensorflow::bfloat16>() { return Float::bfloat16; }
+
+inline absl::Status check_vector(const tensorflow::OpKernelContext* context, const char* name, const tensorflow::Tensor& tensor) {
+  if (tensor.dims() == 1 && tensor.NumElements() <= std::numeric_limits<int32_t>::max()) return absl::OkStatus();
+  return tensorflow::errors::InvalidArgument("`", name, "` must be a vector of fewer than 2^31 entries. Received shape ",
+                                             tensor.shape().DebugString(), " (", context->op_kernel().name(),
+                                             "). Flatten it, and cut what is longer into buckets.");
+}
+
+inline absl::Status check_k(const tensorflow::OpKernelContext* context, int64_t k, int64_t n) {
+  if ((k >= 1 && k <= n) || (n == 0 && k == 0)) return absl::OkStatus();
+  return tensorflow::errors::InvalidArgument("`k` must be in [1, n]. Received k=", k, ", n=", n, " (",
+                                             context->op_kernel().name(),
+                                             "). Change `density`, or keep this variable dense.");
+}
+
+}  // namespace tfcommx

@@ -1,0 +1,62 @@
+// TfcommxMerge: the selected entries of all ranks, added into one dense vector.
+#include "kernels/merge.h"
+
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/shape_inference.h"
+#include "tf/common.h"
+
+namespace tfcommx {
+namespace {
+
+REGISTER_OP("TfcommxMerge")
+    .Input("indices: int32")
+    .Input("values: float")
+    .Input("size: int64")
+    .Output("dense: float")
+    .SetShapeFn([](tensorflow::shape_inference::InferenceContext* c) {
+      tensorflow::shape_inference::ShapeHandle pairs;
+      tensorflow::shape_inference::DimensionHandle size;
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 1, &pairs));
+      TF_RETURN_IF_ERROR(c->Merge(c->input(1), pairs, &pairs));
+      TF_RETURN_IF_ERROR(c->MakeDimForScalarInput(2, &size));
+      c->set_output(0, c->Vector(size));
+      return absl::OkStatus();
+    })
+    .Doc(R"(Adds (index, value) pairs into zeros, each entry's values in the order of the list.
+
+indices: int32 [pairs], in [0, size).
+values: float32 [pairs].
+dense: float32 [size].
+)");
+
+class MergeOp : public tensorflow::OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(tensorflow::OpKernelContext* context) override {
+    const tensorflow::Tensor &indices = context->input(0), &values = context->input(1);
+    const int64_t size = context->input(2).scalar<int64_t>()(), pairs = indices.NumElements();
+    OP_REQUIRES(context, indices.dims() == 1 && indices.shape() == values.shape(),
+                tensorflow::errors::InvalidArgument("`indices` and `values` must be vectors of one length. Received ",
+                                                    indices.shape().DebugString(), " and ", values.shape().DebugString(), " (",
+                                                    context->op_kernel().name(), ")."));
+    OP_REQUIRES(context, size >= 0 && size <= std::numeric_limits<int32_t>::max(),
+                tensorflow::errors::InvalidArgument("`size` must be in [0, 2^31). Received ", size, " (",
+                                                    context->op_kernel().name(), "). Cut what is longer into buckets."));
+    tensorflow::Tensor* dense;
+    OP_REQUIRES_OK(context, context->allocate_output(0, {size}, &dense));
+    const int32_t* first = static_cast<const int32_t*>(indices.data());
+    const int64_t outside = merge_cpu({first, static_cast<const float*>(values.data()), pairs, static_cast<float*>(dense->data()), size},
+                                      pool_of(context));
+    OP_REQUIRES(context, outside < 0,
+                tensorflow::errors::InvalidArgument("Indices must be in [0, ", size, "). Received ", outside < 0 ? 0 : first[outside],
+                                                    " at position ", outside, " (", context->op_kernel().name(),
+                                                    "). Do all ranks have the same plan?"));
+  }
+};
+
+REGISTER_KERNEL_BUILDER(Name("TfcommxMerge").Device(tensorflow::DEVICE_CPU), MergeOp);
+
+}  // namespace
+}  // namespace tfcommx

@@ -1,0 +1,47 @@
+"""The door to the native library: right version or a clear refusal; no library or a closed door means the reference."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfcommx import native
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    native.library.cache_clear()
+    yield
+    native.library.cache_clear()
+
+
+def selected():
+    return list(native.select(tf.constant([1.0, -5.0, 3.0, 0.0]), 2, 0, "exact").indices.numpy())
+
+
+def test_a_library_for_another_tensorflow_is_refused_before_loading(tmp_path, monkeypatch):
+    (tmp_path / "libtfcommx.so").write_text("not a library: loading it would fail in another way")
+    (tmp_path / "build.json").write_text(json.dumps({"tensorflow": "2.16.1"}))
+    monkeypatch.setattr(native, "FOLDER", tmp_path)
+    with pytest.raises(native.NativeLibraryError, match=r"built for 2\.16\.1.*setup\.py build_ext --inplace"):
+        native.library()
+
+
+def test_no_library_is_announced_once_and_the_reference_works(tmp_path, monkeypatch, recwarn):
+    monkeypatch.setattr(native, "FOLDER", tmp_path)
+    assert selected() == selected() == [1, 2]
+    assert len([w for w in recwarn if "no native library" in str(w.message)]) == 1
+
+
+def test_the_environment_keeps_the_door_shut(monkeypatch):
+    monkeypatch.setenv("TFCOMMX_NATIVE", "0")
+    monkeypatch.setattr(tf, "load_op_library", lambda path: pytest.fail("loaded"))
+    assert native.library() is None
+    assert selected() == [1, 2]
+    residual = tf.Variable([0.0, 1.0, 0.0, 2.0])
+    native.select_with_residual(tf.zeros(4), residual, 1, 0, "mstopk")
+    np.testing.assert_array_equal(residual, [0, 1, 0, 0])
+    np.testing.assert_array_equal(native.merge(tf.constant([1]), tf.ones(1), 2), [0, 1])

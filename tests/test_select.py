@@ -1,0 +1,245 @@
+"""Laws of selection: for every rule, dtype, size, thread count and kind of gradient."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vectors import DTYPES, KINDS, make, problems
+
+from tfcommx import native, reference, selection
+from tfcommx.terms import PlanError
+
+RULES = ("exact", "mstopk")
+DOORS = {"native": native, "reference": reference}
+some = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def library():
+    if native.library() is None:
+        pytest.skip("no native library")
+
+
+def run(door, gradient, residual, k, seed, rule):
+    """Return indices, values, the residual after it (None without one), and acc, all as NumPy arrays."""
+    acc = tf.cast(gradient, tf.float32)
+    if residual is None:
+        chosen, after = door.select(gradient, k, seed, rule), None
+    else:
+        variable = tf.Variable(residual)
+        chosen, acc, after = door.select_with_residual(gradient, variable, k, seed, rule), acc + residual, variable
+    return chosen.indices.numpy(), chosen.values.numpy(), None if after is None else after.numpy(), acc.numpy()
+
+
+def check_laws(indices, values, after, acc, residual, k):
+    assert indices.shape == values.shape == (k,)
+    assert indices.dtype == np.int32 and values.dtype == np.float32
+    assert (np.diff(indices) > 0).all() and (k == 0 or (indices[0] >= 0 and indices[-1] < acc.size))
+    np.testing.assert_array_equal(values, acc[indices])
+    bad = ~np.isfinite(acc)
+    # Non-finite entries go first, lowest index first.
+    first = np.flatnonzero(bad)[:k]
+    assert np.isin(first, indices).all() and bad[indices].sum() == first.size
+    if after is not None:
+        assert np.isfinite(after).all()
+        sent = np.zeros_like(acc)
+        sent[indices] = values
+        np.testing.assert_array_equal((sent + after)[~bad], acc[~bad])
+        assert (after[indices][~bad[indices]] == 0).all()
+        np.testing.assert_array_equal(after[bad], residual[bad])
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+@some
+@given(problem=problems())
+def test_laws_hold_and_native_equals_reference(rule, with_residual, problem):
+    gradient, residual, k, seed = problem
+    residual = residual if with_residual else None
+    results = {name: run(door, gradient, residual, k, seed, rule) for name, door in DOORS.items()}
+    for indices, values, after, acc in results.values():
+        check_laws(indices, values, after, acc, residual, k)
+    for mine, specified in zip(results["native"][:3], results["reference"][:3], strict=True):
+        np.testing.assert_array_equal(mine, specified)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", RULES)
+def test_large_vectors(rule, kind):
+    """Enough entries for several blocks, a predicted threshold, and predictions that fail."""
+    n = 1_200_007
+    gradient, residual = make(kind, n, 5), make("normal", n, 6) * (kind in ("normal", "not_finite", "huge"))
+    for k in (7, n // 1000, n // 100, n // 3):
+        mine = run(native, tf.constant(gradient), residual, k, k, rule)
+        check_laws(*mine, residual, k)
+        specified = run(reference, tf.constant(gradient), residual, k, k, rule)
+        for a, b in zip(mine, specified, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("rule", RULES)
+def test_sorted_vectors(rule, order):
+    """All large entries lie side by side: neither the sample nor the sharing of the list may depend on their places."""
+    n = 600_000
+    gradient = np.sort(np.abs(make("laplace", n, 1)))[::order]
+    mine = run(native, tf.constant(gradient), np.zeros(n, np.float32), n // 100, 3, rule)
+    specified = run(reference, tf.constant(gradient), np.zeros(n, np.float32), n // 100, 3, rule)
+    for a, b in zip(mine, specified, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@some
+@given(problem=problems())
+def test_exact_takes_the_largest(problem):
+    gradient, residual, k, seed = problem
+    indices, _, _, acc = run(native, gradient, residual, k, seed, "exact")
+    size = np.where(np.isfinite(acc), np.abs(acc), np.inf)
+    expected = np.sort(np.lexsort((np.arange(size.size), -size))[:k])
+    np.testing.assert_array_equal(indices, expected)
+
+
+@pytest.mark.parametrize("kind", ["normal", "laplace"])
+@pytest.mark.parametrize("density", [0.0001, 0.001, 0.01, 0.1])
+def test_mstopk_takes_all_above_the_band_and_captures_the_magnitude(kind, density):
+    n = 400_000
+    k = max(1, int(n * density))
+    gradient = tf.constant(make(kind, n, 2))
+    size = np.abs(gradient.numpy())
+    indices = native.select(gradient, k, 11, "mstopk").indices.numpy()
+    exact = native.select(gradient, k, 11, "exact").indices.numpy()
+    assert size[indices].sum() >= 0.99 * size[exact].sum()
+    upper = np.sort(size)[-k] * (1 + 2.0**-12)  # the band is not wider
+    assert np.isin(np.flatnonzero(size > upper), indices).all()
+    assert (size[indices] >= np.sort(size)[-k] / (1 + 2.0**-12)).all()
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_the_window_is_fair(door):
+    """12 equal entries in the band, 5 wanted: each of the 8 windows, the last one too, is equally likely."""
+    gradient = np.zeros(30, np.float32)
+    gradient[5:29:2] = 1.0
+    gradient[[0, 3]] = -4.0
+    places = list(range(5, 29, 2))
+    draws = 800
+    counts = np.zeros(8)
+    for seed in range(draws):
+        indices = DOORS[door].select(tf.constant(gradient), 7, seed, "mstopk").indices.numpy()
+        assert indices[0] == 0 and indices[1] == 3
+        start = places.index(indices[2])
+        assert list(indices[2:]) == places[start:start + 5]
+        counts[start] += 1
+    # chi-square with 7 degrees of freedom: 29.9 is exceeded once in 10,000 fair draws
+    assert ((counts - draws / 8) ** 2 / (draws / 8)).sum() < 29.9, counts
+
+
+def test_splitmix64_is_the_published_one():
+    assert int(reference.splitmix64(0)) == 0xE220A8397B1DCDAF
+    assert int(reference.splitmix64(1)) == 0x910A2DEC89025CC1
+
+
+@pytest.mark.parametrize("name", selection.RULES)
+@some
+@given(problem=problems())
+def test_laws_hold_for_every_rule_of_the_table(name, problem):
+    gradient, residual, k, seed = problem
+    k = gradient.shape[0] if name == "all" else k
+    module = selection.rule(name)
+    acc = (tf.cast(gradient, tf.float32) + residual).numpy()
+    variable = tf.Variable(residual)
+    chosen = module.select_with_residual(gradient, variable, k, seed)
+    assert chosen.size == gradient.shape[0]
+    check_laws(chosen.indices.numpy(), chosen.values.numpy(), variable.numpy(), acc, residual, k)
+    chosen = module.select(gradient, k, seed)
+    check_laws(chosen.indices.numpy(), chosen.values.numpy(), None, tf.cast(gradient, tf.float32).numpy(), None, k)
+
+
+@given(offset=st.integers(1, 15), dtype=st.sampled_from(sorted(DTYPES)))
+@settings(max_examples=15, deadline=None, derandomize=True)
+def test_slices_at_any_alignment(offset, dtype):
+    whole = tf.cast(tf.reshape(make("normal", 16 * 5001, 3), [16, 5001]), DTYPES[dtype])
+    row = whole[offset]
+    copy = tf.constant(row.numpy())
+    for rule in RULES:
+        np.testing.assert_array_equal(native.select(row, 50, 1, rule).indices, native.select(copy, 50, 1, rule).indices)
+
+
+def test_inside_a_function_the_residual_is_updated_once_a_call_and_old_reads_stay():
+    residual = tf.Variable(tf.zeros(1000))
+    gradient = tf.constant(make("normal", 1000, 1))
+
+    @tf.function
+    def step(seed):
+        native.select_with_residual(gradient, residual, 10, seed, "exact")  # the result is not used: still not pruned
+        before = residual.read_value()
+        chosen = native.select_with_residual(gradient, residual, 10, seed, "exact")
+        return before, chosen
+
+    before, chosen = step(tf.constant(1, tf.int64))
+    acc = before + gradient
+    np.testing.assert_array_equal(chosen.values, tf.gather(acc, chosen.indices))
+    after = tf.tensor_scatter_nd_update(acc, chosen.indices[:, None], tf.zeros(10))
+    np.testing.assert_array_equal(residual, after)
+    assert chosen.indices.shape == (10,) and np.count_nonzero(before) == 990
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_an_empty_gradient(rule):
+    for door in DOORS.values():
+        chosen = door.select_with_residual(tf.zeros([0]), tf.Variable(tf.zeros([0])), 0, 1, rule)
+        assert chosen.indices.shape == chosen.values.shape == (0,)
+
+
+@pytest.mark.parametrize("k", [0, 11, -1])
+@pytest.mark.parametrize("door", DOORS)
+def test_k_out_of_range_is_refused(door, k):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"`k` must be in \[1, n\]"):
+        DOORS[door].select(tf.zeros([10]), k, 0, "exact")
+
+
+def test_a_wrong_residual_is_refused():
+    for residual in (tf.Variable(tf.zeros([9])), tf.Variable(tf.zeros([10], tf.float64))):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="as many entries as `gradient`, 10"):
+            native.select_with_residual(tf.zeros([10]), residual, 1, 0, "exact")
+
+
+def test_unknown_rules_and_partial_all_are_refused():
+    with pytest.raises(PlanError, match="Did you mean 'mstopk'"):
+        selection.rule("mstop")
+    with pytest.raises(PlanError, match="needs k = n"):
+        selection.rule("all").select(tf.zeros([10]), 3)
+
+
+THREADS = """
+import hashlib, json, sys
+import tensorflow as tf
+tf.config.threading.set_intra_op_parallelism_threads(int(sys.argv[1]))
+from vectors import make
+from tfcommx import native
+digest = hashlib.sha256()
+for kind in ("normal", "ties", "not_finite", "zero"):
+    for rule in ("exact", "mstopk"):
+        residual = tf.Variable(make("laplace", 1_000_003, 2))
+        chosen = native.select_with_residual(tf.constant(make(kind, 1_000_003, 1)), residual, 9_000, 5, rule)
+        for part in (*chosen[:2], residual):
+            digest.update(part.numpy().tobytes())
+print(json.dumps(digest.hexdigest()))
+"""
+
+
+def test_the_number_of_threads_changes_nothing():
+    path = os.pathsep.join([os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__))])
+    results = {
+        json.loads(subprocess.run([sys.executable, "-c", THREADS, str(threads)], check=True, capture_output=True, text=True,
+                                  env={**os.environ, "PYTHONPATH": path}).stdout)
+        for threads in (1, 2, 7)
+    }
+    assert len(results) == 1

@@ -1,0 +1,105 @@
+"""The only door to the native op library, opened at the first call; without a library the reference does the work.
+
+`TFCOMMX_NATIVE=0` in the environment keeps the door shut.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from tfcommx import reference
+from tfcommx.terms import Sparse
+
+FOLDER = Path(__file__).resolve().parent / "lib"
+REBUILD = "Rebuild it: python scripts/bootstrap.py, or python setup.py build_ext --inplace in an environment that is set up."
+
+
+class NativeLibraryError(RuntimeError):
+    """The native op library cannot be used with this TensorFlow."""
+
+
+@functools.cache
+def library() -> Any | None:
+    """Load the op library once.
+
+    Returns the module of its ops; None where there is none or TFCOMMX_NATIVE=0, which is announced once.
+    **Raises:** NativeLibraryError, before anything is loaded, where it was built for another TensorFlow.
+    """
+    if os.environ.get("TFCOMMX_NATIVE", "1") == "0":
+        return None
+    path, facts = FOLDER / "libtfcommx.so", FOLDER / "build.json"
+    if not path.is_file():
+        warnings.warn(f"tfcommx has no native library at {path}: plain TensorFlow does its work. {REBUILD}", stacklevel=2)
+        return None
+    built = json.loads(facts.read_text())["tensorflow"] if facts.is_file() else "an unknown TensorFlow"
+    if built != tf.__version__:
+        raise NativeLibraryError(
+            f"The native library must be built for the TensorFlow that loads it, {tf.__version__}. "
+            f"Received one built for {built} ({path}). {REBUILD}"
+        )
+    return tf.load_op_library(str(path))
+
+
+def select(gradient: Any, k: int, seed: int, rule: str) -> Sparse:
+    """Choose k entries of a gradient by magnitude.
+
+    Args: gradient float32 | float16 | bfloat16 [n], n < 2^31; k in [1, n]; seed int64; rule "exact" or "mstopk".
+    Returns: Sparse, indices int32 [k] ascending and unique, values float32 [k]; ops/kernels/select.h has the semantics.
+    **Ranks:** local; equal inputs give equal results on every rank, whatever the number of threads.
+    **Cost:** one pass over the gradient where a sample predicts the threshold, else two to four; no host synchronisation.
+    **Raises:** InvalidArgumentError where k or a shape is out of range.
+    """
+    ops = library()
+    if ops is None:
+        return reference.select(gradient, k, seed, rule)
+    indices, values = ops.tfcommx_select(gradient=gradient, k=_int64(k), seed=_int64(seed), rule=rule)
+    return Sparse(indices, values, _size(gradient))
+
+
+def select_with_residual(gradient: Any, residual: tf.Variable, k: int, seed: int, rule: str) -> Sparse:
+    """Choose k entries of gradient + residual by magnitude; the residual keeps what is not chosen.
+
+    Args: as `select`; residual: float32 [n] variable, updated in place.
+    Returns: as `select`.
+    **Ranks:** local. **Cost:** one pass that reads the gradient and reads and writes the residual, as a bare addition would,
+    where a sample predicts the threshold; else two to four. Extra memory <= 2 % of a float32 gradient's at k <= n / 100.
+    **Raises:** InvalidArgumentError where k, a shape or the residual's type is wrong; FailedPreconditionError where the
+    residual is not initialised.
+    """
+    ops = library()
+    if ops is None:
+        return reference.select_with_residual(gradient, residual, k, seed, rule)
+    indices, values = ops.tfcommx_select_residual(
+        gradient=gradient, residual=residual.handle, k=_int64(k), seed=_int64(seed), rule=rule
+    )
+    return Sparse(indices, values, _size(gradient))
+
+
+def merge(indices: Any, values: Any, size: int) -> tf.Tensor:
+    """Add (index, value) pairs into zeros, each entry's values in the order of the list.
+
+    Args: indices int32 [pairs] in [0, size), repeats allowed; values float32 [pairs]; size of the result, in [0, 2^31).
+    Returns: float32 [size].
+    **Ranks:** local; equal lists give bit-identical results on every rank. **Cost:** one write of the result, the pairs
+    read once by each of at most 16 threads; no sort. **Raises:** InvalidArgumentError where an index is outside [0, size).
+    """
+    ops = library()
+    if ops is None:
+        return reference.merge(indices, values, size)
+    return ops.tfcommx_merge(indices=indices, values=values, size=_int64(size))
+
+
+def _int64(number: Any) -> tf.Tensor:
+    return tf.cast(number, tf.int64)
+
+
+def _size(gradient: Any) -> Any:
+    static = gradient.shape[0]
+    return tf.size(gradient) if static is None else static
