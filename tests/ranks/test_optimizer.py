@@ -179,7 +179,8 @@ def test_embeddings_and_variables_without_gradients(comm: Comm) -> None:
 def test_a_non_finite_gradient_skips_the_step_on_all_ranks(comm: Comm, made_by: str, bad_rank: int) -> None:
     """With a LossScaleOptimizer: no rank steps, the scale halves everywhere, residuals stay as they were."""
     inner = keras.optimizers.SGD(0.05)
-    optimizer = cx.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0) if made_by == "user" else inner, SPARSE)
+    given = keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0) if made_by == "user" else inner
+    optimizer = cx.DistributedOptimizer(given, SPARSE)
     keras.config.set_dtype_policy("mixed_float16")
     try:
         net = compiled(optimizer)

@@ -19,7 +19,7 @@ from tfcommx.optim.exchanger import Exchanger
 from tfcommx.terms import OPERATIONS, Plan, PlanError, Scheme, check_name
 
 
-def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
+def DistributedOptimizer(
     optimizer: keras.optimizers.Optimizer,
     scheme: Scheme | Mapping[str, Scheme] | None = None,
     op: str = "average",

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tfcommx import exchange, selection
 from tfcommx.schedule import merge
-from tfcommx.terms import Bucket, Plan, PlanError, Scheme, Topology
+from tfcommx.terms import Bucket, Plan, PlanError, Scheme, Topology, check_name
 
 DENSE_DTYPES = ("float16", "float32", "float64")  # what the engine reduces; others travel as float32
 
@@ -25,7 +25,7 @@ class Gradient(NamedTuple):
 def check_scheme(scheme: Scheme, topology: Topology) -> None:
     """Refuse a scheme whose names are unknown, do not fit each other, or do not fit the topology."""
     exchange.row(scheme.route)
-    selection.row(scheme.selection)
+    check_name("selection rule", scheme.selection, selection.RULES)
     if exchange.row(scheme.dense_route).sparse:
         dense = ", ".join(name for name, row in exchange.ROUTES.items() if not row.sparse)
         raise PlanError(f"`dense_route` must be a dense route ({dense}). Received {scheme.dense_route!r}.")
