@@ -170,7 +170,8 @@ class Watcher:
         names = ", ".join(f"rank {rank} on {self.hosts[int(rank)]} ({what})" for rank, what in lost.items())
         with contextlib.suppress(OSError):
             self.to_rank.send(f"{names}.{by}".encode())
-        self.kill_at = time.monotonic() + LAST_WORDS_SECONDS
+        stopped = _state_of(self.pid) == "T"  # it has no last words
+        self.kill_at = time.monotonic() + (0 if stopped else LAST_WORDS_SECONDS)
 
     def look(self, now: float) -> None:
         """Find the ranks that have been silent for too long."""
