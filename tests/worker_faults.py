@@ -1,10 +1,12 @@
-"""A few steps of training in which one rank comes to harm; started by test_faults.py on real ranks."""
+"""A few steps of training in which one rank comes to harm, or seems to; started by test_faults.py on real ranks."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
+import time
 
 import keras
 import tensorflow as tf
@@ -12,13 +14,24 @@ import tensorflow as tf
 import tfcommx as cx
 
 how, victim = sys.argv[1], int(sys.argv[2])
-comm = cx.init()
+comm = cx.init(watch_seconds=float(sys.argv[3])) if len(sys.argv) > 3 else cx.init()
+
+if how == "apart":  # nobody is in trouble: one rank ends at once, one holds Python's lock for long, the others take their time
+    if comm.rank == 0:
+        start = time.monotonic()
+        while time.monotonic() - start < 2 * float(sys.argv[3]):
+            re.match(r"(a+)+$", "a" * 27 + "b")  # seconds within one bytecode
+    elif comm.rank != victim:
+        time.sleep(4 * float(sys.argv[3]))
+    print("done", flush=True)
+    sys.exit()
+
 weight = keras.Variable(tf.zeros([64, 64]), name="w")
 optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.1), cx.Scheme("allgather", "mstopk", 0.01))
 for step in range(1000):
     optimizer.apply([tf.random.normal([64, 64])], [weight])
     if step == 5 and comm.rank == victim:
-        print("now", flush=True)
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise RuntimeError("this rank gives up")
+        print("now", time.time(), flush=True)
+        if how == "raise":
+            raise RuntimeError("this rank gives up")
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])

@@ -224,6 +224,13 @@ def launcher() -> Launcher:
     return Launcher("none", 0, 1, 0)
 
 
+def launch_interfaces() -> list[str]:
+    """Return the network interfaces that the launcher gave to the engine; none where it leaves the choice to it."""
+    of_gloo, of_open_mpi = "HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include"
+    names = os.environ.get(of_gloo) or os.environ.get(of_open_mpi) or ""
+    return [name for name in names.split(",") if name]
+
+
 def gloo_hosts(here: Launcher) -> list[str]:
     """Return every rank's host, in rank order, through the store that horovodrun keeps for a Gloo launch.
 

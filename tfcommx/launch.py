@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfcommx import comm, links
+from tfcommx import comm, links, watch
 from tfcommx.terms import PlanError, Topology
 
 
-def init(node_size: int | None = None) -> comm.Comm:
+def init(node_size: int | None = None, watch_seconds: float | None = watch.LIMIT_SECONDS) -> comm.Comm:
     """Start Horovod with the groups that the routes need; call it in place of `hvd.init()`.
 
     Works under horovodrun (Gloo or MPI), under mpirun, and alone without a launcher. On GPUs each process keeps the one
@@ -17,6 +17,8 @@ def init(node_size: int | None = None) -> comm.Comm:
     Args:
         node_size: ranks that stand for one node, where that is not what the hosts say (>= 1, divides the number of ranks);
             None: as the launcher placed them.
+        watch_seconds: a rank that is not heard of for so long (> 0) makes all others end with an error that names it, also
+            when they wait for it in a collective; None turns this watch off. See watch.py.
 
     **Ranks:** all, with equal node_size.
     **Cost:** one exchange of host names before Horovod starts; static process sets, so nothing per step.
@@ -28,6 +30,8 @@ def init(node_size: int | None = None) -> comm.Comm:
         if node_size not in (None, slots):
             raise PlanError(f"init() was called before, with {slots} ranks to a node. Received node_size={node_size}. Call it once.")
         return comm.current()
+    if watch_seconds is not None and not watch_seconds > 0:
+        raise PlanError(f"`watch_seconds` must be > 0, or None for no watch. Received {watch_seconds!r}.")
     here = comm.launcher()
     topology = _topology(here, node_size)
     gpus = tf.config.list_physical_devices("GPU")
@@ -38,6 +42,8 @@ def init(node_size: int | None = None) -> comm.Comm:
         tf.config.set_visible_devices(gpus[here.local_rank], "GPU")
         tf.config.experimental.set_memory_growth(gpus[here.local_rank], True)
     comm.set_current(comm.HorovodComm(here, topology, links.MpiPost if here.kind == "mpi" else None))
+    if here.size > 1:
+        watch.start(comm.current(), watch_seconds, comm.launch_interfaces())
     return comm.current()
 
 

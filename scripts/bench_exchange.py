@@ -1,0 +1,232 @@
+#!/usr/bin/env python3
+"""Time every route of tfcommx.exchange on a slow network, and check each answer while it is timed.
+
+Claim: where the network between nodes is slow, the routes for slow networks beat Horovod's allreduce (route `allreduce`).
+
+    python scripts/bench_exchange.py --nodes 4 --slots 2 --rate 200mbit --sizes 25000000 --density 0.01 --json routes.json
+    python scripts/bench_exchange.py --sizes 1000000 --launcher mpi             # quick; MPI in place of Gloo
+    python scripts/bench_exchange.py --hosts a:8,b:8 --sizes 25000000           # real machines: no virtual cluster, no root
+
+Makes a virtual cluster (scripts/cluster: needs root and iproute2), runs itself on its ranks, removes it. One gradient of n
+float32 is exchanged as training does it, in a compiled step. `seconds` is the median over the steps of the slowest rank's
+time. `wire_bytes` is what a rank sends to other nodes, as the mean over the ranks. `limit_seconds` is the bytes that a node's
+slots send over its link (a ring sends equally many over each), over the rate of a plain socket between two nodes in the same
+run. `verified`: every entry of the gradients has arrived or is still owed, on all ranks alike, and the bytes that
+were counted on the way are those that the route promises.
+
+The gradients are small integers: sums are exact in any order. They are compared by an exact weighted sum with integer
+weights, so that nothing large has to travel for the check.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = 2**20  # entries that are compared at once
+SOCKET_SECONDS = 2.0  # how long the plain socket is measured
+
+# --- on the ranks ------------------------------------------------------------------------------------------------------------
+
+
+def gradient(rank: int, n: int) -> np.ndarray:
+    """Integers in [-8, 8] as float32[n], other ones on every rank."""
+    return ((np.arange(n, dtype=np.int64) * (7919 + 2 * rank) + 31 * rank) % 17 - 8).astype(np.float32)
+
+
+def weighted_sum(vector: np.ndarray) -> float:
+    """Sum of vector[i] * (i * 7927 % 1009 + 1): exact for integers while it stays below 2^53."""
+    total = 0.0
+    for start in range(0, len(vector), BLOCK):
+        part = vector[start:start + BLOCK].astype(np.float64)
+        total += float(part @ (np.arange(start, start + len(part), dtype=np.int64) * 7927 % 1009 + 1).astype(np.float64))
+    return total
+
+
+def socket_rate(comm: Any) -> float:
+    """Bytes per second that a plain socket carries from rank 0 to the first rank of the next node. **Ranks:** all."""
+    from tfcommx import watch
+    from tfcommx.comm import launch_interfaces
+
+    other = comm.topology.slots
+    if comm.topology.nodes == 1:
+        raise SystemExit("At least two nodes are required: the limit is that of the link between nodes.")
+    listening = socket.create_server(("", 0))
+    places = comm.gather_objects((watch.addresses(launch_interfaces())[0], listening.getsockname()[1]))
+    rate = 0.0
+    if comm.rank == 0:
+        with socket.create_connection(places[other]) as out:
+            end = time.monotonic() + SOCKET_SECONDS
+            while time.monotonic() < end:
+                out.sendall(bytes(2**16))
+    elif comm.rank == other:
+        link, _ = listening.accept()
+        got, start = 0, time.monotonic()
+        while data := link.recv(2**20):
+            got += len(data)
+        rate = got / (time.monotonic() - start)
+    listening.close()
+    return max(comm.gather_objects(rate))
+
+
+def measure(comm: Any, route: str, wire: str, n: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Time and check one route with one wire format. **Ranks:** all. **Raises:** PlanError where it cannot be carried out."""
+    import tensorflow as tf
+
+    import tfcommx as cx
+    from tfcommx import exchange
+    from tfcommx.schedule import planner
+    from tfcommx.schedule.run import Exchange, owed_of
+
+    sparse = exchange.row(route).sparse
+    how = {"selection": args.selection, "density": args.density} if sparse else {}
+    scheme = cx.Scheme(route=route, dense_below=0, **how, **({"wire": wire} if wire else {}))
+    plan = planner.make_plan([planner.Gradient("gradient", (n, 1), "float32")], {"*": scheme}, comm.topology, "sum")
+    (bucket,) = plan.buckets
+    carried_out = Exchange(plan, comm)
+    step = tf.function(lambda tensor: carried_out({"gradient": tensor})["gradient"], autograph=False)
+    mine = tf.constant(gradient(comm.rank, n)[:, None])
+    seconds, arrived, before = [], 0.0, comm.traffic()
+    for number in range(args.steps + 1):  # the first one is traced and not counted
+        comm.gather_objects("ready")
+        start = time.monotonic()
+        result = step(mine).numpy()
+        took = time.monotonic() - start
+        arrived += weighted_sum(result[:, 0])
+        seconds += [max(comm.gather_objects(took))] if number else []
+    steps = args.steps + 1
+    owed = owed_of(plan, {name: residual.numpy() for name, residual in carried_out.residuals.items()}, comm.rank)
+    rows = comm.gather_objects((arrived, sum(map(weighted_sum, owed.values())), weighted_sum(mine.numpy()[:, 0]),
+                                (comm.traffic().between - before.between) / steps))
+    promised = exchange.route(route).wire_bytes(bucket, comm.topology).between
+    verified = (len({row[0] for row in rows}) == 1
+                and rows[0][0] + sum(row[1] for row in rows) == steps * sum(row[2] for row in rows)
+                and abs(statistics.mean(row[3] for row in rows) - promised) <= 1e-6 * promised)
+    return {"route": route, "wire": wire or ("pair32" if sparse else "plain"), "nodes": comm.topology.nodes, "slots": comm.topology.slots,
+            "rate_mbit": args.rate_mbit, "n": n, "density": args.density if sparse else 1.0, "seconds": statistics.median(seconds),
+            "wire_bytes": promised, "limit_seconds": promised * comm.topology.slots / args.socket_rate, "verified": verified}
+
+
+def work(args: argparse.Namespace) -> None:
+    """Measure all that was asked for; rank 0 writes one line of JSON per result as it comes."""
+    import tfcommx as cx
+    from tfcommx.exchange import ROUTES
+    from tfcommx.terms import PlanError
+
+    comm = cx.init()
+    args.socket_rate = socket_rate(comm)
+    args.rate_mbit = args.rate_mbit or round(args.socket_rate * 8e-6, 1)
+    for n in args.sizes:
+        for route in args.routes or ROUTES:
+            for wire in getattr(ROUTES[route], "wires", ("",)):  # the formats of a route that has several
+                try:
+                    found = measure(comm, route, wire, n, args)
+                except PlanError as refusal:
+                    if comm.rank == 0:
+                        print(f"{route} {wire}: left out: {refusal}", flush=True)
+                    continue
+                if comm.rank == 0:
+                    with open(args.json, "a") as file:
+                        file.write(json.dumps(found) + "\n")
+
+
+# --- around them -------------------------------------------------------------------------------------------------------------
+
+
+def launch(args: argparse.Namespace, json_file: Path) -> int:
+    """Run this script on the ranks of the hosts, of the cluster that is up, or of one that is made for it."""
+    ranks = sum(int(host.rpartition(":")[2]) for host in args.hosts.split(",")) if args.hosts else args.nodes * args.slots
+    command = ["horovodrun", "-np", str(ranks), f"--{args.launcher}", sys.executable, __file__, "--worker", "--json", str(json_file),
+               "--density", str(args.density), "--selection", args.selection, "--steps", str(args.steps),
+               "--sizes", *map(str, args.sizes), *(["--routes", *args.routes] if args.routes else [])]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                   "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")}
+    if args.hosts:
+        return subprocess.run([*command[:3], "-H", args.hosts, *command[3:]], env=environment).returncode
+    cluster = [str(ROOT / "scripts" / "cluster"), "--name", args.cluster or f"b{os.getpid()}"]
+    try:
+        if not args.cluster:
+            subprocess.run([*cluster, "up", "--nodes", str(args.nodes), "--slots", str(args.slots), "--rate", args.rate], check=True)
+        mbit = json.loads(Path(f"/run/tfcommx-{cluster[-1]}/state.json").read_text())["rate_mbit"]
+        return subprocess.run([*cluster, "run", "--", *command, "--rate-mbit", str(mbit)], env=environment).returncode
+    except subprocess.CalledProcessError as error:
+        return error.returncode  # scripts/cluster has said why
+    finally:
+        if not args.cluster:
+            subprocess.run([*cluster, "down"], stdout=subprocess.DEVNULL)
+
+
+def show(rows: list[dict[str, Any]], png: str | None) -> None:
+    """Print the table; draw it."""
+    print(f"{'route':<14}{'wire':<16}{'n':>12}{'density':>9}{'seconds':>10}{'limit':>9}{'x limit':>9}{'x allreduce':>13}"
+          f"{'MB sent':>10}  verified")
+    horovod = {row["n"]: row["seconds"] for row in rows if row["route"] == "allreduce"}
+    for row in rows:
+        faster = f"{horovod[row['n']] / row['seconds']:.2f}" if row["n"] in horovod else "-"
+        print(f"{row['route']:<14}{row['wire']:<16}{row['n']:>12,}{row['density']:>9g}{row['seconds']:>10.3f}{row['limit_seconds']:>9.3f}"
+              f"{row['seconds'] / row['limit_seconds']:>9.2f}{faster:>13}{row['wire_bytes'] / 1e6:>10.2f}  {row['verified']}")
+    if png and rows:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        names = [f"{row['route']} {row['wire']}, n = {row['n']:,}, density {row['density']:g}" for row in rows]
+        figure, axes = plt.subplots(figsize=(9, 1.2 + 0.35 * len(rows)), layout="constrained")
+        axes.barh(names, [row["seconds"] for row in rows], color="tab:blue", label="measured (median)")
+        axes.plot([row["limit_seconds"] for row in rows], names, "k|", markersize=14, label="limit of the link")
+        axes.invert_yaxis()
+        axes.set(xscale="log", xlabel="seconds per exchange",
+                 title=f"{rows[0]['nodes']} nodes x {rows[0]['slots']} slots, {rows[0]['rate_mbit']:g} Mbit/s")
+        axes.legend()
+        figure.savefig(png, dpi=120)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--slots", type=int, default=2, help="ranks per node")
+    parser.add_argument("--rate", default="200mbit", help="of each node's link, each way")
+    parser.add_argument("--cluster", help="name of a virtual cluster that is up; default: make one")
+    parser.add_argument("--hosts", help="real hosts, as for horovodrun -H")
+    parser.add_argument("--launcher", choices=["gloo", "mpi"], default="gloo")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1_000_000], help="entries of the gradient")
+    parser.add_argument("--density", type=float, default=0.01, help="of sparse routes")
+    parser.add_argument("--selection", default="mstopk", help="of sparse routes")
+    parser.add_argument("--routes", nargs="+", help="default: all")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps")
+    parser.add_argument("--json", help="append one object a line to this file")
+    parser.add_argument("--png", help="draw the table into this file")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--rate-mbit", type=float, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work(args)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "found.json"
+        status = launch(args, found)
+        text = found.read_text() if found.exists() else ""
+    rows = [json.loads(line) for line in text.splitlines()]
+    if args.json and text:
+        with open(args.json, "a") as file:
+            file.write(text)
+    if rows:
+        show(rows, args.png)
+    return status or int(not rows or not all(row["verified"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
