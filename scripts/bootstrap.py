@@ -18,8 +18,10 @@ import json
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -119,7 +121,11 @@ def check_tools() -> None:
     for tool in ("g++", "make"):
         if shutil.which(tool) is None:
             raise Missing(f"`{tool}` was not found: apt-get install g++ make")
-    headers = Path(__import__("sysconfig").get_path("include")) / "Python.h"
+    try:
+        socket.gethostbyname(socket.gethostname())
+    except OSError:  # Gloo would crash later, without a word
+        raise Missing(f"This host's own name does not resolve: echo '127.0.0.1 {socket.gethostname()}' | sudo tee -a /etc/hosts") from None
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
     if not headers.is_file():
         raise Missing(f"Python's headers were not found ({headers}): apt-get install python3-dev")
 

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from launching import horovodrun
 
 WORKER = str(Path(__file__).parent / "worker_faults.py")
@@ -29,7 +28,8 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(how: str, launcher: str) 
 
 def test_unequal_slots_are_refused_by_two_level_routes_and_work_with_one_level() -> None:
     code = (
-        "import numpy as np, keras, tensorflow as tf, tfcommx as cx; c = cx.init(); v = keras.Variable(np.zeros((64, 64), 'float32'), name='w');"
+        "import numpy as np, keras, tensorflow as tf, tfcommx as cx; c = cx.init();"
+        "v = keras.Variable(np.zeros((64, 64), 'float32'), name='w');"
         "o = cx.DistributedOptimizer(keras.optimizers.SGD(1.0), cx.Scheme('allgather', 'mstopk', 0.5)); o.apply([tf.ones([64, 64])], [v]);"
         "print('one level', c.topology.size);"
         "cx.DistributedOptimizer(keras.optimizers.SGD(1.0), cx.Scheme('hitopk', 'mstopk', 0.1))"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from pathlib import Path
 
 import pytest
@@ -56,7 +55,7 @@ def test_imports_only_from_floors_below(name: str) -> None:
         if not imported.startswith("tfcommx."):
             continue
         other = imported.split(".")[1]
-        if other == room or other not in FLOORS or other in GROUND or FLOORS[room] in ONE_ROOM and FLOORS[other] in ONE_ROOM:
+        if other == room or other not in FLOORS or other in GROUND or (FLOORS[room] in ONE_ROOM and FLOORS[other] in ONE_ROOM):
             continue
         assert FLOORS[other] < FLOORS[room], f"{name} (floor {FLOORS[room]}) imports {other} (floor {FLOORS[other]})"
 
@@ -85,8 +84,8 @@ def test_kernels_know_no_framework() -> None:
     kernels = list((PACKAGE.parent / "ops" / "kernels").iterdir())
     assert kernels
     for path in kernels:
-        code = re.sub(r"//.*", "", path.read_text())
-        assert "tensorflow" not in code.lower(), f"{path.name} needs a framework"
+        includes = [line for line in path.read_text().splitlines() if line.startswith("#include")]
+        assert not [line for line in includes if "tensorflow" in line or "/tf/" in line], f"{path.name} includes a framework"
 
 
 def test_planning_loads_no_tensorflow() -> None:

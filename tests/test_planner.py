@@ -61,7 +61,8 @@ def test_k_of_zero_is_refused_with_its_variables() -> None:
 
 
 def test_dtypes_do_not_mix_and_bfloat16_travels_as_float32() -> None:
-    gradients = [Gradient("a", (8,), "float16"), Gradient("b", (8,), "bfloat16"), Gradient("c", (8,), "float64"), Gradient("d", (8,), "float32")]
+    dtypes = {"a": "float16", "b": "bfloat16", "c": "float64", "d": "float32"}
+    gradients = [Gradient(path, (8,), dtype) for path, dtype in dtypes.items()]
     plan = make_plan(gradients, {"*": Scheme()}, Topology(1, 2))
     assert {path: bucket.dtype for bucket in plan.buckets for path in bucket.variables} == {
         "a": "float16", "b": "float32", "c": "float64", "d": "float32"}

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from launching import ROOT, horovodrun
 
 README = (ROOT / "README.md").read_text()

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from tfcommx import recipe
 from tfcommx.recipe import LearningRate, RecipeError, read
 from tfcommx.terms import Scheme
 
@@ -89,16 +88,6 @@ def test_settings(write):
                              ("name.x=1", "no place 'name.x'"), ("phase.0=1", "Did you mean 'phases'"), ("seed=[", "not YAML")):
         with pytest.raises(RecipeError, match=message):
             read(write(SMALL), [setting])
-
-
-def test_a_scheme_is_checked_by_terms(write, monkeypatch):
-    """The recipe has no second copy of Scheme's rules: what terms refuses, it refuses."""
-    def refuse(**given):
-        raise recipe.exchange.check_name("word", "x", ["y"])
-    monkeypatch.setattr(recipe, "Scheme", refuse)
-    monkeypatch.setattr(recipe.dataclasses, "fields", lambda cls: [type("F", (), {"name": "route"})])
-    with pytest.raises(RecipeError, match="Unknown word 'x'"):
-        read(write(SMALL))
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear"])

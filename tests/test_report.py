@@ -144,3 +144,17 @@ def test_report_command_and_help_need_no_tensorflow(summary, tmp_path):
     for words, expected in ((["--help"], "train"), (["report", str(tmp_path)], "4 on 2 nodes")):
         done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, text=True, capture_output=True)
         assert done.returncode == 0 and expected in done.stdout, done.stderr
+
+
+def test_the_bar_goes_to_the_terminal_that_is_named(tmp_path, capsys):
+    """Under horovodrun stdout is a pipe; a device that is a terminal gets the bar, anything else is left alone."""
+    leader, follower = os.openpty()
+    with Progress(steps=2, epochs=1, terminal=os.ttyname(follower)) as progress:
+        progress.step()
+    assert b"epoch 1/1" in os.read(leader, 100_000)
+    for name in ("not a tty", str(tmp_path / "file")):
+        with Progress(steps=2, epochs=1, terminal=name) as progress:
+            progress.step()
+            progress.epoch(row(1, 28, "torus"))
+    assert not (tmp_path / "file").exists() and not Path("not a tty").exists()
+    assert capsys.readouterr().out.count("epoch  1/1") == 2

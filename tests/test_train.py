@@ -6,10 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import keras
+import numpy as np
 import pytest
 
 from tfcommx import report
-from tfcommx.data.fashion_mnist import DataError, fetch
 
 ROOT = Path(__file__).parent.parent
 SHORT = ["batch_per_rank=1000", "model.filters=[4, 8]", "phases.0.epochs=1", "phases.0.resolution=8", "phases.1.epochs=1",
@@ -24,18 +25,39 @@ assert not any(name.startswith("tfcommx") for name in sys.modules)
 """
 
 
+def start(folder, *options):
+    words = [word for setting in SHORT for word in ("--set", setting)]
+    command = [sys.executable, "-m", "tfcommx.cli", "train", "configs/fashion_mnist.yaml", "--output", str(folder), *words, *options]
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, stdout=subprocess.PIPE)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    try:
-        fetch()
-    except DataError as missing:
-        pytest.skip(str(missing))
     folder = tmp_path_factory.mktemp("run")
-    words = [word for setting in SHORT for word in ("--set", setting)]
-    command = [sys.executable, "-m", "tfcommx.cli", "train", "configs/fashion_mnist.yaml", "--output", str(folder), *words]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder, done.stdout
+    process = start(folder)
+    printed, _ = process.communicate()
+    assert process.returncode == 0
+    return folder, printed
+
+
+def saved_model(folder):
+    return next((folder / "checkpoint").glob("model-*.keras"))
+
+
+def test_a_killed_run_resumes_to_the_same_weights(run, tmp_path):
+    """kill -9 in the second epoch, then --resume: the weights and the accuracy of the run that was left alone."""
+    process = start(tmp_path)
+    for line in process.stdout:
+        if line.startswith("epoch  1/3"):
+            process.kill()
+    process.wait()
+    assert not (tmp_path / "summary.json").exists()
+    process = start(tmp_path, "--resume")
+    printed, _ = process.communicate()
+    assert process.returncode == 0 and "epoch  1/3" not in printed
+    assert report.read(tmp_path)["test_accuracy"] == report.read(run[0])["test_accuracy"]
+    for one, other in zip(*(keras.saving.load_model(saved_model(folder)).variables for folder in (run[0], tmp_path)), strict=True):
+        np.testing.assert_array_equal(one.numpy(), other.numpy())
 
 
 def test_the_summary(run):
@@ -54,7 +76,7 @@ def test_the_summary(run):
 
 
 def test_the_checkpoint_loads_without_tfcommx(run):
-    done = subprocess.run([sys.executable, "-c", LOAD, str(run[0] / "model.keras")], cwd=run[0], text=True, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", LOAD, str(saved_model(run[0]))], cwd=run[0], text=True, capture_output=True)
     assert done.returncode == 0, done.stderr[-3000:]
     count, kind, steps = done.stdout.split()
     assert int(count) == report.read(run[0])["parameters"] and kind == "SGD" and int(steps) == 3 * 60

@@ -21,7 +21,7 @@ _PUBLIC = {
 }
 _MODULES = {"callbacks": "tfcommx.optim.callbacks"}
 
-__all__ = [*_PUBLIC, *_MODULES]  # noqa: PLE0604
+__all__ = [*_PUBLIC, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:

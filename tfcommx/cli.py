@@ -31,6 +31,7 @@ def _group() -> None:
 def train(
     config: Annotated[Path, typer.Argument(help="Recipe, a YAML file such as configs/fashion_mnist.yaml.")],
     output: Annotated[Path | None, typer.Option(help="Folder of the run; by default runs/NAME of the recipe.")] = None,
+    resume: Annotated[bool, typer.Option(help="Continue after the last checkpoint in the run's folder.")] = False,
     settings: Annotated[list[str] | None, typer.Option("--set", metavar="PLACE=VALUE", help=SET_HELP)] = None,
 ) -> None:
     """Train a model as a recipe says. Start it with horovodrun: `horovodrun -np 4 tfcommx train CONFIG`."""
@@ -40,7 +41,8 @@ def train(
     from tfcommx.train import train as run
 
     folder = output or Path("runs") / recipe.name
-    summary = run(recipe, folder)
+    # horovodrun puts a pipe between rank 0 and the terminal; `make demo` names the terminal for the progress bar.
+    summary = run(recipe, folder, resume, os.environ.get("TFCOMMX_TERMINAL"))
     if is_chief():
         report.show(summary)
         print(f"Report, figures, TensorBoard events and checkpoint: {folder}")

@@ -247,7 +247,7 @@ class HorovodComm(Comm):
         super().__init__(here.rank, topology)
         self._hvd, self._ops, self._open_post = hvd, mpi_ops, open_post
         wanted = () if topology.uneven else tuple(sorted({
-            ranks for rank in range(topology.size) for group in ("node", "peers") if 1 < len(ranks := topology.group(group, rank))
+            ranks for rank in range(topology.size) for group in ("node", "peers") if len(ranks := topology.group(group, rank)) > 1
             and len(ranks) < topology.size
         }))
         sets = {ranks: hvd.ProcessSet(ranks) for ranks in wanted}

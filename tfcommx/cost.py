@@ -34,11 +34,8 @@ def ring_traffic(sent: float, group: str, topology: Topology) -> Traffic:
 
     In rank order the world's ring leaves each node once, so 1 / slots of its bytes do, as the mean over the ranks.
     """
-    if topology.nodes == 1 or group == "node":
-        leaving = 0.0
-    else:
-        leaving = sent if group == "peers" else sent * topology.nodes / topology.size
-    return Traffic(sent - leaving, leaving)
+    leaves = {"node": 0.0, "peers": 1.0, "world": topology.nodes / topology.size}[group] if topology.nodes > 1 else 0.0
+    return Traffic(sent - sent * leaves, sent * leaves)
 
 
 def alltoall_traffic(sent: float, group: str, topology: Topology) -> Traffic:

@@ -33,8 +33,8 @@ def init(node_size: int | None = None) -> comm.Comm:
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
         if here.local_rank >= len(gpus):
-            raise PlanError(f"One GPU per process is required. Rank {here.rank} has local rank {here.local_rank} and sees {len(gpus)} GPUs. "
-                            "Launch at most that many processes on this host.")
+            raise PlanError(f"One GPU per process is required. Rank {here.rank} has local rank {here.local_rank} and sees {len(gpus)} "
+                            "GPUs. Launch at most that many processes on this host.")
         tf.config.set_visible_devices(gpus[here.local_rank], "GPU")
         tf.config.experimental.set_memory_growth(gpus[here.local_rank], True)
     comm.set_current(comm.HorovodComm(here, topology, links.MpiPost if here.kind == "mpi" else None))

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
-from tfcommx import exchange
-from tfcommx.terms import Scheme
+from tfcommx.schedule import planner
+from tfcommx.terms import Scheme, Topology
 
 
 class RecipeError(ValueError):
@@ -35,8 +35,7 @@ def _scheme(value: Any) -> Scheme:
                          f"Received {value!r}.")
     _refuse_unknown(value, [field.name for field in dataclasses.fields(Scheme)])
     scheme = Scheme(**value)
-    exchange.row(scheme.route)
-    exchange.row(scheme.dense_route)
+    planner.check_scheme(scheme, Topology(1, 1))  # names and what fits what; the cluster is checked when it is known
     return scheme
 
 

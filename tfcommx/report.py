@@ -5,6 +5,7 @@ No TensorFlow is imported until events are written, so `tfcommx report` is quick
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -35,9 +36,16 @@ class ReportError(ValueError):
 
 
 class Progress:
-    """One bar over all steps of a run on a terminal; elsewhere one plain line per epoch. Silent unless `shown`."""
+    """One bar over all steps of a run on a terminal; elsewhere one plain line per epoch. Silent unless `shown`.
 
-    def __init__(self, steps: int, epochs: int, shown: bool = True, stream: IO[str] | None = None) -> None:
+    Under horovodrun the output is a pipe; the bar then goes to the device file `terminal`, where that is one.
+    """
+
+    def __init__(self, steps: int, epochs: int, shown: bool = True, stream: IO[str] | None = None, terminal: str | None = None) -> None:
+        if shown and stream is None and terminal and not sys.stdout.isatty():
+            with contextlib.suppress(OSError):  # no such device, or not ours: plain lines then
+                device = os.open(terminal, os.O_WRONLY | os.O_NOCTTY)
+                stream = os.fdopen(device, "w") if os.isatty(device) else None
         self.steps, self.epochs, self.shown, self.done = steps, epochs, shown, 0
         self.console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self.started = time.monotonic()

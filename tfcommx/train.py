@@ -14,7 +14,7 @@ import tfcommx as cx
 from tfcommx import report
 from tfcommx.data import fashion_mnist, images
 from tfcommx.models import small_cnn
-from tfcommx.optim import callbacks
+from tfcommx.optim import callbacks, checkpoint
 from tfcommx.recipe import Recipe
 
 EVALUATION_BATCH = 500  # images; large enough to be fast, small enough to stay in the cache
@@ -80,11 +80,11 @@ class LearningRate(keras.callbacks.Callback):
     A callback and not a Keras schedule, so that the saved optimizer needs nothing of ours to be loaded.
     """
 
-    def __init__(self, recipe: Recipe, steps_per_epoch: int, global_batch: int) -> None:
+    def __init__(self, recipe: Recipe, steps_per_epoch: int, global_batch: int, step: int = 0) -> None:
         super().__init__()
         self.rate = recipe.learning_rate
         self.sizes = (steps_per_epoch, steps_per_epoch * recipe.epochs, global_batch)
-        self.step = 0
+        self.step = step
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         self.model.optimizer.learning_rate = self.rate.at(self.step, *self.sizes)
@@ -148,10 +148,17 @@ class Rows(keras.callbacks.Callback):
         self.progress.epoch(self.rows[-1])
 
 
-def train(recipe: Recipe, output_folder: Path) -> dict[str, Any]:
-    """Train as the recipe says; rank 0 writes the report and the checkpoint into `output_folder`.
+def train(recipe: Recipe, output_folder: Path, resume: bool = False, terminal: str | None = None) -> dict[str, Any]:
+    """Train as the recipe says; write a checkpoint after every epoch and, at the end, the report into `output_folder`.
 
-    Returns: the summary, the same numbers as in `summary.json`; times are rank 0's where ranks differ.
+    Args:
+        resume: continue after the last whole checkpoint in `output_folder`, if there is one, with its residuals. The summary
+            then covers the epochs since.
+        terminal: device file of a terminal for the progress bar, where rank 0's own output is a pipe.
+
+    Returns: the summary, as in `summary.json`. `seconds` is the wall-clock time of this call, all but the report's files;
+        `images_per_second` counts training images of all ranks over the time in steps, tracing and waiting for data
+        included, evaluation not; bytes are per rank, the whole run; `rows` has the epochs. Times are this rank's own.
 
     **Ranks:** all, with the same recipe. **Raises:** PlanError and DataError before the first step.
     """
@@ -171,30 +178,39 @@ def train(recipe: Recipe, output_folder: Path) -> dict[str, Any]:
 
     keras.utils.set_random_seed(recipe.seed)
     model = small_cnn(recipe.model.filters, recipe.model.residual, classes)
-    optimizer = compiled(model, recipe)
+    saved = output_folder / "checkpoint"
+    first = checkpoint.next_epoch(saved) if resume else 0
+    if first >= recipe.epochs:
+        raise cx.PlanError(f"A resumed run needs epochs left to train. {saved} holds {first} of {recipe.epochs}.")
+    optimizer = compiled(model, recipe, recipe.phase_of_epoch()[first].scheme)
+    if resume:
+        checkpoint.restore(model, saved)
 
     timing, compare = Timing(), callbacks.CompareReplicas()
     timing.watch(model)
     evaluation = Evaluation(comm, test_x, test_y, timing)
-    progress = report.Progress(steps * recipe.epochs, recipe.epochs, shown=cx.is_chief())
+    progress = report.Progress(steps * (recipe.epochs - first), recipe.epochs, shown=cx.is_chief(), terminal=terminal)
     rows = Rows(recipe, timing, compare, steps * global_batch, progress)
     first_epochs = np.cumsum([0, *(phase.epochs for phase in recipe.phases)])
     later = zip(first_epochs[1:-1], recipe.phases[1:], strict=True)
-    switch = callbacks.SwitchScheme({int(epoch): phase.scheme for epoch, phase in later})
-    every_phase = [timing, LearningRate(recipe, steps, global_batch), switch, callbacks.AverageMetrics(),
-                   callbacks.AverageBatchNorm(), compare, evaluation, rows]
+    switch = callbacks.SwitchScheme({int(epoch): phase.scheme for epoch, phase in later if epoch > first})
+    every_phase = [timing, LearningRate(recipe, steps, global_batch, first * steps), switch, callbacks.AverageMetrics(),
+                   callbacks.AverageBatchNorm(), compare, evaluation, checkpoint.Checkpoint(saved), rows]
+    begin = [callbacks.BroadcastState()]
 
     with progress:
         for number, phase in enumerate(recipe.phases):
-            epochs = range(int(first_epochs[number]), int(first_epochs[number + 1]))
+            epochs = range(max(first, int(first_epochs[number])), int(first_epochs[number + 1]))
+            if not epochs:
+                continue
             batches = images.training_batches(
                 train_x, train_y, classes, epochs=epochs, resolution=phase.resolution, batch=recipe.batch_per_rank,
                 rank=comm.rank, ranks=ranks, seed=recipe.seed, shift=recipe.data.shift, flip=recipe.data.flip,
                 prefetch=recipe.data.prefetch)
             evaluation.at(phase.resolution)
-            begin = [callbacks.BroadcastState()] if number == 0 else []
             model.fit(batches, initial_epoch=epochs.start, epochs=epochs.stop, steps_per_epoch=steps, verbose=0, shuffle=False,
                       callbacks=[*begin, *every_phase])
+            begin = []
 
     busy = sum(row["seconds"][kind] for row in rows.rows for kind in ("data", "step", "first_step"))
     summary = {
@@ -205,23 +221,22 @@ def train(recipe: Recipe, output_folder: Path) -> dict[str, Any]:
         "epochs": recipe.epochs,
         "parameters": model.count_params(),
         "seconds": round(time.time() - start, 1),
-        "images_per_second": round(steps * global_batch * recipe.epochs / busy, 1),
+        "images_per_second": round(steps * global_batch * len(rows.rows) / busy, 1),
         **{key: round(value) for key, value in optimizer.exchanger.traffic().items()},
         "replicas_identical": all(row["replicas_identical"] for row in rows.rows),
         "rows": rows.rows,
     }
     if cx.is_chief():
         report.write(summary, output_folder)
-        model.save(output_folder / "model.keras")
     return summary
 
 
-def compiled(model: keras.Model, recipe: Recipe) -> keras.optimizers.Optimizer:
-    """Compile the model with the recipe's optimizer, made distributed with the first phase's scheme; return the optimizer."""
+def compiled(model: keras.Model, recipe: Recipe, scheme: cx.Scheme) -> keras.optimizers.Optimizer:
+    """Compile the model with the recipe's optimizer, made distributed; return the optimizer."""
     chosen = recipe.optimizer
     optimizer = cx.DistributedOptimizer(
         keras.optimizers.SGD(0.0, momentum=chosen.momentum, nesterov=chosen.nesterov, weight_decay=chosen.weight_decay or None),
-        scheme=recipe.phases[0].scheme)
+        scheme=scheme)
     # Decay pulls weights to zero; scales, offsets and biases have no reason to be small.
     optimizer.exclude_from_weight_decay(var_names=["gamma", "beta", "bias"])
     loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=recipe.label_smoothing)

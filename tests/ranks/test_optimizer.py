@@ -139,6 +139,16 @@ def test_options_of_keras_optimizers(comm: Comm, options: dict[str, Any]) -> Non
     assert same_on_all_ranks(comm, net)
 
 
+@pytest.mark.parametrize("excluded", [["bias"], None])
+def test_what_the_config_leaves_out_survives_the_wrap(comm: Comm, excluded: list[str] | None) -> None:
+    plain = keras.optimizers.SGD(1.0, weight_decay=0.5)
+    if excluded:
+        plain.exclude_from_weight_decay(var_names=excluded)
+    bias = keras.Variable(np.ones(2, "float32"), name="bias")
+    cx.DistributedOptimizer(plain).apply([tf.zeros(2)], [bias])
+    np.testing.assert_allclose(bias.numpy(), 1.0 if excluded else 0.5)
+
+
 def test_accumulated_steps_are_exchanged_once(comm: Comm) -> None:
     net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)))
     fit(net, comm, epochs=2)
@@ -183,7 +193,8 @@ def test_embeddings_and_variables_without_gradients(comm: Comm) -> None:
 def test_a_non_finite_gradient_skips_the_step_on_all_ranks(comm: Comm, made_by: str, bad_rank: int) -> None:
     """With a LossScaleOptimizer: no rank steps, the scale halves everywhere, residuals stay as they were."""
     inner = keras.optimizers.SGD(0.05)
-    optimizer = cx.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0) if made_by == "user" else inner, SPARSE)
+    given = keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0) if made_by == "user" else inner
+    optimizer = cx.DistributedOptimizer(given, SPARSE)
     keras.config.set_dtype_policy("mixed_float16")
     try:
         net = compiled(optimizer)

@@ -66,6 +66,17 @@ def save(model: keras.Model, folder: str | Path, epoch: int) -> None:
             old.unlink(missing_ok=True)
 
 
+def next_epoch(folder: str | Path) -> int:
+    """Return the epoch after the last whole checkpoint; 0 without one. **Ranks:** all; what rank 0 sees counts."""
+    head = _head(Path(folder))
+    return 0 if head is None else head["epoch"] + 1
+
+
+def _head(folder: Path) -> dict[str, int] | None:
+    mine = json.loads((folder / HEAD).read_text()) if (folder / HEAD).is_file() else None
+    return comm.current().gather_objects(mine)[0]
+
+
 def restore(model: keras.Model, folder: str | Path) -> int:
     """Load the last whole checkpoint into a compiled model with a wrapped optimizer; return the next epoch's number.
 
@@ -78,10 +89,8 @@ def restore(model: keras.Model, folder: str | Path) -> int:
     **Raises:** FileNotFoundError that names the missing file; PlanError for variables that the model does not have.
     """
     here, folder = comm.current(), Path(folder)
-    heads = here.gather_objects((folder / HEAD).read_text() if (folder / HEAD).is_file() else None)
-    if heads[0] is None:
+    if (head := _head(folder)) is None:
         return 0
-    head = json.loads(heads[0])
     epoch, ranks = head["epoch"], head["ranks"]
     weights = folder / f"model-{epoch:04d}.keras"
     mine = [folder / _owed_name(epoch, rank) for rank in range(here.rank, ranks, here.topology.size)]

@@ -45,6 +45,7 @@ class Exchanger:
         self._dense_bytes = 0.0  # of plans that were left
         self._variables: list[keras.Variable] = []
 
+    @tf.autograph.experimental.do_not_convert
     def begin(self, variables: Sequence[keras.Variable]) -> None:
         """Say whose gradients come next; refuse what would fail or hang later: XLA, and a loss scale decided by each rank alone.
 
@@ -58,6 +59,7 @@ class Exchanger:
             raise PlanError("A LossScaleOptimizer outside of the wrapped optimizer decides on each rank alone whether to take a step. "
                             "Wrap it: DistributedOptimizer(LossScaleOptimizer(optimizer)), or add the callback BroadcastState.")
 
+    @tf.autograph.experimental.do_not_convert
     def exchange(self, grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Return the gradients averaged (or summed) over the ranks, bit-identical on all. **Ranks:** all."""
         variables = self._variables
@@ -68,6 +70,7 @@ class Exchanger:
         result = self._exchange_for(variables)(dict(zip(paths, grads, strict=True)))
         return [result[path] for path in paths]
 
+    @tf.autograph.experimental.do_not_convert
     def all_ranks(self, finite: tf.Tensor) -> tf.Tensor:
         """Tell whether `finite` (bool) holds on every rank. **Ranks:** all. **Cost:** one allreduce of 4 bytes."""
         if self.comm.topology.size == 1:

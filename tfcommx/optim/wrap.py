@@ -19,7 +19,7 @@ from tfcommx.optim.exchanger import Exchanger
 from tfcommx.terms import OPERATIONS, Plan, PlanError, Scheme, check_name
 
 
-def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
+def DistributedOptimizer(
     optimizer: keras.optimizers.Optimizer,
     scheme: Scheme | Mapping[str, Scheme] | None = None,
     op: str = "average",
@@ -109,6 +109,9 @@ def _copy(optimizer: keras.optimizers.Optimizer, mixin: type, **changed: Any) ->
     cls = _subclass(type(optimizer), mixin)
     config = optimizer.get_config() | changed
     copy = cls(**config) if changed else cls.from_config(config)
+    for name in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):  # Keras keeps them out of the config
+        if hasattr(optimizer, name):
+            setattr(copy, name, getattr(optimizer, name))
     if optimizer.built:
         copy.build(optimizer._trainable_variables)
         for ours, theirs in zip(copy.variables, optimizer.variables, strict=True):

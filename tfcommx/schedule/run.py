@@ -58,6 +58,7 @@ class Exchange:
             if bucket.k is not None:
                 self._make_residual(bucket)
 
+    @tf.autograph.experimental.do_not_convert  # what follows is a graph already, also in a caller's loop
     def __call__(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Return the average (or sum) over all ranks of each gradient.
 
@@ -119,7 +120,8 @@ class Exchange:
 
     def _make_residual(self, bucket: Bucket) -> None:
         start, stop = exchange.route(bucket.route).shard(bucket, self.plan.topology, self.comm.rank)
-        self.residuals[bucket.name] = tf.Variable(tf.zeros(stop - start), trainable=False, name=f"{bucket.name}/residual")
+        with tf.device("/cpu:0"):  # where the kernels are that update it in place
+            self.residuals[bucket.name] = tf.Variable(tf.zeros(stop - start), trainable=False, name=f"{bucket.name}/residual")
 
     def _selector(self, bucket: Bucket, index: int, step: tf.Tensor) -> Callable[[tf.Tensor], Sparse] | None:
         if bucket.k is None:
