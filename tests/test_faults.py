@@ -63,6 +63,20 @@ def test_a_watch_that_cannot_be_is_refused() -> None:
         init(watch_seconds=0)
 
 
+@pytest.mark.parametrize(("how", "said"), [
+    ("kill", r"rank 2\b"), ("raise", "rank 2 gives up"), ("stop", r"rank [01] gives up"),
+])
+def test_messages_end_too_when_a_rank_does_not_come(how: str, said: str) -> None:
+    """Who waits in MPI for a message is out of Horovod's reach: an uncaught error ends the launch, and waiting has an end."""
+    ended = horovodrun(3, [WORKER, how, "2", "20", "pipeline"], "mpi", seconds=120, TFCOMMX_PATIENCE_SECONDS="5")
+    assert "now" in ended.output and ended.status != 0, ended.output[-4000:]
+    assert ended.seconds < 60, f"{ended.seconds:.0f} s\n{ended.output[-4000:]}"
+    after = ended.output.split("now", 1)[1]
+    assert re.search(said, after), ended.output[-4000:]
+    if how == "stop":
+        assert re.search(r"has waited longer for ranks \[", after), ended.output[-4000:]
+
+
 def test_unequal_slots_are_refused_by_two_level_routes_and_work_with_one_level() -> None:
     code = (
         "import numpy as np, keras, tensorflow as tf, tfcommx as cx; c = cx.init();"

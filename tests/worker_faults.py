@@ -14,6 +14,7 @@ import tensorflow as tf
 import tfcommx as cx
 
 how, victim = sys.argv[1], int(sys.argv[2])
+route = sys.argv[4] if len(sys.argv) > 4 else "allgather"
 comm = cx.init(watch_seconds=float(sys.argv[3])) if len(sys.argv) > 3 else cx.init()
 
 if how == "apart":  # nobody is in trouble: one rank ends at once, one holds Python's lock for long, the others take their time
@@ -27,7 +28,8 @@ if how == "apart":  # nobody is in trouble: one rank ends at once, one holds Pyt
     sys.exit()
 
 weight = keras.Variable(tf.zeros([64, 64]), name="w")
-optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.1), cx.Scheme("allgather", "mstopk", 0.01))
+scheme = cx.Scheme(route, "mstopk", 0.01) if route == "allgather" else cx.Scheme(route)
+optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme)
 for step in range(1000):
     optimizer.apply([tf.random.normal([64, 64])], [weight])
     if step == 5 and comm.rank == victim:

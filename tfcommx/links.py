@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from typing import Any
 
 import numpy as np
+
+PATIENCE_SECONDS = 50  # how long a rank waits for a message; TFCOMMX_PATIENCE_SECONDS changes it. Gloo's own limit is 30
 
 
 def mpi_hosts() -> list[str]:
@@ -23,6 +28,9 @@ class MpiPost:
 
     mpi4py starts MPI with full thread support, so Horovod's background thread may be in MPI at the same time.
 
+    From then on an exception that nothing catches ends the launch: the other ranks may be waiting for this one's messages,
+    and Horovod's orderly end would wait for them.
+
     **Ranks:** all make it together, in the same order. **Raises:** RuntimeError where MPI has less thread support.
     """
 
@@ -35,16 +43,40 @@ class MpiPost:
         self._mpi = MPI
         self._world = MPI.COMM_WORLD.Dup()
         self.sent: dict[int, int] = {}
+        self._patience = float(os.environ.get("TFCOMMX_PATIENCE_SECONDS", PATIENCE_SECONDS))
+        report = sys.excepthook
+
+        def report_and_end(*failure: Any) -> None:
+            report(*failure)
+            sys.stderr.write(f"tfcommx: rank {self._world.rank} gives up and ends the launch.\n")
+            sys.stderr.flush()
+            self._world.Abort(1)
+
+        sys.excepthook = report_and_end
 
     def send(self, array: np.ndarray, target: int, tag: int) -> Any:
         """Start to send a contiguous array, as bytes, to a rank of the world."""
         self.sent[target] = self.sent.get(target, 0) + array.nbytes
-        return self._world.Isend([array.view(np.uint8), self._mpi.BYTE], target, tag)
+        return self._world.Isend([array.view(np.uint8), self._mpi.BYTE], target, tag), target
 
     def receive(self, array: np.ndarray, source: int, tag: int) -> Any:
         """Start to receive into a contiguous array of the length that is sent."""
-        return self._world.Irecv([array.view(np.uint8), self._mpi.BYTE], source, tag)
+        return self._world.Irecv([array.view(np.uint8), self._mpi.BYTE], source, tag), source
 
     def wait_any(self, requests: list[Any]) -> int:
-        """Wait until one of the requests is done; return its position. Other threads of this process run meanwhile."""
-        return self._mpi.Request.Waitany(requests)
+        """Wait until one of the requests is done; return its position. Other threads of this process run meanwhile.
+
+        **Raises:** RuntimeError that names the ranks awaited, where none of them comes in time.
+        """
+        pending = [request for request, _ in requests]
+        start, turns = time.monotonic(), 0
+        while True:
+            place, done = self._mpi.Request.Testany(pending)
+            if done:
+                return place
+            turns += 1
+            time.sleep(0 if turns < 100 else 5e-5)  # messages come in bursts: look often at first
+            if turns % 1000 == 0 and time.monotonic() - start > self._patience:
+                awaited = sorted({rank for _, rank in requests})
+                raise RuntimeError(f"A message must come within {self._patience:.0f} s. Rank {self._world.rank} has waited longer for "
+                                   f"ranks {awaited}. Are they alive, and is the network? Slow ones need TFCOMMX_PATIENCE_SECONDS.")
