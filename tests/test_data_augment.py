@@ -76,7 +76,7 @@ def test_random_windows_cover_area_and_aspect():
 @needs_library
 def test_slab_read_refuses_damage(tmp_path):
     image = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
-    slab = Slab(tmp_path, "tfcommx-a", "k", 3, 10**6)
+    slab = Slab(tmp_path, "tfcommx-a", "k", 3, lambda: 10**6)
     assert slab.put(1, 7, image)
     phase = Phase(batch=1, dtype="uint8")
     none = (np.zeros(0, np.uint8), [-1])
@@ -104,7 +104,7 @@ def test_slab_read_refuses_damage(tmp_path):
 @needs_library
 def test_without_library_the_twin_serves_the_same(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
-    slab = Slab(tmp_path, "tfcommx-a", "k", 8, 10**6)
+    slab = Slab(tmp_path, "tfcommx-a", "k", 8, lambda: 10**6)
     for i in range(6):
         slab.put(i, i, rng.integers(0, 256, (20 + i, 30, 3), np.uint8))
     loose = np.frombuffer(pack(6, 6, rng.integers(0, 256, (9, 9, 3), np.uint8)), np.uint8)

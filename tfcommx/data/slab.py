@@ -23,6 +23,7 @@ import struct
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +133,14 @@ class Slab:
       name: of the file, without its ending; the same on all processes of the node.
       key: hash of the contents; a living slab of this name with another key is refused.
       count: samples of the data set, >= 0.
-      length: bytes of the file; memory is taken as it fills. Where the slab exists already, its own length holds.
+      length: gives the bytes of the file, or refuses; asked only where the slab does not exist. Memory is taken as it fills.
       facts: strings for `facts_of`.
     **Ranks:** every process of a node calls it, in any order and at any time; the first makes the slab.
     **Raises:** SlabError where the folder cannot be written, or a living slab has another key.
     """
 
-    def __init__(self, folder: str | Path, name: str, key: str, count: int, length: int, facts: dict[str, str] | None = None) -> None:
+    def __init__(self, folder: str | Path, name: str, key: str, count: int, length: Callable[[], int],
+                 facts: dict[str, str] | None = None) -> None:
         self.path = Path(folder) / f"{name}.slab"
         self.created = False
         try:
@@ -159,13 +161,13 @@ class Slab:
         self._free = self._end = 0
         self.full = False
 
-    def _attach_or_make(self, key: str, count: int, length: int, facts: dict[str, str]) -> int:
+    def _attach_or_make(self, key: str, count: int, length: Callable[[], int], facts: dict[str, str]) -> int:
         while True:
             _remove_if_unused(self.path)
             try:
                 file = os.open(self.path, os.O_RDWR)
             except FileNotFoundError:
-                made = self._make(key, count, length, facts)
+                made = self._make(key, count, length(), facts)
                 if made is not None:
                     self.created = True
                     return made
@@ -233,6 +235,14 @@ class Slab:
             return False
         self.index[sample] = at
         return True
+
+    def repair(self, sample: int, label: int, pixels: np.ndarray) -> bool:
+        """Write a sample again whose CRC does not hold: in its place where its size is legible, so that it is never absent."""
+        held = self.get(sample)
+        if held is None or held[0].nbytes != pixels.nbytes:
+            return self.put(sample, label, pixels)
+        record = pack(sample, label, pixels)
+        return os.pwrite(self.file, record, int(self.index[sample])) == len(record)
 
     def get(self, sample: int) -> tuple[np.ndarray, int] | None:
         """Return (a view of the pixels uint8 [h, w, c], label), or None where the sample is absent."""
