@@ -29,6 +29,7 @@ class Arrays:
                             f"{list(images.shape)} and {list(labels.shape)}. Convert the images, or give one label for each.")
         self.images, self.labels, self.classes, self.name = images, labels.astype(np.int64), tuple(classes), name
         self.count, self.channels = len(images), images.shape[3]
+        self.shape = images.shape[1:3]
         digest = hashlib.sha256(np.ascontiguousarray(images).data if images.size else b"")
         digest.update(self.labels.tobytes())
         self.key = key_of(("arrays", images.shape, digest.hexdigest()))

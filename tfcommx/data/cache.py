@@ -23,7 +23,7 @@ from tfcommx.data.augment import Phase
 from tfcommx.data.disk import Disk
 from tfcommx.data.fill import Filler
 from tfcommx.data.slab import Slab, reclaim
-from tfcommx.data.source import Source, key_of
+from tfcommx.data.source import Source, key_of, stored_size
 from tfcommx.terms import PlanError, Topology, check_name
 
 FORMAT = 1  # of what is kept in memory: raised when decoding or the layout changes
@@ -145,6 +145,8 @@ class DataCache:
 
             samples, loose, at = tf.cond(tf.reduce_any(state > 0), fetch, lambda: (samples, none, -tf.ones_like(samples)))
             images, labels, _ = augment.read(self.slab, samples, loose, at, epoch, phase, self.source.channels, self.options.seed)
+            if phase.resolution is None and self.source.shape is not None:
+                images = tf.ensure_shape(images, [None, *stored_size(*self.source.shape, self.options.store), self.source.channels])
             if static:
                 images = tf.ensure_shape(images, [phase.batch, *images.shape[1:]])
                 labels = tf.ensure_shape(labels, [phase.batch])

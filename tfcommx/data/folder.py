@@ -21,6 +21,7 @@ class Folder:
     """
 
     channels = 3
+    shape = None
 
     def __init__(self, path: str | os.PathLike, classes: tuple[str, ...] | None = None) -> None:
         self.path = Path(path)
@@ -53,3 +54,6 @@ class Folder:
 
     def where(self, sample: int) -> str:
         return self._files[sample][0]
+
+    def label(self, sample: int) -> int:
+        return self._files[sample][1]

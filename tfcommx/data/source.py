@@ -24,6 +24,7 @@ class Source(Protocol):
     count: int  # samples
     classes: tuple[str, ...]  # names of the labels 0, 1, ...; empty where unknown
     channels: int  # of the decoded pixels
+    shape: tuple[int, int] | None  # height and width where all samples have the same
     key: str  # hexadecimal hash of what identifies the contents
 
     def read(self, sample: int) -> tuple[bytes | np.ndarray, int]:

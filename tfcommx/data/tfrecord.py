@@ -50,6 +50,8 @@ class TFRecords:
     **Raises:** SampleError for a broken file, without `skip`; PlanError where there is no record.
     """
 
+    shape = None
+
     def __init__(self, files: Sequence[str | os.PathLike], image: str = "image/encoded", label: str = "image/class/label",
                  first_label: int = 1, classes: tuple[str, ...] = (), channels: int = 3, skip: bool = False) -> None:
         self.files = [str(file) for file in files]
