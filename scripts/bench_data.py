@@ -183,7 +183,7 @@ def main() -> None:
         rows, first = [whole_samples(copy)], []
         for resolution in ARGS.resolutions:
             decode, cached = pipelines(source, resolution)
-            cache = DataCache(source, options=Options(memory=ARGS.memory, store=ARGS.store))
+            cache = DataCache(source, options=Options(memory=ARGS.memory, store=ARGS.store or resolution * 8 // 7))
             phase = Phase(BATCH, resolution, "random", True, drop_remainder=False)
             runs = [Run("tfdata_decode", resolution, decode), Run("tfdata_cache", resolution, cached),
                     Run("datacache", resolution, lambda epoch, cache=cache, phase=phase: cache.dataset(phase, epoch))]
@@ -243,7 +243,7 @@ if __name__ == "__main__":
     parser.add_argument("--folder", help="of class folders with JPEGs; default: generated")
     parser.add_argument("--images", type=int, default=1000, help="how many are generated")
     parser.add_argument("--resolutions", type=int, nargs="+", default=[128, 224])
-    parser.add_argument("--store", type=int, help="short side kept in memory; default: whole images, as the others use")
+    parser.add_argument("--store", type=int, help="short side kept in memory, pixels; default: 8/7 of the resolution")
     parser.add_argument("--repeats", type=int, default=3, help="epochs after the first")
     parser.add_argument("--memory", default="/dev/shm")
     parser.add_argument("--json")

@@ -1,7 +1,8 @@
 """One process of a node, for the tests: serves some epochs from a DataCache and prints what it served as JSON.
 
 Arguments, as JSON: folder, memory, disk, rank, nodes, slots, epochs, batch, and options for the cache. `pause` seconds are slept
-per batch; `hold` waits for a line on standard input before the end.
+per batch; `hold` waits for a line on standard input before the result and one after it; `touch` maps the
+whole slab after the first and waits for another.
 """
 
 import json
@@ -10,6 +11,7 @@ import sys
 import time
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+import numpy as np
 import tensorflow as tf
 
 tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -41,6 +43,10 @@ def main() -> None:
         served.append(got)
     if asked.get("hold"):
         print(json.dumps({"held": True}), flush=True)
+        sys.stdin.readline()
+    if asked.get("touch"):
+        np.frombuffer(cache.slab._map, np.uint8)[: cache.slab.used_bytes : 512].sum()
+        print(json.dumps({"touched": True}), flush=True)
         sys.stdin.readline()
     result = {"served": served, "report": [cache.report(epoch) for epoch in range(len(served))], "pss": pss_bytes(cache.slab.path),
               "used": cache.slab.used_bytes, "filled": cache.slab.filled}

@@ -80,7 +80,7 @@ class DataCache:
         part = order.parts(source.count, slots, self.options.seed)[self.node]
 
         def length() -> int:
-            return memory.slab_bytes(source, self.disk, part, slots[self.node], self.options)
+            return memory.slab_bytes(source, self.disk, part, self.options)
 
         self.slab = Slab(self.options.memory, f"tfcommx-{os.getuid()}-{self.key[:16]}-{self.node}", self.key, source.count, length,
                          {"source": source.name[-1000:], "node": str(self.node)})

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PROBES = 64  # samples that are decoded for the estimate
 
 
-def needed_bytes(source: Source, disk: Disk | None, part: np.ndarray, processes: int, store: int | None) -> int:
+def needed_bytes(source: Source, disk: Disk | None, part: np.ndarray, store: int | None) -> int:
     """Estimate the bytes of a slab that holds the samples `part`: their mean size and three standard errors, from 64 of them.
 
     Exact for samples of one size. Samples that cannot be read count nothing.
@@ -32,7 +32,7 @@ def needed_bytes(source: Source, disk: Disk | None, part: np.ndarray, processes:
         except (SampleError, OSError):
             continue
     mean = np.mean(sizes) + 3 * np.std(sizes) / np.sqrt(len(sizes)) if sizes else 0
-    return int(np.ceil(mean * len(part))) + overhead_bytes(source.count, processes)
+    return int(np.ceil(mean * len(part))) + overhead_bytes(source.count)
 
 
 def offered_bytes(folder: str, limit: int | None) -> int:
@@ -45,12 +45,12 @@ def offered_bytes(folder: str, limit: int | None) -> int:
     return min(offers)
 
 
-def slab_bytes(source: Source, disk: Disk | None, part: np.ndarray, processes: int, options: Options) -> int:
+def slab_bytes(source: Source, disk: Disk | None, part: np.ndarray, options: Options) -> int:
     """Return the length of the slab to make.
 
     **Raises:** SlabError where the need is above the offer and `options.partial` is False.
     """
-    needed, offered = needed_bytes(source, disk, part, processes, options.store), offered_bytes(options.memory, options.memory_bytes)
+    needed, offered = needed_bytes(source, disk, part, options.store), offered_bytes(options.memory, options.memory_bytes)
     if needed > offered and not options.partial:
         raise SlabError(f"About {needed:,} bytes of memory are required for {len(part):,} samples of {source.name}. {options.memory} and "
                         f"`memory_bytes` offer {offered:,}. Lower `store`, use more nodes, or set partial=True to keep as much as fits.")

@@ -5,7 +5,7 @@
 A record is 64 bytes of header (see ops/kernels/augment.h) and the pixels. It is written with pwrite (a full disk is an error
 there, and a fatal signal in a mapping) and published by one aligned 8-byte store of its offset, after it is whole. There are
 no locks on samples: two processes that fill the same one write the same bytes twice, and a process killed in the middle has
-published nothing. Space is taken in chunks under a lock that dies with its holder.
+published nothing. Only space is taken under a lock, for two microseconds; it dies with its holder.
 
 Every process that uses a slab holds a shared flock on it, which the kernel drops even at kill -9: a slab that can be locked
 alone has no living owner. It is then removed, never adopted, as it is when its boot id is of another boot.
@@ -39,7 +39,6 @@ _HEAD = struct.Struct("<8sqqqqq")  # magic, count, index_at, data_at, length, ne
 _NEXT = 40  # byte offset of the last of these
 _FACTS = 256  # byte offset of the JSON text
 _ENTRY = struct.Struct("<qqqiiiI")  # sample, label, bytes, height, width, channels, crc
-_CHUNK = 4 * 2**20  # bytes a process takes at a time
 
 
 class SlabError(RuntimeError):
@@ -51,12 +50,16 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
+def record_head(sample: int, label: int, pixels: np.ndarray) -> bytes:
+    """Return the 64 bytes before the pixels, uint8 [h, w, c] and contiguous, of a sample."""
+    head = struct.pack("<qqqiii", sample, label, pixels.nbytes, *pixels.shape)
+    return head + struct.pack("<I24x", zlib.crc32(pixels, zlib.crc32(head)))
+
+
 def pack(sample: int, label: int, pixels: np.ndarray) -> bytes:
     """Return the record of a sample (uint8 [h, w, c]), padded to a multiple of 64 bytes."""
-    head = struct.pack("<qqqiii", sample, label, pixels.nbytes, *pixels.shape)
-    body = np.ascontiguousarray(pixels).data
-    crc = zlib.crc32(body, zlib.crc32(head))
-    return b"".join((head, struct.pack("<I24x", crc), body, bytes(-pixels.nbytes % RECORD)))
+    pixels = np.ascontiguousarray(pixels)
+    return b"".join((record_head(sample, label, pixels), pixels.data, bytes(-pixels.nbytes % RECORD)))
 
 
 def record_bytes(pixel_bytes: int) -> int:
@@ -64,9 +67,9 @@ def record_bytes(pixel_bytes: int) -> int:
     return RECORD + -(-pixel_bytes // RECORD) * RECORD
 
 
-def overhead_bytes(count: int, processes: int) -> int:
-    """Return the bytes of a slab beside its records: header, index, and the ends of the processes' chunks."""
-    return PAGE + -(-8 * count // PAGE) * PAGE + processes * 2 * _CHUNK
+def overhead_bytes(count: int) -> int:
+    """Return the bytes of a slab beside its records: header and index."""
+    return PAGE + -(-8 * count // PAGE) * PAGE
 
 
 @contextlib.contextmanager
@@ -113,7 +116,8 @@ def _remove_if_unused(path: Path) -> bool:
 
 def reclaim(folder: Path) -> list[Path]:
     """Remove all slabs, published or half made, in `folder` that no living process uses; return their paths."""
-    return [path for pattern in ("tfcommx-*.slab", "tfcommx-*.part") for path in sorted(folder.glob(pattern)) if _remove_if_unused(path)]
+    found = [*folder.glob("tfcommx-*.slab"), *folder.glob("tfcommx-*.part")]
+    return [path for path in sorted(found) if _remove_if_unused(path)]
 
 
 def facts_of(path: Path) -> dict[str, Any]:
@@ -158,7 +162,6 @@ class Slab:
         self.index = np.frombuffer(self._map, np.int64, count, index_at)
         self.inode = os.fstat(self.file).st_ino
         self._lock = threading.Lock()
-        self._free = self._end = 0
         self.full = False
 
     def _attach_or_make(self, key: str, count: int, length: Callable[[], int], facts: dict[str, str]) -> int:
@@ -183,7 +186,7 @@ class Slab:
         file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_SH)
-            data_at = PAGE + -(-8 * count // PAGE) * PAGE
+            data_at = overhead_bytes(count)
             length = max(length, data_at)
             os.ftruncate(file, length)
             os.posix_fallocate(file, 0, data_at)
@@ -205,32 +208,27 @@ class Slab:
 
     def _take(self, size: int) -> int | None:
         """Return where `size` bytes, a multiple of 64, may be written; None where the slab is full."""
-        with self._lock:
-            if self._end - self._free < size:
-                with _locked(self.file):
-                    start = struct.unpack_from("<q", self._map, _NEXT)[0]
-                    end = min(start + max(size, _CHUNK), self.length) // RECORD * RECORD
-                    if end - start < size:
-                        self.full = True
-                        return None
-                    struct.pack_into("<q", self._map, _NEXT, end)
-                if start != self._end:  # else the chunk continues the last one
-                    self._free = start
-                self._end = end
-            at, self._free = self._free, self._free + size
-            return at
+        with self._lock, _locked(self.file):
+            at = struct.unpack_from("<q", self._map, _NEXT)[0]
+            if self.length - at < size:
+                self.full = True
+                return None
+            struct.pack_into("<q", self._map, _NEXT, at + size)
+        return at
+
+    def _write(self, sample: int, label: int, pixels: np.ndarray, at: int) -> bool:
+        pixels = np.ascontiguousarray(pixels)
+        try:  # without a copy of the pixels
+            return os.pwritev(self.file, [record_head(sample, label, pixels), pixels], at) == RECORD + pixels.nbytes
+        except OSError:  # the file system is full
+            return False
 
     def put(self, sample: int, label: int, pixels: np.ndarray) -> bool:
         """Write and publish a sample, uint8 [h, w, c]; False where there is no room for it (`full` is then set)."""
-        record = pack(sample, label, pixels)
-        at = self._take(len(record))
+        at = self._take(record_bytes(pixels.nbytes))
         if at is None:
             return False
-        try:
-            done = os.pwrite(self.file, record, at)
-        except OSError:  # the file system is full
-            done = 0
-        if done != len(record):
+        if not self._write(sample, label, pixels, at):
             self.full = True
             return False
         self.index[sample] = at
@@ -241,8 +239,7 @@ class Slab:
         held = self.get(sample)
         if held is None or held[0].nbytes != pixels.nbytes:
             return self.put(sample, label, pixels)
-        record = pack(sample, label, pixels)
-        return os.pwrite(self.file, record, int(self.index[sample])) == len(record)
+        return self._write(sample, label, pixels, int(self.index[sample]))
 
     def get(self, sample: int) -> tuple[np.ndarray, int] | None:
         """Return (a view of the pixels uint8 [h, w, c], label), or None where the sample is absent."""
