@@ -8,7 +8,8 @@ the tf.data pipeline that fills nothing.
     python scripts/bench_data.py                     # generated JPEGs
     python scripts/bench_data.py --folder photos/train --json out.json --png out.png
 
-Each row is the best of `--repeats` epochs, interleaved, in one process. `limit_images_per_second` is what memcpy of the output's bytes
+Each row is the best of `--repeats` epochs, interleaved, in one process. `limit_images_per_second` is what memcpy of
+the output's bytes
 would allow on one core. Every row is verified while it is timed: every sample once (by label counts), and for the cache
 the last batch against the plain-TensorFlow twin; for the others, that the mean of the pictures agrees with the cache's.
 FFCV is measured where it can be imported (its own process sets its own threads); else the reason is printed.
@@ -60,11 +61,10 @@ class Run:
         self.images = 0
 
     def once(self, number: int, labels_wanted: np.ndarray) -> None:
-        seen, total, batches, last = [], 0.0, 0, None
+        seen, total, last = [], 0.0, None
         wall, cpu = time.perf_counter(), cpu_seconds()
         for images, labels in self.epoch(number):
             seen.append(labels)
-            batches += 1
             last = images
             total += float(images[0, 0, 0, 0])  # touched
         self.wall.append(time.perf_counter() - wall)
@@ -76,8 +76,14 @@ class Run:
 
     def row(self, limit: float) -> dict:
         best = int(np.argmin(self.cpu[1:])) + 1 if len(self.cpu) > 1 else 0
-        return {"name": self.name, "resolution": self.resolution, "images_per_second": round(self.images / min(self.wall[1:] or self.wall)),
-                "images_per_cpu_second": round(self.images / self.cpu[best]), "limit_images_per_second": round(limit), "verified": True}
+        return {
+            "name": self.name,
+            "resolution": self.resolution,
+            "images_per_second": round(self.images / min(self.wall[1:] or self.wall)),
+            "images_per_cpu_second": round(self.images / self.cpu[best]),
+            "limit_images_per_second": round(limit),
+            "verified": True,
+        }
 
 
 def memcpy_bytes_per_second() -> float:
@@ -101,8 +107,13 @@ def pipelines(source, resolution: int):
 
     def window(shape):
         begin, extent, _ = tf.image.sample_distorted_bounding_box(
-            shape, tf.zeros([0, 0, 4]), area_range=(0.08, 1.0), aspect_ratio_range=(3 / 4, 4 / 3), max_attempts=10,
-            use_image_if_no_bounding_boxes=True)
+            shape,
+            tf.zeros([0, 0, 4]),
+            area_range=(0.08, 1.0),
+            aspect_ratio_range=(3 / 4, 4 / 3),
+            max_attempts=10,
+            use_image_if_no_bounding_boxes=True,
+        )
         return begin, extent
 
     def finish(image):
@@ -123,7 +134,15 @@ def pipelines(source, resolution: int):
     order = tf.data.Dataset.from_tensor_slices((files, labels)).shuffle(source.count, seed=1)
     auto = tf.data.AUTOTUNE
     decoded = order.map(decode, auto).batch(BATCH).prefetch(auto)
-    kept = tf.data.Dataset.from_tensor_slices((files, labels)).map(whole, auto).cache().shuffle(256).map(cut, auto).batch(BATCH).prefetch(auto)
+    kept = (
+        tf.data.Dataset.from_tensor_slices((files, labels))
+        .map(whole, auto)
+        .cache()
+        .shuffle(256)
+        .map(cut, auto)
+        .batch(BATCH)
+        .prefetch(auto)
+    )
     return (lambda _: decoded), (lambda _: kept)
 
 
@@ -135,7 +154,9 @@ def verify_cache(cache, phase, images, epoch: int) -> None:
         pixels, _ = cache.slab.get(sample)
         window = window_of(phase.rule(cache.options.seed), epoch, sample, *pixels.shape[:2])
         want = augment(pixels, window, image.shape[:2], "float32", (0.0,) * 3, (1.0,) * 3).numpy()
-        assert np.abs(image - want).max() <= 1 / 255, f"sample {sample} differs from the twin by {np.abs(image - want).max() * 255} grey levels"
+        assert np.abs(image - want).max() <= 1 / 255, (
+            f"sample {sample} differs from the twin by {np.abs(image - want).max() * 255} grey levels"
+        )
 
 
 def whole_samples(copy: float) -> dict:
@@ -162,8 +183,14 @@ def whole_samples(copy: float) -> dict:
         np.testing.assert_array_equal(got[17], images[indices[17]])
     cache.close()
     per_second, per_cpu = max(rates, key=lambda rate: rate[1])
-    return {"name": "datacache_whole", "resolution": 128, "images_per_second": round(per_second), "images_per_cpu_second": round(per_cpu),
-            "limit_images_per_second": round(copy / (128 * 128 * 3)), "verified": True}
+    return {
+        "name": "datacache_whole",
+        "resolution": 128,
+        "images_per_second": round(per_second),
+        "images_per_cpu_second": round(per_cpu),
+        "limit_images_per_second": round(copy / (128 * 128 * 3)),
+        "verified": True,
+    }
 
 
 def main() -> None:
@@ -185,8 +212,11 @@ def main() -> None:
             decode, cached = pipelines(source, resolution)
             cache = DataCache(source, options=Options(memory=ARGS.memory, store=ARGS.store or resolution * 8 // 7))
             phase = Phase(BATCH, resolution, "random", True, drop_remainder=False)
-            runs = [Run("tfdata_decode", resolution, decode), Run("tfdata_cache", resolution, cached),
-                    Run("datacache", resolution, lambda epoch, cache=cache, phase=phase: cache.dataset(phase, epoch))]
+            runs = [
+                Run("tfdata_decode", resolution, decode),
+                Run("tfdata_cache", resolution, cached),
+                Run("datacache", resolution, lambda epoch, cache=cache, phase=phase: cache.dataset(phase, epoch)),
+            ]
             for image, _ in tf.data.Dataset.range(2 * BATCH).map(lambda i: (i, i)).batch(BATCH):  # TensorFlow's own start-up
                 image.numpy()
             for epoch in range(1 + ARGS.repeats):
@@ -217,11 +247,15 @@ def show(rows: list[dict], first: list[tuple[int, float]]) -> None:
     console.print(table)
     for resolution, ratio in first:
         at = {row["name"]: row["images_per_cpu_second"] for row in rows if row["resolution"] == resolution}
-        console.print(f"{resolution} pixels, per CPU second: {at['datacache'] / at['tfdata_decode']:.1f} times tfdata_decode, "
-                      f"{at['datacache'] / at['tfdata_cache']:.1f} times tfdata_cache; first epoch {ratio:.2f} of tfdata_decode's time")
+        console.print(
+            f"{resolution} pixels, per CPU second: {at['datacache'] / at['tfdata_decode']:.1f} times tfdata_decode, "
+            f"{at['datacache'] / at['tfdata_cache']:.1f} times tfdata_cache; first epoch {ratio:.2f} of tfdata_decode's time"
+        )
     whole = rows[0]
-    console.print(f"whole samples: {whole['images_per_second'] / whole['limit_images_per_second']:.2f} of memcpy on one core, "
-                  f"{whole['images_per_cpu_second'] / whole['limit_images_per_second']:.2f} per CPU second")
+    console.print(
+        f"whole samples: {whole['images_per_second'] / whole['limit_images_per_second']:.2f} of memcpy on one core, "
+        f"{whole['images_per_cpu_second'] / whole['limit_images_per_second']:.2f} per CPU second"
+    )
     if ARGS.json:
         Path(ARGS.json).write_text(json.dumps(rows, indent=1) + "\n")
     if ARGS.png:

@@ -1,9 +1,11 @@
-"""One process of a node, for the tests: serves some epochs from a DataCache and prints what it served as JSON.
+"""One process of a node, for the tests: serves some epochs from a DataCache and prints as JSON what it served.
 
-Arguments, as JSON: folder, memory, disk, rank, nodes, slots, epochs, batch, and options for the cache. `pause` seconds are slept
+Arguments, as JSON: folder, memory, disk, rank, nodes, slots, epochs, batch, and options for the cache. `pause` seconds
+are slept
 per batch; `hold` waits for a line on standard input before the result and one after it; `touch` maps the
 whole slab after the first and waits for another.
 """
+# ruff: noqa: E402
 
 import json
 import os
@@ -25,7 +27,9 @@ from tfcommx.terms import Topology
 
 def main() -> None:
     asked = json.loads(sys.argv[1])
-    options = Options(seed=3, store=asked.get("store"), memory=asked["memory"], disk=asked.get("disk"), **asked.get("options", {}))
+    options = Options(
+        seed=3, store=asked.get("store"), memory=asked["memory"], disk=asked.get("disk"), **asked.get("options", {})
+    )
     source = Folder(asked["folder"])
     cache = DataCache(source, Topology(asked["nodes"], asked["slots"]), asked["rank"], options)
     phase = Phase(batch=asked["batch"], resolution=16, dtype="uint8", drop_remainder=False)
@@ -48,8 +52,13 @@ def main() -> None:
         np.frombuffer(cache.slab._map, np.uint8)[: cache.slab.used_bytes : 512].sum()
         print(json.dumps({"touched": True}), flush=True)
         sys.stdin.readline()
-    result = {"served": served, "report": [cache.report(epoch) for epoch in range(len(served))], "pss": pss_bytes(cache.slab.path),
-              "used": cache.slab.used_bytes, "filled": cache.slab.filled}
+    result = {
+        "served": served,
+        "report": [cache.report(epoch) for epoch in range(len(served))],
+        "pss": pss_bytes(cache.slab.path),
+        "used": cache.slab.used_bytes,
+        "filled": cache.slab.filled,
+    }
     print(json.dumps(result), flush=True)
     if asked.get("hold"):
         sys.stdin.readline()

@@ -22,9 +22,22 @@ def read_loose(images, resolution, crop, flip, dtype, epoch=3, seed=5, portable=
     records = [pack(i, 10 + i, image) for i, image in enumerate(images)]
     at = np.cumsum([0] + [len(record) for record in records])[:-1]
     return LIBRARY.tfcommx_slab_read(
-        indices=np.arange(len(images)), loose=np.frombuffer(b"".join(records), np.uint8), loose_at=at, epoch=epoch, size=[resolution] * 2,
-        T=tf.as_dtype(dtype), path="", inode=0, channels=images[0].shape[2], crop=crop, flip=flip, seed=seed, portable=portable,
-        mean=mean, std=std)
+        indices=np.arange(len(images)),
+        loose=np.frombuffer(b"".join(records), np.uint8),
+        loose_at=at,
+        epoch=epoch,
+        size=[resolution] * 2,
+        T=tf.as_dtype(dtype),
+        path="",
+        inode=0,
+        channels=images[0].shape[2],
+        crop=crop,
+        flip=flip,
+        seed=seed,
+        portable=portable,
+        mean=mean,
+        std=std,
+    )
 
 
 @needs_library
@@ -40,15 +53,24 @@ def test_native_equals_twin(channels, crop, dtype):
         got, labels, windows = read_loose(images, resolution, crop, True, dtype, mean=mean, std=std)
         portable = read_loose(images, resolution, crop, True, dtype, mean=mean, std=std, portable=True)[0]
         assert labels.numpy().tolist() == [10 + i for i in range(len(images))]
-        np.testing.assert_array_equal(got.numpy().view(np.uint8), portable.numpy().view(np.uint8))  # AVX2 and portable: the same bits
+        np.testing.assert_array_equal(
+            got.numpy().view(np.uint8), portable.numpy().view(np.uint8)
+        )  # AVX2 and portable: the same bits
         for i, image in enumerate(images):
             window = window_of(rule, 3, i, *image.shape[:2])
             assert tuple(windows[i].numpy()) == window
             want = twin(image, window, (resolution, resolution), dtype, mean, std)
             unit = 1.0 if dtype == "uint8" else 1 / 255 / min(std)
             error = np.abs(got[i].numpy().astype(np.float64) - want.numpy().astype(np.float64)).max()
-            coarse = {"bfloat16": 2.0**-7 * 5, "float16": 2.0**-10 * 5}.get(dtype, 0)  # one step of the type at the largest value, 5
-            assert error <= unit * (1.001 if dtype == "uint8" else 0.25) + coarse, (shape := image.shape, resolution, error, shape)
+            coarse = {"bfloat16": 2.0**-7 * 5, "float16": 2.0**-10 * 5}.get(
+                dtype, 0
+            )  # one step of the type at the largest value, 5
+            assert error <= unit * (1.001 if dtype == "uint8" else 0.25) + coarse, (
+                shape := image.shape,
+                resolution,
+                error,
+                shape,
+            )
     assert len({int(flip) for flip in windows[:, 4]}) == 2
 
 

@@ -53,7 +53,11 @@ def make_folder(path, count, kinds=3):
 
 def served(dataset):
     """[(number, label)] in the order of service."""
-    return [(number(image[8, 8]), int(label)) for images, labels in dataset for image, label in zip(images.numpy(), labels.numpy(), strict=True)]
+    return [
+        (number(image[8, 8]), int(label))
+        for images, labels in dataset
+        for image, label in zip(images.numpy(), labels.numpy(), strict=True)
+    ]
 
 
 @pytest.fixture
@@ -110,7 +114,7 @@ def test_every_sample_once_per_epoch_from_one_copy(folder, shm, nodes, slots):
     go(workers)
     results = [line(worker, "served") for worker in workers]
     go(workers)
-    assert [worker.wait(30) for worker in workers] == [0] * len(workers)
+    assert [worker.wait(120) for worker in workers] == [0] * len(workers)
     for epoch in range(2):
         got = [(number(pixel), label) for result in results for pixel, label in result["served"][epoch]]
         assert sorted(got) == [(n, n % 3) for n in range(50)]
@@ -135,11 +139,12 @@ def test_four_processes_share_one_copy_in_memory(tmp_path, shm):
         go(workers)
     results = [line(worker, "served") for worker in workers]
     go(workers)
-    assert [worker.wait(30) for worker in workers] == [0] * 4
+    assert [worker.wait(120) for worker in workers] == [0] * 4
     one_copy = 16 * 2_100_064
     assert [result["filled"] for result in results] == [16] * 4
     assert one_copy <= results[0]["used"] <= one_copy * 1.3  # a sample that two processes fill at once takes its place twice
-    assert one_copy * 0.98 <= sum(result["pss"] for result in results) <= results[0]["used"] * 1.02
+    # the kernel may have unmapped idle pages again meanwhile; four copies would be four times as much
+    assert one_copy * 0.5 <= sum(result["pss"] for result in results) <= results[0]["used"] * 1.02
 
 
 def test_kill_9_of_one_process_in_the_fill(folder, shm):
@@ -155,7 +160,7 @@ def test_kill_9_of_one_process_in_the_fill(folder, shm):
     go([other])
     assert len(result["served"][0]) == len(result["served"][1]) == 25
     assert all(number(pixel) % 3 == label for epoch in result["served"] for pixel, label in epoch)
-    assert other.wait(30) == 0
+    assert other.wait(120) == 0
     assert list(shm.iterdir()) == []  # the survivor was the last
 
 
@@ -191,7 +196,11 @@ class DataCacheOpen:
 
 
 def test_a_living_slab_is_not_reclaimed_and_other_data_do_not_share_it(folder, tmp_path, shm):
-    with DataCacheOpen(folder, shm) as one, DataCacheOpen(make_folder(tmp_path / "b", 5), shm) as two, DataCacheOpen(folder, shm) as three:
+    with (
+        DataCacheOpen(folder, shm) as one,
+        DataCacheOpen(make_folder(tmp_path / "b", 5), shm) as two,
+        DataCacheOpen(folder, shm) as three,
+    ):
         assert one.slab.path != two.slab.path
         assert three.slab.path == one.slab.path and not three.slab.created
         assert reclaim(shm) == []
@@ -232,9 +241,15 @@ def test_strange_files_are_read_as_what_they_are(tmp_path, shm):
     (folder / "c-one").mkdir()
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by 90 degrees
-    files = {"0-grey.jpg": picture(0, mode="L"), "1-cmyk.jpg": picture(1, mode="CMYK"), "2-png.jpg": picture(2, form="PNG"),
-             "3-exif.jpg": picture(3, (40, 30), exif=exif), "4-alpha.png": picture(4, form="PNG", mode="RGBA"),
-             "5-pixel.jpg": picture(5, (1, 1)), "6-long.jpg": picture(6, (900, 3))}
+    files = {
+        "0-grey.jpg": picture(0, mode="L"),
+        "1-cmyk.jpg": picture(1, mode="CMYK"),
+        "2-png.jpg": picture(2, form="PNG"),
+        "3-exif.jpg": picture(3, (40, 30), exif=exif),
+        "4-alpha.png": picture(4, form="PNG", mode="RGBA"),
+        "5-pixel.jpg": picture(5, (1, 1)),
+        "6-long.jpg": picture(6, (900, 3)),
+    }
     for name, data in files.items():
         (folder / "a" / name).write_bytes(data)
     (folder / "c-one" / "7.jpg").write_bytes(picture(7))
@@ -253,7 +268,12 @@ def test_strange_files_are_read_as_what_they_are(tmp_path, shm):
 def test_a_broken_source_file_is_named_or_skipped(folder, shm, damage):
     path = folder / "class1" / "0004.jpg"
     data = path.read_bytes()
-    broken = {"truncated": data[: len(data) // 2], "zero-length": b"", "text": b"<html>not found</html>", "flipped": b"\x00" + data[1:]}
+    broken = {
+        "truncated": data[: len(data) // 2],
+        "zero-length": b"",
+        "text": b"<html>not found</html>",
+        "flipped": b"\x00" + data[1:],
+    }
     path.write_bytes(broken[damage])
     with DataCacheOpen(folder, shm) as cache, pytest.raises(tf.errors.OpError, match=r"class1/0004\.jpg.*on_error='skip'"):
         served(cache.dataset(WHOLE))
@@ -322,8 +342,11 @@ def test_too_little_memory_refuses_before_the_fill_or_keeps_what_fits(tmp_path, 
     assert list(shm.iterdir()) == []
     with DataCacheOpen(source, shm, memory_bytes=needed // 2, partial=True) as cache:
         for epoch in range(2):
-            got = [(int(image[0, 0, 0]), int(label)) for images, labels in cache.dataset(Phase(batch=8, dtype="uint8"), epoch)
-                   for image, label in zip(images.numpy(), labels.numpy(), strict=True)]
+            got = [
+                (int(image[0, 0, 0]), int(label))
+                for images, labels in cache.dataset(Phase(batch=8, dtype="uint8"), epoch)
+                for image, label in zip(images.numpy(), labels.numpy(), strict=True)
+            ]
             assert sorted(got) == [(n, n) for n in range(200)]
         assert cache.slab.full and 95 < cache.slab.filled < 100
         assert cache.report(1)["overflow"] == 200 - cache.slab.filled
@@ -361,7 +384,7 @@ def test_keras_trains_and_the_wait_is_reported(shm):
 
 @pytest.mark.parametrize("bad", [dict(seed=-1), dict(verify=2), dict(store=0), dict(on_error="ignore"), dict(exchange=1.5)])
 def test_bad_options_are_refused(bad):
-    with pytest.raises(PlanError, match="Received|Unknown"):
+    with pytest.raises(PlanError, match=r"Received|Unknown"):
         Options(**bad)
 
 

@@ -11,12 +11,20 @@ from tfcommx.terms import PlanError, Topology
 topologies = st.one_of(
     st.builds(Topology, st.integers(1, 4), st.integers(1, 4)),
     st.lists(st.integers(1, 4), min_size=2, max_size=4).map(
-        lambda slots: Topology(len(slots), max(slots), tuple((f"host{i}", n) for i, n in enumerate(slots)))),
+        lambda slots: Topology(len(slots), max(slots), tuple((f"host{i}", n) for i, n in enumerate(slots)))
+    ),
 )
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(0, 300), topologies, st.integers(0, 2**40), st.integers(0, 3), st.sampled_from([0.0, 0.3, 1.0]), st.integers(1, 9))
+@given(
+    st.integers(0, 300),
+    topologies,
+    st.integers(0, 2**40),
+    st.integers(0, 3),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.integers(1, 9),
+)
 def test_every_sample_once_on_every_topology(count, topology, seed, epoch, fraction, batch):
     shares = [order.share(count, topology, rank, seed, epoch, fraction) for rank in range(topology.size)]
     assert np.sort(np.concatenate(shares)).tolist() == list(range(count))

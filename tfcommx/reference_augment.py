@@ -84,7 +84,9 @@ def window_of(rule: Rule, epoch: int, sample: int, height: int, width: int) -> W
     return Window(0, 0, height, width, flip)
 
 
-def augment(image: Any, window: Window, size: tuple[int, int], dtype: Any, mean: tuple[float, ...], std: tuple[float, ...]) -> Any:
+def augment(
+    image: Any, window: Window, size: tuple[int, int], dtype: Any, mean: tuple[float, ...], std: tuple[float, ...]
+) -> Any:
     """Cut, resize, mirror and normalise one image.
 
     Args:

@@ -25,8 +25,10 @@ class Arrays:
         if images.ndim == 3:
             images = images[..., None]
         if images.dtype != np.uint8 or images.ndim != 4 or not 1 <= images.shape[3] <= 4 or labels.shape != images.shape[:1]:
-            raise PlanError(f"Images uint8 [n, h, w, c] with c in [1, 4] and labels [n] are required. Received {images.dtype} "
-                            f"{list(images.shape)} and {list(labels.shape)}. Convert the images, or give one label for each.")
+            raise PlanError(
+                f"Images uint8 [n, h, w, c] with c in [1, 4] and labels [n] are required. Received {images.dtype} "
+                f"{list(images.shape)} and {list(labels.shape)}. Convert the images, or give one label for each."
+            )
         self.images, self.labels, self.classes, self.name = images, labels.astype(np.int64), tuple(classes), name
         self.count, self.channels = len(images), images.shape[3]
         self.shape = images.shape[1:3]

@@ -35,7 +35,9 @@ class Options:
     """How samples are kept."""
 
     seed: int = 0  # of parts, order and augmentation, >= 0
-    store: int | None = None  # short side, pixels, at which images are kept; None: as they come. The largest of the phases to come
+    store: int | None = (
+        None  # short side, pixels, at which images are kept; None: as they come. The largest of the phases to come
+    )
     memory: str = "/dev/shm"  # folder of the slab, in shared memory
     memory_bytes: int | None = None  # most that the slab may take; None: what the node has
     partial: bool = False  # too little memory: True keeps as much as fits and reads the rest each epoch; False refuses
@@ -48,8 +50,9 @@ class Options:
     def __post_init__(self) -> None:
         check_name("on_error", self.on_error, ON_ERROR)
         if self.seed < 0 or not 0 <= self.verify <= 1 or not 0 <= self.exchange <= 1:
-            raise PlanError("`seed` must be >= 0, `verify` and `exchange` in [0, 1]. "
-                            f"Received {self.seed}, {self.verify}, {self.exchange}.")
+            raise PlanError(
+                f"`seed` must be >= 0, `verify` and `exchange` in [0, 1]. Received {self.seed}, {self.verify}, {self.exchange}."
+            )
         for name in ("store", "memory_bytes", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -82,8 +85,14 @@ class DataCache:
         def length() -> int:
             return memory.slab_bytes(source, self.disk, part, self.options)
 
-        self.slab = Slab(self.options.memory, f"tfcommx-{os.getuid()}-{self.key[:16]}-{self.node}", self.key, source.count, length,
-                         {"source": source.name[-1000:], "node": str(self.node)})
+        self.slab = Slab(
+            self.options.memory,
+            f"tfcommx-{os.getuid()}-{self.key[:16]}-{self.node}",
+            self.key,
+            source.count,
+            length,
+            {"source": source.name[-1000:], "node": str(self.node)},
+        )
         threads = self.options.threads or max(1, len(os.sched_getaffinity(0)) // slots[self.node])
         self.filler = Filler(source, self.slab, self.disk, self.options.store, self.options.on_error == "skip", threads)
         self._meters: list[tuple[int, Any]] = []  # (first epoch, float64 [epochs, 2] variable: seconds waited, samples served)
@@ -95,7 +104,9 @@ class DataCache:
 
     def share(self, epoch: int, shuffle: bool = True) -> np.ndarray:
         """Return int64 [n]: the samples of this rank in an epoch, in order."""
-        return order.share(self.source.count, self.topology, self.rank, self.options.seed, epoch, self.options.exchange, shuffle)
+        return order.share(
+            self.source.count, self.topology, self.rank, self.options.seed, epoch, self.options.exchange, shuffle
+        )
 
     def dataset(self, phase: Phase, first_epoch: int = 0, epochs: int = 1, step: int = 0) -> Any:
         """Return the batches of some epochs, one after the other, as a `tf.data.Dataset` of (images, labels).
@@ -116,10 +127,15 @@ class DataCache:
 
         count = self.steps(phase)
         if first_epoch < 0 or epochs < 1 or not 0 <= step <= count:
-            raise PlanError(f"`first_epoch` must be >= 0, `epochs` >= 1, `step` in [0, {count}]. Received {first_epoch}, {epochs}, {step}.")
+            raise PlanError(
+                f"`first_epoch` must be >= 0, `epochs` >= 1, `step` in [0, {count}]. Received {first_epoch}, {epochs}, {step}."
+            )
         if count == 0:
-            raise PlanError(f"At least one batch per rank is required. {self.source.count} samples over {self.topology.size} ranks give none "
-                            f"of {phase.batch}. Lower `batch`, or set drop_remainder=False.")
+            raise PlanError(
+                f"At least one batch per rank is required. {self.source.count} samples over "
+                f"{self.topology.size} ranks give none "
+                f"of {phase.batch}. Lower `batch`, or set drop_remainder=False."
+            )
         bounds = tf.constant(order.bounds(len(self.share(0, False)), phase.batch, count))
         static = phase.drop_remainder and self.options.on_error == "raise"
         with tf.device("/cpu:0"):
@@ -144,9 +160,13 @@ class DataCache:
                 return tuple(got)
 
             samples, loose, at = tf.cond(tf.reduce_any(state > 0), fetch, lambda: (samples, none, -tf.ones_like(samples)))
-            images, labels, _ = augment.read(self.slab, samples, loose, at, epoch, phase, self.source.channels, self.options.seed)
+            images, labels, _ = augment.read(
+                self.slab, samples, loose, at, epoch, phase, self.source.channels, self.options.seed
+            )
             if phase.resolution is None and self.source.shape is not None:
-                images = tf.ensure_shape(images, [None, *stored_size(*self.source.shape, self.options.store), self.source.channels])
+                images = tf.ensure_shape(
+                    images, [None, *stored_size(*self.source.shape, self.options.store), self.source.channels]
+                )
             if static:
                 images = tf.ensure_shape(images, [phase.batch, *images.shape[1:]])
                 labels = tf.ensure_shape(labels, [phase.batch])
@@ -168,16 +188,25 @@ class DataCache:
         """Return what this process saw in an epoch.
 
         Keys: samples (served), hit_memory, hit_disk, hit_source (shares of them), repaired, unreadable, overflow (samples),
-        corrupt_disk (since the start), loader_wait_seconds (that the consumer waited for batches). What has been loaded ahead of
+        corrupt_disk (since the start), loader_wait_seconds (that the consumer waited for batches). What has been
+        loaded ahead of
         the consumer is in the counts of its epoch already.
         """
         rows = [meter[epoch - first].numpy() for first, meter in self._meters if first <= epoch < first + meter.shape[0]]
         waited, served = (float(sum(column)) for column in zip(*rows, strict=True)) if rows else (0.0, 0.0)
         counts = self.filler.counts.get(epoch, {})
         disk, source = (min(1.0, counts.get(level, 0) / served) if served else 0.0 for level in ("disk", "source"))
-        return {"samples": served, "hit_memory": max(0.0, 1 - disk - source) if served else 0.0, "hit_disk": disk, "hit_source": source,
-                "repaired": counts.get("repaired", 0), "unreadable": counts.get("unreadable", 0), "overflow": counts.get("overflow", 0),
-                "corrupt_disk": self.disk.corrupt if self.disk else 0, "loader_wait_seconds": waited}
+        return {
+            "samples": served,
+            "hit_memory": max(0.0, 1 - disk - source) if served else 0.0,
+            "hit_disk": disk,
+            "hit_source": source,
+            "repaired": counts.get("repaired", 0),
+            "unreadable": counts.get("unreadable", 0),
+            "overflow": counts.get("overflow", 0),
+            "corrupt_disk": self.disk.corrupt if self.disk else 0,
+            "loader_wait_seconds": waited,
+        }
 
     def warm(self, progress: Any = None) -> None:
         """Bring all samples of this rank into memory now, before training.

@@ -112,8 +112,11 @@ class Disk:
                 self._end += len(data)
             except OSError as error:
                 self.trouble = str(error)
-                warnings.warn(f"The disk level {self.folder} takes no more samples: {error}. Training goes on; the next run will read "
-                              "more from the source. Give `disk` a folder with room that can be written.", stacklevel=2)
+                warnings.warn(
+                    f"The disk level {self.folder} takes no more samples: {error}. Training goes on; the next run will read "
+                    "more from the source. Give `disk` a folder with room that can be written.",
+                    stacklevel=2,
+                )
 
     def _create(self) -> tuple[int, int]:
         self.folder.mkdir(parents=True, exist_ok=True)

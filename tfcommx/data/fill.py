@@ -41,7 +41,8 @@ class Filler:
           state: uint8 [b], of `augment.check`: 0 ready, 1 absent, 2 damaged.
           epoch: that is charged.
         Returns:
-          The samples that can be read, int64 [b' <= b]; the records of those that found no room in the slab, uint8 [m]; and where
+          The samples that can be read, int64 [b' <= b]; the records of those that found no room in the slab, uint8
+          [m]; and where
           each sample's begins in them, int64 [b'], -1 for those in the slab.
         """
         missing = np.flatnonzero(state)

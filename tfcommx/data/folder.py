@@ -27,8 +27,12 @@ class Folder:
         self.path = Path(path)
         self.name = str(self.path)
         if not self.path.is_dir():
-            raise PlanError(f"A folder of class folders is required. {self.path} is not a folder. Check the path and its mount.")
-        found = tuple(sorted(entry.name for entry in os.scandir(self.path) if entry.is_dir() and not entry.name.startswith(".")))
+            raise PlanError(
+                f"A folder of class folders is required. {self.path} is not a folder. Check the path and its mount."
+            )
+        found = tuple(
+            sorted(entry.name for entry in os.scandir(self.path) if entry.is_dir() and not entry.name.startswith("."))
+        )
         self.classes = tuple(classes) if classes is not None else found
         self._files: list[tuple[str, int]] = []
         facts: list[object] = ["folder", *self.classes]
@@ -43,8 +47,10 @@ class Folder:
                         facts += (os.path.relpath(full, self.path), stat.st_size, stat.st_mtime_ns)
         self.count = len(self._files)
         if not self.count:
-            raise PlanError(f"Images ({', '.join(ENDINGS)}) in class folders are required. {self.path} has {len(found)} folders and no "
-                            "such image in them. Give the folder that holds the class folders.")
+            raise PlanError(
+                f"Images ({', '.join(ENDINGS)}) in class folders are required. {self.path} has {len(found)} folders and no "
+                "such image in them. Give the folder that holds the class folders."
+            )
         self.key = key_of(facts)
 
     def read(self, sample: int) -> tuple[bytes, int]:

@@ -52,6 +52,10 @@ def slab_bytes(source: Source, disk: Disk | None, part: np.ndarray, options: Opt
     """
     needed, offered = needed_bytes(source, disk, part, options.store), offered_bytes(options.memory, options.memory_bytes)
     if needed > offered and not options.partial:
-        raise SlabError(f"About {needed:,} bytes of memory are required for {len(part):,} samples of {source.name}. {options.memory} and "
-                        f"`memory_bytes` offer {offered:,}. Lower `store`, use more nodes, or set partial=True to keep as much as fits.")
-    return min(offered, needed if options.partial else needed + needed // 2)  # memory is taken as it fills: room for the estimate's error
+        raise SlabError(
+            f"About {needed:,} bytes of memory are required for {len(part):,} samples of {source.name}. {options.memory} and "
+            f"`memory_bytes` offer {offered:,}. Lower `store`, use more nodes, or set partial=True to keep as much as fits."
+        )
+    return min(
+        offered, needed if options.partial else needed + needed // 2
+    )  # memory is taken as it fills: room for the estimate's error

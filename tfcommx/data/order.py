@@ -9,6 +9,7 @@ Nothing here reads a clock, a file or another rank, so that resuming at (epoch, 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import numpy as np
@@ -45,7 +46,7 @@ def _cut(samples: np.ndarray, weights: tuple[int, ...]) -> list[np.ndarray]:
     """Cut an array into consecutive pieces in proportion to the weights; lengths per weight differ by one at most."""
     ends = np.cumsum(weights)
     bounds = [0, *(len(samples) * ends // ends[-1])]
-    return [samples[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
+    return [samples[low:high] for low, high in itertools.pairwise(bounds)]
 
 
 @functools.lru_cache(maxsize=4)
@@ -73,7 +74,9 @@ def parts(count: int, slots: tuple[int, ...], seed: int, epoch: int = 0, fractio
     return tuple(np.sort(np.concatenate(pair)) for pair in zip(kept, dealt, strict=True))
 
 
-def share(count: int, topology: Topology, rank: int, seed: int, epoch: int, fraction: float = 0.0, shuffle: bool = True) -> np.ndarray:
+def share(
+    count: int, topology: Topology, rank: int, seed: int, epoch: int, fraction: float = 0.0, shuffle: bool = True
+) -> np.ndarray:
     """Return int64 [n]: the samples of a rank in an epoch, in order. Lengths differ by one at most between ranks."""
     node, slot = place(topology, rank)
     slots = slots_of(topology)
@@ -90,7 +93,8 @@ def bounds(length: int, batch: int, count: int) -> np.ndarray:
     """Return int64 [count + 1]: where the batches of a share begin and end.
 
     Full batches; where the remainder is kept, the last one is smaller, but not empty: it borrows from the one before, as all
-    ranks take `count` steps. Only a share with fewer samples than steps (a batch of 1, an almost empty data set) gives empty ones.
+    ranks take `count` steps. Only a share with fewer samples than steps (a batch of 1, an almost empty data set) gives
+    empty ones.
     """
     ends = [0]
     for left in range(count, 0, -1):

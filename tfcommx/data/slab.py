@@ -143,22 +143,33 @@ class Slab:
     **Raises:** SlabError where the folder cannot be written, or a living slab has another key.
     """
 
-    def __init__(self, folder: str | Path, name: str, key: str, count: int, length: Callable[[], int],
-                 facts: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        name: str,
+        key: str,
+        count: int,
+        length: Callable[[], int],
+        facts: dict[str, str] | None = None,
+    ) -> None:
         self.path = Path(folder) / f"{name}.slab"
         self.created = False
         try:
             self.file = self._attach_or_make(key, count, length, facts or {})
         except OSError as error:
-            raise SlabError(f"A slab cannot be made in {folder}: {error}. Give `memory` a folder of shared memory that can be written "
-                            "and has room, usually /dev/shm.") from error
+            raise SlabError(
+                f"A slab cannot be made in {folder}: {error}. Give `memory` a folder of shared memory that can be written "
+                "and has room, usually /dev/shm."
+            ) from error
         self._map = mmap.mmap(self.file, 0)
         magic, self.count, index_at, self.data_at, self.length, _ = _HEAD.unpack_from(self._map, 0)
         if magic != MAGIC or self.count != count or facts_of(self.path).get("key") != key:
             found = facts_of(self.path).get("key")
             self.close()
-            raise SlabError(f"{self.path} is in use with other contents: key {key} is required, found {found}. "
-                            "Give the runs different `memory` folders.")
+            raise SlabError(
+                f"{self.path} is in use with other contents: key {key} is required, found {found}. "
+                "Give the runs different `memory` folders."
+            )
         self.index = np.frombuffer(self._map, np.int64, count, index_at)
         self.inode = os.fstat(self.file).st_ino
         self._lock = threading.Lock()
@@ -247,7 +258,12 @@ class Slab:
         if at < self.data_at or at % RECORD or at > self.length - RECORD:
             return None
         found, label, size, height, width, channels, _ = _ENTRY.unpack_from(self._map, at)
-        if found != sample or min(height, width, channels) < 1 or size != height * width * channels or at + RECORD + size > self.length:
+        if (
+            found != sample
+            or min(height, width, channels) < 1
+            or size != height * width * channels
+            or at + RECORD + size > self.length
+        ):
             return None
         return np.frombuffer(self._map, np.uint8, size, at + RECORD).reshape(height, width, channels), label
 
@@ -255,7 +271,10 @@ class Slab:
         """Does the CRC of a sample that is present hold? One pass over its bytes."""
         got = self.get(sample)
         at = int(self.index[sample])
-        return got is not None and zlib.crc32(got[0].data, zlib.crc32(self._map[at : at + 36])) == _ENTRY.unpack_from(self._map, at)[-1]
+        return (
+            got is not None
+            and zlib.crc32(got[0].data, zlib.crc32(self._map[at : at + 36])) == _ENTRY.unpack_from(self._map, at)[-1]
+        )
 
     def mark_unreadable(self, sample: int) -> None:
         """Say that no level can give this sample, so that nobody tries again."""

@@ -52,10 +52,24 @@ class TFRecords:
 
     shape = None
 
-    def __init__(self, files: Sequence[str | os.PathLike], image: str = "image/encoded", label: str = "image/class/label",
-                 first_label: int = 1, classes: tuple[str, ...] = (), channels: int = 3, skip: bool = False) -> None:
+    def __init__(
+        self,
+        files: Sequence[str | os.PathLike],
+        image: str = "image/encoded",
+        label: str = "image/class/label",
+        first_label: int = 1,
+        classes: tuple[str, ...] = (),
+        channels: int = 3,
+        skip: bool = False,
+    ) -> None:
         self.files = [str(file) for file in files]
-        self.image, self.label, self.first_label, self.classes, self.channels = image, label, first_label, tuple(classes), channels
+        self.image, self.label, self.first_label, self.classes, self.channels = (
+            image,
+            label,
+            first_label,
+            tuple(classes),
+            channels,
+        )
         self.broken: dict[str, str] = {}
 
         def scanned(file: str) -> np.ndarray:
@@ -74,8 +88,10 @@ class TFRecords:
         self.count = len(self._rows)
         self.name = f"{self.files[0]} and {len(self.files) - 1} more" if self.files else "no files"
         if not self.count:
-            raise PlanError(f"TFRecord files with records are required. Received {len(self.files)} files without any: {self.name}. "
-                            "Check the path and the pattern.")
+            raise PlanError(
+                f"TFRecord files with records are required. Received {len(self.files)} files without any: {self.name}. "
+                "Check the path and the pattern."
+            )
         stats = [os.stat(file) for file in self.files]
         facts = [(Path(file).name, stat.st_size, stat.st_mtime_ns) for file, stat in zip(self.files, stats, strict=True)]
         self.key = key_of(("tfrecords", image, label, first_label, *facts))
@@ -98,7 +114,10 @@ class TFRecords:
             raise SampleError(f"no tf.train.Example: {error}") from error
         image, label = features[self.image].bytes_list.value, features[self.label].int64_list.value
         if len(image) != 1 or len(label) != 1:
-            raise SampleError(f"one image {self.image!r} and one label {self.label!r} are required, the record has the features {sorted(features)}")
+            raise SampleError(
+                f"one image {self.image!r} and one label {self.label!r} are required, the record has the "
+                f"features {sorted(features)}"
+            )
         return image[0], label[0] - self.first_label
 
     def where(self, sample: int) -> str:
@@ -107,7 +126,8 @@ class TFRecords:
 
 
 def imagenet(folder: str | os.PathLike, split: str = "train", skip: bool = False) -> TFRecords:
-    """Return ImageNet's samples from a folder of shards `train-00000-of-01024`, `validation-00000-of-00128`; labels 0 to 999."""
+    """Return ImageNet's samples from a folder of shards `train-00000-of-01024`, `validation-00000-of-00128`; "
+    "labels 0 to 999."""
     return TFRecords(sorted(Path(folder).glob(f"{split}-*-of-*")), skip=skip)
 
 
@@ -127,14 +147,25 @@ def tfds(name: str, split: str = "train", data_dir: str | os.PathLike | None = N
     builder.download_and_prepare()
     keys = builder.info.supervised_keys
     features = builder.info.features
-    if keys is None or not isinstance(features[keys[0]], tensorflow_datasets.features.Image) \
-            or not isinstance(features[keys[1]], tensorflow_datasets.features.ClassLabel):
-        raise PlanError(f"A data set of images and class labels is required. {name} has the features {features} and the supervised keys "
-                        f"{keys}. Choose another, or give its samples as arrays.")
+    if (
+        keys is None
+        or not isinstance(features[keys[0]], tensorflow_datasets.features.Image)
+        or not isinstance(features[keys[1]], tensorflow_datasets.features.ClassLabel)
+    ):
+        raise PlanError(
+            f"A data set of images and class labels is required. {name} has the features {features} and the supervised keys "
+            f"{keys}. Choose another, or give its samples as arrays."
+        )
     if split not in builder.info.splits:
-        raise PlanError(f"Unknown split {split!r} of {name}. Known: {', '.join(sorted(builder.info.splits))}. Give a whole split.")
+        raise PlanError(
+            f"Unknown split {split!r} of {name}. Known: {', '.join(sorted(builder.info.splits))}. Give a whole split."
+        )
     if builder.info.file_format.value != "tfrecord":
-        raise PlanError(f"The file format tfrecord is required. {name} is prepared as {builder.info.file_format.value}. "
-                        "Prepare it with file_format='tfrecord' in another data_dir.")
+        raise PlanError(
+            f"The file format tfrecord is required. {name} is prepared as {builder.info.file_format.value}. "
+            "Prepare it with file_format='tfrecord' in another data_dir."
+        )
     image, label = keys[0], keys[1]
-    return TFRecords(builder.info.splits[split].filepaths, image, label, 0, tuple(features[label].names), features[image].shape[-1] or 3)
+    return TFRecords(
+        builder.info.splits[split].filepaths, image, label, 0, tuple(features[label].names), features[image].shape[-1] or 3
+    )
