@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "tfcommx"
 
 FLOORS = {
-    "terms": 0, "cost": 0, "reference": 0, "watcher": 0,
+    "terms": 0, "cost": 0, "reference": 0, "reference_augment": 0, "watcher": 0,
     "native": 1, "comm": 1, "links": 1, "watch": 1,
     "launch": 2, "threads": 2, "selection": 2, "wire": 2, "residual": 2, "data": 2,
     "exchange": 3,

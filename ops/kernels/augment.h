@@ -1,0 +1,93 @@
+// Reads samples out of a slab of decoded uint8 images and augments them: crop, bilinear resize, flip, normalise, in one pass.
+//
+// No framework: pointers, sizes, and a callback that supplies threads. The plain-TensorFlow specification of everything here
+// is tfcommx/reference_augment.py; the layout of the slab is written by tfcommx/data/slab.py.
+#ifndef TFCOMMX_KERNELS_AUGMENT_H_
+#define TFCOMMX_KERNELS_AUGMENT_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+namespace tfcommx {
+
+// ---- the slab ------------------------------------------------------------------------------------------------------------
+// One file: a page of header, an index of int64 byte offsets (0 = absent), records at multiples of 64 bytes.
+
+constexpr char kSlabMagic[8] = {'T', 'F', 'C', 'X', 'S', 'L', 'B', '1'};
+
+struct SlabHeader {
+  char magic[8];
+  int64_t count;     // samples of the data set: entries of the index
+  int64_t index_at;  // byte offset of the index
+  int64_t data_at;   // byte offset of the first record
+  int64_t length;    // bytes of the file
+};
+
+struct Record {  // 64 bytes, then the pixels, row-major, interleaved channels
+  int64_t sample;
+  int64_t label;
+  int64_t bytes;  // height * width * channels
+  int32_t height, width, channels;
+  uint32_t crc;  // CRC-32 (zlib's) of the 36 bytes before this field, then the pixels
+  uint8_t pad[24];
+};
+static_assert(sizeof(Record) == 64, "a record's header is one cache line");
+
+// The record at `at`, or null where it does not lie inside [low, length) or is not that of `sample`.
+const Record* record_at(const uint8_t* base, int64_t low, int64_t length, int64_t at, int64_t sample);
+
+// The record of `sample` in a mapped slab, or null where it is absent. The caller has checked the header and the range.
+const Record* find(const uint8_t* slab, int64_t sample);
+
+bool intact(const Record& record);  // does its CRC hold? one pass over the pixels
+
+uint32_t crc32(uint32_t crc, const uint8_t* bytes, size_t length);
+
+// ---- what is done to an image --------------------------------------------------------------------------------------------
+
+enum class Crop { kRandom, kCenter, kWhole };
+enum class Pixel { kUint8, kHalf, kBfloat16, kFloat };
+
+struct Rule {
+  Crop crop = Crop::kWhole;
+  bool flip = false;                        // left-right, for every second sample
+  double area_low = 0.08, area_high = 1.0;  // of the image, in (0, 1]
+  double aspect_low = 0.75, aspect_high = 4.0 / 3;
+  double center = 0.875;  // side of the centre crop / short side of the image
+  uint64_t seed = 0;
+};
+
+struct Window {  // pixels; flip is 0 or 1
+  int32_t top, left, height, width, flip;
+};
+
+// The window of one sample: a pure function of (rule.seed, epoch, sample, height, width).
+Window window_of(const Rule& rule, uint64_t epoch, uint64_t sample, int32_t height, int32_t width);
+
+// A number in [0, 1): draw `draw` of the stream of (seed, epoch, sample).
+double uniform(uint64_t seed, uint64_t epoch, uint64_t sample, uint64_t draw);
+
+struct Target {
+  int32_t height, width, channels;  // of every image of the batch
+  Pixel pixel = Pixel::kFloat;
+  std::vector<float> scale, bias;  // per channel: out = value in 0..255 * scale + bias; not used for kUint8
+};
+
+size_t pixel_bytes(Pixel pixel);
+
+// Write one image: the window of `record`, resized to the target by bilinear interpolation at pixel centres, no antialias.
+// `portable` keeps to plain C++ where the processor has AVX2; both give the same bits.
+void augment(const Record& record, const Window& window, const Target& target, void* out, bool portable = false);
+
+// Calls work(begin, end) over pieces of [0, n), on as many threads as it likes; `cost` is cycles per piece of one.
+using ParallelFor = std::function<void(int64_t n, int64_t cost, const std::function<void(int64_t, int64_t)>& work)>;
+
+// The whole batch: image i from records[i] through windows[i] to out + i * (bytes of one image).
+void augment_batch(const std::vector<const Record*>& records, const std::vector<Window>& windows, const Target& target, void* out,
+                   const ParallelFor& parallel_for, bool portable = false);
+
+}  // namespace tfcommx
+
+#endif  // TFCOMMX_KERNELS_AUGMENT_H_

@@ -1,0 +1,284 @@
+// The ops TfcommxSlabCheck and TfcommxSlabRead: check and allocate here, work in kernels/augment.h.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "kernels/augment.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace tfcommx {
+namespace {
+
+using tensorflow::DT_BFLOAT16;
+using tensorflow::DT_HALF;
+using tensorflow::DT_UINT8;
+using tensorflow::OpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::TensorShape;
+using tensorflow::errors::DataLoss;
+using tensorflow::errors::FailedPrecondition;
+using tensorflow::errors::InvalidArgument;
+using tensorflow::shape_inference::DimensionHandle;
+using tensorflow::shape_inference::InferenceContext;
+using tensorflow::shape_inference::ShapeHandle;
+
+REGISTER_OP("TfcommxSlabCheck")
+    .Input("indices: int64")
+    .Input("epoch: int64")
+    .Output("state: uint8")  // 0 ready, 1 absent, 2 its CRC does not hold
+    .Attr("path: string")
+    .Attr("inode: int")
+    .Attr("verify: float = 0.0")  // share of the samples whose CRC is checked
+    .Attr("seed: int = 0")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      ShapeHandle indices, scalar;
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 1, &indices));
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(1), 0, &scalar));
+      c->set_output(0, indices);
+      return absl::OkStatus();
+    });
+
+REGISTER_OP("TfcommxSlabRead")
+    .Input("indices: int64")
+    .Input("loose: uint8")     // records that are not in the slab, each at a multiple of 64 bytes
+    .Input("loose_at: int64")  // where in `loose` a sample's record starts; -1: it is in the slab
+    .Input("epoch: int64")
+    .Input("size: int32")  // [2]: height, width of the output; zeros: that of the samples
+    .Output("images: T")
+    .Output("labels: int64")
+    .Output("windows: int32")  // [b, 5]: top, left, height, width, flip
+    .Attr("T: {uint8, half, bfloat16, float}")
+    .Attr("path: string")  // empty: all records are loose
+    .Attr("inode: int")
+    .Attr("channels: int")
+    .Attr("crop: {'random', 'center', 'whole'}")
+    .Attr("flip: bool")
+    .Attr("area: list(float) = [0.08, 1.0]")
+    .Attr("aspect: list(float) = [0.75, 1.3333333333]")
+    .Attr("center: float = 0.875")
+    .Attr("mean: list(float) = []")  // per channel, of values in [0, 1]; empty: zeros
+    .Attr("std: list(float) = []")   // empty: ones
+    .Attr("seed: int = 0")
+    .Attr("portable: bool = false")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      ShapeHandle indices, other;
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 1, &indices));
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(1), 1, &other));
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(2), 1, &other));
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(3), 0, &other));
+      int channels;
+      TF_RETURN_IF_ERROR(c->GetAttr("channels", &channels));
+      DimensionHandle height = c->UnknownDim(), width = c->UnknownDim();
+      const Tensor* size = c->input_tensor(4);
+      if (size != nullptr && size->NumElements() == 2 && size->flat<int32_t>()(0) > 0) {
+        height = c->MakeDim(size->flat<int32_t>()(0));
+        width = c->MakeDim(size->flat<int32_t>()(1));
+      }
+      c->set_output(0, c->MakeShape({c->Dim(indices, 0), height, width, c->MakeDim(channels)}));
+      c->set_output(1, indices);
+      c->set_output(2, c->MakeShape({c->Dim(indices, 0), c->MakeDim(5)}));
+      return absl::OkStatus();
+    });
+
+// A slab mapped for reading, as long as the kernel lives: the mapping survives the removal of the file.
+class Mapping {
+ public:
+  ~Mapping() {
+    if (base_ != nullptr) munmap(base_, length_);
+  }
+
+  absl::Status open(const std::string& path, int64_t inode) {
+    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (file < 0) return FailedPrecondition("The slab ", path, " cannot be opened: ", std::strerror(errno), ". Make the DataCache first.");
+    struct stat facts;
+    const bool known = fstat(file, &facts) == 0;
+    length_ = known ? facts.st_size : 0;
+    if (!known || static_cast<int64_t>(facts.st_ino) != inode || length_ < static_cast<int64_t>(sizeof(SlabHeader))) {
+      close(file);
+      return FailedPrecondition("The slab ", path, " with inode ", inode, " is required, another file is there. ",
+                                "Make the dataset again from the DataCache that is open now.");
+    }
+    void* base = mmap(nullptr, length_, PROT_READ, MAP_SHARED, file, 0);
+    close(file);
+    if (base == MAP_FAILED) return FailedPrecondition("The slab ", path, " cannot be mapped: ", std::strerror(errno), ".");
+    base_ = base;
+    const SlabHeader& header = *static_cast<const SlabHeader*>(base_);
+    if (std::memcmp(header.magic, kSlabMagic, sizeof(kSlabMagic)) || header.length != length_ || header.count < 0 ||
+        header.index_at % 8 || header.index_at + 8 * header.count > header.data_at || header.data_at > length_) {
+      return DataLoss("The header of the slab ", path, " is damaged. Remove the file and start again.");
+    }
+    return absl::OkStatus();
+  }
+
+  const uint8_t* base() const { return static_cast<const uint8_t*>(base_); }
+  int64_t count() const { return base_ == nullptr ? 0 : static_cast<const SlabHeader*>(base_)->count; }
+
+ private:
+  void* base_ = nullptr;
+  int64_t length_ = 0;
+};
+
+absl::Status check_index(int64_t sample, int64_t count) {
+  if (sample >= 0 && sample < count) return absl::OkStatus();
+  return InvalidArgument("Sample indices must be in [0, ", count, "). Received ", sample, ".");
+}
+
+ParallelFor threads_of(OpKernelContext* context) {
+  auto* pool = context->device()->tensorflow_cpu_worker_threads()->workers;
+  return [pool](int64_t n, int64_t cost, const std::function<void(int64_t, int64_t)>& work) { pool->ParallelFor(n, cost, work); };
+}
+
+class SlabCheck : public OpKernel {
+ public:
+  explicit SlabCheck(OpKernelConstruction* context) : OpKernel(context) {
+    std::string path;
+    int64_t inode, seed;
+    OP_REQUIRES_OK(context, context->GetAttr("path", &path));
+    OP_REQUIRES_OK(context, context->GetAttr("inode", &inode));
+    OP_REQUIRES_OK(context, context->GetAttr("verify", &verify_));
+    OP_REQUIRES_OK(context, context->GetAttr("seed", &seed));
+    seed_ = static_cast<uint64_t>(seed) ^ 0x5EED0FC5C5EEDull;  // not the stream that draws the crops
+    OP_REQUIRES_OK(context, slab_.open(path, inode));
+  }
+
+  void Compute(OpKernelContext* context) override {
+    const auto indices = context->input(0).flat<int64_t>();
+    const uint64_t epoch = context->input(1).scalar<int64_t>()();
+    Tensor* state = nullptr;
+    OP_REQUIRES_OK(context, context->allocate_output(0, context->input(0).shape(), &state));
+    auto out = state->flat<uint8_t>();
+    for (int64_t i = 0; i < indices.size(); ++i) OP_REQUIRES_OK(context, check_index(indices(i), slab_.count()));
+    for (int64_t i = 0; i < indices.size(); ++i) {
+      const Record* record = find(slab_.base(), indices(i));
+      const bool look = record != nullptr && uniform(seed_, epoch, indices(i), 0) < verify_;
+      out(i) = record == nullptr ? 1 : look && !intact(*record) ? 2 : 0;
+    }
+  }
+
+ private:
+  Mapping slab_;
+  float verify_;
+  uint64_t seed_;
+};
+
+class SlabRead : public OpKernel {
+ public:
+  explicit SlabRead(OpKernelConstruction* context) : OpKernel(context) {
+    std::string path, crop;
+    int64_t inode, seed;
+    float center;
+    std::vector<float> area, aspect, mean, std;
+    OP_REQUIRES_OK(context, context->GetAttr("path", &path));
+    OP_REQUIRES_OK(context, context->GetAttr("inode", &inode));
+    OP_REQUIRES_OK(context, context->GetAttr("channels", &target_.channels));
+    OP_REQUIRES_OK(context, context->GetAttr("crop", &crop));
+    OP_REQUIRES_OK(context, context->GetAttr("flip", &rule_.flip));
+    OP_REQUIRES_OK(context, context->GetAttr("area", &area));
+    OP_REQUIRES_OK(context, context->GetAttr("aspect", &aspect));
+    OP_REQUIRES_OK(context, context->GetAttr("center", &center));
+    OP_REQUIRES_OK(context, context->GetAttr("mean", &mean));
+    OP_REQUIRES_OK(context, context->GetAttr("std", &std));
+    OP_REQUIRES_OK(context, context->GetAttr("seed", &seed));
+    OP_REQUIRES_OK(context, context->GetAttr("portable", &portable_));
+    OP_REQUIRES(context, area.size() == 2 && 0 < area[0] && area[0] <= area[1] && area[1] <= 1,
+                InvalidArgument("`area` must be two ascending shares in (0, 1]."));
+    OP_REQUIRES(context, aspect.size() == 2 && 0 < aspect[0] && aspect[0] <= aspect[1],
+                InvalidArgument("`aspect` must be two ascending positive numbers."));
+    OP_REQUIRES(context, 0 < center && center <= 1, InvalidArgument("`center` must be in (0, 1]. Received ", center, "."));
+    const int channels = target_.channels;
+    OP_REQUIRES(context, 1 <= channels && channels <= 4, InvalidArgument("`channels` must be in [1, 4]. Received ", channels, "."));
+    if (mean.empty()) mean.assign(channels, 0);
+    if (std.empty()) std.assign(channels, 1);
+    OP_REQUIRES(context, static_cast<int>(mean.size()) == channels && static_cast<int>(std.size()) == channels,
+                InvalidArgument("`mean` and `std` need one number for each of ", channels, " channels. Received ", mean.size(),
+                                " and ", std.size(), "."));
+    rule_.crop = crop == "random" ? Crop::kRandom : crop == "center" ? Crop::kCenter : Crop::kWhole;
+    rule_.area_low = area[0];
+    rule_.area_high = area[1];
+    rule_.aspect_low = aspect[0];
+    rule_.aspect_high = aspect[1];
+    rule_.center = center;
+    rule_.seed = static_cast<uint64_t>(seed);
+    for (int c = 0; c < channels; ++c) {
+      OP_REQUIRES(context, std[c] > 0, InvalidArgument("`std` must be positive. Received ", std[c], " for channel ", c, "."));
+      target_.scale.push_back(1.0f / (255.0f * std[c]));
+      target_.bias.push_back(-mean[c] / std[c]);
+    }
+    const auto type = output_type(0);
+    target_.pixel = type == DT_UINT8 ? Pixel::kUint8 : type == DT_HALF ? Pixel::kHalf : type == DT_BFLOAT16 ? Pixel::kBfloat16 : Pixel::kFloat;
+    if (!path.empty()) OP_REQUIRES_OK(context, slab_.open(path, inode));
+  }
+
+  void Compute(OpKernelContext* context) override {
+    const auto indices = context->input(0).flat<int64_t>();
+    const auto loose = context->input(1).flat<uint8_t>();
+    const auto loose_at = context->input(2).flat<int64_t>();
+    const int64_t epoch = context->input(3).scalar<int64_t>()();
+    const auto size = context->input(4).flat<int32_t>();
+    const int64_t n = indices.size();
+    OP_REQUIRES(context, loose_at.size() == n,
+                InvalidArgument("`loose_at` must have one entry per index. Received ", loose_at.size(), " for ", n, "."));
+    OP_REQUIRES(context, size.size() == 2 && size(0) >= 0 && size(1) >= 0 && (size(0) == 0) == (size(1) == 0),
+                InvalidArgument("`size` must be [height, width], both positive or both zero."));
+    std::vector<const Record*> records(n);
+    std::vector<Window> windows(n);
+    Target target = target_;
+    target.height = size(0);
+    target.width = size(1);
+    for (int64_t i = 0; i < n; ++i) {
+      if (loose_at(i) >= 0) {
+        records[i] = record_at(loose.data(), 0, loose.size(), loose_at(i), indices(i));
+      } else {
+        OP_REQUIRES_OK(context, check_index(indices(i), slab_.count()));
+        records[i] = find(slab_.base(), indices(i));
+      }
+      OP_REQUIRES(context, records[i] != nullptr, DataLoss("Sample ", indices(i), " is not in memory, or its record is damaged."));
+      const Record& record = *records[i];
+      OP_REQUIRES(context, record.channels == target.channels,
+                  InvalidArgument("Samples of ", target.channels, " channels are required. Sample ", indices(i), " has ", record.channels, "."));
+      if (target.height == 0) {
+        target.height = record.height;
+        target.width = record.width;
+      }
+      if (size(0) == 0) {
+        OP_REQUIRES(context, record.height == target.height && record.width == target.width,
+                    InvalidArgument("Samples of one size are required where no resolution is given. Received ", target.height, "x",
+                                    target.width, " and ", record.height, "x", record.width, " (sample ", indices(i),
+                                    "). Give the phase a resolution."));
+      }
+      windows[i] = window_of(rule_, epoch, indices(i), record.height, record.width);
+    }
+    Tensor *images = nullptr, *labels = nullptr, *taken = nullptr;
+    OP_REQUIRES_OK(context, context->allocate_output(0, TensorShape({n, target.height, target.width, target.channels}), &images));
+    OP_REQUIRES_OK(context, context->allocate_output(1, TensorShape({n}), &labels));
+    OP_REQUIRES_OK(context, context->allocate_output(2, TensorShape({n, 5}), &taken));
+    for (int64_t i = 0; i < n; ++i) {
+      labels->flat<int64_t>()(i) = records[i]->label;
+      std::memcpy(taken->flat<int32_t>().data() + 5 * i, &windows[i], sizeof(Window));
+    }
+    augment_batch(records, windows, target, images->data(), threads_of(context), portable_);
+  }
+
+ private:
+  Mapping slab_;
+  Rule rule_;
+  Target target_;
+  bool portable_;
+};
+
+REGISTER_KERNEL_BUILDER(Name("TfcommxSlabCheck").Device(tensorflow::DEVICE_CPU), SlabCheck);
+REGISTER_KERNEL_BUILDER(Name("TfcommxSlabRead").Device(tensorflow::DEVICE_CPU), SlabRead);
+
+}  // namespace
+}  // namespace tfcommx

@@ -1,0 +1,396 @@
+"""The cache as its users meet it: one and several processes, kills, damage, strange files, full and read-only disks."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from PIL import Image
+
+from tfcommx.data.arrays import Arrays
+from tfcommx.data.augment import Phase
+from tfcommx.data.cache import DataCache, Options
+from tfcommx.data.disk import Disk, drop, usage
+from tfcommx.data.folder import Folder
+from tfcommx.data.slab import Slab, SlabError, facts_of, reclaim
+from tfcommx.terms import PlanError, Topology
+
+ROOT = Path(__file__).parent.parent
+_started: list[subprocess.Popen] = []
+WHOLE = Phase(batch=7, resolution=16, dtype="uint8", drop_remainder=False)
+
+
+def colour(number):
+    """A colour that survives JPEG and tells the sample's number, below 256."""
+    return number % 16 * 16 + 8, number // 16 * 16 + 8, 128
+
+
+def number(pixel):
+    return int(pixel[0]) // 16 + int(pixel[1]) // 16 * 16
+
+
+def picture(n, size=(40, 30), form="JPEG", mode="RGB", **options):
+    out = io.BytesIO()
+    Image.new("RGB", size, colour(n)).convert(mode).save(out, form, **options)
+    return out.getvalue()
+
+
+def make_folder(path, count, kinds=3):
+    """Class folders whose file n has colour n and class n % kinds; sizes differ."""
+    for kind in range(kinds):
+        (path / f"class{kind}").mkdir(parents=True)
+    for n in range(count):
+        (path / f"class{n % kinds}" / f"{n:04}.jpg").write_bytes(picture(n, (20 + n % 30, 50 - n % 17)))
+    return path
+
+
+def served(dataset):
+    """[(number, label)] in the order of service."""
+    return [
+        (number(image[8, 8]), int(label))
+        for images, labels in dataset
+        for image, label in zip(images.numpy(), labels.numpy(), strict=True)
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_folder(tmp_path / "photos", 50)
+
+
+@pytest.fixture
+def shm(tmp_path):
+    path = Path("/dev/shm") / f"tfcommx-test-{os.getpid()}-{tmp_path.name}"
+    path.mkdir(exist_ok=True)
+    yield path
+    for process in _started:
+        process.kill()
+        process.wait()
+    _started.clear()
+    left = [file.name for file in path.iterdir()]
+    for file in path.iterdir():
+        file.unlink()
+    path.rmdir()
+    assert left == [], "a test left a slab behind"
+
+
+def start(folder, shm, rank=0, nodes=1, slots=1, **asked):
+    asked = {"folder": str(folder), "memory": str(shm), "rank": rank, "nodes": nodes, "slots": slots, "batch": 7, **asked}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    command = [sys.executable, str(ROOT / "tests" / "data_worker.py"), json.dumps(asked)]
+    pipe = subprocess.PIPE
+    _started.append(subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True))
+    return _started[-1]
+
+
+def line(process, key):
+    """The process's next message that has `key`."""
+    for text in process.stdout:
+        if key in (message := json.loads(text)):
+            return message
+    raise AssertionError(f"the process ended with {process.wait()} before it said {key!r}")
+
+
+def go(processes):
+    """Send each the line that it waits for."""
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+
+
+@pytest.mark.parametrize("nodes,slots", [(1, 1), (1, 2), (1, 4), (2, 2)])
+def test_every_sample_once_per_epoch_from_one_copy(folder, shm, nodes, slots):
+    workers = [start(folder, shm, rank, nodes, slots, epochs=2, hold=True) for rank in range(nodes * slots)]
+    for worker in workers:
+        line(worker, "held")
+    assert len(list(shm.iterdir())) == nodes
+    go(workers)
+    results = [line(worker, "served") for worker in workers]
+    go(workers)
+    assert [worker.wait(120) for worker in workers] == [0] * len(workers)
+    for epoch in range(2):
+        got = [(number(pixel), label) for result in results for pixel, label in result["served"][epoch]]
+        assert sorted(got) == [(n, n % 3) for n in range(50)]
+    assert all(result["served"][0] != result["served"][1] for result in results)
+    for node in range(nodes):
+        assert len({result["filled"] for result in results[node * slots : (node + 1) * slots]}) == 1
+    assert sum(result["filled"] for result in results) == 50 * slots
+    # each sample is read once; twice only where two processes want it at the same moment
+    read = sum(report["hit_source"] * report["samples"] for result in results for report in result["report"])
+    assert 50 <= round(read) <= 60
+
+
+def test_four_processes_share_one_copy_in_memory(tmp_path, shm):
+    folder = tmp_path / "large"
+    (folder / "a").mkdir(parents=True)
+    for n in range(16):
+        (folder / "a" / f"{n:02}.png").write_bytes(picture(n, (1000, 700), "PNG"))
+    workers = [start(folder, shm, rank, 1, 4, batch=4, hold=True, touch=True) for rank in range(4)]
+    for key in ("held", "touched"):
+        for worker in workers:
+            line(worker, key)
+        go(workers)
+    results = [line(worker, "served") for worker in workers]
+    go(workers)
+    assert [worker.wait(120) for worker in workers] == [0] * 4
+    one_copy = 16 * 2_100_064
+    assert [result["filled"] for result in results] == [16] * 4
+    assert one_copy <= results[0]["used"] <= one_copy * 1.3  # a sample that two processes fill at once takes its place twice
+    # the kernel may have unmapped idle pages again meanwhile; four copies would be four times as much
+    assert one_copy * 0.5 <= sum(result["pss"] for result in results) <= results[0]["used"] * 1.02
+
+
+def test_kill_9_of_one_process_in_the_fill(folder, shm):
+    victim = start(folder, shm, 0, 1, 2, pause=0.2, batch=1)
+    line(victim, "step")
+    other = start(folder, shm, 1, 1, 2, epochs=2, hold=True)
+    line(other, "ready")
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.wait()
+    line(other, "held")
+    go([other])
+    result = line(other, "served")
+    go([other])
+    assert len(result["served"][0]) == len(result["served"][1]) == 25
+    assert all(number(pixel) % 3 == label for epoch in result["served"] for pixel, label in epoch)
+    assert other.wait(120) == 0
+    assert list(shm.iterdir()) == []  # the survivor was the last
+
+
+def test_kill_9_of_all_in_training_then_start_again(folder, shm):
+    workers = [start(folder, shm, rank, 1, 2, pause=0.1, epochs=20) for rank in range(2)]
+    for worker in workers:
+        line(worker, "step")
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.wait()
+    stale = next(shm.glob("*.slab"))
+    assert facts_of(stale)["pid"] in [worker.pid for worker in workers]
+    (shm / "tfcommx-half.1-x.part").write_bytes(b"half made")
+    inode = stale.stat().st_ino
+    with DataCacheOpen(folder, shm) as cache:
+        assert len(cache.reclaimed) == 2 and cache.slab.created and cache.slab.path.stat().st_ino != inode
+        assert cache.slab.filled == 0
+        assert sorted(served(cache.dataset(WHOLE))) == [(n, n % 3) for n in range(50)]
+
+
+class DataCacheOpen:
+    """A cache in this process that is closed at the end."""
+
+    def __init__(self, folder, shm, topology=None, rank=0, **options):
+        source = Folder(folder) if isinstance(folder, Path) else folder
+        self.cache = DataCache(source, topology, rank, Options(memory=str(shm), **options))
+
+    def __enter__(self):
+        return self.cache
+
+    def __exit__(self, *error):
+        self.cache.close()
+
+
+def test_a_living_slab_is_not_reclaimed_and_other_data_do_not_share_it(folder, tmp_path, shm):
+    with (
+        DataCacheOpen(folder, shm) as one,
+        DataCacheOpen(make_folder(tmp_path / "b", 5), shm) as two,
+        DataCacheOpen(folder, shm) as three,
+    ):
+        assert one.slab.path != two.slab.path
+        assert three.slab.path == one.slab.path and not three.slab.created
+        assert reclaim(shm) == []
+        with pytest.raises(SlabError, match="other contents"):
+            Slab(shm, one.slab.path.stem, "another key", 50, lambda: 10**6)
+        one.close()
+        one.close()
+        assert three.slab.path.exists()
+        assert len(served(three.dataset(WHOLE))) == 50
+
+
+def test_a_slab_of_another_boot_is_removed(shm):
+    slab = Slab(shm, "tfcommx-old", "k", 1, lambda: 10**5)
+    page = slab._map
+    at = page.find(b'"boot": "') + 9
+    page[at : at + 4] = b"zzzz"
+    assert reclaim(shm) == [slab.path]
+    slab.close()
+
+
+def test_resume_gives_the_batches_of_an_uninterrupted_run(folder, shm):
+    phase = Phase(batch=7, resolution=12, crop="random", flip=True)
+    with DataCacheOpen(folder, shm, seed=9) as cache:
+        whole = [(images.numpy(), labels.numpy()) for images, labels in cache.dataset(phase, 1, epochs=2)]
+        assert len(whole) == 2 * cache.steps(phase) == 14
+    with DataCacheOpen(folder, shm, seed=9) as cache:
+        resumed = [(images.numpy(), labels.numpy()) for images, labels in cache.dataset(phase, 1, epochs=2, step=5)]
+    assert len(resumed) == 9
+    for (images, labels), (again, labels_again) in zip(whole[5:], resumed, strict=True):
+        np.testing.assert_array_equal(images, again)
+        np.testing.assert_array_equal(labels, labels_again)
+
+
+def test_strange_files_are_read_as_what_they_are(tmp_path, shm):
+    folder = tmp_path / "strange"
+    (folder / "a").mkdir(parents=True)
+    (folder / "b-empty").mkdir()
+    (folder / "c-one").mkdir()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    files = {
+        "0-grey.jpg": picture(0, mode="L"),
+        "1-cmyk.jpg": picture(1, mode="CMYK"),
+        "2-png.jpg": picture(2, form="PNG"),
+        "3-exif.jpg": picture(3, (40, 30), exif=exif),
+        "4-alpha.png": picture(4, form="PNG", mode="RGBA"),
+        "5-pixel.jpg": picture(5, (1, 1)),
+        "6-long.jpg": picture(6, (900, 3)),
+    }
+    for name, data in files.items():
+        (folder / "a" / name).write_bytes(data)
+    (folder / "c-one" / "7.jpg").write_bytes(picture(7))
+    with DataCacheOpen(folder, shm, store=20) as cache:
+        assert cache.source.classes == ("a", "b-empty", "c-one")
+        got = served(cache.dataset(Phase(batch=3, resolution=16, dtype="uint8", drop_remainder=False, shuffle=False)))
+        assert [label for _, label in got] == [0] * 7 + [2]
+        assert [n for n, _ in got][1:] == [1, 2, 3, 4, 5, 6, 7]
+        shapes = [cache.slab.get(i)[0].shape for i in range(8)]
+        assert shapes[3] == (20, 27, 3) and shapes[5] == (1, 1, 3) and shapes[6] == (3, 900, 3)
+        grey = cache.slab.get(0)[0]
+        assert np.ptp(grey.reshape(-1, 3), axis=1).max() == 0
+
+
+@pytest.mark.parametrize("damage", ["truncated", "zero-length", "text", "flipped"])
+def test_a_broken_source_file_is_named_or_skipped(folder, shm, damage):
+    path = folder / "class1" / "0004.jpg"
+    data = path.read_bytes()
+    broken = {
+        "truncated": data[: len(data) // 2],
+        "zero-length": b"",
+        "text": b"<html>not found</html>",
+        "flipped": b"\x00" + data[1:],
+    }
+    path.write_bytes(broken[damage])
+    with DataCacheOpen(folder, shm) as cache, pytest.raises(tf.errors.OpError, match=r"class1/0004\.jpg.*on_error='skip'"):
+        served(cache.dataset(WHOLE))
+    with DataCacheOpen(folder, shm, on_error="skip") as cache:
+        for epoch in range(2):
+            assert sorted(served(cache.dataset(WHOLE, epoch))) == [(n, n % 3) for n in range(50) if n != 4]
+            assert cache.report(epoch)["unreadable"] == 1
+        assert "0004.jpg" in next(iter(cache.filler.unreadable.values()))
+
+
+def test_a_flipped_byte_in_memory_is_found_and_mended(folder, shm):
+    with DataCacheOpen(folder, shm, verify=1.0) as cache:
+        served(cache.dataset(WHOLE))
+        for sample, byte in ((3, 64 + 5), (9, 8), (20, 24)):  # a pixel, the label, the height
+            cache.slab._map[int(cache.slab.index[sample]) + byte] ^= 0x10
+        assert sorted(served(cache.dataset(WHOLE, 1))) == [(n, n % 3) for n in range(50)]
+        assert cache.report(1)["repaired"] == 2  # the third had no legible size: it was absent
+        assert cache.report(1)["hit_source"] == pytest.approx(3 / 50)
+        assert all(cache.slab.intact(i) for i in range(50))
+        served(cache.dataset(WHOLE, 2))
+        assert cache.report(2)["hit_memory"] == 1
+
+
+def test_the_disk_level_warms_the_next_run_and_finds_a_flipped_byte(folder, tmp_path, shm):
+    disk = tmp_path / "disk"
+    with DataCacheOpen(folder, shm, disk=str(disk)) as cache:
+        served(cache.dataset(WHOLE))
+        assert cache.report(0)["hit_source"] == 1
+    pack = next(disk.rglob("*.pack"))
+    data = bytearray(pack.read_bytes())
+    data[len(data) // 2] ^= 1
+    pack.write_bytes(data)
+    index = next(disk.rglob("*.idx"))
+    index.write_bytes(index.read_bytes() + b"half an entry")
+    with DataCacheOpen(folder, shm, disk=str(disk)) as cache:
+        assert sorted(served(cache.dataset(WHOLE))) == [(n, n % 3) for n in range(50)]
+        report = cache.report(0)
+        assert report["hit_disk"] == pytest.approx(49 / 50) and report["hit_source"] == pytest.approx(1 / 50)
+        assert report["corrupt_disk"] == 1
+    assert usage(disk)[0][1] == 51
+    assert len(drop(disk)) == 1 and list(disk.iterdir()) == []
+
+
+def test_a_disk_that_cannot_be_written_warns_once_and_training_goes_on(folder, tmp_path, shm):
+    blocked = tmp_path / "file"
+    blocked.write_text("a file where a folder is wanted: root writes to read-only folders")
+    with warnings.catch_warnings(record=True) as caught, DataCacheOpen(folder, shm, disk=str(blocked)) as cache:
+        warnings.simplefilter("always")
+        assert len(served(cache.dataset(WHOLE))) == 50
+    assert len([w for w in caught if "takes no more samples" in str(w.message)]) == 1
+    full = Disk(tmp_path / "full", "key", 5)
+    full._out = (os.open("/dev/full", os.O_RDWR), os.open("/dev/full", os.O_RDWR))
+    with pytest.warns(UserWarning, match="No space left"):
+        full.write(0, 1, b"x")
+    full.write(1, 1, b"x")  # and no second warning
+    assert full.read(0) is None
+    full.close()
+
+
+def test_too_little_memory_refuses_before_the_fill_or_keeps_what_fits(tmp_path, shm):
+    images = np.stack([np.full((64, 64, 3), n, np.uint8) for n in range(200)])
+    source = Arrays(images, np.arange(200))
+    needed = 200 * (64 * 64 * 3 + 64)
+    with pytest.raises(SlabError, match=r"bytes of memory are required for 200 samples.*offer 1,000,000.*partial=True"):
+        DataCacheOpen(source, shm, memory_bytes=1_000_000)
+    assert list(shm.iterdir()) == []
+    with DataCacheOpen(source, shm, memory_bytes=needed // 2, partial=True) as cache:
+        for epoch in range(2):
+            got = [
+                (int(image[0, 0, 0]), int(label))
+                for images, labels in cache.dataset(Phase(batch=8, dtype="uint8"), epoch)
+                for image, label in zip(images.numpy(), labels.numpy(), strict=True)
+            ]
+            assert sorted(got) == [(n, n) for n in range(200)]
+        assert cache.slab.full and 95 < cache.slab.filled < 100
+        assert cache.report(1)["overflow"] == 200 - cache.slab.filled
+        assert cache.slab.path.stat().st_size <= needed // 2
+
+
+def test_memory_that_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(SlabError, match=r"Give `memory` a folder"):
+        Slab(tmp_path / "missing", "tfcommx-a", "k", 1, lambda: 10**5)
+
+
+def test_keras_trains_and_the_wait_is_reported(shm):
+    import time
+
+    import keras
+
+    source = Arrays(np.random.default_rng(0).integers(0, 256, (64, 8, 8), np.uint8), np.arange(64) % 4)
+    with DataCacheOpen(source, shm) as cache:
+        phase = Phase(batch=16)
+        assert next(iter(cache.dataset(phase)))[0].shape == (16, 8, 8, 1)
+        model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(4, activation="softmax")])
+        model.compile("sgd", "sparse_categorical_crossentropy")
+        model.fit(cache.dataset(phase, 0, epochs=3), epochs=3, steps_per_epoch=cache.steps(phase), verbose=0)
+        first, *others = (cache.report(epoch)["samples"] for epoch in range(3))
+        assert others == [64, 64] and first in (64 + 16, 64 + 32)  # the look above took one batch, or had the next one ready
+        for _ in cache.dataset(phase, 5):
+            time.sleep(0.1)  # a slow consumer does not wait
+        quick = cache.report(5)["loader_wait_seconds"]
+        fetch, cache.filler.fetch = cache.filler.fetch, lambda *args: (time.sleep(0.2), fetch(*args))[1]
+        for sample in range(64):
+            cache.slab.forget(sample)
+        for _ in cache.dataset(phase, 6):
+            pass
+        assert quick < 0.15 < 0.2 < cache.report(6)["loader_wait_seconds"]
+
+
+@pytest.mark.parametrize("bad", [dict(seed=-1), dict(verify=2), dict(store=0), dict(on_error="ignore"), dict(exchange=1.5)])
+def test_bad_options_are_refused(bad):
+    with pytest.raises(PlanError, match=r"Received|Unknown"):
+        Options(**bad)
+
+
+def test_an_epoch_without_a_batch_is_refused(shm):
+    with DataCacheOpen(Arrays(np.zeros((3, 4, 4), np.uint8), np.zeros(3)), shm, Topology(1, 2), 0) as cache:
+        with pytest.raises(PlanError, match="Lower `batch`"):
+            cache.dataset(Phase(batch=2))
+        assert len(list(cache.dataset(Phase(batch=2, drop_remainder=False)))) == 1

@@ -1,0 +1,185 @@
+"""From sample indices to batches: the native ops on the slab, or their plain-TensorFlow twin where no library was built."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tfcommx import native
+from tfcommx.data.slab import Slab, pack
+from tfcommx.reference_augment import Rule, Window, window_of
+from tfcommx.reference_augment import augment as augment_reference
+from tfcommx.terms import PlanError, check_name
+
+CROPS = ("random", "center", "whole")
+DTYPES = ("uint8", "float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """How the samples are served for some epochs. A new phase is a new call of `DataCache.dataset`: the slab stays."""
+
+    batch: int  # samples per rank and step, >= 1
+    resolution: int | None = None  # height and width of the images, pixels; None: the samples' own, which must all be equal
+    crop: str = "whole"  # random: random-resized-crop; center; whole
+    flip: bool = False  # left-right, for every second sample
+    dtype: str = "float32"  # uint8 gives 0 to 255 and does not normalise
+    mean: tuple[float, ...] = ()  # per channel, of values in [0, 1]; empty: zeros
+    std: tuple[float, ...] = ()  # per channel, > 0; empty: ones
+    area: tuple[float, float] = (
+        0.08,
+        1.0,
+    )  # of the random crop / of the image, in (0, 1]: torchvision's and TensorFlow's default
+    aspect: tuple[float, float] = (3 / 4, 4 / 3)  # width / height of the random crop, > 0: likewise
+    center: float = 0.875  # side of the centre crop / short side, in (0, 1]: 224 of 256
+    shuffle: bool = True  # False: in the order of the source, for evaluation
+    drop_remainder: bool = True  # True: full batches only; False: every sample, the last batch smaller
+
+    def __post_init__(self) -> None:
+        check_name("crop", self.crop, CROPS)
+        check_name("dtype", self.dtype, DTYPES)
+        if self.batch < 1 or (self.resolution is not None and self.resolution < 1):
+            raise PlanError(
+                f"`batch` and `resolution` must be >= 1. Received batch={self.batch}, resolution={self.resolution}."
+            )
+        if self.resolution is None and self.crop != "whole":
+            raise PlanError(
+                f"Crop {self.crop!r} needs a `resolution`: crops differ in size. Received None. Give one, or crop 'whole'."
+            )
+        if not 0 < self.area[0] <= self.area[1] <= 1 or not 0 < self.aspect[0] <= self.aspect[1] or not 0 < self.center <= 1:
+            raise PlanError(
+                f"`area` must be ascending in (0, 1], `aspect` ascending and > 0, `center` in (0, 1]. "
+                f"Received area={self.area}, "
+                f"aspect={self.aspect}, center={self.center}."
+            )
+        if not all(math.isfinite(m) for m in self.mean) or not all(s > 0 for s in self.std):
+            raise PlanError(f"`mean` must be finite and `std` > 0. Received mean={self.mean}, std={self.std}.")
+
+    def rule(self, seed: int) -> Rule:
+        """Return how this phase draws windows."""
+        return Rule(self.crop, self.flip, self.area, self.aspect, self.center, seed)
+
+
+def check(slab: Slab, indices: Any, epoch: Any, verify: float, seed: int) -> Any:
+    """Return uint8 [b]: 0 where a sample is in memory, 1 where it is absent, 2 where its CRC does not hold.
+
+    The CRC is looked at for a share `verify` of the samples, drawn anew each epoch.
+    """
+    import tensorflow as tf
+
+    library = native.library()
+    if library is not None:
+        return library.tfcommx_slab_check(
+            indices=indices, epoch=epoch, path=str(slab.path), inode=slab.inode, verify=verify, seed=seed
+        )
+
+    def look(samples: np.ndarray, epoch: np.ndarray) -> np.ndarray:
+        from tfcommx.reference_augment import uniform
+
+        def state(sample: int) -> int:
+            if slab.get(sample) is None:
+                return 1
+            return 2 if uniform(seed ^ 0x5EED0FC5C5EED, int(epoch), sample, 0) < verify and not slab.intact(sample) else 0
+
+        return np.array([state(int(sample)) for sample in samples], np.uint8)
+
+    state = tf.numpy_function(look, [indices, epoch], tf.uint8)
+    state.set_shape(indices.shape)
+    return state
+
+
+def read(
+    slab: Slab, indices: Any, loose: Any, loose_at: Any, epoch: Any, phase: Phase, channels: int, seed: int
+) -> tuple[Any, Any, Any]:
+    """Read and augment a batch.
+
+    Args:
+      indices: int64 [b].
+      loose, loose_at: records (`slab.pack`) that are not in the slab, uint8 [m], and where each sample's begins, int64
+      [b]; -1: in the slab.
+      epoch: int64 scalar; with `seed` and the sample's index it draws the window.
+    Returns:
+      images phase.dtype [b, h, w, c], labels int64 [b], windows int32 [b, 5]: top, left, height, width, flip.
+    **Cost:** one pass over the windows and one over the result, no intermediate image; the batch is cut over
+    TensorFlow's threads.
+    """
+    import tensorflow as tf
+
+    size = [phase.resolution or 0] * 2
+    mean, std = phase.mean or (0.0,) * channels, phase.std or (1.0,) * channels
+    library = native.library()
+    if library is not None:
+        return library.tfcommx_slab_read(
+            indices=indices,
+            loose=loose,
+            loose_at=loose_at,
+            epoch=epoch,
+            size=tf.constant(size, tf.int32),
+            T=tf.as_dtype(phase.dtype),
+            path=str(slab.path),
+            inode=slab.inode,
+            channels=channels,
+            crop=phase.crop,
+            flip=phase.flip,
+            area=phase.area,
+            aspect=phase.aspect,
+            center=phase.center,
+            mean=mean,
+            std=std,
+            seed=seed,
+        )
+
+    def fetch(samples: np.ndarray, loose: np.ndarray, loose_at: np.ndarray, epoch: np.ndarray):
+        images, labels, windows = [], [], []
+        for sample, at in zip(samples.tolist(), loose_at.tolist(), strict=True):
+            pixels, label = slab.get(sample) if at < 0 else unpack(loose, at)
+            window = window_of(phase.rule(seed), int(epoch), sample, *pixels.shape[:2])
+            images.append(
+                augment_reference(pixels, window, tuple(size) if size[0] else pixels.shape[:2], phase.dtype, mean, std).numpy()
+            )
+            labels.append(label)
+            windows.append(window)
+        dtype = tf.as_dtype(phase.dtype).as_numpy_dtype
+        empty = np.zeros((0, *size, channels), dtype)
+        return np.stack(images) if images else empty, np.array(labels, np.int64), np.array(windows, np.int32).reshape(-1, 5)
+
+    images, labels, windows = tf.numpy_function(
+        fetch, [indices, loose, loose_at, epoch], [tf.as_dtype(phase.dtype), tf.int64, tf.int32]
+    )
+    images.set_shape([None, phase.resolution, phase.resolution, channels])
+    labels.set_shape([None])
+    windows.set_shape([None, 5])
+    return images, labels, windows
+
+
+def unpack(records: np.ndarray, at: int) -> tuple[np.ndarray, int]:
+    """Return (pixels uint8 [h, w, c], label) of the record that starts at byte `at` of uint8 [m]."""
+    label, size = records[at + 8 : at + 24].view(np.int64)
+    shape = records[at + 24 : at + 36].view(np.int32)
+    return records[at + 64 : at + 64 + size].reshape(shape), int(label)
+
+
+def resize(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Resize an image, uint8 [h, w, c], by bilinear interpolation without antialias."""
+    import tensorflow as tf
+
+    library = native.library()
+    if library is None:
+        return augment_reference(image, Window(0, 0, *image.shape[:2]), size, "uint8", (), ()).numpy()
+    images, _, _ = library.tfcommx_slab_read(
+        indices=[0],
+        loose=np.frombuffer(pack(0, 0, image), np.uint8),
+        loose_at=[0],
+        epoch=0,
+        size=size,
+        T=tf.uint8,
+        path="",
+        inode=0,
+        channels=image.shape[2],
+        crop="whole",
+        flip=False,
+    )
+    return images[0].numpy()

@@ -1,0 +1,244 @@
+"""DataCache: read and decode once, then feed every process of a node from memory.
+
+    source (any file system)  ->  local disk: encoded bytes  ->  node's memory: decoded uint8, one slab  ->  batches
+
+**Source:** Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters" (2021), section 4.1;
+we keep one copy per node in shared memory and not one per process. Loading runs ahead of training as in Ma et al.,
+"Theano-MPI" (2016), section 3.3.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tfcommx.data import augment, memory, order
+from tfcommx.data.augment import Phase
+from tfcommx.data.disk import Disk
+from tfcommx.data.fill import Filler
+from tfcommx.data.slab import Slab, reclaim
+from tfcommx.data.source import Source, key_of, stored_size
+from tfcommx.terms import PlanError, Topology, check_name
+
+FORMAT = 1  # of what is kept in memory: raised when decoding or the layout changes
+ON_ERROR = ("raise", "skip")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How samples are kept."""
+
+    seed: int = 0  # of parts, order and augmentation, >= 0
+    store: int | None = (
+        None  # short side, pixels, at which images are kept; None: as they come. The largest of the phases to come
+    )
+    memory: str = "/dev/shm"  # folder of the slab, in shared memory
+    memory_bytes: int | None = None  # most that the slab may take; None: what the node has
+    partial: bool = False  # too little memory: True keeps as much as fits and reads the rest each epoch; False refuses
+    disk: str | None = None  # folder of the local disk level; None: none
+    on_error: str = "raise"  # a sample that cannot be read: raise, or skip it and count it
+    verify: float = 0.01  # share of the reads from memory whose CRC is checked, in [0, 1]; each costs a pass over the sample
+    threads: int | None = None  # that read and decode in the fill; None: the processors of the node / its processes
+    exchange: float = 0.0  # share of each node's part, in [0, 1], offered to the other nodes before each epoch but the first
+
+    def __post_init__(self) -> None:
+        check_name("on_error", self.on_error, ON_ERROR)
+        if self.seed < 0 or not 0 <= self.verify <= 1 or not 0 <= self.exchange <= 1:
+            raise PlanError(
+                f"`seed` must be >= 0, `verify` and `exchange` in [0, 1]. Received {self.seed}, {self.verify}, {self.exchange}."
+            )
+        for name in ("store", "memory_bytes", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(f"`{name}` must be >= 1 or None. Received {value}.")
+
+
+class DataCache:
+    """One process's view of the node's cache.
+
+    Args:
+      source: of samples; the same on all ranks.
+      topology: the ranks and their nodes.
+      rank: this process's.
+      options: how samples are kept; the same on all ranks.
+    **Ranks:** every rank makes one; none waits for another.
+    **Cost:** one walk over the source's list; 64 samples are read to estimate the memory, by the first process of a node.
+    **Raises:** SlabError where memory does not suffice or shared memory cannot be used; PlanError for a bad rank.
+    """
+
+    def __init__(self, source: Source, topology: Topology | None = None, rank: int = 0, options: Options | None = None) -> None:
+        self.source, self.topology, self.rank = source, topology or Topology(1, 1), rank
+        self.options = options or Options()
+        self.node, self.slot = order.place(self.topology, rank)
+        slots = order.slots_of(self.topology)
+        self.reclaimed = reclaim(Path(self.options.memory))
+        self.key = key_of((FORMAT, source.key, source.count, source.channels, self.options.store))
+        self.disk = Disk(self.options.disk, source.key, source.count) if self.options.disk is not None else None
+        part = order.parts(source.count, slots, self.options.seed)[self.node]
+
+        def length() -> int:
+            return memory.slab_bytes(source, self.disk, part, self.options)
+
+        self.slab = Slab(
+            self.options.memory,
+            f"tfcommx-{os.getuid()}-{self.key[:16]}-{self.node}",
+            self.key,
+            source.count,
+            length,
+            {"source": source.name[-1000:], "node": str(self.node)},
+        )
+        threads = self.options.threads or max(1, len(os.sched_getaffinity(0)) // slots[self.node])
+        self.filler = Filler(source, self.slab, self.disk, self.options.store, self.options.on_error == "skip", threads)
+        self._meters: list[tuple[int, Any]] = []  # (first epoch, float64 [epochs, 2] variable: seconds waited, samples served)
+        self._closed = weakref.finalize(self, _close, self.filler, self.slab, self.disk)
+
+    def steps(self, phase: Phase) -> int:
+        """Return the batches of an epoch, the same on every rank."""
+        return order.steps(self.source.count, self.topology, phase.batch, phase.drop_remainder)
+
+    def share(self, epoch: int, shuffle: bool = True) -> np.ndarray:
+        """Return int64 [n]: the samples of this rank in an epoch, in order."""
+        return order.share(
+            self.source.count, self.topology, self.rank, self.options.seed, epoch, self.options.exchange, shuffle
+        )
+
+    def dataset(self, phase: Phase, first_epoch: int = 0, epochs: int = 1, step: int = 0) -> Any:
+        """Return the batches of some epochs, one after the other, as a `tf.data.Dataset` of (images, labels).
+
+        Args:
+          phase: how the samples are served.
+          first_epoch: number of the first epoch, >= 0.
+          epochs: how many, >= 1. With Keras: `fit(dataset, steps_per_epoch=cache.steps(phase))`.
+          step: first step of the first epoch, in [0, steps]: to resume in mid-epoch.
+        Returns:
+          images phase.dtype [b, h, w, c] and labels int64 [b]. A skipped sample leaves its batch smaller by one.
+
+        Loading runs ahead in the background; tf.data measures how far it must. The order is a pure function of the seed, the
+        epoch and the rank: datasets of the same arguments give the same batches.
+        **Raises:** PlanError for arguments out of range.
+        """
+        import tensorflow as tf
+
+        count = self.steps(phase)
+        if first_epoch < 0 or epochs < 1 or not 0 <= step <= count:
+            raise PlanError(
+                f"`first_epoch` must be >= 0, `epochs` >= 1, `step` in [0, {count}]. Received {first_epoch}, {epochs}, {step}."
+            )
+        if count == 0:
+            raise PlanError(
+                f"At least one batch per rank is required. {self.source.count} samples over "
+                f"{self.topology.size} ranks give none "
+                f"of {phase.batch}. Lower `batch`, or set drop_remainder=False."
+            )
+        bounds = tf.constant(order.bounds(len(self.share(0, False)), phase.batch, count))
+        static = phase.drop_remainder and self.options.on_error == "raise"
+        with tf.device("/cpu:0"):
+            meter = tf.Variable(tf.zeros([epochs, 2], tf.float64), trainable=False)
+        self._meters.append((first_epoch, meter))
+
+        def epoch_steps(epoch: Any) -> Any:
+            samples = tf.numpy_function(lambda e: self.share(int(e), phase.shuffle), [epoch], tf.int64, stateful=False)
+            samples.set_shape([None])
+            start = tf.where(epoch == first_epoch, tf.constant(step, tf.int64), 0)
+            steps = tf.data.Dataset.range(start, count)
+            return steps.map(lambda s: (samples[bounds[s] : bounds[s + 1]], epoch))
+
+        def load(samples: Any, epoch: Any) -> Any:
+            state = augment.check(self.slab, samples, epoch, self.options.verify, self.options.seed)
+            none = tf.zeros([0], tf.uint8)
+
+            def fetch() -> Any:
+                got = tf.numpy_function(self.filler.fetch, [samples, state, epoch], [tf.int64, tf.uint8, tf.int64])
+                for tensor in got:
+                    tensor.set_shape([None])
+                return tuple(got)
+
+            samples, loose, at = tf.cond(tf.reduce_any(state > 0), fetch, lambda: (samples, none, -tf.ones_like(samples)))
+            images, labels, _ = augment.read(
+                self.slab, samples, loose, at, epoch, phase, self.source.channels, self.options.seed
+            )
+            if phase.resolution is None and self.source.shape is not None:
+                images = tf.ensure_shape(
+                    images, [None, *stored_size(*self.source.shape, self.options.store), self.source.channels]
+                )
+            if static:
+                images = tf.ensure_shape(images, [phase.batch, *images.shape[1:]])
+                labels = tf.ensure_shape(labels, [phase.batch])
+            return images, labels, epoch
+
+        def deliver(asked: Any, batch: Any) -> Any:
+            images, labels, epoch = batch
+            row = tf.stack([tf.timestamp() - asked, tf.cast(tf.shape(labels)[0], tf.float64)])
+            with tf.control_dependencies([meter.scatter_nd_add([[epoch - first_epoch]], [row])]):
+                return tf.identity(images), tf.identity(labels)
+
+        batches = tf.data.Dataset.range(first_epoch, first_epoch + epochs).flat_map(epoch_steps)
+        batches = batches.map(load, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
+        # zip asks its inputs in turn, in the thread of the consumer: first for the time, then for the batch
+        clock = tf.data.Dataset.range(np.iinfo(np.int64).max).map(lambda _: tf.timestamp())
+        return tf.data.Dataset.zip((clock, batches)).map(deliver)
+
+    def report(self, epoch: int) -> dict[str, float]:
+        """Return what this process saw in an epoch.
+
+        Keys: samples (served), hit_memory, hit_disk, hit_source (shares of them), repaired, unreadable, overflow (samples),
+        corrupt_disk (since the start), loader_wait_seconds (that the consumer waited for batches). What has been
+        loaded ahead of
+        the consumer is in the counts of its epoch already.
+        """
+        rows = [meter[epoch - first].numpy() for first, meter in self._meters if first <= epoch < first + meter.shape[0]]
+        waited, served = (float(sum(column)) for column in zip(*rows, strict=True)) if rows else (0.0, 0.0)
+        counts = self.filler.counts.get(epoch, {})
+        disk, source = (min(1.0, counts.get(level, 0) / served) if served else 0.0 for level in ("disk", "source"))
+        return {
+            "samples": served,
+            "hit_memory": max(0.0, 1 - disk - source) if served else 0.0,
+            "hit_disk": disk,
+            "hit_source": source,
+            "repaired": counts.get("repaired", 0),
+            "unreadable": counts.get("unreadable", 0),
+            "overflow": counts.get("overflow", 0),
+            "corrupt_disk": self.disk.corrupt if self.disk else 0,
+            "loader_wait_seconds": waited,
+        }
+
+    def warm(self, progress: Any = None) -> None:
+        """Bring all samples of this rank into memory now, before training.
+
+        Args:
+          progress: called with (done, all) samples of this rank.
+        """
+        samples = self.share(0)
+        for start in range(0, len(samples), 256):
+            piece = samples[start : start + 256]
+            state = np.array([self.slab.get(int(sample)) is None for sample in piece], np.uint8)
+            self.filler.fetch(piece, state, -1)
+            if progress is not None:
+                progress(min(start + 256, len(samples)), len(samples))
+
+    def wait_filled(self, timeout_s: float) -> bool:
+        """Wait until the node's part is in memory, or unreadable; False where it is not by then."""
+        part = order.parts(self.source.count, order.slots_of(self.topology), self.options.seed)[self.node]
+        end = time.monotonic() + timeout_s
+        while np.any(self.slab.index[part] == 0):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def close(self) -> None:
+        """Let go of memory and files; the last process of the node removes the slab. Also done at the end of the process."""
+        self._closed()
+
+
+def _close(filler: Filler, slab: Slab, disk: Disk | None) -> None:
+    filler.close()
+    slab.close()
+    if disk is not None:
+        disk.close()

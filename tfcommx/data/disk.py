@@ -1,0 +1,152 @@
+"""The local disk level: encoded bytes as they came from the source, kept from run to run.
+
+A folder per data set; in it, per process that wrote, a pack (the bytes, end to end) and its index (32 bytes per sample). A
+process appends to its own files only, the bytes first, so that a kill leaves at worst bytes without an entry or half an entry,
+which are not read. Every read is checked against its CRC.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import struct
+import threading
+import time
+import warnings
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+_ENTRY = np.dtype([("sample", "<i8"), ("label", "<i8"), ("at", "<i8"), ("length", "<i4"), ("crc", "<u4")])
+_REFRESH_S = 1.0  # how often, at most, a miss looks at what other processes have written
+
+
+def _crc(sample: int, label: int, data: bytes) -> int:
+    return zlib.crc32(data, zlib.crc32(struct.pack("<qq", sample, label)))
+
+
+class Disk:
+    """One process's hold on the disk level of a data set.
+
+    Args:
+      folder: on a local disk.
+      key: the source's; another key is another folder.
+      count: samples of the data set.
+    A folder that cannot be written serves what it has; the first failure to write is announced by a warning, and nothing more
+    is written. `corrupt` counts reads whose CRC did not hold.
+    """
+
+    def __init__(self, folder: str | Path, key: str, count: int) -> None:
+        self.folder = Path(folder) / f"tfcommx-{key[:32]}"
+        self.corrupt = 0
+        self.trouble: str | None = None
+        self._lock = threading.Lock()
+        self._packs: list[int] = []  # file descriptors to read
+        self._indices: dict[Path, tuple[int, int]] = {}  # index file -> (its pack's number, entries read)
+        self._pack_of = np.full(count, -1, np.int16)
+        self._entry_of = np.zeros(count, _ENTRY)
+        self._out: tuple[int, int] | None = None  # pack, index
+        self._end = 0
+        self._looked = -_REFRESH_S
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Read the entries that have been added to any index since the last time."""
+        if time.monotonic() - self._looked < _REFRESH_S:
+            return
+        self._looked = time.monotonic()
+        for path in sorted(self.folder.glob("*.idx")):
+            pack, seen = self._indices.get(path, (len(self._packs), 0))
+            try:
+                entries = np.fromfile(path, _ENTRY, offset=seen * _ENTRY.itemsize)
+                if not len(entries):
+                    continue
+                if pack == len(self._packs):
+                    self._packs.append(os.open(path.with_suffix(".pack"), os.O_RDONLY))
+            except OSError:
+                continue
+            self._indices[path] = (pack, seen + len(entries))
+            entries = entries[(entries["sample"] >= 0) & (entries["sample"] < len(self._pack_of))]
+            self._entry_of[entries["sample"]] = entries
+            self._pack_of[entries["sample"]] = pack
+
+    def __len__(self) -> int:
+        """Number of samples that are kept, as far as this process knows."""
+        return int(np.count_nonzero(self._pack_of >= 0))
+
+    def read(self, sample: int) -> tuple[bytes, int] | None:
+        """Return (encoded bytes, label), or None where the sample is not kept or its CRC does not hold."""
+        with self._lock:
+            if self._pack_of[sample] < 0:
+                self._refresh()
+            pack = int(self._pack_of[sample])
+            if pack < 0:
+                return None
+            _, label, at, length, crc = self._entry_of[sample].tolist()
+        try:
+            data = os.pread(self._packs[pack], max(length, 0), at)
+        except OSError:
+            data = b""
+        if len(data) == length and _crc(sample, label, data) == crc:
+            return data, label
+        with self._lock:
+            self.corrupt += 1
+            self._pack_of[sample] = -1
+        return None
+
+    def write(self, sample: int, label: int, data: bytes) -> None:
+        """Keep a sample."""
+        with self._lock:
+            if self.trouble is not None:
+                return
+            try:
+                if self._out is None:
+                    self._out = self._create()
+                pack, index = self._out
+                entry = np.array((sample, label, self._end, len(data), _crc(sample, label, data)), _ENTRY).tobytes()
+                if os.pwrite(pack, data, self._end) != len(data) or os.write(index, entry) != len(entry):
+                    raise OSError("no space left on the device")
+                self._end += len(data)
+            except OSError as error:
+                self.trouble = str(error)
+                warnings.warn(
+                    f"The disk level {self.folder} takes no more samples: {error}. Training goes on; the next run will read "
+                    "more from the source. Give `disk` a folder with room that can be written.",
+                    stacklevel=2,
+                )
+
+    def _create(self) -> tuple[int, int]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stem = self.folder / f"{os.getpid()}-{secrets.token_hex(4)}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        return os.open(stem.with_suffix(".pack"), flags, 0o600), os.open(stem.with_suffix(".idx"), flags | os.O_APPEND, 0o600)
+
+    def close(self) -> None:
+        """Close the files. May be called twice."""
+        with self._lock:
+            files, self._packs, self._out = [*self._packs, *(self._out or ())], [], None
+            self._pack_of[:] = -1
+            self.trouble = self.trouble or "closed"
+        for file in files:
+            with contextlib.suppress(OSError):
+                os.close(file)
+
+
+def usage(folder: str | Path) -> list[tuple[Path, int, int]]:
+    """Return (folder, samples with repetitions, bytes) of every data set that is kept below `folder`."""
+    rows = []
+    for kept in sorted(Path(folder).glob("tfcommx-*/")):
+        entries = sum(path.stat().st_size // _ENTRY.itemsize for path in kept.glob("*.idx"))
+        rows.append((kept, entries, sum(path.stat().st_size for path in kept.iterdir())))
+    return rows
+
+
+def drop(folder: str | Path) -> list[Path]:
+    """Remove every data set that is kept below `folder`; return their folders. Processes that read them go on reading."""
+    kept = sorted(Path(folder).glob("tfcommx-*/"))
+    for path in kept:
+        shutil.rmtree(path)
+    return kept

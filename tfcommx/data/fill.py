@@ -1,0 +1,110 @@
+"""Samples that are not in memory: fetched from the disk or the source, decoded by several threads, put into the slab."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from tfcommx.data.disk import Disk
+from tfcommx.data.slab import Slab, pack
+from tfcommx.data.source import SampleError, Source, decode
+
+CORRUPT = 2  # what `augment.check` says of a sample whose CRC does not hold
+
+
+class Filler:
+    """Brings missing samples into the slab, for one process.
+
+    Every process fills what its own batches need. In the first epoch that is each sample once, and training already runs.
+
+    Args:
+      skip: a sample that cannot be read is left out of its batch, and counted; else it is an error that names the file.
+      threads: that read and decode, >= 1.
+    **Raises:** SampleError, from `fetch`, without `skip`.
+    """
+
+    def __init__(self, source: Source, slab: Slab, disk: Disk | None, store: int | None, skip: bool, threads: int) -> None:
+        self.source, self.slab, self.disk, self.store, self.skip = source, slab, disk, store, skip
+        self.counts: dict[int, Counter[str]] = {}  # per epoch: disk, source, repaired, unreadable, overflow
+        self.unreadable: dict[int, str] = {}  # sample -> what was wrong
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(threads, "tfcommx-fill")
+
+    def fetch(self, samples: np.ndarray, state: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Bring a batch's missing samples.
+
+        Args:
+          samples: int64 [b].
+          state: uint8 [b], of `augment.check`: 0 ready, 1 absent, 2 damaged.
+          epoch: that is charged.
+        Returns:
+          The samples that can be read, int64 [b' <= b]; the records of those that found no room in the slab, uint8
+          [m]; and where
+          each sample's begins in them, int64 [b'], -1 for those in the slab.
+        """
+        missing = np.flatnonzero(state)
+        work = [(int(samples[i]), state[i] == CORRUPT, int(epoch)) for i in missing]
+        records = list(self._pool.map(lambda args: self._bring(*args), work))
+        at, loose, length = np.full(len(samples), -1, np.int64), [], 0
+        keep = np.ones(len(samples), bool)
+        for i, record in zip(missing, records, strict=True):
+            if record is None:
+                keep[i] = False
+            elif record:
+                at[i] = length
+                loose.append(record)
+                length += len(record)
+        return samples[keep], np.frombuffer(b"".join(loose), np.uint8), at[keep]
+
+    def _bring(self, sample: int, damaged: bool, epoch: int) -> bytes | None:
+        """Return b"" where the sample is in the slab now, its record where it found no room, None where it cannot be read."""
+        if self.slab.unreadable(sample) and self.skip:
+            self._count(epoch, "unreadable")
+            return None
+        if not damaged and self.slab.get(sample) is not None:  # another process was faster
+            return b""
+        try:
+            pixels, label = self._decoded(sample, epoch)
+        except (SampleError, OSError) as error:
+            message = f"Sample {sample} cannot be read: {self.source.where(sample)}: {error}."
+            if not self.skip:
+                raise SampleError(f"{message} Mend or remove it, or set on_error='skip'.") from error
+            with self._lock:
+                self.unreadable[sample] = message
+            self._count(epoch, "unreadable")
+            if isinstance(error, SampleError):  # what the system could not read now, it may read later
+                self.slab.mark_unreadable(sample)
+            return None
+        if damaged:
+            self._count(epoch, "repaired")
+        if self.slab.repair(sample, label, pixels) if damaged else self.slab.put(sample, label, pixels):
+            return b""
+        self._count(epoch, "overflow")
+        return pack(sample, label, pixels)
+
+    def _decoded(self, sample: int, epoch: int) -> tuple[np.ndarray, int]:
+        kept = self.disk.read(sample) if self.disk is not None else None
+        if kept is not None:
+            try:
+                pixels = decode(kept[0], self.source.channels, self.store)
+                self._count(epoch, "disk")
+                return pixels, kept[1]
+            except SampleError:
+                pass  # the source may have been mended since
+        data, label = self.source.read(sample)
+        pixels = decode(data, self.source.channels, self.store)
+        if self.disk is not None and isinstance(data, bytes):
+            self.disk.write(sample, label, data)
+        self._count(epoch, "source")
+        return pixels, label
+
+    def _count(self, epoch: int, what: str) -> None:
+        with self._lock:
+            self.counts.setdefault(epoch, Counter())[what] += 1
+
+    def close(self) -> None:
+        """Let the threads end. May be called twice."""
+        self._pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,61 @@
+"""How much memory a slab needs, and how much there is: asked before the fill."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tfcommx.data.disk import Disk
+from tfcommx.data.order import shuffled
+from tfcommx.data.slab import SlabError, overhead_bytes, record_bytes
+from tfcommx.data.source import SampleError, Source, decode
+
+if TYPE_CHECKING:
+    from tfcommx.data.cache import Options
+
+PROBES = 64  # samples that are decoded for the estimate
+
+
+def needed_bytes(source: Source, disk: Disk | None, part: np.ndarray, store: int | None) -> int:
+    """Estimate the bytes of a slab that holds the samples `part`: their mean size and three standard errors, from 64 of them.
+
+    Exact for samples of one size. Samples that cannot be read count nothing.
+    """
+    sizes = []
+    for sample in shuffled(part, 0)[:PROBES].tolist():
+        try:
+            kept = disk.read(sample) if disk is not None else None
+            sizes.append(record_bytes(decode((kept or source.read(sample))[0], source.channels, store).nbytes))
+        except (SampleError, OSError):
+            continue
+    mean = np.mean(sizes) + 3 * np.std(sizes) / np.sqrt(len(sizes)) if sizes else 0
+    return int(np.ceil(mean * len(part))) + overhead_bytes(source.count)
+
+
+def offered_bytes(folder: str, limit: int | None) -> int:
+    """Return the bytes that a slab in `folder` may take: the least of what is free there, in the node's memory, and `limit`."""
+    free = os.statvfs(folder)
+    offers = [free.f_bavail * free.f_frsize] + ([limit] if limit is not None else [])
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            offers.append(int(line.split()[1]) * 1024)
+    return min(offers)
+
+
+def slab_bytes(source: Source, disk: Disk | None, part: np.ndarray, options: Options) -> int:
+    """Return the length of the slab to make.
+
+    **Raises:** SlabError where the need is above the offer and `options.partial` is False.
+    """
+    needed, offered = needed_bytes(source, disk, part, options.store), offered_bytes(options.memory, options.memory_bytes)
+    if needed > offered and not options.partial:
+        raise SlabError(
+            f"About {needed:,} bytes of memory are required for {len(part):,} samples of {source.name}. {options.memory} and "
+            f"`memory_bytes` offer {offered:,}. Lower `store`, use more nodes, or set partial=True to keep as much as fits."
+        )
+    return min(
+        offered, needed if options.partial else needed + needed // 2
+    )  # memory is taken as it fills: room for the estimate's error

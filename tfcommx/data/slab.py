@@ -1,0 +1,322 @@
+"""The node's memory: decoded samples in one file of shared memory, one copy for all processes of a node.
+
+    page of header | index: int64 byte offset per sample (0 absent, -1 unreadable) | records at multiples of 64 bytes
+
+A record is 64 bytes of header (see ops/kernels/augment.h) and the pixels. It is written with pwrite (a full disk is an error
+there, and a fatal signal in a mapping) and published by one aligned 8-byte store of its offset, after it is whole. There are
+no locks on samples: two processes that fill the same one write the same bytes twice, and a process killed in the middle has
+published nothing. Only space is taken under a lock, for two microseconds; it dies with its holder.
+
+Every process that uses a slab holds a shared flock on it, which the kernel drops even at kill -9: a slab that can be locked
+alone has no living owner. It is then removed, never adopted, as it is when its boot id is of another boot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import secrets
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tfcommx.terms import PlanError
+
+MAGIC = b"TFCXSLB1"
+PAGE = 4096
+RECORD = 64
+UNREADABLE = -1
+_HEAD = struct.Struct("<8sqqqqq")  # magic, count, index_at, data_at, length, next free byte
+_NEXT = 40  # byte offset of the last of these
+_FACTS = 256  # byte offset of the JSON text
+_ENTRY = struct.Struct("<qqqiiiI")  # sample, label, bytes, height, width, channels, crc
+
+
+class SlabError(RuntimeError):
+    """A slab that cannot be made or used."""
+
+
+def boot_id() -> str:
+    """Return the kernel's name of this boot."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def record_head(sample: int, label: int, pixels: np.ndarray) -> bytes:
+    """Return the 64 bytes before the pixels, uint8 [h, w, c] and contiguous, of a sample."""
+    head = struct.pack("<qqqiii", sample, label, pixels.nbytes, *pixels.shape)
+    return head + struct.pack("<I24x", zlib.crc32(pixels, zlib.crc32(head)))
+
+
+def pack(sample: int, label: int, pixels: np.ndarray) -> bytes:
+    """Return the record of a sample (uint8 [h, w, c]), padded to a multiple of 64 bytes."""
+    pixels = np.ascontiguousarray(pixels)
+    return b"".join((record_head(sample, label, pixels), pixels.data, bytes(-pixels.nbytes % RECORD)))
+
+
+def record_bytes(pixel_bytes: int) -> int:
+    """Return the bytes that a sample of so many bytes takes in a slab."""
+    return RECORD + -(-pixel_bytes // RECORD) * RECORD
+
+
+def overhead_bytes(count: int) -> int:
+    """Return the bytes of a slab beside its records: header and index."""
+    return PAGE + -(-8 * count // PAGE) * PAGE
+
+
+@contextlib.contextmanager
+def _locked(file: int):
+    """Hold the file's allocation lock: of the open file, so that it is dropped at the holder's death and by no other close."""
+    request = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 8, 0)
+    fcntl.fcntl(file, fcntl.F_OFD_SETLKW, request)
+    try:
+        yield
+    finally:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, 0, 8, 0))
+
+
+def _alone(file: int) -> bool:
+    """Try to lock the file alone; True where no other process uses it. A shared lock that was held is lost either way."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _still_at(path: Path, file: int) -> bool:
+    try:
+        return os.stat(path).st_ino == os.fstat(file).st_ino
+    except FileNotFoundError:
+        return False
+
+
+def _remove_if_unused(path: Path) -> bool:
+    """Remove a slab without a living owner; True where it was removed."""
+    try:
+        file = os.open(path, os.O_RDWR)
+    except (FileNotFoundError, PermissionError):
+        return False
+    try:
+        if (_alone(file) or facts_of(path).get("boot") not in (None, boot_id())) and _still_at(path, file):
+            path.unlink()
+            return True
+        return False
+    finally:
+        os.close(file)
+
+
+def reclaim(folder: Path) -> list[Path]:
+    """Remove all slabs, published or half made, in `folder` that no living process uses; return their paths."""
+    found = [*folder.glob("tfcommx-*.slab"), *folder.glob("tfcommx-*.part")]
+    return [path for path in sorted(found) if _remove_if_unused(path)]
+
+
+def facts_of(path: Path) -> dict[str, Any]:
+    """Read what a slab says about itself: key, source, boot, pid, created; an empty dict where it says nothing legible."""
+    try:
+        page = path.open("rb").read(PAGE)
+        return json.loads(page[_FACTS:].split(b"\0", 1)[0]) if page[:8] == MAGIC else {}
+    except (OSError, ValueError):
+        return {}
+
+
+class Slab:
+    """One process's hold on the slab of its node.
+
+    Args:
+      folder: of shared memory, usually /dev/shm.
+      name: of the file, without its ending; the same on all processes of the node.
+      key: hash of the contents; a living slab of this name with another key is refused.
+      count: samples of the data set, >= 0.
+      length: gives the bytes of the file, or refuses; asked only where the slab does not exist. Memory is taken as it fills.
+      facts: strings for `facts_of`.
+    **Ranks:** every process of a node calls it, in any order and at any time; the first makes the slab.
+    **Raises:** SlabError where the folder cannot be written, or a living slab has another key.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        name: str,
+        key: str,
+        count: int,
+        length: Callable[[], int],
+        facts: dict[str, str] | None = None,
+    ) -> None:
+        self.path = Path(folder) / f"{name}.slab"
+        self.created = False
+        try:
+            self.file = self._attach_or_make(key, count, length, facts or {})
+        except OSError as error:
+            raise SlabError(
+                f"A slab cannot be made in {folder}: {error}. Give `memory` a folder of shared memory that can be written "
+                "and has room, usually /dev/shm."
+            ) from error
+        self._map = mmap.mmap(self.file, 0)
+        magic, self.count, index_at, self.data_at, self.length, _ = _HEAD.unpack_from(self._map, 0)
+        if magic != MAGIC or self.count != count or facts_of(self.path).get("key") != key:
+            found = facts_of(self.path).get("key")
+            self.close()
+            raise SlabError(
+                f"{self.path} is in use with other contents: key {key} is required, found {found}. "
+                "Give the runs different `memory` folders."
+            )
+        self.index = np.frombuffer(self._map, np.int64, count, index_at)
+        self.inode = os.fstat(self.file).st_ino
+        self._lock = threading.Lock()
+        self.full = False
+
+    def _attach_or_make(self, key: str, count: int, length: Callable[[], int], facts: dict[str, str]) -> int:
+        while True:
+            _remove_if_unused(self.path)
+            try:
+                file = os.open(self.path, os.O_RDWR)
+            except FileNotFoundError:
+                made = self._make(key, count, length(), facts)
+                if made is not None:
+                    self.created = True
+                    return made
+                continue
+            fcntl.flock(file, fcntl.LOCK_SH)
+            if _still_at(self.path, file):
+                return file
+            os.close(file)
+
+    def _make(self, key: str, count: int, length: int, facts: dict[str, str]) -> int | None:
+        """Make the slab under another name, then publish it; None where another process was first."""
+        part = self.path.with_suffix(f".{os.getpid()}-{secrets.token_hex(4)}.part")
+        file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            data_at = overhead_bytes(count)
+            length = max(length, data_at)
+            os.ftruncate(file, length)
+            os.posix_fallocate(file, 0, data_at)
+            text = json.dumps({"key": key, "boot": boot_id(), "pid": os.getpid(), "created": time.time(), **facts}).encode()
+            if len(text) >= PAGE - _FACTS:
+                raise PlanError(f"The facts of a slab must fit {PAGE - _FACTS} bytes. Received {len(text)}.")
+            os.pwrite(file, _HEAD.pack(MAGIC, count, PAGE, data_at, length, data_at), 0)
+            os.pwrite(file, text + b"\0", _FACTS)
+            os.link(part, self.path)  # fails where the name is taken; a rename would replace the other's
+            return file
+        except (FileExistsError, FileNotFoundError):
+            os.close(file)
+            return None
+        except BaseException:
+            os.close(file)
+            raise
+        finally:
+            part.unlink(missing_ok=True)
+
+    def _take(self, size: int) -> int | None:
+        """Return where `size` bytes, a multiple of 64, may be written; None where the slab is full."""
+        with self._lock, _locked(self.file):
+            at = struct.unpack_from("<q", self._map, _NEXT)[0]
+            if self.length - at < size:
+                self.full = True
+                return None
+            struct.pack_into("<q", self._map, _NEXT, at + size)
+        return at
+
+    def _write(self, sample: int, label: int, pixels: np.ndarray, at: int) -> bool:
+        pixels = np.ascontiguousarray(pixels)
+        try:  # without a copy of the pixels
+            return os.pwritev(self.file, [record_head(sample, label, pixels), pixels], at) == RECORD + pixels.nbytes
+        except OSError:  # the file system is full
+            return False
+
+    def put(self, sample: int, label: int, pixels: np.ndarray) -> bool:
+        """Write and publish a sample, uint8 [h, w, c]; False where there is no room for it (`full` is then set)."""
+        at = self._take(record_bytes(pixels.nbytes))
+        if at is None:
+            return False
+        if not self._write(sample, label, pixels, at):
+            self.full = True
+            return False
+        self.index[sample] = at
+        return True
+
+    def repair(self, sample: int, label: int, pixels: np.ndarray) -> bool:
+        """Write a sample again whose CRC does not hold: in its place where its size is legible, so that it is never absent."""
+        held = self.get(sample)
+        if held is None or held[0].nbytes != pixels.nbytes:
+            return self.put(sample, label, pixels)
+        return self._write(sample, label, pixels, int(self.index[sample]))
+
+    def get(self, sample: int) -> tuple[np.ndarray, int] | None:
+        """Return (a view of the pixels uint8 [h, w, c], label), or None where the sample is absent."""
+        at = int(self.index[sample])
+        if at < self.data_at or at % RECORD or at > self.length - RECORD:
+            return None
+        found, label, size, height, width, channels, _ = _ENTRY.unpack_from(self._map, at)
+        if (
+            found != sample
+            or min(height, width, channels) < 1
+            or size != height * width * channels
+            or at + RECORD + size > self.length
+        ):
+            return None
+        return np.frombuffer(self._map, np.uint8, size, at + RECORD).reshape(height, width, channels), label
+
+    def intact(self, sample: int) -> bool:
+        """Does the CRC of a sample that is present hold? One pass over its bytes."""
+        got = self.get(sample)
+        at = int(self.index[sample])
+        return (
+            got is not None
+            and zlib.crc32(got[0].data, zlib.crc32(self._map[at : at + 36])) == _ENTRY.unpack_from(self._map, at)[-1]
+        )
+
+    def mark_unreadable(self, sample: int) -> None:
+        """Say that no level can give this sample, so that nobody tries again."""
+        self.index[sample] = UNREADABLE
+
+    def unreadable(self, sample: int) -> bool:
+        """Has the sample been marked as one that no level can give?"""
+        return int(self.index[sample]) == UNREADABLE
+
+    def forget(self, sample: int) -> None:
+        """Unpublish a sample. Its bytes stay where they are."""
+        self.index[sample] = 0
+
+    @property
+    def filled(self) -> int:
+        """Number of samples that are present."""
+        return int(np.count_nonzero(self.index > 0))
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the file that have been given out."""
+        return struct.unpack_from("<q", self._map, _NEXT)[0]
+
+    def close(self) -> None:
+        """Let go; the last process of the node to do so removes the slab. May be called twice."""
+        if self.file < 0:
+            return
+        if _alone(self.file) and _still_at(self.path, self.file):
+            self.path.unlink()
+        os.close(self.file)
+        self.file = -1
+
+
+def pss_bytes(path: Path) -> int:
+    """Return this process's proportional share of the memory that is mapped from `path` (PSS), in bytes.
+
+    The shares of all processes add up to the memory of the node. **Source:** proc(5), smaps.
+    """
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            inside = line.endswith(str(path))
+        elif inside and line.startswith("Pss:"):
+            total += int(line.split()[1]) * 1024
+    return total

@@ -1,0 +1,171 @@
+"""Samples from TFRecord files of tf.train.Example: ImageNet's usual 1024 + 128 shards, and prepared TensorFlow Datasets."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from tfcommx.data.source import SampleError, key_of
+from tfcommx.terms import PlanError
+
+_FRAME = struct.Struct("<QI")  # length of the record, its masked CRC; then the record, then the masked CRC of the record
+
+
+def scan(path: str | os.PathLike) -> np.ndarray:
+    """Return int64 [n, 2]: byte offset and length of every record of a TFRecord file.
+
+    **Cost:** one read of 12 bytes per record.
+    **Raises:** SampleError where the file ends inside a record, or is no TFRecord file.
+    """
+    rows, at = [], 0
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        while at < size:
+            frame = os.pread(file.fileno(), _FRAME.size, at)
+            length = _FRAME.unpack(frame)[0] if len(frame) == _FRAME.size else size
+            end = at + _FRAME.size + length + 4
+            if end > size:
+                raise SampleError(f"{path} ends inside the record at byte {at}: it is cut off or no uncompressed TFRecord file")
+            rows.append((at + _FRAME.size, length))
+            at = end
+    return np.array(rows, np.int64).reshape(-1, 2)
+
+
+class TFRecords:
+    """Records with an encoded image and an integer label, in one or many uncompressed TFRecord files.
+
+    Args:
+      files: in the order that numbers the samples.
+      image, label: the features' names; the defaults are ImageNet's.
+      first_label: what the files call class 0; ImageNet's files count from 1.
+      classes: names of the labels.
+      skip: files that are cut off are left out, and listed in `broken`; else they are an error.
+    The key is made of the files' names, sizes and times of change.
+    **Cost:** a scan over all records' frames, 16 files at a time, when it is made.
+    **Raises:** SampleError for a broken file, without `skip`; PlanError where there is no record.
+    """
+
+    shape = None
+
+    def __init__(
+        self,
+        files: Sequence[str | os.PathLike],
+        image: str = "image/encoded",
+        label: str = "image/class/label",
+        first_label: int = 1,
+        classes: tuple[str, ...] = (),
+        channels: int = 3,
+        skip: bool = False,
+    ) -> None:
+        self.files = [str(file) for file in files]
+        self.image, self.label, self.first_label, self.classes, self.channels = (
+            image,
+            label,
+            first_label,
+            tuple(classes),
+            channels,
+        )
+        self.broken: dict[str, str] = {}
+
+        def scanned(file: str) -> np.ndarray:
+            try:
+                return scan(file)
+            except SampleError as error:
+                if not skip:
+                    raise
+                self.broken[file] = str(error)
+                return np.zeros((0, 2), np.int64)
+
+        with ThreadPoolExecutor(16) as pool:
+            rows = list(pool.map(scanned, self.files))
+        self._starts = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
+        self._rows = np.concatenate([*rows, np.zeros((0, 2), np.int64)])
+        self.count = len(self._rows)
+        self.name = f"{self.files[0]} and {len(self.files) - 1} more" if self.files else "no files"
+        if not self.count:
+            raise PlanError(
+                f"TFRecord files with records are required. Received {len(self.files)} files without any: {self.name}. "
+                "Check the path and the pattern."
+            )
+        stats = [os.stat(file) for file in self.files]
+        facts = [(Path(file).name, stat.st_size, stat.st_mtime_ns) for file, stat in zip(self.files, stats, strict=True)]
+        self.key = key_of(("tfrecords", image, label, first_label, *facts))
+
+    def _find(self, sample: int) -> tuple[str, int]:
+        file = int(np.searchsorted(self._starts, sample, "right")) - 1
+        return self.files[file], sample - int(self._starts[file])
+
+    def read(self, sample: int) -> tuple[bytes, int]:
+        import tensorflow as tf
+
+        start, length = self._rows[sample].tolist()
+        with open(self._find(sample)[0], "rb", buffering=0) as file:
+            data = os.pread(file.fileno(), length, start)
+        if len(data) != length:
+            raise SampleError(f"{len(data)} of {length} bytes are left of the record")
+        try:
+            features = tf.train.Example.FromString(data).features.feature
+        except Exception as error:  # protobuf's own class differs between its implementations
+            raise SampleError(f"no tf.train.Example: {error}") from error
+        image, label = features[self.image].bytes_list.value, features[self.label].int64_list.value
+        if len(image) != 1 or len(label) != 1:
+            raise SampleError(
+                f"one image {self.image!r} and one label {self.label!r} are required, the record has the "
+                f"features {sorted(features)}"
+            )
+        return image[0], label[0] - self.first_label
+
+    def where(self, sample: int) -> str:
+        file, record = self._find(sample)
+        return f"{file} record {record}"
+
+
+def imagenet(folder: str | os.PathLike, split: str = "train", skip: bool = False) -> TFRecords:
+    """Return ImageNet's samples from a folder of shards `train-00000-of-01024`, `validation-00000-of-00128`; "
+    "labels 0 to 999."""
+    return TFRecords(sorted(Path(folder).glob(f"{split}-*-of-*")), skip=skip)
+
+
+def tfds(name: str, split: str = "train", data_dir: str | os.PathLike | None = None) -> TFRecords:
+    """Return a split of an image classification data set of TensorFlow Datasets.
+
+    Args:
+      name: of the builder, with its configuration and version where wanted: `imagenette/160px-v2`.
+      split: a whole split, such as `train`.
+      data_dir: where it is, or will be, prepared; None: TensorFlow Datasets' own choice.
+    **Cost:** where it has not been prepared, it is downloaded and prepared, by every process that asks: prepare it first.
+    **Raises:** PlanError for data sets that are no images with labels, other file formats than TFRecord, and unknown splits.
+    """
+    import tensorflow_datasets
+
+    builder = tensorflow_datasets.builder(name, data_dir=data_dir)
+    builder.download_and_prepare()
+    keys = builder.info.supervised_keys
+    features = builder.info.features
+    if (
+        keys is None
+        or not isinstance(features[keys[0]], tensorflow_datasets.features.Image)
+        or not isinstance(features[keys[1]], tensorflow_datasets.features.ClassLabel)
+    ):
+        raise PlanError(
+            f"A data set of images and class labels is required. {name} has the features {features} and the supervised keys "
+            f"{keys}. Choose another, or give its samples as arrays."
+        )
+    if split not in builder.info.splits:
+        raise PlanError(
+            f"Unknown split {split!r} of {name}. Known: {', '.join(sorted(builder.info.splits))}. Give a whole split."
+        )
+    if builder.info.file_format.value != "tfrecord":
+        raise PlanError(
+            f"The file format tfrecord is required. {name} is prepared as {builder.info.file_format.value}. "
+            "Prepare it with file_format='tfrecord' in another data_dir."
+        )
+    image, label = keys[0], keys[1]
+    return TFRecords(
+        builder.info.splits[split].filepaths, image, label, 0, tuple(features[label].names), features[image].shape[-1] or 3
+    )
