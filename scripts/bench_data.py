@@ -1,6 +1,6 @@
 """Feeding a training from the DataCache, against the pipelines that it replaces.
 
-Claim: from the second epoch on, per CPU second, random-resized-crop + flip from the slab is at least 10 times (128 pixels) and
+Goal, not reached yet (docs/benchmarks.md): from the second epoch on, per CPU second, random-resized-crop + flip from the slab is at least 10 times (128 pixels) and
 6 times (224 pixels) as fast as decoding in tf.data, and 4 times as fast as tf.data's `.cache()` of decoded images with
 TensorFlow's resize; whole samples are read at 0.7 of memcpy or better; the first epoch takes at most 1.15 of the time of
 the tf.data pipeline that fills nothing.
@@ -12,7 +12,7 @@ Each row is the best of `--repeats` epochs, interleaved, in one process. `limit_
 the output's bytes
 would allow on one core. Every row is verified while it is timed: every sample once (by label counts), and for the cache
 the last batch against the plain-TensorFlow twin; for the others, that the mean of the pictures agrees with the cache's.
-FFCV is measured where it can be imported (its own process sets its own threads); else the reason is printed.
+FFCV, another cache to compare with, is not measured yet.
 """
 
 from __future__ import annotations

@@ -200,7 +200,8 @@ def horovod_environment(gpu: bool) -> tuple[dict[str, str], str]:
 def horovod_key(gpu: bool) -> str:
     compiler = run("g++", "-dumpfullversion", "-dumpversion").strip()
     nvcc = run("nvcc", "--version") if gpu and shutil.which("nvcc") else ""
-    return digest(HOROVOD, TENSORFLOW, OPEN_MPI, gpu, sys.version, platform.machine(), platform.libc_ver(), compiler, nvcc,
+    # The wheel holds the path of the Open MPI that it was linked with, so it serves this environment only.
+    return digest(HOROVOD, TENSORFLOW, OPEN_MPI, gpu, str(VENV), sys.version, platform.machine(), platform.libc_ver(), compiler, nvcc,
                   XLA_BUILDER_SHIM, GPU_STREAM_SHIM)
 
 

@@ -10,10 +10,11 @@ messages between two ranks add themselves.
 from __future__ import annotations
 
 import abc
+import contextlib
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -257,13 +258,25 @@ def gloo_hosts(here: Launcher) -> list[str]:
 # --- Horovod ---------------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Let Horovod start without MPI in a single process; the environment is as before afterwards, for launches from here."""
+    before = dict(os.environ)
+    os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+    try:
+        yield
+    finally:
+        for name in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"):
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                del os.environ[name]
+
+
 class HorovodComm(Comm):
     """Horovod's collectives on static process sets, over NCCL, MPI or Gloo."""
 
     def __init__(self, here: Launcher, topology: Topology, open_post: Callable[[], Post] | None = None) -> None:
-        if here.kind == "none":  # without this a build with MPI would start MPI for a single process
-            os.environ.setdefault("HOROVOD_CONTROLLER", "gloo")
-            os.environ.setdefault("HOROVOD_CPU_OPERATIONS", "gloo")
         import horovod.tensorflow as hvd
         from horovod.tensorflow import mpi_ops
 
@@ -277,7 +290,8 @@ class HorovodComm(Comm):
         if hvd.is_initialized():
             raise PlanError("tfcommx.init() starts Horovod itself, with its node and peer groups. Received an initialised Horovod. "
                             "Call tfcommx.init() in place of hvd.init().")
-        hvd.init(process_sets=list(sets.values()))
+        with _alone() if here.kind == "none" else contextlib.nullcontext():
+            hvd.init(process_sets=list(sets.values()))
         if (hvd.rank(), hvd.size()) != (here.rank, topology.size):
             raise PlanError(f"Horovod sees rank {hvd.rank()} of {hvd.size()}, the launcher said {here.rank} of {topology.size}. "
                             "Start the script with horovodrun (or mpirun).")

@@ -25,13 +25,13 @@ def init(node_size: int | None = None, watch_seconds: float | None = watch.LIMIT
     **Raises:** PlanError for a node_size that does not divide the number of ranks, for ranks of a host that are not
     consecutive, and when a rank does not come.
     """
+    if watch_seconds is not None and not watch_seconds > 0:
+        raise PlanError(f"`watch_seconds` must be > 0, or None for no watch. Received {watch_seconds!r}.")
     if comm.started():
         slots = comm.current().topology.slots
         if node_size not in (None, slots):
             raise PlanError(f"init() was called before, with {slots} ranks to a node. Received node_size={node_size}. Call it once.")
         return comm.current()
-    if watch_seconds is not None and not watch_seconds > 0:
-        raise PlanError(f"`watch_seconds` must be > 0, or None for no watch. Received {watch_seconds!r}.")
     here = comm.launcher()
     topology = _topology(here, node_size)
     gpus = tf.config.list_physical_devices("GPU")
