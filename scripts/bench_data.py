@@ -1,9 +1,9 @@
 """Feeding a training from the DataCache, against the pipelines that it replaces.
 
-Goal, not reached yet (docs/benchmarks.md): from the second epoch on, per CPU second, random-resized-crop + flip from the slab is at least 10 times (128 pixels) and
-6 times (224 pixels) as fast as decoding in tf.data, and 4 times as fast as tf.data's `.cache()` of decoded images with
-TensorFlow's resize; whole samples are read at 0.7 of memcpy or better; the first epoch takes at most 1.15 of the time of
-the tf.data pipeline that fills nothing.
+Goal, not reached yet (docs/benchmarks.md): from the second epoch on, per CPU second, random-resized-crop + flip from the slab
+is at least 10 times (128 pixels) and 6 times (224 pixels) as fast as decoding in tf.data, and 4 times as fast as tf.data's
+`.cache()` of decoded images with TensorFlow's resize; whole samples are read at 0.7 of memcpy or better; the first epoch takes
+at most 1.15 of the time of the tf.data pipeline that fills nothing.
 
     python scripts/bench_data.py                     # generated JPEGs
     python scripts/bench_data.py --folder photos/train --json out.json --png out.png
