@@ -24,8 +24,7 @@ some = settings(max_examples=60, deadline=None, derandomize=True)
 
 @pytest.fixture(autouse=True, scope="module")
 def library():
-    if native.library() is None:
-        pytest.skip("no native library")
+    assert native.library() is not None, "set-up builds the native library: python scripts/bootstrap.py"
 
 
 def run(door, gradient, residual, k, seed, rule):
