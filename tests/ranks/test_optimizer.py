@@ -248,6 +248,29 @@ def test_switching_schemes_and_resolution_in_fit(comm: Comm) -> None:
     assert (per_step > 0) == (comm.topology.nodes > 1)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_two_optimizers_in_one_step(comm: Comm, scaled: bool) -> None:
+    """As in a GAN: two plans whose buckets and variables have the same names, exchanged in one traced step."""
+    nets = [model(seed=2), model(seed=3)]
+    plain = [keras.optimizers.SGD(0.1) for _ in nets]
+    wrapped = [cx.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(one, initial_scale=2.0) if scaled else one, SPARSE)
+               for one in plain]
+    for optimizer, net in zip(wrapped, nets, strict=True):
+        optimizer.build(net.trainable_variables)
+
+    @tf.function
+    def step(first: list[tf.Tensor], second: list[tf.Tensor]) -> None:
+        for optimizer, net, grads in zip(wrapped, nets, (first, second), strict=True):
+            optimizer.apply(grads, net.trainable_variables)
+
+    before = [weights(net) for net in nets]
+    for number in range(8):
+        step(*([2 * grad for grad in gradients_of(net, batch(comm.rank, number))] for net in nets))
+    for net, old in zip(nets, before, strict=True):
+        assert same_on_all_ranks(comm, net)
+        assert all((one != other).any() for one, other in zip(old, weights(net), strict=True))
+
+
 def test_warm_up(comm: Comm) -> None:
     net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.5)))
     rates: list[float] = []
