@@ -35,7 +35,8 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-BLOCK = 2**20  # entries that are compared at once
+PERIOD = 1009  # of the weights that entries are compared by
+WEIGHTS = np.tile(np.arange(PERIOD, dtype=np.int64) * 7927 % PERIOD + 1, 1024).astype(np.float64)  # of as many entries at once
 SOCKET_SECONDS = 2.0  # how long the plain socket is measured
 
 # --- on the ranks ------------------------------------------------------------------------------------------------------------
@@ -48,11 +49,8 @@ def gradient(rank: int, n: int) -> np.ndarray:
 
 def weighted_sum(vector: np.ndarray) -> float:
     """Sum of vector[i] * (i * 7927 % 1009 + 1): exact for integers while it stays below 2^53."""
-    total = 0.0
-    for start in range(0, len(vector), BLOCK):
-        part = vector[start:start + BLOCK].astype(np.float64)
-        total += float(part @ (np.arange(start, start + len(part), dtype=np.int64) * 7927 % 1009 + 1).astype(np.float64))
-    return total
+    parts = (vector[start:start + len(WEIGHTS)].astype(np.float64) for start in range(0, len(vector), len(WEIGHTS)))
+    return sum(float(part @ WEIGHTS[:len(part)]) for part in parts)
 
 
 def socket_rate(comm: Any) -> float:
@@ -102,9 +100,9 @@ def measure(comm: Any, route: str, wire: str, n: int, args: argparse.Namespace) 
     for number in range(args.steps + 1):  # the first one is traced and not counted
         comm.gather_objects("ready")
         start = time.monotonic()
-        result = step(mine).numpy()
-        took = time.monotonic() - start
-        arrived += weighted_sum(result[:, 0])
+        result = step(mine)
+        took = time.monotonic() - start  # an eager call returns when its result is there
+        arrived += weighted_sum(result.numpy()[:, 0])
         seconds += [max(comm.gather_objects(took))] if number else []
     steps = args.steps + 1
     owed = owed_of(plan, {name: residual.numpy() for name, residual in carried_out.residuals.items()}, comm.rank)
