@@ -149,7 +149,7 @@ class Scheme:
     bucket_bytes: int = 32 * 2**20  # gradients are merged into buckets of about this size: one start-up cost for many
     seed: int = 0  # of the rules that choose at random; each bucket and step draws its own numbers
     wire: str = PLAIN  # how entries are written, one of WIRES; "plain": pair32 on sparse routes, dense ones as they are
-    block_bytes: int = 65536  # of the linear pipeline: fills the pipe soon, and is long against the start-up (paper: 64 KB)
+    block_bytes: int = 49152  # of the linear pipeline: fills the pipe soon; from 64 KB on (the paper) MPI shakes hands per block over TCP
 
     def __post_init__(self) -> None:
         if not isinstance(self.density, int | float) or not 0 < self.density <= 1:
@@ -165,7 +165,7 @@ class Scheme:
             )
         if not isinstance(self.block_bytes, int) or self.block_bytes < 8:
             raise PlanError("`block_bytes` must be an integer >= 8, one entry of the widest dtype. "
-                            f"Received {self.block_bytes!r}. 65536 is usual.")
+                            f"Received {self.block_bytes!r}. 49152 is usual.")
         check_name("wire format", self.wire, WIRES)
 
 
@@ -183,7 +183,7 @@ class Bucket:
     padding: int = 0  # zeros appended so that the route can cut the vector in equal shards
     seed: int = 0
     wire: str = PLAIN  # how entries are written, one of WIRES
-    block_bytes: int = 65536  # of the linear pipeline
+    block_bytes: int = 49152  # of the linear pipeline
     last_step: str = "dense"  # of hitopk: what travels in the node at the end, the merged shard or the peers' pairs
 
     @property

@@ -89,41 +89,39 @@ def as_it_comes(moves: Sequence[Move], vector: np.ndarray, place: int, rank_of: 
                 tag: int) -> None:
     """Carry out the moves of one place as soon as their data are there: directions do not wait for each other.
 
-    A block may leave when the move that brought it last (by ticks) has come. Needs a schedule that cuts the vector in the same
-    blocks for all moves. **Cost:** one copy of each block that is sent, since the vector goes on changing meanwhile.
+    A block may leave when the move that brought it last (by ticks) has come; blocks to one place leave in the order of their
+    ticks, in which they are awaited there. Needs a schedule that cuts the vector in the same blocks for all moves.
+    **Cost:** one copy of each block that is sent, since the vector goes on changing meanwhile.
     """
-    expected: dict[int, deque[Move]] = {}  # source -> moves not yet asked for, in order
-    ready: dict[int, deque[Move]] = {}  # target -> moves whose data are there, in order
-    after: dict[Move | None, list[Move]] = {}  # what came -> what may leave then
+    waiting: dict[tuple[str, int], deque[Move]] = {}  # moves from and to each other place that are not under way yet, in order
+    needs: dict[Move, Move | None] = {}  # what leaves -> what must have come before
     brought: dict[int, Move] = {}  # start of a block -> the move that brought it last
     for move in moves:
         if move.target == place:
-            expected.setdefault(move.source, deque()).append(move)
+            waiting.setdefault(("from", move.source), deque()).append(move)
             brought[move.start] = move
         else:
-            ready[move.target] = deque()
-            after.setdefault(brought.get(move.start), []).append(move)
-    under_way: dict[tuple[str, int], deque[_UnderWay]] = {("from", other): deque() for other in expected}
-    under_way |= {("to", other): deque() for other in ready}
+            waiting.setdefault(("to", move.target), deque()).append(move)
+            needs[move] = brought.get(move.start)
+    under_way: dict[tuple[str, int], deque[_UnderWay]] = {line: deque() for line in waiting}
+    came: set[Move | None] = {None}
 
-    def go_on(free: Sequence[Move]) -> None:
-        for move in free:
-            ready[move.target].append(move)
-        for (way, other), queue in under_way.items():
-            waiting = (expected if way == "from" else ready)[other]
-            while waiting and len(queue) < WINDOW:
-                move = waiting.popleft()
+    def go_on() -> None:
+        for (way, other), queue in waiting.items():
+            while queue and len(under_way[way, other]) < WINDOW and (way == "from" or needs[queue[0]] in came):
+                move = queue.popleft()
                 part = vector[move.start:move.stop]
                 buffer = np.empty_like(part) if way == "from" else part.copy()
                 request = (post.receive if way == "from" else post.send)(buffer, rank_of(other), tag)
-                queue.append(_UnderWay(request, move, buffer))
+                under_way[way, other].append(_UnderWay(request, move, buffer))
 
-    go_on(after.pop(None, []))
+    go_on()
     while fronts := [queue for queue in under_way.values() if queue]:
         _, move, buffer = fronts[post.wait_any([queue[0].request for queue in fronts])].popleft()
         if move.target == place:
             _apply(move, buffer, vector)
-        go_on(after.pop(move, []))
+            came.add(move)
+        go_on()
 
 
 class _UnderWay(NamedTuple):
