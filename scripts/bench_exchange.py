@@ -9,10 +9,10 @@ Claim: where the network between nodes is slow, the routes for slow networks bea
 
 Makes a virtual cluster (scripts/cluster: needs root and iproute2), runs itself on its ranks, removes it. One gradient of n
 float32 is exchanged as training does it, in a compiled step. `seconds` is the median over the steps of the slowest rank's
-time. `wire_bytes` is what a rank sends to other nodes, as the mean over the ranks. `limit_seconds` is the bytes that a node's
-slots send over its link (a ring sends equally many over each), over the rate of a plain socket between two nodes in the same
-run. `verified`: every entry of the gradients has arrived or is still owed, on all ranks alike, and the bytes that
-were counted on the way are those that the route promises.
+time. `wire_bytes` is what a rank sends to other nodes, as the mean over the ranks. `limit_seconds` is the route's own:
+the bytes through its busiest port, in the busier direction, over the rate of a plain socket between two nodes in the same run.
+`verified`: every entry of the gradients has arrived or is still owed, on all ranks alike, and the bytes that were counted on
+the way are those that the route promises. `torus+pipeline` is the torus with the pipeline among peers.
 
 The gradients are small integers: sums are exact in any order. They are compared by an exact weighted sum with integer
 weights, so that nothing large has to travel for the check.
@@ -80,7 +80,7 @@ def socket_rate(comm: Any) -> float:
 
 
 def measure(comm: Any, route: str, wire: str, n: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Time and check one route with one wire format. **Ranks:** all. **Raises:** PlanError where it cannot be carried out."""
+    """Time and check one route (`torus+pipeline`: with that one among peers) with one wire format. **Ranks:** all. **Raises:** PlanError where it cannot be carried out."""
     import tensorflow as tf
 
     import tfcommx as cx
@@ -88,9 +88,11 @@ def measure(comm: Any, route: str, wire: str, n: int, args: argparse.Namespace) 
     from tfcommx.schedule import planner
     from tfcommx.schedule.run import Exchange, owed_of
 
-    sparse = exchange.row(route).sparse
+    name, _, among_peers = route.partition("+")
+    sparse = exchange.row(name).sparse
     how = {"selection": args.selection, "density": args.density} if sparse else {}
-    scheme = cx.Scheme(route=route, dense_below=0, **how, **({"wire": wire} if wire else {}))
+    scheme = cx.Scheme(route=name, wire=wire, dense_below=0, peer_route=among_peers or "allreduce", **how)
+    planner.check_scheme(scheme, comm.topology, comm.has_messages)
     plan = planner.make_plan([planner.Gradient("gradient", (n, 1), "float32")], {"*": scheme}, comm.topology, "sum")
     (bucket,) = plan.buckets
     carried_out = Exchange(plan, comm)
@@ -108,27 +110,27 @@ def measure(comm: Any, route: str, wire: str, n: int, args: argparse.Namespace) 
     owed = owed_of(plan, {name: residual.numpy() for name, residual in carried_out.residuals.items()}, comm.rank)
     rows = comm.gather_objects((arrived, sum(map(weighted_sum, owed.values())), weighted_sum(mine.numpy()[:, 0]),
                                 (comm.traffic().between - before.between) / steps))
-    promised = exchange.route(route).wire_bytes(bucket, comm.topology).between
+    promised = exchange.route(name).wire_bytes(bucket, comm.topology).between
     verified = (len({row[0] for row in rows}) == 1
                 and rows[0][0] + sum(row[1] for row in rows) == steps * sum(row[2] for row in rows)
                 and abs(statistics.mean(row[3] for row in rows) - promised) <= 1e-6 * promised)
-    return {"route": route, "wire": wire or ("pair32" if sparse else "plain"), "nodes": comm.topology.nodes, "slots": comm.topology.slots,
+    return {"route": route, "wire": wire, "nodes": comm.topology.nodes, "slots": comm.topology.slots,
             "rate_mbit": args.rate_mbit, "n": n, "density": args.density if sparse else 1.0, "seconds": statistics.median(seconds),
-            "wire_bytes": promised, "limit_seconds": promised * comm.topology.slots / args.socket_rate, "verified": verified}
+            "wire_bytes": promised, "limit_seconds": exchange.port_bytes(bucket, comm.topology) / args.socket_rate, "verified": verified}
 
 
 def work(args: argparse.Namespace) -> None:
     """Measure all that was asked for; rank 0 writes one line of JSON per result as it comes."""
     import tfcommx as cx
-    from tfcommx.exchange import ROUTES
+    from tfcommx.exchange import ROUTES, row
     from tfcommx.terms import PlanError
 
     comm = cx.init()
     args.socket_rate = socket_rate(comm)
     args.rate_mbit = args.rate_mbit or round(args.socket_rate * 8e-6, 1)
     for n in args.sizes:
-        for route in args.routes or ROUTES:
-            for wire in getattr(ROUTES[route], "wires", ("",)):  # the formats of a route that has several
+        for route in args.routes or [*ROUTES, "torus+pipeline"]:
+            for wire in [wire for wire in row(route.partition("+")[0]).wires if not args.wires or wire in args.wires]:
                 try:
                     found = measure(comm, route, wire, n, args)
                 except PlanError as refusal:
@@ -148,7 +150,7 @@ def launch(args: argparse.Namespace, json_file: Path) -> int:
     ranks = sum(int(host.rpartition(":")[2]) for host in args.hosts.split(",")) if args.hosts else args.nodes * args.slots
     command = ["horovodrun", "-np", str(ranks), f"--{args.launcher}", sys.executable, __file__, "--worker", "--json", str(json_file),
                "--density", str(args.density), "--selection", args.selection, "--steps", str(args.steps),
-               "--sizes", *map(str, args.sizes), *(["--routes", *args.routes] if args.routes else [])]
+               "--sizes", *map(str, args.sizes), *(["--routes", *args.routes] if args.routes else []), *(["--wires", *args.wires] if args.wires else [])]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
                    "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")}
     if args.hosts:
@@ -204,6 +206,7 @@ def main() -> int:
     parser.add_argument("--density", type=float, default=0.01, help="of sparse routes")
     parser.add_argument("--selection", default="mstopk", help="of sparse routes")
     parser.add_argument("--routes", nargs="+", help="default: all")
+    parser.add_argument("--wires", nargs="+", help="formats; default: all that a route writes")
     parser.add_argument("--steps", type=int, default=3, help="timed steps")
     parser.add_argument("--json", help="append one object a line to this file")
     parser.add_argument("--png", help="draw the table into this file")

@@ -87,7 +87,7 @@ def test_any_number_of_ranks_root_and_length(route: str, operation: str, ranks: 
 
     def work(comm: Comm) -> np.ndarray:
         comm.open_post()
-        return moves.collective(operation, given_[comm.rank], range(ranks), comm.rank, comm._post,
+        return moves.carry_out(operation, given_[comm.rank], range(ranks), comm.rank, comm._post,
                                 exchange.route(route).schedule, CARRY[route], root, block)
 
     before = [vector.copy() for vector in given_]
@@ -105,7 +105,7 @@ def test_any_number_of_ranks_root_and_length(route: str, operation: str, ranks: 
 
 def test_a_root_that_does_not_take_part_is_refused() -> None:
     with pytest.raises(PlanError, match=r"root=5, ranks=\[0, 1\] \(rank 1\)"):
-        moves.collective("reduce", np.zeros(3), [0, 1], 1, None, tree.schedule, moves.by_tick, root=5)
+        moves.carry_out("reduce", np.zeros(3), [0, 1], 1, None, tree.schedule, moves.by_tick, root=5)
 
 
 def test_messages_in_a_graph_follow_each_other_in_the_order_of_the_plan() -> None:

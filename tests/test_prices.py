@@ -40,6 +40,26 @@ def test_dense_routes_on_four_nodes(route: str, seconds: float) -> None:
     assert exchange.route(route).seconds(bucket(route, block_bytes=100), FOUR, LINKS) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(("route", "topology", "megabytes", "more"), [
+    ("allreduce", Topology(4, 2), 1.75, {}),  # a ring over 8 ranks, 2 * 7/8 of the vector on each line
+    ("torus", Topology(4, 2), 1.5, {}),
+    ("torus", Topology(4, 2), 1.5, {"peer_route": "pipeline"}),
+    ("torus", Topology(4, 2), 2, {"peer_route": "tree"}),
+    ("pipeline", Topology(2, 1), 1, {}),
+    ("pipeline", Topology(4, 1), 1.5, {}),
+    ("pipeline", Topology(8, 1), 1.75, {}),
+    ("tree", Topology(4, 1), 2, {}),  # the root sends the vector twice
+    ("tree", Topology(8, 1), 3, {}),
+    ("bidirectional", Topology(8, 1), 1.75, {}),
+    ("allgather", Topology(4, 2), 7 * 0.08, {"k": 10_000, "wire": "pair32"}),  # the ring's line from node to node carries 7 of 8 buffers
+    ("hitopk", Topology(4, 2), 3 * 2 * 0.04, {"k": 5_000, "wire": "pair32"}),
+])
+def test_what_the_busiest_port_carries(route: str, topology: Topology, megabytes: float, more: dict) -> None:
+    """1 MB of float32 in 16 blocks."""
+    one = bucket(route, 250_000, block_bytes=62_500, **more)
+    assert exchange.port_bytes(one, topology) == pytest.approx(megabytes * 1e6)
+
+
 def test_asa_in_sixteen_bits_halves_what_travels_and_not_what_is_added() -> None:
     assert exchange.route("asa").seconds(bucket("asa", wire="float16"), FOUR, LINKS) == pytest.approx(30 + 750 + 750 + 20 + 750)
     assert exchange.route("asa").wire_bytes(bucket("asa", wire="float16"), FOUR) == Traffic(0, 750)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.cost import alltoall_traffic, ring_traffic
+from tfcommx.cost import alltoall_traffic, broadcast_traffic, ring_traffic
 from tfcommx.terms import PlanError, Topology, Traffic
 
 RENDEZVOUS_SECONDS = 60  # how long a rank waits for the others before Horovod starts
@@ -112,9 +112,16 @@ class Comm(abc.ABC):
         self._count(alltoall_traffic((len(ranks) - 1) / len(ranks) * _bytes(tensor), group, self.topology))
         return self._alltoall(tensor, group, name)
 
-    def broadcast(self, tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
-        """Return the tensor of rank `root` on every rank of the world. Not counted: it is used before training only."""
-        return tensor if self.topology.size == 1 else self._broadcast(tensor, root, name)
+    def broadcast(self, tensor: tf.Tensor, root: int, name: str, counted: bool = False) -> tf.Tensor:
+        """Return the tensor of rank `root` on every rank of the world.
+
+        **Cost:** every other rank receives it once; counted, as along a chain, where it is part of the training steps.
+        """
+        if self.topology.size == 1:
+            return tensor
+        if counted:
+            self._count(broadcast_traffic(_bytes(tensor), self.topology))
+        return self._broadcast(tensor, root, name)
 
     @property
     def has_messages(self) -> bool:

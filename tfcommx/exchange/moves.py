@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,18 +34,28 @@ Schedule = Callable[[str, int, int, int], list[Move]]  # (operation, places, ent
 OPERATIONS = ("broadcast", "reduce", "allreduce")
 
 
-def run(flat: Any, bucket: Bucket, comm: Any, schedule: Schedule, carry: Callable[..., None], group: str = "world") -> Any:
-    """Return the sum of `flat` over a group, by messages. **Ranks:** all of the group, with the same bucket."""
+def shard(bucket: Bucket, topology: Topology, rank: int) -> tuple[int, int]:
+    """Every rank keeps what it owes of the whole vector."""
+    return 0, bucket.padded
+
+
+def run(flat: Any, bucket: Bucket, comm: Any, select: None = None, *, schedule: Schedule, carry: Callable[..., None],
+        group: str = "world", collective: str | None = None) -> Any:
+    """Return the sum of `flat` over a group, by messages, with the same bits on all of it.
+
+    `collective` is one of OPERATIONS, the bucket's own by default; after a "reduce" only rank 0 has the sum, and a
+    "broadcast" returns rank 0's vector. **Ranks:** all of the group, with the same bucket.
+    """
     if len(comm.members(group)) == 1:
         return flat
     return comm.by_messages(
-        lambda array, post: collective("allreduce", array, comm.members(group), comm.rank, post, schedule, carry,
-                                       block=entries_per_block(bucket), tag=tag_of(bucket.name)),
-        flat, bucket.name)
+        lambda array, post: carry_out(collective or bucket.collective, array, comm.members(group), comm.rank, post, schedule, carry,
+                                      block=entries_per_block(bucket), tag=tag_of(bucket.name)),
+        flat, f"{bucket.name}/{collective or bucket.collective}")
 
 
-def collective(operation: str, array: np.ndarray, ranks: Sequence[int], rank: int, post: Any, schedule: Schedule,
-               carry: Callable[..., None], root: int | None = None, block: int = 16384, tag: int = 0) -> np.ndarray:
+def carry_out(operation: str, array: np.ndarray, ranks: Sequence[int], rank: int, post: Any, schedule: Schedule,
+              carry: Callable[..., None], root: int | None = None, block: int = 16384, tag: int = 0) -> np.ndarray:
     """Carry out one broadcast, reduce or allreduce.
 
     Args:
@@ -130,16 +140,32 @@ class _UnderWay(NamedTuple):
     buffer: np.ndarray  # must live until the request is done
 
 
-def traffic(bucket: Bucket, topology: Topology, schedule: Schedule) -> Traffic:
-    """Count the bytes of an allreduce of the bucket over all ranks: what one rank sends, as the mean over the ranks."""
+def traffic(bucket: Bucket, topology: Topology, *, schedule: Schedule, collective: str | None = None) -> Traffic:
+    """Count the bytes of one collective of the bucket over all ranks: what one rank sends, as the mean over the ranks."""
     inside = between = 0
-    for move in schedule("allreduce", topology.size, bucket.padded, entries_per_block(bucket)) if topology.size > 1 else []:
-        amount = (move.stop - move.start) * bucket.entry_bytes
-        if topology.node_of(move.source) == topology.node_of(move.target):
+    for source, target, amount in _messages(bucket, topology, schedule, collective):
+        if source == target:
             inside += amount
         else:
             between += amount
     return Traffic(inside / topology.size, between / topology.size)
+
+
+def port_bytes(bucket: Bucket, topology: Topology, *, schedule: Schedule) -> float:
+    """Return the bytes through the busiest port of a node, in its busier direction."""
+    ports: Counter[tuple[str, int]] = Counter()
+    for source, target, amount in _messages(bucket, topology, schedule, None):
+        if source != target:
+            ports["out", source] += amount
+            ports["in", target] += amount
+    return float(max(ports.values(), default=0))
+
+
+def _messages(bucket: Bucket, topology: Topology, schedule: Schedule, collective: str | None) -> Iterator[tuple[int, int, int]]:
+    """Yield (node of the sender, node of the receiver, bytes) of every message."""
+    moves = schedule(collective or bucket.collective, topology.size, bucket.padded, entries_per_block(bucket))
+    for move in moves if topology.size > 1 else []:
+        yield topology.node_of(move.source), topology.node_of(move.target), (move.stop - move.start) * bucket.entry_bytes
 
 
 def entries_per_block(bucket: Bucket) -> int:

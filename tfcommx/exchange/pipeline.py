@@ -22,11 +22,11 @@ around spreads the load, so that each sends 2 (p - 1)/p n bytes, which no allred
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 from tfcommx.exchange import moves
 from tfcommx.exchange.moves import Move
-from tfcommx.terms import Bucket, Links, Topology, Traffic
+from tfcommx.terms import Bucket, Links, Topology
 
 
 def schedule(operation: str, places: int, entries: int, block: int) -> list[Move]:
@@ -55,20 +55,10 @@ def schedule(operation: str, places: int, entries: int, block: int) -> list[Move
     return sorted(found, key=lambda move: move.tick)
 
 
-def shard(bucket: Bucket, topology: Topology, rank: int) -> tuple[int, int]:
-    """Every rank keeps what it owes of the whole vector."""
-    return 0, bucket.padded
-
-
-def run(flat: Any, bucket: Bucket, comm: Any, select: None = None) -> Any:
-    """Return the sum of `flat` over all ranks, with the same bits on all: only the root's total is kept. **Ranks:** all."""
-    return moves.run(flat, bucket, comm, schedule, moves.as_it_comes)
-
-
-def wire_bytes(bucket: Bucket, topology: Topology) -> Traffic:
-    """Return what one rank sends in a step, as the mean over the ranks: the vector both ways over each of p - 1 links."""
-    each = 2 * bucket.padded * bucket.entry_bytes / topology.size
-    return Traffic(each * (topology.size - topology.nodes), each * (topology.nodes - 1))
+shard = moves.shard
+run = functools.partial(moves.run, schedule=schedule, carry=moves.as_it_comes)
+wire_bytes = functools.partial(moves.traffic, schedule=schedule)
+port_bytes = functools.partial(moves.port_bytes, schedule=schedule)
 
 
 def seconds(bucket: Bucket, topology: Topology, links: Links) -> float:
