@@ -80,7 +80,10 @@ def socket_rate(comm: Any) -> float:
 
 
 def measure(comm: Any, route: str, wire: str, n: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Time and check one route (`torus+pipeline`: with that one among peers) with one wire format. **Ranks:** all. **Raises:** PlanError where it cannot be carried out."""
+    """Time and check one route with one wire format; `torus+pipeline` has the pipeline among peers.
+
+    **Ranks:** all. **Raises:** PlanError where it cannot be carried out.
+    """
     import tensorflow as tf
 
     import tfcommx as cx
@@ -150,7 +153,8 @@ def launch(args: argparse.Namespace, json_file: Path) -> int:
     ranks = sum(int(host.rpartition(":")[2]) for host in args.hosts.split(",")) if args.hosts else args.nodes * args.slots
     command = ["horovodrun", "-np", str(ranks), f"--{args.launcher}", sys.executable, __file__, "--worker", "--json", str(json_file),
                "--density", str(args.density), "--selection", args.selection, "--steps", str(args.steps),
-               "--sizes", *map(str, args.sizes), *(["--routes", *args.routes] if args.routes else []), *(["--wires", *args.wires] if args.wires else [])]
+               "--sizes", *map(str, args.sizes), *(["--routes", *args.routes] if args.routes else []),
+               *(["--wires", *args.wires] if args.wires else [])]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
                    "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")}
     if args.hosts:

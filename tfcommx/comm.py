@@ -128,12 +128,16 @@ class Comm(abc.ABC):
         """Tell whether messages between two ranks are possible here; one rank alone needs none."""
         return self._open_post is not None or self.topology.size == 1
 
-    def open_post(self) -> None:
-        """Get ready for messages. **Ranks:** all, outside of traced code. **Raises:** PlanError without an MPI launch."""
+    def open_post(self) -> Post | None:
+        """Get ready for messages; one rank alone has none. **Ranks:** all, outside of traced code.
+
+        **Raises:** PlanError without an MPI launch.
+        """
         if not self.has_messages:
             raise PlanError(MESSAGES_NEED_MPI)
         if self._post is None and self.topology.size > 1:
             self._post = self._open_post()
+        return self._post
 
     def by_messages(self, work: Callable[[np.ndarray, Post], np.ndarray], tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Return `work(array, post)`: on the host, with messages between ranks; dtype and shape as the tensor's.

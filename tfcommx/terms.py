@@ -121,12 +121,20 @@ class Links(NamedTuple):
     # Of the linear pipeline: fills the pipe soon. From 64 KB on (the paper's size) Open MPI shakes hands per block over TCP.
     block_bytes: int = 49152
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON can write."""
+        return {**self._asdict(), "inside": dataclasses.asdict(self.inside), "between": dataclasses.asdict(self.between)}
+
+    @staticmethod
+    def from_dict(found: Mapping[str, Any]) -> Links:
+        """Read what `to_dict` returned."""
+        return Links(Link(**found["inside"]), Link(**found["between"]), found["block_bytes"])
+
     @staticmethod
     def read(path: str | Path) -> Links:
         """Read what `tfcommx probe` wrote. **Raises:** PlanError where the file is missing or says something else."""
         try:
-            found = json.loads(Path(path).read_text())["links"]
-            return Links(Link(**found["inside"]), Link(**found["between"]), found["block_bytes"])
+            return Links.from_dict(json.loads(Path(path).read_text())["links"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise PlanError(f"A file of links, as `horovodrun ... tfcommx probe` writes it, is required on every node. Received {path}: "
                             f"{type(error).__name__}: {error}.") from error
