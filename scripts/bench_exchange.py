@@ -6,13 +6,14 @@ Claim: where the network between nodes is slow, the routes for slow networks bea
     python scripts/bench_exchange.py --nodes 4 --slots 2 --rate 200mbit --sizes 25000000 --density 0.01 --json routes.json
     python scripts/bench_exchange.py --sizes 1000000 --launcher mpi             # quick; MPI in place of Gloo
     python scripts/bench_exchange.py --hosts a:8,b:8 --sizes 25000000           # real machines: no virtual cluster, no root
+    python scripts/bench_exchange.py --figure docs/exchange.png --json f.json   # routes of messages: measured and predicted
 
 Makes a virtual cluster (scripts/cluster: needs root and iproute2), runs itself on its ranks, removes it. One gradient of n
 float32 is exchanged as training does it, in a compiled step. `seconds` is the median over the steps of the slowest rank's
-time. `wire_bytes` is what a rank sends to other nodes, as the mean over the ranks. `limit_seconds` is the bytes that a node's
-slots send over its link (a ring sends equally many over each), over the rate of a plain socket between two nodes in the same
-run. `verified`: every entry of the gradients has arrived or is still owed, on all ranks alike, and the bytes that
-were counted on the way are those that the route promises.
+time. `wire_bytes` is what a rank sends to other nodes, as the mean over the ranks. `limit_seconds` is the route's own:
+the bytes through its busiest port, in the busier direction, over the rate of a plain socket between two nodes in the same run.
+`verified`: every entry of the gradients has arrived or is still owed, on all ranks alike, and the bytes that were counted on
+the way are those that the route promises. `torus+pipeline` is the torus with the pipeline among peers.
 
 The gradients are small integers: sums are exact in any order. They are compared by an exact weighted sum with integer
 weights, so that nothing large has to travel for the check.
@@ -35,7 +36,10 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-BLOCK = 2**20  # entries that are compared at once
+PERIOD = 1009  # of the weights that entries are compared by
+WEIGHTS = np.tile(np.arange(PERIOD, dtype=np.int64) * 7927 % PERIOD + 1, 1024).astype(np.float64)  # of as many entries at once
+LARGEST_PROBED = 2**20  # bytes of a message; at the rate of a slow link, larger ones say nothing more
+FIGURE = {"nodes": (2, 4, 8), "sizes": [62_500, 250_000, 1_000_000, 4_000_000], "routes": ["pipeline", "tree", "bidirectional"]}
 SOCKET_SECONDS = 2.0  # how long the plain socket is measured
 
 # --- on the ranks ------------------------------------------------------------------------------------------------------------
@@ -43,16 +47,13 @@ SOCKET_SECONDS = 2.0  # how long the plain socket is measured
 
 def gradient(rank: int, n: int) -> np.ndarray:
     """Integers in [-8, 8] as float32[n], other ones on every rank."""
-    return ((np.arange(n, dtype=np.int64) * (7919 + 2 * rank) + 31 * rank) % 17 - 8).astype(np.float32)
+    return np.resize(((np.arange(17) * (7919 + 2 * rank) + 31 * rank) % 17 - 8).astype(np.float32), n)
 
 
 def weighted_sum(vector: np.ndarray) -> float:
     """Sum of vector[i] * (i * 7927 % 1009 + 1): exact for integers while it stays below 2^53."""
-    total = 0.0
-    for start in range(0, len(vector), BLOCK):
-        part = vector[start:start + BLOCK].astype(np.float64)
-        total += float(part @ (np.arange(start, start + len(part), dtype=np.int64) * 7927 % 1009 + 1).astype(np.float64))
-    return total
+    parts = (vector[start:start + len(WEIGHTS)].astype(np.float64) for start in range(0, len(vector), len(WEIGHTS)))
+    return sum(float(part @ WEIGHTS[:len(part)]) for part in parts)
 
 
 def socket_rate(comm: Any) -> float:
@@ -82,7 +83,10 @@ def socket_rate(comm: Any) -> float:
 
 
 def measure(comm: Any, route: str, wire: str, n: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Time and check one route with one wire format. **Ranks:** all. **Raises:** PlanError where it cannot be carried out."""
+    """Time and check one route with one wire format; `torus+pipeline` has the pipeline among peers.
+
+    **Ranks:** all. **Raises:** PlanError where it cannot be carried out.
+    """
     import tensorflow as tf
 
     import tfcommx as cx
@@ -90,9 +94,11 @@ def measure(comm: Any, route: str, wire: str, n: int, args: argparse.Namespace) 
     from tfcommx.schedule import planner
     from tfcommx.schedule.run import Exchange, owed_of
 
-    sparse = exchange.row(route).sparse
+    name, _, among_peers = route.partition("+")
+    sparse = exchange.row(name).sparse
     how = {"selection": args.selection, "density": args.density} if sparse else {}
-    scheme = cx.Scheme(route=route, dense_below=0, **how, **({"wire": wire} if wire else {}))
+    scheme = cx.Scheme(route=name, wire=wire, dense_below=0, peer_route=among_peers or "allreduce", **how)
+    planner.check_scheme(scheme, comm.topology, comm.has_messages)
     plan = planner.make_plan([planner.Gradient("gradient", (n, 1), "float32")], {"*": scheme}, comm.topology, "sum")
     (bucket,) = plan.buckets
     carried_out = Exchange(plan, comm)
@@ -102,35 +108,41 @@ def measure(comm: Any, route: str, wire: str, n: int, args: argparse.Namespace) 
     for number in range(args.steps + 1):  # the first one is traced and not counted
         comm.gather_objects("ready")
         start = time.monotonic()
-        result = step(mine).numpy()
-        took = time.monotonic() - start
-        arrived += weighted_sum(result[:, 0])
+        result = step(mine)
+        took = time.monotonic() - start  # an eager call returns when its result is there
+        arrived += weighted_sum(result.numpy()[:, 0])
         seconds += [max(comm.gather_objects(took))] if number else []
     steps = args.steps + 1
     owed = owed_of(plan, {name: residual.numpy() for name, residual in carried_out.residuals.items()}, comm.rank)
     rows = comm.gather_objects((arrived, sum(map(weighted_sum, owed.values())), weighted_sum(mine.numpy()[:, 0]),
                                 (comm.traffic().between - before.between) / steps))
-    promised = exchange.route(route).wire_bytes(bucket, comm.topology).between
+    promised = exchange.route(name).wire_bytes(bucket, comm.topology).between
     verified = (len({row[0] for row in rows}) == 1
                 and rows[0][0] + sum(row[1] for row in rows) == steps * sum(row[2] for row in rows)
                 and abs(statistics.mean(row[3] for row in rows) - promised) <= 1e-6 * promised)
-    return {"route": route, "wire": wire or ("pair32" if sparse else "plain"), "nodes": comm.topology.nodes, "slots": comm.topology.slots,
+    found = {"route": route, "wire": wire, "nodes": comm.topology.nodes, "slots": comm.topology.slots,
             "rate_mbit": args.rate_mbit, "n": n, "density": args.density if sparse else 1.0, "seconds": statistics.median(seconds),
-            "wire_bytes": promised, "limit_seconds": promised * comm.topology.slots / args.socket_rate, "verified": verified}
+            "wire_bytes": promised, "limit_seconds": exchange.port_bytes(bucket, comm.topology) / args.socket_rate, "verified": verified}
+    if args.links:
+        found["predicted_seconds"] = exchange.route(name).seconds(bucket, comm.topology, args.links)
+    return found
 
 
 def work(args: argparse.Namespace) -> None:
     """Measure all that was asked for; rank 0 writes one line of JSON per result as it comes."""
     import tfcommx as cx
-    from tfcommx.exchange import ROUTES
-    from tfcommx.terms import PlanError
+    from tfcommx.exchange import ROUTES, row
+    from tfcommx.schedule.probe import SIZES, probe
+    from tfcommx.terms import NOMINAL, PlanError
 
-    comm = cx.init()
+    comm = cx.init(node_size=args.node_size, watch_seconds=120)  # nodes of a virtual cluster share one machine, which may be slow
     args.socket_rate = socket_rate(comm)
+    sizes = [size for size in SIZES if size <= LARGEST_PROBED]
+    args.links = probe(comm, sizes, blocks=[NOMINAL.block_bytes]).links if args.predict else None
     args.rate_mbit = args.rate_mbit or round(args.socket_rate * 8e-6, 1)
     for n in args.sizes:
-        for route in args.routes or ROUTES:
-            for wire in getattr(ROUTES[route], "wires", ("",)):  # the formats of a route that has several
+        for route in args.routes or [*ROUTES, "torus+pipeline"]:
+            for wire in [wire for wire in row(route.partition("+")[0]).wires if not args.wires or wire in args.wires]:
                 try:
                     found = measure(comm, route, wire, n, args)
                 except PlanError as refusal:
@@ -150,7 +162,9 @@ def launch(args: argparse.Namespace, json_file: Path) -> int:
     ranks = sum(int(host.rpartition(":")[2]) for host in args.hosts.split(",")) if args.hosts else args.nodes * args.slots
     command = ["horovodrun", "-np", str(ranks), f"--{args.launcher}", sys.executable, __file__, "--worker", "--json", str(json_file),
                "--density", str(args.density), "--selection", args.selection, "--steps", str(args.steps),
-               "--sizes", *map(str, args.sizes), *(["--routes", *args.routes] if args.routes else [])]
+               "--sizes", *map(str, args.sizes), *(["--routes", *args.routes] if args.routes else []),
+               *(["--wires", *args.wires] if args.wires else []), *(["--predict"] if args.figure else []),
+               *(["--node-size", str(args.node_size)] if args.node_size else [])]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
                    "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")}
     if args.hosts:
@@ -194,6 +208,38 @@ def show(rows: list[dict[str, Any]], png: str | None) -> None:
         figure.savefig(png, dpi=120)
 
 
+def draw_predicted(rows: list[dict[str, Any]], png: str) -> None:
+    """Draw the seconds of each route over n, a panel for each number of nodes: measured beside predicted."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, len(FIGURE["nodes"]), figsize=(12, 4.2), sharey=True, layout="constrained")
+    for panel, nodes in zip(panels, FIGURE["nodes"], strict=True):
+        for route, colour in zip(FIGURE["routes"], ("tab:blue", "tab:orange", "tab:green"), strict=True):
+            mine = [row for row in rows if (row["nodes"], row["route"]) == (nodes, route)]
+            sizes = [row["n"] for row in mine]
+            panel.plot(sizes, [row["seconds"] for row in mine], "o", color=colour, label=f"{route}, measured")
+            panel.plot(sizes, [row["predicted_seconds"] for row in mine], color=colour, label="predicted")
+        panel.set(xscale="log", yscale="log", xlabel="entries, float32", title=f"{nodes} nodes x 1 slot, {rows[0]['rate_mbit']:g} Mbit/s")
+    panels[0].set_ylabel("seconds per allreduce")
+    panels[0].legend()
+    figure.savefig(png, dpi=110)
+
+
+def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
+    """Measure on one cluster; return the results and the exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "found.json"
+        status = launch(args, found)
+        text = found.read_text() if found.exists() else ""
+    if args.json and text:
+        with open(args.json, "a") as file:
+            file.write(text)
+    return [json.loads(line) for line in text.splitlines()], status
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=4)
@@ -201,30 +247,34 @@ def main() -> int:
     parser.add_argument("--rate", default="200mbit", help="of each node's link, each way")
     parser.add_argument("--cluster", help="name of a virtual cluster that is up; default: make one")
     parser.add_argument("--hosts", help="real hosts, as for horovodrun -H")
+    parser.add_argument("--node-size", type=int, help="ranks that stand for a node, where --hosts has only one")
     parser.add_argument("--launcher", choices=["gloo", "mpi"], default="gloo")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1_000_000], help="entries of the gradient")
     parser.add_argument("--density", type=float, default=0.01, help="of sparse routes")
     parser.add_argument("--selection", default="mstopk", help="of sparse routes")
     parser.add_argument("--routes", nargs="+", help="default: all")
+    parser.add_argument("--wires", nargs="+", help="formats; default: all that a route writes")
     parser.add_argument("--steps", type=int, default=3, help="timed steps")
     parser.add_argument("--json", help="append one object a line to this file")
     parser.add_argument("--png", help="draw the table into this file")
+    parser.add_argument("--figure", metavar="PNG", help="draw routes of messages over 2, 4 and 8 nodes, beside what they should cost")
+    parser.add_argument("--predict", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rate-mbit", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         work(args)
         return 0
-    with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "found.json"
-        status = launch(args, found)
-        text = found.read_text() if found.exists() else ""
-    rows = [json.loads(line) for line in text.splitlines()]
-    if args.json and text:
-        with open(args.json, "a") as file:
-            file.write(text)
-    if rows:
-        show(rows, args.png)
+    if args.figure:
+        args.slots, args.launcher, args.sizes, args.routes = 1, "mpi", FIGURE["sizes"], FIGURE["routes"]
+    rows, status = [], 0
+    for nodes in FIGURE["nodes"] if args.figure else [args.nodes]:
+        found, ended = run(argparse.Namespace(**{**vars(args), "nodes": nodes}))
+        rows, status = rows + found, status or ended
+        if found:
+            show(found, args.png)
+    if args.figure and not status:
+        draw_predicted(rows, args.figure)
     return status or int(not rows or not all(row["verified"] for row in rows))
 
 

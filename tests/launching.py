@@ -27,7 +27,7 @@ class Ended(NamedTuple):
 def horovodrun(ranks: int, command: list[str], launcher: str = "gloo", seconds: float = 300, hosts: str | None = None,
                **environment: str) -> Ended:
     """Run a Python command (without `python`) on several ranks; end the whole tree when it takes too long."""
-    where = ["-H", hosts] if hosts else []
+    where = ["-H", hosts or f"localhost:{ranks}"]  # Horovod 0.28 starts a rank on every slot, whatever -np says
     words = ["horovodrun", "-np", str(ranks), *where, *LAUNCHERS[launcher], sys.executable, *command]
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), **environment}
     start = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfcommx import exchange, selection
+from tfcommx import cost, exchange, selection
 from tfcommx.comm import Comm
 from tfcommx.schedule.planner import Gradient, make_plan
 from tfcommx.schedule.run import Exchange, owed_of
@@ -27,7 +28,8 @@ def scheme(route: str, rule: str = "all", density: float = 1.0, wire: str = "pla
     return Scheme(route, rule, density, dense_below=8, bucket_bytes=2000, wire=wire, block_bytes=600)
 
 
-SCHEMES = [scheme(route) for route in exchange.ROUTES] + [scheme(route, rule, 0.1) for route in SPARSE for rule in RULES]
+TORI = [dataclasses.replace(scheme("torus"), peer_route=name) for name, row in exchange.ROUTES.items() if row.messages]
+SCHEMES = [scheme(route) for route in exchange.ROUTES] + TORI + [scheme(route, rule, 0.1) for route in SPARSE for rule in RULES]
 # every wire format, where it is written; the plain ones are above
 WIRED = [scheme(route, RULES[0], 0.1, wire) for route in SPARSE for wire in exchange.row(route).wires[1:]]
 # on dense routes nothing keeps what rounding loses
@@ -35,7 +37,8 @@ LOSSY = [scheme(route, wire=wire) for route in DENSE for wire in exchange.row(ro
 
 
 def name_of(value: Any) -> str:
-    return f"{value.nodes}x{value.slots}" if isinstance(value, Topology) else f"{value.route}-{value.selection}-{value.wire}"
+    return f"{value.nodes}x{value.slots}" if isinstance(value, Topology) else "-".join(
+        [value.route, value.selection, value.wire] + [value.peer_route] * (value.peer_route != "allreduce"))
 
 
 every_topology = pytest.mark.parametrize("topology", TOPOLOGIES, ids=name_of)
@@ -49,8 +52,8 @@ def gradients(rank: int, step: int, dtype: str = "float32") -> dict[str, np.ndar
     return {path: (numbers.integers(-999, 1000, shape) / 64).astype(dtype) for path, shape in SHAPES.items()}
 
 
-def plan_for(scheme: Scheme, topology: Topology, operation: str = "sum", dtype: str = "float32") -> Plan:
-    return make_plan([Gradient(path, shape, dtype) for path, shape in SHAPES.items()], {"*": scheme}, topology, operation)
+def plan_for(scheme: Scheme, topology: Topology, operation: str = "sum", dtype: str = "float32", **more: Any) -> Plan:
+    return make_plan([Gradient(path, shape, dtype) for path, shape in SHAPES.items()], {"*": scheme}, topology, operation, **more)
 
 
 def owed_by(exchange_: Exchange, rank: int) -> dict[str, np.ndarray]:
@@ -138,7 +141,7 @@ def test_law_4_count(scheme: Scheme, topology: Topology) -> None:
         by_rank = [sent[place] for sent, _ in found]
         expected = exchange.route(bucket.route).wire_bytes(bucket, topology)
         np.testing.assert_allclose(np.mean(by_rank, axis=0), expected, rtol=1e-12)
-        if not exchange.row(bucket.route).messages:  # collectives count the mean, on every rank
+        if not any(exchange.row(name).messages for name in (bucket.route, bucket.peer_route)):  # collectives count the mean, on every rank
             np.testing.assert_array_equal(by_rank, [by_rank[0]] * topology.size)
     for _, chosen in found:
         for k, sparse in chosen:
@@ -201,6 +204,71 @@ def test_a_switch_loses_nothing(before: Scheme, after: Scheme, topology: Topolog
         np.testing.assert_array_equal(ends[0][0][path].ravel() + owed, came.ravel())
         if not exchange.row(after.route).sparse:
             assert not owed.any()
+
+
+def train(plan: Plan, steps: int, drift: int = -1) -> list[list[dict[str, np.ndarray]]]:
+    """Steps of momentum on every rank; return the weights by rank and step. After step `drift` each rank's move away by its number."""
+
+    def work(comm: Comm) -> list[dict[str, np.ndarray]]:
+        running, log = Exchange(plan, comm), []
+        weights = {path: tf.Variable(tf.ones(shape)) for path, shape in SHAPES.items()}
+        momentum = {path: tf.zeros(shape) for path, shape in SHAPES.items()}
+        for step in range(steps):
+            result = running({path: tf.constant(value) for path, value in gradients(comm.rank, step).items()})
+            for path in SHAPES if running.updates_here else ():
+                momentum[path] = 0.5 * momentum[path] + result[path]
+                weights[path].assign_sub(0.1 * momentum[path])
+            running.share(weights)
+            for path in SHAPES if step == drift else ():
+                weights[path].assign_add(tf.fill(SHAPES[path], float(comm.rank)))
+            log.append({path: variable.numpy() for path, variable in weights.items()})
+        return log
+
+    return ThreadComm.run(plan.topology, work)
+
+
+@every_topology
+@pytest.mark.parametrize("scheme", SCHEMES, ids=name_of)
+def test_a_root_that_updates_alone_gives_all_ranks_the_same_weights(scheme: Scheme, topology: Topology) -> None:
+    """Algorithm 2: bit for bit the weights of an update on all ranks, also after ranks have moved away."""
+    plain = train(plan_for(scheme, topology), steps=3)
+    for log in train(plan_for(scheme, topology, update="root"), steps=3, drift=1):
+        for step in (0, 2):
+            for path in SHAPES:
+                assert log[step][path].tobytes() == plain[0][step][path].tobytes()
+
+
+@every_topology
+@pytest.mark.parametrize("scheme", SCHEMES, ids=name_of)
+def test_weights_that_moved_apart_come_together_at_the_next_broadcast(scheme: Scheme, topology: Topology) -> None:
+    """Algorithm 3 with a broadcast every 2 steps: apart after step 1, together again after step 3."""
+    plain = train(plan_for(scheme, topology), steps=5)
+    for rank, log in enumerate(train(plan_for(scheme, topology, broadcast_every=2), steps=5, drift=1)):
+        for path in SHAPES:
+            assert log[0][path].tobytes() == plain[0][0][path].tobytes()
+            np.testing.assert_allclose(log[2][path], plain[0][2][path] + rank, rtol=1e-5, atol=1e-4)
+            assert log[3][path].tobytes() == plain[0][3][path].tobytes()
+            assert log[4][path].tobytes() == plain[0][4][path].tobytes()
+
+
+@every_topology
+@pytest.mark.parametrize("route", exchange.ROUTES)
+def test_bytes_of_a_step_that_the_root_updates(route: str, topology: Topology) -> None:
+    plan = plan_for(scheme(route), topology, update="root")
+
+    def work(comm: Comm) -> Any:
+        running = Exchange(plan, comm)
+        running({path: tf.constant(value) for path, value in gradients(comm.rank, 0).items()})
+        running.share({path: tf.Variable(tf.ones(shape)) for path, shape in SHAPES.items()})
+        return comm.traffic()
+
+    expected = np.zeros(2)
+    for bucket in plan.buckets:
+        chosen, size = exchange.route(bucket.route), bucket.padded * bucket.entry_bytes
+        expected += chosen.wire_bytes(bucket, topology)
+        expected += (chosen.wire_bytes(bucket, topology, collective="broadcast") if exchange.row(bucket.route).messages
+                     else cost.broadcast_traffic(size, topology))
+    np.testing.assert_allclose(np.mean(ThreadComm.run(topology, work), axis=0), expected, rtol=1e-12)
 
 
 def test_different_plans_are_refused_on_every_rank_and_named() -> None:

@@ -31,13 +31,33 @@ def test_table_1(price: object, broadcast: float, reduce: float, allreduce: floa
 
 @pytest.mark.parametrize(("route", "seconds"), [
     ("allreduce", 2 * 3 * 10 + 2 * 750 * 2 + 750 * 1),
-    ("pipeline", 2 * 130 + 1300 * 5),
+    ("pipeline", 3 * 3.5 * (2 * (10 + 200) + 100)),  # 2.5 groups of 4 blocks of 100 B, and one to fill the pipe
     ("tree", 2 * (20 + 4000 + 1000)),
     ("bidirectional", 40 + 3000 + 750),
     ("asa", 30 + 750 * 2 + 750 * 1 + (2 * 10 + 750 * 2)),
 ])
 def test_dense_routes_on_four_nodes(route: str, seconds: float) -> None:
     assert exchange.route(route).seconds(bucket(route, block_bytes=100), FOUR, LINKS) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("route", "topology", "megabytes", "more"), [
+    ("allreduce", Topology(4, 2), 1.75, {}),  # a ring over 8 ranks, 2 * 7/8 of the vector on each line
+    ("torus", Topology(4, 2), 1.5, {}),
+    ("torus", Topology(4, 2), 1.5, {"peer_route": "pipeline"}),
+    ("torus", Topology(4, 2), 2, {"peer_route": "tree"}),
+    ("pipeline", Topology(2, 1), 1, {}),
+    ("pipeline", Topology(4, 1), 1.5, {}),
+    ("pipeline", Topology(8, 1), 1.75, {}),
+    ("tree", Topology(4, 1), 2, {}),  # the root sends the vector twice
+    ("tree", Topology(8, 1), 3, {}),
+    ("bidirectional", Topology(8, 1), 1.75, {}),
+    ("allgather", Topology(4, 2), 7 * 0.08, {"k": 10_000, "wire": "pair32"}),  # the ring's line from node to node carries 7 of 8 buffers
+    ("hitopk", Topology(4, 2), 3 * 2 * 0.04, {"k": 5_000, "wire": "pair32"}),
+])
+def test_what_the_busiest_port_carries(route: str, topology: Topology, megabytes: float, more: dict) -> None:
+    """1 MB of float32 in 16 blocks."""
+    one = bucket(route, 250_000, block_bytes=62_500, **more)
+    assert exchange.port_bytes(one, topology) == pytest.approx(megabytes * 1e6)
 
 
 def test_asa_in_sixteen_bits_halves_what_travels_and_not_what_is_added() -> None:
@@ -55,11 +75,6 @@ def test_alltoall_on_unequal_nodes_is_a_mean() -> None:
     """Hosts of 2 and 1 ranks, each sends half to each other: 1/2, 1/2 and 0 stay."""
     mean = cost.alltoall_traffic(600, "world", Topology(2, 2, (("red", 2), ("blue", 1))))
     assert mean == pytest.approx(Traffic(200, 400))
-
-
-def test_the_pipeline_between_two_ranks_runs_both_ways_at_once() -> None:
-    """None is in the middle: 1 + 10 blocks of 100 B, received and added."""
-    assert exchange.route("pipeline").seconds(bucket("pipeline", block_bytes=100), Topology(2, 1), LINKS) == 11 * (10 + 100 * 3)
 
 
 @pytest.mark.parametrize("route", exchange.ROUTES)

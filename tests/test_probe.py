@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+from launching import horovodrun
 
 from tfcommx import cost
 from tfcommx.comm import Comm
 from tfcommx.schedule import probe
-from tfcommx.terms import NOMINAL, Link, PlanError, Topology
+from tfcommx.schedule.planner import Gradient, make_plan
+from tfcommx.terms import NOMINAL, Link, Links, PlanError, Scheme, Topology
 from tfcommx.threads import ThreadComm
 
 
@@ -45,12 +49,21 @@ def test_what_cannot_be_fitted_is_refused(points: list) -> None:
 @pytest.mark.parametrize(("topology", "measured"), [
     (Topology(2, 2), {"inside", "between"}), (Topology(3, 1), {"between"}), (Topology(1, 2), {"inside"}), (Topology(1, 1), set()),
 ])
-def test_all_ranks_agree_and_links_that_are_not_there_stay_nominal(topology: Topology, measured: set[str]) -> None:
-    results = ThreadComm.run(topology, lambda comm: probe.probe(comm, sizes=(1024, 65536), repeats=2))
+@pytest.mark.parametrize("messages", [True, False])
+def test_all_ranks_agree_and_links_that_are_not_there_stay_nominal(topology: Topology, measured: set[str], messages: bool) -> None:
+    def work(comm: Comm) -> probe.Probed:
+        if not messages:
+            comm._open_post = None
+        return probe.probe(comm, sizes=(1024, 65536), repeats=2, blocks=(1024, 4096))
+
+    results = ThreadComm.run(topology, work)
     assert all(result == results[0] for result in results)
     assert {kind for kind, points in results[0].points.items() if points} == measured
     assert {kind for kind in ("inside", "between") if getattr(results[0].links, kind) != getattr(NOMINAL, kind)} == measured
     assert probe.Probed.from_json(results[0].to_json()) == results[0]
+    assert [block for block, _ in results[0].blocks] == ([1024, 4096] if messages and topology.size > 1 else [])
+    fastest = min(results[0].blocks, key=lambda row: row[1])[0] if results[0].blocks else NOMINAL.block_bytes
+    assert results[0].links.block_bytes == fastest
 
 
 def test_the_slots_of_a_node_share_its_port() -> None:
@@ -58,6 +71,7 @@ def test_the_slots_of_a_node_share_its_port() -> None:
     clocks: dict[int, float] = {}
 
     def work(comm: Comm) -> probe.Probed:
+        comm._open_post = None
         gather = comm.all_gather
         clocks[comm.rank] = 0.0
 
@@ -77,3 +91,47 @@ def test_the_slots_of_a_node_share_its_port() -> None:
 def test_unequal_nodes_are_refused_by_name() -> None:
     with pytest.raises(PlanError, match="red:2, blue:1"):
         ThreadComm.run(Topology(2, 2, (("red", 2), ("blue", 1))), probe.probe)
+
+
+def test_messages_of_a_node_share_its_port_too() -> None:
+    """A clock that counts what each of two slots sends finds the beta of both together."""
+    clocks: dict[int, float] = {}
+
+    def work(comm: Comm) -> probe.Probed:
+        post = comm.open_post()
+        send = post.send
+        clocks[comm.rank] = 0.0
+
+        def timed(array: object, target: int, tag: int) -> object:
+            out = comm.topology.node_of(target) != comm.topology.node_of(comm.rank)
+            clocks[comm.rank] += 1e-4 + array.nbytes * (2 * 8e-9 if out else 1e-10)
+            return send(array, target, tag)
+
+        post.send = timed
+        return probe.probe(comm, sizes=(1024, 65536), repeats=2, clock=lambda: clocks[comm.rank])
+
+    links = ThreadComm.run(Topology(2, 2), work)[0].links
+    assert links.between.beta_s_per_byte == pytest.approx(8e-9) and links.inside.beta_s_per_byte == pytest.approx(1e-10)
+    assert links.between.alpha_s == pytest.approx(1e-4) and links.inside.alpha_s == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize("launcher", ["gloo", "mpi"])
+def test_the_command_writes_links_that_plans_are_made_with(tmp_path: Path, launcher: str) -> None:
+    file = tmp_path / "links.json"
+    words = ["-m", "tfcommx.cli", "probe", "--output", str(file), "--largest", "65536", "--repeats", "1"]
+    ended = horovodrun(2, words, launcher)
+    assert ended.status == 0, ended.output[-4000:]
+    links = Links.read(file)
+    assert links.inside != NOMINAL.inside and links.between == NOMINAL.between
+    assert file.with_suffix(".png").stat().st_size > 10_000
+    plan = make_plan([Gradient("w", (100, 100), "float32")], {"*": Scheme("pipeline")}, Topology(2, 1), links=links)
+    assert plan.buckets[0].block_bytes == links.block_bytes
+
+
+@pytest.mark.parametrize("text", [None, "no JSON", "{}", '{"links": {"inside": {"alpha_s": -1}}}'])
+def test_a_file_without_links_is_refused_by_name(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "links.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(PlanError, match=f"tfcommx probe.*{file}"):
+        Links.read(file)

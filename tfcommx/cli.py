@@ -1,4 +1,4 @@
-"""The command line: `tfcommx train`, `tfcommx report`. TensorFlow is imported only where a command needs it."""
+"""The command line: `tfcommx train`, `tfcommx report`, `tfcommx probe`. TensorFlow is imported only where a command needs it."""
 
 from __future__ import annotations
 
@@ -56,6 +56,28 @@ def report(
     from tfcommx import report as reports
 
     reports.show(reports.read(run_folder))
+
+
+@app.command()
+def probe(
+    output: Annotated[Path, typer.Option(help="File of the links; the figure goes beside it, as .png.")] = Path("links.json"),
+    largest: Annotated[int, typer.Option(min=4096, help="Bytes of the largest message; less for slow networks.")] = 2**24,
+    repeats: Annotated[int, typer.Option(min=1, help="Of each size; the fastest counts.")] = 5,
+) -> None:
+    """Measure the links of this cluster: `horovodrun -np 8 -H ... tfcommx probe`. Schemes are then planned by what they cost."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    from tfcommx import init, is_chief, report
+    from tfcommx.schedule import probe as probing
+
+    comm = init()
+    found = probing.probe(comm, [size for size in probing.SIZES if size <= largest], repeats)
+    if is_chief():
+        output.write_text(found.to_json())
+        report.draw_links(found, output.with_suffix(".png"))
+        for kind, link in found.links._asdict().items():
+            print(f"{kind}: {link}")
+        print(f"{output}, {output.with_suffix('.png')}. Use it: DistributedOptimizer(..., links={str(output)!r}), or links: in a recipe.")
+    comm.gather_objects("done")
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.cost import alltoall_traffic, ring_traffic
+from tfcommx.cost import alltoall_traffic, broadcast_traffic, ring_traffic
 from tfcommx.terms import PlanError, Topology, Traffic
 
 RENDEZVOUS_SECONDS = 60  # how long a rank waits for the others before Horovod starts
@@ -112,21 +112,32 @@ class Comm(abc.ABC):
         self._count(alltoall_traffic((len(ranks) - 1) / len(ranks) * _bytes(tensor), group, self.topology))
         return self._alltoall(tensor, group, name)
 
-    def broadcast(self, tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
-        """Return the tensor of rank `root` on every rank of the world. Not counted: it is used before training only."""
-        return tensor if self.topology.size == 1 else self._broadcast(tensor, root, name)
+    def broadcast(self, tensor: tf.Tensor, root: int, name: str, counted: bool = False) -> tf.Tensor:
+        """Return the tensor of rank `root` on every rank of the world.
+
+        **Cost:** every other rank receives it once; counted, as along a chain, where it is part of the training steps.
+        """
+        if self.topology.size == 1:
+            return tensor
+        if counted:
+            self._count(broadcast_traffic(_bytes(tensor), self.topology))
+        return self._broadcast(tensor, root, name)
 
     @property
     def has_messages(self) -> bool:
         """Tell whether messages between two ranks are possible here; one rank alone needs none."""
         return self._open_post is not None or self.topology.size == 1
 
-    def open_post(self) -> None:
-        """Get ready for messages. **Ranks:** all, outside of traced code. **Raises:** PlanError without an MPI launch."""
+    def open_post(self) -> Post | None:
+        """Get ready for messages; one rank alone has none. **Ranks:** all, outside of traced code.
+
+        **Raises:** PlanError without an MPI launch.
+        """
         if not self.has_messages:
             raise PlanError(MESSAGES_NEED_MPI)
         if self._post is None and self.topology.size > 1:
             self._post = self._open_post()
+        return self._post
 
     def by_messages(self, work: Callable[[np.ndarray, Post], np.ndarray], tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Return `work(array, post)`: on the host, with messages between ranks; dtype and shape as the tensor's.

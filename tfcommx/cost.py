@@ -38,6 +38,11 @@ def ring_traffic(sent: float, group: str, topology: Topology) -> Traffic:
     return Traffic(sent - sent * leaves, sent * leaves)
 
 
+def broadcast_traffic(total_bytes: float, topology: Topology) -> Traffic:
+    """Count what one rank sends, as the mean over the ranks, when a vector goes from rank to rank along all of them."""
+    return Traffic(*(total_bytes * hops / topology.size for hops in (topology.size - topology.nodes, topology.nodes - 1)))
+
+
 def alltoall_traffic(sent: float, group: str, topology: Topology) -> Traffic:
     """Split what a rank sends in a flat alltoall, equally to each other rank, as the mean over the ranks."""
     if topology.nodes == 1 or group == "node" or topology.size == 1:

@@ -128,6 +128,7 @@ class Recipe(_Part):
     learning_rate: LearningRate
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     seed: int = Field(0, ge=0)  # of the initial weights, the order of the images and their variation
+    links: Path | None = None  # what `tfcommx probe` wrote, on every node; None: nominal prices
     node_size: int | None = Field(None, ge=1)  # ranks that stand for a node; None: the real hosts
     threads: int | None = Field(None, ge=1)  # of one operation in one process; None: TensorFlow's choice, all cores
 

@@ -198,6 +198,28 @@ def draw(summary: dict[str, Any], folder: Path) -> None:
     figure.savefig(folder / "time_breakdown.png", dpi=120)
 
 
+def draw_links(probed: Any, path: Path) -> None:
+    """Draw the times that `schedule.probe` measured, and the lines that it fitted, over the size of the message."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for kind, colour in (("inside", "tab:blue"), ("between", "tab:orange")):
+        link, points = getattr(probed.links, kind), probed.points[kind]
+        if points:
+            sizes = [size for _, size, _ in points]
+            axes.plot(sizes, [seconds for _, _, seconds in points], "o", color=colour, label=f"{kind} nodes, measured")
+            axes.plot(sizes, [starts * link.alpha_s + size * link.beta_s_per_byte for starts, size, _ in points], color=colour,
+                      label=f"{link.alpha_s * 1e6:.0f} us + {link.beta_s_per_byte * 1e9:.3g} ns per byte")
+    axes.set(xscale="log", yscale="log", xlabel="bytes that come in through a port", ylabel="seconds")
+    if any(probed.points.values()):
+        axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def write_events(summary: dict[str, Any], folder: Path) -> None:
     """Write the epochs' numbers as TensorBoard scalars, one step per epoch."""
     import tensorflow as tf

@@ -11,6 +11,7 @@ import itertools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 GROUPS = ("world", "node", "peers")
@@ -20,6 +21,7 @@ VALUE_DTYPES = ("float32", "float16", "bfloat16")  # of values on the wire
 SPARSE_WIRES = ("pair32", "pair16/float16", "pair16/bfloat16", *(f"block16/{dtype}" for dtype in VALUE_DTYPES))
 WIRES = (PLAIN, *VALUE_DTYPES, *SPARSE_WIRES)
 LAST_STEPS = ("dense", "pairs")
+UPDATES = ("all", "root")
 
 
 class PlanError(ValueError):
@@ -112,10 +114,30 @@ class Link:
 
 
 class Links(NamedTuple):
-    """The two kinds of link of a cluster."""
+    """The two kinds of link of a cluster, and what was tuned to them."""
 
     inside: Link  # between ranks of one node
     between: Link  # between nodes
+    # Of the linear pipeline: fills the pipe soon. From 64 KB on (the paper's size) Open MPI shakes hands per block over TCP.
+    block_bytes: int = 49152
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON can write."""
+        return {**self._asdict(), "inside": dataclasses.asdict(self.inside), "between": dataclasses.asdict(self.between)}
+
+    @staticmethod
+    def from_dict(found: Mapping[str, Any]) -> Links:
+        """Read what `to_dict` returned."""
+        return Links(Link(**found["inside"]), Link(**found["between"]), found["block_bytes"])
+
+    @staticmethod
+    def read(path: str | Path) -> Links:
+        """Read what `tfcommx probe` wrote. **Raises:** PlanError where the file is missing or says something else."""
+        try:
+            return Links.from_dict(json.loads(Path(path).read_text())["links"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise PlanError(f"A file of links, as `horovodrun ... tfcommx probe` writes it, is required on every node. Received {path}: "
+                            f"{type(error).__name__}: {error}.") from error
 
 
 # Before anything was measured: NVLink or shared memory inside, 10 Gbit/s Ethernet between. Only their ratio matters to a plan.
@@ -149,7 +171,8 @@ class Scheme:
     bucket_bytes: int = 32 * 2**20  # gradients are merged into buckets of about this size: one start-up cost for many
     seed: int = 0  # of the rules that choose at random; each bucket and step draws its own numbers
     wire: str = PLAIN  # how entries are written, one of WIRES; "plain": pair32 on sparse routes, dense ones as they are
-    block_bytes: int = 65536  # of the linear pipeline: fills the pipe soon, and is long against the start-up (paper: 64 KB)
+    peer_route: str = "allreduce"  # of the torus, among peers: allreduce, or a route of messages under MPI
+    block_bytes: int | None = None  # of the linear pipeline, >= 8; None: as the links say
 
     def __post_init__(self) -> None:
         if not isinstance(self.density, int | float) or not 0 < self.density <= 1:
@@ -163,9 +186,9 @@ class Scheme:
             raise PlanError(
                 f"`dense_below` must be >= 0 and `bucket_bytes` >= 1. Received {self.dense_below} and {self.bucket_bytes}."
             )
-        if not isinstance(self.block_bytes, int) or self.block_bytes < 8:
-            raise PlanError("`block_bytes` must be an integer >= 8, one entry of the widest dtype. "
-                            f"Received {self.block_bytes!r}. 65536 is usual.")
+        if self.block_bytes is not None and (not isinstance(self.block_bytes, int) or self.block_bytes < 8):
+            raise PlanError("`block_bytes` must be an integer >= 8, one entry of the widest dtype, or None. "
+                            f"Received {self.block_bytes!r}. 49152 is usual.")
         check_name("wire format", self.wire, WIRES)
 
 
@@ -183,7 +206,9 @@ class Bucket:
     padding: int = 0  # zeros appended so that the route can cut the vector in equal shards
     seed: int = 0
     wire: str = PLAIN  # how entries are written, one of WIRES
-    block_bytes: int = 65536  # of the linear pipeline
+    block_bytes: int = 49152  # of the linear pipeline
+    peer_route: str = "allreduce"  # of the torus, among peers
+    collective: str = "allreduce"  # of routes of messages: allreduce, or reduce where rank 0 alone updates the weights
     last_step: str = "dense"  # of hitopk: what travels in the node at the end, the merged shard or the peers' pairs
 
     @property
@@ -212,9 +237,17 @@ class Plan:
     buckets: tuple[Bucket, ...]
     topology: Topology
     operation: str = "average"  # over ranks: average or sum
+    update: str = "all"  # who applies the gradients: all ranks, or the root, rank 0, which broadcasts the weights after each step
+    broadcast_every: int = 0  # where all update: steps after which rank 0's weights are broadcast all the same; 0: never
 
     def __post_init__(self) -> None:
         check_name("operation", self.operation, OPERATIONS)
+        check_name("update", self.update, UPDATES)
+        if not isinstance(self.broadcast_every, int) or self.broadcast_every < 0:
+            raise PlanError(f"`broadcast_every` must be an integer >= 0. Received {self.broadcast_every!r}. The paper has 5.")
+        if self.update == "root" and self.broadcast_every:
+            raise PlanError("With update='root' the weights are broadcast after every step. "
+                            f"Received broadcast_every={self.broadcast_every}. Leave it out.")
         seen: dict[str, str] = {}
         for bucket in self.buckets:
             for path in bucket.variables:
@@ -224,7 +257,8 @@ class Plan:
 
     def to_json(self) -> str:
         """Write the plan as JSON, one bucket a line: diffable."""
-        head = json.dumps({"topology": dataclasses.asdict(self.topology), "operation": self.operation})
+        head = json.dumps({"topology": dataclasses.asdict(self.topology), "operation": self.operation, "update": self.update,
+                           "broadcast_every": self.broadcast_every})
         rows = ",\n  ".join(json.dumps(dataclasses.asdict(bucket)) for bucket in self.buckets)
         return f'{head[:-1]}, "buckets": [\n  {rows}\n]}}\n'
 
@@ -236,7 +270,7 @@ class Plan:
                             tuple((host, slots) for host, slots in read["topology"]["uneven"]))
         buckets = tuple(Bucket(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()})
                         for row in read["buckets"])
-        return Plan(buckets, topology, read["operation"])
+        return Plan(buckets, topology, read["operation"], read["update"], read["broadcast_every"])
 
 
 def first_difference(here: Any, there: Any, where: str = "plan") -> str | None:

@@ -236,7 +236,7 @@ def compiled(model: keras.Model, recipe: Recipe, scheme: cx.Scheme) -> keras.opt
     chosen = recipe.optimizer
     optimizer = cx.DistributedOptimizer(
         keras.optimizers.SGD(0.0, momentum=chosen.momentum, nesterov=chosen.nesterov, weight_decay=chosen.weight_decay or None),
-        scheme=scheme)
+        scheme=scheme, links=recipe.links)
     # Decay pulls weights to zero; scales, offsets and biases have no reason to be small.
     optimizer.exclude_from_weight_decay(var_names=["gamma", "beta", "bias"])
     loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=recipe.label_smoothing)

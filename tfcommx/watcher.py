@@ -192,9 +192,10 @@ class Watcher:
             for key, _ in self.select.select(max(0.0, min(wait, next_beat - time.monotonic()))):
                 key.data(key.fileobj)
             now = time.monotonic()
-            if now - last_turn > self.limit / 2:  # this process was itself asleep: it knows nothing of the others
+            late = now - last_turn - beat_seconds
+            if late > 0:  # this process was itself kept from running: it knows nothing of the others in that time
                 for peer in self.peers.values():
-                    peer.heard = now
+                    peer.heard = min(now, peer.heard + late)
             last_turn = now
             if now >= next_beat:
                 next_beat = now + beat_seconds

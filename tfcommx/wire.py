@@ -63,13 +63,19 @@ def encode(sparse: Sparse, wire: str) -> tf.Tensor:
     return tf.ensure_shape(words, [sum(wire_words(sparse.indices.shape[0], sparse.size, wire))])
 
 
-def merge(buffers: tf.Tensor, k: int, size: int, wire: str) -> tf.Tensor:
-    """Add the entries of all gathered buffers into a dense float32[size], in rank order, so that every rank gets the same bits.
+def merge(buffers: tf.Tensor, k: int, size: int, wire: str, shards: int = 1) -> tf.Tensor:
+    """Add the entries of all gathered buffers into a dense vector, in rank order, so that every rank gets the same bits.
 
     Args:
-        buffers: int32[p * words], the buffers of p ranks one after another.
+        buffers: int32[shards * p * words], the buffers of p ranks one after another, for each shard in turn.
         k: entries in each buffer.
-        size: length of the vector that the indices point into.
+        size: length of the shard that the indices point into.
         wire: the format in which they were encoded.
+        shards: equal parts of the result, >= 1.
+
+    Returns: float32[shards * size]. **Cost:** one write of the result, whatever the number of shards.
     """
-    return tf.ensure_shape(native.merge(*native.wire_decode(buffers, k, size, wire), size), [size])
+    indices, values = native.wire_decode(buffers, k, size, wire)
+    if shards > 1:
+        indices = tf.reshape(tf.reshape(indices, [shards, -1]) + size * tf.range(shards)[:, None], [-1])
+    return tf.ensure_shape(native.merge(indices, values, shards * size), [shards * size])

@@ -363,3 +363,27 @@ def test_different_plans_are_refused_before_anything_is_sent(comm: Comm) -> None
     net = model()
     with pytest.raises(cx.PlanError, match=r"Rank 0 and rank 1 differ first in plan.buckets\[\d\].k"):
         wrapped.apply(gradients_of(net, batch(comm.rank)), net.trainable_variables)
+
+
+@pytest.mark.parametrize("route", ["allreduce", "pipeline", "hitopk"])
+@pytest.mark.parametrize("how", [{"update": "root"}, {"broadcast_every": 2}], ids=["root", "every"])
+def test_the_steps_of_the_linear_pipeline_paper(comm: Comm, route: str, how: dict) -> None:
+    """Algorithms 2 and 3 under `fit` give the weights of an update on all ranks; the root's optimizer has the whole state."""
+    if exchange.row(route).messages and not comm.has_messages:
+        return
+    scheme = cx.Scheme(route, **({"selection": "mstopk", "density": 0.2} if route == "hitopk" else {}), dense_below=8)
+    plain, other = (compiled(cx.DistributedOptimizer(OPTIMIZERS["clipped_sgd"](), scheme, **more)) for more in ({}, how))
+    for net in (plain, other):
+        fit(net, comm)
+        assert same_on_all_ranks(comm, net)
+    for mine, expected in zip(weights(other), weights(plain), strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
+    if comm.rank == 0:
+        for mine, expected in zip(other.optimizer.variables, plain.optimizer.variables, strict=True):
+            np.testing.assert_allclose(mine.numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
+    assert int(other.optimizer.iterations.numpy()) == int(plain.optimizer.iterations.numpy())
+
+
+def test_a_root_that_updates_alone_takes_no_broadcasts_besides(comm: Comm) -> None:
+    with pytest.raises(cx.PlanError, match="after every step"):
+        cx.DistributedOptimizer(keras.optimizers.SGD(0.1), update="root", broadcast_every=5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -14,7 +16,9 @@ from tfcommx.schedule.planner import Gradient, check_scheme, make_plan
 from tfcommx.schedule.run import Exchange
 
 SHAPES = {f"layer{i}/kernel": (50 + i, 41) for i in range(6)}
-WAYS = [(route, wire) for route, row in exchange.ROUTES.items() for wire in row.wires]
+WAYS = [cx.Scheme(route, wire=wire, dense_below=8, bucket_bytes=9000, block_bytes=4096)
+        for route, row in exchange.ROUTES.items() for wire in row.wires]
+WAYS.append(dataclasses.replace(WAYS[0], route="torus", peer_route="pipeline"))
 
 
 def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
@@ -23,10 +27,9 @@ def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
     return {path: (numbers.integers(-60, 61, shape) / 64).astype(np.float32) for path, shape in SHAPES.items()}
 
 
-@pytest.mark.parametrize(("route", "wire"), WAYS)
-def test_the_sum_of_all_ranks(comm: Comm, route: str, wire: str) -> None:
-    scheme = cx.Scheme(route, wire=wire, dense_below=8, bucket_bytes=9000, block_bytes=4096)
-    if exchange.row(route).messages and not comm.has_messages:
+@pytest.mark.parametrize("scheme", WAYS, ids=lambda scheme: f"{scheme.route}-{scheme.wire}-{scheme.peer_route}")
+def test_the_sum_of_all_ranks(comm: Comm, scheme: cx.Scheme) -> None:
+    if any(exchange.row(name).messages for name in (scheme.route, scheme.peer_route)) and not comm.has_messages:
         with pytest.raises(cx.PlanError, match="horovodrun --mpi"):
             check_scheme(scheme, comm.topology, comm.has_messages)
         return
@@ -66,7 +69,7 @@ def test_messages_of_all_lengths_from_every_root(comm: Comm) -> None:
         for root in ranks:
             mine = np.full(entries, comm.rank + 1, np.float64)
             for operation in moves.OPERATIONS:
-                got = moves.collective(operation, mine, ranks, comm.rank, comm._post, pipeline.schedule, moves.as_it_comes,
+                got = moves.carry_out(operation, mine, ranks, comm.rank, comm._post, pipeline.schedule, moves.as_it_comes,
                                        root, block=1000)
                 total = sum(rank + 1 for rank in ranks)
                 expected = {"broadcast": root + 1, "reduce": total if comm.rank == root else comm.rank + 1, "allreduce": total}

@@ -5,7 +5,8 @@ Each module has, in this order:
     run(flat, bucket, comm, select) -> flat: the sum over all ranks, in the dtype that came
     wire_bytes(bucket, topology) -> Traffic: what one rank sends in a step, exactly, as the mean over ranks
     seconds(bucket, topology, links) -> float: the price
-Routes of messages have before these a `schedule`: which message is sent when, a pure function.
+Routes of messages have before these a `schedule`: which message is sent when, a pure function. Routes that do not load all
+nodes alike have `port_bytes(bucket, topology)`: the bytes through the busiest port of a node.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import importlib
 from types import ModuleType
 from typing import NamedTuple
 
-from tfcommx.terms import PLAIN, SPARSE_WIRES, VALUE_DTYPES, PlanError, Scheme, Topology, check_name
+from tfcommx.terms import PLAIN, SPARSE_WIRES, VALUE_DTYPES, Bucket, PlanError, Scheme, Topology, check_name
 
 
 class Row(NamedTuple):
@@ -53,6 +54,17 @@ def route(name: str) -> ModuleType:
 def padding(name: str, size: int, topology: Topology) -> int:
     """Return how many zeros must follow `size` entries so that the route can cut them in equal parts."""
     return -size % {"none": 1, "slots": topology.slots, "ranks": topology.size}[row(name).shards]
+
+
+def port_bytes(bucket: Bucket, topology: Topology) -> float:
+    """Return the bytes that a step sends through the busiest port of a node, in its busier direction.
+
+    Rings and alltoalls load all nodes alike; where the nodes have unequal numbers of slots, this is their mean.
+    """
+    chosen = route(bucket.route)
+    if hasattr(chosen, "port_bytes"):
+        return chosen.port_bytes(bucket, topology)
+    return chosen.wire_bytes(bucket, topology).between * topology.size / topology.nodes
 
 
 def wire_of(scheme: Scheme, name: str) -> str:

@@ -13,9 +13,9 @@ def shard(bucket: Bucket, topology: Topology, rank: int) -> tuple[int, int]:
     return 0, bucket.padded
 
 
-def run(flat: Any, bucket: Bucket, comm: Any, select: None = None) -> Any:
-    """Return the sum of `flat` over all ranks. **Ranks:** all. **Cost:** one collective, 2 (p - 1)/p of the vector sent."""
-    return comm.allreduce(flat, "world", bucket.name)
+def run(flat: Any, bucket: Bucket, comm: Any, select: None = None, group: str = "world") -> Any:
+    """Return the sum of `flat` over a group. **Ranks:** all of it. **Cost:** one collective, 2 (p - 1)/p of the vector sent."""
+    return comm.allreduce(flat, group, bucket.name)
 
 
 def run_list(parts: list[Any], bucket: Bucket, comm: Any, average: bool) -> list[Any]:

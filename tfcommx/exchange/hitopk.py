@@ -18,8 +18,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import tensorflow as tf
-
 from tfcommx import cost, wire
 from tfcommx.terms import LAST_STEPS, Bucket, Links, Sparse, Topology, Traffic
 
@@ -37,9 +35,10 @@ def run(flat: Any, bucket: Bucket, comm: Any, select: Callable[[Any], Sparse]) -
     pairs = comm.all_gather(wire.encode(select(part), bucket.wire), "peers", f"{bucket.name}/pairs")
     slots = comm.topology.slots
     if bucket.last_step == "dense":
-        return comm.all_gather(_merge(pairs, bucket, slots), "node", f"{bucket.name}/gather")
-    shards = tf.split(comm.all_gather(pairs, "node", f"{bucket.name}/gather"), slots)
-    return tf.concat([_merge(shard, bucket, slots) for shard in shards], axis=0)
+        merged = wire.merge(pairs, bucket.k, bucket.padded // slots, bucket.wire)
+        return comm.all_gather(merged, "node", f"{bucket.name}/gather")
+    pairs = comm.all_gather(pairs, "node", f"{bucket.name}/gather")
+    return wire.merge(pairs, bucket.k, bucket.padded // slots, bucket.wire, shards=slots)
 
 
 def wire_bytes(bucket: Bucket, topology: Topology) -> Traffic:
@@ -80,7 +79,3 @@ def _last_seconds(bucket: Bucket, topology: Topology, links: Links) -> float:
 
 def _pairs_bytes(bucket: Bucket, topology: Topology) -> int:
     return wire.size_bytes(bucket.k, bucket.padded // topology.slots, bucket.wire)
-
-
-def _merge(pairs: Any, bucket: Bucket, slots: int) -> Any:
-    return wire.merge(pairs, bucket.k, bucket.padded // slots, bucket.wire)

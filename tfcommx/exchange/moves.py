@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,18 +34,28 @@ Schedule = Callable[[str, int, int, int], list[Move]]  # (operation, places, ent
 OPERATIONS = ("broadcast", "reduce", "allreduce")
 
 
-def run(flat: Any, bucket: Bucket, comm: Any, schedule: Schedule, carry: Callable[..., None], group: str = "world") -> Any:
-    """Return the sum of `flat` over a group, by messages. **Ranks:** all of the group, with the same bucket."""
+def shard(bucket: Bucket, topology: Topology, rank: int) -> tuple[int, int]:
+    """Every rank keeps what it owes of the whole vector."""
+    return 0, bucket.padded
+
+
+def run(flat: Any, bucket: Bucket, comm: Any, select: None = None, *, schedule: Schedule, carry: Callable[..., None],
+        group: str = "world", collective: str | None = None) -> Any:
+    """Return the sum of `flat` over a group, by messages, with the same bits on all of it.
+
+    `collective` is one of OPERATIONS, the bucket's own by default; after a "reduce" only rank 0 has the sum, and a
+    "broadcast" returns rank 0's vector. **Ranks:** all of the group, with the same bucket.
+    """
     if len(comm.members(group)) == 1:
         return flat
     return comm.by_messages(
-        lambda array, post: collective("allreduce", array, comm.members(group), comm.rank, post, schedule, carry,
-                                       block=entries_per_block(bucket), tag=tag_of(bucket.name)),
-        flat, bucket.name)
+        lambda array, post: carry_out(collective or bucket.collective, array, comm.members(group), comm.rank, post, schedule, carry,
+                                      block=entries_per_block(bucket), tag=tag_of(bucket.name)),
+        flat, f"{bucket.name}/{collective or bucket.collective}")
 
 
-def collective(operation: str, array: np.ndarray, ranks: Sequence[int], rank: int, post: Any, schedule: Schedule,
-               carry: Callable[..., None], root: int | None = None, block: int = 16384, tag: int = 0) -> np.ndarray:
+def carry_out(operation: str, array: np.ndarray, ranks: Sequence[int], rank: int, post: Any, schedule: Schedule,
+              carry: Callable[..., None], root: int | None = None, block: int = 16384, tag: int = 0) -> np.ndarray:
     """Carry out one broadcast, reduce or allreduce.
 
     Args:
@@ -89,41 +99,39 @@ def as_it_comes(moves: Sequence[Move], vector: np.ndarray, place: int, rank_of: 
                 tag: int) -> None:
     """Carry out the moves of one place as soon as their data are there: directions do not wait for each other.
 
-    A block may leave when the move that brought it last (by ticks) has come. Needs a schedule that cuts the vector in the same
-    blocks for all moves. **Cost:** one copy of each block that is sent, since the vector goes on changing meanwhile.
+    A block may leave when the move that brought it last (by ticks) has come; blocks to one place leave in the order of their
+    ticks, in which they are awaited there. Needs a schedule that cuts the vector in the same blocks for all moves.
+    **Cost:** one copy of each block that is sent, since the vector goes on changing meanwhile.
     """
-    expected: dict[int, deque[Move]] = {}  # source -> moves not yet asked for, in order
-    ready: dict[int, deque[Move]] = {}  # target -> moves whose data are there, in order
-    after: dict[Move | None, list[Move]] = {}  # what came -> what may leave then
+    waiting: dict[tuple[str, int], deque[Move]] = {}  # moves from and to each other place that are not under way yet, in order
+    needs: dict[Move, Move | None] = {}  # what leaves -> what must have come before
     brought: dict[int, Move] = {}  # start of a block -> the move that brought it last
     for move in moves:
         if move.target == place:
-            expected.setdefault(move.source, deque()).append(move)
+            waiting.setdefault(("from", move.source), deque()).append(move)
             brought[move.start] = move
         else:
-            ready[move.target] = deque()
-            after.setdefault(brought.get(move.start), []).append(move)
-    under_way: dict[tuple[str, int], deque[_UnderWay]] = {("from", other): deque() for other in expected}
-    under_way |= {("to", other): deque() for other in ready}
+            waiting.setdefault(("to", move.target), deque()).append(move)
+            needs[move] = brought.get(move.start)
+    under_way: dict[tuple[str, int], deque[_UnderWay]] = {line: deque() for line in waiting}
+    came: set[Move | None] = {None}
 
-    def go_on(free: Sequence[Move]) -> None:
-        for move in free:
-            ready[move.target].append(move)
-        for (way, other), queue in under_way.items():
-            waiting = (expected if way == "from" else ready)[other]
-            while waiting and len(queue) < WINDOW:
-                move = waiting.popleft()
+    def go_on() -> None:
+        for (way, other), queue in waiting.items():
+            while queue and len(under_way[way, other]) < WINDOW and (way == "from" or needs[queue[0]] in came):
+                move = queue.popleft()
                 part = vector[move.start:move.stop]
                 buffer = np.empty_like(part) if way == "from" else part.copy()
                 request = (post.receive if way == "from" else post.send)(buffer, rank_of(other), tag)
-                queue.append(_UnderWay(request, move, buffer))
+                under_way[way, other].append(_UnderWay(request, move, buffer))
 
-    go_on(after.pop(None, []))
+    go_on()
     while fronts := [queue for queue in under_way.values() if queue]:
         _, move, buffer = fronts[post.wait_any([queue[0].request for queue in fronts])].popleft()
         if move.target == place:
             _apply(move, buffer, vector)
-        go_on(after.pop(move, []))
+            came.add(move)
+        go_on()
 
 
 class _UnderWay(NamedTuple):
@@ -132,16 +140,32 @@ class _UnderWay(NamedTuple):
     buffer: np.ndarray  # must live until the request is done
 
 
-def traffic(bucket: Bucket, topology: Topology, schedule: Schedule) -> Traffic:
-    """Count the bytes of an allreduce of the bucket over all ranks: what one rank sends, as the mean over the ranks."""
+def traffic(bucket: Bucket, topology: Topology, *, schedule: Schedule, collective: str | None = None) -> Traffic:
+    """Count the bytes of one collective of the bucket over all ranks: what one rank sends, as the mean over the ranks."""
     inside = between = 0
-    for move in schedule("allreduce", topology.size, bucket.padded, entries_per_block(bucket)) if topology.size > 1 else []:
-        amount = (move.stop - move.start) * bucket.entry_bytes
-        if topology.node_of(move.source) == topology.node_of(move.target):
+    for source, target, amount in _messages(bucket, topology, schedule, collective):
+        if source == target:
             inside += amount
         else:
             between += amount
     return Traffic(inside / topology.size, between / topology.size)
+
+
+def port_bytes(bucket: Bucket, topology: Topology, *, schedule: Schedule) -> float:
+    """Return the bytes through the busiest port of a node, in its busier direction."""
+    ports: Counter[tuple[str, int]] = Counter()
+    for source, target, amount in _messages(bucket, topology, schedule, None):
+        if source != target:
+            ports["out", source] += amount
+            ports["in", target] += amount
+    return float(max(ports.values(), default=0))
+
+
+def _messages(bucket: Bucket, topology: Topology, schedule: Schedule, collective: str | None) -> Iterator[tuple[int, int, int]]:
+    """Yield (node of the sender, node of the receiver, bytes) of every message."""
+    moves = schedule(collective or bucket.collective, topology.size, bucket.padded, entries_per_block(bucket))
+    for move in moves if topology.size > 1 else []:
+        yield topology.node_of(move.source), topology.node_of(move.target), (move.stop - move.start) * bucket.entry_bytes
 
 
 def entries_per_block(bucket: Bucket) -> int:

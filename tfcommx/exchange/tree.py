@@ -14,12 +14,12 @@ al., "Optimization of Collective Communication Operations in MPICH" (2005).
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 from tfcommx import cost
 from tfcommx.exchange import moves
 from tfcommx.exchange.moves import Move
-from tfcommx.terms import Bucket, Links, Topology, Traffic
+from tfcommx.terms import Bucket, Links, Topology
 
 
 def schedule(operation: str, places: int, entries: int, block: int = 0) -> list[Move]:
@@ -34,19 +34,10 @@ def schedule(operation: str, places: int, entries: int, block: int = 0) -> list[
     return up if operation == "reduce" else up + [move._replace(tick=steps + move.tick) for move in down]
 
 
-def shard(bucket: Bucket, topology: Topology, rank: int) -> tuple[int, int]:
-    """Every rank keeps what it owes of the whole vector."""
-    return 0, bucket.padded
-
-
-def run(flat: Any, bucket: Bucket, comm: Any, select: None = None) -> Any:
-    """Return the sum of `flat` over all ranks, with the same bits on all: only the root's total is kept. **Ranks:** all."""
-    return moves.run(flat, bucket, comm, schedule, moves.by_tick)
-
-
-def wire_bytes(bucket: Bucket, topology: Topology) -> Traffic:
-    """Return what one rank sends in a step, as the mean over the ranks."""
-    return moves.traffic(bucket, topology, schedule)
+shard = moves.shard
+run = functools.partial(moves.run, schedule=schedule, carry=moves.by_tick)
+wire_bytes = functools.partial(moves.traffic, schedule=schedule)
+port_bytes = functools.partial(moves.port_bytes, schedule=schedule)
 
 
 def seconds(bucket: Bucket, topology: Topology, links: Links) -> float:

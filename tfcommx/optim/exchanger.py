@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -32,12 +32,15 @@ class Left(NamedTuple):
 class Exchanger:
     """The exchange of one optimizer's gradients, for every set of variables that it is called with."""
 
-    def __init__(self, comm: Comm, schemes: Mapping[str, Scheme], operation: str, plan: Plan | None = None) -> None:
+    def __init__(self, comm: Comm, schemes: Mapping[str, Scheme], operation: str, plan: Plan | None = None, **options: Any) -> None:
+        """`options` are more arguments of `planner.make_plan`."""
         for scheme in schemes.values():
             planner.check_scheme(scheme, comm.topology, comm.has_messages)
         if plan is not None and plan.topology != comm.topology:
             raise PlanError(f"The plan is for {plan.topology}. Received a launch of {comm.topology}. Make it for this cluster.")
         self.comm, self.schemes, self.operation, self.given = comm, dict(schemes), operation, plan
+        self.options = options
+        Plan((), comm.topology, operation, options.get("update", "all"), options.get("broadcast_every", 0))  # refuse bad ones now
         self.exchanges: dict[tuple[str, ...], Exchange] = {}
         self.owed: Owed = {}  # of plans that were left, until the next plan takes it over
         self.left: list[Left] = []  # restored plans, until the model asks for an equal one
@@ -69,6 +72,18 @@ class Exchanger:
             raise PlanError(f"Variable paths must be unique. Received {twice!r} twice. Give the layers different names.")
         result = self._exchange_for(variables)(dict(zip(paths, grads, strict=True)))
         return [result[path] for path in paths]
+
+    @tf.autograph.experimental.do_not_convert
+    def update(self, apply: Callable[[], None], grads: Sequence[tf.Tensor]) -> None:
+        """Call `apply` where the gradients that `exchange` returned are applied; share the weights as the plan says.
+
+        **Ranks:** all.
+        """
+        exchange = self._exchange_for(self._variables)
+        if exchange.updates_here:
+            apply()
+        with tf.control_dependencies(list(grads)):  # a rank that applies none must have taken part in their exchange all the same
+            exchange.share({variable.path: variable.value for variable in self._variables})
 
     @tf.autograph.experimental.do_not_convert
     def all_ranks(self, finite: tf.Tensor) -> tf.Tensor:
@@ -116,7 +131,7 @@ class Exchanger:
                 plan = self.given or planner.make_plan(
                     [planner.Gradient(variable.path, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))
                      for variable in variables],
-                    self.schemes, self.comm.topology, self.operation)
+                    self.schemes, self.comm.topology, self.operation, **self.options)
                 covered = {path for bucket in plan.buckets for path in bucket.variables}
                 if covered != set(key):
                     odd = sorted(covered ^ set(key))[0]

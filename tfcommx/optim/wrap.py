@@ -1,6 +1,6 @@
 """DistributedOptimizer: any Keras 3 optimizer, with its gradients exchanged just before it clips and applies them.
 
-    fit / apply_gradients -> apply -> unscale -> accumulate -> [exchange over the ranks] -> clip -> update -> EMA
+    fit / apply_gradients -> apply -> unscale -> accumulate -> [exchange over the ranks] -> clip -> update -> [share] -> EMA
 
 The wrapped optimizer is an instance of a subclass that carries its base's name and module and adds nothing to its
 variables or its config. So a saved model holds the plain optimizer and loads with and without tfcommx.
@@ -9,6 +9,7 @@ variables or its config. So a saved model holds the plain optimizer and loads wi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -16,7 +17,7 @@ import tensorflow as tf
 
 from tfcommx import comm
 from tfcommx.optim.exchanger import Exchanger
-from tfcommx.terms import OPERATIONS, Plan, PlanError, Scheme, check_name
+from tfcommx.terms import NOMINAL, OPERATIONS, Links, Plan, PlanError, Scheme, check_name
 
 
 def DistributedOptimizer(
@@ -24,6 +25,9 @@ def DistributedOptimizer(
     scheme: Scheme | Mapping[str, Scheme] | None = None,
     op: str = "average",
     plan: Plan | None = None,
+    links: Links | str | Path | None = None,
+    update: str = "all",
+    broadcast_every: int = 0,
 ) -> keras.optimizers.Optimizer:
     """Wrap a Keras optimizer so that every rank applies the gradients of all ranks.
 
@@ -35,7 +39,12 @@ def DistributedOptimizer(
         scheme: how gradients travel; a Scheme for all variables, or a mapping from patterns of variable paths (as in file
             names, the first match counts) to Schemes. None: everything, by Horovod's allreduce.
         op: "average" or "sum" over the ranks.
-        plan: a plan made before, in place of the one that the scheme gives.
+        plan: a plan made before, in place of the one that the scheme and what follows give.
+        links: what messages cost on this cluster, or the file of it that `tfcommx probe` wrote; None: nominal ones.
+        update: "all": every rank applies the gradients. "root": rank 0 alone, which then broadcasts the weights; the others'
+            momentum and the like stay as they began, and a checkpoint of rank 0 has the whole state.
+        broadcast_every: with update "all", steps after which rank 0's weights are broadcast; 0: never. The bits are the same on
+            all ranks anyway, unless the ranks' processors compute the update differently.
 
     Returns:
         A new optimizer of a subclass of the same class. `optimizer.exchanger` holds the residuals and the counters.
@@ -47,13 +56,14 @@ def DistributedOptimizer(
         raise PlanError(f"A plain optimizer is required. Received {optimizer.name!r}, which is wrapped already. Wrap it once.")
     check_name("op", op, OPERATIONS)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        inner = DistributedOptimizer(optimizer.inner_optimizer, scheme, op, plan)
+        inner = DistributedOptimizer(optimizer.inner_optimizer, scheme, op, plan, links, update, broadcast_every)
         wrapped = _copy(optimizer, AgreedLossScale, inner_optimizer=inner)
         inner.exchanger.loss_scale = "agreed"
         wrapped.exchanger = inner.exchanger
         return wrapped
     schemes = dict(scheme) if isinstance(scheme, Mapping) else {"*": scheme or Scheme()}
-    exchanger = Exchanger(comm.current(), schemes, op, plan)
+    links = NOMINAL if links is None else links if isinstance(links, Links) else Links.read(links)
+    exchanger = Exchanger(comm.current(), schemes, op, plan, links=links, update=update, broadcast_every=broadcast_every)
     wrapped = _copy(optimizer, ExchangesGradients)
     wrapped.exchanger = exchanger
     return wrapped
@@ -77,6 +87,10 @@ class ExchangesGradients:
 
     def _clip_gradients(self, grads: list[tf.Tensor]) -> list[tf.Tensor]:
         return super()._clip_gradients(self.exchanger.exchange(grads))
+
+    def _backend_update_step(self, grads: list[tf.Tensor], trainable_variables: list[keras.Variable], learning_rate: Any) -> None:
+        apply = super()._backend_update_step
+        self.exchanger.update(lambda: apply(grads, trainable_variables, learning_rate), grads)
 
 
 class AgreedLossScale:

@@ -36,7 +36,12 @@ def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> N
     if scheme.selection != "all" and not exchange.row(scheme.route).sparse:
         sparse = ", ".join(name for name, row in exchange.ROUTES.items() if row.sparse)
         raise PlanError(f"Selection {scheme.selection!r} needs a sparse route ({sparse}). Received route={scheme.route!r}.")
-    for name in (scheme.route, scheme.dense_route):
+    if scheme.peer_route != "allreduce" and not exchange.row(scheme.peer_route).messages:
+        among = ", ".join(["allreduce", *(name for name, row in exchange.ROUTES.items() if row.messages)])
+        raise PlanError(f"`peer_route` must be one of {among}. Received {scheme.peer_route!r}.")
+    if scheme.peer_route != "allreduce" and "torus" not in (scheme.route, scheme.dense_route):
+        raise PlanError(f"`peer_route` is the torus's. Received peer_route={scheme.peer_route!r} with route={scheme.route!r}.")
+    for name in (scheme.route, scheme.dense_route, scheme.peer_route):
         row = exchange.row(name)
         if row.levels == 2:
             topology.require_even(f"the two-level route {name!r}")
@@ -47,7 +52,7 @@ def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> N
 
 
 def make_plan(gradients: Sequence[Gradient], schemes: Mapping[str, Scheme], topology: Topology,
-              operation: str = "average", links: Links = NOMINAL) -> Plan:
+              operation: str = "average", links: Links = NOMINAL, update: str = "all", broadcast_every: int = 0) -> Plan:
     """Put each gradient into one bucket: in backward order, by scheme, merged up to a size.
 
     Args:
@@ -56,6 +61,7 @@ def make_plan(gradients: Sequence[Gradient], schemes: Mapping[str, Scheme], topo
         topology: of the ranks that will carry it out.
         operation: "average" or "sum" over the ranks.
         links: what messages cost, the same on every rank; where a route can go several ways, the cheapest is planned.
+        update: "all" or "root"; broadcast_every: steps, >= 0; both as in Plan.
 
     Returns:
         The plan; a pure function of the arguments, so equal on every rank that asks the same.
@@ -81,7 +87,10 @@ def make_plan(gradients: Sequence[Gradient], schemes: Mapping[str, Scheme], topo
             ready.append((chosen[-1][0], _bucket([gradient for _, gradient in chosen], scheme, route, dtype, topology, links)))
     ready.sort(key=lambda pair: pair[0])
     buckets = (dataclasses.replace(bucket, name=f"tfcommx/bucket{i}") for i, (_, bucket) in enumerate(ready))
-    return Plan(tuple(buckets), topology, operation)
+    if update == "root":
+        buckets = (dataclasses.replace(bucket, collective="reduce") if exchange.row(bucket.route).messages else bucket
+                   for bucket in buckets)
+    return Plan(tuple(buckets), topology, operation, update, broadcast_every)
 
 
 def _scheme_of(path: str, schemes: Mapping[str, Scheme]) -> Scheme:
@@ -96,7 +105,8 @@ def _bucket(gradients: list[Gradient], scheme: Scheme, route: str, dtype: str, t
     sizes = tuple(math.prod(gradient.shape) for gradient in gradients)
     row = exchange.row(route)
     padding, wire = exchange.padding(route, sum(sizes), topology), exchange.wire_of(scheme, route)
-    plain = Bucket("", paths, sizes, dtype, route, padding=padding, wire=wire, block_bytes=scheme.block_bytes)
+    plain = Bucket("", paths, sizes, dtype, route, padding=padding, wire=wire, block_bytes=scheme.block_bytes or links.block_bytes,
+                   peer_route=scheme.peer_route if route == "torus" else "allreduce")
     if not row.sparse:
         return plain
     start, stop = exchange.route(route).shard(plain, topology, 0)

@@ -1,15 +1,16 @@
 """Measure the links of the cluster that this runs on: alpha and beta by least squares over message sizes, gamma by adding.
 
-An all-gather of s bytes from each of p ranks is priced at log2(p) alpha + (p - 1) s beta (`cost.all_gather`); times of several
-sizes give alpha and beta. Among peers all slots of a node gather at once and share its port, so there s is the node's bytes.
-What a collective's engine needs besides (Horovod's cycle, waking its thread) is in alpha: it is paid per collective, too.
+Under MPI each rank sends s bytes to the next one of its group while it receives as many: alpha + s beta. Elsewhere the engine
+gathers s bytes from each of p ranks, priced at log2(p) alpha + (p - 1) s beta (`cost.all_gather`); what it needs besides
+(Horovod's cycle, waking its thread) is then in alpha: it is paid per collective, too. Times of several sizes give alpha and
+beta. Among peers all slots of a node send at once and share its port, so there s is the node's bytes.
 
 Source: the alpha-beta model of Thakur et al., "Optimization of Collective Communication Operations in MPICH" (2005).
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import json
 import math
 import time
@@ -20,9 +21,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm import Comm
-from tfcommx.terms import NOMINAL, Link, Links, PlanError
+from tfcommx.exchange import moves, pipeline
+from tfcommx.exchange.moves import Move
+from tfcommx.terms import NOMINAL, Bucket, Link, Links, PlanError
 
 SIZES = tuple(4**power for power in range(5, 13))  # bytes from each rank: 1 KB to 16 MB
+BLOCKS = (16384, 32768, 49152, 65536, 131072, 262144)  # bytes of the pipeline's blocks that are tried
 SMALLEST_BETA = 1e-13  # seconds per byte: faster than any memory; noise must not make a link free
 
 
@@ -31,18 +35,18 @@ class Probed(NamedTuple):
 
     links: Links
     points: dict[str, list[tuple[float, float, float]]]  # "inside", "between" -> (start-ups, bytes that come in, seconds)
+    blocks: list[tuple[int, float]]  # (bytes of a block, seconds of the pipeline); empty where messages are not possible
 
     def to_json(self) -> str:
-        """Write links and points as JSON. A kind of link that this cluster does not have has no points, and nominal values."""
-        links = {kind: dataclasses.asdict(link) for kind, link in self.links._asdict().items()}
-        return json.dumps({"links": links, "points": self.points}, indent=1) + "\n"
+        """Write all as JSON. A kind of link that this cluster does not have has no points, and nominal values."""
+        return json.dumps({"links": self.links.to_dict(), "points": self.points, "blocks": self.blocks}, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> Probed:
         """Read what `to_json` wrote."""
         read = json.loads(text)
         points = {kind: [tuple(point) for point in found] for kind, found in read["points"].items()}
-        return Probed(Links(**{kind: Link(**link) for kind, link in read["links"].items()}), points)
+        return Probed(Links.from_dict(read["links"]), points, [tuple(row) for row in read["blocks"]])
 
 
 def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
@@ -65,18 +69,20 @@ def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
 
 
 def probe(comm: Comm, sizes: Sequence[int] = SIZES, repeats: int = 5,
-          clock: Callable[[], float] = time.perf_counter) -> Probed:
-    """Measure this cluster's links.
+          clock: Callable[[], float] = time.perf_counter, blocks: Sequence[int] = BLOCKS) -> Probed:
+    """Measure this cluster's links; where messages are possible, tune the pipeline's blocks to them.
 
     Args:
         sizes: bytes that each rank sends, multiples of 4, >= 4.
         repeats: of each size; the fastest counts, as the slower ones met something else. >= 1.
         clock: seconds from any start.
+        blocks: bytes of a block of the pipeline, multiples of 4, >= 4; tried on a vector of half the largest of `sizes`.
 
     Returns:
         The same on every rank: of each message the slowest rank's time.
 
-    **Ranks:** all, outside of traced code, with equal arguments. **Cost:** (repeats + 1) all-gathers of each size and group.
+    **Ranks:** all, outside of traced code, with equal arguments. **Cost:** (repeats + 1) exchanges of each size and group, and
+    as many allreduces for each size of block.
     **Raises:** PlanError where the nodes have unequal numbers of slots.
     """
     topology = comm.topology
@@ -87,26 +93,61 @@ def probe(comm: Comm, sizes: Sequence[int] = SIZES, repeats: int = 5,
     }
     gamma = max(comm.gather_objects(_gamma(max(sizes), repeats, clock)))
     links = {kind: Link(*fit(found), gamma) if found else getattr(NOMINAL, kind) for kind, found in points.items()}
-    return Probed(Links(**links), points)
+    tried = _time_blocks(comm, max(sizes) // 8, blocks, repeats, clock)
+    best = min(tried, key=lambda row: row[1])[0] if tried else NOMINAL.block_bytes
+    return Probed(Links(**links, block_bytes=best), points, tried)
 
 
 def _time(comm: Comm, group: str, sizes: Sequence[int], repeats: int, together: int,
           clock: Callable[[], float]) -> list[tuple[float, float, float]]:
-    """Return (start-ups, bytes that come in through one port, seconds) of all-gathers in a group; none in a group of one."""
-    ranks = len(comm.members(group))
-    if ranks == 1:
+    """Return (start-ups, bytes that come in through one port, seconds) of exchanges in a group; none in a group of one."""
+    members = comm.members(group)
+    if len(members) == 1:
         return []
-    found = []
-    for size in sizes:
-        tensor, seconds = tf.zeros([size // 4]), math.inf
-        for turn in range(repeats + 1):
-            comm.gather_objects(None)  # all start together
-            start = clock()
-            comm.all_gather(tensor, group, f"tfcommx/probe/{group}/{size}").numpy()
-            slowest = max(comm.gather_objects(clock() - start))
-            seconds = min(seconds, slowest) if turn else math.inf  # the first one makes connections
-        found.append((math.log2(ranks), float((ranks - 1) * size * together), seconds))
-    return found
+    place, starts, parts = members.index(comm.rank), math.log2(len(members)), len(members) - 1
+    if comm.has_messages:
+        post, starts, parts = comm.open_post(), 1.0, 1
+
+    def exchange(entries: int, name: str) -> None:
+        if not comm.has_messages:
+            comm.all_gather(tf.zeros([entries]), group, name)
+            return
+        array = np.zeros(entries, np.float32)
+        own = [move for move in _to_the_next(len(members), entries) if place in (move.source, move.target)]
+        moves.by_tick(own, array, place, members.__getitem__, post, moves.tag_of(name))
+
+    return [(starts, float(parts * size * together),
+             _fastest(comm, functools.partial(exchange, size // 4, f"tfcommx/probe/{group}/{size}"), repeats, clock))
+            for size in sizes]
+
+
+def _to_the_next(places: int, entries: int) -> list[Move]:
+    """Return a schedule of one tick: each place sends to the next one, around the end."""
+    return [Move(0, place, (place + 1) % places, 0, entries, False) for place in range(places)]
+
+
+def _time_blocks(comm: Comm, entries: int, blocks: Sequence[int], repeats: int,
+                 clock: Callable[[], float]) -> list[tuple[int, float]]:
+    """Return (bytes, seconds) of the pipeline's allreduce for each size of block; nothing where it cannot run."""
+    if not comm.has_messages or comm.topology.size == 1:
+        return []
+    comm.open_post()
+    vector = tf.zeros([entries])
+    buckets = [Bucket(f"tfcommx/probe/blocks/{block}", (), (entries,), "float32", "pipeline", block_bytes=block) for block in blocks]
+    return [(bucket.block_bytes, _fastest(comm, functools.partial(pipeline.run, vector, bucket, comm), repeats, clock))
+            for bucket in buckets]
+
+
+def _fastest(comm: Comm, work: Callable[[], object], repeats: int, clock: Callable[[], float]) -> float:
+    """Return the seconds of the slowest rank, in the fastest of `repeats` turns."""
+    seconds = math.inf
+    for turn in range(repeats + 1):
+        comm.gather_objects(None)  # all start together
+        start = clock()
+        work()
+        slowest = max(comm.gather_objects(clock() - start))
+        seconds = min(seconds, slowest) if turn else math.inf  # the first one makes connections
+    return seconds
 
 
 def _gamma(size: int, repeats: int, clock: Callable[[], float]) -> float:

@@ -48,7 +48,7 @@ class Exchange:
 
     def __init__(self, plan: Plan, comm: Comm) -> None:
         agree(plan, comm)
-        if any(exchange.row(bucket.route).messages for bucket in plan.buckets):
+        if any(exchange.row(name).messages for bucket in plan.buckets for name in (bucket.route, bucket.peer_route)):
             comm.open_post()
         self.plan, self.comm = plan, comm
         self.steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/steps")
@@ -66,7 +66,7 @@ class Exchange:
             gradients: variable path -> dense tensor, for exactly the variables of the plan.
 
         Returns:
-            The same paths, shapes and dtypes; bit-identical on every rank.
+            The same paths, shapes and dtypes; bit-identical on every rank that applies them (`updates_here`).
 
         **Ranks:** all, with the same plan; in traced code, or eagerly in the same order.
         **Cost:** per bucket one copy into and one out of the flat vector, and the route.
@@ -86,6 +86,38 @@ class Exchange:
                 flat = flat * tf.constant(1 / self.plan.topology.size, flat.dtype)
             result |= zip(bucket.variables, _unflatten(flat, parts, bucket), strict=True)
         return result
+
+    @property
+    def updates_here(self) -> bool:
+        """Does this rank apply the gradients?"""
+        return self.plan.update == "all" or self.comm.rank == 0
+
+    @tf.autograph.experimental.do_not_convert
+    def share(self, weights: Mapping[str, tf.Variable]) -> None:
+        """After an update, set the weights to rank 0's, where the plan says so at this step.
+
+        Args:
+            weights: variable path -> variable, for exactly the variables of the plan.
+
+        **Ranks:** all. **Cost:** per bucket one broadcast, every step with `update="root"`, else every `broadcast_every` steps.
+        **Source:** Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016), Algorithms 2 and 3.
+        """
+        every = 1 if self.plan.update == "root" else self.plan.broadcast_every
+        if every == 1:
+            self._broadcast(weights)
+        elif every:
+            tf.cond(self.steps % every == 0, lambda: self._broadcast(weights), lambda: None)
+
+    def _broadcast(self, weights: Mapping[str, tf.Variable]) -> None:
+        for bucket in self.plan.buckets:
+            parts = [tf.convert_to_tensor(weights[path]) for path in bucket.variables]
+            flat = _flatten(parts, bucket)
+            if exchange.row(bucket.route).messages:
+                flat = exchange.route(bucket.route).run(flat, bucket, self.comm, collective="broadcast")
+            else:
+                flat = self.comm.broadcast(flat, 0, f"{bucket.name}/weights", counted=True)
+            for path, part in zip(bucket.variables, _unflatten(flat, parts, bucket), strict=True):
+                weights[path].assign(part)
 
     def dense_bytes_between_nodes(self) -> float:
         """Return what plain Horovod would have sent between nodes for the steps so far, per rank (mean)."""
