@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels/augment.h"
+#include "tf/batch_memory.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -27,6 +28,7 @@ using tensorflow::TensorShape;
 using tensorflow::errors::DataLoss;
 using tensorflow::errors::FailedPrecondition;
 using tensorflow::errors::InvalidArgument;
+using tensorflow::errors::ResourceExhausted;
 using tensorflow::shape_inference::DimensionHandle;
 using tensorflow::shape_inference::InferenceContext;
 using tensorflow::shape_inference::ShapeHandle;
@@ -69,7 +71,7 @@ REGISTER_OP("TfcommxSlabRead")
     .Attr("mean: list(float) = []")  // per channel, of values in [0, 1]; empty: zeros
     .Attr("std: list(float) = []")   // empty: ones
     .Attr("seed: int = 0")
-    .Attr("portable: bool = false")
+    .Attr("code: {'fastest', 'avx2', 'portable'} = 'fastest'")  // the most that may be used of the processor
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
       ShapeHandle indices, other;
@@ -190,7 +192,9 @@ class SlabRead : public OpKernel {
     OP_REQUIRES_OK(context, context->GetAttr("mean", &mean));
     OP_REQUIRES_OK(context, context->GetAttr("std", &std));
     OP_REQUIRES_OK(context, context->GetAttr("seed", &seed));
-    OP_REQUIRES_OK(context, context->GetAttr("portable", &portable_));
+    std::string code;
+    OP_REQUIRES_OK(context, context->GetAttr("code", &code));
+    code_ = code == "fastest" ? Code::kFastest : code == "avx2" ? Code::kAvx2 : Code::kPortable;
     OP_REQUIRES(context, area.size() == 2 && 0 < area[0] && area[0] <= area[1] && area[1] <= 1,
                 InvalidArgument("`area` must be two ascending shares in (0, 1]."));
     OP_REQUIRES(context, aspect.size() == 2 && 0 < aspect[0] && aspect[0] <= aspect[1],
@@ -259,22 +263,30 @@ class SlabRead : public OpKernel {
       }
       windows[i] = window_of(rule_, epoch, indices(i), record.height, record.width);
     }
-    Tensor *images = nullptr, *labels = nullptr, *taken = nullptr;
-    OP_REQUIRES_OK(context, context->allocate_output(0, TensorShape({n, target.height, target.width, target.channels}), &images));
+    Tensor *labels = nullptr, *taken = nullptr;
+    const TensorShape shape({n, target.height, target.width, target.channels});
+    Tensor images;
+    if (shape.num_elements() * pixel_bytes(target.pixel) >= BatchMemory::kLeast) {
+      images = Tensor(BatchMemory::instance(), output_type(0), shape);
+    } else {
+      OP_REQUIRES_OK(context, context->allocate_temp(output_type(0), shape, &images));
+    }
+    OP_REQUIRES(context, images.IsInitialized(), ResourceExhausted("No memory for a batch of shape ", shape.DebugString(), "."));
+    context->set_output(0, images);
     OP_REQUIRES_OK(context, context->allocate_output(1, TensorShape({n}), &labels));
     OP_REQUIRES_OK(context, context->allocate_output(2, TensorShape({n, 5}), &taken));
     for (int64_t i = 0; i < n; ++i) {
       labels->flat<int64_t>()(i) = records[i]->label;
       std::memcpy(taken->flat<int32_t>().data() + 5 * i, &windows[i], sizeof(Window));
     }
-    augment_batch(records, windows, target, images->data(), threads_of(context), portable_);
+    augment_batch(records, windows, target, images.data(), threads_of(context), code_);
   }
 
  private:
   Mapping slab_;
   Rule rule_;
   Target target_;
-  bool portable_;
+  Code code_;
 };
 
 REGISTER_KERNEL_BUILDER(Name("TfcommxSlabCheck").Device(tensorflow::DEVICE_CPU), SlabCheck);
