@@ -10,6 +10,7 @@ from tfcommx import native
 from tfcommx.data import augment
 from tfcommx.data.augment import Phase
 from tfcommx.data.slab import Slab, pack
+from tfcommx.data.source import decode
 from tfcommx.reference_augment import Rule, Window, window_of
 from tfcommx.reference_augment import augment as twin
 
@@ -140,3 +141,28 @@ def test_without_library_the_twin_serves_the_same(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert np.abs(small.astype(int) - augment.resize(image, (20, 15))).max() <= 1
     slab.close()
+
+
+def test_the_native_fill_puts_what_python_would(tmp_path):
+    rng = np.random.default_rng(0)
+    sizes = [(400, 533), (64, 48), (300, 290), (1, 1), (700, 97), (1200, 1000), (30, 20)]
+    files = [tf.io.encode_jpeg(rng.integers(0, 256, (*size, 3), np.uint8)).numpy() for size in sizes]
+    files[4] = tf.io.encode_jpeg(rng.integers(0, 256, (700, 97, 1), np.uint8)).numpy()
+    damaged = [files[0][: len(files[0]) // 2], b"", b"\xff\xd8\xff", tf.io.encode_png(np.zeros((4, 4, 3), np.uint8)).numpy()]
+    n = len(files) + len(damaged)
+    for store in (None, 48):
+        slab = Slab(tmp_path, "tfcommx-a", "k", n, lambda: 10**8)
+        state = np.ones(n, np.uint8)
+        state[6] = 0  # said to be there already
+        left = augment.fill(slab, files + damaged, np.arange(n), np.arange(n) + 5, state, 3, store).numpy()
+        large = [5] if store else []  # beyond 1/8 of 48 x 2: python halves it
+        assert np.flatnonzero(left).tolist() == large + [7, 8, 9, 10] and slab.get(6) is None
+        for i in set(range(6)) - set(large):
+            pixels, label = slab.get(i)
+            np.testing.assert_array_equal(pixels, decode(files[i], 3, store))
+            assert label == i + 5 and slab.intact(i)  # the CRC is zlib's
+        slab.close()
+    small = Slab(tmp_path, "tfcommx-b", "k", n, lambda: 20_000)
+    left = augment.fill(small, files[:3], [0, 1, 2], [0, 1, 2], [1, 1, 1], 3, None).numpy()
+    assert left.tolist() == [1, 0, 1] and small.get(0) is None  # no room but for the small one
+    small.close()

@@ -79,8 +79,15 @@ struct Target {
 
 size_t pixel_bytes(Pixel pixel);
 
-// Write one image: the window of `record`, resized to the target by bilinear interpolation at pixel centres, no antialias.
-void augment(const Record& record, const Window& window, const Target& target, void* out, Code code = Code::kFastest);
+struct Image {
+  const uint8_t* pixels;  // row-major, interleaved channels
+  int32_t height, width, channels;
+};
+
+Image image_of(const Record& record);
+
+// Write one image: a window, resized to the target by bilinear interpolation at pixel centres, no antialias.
+void augment(const Image& image, const Window& window, const Target& target, void* out, Code code = Code::kFastest);
 
 // Calls work(begin, end) over pieces of [0, n), on as many threads as it likes; `cost` is cycles per piece of one.
 using ParallelFor = std::function<void(int64_t n, int64_t cost, const std::function<void(int64_t, int64_t)>& work)>;

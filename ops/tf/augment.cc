@@ -1,18 +1,14 @@
 // The ops TfcommxSlabCheck and TfcommxSlabRead: check and allocate here, work in kernels/augment.h.
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <cstring>
 #include <string>
 #include <vector>
 
 #include "kernels/augment.h"
-#include "tf/batch_memory.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
+#include "tf/batch_memory.h"
+#include "tf/slab.h"
 
 namespace tfcommx {
 namespace {
@@ -26,7 +22,6 @@ using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 using tensorflow::TensorShape;
 using tensorflow::errors::DataLoss;
-using tensorflow::errors::FailedPrecondition;
 using tensorflow::errors::InvalidArgument;
 using tensorflow::errors::ResourceExhausted;
 using tensorflow::shape_inference::DimensionHandle;
@@ -92,49 +87,6 @@ REGISTER_OP("TfcommxSlabRead")
       c->set_output(2, c->MakeShape({c->Dim(indices, 0), c->MakeDim(5)}));
       return absl::OkStatus();
     });
-
-// A slab mapped for reading, as long as the kernel lives: the mapping survives the removal of the file.
-class Mapping {
- public:
-  ~Mapping() {
-    if (base_ != nullptr) munmap(base_, length_);
-  }
-
-  absl::Status open(const std::string& path, int64_t inode) {
-    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    if (file < 0) return FailedPrecondition("The slab ", path, " cannot be opened: ", std::strerror(errno), ". Make the DataCache first.");
-    struct stat facts;
-    const bool known = fstat(file, &facts) == 0;
-    length_ = known ? facts.st_size : 0;
-    if (!known || static_cast<int64_t>(facts.st_ino) != inode || length_ < static_cast<int64_t>(sizeof(SlabHeader))) {
-      close(file);
-      return FailedPrecondition("The slab ", path, " with inode ", inode, " is required, another file is there. ",
-                                "Make the dataset again from the DataCache that is open now.");
-    }
-    void* base = mmap(nullptr, length_, PROT_READ, MAP_SHARED, file, 0);
-    close(file);
-    if (base == MAP_FAILED) return FailedPrecondition("The slab ", path, " cannot be mapped: ", std::strerror(errno), ".");
-    base_ = base;
-    const SlabHeader& header = *static_cast<const SlabHeader*>(base_);
-    if (std::memcmp(header.magic, kSlabMagic, sizeof(kSlabMagic)) || header.length != length_ || header.count < 0 ||
-        header.index_at % 8 || header.index_at + 8 * header.count > header.data_at || header.data_at > length_) {
-      return DataLoss("The header of the slab ", path, " is damaged. Remove the file and start again.");
-    }
-    return absl::OkStatus();
-  }
-
-  const uint8_t* base() const { return static_cast<const uint8_t*>(base_); }
-  int64_t count() const { return base_ == nullptr ? 0 : static_cast<const SlabHeader*>(base_)->count; }
-
- private:
-  void* base_ = nullptr;
-  int64_t length_ = 0;
-};
-
-absl::Status check_index(int64_t sample, int64_t count) {
-  if (sample >= 0 && sample < count) return absl::OkStatus();
-  return InvalidArgument("Sample indices must be in [0, ", count, "). Received ", sample, ".");
-}
 
 ParallelFor threads_of(OpKernelContext* context) {
   auto* pool = context->device()->tensorflow_cpu_worker_threads()->workers;

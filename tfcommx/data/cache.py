@@ -154,7 +154,11 @@ class DataCache:
             none = tf.zeros([0], tf.uint8)
 
             def fetch() -> Any:
-                got = tf.numpy_function(self.filler.fetch, [samples, state, epoch], [tf.int64, tf.uint8, tf.int64])
+                encoded, labels, level = tf.numpy_function(self.filler.read, [samples, state], [tf.string, tf.int64, tf.uint8])
+                left = augment.fill(self.slab, encoded, samples, labels, state, self.source.channels, self.options.store)
+                got = tf.numpy_function(
+                    self.filler.settle, [samples, state, left, epoch, encoded, labels, level], [tf.int64, tf.uint8, tf.int64]
+                )
                 for tensor in got:
                     tensor.set_shape([None])
                 return tuple(got)
