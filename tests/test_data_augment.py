@@ -156,7 +156,7 @@ def test_the_native_fill_puts_what_python_would(tmp_path):
         state[6] = 0  # said to be there already
         left = augment.fill(slab, files + damaged, np.arange(n), np.arange(n) + 5, state, 3, store).numpy()
         large = [5] if store else []  # beyond 1/8 of 48 x 2: python halves it
-        assert np.flatnonzero(left).tolist() == large + [7, 8, 9, 10] and slab.get(6) is None
+        assert np.flatnonzero(left).tolist() == [*large, 7, 8, 9, 10] and slab.get(6) is None
         for i in set(range(6)) - set(large):
             pixels, label = slab.get(i)
             np.testing.assert_array_equal(pixels, decode(files[i], 3, store))
