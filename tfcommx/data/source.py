@@ -12,7 +12,6 @@ from typing import Protocol
 
 import numpy as np
 
-
 JPEG = b"\xff\xd8\xff"  # how every JPEG begins
 
 
