@@ -143,8 +143,8 @@ def test_four_processes_share_one_copy_in_memory(tmp_path, shm):
     one_copy = 16 * 2_100_064
     assert [result["filled"] for result in results] == [16] * 4
     assert one_copy <= results[0]["used"] <= one_copy * 1.3  # a sample that two processes fill at once takes its place twice
-    # 0.75 of a copy was seen on a busy machine, for a reason that is not known; four copies would be four times as much
-    assert one_copy * 0.5 <= sum(result["pss"] for result in results) <= results[0]["used"] * 1.02
+    # from below: every page is counted; from above: once
+    assert one_copy <= sum(result["pss"] for result in results) <= results[0]["used"] * 1.02
 
 
 def test_kill_9_of_one_process_in_the_fill(folder, shm):
@@ -394,3 +394,66 @@ def test_an_epoch_without_a_batch_is_refused(shm):
         with pytest.raises(PlanError, match="Lower `batch`"):
             cache.dataset(Phase(batch=2))
         assert len(list(cache.dataset(Phase(batch=2, drop_remainder=False)))) == 1
+
+
+def test_warm_brings_all_and_another_process_can_wait_for_it(folder, shm):
+    with DataCacheOpen(folder, shm) as one, DataCacheOpen(folder, shm) as other:
+        assert not other.wait_filled(0.05)
+        assert len(list(one.warming())) == one.warming_steps == 1
+        assert other.wait_filled(0) and other.slab.filled == 50
+        assert sorted(served(other.dataset(WHOLE))) == [(n, n % 3) for n in range(50)]
+        assert other.report(0)["hit_memory"] == 1
+
+
+def test_a_full_tmpfs_keeps_what_fits_and_the_rest_is_read(folder, tmp_path):
+    """A real one, of 200 kB: the slab's length is within it, but another file takes the room while it fills."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(small)], capture_output=True, text=True)
+    assert mounted.returncode == 0, f"this test needs root, to mount a small tmpfs: {mounted.stderr}"
+    try:
+        with DataCacheOpen(folder, small) as cache:
+            free = os.statvfs(small)
+            (small / "other").write_bytes(bytes(free.f_bavail * free.f_frsize - 100_000))
+            for epoch in range(2):
+                assert sorted(served(cache.dataset(WHOLE, epoch))) == [(n, n % 3) for n in range(50)]
+            assert cache.slab.full and 5 < cache.slab.filled < 45
+            assert cache.report(1)["overflow"] == 50 - cache.slab.filled
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+def test_a_read_only_disk_serves_what_it_has(folder, tmp_path, shm):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with DataCacheOpen(folder, shm, disk=str(disk)) as cache:
+        served(cache.dataset(WHOLE))
+    files = sorted(disk.rglob("*.*"))
+    mounted = [subprocess.run(["mount", *words], capture_output=True, text=True) for words in (
+        ["--bind", str(disk), str(disk)], ["-o", "remount,bind,ro", str(disk)])]
+    assert not any(done.returncode for done in mounted), f"this test needs root, to mount a folder read-only: {mounted[-1].stderr}"
+    try:
+        with DataCacheOpen(folder, shm, disk=str(disk)) as cache:
+            served(cache.dataset(WHOLE))
+            assert cache.report(0)["hit_disk"] == 1
+        make_folder(tmp_path / "other", 5)
+        with pytest.warns(UserWarning, match="Read-only file system"), DataCacheOpen(tmp_path / "other", shm, disk=str(disk)) as cache:
+            assert len(served(cache.dataset(WHOLE))) == 5
+        with pytest.raises(SlabError, match=r"Read-only file system.*Give `memory` a folder"):
+            DataCache(Folder(folder), options=Options(memory=str(disk)))
+        assert sorted(disk.rglob("*.*")) == files
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_turned_photograph_is_served_as_it_was_stored(tmp_path, shm):
+    """EXIF orientation is not applied: torchvision's ImageFolder and TensorFlow's decoder do not either."""
+    photo = np.zeros((32, 32, 3), np.uint8)
+    photo[:16] = 255  # the upper half is white; orientation 6 would put it to the right
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    (tmp_path / "a").mkdir()
+    Image.fromarray(photo).save(tmp_path / "a" / "turned.jpg", exif=exif)
+    with DataCacheOpen(tmp_path, shm) as cache:
+        image = next(iter(cache.dataset(Phase(1, dtype="uint8"))))[0][0].numpy()
+        assert image[:12].min() > 200 and image[20:].max() < 50

@@ -5,7 +5,8 @@ import pytest
 import tensorflow as tf
 
 from tfcommx.data.source import SampleError, decode
-from tfcommx.data.tfrecord import TFRecords, imagenet
+from tfcommx.data.tfrecord import TFRecords, imagenet, tfds
+from tfcommx.terms import PlanError
 
 
 def write(path, numbers):
@@ -37,3 +38,33 @@ def test_imagenet_shards_are_numbered_in_order_and_broken_ones_named(tmp_path):
     assert skipping.count == 3 and list(skipping.broken) == [str(last)]
     with pytest.raises(SampleError, match="'other'"):
         TFRecords([tmp_path / "train-00000-of-00003"], image="other").read(0)
+
+
+def test_a_tensorflow_data_set_by_name(tmp_path):
+    import tensorflow_datasets
+
+    class CachedColours(tensorflow_datasets.core.GeneratorBasedBuilder):
+        """Registers itself by its name, cached_colours."""
+
+        VERSION = tensorflow_datasets.core.Version("1.0.0")
+
+        def _info(self):
+            features = {"image": tensorflow_datasets.features.Image(shape=(4, 3, 3)),
+                        "label": tensorflow_datasets.features.ClassLabel(names=["even", "odd"])}
+            return tensorflow_datasets.core.DatasetInfo(
+                builder=self, features=tensorflow_datasets.features.FeaturesDict(features), supervised_keys=("image", "label"))
+
+        def _split_generators(self, dl_manager):
+            return {"train": self._generate_examples(range(9))}
+
+        def _generate_examples(self, numbers):
+            for n in numbers:
+                yield n, {"image": np.full((4, 3, 3), n, np.uint8), "label": n % 2}
+
+    source = tfds("cached_colours", data_dir=tmp_path)
+    assert source.count == 9 and source.classes == ("even", "odd") and source.channels == 3
+    read = [source.read(n) for n in range(9)]
+    pixels = [(int(decode(data, 3)[0, 0, 0]), label) for data, label in read]
+    assert sorted(pixels) == [(n, n % 2) for n in range(9)]
+    with pytest.raises(PlanError, match=r"'test'.*Known: train"):
+        tfds("cached_colours", "test", tmp_path)

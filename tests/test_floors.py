@@ -17,7 +17,7 @@ FLOORS = {
     "exchange": 3,
     "schedule": 4,
     "optim": 5,
-    "models": 6, "recipe": 6, "train": 6, "report": 6, "cli": 6,
+    "models": 6, "recipe": 6, "train": 6, "report": 6, "cli": 6, "cache_command": 6,
 }
 # The nouns stand on floor 0 with the prices and the specification, which are made of them.
 GROUND = {"terms"}

@@ -1,4 +1,4 @@
-"""The command line: `tfcommx train`, `tfcommx report`, `tfcommx probe`. TensorFlow is imported only where a command needs it."""
+"""The command line: `tfcommx train`, `report`, `probe`, `cache`. TensorFlow is imported only where a command needs it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from typing import Annotated
 
 import typer
 
+from tfcommx.cache_command import app as cache_app
 from tfcommx.data.fashion_mnist import DataError
+from tfcommx.data.slab import SlabError
 from tfcommx.recipe import RecipeError
 from tfcommx.recipe import read as read_recipe
 from tfcommx.report import ReportError
 from tfcommx.terms import PlanError
 
 SET_HELP = "Change the recipe, e.g. --set phases.0.epochs=1. Repeatable."
-USER_ERRORS = (PlanError, RecipeError, DataError, ReportError)
+USER_ERRORS = (PlanError, RecipeError, DataError, ReportError, SlabError)
 
 app = typer.Typer(name="tfcommx", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="Data-parallel training where machines are strong and the network between them is slow.")
+app.add_typer(cache_app)
 
 
 @app.callback()

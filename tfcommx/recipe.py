@@ -57,7 +57,8 @@ class Data(_Part):
     folder: Path | None = None  # where its files are; None: found or fetched
     shift: int = Field(1, ge=0, le=8)  # pixels of the full picture; the largest random shift of a batch, 0 for none
     flip: bool = True  # mirror each image left to right with probability 1/2: clothes have no left and right
-    prefetch: int = Field(2, ge=1)  # batches made ahead of the training step: 2 hide the pipeline's jitter
+    memory: Path = Path("/dev/shm")  # folder of shared memory that holds one copy for all ranks of a node
+    exchange: float = Field(0.0, ge=0, le=1)  # share of each node's images that is dealt out anew before each epoch
 
 
 class Model(_Part):

@@ -145,6 +145,7 @@ def show(summary: dict[str, Any], console: Console | None = None) -> None:
         ("processes", f"{summary['ranks']} on {summary['nodes']} nodes"),
         ("time", f"{summary['seconds']:.0f} s, {summary['images_per_second']:.0f} images/s in training steps"),
         ("sent between nodes", f"{_bytes(sent)} per rank{saved}"),
+        *_loader(summary["rows"]),
         ("replicas",
          "identical at the end of every epoch" if identical else "[bold red]NOT IDENTICAL: the result is not sound[/]"),
     ):
@@ -156,6 +157,20 @@ def show(summary: dict[str, Any], console: Console | None = None) -> None:
     for part, meaning in PARTS.items():
         breakdown.add_row(meaning, f"{seconds[part]:.1f} s", f"{100 * seconds[part] / (sum(seconds.values()) or 1):.0f} %")
     console.print(breakdown)
+
+
+def _loader(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Say how the cache served rank 0; nothing of a summary that was written before there was a cache."""
+    seen = [row["loader"] for row in rows if "loader" in row]
+    if not seen:
+        return []
+    samples = sum(part["samples"] for part in seen) or 1
+    shares = {level: sum(part[f"hit_{level}"] * part["samples"] for part in seen) / samples for level in ("memory", "disk", "source")}
+    waited = sum(part["loader_wait_seconds"] for part in seen)
+    strange = {name: int(sum(part[name] for part in seen)) for name in ("unreadable", "repaired", "overflow")}
+    return [("images came from", ", ".join([*(f"{level} {100 * share:.1f} %" for level, share in shares.items()),
+                                            *(f"{count} {name}" for name, count in strange.items() if count)])),
+            ("waited for images", f"{waited:.2f} s")]
 
 
 def _bytes(count: float) -> str:

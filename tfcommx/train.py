@@ -12,7 +12,10 @@ import tensorflow as tf
 
 import tfcommx as cx
 from tfcommx import report
+from tfcommx.data import augment as serving
 from tfcommx.data import fashion_mnist, images
+from tfcommx.data.arrays import Arrays
+from tfcommx.data.cache import DataCache, Options
 from tfcommx.models import small_cnn
 from tfcommx.optim import callbacks, checkpoint
 from tfcommx.recipe import Recipe
@@ -125,9 +128,10 @@ class Evaluation(keras.callbacks.Callback):
 class Rows(keras.callbacks.Callback):
     """Keeps one row of numbers per epoch, and shows it on rank 0. Comes last: it reads what the others put into the logs."""
 
-    def __init__(self, recipe: Recipe, timing: Timing, compare: Any, images_per_epoch: int, progress: report.Progress) -> None:
+    def __init__(self, recipe: Recipe, timing: Timing, compare: Any, cache: DataCache, images_per_epoch: int,
+                 progress: report.Progress) -> None:
         super().__init__()
-        self.phases, self.timing, self.compare = recipe.phase_of_epoch(), timing, compare
+        self.phases, self.timing, self.compare, self.cache = recipe.phase_of_epoch(), timing, compare, cache
         self.images, self.progress = images_per_epoch, progress
         self.rows: list[dict[str, Any]] = []
 
@@ -144,6 +148,7 @@ class Rows(keras.callbacks.Callback):
             "loss": float(logs["loss"]), "train_accuracy": float(logs["accuracy"]), "test_accuracy": logs["test_accuracy"],
             "images_per_second": self.images / busy, "replicas_identical": bool(self.compare.identical),
             "seconds": {kind: round(value, 3) for kind, value in seconds.items()},
+            "loader": {name: round(value, 6) for name, value in self.cache.report(epoch).items()},
         })
         self.progress.epoch(self.rows[-1])
 
@@ -171,7 +176,10 @@ def train(recipe: Recipe, output_folder: Path, resume: bool = False, terminal: s
     train_x, train_y, test_x, test_y = fashion_mnist.load(fashion_mnist.fetch(recipe.data.folder))
     classes = len(fashion_mnist.CLASSES)
     global_batch = recipe.batch_per_rank * ranks
-    steps = images.steps_per_epoch(len(train_x), ranks, recipe.batch_per_rank)
+    cache = DataCache(Arrays(train_x, train_y, fashion_mnist.CLASSES, recipe.data.set), comm.topology, comm.rank,
+                      Options(seed=recipe.seed, memory=str(recipe.data.memory), partial=True, exchange=recipe.data.exchange,
+                              threads=recipe.threads))  # partial: what finds no room is at hand in the arrays
+    steps = cache.steps(serving.Phase(recipe.batch_per_rank))
     if not steps:
         raise cx.PlanError(f"A step needs batch_per_rank * ranks <= {len(train_x)} images. Received {recipe.batch_per_rank} "
                            f"* {ranks}. Lower batch_per_rank.")
@@ -190,7 +198,7 @@ def train(recipe: Recipe, output_folder: Path, resume: bool = False, terminal: s
     timing.watch(model)
     evaluation = Evaluation(comm, test_x, test_y, timing)
     progress = report.Progress(steps * (recipe.epochs - first), recipe.epochs, shown=cx.is_chief(), terminal=terminal)
-    rows = Rows(recipe, timing, compare, steps * global_batch, progress)
+    rows = Rows(recipe, timing, compare, cache, steps * global_batch, progress)
     first_epochs = np.cumsum([0, *(phase.epochs for phase in recipe.phases)])
     later = zip(first_epochs[1:-1], recipe.phases[1:], strict=True)
     switch = callbacks.SwitchScheme({int(epoch): phase.scheme for epoch, phase in later if epoch > first})
@@ -203,15 +211,15 @@ def train(recipe: Recipe, output_folder: Path, resume: bool = False, terminal: s
             epochs = range(max(first, int(first_epochs[number])), int(first_epochs[number + 1]))
             if not epochs:
                 continue
-            batches = images.training_batches(
-                train_x, train_y, classes, epochs=epochs, resolution=phase.resolution, batch=recipe.batch_per_rank,
-                rank=comm.rank, ranks=ranks, seed=recipe.seed, shift=recipe.data.shift, flip=recipe.data.flip,
-                prefetch=recipe.data.prefetch)
+            served = serving.Phase(recipe.batch_per_rank, phase.resolution, flip=recipe.data.flip, std=(1 / 255,))  # 0 to 255
+            shift = round(recipe.data.shift * phase.resolution / train_x.shape[1])
+            batches = images.training_batches(cache, served, epochs, classes, shift)
             evaluation.at(phase.resolution)
             model.fit(batches, initial_epoch=epochs.start, epochs=epochs.stop, steps_per_epoch=steps, verbose=0, shuffle=False,
                       callbacks=[*begin, *every_phase])
             begin = []
 
+    cache.close()
     busy = sum(row["seconds"][kind] for row in rows.rows for kind in ("data", "step", "first_step"))
     summary = {
         "name": recipe.name,

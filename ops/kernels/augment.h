@@ -49,6 +49,7 @@ uint32_t crc32(uint32_t crc, const uint8_t* bytes, size_t length);
 
 enum class Crop { kRandom, kCenter, kWhole };
 enum class Pixel { kUint8, kHalf, kBfloat16, kFloat };
+enum class Code { kFastest, kAvx2, kPortable };  // the most that may be used of the processor; all give the same bits
 
 struct Rule {
   Crop crop = Crop::kWhole;
@@ -73,20 +74,27 @@ struct Target {
   int32_t height, width, channels;  // of every image of the batch
   Pixel pixel = Pixel::kFloat;
   std::vector<float> scale, bias;  // per channel: out = value in 0..255 * scale + bias; not used for kUint8
+  bool past_caches = false;        // write to memory without reading it into the caches first, where that can be done
 };
 
 size_t pixel_bytes(Pixel pixel);
 
-// Write one image: the window of `record`, resized to the target by bilinear interpolation at pixel centres, no antialias.
-// `portable` keeps to plain C++ where the processor has AVX2; both give the same bits.
-void augment(const Record& record, const Window& window, const Target& target, void* out, bool portable = false);
+struct Image {
+  const uint8_t* pixels;  // row-major, interleaved channels
+  int32_t height, width, channels;
+};
+
+Image image_of(const Record& record);
+
+// Write one image: a window, resized to the target by bilinear interpolation at pixel centres, no antialias.
+void augment(const Image& image, const Window& window, const Target& target, void* out, Code code = Code::kFastest);
 
 // Calls work(begin, end) over pieces of [0, n), on as many threads as it likes; `cost` is cycles per piece of one.
 using ParallelFor = std::function<void(int64_t n, int64_t cost, const std::function<void(int64_t, int64_t)>& work)>;
 
 // The whole batch: image i from records[i] through windows[i] to out + i * (bytes of one image).
 void augment_batch(const std::vector<const Record*>& records, const std::vector<Window>& windows, const Target& target, void* out,
-                   const ParallelFor& parallel_for, bool portable = false);
+                   const ParallelFor& parallel_for, Code code = Code::kFastest);
 
 }  // namespace tfcommx
 

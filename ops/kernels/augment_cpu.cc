@@ -1,27 +1,20 @@
-// See augment.h. Fixed point: rows are blended to 1/64 of a grey level, then pixels with weights of 1/16384, so that values
-// differ from exact interpolation by less than 0.05 of a level, and the portable and the AVX2 code give the same bits.
+// See augment.h, and augment_rows.h for the arithmetic.
 #include "kernels/augment.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
+#include "kernels/augment_rows.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
-#define TFCOMMX_AVX2 __attribute__((target("avx2,f16c")))
 #endif
 
 namespace tfcommx {
 namespace {
 
-bool has_avx2() {
-#if defined(__x86_64__)
-  static const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-  return has;
-#else
-  return false;
-#endif
-}
+constexpr int64_t kLargeBatch = 8 << 20;  // bytes; a core's caches hold less, so its consumer reads it from memory in any case
 
 uint64_t mix(uint64_t x) {  // splitmix64's finaliser
   x += 0x9E3779B97F4A7C15ull;
@@ -39,11 +32,6 @@ void neighbours(int32_t i, int32_t out, int32_t in, int32_t* left, float* weight
   if (*left < 0) *left = 0, *weight = 0;
   if (*left >= in - 1) *left = in - 1, *weight = 0;
 }
-
-struct Columns {              // the horizontal table of one image
-  std::vector<int32_t> at;    // element of the blended row, per output column
-  std::vector<int16_t> pair;  // eight per output column: (left, right) weights of 1/16384, four times over
-};
 
 uint16_t to_half(float value) {  // round to nearest even, as F16C does
   uint32_t bits;
@@ -88,94 +76,79 @@ void blend_portable(const uint8_t* a, const uint8_t* b, int32_t weight, int64_t 
   }
 }
 
-void columns_portable(const int16_t* row, const Columns& columns, int32_t from, const Target& target, uint8_t* out, int64_t at) {
+void rows_portable(const int16_t* blended, int64_t pitch, int32_t count, const Columns& columns, int32_t from, const Target& target,
+                   uint8_t* out) {
   const int c = target.channels;
-  for (int32_t x = from; x < target.width; ++x) {
-    const int16_t* left = row + columns.at[x];
-    for (int k = 0; k < c; ++k) {
-      put(left[k] * columns.pair[8 * x] + left[c + k] * columns.pair[8 * x + 1], k, target, out, at + static_cast<int64_t>(x) * c + k);
+  for (int64_t y = 0; y < count; ++y, blended += pitch) {
+    for (int32_t x = from; x < target.width; ++x) {
+      const int16_t* left = blended + columns.at[x];
+      for (int k = 0; k < c; ++k) {
+        const int32_t level = left[k] * columns.pair[8 * x] + left[c + k] * columns.pair[8 * x + 1];
+        put(level, k, target, out, (y * target.width + x) * c + k);
+      }
+    }
+  }
+}
+
+// The tables by pixel, for the portable code and AVX2.
+void fill_pixels(const Window& window, const Target& target, Columns* columns) {
+  columns->at.resize(target.width);
+  columns->pair.resize(8 * static_cast<size_t>(target.width));
+  for (int32_t x = 0; x < target.width; ++x) {
+    int32_t left;
+    float weight;
+    neighbours(window.flip ? target.width - 1 - x : x, target.width, window.width, &left, &weight);
+    const int16_t right = static_cast<int16_t>(std::lrint(weight * 16384));
+    columns->at[x] = left * target.channels;
+    for (int k = 0; k < 8; k += 2) {
+      columns->pair[8 * x + k] = static_cast<int16_t>(16384 - right);
+      columns->pair[8 * x + k + 1] = right;
     }
   }
 }
 
 #if defined(__x86_64__)
-TFCOMMX_AVX2 int64_t blend_avx2(const uint8_t* a, const uint8_t* b, int32_t weight, int64_t n, int16_t* out) {
-  const __m256i w = _mm256_set1_epi16(static_cast<int16_t>(weight));
-  int64_t i = 0;
-  for (; i + 16 <= n; i += 16) {
-    const __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(a + i)));
-    const __m256i y = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b + i)));
-    const __m256i step = _mm256_mulhrs_epi16(_mm256_slli_epi16(_mm256_sub_epi16(y, x), 6), w);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), _mm256_add_epi16(_mm256_slli_epi16(x, 6), step));
-  }
-  return i;
-}
-
-// Two output pixels of three channels at a time; a store writes four values, so the last pair of a row is left to the caller.
-template <Pixel kPixel>
-TFCOMMX_AVX2 int32_t columns_avx2(const int16_t* row, const Columns& columns, const Target& target, uint8_t* out, int64_t at) {
-  const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11, -1, -1, -1, -1));
-  const __m256i half = _mm256_set1_epi32(1 << 19);
-  __m256 scale = _mm256_setzero_ps(), bias = _mm256_setzero_ps();
-  if (kPixel != Pixel::kUint8) {
-    const float* s = target.scale.data();
-    const float* o = target.bias.data();
-    scale = _mm256_setr_ps(s[0], s[1], s[2], 0, s[0], s[1], s[2], 0);
-    bias = _mm256_setr_ps(o[0], o[1], o[2], 0, o[0], o[1], o[2], 0);
-  }
-  int32_t x = 0;
-  for (; x + 2 < target.width; x += 2, at += 6) {
-    const __m128i first = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + columns.at[x]));
-    const __m128i second = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + columns.at[x + 1]));
-    const __m256i weights = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(columns.pair.data() + 8 * x));
-    const __m256i level = _mm256_madd_epi16(_mm256_shuffle_epi8(_mm256_set_m128i(second, first), order), weights);
-    if (kPixel == Pixel::kUint8) {
-      const __m256i rounded = _mm256_srai_epi32(_mm256_add_epi32(level, half), 20);
-      const __m256i narrow = _mm256_packus_epi16(_mm256_packus_epi32(rounded, rounded), _mm256_setzero_si256());
-      const int32_t a = _mm256_extract_epi32(narrow, 0), b = _mm256_extract_epi32(narrow, 4);
-      std::memcpy(out + at, &a, 4);
-      std::memcpy(out + at + 3, &b, 4);
-      continue;
+// The tables by group, from those by pixel, for AVX-512; false where a group's neighbours lie too far apart.
+bool fill_groups(const Target& target, Columns* columns) {
+  const int c = target.channels;
+  const int64_t values = static_cast<int64_t>(target.width) * c, groups = (values + kGroup - 1) / kGroup;
+  columns->first.resize(groups);
+  for (auto* table : {&columns->from, &columns->weight}) table->resize(2 * kGroup * groups);
+  for (auto* table : {&columns->scale, &columns->bias}) table->resize(kGroup * groups);
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t begin = kGroup * group, end = std::min(begin + kGroup, values);
+    const int32_t one = columns->at[begin / c], other = columns->at[(end - 1) / c], first = std::min(one, other);
+    if (std::max(one, other) - first + 2 * c > kReach) return false;
+    columns->first[group] = first;
+    int64_t x = begin / c;
+    int k = static_cast<int>(begin % c);
+    for (int64_t v = begin; v < end; ++v) {
+      const int32_t left = columns->at[x] - first + k;
+      columns->from[2 * v] = static_cast<int16_t>(left);
+      columns->from[2 * v + 1] = static_cast<int16_t>(left + c);
+      std::memcpy(&columns->weight[2 * v], &columns->pair[8 * x], 4);
+      if (target.pixel != Pixel::kUint8) {
+        columns->scale[v] = target.scale[k];
+        columns->bias[v] = target.bias[k];
+      }
+      if (++k == c) k = 0, ++x;
     }
-    const __m256 value = _mm256_add_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(level), scale), bias);
-    if (kPixel == Pixel::kFloat) {
-      float* to = reinterpret_cast<float*>(out) + at;
-      _mm_storeu_ps(to, _mm256_castps256_ps128(value));
-      _mm_storeu_ps(to + 3, _mm256_extractf128_ps(value, 1));
-      continue;
-    }
-    __m128i narrow;
-    if (kPixel == Pixel::kHalf) {
-      narrow = _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT);
-    } else {
-      const __m256i bits = _mm256_castps_si256(value);
-      const __m256i even = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-      const __m256i up = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), even), 16);
-      const __m256i packed = _mm256_packus_epi32(up, up);
-      narrow = _mm_unpacklo_epi64(_mm256_castsi256_si128(packed), _mm256_extracti128_si256(packed, 1));
-    }
-    uint16_t* to = reinterpret_cast<uint16_t*>(out) + at;
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), narrow);
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(to + 3), _mm_unpackhi_epi64(narrow, narrow));
   }
-  return x;
-}
-
-TFCOMMX_AVX2 void copy_avx2(const uint8_t* from, uint8_t* to, int64_t n) {
-  int64_t i = 0;
-  for (; i + 128 <= n; i += 128) {
-    const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
-    const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i + 32));
-    const __m256i c = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i + 64));
-    const __m256i d = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i + 96));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), a);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i + 32), b);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i + 64), c);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i + 96), d);
-  }
-  std::memcpy(to + i, from + i, n - i);
+  return true;
 }
 #endif
+
+// Fills the tables, and returns the fastest code for them that is allowed; null: the portable code.
+const RowCode* choose(Code code, const Window& window, const Target& target, Columns* columns) {
+  fill_pixels(window, target, columns);
+#if defined(__x86_64__)
+  static const bool has_avx512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+  static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  if (code == Code::kFastest && has_avx512 && fill_groups(target, columns)) return &rows_avx512();
+  if (code != Code::kPortable && has_avx2 && target.channels == 3) return &rows_avx2();
+#endif
+  return nullptr;
+}
 
 }  // namespace
 
@@ -195,6 +168,32 @@ const Record* find(const uint8_t* slab, int64_t sample) {
   return at ? record_at(slab, header->data_at, header->length, at, sample) : nullptr;
 }
 
+#if defined(__x86_64__)
+// Reduces n >= 64 bytes, a multiple of 16, to the 16 that leave the same remainder. `crc` is not inverted here.
+// Source: Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction" (2009), reflected.
+__attribute__((target("pclmul,sse4.1"))) void fold(uint32_t crc, const uint8_t* bytes, size_t n, uint8_t* rest) {
+  const __m128i by_four = _mm_set_epi64x(0x1c6e41596, 0x154442bd4), by_one = _mm_set_epi64x(0xccaa009e, 0x1751997d0);
+  const auto load = [](const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); };
+  __m128i x[4];
+  for (int i = 0; i < 4; ++i) x[i] = load(bytes + 16 * i);
+  x[0] = _mm_xor_si128(x[0], _mm_cvtsi32_si128(static_cast<int>(crc)));
+  size_t at = 64;
+  for (; at + 64 <= n; at += 64) {
+    for (int i = 0; i < 4; ++i) {
+      const __m128i high = _mm_clmulepi64_si128(x[i], by_four, 0x11), low = _mm_clmulepi64_si128(x[i], by_four, 0x00);
+      x[i] = _mm_xor_si128(_mm_xor_si128(high, low), load(bytes + at + 16 * i));
+    }
+  }
+  __m128i one = x[0];
+  for (int i = 1; i < 4 || at < n; ++i) {
+    const __m128i high = _mm_clmulepi64_si128(one, by_one, 0x11), low = _mm_clmulepi64_si128(one, by_one, 0x00);
+    one = _mm_xor_si128(_mm_xor_si128(high, low), i < 4 ? x[i] : load(bytes + at));
+    if (i >= 4) at += 16;
+  }
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(rest), one);
+}
+#endif
+
 uint32_t crc32(uint32_t crc, const uint8_t* bytes, size_t length) {
   struct Tables {
     uint32_t t[8][256];
@@ -212,6 +211,16 @@ uint32_t crc32(uint32_t crc, const uint8_t* bytes, size_t length) {
   static const Tables tables;
   const auto& t = tables.t;
   crc = ~crc;
+#if defined(__x86_64__)
+  static const bool folds = __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
+  if (folds && length >= 64) {
+    uint8_t rest[16];
+    fold(crc, bytes, length / 16 * 16, rest);
+    bytes += length / 16 * 16;
+    length %= 16;
+    crc = ~crc32(~0u, rest, sizeof(rest));
+  }
+#endif
   for (; length >= 8; bytes += 8, length -= 8) {  // little-endian
     uint32_t low, high;
     std::memcpy(&low, bytes, 4);
@@ -272,79 +281,65 @@ Window window_of(const Rule& rule, uint64_t epoch, uint64_t sample, int32_t heig
 
 size_t pixel_bytes(Pixel pixel) { return pixel == Pixel::kUint8 ? 1 : pixel == Pixel::kFloat ? 4 : 2; }
 
-void augment(const Record& record, const Window& window, const Target& wanted, void* out_pointer, bool portable) {
-  const uint8_t* pixels = reinterpret_cast<const uint8_t*>(&record) + sizeof(Record);
+Image image_of(const Record& record) {
+  return {reinterpret_cast<const uint8_t*>(&record) + sizeof(Record), record.height, record.width, record.channels};
+}
+
+void augment(const Image& image, const Window& window, const Target& wanted, void* out_pointer, Code most) {
   uint8_t* out = static_cast<uint8_t*>(out_pointer);
-  const bool fast = has_avx2() && !portable;
-  const int c = record.channels;
-  const bool whole = !window.flip && window.height == record.height && window.width == record.width;
-  if (whole && wanted.pixel == Pixel::kUint8 && wanted.height == record.height && wanted.width == record.width) {
-#if defined(__x86_64__)
-    if (fast) return copy_avx2(pixels, out, record.bytes);
-#endif
-    std::memcpy(out, pixels, record.bytes);
+  const int c = image.channels;
+  const bool whole = !window.flip && window.height == image.height && window.width == image.width;
+  if (whole && wanted.pixel == Pixel::kUint8 && wanted.height == image.height && wanted.width == image.width) {
+    std::memcpy(out, image.pixels, static_cast<size_t>(image.height) * image.width * c);
     return;
   }
 
-  thread_local std::vector<int16_t> row;
+  thread_local std::vector<int16_t> blended;
   thread_local Columns columns;
   thread_local Target target;
   target = wanted;
   for (float& scale : target.scale) scale *= 0x1p-20f;  // a power of two: exact
-  const int64_t n = static_cast<int64_t>(window.width) * c;
-  row.assign(n + 16, 0);  // the last pixel's right neighbour has weight 0, but is read
-  columns.at.resize(target.width);
-  columns.pair.resize(8 * static_cast<size_t>(target.width));
-  for (int32_t x = 0; x < target.width; ++x) {
-    int32_t left;
-    float weight;
-    neighbours(window.flip ? target.width - 1 - x : x, target.width, window.width, &left, &weight);
-    const int16_t right = static_cast<int16_t>(std::lrint(weight * 16384));
-    columns.at[x] = left * c;
-    for (int k = 0; k < 8; k += 2) {
-      columns.pair[8 * x + k] = static_cast<int16_t>(16384 - right);
-      columns.pair[8 * x + k + 1] = right;
-    }
-  }
+  const int64_t n = static_cast<int64_t>(window.width) * c, pitch = (n + kSlack + 31) / 32 * 32;
+  blended.resize(pitch * kRows);
+  for (int32_t y = 0; y < kRows; ++y) std::fill_n(blended.begin() + y * pitch + n, kSlack, 0);  // read with weight 0
+  const RowCode* code = choose(most, window, target, &columns);
 
-  const int64_t pitch = static_cast<int64_t>(record.width) * c;
-  for (int32_t y = 0; y < target.height; ++y) {
-    int32_t above;
-    float weight;
-    neighbours(y, target.height, window.height, &above, &weight);
-    const uint8_t* a = pixels + (window.top + above) * pitch + static_cast<int64_t>(window.left) * c;
-    const uint8_t* b = above + 1 < window.height ? a + pitch : a;
-    const int32_t w = std::min(32767, static_cast<int32_t>(std::lrint(weight * 32768)));
-    const int64_t at = static_cast<int64_t>(y) * target.width * c;
-    int64_t blended = 0;
-    int32_t x = 0;
-#if defined(__x86_64__)
-    if (fast) {
-      blended = blend_avx2(a, b, w, n, row.data());
+  const int64_t stride = static_cast<int64_t>(image.width) * c;
+  const int64_t row_bytes = static_cast<int64_t>(target.width) * c * pixel_bytes(target.pixel);
+  const uint8_t* corner = image.pixels + window.top * stride + static_cast<int64_t>(window.left) * c;
+  for (int32_t y = 0, asked = 0; y < target.height; y += kRows) {
+    const int32_t count = std::min(kRows, target.height - y);
+    // a window's rows are no stream that processors foresee: ask for those of the next turn
+    const int64_t wanted_rows = 2 + static_cast<int64_t>(y + 2 * kRows) * window.height / target.height;
+    for (; asked < std::min<int64_t>(wanted_rows, window.height); ++asked) {
+      for (int64_t i = 0; i < n; i += 64) __builtin_prefetch(corner + asked * stride + i);
     }
-#endif
-    blend_portable(a, b, w, blended, n, row.data());
-#if defined(__x86_64__)
-    if (fast && c == 3) {
-      switch (target.pixel) {
-        case Pixel::kUint8: x = columns_avx2<Pixel::kUint8>(row.data(), columns, target, out, at); break;
-        case Pixel::kHalf: x = columns_avx2<Pixel::kHalf>(row.data(), columns, target, out, at); break;
-        case Pixel::kBfloat16: x = columns_avx2<Pixel::kBfloat16>(row.data(), columns, target, out, at); break;
-        case Pixel::kFloat: x = columns_avx2<Pixel::kFloat>(row.data(), columns, target, out, at); break;
-      }
+    for (int32_t i = 0; i < count; ++i) {
+      int32_t above;
+      float weight;
+      neighbours(y + i, target.height, window.height, &above, &weight);
+      const uint8_t* a = corner + above * stride;
+      const uint8_t* b = above + 1 < window.height ? a + stride : a;
+      const int32_t w = std::min(32767, static_cast<int32_t>(std::lrint(weight * 32768)));
+      int16_t* row = blended.data() + i * pitch;
+      blend_portable(a, b, w, code == nullptr ? 0 : code->blend(a, b, w, n, row), n, row);
     }
-#endif
-    columns_portable(row.data(), columns, x, target, out, at);
+    uint8_t* to = out + y * row_bytes;
+    const Rows fast = code == nullptr ? nullptr : code->rows[static_cast<int>(target.pixel)];
+    const int32_t x = fast == nullptr ? 0 : fast(blended.data(), pitch, count, columns, target, to);
+    if (x < target.width) rows_portable(blended.data(), pitch, count, columns, x, target, to);
   }
 }
 
-void augment_batch(const std::vector<const Record*>& records, const std::vector<Window>& windows, const Target& target, void* out,
-                   const ParallelFor& parallel_for, bool portable) {
-  const int64_t values = static_cast<int64_t>(target.height) * target.width * target.channels;
-  const int64_t bytes = values * pixel_bytes(target.pixel);
+void augment_batch(const std::vector<const Record*>& records, const std::vector<Window>& windows, const Target& wanted, void* out,
+                   const ParallelFor& parallel_for, Code code) {
+  const int64_t values = static_cast<int64_t>(wanted.height) * wanted.width * wanted.channels;
+  const int64_t bytes = values * pixel_bytes(wanted.pixel);
+  Target target = wanted;
+  target.past_caches = bytes * static_cast<int64_t>(records.size()) >= kLargeBatch;
   parallel_for(records.size(), 4 * values, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      augment(*records[i], windows[i], target, static_cast<uint8_t*>(out) + i * bytes, portable);
+      augment(image_of(*records[i]), windows[i], target, static_cast<uint8_t*>(out) + i * bytes, code);
     }
   });
 }

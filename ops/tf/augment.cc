@@ -1,9 +1,4 @@
 // The ops TfcommxSlabCheck and TfcommxSlabRead: check and allocate here, work in kernels/augment.h.
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <cstring>
 #include <string>
 #include <vector>
@@ -12,6 +7,8 @@
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
+#include "tf/batch_memory.h"
+#include "tf/slab.h"
 
 namespace tfcommx {
 namespace {
@@ -25,8 +22,8 @@ using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 using tensorflow::TensorShape;
 using tensorflow::errors::DataLoss;
-using tensorflow::errors::FailedPrecondition;
 using tensorflow::errors::InvalidArgument;
+using tensorflow::errors::ResourceExhausted;
 using tensorflow::shape_inference::DimensionHandle;
 using tensorflow::shape_inference::InferenceContext;
 using tensorflow::shape_inference::ShapeHandle;
@@ -69,7 +66,7 @@ REGISTER_OP("TfcommxSlabRead")
     .Attr("mean: list(float) = []")  // per channel, of values in [0, 1]; empty: zeros
     .Attr("std: list(float) = []")   // empty: ones
     .Attr("seed: int = 0")
-    .Attr("portable: bool = false")
+    .Attr("code: {'fastest', 'avx2', 'portable'} = 'fastest'")  // the most that may be used of the processor
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
       ShapeHandle indices, other;
@@ -90,49 +87,6 @@ REGISTER_OP("TfcommxSlabRead")
       c->set_output(2, c->MakeShape({c->Dim(indices, 0), c->MakeDim(5)}));
       return absl::OkStatus();
     });
-
-// A slab mapped for reading, as long as the kernel lives: the mapping survives the removal of the file.
-class Mapping {
- public:
-  ~Mapping() {
-    if (base_ != nullptr) munmap(base_, length_);
-  }
-
-  absl::Status open(const std::string& path, int64_t inode) {
-    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    if (file < 0) return FailedPrecondition("The slab ", path, " cannot be opened: ", std::strerror(errno), ". Make the DataCache first.");
-    struct stat facts;
-    const bool known = fstat(file, &facts) == 0;
-    length_ = known ? facts.st_size : 0;
-    if (!known || static_cast<int64_t>(facts.st_ino) != inode || length_ < static_cast<int64_t>(sizeof(SlabHeader))) {
-      close(file);
-      return FailedPrecondition("The slab ", path, " with inode ", inode, " is required, another file is there. ",
-                                "Make the dataset again from the DataCache that is open now.");
-    }
-    void* base = mmap(nullptr, length_, PROT_READ, MAP_SHARED, file, 0);
-    close(file);
-    if (base == MAP_FAILED) return FailedPrecondition("The slab ", path, " cannot be mapped: ", std::strerror(errno), ".");
-    base_ = base;
-    const SlabHeader& header = *static_cast<const SlabHeader*>(base_);
-    if (std::memcmp(header.magic, kSlabMagic, sizeof(kSlabMagic)) || header.length != length_ || header.count < 0 ||
-        header.index_at % 8 || header.index_at + 8 * header.count > header.data_at || header.data_at > length_) {
-      return DataLoss("The header of the slab ", path, " is damaged. Remove the file and start again.");
-    }
-    return absl::OkStatus();
-  }
-
-  const uint8_t* base() const { return static_cast<const uint8_t*>(base_); }
-  int64_t count() const { return base_ == nullptr ? 0 : static_cast<const SlabHeader*>(base_)->count; }
-
- private:
-  void* base_ = nullptr;
-  int64_t length_ = 0;
-};
-
-absl::Status check_index(int64_t sample, int64_t count) {
-  if (sample >= 0 && sample < count) return absl::OkStatus();
-  return InvalidArgument("Sample indices must be in [0, ", count, "). Received ", sample, ".");
-}
 
 ParallelFor threads_of(OpKernelContext* context) {
   auto* pool = context->device()->tensorflow_cpu_worker_threads()->workers;
@@ -190,7 +144,9 @@ class SlabRead : public OpKernel {
     OP_REQUIRES_OK(context, context->GetAttr("mean", &mean));
     OP_REQUIRES_OK(context, context->GetAttr("std", &std));
     OP_REQUIRES_OK(context, context->GetAttr("seed", &seed));
-    OP_REQUIRES_OK(context, context->GetAttr("portable", &portable_));
+    std::string code;
+    OP_REQUIRES_OK(context, context->GetAttr("code", &code));
+    code_ = code == "fastest" ? Code::kFastest : code == "avx2" ? Code::kAvx2 : Code::kPortable;
     OP_REQUIRES(context, area.size() == 2 && 0 < area[0] && area[0] <= area[1] && area[1] <= 1,
                 InvalidArgument("`area` must be two ascending shares in (0, 1]."));
     OP_REQUIRES(context, aspect.size() == 2 && 0 < aspect[0] && aspect[0] <= aspect[1],
@@ -259,22 +215,30 @@ class SlabRead : public OpKernel {
       }
       windows[i] = window_of(rule_, epoch, indices(i), record.height, record.width);
     }
-    Tensor *images = nullptr, *labels = nullptr, *taken = nullptr;
-    OP_REQUIRES_OK(context, context->allocate_output(0, TensorShape({n, target.height, target.width, target.channels}), &images));
+    Tensor *labels = nullptr, *taken = nullptr;
+    const TensorShape shape({n, target.height, target.width, target.channels});
+    Tensor images;
+    if (shape.num_elements() * pixel_bytes(target.pixel) >= BatchMemory::kLeast) {
+      images = Tensor(BatchMemory::instance(), output_type(0), shape);
+    } else {
+      OP_REQUIRES_OK(context, context->allocate_temp(output_type(0), shape, &images));
+    }
+    OP_REQUIRES(context, images.IsInitialized(), ResourceExhausted("No memory for a batch of shape ", shape.DebugString(), "."));
+    context->set_output(0, images);
     OP_REQUIRES_OK(context, context->allocate_output(1, TensorShape({n}), &labels));
     OP_REQUIRES_OK(context, context->allocate_output(2, TensorShape({n, 5}), &taken));
     for (int64_t i = 0; i < n; ++i) {
       labels->flat<int64_t>()(i) = records[i]->label;
       std::memcpy(taken->flat<int32_t>().data() + 5 * i, &windows[i], sizeof(Window));
     }
-    augment_batch(records, windows, target, images->data(), threads_of(context), portable_);
+    augment_batch(records, windows, target, images.data(), threads_of(context), code_);
   }
 
  private:
   Mapping slab_;
   Rule rule_;
   Target target_;
-  bool portable_;
+  Code code_;
 };
 
 REGISTER_KERNEL_BUILDER(Name("TfcommxSlabCheck").Device(tensorflow::DEVICE_CPU), SlabCheck);

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from tfcommx.data.disk import Disk
 from tfcommx.data.fill import Filler
 from tfcommx.data.slab import Slab, reclaim
 from tfcommx.data.source import Source, key_of, stored_size
+from tfcommx.data.swap import Transport, swap
 from tfcommx.terms import PlanError, Topology, check_name
 
+WARM = 64  # samples of a step of `warming`: enough for all threads, few enough for a steady bar
 FORMAT = 1  # of what is kept in memory: raised when decoding or the layout changes
 ON_ERROR = ("raise", "skip")
 
@@ -153,13 +156,8 @@ class DataCache:
             state = augment.check(self.slab, samples, epoch, self.options.verify, self.options.seed)
             none = tf.zeros([0], tf.uint8)
 
-            def fetch() -> Any:
-                got = tf.numpy_function(self.filler.fetch, [samples, state, epoch], [tf.int64, tf.uint8, tf.int64])
-                for tensor in got:
-                    tensor.set_shape([None])
-                return tuple(got)
-
-            samples, loose, at = tf.cond(tf.reduce_any(state > 0), fetch, lambda: (samples, none, -tf.ones_like(samples)))
+            there = (samples, none, -tf.ones_like(samples))
+            samples, loose, at = tf.cond(tf.reduce_any(state > 0), lambda: self._bring(samples, state, epoch), lambda: there)
             images, labels, _ = augment.read(
                 self.slab, samples, loose, at, epoch, phase, self.source.channels, self.options.seed
             )
@@ -183,6 +181,18 @@ class DataCache:
         # zip asks its inputs in turn, in the thread of the consumer: first for the time, then for the batch
         clock = tf.data.Dataset.range(np.iinfo(np.int64).max).map(lambda _: tf.timestamp())
         return tf.data.Dataset.zip((clock, batches)).map(deliver)
+
+    def _bring(self, samples: Any, state: Any, epoch: Any) -> tuple[Any, Any, Any]:
+        """Bring what `state` says is missing, natively where that can be; return what `Filler.fetch` does."""
+        import tensorflow as tf
+
+        encoded, labels, level = tf.numpy_function(self.filler.read, [samples, state], [tf.string, tf.int64, tf.uint8])
+        left = augment.fill(self.slab, encoded, samples, labels, state, self.source.channels, self.options.store)
+        asked = [samples, state, left, epoch, encoded, labels, level]
+        got = tf.numpy_function(self.filler.settle, asked, [tf.int64, tf.uint8, tf.int64])
+        for tensor in got:
+            tensor.set_shape([None])
+        return tuple(got)
 
     def report(self, epoch: int) -> dict[str, float]:
         """Return what this process saw in an epoch.
@@ -208,19 +218,40 @@ class DataCache:
             "loader_wait_seconds": waited,
         }
 
-    def warm(self, progress: Any = None) -> None:
-        """Bring all samples of this rank into memory now, before training.
+    def warm(self) -> None:
+        """Bring all samples of this rank into memory now, before training."""
+        for _ in self.warming():
+            pass
 
-        Args:
-          progress: called with (done, all) samples of this rank.
-        """
+    def warming(self) -> Iterator[None]:
+        """As `warm`, in `warming_steps` steps of 64 samples: for a progress bar."""
+        import tensorflow as tf
+
         samples = self.share(0)
-        for start in range(0, len(samples), 256):
-            piece = samples[start : start + 256]
-            state = np.array([self.slab.get(int(sample)) is None for sample in piece], np.uint8)
-            self.filler.fetch(piece, state, -1)
-            if progress is not None:
-                progress(min(start + 256, len(samples)), len(samples))
+        for start in range(0, len(samples), WARM):
+            piece = samples[start : start + WARM]
+            self._bring(piece, augment.check(self.slab, piece, 0, 0.0, 0), tf.constant(-1, tf.int64))
+            yield
+
+    @property
+    def warming_steps(self) -> int:
+        """Steps of `warming`."""
+        return -(-len(self.share(0)) // WARM)
+
+    def swap(self, transport: Transport, epoch: int) -> int:
+        """With `exchange`: bring the samples that are new on this node in `epoch` from the other nodes' memory.
+
+        Without this call they are read from the disk level or the source, and take new room.
+        Args:
+          transport: the communicator, such as `tfcommx.comm.current()`.
+          epoch: >= 1, whose samples are to come.
+        Returns:
+          samples that arrived.
+        **Ranks:** all, after the dataset of the epoch before has ended everywhere and before that of `epoch` is made.
+        """
+        if self.options.exchange == 0 or self.topology.nodes == 1:
+            return 0
+        return swap(self.slab, transport, self.topology, self.rank, self.options.seed, self.options.exchange, epoch)
 
     def wait_filled(self, timeout_s: float) -> bool:
         """Wait until the node's part is in memory, or unreadable; False where it is not by then."""

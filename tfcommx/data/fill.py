@@ -10,9 +10,9 @@ import numpy as np
 
 from tfcommx.data.disk import Disk
 from tfcommx.data.slab import Slab, pack
-from tfcommx.data.source import SampleError, Source, decode
+from tfcommx.data.source import JPEG, SampleError, Source, decode
 
-CORRUPT = 2  # what `augment.check` says of a sample whose CRC does not hold
+ABSENT, CORRUPT = 1, 2  # what `augment.check` says of a sample that is not there, and of one whose CRC does not hold
 
 
 class Filler:
@@ -33,8 +33,45 @@ class Filler:
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(threads, "tfcommx-fill")
 
+    def read(self, samples: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Read the JPEGs among a batch's absent samples, for the native fill. All else is left to `fetch`, errors too.
+
+        Returns:
+          encoded bytes [b], empty where they are left; labels int64 [b]; level uint8 [b]: 1 disk, 2 source.
+        """
+        encoded, labels, level = np.full(len(samples), b"", object), np.zeros(len(samples), np.int64), np.zeros(len(samples), np.uint8)
+
+        def bring(i: int) -> None:
+            sample = int(samples[i])
+            if int(self.slab.index[sample]) != 0:  # another process was faster, or it cannot be read
+                return
+            try:
+                kept = self.disk.read(sample) if self.disk is not None else None
+                data, label = kept or self.source.read(sample)
+            except (SampleError, OSError):
+                return
+            if isinstance(data, bytes) and data[:3] == JPEG:
+                encoded[i], labels[i], level[i] = data, label, 1 if kept else 2
+
+        if not self.slab.full:
+            list(self._pool.map(bring, np.flatnonzero(state == ABSENT)))
+        return encoded, labels, level
+
+    def settle(self, samples: np.ndarray, state: np.ndarray, left: np.ndarray, epoch: int, encoded: np.ndarray, labels: np.ndarray,
+               level: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Count and keep on disk what the native fill has put into the slab, and `fetch` what it has left.
+
+        Args:
+          left: uint8 [b]: 0 where the sample is in the slab now, else its state. The others: of `read`, or its arguments.
+        """
+        for i in np.flatnonzero((state != 0) & (left == 0)).tolist():
+            self._count(int(epoch), "disk" if level[i] == 1 else "source")
+            if self.disk is not None and level[i] == 2:
+                self.disk.write(int(samples[i]), int(labels[i]), encoded[i])
+        return self.fetch(samples, left, epoch)
+
     def fetch(self, samples: np.ndarray, state: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Bring a batch's missing samples.
+        """Bring a batch's missing samples, of any kind.
 
         Args:
           samples: int64 [b].

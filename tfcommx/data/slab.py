@@ -129,6 +129,20 @@ def facts_of(path: Path) -> dict[str, Any]:
         return {}
 
 
+def state_of(path: Path) -> tuple[int, int, int, bool]:
+    """Return (samples of the data set, samples that are present, bytes given out, is a living process using it) of a slab.
+
+    **Raises:** SlabError where the file is no slab.
+    """
+    with path.open("rb") as file:
+        page = file.read(_HEAD.size)
+        if len(page) < _HEAD.size or page[: len(MAGIC)] != MAGIC:
+            raise SlabError(f"{path} is no slab. Remove it by hand if nothing needs it.")
+        _, count, index_at, _, _, used = _HEAD.unpack(page)
+        index = np.fromfile(path, np.int64, count, offset=index_at)
+        return count, int(np.count_nonzero(index > 0)), used, not _alone(file.fileno())
+
+
 class Slab:
     """One process's hold on the slab of its node.
 
@@ -234,9 +248,13 @@ class Slab:
         except OSError:  # the file system is full
             return False
 
-    def put(self, sample: int, label: int, pixels: np.ndarray) -> bool:
-        """Write and publish a sample, uint8 [h, w, c]; False where there is no room for it (`full` is then set)."""
-        at = self._take(record_bytes(pixels.nbytes))
+    def put(self, sample: int, label: int, pixels: np.ndarray, place: int | None = None) -> bool:
+        """Write and publish a sample, uint8 [h, w, c]; False where there is no room for it (`full` is then set).
+
+        Args:
+          place: where an unpublished sample of the same size was; None: in new room.
+        """
+        at = self._take(record_bytes(pixels.nbytes)) if place is None else place
         if at is None:
             return False
         if not self._write(sample, label, pixels, at):
@@ -313,10 +331,12 @@ def pss_bytes(path: Path) -> int:
 
     The shares of all processes add up to the memory of the node. **Source:** proc(5), smaps.
     """
+    facts = os.stat(path)  # not its name: the process that made the slab mapped it under another
+    file = [f"{os.major(facts.st_dev):02x}:{os.minor(facts.st_dev):02x}", str(facts.st_ino)]
     total, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split(" ", 1)[0]:
-            inside = line.endswith(str(path))
+            inside = line.split()[3:5] == file
         elif inside and line.startswith("Pss:"):
             total += int(line.split()[1]) * 1024
     return total

@@ -12,6 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
+JPEG = b"\xff\xd8\xff"  # how every JPEG begins
+
 
 class SampleError(ValueError):
     """A sample that cannot be read or decoded; the message names where it comes from."""
@@ -86,7 +88,7 @@ def decode(data: bytes | np.ndarray, channels: int, store: int | None = None) ->
     if not data:
         raise SampleError("the file is empty")
     try:
-        if data[:3] == b"\xff\xd8\xff":
+        if data[:3] == JPEG:
             ratio = 1
             if store is not None:
                 short = int(min(np.asarray(tf.raw_ops.ExtractJpegShape(contents=data))[:2]))

@@ -1,0 +1,27 @@
+// Puts decoded samples into a slab (see augment.h), as tfcommx/data/slab.py and source.py do it.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+
+#include "kernels/augment.h"
+
+namespace tfcommx {
+
+// Height and width of a JPEG as its header says; false where it says none.
+bool jpeg_size(const uint8_t* bytes, size_t length, int32_t* height, int32_t* width);
+
+// The size at which an image is kept: its short side `store` pixels, the aspect kept, never enlarged; store 0: as it is.
+void stored_size(int32_t height, int32_t width, int32_t store, int32_t* kept_height, int32_t* kept_width);
+
+// A slab that is mapped and open for writing.
+struct SlabFile {
+  int file;
+  uint8_t* base;
+  std::mutex* one_at_a_time;  // of this file: its lock keeps out other processes, and no thread of this one
+};
+
+// Shrinks an image to its stored size, writes its record and publishes it. False where there is no room.
+bool put(const SlabFile& slab, int64_t sample, int64_t label, const Image& image, int32_t store);
+
+}  // namespace tfcommx

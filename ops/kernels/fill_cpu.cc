@@ -1,0 +1,95 @@
+// See fill.h.
+#include "kernels/fill.h"
+
+#include <fcntl.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <vector>
+
+namespace tfcommx {
+namespace {
+
+constexpr int64_t kNextFree = 40;  // byte offset of the slab's first free byte, an int64
+
+bool lock(int file, short kind) {
+  struct flock request = {};
+  request.l_type = kind;
+  request.l_whence = SEEK_SET;
+  request.l_len = 8;
+  return fcntl(file, kind == F_UNLCK ? F_OFD_SETLK : F_OFD_SETLKW, &request) == 0;
+}
+
+// Where `size` bytes may be written; 0 where the slab is full.
+int64_t take(const SlabFile& slab, int64_t size) {
+  const std::lock_guard<std::mutex> threads(*slab.one_at_a_time);
+  if (!lock(slab.file, F_WRLCK)) return 0;
+  int64_t* next = reinterpret_cast<int64_t*>(slab.base + kNextFree);
+  int64_t at = *next;
+  if (reinterpret_cast<const SlabHeader*>(slab.base)->length - at < size) {
+    at = 0;
+  } else {
+    *next = at + size;
+  }
+  lock(slab.file, F_UNLCK);
+  return at;
+}
+
+}  // namespace
+
+bool jpeg_size(const uint8_t* bytes, size_t length, int32_t* height, int32_t* width) {
+  if (length < 4 || bytes[0] != 0xFF || bytes[1] != 0xD8 || bytes[2] != 0xFF) return false;
+  for (size_t at = 2; at + 9 <= length && bytes[at] == 0xFF;) {
+    const uint8_t marker = bytes[at + 1];
+    if (marker == 0xFF) {  // filling
+      ++at;
+    } else if (marker >= 0xC0 && marker <= 0xCF && marker != 0xC4 && marker != 0xC8 && marker != 0xCC) {  // a frame starts
+      *height = bytes[at + 5] << 8 | bytes[at + 6];
+      *width = bytes[at + 7] << 8 | bytes[at + 8];
+      return *height > 0 && *width > 0;
+    } else {
+      at += 2 + (bytes[at + 2] << 8 | bytes[at + 3]);
+    }
+  }
+  return false;
+}
+
+void stored_size(int32_t height, int32_t width, int32_t store, int32_t* kept_height, int32_t* kept_width) {
+  const int32_t small = std::min(height, width);
+  const bool shrinks = store > 0 && small > store;
+  const auto kept = [&](int32_t side) {
+    return shrinks ? std::max<int32_t>(1, std::lrint(static_cast<double>(side) * store / small)) : side;
+  };
+  *kept_height = kept(height);
+  *kept_width = kept(width);
+}
+
+bool put(const SlabFile& slab, int64_t sample, int64_t label, const Image& image, int32_t store) {
+  Target target;
+  target.pixel = Pixel::kUint8;
+  target.channels = image.channels;
+  stored_size(image.height, image.width, store, &target.height, &target.width);
+  const int64_t bytes = static_cast<int64_t>(target.height) * target.width * target.channels;
+  const uint8_t* pixels = image.pixels;
+  thread_local std::vector<uint8_t> small;
+  if (target.height != image.height || target.width != image.width) {
+    small.resize(bytes);
+    augment(image, {0, 0, image.height, image.width, 0}, target, small.data());
+    pixels = small.data();
+  }
+  Record record = {sample, label, bytes, target.height, target.width, target.channels, 0, {}};
+  record.crc = crc32(crc32(0, reinterpret_cast<const uint8_t*>(&record), offsetof(Record, crc)), pixels, bytes);
+  const int64_t whole = sizeof(Record) + (bytes + 63) / 64 * 64;
+  const int64_t at = take(slab, whole);
+  if (at == 0) return false;
+  const iovec parts[] = {{&record, sizeof(Record)}, {const_cast<uint8_t*>(pixels), static_cast<size_t>(bytes)}};
+  if (pwritev(slab.file, parts, 2, at) != static_cast<ssize_t>(sizeof(Record)) + bytes) return false;  // the file system is full
+  int64_t* index = reinterpret_cast<int64_t*>(slab.base + reinterpret_cast<const SlabHeader*>(slab.base)->index_at);
+  __atomic_store_n(index + sample, at, __ATOMIC_RELEASE);
+  return true;
+}
+
+}  // namespace tfcommx

@@ -1,0 +1,57 @@
+"""`tfcommx cache warm`, `status` and `drop`, as they are typed."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def start(*words):
+    command = [sys.executable, "-m", "tfcommx.cli", "cache", *map(str, words)]
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def run(*words):
+    process = start(*words)
+    printed, said = process.communicate(timeout=120)
+    return process.returncode, printed, said
+
+
+def test_warm_status_and_drop(tmp_path):
+    photos, memory, disk = tmp_path / "photos", tmp_path / "memory", tmp_path / "disk"
+    memory.mkdir()
+    for kind in "ab":
+        (photos / kind).mkdir(parents=True)
+        for n in range(35):
+            picture = tf.io.encode_jpeg(np.full((40, 30, 3), n, np.uint8)).numpy()
+            (photos / kind / f"{n}.jpg").write_bytes(picture)
+    (photos / "b" / "broken.jpg").write_bytes(b"not a picture")
+
+    status, _, said = run("warm", photos, "--memory", memory)
+    assert status == 2 and "--disk FOLDER, or --hold" in said
+    holding = start("warm", photos, "--memory", memory, "--disk", disk, "--store", 20, "--hold")
+    printed = []
+    for line in holding.stdout:
+        printed.append(line)
+        if "until this command" in line:
+            break
+    assert any("70 of 71 samples" in line for line in printed), [*printed, holding.stderr.read()]
+    options = ("--memory", memory, "--disk", disk)
+    _, listed, _ = run("status", *options)
+    assert "70 of 71 samples" in listed and "in use" in listed and str(photos) in listed and ": 70 samples" in listed
+    _, removed, _ = run("drop", "--memory", memory)
+    assert removed == "" and len(list(memory.iterdir())) == 1  # a living process holds it
+    holding.send_signal(signal.SIGTERM)
+    assert "broken.jpg" in holding.communicate(timeout=60)[1] and holding.returncode == 0
+    assert list(memory.iterdir()) == []
+
+    (memory / "tfcommx-x.slab").write_bytes(b"no slab")
+    assert "no slab" in run("status", *options)[1]
+    _, removed, _ = run("drop", *options)
+    assert removed.count("removed") == 2 and list(memory.iterdir()) == list(disk.iterdir()) == []

@@ -1,0 +1,91 @@
+"""`tfcommx cache`: what the data cache keeps on this machine."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tfcommx.terms import PlanError
+
+if TYPE_CHECKING:
+    from tfcommx.data.source import Source
+
+Memory = Annotated[Path, typer.Option(help="Folder of shared memory.")]
+Disk = Annotated[Path | None, typer.Option(help="Folder of the local disk level.")]
+
+app = typer.Typer(name="cache", no_args_is_help=True, help="Fill, list and remove what the data cache keeps on this machine.")
+
+
+def source_of(text: str, split: str) -> Source:
+    """Return the samples of a folder of class folders, of a folder of ImageNet's shards, or of a TensorFlow data set by name."""
+    from tfcommx.data import folder, tfrecord
+
+    path = Path(text)
+    if not path.is_dir():
+        return tfrecord.tfds(text, split)
+    return tfrecord.imagenet(path, split) if next(path.glob(f"{split}-*-of-*"), None) else folder.Folder(path)
+
+
+@app.command()
+def warm(
+    source: Annotated[str, typer.Argument(help="Folder of class folders or of TFRecord shards, or a TensorFlow data set's name.")],
+    disk: Disk = None,
+    store: Annotated[int | None, typer.Option(help="Short side at which images are kept, pixels; by default as they come.")] = None,
+    split: Annotated[str, typer.Option(help="Of shards and of TensorFlow data sets.")] = "train",
+    memory: Memory = Path("/dev/shm"),
+    hold: Annotated[bool, typer.Option(help="Keep the memory until interrupted: runs that start meanwhile find all in it.")] = False,
+) -> None:
+    """Read every sample of a node once: into the disk level, and with --hold into memory."""
+    if disk is None and not hold:
+        raise PlanError("A place where the samples stay is required. Give --disk FOLDER, or --hold, or both.")
+    from rich.progress import track
+
+    from tfcommx.data.cache import DataCache, Options
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends in order, and leaves no slab
+    options = Options(store=store, memory=str(memory), disk=str(disk) if disk else None, on_error="skip", partial=not hold)
+    cache = DataCache(source_of(source, split), options=options)
+    try:
+        for _ in track(cache.warming(), "reading", total=cache.warming_steps):
+            pass
+        for message in cache.filler.unreadable.values():
+            typer.echo(message, err=True)
+        typer.echo(f"{cache.slab.filled:,} of {cache.source.count:,} samples, {cache.slab.used_bytes:,} bytes decoded")
+        if hold:
+            print("They stay in memory until this command is interrupted.", flush=True)
+            signal.pause()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        cache.close()
+
+
+@app.command()
+def status(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
+    """List the slabs in memory and the data sets on the disk level."""
+    from tfcommx.data.disk import usage
+    from tfcommx.data.slab import SlabError, facts_of, state_of
+
+    for path in sorted(memory.glob("tfcommx-*.slab")):
+        try:
+            count, filled, used, alive = state_of(path)
+        except (OSError, SlabError) as error:
+            typer.echo(f"{path}: {error}")
+            continue
+        typer.echo(f"{path}: {filled:,} of {count:,} samples, {used:,} bytes, {'in use' if alive else 'left by a run that died'}; "
+                   f"{facts_of(path).get('source', 'an unknown source')}")
+    for path, samples, size in usage(disk) if disk else ():
+        typer.echo(f"{path}: {samples:,} samples, {size:,} bytes")
+
+
+@app.command()
+def drop(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
+    """Remove the slabs that no living process uses, and all data sets of the disk level."""
+    from tfcommx.data import disk as level
+    from tfcommx.data.slab import reclaim
+
+    for path in [*reclaim(memory), *(level.drop(disk) if disk else ())]:
+        typer.echo(f"removed {path}")
