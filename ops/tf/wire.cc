@@ -70,6 +70,7 @@ class WireOp : public tensorflow::OpKernel {
   WireLayout layout_{};
 };
 
+template <bool kGpu>
 class EncodeOp : public WireOp {
  public:
   using WireOp::WireOp;
@@ -85,14 +86,21 @@ class EncodeOp : public WireOp {
     tensorflow::Tensor* words;
     OP_REQUIRES_OK(context, context->allocate_output(0, {layout.words()}, &words));
     const int32_t* from = static_cast<const int32_t*>(indices.data());
-    const int64_t bad = wire_encode_cpu(layout, from, static_cast<const float*>(values.data()), static_cast<int32_t*>(words->data()));
-    OP_REQUIRES(context, bad < 0,
-                tensorflow::errors::InvalidArgument("Indices must be in [0, ", layout.size, ")", layout.blocks ? " and ascending" : "",
-                                                    ". Received ", bad < 0 ? 0 : from[bad], " at position ", bad, " (", name(),
-                                                    "). Does the selection rule sort them?"));
+    const float* numbers = static_cast<const float*>(values.data());
+    int32_t* to = static_cast<int32_t*>(words->data());
+    if constexpr (kGpu) {
+      OP_REQUIRES_OK(context, launched(context, wire_encode_cuda(layout, from, numbers, to, stream_of(context))));
+    } else {
+      const int64_t bad = wire_encode_cpu(layout, from, numbers, to);
+      OP_REQUIRES(context, bad < 0,
+                  tensorflow::errors::InvalidArgument("Indices must be in [0, ", layout.size, ")", layout.blocks ? " and ascending" : "",
+                                                      ". Received ", bad < 0 ? 0 : from[bad], " at position ", bad, " (", name(),
+                                                      "). Does the selection rule sort them?"));
+    }
   }
 };
 
+template <bool kGpu>
 class DecodeOp : public WireOp {
  public:
   explicit DecodeOp(tensorflow::OpKernelConstruction* context) : WireOp(context) {
@@ -108,17 +116,26 @@ class DecodeOp : public WireOp {
     tensorflow::Tensor *indices, *values;
     OP_REQUIRES_OK(context, context->allocate_output(0, {buffers * layout_.k}, &indices));
     OP_REQUIRES_OK(context, context->allocate_output(1, {buffers * layout_.k}, &values));
-    const int64_t bad = wire_decode_cpu(layout_, static_cast<const int32_t*>(words.data()), buffers,
-                                        static_cast<int32_t*>(indices->data()), static_cast<float*>(values->data()),
-                                        pool_of(context));
-    OP_REQUIRES(context, bad < 0,
-                tensorflow::errors::InvalidArgument("Each buffer must hold ", layout_.k, " entries. Buffer ", bad,
-                                                    " does not (", name(), "). Do all ranks have the same plan?"));
+    const int32_t* from = static_cast<const int32_t*>(words.data());
+    int32_t* places = static_cast<int32_t*>(indices->data());
+    float* numbers = static_cast<float*>(values->data());
+    if constexpr (kGpu) {
+      OP_REQUIRES_OK(context, launched(context, wire_decode_cuda(layout_, from, buffers, places, numbers, stream_of(context))));
+    } else {
+      const int64_t bad = wire_decode_cpu(layout_, from, buffers, places, numbers, pool_of(context));
+      OP_REQUIRES(context, bad < 0,
+                  tensorflow::errors::InvalidArgument("Each buffer must hold ", layout_.k, " entries. Buffer ", bad,
+                                                      " does not (", name(), "). Do all ranks have the same plan?"));
+    }
   }
 };
 
-REGISTER_KERNEL_BUILDER(Name("TfcommxWireEncode").Device(tensorflow::DEVICE_CPU), EncodeOp);
-REGISTER_KERNEL_BUILDER(Name("TfcommxWireDecode").Device(tensorflow::DEVICE_CPU), DecodeOp);
+REGISTER_KERNEL_BUILDER(Name("TfcommxWireEncode").Device(tensorflow::DEVICE_CPU), EncodeOp<false>);
+REGISTER_KERNEL_BUILDER(Name("TfcommxWireDecode").Device(tensorflow::DEVICE_CPU), DecodeOp<false>);
+#if TFCOMMX_CUDA
+REGISTER_KERNEL_BUILDER(Name("TfcommxWireEncode").Device(tensorflow::DEVICE_GPU), EncodeOp<true>);
+REGISTER_KERNEL_BUILDER(Name("TfcommxWireDecode").Device(tensorflow::DEVICE_GPU), DecodeOp<true>);
+#endif
 
 }  // namespace
 }  // namespace tfcommx

@@ -1,0 +1,42 @@
+"""The CUDA kernels, as far as a machine without a GPU can tell: they compile, and on an emulated GPU they keep the contract."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not on PATH: the CUDA sources are not compiled here")
+
+
+def check_cuda(folder, *options):
+    environment = {**os.environ, "CHECK_CUDA_FOLDER": str(folder)}
+    return subprocess.run([ROOT / "scripts" / "check_cuda", *options], capture_output=True, text=True, env=environment)
+
+
+def test_kernels_keep_the_contract_on_an_emulated_gpu(tmp_path):
+    done = check_cuda(tmp_path, "--on-cpu", "--cases", "360", "--largest", "60000", "--seed", "7", "--rounds", "1", "--n", "20000")
+    assert done.returncode == 0, done.stdout + done.stderr
+    check, *timed = [json.loads(line) for line in done.stdout.splitlines()]
+    assert check["failures"] == 0 and check["cases"] > 360
+    assert {row["name"] for row in timed} == {"copy_16_bytes", "residual_add", "mstopk", "exact"} and all(row["verified"] for row in timed)
+
+
+@needs_nvcc
+def test_kernels_compile_without_warnings(tmp_path):
+    done = check_cuda(tmp_path, "--build")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_nvcc
+def test_kernels_keep_the_contract_on_a_gpu_or_the_check_says_that_there_is_none(tmp_path):
+    done = check_cuda(tmp_path, "--cases", "120", "--largest", "1000000", "--rounds", "0")
+    if done.returncode == 2:
+        assert "No GPU was found: nothing was checked." in done.stderr, done.stderr
+    else:
+        assert done.returncode == 0, done.stdout + done.stderr
