@@ -9,6 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tensorflow.python.framework import kernels as registered
+
+from tfcommx import native
 
 ROOT = Path(__file__).resolve().parent.parent
 needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not on PATH: the CUDA sources are not compiled here")
@@ -40,3 +43,10 @@ def test_kernels_keep_the_contract_on_a_gpu_or_the_check_says_that_there_is_none
         assert "No GPU was found: nothing was checked." in done.stderr, done.stderr
     else:
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["TfcommxSelect", "TfcommxSelectResidual", "TfcommxMerge", "TfcommxWireEncode", "TfcommxWireDecode"])
+def test_ops_have_gpu_kernels_where_the_library_was_built_with_nvcc(name):
+    assert native.library() is not None
+    devices = {kernel.device_type for kernel in registered.get_registered_kernels_for_op(name).kernel}
+    assert devices == ({"CPU", "GPU"} if native.has_gpu_kernels() else {"CPU"})

@@ -72,4 +72,4 @@ def merge(buffers: tf.Tensor, k: int, size: int, wire: str) -> tf.Tensor:
         size: length of the vector that the indices point into.
         wire: the format in which they were encoded.
     """
-    return tf.ensure_shape(native.merge(*native.wire_decode(buffers, k, size, wire), size), [size])
+    return tf.ensure_shape(native.merge(*native.wire_decode(buffers, k, size, wire), size, k), [size])
