@@ -59,14 +59,15 @@ struct Sum {
   float velocity, acc;
 };
 
-__device__ Sum sum(const Selection& s, float gradient, float residual, float velocity) {
-  const float moved = s.velocity ? add(multiply(s.momentum, velocity), gradient) : gradient;
-  return {moved, s.residual ? add(residual, moved) : moved};
+__device__ Sum sum(bool with_residual, bool with_velocity, float momentum, float gradient, float residual, float velocity) {
+  const float moved = with_velocity ? add(multiply(momentum, velocity), gradient) : gradient;
+  return {moved, with_residual ? add(residual, moved) : moved};
 }
 
 template <class T>
 __device__ float sum_at(const Job<T>& job, int64_t i) {
-  return sum(job.s, job.gradient(i), job.s.residual ? job.s.residual[i] : 0.0f, job.s.velocity ? job.s.velocity[i] : 0.0f).acc;
+  const float *residual = job.s.residual, *velocity = job.s.velocity;
+  return sum(residual, velocity, job.s.momentum, job.gradient(i), residual ? residual[i] : 0, velocity ? velocity[i] : 0).acc;
 }
 
 __device__ int64_t warp() { return static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; }
@@ -181,44 +182,45 @@ __global__ void __launch_bounds__(kThreads) sample(Job<T> job, int64_t runs, uin
   if (threadIdx.x == 0) *job.state = {lower, kEnd, 0, static_cast<uint32_t>(job.s.k), kBandShift, false, 0};
 }
 
-template <class T>
+template <class T, bool kResidual, bool kVelocity>
 __global__ void __launch_bounds__(kThreads) add_and_mark(Job<T> job) {
   __shared__ uint32_t bins[kBins];
   clear(bins);
   const Selection& s = job.s;
   const uint32_t lower = job.state->lower;
   for (int64_t strip = warp(); strip < job.strips; strip += warps()) {
+    const int64_t base = strip * kStrip;
+    const int length = static_cast<int>(base + kStrip <= s.n ? kStrip : s.n - base);
+    const T* gradients = static_cast<const T*>(s.gradient) + base;
+    float *residuals = s.residual + base, *velocities = s.velocity + base;
     uint32_t mark = 0, bad = 0;  // this lane's words
 #pragma unroll 1
     for (int word = 0; word < 32; word += kBatch) {
-      const int64_t first = strip * kStrip + word * 32 + lane();
-      float gradient[kBatch] = {}, residual[kBatch] = {}, velocity[kBatch] = {};
+      T gradient[kBatch];
+      float residual[kBatch] = {}, velocity[kBatch] = {};
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j)
-        if (first + 32 * j < s.n) gradient[j] = job.gradient(first + 32 * j);
-      if (s.residual) {
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j)
-          if (first + 32 * j < s.n) residual[j] = s.residual[first + 32 * j];
-      }
-      if (s.velocity) {
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j)
-          if (first + 32 * j < s.n) velocity[j] = s.velocity[first + 32 * j];
+      for (int j = 0; j < kBatch; ++j) {
+        const int place = (word + j) * 32 + lane();
+        const int i = place < length ? place : length - 1;  // a branch would keep the loads from being under way together
+        gradient[j] = gradients[i];
+        if (kResidual) residual[j] = residuals[i];
+        if (kVelocity) velocity[j] = velocities[i];
       }
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        const int64_t i = first + 32 * j;
-        const Sum total = sum(s, gradient[j], residual[j], velocity[j]);
+        const int place = (word + j) * 32 + lane();
+        const Sum total = sum(kResidual, kVelocity, s.momentum, widen(gradient[j]), residual[j], velocity[j]);
         const uint32_t key = key_of(total.acc);  // of a velocity that is not finite, neither is acc
-        const bool within = i < s.n, finite = key < kNotFinite;
-        if (within && finite) {
-          if (s.residual) s.residual[i] = total.acc;
-          if (s.velocity) s.velocity[i] = total.velocity;
+        const bool within = place < length;
+        if (within && key < kNotFinite) {
+          if (kResidual) residuals[place] = total.acc;
+          if (kVelocity) velocities[place] = total.velocity;
         }
-        if (within && key >= lower) atomicAdd(&bins[bin_of(key, lower, kBandShift)], 1u);
-        const uint32_t candidates = __ballot_sync(kAllLanes, within && key >= lower);
-        const uint32_t not_finite = __ballot_sync(kAllLanes, within && !finite);
+        const bool candidate = within && key >= lower;
+        const uint32_t candidates = __ballot_sync(kAllLanes, candidate);
+        if (candidates == 0) continue;
+        if (candidate) atomicAdd(&bins[bin_of(key, lower, kBandShift)], 1u);
+        const uint32_t not_finite = __ballot_sync(kAllLanes, within && key >= kNotFinite);
         if (lane() == word + j) {
           mark = candidates;
           bad = not_finite;
@@ -364,7 +366,9 @@ const char* run(const Selection& s, char* workspace, cudaStream_t stream) {
 
   cudaMemsetAsync(workspace, 0, kTalliesAt, stream);
   launch(sample<T>, runs * kRun / kThreads + 1, stream, job, runs, static_cast<uint32_t>(rank));
-  launch(add_and_mark<T>, blocks(s.n), stream, job);
+  launch(s.velocity ? (s.residual ? add_and_mark<T, true, true> : add_and_mark<T, false, true>)
+                    : (s.residual ? add_and_mark<T, true, false> : add_and_mark<T, false, false>),
+         blocks(s.n), stream, job);
   if (s.k == 0) return launch_error();
   for (int level = s.rule == Rule::exact ? 3 : 2; level > 0; --level) launch(narrow<T>, blocks(s.n), stream, job);
   launch(tally<T>, blocks(s.n), stream, job);
