@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -100,7 +101,7 @@ def merge(indices: Any, values: Any, size: int, k: int = 0) -> tf.Tensor:
     """Add (index, value) pairs into zeros, each entry's values in the order of the list.
 
     Args: indices int32 [pairs] in [0, size), repeats allowed; values float32 [pairs]; size of the result, in [0, 2^31); k: the
-    list is made of runs of k pairs without a repeated index, as ranks send them; 0: any list, which GPUs refuse.
+    list is made of runs of k pairs without a repeated index, as ranks send them; 0: any list, which CPUs merge.
     Returns: float32 [size].
     **Ranks:** local; equal lists give bit-identical results on every rank. **Cost:** one write of the result, the pairs
     read once by each of at most 16 threads; no sort. On a GPU a launch for each run.
@@ -109,7 +110,8 @@ def merge(indices: Any, values: Any, size: int, k: int = 0) -> tf.Tensor:
     ops = library()
     if ops is None:
         return reference.merge(indices, values, size)
-    return ops.tfcommx_merge(indices=indices, values=values, size=_int64(size), k=k)
+    with contextlib.nullcontext() if k else tf.device("/cpu:0"):
+        return ops.tfcommx_merge(indices=indices, values=values, size=_int64(size), k=k)
 
 
 def wire_encode(sparse: Sparse, wire: str) -> tf.Tensor:
