@@ -59,8 +59,7 @@ def encode(sparse: Sparse, wire: str) -> tf.Tensor:
         sparse: indices int32[k], ascending for block16; values float32[k], as `rounded` returned them.
         wire: one of terms.SPARSE_WIRES.
     """
-    words = native.wire_encode(sparse, wire)
-    return tf.ensure_shape(words, [sum(wire_words(sparse.indices.shape[0], sparse.size, wire))])
+    return native.wire_encode(sparse, wire)
 
 
 def merge(buffers: tf.Tensor, k: int, size: int, wire: str) -> tf.Tensor:

@@ -47,10 +47,10 @@ struct Job {
   Selection s;
   int64_t strips;
   State* state;
-  uint32_t* bins;    // [kBins]
+  uint32_t* bins;     // [kBins]
   uint64_t* tallies;  // by warp: entries above the band << 32 | in it; then their sums over the warps before
-  uint32_t* marks;   // [strips * 32]
-  uint8_t* flags;    // [strips]: are there entries that are not finite?
+  uint32_t* marks;    // [strips * 32]
+  uint8_t* flags;     // [strips]: are there entries that are not finite?
 
   __device__ float gradient(int64_t i) const { return widen(static_cast<const T*>(s.gradient)[i]); }
 };

@@ -11,6 +11,19 @@ namespace {
 constexpr char kFormats[] =
     "format: {'pair32', 'pair16/float16', 'pair16/bfloat16', 'block16/float32', 'block16/float16', 'block16/bfloat16'}";
 
+// The layout that the attributes name, all but k.
+template <class Context>
+absl::Status layout_of(Context* context, WireLayout* layout) {
+  std::string format;
+  TF_RETURN_IF_ERROR(context->GetAttr("format", &format));
+  TF_RETURN_IF_ERROR(context->GetAttr("size", &layout->size));
+  layout->blocks = format.rfind("block16", 0) == 0;
+  layout->type = format == "pair32" || format == "block16/float32" ? Float::float32
+                 : format.find("bfloat16") != std::string::npos    ? Float::bfloat16
+                                                                   : Float::float16;
+  return absl::OkStatus();
+}
+
 REGISTER_OP("TfcommxWireEncode")
     .Input("indices: int32")
     .Input("values: float")
@@ -21,7 +34,11 @@ REGISTER_OP("TfcommxWireEncode")
       tensorflow::shape_inference::ShapeHandle entries;
       TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 1, &entries));
       TF_RETURN_IF_ERROR(c->Merge(c->input(1), entries, &entries));
-      c->set_output(0, c->Vector(c->UnknownDim()));
+      WireLayout layout{};
+      TF_RETURN_IF_ERROR(layout_of(c, &layout));
+      const bool known = c->ValueKnown(c->Dim(entries, 0));
+      if (known) layout.k = c->Value(c->Dim(entries, 0));
+      c->set_output(0, c->Vector(known ? c->MakeDim(layout.words()) : c->UnknownDim()));
       return absl::OkStatus();
     })
     .Doc(R"(Writes k entries of a vector of `size` as int32 words; ops/kernels/wire.h has the layout.
@@ -54,16 +71,10 @@ values: float32 [buffers * k].
 class WireOp : public tensorflow::OpKernel {
  public:
   explicit WireOp(tensorflow::OpKernelConstruction* context) : OpKernel(context) {
-    std::string format;
-    OP_REQUIRES_OK(context, context->GetAttr("format", &format));
-    OP_REQUIRES_OK(context, context->GetAttr("size", &layout_.size));
+    OP_REQUIRES_OK(context, layout_of(context, &layout_));
     OP_REQUIRES(context, layout_.size <= std::numeric_limits<int32_t>::max(),
                 tensorflow::errors::InvalidArgument("`size` must be in [0, 2^31). Received ", layout_.size, " (", name(),
                                                     "). Cut what is longer into buckets."));
-    layout_.blocks = format.rfind("block16", 0) == 0;
-    layout_.type = format == "pair32" || format == "block16/float32" ? Float::float32
-                   : format.find("bfloat16") != std::string::npos    ? Float::bfloat16
-                                                                     : Float::float16;
   }
 
  protected:
