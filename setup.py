@@ -5,7 +5,6 @@
 
 import json
 import os
-import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -58,13 +57,9 @@ class BuildOps(build_ext):
             outputs.append(str(objects / f"{source.stem}_cu.o"))
             commands.append([nvcc, *common, *CUDA_TARGETS, "-Xcompiler", "-fPIC", "-c", str(source), "-o", outputs[-1]])
         compile_all(commands)
-        runtime = []
-        if cuda:  # the static runtime: the library loads where no CUDA is
-            home = Path(nvcc).resolve().parent.parent
-            folders = [folder for folder in (home / "lib64", home / "targets" / f"{platform.machine()}-linux" / "lib") if folder.is_dir()]
-            runtime = [f"-L{folder}" for folder in folders] + ["-lcudart_static", "-ldl", "-lrt", "-lpthread"]
         part = target / f"{LIBRARY}.part"
-        compile_all([["g++", "-shared", *outputs, *tf.sysconfig.get_link_flags(), *runtime, "-o", str(part)]])
+        linker = nvcc if cuda else "g++"  # nvcc adds the static CUDA runtime: the library loads where no CUDA is
+        compile_all([[linker, "-shared", *outputs, *tf.sysconfig.get_link_flags(), "-o", str(part)]])
         part.rename(target / LIBRARY)
         facts = {"tensorflow": tf.__version__, "devices": "CPU and CUDA" if cuda else "CPU only: nvcc was not found" if not nvcc else "CPU"}
         (target / "build.json").write_text(json.dumps(facts) + "\n")

@@ -258,7 +258,8 @@ def main() -> int:
              lambda: install_horovod(chosen.gpu, key), horovod_works)
         if chosen.only == "horovod":
             return 0
-        step("native", "tfcommx and its native ops", digest(base, TENSORFLOW, ROOT / "ops", ROOT / "setup.py", ROOT / "pyproject.toml"),
+        step("native", "tfcommx and its native ops",
+             digest(base, TENSORFLOW, ROOT / "ops", ROOT / "setup.py", ROOT / "pyproject.toml", str(shutil.which("nvcc"))),
              build_native, (ROOT / "tfcommx" / "lib" / "build.json").is_file)
         if not chosen.no_data:
             print(f"[set-up] data: {fetch_data()}")

@@ -51,6 +51,13 @@ def test_an_index_outside_is_refused(index):
         native.merge(tf.constant([3, index, 4]), tf.ones(3), 10)
 
 
+def test_runs_of_k_pairs_merge_alike_and_a_broken_run_is_refused():
+    indices, values = tf.constant([0, 3, 1, 3]), tf.constant([1.0, 2.0, 3.0, 4.0])
+    np.testing.assert_array_equal(native.merge(indices, values, 4, k=2), native.merge(indices, values, 4))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"runs of `k`.* Received 4 pairs, k=3"):
+        native.merge(indices, values, 4, k=3)
+
+
 def test_unequal_lengths_are_refused():
     with pytest.raises(tf.errors.InvalidArgumentError, match="one length"):
         native.merge(tf.constant([3, 4]), tf.ones(3), 10)

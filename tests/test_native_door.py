@@ -13,9 +13,10 @@ from tfcommx import native
 
 @pytest.fixture(autouse=True)
 def fresh():
-    native.library.cache_clear()
+    library = native.library
+    library.cache_clear()
     yield
-    native.library.cache_clear()
+    library.cache_clear()
 
 
 def selected():
@@ -45,3 +46,13 @@ def test_the_environment_keeps_the_door_shut(monkeypatch):
     native.select_with_residual(tf.zeros(4), residual, 1, 0, "mstopk")
     np.testing.assert_array_equal(residual, [0, 1, 0, 0])
     np.testing.assert_array_equal(native.merge(tf.constant([1]), tf.ones(1), 2), [0, 1])
+
+
+@pytest.mark.parametrize("gpus", [[], ["GPU:0"]])
+@pytest.mark.parametrize("devices", ["CPU", "CPU and CUDA"])
+def test_residuals_follow_the_gradients_where_kernels_do(tmp_path, monkeypatch, gpus, devices):
+    (tmp_path / "build.json").write_text(json.dumps({"tensorflow": tf.__version__, "devices": devices}))
+    monkeypatch.setattr(native, "FOLDER", tmp_path)
+    monkeypatch.setattr(native, "library", lambda: object())
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: gpus)
+    assert native.device() == ("/gpu:0" if gpus and devices == "CPU and CUDA" else "/cpu:0")

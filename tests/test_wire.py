@@ -53,6 +53,19 @@ def test_no_entry_falls_off_the_ends_of_a_block(door: str, name: str) -> None:
     assert indices.numpy().tolist() == edges and values.numpy().tolist() == list(range(1, 9))
 
 
+@every_wire
+@every_door
+def test_the_length_is_known_while_tracing(door: str, name: str) -> None:
+    """Else it would have to be stated by an EnsureShape, which takes int32 from the GPU to the host and back."""
+    @tf.function
+    def written(entries: Sparse) -> tf.Tensor:
+        words = DOORS[door].wire_encode(Sparse(entries.indices, entries.values, 70_000), name)
+        assert words.shape == [sum(wire.wire_words(7, 70_000, name))]
+        return words
+
+    written(sparse(7, 70_000))
+
+
 def test_bytes_by_hand() -> None:
     """1,000 of 200,000 entries, which are 4 blocks; 999 need a half word of padding in each 16-bit part."""
     sizes = {name: (wire.size_bytes(1000, 200_000, name), wire.size_bytes(999, 200_000, name)) for name in SPARSE_WIRES}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -18,6 +19,7 @@ from tfcommx import reference
 from tfcommx.terms import Sparse
 
 FOLDER = Path(__file__).resolve().parent / "lib"
+GPU_DEVICES = "CPU and CUDA"  # as setup.py writes it
 REBUILD = "Rebuild it: python scripts/bootstrap.py, or python setup.py build_ext --inplace in an environment that is set up."
 
 
@@ -45,6 +47,19 @@ def library() -> Any | None:
             f"Received one built for {built} ({path}). {REBUILD}"
         )
     return tf.load_op_library(str(path))
+
+
+def has_gpu_kernels() -> bool:
+    """Return whether the library's ops but `augment` also run on GPUs: where nvcc was there when it was built.
+
+    No GPU has run them yet: until scripts/check_cuda has passed on one, they are compiled and emulated, not proven.
+    """
+    return library() is not None and json.loads((FOLDER / "build.json").read_text())["devices"] == GPU_DEVICES
+
+
+def device() -> str:
+    """Return where the residuals belong, so that kernels update them in place: with the gradients where those kernels exist."""
+    return "/gpu:0" if has_gpu_kernels() and tf.config.list_logical_devices("GPU") else "/cpu:0"
 
 
 def select(gradient: Any, k: int, seed: int, rule: str) -> Sparse:
@@ -82,18 +97,21 @@ def select_with_residual(gradient: Any, residual: tf.Variable, k: int, seed: int
     return Sparse(indices, values, _size(gradient))
 
 
-def merge(indices: Any, values: Any, size: int) -> tf.Tensor:
+def merge(indices: Any, values: Any, size: int, k: int = 0) -> tf.Tensor:
     """Add (index, value) pairs into zeros, each entry's values in the order of the list.
 
-    Args: indices int32 [pairs] in [0, size), repeats allowed; values float32 [pairs]; size of the result, in [0, 2^31).
+    Args: indices int32 [pairs] in [0, size), repeats allowed; values float32 [pairs]; size of the result, in [0, 2^31); k: the
+    list is made of runs of k pairs without a repeated index, as ranks send them; 0: any list, which CPUs merge.
     Returns: float32 [size].
     **Ranks:** local; equal lists give bit-identical results on every rank. **Cost:** one write of the result, the pairs
-    read once by each of at most 16 threads; no sort. **Raises:** InvalidArgumentError where an index is outside [0, size).
+    read once by each of at most 16 threads; no sort. On a GPU a launch for each run.
+    **Raises:** InvalidArgumentError where an index is outside [0, size); a GPU returns NaN in entry 0 instead.
     """
     ops = library()
     if ops is None:
         return reference.merge(indices, values, size)
-    return ops.tfcommx_merge(indices=indices, values=values, size=_int64(size))
+    with contextlib.nullcontext() if k else tf.device("/cpu:0"):
+        return ops.tfcommx_merge(indices=indices, values=values, size=_int64(size), k=k)
 
 
 def wire_encode(sparse: Sparse, wire: str) -> tf.Tensor:
@@ -116,7 +134,7 @@ def wire_decode(words: Any, k: int, size: int, wire: str) -> tuple[tf.Tensor, tf
     Args: words int32 [p * words], what p ranks encoded with the same k, size and wire.
     Returns: indices int32 [p * k] and values float32 [p * k], in the order of the buffers.
     **Ranks:** local. **Cost:** one pass, the buffers side by side. **Raises:** InvalidArgumentError where the length or a
-    buffer's counts do not fit k.
+    buffer's counts do not fit k; a GPU returns indices of -1 for such a buffer instead.
     """
     ops = library()
     if ops is None:

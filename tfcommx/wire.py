@@ -59,8 +59,7 @@ def encode(sparse: Sparse, wire: str) -> tf.Tensor:
         sparse: indices int32[k], ascending for block16; values float32[k], as `rounded` returned them.
         wire: one of terms.SPARSE_WIRES.
     """
-    words = native.wire_encode(sparse, wire)
-    return tf.ensure_shape(words, [sum(wire_words(sparse.indices.shape[0], sparse.size, wire))])
+    return native.wire_encode(sparse, wire)
 
 
 def merge(buffers: tf.Tensor, k: int, size: int, wire: str, shards: int = 1) -> tf.Tensor:
@@ -78,4 +77,4 @@ def merge(buffers: tf.Tensor, k: int, size: int, wire: str, shards: int = 1) -> 
     indices, values = native.wire_decode(buffers, k, size, wire)
     if shards > 1:
         indices = tf.reshape(tf.reshape(indices, [shards, -1]) + size * tf.range(shards)[:, None], [-1])
-    return tf.ensure_shape(native.merge(indices, values, shards * size), [shards * size])
+    return tf.ensure_shape(native.merge(indices, values, shards * size, k), [shards * size])

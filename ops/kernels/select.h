@@ -12,6 +12,8 @@
 //           (splitmix64(seed) >> 1) mod (entries in the band - rest + 1): every window of that length is equally likely.
 // Non-finite. A NaN or infinite acc counts as larger than everything, all of them alike: the lowest indices are chosen first,
 // and sent as they are. Their residual entries keep their old values, chosen or not, so no residual becomes non-finite.
+// Momentum. With a velocity u[n], g above stands for u = momentum u + g, rounded twice; the chosen entries of u are zeroed too.
+// Where u or acc is not finite, both u and r keep their old values.
 // Denormals. The sum g + r is flushed to zero where it is denormal, as in all of TensorFlow's arithmetic.
 // The result depends on neither the number of threads nor their timing.
 //
@@ -23,6 +25,8 @@
 
 #include "kernels/parallel.h"
 
+struct CUstream_st;  // what CUDA's cudaStream_t points to
+
 namespace tfcommx {
 
 enum class Float { float32, float16, bfloat16 };
@@ -32,6 +36,8 @@ struct Selection {
   const void* gradient;  // [n], any alignment that its type allows
   Float type;            // of the gradient
   float* residual;       // [n], updated in place; null: acc = g
+  float* velocity;       // [n], updated in place; null: no momentum
+  float momentum;        // in [0, 1)
   int64_t n;             // 0 <= n < 2^31
   int64_t k;             // 0 <= k <= n
   uint64_t seed;         // of mstopk's window
@@ -44,5 +50,16 @@ struct Selection {
 // more where the sample misled or, for `exact`, where too many entries for a list share the band. Extra memory: at most 2 % of
 // a float32 gradient's for k <= n / 100 and n >= 2^23.
 void select_cpu(const Selection& selection, const ParallelFor& parallel_for);
+
+// The same on a GPU, all pointers in its memory: queued on the stream, and nothing waits. (Compiled, and run on CPUs only: no
+// GPU has run it yet.) `workspace` is select_cuda_workspace(n) bytes, aligned to 128, of any content, in use until the stream
+// has come past. Returns null, or CUDA's message where a kernel could not be launched.
+// Cost: one pass over g and r, and bits for n / 32 words; more passes over the entries that reach the predicted threshold, or
+// over all where the sample misled. No more than eight launches. Workspace: 3.2 % of a float32 gradient and 140 kB.
+int64_t select_cuda_workspace(int64_t n);
+const char* select_cuda(const Selection& selection, void* workspace, CUstream_st* stream);
+
+// Copies within a GPU's memory, queued on the stream.
+const char* copy_cuda(void* to, const void* from, int64_t bytes, CUstream_st* stream);
 
 }  // namespace tfcommx

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels/device.h"
 #include "kernels/select.h"
 
 namespace tfcommx {
@@ -14,7 +15,7 @@ constexpr uint32_t kNotFinite = 0x7f800000u;   // keys of infinities and NaNs st
 constexpr uint32_t kMagnitude = 0x7fffffffu;   // all bits but the sign
 
 // The bits of |x|: ordered as the magnitudes are.
-inline uint32_t key_of(float x) {
+TFCOMMX_DEVICE inline uint32_t key_of(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   return bits & kMagnitude;
@@ -27,16 +28,16 @@ struct Bfloat {
   uint16_t bits;
 };
 
-inline float widen(float x) { return x; }
+TFCOMMX_DEVICE inline float widen(float x) { return x; }
 
-inline float widen(Bfloat x) {
+TFCOMMX_DEVICE inline float widen(Bfloat x) {
   const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
   float result;
   std::memcpy(&result, &bits, sizeof result);
   return result;
 }
 
-inline float widen(Half x) {
+TFCOMMX_DEVICE inline float widen(Half x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16, exponent = (x.bits >> 10) & 31u;
   uint32_t fraction = x.bits & 1023u, bits;
   if (exponent == 31) {

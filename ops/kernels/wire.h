@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "kernels/device.h"
 #include "kernels/parallel.h"
 #include "kernels/select.h"
 
@@ -20,10 +21,10 @@ struct WireLayout {
   Float type;    // of the values
   bool blocks;   // block, else pair
 
-  int64_t counts() const { return blocks ? (size + 65535) / 65536 : 0; }  // words of each part
-  int64_t places() const { return blocks ? (k + 1) / 2 : k; }
-  int64_t values() const { return type == Float::float32 ? k : (k + 1) / 2; }
-  int64_t words() const { return counts() + places() + values(); }
+  TFCOMMX_DEVICE int64_t counts() const { return blocks ? (size + 65535) / 65536 : 0; }  // words of each part
+  TFCOMMX_DEVICE int64_t places() const { return blocks ? (k + 1) / 2 : k; }
+  TFCOMMX_DEVICE int64_t values() const { return type == Float::float32 ? k : (k + 1) / 2; }
+  TFCOMMX_DEVICE int64_t words() const { return counts() + places() + values(); }
 };
 
 // Writes indices[k], ascending where the layout has blocks, and values[k] to words[layout.words()]. Returns the position of the
@@ -34,5 +35,13 @@ int64_t wire_encode_cpu(const WireLayout& layout, const int32_t* indices, const 
 // counts do not add up to k, and then the outputs are unspecified; -1: none. Cost: one pass, the buffers side by side.
 int64_t wire_decode_cpu(const WireLayout& layout, const int32_t* words, int64_t buffers, int32_t* indices, float* values,
                         const ParallelFor& parallel_for);
+
+// The same on a GPU, queued on the stream. (No GPU has run it yet.) Nothing waits, so nothing can be refused: where the indices
+// to encode are out of range or order, `words` is unspecified; of a buffer whose counts do not add up to k, all indices become
+// -1, which merge_cuda answers with NaN. Return null, or CUDA's message where a kernel could not be launched.
+const char* wire_encode_cuda(const WireLayout& layout, const int32_t* indices, const float* values, int32_t* words,
+                             CUstream_st* stream);
+const char* wire_decode_cuda(const WireLayout& layout, const int32_t* words, int64_t buffers, int32_t* indices, float* values,
+                             CUstream_st* stream);
 
 }  // namespace tfcommx

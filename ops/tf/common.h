@@ -1,4 +1,4 @@
-// What the op files share: TensorFlow's thread pool as the kernels' ParallelFor, and the checks of common inputs.
+// What the op files share: TensorFlow's thread pool as the kernels' ParallelFor, its GPU stream, and the checks of common inputs.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +9,7 @@
 #include "kernels/select.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/lib/core/threadpool.h"
+#include "xla/stream_executor/stream.h"
 
 namespace tfcommx {
 
@@ -25,6 +26,30 @@ inline ParallelFor pool_of(tensorflow::OpKernelContext* context) {
       for (int64_t turn = first; turn < last; ++turn) body(turn);
     });
   };
+}
+
+inline CUstream_st* stream_of(tensorflow::OpKernelContext* context) {
+  return static_cast<CUstream_st*>(context->op_device_context()->stream()->platform_specific_handle().stream);
+}
+
+// error: what a kernel's _cuda function returned.
+inline absl::Status launched(const tensorflow::OpKernelContext* context, const char* error) {
+  if (!error) return absl::OkStatus();
+  return tensorflow::errors::Internal("CUDA must launch the kernels of ", context->op_kernel().name(), ". It says: ", error,
+                                      ". Was the library built for this GPU and driver?");
+}
+
+// Runs a selection on the device that holds its arrays.
+template <bool kGpu>
+absl::Status select_on_device(tensorflow::OpKernelContext* context, const Selection& selection) {
+  if constexpr (kGpu) {
+    tensorflow::Tensor workspace;
+    TF_RETURN_IF_ERROR(context->allocate_temp(tensorflow::DT_UINT8, {select_cuda_workspace(selection.n)}, &workspace));
+    return launched(context, select_cuda(selection, workspace.data(), stream_of(context)));
+  } else {
+    select_cpu(selection, pool_of(context));
+    return absl::OkStatus();
+  }
 }
 
 template <class T>

@@ -13,6 +13,7 @@ REGISTER_OP("TfcommxMerge")
     .Input("indices: int32")
     .Input("values: float")
     .Input("size: int64")
+    .Attr("k: int >= 0 = 0")
     .Output("dense: float")
     .SetShapeFn([](tensorflow::shape_inference::InferenceContext* c) {
       tensorflow::shape_inference::ShapeHandle pairs;
@@ -27,12 +28,16 @@ REGISTER_OP("TfcommxMerge")
 
 indices: int32 [pairs], in [0, size).
 values: float32 [pairs].
+k: the list is made of runs of k pairs, and in a run no index repeats; 0: it may be any list, which only CPUs merge.
 dense: float32 [size].
 )");
 
+template <bool kGpu>
 class MergeOp : public tensorflow::OpKernel {
  public:
-  using OpKernel::OpKernel;
+  explicit MergeOp(tensorflow::OpKernelConstruction* construction) : OpKernel(construction) {
+    OP_REQUIRES_OK(construction, construction->GetAttr("k", &k_));
+  }
 
   void Compute(tensorflow::OpKernelContext* context) override {
     const tensorflow::Tensor &indices = context->input(0), &values = context->input(1);
@@ -44,19 +49,33 @@ class MergeOp : public tensorflow::OpKernel {
     OP_REQUIRES(context, size >= 0 && size <= std::numeric_limits<int32_t>::max(),
                 tensorflow::errors::InvalidArgument("`size` must be in [0, 2^31). Received ", size, " (",
                                                     context->op_kernel().name(), "). Cut what is longer into buckets."));
+    OP_REQUIRES(context, k_ > 0 ? pairs % k_ == 0 : !kGpu || pairs == 0,
+                tensorflow::errors::InvalidArgument("The pairs must be runs of `k`, and on a GPU `k` must be given. Received ", pairs,
+                                                    " pairs, k=", k_, " (", context->op_kernel().name(),
+                                                    "). Pass the entries that each rank sent as `k`, or merge on /cpu:0."));
     tensorflow::Tensor* dense;
     OP_REQUIRES_OK(context, context->allocate_output(0, {size}, &dense));
     const int32_t* first = static_cast<const int32_t*>(indices.data());
-    const int64_t outside = merge_cpu({first, static_cast<const float*>(values.data()), pairs, static_cast<float*>(dense->data()), size},
-                                      pool_of(context));
-    OP_REQUIRES(context, outside < 0,
-                tensorflow::errors::InvalidArgument("Indices must be in [0, ", size, "). Received ", outside < 0 ? 0 : first[outside],
-                                                    " at position ", outside, " (", context->op_kernel().name(),
-                                                    "). Do all ranks have the same plan?"));
+    const Merge merge{first, static_cast<const float*>(values.data()), pairs, static_cast<float*>(dense->data()), size};
+    if constexpr (kGpu) {
+      OP_REQUIRES_OK(context, launched(context, merge_cuda(merge, k_, stream_of(context))));
+    } else {
+      const int64_t outside = merge_cpu(merge, pool_of(context));
+      OP_REQUIRES(context, outside < 0,
+                  tensorflow::errors::InvalidArgument("Indices must be in [0, ", size, "). Received ", outside < 0 ? 0 : first[outside],
+                                                      " at position ", outside, " (", context->op_kernel().name(),
+                                                      "). Do all ranks have the same plan?"));
+    }
   }
+
+ private:
+  int64_t k_;
 };
 
-REGISTER_KERNEL_BUILDER(Name("TfcommxMerge").Device(tensorflow::DEVICE_CPU), MergeOp);
+REGISTER_KERNEL_BUILDER(Name("TfcommxMerge").Device(tensorflow::DEVICE_CPU), MergeOp<false>);
+#if TFCOMMX_CUDA
+REGISTER_KERNEL_BUILDER(Name("TfcommxMerge").Device(tensorflow::DEVICE_GPU).HostMemory("size"), MergeOp<true>);
+#endif
 
 }  // namespace
 }  // namespace tfcommx

@@ -31,7 +31,7 @@ indices: int32 [k], ascending, unique, in [0, n).
 values: float32 [k], gradient[indices].
 )");
 
-template <class T>
+template <class T, bool kGpu>
 class SelectOp : public tensorflow::OpKernel {
  public:
   explicit SelectOp(tensorflow::OpKernelConstruction* construction) : OpKernel(construction) {
@@ -49,9 +49,9 @@ class SelectOp : public tensorflow::OpKernel {
     OP_REQUIRES_OK(context, context->allocate_output(0, {k}, &indices));
     OP_REQUIRES_OK(context, context->allocate_output(1, {k}, &values));
     const uint64_t seed = static_cast<uint64_t>(context->input(2).scalar<int64_t>()());
-    select_cpu({gradient.data(), float_of<T>(), nullptr, n, k, seed, rule_, static_cast<int32_t*>(indices->data()),
-                static_cast<float*>(values->data())},
-               pool_of(context));
+    OP_REQUIRES_OK(context, select_on_device<kGpu>(context, {gradient.data(), float_of<T>(), nullptr, nullptr, 0.0f, n, k, seed, rule_,
+                                                             static_cast<int32_t*>(indices->data()),
+                                                             static_cast<float*>(values->data())}));
   }
 
  private:
@@ -59,11 +59,22 @@ class SelectOp : public tensorflow::OpKernel {
 };
 
 #define REGISTER(T) \
-  REGISTER_KERNEL_BUILDER(Name("TfcommxSelect").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"), SelectOp<T>)
+  REGISTER_KERNEL_BUILDER(Name("TfcommxSelect").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"), SelectOp<T, false>)
 REGISTER(float);
 REGISTER(Eigen::half);
 REGISTER(tensorflow::bfloat16);
 #undef REGISTER
+
+#if TFCOMMX_CUDA
+#define REGISTER(T)                                                                                                               \
+  REGISTER_KERNEL_BUILDER(                                                                                                        \
+      Name("TfcommxSelect").Device(tensorflow::DEVICE_GPU).TypeConstraint<T>("T").HostMemory("k").HostMemory("seed"), \
+      SelectOp<T, true>)
+REGISTER(float);
+REGISTER(Eigen::half);
+REGISTER(tensorflow::bfloat16);
+#undef REGISTER
+#endif
 
 }  // namespace
 }  // namespace tfcommx

@@ -39,16 +39,21 @@ values: float32 [k].
 )");
 
 // A tensor that others still read (a value read from the variable before) must not change under them.
+template <bool kGpu>
 absl::Status make_own(tensorflow::OpKernelContext* context, tensorflow::Tensor* tensor) {
   if (tensor->RefCountIsOne()) return absl::OkStatus();
   tensorflow::Tensor own;
   TF_RETURN_IF_ERROR(context->allocate_temp(tensorflow::DT_FLOAT, tensor->shape(), &own));
-  std::memcpy(own.data(), tensor->data(), tensor->TotalBytes());
+  if constexpr (kGpu) {
+    TF_RETURN_IF_ERROR(launched(context, copy_cuda(own.data(), tensor->data(), tensor->TotalBytes(), stream_of(context))));
+  } else {
+    std::memcpy(own.data(), tensor->data(), tensor->TotalBytes());
+  }
   *tensor = own;
   return absl::OkStatus();
 }
 
-template <class T>
+template <class T, bool kGpu>
 class SelectResidualOp : public tensorflow::OpKernel {
  public:
   explicit SelectResidualOp(tensorflow::OpKernelConstruction* construction) : OpKernel(construction) {
@@ -74,15 +79,15 @@ class SelectResidualOp : public tensorflow::OpKernel {
                 tensorflow::errors::InvalidArgument("`residual` must be a float32 variable of as many entries as `gradient`, ", n,
                                                     ". Received ", variable->DebugString(), " (", context->op_kernel().name(),
                                                     "). Make it anew for this bucket."));
-    OP_REQUIRES_OK(context, make_own(context, residual));
+    OP_REQUIRES_OK(context, make_own<kGpu>(context, residual));
 
     tensorflow::Tensor *indices, *values;
     OP_REQUIRES_OK(context, context->allocate_output(0, {k}, &indices));
     OP_REQUIRES_OK(context, context->allocate_output(1, {k}, &values));
     const uint64_t seed = static_cast<uint64_t>(context->input(3).scalar<int64_t>()());
-    select_cpu({gradient.data(), float_of<T>(), static_cast<float*>(residual->data()), n, k, seed, rule_,
-                static_cast<int32_t*>(indices->data()), static_cast<float*>(values->data())},
-               pool_of(context));
+    OP_REQUIRES_OK(context, select_on_device<kGpu>(context, {gradient.data(), float_of<T>(), static_cast<float*>(residual->data()),
+                                                             nullptr, 0.0f, n, k, seed, rule_, static_cast<int32_t*>(indices->data()),
+                                                             static_cast<float*>(values->data())}));
   }
 
  private:
@@ -91,11 +96,26 @@ class SelectResidualOp : public tensorflow::OpKernel {
 
 #define REGISTER(T)                                                                                             \
   REGISTER_KERNEL_BUILDER(Name("TfcommxSelectResidual").Device(tensorflow::DEVICE_CPU).TypeConstraint<T>("T"), \
-                          SelectResidualOp<T>)
+                          SelectResidualOp<T, false>)
 REGISTER(float);
 REGISTER(Eigen::half);
 REGISTER(tensorflow::bfloat16);
 #undef REGISTER
+
+#if TFCOMMX_CUDA
+#define REGISTER(T)                                         \
+  REGISTER_KERNEL_BUILDER(Name("TfcommxSelectResidual")     \
+                              .Device(tensorflow::DEVICE_GPU) \
+                              .TypeConstraint<T>("T")       \
+                              .HostMemory("residual")       \
+                              .HostMemory("k")              \
+                              .HostMemory("seed"),          \
+                          SelectResidualOp<T, true>)
+REGISTER(float);
+REGISTER(Eigen::half);
+REGISTER(tensorflow::bfloat16);
+#undef REGISTER
+#endif
 
 }  // namespace
 }  // namespace tfcommx

@@ -11,6 +11,19 @@ namespace {
 constexpr char kFormats[] =
     "format: {'pair32', 'pair16/float16', 'pair16/bfloat16', 'block16/float32', 'block16/float16', 'block16/bfloat16'}";
 
+// The layout that the attributes name, all but k.
+template <class Context>
+absl::Status layout_of(Context* context, WireLayout* layout) {
+  std::string format;
+  TF_RETURN_IF_ERROR(context->GetAttr("format", &format));
+  TF_RETURN_IF_ERROR(context->GetAttr("size", &layout->size));
+  layout->blocks = format.rfind("block16", 0) == 0;
+  layout->type = format == "pair32" || format == "block16/float32" ? Float::float32
+                 : format.find("bfloat16") != std::string::npos    ? Float::bfloat16
+                                                                   : Float::float16;
+  return absl::OkStatus();
+}
+
 REGISTER_OP("TfcommxWireEncode")
     .Input("indices: int32")
     .Input("values: float")
@@ -21,7 +34,11 @@ REGISTER_OP("TfcommxWireEncode")
       tensorflow::shape_inference::ShapeHandle entries;
       TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 1, &entries));
       TF_RETURN_IF_ERROR(c->Merge(c->input(1), entries, &entries));
-      c->set_output(0, c->Vector(c->UnknownDim()));
+      WireLayout layout{};
+      TF_RETURN_IF_ERROR(layout_of(c, &layout));
+      const bool known = c->ValueKnown(c->Dim(entries, 0));
+      if (known) layout.k = c->Value(c->Dim(entries, 0));
+      c->set_output(0, c->Vector(known ? c->MakeDim(layout.words()) : c->UnknownDim()));
       return absl::OkStatus();
     })
     .Doc(R"(Writes k entries of a vector of `size` as int32 words; ops/kernels/wire.h has the layout.
@@ -54,22 +71,17 @@ values: float32 [buffers * k].
 class WireOp : public tensorflow::OpKernel {
  public:
   explicit WireOp(tensorflow::OpKernelConstruction* context) : OpKernel(context) {
-    std::string format;
-    OP_REQUIRES_OK(context, context->GetAttr("format", &format));
-    OP_REQUIRES_OK(context, context->GetAttr("size", &layout_.size));
+    OP_REQUIRES_OK(context, layout_of(context, &layout_));
     OP_REQUIRES(context, layout_.size <= std::numeric_limits<int32_t>::max(),
                 tensorflow::errors::InvalidArgument("`size` must be in [0, 2^31). Received ", layout_.size, " (", name(),
                                                     "). Cut what is longer into buckets."));
-    layout_.blocks = format.rfind("block16", 0) == 0;
-    layout_.type = format == "pair32" || format == "block16/float32" ? Float::float32
-                   : format.find("bfloat16") != std::string::npos    ? Float::bfloat16
-                                                                     : Float::float16;
   }
 
  protected:
   WireLayout layout_{};
 };
 
+template <bool kGpu>
 class EncodeOp : public WireOp {
  public:
   using WireOp::WireOp;
@@ -85,14 +97,21 @@ class EncodeOp : public WireOp {
     tensorflow::Tensor* words;
     OP_REQUIRES_OK(context, context->allocate_output(0, {layout.words()}, &words));
     const int32_t* from = static_cast<const int32_t*>(indices.data());
-    const int64_t bad = wire_encode_cpu(layout, from, static_cast<const float*>(values.data()), static_cast<int32_t*>(words->data()));
-    OP_REQUIRES(context, bad < 0,
-                tensorflow::errors::InvalidArgument("Indices must be in [0, ", layout.size, ")", layout.blocks ? " and ascending" : "",
-                                                    ". Received ", bad < 0 ? 0 : from[bad], " at position ", bad, " (", name(),
-                                                    "). Does the selection rule sort them?"));
+    const float* numbers = static_cast<const float*>(values.data());
+    int32_t* to = static_cast<int32_t*>(words->data());
+    if constexpr (kGpu) {
+      OP_REQUIRES_OK(context, launched(context, wire_encode_cuda(layout, from, numbers, to, stream_of(context))));
+    } else {
+      const int64_t bad = wire_encode_cpu(layout, from, numbers, to);
+      OP_REQUIRES(context, bad < 0,
+                  tensorflow::errors::InvalidArgument("Indices must be in [0, ", layout.size, ")", layout.blocks ? " and ascending" : "",
+                                                      ". Received ", bad < 0 ? 0 : from[bad], " at position ", bad, " (", name(),
+                                                      "). Does the selection rule sort them?"));
+    }
   }
 };
 
+template <bool kGpu>
 class DecodeOp : public WireOp {
  public:
   explicit DecodeOp(tensorflow::OpKernelConstruction* context) : WireOp(context) {
@@ -108,17 +127,26 @@ class DecodeOp : public WireOp {
     tensorflow::Tensor *indices, *values;
     OP_REQUIRES_OK(context, context->allocate_output(0, {buffers * layout_.k}, &indices));
     OP_REQUIRES_OK(context, context->allocate_output(1, {buffers * layout_.k}, &values));
-    const int64_t bad = wire_decode_cpu(layout_, static_cast<const int32_t*>(words.data()), buffers,
-                                        static_cast<int32_t*>(indices->data()), static_cast<float*>(values->data()),
-                                        pool_of(context));
-    OP_REQUIRES(context, bad < 0,
-                tensorflow::errors::InvalidArgument("Each buffer must hold ", layout_.k, " entries. Buffer ", bad,
-                                                    " does not (", name(), "). Do all ranks have the same plan?"));
+    const int32_t* from = static_cast<const int32_t*>(words.data());
+    int32_t* places = static_cast<int32_t*>(indices->data());
+    float* numbers = static_cast<float*>(values->data());
+    if constexpr (kGpu) {
+      OP_REQUIRES_OK(context, launched(context, wire_decode_cuda(layout_, from, buffers, places, numbers, stream_of(context))));
+    } else {
+      const int64_t bad = wire_decode_cpu(layout_, from, buffers, places, numbers, pool_of(context));
+      OP_REQUIRES(context, bad < 0,
+                  tensorflow::errors::InvalidArgument("Each buffer must hold ", layout_.k, " entries. Buffer ", bad,
+                                                      " does not (", name(), "). Do all ranks have the same plan?"));
+    }
   }
 };
 
-REGISTER_KERNEL_BUILDER(Name("TfcommxWireEncode").Device(tensorflow::DEVICE_CPU), EncodeOp);
-REGISTER_KERNEL_BUILDER(Name("TfcommxWireDecode").Device(tensorflow::DEVICE_CPU), DecodeOp);
+REGISTER_KERNEL_BUILDER(Name("TfcommxWireEncode").Device(tensorflow::DEVICE_CPU), EncodeOp<false>);
+REGISTER_KERNEL_BUILDER(Name("TfcommxWireDecode").Device(tensorflow::DEVICE_CPU), DecodeOp<false>);
+#if TFCOMMX_CUDA
+REGISTER_KERNEL_BUILDER(Name("TfcommxWireEncode").Device(tensorflow::DEVICE_GPU), EncodeOp<true>);
+REGISTER_KERNEL_BUILDER(Name("TfcommxWireDecode").Device(tensorflow::DEVICE_GPU), DecodeOp<true>);
+#endif
 
 }  // namespace
 }  // namespace tfcommx

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import tensorflow as tf
 
-from tfcommx import exchange, selection, wire
+from tfcommx import exchange, native, selection, wire
 from tfcommx.comm import Comm
 from tfcommx.exchange import allreduce
 from tfcommx.terms import Bucket, Plan, PlanError, Sparse, first_difference
@@ -157,7 +157,7 @@ class Exchange:
 
     def _make_residual(self, bucket: Bucket) -> None:
         start, stop = exchange.route(bucket.route).shard(bucket, self.plan.topology, self.comm.rank)
-        with tf.device("/cpu:0"):  # where the kernels are that update it in place
+        with tf.device(native.device()):
             self.residuals[bucket.name] = tf.Variable(tf.zeros(stop - start), trainable=False, name=f"{bucket.name}/residual")
 
     def _selector(self, bucket: Bucket, index: int, step: tf.Tensor) -> Callable[[tf.Tensor], Sparse] | None:

@@ -1,0 +1,107 @@
+// The wire formats on GPUs. Compiled by nvcc, and run on CPUs by tests/cuda_on_cpu; no GPU has run it yet.
+#include "kernels/cuda.h"
+#include "kernels/wire.h"
+#include "kernels/wire_float.h"
+
+namespace tfcommx {
+namespace {
+
+__device__ int64_t thread() { return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; }
+
+int64_t blocks(int64_t threads) { return (threads + kThreads - 1) / kThreads; }
+
+// How many of the ascending indices are below `limit`.
+__device__ int64_t count_below(const int32_t* indices, int64_t k, int64_t limit) {
+  int64_t first = 0;
+  while (first < k) {
+    const int64_t middle = first + (k - first) / 2;
+    if (indices[middle] < limit) {
+      first = middle + 1;
+    } else {
+      k = middle;
+    }
+  }
+  return first;
+}
+
+// Two 16-bit parts as a word; the second of the last word may be missing.
+template <class Part>
+__device__ uint32_t word_of_two(int64_t word, int64_t k, const Part& part) {
+  return part(2 * word) | (2 * word + 1 < k ? static_cast<uint32_t>(part(2 * word + 1)) << 16 : 0);
+}
+
+__device__ uint16_t narrow(Float type, float value) { return type == Float::float16 ? to_float16(value) : to_bfloat16(value); }
+
+// One word of each part by each thread.
+__global__ void __launch_bounds__(kThreads) encode(WireLayout layout, const int32_t* indices, const float* values, int32_t* words) {
+  const int64_t i = thread(), k = layout.k;
+  int32_t *places = words + layout.counts(), *last = places + layout.places();
+  if (i < layout.counts())
+    words[i] = static_cast<int32_t>(count_below(indices, k, (i + 1) * 65536) - count_below(indices, k, i * 65536));
+  if (i < layout.places())
+    places[i] = layout.blocks ? word_of_two(i, k, [&](int64_t j) { return static_cast<uint16_t>(indices[j]); }) : indices[i];
+  if (i < layout.values())
+    last[i] = layout.type == Float::float32 ? bits_of(values[i])
+                                            : word_of_two(i, k, [&](int64_t j) { return narrow(layout.type, values[j]); });
+}
+
+// One entry by each thread, of all buffers.
+__global__ void __launch_bounds__(kThreads) decode_entries(WireLayout layout, const int32_t* words, int64_t entries,
+                                                           int32_t* indices, float* values) {
+  const int64_t i = thread(), k = layout.k;
+  if (i >= entries) return;
+  const int32_t* places = words + i / k * layout.words() + layout.counts();
+  if (!layout.blocks) indices[i] = places[i % k];
+  const int32_t* last = places + layout.places();
+  const uint16_t* narrowed = reinterpret_cast<const uint16_t*>(last);
+  values[i] = layout.type == Float::float32   ? float_of(last[i % k])
+              : layout.type == Float::float16 ? from_float16(narrowed[i % k])
+                                              : from_bfloat16(narrowed[i % k]);
+}
+
+// A stretch of 65,536 places of one buffer by each block of threads.
+__global__ void __launch_bounds__(kThreads) decode_offsets(WireLayout layout, const int32_t* words, int32_t* indices) {
+  __shared__ uint64_t start, total;
+  const int64_t counts = layout.counts(), buffer = blockIdx.x / counts, mine = blockIdx.x % counts;
+  const uint32_t* count = reinterpret_cast<const uint32_t*>(words + buffer * layout.words());  // what is negative becomes huge
+  const uint16_t* offsets = reinterpret_cast<const uint16_t*>(count + counts);
+  uint64_t before = 0, all = 0;
+  for (int64_t i = threadIdx.x; i < counts; i += kThreads) {
+    all += count[i];
+    if (i < mine) before += count[i];
+  }
+  const uint64_t all_before = exclusive_sum_of_block(all), before_before = exclusive_sum_of_block(before);
+  if (threadIdx.x == kThreads - 1) {
+    total = all_before + all;
+    start = before_before + before;
+  }
+  __syncthreads();
+  indices += buffer * layout.k;
+  if (total == static_cast<uint64_t>(layout.k)) {
+    for (uint64_t i = start + threadIdx.x; i < start + count[mine]; i += kThreads)
+      indices[i] = static_cast<int32_t>(mine * 65536 + offsets[i]);
+  } else if (mine == 0) {
+    for (int64_t i = threadIdx.x; i < layout.k; i += kThreads) indices[i] = -1;
+  }
+}
+
+}  // namespace
+
+const char* wire_encode_cuda(const WireLayout& layout, const int32_t* indices, const float* values, int32_t* words,
+                             CUstream_st* stream) {
+  if (layout.words() == 0) return nullptr;
+  const int64_t most = layout.counts() > layout.k ? layout.counts() : layout.k;
+  launch(encode, blocks(most), stream, layout, indices, values, words);
+  return launch_error();
+}
+
+const char* wire_decode_cuda(const WireLayout& layout, const int32_t* words, int64_t buffers, int32_t* indices, float* values,
+                             CUstream_st* stream) {
+  const int64_t entries = buffers * layout.k;
+  if (entries == 0) return nullptr;
+  launch(decode_entries, blocks(entries), stream, layout, words, entries, indices, values);
+  if (layout.blocks && layout.counts()) launch(decode_offsets, buffers * layout.counts(), stream, layout, words, indices);
+  return launch_error();
+}
+
+}  // namespace tfcommx

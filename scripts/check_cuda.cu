@@ -1,0 +1,305 @@
+// Claim: the CUDA kernels choose what the contract in ops/kernels says, and selection with error feedback takes at most 1.25
+// times as long as moving 16 bytes an entry. Built and started by scripts/check_cuda; needs neither TensorFlow nor Python.
+//
+// Checks, on fresh random inputs: selection against its definition, computed with sums and magnitudes in float64, and against
+// the CPU kernel; merge and wire against the CPU kernels; every array lies between guards that must stay untouched. Then times
+// selection in turns with a copy of 8 bytes an entry (which moves 16) and with the bare addition r += g. Prints one JSON object
+// a line: {"name": "check", "cases", "failures"}, then those of scripts/bench_select.py.
+#include "check_cuda.h"
+
+#if defined(__CUDACC__) && __has_include(<cub/device/device_topk.cuh>)  // from CCCL 3.2 on
+#define HAVE_CUB_TOPK
+#include <cub/device/device_topk.cuh>
+#include <thrust/iterator/counting_iterator.h>
+#include <thrust/iterator/transform_iterator.h>
+#endif
+
+#include "kernels/merge.h"
+#include "kernels/select_scan.h"
+#include "kernels/wire.h"
+
+namespace {
+
+constexpr double kAllowed = 1.25;  // times the copy
+constexpr int kWarmUps = 3;
+
+int checked = 0, failures = 0;
+
+void report(bool good, const std::string& what) {
+  ++checked;
+  if (good) return;
+  if (++failures <= 20) std::fprintf(stderr, "FAILED: %s\n", what.c_str());
+}
+
+void check_selection(int64_t number, int64_t largest, std::mt19937_64& random) {
+  const Problem p = draw_problem(number, largest, random);
+  const size_t skip = random() % 8;
+  const std::string what = std::string("select ") + kKinds[number % std::size(kKinds)] + " " + kTypes[static_cast<int>(p.type)] + " " +
+                           kRules[static_cast<int>(p.rule)] + " n " + std::to_string(p.n) + " k " + std::to_string(p.k) + " skip " +
+                           std::to_string(skip) + (p.residual.empty() ? "" : " residual") + (p.velocity.empty() ? "" : " velocity");
+  const Result right = expected(p);
+  bool guarded = true;
+  const Result mine = on_gpu(p, skip, &guarded);
+  report(guarded, what + ": wrote beyond its arrays");
+  report(same(mine, right), what + ": differs from the definition");
+  if (p.velocity.empty()) report(same(on_cpu(p), right), what + ": the CPU kernel differs from the definition");
+}
+
+#ifndef __CUDACC__
+// A wrong result would be noticed above, but not that everything is a candidate. Each entry that is sampled or a candidate costs
+// an atomic addition, and so do the bins that they fall into.
+void check_prediction(std::mt19937_64& random) {
+  Problem p;
+  p.n = 400000;
+  p.k = p.n / 100;
+  p.type = Float::float32;
+  p.rule = Rule::mstopk;
+  p.seed = random();
+  p.wide = make("normal", p.n, 0, random);
+  p.gradient.resize(4 * p.n);
+  std::memcpy(p.gradient.data(), p.wide.data(), 4 * p.n);
+  cuda_on_cpu::atomics = 0;
+  bool guarded = true;
+  on_gpu(p, 0, &guarded);
+  report(cuda_on_cpu::atomics < p.n / 8, "the sample must leave few candidates: atomic additions " + std::to_string(cuda_on_cpu::atomics));
+}
+#endif
+
+std::vector<int32_t> draw_indices(int64_t k, int64_t n, std::mt19937_64& random) {  // ascending, unique
+  std::vector<int32_t> result;
+  for (int64_t i = 0, left = k; left > 0; ++i) {
+    if (static_cast<int64_t>(random() % (n - i)) >= left) continue;
+    result.push_back(static_cast<int32_t>(i));
+    --left;
+  }
+  return result;
+}
+
+void check_merge(std::mt19937_64& random) {
+  const int64_t n = 1 + random() % 5000, k = random() % (n + 1), ranks = random() % 6;
+  std::normal_distribution<float> normal;
+  std::vector<int32_t> indices;
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    const std::vector<int32_t> run = draw_indices(k, n, random);
+    indices.insert(indices.end(), run.begin(), run.end());
+  }
+  std::vector<float> values(indices.size()), right(n);
+  for (auto& one : values) one = normal(random) * std::pow(10.0f, static_cast<float>(random() % 7) - 3);
+  const int64_t pairs = static_cast<int64_t>(indices.size());
+  merge_cpu({indices.data(), values.data(), pairs, right.data(), n}, in_turn);
+  const bool outside = pairs && random() % 4 == 0;
+  if (outside) indices[random() % pairs] = random() % 2 ? -1 : static_cast<int32_t>(n);
+  OnDevice<int32_t> from(indices);
+  OnDevice<float> weights(values), dense(n, random() % 4);
+  need(merge_cuda({from.data(), weights.data(), pairs, dense.data(), n}, k, stream), "merge_cuda");
+  const std::vector<float> mine = dense.get();
+  report(dense.untouched && (outside ? std::isnan(mine[0]) : same(mine, right)),
+         "merge n " + std::to_string(n) + " k " + std::to_string(k));
+}
+
+void check_wire(std::mt19937_64& random) {
+  const int64_t size = random() % 3 ? 1 + random() % 5000 : 65536 * (random() % 5) + 1 + random() % 3;
+  const int64_t k = std::min<int64_t>(size, random() % 3000), buffers = 1 + random() % 3;
+  const WireLayout layout{k, size, static_cast<Float>(random() % 3), random() % 2 == 0};
+  const std::string what = "wire size " + std::to_string(size) + " k " + std::to_string(k) + " " + kTypes[static_cast<int>(layout.type)];
+  std::vector<int32_t> all;
+  for (int64_t buffer = 0; buffer < buffers; ++buffer) {
+    const std::vector<int32_t> indices = draw_indices(k, size, random);
+    std::vector<float> values(k);
+    for (auto& one : values) one = float_of(static_cast<uint32_t>(random()));
+    std::vector<int32_t> right(layout.words());
+    wire_encode_cpu(layout, indices.data(), values.data(), right.data());
+    OnDevice<int32_t> from(indices), words(layout.words());
+    OnDevice<float> weights(values);
+    need(wire_encode_cuda(layout, from.data(), weights.data(), words.data(), stream), "wire_encode_cuda");
+    report(words.get() == right && words.untouched, what + ": encode");
+    all.insert(all.end(), right.begin(), right.end());
+  }
+  const bool broken = layout.blocks && k && random() % 4 == 0;
+  if (broken) all[random() % layout.counts()] += random() % 2 ? 1 : -5000;
+  std::vector<int32_t> right(buffers * k);
+  std::vector<float> right_values(buffers * k);
+  wire_decode_cpu(layout, all.data(), buffers, right.data(), right_values.data(), in_turn);
+  if (broken) std::fill_n(right.begin(), k, -1);
+  OnDevice<int32_t> from(all), indices(buffers * k);
+  OnDevice<float> values(buffers * k);
+  need(wire_decode_cuda(layout, from.data(), buffers, indices.data(), values.data(), stream), "wire_decode_cuda");
+  report(indices.get() == right && same(values.get(), right_values) && indices.untouched && values.untouched, what + ": decode");
+}
+
+// r += g and nothing else: 12 bytes an entry.
+__global__ void __launch_bounds__(kThreads) bare_add(const float* gradient, float* residual, int64_t n) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i < n) residual[i] += gradient[i];
+}
+
+#ifdef HAVE_CUB_TOPK
+struct Magnitude {
+  __host__ __device__ uint32_t operator()(float x) const { return key_of(x); }
+};
+
+__global__ void __launch_bounds__(kThreads) take(float* residual, const int32_t* indices, float* values, int64_t k) {
+  const int64_t j = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (j >= k) return;
+  values[j] = residual[indices[j]];
+  residual[indices[j]] = 0;
+}
+
+// The bare addition, CUB's top k of the magnitudes in any order, and the chosen entries taken out. First with workspace null: then
+// only `bytes` is set.
+void select_with_cub(const float* gradient, float* residual, int64_t n, int64_t k, void* workspace, size_t* bytes, uint32_t* keys,
+                     int32_t* indices, float* values) {
+  namespace execution = cuda::execution;
+  const auto free_order = execution::require(execution::determinism::not_guaranteed, execution::output_ordering::unsorted);
+  const auto environment = cuda::std::execution::env{cuda::stream_ref{stream}, free_order};
+  if (workspace) launch(bare_add, (n + kThreads - 1) / kThreads, stream, gradient, residual, n);
+  need(cub::DeviceTopK::MaxPairs(workspace, *bytes, thrust::make_transform_iterator(residual, Magnitude{}), keys,
+                                 thrust::make_counting_iterator(int32_t{0}), indices, n, k, environment),
+       "cub::DeviceTopK");
+  if (workspace) launch(take, (k + kThreads - 1) / kThreads, stream, residual, indices, values, k);
+}
+#endif
+
+// Seconds of each step, queued one after another: the host is ahead of the GPU, as in training.
+std::vector<double> seconds(const std::vector<std::function<void()>>& steps) {
+  std::vector<cudaEvent_t> events(steps.size() + 1);
+  for (auto& event : events) need(cudaEventCreate(&event), "cudaEventCreate");
+  need(cudaEventRecord(events[0], stream), "cudaEventRecord");
+  for (size_t i = 0; i < steps.size(); ++i) {
+    steps[i]();
+    need(cudaEventRecord(events[i + 1], stream), "cudaEventRecord");
+  }
+  need(cudaStreamSynchronize(stream), "a kernel");
+  std::vector<double> result;
+  for (size_t i = 0; i < steps.size(); ++i) {
+    float milliseconds = 0;
+    need(cudaEventElapsedTime(&milliseconds, events[i], events[i + 1]), "cudaEventElapsedTime");
+    result.push_back(milliseconds * 1e-3);
+  }
+  for (const auto event : events) need(cudaEventDestroy(event), "cudaEventDestroy");
+  return result;
+}
+
+bool time_selection(int64_t n, double density, Float type, int rounds, const char* device, std::mt19937_64& random) {
+  Problem p;
+  p.n = n;
+  p.k = std::max<int64_t>(1, static_cast<int64_t>(n * density));
+  p.type = type;
+  p.seed = random();
+  p.wide = make("normal", n, 0, random);
+  p.residual = make("normal", n, 0, random);
+  const size_t entry = type == Float::float32 ? 4 : 2;
+  p.gradient.resize(n * entry);
+  for (int64_t i = 0; i < n; ++i) {
+    const uint16_t bits = type == Float::float16 ? to_float16(p.wide[i]) : to_bfloat16(p.wide[i]);
+    if (type == Float::float32) {
+      std::memcpy(&p.gradient[4 * i], &p.wide[i], 4);
+    } else {
+      std::memcpy(&p.gradient[2 * i], &bits, 2);
+      p.wide[i] = type == Float::float16 ? from_float16(bits) : from_bfloat16(bits);
+    }
+  }
+  OnDevice<char> gradient(p.gradient), workspace(select_cuda_workspace(n)), from(8 * n), to(8 * n);
+  OnDevice<float> wide(p.wide), added(p.residual), values(p.k);
+  OnDevice<int32_t> indices(p.k);
+  bool good = true, first = true;
+  for (const Rule rule : {Rule::exact, Rule::mstopk}) {
+    p.rule = rule;
+    OnDevice<float> residual(p.residual);
+    Selection s = selection(p, gradient.data(), residual.data(), nullptr, indices.data(), values.data());
+    need(select_cuda(s, workspace.data(), stream), "select_cuda");
+    const Result right = expected(p);
+    const bool verified = same({indices.get(), values.get(), residual.get(), {}}, right);
+    good = good && verified;
+    std::vector<const char*> names = {"copy_16_bytes", "residual_add", kRules[static_cast<int>(rule)]};
+    std::vector<std::function<void()>> steps = {
+        [&] { need(cudaMemcpyAsync(to.data(), from.data(), 8 * n, cudaMemcpyDeviceToDevice, stream), "copy"); },
+        [&] { launch(bare_add, (n + kThreads - 1) / kThreads, stream, wide.data(), added.data(), n); },
+        [&] { need(select_cuda(s, workspace.data(), stream), "select_cuda"); }};
+    std::vector<bool> right_ones = {true, true, verified};
+#ifdef HAVE_CUB_TOPK
+    size_t bytes = 0;
+    OnDevice<float> kept(p.residual);
+    OnDevice<uint32_t> keys(p.k);
+    select_with_cub(wide.data(), kept.data(), n, p.k, nullptr, &bytes, keys.data(), indices.data(), values.data());
+    OnDevice<char> scratch(bytes);
+    const auto cub_topk = [&] {
+      select_with_cub(wide.data(), kept.data(), n, p.k, scratch.data(), &bytes, keys.data(), indices.data(), values.data());
+    };
+    cub_topk();
+    std::vector<int32_t> chosen = indices.get();
+    std::sort(chosen.begin(), chosen.end());
+    names.push_back("cub_topk");
+    steps.push_back(cub_topk);
+    right_ones.push_back(chosen == right.indices);  // printed for `exact`
+#endif
+    std::vector<std::vector<double>> times(steps.size());
+    for (int round = -kWarmUps; round < rounds; ++round) {
+      ++s.seed;
+      const std::vector<double> round_times = seconds(steps);
+      for (size_t j = 0; j < steps.size() && round >= 0; ++j) times[j].push_back(round_times[j]);
+    }
+    const auto median = [&](size_t which) {
+      std::sort(times[which].begin(), times[which].end());
+      return times[which][times[which].size() / 2];
+    };
+    for (size_t j = 0; j < steps.size(); ++j) {
+      if (j != 2 && !first) continue;  // the others are alike for both rules
+      std::printf("{\"name\": \"%s\", \"device\": \"%s\", \"dtype\": \"%s\", \"n\": %lld, \"k\": %lld, \"threads\": null, "
+                  "\"seconds\": %.9f, \"limit_seconds\": %.9f, \"verified\": %s}\n",
+                  names[j], device, kTypes[static_cast<int>(type)], static_cast<long long>(n), static_cast<long long>(p.k), median(j),
+                  kAllowed * median(0), right_ones[j] ? "true" : "false");
+    }
+    first = false;
+  }
+  return good;
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+  int64_t cases = 600, largest = 3000000, rounds = 51, n = 0, type = 0;
+  uint64_t seed = std::random_device{}();
+  for (int i = 1; i + 1 < count; i += 2) {
+    const std::string name = words[i];
+    const int64_t value = std::atoll(words[i + 1]);
+    if (name == "--cases") cases = value;
+    else if (name == "--largest") largest = value;
+    else if (name == "--rounds") rounds = value;
+    else if (name == "--n") n = value;
+    else if (name == "--type" && value >= 0 && value < 3) type = value;
+    else if (name == "--seed") seed = value;
+    else count = 0;
+  }
+  if (count % 2 == 0) {
+    std::fprintf(stderr, "Options, each with a number: --cases, --largest (entries in a case), --seed, --n (entries timed), --type (of\n"
+                 "what is timed: 0 float32, 1 float16, 2 bfloat16), --rounds (0: no timing)\n");
+    return 2;
+  }
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+    std::fprintf(stderr, "No GPU was found: nothing was checked. Run this where nvidia-smi lists one.\n");
+    return 2;
+  }
+  cudaDeviceProp properties;
+  need(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
+  need(cudaStreamCreate(&stream), "cudaStreamCreate");
+  std::mt19937_64 random(seed);
+  for (int64_t number = 0; number < cases; ++number) {
+    check_selection(number, largest, random);
+    check_merge(random);
+    check_wire(random);
+  }
+#ifndef __CUDACC__
+  check_prediction(random);
+#endif
+  std::printf("{\"name\": \"check\", \"device\": \"%s\", \"seed\": %llu, \"cases\": %d, \"failures\": %d}\n", properties.name,
+              static_cast<unsigned long long>(seed), checked, failures);
+  std::fflush(stdout);
+  bool good = failures == 0;
+  for (const int64_t entries : n ? std::vector<int64_t>{n} : std::vector<int64_t>{25600000, 128000000})
+    for (const double density : {0.001, 0.01})
+      if (rounds > 0)
+        good = time_selection(entries, density, static_cast<Float>(type), static_cast<int>(rounds), properties.name, random) && good;
+  return good ? 0 : 1;
+}
