@@ -20,6 +20,7 @@ VALUE_DTYPES = ("float32", "float16", "bfloat16")  # of values on the wire
 SPARSE_WIRES = ("pair32", "pair16/float16", "pair16/bfloat16", *(f"block16/{dtype}" for dtype in VALUE_DTYPES))
 WIRES = (PLAIN, *VALUE_DTYPES, *SPARSE_WIRES)
 LAST_STEPS = ("dense", "pairs")
+DGC_WARM_UP = (0.25, 0.063, 0.015, 0.004)  # densities of the first epochs; DGC then stays at 0.001
 
 
 class PlanError(ValueError):
@@ -150,6 +151,8 @@ class Scheme:
     seed: int = 0  # of the rules that choose at random; each bucket and step draws its own numbers
     wire: str = PLAIN  # how entries are written, one of WIRES; "plain": pair32 on sparse routes, dense ones as they are
     block_bytes: int = 65536  # of the linear pipeline: fills the pipe soon, and is long against the start-up (paper: 64 KB)
+    momentum: float = 0.0  # in [0, 1), corrected for what waits in the residual; in place of the optimizer's own. 0: none
+    clip_norm: float | None = None  # > 0, of all gradients together; each rank clips its own before they are accumulated
 
     def __post_init__(self) -> None:
         if not isinstance(self.density, int | float) or not 0 < self.density <= 1:
@@ -167,6 +170,23 @@ class Scheme:
             raise PlanError("`block_bytes` must be an integer >= 8, one entry of the widest dtype. "
                             f"Received {self.block_bytes!r}. 65536 is usual.")
         check_name("wire format", self.wire, WIRES)
+        if not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
+            raise PlanError(f"`momentum` must be in [0, 1). Received momentum={self.momentum!r}. 0.9 is usual, 0 is none.")
+        if self.clip_norm is not None and (not isinstance(self.clip_norm, int | float) or not self.clip_norm > 0):
+            raise PlanError(f"`clip_norm` must be > 0. Received clip_norm={self.clip_norm!r}. Leave it out to clip nothing.")
+        if self.selection == "all" and (self.momentum or self.clip_norm is not None):
+            raise PlanError("`momentum` and `clip_norm` of a scheme correct for what waits in a residual: they need a sparse route and a "
+                            f"selection other than 'all'. Received route={self.route!r}, momentum={self.momentum}, "
+                            f"clip_norm={self.clip_norm}. Give them to the Keras optimizer (momentum, global_clipnorm).")
+
+    def warm_up(self, densities: Iterable[float] = DGC_WARM_UP) -> dict[int, Scheme]:
+        """Return epoch (from 0) -> Scheme: one density an epoch, then this scheme for good; SwitchScheme takes it.
+
+        **Raises:** PlanError for a density outside (0, 1].
+        **Source:** Lin et al., Deep Gradient Compression, 2018, section 3.3.
+        """
+        ladder = [dataclasses.replace(self, density=density) for density in densities]
+        return dict(enumerate([*ladder, self]))
 
 
 @dataclass(frozen=True)
@@ -185,6 +205,8 @@ class Bucket:
     wire: str = PLAIN  # how entries are written, one of WIRES
     block_bytes: int = 65536  # of the linear pipeline
     last_step: str = "dense"  # of hitopk: what travels in the node at the end, the merged shard or the peers' pairs
+    momentum: float = 0.0  # in [0, 1): before the selection, or on dense routes of the sum over the ranks
+    clip_norm: float | None = None  # of the gradients of all buckets with the same, on each rank
 
     @property
     def size(self) -> int:

@@ -96,7 +96,8 @@ def _bucket(gradients: list[Gradient], scheme: Scheme, route: str, dtype: str, t
     sizes = tuple(math.prod(gradient.shape) for gradient in gradients)
     row = exchange.row(route)
     padding, wire = exchange.padding(route, sum(sizes), topology), exchange.wire_of(scheme, route)
-    plain = Bucket("", paths, sizes, dtype, route, padding=padding, wire=wire, block_bytes=scheme.block_bytes)
+    plain = Bucket("", paths, sizes, dtype, route, padding=padding, wire=wire, block_bytes=scheme.block_bytes,
+                   momentum=float(scheme.momentum), clip_norm=scheme.clip_norm)
     if not row.sparse:
         return plain
     start, stop = exchange.route(route).shard(plain, topology, 0)
