@@ -14,7 +14,7 @@ from tfcommx import exchange, selection
 from tfcommx.comm import Comm
 from tfcommx.schedule.planner import Gradient, make_plan
 from tfcommx.schedule.run import Exchange, owed_of, velocity_of
-from tfcommx.terms import Plan, PlanError, Scheme, Topology
+from tfcommx.terms import Piece, Plan, PlanError, Scheme, Topology
 from tfcommx.threads import ThreadComm
 
 TOPOLOGIES = [Topology(1, 1), Topology(2, 1), Topology(1, 2), Topology(3, 1), Topology(2, 2), Topology(4, 2), Topology(2, 4)]
@@ -278,6 +278,39 @@ def test_gradients_are_clipped_on_each_rank_by_their_joint_norm(operation: str) 
         rest = np.flatnonzero(kept)
         assert rest.size
         np.testing.assert_allclose(kept[rest], given["last/kernel"].ravel()[rest] * limit / norm, rtol=1e-5)
+
+
+@pytest.mark.parametrize("topology", [Topology(2, 2), Topology(3, 1)], ids=name_of)
+@pytest.mark.parametrize("route", SPARSE)
+def test_variables_too_long_for_one_bucket_travel_in_pieces(route: str, topology: Topology) -> None:
+    """The limit is 2^30 entries; here it is 100: nothing is lost, shapes come back, each piece sends its share."""
+    given = [Gradient(path, shape, "float32") for path, shape in SHAPES.items()]
+    plan = make_plan(given, {"*": scheme(route, "exact", 0.1)}, topology, "sum", largest=100)
+    names = [name for bucket in plan.buckets for name in bucket.variables]
+    assert len(names) == 5 + 6 + 1 and "first/kernel[0:81]" in names and Plan.from_json(plan.to_json()) == plan
+    assert all(bucket.size < 200 and bucket.k for bucket in plan.buckets if bucket.route == route)
+
+    def work(comm: Comm) -> tuple[dict, list]:
+        running = Exchange(plan, comm)
+        result = running({path: tf.constant(value) for path, value in gradients(comm.rank, 0).items()})
+        kept = owed_of(plan, {name: residual.numpy() for name, residual in running.residuals.items()}, comm.rank)
+        again = Exchange(plan, comm)
+        again.take_over(kept)
+        same = owed_of(plan, {name: residual.numpy() for name, residual in again.residuals.items()}, comm.rank)
+        return {path: value.numpy() for path, value in result.items()}, [kept, same]
+
+    ends = ThreadComm.run(topology, work)
+    for kind in (0, 1):  # what stayed, and what an equal plan took over
+        for path, shape in SHAPES.items():
+            stays = np.zeros(shape, np.float32).ravel()
+            for _, kept in ends:
+                for name, part in kept[kind].items():
+                    piece = Piece.of(name)
+                    if piece.path == path:
+                        stays[piece.start:piece.stop] += part
+            came = sum(gradients(rank, 0)[path] for rank in range(topology.size))
+            assert ends[0][0][path].shape == shape
+            np.testing.assert_array_equal(ends[0][0][path].ravel() + stays, came.ravel())
 
 
 def test_different_plans_are_refused_on_every_rank_and_named() -> None:

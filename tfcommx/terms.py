@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import itertools
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +22,9 @@ SPARSE_WIRES = ("pair32", "pair16/float16", "pair16/bfloat16", *(f"block16/{dtyp
 WIRES = (PLAIN, *VALUE_DTYPES, *SPARSE_WIRES)
 LAST_STEPS = ("dense", "pairs")
 DGC_WARM_UP = (0.25, 0.063, 0.015, 0.004)  # densities of the first epochs; DGC then stays at 0.001
+
+
+LARGEST = 2**30 - 2**20  # entries of a piece of a variable; two of them and the padding fit int32 indices
 
 
 class PlanError(ValueError):
@@ -189,12 +193,30 @@ class Scheme:
         return dict(enumerate([*ladder, self]))
 
 
+class Piece(NamedTuple):
+    """A stretch of a variable that is too long for one bucket; a plan lists it as `path[start:stop]`, like a variable."""
+
+    path: str
+    start: int
+    stop: int | None  # None: the whole variable
+
+    @staticmethod
+    def of(name: str) -> Piece:
+        """Read a name of a plan."""
+        found = re.fullmatch(r"(.*)\[(\d+):(\d+)\]", name)
+        return Piece(found[1], int(found[2]), int(found[3])) if found else Piece(name, 0, None)
+
+    @property
+    def name(self) -> str:
+        return self.path if self.stop is None else f"{self.path}[{self.start}:{self.stop}]"
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Variables whose gradients travel together as one flat vector, in backward order."""
 
     name: str  # unique in its plan; names the collectives
-    variables: tuple[str, ...]  # variable paths
+    variables: tuple[str, ...]  # variable paths; of one that is cut, the names of its pieces
     sizes: tuple[int, ...]  # entries of each variable
     dtype: str  # of the flat vector: float16, float32 or float64
     route: str

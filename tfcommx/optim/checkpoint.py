@@ -22,7 +22,7 @@ from tfcommx import comm
 from tfcommx.optim.callbacks import exchanger_of
 from tfcommx.optim.exchanger import Exchanger, Left, sum_owed
 from tfcommx.schedule.run import Owed, owed_of, velocity_of
-from tfcommx.terms import Plan, PlanError
+from tfcommx.terms import Piece, Plan, PlanError
 
 HEAD = "checkpoint.json"
 
@@ -107,7 +107,8 @@ def restore(model: keras.Model, folder: str | Path) -> int:
     exchanger = exchanger_of(model)
     records = [_read_owed(path, rank) for path, rank in zip(mine, range(here.rank, ranks, here.topology.size), strict=True)]
     known = {variable.path for variable in model.trainable_variables}
-    kept = {path for owed, velocity, lefts in records for path in {*owed, *velocity}.union(*(left.variables for left in lefts))}
+    kept = {Piece.of(name).path for owed, velocity, _ in records for name in (*owed, *velocity)}
+    kept |= {path for *_, lefts in records for left in lefts for path in left.variables}
     unknown = sorted(kept - known)
     if unknown:
         raise PlanError(f"The checkpoint in {folder} owes gradient to {unknown[0]!r}, which this model does not have (it has "

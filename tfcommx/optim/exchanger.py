@@ -13,7 +13,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from tfcommx.comm import Comm
 from tfcommx.schedule import planner
 from tfcommx.schedule.run import Exchange, Owed, owed_of, velocity_of
-from tfcommx.terms import Plan, PlanError, Scheme
+from tfcommx.terms import Piece, Plan, PlanError, Scheme
 
 
 class Left(NamedTuple):
@@ -27,7 +27,7 @@ class Left(NamedTuple):
 
     @property
     def variables(self) -> set[str]:
-        return {path for bucket in self.plan.buckets for path in bucket.variables}
+        return {Piece.of(name).path for bucket in self.plan.buckets for name in bucket.variables}
 
 
 class Exchanger:
@@ -134,7 +134,7 @@ class Exchanger:
                     [planner.Gradient(variable.path, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))
                      for variable in variables],
                     self.schemes, self.comm.topology, self.operation)
-                covered = {path for bucket in plan.buckets for path in bucket.variables}
+                covered = {Piece.of(name).path for bucket in plan.buckets for name in bucket.variables}
                 if covered != set(key):
                     odd = sorted(covered ^ set(key))[0]
                     raise PlanError(f"The plan must cover exactly the variables with gradients. {odd!r} is only in "
@@ -147,10 +147,10 @@ class Exchanger:
                     else:  # the model or the scheme has changed since
                         self.owed = sum_owed([self.owed, owed_of(left.plan, left.residuals, left.rank)])
                         self.velocity = sum_owed([self.velocity, velocity_of(left.plan, left.velocities, left.rank)])
-                exchange.take_over({path: self.owed[path] for path in key if path in self.owed}, self.velocity)
-                self.owed = {path: part for path, part in self.owed.items() if path not in covered}
-                moving = {path for bucket in plan.buckets if bucket.momentum for path in bucket.variables}
-                self.velocity = {path: part for path, part in self.velocity.items() if path not in moving}
+                exchange.take_over(self.owed, self.velocity)
+                self.owed = {name: part for name, part in self.owed.items() if Piece.of(name).path not in covered}
+                moving = {name for bucket in plan.buckets if bucket.momentum for name in bucket.variables}
+                self.velocity = {name: part for name, part in self.velocity.items() if name not in moving}
                 self.exchanges[key] = exchange
         return self.exchanges[key]
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfcommx import exchange, residual, selection, wire
 from tfcommx.comm import Comm
 from tfcommx.exchange import allreduce
-from tfcommx.terms import Bucket, Plan, PlanError, Sparse, first_difference
+from tfcommx.terms import Bucket, Piece, Plan, PlanError, Sparse, first_difference
 
 Owed = dict[str, np.ndarray]  # variable path -> float32[size]: what this rank has not sent yet
 
@@ -82,7 +82,7 @@ class Exchange:
         **Cost:** per bucket one copy into and one out of the flat vector, and the route.
         """
         step = self.steps.assign_add(1)
-        gradients = self._clip(gradients)
+        whole, gradients = gradients, self._clip(_cut(gradients, self.plan))
         result: dict[str, tf.Tensor] = {}
         for index, bucket in enumerate(self.plan.buckets):
             parts = [gradients[path] for path in bucket.variables]
@@ -98,7 +98,7 @@ class Exchange:
             if self.plan.operation == "average" and self.plan.topology.size > 1:
                 flat = flat * tf.constant(1 / self.plan.topology.size, flat.dtype)
             result |= zip(bucket.variables, _unflatten(flat, parts, bucket), strict=True)
-        return result
+        return _joined(result, whole)
 
     def dense_bytes_between_nodes(self) -> float:
         """Return what plain Horovod would have sent between nodes for the steps so far, per rank (mean)."""
@@ -203,6 +203,23 @@ class Exchange:
             return tf.identity(whole)
 
         return tf.cond(pending, add, lambda: tf.identity(flat))
+
+
+def _cut(gradients: Mapping[str, tf.Tensor], plan: Plan) -> dict[str, tf.Tensor]:
+    """Return the gradients under the plan's names: some variables in pieces."""
+    pieces = [Piece.of(name) for bucket in plan.buckets for name in bucket.variables]
+    return {piece.name: gradients[piece.path] if piece.stop is None
+            else tf.slice(tf.reshape(gradients[piece.path], [-1]), [piece.start], [piece.stop - piece.start]) for piece in pieces}
+
+
+def _joined(pieces: Mapping[str, tf.Tensor], whole: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    """Undo `_cut`: paths and shapes as in `whole`."""
+    parts: dict[str, list[tuple[int, tf.Tensor]]] = {}
+    for name, tensor in pieces.items():
+        parts.setdefault(Piece.of(name).path, []).append((Piece.of(name).start, tensor))
+    return {path: found[0][1] if len(found) == 1 else tf.reshape(
+        tf.concat([tensor for _, tensor in sorted(found, key=lambda part: part[0])], axis=0), whole[path].shape)
+        for path, found in parts.items()}
 
 
 def _flatten(parts: list[tf.Tensor], bucket: Bucket) -> tf.Tensor:
