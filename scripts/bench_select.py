@@ -3,6 +3,7 @@
 
     python scripts/bench_select.py                          # n = 25,000,000, densities 0.001 and 0.01, all cores
     python scripts/bench_select.py --json results.jsonl     # one object a line
+    python scripts/bench_select.py --dtypes float32 float16 bfloat16
 
 Every contestant adds the gradient to a residual of its own (but algorithm1, which is timed on the sum), chooses k entries by
 magnitude and zeroes them in the residual. They take turns, round by round, so that what else the machine does meets all alike;
@@ -173,16 +174,17 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--n", type=int, default=25_000_000, help="entries of the gradient")
     options.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01], help="k / n")
-    options.add_argument("--dtype", choices=sorted(DTYPES), default="float32", help="of the gradient")
+    options.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=["float32"], help="of the gradient")
     options.add_argument("--rounds", type=int, default=21, help="of the fast contestants; the slow ones run a quarter of them")
     options.add_argument("--json", type=Path, help="write one object a line to this file")
     chosen = options.parse_args()
     if native.library() is None:
         raise SystemExit(f"The native library is needed. {native.REBUILD}")
     console, rows = Console(), []
-    for density in chosen.density:
-        rows.append(measure(chosen.n, density, chosen.dtype, chosen.rounds))
-        show(rows[-1], console)
+    for dtype in chosen.dtypes:
+        for density in chosen.density:
+            rows.append(measure(chosen.n, density, dtype, chosen.rounds))
+            show(rows[-1], console)
     everything = [row for group in rows for row in group]
     if chosen.json:
         chosen.json.write_text("".join(json.dumps(row) + "\n" for row in everything))
