@@ -3,6 +3,7 @@
 
     python scripts/bench_select.py                          # n = 25,000,000, densities 0.001 and 0.01, all cores
     python scripts/bench_select.py --json results.jsonl     # one object a line
+    python scripts/bench_select.py --dtypes float32 float16 bfloat16
     python scripts/bench_select.py --device gpu             # n = 25,600,000 and 128,000,000
 
 Every contestant adds the gradient to a residual of its own (but algorithm1, which is timed on the sum), chooses k entries by
@@ -18,6 +19,7 @@ CUDA kernels were written without a GPU: no number of theirs exists until this h
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -259,7 +261,7 @@ def main() -> int:
     options.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="which rows to measure")
     options.add_argument("--n", type=int, help="entries of the gradient; without it 25,000,000, on a GPU 25,600,000 and 128,000,000")
     options.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01], help="k / n on the CPU; on a GPU it is these")
-    options.add_argument("--dtype", choices=sorted(DTYPES), default="float32", help="of the gradient")
+    options.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=["float32"], help="of the gradient")
     options.add_argument("--rounds", type=int, default=21, help="of the fast contestants; the slow ones run a quarter of them")
     options.add_argument("--json", type=Path, help="write one object a line to this file")
     chosen = options.parse_args()
@@ -268,18 +270,18 @@ def main() -> int:
     console, rows = Console(), []
     if chosen.device == "gpu" and not tf.config.list_physical_devices("GPU"):
         raise SystemExit("TensorFlow finds no GPU: there are no rows to measure. Use --device cpu, or a machine with one.")
-    if chosen.device == "gpu":
-        for gpu in tf.config.list_physical_devices("GPU"):  # else TensorFlow takes all memory from the others
-            tf.config.experimental.set_memory_growth(gpu, True)
-        for n in [chosen.n] if chosen.n else [25_600_000, 128_000_000]:
-            for group in measure_gpu(n, chosen.dtype, chosen.rounds):
+    for gpu in tf.config.list_physical_devices("GPU"):  # else TensorFlow takes all memory from the others
+        tf.config.experimental.set_memory_growth(gpu, True)
+    for dtype in chosen.dtypes:
+        if chosen.device == "gpu":
+            sizes = [chosen.n] if chosen.n else [25_600_000, 128_000_000]
+            groups = (group for n in sizes for group in measure_gpu(n, dtype, chosen.rounds))
+        else:
+            groups = (measure(chosen.n or 25_000_000, density, dtype, chosen.rounds) for density in chosen.density)
+        with tf.device("/cpu:0") if chosen.device == "cpu" else contextlib.nullcontext():
+            for group in groups:
                 rows.append(group)
                 show(group, console)
-    else:
-        with tf.device("/cpu:0"):
-            for density in chosen.density:
-                rows.append(measure(chosen.n or 25_000_000, density, chosen.dtype, chosen.rounds))
-                show(rows[-1], console)
     everything = [row for group in rows for row in group]
     if chosen.json:
         chosen.json.write_text("".join(json.dumps(row) + "\n" for row in everything))

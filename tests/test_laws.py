@@ -13,8 +13,8 @@ import tensorflow as tf
 from tfcommx import cost, exchange, selection
 from tfcommx.comm import Comm
 from tfcommx.schedule.planner import Gradient, make_plan
-from tfcommx.schedule.run import Exchange, owed_of
-from tfcommx.terms import Plan, PlanError, Scheme, Topology
+from tfcommx.schedule.run import Exchange, owed_of, velocity_of
+from tfcommx.terms import Piece, Plan, PlanError, Scheme, Topology
 from tfcommx.threads import ThreadComm
 
 TOPOLOGIES = [Topology(1, 1), Topology(2, 1), Topology(1, 2), Topology(3, 1), Topology(2, 2), Topology(4, 2), Topology(2, 4)]
@@ -269,6 +269,115 @@ def test_bytes_of_a_step_that_the_root_updates(route: str, topology: Topology) -
         expected += (chosen.wire_bytes(bucket, topology, collective="broadcast") if exchange.row(bucket.route).messages
                      else cost.broadcast_traffic(size, topology))
     np.testing.assert_allclose(np.mean(ThreadComm.run(topology, work), axis=0), expected, rtol=1e-12)
+
+
+MOVING = [Scheme(route, rule, 0.1, dense_below=8, bucket_bytes=2000, momentum=0.5) for route in SPARSE for rule in ("exact", "dgc")]
+
+
+def velocities(running: Exchange, rank: int) -> dict[str, np.ndarray]:
+    found = velocity_of(running.plan, {name: velocity.numpy() for name, velocity in running.velocities.items()}, rank)
+    return {path: found.get(path, np.zeros(np.prod(shape), np.float32)) for path, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize("operation", ["average", "sum"])
+@pytest.mark.parametrize("scheme", MOVING, ids=name_of)
+def test_momentum_of_dense_variables_is_the_optimizers(scheme: Scheme, operation: str) -> None:
+    """Biases travel dense: they get the momentum that SGD would have given them, on every rank the same."""
+    for log in play(plan_for(scheme, Topology(2, 2), operation), steps=3):
+        expected: Any = 0
+        for step, (_, result, _) in enumerate(log):
+            total = sum(gradients(rank, step)["first/bias"] for rank in range(4))
+            expected = 0.5 * expected + (total / 4 if operation == "average" else total)
+            np.testing.assert_allclose(result["first/bias"], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scheme", MOVING, ids=name_of)
+def test_with_momentum_nothing_that_was_accumulated_is_lost(scheme: Scheme) -> None:
+    """A step sends and keeps what was kept plus the velocity that it moved by; what was sent has no velocity left."""
+    path = "last/kernel"
+
+    def work(comm: Comm) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        running, log = Exchange(plan_for(scheme, comm.topology), comm), []
+        for step in range(3):
+            result = running({name: tf.constant(value) for name, value in gradients(comm.rank, step).items()})
+            log.append((result[path].numpy().ravel(), owed_by(running, comm.rank)[path], velocities(running, comm.rank)[path]))
+        return log
+
+    logs = ThreadComm.run(Topology(2, 2), work)
+    kept = moving = np.zeros(np.prod(SHAPES[path]), np.float32)
+    for step in range(3):
+        moved = 0.5 * moving + sum(gradients(rank, step)[path].ravel() for rank in range(4))
+        now = sum(log[step][1] for log in logs)
+        np.testing.assert_array_equal(logs[0][step][0] + now, kept + moved)
+        kept, moving = now, sum(log[step][2] for log in logs)
+        assert (moving != moved).any()
+
+
+@pytest.mark.parametrize("topology", [Topology(2, 2), Topology(3, 1), Topology(1, 2)], ids=name_of)
+@pytest.mark.parametrize("after", MOVING, ids=name_of)
+@pytest.mark.parametrize("before", MOVING, ids=name_of)
+def test_a_switch_keeps_the_sum_of_velocities(before: Scheme, after: Scheme, topology: Topology) -> None:
+    """Also where another density makes other buckets, and where a variable goes from sparse to dense."""
+    after = dataclasses.replace(after, density=0.3, dense_below=500)
+
+    def work(comm: Comm) -> tuple[dict, dict]:
+        first = Exchange(plan_for(before, topology), comm)
+        first({path: tf.constant(value) for path, value in gradients(comm.rank, 0).items()})
+        second, had = Exchange(plan_for(after, topology), comm), velocities(first, comm.rank)
+        second.take_over(owed_by(first, comm.rank), had)
+        return had, velocities(second, comm.rank)
+
+    ends = ThreadComm.run(topology, work)
+    for path in SHAPES:
+        had = sum(had[path] for had, _ in ends)
+        assert had.any()
+        np.testing.assert_allclose(sum(has[path] for _, has in ends), had, rtol=1e-6)
+
+
+@pytest.mark.parametrize("operation", ["average", "sum"])
+def test_gradients_are_clipped_on_each_rank_by_their_joint_norm(operation: str) -> None:
+    scheme = Scheme("allgather", "exact", 0.1, dense_below=8, bucket_bytes=2000, clip_norm=3.0)
+    for log in play(plan_for(scheme, Topology(2, 2), operation), steps=1):
+        given, _, owed = log[0]
+        norm = np.sqrt(sum(np.square(value).sum(dtype=np.float64) for value in given.values()))
+        limit = 3.0 * 2 if operation == "average" else 3.0 / 2
+        kept = owed["last/kernel"]
+        rest = np.flatnonzero(kept)
+        assert rest.size
+        np.testing.assert_allclose(kept[rest], given["last/kernel"].ravel()[rest] * limit / norm, rtol=1e-5)
+
+
+@pytest.mark.parametrize("topology", [Topology(2, 2), Topology(3, 1)], ids=name_of)
+@pytest.mark.parametrize("route", SPARSE)
+def test_variables_too_long_for_one_bucket_travel_in_pieces(route: str, topology: Topology) -> None:
+    """The limit is 2^30 entries; here it is 100: nothing is lost, shapes come back, each piece sends its share."""
+    given = [Gradient(path, shape, "float32") for path, shape in SHAPES.items()]
+    plan = make_plan(given, {"*": scheme(route, "exact", 0.1)}, topology, "sum", largest=100)
+    names = [name for bucket in plan.buckets for name in bucket.variables]
+    assert len(names) == 5 + 6 + 1 and "first/kernel[0:81]" in names and Plan.from_json(plan.to_json()) == plan
+    assert all(bucket.size < 200 and bucket.k for bucket in plan.buckets if bucket.route == route)
+
+    def work(comm: Comm) -> tuple[dict, list]:
+        running = Exchange(plan, comm)
+        result = running({path: tf.constant(value) for path, value in gradients(comm.rank, 0).items()})
+        kept = owed_of(plan, {name: residual.numpy() for name, residual in running.residuals.items()}, comm.rank)
+        again = Exchange(plan, comm)
+        again.take_over(kept)
+        same = owed_of(plan, {name: residual.numpy() for name, residual in again.residuals.items()}, comm.rank)
+        return {path: value.numpy() for path, value in result.items()}, [kept, same]
+
+    ends = ThreadComm.run(topology, work)
+    for kind in (0, 1):  # what stayed, and what an equal plan took over
+        for path, shape in SHAPES.items():
+            stays = np.zeros(shape, np.float32).ravel()
+            for _, kept in ends:
+                for name, part in kept[kind].items():
+                    piece = Piece.of(name)
+                    if piece.path == path:
+                        stays[piece.start:piece.stop] += part
+            came = sum(gradients(rank, 0)[path] for rank in range(topology.size))
+            assert ends[0][0][path].shape == shape
+            np.testing.assert_array_equal(ends[0][0][path].ravel() + stays, came.ravel())
 
 
 def test_different_plans_are_refused_on_every_rank_and_named() -> None:

@@ -41,6 +41,14 @@ def test_phases_and_frozen(write):
         small.seed = 3
 
 
+def test_a_phase_warms_up_its_density(write):
+    sparse = "scheme: {route: hitopk, selection: mstopk, density: 0.01, momentum: 0.9, clip_norm: 2}"
+    text = SMALL.replace("{epochs: 2, resolution: 14}", f"{{epochs: 3, resolution: 14, warm_up: [0.25, 0.063], {sparse}}}")
+    schemes = read(write(text + "optimizer: {momentum: 0}")).scheme_of_epoch()
+    assert [scheme.density for scheme in schemes] == [0.25, 0.063, 0.01, 1]
+    assert schemes[0].momentum == 0.9 and schemes[2].clip_norm == 2 and schemes[3].route == "torus"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -53,6 +61,9 @@ def test_phases_and_frozen(write):
         ("{route: torus}", "torus", "phases[1].scheme: A mapping such as"),
         ("epochs: 2", "epochs: 0", "phases[0].epochs: Input should be greater than or equal to 1. Received 0."),
         ("epochs: 2, ", "", "phases[0].epochs: required, and missing."),
+        ("route: torus", "route: hitopk, selection: mstopk, density: 0.1, momentum: 0.9", "Momentum must be applied once"),
+        ("scheme: {route: torus}", "warm_up: [0.25]", "warm_up needs a scheme with a selection"),
+        ("scheme: {route: torus}", "warm_up: [0.25, 0.1]", "warm_up needs at most one density for each of the 1 epochs"),
         ("{peak: 0.1}", "{peak: 0.1, peak_per_256: 0.1}", "learning_rate: One of peak and peak_per_256"),
         ("{peak: 0.1}", "{peak: 0.1, warm_up_epochs: 3}", "warm_up_epochs must be less than the 3 epochs"),
         ("name: small", "name: ../small", "name: String should match"),

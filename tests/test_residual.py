@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tfcommx import residual, selection
-from tfcommx.terms import PlanError
+from tfcommx.terms import PlanError, Scheme
 
 
 def distance_to_the_solution(rule: str, density: float, feedback: bool) -> float:
@@ -49,7 +49,7 @@ def test_momentum_correction_is_its_definition():
         g = random.standard_normal(50).astype(np.float32)
         u = np.float32(0.9) * u + g
         v = v + u
-        chosen = residual.select_with_momentum(rule, tf.constant(g), velocity, kept, 5, step)
+        chosen = rule(tf.constant(g), kept, 5, step, velocity, 0.9)
         np.testing.assert_allclose(chosen.values, v[chosen.indices.numpy()], rtol=1e-5)
         u[chosen.indices.numpy()] = v[chosen.indices.numpy()] = 0
         np.testing.assert_allclose(velocity, u, rtol=1e-5, atol=1e-6)
@@ -59,20 +59,42 @@ def test_momentum_correction_is_its_definition():
 def test_momentum_correction_keeps_nan_out_of_its_state():
     velocity, kept = tf.Variable([1.0, 2.0, 3.0]), tf.Variable([0.0, 0.0, 5.0])
     gradient = tf.constant([np.nan, 0.0, np.inf])
-    chosen = residual.select_with_momentum(selection.rule("exact").select_with_residual, gradient, velocity, kept, 1, 0)
+    chosen = selection.rule("exact").select_with_residual(gradient, kept, 1, 0, velocity, 0.9)
     assert chosen.indices.numpy() == [0] and np.isnan(chosen.values[0])
     np.testing.assert_allclose(velocity, [1.0, 1.8, 3.0])
     np.testing.assert_allclose(kept, [0.0, 1.8, 5.0])
 
 
-def test_clipping_and_warm_up():
-    np.testing.assert_allclose(residual.clip_before_accumulation(tf.constant([3.0, 4.0]), 2.0, 4), [0.6, 0.8], rtol=1e-6)
-    np.testing.assert_array_equal(residual.clip_before_accumulation(tf.constant([0.3, 0.4]), 2.0, 4), np.float32([0.3, 0.4]))
-    assert np.isnan(residual.clip_before_accumulation(tf.constant([np.nan, 1.0]), 2.0, 4)[0])
-    assert [residual.warm_up_density(epoch) for epoch in (0, 1, 4, 9)] == [0.25, 0.063, 0.001, 0.001]
-    for wrong in (lambda: residual.warm_up_density(-1), lambda: residual.clip_before_accumulation(tf.ones(1), 0, 1)):
-        with pytest.raises(PlanError):
-            wrong()
+def test_clipping():
+    clip = residual.clip_before_accumulation
+    parts = clip([tf.constant([3.0]), tf.constant([[4.0]], tf.float16)], 2.0, 4)  # the norm of all together
+    np.testing.assert_allclose(parts[0], [0.6], rtol=1e-6)
+    np.testing.assert_allclose(parts[1], [[0.8]], rtol=1e-3)
+    np.testing.assert_allclose(clip([tf.constant([6.0, 8.0])], 2.0, 4, "average")[0], [2.4, 3.2], rtol=1e-6)
+    np.testing.assert_array_equal(clip([tf.constant([0.3, 0.4])], 2.0, 4)[0], np.float32([0.3, 0.4]))
+    assert np.isnan(clip([tf.constant([np.nan, 1.0])], 2.0, 4)[0][0])
+    with pytest.raises(PlanError):
+        clip([tf.ones(1)], 0, 1)
+
+
+def test_warm_up_is_a_scheme_an_epoch():
+    scheme = Scheme("allgather", "mstopk", 0.001, momentum=0.9)
+    ladder = scheme.warm_up()
+    assert [ladder[epoch].density for epoch in range(5)] == [0.25, 0.063, 0.015, 0.004, 0.001]
+    assert ladder[4] == scheme and ladder[0].momentum == 0.9 and len(ladder) == 5
+    with pytest.raises(PlanError, match="density"):
+        scheme.warm_up([0.5, 0])
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"momentum": 1}, r"`momentum` must be in \[0, 1\)"), ({"momentum": -0.1}, r"`momentum` must be in \[0, 1\)"),
+    ({"clip_norm": 0}, "`clip_norm` must be > 0"), ({"clip_norm": float("nan")}, "`clip_norm` must be > 0"),
+    ({"route": "allreduce", "selection": "all", "density": 1, "momentum": 0.9}, "need a sparse route"),
+    ({"route": "allgather", "selection": "all", "density": 1, "clip_norm": 1.0}, "need a sparse route"),
+])
+def test_bad_settings_are_refused(settings, message):
+    with pytest.raises(PlanError, match=message):
+        Scheme(**{"route": "allgather", "selection": "exact", "density": 0.1} | settings)
 
 
 def test_random_is_uniform_and_dgc_is_near_exact():

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from vectors import DTYPES, KINDS, make, problems
 
 from tfcommx import native, reference, selection
+from tfcommx.data import fashion_mnist
+from tfcommx.models import small_cnn
 from tfcommx.terms import PlanError
 
 RULES = ("exact", "mstopk")
@@ -27,15 +30,29 @@ def library():
     assert native.library() is not None, "set-up builds the native library: python scripts/bootstrap.py"
 
 
-def run(door, gradient, residual, k, seed, rule):
-    """Return indices, values, the residual after it (None without one), and acc, all as NumPy arrays."""
+MOMENTUM = 0.9
+
+
+def run(door, gradient, residual, k, seed, rule, velocity=None):
+    """Return indices, values, the residual after it (None without one), acc, and the velocity after it, as NumPy arrays."""
     acc = tf.cast(gradient, tf.float32)
     if residual is None:
-        chosen, after = door.select(gradient, k, seed, rule), None
-    else:
-        variable = tf.Variable(residual)
-        chosen, acc, after = door.select_with_residual(gradient, variable, k, seed, rule), acc + residual, variable
-    return chosen.indices.numpy(), chosen.values.numpy(), None if after is None else after.numpy(), acc.numpy()
+        chosen = door.select(gradient, k, seed, rule)
+        return chosen.indices.numpy(), chosen.values.numpy(), None, acc.numpy(), None
+    states = [tf.Variable(residual)]
+    if velocity is not None:
+        states.append(tf.Variable(velocity))
+        acc = np.float32(MOMENTUM) * tf.constant(velocity) + acc
+    chosen = door.select_with_residual(gradient, states[0], k, seed, rule, *states[1:], momentum=MOMENTUM)
+    after, moved = [*(state.numpy() for state in states), None][:2]
+    return chosen.indices.numpy(), chosen.values.numpy(), after, (acc + residual).numpy(), moved
+
+
+def check_velocity(indices, acc, moved, gradient, velocity):
+    """Factor masking: what was sent has no velocity left, the rest has moved; a NaN or Inf changes nothing."""
+    bad, sent = ~np.isfinite(acc), np.isin(np.arange(acc.size), indices)
+    now = (np.float32(MOMENTUM) * tf.constant(velocity) + tf.cast(gradient, tf.float32)).numpy()
+    np.testing.assert_array_equal(moved, np.where(bad, velocity, np.where(sent, np.float32(0), now)))
 
 
 def check_laws(indices, values, after, acc, residual, k):
@@ -64,24 +81,42 @@ def test_laws_hold_and_native_equals_reference(rule, with_residual, problem):
     gradient, residual, k, seed = problem
     residual = residual if with_residual else None
     results = {name: run(door, gradient, residual, k, seed, rule) for name, door in DOORS.items()}
-    for indices, values, after, acc in results.values():
-        check_laws(indices, values, after, acc, residual, k)
+    for *result, _ in results.values():
+        check_laws(*result, residual, k)
     for mine, specified in zip(results["native"][:3], results["reference"][:3], strict=True):
+        np.testing.assert_array_equal(mine, specified)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@some
+@given(problem=problems(), moving=st.sampled_from(("normal", "ties", "huge", "denormal")))
+def test_laws_hold_with_momentum_and_native_equals_reference(rule, problem, moving):
+    gradient, residual, k, seed = problem
+    velocity = make(moving, residual.size, 4)
+    velocity[~np.isfinite(velocity)] = 1.0
+    results = {name: run(door, gradient, residual, k, seed, rule, velocity) for name, door in DOORS.items()}
+    for *result, moved in results.values():
+        check_laws(*result, residual, k)
+        check_velocity(result[0], result[3], moved, gradient, velocity)
+    for mine, specified in zip(results["native"], results["reference"], strict=True):
         np.testing.assert_array_equal(mine, specified)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", RULES)
 def test_large_vectors(rule, kind):
-    """Enough entries for several blocks, a predicted threshold, and predictions that fail."""
+    """Enough entries for several blocks, and for samples, with lists and without; with momentum and without."""
     n = 1_200_007
     gradient, residual = make(kind, n, 5), make("normal", n, 6) * (kind in ("normal", "not_finite", "huge"))
     for k in (7, n // 1000, n // 100, n // 3):
-        mine = run(native, tf.constant(gradient), residual, k, k, rule)
-        check_laws(*mine, residual, k)
-        specified = run(reference, tf.constant(gradient), residual, k, k, rule)
-        for a, b in zip(mine, specified, strict=True):
-            np.testing.assert_array_equal(a, b)
+        for velocity in (None, make("laplace", n, 7)):
+            *mine, moved = run(native, tf.constant(gradient), residual, k, k, rule, velocity)
+            check_laws(*mine, residual, k)
+            if moved is not None:
+                check_velocity(mine[0], mine[3], moved, tf.constant(gradient), velocity)
+            specified = run(reference, tf.constant(gradient), residual, k, k, rule, velocity)
+            for a, b in zip([*mine, moved], specified, strict=True):
+                np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -92,7 +127,7 @@ def test_sorted_vectors(rule, order):
     gradient = np.sort(np.abs(make("laplace", n, 1)))[::order]
     mine = run(native, tf.constant(gradient), np.zeros(n, np.float32), n // 100, 3, rule)
     specified = run(reference, tf.constant(gradient), np.zeros(n, np.float32), n // 100, 3, rule)
-    for a, b in zip(mine, specified, strict=True):
+    for a, b in zip(mine[:4], specified[:4], strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -100,7 +135,7 @@ def test_sorted_vectors(rule, order):
 @given(problem=problems())
 def test_exact_takes_the_largest(problem):
     gradient, residual, k, seed = problem
-    indices, _, _, acc = run(native, gradient, residual, k, seed, "exact")
+    indices, _, _, acc, _ = run(native, gradient, residual, k, seed, "exact")
     size = np.where(np.isfinite(acc), np.abs(acc), np.inf)
     expected = np.sort(np.lexsort((np.arange(size.size), -size))[:k])
     np.testing.assert_array_equal(indices, expected)
@@ -119,6 +154,31 @@ def test_mstopk_takes_all_above_the_band_and_captures_the_magnitude(kind, densit
     upper = np.sort(size)[-k] * (1 + 2.0**-12)  # the band is not wider
     assert np.isin(np.flatnonzero(size > upper), indices).all()
     assert (size[indices] >= np.sort(size)[-k] / (1 + 2.0**-12)).all()
+
+
+def real_gradients() -> np.ndarray:
+    """One gradient of the demo's model, on a batch of the demo's images after a few steps of training: float32 [61,050]."""
+    images, labels, *_ = fashion_mnist.load(fashion_mnist.fetch())
+    keras.utils.set_random_seed(1)
+    model = small_cnn((16, 32, 64), 1, 10)
+    optimizer = keras.optimizers.SGD(0.05)
+    for step in range(5):
+        batch = slice(128 * step, 128 * (step + 1))
+        with tf.GradientTape() as tape:
+            logits = model(images[batch].astype(np.float32)[..., None].reshape(-1, 28, 28, 1), training=True)
+            loss = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(labels[batch], logits, from_logits=True))
+        found = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(found, model.trainable_variables)
+    return np.concatenate([gradient.numpy().ravel() for gradient in found])
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.1])
+def test_mstopk_captures_the_magnitude_of_real_gradients(density):
+    gradient = real_gradients()
+    assert gradient.size == 61_050 and np.isfinite(gradient).all()
+    k = int(gradient.size * density)
+    chosen = {rule: np.abs(native.select(tf.constant(gradient), k, 3, rule).values.numpy()).sum() for rule in RULES}
+    assert chosen["exact"] > 0 and chosen["mstopk"] >= 0.99 * chosen["exact"]
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -157,6 +217,12 @@ def test_laws_hold_for_every_rule_of_the_table(name, problem):
     chosen = module.select_with_residual(gradient, variable, k, seed)
     assert chosen.size == gradient.shape[0]
     check_laws(chosen.indices.numpy(), chosen.values.numpy(), variable.numpy(), acc, residual, k)
+    velocity = make("normal", residual.size, 4)
+    kept, moved = tf.Variable(residual), tf.Variable(velocity)
+    acc = (np.float32(MOMENTUM) * tf.constant(velocity) + tf.cast(gradient, tf.float32) + residual).numpy()
+    chosen = module.select_with_residual(gradient, kept, k, seed, moved, MOMENTUM)
+    check_laws(chosen.indices.numpy(), chosen.values.numpy(), kept.numpy(), acc, residual, k)
+    check_velocity(chosen.indices.numpy(), acc, moved.numpy(), gradient, velocity)
     chosen = module.select(gradient, k, seed)
     check_laws(chosen.indices.numpy(), chosen.values.numpy(), None, tf.cast(gradient, tf.float32).numpy(), None, k)
 
@@ -210,6 +276,15 @@ def test_a_wrong_residual_is_refused():
             native.select_with_residual(tf.zeros([10]), residual, 1, 0, "exact")
 
 
+def test_a_wrong_velocity_is_refused():
+    residual = tf.Variable(tf.zeros([10]))
+    for velocity, momentum, message in ((tf.Variable(tf.zeros([9])), 0.9, "`velocity` must be a float32 variable of as many entries"),
+                                        (tf.Variable(tf.zeros([10])), 1.0, r"`momentum` must be in \[0, 1\)"),
+                                        (residual, 0.9, "another variable than `residual`")):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+            native.select_with_residual(tf.zeros([10]), residual, 1, 0, "exact", velocity, momentum)
+
+
 def test_unknown_rules_and_partial_all_are_refused():
     with pytest.raises(PlanError, match="Did you mean 'mstopk'"):
         selection.rule("mstop")
@@ -226,10 +301,12 @@ from tfcommx import native
 digest = hashlib.sha256()
 for kind in ("normal", "ties", "not_finite", "zero"):
     for rule in ("exact", "mstopk"):
-        residual = tf.Variable(make("laplace", 1_000_003, 2))
-        chosen = native.select_with_residual(tf.constant(make(kind, 1_000_003, 1)), residual, 9_000, 5, rule)
-        for part in (*chosen[:2], residual):
-            digest.update(part.numpy().tobytes())
+        for momentum in (False, True):
+            states = [tf.Variable(make("laplace", 1_000_003, seed)) for seed in range(1 + momentum)]
+            gradient = tf.constant(make(kind, 1_000_003, 1))
+            chosen = native.select_with_residual(gradient, states[0], 9_000, 5, rule, *states[1:], momentum=0.9)
+            for part in (*chosen[:2], *states):
+                digest.update(part.numpy().tobytes())
 print(json.dumps(digest.hexdigest()))
 """
 

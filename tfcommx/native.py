@@ -68,7 +68,7 @@ def select(gradient: Any, k: int, seed: int, rule: str) -> Sparse:
     Args: gradient float32 | float16 | bfloat16 [n], n < 2^31; k in [1, n]; seed int64; rule "exact" or "mstopk".
     Returns: Sparse, indices int32 [k] ascending and unique, values float32 [k]; ops/kernels/select.h has the semantics.
     **Ranks:** local; equal inputs give equal results on every rank, whatever the number of threads.
-    **Cost:** one pass over the gradient where a sample predicts the threshold, else two to four; no host synchronisation.
+    **Cost:** one pass over the gradient where what a sample predicts fits a list, else two; no host synchronisation.
     **Raises:** InvalidArgumentError where k or a shape is out of range.
     """
     ops = library()
@@ -78,22 +78,30 @@ def select(gradient: Any, k: int, seed: int, rule: str) -> Sparse:
     return Sparse(indices, values, _size(gradient))
 
 
-def select_with_residual(gradient: Any, residual: tf.Variable, k: int, seed: int, rule: str) -> Sparse:
+def select_with_residual(gradient: Any, residual: tf.Variable, k: int, seed: int, rule: str,
+                         velocity: tf.Variable | None = None, momentum: float = 0.0) -> Sparse:
     """Choose k entries of gradient + residual by magnitude; the residual keeps what is not chosen.
 
-    Args: as `select`; residual: float32 [n] variable, updated in place.
+    With a velocity, momentum is corrected for: velocity = momentum * velocity + gradient takes the gradient's place, and what
+    is chosen is zeroed in the velocity too.
+
+    Args: as `select`; residual, velocity: float32 [n] variables, updated in place; momentum in [0, 1).
     Returns: as `select`.
-    **Ranks:** local. **Cost:** one pass that reads the gradient and reads and writes the residual, as a bare addition would,
-    where a sample predicts the threshold; else two to four. Extra memory <= 2 % of a float32 gradient's at k <= n / 100.
-    **Raises:** InvalidArgumentError where k, a shape or the residual's type is wrong; FailedPreconditionError where the
-    residual is not initialised.
+    **Ranks:** local. **Cost:** one pass that reads the gradient and reads and writes the residual (and the velocity), as a bare
+    addition would, where what a sample predicts fits a list; else a second one that reads the residual. Extra memory <= 2 % of
+    a float32 gradient's at k <= n / 100, n >= 2^23.
+    **Raises:** InvalidArgumentError where k, a shape, the momentum or a variable's type is wrong; FailedPreconditionError where
+    a variable is not initialised.
+    **Source:** Lin et al., Deep Gradient Compression, 2018, section 3.2, for the velocity.
     """
     ops = library()
     if ops is None:
-        return reference.select_with_residual(gradient, residual, k, seed, rule)
-    indices, values = ops.tfcommx_select_residual(
-        gradient=gradient, residual=residual.handle, k=_int64(k), seed=_int64(seed), rule=rule
-    )
+        return reference.select_with_residual(gradient, residual, k, seed, rule, velocity, momentum)
+    given = {"gradient": gradient, "residual": residual.handle, "k": _int64(k), "seed": _int64(seed), "rule": rule}
+    if velocity is None:
+        indices, values = ops.tfcommx_select_residual(**given)
+    else:
+        indices, values = ops.tfcommx_select_momentum(**given, velocity=velocity.handle, momentum=momentum)
     return Sparse(indices, values, _size(gradient))
 
 

@@ -75,6 +75,16 @@ class Phase(_Part):
     epochs: int = Field(ge=1)
     resolution: int = Field(ge=8)  # pixels a side; small pictures first are cheap (progressive resizing)
     scheme: Annotated[Scheme, PlainValidator(_scheme)] = Scheme()
+    warm_up: tuple[Annotated[float, Field(gt=0, le=1)], ...] = ()  # densities of the phase's first epochs; then the scheme's
+
+    @model_validator(mode="after")
+    def _warm_up_fits(self) -> Phase:
+        if len(self.warm_up) > self.epochs:
+            raise ValueError(f"warm_up needs at most one density for each of the {self.epochs} epochs. Received {list(self.warm_up)}.")
+        if self.warm_up and self.scheme.selection == "all":
+            raise ValueError("warm_up needs a scheme with a selection other than 'all', which has a density. "
+                             f"Received route={self.scheme.route!r}.")
+        return self
 
 
 class Optimizer(_Part):
@@ -140,10 +150,22 @@ class Recipe(_Part):
                              f"Received {self.learning_rate.warm_up_epochs}.")
         return self
 
+    @model_validator(mode="after")
+    def _momentum_once(self) -> Recipe:
+        if self.optimizer.momentum and any(phase.scheme.momentum for phase in self.phases):
+            raise ValueError("Momentum must be applied once: the optimizer's or the schemes'. Received optimizer.momentum="
+                             f"{self.optimizer.momentum} (0.9 where left out). Set it to 0, or leave momentum out of the schemes.")
+        return self
+
     @property
     def epochs(self) -> int:
         """Epochs of all phases."""
         return sum(phase.epochs for phase in self.phases)
+
+    def scheme_of_epoch(self) -> list[Scheme]:
+        """Return the scheme of every epoch, in order."""
+        ladders = [(phase.scheme.warm_up(phase.warm_up), phase) for phase in self.phases]
+        return [ladder.get(epoch, phase.scheme) for ladder, phase in ladders for epoch in range(phase.epochs)]
 
     def phase_of_epoch(self) -> list[Phase]:
         """Return the phase of every epoch, in order."""

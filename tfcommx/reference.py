@@ -52,24 +52,38 @@ def select(gradient: tf.Tensor, k: int, seed: int, rule: str) -> Sparse:
     return Sparse(indices, tf.gather(acc, indices), _size(gradient))
 
 
-def select_with_residual(gradient: tf.Tensor, residual: tf.Variable, k: int, seed: int, rule: str) -> Sparse:
+def select_with_residual(gradient: tf.Tensor, residual: tf.Variable, k: int, seed: int, rule: str,
+                         velocity: tf.Variable | None = None, momentum: float = 0.0) -> Sparse:
     """Choose k entries of gradient + residual, keep the rest; the specification of `native.select_with_residual`."""
-    return error_feedback(lambda acc: select(acc, k, seed, rule), gradient, residual)
+    return error_feedback(lambda acc: select(acc, k, seed, rule), gradient, residual, velocity, momentum)
 
 
-def error_feedback(choose_from: Callable[[tf.Tensor], Sparse], gradient: tf.Tensor, residual: tf.Variable) -> Sparse:
+def error_feedback(choose_from: Callable[[tf.Tensor], Sparse], gradient: tf.Tensor, residual: tf.Variable,
+                   velocity: tf.Variable | None = None, momentum: float = 0.0) -> Sparse:
     """Let any choice be made from gradient + residual, and keep in the residual what was not chosen.
 
-    Args: choose_from: float32 [n] -> Sparse; gradient: float [n]; residual: float32 [n] variable, updated in place. A NaN or
-    infinite sum leaves the residual's entry as it was, chosen or not.
-    Returns: what was chosen. **Cost:** some five passes besides the choice.
-    **Source:** Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Stich et al., Sparsified SGD with Memory, 2018.
+    With a velocity u, from the accumulated velocity in place of the accumulated gradient, so that delayed entries keep their
+    momentum:
+
+        u = momentum u + g;   acc = r + u;   the chosen entries of acc travel, and u and r are zeroed there (factor masking)
+
+    Args: choose_from: float32 [n] -> Sparse; gradient: float [n]; residual, velocity: float32 [n] variables, updated in place;
+    momentum in [0, 1). A NaN or infinite sum leaves the entries of both as they were, chosen or not.
+    Returns: what was chosen. **Cost:** some five passes besides the choice, four more with a velocity.
+    **Source:** Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Stich et al., Sparsified SGD with Memory, 2018; Lin et
+    al., Deep Gradient Compression, 2018, section 3.2 and Algorithm 4, for the velocity.
     """
     old = tf.convert_to_tensor(residual)
-    acc = tf.cast(gradient, tf.float32) + old
+    moved = tf.cast(gradient, tf.float32)
+    if velocity is not None:
+        moved = tf.constant(momentum, tf.float32) * velocity + moved
+    acc = moved + old
     chosen = choose_from(acc)
     sent = tf.scatter_nd(chosen.indices[:, None], tf.ones_like(chosen.indices), tf.shape(acc)) > 0
-    residual.assign(tf.where(keys(acc) >= NOT_FINITE, old, tf.where(sent, 0.0, acc)))
+    bad = keys(acc) >= NOT_FINITE
+    residual.assign(tf.where(bad, old, tf.where(sent, 0.0, acc)))
+    if velocity is not None:
+        velocity.assign(tf.where(bad, velocity, tf.where(sent, 0.0, moved)))
     return chosen
 
 

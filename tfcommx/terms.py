@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import itertools
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ SPARSE_WIRES = ("pair32", "pair16/float16", "pair16/bfloat16", *(f"block16/{dtyp
 WIRES = (PLAIN, *VALUE_DTYPES, *SPARSE_WIRES)
 LAST_STEPS = ("dense", "pairs")
 UPDATES = ("all", "root")
+DGC_WARM_UP = (0.25, 0.063, 0.015, 0.004)  # densities of the first epochs; DGC then stays at 0.001
+LARGEST = 2**30 - 2**20  # entries of a piece of a variable; two of them and the padding fit int32 indices
 
 
 class PlanError(ValueError):
@@ -173,6 +176,8 @@ class Scheme:
     wire: str = PLAIN  # how entries are written, one of WIRES; "plain": pair32 on sparse routes, dense ones as they are
     peer_route: str = "allreduce"  # of the torus, among peers: allreduce, or a route of messages under MPI
     block_bytes: int | None = None  # of the linear pipeline, >= 8; None: as the links say
+    momentum: float = 0.0  # in [0, 1), corrected for what waits in the residual; in place of the optimizer's own. 0: none
+    clip_norm: float | None = None  # > 0, of all gradients together; each rank clips its own before they are accumulated
 
     def __post_init__(self) -> None:
         if not isinstance(self.density, int | float) or not 0 < self.density <= 1:
@@ -190,6 +195,41 @@ class Scheme:
             raise PlanError("`block_bytes` must be an integer >= 8, one entry of the widest dtype, or None. "
                             f"Received {self.block_bytes!r}. 49152 is usual.")
         check_name("wire format", self.wire, WIRES)
+        if not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
+            raise PlanError(f"`momentum` must be in [0, 1). Received momentum={self.momentum!r}. 0.9 is usual, 0 is none.")
+        if self.clip_norm is not None and (not isinstance(self.clip_norm, int | float) or not self.clip_norm > 0):
+            raise PlanError(f"`clip_norm` must be > 0. Received clip_norm={self.clip_norm!r}. Leave it out to clip nothing.")
+        if self.selection == "all" and (self.momentum or self.clip_norm is not None):
+            raise PlanError("`momentum` and `clip_norm` of a scheme correct for what waits in a residual: they need a sparse route and a "
+                            f"selection other than 'all'. Received route={self.route!r}, momentum={self.momentum}, "
+                            f"clip_norm={self.clip_norm}. Give them to the Keras optimizer (momentum, global_clipnorm).")
+
+    def warm_up(self, densities: Iterable[float] = DGC_WARM_UP) -> dict[int, Scheme]:
+        """Return epoch (from 0) -> Scheme: one density an epoch, then this scheme for good; SwitchScheme takes it.
+
+        **Raises:** PlanError for a density outside (0, 1].
+        **Source:** Lin et al., Deep Gradient Compression, 2018, section 3.3.
+        """
+        ladder = [dataclasses.replace(self, density=density) for density in densities]
+        return dict(enumerate([*ladder, self]))
+
+
+class Piece(NamedTuple):
+    """A stretch of a variable that is too long for one bucket; a plan lists it as `path[start:stop]`, like a variable."""
+
+    path: str
+    start: int
+    stop: int | None  # None: the whole variable
+
+    @staticmethod
+    def of(name: str) -> Piece:
+        """Read a name of a plan."""
+        found = re.fullmatch(r"(.*)\[(\d+):(\d+)\]", name)
+        return Piece(found[1], int(found[2]), int(found[3])) if found else Piece(name, 0, None)
+
+    @property
+    def name(self) -> str:
+        return self.path if self.stop is None else f"{self.path}[{self.start}:{self.stop}]"
 
 
 @dataclass(frozen=True)
@@ -197,7 +237,7 @@ class Bucket:
     """Variables whose gradients travel together as one flat vector, in backward order."""
 
     name: str  # unique in its plan; names the collectives
-    variables: tuple[str, ...]  # variable paths
+    variables: tuple[str, ...]  # variable paths; of one that is cut, the names of its pieces
     sizes: tuple[int, ...]  # entries of each variable
     dtype: str  # of the flat vector: float16, float32 or float64
     route: str
@@ -210,6 +250,8 @@ class Bucket:
     peer_route: str = "allreduce"  # of the torus, among peers
     collective: str = "allreduce"  # of routes of messages: allreduce, or reduce where rank 0 alone updates the weights
     last_step: str = "dense"  # of hitopk: what travels in the node at the end, the merged shard or the peers' pairs
+    momentum: float = 0.0  # in [0, 1): before the selection, or on dense routes of the sum over the ranks
+    clip_norm: float | None = None  # of the gradients of all buckets with the same, on each rank
 
     @property
     def size(self) -> int:
@@ -248,6 +290,9 @@ class Plan:
         if self.update == "root" and self.broadcast_every:
             raise PlanError("With update='root' the weights are broadcast after every step. "
                             f"Received broadcast_every={self.broadcast_every}. Leave it out.")
+        if self.update == "root" and any(bucket.momentum for bucket in self.buckets):
+            raise PlanError("With update='root' only rank 0 has the sums that momentum is made of. Received a scheme with momentum. "
+                            "Give it to the Keras optimizer.")
         seen: dict[str, str] = {}
         for bucket in self.buckets:
             for path in bucket.variables:

@@ -131,7 +131,8 @@ class Rows(keras.callbacks.Callback):
     def __init__(self, recipe: Recipe, timing: Timing, compare: Any, cache: DataCache, images_per_epoch: int,
                  progress: report.Progress) -> None:
         super().__init__()
-        self.phases, self.timing, self.compare, self.cache = recipe.phase_of_epoch(), timing, compare, cache
+        self.phases, self.schemes, self.timing, self.compare = recipe.phase_of_epoch(), recipe.scheme_of_epoch(), timing, compare
+        self.cache = cache
         self.images, self.progress = images_per_epoch, progress
         self.rows: list[dict[str, Any]] = []
 
@@ -139,12 +140,12 @@ class Rows(keras.callbacks.Callback):
         self.progress.step()
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        logs, phase = logs or {}, self.phases[epoch]
+        logs, phase, scheme = logs or {}, self.phases[epoch], self.schemes[epoch]
         seconds = self.timing.finish()
         busy = seconds["data"] + seconds["step"] + seconds["first_step"]
         self.rows.append({
-            "epoch": epoch + 1, "resolution": phase.resolution, "route": phase.scheme.route,
-            "selection": phase.scheme.selection, "density": phase.scheme.density,
+            "epoch": epoch + 1, "resolution": phase.resolution, "route": scheme.route,
+            "selection": scheme.selection, "density": scheme.density,
             "loss": float(logs["loss"]), "train_accuracy": float(logs["accuracy"]), "test_accuracy": logs["test_accuracy"],
             "images_per_second": self.images / busy, "replicas_identical": bool(self.compare.identical),
             "seconds": {kind: round(value, 3) for kind, value in seconds.items()},
@@ -190,7 +191,8 @@ def train(recipe: Recipe, output_folder: Path, resume: bool = False, terminal: s
     first = checkpoint.next_epoch(saved) if resume else 0
     if first >= recipe.epochs:
         raise cx.PlanError(f"A resumed run needs epochs left to train. {saved} holds {first} of {recipe.epochs}.")
-    optimizer = compiled(model, recipe, recipe.phase_of_epoch()[first].scheme)
+    schemes = recipe.scheme_of_epoch()
+    optimizer = compiled(model, recipe, schemes[first])
     if resume:
         checkpoint.restore(model, saved)
 
@@ -200,8 +202,8 @@ def train(recipe: Recipe, output_folder: Path, resume: bool = False, terminal: s
     progress = report.Progress(steps * (recipe.epochs - first), recipe.epochs, shown=cx.is_chief(), terminal=terminal)
     rows = Rows(recipe, timing, compare, cache, steps * global_batch, progress)
     first_epochs = np.cumsum([0, *(phase.epochs for phase in recipe.phases)])
-    later = zip(first_epochs[1:-1], recipe.phases[1:], strict=True)
-    switch = callbacks.SwitchScheme({int(epoch): phase.scheme for epoch, phase in later if epoch > first})
+    later = range(first + 1, recipe.epochs)
+    switch = callbacks.SwitchScheme({epoch: schemes[epoch] for epoch in later if schemes[epoch] != schemes[epoch - 1]})
     every_phase = [timing, LearningRate(recipe, steps, global_batch, first * steps), switch, callbacks.AverageMetrics(),
                    callbacks.AverageBatchNorm(), compare, evaluation, checkpoint.Checkpoint(saved), rows]
     begin = [callbacks.BroadcastState()]

@@ -4,21 +4,24 @@
 //                                            indices = k entries of acc     by magnitude, ascending, unique
 //                                            values  = acc[indices]
 //                                            r       = acc, the chosen entries zeroed
+// With momentum correction, a velocity u[n]: u = momentum * u + g       rounded after each operation, not fused
+//                                            acc = r + u;  the rest as above
+//                                            u       = u, the chosen entries zeroed (factor masking)
 //
 // Rules. The magnitudes |acc| are counted in bins of equal exponent and equal first twelve mantissa bits. The band is the bin
 // in which the k-th largest magnitude lies; its edges are Algorithm 1's thresholds, thres2 <= thres1, at most 1/4096 apart.
 //   exact   the k largest magnitudes; of equal ones the lowest indices.
 //   mstopk  every entry >= thres1; the rest of k are consecutive entries of the band, in index order, from the offset
 //           (splitmix64(seed) >> 1) mod (entries in the band - rest + 1): every window of that length is equally likely.
-// Non-finite. A NaN or infinite acc counts as larger than everything, all of them alike: the lowest indices are chosen first,
-// and sent as they are. Their residual entries keep their old values, chosen or not, so no residual becomes non-finite.
-// Momentum. With a velocity u[n], g above stands for u = momentum u + g, rounded twice; the chosen entries of u are zeroed too.
-// Where u or acc is not finite, both u and r keep their old values.
-// Denormals. The sum g + r is flushed to zero where it is denormal, as in all of TensorFlow's arithmetic.
+// Non-finite. A NaN or infinite acc (so also one of an infinite u) counts as larger than everything, all of them alike: the
+// lowest indices are chosen first, and sent as they are. Their entries of r and u keep their old values, chosen or not, so
+// neither becomes non-finite.
+// Denormals. Products and sums are flushed to zero where they are denormal, as in all of TensorFlow's arithmetic.
 // The result depends on neither the number of threads nor their timing.
 //
 // Source: Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters, 2021, Algorithm 1. We
-// differ in the search: many thresholds are evaluated in one pass, by counting in bins, in place of one threshold a pass.
+// differ in the search: a sample and counts in bins evaluate many thresholds in one pass, in place of one threshold a pass.
+// Momentum: Lin et al., Deep Gradient Compression, 2018, section 3.2 and Algorithm 4.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +39,7 @@ struct Selection {
   const void* gradient;  // [n], any alignment that its type allows
   Float type;            // of the gradient
   float* residual;       // [n], updated in place; null: acc = g
-  float* velocity;       // [n], updated in place; null: no momentum
+  float* velocity;       // [n], updated in place; null: no momentum. Needs a residual
   float momentum;        // in [0, 1)
   int64_t n;             // 0 <= n < 2^31
   int64_t k;             // 0 <= k <= n
@@ -46,9 +49,12 @@ struct Selection {
   float* values;     // [k] out
 };
 
-// Cost: one pass over g and r where a sample predicts the threshold (the usual case for k <= n / 8), else two, and up to two
-// more where the sample misled or, for `exact`, where too many entries for a list share the band. Extra memory: at most 2 % of
-// a float32 gradient's for k <= n / 100 and n >= 2^23.
+// Cost: at most two reading passes. The first adds. Where what reaches the threshold that a sample predicts fits a list, it is
+// the only one: usual for k <= n / 8. Else, so for larger k and where many entries are alike, a second one reads the stretches
+// of r (of g where there is no residual) that hold entries to be sent. The sample reads n / 32 entries, at most 131,072.
+// A third pass and more only where the sample misled, by more than four standard deviations of what it counts, about once in
+// 15,000 calls: what lies between two drawn entries is not known before it is read.
+// Extra memory: at most 2 % of a float32 gradient's for k <= n / 100 and n >= 2^23, and what notes the non-finite entries.
 void select_cpu(const Selection& selection, const ParallelFor& parallel_for);
 
 // The same on a GPU, all pointers in its memory: queued on the stream, and nothing waits. (Compiled, and run on CPUs only: no

@@ -1,16 +1,21 @@
 // Selection on CPUs.
 //
-//   predict   a sample of the magnitudes gives a threshold that a little more than k entries should reach
-//   add       the only pass that every call makes: r += g; what reaches the threshold is moved from r to a list
-//   narrow    count the listed magnitudes in bins, go to the bin where the k-th largest lies; `exact` again inside it
-//   emit      write what is above that band, and from the band the rest of k; the others go back to r
+//   predict   a sample of the magnitudes gives a window of keys in which that of the k-th largest should lie
+//   gather    the pass that every call makes: r += g; what reaches the window's lower end is moved from r to a list. Where
+//             that is too much for a list, only what lies strictly inside the window is copied; what lies above it or on
+//             one of its ends (many may be alike there) is counted, stretch by stretch
+//   find_band count the listed magnitudes in bins, go to the bin where the k-th largest lies; `exact` again inside it
+//   emit      write what is above that band, and from the band the rest of k; what was moved and not chosen goes back to r.
+//             Where entries were counted, they are read again from r, in the stretches that hold a chosen one
 //
-// Where no list is possible (k is large, or too many entries are alike), add leaves r complete and counts every entry, and
-// emit makes a second pass and zeroes what it chooses. A wrong prediction costs time, never the result.
+// A wrong prediction costs time, never the result: all but the addition is done again with a wider window.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <numeric>
 #include <vector>
 
 #include "kernels/flush_denormals.h"
@@ -25,19 +30,19 @@ namespace tfcommx {
 namespace {
 
 constexpr uint32_t kBins = 2048;
-constexpr int kBandShift = 11;    // a band of mstopk: equal exponent, equal first twelve mantissa bits; the rest make kBins
-constexpr int kCoarseShift = 20;  // bins that cover all magnitudes
-constexpr int64_t kAhead = 8;     // tiles between fetching and use
-constexpr int kCopies = 4;        // of a histogram: neighbours often fall in one bin, and an increment must wait for the last
+constexpr int kBinBits = 11;
+constexpr int kBandBits = 11;      // of a key, that mstopk's bands leave open: equal exponent, equal first twelve mantissa bits
+constexpr int64_t kListed = 4096;  // entries that always fit a list; a shorter vector needs no sample
+constexpr int64_t kAhead = 8;      // tiles between fetching and use
+constexpr int kCopies = 4;         // of a histogram: neighbours often fall in one bin, and an increment must wait for the last
 
 struct Band {  // keys in [lower, upper)
-  uint32_t lower = 0, upper = uint32_t{1} << 31;
-  int64_t inside = 0;  // entries in the band
-  int64_t need = 0;    // of them to be chosen; all above the band are
+  uint32_t lower = 0, upper = 0;
+  bool operator()(uint32_t key) const { return key - lower < upper - lower; }
 };
 
-struct Histogram {
-  uint32_t bins[kCopies][kBins];
+struct Counts {  // of one block; not of what is listed
+  int64_t above = 0, high = 0, low = 0;  // above the window, at its upper end, at its lower end
 };
 
 template <class T>
@@ -47,50 +52,41 @@ class Selector {
       : s_(s),
         parallel_for_(parallel_for),
         gradient_(static_cast<const T*>(s.gradient)),
-        add_((s.residual ? scans().with_residual : scans().plain)[static_cast<int>(s.type)]),
+        add_((s.velocity ? scans().with_velocity : s.residual ? scans().with_residual : scans().plain)[static_cast<int>(s.type)]),
         scan_(scans().plain[static_cast<int>(s.residual ? Float::float32 : s.type)]),
+        unit_(s.rule == Rule::mstopk ? kBandBits : 0),
         tiles_((s.n + kTile - 1) / kTile),
-        capacity_(std::max<int64_t>({s.n / 84, s.k * 6 / 5, std::min<int64_t>(2 * s.k, 65536)})),
+        blocks_(std::clamp<int64_t>(tiles_ / 16, 1, 64)),
+        capacity_(std::max<int64_t>({s.n / 84, s.k * 5 / 4, std::min<int64_t>(2 * s.k, 65536), kListed})),
         not_finite_(s.k) {}
 
   void run() {
-    Prediction predicted;
-    if (s_.k == 0) predicted.key = kNotFinite;
-    if (s_.k > 0) {
-      predicted = predict(
-          s_.n, s_.k, s_.seed, [this](int64_t i) { return widen(gradient_[i]) + (s_.residual ? s_.residual[i] : 0.0f); },
-          [this](int64_t i) {
-            __builtin_prefetch(gradient_ + i);
-            if (s_.residual) __builtin_prefetch(s_.residual + i);
-          },
-          [this](int64_t turns, const std::function<void(int64_t)>& body) { each(turns, body); });
-    }
-    // Bins as fine as mstopk's bands, where the prediction says that they are needed: they span half an octave.
-    uint32_t lower = predicted.key >> kBandShift << kBandShift;
-    if (predicted.key && s_.k <= s_.n / 8 && predicted.reached <= capacity_) {
-      blocks_ = std::clamp<int64_t>(tiles_ / 64, 1, 16);
-      list_ = std::make_unique<CandidateList>(tiles_, capacity_);
-      add_and_list(s_.rule == Rule::mstopk ? lower : predicted.key);  // mstopk's band must be listed whole
-    } else {
-      blocks_ = std::clamp<int64_t>(tiles_ / 64, 1, 64);
-      lower -= std::min(lower, kBins / 2 << kBandShift);
-      add_and_count(lower);
-    }
+    double width = 4;  // standard deviations of the sample: wrong about once in 15,000 calls
+    gather(window(width, [this](int64_t i) { return sum(i); }), true);
     const std::vector<int32_t>& bad = not_finite_.sorted();
     const int64_t need = s_.k - static_cast<int64_t>(bad.size());
     if (need > 0) {
-      band_.need = need;
-      find_band(lower);
-      if (s_.rule == Rule::exact) refine();
+      while (!find_band(need)) {
+        put_back();
+        width *= 4;
+        gather(window(width, [this](int64_t i) { return not_finite_.contains(i) ? HUGE_VALF : entry(i); }), false);
+      }
       emit();
-    } else if (list_) {
+    } else {
       put_back();
     }
     insert(bad);
   }
 
  private:
-  // The entry's acc after it was added, where it is finite and not listed.
+  // What the entry's acc will be, before it is added.
+  float sum(int64_t i) const {
+    float acc = widen(gradient_[i]);
+    if (s_.velocity) acc = s_.momentum * s_.velocity[i] + acc;
+    return s_.residual ? acc + s_.residual[i] : acc;
+  }
+
+  // The entry's acc after it was added, where it is finite and not moved to the list.
   float entry(int64_t i) const { return s_.residual ? s_.residual[i] : widen(gradient_[i]); }
 
   uint32_t length(int64_t tile) const { return static_cast<uint32_t>(std::min<int64_t>(kTile, s_.n - tile * kTile)); }
@@ -102,205 +98,251 @@ class Selector {
     });
   }
 
-  // Calls body(tile) for the tiles of the block, in order.
+  // Calls body(tile) for the tiles of the part of all, in order.
   template <class Body>
-  void each_tile(int64_t block, int64_t blocks, const Body& body) {
-    for (int64_t tile = tiles_ * block / blocks; tile < tiles_ * (block + 1) / blocks; ++tile) body(tile);
+  void each_tile(int64_t part, int64_t parts, const Body& body) {
+    for (int64_t tile = tiles_ * part / parts; tile < tiles_ * (part + 1) / parts; ++tile) body(tile);
   }
 
-  Found add_tile(int64_t tile, uint32_t threshold, uint16_t* candidates) {
-    uint16_t bad[kRoom];
+  template <class Value>
+  Window window(double width, const Value& value) {
+    if (s_.k == 0) return {kNotFinite, kNotFinite, 0, 0};
+    const double n = static_cast<double>(s_.n);
+    if (s_.n <= kListed) return {0, kNotFinite, n, n};
+    return predict(
+        s_.n, s_.k, s_.seed + static_cast<uint64_t>(width), width, unit_, value,
+        [this](int64_t i) {
+          __builtin_prefetch(gradient_ + i);
+          if (s_.residual) __builtin_prefetch(s_.residual + i);
+          if (s_.velocity) __builtin_prefetch(s_.velocity + i);
+        },
+        [this](int64_t turns, const std::function<void(int64_t)>& body) { each(turns, body); });
+  }
+
+  // Adds (the first time), and lists or counts what the window says.
+  void gather(const Window& window, bool first) {
+    const uint32_t unit = uint32_t{1} << unit_;
+    low_ = {window.lower, window.lower + unit};
+    high_ = {window.upper, window.upper + unit};
+    moves_ = s_.k <= std::max(s_.n / 8, kListed) && window.reached <= static_cast<double>(capacity_);
+    const double room = moves_ ? static_cast<double>(capacity_) : std::min<double>(s_.n, window.between + kListed);
+    list_ = std::make_unique<CandidateList>(tiles_, static_cast<int64_t>(room));
+    counts_.assign(blocks_, {});
+    each(blocks_, [&](int64_t block) {
+      each_tile(block, blocks_, [&](int64_t tile) {
+        uint16_t candidates[kRoom], bad[kRoom];
+        const uint32_t threshold = moves_ ? low_.lower : low_.upper;
+        const Found found = first ? add(tile, threshold, candidates, bad) : rescan(tile, threshold, candidates, bad);
+        if (moves_) {
+          move(tile, candidates, found.candidates);
+        } else {
+          count(tile, candidates, bad, found, counts_[block]);
+        }
+      });
+    });
+  }
+
+  Found add(int64_t tile, uint32_t threshold, uint16_t* candidates, uint16_t* bad) {
     const int64_t base = tile * kTile;
-    float* residual = s_.residual ? s_.residual + base : nullptr;
-    const Found found = add_(gradient_ + base, residual, length(tile), threshold, candidates, bad);
+    const Found found = add_(gradient_ + base, s_.residual ? s_.residual + base : nullptr,
+                             s_.velocity ? s_.velocity + base : nullptr, s_.momentum, length(tile), threshold, candidates, bad);
     if (found.not_finite) not_finite_.add(base, bad, found.not_finite);
     return found;
   }
 
-  // Moves the tile's candidates from the residual to the list, where there is room; the tile is still in the cache.
-  void move(CandidateList& list, int64_t tile, const uint16_t* candidates, uint32_t count) {
-    if (!list.reserve(tile, count)) return;
+  // The same of what was added already. Only where all non-finite entries are known.
+  Found rescan(int64_t tile, uint32_t threshold, uint16_t* candidates, uint16_t* bad) {
     const int64_t base = tile * kTile;
-    float* values = list.values(tile);
-    std::copy(candidates, candidates + count, list.positions(tile));
-    for (uint32_t j = 0; j < count; ++j) values[j] = entry(base + candidates[j]);
-    if (s_.residual)
-      for (uint32_t j = 0; j < count; ++j) s_.residual[base + candidates[j]] = 0.0f;
+    const void* data = s_.residual ? static_cast<const void*>(s_.residual + base) : gradient_ + base;
+    Found found = scan_(data, nullptr, nullptr, 0, length(tile), threshold, candidates, bad);
+    if (s_.residual && not_finite_.count() > 0) {  // r holds older values there, which are not to be chosen
+      found.not_finite = not_finite_.within(base, base + length(tile), bad);
+      uint16_t* end = std::remove_if(candidates, candidates + found.candidates, [&](uint16_t j) { return not_finite_.contains(base + j); });
+      found.candidates = static_cast<uint32_t>(end - candidates);
+    }
+    return found;
   }
 
-  void add_and_list(uint32_t threshold) {
-    const int64_t turns = std::clamp<int64_t>(tiles_ / 16, 1, 512);
-    each(turns, [&](int64_t turn) {
-      each_tile(turn, turns, [&](int64_t tile) {
-        uint16_t candidates[kRoom];
-        const Found found = add_tile(tile, threshold, candidates);
-        move(*list_, tile, candidates, found.candidates);
+  // Lists the tile's candidates, where there is room; the tile is still in the cache.
+  void copy(int64_t tile, const uint16_t* candidates, uint32_t count) {
+    if (!list_->reserve(tile, count)) return;
+    float* values = list_->values(tile);
+    std::copy(candidates, candidates + count, list_->positions(tile));
+    for (uint32_t j = 0; j < count; ++j) values[j] = entry(tile * kTile + candidates[j]);
+  }
+
+  void move(int64_t tile, const uint16_t* candidates, uint32_t count) {
+    copy(tile, candidates, count);
+    if (s_.residual && list_->length(tile))
+      for (uint32_t j = 0; j < count; ++j) s_.residual[tile * kTile + candidates[j]] = 0.0f;
+  }
+
+  // Of the candidates, which are above the window's lower end: lists those inside, counts the others; and counts its lower end.
+  void count(int64_t tile, uint16_t* candidates, const uint16_t* bad, const Found& found, Counts& counts) {
+    const int64_t base = tile * kTile;
+    uint32_t inside = 0, above = 0, low = 0;
+    for (uint32_t j = 0; j < found.candidates; ++j) {
+      const uint32_t key = key_of(entry(base + candidates[j]));
+      above += key >= high_.upper;
+      candidates[inside] = candidates[j];
+      inside += key < high_.lower;
+    }
+    copy(tile, candidates, inside);
+    for (uint32_t j = 0; j < length(tile); ++j) low += low_(key_of(entry(base + j)));  // a loop without a branch
+    for (uint32_t j = 0; j < found.not_finite; ++j) low -= low_(key_of(entry(base + bad[j])));
+    counts.above += above;
+    counts.high += found.candidates - inside - above;
+    counts.low += low;
+  }
+
+  // Finds the band that holds the need-th largest of what is finite, and how many of each block are above and in it.
+  // False where the prediction was wrong.
+  bool find_band(int64_t need) {
+    Counts all;
+    for (const Counts& counts : counts_) {
+      all.above += counts.above;
+      all.high += counts.high;
+      all.low += counts.low;
+    }
+    if (!list_->complete() || need <= all.above) return false;
+    need -= all.above;
+    const int64_t after = need - all.high - list_->size();  // to be chosen at the window's lower end
+    if (after > all.low) return false;
+    if (need <= all.high) {
+      band_ = high_;
+    } else if (after > 0) {
+      band_ = low_;
+      need = after;
+    } else {
+      need = narrow(need - all.high);
+    }
+    need_ = need;
+    above_.assign(blocks_, 0);
+    inside_.assign(blocks_, 0);
+    each(blocks_, [&](int64_t block) {
+      const Counts& counts = counts_[block];
+      int64_t above = counts.above, inside = 0;
+      const auto put = [&](uint32_t key, int64_t count) {
+        above += key >= band_.upper ? count : 0;
+        inside += band_(key) ? count : 0;
+      };
+      put(high_.lower, counts.high);
+      put(low_.lower, counts.low);
+      each_tile(block, blocks_, [&](int64_t tile) {
+        const float* values = list_->values(tile);
+        for (uint32_t j = 0; j < list_->length(tile); ++j) put(key_of(values[j]), 1);
       });
+      above_[block] = above;
+      inside_[block] = inside;
     });
+    return true;
   }
 
-  static void tally(Histogram& histogram, uint32_t turn, uint32_t bin) {
-    ++histogram.bins[turn % kCopies][std::min(bin, kBins - 1)];
-  }
-
-  void keep(int64_t block, const Histogram& histogram) {
-    for (uint32_t bin = 0; bin < kBins; ++bin) {
-      uint32_t sum = 0;
-      for (const auto& copy : histogram.bins) sum += copy[bin];
-      counts_[block * kBins + bin] = sum;
+  // Makes the band the one in which the need-th largest of the list lies: of mstopk's width, or of one key. Returns how many
+  // of it are to be chosen.
+  int64_t narrow(int64_t need) {
+    band_ = {moves_ ? low_.lower : low_.upper, moves_ ? high_.upper : high_.lower};
+    for (;;) {
+      const uint32_t width = band_.upper - band_.lower;
+      const int shift = std::max(unit_, 32 - __builtin_clz((width - 1) | 1) - kBinBits);
+      const std::vector<int64_t> totals = histogram(shift);
+      if (totals[kBins] >= need) {  // the prediction's upper end was too low
+        band_ = {band_.upper, kNotFinite};
+        continue;
+      }
+      int64_t rest = need - totals[kBins];
+      uint32_t bin = kBins - 1;
+      for (; totals[bin] < rest; --bin) rest -= totals[bin];
+      band_ = {band_.lower + (bin << shift), std::min(band_.upper, band_.lower + ((bin + 1) << shift))};
+      if (shift == unit_ || totals[bin] == rest) return rest;
     }
   }
 
-  void add_and_count(uint32_t lower) {
-    counts_.resize(blocks_ * kBins);
-    each(blocks_, [&](int64_t block) {
-      Histogram histogram{};
-      each_tile(block, blocks_, [&](int64_t tile) {
-        uint16_t candidates[kRoom];
-        const Found found = add_tile(tile, lower, candidates);
-        for (uint32_t j = 0; j < found.candidates; ++j)
-          tally(histogram, j, (key_of(entry(tile * kTile + candidates[j])) - lower) >> kBandShift);
+  // Counts the list's keys in the band in bins of 2^shift; the last count is that of keys above it.
+  std::vector<int64_t> histogram(int shift) {
+    constexpr int64_t kParts = 16;
+    std::vector<int64_t> totals(kBins + 1);
+    std::mutex mutex;
+    each(kParts, [&](int64_t part) {
+      uint32_t bins[kCopies][kBins + 1] = {};
+      each_tile(part, kParts, [&](int64_t tile) {
+        const float* values = list_->values(tile);
+        for (uint32_t j = 0; j < list_->length(tile); ++j) {
+          const uint32_t key = key_of(values[j]);
+          if (key >= band_.lower) ++bins[j % kCopies][key >= band_.upper ? kBins : (key - band_.lower) >> shift];
+        }
       });
-      keep(block, histogram);
+      const std::lock_guard<std::mutex> lock(mutex);
+      for (const auto& copy : bins)
+        for (uint32_t bin = 0; bin <= kBins; ++bin) totals[bin] += copy[bin];
     });
+    return totals;
   }
 
-  // Calls body(index, value) for the tile's finite entries from the band upwards (perhaps some below it too), ascending.
+  // Calls body(index, value) for the listed entries, or, where they were counted, for those of the tile that reach a threshold.
   template <class Body>
-  void visit(int64_t tile, const Body& body) {
+  void visit(int64_t tile, uint32_t threshold, const Body& body) {
     const int64_t base = tile * kTile;
-    if (list_) {
+    if (moves_) {
       const uint16_t* positions = list_->positions(tile);
       const float* values = list_->values(tile);
       for (uint32_t j = 0; j < list_->length(tile); ++j) body(base + positions[j], values[j]);
       return;
     }
     uint16_t positions[kRoom], bad[kRoom];
-    const void* data = s_.residual ? static_cast<const void*>(s_.residual + base) : gradient_ + base;
-    const uint32_t found = scan_(data, nullptr, length(tile), band_.lower, positions, bad).candidates;
-    for (uint32_t j = 0; j < found; ++j) {
-      const int64_t i = base + positions[j];
-      if (!not_finite_.contains(i)) body(i, entry(i));  // else r holds an older value there, which is not to be chosen
-    }
-  }
-
-  // Counts the band's entries in bins of 2^shift keys from `lower` on; the last bin holds all that follows.
-  void count(uint32_t lower, int shift) {
-    counts_.resize(blocks_ * kBins);
-    each(blocks_, [&](int64_t block) {
-      Histogram histogram{};
-      uint32_t turn = 0;
-      each_tile(block, blocks_, [&](int64_t tile) {
-        visit(tile, [&](int64_t, float value) {
-          const uint32_t key = key_of(value);
-          if (key >= lower && key < band_.upper) tally(histogram, turn++, (key - lower) >> shift);
-        });
-      });
-      keep(block, histogram);
-    });
-  }
-
-  // Makes the band the bin, of those counted from `lower` on, in which the last entry to be chosen lies. False where that bin
-  // was not counted by itself.
-  bool narrow(uint32_t lower, int shift) {
-    std::vector<int64_t> totals(kBins);
-    for (int64_t block = 0; block < blocks_; ++block)
-      for (uint32_t bin = 0; bin < kBins; ++bin) totals[bin] += counts_[block * kBins + bin];
-    uint32_t bin = kBins - 1;
-    int64_t need = band_.need;
-    for (; totals[bin] < need; --bin) {
-      if (bin == 0) return false;
-      need -= totals[bin];
-    }
-    const uint64_t upper = lower + (static_cast<uint64_t>(bin + 1) << shift);
-    if (bin == kBins - 1 && upper < band_.upper) return false;
-    above_.resize(blocks_);
-    inside_.resize(blocks_);
-    for (int64_t block = 0; block < blocks_; ++block) {
-      const uint32_t* counts = &counts_[block * kBins];
-      inside_[block] = counts[bin];
-      for (uint32_t other = bin + 1; other < kBins; ++other) above_[block] += counts[other];
-    }
-    band_ = {lower + (bin << shift), static_cast<uint32_t>(std::min<uint64_t>(upper, band_.upper)), totals[bin], need};
-    return true;
-  }
-
-  // Narrows to mstopk's band: at once where the bins from `lower` on hold it, else from the coarse bins.
-  void find_band(uint32_t lower) {
-    if (list_ && (!list_->complete() || list_->size() < band_.need)) {  // a wrong prediction
-      put_back();
-    } else {
-      if (list_) count(lower, kBandShift);  // else counted while adding
-      if (narrow(lower, kBandShift)) return;
-    }
-    for (const int shift : {kCoarseShift, kBandShift}) {
-      count(band_.lower, shift);
-      narrow(band_.lower, shift);
-    }
+    const Found found = rescan(tile, threshold, positions, bad);
+    for (uint32_t j = 0; j < found.candidates; ++j) body(base + positions[j], entry(base + positions[j]));
   }
 
   void put_back() {
-    if (s_.residual) {
-      each(blocks_, [&](int64_t block) {
-        each_tile(block, blocks_, [&](int64_t tile) { visit(tile, [&](int64_t i, float value) { s_.residual[i] = value; }); });
-      });
-    }
-    list_.reset();
+    if (!moves_ || !s_.residual) return;
+    each(blocks_, [&](int64_t block) {
+      each_tile(block, blocks_, [&](int64_t tile) { visit(tile, 0, [&](int64_t i, float value) { s_.residual[i] = value; }); });
+    });
   }
 
-  // Narrows the band until all that it holds is chosen or alike.
-  void refine() {
-    const int64_t reached = s_.k - band_.need + band_.inside;
-    if (!list_ && band_.inside > band_.need && reached <= capacity_ * 3 / 4) {  // then no more passes over everything
-      auto list = std::make_unique<CandidateList>(tiles_, reached);
-      each(blocks_, [&](int64_t block) {
-        each_tile(block, blocks_, [&](int64_t tile) {
-          uint16_t positions[kRoom];
-          uint32_t found = 0;
-          visit(tile, [&](int64_t i, float) { positions[found++] = static_cast<uint16_t>(i - tile * kTile); });
-          move(*list, tile, positions, found);
-        });
-      });
-      list_ = std::move(list);
-    }
-    if (band_.inside == band_.need) return;
-    count(band_.lower, 0);
-    narrow(band_.lower, 0);
-  }
-
-  // Brings to the cache where listed entries are likely to be put back: every one is a cache miss.
-  void fetch_returning(int64_t tile) {
+  // Brings to the cache where listed entries are likely to be put back or to lose their velocity: every one is a cache miss.
+  void fetch_changing(int64_t tile) {
     if (!s_.residual) return;
-    for (uint32_t j = 0; j < list_->length(tile); ++j)
-      if (key_of(list_->values(tile)[j]) < band_.upper)
-        __builtin_prefetch(s_.residual + tile * kTile + list_->positions(tile)[j], 1);
+    const uint16_t* positions = list_->positions(tile);
+    const float* values = list_->values(tile);
+    for (uint32_t j = 0; j < list_->length(tile); ++j) {
+      const uint32_t key = key_of(values[j]);
+      if (key < band_.upper) __builtin_prefetch(s_.residual + tile * kTile + positions[j], 1);
+      if (s_.velocity && key >= band_.lower) __builtin_prefetch(s_.velocity + tile * kTile + positions[j], 1);
+    }
   }
 
   void emit() {
-    const int64_t first = s_.rule == Rule::mstopk ? below(s_.seed, band_.inside - band_.need + 1) : 0, last = first + band_.need;
-    std::vector<int64_t> outs(blocks_), insides(blocks_);
-    for (int64_t block = 0, above = 0, inside = 0; block < blocks_; ++block) {
+    std::vector<int64_t> outs(blocks_ + 1), insides(blocks_ + 1);
+    const int64_t all_inside = std::accumulate(inside_.begin(), inside_.end(), int64_t{0});
+    const int64_t first = s_.rule == Rule::mstopk ? below(s_.seed, all_inside - need_ + 1) : 0, last = first + need_;
+    for (int64_t block = 0, above = 0, inside = 0; block <= blocks_; ++block) {
       outs[block] = above + std::clamp(inside, first, last) - first;
       insides[block] = inside;
+      if (block == blocks_) break;
       above += above_[block];
       inside += inside_[block];
     }
     each(blocks_, [&](int64_t block) {
       int64_t out = outs[block], inside = insides[block];
+      const bool window_here = inside < last && insides[block + 1] > first;
       each_tile(block, blocks_, [&](int64_t tile) {
-        if (list_ && tile + kAhead < tiles_) fetch_returning(tile + kAhead);
-        visit(tile, [&](int64_t i, float value) {
+        if (moves_ && tile + kAhead < tiles_) fetch_changing(tile + kAhead);
+        if (!moves_ && out == outs[block + 1]) return;
+        visit(tile, window_here ? band_.lower : band_.upper, [&](int64_t i, float value) {
           const uint32_t key = key_of(value);
           bool chosen = key >= band_.upper;
-          if (!chosen && key >= band_.lower) {
+          if (band_(key)) {
             chosen = inside >= first && inside < last;
             ++inside;
           }
           if (chosen) {
             s_.indices[out] = static_cast<int32_t>(i);
             s_.values[out++] = value;
+            if (s_.velocity) s_.velocity[i] = 0.0f;
           }
-          if (s_.residual && chosen != (list_ != nullptr)) s_.residual[i] = chosen ? 0.0f : value;
+          if (s_.residual && chosen != moves_) s_.residual[i] = chosen ? 0.0f : value;
         });
       });
     });
@@ -319,7 +361,7 @@ class Selector {
       } else {
         const int32_t i = bad[--rest];
         s_.indices[out] = i;
-        s_.values[out] = s_.residual ? widen(gradient_[i]) + s_.residual[i] : widen(gradient_[i]);
+        s_.values[out] = sum(i);
       }
     }
   }
@@ -328,14 +370,18 @@ class Selector {
   const ParallelFor& parallel_for_;
   const T* const gradient_;
   const Scan add_, scan_;
+  const int unit_;          // bits of a key that a band leaves open
   const int64_t tiles_;
-  const int64_t capacity_;  // candidates that may be listed
-  int64_t blocks_ = 1;      // of consecutive tiles: the unit of counting; fewer where there is a list, to keep both small
+  const int64_t blocks_;    // of consecutive tiles: the unit of counting, and of reading again
+  const int64_t capacity_;  // entries that may be moved to the list
   NotFinite not_finite_;
+  Band low_, high_;     // the bands at the window's ends
+  bool moves_ = true;   // what reaches the window is moved from r to the list; else it is counted, and r stays complete
   std::unique_ptr<CandidateList> list_;
-  std::vector<uint32_t> counts_;         // [blocks][kBins]
+  std::vector<Counts> counts_;           // by block
+  Band band_;                            // holds the k-th largest; all above are chosen
+  int64_t need_ = 0;                     // entries of the band to be chosen
   std::vector<int64_t> above_, inside_;  // by block: entries above the band, and in it
-  Band band_;
 };
 
 }  // namespace

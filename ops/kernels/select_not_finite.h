@@ -41,6 +41,14 @@ class NotFinite {
     return !lowest_.empty() && std::binary_search(lowest_.begin(), lowest_.end(), static_cast<int32_t>(index));
   }
 
+  // Likewise: writes those in [first, last), relative to first; returns how many.
+  uint32_t within(int64_t first, int64_t last, uint16_t* positions) const {
+    uint32_t count = 0;
+    for (auto i = std::lower_bound(lowest_.begin(), lowest_.end(), first); i != lowest_.end() && *i < last; ++i)
+      positions[count++] = static_cast<uint16_t>(*i - first);
+    return count;
+  }
+
  private:
   const int64_t k_;
   std::mutex mutex_;

@@ -1,4 +1,4 @@
-// The one loop over n-sized data on CPUs: add the residual, and list the entries that reach a threshold. One tile a call.
+// The one loop over n-sized data on CPUs: add momentum and residual, and list the entries that reach a threshold. One tile a call.
 #pragma once
 
 #include <cstdint>
@@ -64,14 +64,16 @@ struct Found {
   uint32_t not_finite;  // entries whose acc is NaN or infinite
 };
 
-// Adds the tile's gradient to its residual in place (not where acc is not finite) and lists positions, ascending.
-// Without a residual nothing is written but the lists. threshold <= kNotFinite; count <= kTile; each list has kRoom entries.
-using Scan = Found (*)(const void* gradient, float* residual, uint32_t count, uint32_t threshold, uint16_t* candidates,
-                       uint16_t* not_finite);
+// u = momentum * u + g, r += u in place (not where that is not finite), and lists positions, ascending. Without a velocity
+// r += g; without a residual nothing is written but the lists. threshold <= kNotFinite; count <= kTile; each list has kRoom
+// entries.
+using Scan = Found (*)(const void* gradient, float* residual, float* velocity, float momentum, uint32_t count, uint32_t threshold,
+                       uint16_t* candidates, uint16_t* not_finite);
 
 struct Scans {
   Scan plain[3];          // by Float
   Scan with_residual[3];  // by Float
+  Scan with_velocity[3];  // by Float
 };
 
 const Scans& scans_portable();

@@ -22,6 +22,7 @@ struct Sixteen {
   }
   static void store(float* p, __m512 x) { _mm512_storeu_ps(p, x); }
   static __m512 add(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
+  static __m512 multiply(__m512 a, float b) { return _mm512_mul_ps(a, _mm512_set1_ps(b)); }
   static uint32_t at_least(__m512 x, uint32_t key) {
     const __m512i keys = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(kMagnitude)));
     return _mm512_cmpge_epu32_mask(keys, _mm512_set1_epi32(static_cast<int>(key)));

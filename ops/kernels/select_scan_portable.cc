@@ -1,4 +1,4 @@
-// The tile loop for any processor, and the choice among the loops.
+// The tile loop for any processor.
 #include "kernels/select_scan.h"
 #include "kernels/select_scan.inl"
 
@@ -11,6 +11,7 @@ struct One {  // a vector of one
   static float load(const T* p) { return widen(*p); }
   static void store(float* p, float x) { *p = x; }
   static float add(float a, float b) { return a + b; }
+  static float multiply(float a, float b) { return a * b; }
   static uint32_t at_least(float x, uint32_t key) { return key_of(x) >= key; }
   static float mix(uint32_t bits, float set, float unset) { return bits ? set : unset; }
   static uint32_t append(uint16_t* list, uint32_t length, uint32_t bits, uint32_t first) {
@@ -23,17 +24,6 @@ struct One {  // a vector of one
 const Scans& scans_portable() {
   static const Scans result = table<One>();
   return result;
-}
-
-const Scans& scans() {
-#if defined(__x86_64__)
-  static const Scans& result = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") ? scans_avx512()
-                               : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")      ? scans_avx2()
-                                                                                                       : scans_portable();
-  return result;
-#else
-  return scans_portable();
-#endif
 }
 
 }  // namespace tfcommx

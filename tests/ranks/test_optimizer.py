@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,36 @@ def test_two_optimizers_in_one_step(comm: Comm, scaled: bool) -> None:
         assert all((one != other).any() for one, other in zip(old, weights(net), strict=True))
 
 
+def test_the_density_warms_up_with_momentum(comm: Comm) -> None:
+    scheme = cx.Scheme("hitopk", "mstopk", 0.05, dense_below=8, momentum=0.9)
+    net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.01), scheme))
+    sent: list[int] = []
+    kept: list[float] = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            exchanger = net.optimizer.exchanger
+            sent.append(sum(bucket.k or 0 for left in exchanger.all_left() for bucket in left.plan.buckets))
+            kept.append(max(float(np.abs(part).max()) for part in exchanger.all_velocity().values()))
+
+    assert fit(net, comm, epochs=4, extra=(callbacks.SwitchScheme(scheme.warm_up([0.25, 0.1])), Watch())).identical
+    assert sent[0] > sent[1] > sent[2] == sent[3] and min(kept) > 0
+    moving = comm.gather_objects(net.optimizer.exchanger.all_velocity())
+    net.optimizer.exchanger.switch(cx.Scheme("torus"))  # no momentum: the velocity rests
+    fit(net, comm, epochs=1)
+    assert {path: part.tobytes() for path, part in net.optimizer.exchanger.all_velocity().items()} == {
+        path: part.tobytes() for path, part in moving[comm.rank].items()}
+
+
+def test_momentum_twice_is_refused(comm: Comm) -> None:
+    scheme = dataclasses.replace(SPARSE, momentum=0.9)
+    for optimizer in (keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.Adam(0.1)):
+        with pytest.raises(cx.PlanError, match="Momentum must be applied once"):
+            cx.DistributedOptimizer(optimizer, scheme)
+        with pytest.raises(cx.PlanError, match="Momentum must be applied once"):
+            cx.DistributedOptimizer(optimizer, SPARSE).exchanger.switch(scheme)
+
+
 def test_warm_up(comm: Comm) -> None:
     net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.5)))
     rates: list[float] = []
@@ -303,12 +334,14 @@ def test_a_saved_model_holds_the_plain_optimizer(comm: Comm, tmp_path: Path) -> 
     assert fit(plain, comm).identical
 
 
-def test_training_continues_exactly_from_a_checkpoint(comm: Comm, tmp_path: Path) -> None:
-    """Two epochs, saved, restored, two more: the same weights as four without a stop, residuals included."""
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_training_continues_exactly_from_a_checkpoint(comm: Comm, tmp_path: Path, momentum: float) -> None:
+    """Two epochs, saved, restored, two more: the same weights as four without a stop, residuals and velocities included."""
     folder = Path(comm.gather_objects(str(tmp_path))[0])
 
     def optimizer() -> keras.optimizers.Optimizer:
-        return cx.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), SPARSE)
+        scheme = dataclasses.replace(SPARSE, momentum=momentum, clip_norm=5.0 if momentum else None)
+        return cx.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9 - momentum), scheme)
 
     straight = compiled(optimizer())
     fit(straight, comm, epochs=4)
@@ -322,7 +355,8 @@ def test_training_continues_exactly_from_a_checkpoint(comm: Comm, tmp_path: Path
         np.testing.assert_array_equal(one, other)
     lost = compiled(optimizer(), seed=9)
     assert checkpoint.restore(lost, folder) == 2
-    callbacks.exchanger_of(lost).left = []  # the check can fail: without the residuals the weights differ
+    lefts = callbacks.exchanger_of(lost).left  # the check can fail: without the residuals, or the velocities, the weights differ
+    callbacks.exchanger_of(lost).left = [left._replace(velocities={}) for left in lefts] if momentum else []
     fit(lost, comm, epochs=4, initial_epoch=2)
     assert any((one != other).any() for one, other in zip(weights(straight), weights(lost), strict=True))
 

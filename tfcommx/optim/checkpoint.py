@@ -3,7 +3,7 @@
     folder/
       checkpoint.json                 written last: names the epoch that is whole, and the number of ranks
       model-0003.keras                weights and optimizer state, a plain Keras file
-      owed-0003-rank-0000.npz         one per rank: residuals, as they lie in its plan
+      owed-0003-rank-0000.npz         one per rank: residuals and velocities, as they lie in its plan
 
 A checkpoint is whole when checkpoint.json names it: a run that is killed while it saves leaves the one before intact.
 """
@@ -21,8 +21,8 @@ import numpy as np
 from tfcommx import comm
 from tfcommx.optim.callbacks import exchanger_of
 from tfcommx.optim.exchanger import Exchanger, Left, sum_owed
-from tfcommx.schedule.run import Owed, owed_of
-from tfcommx.terms import Plan, PlanError
+from tfcommx.schedule.run import Owed, owed_of, velocity_of
+from tfcommx.terms import Piece, Plan, PlanError
 
 HEAD = "checkpoint.json"
 
@@ -82,7 +82,8 @@ def restore(model: keras.Model, folder: str | Path) -> int:
 
     With the plan and the number of ranks that it was saved under, every rank continues with exactly its own residuals.
     Otherwise they are dealt out anew so that what they owe to the weights is conserved: their sum over the ranks for op
-    "sum", their sum divided by the number of ranks for op "average".
+    "sum", their sum divided by the number of ranks for op "average". Velocities are treated as residuals are; where the plan
+    has no momentum they rest until one has.
 
     **Ranks:** all; each must see the files of the ranks that it inherits from (its own number, and that plus multiples of
     the number of ranks). Without a checkpoint in `folder`, nothing is loaded and 0 is returned.
@@ -106,15 +107,21 @@ def restore(model: keras.Model, folder: str | Path) -> int:
     exchanger = exchanger_of(model)
     records = [_read_owed(path, rank) for path, rank in zip(mine, range(here.rank, ranks, here.topology.size), strict=True)]
     known = {variable.path for variable in model.trainable_variables}
-    unknown = sorted({path for owed, lefts in records for path in set(owed).union(*(left.variables for left in lefts))} - known)
+    kept = {Piece.of(name).path for owed, velocity, _ in records for name in (*owed, *velocity)}
+    kept |= {path for *_, lefts in records for left in lefts for path in left.variables}
+    unknown = sorted(kept - known)
     if unknown:
         raise PlanError(f"The checkpoint in {folder} owes gradient to {unknown[0]!r}, which this model does not have (it has "
                         f"{sorted(known)[0]!r}, ...). Give the model and its layers the names that they had.")
     same = ranks == here.topology.size
     factor = 1.0 if exchanger.operation == "sum" else here.topology.size / ranks
     exchanger.exchanges = {}
-    exchanger.left = records[0][1] if same else []
-    exchanger.owed = sum_owed([kept for kept, _ in records] if same else [_everything(*record) for record in records], factor)
+    exchanger.left = records[0][2] if same else []
+    exchanger.owed = sum_owed([owed if same else sum_owed([owed, *(owed_of(left.plan, left.residuals, left.rank) for left in lefts)])
+                               for owed, _, lefts in records], factor)
+    exchanger.velocity = sum_owed(
+        [velocity if same else sum_owed([velocity, *(velocity_of(left.plan, left.velocities, left.rank) for left in lefts)])
+         for _, velocity, lefts in records], factor)
     return epoch + 1
 
 
@@ -124,12 +131,14 @@ def _owed_name(epoch: int, rank: int) -> str:
 
 def _write_owed(exchanger: Exchanger, path: Path) -> None:
     arrays: dict[str, np.ndarray] = {}
-    index: dict[str, Any] = {"owed": sorted(exchanger.owed), "plans": []}
-    for number, name in enumerate(index["owed"]):
-        arrays[f"owed{number}"] = exchanger.owed[name]
+    index: dict[str, Any] = {"owed": sorted(exchanger.owed), "velocity": sorted(exchanger.velocity), "plans": []}
+    for kind, kept in (("owed", exchanger.owed), ("velocity", exchanger.velocity)):
+        arrays |= {f"{kind}{number}": kept[name] for number, name in enumerate(index[kind])}
     for left in exchanger.all_left():
-        index["plans"].append({"plan": left.plan.to_json(), "steps": left.steps, "rank": left.rank, "buckets": list(left.residuals)})
-        arrays |= {f"plan{len(index['plans']) - 1}/{i}": array for i, array in enumerate(left.residuals.values())}
+        index["plans"].append({"plan": left.plan.to_json(), "steps": left.steps, "rank": left.rank, "buckets": list(left.residuals),
+                               "moving": list(left.velocities)})
+        arrays |= {f"plan{len(index['plans']) - 1}/{i}": array
+                   for i, array in enumerate([*left.residuals.values(), *left.velocities.values()])}
     part = path.with_name(f".{path.name}")
     with part.open("wb") as file:
         np.savez(file, index=np.array(json.dumps(index)), **arrays)
@@ -138,17 +147,14 @@ def _write_owed(exchanger: Exchanger, path: Path) -> None:
     part.rename(path)
 
 
-def _read_owed(path: Path, rank: int) -> tuple[Owed, list[Left]]:
+def _read_owed(path: Path, rank: int) -> tuple[Owed, Owed, list[Left]]:
     with np.load(path) as stored:
         index = json.loads(str(stored["index"]))
-        owed = {name: stored[f"owed{number}"] for number, name in enumerate(index["owed"])}
+        owed, velocity = ({name: stored[f"{kind}{number}"] for number, name in enumerate(index[kind])} for kind in ("owed", "velocity"))
         lefts = [
             Left(Plan.from_json(row["plan"]), row["steps"], rank,
-                 {name: stored[f"plan{number}/{i}"] for i, name in enumerate(row["buckets"])})
+                 {name: stored[f"plan{number}/{i}"] for i, name in enumerate(row["buckets"])},
+                 {name: stored[f"plan{number}/{i}"] for i, name in enumerate(row["moving"], len(row["buckets"]))})
             for number, row in enumerate(index["plans"])
         ]
-    return owed, lefts
-
-
-def _everything(owed: Owed, lefts: list[Left]) -> Owed:
-    return sum_owed([owed, *(owed_of(left.plan, left.residuals, left.rank) for left in lefts)])
+    return owed, velocity, lefts

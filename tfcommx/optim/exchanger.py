@@ -12,8 +12,8 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from tfcommx.comm import Comm
 from tfcommx.schedule import planner
-from tfcommx.schedule.run import Exchange, Owed, owed_of
-from tfcommx.terms import Plan, PlanError, Scheme
+from tfcommx.schedule.run import Exchange, Owed, owed_of, velocity_of
+from tfcommx.terms import Piece, Plan, PlanError, Scheme
 
 
 class Left(NamedTuple):
@@ -23,26 +23,30 @@ class Left(NamedTuple):
     steps: int
     rank: int
     residuals: dict[str, np.ndarray]  # bucket name -> float32 [the rank's shard]
+    velocities: dict[str, np.ndarray]  # likewise, of buckets with momentum
 
     @property
     def variables(self) -> set[str]:
-        return {path for bucket in self.plan.buckets for path in bucket.variables}
+        return {Piece.of(name).path for bucket in self.plan.buckets for name in bucket.variables}
 
 
 class Exchanger:
     """The exchange of one optimizer's gradients, for every set of variables that it is called with."""
 
-    def __init__(self, comm: Comm, schemes: Mapping[str, Scheme], operation: str, plan: Plan | None = None, **options: Any) -> None:
-        """`options` are more arguments of `planner.make_plan`."""
-        for scheme in schemes.values():
-            planner.check_scheme(scheme, comm.topology, comm.has_messages)
+    def __init__(self, comm: Comm, schemes: Mapping[str, Scheme], operation: str, plan: Plan | None = None,
+                 own_momentum: float = 0.0, **options: Any) -> None:
+        """`own_momentum` is the wrapped optimizer's; `options` are more arguments of `planner.make_plan`."""
+        self.comm, self.own_momentum = comm, own_momentum
+        self._check(schemes)
+        if own_momentum and plan is not None and any(bucket.momentum for bucket in plan.buckets):
+            raise PlanError(_twice(own_momentum))
         if plan is not None and plan.topology != comm.topology:
             raise PlanError(f"The plan is for {plan.topology}. Received a launch of {comm.topology}. Make it for this cluster.")
-        self.comm, self.schemes, self.operation, self.given = comm, dict(schemes), operation, plan
-        self.options = options
+        self.schemes, self.operation, self.given, self.options = dict(schemes), operation, plan, options
         Plan((), comm.topology, operation, options.get("update", "all"), options.get("broadcast_every", 0))  # refuse bad ones now
         self.exchanges: dict[tuple[str, ...], Exchange] = {}
         self.owed: Owed = {}  # of plans that were left, until the next plan takes it over
+        self.velocity: Owed = {}  # likewise; kept while plans have no momentum
         self.left: list[Left] = []  # restored plans, until the model asks for an equal one
         self.loss_scale = "none"  # of an outer LossScaleOptimizer: none, local (its own decision) or agreed
         self._dense_bytes = 0.0  # of plans that were left
@@ -96,13 +100,14 @@ class Exchanger:
     def switch(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
         """Exchange by other schemes from now on; what was not sent yet is sent under the new ones.
 
+        Velocities go on under the new schemes, their sum over the ranks conserved; under schemes without momentum they rest
+        until others with momentum follow.
         Functions that were traced before must be traced again (the callback SwitchScheme does it).
         **Ranks:** all, between the same two steps. **Raises:** PlanError for a scheme that cannot be carried out.
         """
         schemes = dict(schemes) if isinstance(schemes, Mapping) else {"*": schemes}
-        for scheme in schemes.values():
-            planner.check_scheme(scheme, self.comm.topology, self.comm.has_messages)
-        self.owed = self.all_owed()
+        self._check(schemes)
+        self.owed, self.velocity = self.all_owed(), self.all_velocity()
         self._dense_bytes += sum(exchange.dense_bytes_between_nodes() for exchange in self.exchanges.values())
         self.schemes, self.given, self.exchanges, self.left = schemes, None, {}, []
 
@@ -110,11 +115,16 @@ class Exchanger:
         """Return what this rank has not sent yet, over all plans."""
         return sum_owed([self.owed, *(owed_of(left.plan, left.residuals, left.rank) for left in self.all_left())])
 
+    def all_velocity(self) -> Owed:
+        """Return this rank's part of the velocities, over all plans."""
+        return sum_owed([self.velocity, *(velocity_of(left.plan, left.velocities, left.rank) for left in self.all_left())])
+
     def all_left(self) -> list[Left]:
         """Return the state of every plan on this rank."""
         running = [
             Left(exchange.plan, int(exchange.steps.numpy()), self.comm.rank,
-                 {name: residual.numpy() for name, residual in exchange.residuals.items()})
+                 {name: residual.numpy() for name, residual in exchange.residuals.items()},
+                 {name: velocity.numpy() for name, velocity in exchange.velocities.items()})
             for exchange in self.exchanges.values()
         ]
         return running + self.left
@@ -124,6 +134,12 @@ class Exchanger:
         dense = self._dense_bytes + sum(exchange.dense_bytes_between_nodes() for exchange in self.exchanges.values())
         return {"bytes_between_nodes": self.comm.traffic().between, "bytes_between_nodes_dense": dense}
 
+    def _check(self, schemes: Mapping[str, Scheme]) -> None:
+        for scheme in schemes.values():
+            planner.check_scheme(scheme, self.comm.topology, self.comm.has_messages)
+            if scheme.momentum and self.own_momentum:
+                raise PlanError(_twice(self.own_momentum))
+
     def _exchange_for(self, variables: Sequence[keras.Variable]) -> Exchange:
         key = tuple(variable.path for variable in variables)
         if key not in self.exchanges:
@@ -132,7 +148,7 @@ class Exchanger:
                     [planner.Gradient(variable.path, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))
                      for variable in variables],
                     self.schemes, self.comm.topology, self.operation, **self.options)
-                covered = {path for bucket in plan.buckets for path in bucket.variables}
+                covered = {Piece.of(name).path for bucket in plan.buckets for name in bucket.variables}
                 if covered != set(key):
                     odd = sorted(covered ^ set(key))[0]
                     raise PlanError(f"The plan must cover exactly the variables with gradients. {odd!r} is only in "
@@ -141,13 +157,21 @@ class Exchanger:
                 for left in [left for left in self.left if left.variables & covered]:
                     self.left.remove(left)
                     if left.plan == plan:
-                        exchange.continue_from(left.steps, left.residuals)
+                        exchange.continue_from(left.steps, left.residuals, left.velocities)
                     else:  # the model or the scheme has changed since
                         self.owed = sum_owed([self.owed, owed_of(left.plan, left.residuals, left.rank)])
-                exchange.take_over({path: self.owed[path] for path in key if path in self.owed})
-                self.owed = {path: part for path, part in self.owed.items() if path not in covered}
+                        self.velocity = sum_owed([self.velocity, velocity_of(left.plan, left.velocities, left.rank)])
+                exchange.take_over(self.owed, self.velocity)
+                self.owed = {name: part for name, part in self.owed.items() if Piece.of(name).path not in covered}
+                moving = {name for bucket in plan.buckets if bucket.momentum for name in bucket.variables}
+                self.velocity = {name: part for name, part in self.velocity.items() if name not in moving}
                 self.exchanges[key] = exchange
         return self.exchanges[key]
+
+
+def _twice(own_momentum: float) -> str:
+    return ("Momentum must be applied once. Received a scheme with `momentum` and an optimizer with its own "
+            f"(momentum or beta_1 = {own_momentum}). Set the optimizer's to 0, or leave `momentum` out of the scheme.")
 
 
 def sum_owed(parts: Sequence[Owed], factor: float = 1.0) -> Owed:

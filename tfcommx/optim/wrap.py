@@ -50,7 +50,8 @@ def DistributedOptimizer(
         A new optimizer of a subclass of the same class. `optimizer.exchanger` holds the residuals and the counters.
 
     **Ranks:** all, with equal arguments; the plan is agreed on the first step.
-    **Raises:** RuntimeError before init(). PlanError for a scheme that cannot be carried out, or an optimizer wrapped twice.
+    **Raises:** RuntimeError before init(). PlanError for a scheme that cannot be carried out, momentum in
+    both the scheme and the optimizer, or an optimizer wrapped twice.
     """
     if getattr(optimizer, "exchanger", None) is not None:
         raise PlanError(f"A plain optimizer is required. Received {optimizer.name!r}, which is wrapped already. Wrap it once.")
@@ -63,7 +64,8 @@ def DistributedOptimizer(
         return wrapped
     schemes = dict(scheme) if isinstance(scheme, Mapping) else {"*": scheme or Scheme()}
     links = NOMINAL if links is None else links if isinstance(links, Links) else Links.read(links)
-    exchanger = Exchanger(comm.current(), schemes, op, plan, links=links, update=update, broadcast_every=broadcast_every)
+    own_momentum = getattr(optimizer, "momentum", 0.0) or getattr(optimizer, "beta_1", 0.0)
+    exchanger = Exchanger(comm.current(), schemes, op, plan, own_momentum, links=links, update=update, broadcast_every=broadcast_every)
     wrapped = _copy(optimizer, ExchangesGradients)
     wrapped.exchanger = exchanger
     return wrapped

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tfcommx import exchange, selection
 from tfcommx.schedule import merge
-from tfcommx.terms import NOMINAL, Bucket, Links, Plan, PlanError, Scheme, Topology, check_name
+from tfcommx.terms import LARGEST, NOMINAL, Bucket, Links, Piece, Plan, PlanError, Scheme, Topology, check_name
 
 DENSE_DTYPES = ("float16", "float32", "float64")  # what the engine reduces; others travel as float32
 
@@ -52,7 +53,8 @@ def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> N
 
 
 def make_plan(gradients: Sequence[Gradient], schemes: Mapping[str, Scheme], topology: Topology,
-              operation: str = "average", links: Links = NOMINAL, update: str = "all", broadcast_every: int = 0) -> Plan:
+              operation: str = "average", links: Links = NOMINAL, update: str = "all", broadcast_every: int = 0,
+              largest: int = LARGEST) -> Plan:
     """Put each gradient into one bucket: in backward order, by scheme, merged up to a size.
 
     Args:
@@ -60,6 +62,8 @@ def make_plan(gradients: Sequence[Gradient], schemes: Mapping[str, Scheme], topo
         schemes: pattern of variable paths (as in file names) -> scheme; the first match counts.
         topology: of the ranks that will carry it out.
         operation: "average" or "sum" over the ranks.
+        largest: entries at which a bucket on a sparse route is closed, where indices are int32; a longer variable is cut in pieces of equal
+            length, which select, and keep their residuals, each for itself.
         links: what messages cost, the same on every rank; where a route can go several ways, the cheapest is planned.
         update: "all" or "root"; broadcast_every: steps, >= 0; both as in Plan.
 
@@ -78,11 +82,13 @@ def make_plan(gradients: Sequence[Gradient], schemes: Mapping[str, Scheme], topo
         route = scheme.dense_route if exchange.row(scheme.route).sparse and (small or not sparse) else scheme.route
         dtype = gradient.dtype if route != scheme.route or not sparse else "float32"
         dtype = dtype if dtype in DENSE_DTYPES else "float32"
-        streams.setdefault((scheme, route, dtype), []).append((order, gradient))
+        pieces = _cut(gradient, largest) if exchange.row(route).sparse else [gradient]
+        streams.setdefault((scheme, route, dtype), []).extend((order, piece) for piece in pieces)
     ready: list[tuple[int, Bucket]] = []  # when its last gradient is there
     for (scheme, route, dtype), members in streams.items():
         entry = 2 if dtype == "float16" else 8 if dtype == "float64" else 4
-        for group in merge.by_size([entry * math.prod(gradient.shape) for _, gradient in members], scheme.bucket_bytes):
+        limit = min(scheme.bucket_bytes, entry * largest) if exchange.row(route).sparse else scheme.bucket_bytes
+        for group in merge.by_size([entry * math.prod(gradient.shape) for _, gradient in members], limit):
             chosen = [members[position] for position in group]
             ready.append((chosen[-1][0], _bucket([gradient for _, gradient in chosen], scheme, route, dtype, topology, links)))
     ready.sort(key=lambda pair: pair[0])
@@ -91,6 +97,15 @@ def make_plan(gradients: Sequence[Gradient], schemes: Mapping[str, Scheme], topo
         buckets = (dataclasses.replace(bucket, collective="reduce") if exchange.row(bucket.route).messages else bucket
                    for bucket in buckets)
     return Plan(tuple(buckets), topology, operation, update, broadcast_every)
+
+
+def _cut(gradient: Gradient, largest: int) -> list[Gradient]:
+    size = math.prod(gradient.shape)
+    if size <= largest:
+        return [gradient]
+    count = -(-size // largest)
+    ends = [size * piece // count for piece in range(count + 1)]
+    return [Gradient(Piece(gradient.path, start, stop).name, (stop - start,), gradient.dtype) for start, stop in itertools.pairwise(ends)]
 
 
 def _scheme_of(path: str, schemes: Mapping[str, Scheme]) -> Scheme:
@@ -106,7 +121,8 @@ def _bucket(gradients: list[Gradient], scheme: Scheme, route: str, dtype: str, t
     row = exchange.row(route)
     padding, wire = exchange.padding(route, sum(sizes), topology), exchange.wire_of(scheme, route)
     plain = Bucket("", paths, sizes, dtype, route, padding=padding, wire=wire, block_bytes=scheme.block_bytes or links.block_bytes,
-                   peer_route=scheme.peer_route if route == "torus" else "allreduce")
+                   peer_route=scheme.peer_route if route == "torus" else "allreduce",
+                   momentum=float(scheme.momentum), clip_norm=scheme.clip_norm)
     if not row.sparse:
         return plain
     start, stop = exchange.route(route).shard(plain, topology, 0)

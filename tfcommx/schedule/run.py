@@ -7,15 +7,15 @@ Each bucket is a chain of its own in the TensorFlow graph, so one whose gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from tfcommx import exchange, native, selection, wire
+from tfcommx import exchange, native, residual, selection, wire
 from tfcommx.comm import Comm
 from tfcommx.exchange import allreduce
-from tfcommx.terms import Bucket, Plan, PlanError, Sparse, first_difference
+from tfcommx.terms import Bucket, Piece, Plan, PlanError, Sparse, first_difference
 
 Owed = dict[str, np.ndarray]  # variable path -> float32[size]: what this rank has not sent yet
 
@@ -43,8 +43,15 @@ def owed_of(plan: Plan, residuals: Mapping[str, np.ndarray], rank: int) -> Owed:
     return found
 
 
+def velocity_of(plan: Plan, velocities: Mapping[str, np.ndarray], rank: int) -> Owed:
+    """Return `rank`'s part of the sum of velocities over the ranks, by variable: of a dense bucket each rank holds all of it."""
+    parts = {bucket.name: velocities[bucket.name] / np.float32(1 if bucket.k is not None else plan.topology.size)
+             for bucket in plan.buckets if bucket.name in velocities}
+    return owed_of(plan, parts, rank)
+
+
 class Exchange:
-    """A plan with its residuals on this rank."""
+    """A plan with its residuals and velocities on this rank."""
 
     def __init__(self, plan: Plan, comm: Comm) -> None:
         agree(plan, comm)
@@ -53,10 +60,13 @@ class Exchange:
         self.plan, self.comm = plan, comm
         self.steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/steps")
         self.residuals: dict[str, tf.Variable] = {}
+        self.velocities: dict[str, tf.Variable] = {}  # of buckets with momentum
         self.pending: dict[str, tf.Variable] = {}  # of dense buckets: is there something left to flush?
         for bucket in plan.buckets:
             if bucket.k is not None:
                 self._make_residual(bucket)
+            if bucket.momentum:
+                self.velocities[bucket.name] = self._state(bucket, "velocity")
 
     @tf.autograph.experimental.do_not_convert  # what follows is a graph already, also in a caller's loop
     def __call__(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
@@ -72,20 +82,23 @@ class Exchange:
         **Cost:** per bucket one copy into and one out of the flat vector, and the route.
         """
         step = self.steps.assign_add(1)
+        whole, gradients = gradients, self._clip(_cut(gradients, self.plan))
         result: dict[str, tf.Tensor] = {}
         for index, bucket in enumerate(self.plan.buckets):
             parts = [gradients[path] for path in bucket.variables]
-            if exchange.row(bucket.route).whole and bucket.name not in self.pending:
+            if exchange.row(bucket.route).whole and bucket.name not in self.pending and not bucket.momentum:
                 cast = [tf.cast(part, bucket.dtype) for part in parts]
                 sums = exchange.route(bucket.route).run_list(cast, bucket, self.comm, self.plan.operation == "average")
                 result |= {path: tf.cast(total, part.dtype) for path, total, part in zip(bucket.variables, sums, parts, strict=True)}
                 continue
             flat = self._flush(bucket, _flatten(parts, bucket))
             flat = exchange.route(bucket.route).run(flat, bucket, self.comm, self._selector(bucket, index, step))
+            if bucket.momentum and bucket.k is None:
+                flat = self._move(bucket, flat)
             if self.plan.operation == "average" and self.plan.topology.size > 1:
                 flat = flat * tf.constant(1 / self.plan.topology.size, flat.dtype)
             result |= zip(bucket.variables, _unflatten(flat, parts, bucket), strict=True)
-        return result
+        return _joined(result, whole)
 
     @property
     def updates_here(self) -> bool:
@@ -109,28 +122,43 @@ class Exchange:
             tf.cond(self.steps % every == 0, lambda: self._broadcast(weights), lambda: None)
 
     def _broadcast(self, weights: Mapping[str, tf.Variable]) -> None:
+        whole = {path: tf.convert_to_tensor(variable) for path, variable in weights.items()}
+        pieces, result = _cut(whole, self.plan), {}
         for bucket in self.plan.buckets:
-            parts = [tf.convert_to_tensor(weights[path]) for path in bucket.variables]
+            parts = [pieces[path] for path in bucket.variables]
             flat = _flatten(parts, bucket)
             if exchange.row(bucket.route).messages:
                 flat = exchange.route(bucket.route).run(flat, bucket, self.comm, collective="broadcast")
             else:
                 flat = self.comm.broadcast(flat, 0, f"{bucket.name}/weights", counted=True)
-            for path, part in zip(bucket.variables, _unflatten(flat, parts, bucket), strict=True):
-                weights[path].assign(part)
+            result |= zip(bucket.variables, _unflatten(flat, parts, bucket), strict=True)
+        for path, value in _joined(result, whole).items():
+            weights[path].assign(value)
 
     def dense_bytes_between_nodes(self) -> float:
         """Return what plain Horovod would have sent between nodes for the steps so far, per rank (mean)."""
         topology = self.plan.topology
         return float(self.steps.numpy()) * sum(allreduce.wire_bytes(bucket, topology).between for bucket in self.plan.buckets)
 
-    def take_over(self, owed: Owed) -> None:
-        """Add what ranks owed under another plan, so that the sum over the ranks is conserved entry by entry.
+    def take_over(self, owed: Owed, velocity: Owed | None = None) -> None:
+        """Add what ranks owed, and their velocities, under another plan, so that the sums over the ranks are conserved.
 
-        On a sparse route it goes into the residual of the rank that selects from its place; on a dense one it is sent
-        with the next gradient. **Ranks:** all, outside of traced code.
+        On a sparse route it goes into the residual (the velocity) of the rank that selects from its place; on a dense one
+        what is owed is sent with the next gradient, and every rank gets the sum of the velocities.
+        **Ranks:** all, outside of traced code.
         """
-        for bucket in self.plan.buckets:
+        for bucket, mine in self._shares(owed, self.plan.buckets, "take_over"):
+            self._for_leftovers(bucket)
+            self.residuals[bucket.name].assign_add(mine)
+        moving = [bucket for bucket in self.plan.buckets if bucket.momentum]
+        for bucket, mine in self._shares(velocity or {}, moving, "take_over_velocity"):
+            if bucket.k is None:
+                mine = self.comm.allreduce(mine, "world", f"{bucket.name}/take_over_velocity_sum")
+            self.velocities[bucket.name].assign_add(mine)
+
+    def _shares(self, owed: Owed, buckets: Sequence[Bucket], what: str) -> Iterator[tuple[Bucket, tf.Tensor]]:
+        """Yield the buckets of which any rank owes something, with this rank's shard of it."""
+        for bucket in buckets:
             parts = [owed.get(path, np.zeros(size, np.float32)) for path, size in zip(bucket.variables, bucket.sizes, strict=True)]
             whole = np.concatenate([*parts, np.zeros(bucket.padding, np.float32)])
             if not any(self.comm.gather_objects(bool(whole.any()))):
@@ -138,17 +166,18 @@ class Exchange:
             start, stop = exchange.route(bucket.route).shard(bucket, self.plan.topology, self.comm.rank)
             mine = tf.constant(whole)
             if stop - start < bucket.padded:  # my part of what the ranks of my node owe
-                mine = self.comm.reduce_scatter(mine, "node", f"{bucket.name}/take_over")
-            self._for_leftovers(bucket)
-            self.residuals[bucket.name].assign_add(mine)
+                mine = self.comm.reduce_scatter(mine, "node", f"{bucket.name}/{what}")
+            yield bucket, mine
 
-    def continue_from(self, steps: int, residuals: Mapping[str, np.ndarray]) -> None:
-        """Set the residuals (bucket name -> float32 [its shard]) and the step count that this rank had under an equal plan."""
+    def continue_from(self, steps: int, residuals: Mapping[str, np.ndarray], velocities: Mapping[str, np.ndarray]) -> None:
+        """Set the step count, residuals and velocities (bucket name -> float32 [its shard]) of this rank under an equal plan."""
         self.steps.assign(steps)
         for bucket in self.plan.buckets:
             if bucket.name in residuals:
                 self._for_leftovers(bucket)
                 self.residuals[bucket.name].assign(residuals[bucket.name])
+            if bucket.name in velocities:
+                self.velocities[bucket.name].assign(velocities[bucket.name])
 
     def _for_leftovers(self, bucket: Bucket) -> None:
         if bucket.name not in self.residuals:
@@ -156,21 +185,41 @@ class Exchange:
             self.pending[bucket.name] = tf.Variable(True, trainable=False)
 
     def _make_residual(self, bucket: Bucket) -> None:
+        self.residuals[bucket.name] = self._state(bucket, "residual")
+
+    def _state(self, bucket: Bucket, what: str) -> tf.Variable:
         start, stop = exchange.route(bucket.route).shard(bucket, self.plan.topology, self.comm.rank)
         with tf.device(native.device()):
-            self.residuals[bucket.name] = tf.Variable(tf.zeros(stop - start), trainable=False, name=f"{bucket.name}/residual")
+            return tf.Variable(tf.zeros(stop - start), trainable=False, name=f"{bucket.name}/{what}")
+
+    def _clip(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Clip, together, what all buckets with the same clip_norm hold."""
+        clipped = dict(gradients)
+        for norm in {bucket.clip_norm for bucket in self.plan.buckets if bucket.clip_norm is not None}:
+            paths = [path for bucket in self.plan.buckets if bucket.clip_norm == norm for path in bucket.variables]
+            parts = [gradients[path] for path in paths]
+            parts = residual.clip_before_accumulation(parts, norm, self.plan.topology.size, self.plan.operation)
+            clipped |= zip(paths, parts, strict=True)
+        return clipped
+
+    def _move(self, bucket: Bucket, flat: tf.Tensor) -> tf.Tensor:
+        """On a dense route: momentum of the sum over the ranks, equal on all. What is NaN or infinite does not stay."""
+        velocity = self.velocities[bucket.name]
+        moved = bucket.momentum * velocity + tf.cast(flat, tf.float32)
+        velocity.assign(tf.where(tf.math.is_finite(moved), moved, velocity))
+        return tf.cast(moved, flat.dtype)
 
     def _selector(self, bucket: Bucket, index: int, step: tf.Tensor) -> Callable[[tf.Tensor], Sparse] | None:
         if bucket.k is None:
             return None
-        rule, residual = selection.rule(bucket.selection), self.residuals[bucket.name]
+        rule, kept, velocity = selection.rule(bucket.selection), self.residuals[bucket.name], self.velocities.get(bucket.name)
         place = (bucket.seed * len(self.plan.buckets) + index) * self.plan.topology.size + self.comm.rank
         seed = step * 2**20 + place  # each step, bucket and rank draws its own numbers
 
         def select(part: tf.Tensor) -> Sparse:
-            sparse, left = wire.rounded(rule.select_with_residual(part, residual, bucket.k, seed), bucket.wire)
+            sparse, left = wire.rounded(rule.select_with_residual(part, kept, bucket.k, seed, velocity, bucket.momentum), bucket.wire)
             if left is not None:  # the selection has set the residual to zero at these indices
-                residual.scatter_add(tf.IndexedSlices(left, sparse.indices))
+                kept.scatter_add(tf.IndexedSlices(left, sparse.indices))
             return sparse
 
         return select
@@ -179,16 +228,33 @@ class Exchange:
         """On a dense route: add what a sparse one left, once."""
         if bucket.name not in self.pending:
             return flat
-        residual, pending = self.residuals[bucket.name], self.pending[bucket.name]
+        kept, pending = self.residuals[bucket.name], self.pending[bucket.name]
 
         def add() -> tf.Tensor:
-            whole = flat + tf.cast(residual.value(), flat.dtype)
+            whole = flat + tf.cast(kept.value(), flat.dtype)
             with tf.control_dependencies([whole]):
-                residual.assign(tf.zeros_like(residual))
+                kept.assign(tf.zeros_like(kept))
                 pending.assign(False)
             return tf.identity(whole)
 
         return tf.cond(pending, add, lambda: tf.identity(flat))
+
+
+def _cut(gradients: Mapping[str, tf.Tensor], plan: Plan) -> dict[str, tf.Tensor]:
+    """Return the gradients under the plan's names: some variables in pieces."""
+    pieces = [Piece.of(name) for bucket in plan.buckets for name in bucket.variables]
+    return {piece.name: gradients[piece.path] if piece.stop is None
+            else tf.slice(tf.reshape(gradients[piece.path], [-1]), [piece.start], [piece.stop - piece.start]) for piece in pieces}
+
+
+def _joined(pieces: Mapping[str, tf.Tensor], whole: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    """Undo `_cut`: paths and shapes as in `whole`."""
+    parts: dict[str, list[tuple[int, tf.Tensor]]] = {}
+    for name, tensor in pieces.items():
+        parts.setdefault(Piece.of(name).path, []).append((Piece.of(name).start, tensor))
+    return {path: found[0][1] if len(found) == 1 else tf.reshape(
+        tf.concat([tensor for _, tensor in sorted(found, key=lambda part: part[0])], axis=0), whole[path].shape)
+        for path, found in parts.items()}
 
 
 def _flatten(parts: list[tf.Tensor], bucket: Bucket) -> tf.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfcommx import reference
 from tfcommx.terms import PlanError, Sparse
 
 
@@ -15,12 +16,10 @@ def select(gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
     return Sparse(tf.range(tf.size(gradient)), tf.cast(gradient, tf.float32), size)
 
 
-def select_with_residual(gradient: tf.Tensor, residual: tf.Variable, k: int, seed: int = 0) -> Sparse:
-    """Choose all n entries of gradient + residual; nothing stays, but where the sum is NaN or Inf the old residual does.
+def select_with_residual(gradient: tf.Tensor, residual: tf.Variable, k: int, seed: int = 0,
+                         velocity: tf.Variable | None = None, momentum: float = 0.0) -> Sparse:
+    """Choose all n entries of gradient + residual; nothing stays, but where the sum is NaN or Inf what was there before does.
 
-    **Cost:** three passes. **Raises:** PlanError where k is not n.
+    **Cost:** some five passes. **Raises:** PlanError where k is not n.
     """
-    old = tf.convert_to_tensor(residual)
-    chosen = select(tf.cast(gradient, tf.float32) + old, k, seed)
-    residual.assign(tf.where(tf.math.is_finite(chosen.values), 0.0, old))
-    return chosen
+    return reference.error_feedback(lambda acc: select(acc, k, seed), gradient, residual, velocity, momentum)

@@ -18,6 +18,7 @@ def select(gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
     return native.select(gradient, k, seed, "mstopk")
 
 
-def select_with_residual(gradient: tf.Tensor, residual: tf.Variable, k: int, seed: int = 0) -> Sparse:
+def select_with_residual(gradient: tf.Tensor, residual: tf.Variable, k: int, seed: int = 0,
+                         velocity: tf.Variable | None = None, momentum: float = 0.0) -> Sparse:
     """Choose k entries of gradient + residual by Algorithm 1's contract; see `native.select_with_residual`."""
-    return native.select_with_residual(gradient, residual, k, seed, "mstopk")
+    return native.select_with_residual(gradient, residual, k, seed, "mstopk", velocity, momentum)

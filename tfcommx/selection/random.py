@@ -22,6 +22,7 @@ def select(gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
     return Sparse(indices, tf.gather(acc, indices), gradient.shape[0] if gradient.shape[0] is not None else tf.size(gradient))
 
 
-def select_with_residual(gradient: tf.Tensor, residual: tf.Variable, k: int, seed: int = 0) -> Sparse:
+def select_with_residual(gradient: tf.Tensor, residual: tf.Variable, k: int, seed: int = 0,
+                         velocity: tf.Variable | None = None, momentum: float = 0.0) -> Sparse:
     """Choose k entries of gradient + residual at random; the residual keeps the rest."""
-    return reference.error_feedback(lambda acc: select(acc, k, seed), gradient, residual)
+    return reference.error_feedback(lambda acc: select(acc, k, seed), gradient, residual, velocity, momentum)

@@ -33,11 +33,10 @@ def select(gradient: tf.Tensor, k: int, seed: int = 0, threshold: float = THRESH
     return Sparse(indices, tf.gather(acc, indices), gradient.shape[0] if gradient.shape[0] is not None else tf.size(gradient))
 
 
-def select_with_residual(
-    gradient: tf.Tensor, residual: tf.Variable, k: int, seed: int = 0, threshold: float = THRESHOLD
-) -> Sparse:
+def select_with_residual(gradient: tf.Tensor, residual: tf.Variable, k: int, seed: int = 0, velocity: tf.Variable | None = None,
+                         momentum: float = 0.0, threshold: float = THRESHOLD) -> Sparse:
     """Choose k entries of gradient + residual as `select` does; the residual keeps the rest."""
-    return reference.error_feedback(lambda acc: select(acc, k, seed, threshold), gradient, residual)
+    return reference.error_feedback(lambda acc: select(acc, k, seed, threshold), gradient, residual, velocity, momentum)
 
 
 def _places(where: tf.Tensor) -> tf.Tensor:
