@@ -171,8 +171,8 @@ const ParallelFor in_turn = [](int64_t turns, const std::function<void(int64_t)>
 
 Result on_cpu(const Problem& p) {
   Result result{std::vector<int32_t>(p.k), std::vector<float>(p.k), p.residual, p.velocity};
-  select_cpu(selection(p, p.gradient.data(), p.residual.empty() ? nullptr : result.residual.data(), nullptr, result.indices.data(),
-                       result.values.data()),
+  select_cpu(selection(p, p.gradient.data(), p.residual.empty() ? nullptr : result.residual.data(),
+                       p.velocity.empty() ? nullptr : result.velocity.data(), result.indices.data(), result.values.data()),
              in_turn);
   return result;
 }

@@ -48,7 +48,8 @@ def test_kernels_keep_the_contract_on_a_gpu_or_the_check_says_that_there_is_none
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["TfcommxSelect", "TfcommxSelectResidual", "TfcommxMerge", "TfcommxWireEncode", "TfcommxWireDecode"])
+@pytest.mark.parametrize("name", [
+    "TfcommxSelect", "TfcommxSelectResidual", "TfcommxSelectMomentum", "TfcommxMerge", "TfcommxWireEncode", "TfcommxWireDecode"])
 def test_ops_have_gpu_kernels_where_the_library_was_built_with_nvcc(name):
     assert native.library() is not None
     devices = {kernel.device_type for kernel in registered.get_registered_kernels_for_op(name).kernel}
