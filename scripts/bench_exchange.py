@@ -38,8 +38,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 PERIOD = 1009  # of the weights that entries are compared by
 WEIGHTS = np.tile(np.arange(PERIOD, dtype=np.int64) * 7927 % PERIOD + 1, 1024).astype(np.float64)  # of as many entries at once
-LARGEST_PROBED = 2**20  # bytes of a message; at the rate of a slow link, larger ones say nothing more
-FIGURE = {"nodes": (2, 4, 8), "sizes": [62_500, 250_000, 1_000_000, 4_000_000], "routes": ["pipeline", "tree", "bidirectional"]}
+PROBED = (2**10, 2**12, 2**22, 2**24)  # bytes of a message; those between pass a virtual cluster's links in one burst, too soon
+FIGURE = {"nodes": (2, 4, 8), "sizes": [250_000, 1_000_000, 4_000_000], "routes": ["pipeline", "tree", "bidirectional"]}
 SOCKET_SECONDS = 2.0  # how long the plain socket is measured
 
 # --- on the ranks ------------------------------------------------------------------------------------------------------------
@@ -132,13 +132,12 @@ def work(args: argparse.Namespace) -> None:
     """Measure all that was asked for; rank 0 writes one line of JSON per result as it comes."""
     import tfcommx as cx
     from tfcommx.exchange import ROUTES, row
-    from tfcommx.schedule.probe import SIZES, probe
+    from tfcommx.schedule.probe import probe
     from tfcommx.terms import NOMINAL, PlanError
 
     comm = cx.init(node_size=args.node_size, watch_seconds=120)  # nodes of a virtual cluster share one machine, which may be slow
     args.socket_rate = socket_rate(comm)
-    sizes = [size for size in SIZES if size <= LARGEST_PROBED]
-    args.links = probe(comm, sizes, blocks=[NOMINAL.block_bytes]).links if args.predict else None
+    args.links = probe(comm, PROBED, repeats=3, blocks=[NOMINAL.block_bytes]).links if args.predict else None
     args.rate_mbit = args.rate_mbit or round(args.socket_rate * 8e-6, 1)
     for n in args.sizes:
         for route in args.routes or [*ROUTES, "torus+pipeline"]:
@@ -223,6 +222,8 @@ def draw_predicted(rows: list[dict[str, Any]], png: str) -> None:
             panel.plot(sizes, [row["seconds"] for row in mine], "o", color=colour, label=f"{route}, measured")
             panel.plot(sizes, [row["predicted_seconds"] for row in mine], color=colour, label="predicted")
         panel.set(xscale="log", yscale="log", xlabel="entries, float32", title=f"{nodes} nodes x 1 slot, {rows[0]['rate_mbit']:g} Mbit/s")
+        panel.set_xticks(FIGURE["sizes"], [f"{n:,}" for n in FIGURE["sizes"]], minor=False)
+        panel.set_xticks([], minor=True)
     panels[0].set_ylabel("seconds per allreduce")
     panels[0].legend()
     figure.savefig(png, dpi=110)
