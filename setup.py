@@ -1,6 +1,7 @@
 """Builds the native op library tfcommx/lib/libtfcommx.so from ops/ against the installed TensorFlow.
 
-`pip install --no-build-isolation -e .` builds in place. Everything else about the package is in pyproject.toml.
+`pip install --no-build-isolation -e .` builds in place. Where nvcc is on PATH the CUDA kernels are built too, unless TFCOMMX_CUDA=0 is in
+the environment. Everything else about the package is in pyproject.toml.
 """
 
 import json
@@ -45,7 +46,7 @@ class BuildOps(build_ext):
         objects.mkdir(parents=True, exist_ok=True)
 
         cpu = sorted((ROOT / "ops").rglob("*.cc"))
-        nvcc = shutil.which("nvcc")
+        nvcc = shutil.which("nvcc") if os.environ.get("TFCOMMX_CUDA") != "0" else None
         cuda = sorted((ROOT / "ops" / "kernels").glob("*.cu")) if nvcc else []
         common = ["-std=c++17", "-O3", f"-I{ROOT / 'ops'}"] + (["-DTFCOMMX_CUDA=1"] if cuda else [])
         commands, outputs = [], []
@@ -62,7 +63,7 @@ class BuildOps(build_ext):
         linker = nvcc if cuda else "g++"  # nvcc adds the static CUDA runtime: the library loads where no CUDA is
         compile_all([[linker, "-shared", *outputs, *tf.sysconfig.get_link_flags(), "-o", str(part)]])
         part.rename(target / LIBRARY)
-        facts = {"tensorflow": tf.__version__, "devices": "CPU and CUDA" if cuda else "CPU only: nvcc was not found" if not nvcc else "CPU"}
+        facts = {"tensorflow": tf.__version__, "devices": "CPU and CUDA" if cuda else "CPU only: nvcc was not found, or not wanted"}
         (target / "build.json").write_text(json.dumps(facts) + "\n")
 
     def copy_extensions_to_source(self) -> None:

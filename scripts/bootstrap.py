@@ -259,7 +259,8 @@ def main() -> int:
         if chosen.only == "horovod":
             return 0
         step("native", "tfcommx and its native ops",
-             digest(base, TENSORFLOW, ROOT / "ops", ROOT / "setup.py", ROOT / "pyproject.toml", str(shutil.which("nvcc"))),
+             digest(base, TENSORFLOW, ROOT / "ops", ROOT / "setup.py", ROOT / "pyproject.toml", str(shutil.which("nvcc")),
+                    os.environ.get("TFCOMMX_CUDA", "")),
              build_native, (ROOT / "tfcommx" / "lib" / "build.json").is_file)
         if not chosen.no_data:
             print(f"[set-up] data: {fetch_data()}")

@@ -55,4 +55,22 @@ def test_residuals_follow_the_gradients_where_kernels_do(tmp_path, monkeypatch, 
     monkeypatch.setattr(native, "FOLDER", tmp_path)
     monkeypatch.setattr(native, "library", lambda: object())
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: gpus)
-    assert native.device() == ("/gpu:0" if gpus and devices == "CPU and CUDA" else "/cpu:0")
+    compared = []
+    monkeypatch.setattr(native, "compare_with_cpu", compared.append)
+    expected = "/gpu:0" if gpus and devices == "CPU and CUDA" else "/cpu:0"
+    assert native.device.__wrapped__() == expected  # without its memory
+    assert compared == ["/gpu:0"] * (expected == "/gpu:0")
+
+
+def test_kernels_of_another_device_must_give_the_same_bits(monkeypatch):
+    native.compare_with_cpu("/cpu:0")
+    real, calls = native.merge, []
+
+    def off_by_one_bit(*arguments):
+        calls.append(arguments)
+        return real(*arguments) + (1e-30 if len(calls) == 1 else 0)
+
+    monkeypatch.setattr(native, "merge", off_by_one_bit)
+    with pytest.raises(native.NativeLibraryError, match=r"Received other merged\..*TFCOMMX_CUDA=0"):
+        native.compare_with_cpu("/cpu:0")
+    assert len(calls) == 2

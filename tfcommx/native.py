@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfcommx import reference
@@ -57,9 +58,46 @@ def has_gpu_kernels() -> bool:
     return library() is not None and json.loads((FOLDER / "build.json").read_text())["devices"] == GPU_DEVICES
 
 
+@functools.cache
 def device() -> str:
-    """Return where the residuals belong, so that kernels update them in place: with the gradients where those kernels exist."""
-    return "/gpu:0" if has_gpu_kernels() and tf.config.list_logical_devices("GPU") else "/cpu:0"
+    """Return where the residuals belong, so that kernels update them in place: with the gradients where those kernels exist.
+
+    **Cost:** the first call on a GPU compares the kernels once, some milliseconds. **Raises:** as `compare_with_cpu`.
+    """
+    if not (has_gpu_kernels() and tf.config.list_logical_devices("GPU")):
+        return "/cpu:0"
+    compare_with_cpu("/gpu:0")
+    return "/gpu:0"
+
+
+def compare_with_cpu(where: str) -> None:
+    """Refuse a device whose kernels do not give, here and now, the very bits that the CPU's give: drivers and GPUs differ.
+
+    **Ranks:** local. **Raises:** NativeLibraryError that says what differs, before anything is trained with it.
+    """
+    n, k = 100_003, 1_000
+    old, gradient = np.random.default_rng(1).standard_normal([2, n], np.float32)
+
+    def work(device_name: str) -> dict[str, Any]:
+        with tf.device(device_name):
+            residual = tf.Variable(old)
+            chosen = select_with_residual(tf.constant(gradient), residual, k, 5, "mstopk")
+            places, values = wire_decode(wire_encode(chosen, "block16/float16"), k, n, "block16/float16")
+            found = {"indices": chosen.indices, "values": chosen.values, "residual": residual, "decoded values": values,
+                     "merged": merge(places, values, n, k)}
+            return {name: tensor.numpy() for name, tensor in found.items()}
+
+    with tf.init_scope():
+        try:
+            theirs, problem = work(where), ""
+        except tf.errors.OpError as error:
+            theirs, problem = {}, f"they failed: {error.message}"
+        for name, right in work("/cpu:0").items():
+            if not problem and right.tobytes() != theirs[name].tobytes():
+                problem = f"other {name}"
+    if problem:
+        raise NativeLibraryError(f"The kernels on {where} must give what those on the CPU give. Received {problem}. Check them: "
+                                 "scripts/check_cuda. Do without them: TFCOMMX_CUDA=0 python scripts/bootstrap.py")
 
 
 def select(gradient: Any, k: int, seed: int, rule: str) -> Sparse:
