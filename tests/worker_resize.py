@@ -1,6 +1,6 @@
 """Trains an epoch, saves, and checks what the launch before left, under whatever number of ranks; started by test_resize.py.
 
-What is owed to the weights is the residuals' sum over the ranks over their number (op "average").
+What is owed to the weights is the residuals' sum over the ranks over their number (op "average"); velocities likewise.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ folder, node_size = Path(sys.argv[1]), int(sys.argv[2])
 comm = cx.init(node_size=node_size)
 
 
-def owed_to_the_weights(net: keras.Model) -> dict[str, np.ndarray]:
-    everyone = comm.gather_objects(callbacks.exchanger_of(net).all_owed())
-    shapes = {variable.path: variable.shape for variable in net.trainable_variables}
-    return {path: sum(owed.get(path, np.zeros(np.prod(shape), np.float32)) for owed in everyone).reshape(shape) / comm.topology.size
-            for path, shape in shapes.items()}
+def kept(net: keras.Model) -> dict[str, np.ndarray]:
+    exchanger, found = callbacks.exchanger_of(net), {}
+    for kind, mine in (("owed", exchanger.all_owed()), ("velocity", exchanger.all_velocity())):
+        everyone = comm.gather_objects(mine)
+        for variable in net.trainable_variables:
+            parts = [part.get(variable.path, np.zeros(np.prod(variable.shape), np.float32)) for part in everyone]
+            found[f"{kind}:{variable.path}"] = sum(parts).reshape(variable.shape) / comm.topology.size
+    return found
 
 
 def start() -> keras.Model:
     keras.utils.set_random_seed(comm.rank)
     net = keras.Sequential([keras.layers.Input((12,)), keras.layers.Dense(16, "relu", name="hidden"),
                             keras.layers.Dense(3, name="out")], name="net")
-    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(1.0), cx.Scheme("hitopk", "mstopk", 0.1, dense_below=8))
+    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(1.0), cx.Scheme("hitopk", "mstopk", 0.1, dense_below=8, momentum=0.5))
     net.compile(optimizer, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
     return net
 
@@ -47,10 +50,10 @@ def train(net: keras.Model, first: int, *extra: keras.callbacks.Callback) -> Non
 net = start()
 first = checkpoint.restore(net, folder)
 if first:
-    before = np.load(folder / "owed.npz")
-    assert all(np.abs(part).max() > 1e-3 for name, part in before.items() if name.endswith("kernel")), "nothing was owed"
-    for path, part in owed_to_the_weights(net).items():
-        np.testing.assert_allclose(part, before[path], rtol=1e-5, atol=1e-7, err_msg=path)
+    before = np.load(folder / "kept.npz")
+    assert all(np.abs(part).max() > 1e-3 for name, part in before.items() if name.endswith("kernel")), "nothing was kept"
+    for name, part in kept(net).items():
+        np.testing.assert_allclose(part, before[name], rtol=1e-5, atol=1e-7, err_msg=name)
 
     paid = start()  # the same start, but dense from now on: the first step takes exactly what is owed off the weights
     checkpoint.restore(paid, folder)
@@ -60,11 +63,11 @@ if first:
     paid.optimizer.exchanger.switch(cx.Scheme())
     paid.optimizer.apply([tf.zeros_like(value) for value in old], paid.trainable_variables)
     for variable, value in zip(paid.trainable_variables, old, strict=True):
-        np.testing.assert_allclose(value - variable, before[variable.path], rtol=1e-5, atol=1e-6, err_msg=variable.path)
+        np.testing.assert_allclose(value - variable, before[f"owed:{variable.path}"], rtol=1e-5, atol=1e-6, err_msg=variable.path)
 
 train(net, first, checkpoint.Checkpoint(folder))
-owed = owed_to_the_weights(net)
+everything = kept(net)
 if comm.rank == 0:
-    np.savez(folder / "owed.npz", **owed)
+    np.savez(folder / "kept.npz", **everything)
 comm.gather_objects("done")
 print("conserved", first, flush=True)
