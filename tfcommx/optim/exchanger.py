@@ -86,7 +86,10 @@ class Exchanger:
         exchange = self._exchange_for(self._variables)
         if exchange.updates_here:
             apply()
-        with tf.control_dependencies(list(grads)):  # a rank that applies none must have taken part in their exchange all the same
+            done = []
+        else:
+            done = [exchange.witness(grads)]
+        with tf.control_dependencies(done):
             exchange.share({variable.path: variable.value for variable in self._variables})
 
     @tf.autograph.experimental.do_not_convert

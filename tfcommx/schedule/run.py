@@ -61,6 +61,7 @@ class Exchange:
         self.steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/steps")
         self.residuals: dict[str, tf.Variable] = {}
         self.velocities: dict[str, tf.Variable] = {}  # of buckets with momentum
+        self._seen: tf.Variable | None = None  # on ranks that do not apply the gradients
         self.pending: dict[str, tf.Variable] = {}  # of dense buckets: is there something left to flush?
         for bucket in plan.buckets:
             if bucket.k is not None:
@@ -104,6 +105,18 @@ class Exchange:
     def updates_here(self) -> bool:
         """Does this rank apply the gradients?"""
         return self.plan.update == "all" or self.comm.rank == 0
+
+    def witness(self, results: Sequence[tf.Tensor]) -> tf.Operation | None:
+        """On a rank that does not apply the results: see to it that it takes part in their exchange all the same.
+
+        TensorFlow drops what nobody uses, and Horovod's ops do not say that others wait for them; a control dependency on their
+        results does not keep them either. Assigning an entry of each to a variable does.
+        """
+        seen = tf.stack([tf.cast(tf.reshape(result, [-1])[0], tf.float32) for result in results if result.shape.num_elements()])
+        if self._seen is None:
+            with tf.init_scope(), tf.device("/cpu:0"):
+                self._seen = tf.Variable(tf.zeros(seen.shape), trainable=False, name="tfcommx/seen")
+        return self._seen.assign(seen, read_value=False)
 
     @tf.autograph.experimental.do_not_convert
     def share(self, weights: Mapping[str, tf.Variable]) -> None:
