@@ -71,10 +71,9 @@ def test_messages_end_too_when_a_rank_does_not_come(how: str, said: str) -> None
     ended = horovodrun(3, [WORKER, how, "2", "20", "pipeline"], "mpi", seconds=120, TFCOMMX_PATIENCE_SECONDS="5")
     assert "now" in ended.output and ended.status != 0, ended.output[-4000:]
     assert ended.seconds < 60, f"{ended.seconds:.0f} s\n{ended.output[-4000:]}"
-    after = ended.output.split("now", 1)[1]
-    assert re.search(said, after), ended.output[-4000:]
+    assert re.search(said, ended.output), ended.output[-4000:]  # not after "now": mpirun forwards stdout and stderr each for itself
     if how == "stop":
-        assert re.search(r"has waited longer for ranks \[", after), ended.output[-4000:]
+        assert re.search(r"has waited longer for ranks \[", ended.output), ended.output[-4000:]
 
 
 def test_unequal_slots_are_refused_by_two_level_routes_and_work_with_one_level() -> None:
