@@ -3,7 +3,7 @@
 
 Claim: where the network between nodes is slow, the routes for slow networks beat Horovod's allreduce (route `allreduce`).
 
-    python scripts/bench_exchange.py --nodes 4 --slots 2 --rate 200mbit --sizes 25000000 --density 0.01 --json routes.json
+    python scripts/bench_exchange.py --nodes 4 --slots 2 --rate 200mbit --sizes 25000000 --density 0.01 --probe --json routes.json
     python scripts/bench_exchange.py --sizes 1000000 --launcher mpi             # quick; MPI in place of Gloo
     python scripts/bench_exchange.py --hosts a:8,b:8 --sizes 25000000           # real machines: no virtual cluster, no root
     python scripts/bench_exchange.py --figure docs/exchange.png --json f.json   # routes of messages: measured and predicted
@@ -33,6 +33,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # before NumPy: the threads that check one step would spin on into the next one
+
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,6 +42,7 @@ PERIOD = 1009  # of the weights that entries are compared by
 WEIGHTS = np.tile(np.arange(PERIOD, dtype=np.int64) * 7927 % PERIOD + 1, 1024).astype(np.float64)  # of as many entries at once
 PROBED = (2**10, 2**12, 2**22, 2**24)  # bytes of a message; those between pass a virtual cluster's links in one burst, too soon
 FIGURE = {"nodes": (2, 4, 8), "sizes": [250_000, 1_000_000, 4_000_000], "routes": ["pipeline", "tree", "bidirectional"]}
+WARM_UP = 2  # steps that are not counted: the first is traced, both touch their memory for the first time
 SOCKET_SECONDS = 2.0  # how long the plain socket is measured
 
 # --- on the ranks ------------------------------------------------------------------------------------------------------------
@@ -99,20 +102,21 @@ def measure(comm: Any, route: str, wire: str, n: int, args: argparse.Namespace) 
     how = {"selection": args.selection, "density": args.density} if sparse else {}
     scheme = cx.Scheme(route=name, wire=wire, dense_below=0, peer_route=among_peers or "allreduce", **how)
     planner.check_scheme(scheme, comm.topology, comm.has_messages)
-    plan = planner.make_plan([planner.Gradient("gradient", (n, 1), "float32")], {"*": scheme}, comm.topology, "sum")
+    plan = planner.make_plan([planner.Gradient("gradient", (n, 1), "float32")], {"*": scheme}, comm.topology, "sum",
+                             args.links)
     (bucket,) = plan.buckets
     carried_out = Exchange(plan, comm)
     step = tf.function(lambda tensor: carried_out({"gradient": tensor})["gradient"], autograph=False)
     mine = tf.constant(gradient(comm.rank, n)[:, None])
     seconds, arrived, before = [], 0.0, comm.traffic()
-    for number in range(args.steps + 1):  # the first one is traced and not counted
+    for number in range(args.steps + WARM_UP):
         comm.gather_objects("ready")
         start = time.monotonic()
         result = step(mine)
         took = time.monotonic() - start  # an eager call returns when its result is there
         arrived += weighted_sum(result.numpy()[:, 0])
-        seconds += [max(comm.gather_objects(took))] if number else []
-    steps = args.steps + 1
+        seconds += [max(comm.gather_objects(took))] if number >= WARM_UP else []
+    steps = args.steps + WARM_UP
     owed = owed_of(plan, {name: residual.numpy() for name, residual in carried_out.residuals.items()}, comm.rank)
     rows = comm.gather_objects((arrived, sum(map(weighted_sum, owed.values())), weighted_sum(mine.numpy()[:, 0]),
                                 (comm.traffic().between - before.between) / steps))
@@ -123,7 +127,7 @@ def measure(comm: Any, route: str, wire: str, n: int, args: argparse.Namespace) 
     found = {"route": route, "wire": wire, "nodes": comm.topology.nodes, "slots": comm.topology.slots,
             "rate_mbit": args.rate_mbit, "n": n, "density": args.density if sparse else 1.0, "seconds": statistics.median(seconds),
             "wire_bytes": promised, "limit_seconds": exchange.port_bytes(bucket, comm.topology) / args.socket_rate, "verified": verified}
-    if args.links:
+    if args.probe:
         found["predicted_seconds"] = exchange.route(name).seconds(bucket, comm.topology, args.links)
     return found
 
@@ -137,7 +141,7 @@ def work(args: argparse.Namespace) -> None:
 
     comm = cx.init(node_size=args.node_size, watch_seconds=120)  # nodes of a virtual cluster share one machine, which may be slow
     args.socket_rate = socket_rate(comm)
-    args.links = probe(comm, PROBED, repeats=3, blocks=[NOMINAL.block_bytes]).links if args.predict else None
+    args.links = probe(comm, PROBED, repeats=3, blocks=[NOMINAL.block_bytes]).links if args.probe else NOMINAL
     args.rate_mbit = args.rate_mbit or round(args.socket_rate * 8e-6, 1)
     for n in args.sizes:
         for route in args.routes or [*ROUTES, "torus+pipeline"]:
@@ -162,7 +166,7 @@ def launch(args: argparse.Namespace, json_file: Path) -> int:
     command = ["horovodrun", "-np", str(ranks), f"--{args.launcher}", sys.executable, __file__, "--worker", "--json", str(json_file),
                "--density", str(args.density), "--selection", args.selection, "--steps", str(args.steps),
                "--sizes", *map(str, args.sizes), *(["--routes", *args.routes] if args.routes else []),
-               *(["--wires", *args.wires] if args.wires else []), *(["--predict"] if args.figure else []),
+               *(["--wires", *args.wires] if args.wires else []), *(["--probe"] if args.probe else []),
                *(["--node-size", str(args.node_size)] if args.node_size else [])]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
                    "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")}
@@ -259,7 +263,7 @@ def main() -> int:
     parser.add_argument("--json", help="append one object a line to this file")
     parser.add_argument("--png", help="draw the table into this file")
     parser.add_argument("--figure", metavar="PNG", help="draw routes of messages over 2, 4 and 8 nodes, beside what they should cost")
-    parser.add_argument("--predict", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--probe", action="store_true", help="measure the links first, plan with them, and say what they predict")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rate-mbit", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -267,7 +271,7 @@ def main() -> int:
         work(args)
         return 0
     if args.figure:
-        args.slots, args.launcher, args.sizes, args.routes = 1, "mpi", FIGURE["sizes"], FIGURE["routes"]
+        args.slots, args.launcher, args.sizes, args.routes, args.probe = 1, "mpi", FIGURE["sizes"], FIGURE["routes"], True
     rows, status = [], 0
     for nodes in FIGURE["nodes"] if args.figure else [args.nodes]:
         found, ended = run(argparse.Namespace(**{**vars(args), "nodes": nodes}))

@@ -31,7 +31,7 @@ def test_table_1(price: object, broadcast: float, reduce: float, allreduce: floa
 
 @pytest.mark.parametrize(("route", "seconds"), [
     ("allreduce", 2 * 3 * 10 + 2 * 750 * 2 + 750 * 1),
-    ("pipeline", 3 * 3.5 * (2 * (10 + 200) + 100)),  # 2.5 groups of 4 blocks of 100 B, and one to fill the pipe
+    ("pipeline", 3 * (2.5 * (2 * 200 + 100) + 2 * (10 + 200))),  # 2.5 groups of 4 blocks of 100 B; the first one hops alone
     ("tree", 2 * (20 + 4000 + 1000)),
     ("bidirectional", 40 + 3000 + 750),
     ("asa", 30 + 750 * 2 + 750 * 1 + (2 * 10 + 750 * 2)),

@@ -62,13 +62,15 @@ port_bytes = functools.partial(moves.port_bytes, schedule=schedule)
 
 
 def seconds(bucket: Bucket, topology: Topology, links: Links) -> float:
-    """Return the price: p blocks go up and down in 2 (p - 1) messages through each port, one group after the other.
+    """Return the price: 2 (p - 1)/p of the blocks go through each port, and the first one hops up and down the chain alone.
 
-    Table 1 of the paper has 2 (p - 1 + n/b) messages through the port of a place in the middle of its one chain.
+    Table 1 of the paper has 2 (p - 1 + n/b) messages through the port of a place in the middle of its one chain, and pays the
+    start-up of each. Here a direction has several messages under way (`moves.WINDOW`), which start up side by side.
     """
     ranks, total = topology.size, bucket.padded * bucket.entry_bytes
     if ranks == 1 or total == 0:
         return 0.0
     link, block = links.between if topology.nodes > 1 else links.inside, min(bucket.block_bytes, total)
-    groups = total / (ranks * block) + 1  # one more, to fill the pipe
-    return (ranks - 1) * groups * (2 * (link.alpha_s + block * link.beta_s_per_byte) + block * link.gamma_s_per_byte)
+    travels = block * link.beta_s_per_byte
+    turn = 2 * max(travels, link.alpha_s / moves.WINDOW) + block * link.gamma_s_per_byte  # of a block at one place: in and out
+    return (ranks - 1) * (total / (ranks * block) * turn + 2 * (link.alpha_s + travels))
