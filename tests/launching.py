@@ -13,8 +13,10 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHERS = {
     "gloo": ["--gloo"],
-    # more processes than cores, and a rank that waits gives its core away
-    "mpi": ["--mpi", "--binding-args=--bind-to none --map-by slot:OVERSUBSCRIBE", "--mpi-args=--mca mpi_yield_when_idle 1"],
+    # more processes than cores, and a rank that waits sleeps (sched_yield may starve others: scripts/cluster)
+    "mpi": ["--mpi", "--binding-args=--bind-to none --map-by slot:OVERSUBSCRIBE",
+            "--mpi-args=--mca mpi_yield_when_idle 1 --mca threads_pthreads_yield_strategy nanosleep"
+            " --mca threads_pthreads_nanosleep_time 20000"],
 }
 
 

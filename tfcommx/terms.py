@@ -174,7 +174,7 @@ class Scheme:
     bucket_bytes: int = 32 * 2**20  # gradients are merged into buckets of about this size: one start-up cost for many
     seed: int = 0  # of the rules that choose at random; each bucket and step draws its own numbers
     wire: str = PLAIN  # how entries are written, one of WIRES; "plain": pair32 on sparse routes, dense ones as they are
-    peer_route: str = "allreduce"  # of the torus, among peers; a route of messages (MPI) is an experiment: stalls on crowded cores
+    peer_route: str = "allreduce"  # of the torus, among peers; with MPI also a route of messages
     block_bytes: int | None = None  # of the linear pipeline, >= 8; None: as the links say
     momentum: float = 0.0  # in [0, 1), corrected for what waits in the residual; in place of the optimizer's own. 0: none
     clip_norm: float | None = None  # > 0, of all gradients together; each rank clips its own before they are accumulated

@@ -7,6 +7,7 @@ added to the receiver's (`add`) or takes its place. Ticks say what may happen at
 from __future__ import annotations
 
 import functools
+import itertools
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -83,16 +84,12 @@ def carry_out(operation: str, array: np.ndarray, ranks: Sequence[int], rank: int
 
 def by_tick(moves: Sequence[Move], vector: np.ndarray, place: int, rank_of: Callable[[int], int], post: Any,
             tag: int) -> None:
-    """Carry out the moves of one place, tick after tick; within a tick it sends and receives at once."""
-    for tick in sorted({move.tick for move in moves}):
-        now = [move for move in moves if move.tick == tick]
-        arrivals = [(move, np.empty(move.stop - move.start, vector.dtype)) for move in now if move.target == place]
-        requests = [post.receive(buffer, rank_of(move.source), tag) for move, buffer in arrivals]
-        requests += [post.send(vector[move.start:move.stop], rank_of(move.target), tag) for move in now if move.source == place]
-        while requests:
-            requests.pop(post.wait_any(requests))
-        for move, buffer in arrivals:
-            _apply(move, buffer, vector)
+    """Carry out the moves of one place, tick after tick; within a tick it sends and receives at once.
+
+    Needs a schedule where no place sends in a tick what it receives in the same one.
+    """
+    for _, now in itertools.groupby(moves, key=lambda move: move.tick):
+        as_it_comes(list(now), vector, place, rank_of, post, tag)
 
 
 def as_it_comes(moves: Sequence[Move], vector: np.ndarray, place: int, rank_of: Callable[[int], int], post: Any,
@@ -180,8 +177,13 @@ def tag_of(name: str) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _own(schedule: Schedule, operation: str, places: int, entries: int, block: int, place: int) -> tuple[Move, ...]:
-    """Return the moves of one place; the same ones every step."""
-    return tuple(move for move in schedule(operation, places, entries, block) if place in (move.source, move.target))
+    """Return the moves of one place, the same ones every step, in messages of at most a block.
+
+    Two long messages that meet on a link wait for each other in Open MPI's TCP: short ones use both directions.
+    """
+    return tuple(move._replace(start=start, stop=min(start + block, move.stop))
+                 for move in schedule(operation, places, entries, block) if place in (move.source, move.target)
+                 for start in range(move.start, move.stop, block))
 
 
 def _apply(move: Move, buffer: np.ndarray, vector: np.ndarray) -> None:

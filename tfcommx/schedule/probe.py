@@ -22,7 +22,6 @@ import tensorflow as tf
 
 from tfcommx.comm import Comm
 from tfcommx.exchange import moves, pipeline
-from tfcommx.exchange.moves import Move
 from tfcommx.terms import NOMINAL, Bucket, Link, Links, PlanError
 
 SIZES = tuple(4**power for power in range(5, 13))  # bytes from each rank: 1 KB to 16 MB
@@ -112,18 +111,14 @@ def _time(comm: Comm, group: str, sizes: Sequence[int], repeats: int, together: 
         if not comm.has_messages:
             comm.all_gather(tf.zeros([entries]), group, name)
             return
-        array = np.zeros(entries, np.float32)
-        own = [move for move in _to_the_next(len(members), entries) if place in (move.source, move.target)]
-        moves.by_tick(own, array, place, members.__getitem__, post, moves.tag_of(name))
+        tag, after, before = moves.tag_of(name), members[(place + 1) % len(members)], members[place - 1]
+        requests = [post.receive(np.empty(entries, np.float32), before, tag), post.send(np.zeros(entries, np.float32), after, tag)]
+        while requests:
+            requests.pop(post.wait_any(requests))
 
     return [(starts, float(parts * size * together),
              _fastest(comm, functools.partial(exchange, size // 4, f"tfcommx/probe/{group}/{size}"), repeats, clock))
             for size in sizes]
-
-
-def _to_the_next(places: int, entries: int) -> list[Move]:
-    """Return a schedule of one tick: each place sends to the next one, around the end."""
-    return [Move(0, place, (place + 1) % places, 0, entries, False) for place in range(places)]
 
 
 def _time_blocks(comm: Comm, entries: int, blocks: Sequence[int], repeats: int,
