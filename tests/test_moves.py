@@ -76,6 +76,28 @@ def test_nothing_meets_on_a_link(route: str, operation: str, places: int) -> Non
     assert all(0 <= move.start < move.stop <= 40 and move.source != move.target for move in found)
 
 
+@pytest.mark.parametrize("route", [route for route in ROUTES if CARRY[route] is moves.by_tick])
+@every_operation
+@pytest.mark.parametrize("places", [2, 3, 4, 7, 8])
+def test_no_place_sends_in_a_tick_what_it_receives_in_it(route: str, operation: str, places: int) -> None:
+    """As `by_tick` needs it: it changes the vector while it sends."""
+    found: list[Move] = exchange.route(route).schedule(operation, places, 40, 3)
+    assert not [(sent, came) for sent in found for came in found if (sent.tick, sent.source) == (came.tick, came.target)
+                and sent.start < came.stop and came.start < sent.stop]
+
+
+@every_route
+@every_operation
+def test_no_message_is_longer_than_a_block(route: str, operation: str) -> None:
+    """Cutting leaves out nothing and doubles nothing."""
+    schedule = exchange.route(route).schedule
+    for place in range(5):
+        whole = [(move, entry) for move in schedule(operation, 5, 40, 7) if place in move[1:3] for entry in range(*move[3:5])]
+        cut = [(move, entry) for move in moves._own(schedule, operation, 5, 40, 7, place) for entry in range(*move[3:5])]
+        assert [(*move[:3], move.add, entry) for move, entry in whole] == [(*move[:3], move.add, entry) for move, entry in cut]
+        assert max(move.stop - move.start for move, _ in cut) == 7
+
+
 @every_route
 @every_operation
 @settings(deadline=None, max_examples=25)
