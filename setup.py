@@ -6,6 +6,7 @@ the environment. Everything else about the package is in pyproject.toml.
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
@@ -45,6 +46,8 @@ class BuildOps(build_ext):
         target.mkdir(parents=True, exist_ok=True)
         objects.mkdir(parents=True, exist_ok=True)
 
+        # Before they are compiled: what is changed meanwhile is not taken for built.
+        sources = runpy.run_path(str(ROOT / "tfcommx" / "sources.py"))["digest"](ROOT / "ops")
         cpu = sorted((ROOT / "ops").rglob("*.cc"))
         nvcc = shutil.which("nvcc") if os.environ.get("TFCOMMX_CUDA") != "0" else None
         cuda = sorted((ROOT / "ops" / "kernels").glob("*.cu")) if nvcc else []
@@ -63,7 +66,8 @@ class BuildOps(build_ext):
         linker = nvcc if cuda else "g++"  # nvcc adds the static CUDA runtime: the library loads where no CUDA is
         compile_all([[linker, "-shared", *outputs, *tf.sysconfig.get_link_flags(), "-o", str(part)]])
         part.rename(target / LIBRARY)
-        facts = {"tensorflow": tf.__version__, "devices": "CPU and CUDA" if cuda else "CPU only: nvcc was not found, or not wanted"}
+        facts = {"tensorflow": tf.__version__, "devices": "CPU and CUDA" if cuda else "CPU only: nvcc was not found, or not wanted",
+                 "sources": sources}
         (target / "build.json").write_text(json.dumps(facts) + "\n")
 
     def copy_extensions_to_source(self) -> None:

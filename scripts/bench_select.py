@@ -4,6 +4,7 @@
     python scripts/bench_select.py                          # n = 25,000,000, densities 0.001 and 0.01, all cores
     python scripts/bench_select.py --json results.jsonl     # one object a line
     python scripts/bench_select.py --dtypes float32 float16 bfloat16
+    python scripts/bench_select.py --inputs equal zero one_bin sorted      # degenerate gradients: the kernels and the addition only
     python scripts/bench_select.py --device gpu             # n = 25,600,000 and 128,000,000
 
 Every contestant adds the gradient to a residual of its own (but algorithm1, which is timed on the sum), chooses k entries by
@@ -41,6 +42,14 @@ from tfcommx.terms import Sparse
 
 ALLOWED = 1.5  # times the bare addition
 DTYPES = {"float32": tf.float32, "float16": tf.float16, "bfloat16": tf.bfloat16}
+# gradient [n] of a generator; all but the first begin with a residual of zeros
+INPUTS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "normal": lambda random, n: random.standard_normal(n, np.float32),
+    "equal": lambda random, n: np.full(n, -1.5, np.float32),
+    "zero": lambda random, n: np.zeros(n, np.float32),
+    "one_bin": lambda random, n: (1 + random.integers(64, size=n) * 2.0**-23).astype(np.float32),  # one exponent, 12 equal bits
+    "sorted": lambda random, n: np.sort(random.standard_normal(n, np.float32)),
+}
 
 
 class Contestant(NamedTuple):
@@ -56,8 +65,8 @@ def compiled(rule: str, gradient: tf.Tensor, residual: tf.Variable, k: int) -> C
     return lambda seed: function(tf.constant(seed, tf.int64))
 
 
-def contestants(gradient: tf.Tensor, start: np.ndarray, k: int, rounds: int) -> list[Contestant]:
-    """Make the contestants, each with a residual of its own that begins as `start`."""
+def contestants(gradient: tf.Tensor, start: np.ndarray, k: int, rounds: int, opponents: bool) -> list[Contestant]:
+    """Make the contestants, each with a residual of its own that begins as `start`; without opponents the kernels and the addition."""
     def fresh() -> tf.Variable:
         return tf.Variable(start)
 
@@ -69,10 +78,12 @@ def contestants(gradient: tf.Tensor, start: np.ndarray, k: int, rounds: int) -> 
         bare.assign_add(wide, read_value=False)
 
     found = [Contestant("residual_add", lambda seed: add(), bare, rounds)]
-    for rule in ("mstopk", "exact", "dgc"):
+    for rule in ("mstopk", "exact", "dgc") if opponents else ("mstopk", "exact"):
         residual = fresh()
         found.append(Contestant(rule, compiled(rule, gradient, residual, k), residual, rounds if rule != "dgc" else few))
 
+    if not opponents:
+        return found
     summed = tf.constant(start) + tf.cast(gradient, tf.float32)
     printed = tf.function(lambda seed: reference.algorithm1(summed, k, seed=seed))
     found.append(Contestant("algorithm1", lambda seed: printed(tf.constant(seed, tf.int64)), None, few))
@@ -140,13 +151,13 @@ def verified(contestant: Contestant, chosen: Sparse | None, gradient: np.ndarray
     return bool(good and np.abs(values).sum(dtype=np.float64) >= 0.99 * largest)
 
 
-def measure(n: int, density: float, dtype: str, rounds: int) -> list[dict]:
+def measure(kind: str, n: int, density: float, dtype: str, rounds: int) -> list[dict]:
     random = np.random.default_rng(1)
     k = max(1, int(n * density))
-    gradient = tf.cast(random.standard_normal(n, np.float32), DTYPES[dtype])
+    gradient = tf.cast(INPUTS[kind](random, n), DTYPES[dtype])
     added = tf.cast(gradient, tf.float32).numpy()
-    start = random.standard_normal(n, np.float32)
-    field = contestants(gradient, start, k, rounds)
+    start = random.standard_normal(n, np.float32) * (kind == "normal")
+    field = contestants(gradient, start, k, rounds, opponents=kind == "normal")
     checks = {c.name: verified(c, c.run(0), added, start, k) for c in field}  # the first round: also traces and warms up
     times: dict[str, list[float]] = {c.name: [] for c in field}
     for turn in range(rounds):
@@ -158,7 +169,7 @@ def measure(n: int, density: float, dtype: str, rounds: int) -> list[dict]:
     limit = ALLOWED * statistics.median(times["residual_add"])
     threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
     return [
-        {"name": name, "device": "cpu", "dtype": dtype, "n": n, "k": k, "threads": threads,
+        {"name": name, "device": "cpu", "input": kind, "dtype": dtype, "n": n, "k": k, "threads": threads,
          "seconds": statistics.median(seconds), "limit_seconds": limit, "verified": checks[name]}
         for name, seconds in times.items()
     ]
@@ -245,14 +256,16 @@ def show(rows: list[dict], console: Console) -> None:
     one = rows[0]
     bare = next(row["seconds"] for row in rows if row["name"] == "residual_add")
     where = f"{one['threads']} threads" if one["device"] == "cpu" else one["device"]
-    table = Table(title=f"{one['dtype']}, n = {one['n']:,}, k = {one['k']:,}, {where}", title_justify="left")
+    what = f"{one['input']}, " if "input" in one else ""
+    table = Table(title=f"{what}{one['dtype']}, n = {one['n']:,}, k = {one['k']:,}, {where}", title_justify="left")
     for heading in ("name", "ms", "/ residual_add", "verified"):
         table.add_column(heading, justify="left" if heading == "name" else "right")
     for row in rows:
         good = "yes" if row["verified"] else "NO"
         table.add_row(row["name"], f"{row['seconds'] * 1e3:.2f}", f"{row['seconds'] / bare:.2f}", good)
-    if not any(row["name"] == "torch_topk" for row in rows):
-        table.add_row("torch_topk", "not installed", "", "")
+    names = {row["name"] for row in rows}
+    if "tf_top_k" in names and "torch_topk" not in names:
+        table.add_row("torch_topk", "not installed")
     console.print(table)
 
 
@@ -261,6 +274,7 @@ def main() -> int:
     options.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="which rows to measure")
     options.add_argument("--n", type=int, help="entries of the gradient; without it 25,000,000, on a GPU 25,600,000 and 128,000,000")
     options.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01], help="k / n on the CPU; on a GPU it is these")
+    options.add_argument("--inputs", nargs="+", choices=list(INPUTS), default=["normal"], help="kinds of gradients, on the CPU")
     options.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=["float32"], help="of the gradient")
     options.add_argument("--rounds", type=int, default=21, help="of the fast contestants; the slow ones run a quarter of them")
     options.add_argument("--json", type=Path, help="write one object a line to this file")
@@ -277,7 +291,8 @@ def main() -> int:
             sizes = [chosen.n] if chosen.n else [25_600_000, 128_000_000]
             groups = (group for n in sizes for group in measure_gpu(n, dtype, chosen.rounds))
         else:
-            groups = (measure(chosen.n or 25_000_000, density, dtype, chosen.rounds) for density in chosen.density)
+            groups = (measure(kind, chosen.n or 25_000_000, density, dtype, chosen.rounds)
+                      for kind in chosen.inputs for density in chosen.density)
         with tf.device("/cpu:0") if chosen.device == "cpu" else contextlib.nullcontext():
             for group in groups:
                 rows.append(group)

@@ -17,6 +17,7 @@ import importlib.util
 import json
 import os
 import platform
+import runpy
 import shutil
 import socket
 import subprocess
@@ -235,6 +236,13 @@ def build_native() -> str:
     return facts["devices"]
 
 
+def native_is_current() -> bool:
+    """Is the library there, and of these sources? It may have been built by hand since this script did."""
+    facts = ROOT / "tfcommx" / "lib" / "build.json"
+    digest_of_sources = runpy.run_path(str(ROOT / "tfcommx" / "sources.py"))["digest"](ROOT / "ops")
+    return facts.is_file() and json.loads(facts.read_text()).get("sources") == digest_of_sources
+
+
 def fetch_data() -> str:
     return run(PYTHON, "-m", "tfcommx.data.fashion_mnist").strip().splitlines()[-1]
 
@@ -261,7 +269,7 @@ def main() -> int:
         step("native", "tfcommx and its native ops",
              digest(base, TENSORFLOW, ROOT / "ops", ROOT / "setup.py", ROOT / "pyproject.toml", str(shutil.which("nvcc")),
                     os.environ.get("TFCOMMX_CUDA", "")),
-             build_native, (ROOT / "tfcommx" / "lib" / "build.json").is_file)
+             build_native, native_is_current)
         if not chosen.no_data:
             print(f"[set-up] data: {fetch_data()}")
     except Missing as missing:

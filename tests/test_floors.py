@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "tfcommx"
 
 FLOORS = {
-    "terms": 0, "cost": 0, "reference": 0, "reference_augment": 0, "watcher": 0,
+    "terms": 0, "cost": 0, "reference": 0, "reference_augment": 0, "sources": 0, "watcher": 0,
     "native": 1, "comm": 1, "links": 1, "watch": 1,
     "launch": 2, "threads": 2, "selection": 2, "wire": 2, "residual": 2, "data": 2,
     "exchange": 3,
@@ -23,7 +23,7 @@ FLOORS = {
 GROUND = {"terms"}
 # Floor 6 is one room: the command line calls training, training reads recipes and writes reports.
 ONE_ROOM = {6}
-NO_TENSORFLOW = {"terms", "cost", "watch", "watcher", "schedule.merge", "schedule.planner", "exchange", "selection"}
+NO_TENSORFLOW = {"terms", "cost", "sources", "watch", "watcher", "schedule.merge", "schedule.planner", "exchange", "selection"}
 DOORS = {"horovod": {"comm"}, "mpi4py": {"links"}}
 MAY_READ_ENVIRONMENT = {"cli", "native", "comm", "links"}
 

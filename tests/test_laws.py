@@ -397,6 +397,17 @@ def test_ranks_in_different_collectives_are_an_error_and_not_a_hang() -> None:
         ThreadComm.run(Topology(2, 1), lambda comm: comm.allreduce(tf.ones([2]), "world", f"name{comm.rank}"))
 
 
+def test_a_buffer_of_unknown_shape_is_refused_where_it_would_be_sent() -> None:
+    """Its bytes are counted while tracing. A rank that is alone sends nothing."""
+    def traced(comm: Comm) -> tf.Tensor:
+        gather = tf.function(lambda entries: comm.all_gather(entries, "world", "pairs"), [tf.TensorSpec([None])], autograph=False)
+        return gather(tf.ones([3]))
+
+    with pytest.raises(PlanError, match=r"shape is known while tracing.*Received shape \(None,\) on rank \d.*tf\.ensure_shape"):
+        ThreadComm.run(Topology(2, 1), traced)
+    assert ThreadComm.run(Topology(1, 1), traced)[0].shape == (3,)
+
+
 def test_a_rank_that_fails_ends_the_others() -> None:
     def work(comm: Comm) -> None:
         if comm.rank == 1:

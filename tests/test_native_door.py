@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tfcommx import native
+from tfcommx.sources import digest
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +30,37 @@ def test_a_library_for_another_tensorflow_is_refused_before_loading(tmp_path, mo
     monkeypatch.setattr(native, "FOLDER", tmp_path)
     with pytest.raises(native.NativeLibraryError, match=r"built for 2\.16\.1.*setup\.py build_ext --inplace"):
         native.library()
+
+
+def test_a_library_of_other_sources_is_refused_before_loading(tmp_path, monkeypatch):
+    """Beside its sources it must be of them; where it was installed without them nothing can differ."""
+    loaded = []
+    library, kernel, facts = tmp_path / "tfcommx" / "lib", tmp_path / "ops" / "kernels" / "a.cc", {"tensorflow": tf.__version__}
+    for folder in (library, kernel.parent):
+        folder.mkdir(parents=True)
+    kernel.write_text("int one() { return 1; }")
+    (library / "libtfcommx.so").write_text("not a library")
+    monkeypatch.setattr(native, "FOLDER", library)
+    monkeypatch.setattr(native, "SOURCES", tmp_path / "ops")
+    monkeypatch.setattr(tf, "load_op_library", lambda path: loaded.append(path) or len(loaded))
+
+    def opened(sources: str | None) -> int:
+        native.library.cache_clear()
+        (library / "build.json").write_text(json.dumps(facts | ({"sources": sources} if sources else {})))
+        return native.library()
+
+    assert opened(None) == 1  # no setup.py: not a source tree, whatever lies in ops/
+    (tmp_path / "setup.py").write_text("")
+    current = digest(tmp_path / "ops")
+    assert opened(current) == 2
+    (kernel.parent / "a.cc~").write_text("an editor's file is no source")
+    assert opened(current) == 3
+    kernel.write_text("int one() { return 2; }")
+    for old in (current, None):
+        with pytest.raises(native.NativeLibraryError, match=r"built from the sources beside it.*setup\.py build_ext --inplace"):
+            opened(old)
+    kernel.rename(kernel.with_name("b.cc"))
+    assert digest(tmp_path / "ops") != current and len(loaded) == 3
 
 
 def test_no_library_is_announced_once_and_the_reference_works(tmp_path, monkeypatch, recwarn):

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vectors import DTYPES, KINDS, make, problems
 
-from tfcommx import native, reference, selection
+from tfcommx import native, reference, selection, wire
 from tfcommx.data import fashion_mnist
 from tfcommx.models import small_cnn
-from tfcommx.terms import PlanError
+from tfcommx.terms import SPARSE_WIRES, PlanError
 
 RULES = ("exact", "mstopk")
 DOORS = {"native": native, "reference": reference}
@@ -225,6 +225,26 @@ def test_laws_hold_for_every_rule_of_the_table(name, problem):
     check_velocity(chosen.indices.numpy(), acc, moved.numpy(), gradient, velocity)
     chosen = module.select(gradient, k, seed)
     check_laws(chosen.indices.numpy(), chosen.values.numpy(), None, tf.cast(gradient, tf.float32).numpy(), None, k)
+
+
+@pytest.mark.parametrize("open_door", [True, False])
+@pytest.mark.parametrize("name", selection.RULES)
+def test_the_length_is_known_while_tracing(name, open_door, monkeypatch):
+    """Collectives count the bytes of what is sent while they are traced."""
+    if not open_door:
+        monkeypatch.setattr(native, "library", lambda: None)
+    k = 10 if name == "all" else 7
+    residual = tf.Variable(tf.zeros(10))
+
+    @tf.function
+    def step(gradient, seed):
+        chosen = selection.rule(name).select_with_residual(gradient, residual, k, seed)
+        assert chosen.indices.shape == chosen.values.shape == (k,) and chosen.size == 10
+        for wire_name in SPARSE_WIRES:
+            assert wire.encode(chosen, wire_name).shape == [sum(wire.wire_words(k, 10, wire_name))]
+        return chosen.indices
+
+    assert step(tf.ones(10), tf.constant(1, tf.int64)).shape == (k,)
 
 
 @given(offset=st.integers(1, 15), dtype=st.sampled_from(sorted(DTYPES)))

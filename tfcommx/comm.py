@@ -182,10 +182,14 @@ class Comm(abc.ABC):
                             f"on rank {self.rank}. Pad the buffer.")
 
     def _check(self, tensor: tf.Tensor, group: str) -> tuple[int, ...]:
-        if tensor.shape.num_elements() is not None and tensor.shape.num_elements() > LARGEST_COUNT:
-            raise PlanError(f"A collective carries at most {LARGEST_COUNT} entries. Received {tensor.shape.num_elements()}. "
+        ranks, entries = self.members(group), tensor.shape.num_elements()
+        if entries is None and len(ranks) > 1:
+            raise PlanError("A collective needs a tensor whose shape is known while tracing: its bytes are counted then. Received shape "
+                            f"{tensor.shape} on rank {self.rank}. Say it: tf.ensure_shape.")
+        if entries is not None and entries > LARGEST_COUNT:
+            raise PlanError(f"A collective carries at most {LARGEST_COUNT} entries. Received {entries}. "
                             "Lower `bucket_bytes`, or split the variable.")
-        return self.members(group)
+        return ranks
 
     @abc.abstractmethod
     def _count(self, sent: Traffic) -> None: ...

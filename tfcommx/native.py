@@ -16,16 +16,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfcommx import reference
+from tfcommx import reference, sources
 from tfcommx.terms import Sparse
 
 FOLDER = Path(__file__).resolve().parent / "lib"
+SOURCES = FOLDER.parent.parent / "ops"  # where the package is used from its source tree
 GPU_DEVICES = "CPU and CUDA"  # as setup.py writes it
 REBUILD = "Rebuild it: python scripts/bootstrap.py, or python setup.py build_ext --inplace in an environment that is set up."
 
 
 class NativeLibraryError(RuntimeError):
-    """The native op library cannot be used with this TensorFlow."""
+    """The native op library cannot be used with this TensorFlow, or with this Python code."""
 
 
 @functools.cache
@@ -33,7 +34,8 @@ def library() -> Any | None:
     """Load the op library once.
 
     Returns the module of its ops; None where there is none or TFCOMMX_NATIVE=0, which is announced once.
-    **Raises:** NativeLibraryError, before anything is loaded, where it was built for another TensorFlow.
+    **Raises:** NativeLibraryError, before anything is loaded, where it was built for another TensorFlow, or from other sources
+    than those beside the package.
     """
     if os.environ.get("TFCOMMX_NATIVE", "1") == "0":
         return None
@@ -41,12 +43,16 @@ def library() -> Any | None:
     if not path.is_file():
         warnings.warn(f"tfcommx has no native library at {path}: plain TensorFlow does its work. {REBUILD}", stacklevel=2)
         return None
-    built = json.loads(facts.read_text())["tensorflow"] if facts.is_file() else "an unknown TensorFlow"
+    found = json.loads(facts.read_text()) if facts.is_file() else {}
+    built = found.get("tensorflow", "an unknown TensorFlow")
     if built != tf.__version__:
         raise NativeLibraryError(
             f"The native library must be built for the TensorFlow that loads it, {tf.__version__}. "
             f"Received one built for {built} ({path}). {REBUILD}"
         )
+    if (SOURCES.parent / "setup.py").is_file() and found.get("sources") != sources.digest(SOURCES):
+        raise NativeLibraryError(f"The native library must be built from the sources beside it, {SOURCES}. "
+                                 f"Received one built from others ({path}). {REBUILD}")
     return tf.load_op_library(str(path))
 
 

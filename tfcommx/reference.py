@@ -88,7 +88,10 @@ def error_feedback(choose_from: Callable[[tf.Tensor], Sparse], gradient: tf.Tens
 
 
 def choose(acc: tf.Tensor, k: int, seed: int, rule: str) -> tf.Tensor:
-    """Return the indices, int32 [k] ascending, that `rule` chooses of float32 [n]; NaN and Inf come before all else."""
+    """Return the indices, int32 [k] ascending, that `rule` chooses of float32 [n]; NaN and Inf come before all else.
+
+    Where k is a number, the result's shape is known while tracing: collectives count their bytes then.
+    """
     k, size = tf.cast(k, tf.int32), tf.size(acc)
     checks = [
         tf.debugging.assert_less_equal(k, size, f"`k` must be in [1, n] for rule {rule!r}. Keep this variable dense."),
@@ -98,7 +101,9 @@ def choose(acc: tf.Tensor, k: int, seed: int, rule: str) -> tf.Tensor:
         key = tf.where(keys(acc) >= NOT_FINITE, 0x7FFFFFFF, keys(acc))
     if rule == "exact":
         return tf.sort(tf.math.top_k(key, k, sorted=True).indices)  # of equal keys, top_k takes the lowest index
-    return tf.cond(tf.equal(size, 0), lambda: tf.zeros([0], tf.int32), lambda: _choose_mstopk(key, k, seed))
+    indices = tf.cond(tf.equal(size, 0), lambda: tf.zeros([0], tf.int32), lambda: _choose_mstopk(key, k, seed))
+    indices.set_shape([tf.get_static_value(k)])
+    return indices
 
 
 def _choose_mstopk(key: tf.Tensor, k: tf.Tensor, seed: int) -> tf.Tensor:
@@ -198,7 +203,7 @@ def _block_starts(size: int) -> tf.Tensor:
 def _to_words(entries: tf.Tensor) -> tf.Tensor:
     if entries.dtype.size == 4:
         return tf.bitcast(entries, tf.int32)
-    return tf.bitcast(tf.reshape(tf.pad(tf.bitcast(entries, tf.int16), [[0, entries.shape[0] % 2]]), [-1, 2]), tf.int32)
+    return tf.bitcast(tf.reshape(tf.pad(tf.bitcast(entries, tf.int16), [[0, _size(entries) % 2]]), [-1, 2]), tf.int32)
 
 
 def _from_words(words: tf.Tensor, k: int, dtype: tf.DType) -> tf.Tensor:

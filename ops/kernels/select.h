@@ -51,9 +51,9 @@ struct Selection {
 
 // Cost: at most two reading passes. The first adds. Where what reaches the threshold that a sample predicts fits a list, it is
 // the only one: usual for k <= n / 8. Else, so for larger k and where many entries are alike, a second one reads the stretches
-// of r (of g where there is no residual) that hold entries to be sent. The sample reads n / 32 entries, at most 131,072.
+// of r (of g where there is no residual) that hold entries to be sent. The sample reads up to n / 32 entries, at most 262,144.
 // A third pass and more only where the sample misled, by more than three standard deviations of what it counts, about once in
-// 700 calls: what lies between two drawn entries is not known before it is read.
+// 350 calls: what lies between two drawn entries is not known before it is read.
 // Extra memory: at most 2 % of a float32 gradient's for k <= n / 100 and n >= 2^23, and what notes the non-finite entries.
 void select_cpu(const Selection& selection, const ParallelFor& parallel_for);
 

@@ -4,12 +4,13 @@
 //   gather    the pass that every call makes: r += g; what reaches the window's lower end is moved from r to a list. Where
 //             that is too much for a list, only what lies strictly inside the window is copied; what lies above it or on
 //             one of its ends (many may be alike there) is counted, stretch by stretch
-//   find_band count the listed magnitudes in bins, go to the bin where the k-th largest lies; `exact` again inside it
+//   find_band count the listed keys inside the window in bins, go to the bin where the k-th largest lies; again inside it
 //   emit      write what is above that band, and from the band the rest of k; what was moved and not chosen goes back to r.
 //             Where entries were counted, they are read again from r, in the stretches that hold a chosen one
 //
 // A wrong prediction costs time, never the result: all but the addition is done again with a wider window.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <functional>
@@ -19,6 +20,7 @@
 #include <vector>
 
 #include "kernels/flush_denormals.h"
+#include "kernels/late_stores.h"
 #include "kernels/random.h"
 #include "kernels/select.h"
 #include "kernels/select_list.h"
@@ -33,16 +35,15 @@ constexpr uint32_t kBins = 2048;
 constexpr int kBinBits = 11;
 constexpr int kBandBits = 11;      // of a key, that mstopk's bands leave open: equal exponent, equal first twelve mantissa bits
 constexpr int64_t kListed = 4096;  // entries that always fit a list; a shorter vector needs no sample
-constexpr int64_t kAhead = 8;      // tiles between fetching and use
-constexpr int kCopies = 4;         // of a histogram: neighbours often fall in one bin, and an increment must wait for the last
 
 struct Band {  // keys in [lower, upper)
   uint32_t lower = 0, upper = 0;
   bool operator()(uint32_t key) const { return key - lower < upper - lower; }
 };
 
-struct Counts {  // of one block; not of what is listed
-  int64_t above = 0, high = 0, low = 0;  // above the window, at its upper end, at its lower end
+struct Counts {  // of one block, by key
+  int64_t above = 0, inside = 0;  // above the window; listed and inside it
+  int64_t high = 0, low = 0;      // at its upper end, at its lower end, where those are not listed
 };
 
 template <class T>
@@ -57,11 +58,11 @@ class Selector {
         unit_(s.rule == Rule::mstopk ? kBandBits : 0),
         tiles_((s.n + kTile - 1) / kTile),
         blocks_(std::clamp<int64_t>(tiles_ / 16, 1, 64)),
-        capacity_(std::max<int64_t>({s.n / 84, s.k * 5 / 4, std::min<int64_t>(2 * s.k, 65536), kListed})),
+        capacity_(std::max<int64_t>({s.n / 86, s.k * 7 / 6, std::min<int64_t>(2 * s.k, 65536), kListed})),
         not_finite_(s.k) {}
 
   void run() {
-    double width = 3;  // standard deviations of the sample: wrong about once in 700 calls
+    double width = 3;  // standard deviations of the sample: wrong about once in 350 calls
     gather(window(width, [this](int64_t i) { return sum(i); }), true);
     const std::vector<int32_t>& bad = not_finite_.sorted();
     const int64_t need = s_.k - static_cast<int64_t>(bad.size());
@@ -125,6 +126,7 @@ class Selector {
     low_ = {window.lower, window.lower + unit};
     high_ = {window.upper, window.upper + unit};
     moves_ = s_.k <= std::max(s_.n / 8, kListed) && window.reached <= static_cast<double>(capacity_);
+    window_ = moves_ ? Band{low_.lower, high_.upper} : Band{low_.upper, high_.lower};
     const double room = moves_ ? static_cast<double>(capacity_) : std::min<double>(s_.n, window.between + kListed);
     list_ = std::make_unique<CandidateList>(tiles_, static_cast<int64_t>(room));
     counts_.assign(blocks_, {});
@@ -134,7 +136,7 @@ class Selector {
         const uint32_t threshold = moves_ ? low_.lower : low_.upper;
         const Found found = first ? add(tile, threshold, candidates, bad) : rescan(tile, threshold, candidates, bad);
         if (moves_) {
-          move(tile, candidates, found.candidates);
+          move(tile, candidates, found.candidates, counts_[block]);
         } else {
           count(tile, candidates, bad, found, counts_[block]);
         }
@@ -171,10 +173,17 @@ class Selector {
     for (uint32_t j = 0; j < count; ++j) values[j] = entry(tile * kTile + candidates[j]);
   }
 
-  void move(int64_t tile, const uint16_t* candidates, uint32_t count) {
+  void move(int64_t tile, const uint16_t* candidates, uint32_t count, Counts& counts) {
     copy(tile, candidates, count);
-    if (s_.residual && list_->length(tile))
+    const uint32_t listed = list_->length(tile);
+    if (!listed) return;
+    if (s_.residual)
       for (uint32_t j = 0; j < count; ++j) s_.residual[tile * kTile + candidates[j]] = 0.0f;
+    const float* values = list_->values(tile);
+    uint32_t above = 0;
+    for (uint32_t j = 0; j < listed; ++j) above += key_of(values[j]) >= window_.upper;
+    counts.above += above;
+    counts.inside += listed - above;
   }
 
   // Of the candidates, which are above the window's lower end: lists those inside, counts the others; and counts its lower end.
@@ -193,6 +202,7 @@ class Selector {
     counts.above += above;
     counts.high += found.candidates - inside - above;
     counts.low += low;
+    counts.inside += inside;
   }
 
   // Finds the band that holds the need-th largest of what is finite, and how many of each block are above and in it.
@@ -203,11 +213,13 @@ class Selector {
       all.above += counts.above;
       all.high += counts.high;
       all.low += counts.low;
+      all.inside += counts.inside;
     }
     if (!list_->complete() || need <= all.above) return false;
     need -= all.above;
-    const int64_t after = need - all.high - list_->size();  // to be chosen at the window's lower end
+    const int64_t after = need - all.high - all.inside;  // to be chosen at the window's lower end
     if (after > all.low) return false;
+    collect_keys();
     if (need <= all.high) {
       band_ = high_;
     } else if (after > 0) {
@@ -219,7 +231,7 @@ class Selector {
     need_ = need;
     above_.assign(blocks_, 0);
     inside_.assign(blocks_, 0);
-    each(blocks_, [&](int64_t block) {
+    for (int64_t block = 0; block < blocks_; ++block) {
       const Counts& counts = counts_[block];
       int64_t above = counts.above, inside = 0;
       const auto put = [&](uint32_t key, int64_t count) {
@@ -228,53 +240,59 @@ class Selector {
       };
       put(high_.lower, counts.high);
       put(low_.lower, counts.low);
-      each_tile(block, blocks_, [&](int64_t tile) {
-        const float* values = list_->values(tile);
-        for (uint32_t j = 0; j < list_->length(tile); ++j) put(key_of(values[j]), 1);
-      });
+      for (int64_t j = starts_[block]; j < starts_[block + 1]; ++j) put(keys_[j], 1);
       above_[block] = above;
       inside_[block] = inside;
-    });
+    }
     return true;
   }
 
-  // Makes the band the one in which the need-th largest of the list lies: of mstopk's width, or of one key. Returns how many
-  // of it are to be chosen.
+  // Collects the listed keys inside the window, block by block: few where the window is narrow.
+  void collect_keys() {
+    starts_.assign(blocks_ + 1, 0);
+    for (int64_t block = 0; block < blocks_; ++block) starts_[block + 1] = starts_[block] + counts_[block].inside;
+    keys_.resize(starts_[blocks_]);
+    each(blocks_, [&](int64_t block) {
+      auto out = keys_.begin() + starts_[block];
+      each_tile(block, blocks_, [&](int64_t tile) {
+        const float* values = list_->values(tile);
+        const uint32_t length = list_->length(tile);
+        uint32_t keys[kTile], count = 0;
+        for (uint32_t j = 0; j < length; ++j) {  // without a branch: which are inside cannot be predicted
+          keys[count] = key_of(values[j]);
+          count += window_(keys[count]);
+        }
+        out = std::copy(keys, keys + count, out);
+      });
+    });
+  }
+
+  // Makes the band the one in which the need-th largest inside the window lies: of mstopk's width, or of one key. Returns how
+  // many of it are to be chosen.
   int64_t narrow(int64_t need) {
-    band_ = {moves_ ? low_.lower : low_.upper, moves_ ? high_.upper : high_.lower};
+    band_ = window_;
     for (;;) {
       const uint32_t width = band_.upper - band_.lower;
       const int shift = std::max(unit_, 32 - __builtin_clz((width - 1) | 1) - kBinBits);
       const std::vector<int64_t> totals = histogram(shift);
-      if (totals[kBins] >= need) {  // the prediction's upper end was too low
-        band_ = {band_.upper, kNotFinite};
-        continue;
-      }
-      int64_t rest = need - totals[kBins];
       uint32_t bin = kBins - 1;
-      for (; totals[bin] < rest; --bin) rest -= totals[bin];
+      for (; totals[bin] < need; --bin) need -= totals[bin];
       band_ = {band_.lower + (bin << shift), std::min(band_.upper, band_.lower + ((bin + 1) << shift))};
-      if (shift == unit_ || totals[bin] == rest) return rest;
+      if (shift == unit_ || totals[bin] == need) return need;
     }
   }
 
-  // Counts the list's keys in the band in bins of 2^shift; the last count is that of keys above it.
+  // Counts the keys in the band in bins of 2^shift.
   std::vector<int64_t> histogram(int shift) {
-    constexpr int64_t kParts = 16;
-    std::vector<int64_t> totals(kBins + 1);
+    const int64_t count = static_cast<int64_t>(keys_.size()), parts = std::clamp<int64_t>(count / 65536, 1, 16);
+    std::vector<int64_t> totals(kBins);
     std::mutex mutex;
-    each(kParts, [&](int64_t part) {
-      uint32_t bins[kCopies][kBins + 1] = {};
-      each_tile(part, kParts, [&](int64_t tile) {
-        const float* values = list_->values(tile);
-        for (uint32_t j = 0; j < list_->length(tile); ++j) {
-          const uint32_t key = key_of(values[j]);
-          if (key >= band_.lower) ++bins[j % kCopies][key >= band_.upper ? kBins : (key - band_.lower) >> shift];
-        }
-      });
+    each(parts, [&](int64_t part) {
+      std::array<uint32_t, kBins> bins{};
+      for (int64_t j = count * part / parts; j < count * (part + 1) / parts; ++j)
+        if (band_(keys_[j])) ++bins[(keys_[j] - band_.lower) >> shift];
       const std::lock_guard<std::mutex> lock(mutex);
-      for (const auto& copy : bins)
-        for (uint32_t bin = 0; bin <= kBins; ++bin) totals[bin] += copy[bin];
+      for (uint32_t bin = 0; bin < kBins; ++bin) totals[bin] += bins[bin];
     });
     return totals;
   }
@@ -297,20 +315,11 @@ class Selector {
   void put_back() {
     if (!moves_ || !s_.residual) return;
     each(blocks_, [&](int64_t block) {
-      each_tile(block, blocks_, [&](int64_t tile) { visit(tile, 0, [&](int64_t i, float value) { s_.residual[i] = value; }); });
+      LateStores late;
+      each_tile(block, blocks_, [&](int64_t tile) {
+        visit(tile, 0, [&](int64_t i, float value) { late.put(s_.residual + i, value); });
+      });
     });
-  }
-
-  // Brings to the cache where listed entries are likely to be put back or to lose their velocity: every one is a cache miss.
-  void fetch_changing(int64_t tile) {
-    if (!s_.residual) return;
-    const uint16_t* positions = list_->positions(tile);
-    const float* values = list_->values(tile);
-    for (uint32_t j = 0; j < list_->length(tile); ++j) {
-      const uint32_t key = key_of(values[j]);
-      if (key < band_.upper) __builtin_prefetch(s_.residual + tile * kTile + positions[j], 1);
-      if (s_.velocity && key >= band_.lower) __builtin_prefetch(s_.velocity + tile * kTile + positions[j], 1);
-    }
   }
 
   void emit() {
@@ -327,8 +336,8 @@ class Selector {
     each(blocks_, [&](int64_t block) {
       int64_t out = outs[block], inside = insides[block];
       const bool window_here = inside < last && insides[block + 1] > first;
+      LateStores late;
       each_tile(block, blocks_, [&](int64_t tile) {
-        if (moves_ && tile + kAhead < tiles_) fetch_changing(tile + kAhead);
         if (!moves_ && out == outs[block + 1]) return;
         visit(tile, window_here ? band_.lower : band_.upper, [&](int64_t i, float value) {
           const uint32_t key = key_of(value);
@@ -340,9 +349,9 @@ class Selector {
           if (chosen) {
             s_.indices[out] = static_cast<int32_t>(i);
             s_.values[out++] = value;
-            if (s_.velocity) s_.velocity[i] = 0.0f;
+            if (s_.velocity) late.put(s_.velocity + i, 0.0f);
           }
-          if (s_.residual && chosen != moves_) s_.residual[i] = chosen ? 0.0f : value;
+          if (s_.residual && chosen != moves_) late.put(s_.residual + i, chosen ? 0.0f : value);
         });
       });
     });
@@ -378,7 +387,10 @@ class Selector {
   Band low_, high_;     // the bands at the window's ends
   bool moves_ = true;   // what reaches the window is moved from r to the list; else it is counted, and r stays complete
   std::unique_ptr<CandidateList> list_;
+  Band window_;                          // what lies in it is listed
   std::vector<Counts> counts_;           // by block
+  std::vector<uint32_t> keys_;           // those listed inside the window, block by block
+  std::vector<int64_t> starts_;          // by block, in keys_
   Band band_;                            // holds the k-th largest; all above are chosen
   int64_t need_ = 0;                     // entries of the band to be chosen
   std::vector<int64_t> above_, inside_;  // by block: entries above the band, and in it
