@@ -98,6 +98,7 @@ class DataCache:
         )
         threads = self.options.threads or max(1, len(os.sched_getaffinity(0)) // slots[self.node])
         self.filler = Filler(source, self.slab, self.disk, self.options.store, self.options.on_error == "skip", threads)
+        self._arrived: dict[int, int] = {}  # epoch -> samples that came from other nodes for it
         self._meters: list[tuple[int, Any]] = []  # (first epoch, float64 [epochs, 2] variable: seconds waited, samples served)
         self._closed = weakref.finalize(self, _close, self.filler, self.slab, self.disk)
 
@@ -198,9 +199,8 @@ class DataCache:
         """Return what this process saw in an epoch.
 
         Keys: samples (served), hit_memory, hit_disk, hit_source (shares of them), repaired, unreadable, overflow (samples),
-        corrupt_disk (since the start), loader_wait_seconds (that the consumer waited for batches). What has been
-        loaded ahead of
-        the consumer is in the counts of its epoch already.
+        arrived (samples, by `swap`), corrupt_disk (since the start), loader_wait_seconds (that the consumer waited for
+        batches). What has been loaded ahead of the consumer is in the counts of its epoch already.
         """
         rows = [meter[epoch - first].numpy() for first, meter in self._meters if first <= epoch < first + meter.shape[0]]
         waited, served = (float(sum(column)) for column in zip(*rows, strict=True)) if rows else (0.0, 0.0)
@@ -214,6 +214,7 @@ class DataCache:
             "repaired": counts.get("repaired", 0),
             "unreadable": counts.get("unreadable", 0),
             "overflow": counts.get("overflow", 0),
+            "arrived": self._arrived.get(epoch, 0),
             "corrupt_disk": self.disk.corrupt if self.disk else 0,
             "loader_wait_seconds": waited,
         }
@@ -251,7 +252,9 @@ class DataCache:
         """
         if self.options.exchange == 0 or self.topology.nodes == 1:
             return 0
-        return swap(self.slab, transport, self.topology, self.rank, self.options.seed, self.options.exchange, epoch)
+        arrived = swap(self.slab, transport, self.topology, self.rank, self.options.seed, self.options.exchange, epoch)
+        self._arrived[epoch] = arrived
+        return arrived
 
     def wait_filled(self, timeout_s: float) -> bool:
         """Wait until the node's part is in memory, or unreadable; False where it is not by then."""
