@@ -238,6 +238,7 @@ class SlabRead : public OpKernel {
   }
 
  private:
+  BatchMemory::User user_;
   Mapping slab_;
   Rule rule_;
   Target target_;

@@ -28,6 +28,7 @@ from tfcommx.data.source import Source, key_of, stored_size
 from tfcommx.data.swap import Transport, swap
 from tfcommx.terms import PlanError, Topology, check_name
 
+READ_AHEAD = 256 << 20  # bytes that batches ahead of the consumer may take; tf.data lengthens its queue up to this, and no further
 WARM = 64  # samples of a step of `warming`: enough for all threads, few enough for a steady bar
 FORMAT = 1  # of what is kept in memory: raised when decoding or the layout changes
 ON_ERROR = ("raise", "skip")
@@ -123,7 +124,8 @@ class DataCache:
         Returns:
           images phase.dtype [b, h, w, c] and labels int64 [b]. A skipped sample leaves its batch smaller by one.
 
-        Loading runs ahead in the background; tf.data measures how far it must. The order is a pure function of the seed, the
+        Loading runs ahead in the background; tf.data measures how far it must, up to 256 MB (`autotune.ram_budget`, which holds for
+        all stages that are added; your own options replace it). The order is a pure function of the seed, the
         epoch and the rank: datasets of the same arguments give the same batches.
         **Raises:** PlanError for arguments out of range.
         """
@@ -181,7 +183,10 @@ class DataCache:
         batches = batches.map(load, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
         # zip asks its inputs in turn, in the thread of the consumer: first for the time, then for the batch
         clock = tf.data.Dataset.range(np.iinfo(np.int64).max).map(lambda _: tf.timestamp())
-        return tf.data.Dataset.zip((clock, batches)).map(deliver)
+        options = tf.data.Options()
+        # fresh pages cost more than the pixels in them: a queue that grows without bound never gets to use its memory again
+        options.autotune.ram_budget = READ_AHEAD
+        return tf.data.Dataset.zip((clock, batches)).map(deliver).with_options(options)
 
     def _bring(self, samples: Any, state: Any, epoch: Any) -> tuple[Any, Any, Any]:
         """Bring what `state` says is missing, natively where that can be; return what `Filler.fetch` does."""
