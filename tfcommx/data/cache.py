@@ -28,7 +28,7 @@ from tfcommx.data.source import Source, key_of, stored_size
 from tfcommx.data.swap import Transport, swap
 from tfcommx.terms import PlanError, Topology, check_name
 
-READ_AHEAD = 256 << 20  # bytes that batches ahead of the consumer may take; tf.data lengthens its queue up to this, and no further
+READ_AHEAD = 64 << 20  # bytes by which tf.data may lengthen its queue: two batches of 38 MB, where longer queues cost fresh memory
 WARM = 64  # samples of a step of `warming`: enough for all threads, few enough for a steady bar
 FORMAT = 1  # of what is kept in memory: raised when decoding or the layout changes
 ON_ERROR = ("raise", "skip")
@@ -124,7 +124,7 @@ class DataCache:
         Returns:
           images phase.dtype [b, h, w, c] and labels int64 [b]. A skipped sample leaves its batch smaller by one.
 
-        Loading runs ahead in the background; tf.data measures how far it must, up to 256 MB (`autotune.ram_budget`, which holds for
+        Loading runs ahead in the background; tf.data measures how far it must, up to 64 MB (`autotune.ram_budget`, which holds for
         all stages that are added; your own options replace it). The order is a pure function of the seed, the
         epoch and the rank: datasets of the same arguments give the same batches.
         **Raises:** PlanError for arguments out of range.
