@@ -34,7 +34,7 @@ def opened(tmp_path):
 
 
 def test_batches_are_written_to_memory_that_was_used_before(opened, monkeypatch):
-    """Fresh pages cost more than the pixels: batches of 38 MB took 2.2 times the time while the queue grew without a bound."""
+    """Fresh pages cost more than the pixels: epochs of 38 MB batches took up to 2.2 times as long while the queue grew."""
     monkeypatch.setattr(cache_module, "READ_AHEAD", 4 * BATCH_BYTES)
     phase = Phase(BATCH, SIDE)
     batches = iter(opened.dataset(phase, epochs=100))
@@ -58,3 +58,14 @@ def test_what_batches_used_is_offered_back_when_the_pipeline_is_gone(opened):
     while smaps("LazyFree") < before + 2 * BATCH_BYTES:
         assert time.monotonic() < end, "the memory of the batches was kept"
         time.sleep(0.05)
+
+
+def test_a_consumer_that_lets_many_batches_go_leaves_a_bounded_rest(opened):
+    batches = iter(opened.dataset(Phase(BATCH, SIDE), epochs=10))
+    before = smaps("Rss")
+    kept = [next(batches) for _ in range(80)]
+    assert smaps("Rss") > before + 70 * BATCH_BYTES
+    kept.clear()
+    gc.collect()
+    most = (256 << 20) + 10 * BATCH_BYTES  # spare memory, and what is on its way
+    assert smaps("Rss") < before + most

@@ -18,7 +18,7 @@ namespace tfcommx {
 class BatchMemory : public tensorflow::Allocator {
  public:
   static constexpr size_t kLeast = 1 << 20;  // bytes; what is smaller, malloc keeps
-  static constexpr size_t kSpare = 512 << 20;  // bytes, or one block; a new size of batches pushes the old ones out
+  static constexpr size_t kSpare = 256 << 20;  // bytes, or one block; a new size of batches pushes the old ones out
 
   // Lives for ever: tensors may outlive all else.
   static BatchMemory* instance() {
