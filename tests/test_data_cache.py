@@ -305,6 +305,18 @@ def test_a_broken_source_file_is_named_or_skipped(folder, shm, damage):
             assert sorted(served(cache.dataset(WHOLE, epoch))) == [(n, n % 3) for n in range(50) if n != 4]
             assert cache.report(epoch)["unreadable"] == 1
         assert "0004.jpg" in next(iter(cache.filler.unreadable.values()))
+        (sample,) = cache.filler.unreadable
+        assert cache.slab.unreadable(sample)  # so that no process of the node reads it again
+
+
+def test_a_file_that_is_away_is_skipped_and_read_when_it_is_back(folder, shm):
+    path = folder / "class1" / "0004.jpg"
+    data = path.read_bytes()
+    with DataCacheOpen(folder, shm, on_error="skip") as cache:
+        path.unlink()
+        assert sorted(served(cache.dataset(WHOLE))) == [(n, n % 3) for n in range(50) if n != 4]
+        path.write_bytes(data)
+        assert sorted(served(cache.dataset(WHOLE, 1))) == [(n, n % 3) for n in range(50)]
 
 
 def test_a_flipped_byte_in_memory_is_found_and_mended(folder, shm):
