@@ -148,6 +148,7 @@ def test_the_native_fill_puts_what_python_would(tmp_path):
     sizes = [(400, 533), (64, 48), (300, 290), (1, 1), (700, 97), (1200, 1000), (30, 20)]
     files = [tf.io.encode_jpeg(rng.integers(0, 256, (*size, 3), np.uint8)).numpy() for size in sizes]
     files[4] = tf.io.encode_jpeg(rng.integers(0, 256, (700, 97, 1), np.uint8)).numpy()
+    files[2] = tf.io.encode_jpeg(rng.integers(0, 256, (*sizes[2], 3), np.uint8), progressive=True).numpy()
     damaged = [files[0][: len(files[0]) // 2], b"", b"\xff\xd8\xff", tf.io.encode_png(np.zeros((4, 4, 3), np.uint8)).numpy()]
     n = len(files) + len(damaged)
     for store in (None, 48):

@@ -1,5 +1,6 @@
 """The cache as its users meet it: one and several processes, kills, damage, strange files, full and read-only disks."""
 
+import functools
 import io
 import json
 import os
@@ -23,6 +24,7 @@ from tfcommx.data.slab import Slab, SlabError, facts_of, reclaim
 from tfcommx.terms import PlanError, Topology
 
 ROOT = Path(__file__).parent.parent
+OWN_MOUNTS = "TFCOMMX_TEST_OWN_MOUNTS"  # in the environment of a test that runs in mounts of its own
 _started: list[subprocess.Popen] = []
 WHOLE = Phase(batch=7, resolution=16, dtype="uint8", drop_remainder=False)
 
@@ -58,6 +60,27 @@ def served(dataset):
         for images, labels in dataset
         for image, label in zip(images.numpy(), labels.numpy(), strict=True)
     ]
+
+
+def in_own_mounts(test):
+    """Run a test that mounts in a process with mounts of its own, which end with it. No root is needed, but user namespaces."""
+
+    @functools.wraps(test)
+    def outside(request, tmp_path):
+        if OWN_MOUNTS in os.environ:
+            return test(make_folder(tmp_path / "photos", 50), tmp_path)
+        for kind in (["--map-root-user"], []):  # the second: root, where users may not make namespaces
+            alone = ["unshare", *kind, "--mount"]
+            if subprocess.run([*alone, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], capture_output=True).returncode == 0:
+                break
+        else:
+            pytest.skip("this test mounts a small tmpfs and a read-only folder: it needs user namespaces, or root")
+        again = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", request.node.nodeid]
+        done = subprocess.run([*alone, *again], env={**os.environ, OWN_MOUNTS: "1"}, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+
+    del outside.__wrapped__  # pytest would ask for the arguments of the test inside
+    return outside
 
 
 @pytest.fixture
@@ -282,6 +305,18 @@ def test_a_broken_source_file_is_named_or_skipped(folder, shm, damage):
             assert sorted(served(cache.dataset(WHOLE, epoch))) == [(n, n % 3) for n in range(50) if n != 4]
             assert cache.report(epoch)["unreadable"] == 1
         assert "0004.jpg" in next(iter(cache.filler.unreadable.values()))
+        (sample,) = cache.filler.unreadable
+        assert cache.slab.unreadable(sample)  # so that no process of the node reads it again
+
+
+def test_a_file_that_is_away_is_skipped_and_read_when_it_is_back(folder, shm):
+    path = folder / "class1" / "0004.jpg"
+    data = path.read_bytes()
+    with DataCacheOpen(folder, shm, on_error="skip") as cache:
+        path.unlink()
+        assert sorted(served(cache.dataset(WHOLE))) == [(n, n % 3) for n in range(50) if n != 4]
+        path.write_bytes(data)
+        assert sorted(served(cache.dataset(WHOLE, 1))) == [(n, n % 3) for n in range(50)]
 
 
 def test_a_flipped_byte_in_memory_is_found_and_mended(folder, shm):
@@ -405,45 +440,41 @@ def test_warm_brings_all_and_another_process_can_wait_for_it(folder, shm):
         assert other.report(0)["hit_memory"] == 1
 
 
+@in_own_mounts
 def test_a_full_tmpfs_keeps_what_fits_and_the_rest_is_read(folder, tmp_path):
     """A real one, of 200 kB: the slab's length is within it, but another file takes the room while it fills."""
     small = tmp_path / "small"
     small.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(small)], capture_output=True, text=True)
-    assert mounted.returncode == 0, f"this test needs root, to mount a small tmpfs: {mounted.stderr}"
-    try:
-        with DataCacheOpen(folder, small) as cache:
-            free = os.statvfs(small)
-            (small / "other").write_bytes(bytes(free.f_bavail * free.f_frsize - 100_000))
-            for epoch in range(2):
-                assert sorted(served(cache.dataset(WHOLE, epoch))) == [(n, n % 3) for n in range(50)]
-            assert cache.slab.full and 5 < cache.slab.filled < 45
-            assert cache.report(1)["overflow"] == 50 - cache.slab.filled
-    finally:
-        subprocess.run(["umount", "-l", str(small)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(small)], check=True)
+    with DataCacheOpen(folder, small) as cache:
+        free = os.statvfs(small)
+        (small / "other").write_bytes(bytes(free.f_bavail * free.f_frsize - 100_000))
+        for epoch in range(2):
+            assert sorted(served(cache.dataset(WHOLE, epoch))) == [(n, n % 3) for n in range(50)]
+        assert cache.slab.full and 5 < cache.slab.filled < 45
+        assert cache.report(1)["overflow"] == 50 - cache.slab.filled
 
 
-def test_a_read_only_disk_serves_what_it_has(folder, tmp_path, shm):
+@in_own_mounts
+def test_a_read_only_disk_serves_what_it_has(folder, tmp_path):
+    shm = tmp_path / "memory"
+    shm.mkdir()
     disk = tmp_path / "disk"
     disk.mkdir()
     with DataCacheOpen(folder, shm, disk=str(disk)) as cache:
         served(cache.dataset(WHOLE))
     files = sorted(disk.rglob("*.*"))
-    mounted = [subprocess.run(["mount", *words], capture_output=True, text=True) for words in (
-        ["--bind", str(disk), str(disk)], ["-o", "remount,bind,ro", str(disk)])]
-    assert not any(done.returncode for done in mounted), f"this test needs root, to mount a folder read-only: {mounted[-1].stderr}"
-    try:
-        with DataCacheOpen(folder, shm, disk=str(disk)) as cache:
-            served(cache.dataset(WHOLE))
-            assert cache.report(0)["hit_disk"] == 1
-        make_folder(tmp_path / "other", 5)
-        with pytest.warns(UserWarning, match="Read-only file system"), DataCacheOpen(tmp_path / "other", shm, disk=str(disk)) as cache:
-            assert len(served(cache.dataset(WHOLE))) == 5
-        with pytest.raises(SlabError, match=r"Read-only file system.*Give `memory` a folder"):
-            DataCache(Folder(folder), options=Options(memory=str(disk)))
-        assert sorted(disk.rglob("*.*")) == files
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
+    subprocess.run(["mount", "--bind", str(disk), str(disk)], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", str(disk)], check=True)
+    with DataCacheOpen(folder, shm, disk=str(disk)) as cache:
+        served(cache.dataset(WHOLE))
+        assert cache.report(0)["hit_disk"] == 1
+    make_folder(tmp_path / "other", 5)
+    with pytest.warns(UserWarning, match="Read-only file system"), DataCacheOpen(tmp_path / "other", shm, disk=str(disk)) as cache:
+        assert len(served(cache.dataset(WHOLE))) == 5
+    with pytest.raises(SlabError, match=r"Read-only file system.*Give `memory` a folder"):
+        DataCache(Folder(folder), options=Options(memory=str(disk)))
+    assert sorted(disk.rglob("*.*")) == files
 
 
 def test_a_turned_photograph_is_served_as_it_was_stored(tmp_path, shm):

@@ -9,6 +9,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+from launching import horovodrun
 
 from tfcommx import report
 
@@ -58,6 +59,19 @@ def test_a_killed_run_resumes_to_the_same_weights(run, tmp_path):
     assert report.read(tmp_path)["test_accuracy"] == report.read(run[0])["test_accuracy"]
     for one, other in zip(*(keras.saving.load_model(saved_model(folder)).variables for folder in (run[0], tmp_path)), strict=True):
         np.testing.assert_array_equal(one.numpy(), other.numpy())
+
+
+def test_a_recipe_exchanges_parts_between_nodes(tmp_path):
+    """A half of each node's 30,000 images is offered before an epoch, a half of that comes back: 7,500 come from memory elsewhere."""
+    words = [word for setting in [*SHORT, "data.exchange=0.5"] for word in ("--set", setting)]
+    ended = horovodrun(2, ["-m", "tfcommx.cli", "train", "configs/fashion_mnist.yaml", "--output", str(tmp_path), *words])
+    assert ended.status == 0, ended.output[-4000:]
+    summary = report.read(tmp_path)
+    loaders = [row["loader"] for row in summary["rows"]]
+    assert summary["nodes"] == 2 and summary["replicas_identical"]
+    assert [loader["samples"] for loader in loaders] == [30_000] * 3
+    assert loaders[0]["arrived"] == 0 and all(7_200 < loader["arrived"] < 7_800 for loader in loaders[1:])
+    assert all(loader["hit_memory"] == 1 for loader in loaders[1:])
 
 
 def test_the_summary(run):

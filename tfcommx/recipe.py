@@ -58,7 +58,9 @@ class Data(_Part):
     shift: int = Field(1, ge=0, le=8)  # pixels of the full picture; the largest random shift of a batch, 0 for none
     flip: bool = True  # mirror each image left to right with probability 1/2: clothes have no left and right
     memory: Path = Path("/dev/shm")  # folder of shared memory that holds one copy for all ranks of a node
-    exchange: float = Field(0.0, ge=0, le=1)  # share of each node's images that is dealt out anew before each epoch
+    # Share of each node's images that is dealt out anew before each epoch but the first, sent from memory to memory. Then
+    # nothing is loaded ahead over the end of an epoch.
+    exchange: float = Field(0.0, ge=0, le=1)
 
 
 class Model(_Part):

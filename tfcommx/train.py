@@ -215,11 +215,14 @@ def train(recipe: Recipe, output_folder: Path, resume: bool = False, terminal: s
                 continue
             served = serving.Phase(recipe.batch_per_rank, phase.resolution, flip=recipe.data.flip, std=(1 / 255,))  # 0 to 255
             shift = round(recipe.data.shift * phase.resolution / train_x.shape[1])
-            batches = images.training_batches(cache, served, epochs, classes, shift)
             evaluation.at(phase.resolution)
-            model.fit(batches, initial_epoch=epochs.start, epochs=epochs.stop, steps_per_epoch=steps, verbose=0, shuffle=False,
-                      callbacks=[*begin, *every_phase])
-            begin = []
+            for piece in served_in_one_go(epochs, recipe.data.exchange):
+                if piece.start > first:
+                    cache.swap(comm, piece.start)
+                batches = images.training_batches(cache, served, piece, classes, shift)
+                model.fit(batches, initial_epoch=piece.start, epochs=piece.stop, steps_per_epoch=steps, verbose=0, shuffle=False,
+                          callbacks=[*begin, *every_phase])
+                begin = []
 
     cache.close()
     busy = sum(row["seconds"][kind] for row in rows.rows for kind in ("data", "step", "first_step"))
@@ -239,6 +242,11 @@ def train(recipe: Recipe, output_folder: Path, resume: bool = False, terminal: s
     if cx.is_chief():
         report.write(summary, output_folder)
     return summary
+
+
+def served_in_one_go(epochs: range, exchange: float) -> list[range]:
+    """Cut epochs where parts are exchanged: nothing may read ahead into the next epoch then."""
+    return [range(epoch, epoch + 1) for epoch in epochs] if exchange else [epochs]
 
 
 def compiled(model: keras.Model, recipe: Recipe, scheme: cx.Scheme) -> keras.optimizers.Optimizer:

@@ -7,8 +7,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <vector>
+
+#include "kernels/parallel.h"
 
 namespace tfcommx {
 
@@ -40,6 +41,8 @@ const Record* record_at(const uint8_t* base, int64_t low, int64_t length, int64_
 
 // The record of `sample` in a mapped slab, or null where it is absent. The caller has checked the header and the range.
 const Record* find(const uint8_t* slab, int64_t sample);
+
+void foresee(const uint8_t* slab, int64_t sample);  // asks for the record that `find` is going to look at
 
 bool intact(const Record& record);  // does its CRC hold? one pass over the pixels
 
@@ -88,9 +91,6 @@ Image image_of(const Record& record);
 
 // Write one image: a window, resized to the target by bilinear interpolation at pixel centres, no antialias.
 void augment(const Image& image, const Window& window, const Target& target, void* out, Code code = Code::kFastest);
-
-// Calls work(begin, end) over pieces of [0, n), on as many threads as it likes; `cost` is cycles per piece of one.
-using ParallelFor = std::function<void(int64_t n, int64_t cost, const std::function<void(int64_t, int64_t)>& work)>;
 
 // The whole batch: image i from records[i] through windows[i] to out + i * (bytes of one image).
 void augment_batch(const std::vector<const Record*>& records, const std::vector<Window>& windows, const Target& target, void* out,

@@ -8,6 +8,7 @@
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
 #include "tf/batch_memory.h"
+#include "tf/share.h"
 #include "tf/slab.h"
 
 namespace tfcommx {
@@ -88,11 +89,6 @@ REGISTER_OP("TfcommxSlabRead")
       return absl::OkStatus();
     });
 
-ParallelFor threads_of(OpKernelContext* context) {
-  auto* pool = context->device()->tensorflow_cpu_worker_threads()->workers;
-  return [pool](int64_t n, int64_t cost, const std::function<void(int64_t, int64_t)>& work) { pool->ParallelFor(n, cost, work); };
-}
-
 class SlabCheck : public OpKernel {
  public:
   explicit SlabCheck(OpKernelConstruction* context) : OpKernel(context) {
@@ -112,7 +108,10 @@ class SlabCheck : public OpKernel {
     Tensor* state = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, context->input(0).shape(), &state));
     auto out = state->flat<uint8_t>();
-    for (int64_t i = 0; i < indices.size(); ++i) OP_REQUIRES_OK(context, check_index(indices(i), slab_.count()));
+    for (int64_t i = 0; i < indices.size(); ++i) {
+      OP_REQUIRES_OK(context, check_index(indices(i), slab_.count()));
+      foresee(slab_.base(), indices(i));
+    }
     for (int64_t i = 0; i < indices.size(); ++i) {
       const Record* record = find(slab_.base(), indices(i));
       const bool look = record != nullptr && uniform(seed_, epoch, indices(i), 0) < verify_;
@@ -193,10 +192,14 @@ class SlabRead : public OpKernel {
     target.height = size(0);
     target.width = size(1);
     for (int64_t i = 0; i < n; ++i) {
+      if (loose_at(i) >= 0) continue;
+      OP_REQUIRES_OK(context, check_index(indices(i), slab_.count()));
+      foresee(slab_.base(), indices(i));
+    }
+    for (int64_t i = 0; i < n; ++i) {
       if (loose_at(i) >= 0) {
         records[i] = record_at(loose.data(), 0, loose.size(), loose_at(i), indices(i));
       } else {
-        OP_REQUIRES_OK(context, check_index(indices(i), slab_.count()));
         records[i] = find(slab_.base(), indices(i));
       }
       OP_REQUIRES(context, records[i] != nullptr, DataLoss("Sample ", indices(i), " is not in memory, or its record is damaged."));
@@ -231,10 +234,11 @@ class SlabRead : public OpKernel {
       labels->flat<int64_t>()(i) = records[i]->label;
       std::memcpy(taken->flat<int32_t>().data() + 5 * i, &windows[i], sizeof(Window));
     }
-    augment_batch(records, windows, target, images.data(), threads_of(context), code_);
+    augment_batch(records, windows, target, images.data(), shared_with_pool(context), code_);
   }
 
  private:
+  BatchMemory::User user_;
   Mapping slab_;
   Rule rule_;
   Target target_;

@@ -1,5 +1,7 @@
 // Memory of large outputs, used again. The kernel clears fresh pages one fault at a time, which costs several times what
 // the pixels of a batch do.
+//
+// Spare memory is bounded, and while no User is alive the kernel may take its pages wherever it is short of them.
 #pragma once
 
 #include <sys/mman.h>
@@ -16,6 +18,7 @@ namespace tfcommx {
 class BatchMemory : public tensorflow::Allocator {
  public:
   static constexpr size_t kLeast = 1 << 20;  // bytes; what is smaller, malloc keeps
+  static constexpr size_t kSpare = 256 << 20;  // bytes, or one block; a new size of batches pushes the old ones out
 
   // Lives for ever: tensors may outlive all else.
   static BatchMemory* instance() {
@@ -23,8 +26,18 @@ class BatchMemory : public tensorflow::Allocator {
     return memory;
   }
 
+  // Whoever is going to ask for batches: an op of a pipeline that is there.
+  class User {
+   public:
+    User() { instance()->count_users(1); }
+    ~User() { instance()->count_users(-1); }
+    User(const User&) = delete;
+    User& operator=(const User&) = delete;
+  };
+
   std::string Name() override { return "tfcommx_batches"; }
 
+  // No huge pages: a virtual machine has to ask its host for each, at a seventh of the rate, and batches are no faster in them.
   void* AllocateRaw(size_t alignment, size_t bytes) override {  // pages are aligned enough for all that TensorFlow asks
     const size_t size = (bytes + kPage - 1) / kPage * kPage;
     std::lock_guard<std::mutex> lock(mutex_);
@@ -32,12 +45,12 @@ class BatchMemory : public tensorflow::Allocator {
       if (spare_[i].size < size || spare_[i].size > 2 * size) continue;
       const Block block = spare_[i];
       spare_.erase(spare_.begin() + i);
+      spare_bytes_ -= block.size;
       used_[block.at] = block.size;
       return block.at;
     }
     void* at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (at == MAP_FAILED) return nullptr;
-    madvise(at, size, MADV_HUGEPAGE);  // advice: nothing is lost where it is not taken
     used_[at] = size;
     return at;
   }
@@ -45,10 +58,14 @@ class BatchMemory : public tensorflow::Allocator {
   void DeallocateRaw(void* at) override {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = used_.find(at);
-    spare_.push_back({at, found->second});
+    const Block block = {at, found->second};
     used_.erase(found);
-    if (spare_.size() > kSpare) {
+    spare_.push_back(block);
+    spare_bytes_ += block.size;
+    if (users_ == 0) offer(block);
+    while (spare_bytes_ > kSpare && spare_.size() > 1) {
       munmap(spare_[0].at, spare_[0].size);
+      spare_bytes_ -= spare_[0].size;
       spare_.erase(spare_.begin());
     }
   }
@@ -59,10 +76,21 @@ class BatchMemory : public tensorflow::Allocator {
     size_t size;
   };
   static constexpr size_t kPage = 4096;
-  static constexpr size_t kSpare = 8;  // batches; more are rarely on their way at once, and a new size pushes the old ones out
+
+  void count_users(int change) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    users_ += change;
+    if (users_ > 0) return;
+    for (const Block& block : spare_) offer(block);
+  }
+
+  // Not unmapped: the pipeline of the next epoch will probably want it, and has it for nothing where memory was not short.
+  static void offer(const Block& block) { madvise(block.at, block.size, MADV_FREE); }
 
   std::mutex mutex_;
   std::vector<Block> spare_;
+  size_t spare_bytes_ = 0;
+  int users_ = 0;
   std::unordered_map<void*, size_t> used_;
 };
 

@@ -12,6 +12,7 @@
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/public/version.h"
+#include "tf/share.h"
 #include "tf/slab.h"
 
 namespace tfcommx {
@@ -79,11 +80,8 @@ class SlabFill : public OpKernel {
     Tensor* left = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, context->input(1).shape(), &left));
     auto out = left->flat<uint8_t>();
-    auto* pool = context->device()->tensorflow_cpu_worker_threads()->workers;
-    pool->ParallelFor(n, 1'000'000, [&](int64_t begin, int64_t end) {  // cycles for one file
-      for (int64_t i = begin; i < end; ++i) {
-        out(i) = state(i) == 0 || bring(context, encoded(i), samples(i), labels(i)) ? 0 : state(i);
-      }
+    shared_with_pool(context)(n, [&](int64_t i) {
+      out(i) = state(i) == 0 || bring(context, encoded(i), samples(i), labels(i)) ? 0 : state(i);
     });
   }
 

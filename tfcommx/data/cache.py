@@ -28,6 +28,7 @@ from tfcommx.data.source import Source, key_of, stored_size
 from tfcommx.data.swap import Transport, swap
 from tfcommx.terms import PlanError, Topology, check_name
 
+READ_AHEAD = 64 << 20  # bytes by which tf.data may lengthen its queue: two batches of 38 MB, where longer queues cost fresh memory
 WARM = 64  # samples of a step of `warming`: enough for all threads, few enough for a steady bar
 FORMAT = 1  # of what is kept in memory: raised when decoding or the layout changes
 ON_ERROR = ("raise", "skip")
@@ -98,6 +99,7 @@ class DataCache:
         )
         threads = self.options.threads or max(1, len(os.sched_getaffinity(0)) // slots[self.node])
         self.filler = Filler(source, self.slab, self.disk, self.options.store, self.options.on_error == "skip", threads)
+        self._arrived: dict[int, int] = {}  # epoch -> samples that came from other nodes for it
         self._meters: list[tuple[int, Any]] = []  # (first epoch, float64 [epochs, 2] variable: seconds waited, samples served)
         self._closed = weakref.finalize(self, _close, self.filler, self.slab, self.disk)
 
@@ -122,7 +124,8 @@ class DataCache:
         Returns:
           images phase.dtype [b, h, w, c] and labels int64 [b]. A skipped sample leaves its batch smaller by one.
 
-        Loading runs ahead in the background; tf.data measures how far it must. The order is a pure function of the seed, the
+        Loading runs ahead in the background; tf.data measures how far it must, up to 64 MB (`autotune.ram_budget`, which holds for
+        all stages that are added; your own options replace it). The order is a pure function of the seed, the
         epoch and the rank: datasets of the same arguments give the same batches.
         **Raises:** PlanError for arguments out of range.
         """
@@ -180,7 +183,10 @@ class DataCache:
         batches = batches.map(load, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
         # zip asks its inputs in turn, in the thread of the consumer: first for the time, then for the batch
         clock = tf.data.Dataset.range(np.iinfo(np.int64).max).map(lambda _: tf.timestamp())
-        return tf.data.Dataset.zip((clock, batches)).map(deliver)
+        options = tf.data.Options()
+        # fresh pages cost more than the pixels in them: a queue that grows without bound never gets to use its memory again
+        options.autotune.ram_budget = READ_AHEAD
+        return tf.data.Dataset.zip((clock, batches)).map(deliver).with_options(options)
 
     def _bring(self, samples: Any, state: Any, epoch: Any) -> tuple[Any, Any, Any]:
         """Bring what `state` says is missing, natively where that can be; return what `Filler.fetch` does."""
@@ -198,9 +204,8 @@ class DataCache:
         """Return what this process saw in an epoch.
 
         Keys: samples (served), hit_memory, hit_disk, hit_source (shares of them), repaired, unreadable, overflow (samples),
-        corrupt_disk (since the start), loader_wait_seconds (that the consumer waited for batches). What has been
-        loaded ahead of
-        the consumer is in the counts of its epoch already.
+        arrived (samples, by `swap`), corrupt_disk (since the start), loader_wait_seconds (that the consumer waited for
+        batches). What has been loaded ahead of the consumer is in the counts of its epoch already.
         """
         rows = [meter[epoch - first].numpy() for first, meter in self._meters if first <= epoch < first + meter.shape[0]]
         waited, served = (float(sum(column)) for column in zip(*rows, strict=True)) if rows else (0.0, 0.0)
@@ -214,6 +219,7 @@ class DataCache:
             "repaired": counts.get("repaired", 0),
             "unreadable": counts.get("unreadable", 0),
             "overflow": counts.get("overflow", 0),
+            "arrived": self._arrived.get(epoch, 0),
             "corrupt_disk": self.disk.corrupt if self.disk else 0,
             "loader_wait_seconds": waited,
         }
@@ -251,7 +257,9 @@ class DataCache:
         """
         if self.options.exchange == 0 or self.topology.nodes == 1:
             return 0
-        return swap(self.slab, transport, self.topology, self.rank, self.options.seed, self.options.exchange, epoch)
+        arrived = swap(self.slab, transport, self.topology, self.rank, self.options.seed, self.options.exchange, epoch)
+        self._arrived[epoch] = arrived
+        return arrived
 
     def wait_filled(self, timeout_s: float) -> bool:
         """Wait until the node's part is in memory, or unreadable; False where it is not by then."""

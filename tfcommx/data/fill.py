@@ -31,6 +31,7 @@ class Filler:
         self.counts: dict[int, Counter[str]] = {}  # per epoch: disk, source, repaired, unreadable, overflow
         self.unreadable: dict[int, str] = {}  # sample -> what was wrong
         self._lock = threading.Lock()
+        self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "tfcommx-fill")
 
     def read(self, samples: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -41,20 +42,22 @@ class Filler:
         """
         encoded, labels, level = np.full(len(samples), b"", object), np.zeros(len(samples), np.int64), np.zeros(len(samples), np.uint8)
 
-        def bring(i: int) -> None:
-            sample = int(samples[i])
-            if int(self.slab.index[sample]) != 0:  # another process was faster, or it cannot be read
-                return
-            try:
-                kept = self.disk.read(sample) if self.disk is not None else None
-                data, label = kept or self.source.read(sample)
-            except (SampleError, OSError):
-                return
-            if isinstance(data, bytes) and data[:3] == JPEG:
-                encoded[i], labels[i], level[i] = data, label, 1 if kept else 2
+        def bring(places: np.ndarray) -> None:
+            for i in places.tolist():
+                sample = int(samples[i])
+                if int(self.slab.index[sample]) != 0:  # another process was faster, or it cannot be read
+                    continue
+                try:
+                    kept = self.disk.read(sample) if self.disk is not None else None
+                    data, label = kept or self.source.read(sample)
+                except (SampleError, OSError):
+                    continue
+                if isinstance(data, bytes) and data[:3] == JPEG:
+                    encoded[i], labels[i], level[i] = data, label, 1 if kept else 2
 
         if not self.slab.full:
-            list(self._pool.map(bring, np.flatnonzero(state == ABSENT)))
+            absent = np.flatnonzero(state == ABSENT)  # a share per thread: a task per sample costs as much Python as its reading
+            list(self._pool.map(bring, [absent[first :: self._threads] for first in range(self._threads)]))
         return encoded, labels, level
 
     def settle(self, samples: np.ndarray, state: np.ndarray, left: np.ndarray, epoch: int, encoded: np.ndarray, labels: np.ndarray,
