@@ -1,32 +1,16 @@
-// What the op files share: TensorFlow's thread pool as the kernels' ParallelFor, its GPU stream, and the checks of common inputs.
+// What the op files share: TensorFlow's GPU stream, and the checks of common inputs.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <limits>
 
-#include "kernels/parallel.h"
 #include "kernels/select.h"
 #include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/lib/core/threadpool.h"
+#include "tf/share.h"
 #include "xla/stream_executor/stream.h"
 
 namespace tfcommx {
-
-inline ParallelFor pool_of(tensorflow::OpKernelContext* context) {
-  tensorflow::thread::ThreadPool* pool = context->device()->tensorflow_cpu_worker_threads()->workers;
-  return [pool](int64_t turns, const std::function<void(int64_t)>& body) {
-    if (turns <= 1) {
-      for (int64_t turn = 0; turn < turns; ++turn) body(turn);
-      return;
-    }
-    using Scheduling = tensorflow::thread::ThreadPool::SchedulingParams;
-    const Scheduling one_a_time(tensorflow::thread::ThreadPool::SchedulingStrategy::kFixedBlockSize, std::nullopt, 1);
-    pool->ParallelFor(turns, one_a_time, [&body](int64_t first, int64_t last) {
-      for (int64_t turn = first; turn < last; ++turn) body(turn);
-    });
-  };
-}
 
 inline CUstream_st* stream_of(tensorflow::OpKernelContext* context) {
   return static_cast<CUstream_st*>(context->op_device_context()->stream()->platform_specific_handle().stream);
@@ -47,7 +31,7 @@ absl::Status select_on_device(tensorflow::OpKernelContext* context, const Select
     TF_RETURN_IF_ERROR(context->allocate_temp(tensorflow::DT_UINT8, {select_cuda_workspace(selection.n)}, &workspace));
     return launched(context, select_cuda(selection, workspace.data(), stream_of(context)));
   } else {
-    select_cpu(selection, pool_of(context));
+    select_cpu(selection, shared_with_pool(context));
     return absl::OkStatus();
   }
 }

@@ -133,7 +133,7 @@ class DecodeOp : public WireOp {
     if constexpr (kGpu) {
       OP_REQUIRES_OK(context, launched(context, wire_decode_cuda(layout_, from, buffers, places, numbers, stream_of(context))));
     } else {
-      const int64_t bad = wire_decode_cpu(layout_, from, buffers, places, numbers, pool_of(context));
+      const int64_t bad = wire_decode_cpu(layout_, from, buffers, places, numbers, shared_with_pool(context));
       OP_REQUIRES(context, bad < 0,
                   tensorflow::errors::InvalidArgument("Each buffer must hold ", layout_.k, " entries. Buffer ", bad,
                                                       " does not (", name(), "). Do all ranks have the same plan?"));
