@@ -235,6 +235,11 @@ def test_a_living_slab_is_not_reclaimed_and_other_data_do_not_share_it(folder, t
         assert len(served(three.dataset(WHOLE))) == 50
 
 
+def test_pictures_that_are_kept_at_another_size_have_another_slab(folder, shm):
+    with DataCacheOpen(folder, shm, store=20) as one, DataCacheOpen(folder, shm, store=30) as two:
+        assert one.slab.path != two.slab.path
+
+
 def test_a_slab_of_another_boot_is_removed(shm):
     slab = Slab(shm, "tfcommx-old", "k", 1, lambda: 10**5)
     page = slab._map
