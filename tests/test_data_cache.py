@@ -423,6 +423,13 @@ def test_keras_trains_and_the_wait_is_reported(shm):
         assert quick < 0.15 < 0.2 < cache.report(6)["loader_wait_seconds"]
 
 
+def test_batches_can_be_sent_ahead_to_a_device(folder, shm):
+    """As the README says for a GPU; this machine may have a CPU only, which takes the same way."""
+    with DataCacheOpen(folder, shm) as cache:
+        ahead = cache.dataset(WHOLE, 0, 2).apply(tf.data.experimental.prefetch_to_device("/cpu:0"))
+        assert served(ahead) == served(cache.dataset(WHOLE, 0, 2))
+
+
 @pytest.mark.parametrize("bad", [dict(seed=-1), dict(verify=2), dict(store=0), dict(on_error="ignore"), dict(exchange=1.5)])
 def test_bad_options_are_refused(bad):
     with pytest.raises(PlanError, match=r"Received|Unknown"):
