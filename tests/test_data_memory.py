@@ -1,7 +1,10 @@
 """Memory of the batches: what is touched is used again, and given back in the end."""
 
 import gc
+import os
 import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +16,8 @@ from tfcommx.data.arrays import Arrays
 from tfcommx.data.augment import Phase
 from tfcommx.data.cache import DataCache, Options
 
+ROOT = Path(__file__).parent.parent
+ALONE = "TFCOMMX_TEST_ALONE"  # in the environment of a test that runs in a process of its own
 PAGE = resource.getpagesize()
 SIDE, BATCH = 256, 8
 BATCH_BYTES = BATCH * SIDE * SIDE * 3 * 4
@@ -47,7 +52,13 @@ def test_batches_are_written_to_memory_that_was_used_before(opened, monkeypatch)
     assert touched < 30, f"1000 batches were served from the fresh pages of {touched:.0f}"
 
 
-def test_what_batches_used_is_offered_back_when_the_pipeline_is_gone(opened):
+def test_what_batches_used_is_offered_back_when_the_pipeline_is_gone(opened, request):
+    """In a process of its own: an op that was called eagerly, as other tests do, stays in TensorFlow's cache."""
+    if ALONE not in os.environ:
+        again = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", request.node.nodeid]
+        done = subprocess.run(again, env={**os.environ, ALONE: "1"}, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+        return
     batches = iter(opened.dataset(Phase(BATCH, SIDE), epochs=2))
     for _ in range(12):
         next(batches)
