@@ -6,10 +6,11 @@ resize; whole samples are read at 0.7 of memcpy or better; the first epoch takes
 pipeline that fills nothing. docs/benchmarks.md says what was reached.
 
     python scripts/bench_data.py                     # generated JPEGs
-    python scripts/bench_data.py --folder photos/train --json out.json --png out.png
+    python scripts/bench_data.py --folder photos/train --json out.jsonl --png out.png
 
 Each row is the mean over `--repeats` epochs in a row, after the first; an iterator goes over all epochs of a pipeline and was made
-before the clock starts. `limit_images_per_second` is what memcpy of the output's
+before the clock starts. First epochs vary by a third, so `--firsts` of them are made, in turn with the other pipeline's, and medians
+are compared. `limit_images_per_second` is what memcpy of the output's
 bytes would allow on one core. `tfdata_cache` keeps whole pictures as its users do; `tfdata_cache_same` keeps pictures of the size
 that the slab keeps, which is the like for like. Verified in every epoch that is timed: every sample came once (by label counts);
 for the cache, all pictures of one batch, chosen anew, against the plain-TensorFlow twin; for the others, that the mean of such a
@@ -63,18 +64,18 @@ def claim_memory() -> None:
 
 
 class Run:
-    """All epochs of one pipeline: the first, then the others in a row, so that what is loaded ahead of one is paid in the last."""
+    """All epochs of one pipeline: the first, then `repeats` in a row, so that what is loaded ahead of one is paid in the last."""
 
-    def __init__(self, name: str, resolution: int, dataset, wanted: np.ndarray) -> None:
+    def __init__(self, name: str, resolution: int, dataset, wanted: np.ndarray, repeats: int) -> None:
         self.name, self.resolution, self.images = name, resolution, int(wanted.sum())
         steps, batches, rng = -(-self.images // BATCH), iter(dataset), np.random.default_rng()
         self.kept: list[tuple[int, int, np.ndarray]] = []  # epoch, step, pictures: one batch of each epoch, chosen anew
         self.wall, self.cpu, labels = [], [], []
         # touched before the clock starts: were the batches themselves kept, each would cost the pipelines fresh memory
-        room = np.ones((1 + ARGS.repeats, BATCH, resolution, resolution, 3), np.float32)
+        room = np.ones((1 + repeats, BATCH, resolution, resolution, 3), np.float32)
         if not ARGS.as_found:
             claim_memory()
-        for epoch in range(1 + ARGS.repeats):
+        for epoch in range(1 + repeats):
             chosen, seen = int(rng.integers(steps)), []
             wall, cpu = time.perf_counter(), cpu_seconds()
             for step in range(steps):
@@ -235,11 +236,18 @@ def main() -> None:
         rows, first = [whole_samples()], []
         for resolution in ARGS.resolutions:
             store = ARGS.store or resolution * 8 // 7
-            cache = DataCache(source, options=Options(memory=ARGS.memory, store=store))
             phase = Phase(BATCH, resolution, "random", True, drop_remainder=False)
-            names = ("tfdata_decode", "tfdata_cache", "tfdata_cache_same")
-            runs = [Run(name, resolution, data, wanted) for name, data in zip(names, pipelines(source, resolution, store), strict=True)]
-            runs.append(Run("datacache", resolution, cache.dataset(phase, 0, 1 + ARGS.repeats), wanted))
+            options = Options(memory=ARGS.memory, store=store)
+            fills = []  # first epochs alone: (of tfdata_decode, of the cache)
+            for _ in range(ARGS.firsts):
+                cache = DataCache(source, options=options)
+                alone = (pipelines(source, resolution, store)[0], cache.dataset(phase, 0, 1))
+                fills.append([Run("first epoch", resolution, data, wanted, 0) for data in alone])
+                cache.close()
+            cache = DataCache(source, options=options)
+            names = ("tfdata_decode", "tfdata_cache", "tfdata_cache_same", "datacache")
+            fed = (*pipelines(source, resolution, store), cache.dataset(phase, 0, 1 + ARGS.repeats))
+            runs = [Run(name, resolution, data, wanted, ARGS.repeats) for name, data in zip(names, fed, strict=True)]
             for kept in runs[3].kept:
                 against_twin(cache, phase, *kept)
             means = [run.mean() for run in runs]
@@ -247,7 +255,8 @@ def main() -> None:
             assert cache.report(ARGS.repeats)["hit_memory"] == 1
             limit = copy / (resolution * resolution * 3 * 4)
             rows += [run.row(limit) for run in runs]
-            first.append((resolution, runs[3].wall[0] / runs[0].wall[0], runs[3].cpu[0] / runs[0].cpu[0]))
+            plain, cached = (np.median([(run.wall[0], run.cpu[0]) for run in column], axis=0) for column in zip(*fills, strict=True))
+            first.append((resolution, *(cached / plain)))
             cache.close()
     show(rows, first)
 
@@ -285,7 +294,7 @@ def show(rows: list[dict], first: list[tuple[int, float, float]]) -> None:
         f"{whole['images_per_cpu_second'] / whole['limit_images_per_second']:.2f} per CPU second"
     )
     if ARGS.json:
-        Path(ARGS.json).write_text(json.dumps(rows, indent=1) + "\n")
+        Path(ARGS.json).write_text("".join(json.dumps(row) + "\n" for row in rows))
     if ARGS.png:
         import matplotlib
 
@@ -307,9 +316,10 @@ if __name__ == "__main__":
     parser.add_argument("--resolutions", type=int, nargs="+", default=[128, 224])
     parser.add_argument("--store", type=int, help="short side kept in memory, pixels; default: 8/7 of the resolution")
     parser.add_argument("--repeats", type=int, default=5, help="epochs after the first")
+    parser.add_argument("--firsts", type=int, default=5, help="first epochs of each of the two pipelines that are compared in them")
     parser.add_argument("--as-found", action="store_true", help="do not first take memory back from the host, see `claim_memory`")
     parser.add_argument("--memory", default="/dev/shm")
-    parser.add_argument("--json")
+    parser.add_argument("--json", help="write one object a line to this file")
     parser.add_argument("--png")
     ARGS = parser.parse_args()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

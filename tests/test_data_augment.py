@@ -1,5 +1,9 @@
 """The native read-and-augment op against its plain-TensorFlow twin, and the slab beneath it."""
 
+import fcntl
+import os
+import struct
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -143,7 +147,16 @@ def test_without_library_the_twin_serves_the_same(tmp_path, monkeypatch):
     slab.close()
 
 
-def test_the_native_fill_puts_what_python_would(tmp_path):
+def hold_pwrite(slab):
+    """Take the lock of who writes the slab with pwrite, as another process would; return the file that holds it."""
+    file = os.open(slab.path, os.O_RDWR)
+    fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 8, 8, 0))
+    return file
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_the_native_fill_puts_what_python_would(tmp_path, busy):
+    """`busy`: another process is at its pwrite, so the fill writes through its mapping."""
     rng = np.random.default_rng(0)
     sizes = [(400, 533), (64, 48), (300, 290), (1, 1), (700, 97), (1200, 1000), (30, 20)]
     files = [tf.io.encode_jpeg(rng.integers(0, 256, (*size, 3), np.uint8)).numpy() for size in sizes]
@@ -153,6 +166,7 @@ def test_the_native_fill_puts_what_python_would(tmp_path):
     n = len(files) + len(damaged)
     for store in (None, 48):
         slab = Slab(tmp_path, "tfcommx-a", "k", n, lambda: 10**8)
+        other = hold_pwrite(slab) if busy else None
         state = np.ones(n, np.uint8)
         state[6] = 0  # said to be there already
         left = augment.fill(slab, files + damaged, np.arange(n), np.arange(n) + 5, state, 3, store).numpy()
@@ -163,6 +177,8 @@ def test_the_native_fill_puts_what_python_would(tmp_path):
             np.testing.assert_array_equal(pixels, decode(files[i], 3, store))
             assert label == i + 5 and slab.intact(i)  # the CRC is zlib's
         slab.close()
+        if busy:
+            os.close(other)
     small = Slab(tmp_path, "tfcommx-b", "k", n, lambda: 20_000)
     left = augment.fill(small, files[:3], [0, 1, 2], [0, 1, 2], [1, 1, 1], 3, None).numpy()
     assert left.tolist() == [1, 0, 1] and small.get(0) is None  # no room but for the small one

@@ -1,10 +1,12 @@
 """The cache as its users meet it: one and several processes, kills, damage, strange files, full and read-only disks."""
 
+import fcntl
 import functools
 import io
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import warnings
@@ -454,17 +456,21 @@ def test_warm_brings_all_and_another_process_can_wait_for_it(folder, shm):
 
 @in_own_mounts
 def test_a_full_tmpfs_keeps_what_fits_and_the_rest_is_read(folder, tmp_path):
-    """A real one, of 200 kB: the slab's length is within it, but another file takes the room while it fills."""
+    """A real one, of 400 kB: the slab's length is within it, but another file takes the room while it fills."""
     small = tmp_path / "small"
     small.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(small)], check=True)
-    with DataCacheOpen(folder, small) as cache:
-        free = os.statvfs(small)
-        (small / "other").write_bytes(bytes(free.f_bavail * free.f_frsize - 100_000))
-        for epoch in range(2):
-            assert sorted(served(cache.dataset(WHOLE, epoch))) == [(n, n % 3) for n in range(50)]
-        assert cache.slab.full and 5 < cache.slab.filled < 45
-        assert cache.report(1)["overflow"] == 50 - cache.slab.filled
+    for busy in (False, True):  # then another process is at its pwrite, and the fill writes through its mapping
+        with DataCacheOpen(folder, small) as cache, open(cache.slab.path, "r+b") as other:
+            if busy:
+                fcntl.fcntl(other, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 8, 8, 0))
+            free = os.statvfs(small)
+            (small / "other").write_bytes(bytes(free.f_bavail * free.f_frsize - 100_000))
+            for epoch in range(2):
+                assert sorted(served(cache.dataset(WHOLE, epoch))) == [(n, n % 3) for n in range(50)]
+            assert cache.slab.full and 5 < cache.slab.filled < 45
+            assert cache.report(1)["overflow"] == 50 - cache.slab.filled
+            (small / "other").unlink()
 
 
 @in_own_mounts

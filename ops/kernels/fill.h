@@ -18,7 +18,7 @@ void stored_size(int32_t height, int32_t width, int32_t store, int32_t* kept_hei
 struct SlabFile {
   int file;
   uint8_t* base;
-  std::mutex* one_at_a_time;  // of this file: its lock keeps out other processes, and no thread of this one
+  std::mutex *one_takes, *one_writes;  // of this file: its locks keep out other processes, and no thread of this one
 };
 
 // Shrinks an image to its stored size, writes its record and publishes it. False where there is no room.

@@ -2,31 +2,40 @@
 #include "kernels/fill.h"
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <cstring>
 #include <vector>
+
+#ifndef MADV_POPULATE_WRITE  // headers before Linux 5.14
+#define MADV_POPULATE_WRITE 23
+#endif
 
 namespace tfcommx {
 namespace {
 
 constexpr int64_t kNextFree = 40;  // byte offset of the slab's first free byte, an int64
 
-bool lock(int file, short kind) {
+enum class Lock : int64_t { kSpace = 0, kPwrite = 8 };  // the first of the 8 bytes that are locked: of the header, which nobody writes
+
+bool lock(int file, Lock which, short kind, bool wait = false) {
   struct flock request = {};
   request.l_type = kind;
   request.l_whence = SEEK_SET;
+  request.l_start = static_cast<int64_t>(which);
   request.l_len = 8;
-  return fcntl(file, kind == F_UNLCK ? F_OFD_SETLK : F_OFD_SETLKW, &request) == 0;
+  return fcntl(file, wait ? F_OFD_SETLKW : F_OFD_SETLK, &request) == 0;
 }
 
 // Where `size` bytes may be written; 0 where the slab is full.
 int64_t take(const SlabFile& slab, int64_t size) {
-  const std::lock_guard<std::mutex> threads(*slab.one_at_a_time);
-  if (!lock(slab.file, F_WRLCK)) return 0;
+  const std::lock_guard<std::mutex> threads(*slab.one_takes);
+  if (!lock(slab.file, Lock::kSpace, F_WRLCK, true)) return 0;
   int64_t* next = reinterpret_cast<int64_t*>(slab.base + kNextFree);
   int64_t at = *next;
   if (reinterpret_cast<const SlabHeader*>(slab.base)->length - at < size) {
@@ -34,8 +43,27 @@ int64_t take(const SlabFile& slab, int64_t size) {
   } else {
     *next = at + size;
   }
-  lock(slab.file, F_UNLCK);
+  lock(slab.file, Lock::kSpace, F_UNLCK);
   return at;
+}
+
+// Writes a record; false where the file system is full. pwrite is cheapest, but the kernel lets one pwrite at a time into a
+// file: who finds another at it makes the pages in the mapping and copies, so that all cores fill side by side. The pages are
+// asked for, and not just touched, because that is an error on a full file system and not a fatal signal.
+bool write(const SlabFile& slab, int64_t at, const Record& record, const uint8_t* pixels) {
+  static const int64_t page = sysconf(_SC_PAGESIZE);
+  const int64_t size = static_cast<int64_t>(sizeof(Record)) + record.bytes, first = at / page * page;
+  const std::unique_lock<std::mutex> threads(*slab.one_writes, std::try_to_lock);
+  const bool alone = threads.owns_lock() && lock(slab.file, Lock::kPwrite, F_WRLCK);
+  if (!alone && madvise(slab.base + first, at + size - first, MADV_POPULATE_WRITE) == 0) {
+    std::memcpy(slab.base + at, &record, sizeof(Record));
+    std::memcpy(slab.base + at + sizeof(Record), pixels, record.bytes);
+    return true;
+  }
+  const iovec parts[] = {{const_cast<Record*>(&record), sizeof(Record)}, {const_cast<uint8_t*>(pixels), static_cast<size_t>(record.bytes)}};
+  const bool done = pwritev(slab.file, parts, 2, at) == size;
+  if (alone) lock(slab.file, Lock::kPwrite, F_UNLCK);
+  return done;
 }
 
 }  // namespace
@@ -82,11 +110,8 @@ bool put(const SlabFile& slab, int64_t sample, int64_t label, const Image& image
   }
   Record record = {sample, label, bytes, target.height, target.width, target.channels, 0, {}};
   record.crc = crc32(crc32(0, reinterpret_cast<const uint8_t*>(&record), offsetof(Record, crc)), pixels, bytes);
-  const int64_t whole = sizeof(Record) + (bytes + 63) / 64 * 64;
-  const int64_t at = take(slab, whole);
-  if (at == 0) return false;
-  const iovec parts[] = {{&record, sizeof(Record)}, {const_cast<uint8_t*>(pixels), static_cast<size_t>(bytes)}};
-  if (pwritev(slab.file, parts, 2, at) != static_cast<ssize_t>(sizeof(Record)) + bytes) return false;  // the file system is full
+  const int64_t at = take(slab, sizeof(Record) + (bytes + 63) / 64 * 64);
+  if (at == 0 || !write(slab, at, record, pixels)) return false;
   int64_t* index = reinterpret_cast<int64_t*>(slab.base + reinterpret_cast<const SlabHeader*>(slab.base)->index_at);
   __atomic_store_n(index + sample, at, __ATOMIC_RELEASE);
   return true;

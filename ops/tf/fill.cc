@@ -110,11 +110,11 @@ class SlabFill : public OpKernel {
     const Tensor& pixels = *inner.mutable_output(0);
     const Image image = {pixels.flat<uint8_t>().data(), static_cast<int32_t>(pixels.dim_size(0)),
                          static_cast<int32_t>(pixels.dim_size(1)), channels_};
-    return put({slab_.file(), slab_.base(), &taking_}, sample, label, image, store_);
+    return put({slab_.file(), slab_.base(), &one_takes_, &one_writes_}, sample, label, image, store_);
   }
 
   Mapping slab_;
-  std::mutex taking_;
+  std::mutex one_takes_, one_writes_;
   std::unique_ptr<OpKernel> decoders_[4];  // at 1/1, 1/2, 1/4, 1/8
   int32_t channels_, store_;
 };

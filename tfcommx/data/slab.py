@@ -3,9 +3,10 @@
     page of header | index: int64 byte offset per sample (0 absent, -1 unreadable) | records at multiples of 64 bytes
 
 A record is 64 bytes of header (see ops/kernels/augment.h) and the pixels. It is written with pwrite (a full disk is an error
-there, and a fatal signal in a mapping) and published by one aligned 8-byte store of its offset, after it is whole. There are
-no locks on samples: two processes that fill the same one write the same bytes twice, and a process killed in the middle has
-published nothing. Only space is taken under a lock, for two microseconds; it dies with its holder.
+there, and a fatal signal in a mapping; what the native fill does when several write at once is in ops/kernels/fill_cpu.cc) and
+published by one aligned 8-byte store of its offset, after it is whole. There are no locks on samples: two processes that fill
+the same one write the same bytes twice, and a process killed in the middle has published nothing. Only space is taken under a
+lock, for two microseconds; it dies with its holder.
 
 Every process that uses a slab holds a shared flock on it, which the kernel drops even at kill -9: a slab that can be locked
 alone has no living owner. It is then removed, never adopted, as it is when its boot id is of another boot.
