@@ -115,6 +115,31 @@ def test_messages_of_a_node_share_its_port_too() -> None:
     assert links.between.alpha_s == pytest.approx(1e-4) and links.inside.alpha_s == pytest.approx(1e-4)
 
 
+def test_a_burst_that_a_link_lets_pass_hardly_counts() -> None:
+    """A shaped link sends its first 200 kB of a turn at once: a single message of 64 kB would seem to cost no time."""
+    clocks, bucket = {}, {}
+
+    def work(comm: Comm) -> probe.Probed:
+        post = comm.open_post()
+        send, gather = post.send, comm.gather_objects
+        clocks[comm.rank] = bucket[comm.rank] = 0.0
+
+        def refilled(found: object) -> list:
+            bucket[comm.rank] = 200e3
+            return gather(found)
+
+        def timed(array: object, target: int, tag: int) -> object:
+            bucket[comm.rank] -= array.nbytes
+            clocks[comm.rank] += 1e-4 + 8e-9 * max(0, min(array.nbytes, -bucket[comm.rank]))
+            return send(array, target, tag)
+
+        post.send, comm.gather_objects = timed, refilled
+        return probe.probe(comm, sizes=(1024, 2**16, 2**20), repeats=2, clock=lambda: clocks[comm.rank])
+
+    between = ThreadComm.run(Topology(2, 1), work)[0].links.between
+    assert between.alpha_s == pytest.approx(1e-4, rel=0.15) and between.beta_s_per_byte == pytest.approx(8e-9, rel=0.15)
+
+
 @pytest.mark.parametrize("launcher", ["gloo", "mpi"])
 def test_the_command_writes_links_that_plans_are_made_with(tmp_path: Path, launcher: str) -> None:
     file = tmp_path / "links.json"

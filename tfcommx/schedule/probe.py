@@ -26,6 +26,7 @@ from tfcommx.terms import NOMINAL, Bucket, Link, Links, PlanError
 
 SIZES = tuple(4**power for power in range(5, 13))  # bytes from each rank: 1 KB to 16 MB
 BLOCKS = (16384, 32768, 49152, 65536, 131072, 262144)  # bytes of the pipeline's blocks that are tried
+STEADY, MOST = 2**22, 16  # messages go in a row until so many bytes have come through the port, at most MOST: shapers let a burst pass
 SMALLEST_BETA = 1e-13  # seconds per byte: faster than any memory; noise must not make a link free
 
 
@@ -80,8 +81,8 @@ def probe(comm: Comm, sizes: Sequence[int] = SIZES, repeats: int = 5,
     Returns:
         The same on every rank: of each message the slowest rank's time.
 
-    **Ranks:** all, outside of traced code, with equal arguments. **Cost:** (repeats + 1) exchanges of each size and group, and
-    as many allreduces for each size of block.
+    **Ranks:** all, outside of traced code, with equal arguments. **Cost:** (repeats + 1) times 1 to 16 exchanges of each size and
+    group, small ones more often, and (repeats + 1) allreduces for each size of block.
     **Raises:** PlanError where the nodes have unequal numbers of slots.
     """
     topology = comm.topology
@@ -107,7 +108,11 @@ def _time(comm: Comm, group: str, sizes: Sequence[int], repeats: int, together: 
     if comm.has_messages:
         post, starts, parts = comm.open_post(), 1.0, 1
 
-    def exchange(entries: int, name: str) -> None:
+    def exchange(entries: int, name: str, times: int) -> None:
+        for _ in range(times):
+            once(entries, name)
+
+    def once(entries: int, name: str) -> None:
         if not comm.has_messages:
             comm.all_gather(tf.zeros([entries]), group, name)
             return
@@ -116,9 +121,13 @@ def _time(comm: Comm, group: str, sizes: Sequence[int], repeats: int, together: 
         while requests:
             requests.pop(post.wait_any(requests))
 
-    return [(starts, float(parts * size * together),
-             _fastest(comm, functools.partial(exchange, size // 4, f"tfcommx/probe/{group}/{size}"), repeats, clock))
-            for size in sizes]
+    points = []
+    for size in sizes:
+        through = parts * size * together
+        times = min(MOST, max(1, STEADY // through))
+        work = functools.partial(exchange, size // 4, f"tfcommx/probe/{group}/{size}", times)
+        points.append((starts, float(through), _fastest(comm, work, repeats, clock) / times))
+    return points
 
 
 def _time_blocks(comm: Comm, entries: int, blocks: Sequence[int], repeats: int,
