@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import numpy as np
@@ -18,7 +19,7 @@ from tfcommx.terms import PlanError, Topology
 from tfcommx.threads import ThreadComm
 
 ROUTES = [name for name, row in exchange.ROUTES.items() if row.messages and hasattr(exchange.route(name), "schedule")]
-CARRY = {"pipeline": moves.as_it_comes, "tree": moves.by_tick, "bidirectional": moves.by_tick}
+CARRY = {"pipeline": moves.as_it_comes, "tree": moves.by_tick, "bidirectional": moves.as_it_comes}
 every_route = pytest.mark.parametrize("route", ROUTES)
 every_operation = pytest.mark.parametrize("operation", moves.OPERATIONS)
 
@@ -47,7 +48,7 @@ def test_the_bidirectional_exchange_is_as_drawn() -> None:
     drawn = re.findall(r"tick \d +([abcd-]{4}) +([abcd-]{4}) +([abcd-]{4}) +([abcd-]{4})", bidirectional.__doc__)
     holds = [set("abcd") for _ in range(4)]
     for tick, expected in enumerate(drawn):
-        now = [move for move in bidirectional.schedule("allreduce", 4, 4) if move.tick == tick]
+        now = [move for move in bidirectional.schedule("allreduce", 4, 4, 4) if move.tick == tick]
         for move in now:
             parts = set("abcd"[move.start:move.stop])
             holds[move.source] -= parts if move.add else set()
@@ -66,11 +67,14 @@ def test_ticks_of_the_pipeline_by_hand(operation: str, ticks: int) -> None:
 @every_operation
 @pytest.mark.parametrize("places", [1, 2, 3, 4, 5, 7, 8, 16])
 def test_nothing_meets_on_a_link(route: str, operation: str, places: int) -> None:
-    """One message per tick and port; in the pipeline's allreduce per tick and direction of a link: there its two ways cross."""
+    """One message per tick and port, in the bidirectional exchange all blocks of one part or more to one place; in the
+    pipeline's allreduce one per tick and direction of a link: there its two ways cross."""
     found: list[Move] = exchange.route(route).schedule(operation, places, 40, 3)
     crossing = route == "pipeline" and operation == "allreduce"
     for port in ("source", "target"):
         used = [(move.tick, getattr(move, port), crossing and (move.source, move.target)) for move in found]
+        if route == "bidirectional":
+            used = [key for key, _ in {(key, (move.source, move.target)) for key, move in zip(used, found, strict=True)}]
         assert len(used) == len(set(used))
     assert [move.tick for move in found] == sorted(move.tick for move in found)
     assert all(0 <= move.start < move.stop <= 40 and move.source != move.target for move in found)
@@ -84,6 +88,31 @@ def test_no_place_sends_in_a_tick_what_it_receives_in_it(route: str, operation: 
     found: list[Move] = exchange.route(route).schedule(operation, places, 40, 3)
     assert not [(sent, came) for sent in found for came in found if (sent.tick, sent.source) == (came.tick, came.target)
                 and sent.start < came.stop and came.start < sent.stop]
+
+
+@pytest.mark.parametrize("route", [route for route in ROUTES if CARRY[route] is moves.as_it_comes])
+@every_operation
+@pytest.mark.parametrize("places", [2, 3, 4, 7, 8])
+def test_all_moves_cut_the_vector_in_the_same_blocks(route: str, operation: str, places: int) -> None:
+    """As `as_it_comes` needs it: it knows blocks by where they start."""
+    found: list[Move] = exchange.route(route).schedule(operation, places, 40, 3)
+    blocks = sorted({(move.start, move.stop) for move in found})
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(blocks))
+
+
+def test_what_comes_early_is_added_in_its_turn() -> None:
+    """Sums must not depend on who is faster: the last place's block comes first here, and is added last, as its tick says."""
+    class Post:
+        def receive(self, buffer: np.ndarray, source: int, tag: int) -> int:
+            buffer[:] = {1: 1e8, 2: -1e8, 3: 1}[source]
+            return source
+
+        def wait_any(self, requests: list[int]) -> int:
+            return requests.index(max(requests))
+
+    vector = np.zeros(1, np.float32)
+    moves.as_it_comes([Move(tick, tick + 1, 0, 0, 1, True) for tick in range(3)], vector, 0, lambda place: place, Post(), 0)
+    assert vector[0] == 1  # the other way around the 1 is lost beside 1e8
 
 
 @every_route

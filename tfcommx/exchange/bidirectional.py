@@ -20,6 +20,7 @@ ours by recursive doubling (log2 p).
 from __future__ import annotations
 
 import functools
+import itertools
 
 from tfcommx import cost
 from tfcommx.exchange import moves
@@ -27,8 +28,11 @@ from tfcommx.exchange.moves import Move
 from tfcommx.terms import Bucket, Links, Topology
 
 
-def schedule(operation: str, places: int, entries: int, block: int = 0) -> list[Move]:
-    """Return who sends which part to whom at which tick, as drawn above; ticks ascending. Empty parts are left out."""
+def schedule(operation: str, places: int, entries: int, block: int) -> list[Move]:
+    """Return who sends what to whom at which tick, as drawn above; ticks ascending. Empty parts are left out.
+
+    Parts are cut in blocks, at the same entries at every tick, so that a block can go on while the rest of its part comes.
+    """
     steps = places.bit_length() - 1
     core = 1 << steps  # the places that swap; the others lean on one of these
     cut = [entries * part // core for part in range(core + 1)]
@@ -49,13 +53,15 @@ def schedule(operation: str, places: int, entries: int, block: int = 0) -> list[
               "allreduce": [fold, halves, collects, unfold]}[operation]
     found, now = [], 0
     for phase in phases:
-        found += sorted(move._replace(tick=now + move.tick) for move in phase if move.stop > move.start)
+        found += sorted(Move(now + move.tick, move.source, move.target, start, min(start + block, stop), move.add)
+                        for move in phase for first, stop in itertools.pairwise(cut) if move.start <= first and stop <= move.stop
+                        for start in range(first, stop, block))
         now += max((move.tick + 1 for move in phase), default=0)
     return found
 
 
 shard = moves.shard
-run = functools.partial(moves.run, schedule=schedule, carry=moves.by_tick)
+run = functools.partial(moves.run, schedule=schedule, carry=moves.as_it_comes)
 wire_bytes = functools.partial(moves.traffic, schedule=schedule)
 port_bytes = functools.partial(moves.port_bytes, schedule=schedule)
 

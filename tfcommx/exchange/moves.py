@@ -94,28 +94,28 @@ def by_tick(moves: Sequence[Move], vector: np.ndarray, place: int, rank_of: Call
 
 def as_it_comes(moves: Sequence[Move], vector: np.ndarray, place: int, rank_of: Callable[[int], int], post: Any,
                 tag: int) -> None:
-    """Carry out the moves of one place as soon as their data are there: directions do not wait for each other.
+    """Carry out the moves of one place as soon as their data are there: neither directions nor ticks wait for each other.
 
-    A block may leave when the move that brought it last (by ticks) has come; blocks to one place leave in the order of their
-    ticks, in which they are awaited there. Needs a schedule that cuts the vector in the same blocks for all moves.
+    A block leaves when all moves that bring it by earlier ticks have come, and what comes is applied in the order of the ticks,
+    so that sums are the same every time. Blocks to one place leave in the order of their ticks, in which they are awaited
+    there. Needs a schedule that cuts the vector in the same blocks for all moves.
     **Cost:** one copy of each block that is sent, since the vector goes on changing meanwhile.
     """
     waiting: dict[tuple[str, int], deque[Move]] = {}  # moves from and to each other place that are not under way yet, in order
-    needs: dict[Move, Move | None] = {}  # what leaves -> what must have come before
-    brought: dict[int, Move] = {}  # start of a block -> the move that brought it last
+    turn: dict[Move, int] = {}  # how many moves must have brought the same block before
+    awaited: Counter[int] = Counter()  # by the start of a block
     for move in moves:
-        if move.target == place:
-            waiting.setdefault(("from", move.source), deque()).append(move)
-            brought[move.start] = move
-        else:
-            waiting.setdefault(("to", move.target), deque()).append(move)
-            needs[move] = brought.get(move.start)
+        comes = move.target == place
+        waiting.setdefault(("from", move.source) if comes else ("to", move.target), deque()).append(move)
+        turn[move] = awaited[move.start]
+        awaited[move.start] += comes
     under_way: dict[tuple[str, int], deque[_UnderWay]] = {line: deque() for line in waiting}
-    came: set[Move | None] = {None}
+    came: Counter[int] = Counter()  # as `awaited`
+    early: dict[tuple[int, int], tuple[Move, np.ndarray]] = {}  # (start of a block, turn) -> what has come before its turn
 
     def go_on() -> None:
         for (way, other), queue in waiting.items():
-            while queue and len(under_way[way, other]) < WINDOW and (way == "from" or needs[queue[0]] in came):
+            while queue and len(under_way[way, other]) < WINDOW and (way == "from" or turn[queue[0]] <= came[queue[0].start]):
                 move = queue.popleft()
                 part = vector[move.start:move.stop]
                 buffer = np.empty_like(part) if way == "from" else part.copy()
@@ -126,8 +126,10 @@ def as_it_comes(moves: Sequence[Move], vector: np.ndarray, place: int, rank_of: 
     while fronts := [queue for queue in under_way.values() if queue]:
         _, move, buffer = fronts[post.wait_any([queue[0].request for queue in fronts])].popleft()
         if move.target == place:
-            _apply(move, buffer, vector)
-            came.add(move)
+            early[move.start, turn[move]] = move, buffer
+            while ready := early.pop((move.start, came[move.start]), None):
+                _apply(*ready, vector)
+                came[move.start] += 1
         go_on()
 
 
