@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import socket
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from launching import horovodrun
 
+from tfcommx import watcher
 from tfcommx.launch import init
 from tfcommx.terms import PlanError
 
@@ -96,3 +101,38 @@ def test_without_init_the_error_says_so() -> None:
     code = "import keras, tfcommx as cx; cx.DistributedOptimizer(keras.optimizers.SGD(0.1))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.returncode != 0 and "tfcommx.init() must be called first" in ended.stderr
+
+
+def test_a_stranger_who_calls_does_not_keep_a_watcher_from_its_beats() -> None:
+    """Two watchers, each of a process of its own; one caller says a letter now and then, others nothing."""
+    ranks = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    listening = [socket.create_server(("127.0.0.1", 0)) for _ in ranks]
+    ports = [one.getsockname()[1] for one in listening]
+    ends = [socket.socketpair() for _ in ranks]
+    job = {"token": "t", "limit": 2.0, "addresses": [["127.0.0.1"]] * 2, "ports": ports, "hosts": ["here"] * 2}
+    watchers = [watcher.Watcher({**job, "rank": rank, "pid": process.pid}, listening[rank], ends[rank][1])
+                for rank, process in enumerate(ranks)]
+    threads = [threading.Thread(target=one.run) for one in watchers]
+    try:
+        callers = [socket.create_connection(("127.0.0.1", ports[0])) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for _ in range(12):
+            with contextlib.suppress(OSError):  # it is hung up on
+                callers[0].send(b"x")
+            time.sleep(0.5)
+        assert [process.poll() for process in ranks] == [None, None]
+        for mine, _ in ends:
+            mine.setblocking(False)
+            with pytest.raises(BlockingIOError):  # an alarm would be there to read
+                mine.recv(100)
+        assert all(peer.socket for one in watchers for peer in one.peers.values())
+        assert not watchers[0].callers
+    finally:
+        for (mine, _), process in zip(ends, ranks, strict=True):
+            mine.send(b"bye")
+            mine.close()
+            process.kill()
+            process.wait()
+        for thread in threads:
+            thread.join(10)

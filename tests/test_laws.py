@@ -12,8 +12,9 @@ import tensorflow as tf
 
 from tfcommx import cost, exchange, selection
 from tfcommx.comm import Comm
+from tfcommx.residual import clip_before_accumulation
 from tfcommx.schedule.planner import Gradient, make_plan
-from tfcommx.schedule.run import Exchange, owed_of, velocity_of
+from tfcommx.schedule.run import Exchange, owed_of
 from tfcommx.terms import Piece, Plan, PlanError, Scheme, Topology
 from tfcommx.threads import ThreadComm
 
@@ -275,7 +276,7 @@ MOVING = [Scheme(route, rule, 0.1, dense_below=8, bucket_bytes=2000, momentum=0.
 
 
 def velocities(running: Exchange, rank: int) -> dict[str, np.ndarray]:
-    found = velocity_of(running.plan, {name: velocity.numpy() for name, velocity in running.velocities.items()}, rank)
+    found = owed_of(running.plan, {name: velocity.numpy() for name, velocity in running.velocities.items()}, rank)
     return {path: found.get(path, np.zeros(np.prod(shape), np.float32)) for path, shape in SHAPES.items()}
 
 
@@ -416,3 +417,68 @@ def test_a_rank_that_fails_ends_the_others() -> None:
 
     with pytest.raises((ValueError, RuntimeError), match="rank 1 fails"):
         ThreadComm.run(Topology(3, 1), work)
+
+
+def test_a_residual_that_momentum_made_is_not_moved_again() -> None:
+    """100 entries of gradient 1, momentum 0.9: one sparse step, then dense ones without a gradient. What is owed comes once."""
+    given = [Gradient("a", (10, 10), "float32")]
+    topology, zeros = Topology(2, 1), {"a": tf.zeros([10, 10])}
+
+    def work(comm: Comm) -> float:
+        sparse = Scheme("allgather", "exact", 0.1, dense_below=0, momentum=0.9)
+        first = Exchange(make_plan(given, {"*": sparse}, topology, "sum"), comm)
+        sent = float(tf.reduce_sum(first({"a": tf.ones([10, 10])})["a"]))
+        plan = make_plan(given, {"*": dataclasses.replace(sparse, dense_below=10**6)}, topology, "sum")
+        second = Exchange(plan, comm)
+        kept = [{name: value.numpy() for name, value in state.items()} for state in (first.residuals, first.velocities)]
+        second.take_over(*(owed_of(first.plan, state, comm.rank) for state in kept))
+        return sent + sum(float(tf.reduce_sum(second(zeros)["a"])) for _ in range(200))
+
+    for total in ThreadComm.run(topology, work):
+        # as the sparse kernel has it: what was sent has lost its velocity, what was not sent goes on moving
+        np.testing.assert_allclose(total, 2 * (10 + 90 * 10), rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_what_a_dense_step_cannot_carry_stays_owed(dtype: str) -> None:
+    """A NaN where something is owed, and digits that float16 has no room for."""
+    plan = make_plan([Gradient("a", (4,), dtype)], {"*": Scheme()}, Topology(2, 1), "sum")
+    owed = np.array([0.024, 0.0001, 3.0, 0.0], np.float32)
+
+    def work(comm: Comm) -> tuple[np.ndarray, np.ndarray]:
+        running = Exchange(plan, comm)
+        running.take_over({"a": owed} if comm.rank == 0 else {})
+        result = running({"a": tf.cast([512.0, 512.0, np.nan, 1.0], dtype)})["a"].numpy().astype(np.float32)
+        return result, owed_of(plan, {name: kept.numpy() for name, kept in running.residuals.items()}, comm.rank).get("a", np.zeros(4))
+
+    (sent, one), (_, other) = ThreadComm.run(Topology(2, 1), work)
+    assert np.isnan(sent[2]) and (one + other)[2] == 3 and sent[3] == 2
+    np.testing.assert_allclose(sent[:2].astype(np.float64) + (one + other)[:2], 1024 + owed[:2], atol=1e-4 if dtype == "float32" else 1e-6)
+
+
+def test_pieces_go_on_whole_and_the_other_way_around() -> None:
+    given, topology = [Gradient("long", (25, 20), "float32")], Topology(2, 1)
+    cut, whole = (make_plan(given, {"*": Scheme("allgather", "exact", 0.1, dense_below=0)}, topology, "sum", largest=largest)
+                  for largest in (100, 10**6))
+    dense = make_plan(given, {"*": Scheme()}, topology, "sum")
+    assert len(cut.buckets) == 5
+
+    def work(comm: Comm) -> float:
+        value = tf.constant(np.random.default_rng(comm.rank).integers(1, 99, (25, 20)).astype(np.float32))
+        sent, owed = 0.0, {}
+        for plan in (cut, whole, cut, dense):
+            running = Exchange(plan, comm)
+            running.take_over(owed)
+            sent += float(tf.reduce_sum(running({"long": value})["long"]))
+            owed = owed_of(plan, {name: kept.numpy() for name, kept in running.residuals.items()}, comm.rank)
+        assert not owed
+        return sent
+
+    total = 4 * sum(np.random.default_rng(rank).integers(1, 99, (25, 20)).sum() for rank in range(2))
+    assert ThreadComm.run(topology, work) == [total, total]
+
+
+def test_any_seed_and_a_scale_that_float16_cannot_hold() -> None:
+    play(plan_for(Scheme("allgather", "random", 0.1, seed=2**62), Topology(2, 1)), 1)
+    (clipped,) = clip_before_accumulation([tf.fill([4096], tf.constant(6e4, tf.float16))], 0.1, 64)
+    assert np.linalg.norm(clipped.numpy().astype(np.float32)) == pytest.approx(0.0125, rel=0.01)

@@ -21,12 +21,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.cost import alltoall_traffic, broadcast_traffic, ring_traffic
-from tfcommx.terms import PlanError, Topology, Traffic
+from tfcommx.terms import MPI_LAUNCH, PlanError, Topology, Traffic
 
 RENDEZVOUS_SECONDS = 60  # how long a rank waits for the others before Horovod starts
 LAST_MESSAGES = "tfcommx/last_messages"  # graph collection: the operation after which the next messages may go
 MESSAGES_NEED_MPI = ("Routes made of messages between two ranks (pipeline, tree, bidirectional) need an MPI launch: "
-                     "horovodrun --mpi ... (or mpirun). Received a Gloo launch. Launch with MPI, or use allreduce or torus.")
+                     f"{MPI_LAUNCH}. Received a Gloo launch. Launch with MPI, or use allreduce or torus.")
 LARGEST_COUNT = 2**31 - 1  # entries; Gloo and NCCL count in int32
 
 
@@ -53,6 +53,16 @@ class Comm(abc.ABC):
         self.topology = topology
         self._open_post: Callable[[], Post] | None = None
         self._post: Post | None = None
+        self._scopes = 0
+
+    def own_scope(self) -> str:
+        """Return a name scope for `tf.name_scope` that nobody else has, for the collectives of one exchange.
+
+        Horovod knows a tensor in a graph by its full name. The scopes around it are not equal on all ranks: Keras numbers its
+        optimizers, so one that is made on some ranks only would make all ranks wait. **Ranks:** all, in the same order.
+        """
+        self._scopes += 1
+        return f"tfcommx{self._scopes}/"  # with the slash at its end it stands alone, whatever the scopes around it
 
     def members(self, group: str) -> tuple[int, ...]:
         """Return the ranks of my group of that name, ascending."""

@@ -28,4 +28,9 @@ def clip_before_accumulation(gradients: Sequence[tf.Tensor], norm: float, ranks:
     limit = norm * ranks ** (0.5 if operation == "average" else -0.5)
     length = tf.linalg.global_norm([tf.cast(gradient, tf.float32) for gradient in gradients])
     scale = tf.where(tf.math.is_finite(length) & (length > limit), limit / length, 1.0)
-    return [gradient * tf.cast(scale, gradient.dtype) for gradient in gradients]
+
+    def scaled(gradient: tf.Tensor) -> tf.Tensor:
+        wide = tf.float32 if gradient.dtype.size < 4 else gradient.dtype  # float16 may not hold the scale
+        return tf.cast(tf.cast(gradient, wide) * tf.cast(scale, wide), gradient.dtype)
+
+    return [scaled(gradient) for gradient in gradients]

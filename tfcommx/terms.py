@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -131,7 +132,11 @@ class Links(NamedTuple):
     @staticmethod
     def from_dict(found: Mapping[str, Any]) -> Links:
         """Read what `to_dict` returned."""
-        return Links(Link(**found["inside"]), Link(**found["between"]), found["block_bytes"])
+        links = Links(Link(**found["inside"]), Link(**found["between"]), found["block_bytes"])
+        numbers = [*dataclasses.astuple(links.inside), *dataclasses.astuple(links.between)]
+        if not all(math.isfinite(number) for number in numbers) or not isinstance(links.block_bytes, int) or links.block_bytes < 8:
+            raise ValueError(f"finite numbers, and block_bytes an integer >= 8, are required. Received {links}")
+        return links
 
     @staticmethod
     def read(path: str | Path) -> Links:
@@ -142,6 +147,9 @@ class Links(NamedTuple):
             raise PlanError(f"A file of links, as `horovodrun ... tfcommx probe` writes it, is required on every node. Received {path}: "
                             f"{type(error).__name__}: {error}.") from error
 
+
+# One dash too few in what Horovod 0.28 adds by itself keeps Open MPI 5 from starting; these words take its place.
+MPI_LAUNCH = 'horovodrun --mpi --binding-args="--bind-to none --map-by slot" ... (or mpirun)'
 
 # Before anything was measured: NVLink or shared memory inside, 10 Gbit/s Ethernet between. Only their ratio matters to a plan.
 NOMINAL = Links(inside=Link(5e-6, 1e-10, 1e-11), between=Link(5e-5, 8e-10, 1e-11))
@@ -187,10 +195,10 @@ class Scheme:
                 f"Selection 'all' sends every entry: its density is 1. Received density={self.density}. "
                 "Choose a rule such as 'mstopk', or leave density out."
             )
-        if self.dense_below < 0 or self.bucket_bytes < 1:
-            raise PlanError(
-                f"`dense_below` must be >= 0 and `bucket_bytes` >= 1. Received {self.dense_below} and {self.bucket_bytes}."
-            )
+        for name, least in (("dense_below", 0), ("bucket_bytes", 1), ("seed", None)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
+                raise PlanError(f"`{name}` must be an integer{'' if least is None else f' >= {least}'}. Received {name}={value!r}.")
         if self.block_bytes is not None and (not isinstance(self.block_bytes, int) or self.block_bytes < 8):
             raise PlanError("`block_bytes` must be an integer >= 8, one entry of the widest dtype, or None. "
                             f"Received {self.block_bytes!r}. 49152 is usual.")

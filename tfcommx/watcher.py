@@ -29,7 +29,7 @@ BEATS = 10  # in `limit` seconds
 GATHER_SECONDS = 0.3  # from the first sign to the alarm: ranks of a node that dies are named together
 LAST_WORDS_SECONDS = 8.0  # for the rank to end by itself after an alarm, before it is killed
 LINGER_SECONDS = 3.0  # after the rank's end, for a bye to those that have not connected yet
-DIAL_SECONDS = 2.0  # for one address to answer
+DIAL_SECONDS = 2.0  # for one address to answer, and for who calls to say who it is
 
 
 class Peer:
@@ -53,6 +53,7 @@ class Watcher:
         self.ports, self.hosts = job["ports"], job["hosts"]
         now = time.monotonic()
         self.peers = {rank: Peer(rank, now) for rank in range(len(self.ports)) if rank != self.rank}
+        self.callers: dict[socket.socket, tuple[bytes, float]] = {}  # what they have said so far, and until when they may speak
         self.to_rank, self.leaving, self.ended = to_rank, False, 0.0
         self.alarm_at: float | None = None
         self.kill_at: float | None = None
@@ -93,18 +94,39 @@ class Watcher:
                 self.connected(peer, peer.dialled)
 
     def accept(self, listening: socket.socket) -> None:
-        link, _ = listening.accept()
-        link.settimeout(DIAL_SECONDS)
+        """Let someone call. Who it is comes when it comes: nobody may keep this loop from its beats."""
+        with contextlib.suppress(OSError):  # it has hung up already, or there are too many of them
+            link, _ = listening.accept()
+            link.setblocking(False)
+            self.callers[link] = b"", time.monotonic() + DIAL_SECONDS
+            self.select.register(link, selectors.EVENT_READ, self.greet)
+
+    def greet(self, link: socket.socket) -> None:
+        said, until = self.callers[link]
         try:
-            token, rank = _line(link).decode().split()
+            more = link.recv(200)
+        except BlockingIOError:
+            return
+        except OSError:
+            more = b""
+        self.callers[link] = said + more, until
+        if more and b"\n" not in said + more and len(said + more) < 200:
+            return
+        self.dismiss(link)
+        try:
+            token, rank = (said + more).decode().split()
             peer = self.peers[int(rank)]
             if token != self.token or peer.socket:
                 raise ValueError(token)
-            link.sendall(self.hello(self.rank))
+            link.send(self.hello(self.rank))
         except (OSError, ValueError, KeyError):  # a stranger
             link.close()
             return
         self.connected(peer, link)
+
+    def dismiss(self, link: socket.socket) -> None:
+        self.select.unregister(link)
+        del self.callers[link]
 
     def connected(self, peer: Peer, link: socket.socket) -> None:
         link.setblocking(False)
@@ -192,6 +214,9 @@ class Watcher:
             for key, _ in self.select.select(max(0.0, min(wait, next_beat - time.monotonic()))):
                 key.data(key.fileobj)
             now = time.monotonic()
+            for link in [link for link, (_, until) in self.callers.items() if now > until]:
+                self.dismiss(link)
+                link.close()
             late = now - last_turn - beat_seconds
             if late > 0:  # this process was itself kept from running: it knows nothing of the others in that time
                 for peer in self.peers.values():

@@ -5,7 +5,8 @@
     rank 2  [c0 c1 c2]                [a2 b2 c2]  C = a2+b2+c2           [A B C]
 
 Entries travel in the bucket's wire dtype; sums are made in float32 (float64 vectors on the plain wire: in float64). A finite
-number that float16 cannot hold arrives as Inf, as with Horovod's own float16 compression: loss scaling then skips the step.
+number that float16 cannot hold arrives as the largest that it can: loss scaling looks at gradients before the exchange, and
+would not see an Inf that is made in it.
 
 Source: Ma et al., "Theano-MPI: a Theano-based Distributed Training Framework" (2016), section 3.2; with the wire dtype float16
 it is the paper's ASA16.
@@ -72,7 +73,10 @@ def _sum_dtype(bucket: Bucket) -> tf.DType:
 
 def _packed(entries: tf.Tensor, bucket: Bucket) -> tf.Tensor:
     """Write entries for the wire. Horovod has no bfloat16 and NCCL no 16-bit integers: its bits travel as float16's."""
-    written = tf.cast(entries, _wire_dtype(bucket))
+    dtype = _wire_dtype(bucket)
+    if dtype == tf.float16 and entries.dtype != dtype:
+        entries = tf.where(tf.math.is_finite(entries), tf.clip_by_value(entries, dtype.min, dtype.max), entries)
+    written = tf.cast(entries, dtype)
     return tf.bitcast(written, tf.float16) if written.dtype == tf.bfloat16 else written
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,8 @@ import tensorflow as tf
 
 from tfcommx import comm
 from tfcommx.optim import wrap
-from tfcommx.terms import Scheme
+from tfcommx.optim.exchanger import by_pattern
+from tfcommx.terms import PlanError, Scheme
 
 log = logging.getLogger("tfcommx")
 
@@ -26,10 +28,19 @@ def exchanger_of(model: keras.Model) -> Any:
     raise RuntimeError("A wrapped optimizer is required. Compile the model with tfcommx.DistributedOptimizer(optimizer, ...).")
 
 
+def accumulated(model: keras.Model) -> dict[str, keras.Variable]:
+    """Return the sums of gradients that each rank is accumulating, by variable path; empty without gradient accumulation."""
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    sums = getattr(optimizer, "_accumulated_gradients", [])
+    return {variable.path: total for variable, total in zip(optimizer._trainable_variables, sums, strict=True)} if sums else {}
+
+
 class BroadcastState(keras.callbacks.Callback):
     """Start all ranks from the same point: weights, optimizer state and seeds of rank `root`; no XLA, one loss scale.
 
-    **Ranks:** all. **Cost:** one broadcast per variable, once.
+    Sums of gradients that are being accumulated stay: each rank has its own.
+    **Ranks:** all. **Cost:** one broadcast per variable, once. **Raises:** PlanError where ranks have unequal numbers of steps
+    in an epoch: they would wait for each other for ever.
     """
 
     def __init__(self, root: int = 0) -> None:
@@ -39,6 +50,10 @@ class BroadcastState(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         model, here = self.model, comm.current()
         exchanger = exchanger_of(model)
+        steps = here.gather_objects((self.params or {}).get("steps"))
+        if len(set(steps)) > 1:
+            raise PlanError(f"Every rank must take the same number of steps in an epoch. Received {steps} on ranks 0 to {len(steps) - 1}. "
+                            "Give all ranks equally many batches, or pass the same `steps_per_epoch`.")
         if exchanger.loss_scale == "local":
             wrap.agree_on_loss_scale(model.optimizer)
         if model.jit_compile:
@@ -47,10 +62,20 @@ class BroadcastState(keras.callbacks.Callback):
             model.make_train_function(force=True)
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        for number, variable in enumerate([*model.variables, *model.optimizer.variables]):
+        # the same on all ranks, or Horovod would wait for what the others do not have
+        own = {id(variable) for variable in accumulated(model).values()}
+        shared = [variable for variable in (*model.variables, *model.optimizer.variables) if id(variable) not in own]
+        mine = [(variable.path, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype)) for variable in shared]
+        for rank, theirs in enumerate(here.gather_objects(mine)):
+            for one, other in itertools.zip_longest(mine, theirs):
+                if one is None or other is None or one[1:] != other[1:]:
+                    raise PlanError(f"Model and optimizer must have the same variables on every rank. On rank {here.rank} there is "
+                                    f"{one or 'nothing more'} where rank {rank} has {other or 'nothing more'}.")
+        for number, variable in enumerate(shared):
             value = tf.convert_to_tensor(variable)
-            if value.dtype in (tf.bfloat16, tf.bool):  # Horovod has no bfloat16
-                variable.assign(tf.cast(here.broadcast(tf.cast(value, tf.float32), self.root, f"tfcommx/state{number}"), value.dtype))
+            carried = {tf.bfloat16: tf.float32, tf.bool: tf.float32, tf.uint32: tf.int64, tf.uint64: tf.int64}.get(value.dtype)
+            if carried is not None:  # Horovod does not have the dtype itself
+                variable.assign(tf.cast(here.broadcast(tf.cast(value, carried), self.root, f"tfcommx/state{number}"), value.dtype))
             else:
                 variable.assign(here.broadcast(value, self.root, f"tfcommx/state{number}"))
 
@@ -61,8 +86,8 @@ class AverageMetrics(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         if logs:
             parts = comm.current().gather_objects({name: float(value) for name, value in logs.items()})
-            for name in parts[0]:
-                logs[name] = float(np.mean([part[name] for part in parts]))
+            for name in logs:  # a rank that alone validates has metrics that the others do not have
+                logs[name] = float(np.mean([part[name] for part in parts if name in part]))
 
 
 class AverageBatchNorm(keras.callbacks.Callback):
@@ -106,7 +131,12 @@ class WarmUp(keras.callbacks.Callback):
             raise ValueError(f"`learning_rate` must be > 0 and `steps` >= 1. Received {learning_rate} and {steps}.")
         self.learning_rate, self.steps, self.start, self.done = learning_rate, steps, start, 0
 
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.done = -1
+
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self.done < 0:  # where a restored optimizer is
+            self.done = int(self.model.optimizer.iterations)
         if self.done <= self.steps:
             start = self.learning_rate / comm.size() if self.start is None else self.start
             part = min(self.done / self.steps, 1.0)
@@ -122,6 +152,7 @@ class SwitchScheme(keras.callbacks.Callback):
         resolutions: epoch -> pixels from this epoch on.
         resolution: the integer tf.Variable that the input pipeline reads; needed with `resolutions`.
 
+    A run that begins at a later epoch begins with what the epochs before have set.
     **Ranks:** all, with equal arguments. **Cost:** the training step is traced again after a change of scheme.
     """
 
@@ -130,13 +161,26 @@ class SwitchScheme(keras.callbacks.Callback):
         super().__init__()
         if resolutions and resolution is None:
             raise ValueError("`resolution`, the variable that the input pipeline reads, is required with `resolutions`. Received None.")
+        for epoch, change in [*(schemes or {}).items(), *(resolutions or {}).items()]:
+            if not isinstance(epoch, int) or epoch < 0:
+                raise PlanError(f"Epochs must be integers >= 0. Received {epoch!r}, for {change!r}.")
         self.schemes, self.resolutions, self.resolution = dict(schemes or {}), dict(resolutions or {}), resolution
+        self.first = True  # epoch of a run
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.first = True
+        for schemes in self.schemes.values():  # refuse a bad one now, not hours later
+            exchanger_of(self.model).check(schemes)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        if epoch in self.resolutions:
-            self.resolution.assign(self.resolutions[epoch])
-        if epoch in self.schemes:
-            exchanger_of(self.model).switch(self.schemes[epoch])
+        def now(changes: Mapping[int, Any]) -> Any:
+            return changes.get(max((start for start in changes if start <= epoch), default=epoch)) if self.first else changes.get(epoch)
+
+        if (pixels := now(self.resolutions)) is not None:
+            self.resolution.assign(pixels)
+        scheme, exchanger, self.first = now(self.schemes), exchanger_of(self.model), False
+        if scheme is not None and exchanger.schemes != by_pattern(scheme):
+            exchanger.switch(scheme)
             self.model.make_train_function(force=True)
 
 

@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
 from tfcommx import comm
-from tfcommx.optim.callbacks import exchanger_of
-from tfcommx.optim.exchanger import Exchanger, Left, sum_owed
-from tfcommx.schedule.run import Owed, owed_of, velocity_of
-from tfcommx.terms import Piece, Plan, PlanError
+from tfcommx.optim.callbacks import accumulated, exchanger_of
+from tfcommx.optim.exchanger import Left, sum_owed
+from tfcommx.schedule.run import Owed, owed_of
+from tfcommx.terms import Plan, PlanError
 
 HEAD = "checkpoint.json"
+OURS = re.compile(r"\.?(?:model-(\d{4,})\.keras|owed-(\d{4,})-rank-(\d{4,})\.npz)")  # epoch; epoch, rank
 
 
 class Checkpoint(keras.callbacks.Callback):
@@ -52,18 +54,18 @@ def save(model: keras.Model, folder: str | Path, epoch: int) -> None:
         part = folder / f".model-{epoch:04d}.keras"
         model.save(part)
         part.rename(folder / f"model-{epoch:04d}.keras")
-    _write_owed(exchanger_of(model), folder / _owed_name(epoch, here.rank))
+    _write_owed(model, folder / _owed_name(epoch, here.rank))
     here.gather_objects("written")
     if here.rank % here.topology.slots == 0:  # one rank of each node: the folder may be the node's own
         part = folder / f".{HEAD}.{here.rank}"
         part.write_text(json.dumps({"epoch": epoch, "ranks": here.topology.size}) + "\n")
         part.rename(folder / HEAD)
     here.gather_objects("named")
-    mine = f"-rank-{here.rank:04d}.npz"
-    for old in folder.glob("*-[0-9][0-9][0-9][0-9]*"):
-        ours = old.name.endswith(mine) if old.suffix == ".npz" else here.rank == 0
-        if ours and f"-{epoch:04d}" not in old.name.split("-rank-")[0]:
-            old.unlink(missing_ok=True)
+    for old in folder.iterdir():
+        if (found := OURS.fullmatch(old.name)) and int(found[1] or found[2]) != epoch:
+            writer = int(found[3] or 0)  # of a run with more ranks, too
+            if writer % here.topology.size == here.rank:
+                old.unlink(missing_ok=True)
 
 
 def next_epoch(folder: str | Path) -> int:
@@ -83,7 +85,9 @@ def restore(model: keras.Model, folder: str | Path) -> int:
     With the plan and the number of ranks that it was saved under, every rank continues with exactly its own residuals.
     Otherwise they are dealt out anew so that what they owe to the weights is conserved: their sum over the ranks for op
     "sum", their sum divided by the number of ranks for op "average". Velocities are treated as residuals are; where the plan
-    has no momentum they rest until one has.
+    has no momentum they rest until one has. Sums of gradients that are being accumulated are dealt out likewise.
+
+    Keras's own training step is traced again if there was one; a `tf.function` of your own must be made again.
 
     **Ranks:** all; each must see the files of the ranks that it inherits from (its own number, and that plus multiples of
     the number of ranks). Without a checkpoint in `folder`, nothing is loaded and 0 is returned.
@@ -107,8 +111,8 @@ def restore(model: keras.Model, folder: str | Path) -> int:
     exchanger = exchanger_of(model)
     records = [_read_owed(path, rank) for path, rank in zip(mine, range(here.rank, ranks, here.topology.size), strict=True)]
     known = {variable.path for variable in model.trainable_variables}
-    kept = {Piece.of(name).path for owed, velocity, _ in records for name in (*owed, *velocity)}
-    kept |= {path for *_, lefts in records for left in lefts for path in left.variables}
+    kept = {path for record in records for path in (*record.owed, *record.velocity, *record.sums)}
+    kept |= {path for record in records for left in record.lefts for path in left.variables}
     unknown = sorted(kept - known)
     if unknown:
         raise PlanError(f"The checkpoint in {folder} owes gradient to {unknown[0]!r}, which this model does not have (it has "
@@ -116,23 +120,40 @@ def restore(model: keras.Model, folder: str | Path) -> int:
     same = ranks == here.topology.size
     factor = 1.0 if exchanger.operation == "sum" else here.topology.size / ranks
     exchanger.exchanges = {}
-    exchanger.left = records[0][2] if same else []
-    exchanger.owed = sum_owed([owed if same else sum_owed([owed, *(owed_of(left.plan, left.residuals, left.rank) for left in lefts)])
-                               for owed, _, lefts in records], factor)
-    exchanger.velocity = sum_owed(
-        [velocity if same else sum_owed([velocity, *(velocity_of(left.plan, left.velocities, left.rank) for left in lefts)])
-         for _, velocity, lefts in records], factor)
+    exchanger.left = records[0].lefts if same else []
+    exchanger.owed = sum_owed([record.owed for record in records], factor)
+    exchanger.velocity = sum_owed([record.velocity for record in records], factor)
+    for left in [] if same else [left for record in records for left in record.lefts]:
+        exchanger.owed = sum_owed([exchanger.owed, sum_owed([owed_of(left.plan, left.residuals, left.rank)], factor)])
+        exchanger.velocity = sum_owed([exchanger.velocity, sum_owed([owed_of(left.plan, left.velocities, left.rank)], factor)])
+    sums = sum_owed([record.sums for record in records], factor)
+    for path, variable in accumulated(model).items():
+        variable.assign(np.reshape(sums[path], variable.shape) if path in sums else np.zeros(variable.shape))
+    if model.train_function is not None:
+        model.make_train_function(force=True)  # the one there is uses the residuals of before
     return epoch + 1
+
+
+class Record(NamedTuple):
+    """What one rank keeps beside the model."""
+
+    owed: Owed
+    velocity: Owed
+    sums: Owed  # gradients that are being accumulated
+    lefts: list[Left]
 
 
 def _owed_name(epoch: int, rank: int) -> str:
     return f"owed-{epoch:04d}-rank-{rank:04d}.npz"
 
 
-def _write_owed(exchanger: Exchanger, path: Path) -> None:
+def _write_owed(model: keras.Model, path: Path) -> None:
+    exchanger = exchanger_of(model)
+    sums = {name: np.ravel(variable.numpy()) for name, variable in accumulated(model).items()}
     arrays: dict[str, np.ndarray] = {}
-    index: dict[str, Any] = {"owed": sorted(exchanger.owed), "velocity": sorted(exchanger.velocity), "plans": []}
-    for kind, kept in (("owed", exchanger.owed), ("velocity", exchanger.velocity)):
+    index: dict[str, Any] = {"plans": []}
+    for kind, kept in (("owed", exchanger.owed), ("velocity", exchanger.velocity), ("sums", sums)):
+        index[kind] = sorted(kept)
         arrays |= {f"{kind}{number}": kept[name] for number, name in enumerate(index[kind])}
     for left in exchanger.all_left():
         index["plans"].append({"plan": left.plan.to_json(), "steps": left.steps, "rank": left.rank, "buckets": list(left.residuals),
@@ -147,14 +168,14 @@ def _write_owed(exchanger: Exchanger, path: Path) -> None:
     part.rename(path)
 
 
-def _read_owed(path: Path, rank: int) -> tuple[Owed, Owed, list[Left]]:
+def _read_owed(path: Path, rank: int) -> Record:
     with np.load(path) as stored:
         index = json.loads(str(stored["index"]))
-        owed, velocity = ({name: stored[f"{kind}{number}"] for number, name in enumerate(index[kind])} for kind in ("owed", "velocity"))
+        kept = [{name: stored[f"{kind}{number}"] for number, name in enumerate(index[kind])} for kind in ("owed", "velocity", "sums")]
         lefts = [
             Left(Plan.from_json(row["plan"]), row["steps"], rank,
                  {name: stored[f"plan{number}/{i}"] for i, name in enumerate(row["buckets"])},
                  {name: stored[f"plan{number}/{i}"] for i, name in enumerate(row["moving"], len(row["buckets"]))})
             for number, row in enumerate(index["plans"])
         ]
-    return owed, velocity, lefts
+    return Record(*kept, lefts)

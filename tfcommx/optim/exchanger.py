@@ -12,7 +12,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from tfcommx.comm import Comm
 from tfcommx.schedule import planner
-from tfcommx.schedule.run import Exchange, Owed, owed_of, velocity_of
+from tfcommx.schedule.run import Exchange, Owed, owed_of
 from tfcommx.terms import Piece, Plan, PlanError, Scheme
 
 
@@ -33,16 +33,16 @@ class Left(NamedTuple):
 class Exchanger:
     """The exchange of one optimizer's gradients, for every set of variables that it is called with."""
 
-    def __init__(self, comm: Comm, schemes: Mapping[str, Scheme], operation: str, plan: Plan | None = None,
+    def __init__(self, comm: Comm, schemes: Scheme | Mapping[str, Scheme], operation: str, plan: Plan | None = None,
                  own_momentum: float = 0.0, **options: Any) -> None:
         """`own_momentum` is the wrapped optimizer's; `options` are more arguments of `planner.make_plan`."""
         self.comm, self.own_momentum = comm, own_momentum
-        self._check(schemes)
+        self.check(schemes)
         if own_momentum and plan is not None and any(bucket.momentum for bucket in plan.buckets):
             raise PlanError(_twice(own_momentum))
         if plan is not None and plan.topology != comm.topology:
             raise PlanError(f"The plan is for {plan.topology}. Received a launch of {comm.topology}. Make it for this cluster.")
-        self.schemes, self.operation, self.given, self.options = dict(schemes), operation, plan, options
+        self.schemes, self.operation, self.given, self.options = by_pattern(schemes), operation, plan, options
         Plan((), comm.topology, operation, options.get("update", "all"), options.get("broadcast_every", 0))  # refuse bad ones now
         self.exchanges: dict[tuple[str, ...], Exchange] = {}
         self.owed: Owed = {}  # of plans that were left, until the next plan takes it over
@@ -51,6 +51,7 @@ class Exchanger:
         self.loss_scale = "none"  # of an outer LossScaleOptimizer: none, local (its own decision) or agreed
         self._dense_bytes = 0.0  # of plans that were left
         self._variables: list[keras.Variable] = []
+        self._finite_scope = ""
 
     @tf.autograph.experimental.do_not_convert
     def begin(self, variables: Sequence[keras.Variable]) -> None:
@@ -70,10 +71,14 @@ class Exchanger:
     def exchange(self, grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Return the gradients averaged (or summed) over the ranks, bit-identical on all. **Ranks:** all."""
         variables = self._variables
+        odd = [variable for variable in variables if not isinstance(variable, keras.Variable)]
+        if odd:
+            raise PlanError(f"keras.Variable is required, as layers have them. Received a {type(odd[0]).__name__} ({odd[0].name!r}).")
         paths = [variable.path for variable in variables]
         if len(set(paths)) < len(paths):
             twice = next(path for path in paths if paths.count(path) > 1)
             raise PlanError(f"Variable paths must be unique. Received {twice!r} twice. Give the layers different names.")
+        grads = [tf.ensure_shape(grad, variable.shape) for grad, variable in zip(grads, variables, strict=True)]
         result = self._exchange_for(variables)(dict(zip(paths, grads, strict=True)))
         return [result[path] for path in paths]
 
@@ -98,7 +103,9 @@ class Exchanger:
         if self.comm.topology.size == 1:
             return finite
         bad = tf.reshape(tf.cast(tf.logical_not(finite), tf.float32), [1])
-        return tf.equal(self.comm.allreduce(bad, "world", "tfcommx/finite")[0], 0)
+        self._finite_scope = self._finite_scope or self.comm.own_scope()
+        with tf.name_scope(self._finite_scope):
+            return tf.equal(self.comm.allreduce(bad, "world", "finite")[0], 0)
 
     def switch(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
         """Exchange by other schemes from now on; what was not sent yet is sent under the new ones.
@@ -108,11 +115,16 @@ class Exchanger:
         Functions that were traced before must be traced again (the callback SwitchScheme does it).
         **Ranks:** all, between the same two steps. **Raises:** PlanError for a scheme that cannot be carried out.
         """
-        schemes = dict(schemes) if isinstance(schemes, Mapping) else {"*": schemes}
-        self._check(schemes)
-        self.owed, self.velocity = self.all_owed(), self.all_velocity()
+        self.check(schemes)
+        for left in self._running():
+            self._unpack(left)
         self._dense_bytes += sum(exchange.dense_bytes_between_nodes() for exchange in self.exchanges.values())
-        self.schemes, self.given, self.exchanges, self.left = schemes, None, {}, []
+        self.schemes, self.given, self.exchanges = by_pattern(schemes), None, {}
+
+    def _unpack(self, left: Left) -> None:
+        """Keep the state of a plan that is not used any more until others take it over."""
+        self.owed = sum_owed([self.owed, owed_of(left.plan, left.residuals, left.rank)])
+        self.velocity = sum_owed([self.velocity, owed_of(left.plan, left.velocities, left.rank)])
 
     def all_owed(self) -> Owed:
         """Return what this rank has not sent yet, over all plans."""
@@ -120,25 +132,31 @@ class Exchanger:
 
     def all_velocity(self) -> Owed:
         """Return this rank's part of the velocities, over all plans."""
-        return sum_owed([self.velocity, *(velocity_of(left.plan, left.velocities, left.rank) for left in self.all_left())])
+        return sum_owed([self.velocity, *(owed_of(left.plan, left.velocities, left.rank) for left in self.all_left())])
 
     def all_left(self) -> list[Left]:
         """Return the state of every plan on this rank."""
-        running = [
+        return self._running() + self.left
+
+    def _running(self) -> list[Left]:
+        return [
             Left(exchange.plan, int(exchange.steps.numpy()), self.comm.rank,
                  {name: residual.numpy() for name, residual in exchange.residuals.items()},
                  {name: velocity.numpy() for name, velocity in exchange.velocities.items()})
             for exchange in self.exchanges.values()
         ]
-        return running + self.left
 
     def traffic(self) -> dict[str, float]:
         """Return bytes sent between nodes by this process so far, and what plain Horovod would have sent for the same steps."""
         dense = self._dense_bytes + sum(exchange.dense_bytes_between_nodes() for exchange in self.exchanges.values())
         return {"bytes_between_nodes": self.comm.traffic().between, "bytes_between_nodes_dense": dense}
 
-    def _check(self, schemes: Mapping[str, Scheme]) -> None:
-        for scheme in schemes.values():
+    def check(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
+        """Refuse schemes that cannot be carried out. **Raises:** PlanError."""
+        for pattern, scheme in by_pattern(schemes).items():
+            if not isinstance(pattern, str) or not isinstance(scheme, Scheme):
+                raise PlanError("A tfcommx.Scheme is required, or a mapping from patterns of variable paths, such as '*embedding*', to "
+                                f"Schemes. Received {scheme!r} for {pattern!r}.")
             planner.check_scheme(scheme, self.comm.topology, self.comm.has_messages)
             if scheme.momentum and self.own_momentum:
                 raise PlanError(_twice(self.own_momentum))
@@ -162,14 +180,18 @@ class Exchanger:
                     if left.plan == plan:
                         exchange.continue_from(left.steps, left.residuals, left.velocities)
                     else:  # the model or the scheme has changed since
-                        self.owed = sum_owed([self.owed, owed_of(left.plan, left.residuals, left.rank)])
-                        self.velocity = sum_owed([self.velocity, velocity_of(left.plan, left.velocities, left.rank)])
+                        self._unpack(left)
                 exchange.take_over(self.owed, self.velocity)
-                self.owed = {name: part for name, part in self.owed.items() if Piece.of(name).path not in covered}
-                moving = {name for bucket in plan.buckets if bucket.momentum for name in bucket.variables}
-                self.velocity = {name: part for name, part in self.velocity.items() if name not in moving}
+                self.owed = {path: part for path, part in self.owed.items() if path not in covered}
+                moving = {Piece.of(name).path for bucket in plan.buckets if bucket.momentum for name in bucket.variables}
+                self.velocity = {path: part for path, part in self.velocity.items() if path not in moving}
                 self.exchanges[key] = exchange
         return self.exchanges[key]
+
+
+def by_pattern(schemes: Scheme | Mapping[str, Scheme]) -> dict[str, Scheme]:
+    """Return pattern of variable paths -> Scheme; a single Scheme is for all."""
+    return dict(schemes) if isinstance(schemes, Mapping) else {"*": schemes}
 
 
 def _twice(own_momentum: float) -> str:

@@ -8,6 +8,7 @@ variables or its config. So a saved model holds the plain optimizer and loads wi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,10 @@ def DistributedOptimizer(
     **Raises:** RuntimeError before init(). PlanError for a scheme that cannot be carried out, momentum in
     both the scheme and the optimizer, or an optimizer wrapped twice.
     """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise PlanError(f"A Keras optimizer is required, such as keras.optimizers.SGD(0.1). Received {optimizer!r}.")
+    if not isinstance(plan, Plan | None):
+        raise PlanError(f"`plan` must be a tfcommx.Plan or None. Received {plan!r}.")
     if getattr(optimizer, "exchanger", None) is not None:
         raise PlanError(f"A plain optimizer is required. Received {optimizer.name!r}, which is wrapped already. Wrap it once.")
     check_name("op", op, OPERATIONS)
@@ -62,10 +67,10 @@ def DistributedOptimizer(
         inner.exchanger.loss_scale = "agreed"
         wrapped.exchanger = inner.exchanger
         return wrapped
-    schemes = dict(scheme) if isinstance(scheme, Mapping) else {"*": scheme or Scheme()}
     links = NOMINAL if links is None else links if isinstance(links, Links) else Links.read(links)
     own_momentum = getattr(optimizer, "momentum", 0.0) or getattr(optimizer, "beta_1", 0.0)
-    exchanger = Exchanger(comm.current(), schemes, op, plan, own_momentum, links=links, update=update, broadcast_every=broadcast_every)
+    exchanger = Exchanger(comm.current(), Scheme() if scheme is None else scheme, op, plan, own_momentum, links=links, update=update,
+                          broadcast_every=broadcast_every)
     wrapped = _copy(optimizer, ExchangesGradients)
     wrapped.exchanger = exchanger
     return wrapped
@@ -86,6 +91,13 @@ class ExchangesGradients:
         self.exchanger.begin(trainable_variables)
         # Sparse gradients of embeddings become dense here: the accumulators and the exchange want one form.
         super()._backend_apply_gradients([tf.convert_to_tensor(grad) for grad in grads], trainable_variables)
+
+    def _overwrite_variables_directly_with_gradients(self, grads: list[tf.Tensor], trainable_variables: list[keras.Variable]) -> Any:
+        odd = [variable.path for variable in trainable_variables if getattr(variable, "overwrite_with_gradient", False)]
+        if odd and self.exchanger.comm.topology.size > 1:
+            raise PlanError(f"Variables that Keras overwrites with their gradients, as float8 training has them, are not exchanged: ranks "
+                            f"would differ. Received {odd[0]!r}. Train without float8.")
+        return super()._overwrite_variables_directly_with_gradients(grads, trainable_variables)
 
     def _clip_gradients(self, grads: list[tf.Tensor]) -> list[tf.Tensor]:
         return super()._clip_gradients(self.exchanger.exchange(grads))
@@ -115,16 +127,32 @@ def agree_on_loss_scale(optimizer: keras.optimizers.LossScaleOptimizer) -> None:
     optimizer.exchanger.loss_scale = "agreed"
 
 
+@functools.cache
 def _subclass(base: type, mixin: type) -> type:
     """A subclass that Keras saves under its base's name."""
-    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})
+    made = type(base.__name__, (mixin, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})
+    package, _, name = keras.saving.get_registered_name(base).rpartition(">")
+    if package:
+        for cls in (made, base):  # the last one is what the name loads
+            keras.saving.register_keras_serializable(package, name)(cls)
+    return made
 
 
 def _copy(optimizer: keras.optimizers.Optimizer, mixin: type, **changed: Any) -> keras.optimizers.Optimizer:
     """Make the same optimizer, state included, as an instance of the subclass."""
     cls = _subclass(type(optimizer), mixin)
-    config = optimizer.get_config() | changed
-    copy = cls(**config) if changed else cls.from_config(config)
+    rate = None if changed else optimizer._learning_rate
+    try:
+        if callable(rate):  # a schedule or a function goes over as it is: Keras need not know how to write it down
+            optimizer._learning_rate = None
+        config = optimizer.get_config() | changed | ({"learning_rate": rate} if callable(rate) else {})
+        copy = cls(**config) if changed else cls.from_config(config)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise PlanError(f"The optimizer {optimizer.name!r} ({type(optimizer).__name__}) is wrapped by a copy made from its get_config(), "
+                        f"which failed: {error} Let get_config() return all arguments of its constructor.") from error
+    finally:
+        if callable(rate):
+            optimizer._learning_rate = rate
     for name in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):  # Keras keeps them out of the config
         if hasattr(optimizer, name):
             setattr(copy, name, getattr(optimizer, name))

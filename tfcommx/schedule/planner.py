@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import itertools
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tfcommx import exchange, selection
 from tfcommx.schedule import merge
-from tfcommx.terms import LARGEST, NOMINAL, Bucket, Links, Piece, Plan, PlanError, Scheme, Topology, check_name
+from tfcommx.terms import LARGEST, MPI_LAUNCH, NOMINAL, Bucket, Links, Piece, Plan, PlanError, Scheme, Topology, check_name
 
+log = logging.getLogger("tfcommx")
 DENSE_DTYPES = ("float16", "float32", "float64")  # what the engine reduces; others travel as float32
 
 
@@ -47,8 +49,8 @@ def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> N
         if row.levels == 2:
             topology.require_even(f"the two-level route {name!r}")
         if row.messages and not messages:
-            raise PlanError(f"The route {name!r} sends messages between two ranks, which needs an MPI launch: horovodrun --mpi ... "
-                            "(or mpirun). Received a Gloo launch. Launch with MPI, or use allreduce, torus or asa.")
+            raise PlanError(f"The route {name!r} sends messages between two ranks, which needs an MPI launch: {MPI_LAUNCH}. "
+                            "Received a Gloo launch. Launch with MPI, or use allreduce, torus or asa.")
     exchange.wire_of(scheme, scheme.route)
 
 
@@ -72,8 +74,11 @@ def make_plan(gradients: Sequence[Gradient], schemes: Mapping[str, Scheme], topo
 
     **Raises:** PlanError for what cannot be carried out, naming the scheme, variable or hosts.
     """
-    for scheme in schemes.values():
+    for pattern, scheme in schemes.items():
         check_scheme(scheme, topology)
+        if pattern != "*" and gradients and not any(fnmatch.fnmatchcase(gradient.path, pattern) for gradient in gradients):
+            log.warning("The pattern %r matches none of the %d variables with gradients, such as %r. Patterns are of whole paths: "
+                        "'*embedding*'.", pattern, len(gradients), gradients[0].path)
     streams: dict[tuple[Scheme, str, str], list[tuple[int, Gradient]]] = {}
     for order, gradient in enumerate(reversed(gradients)):
         scheme = _scheme_of(gradient.path, schemes)

@@ -30,24 +30,27 @@ def agree(plan: Plan, comm: Comm) -> None:
                             "Build the same model and scheme on every rank.")
 
 
-def owed_of(plan: Plan, residuals: Mapping[str, np.ndarray], rank: int) -> Owed:
-    """Return the residuals that `rank` keeps under a plan (bucket name -> float32 [its shard]) by variable, without zeros."""
+def owed_of(plan: Plan, kept: Mapping[str, np.ndarray], rank: int) -> Owed:
+    """Return `rank`'s part of the residuals, or velocities, that it keeps under a plan, by variable, without zeros.
+
+    Args:
+        kept: bucket name -> float32 [its shard]; of a dense bucket every rank keeps the sum over the ranks.
+    """
     found: Owed = {}
+    pieces = [Piece.of(name) for bucket in plan.buckets for name in bucket.variables]
     for bucket in plan.buckets:
-        if bucket.name in residuals:
+        if bucket.name in kept:
             start, stop = exchange.route(bucket.route).shard(bucket, plan.topology, rank)
             whole = np.zeros(bucket.padded, np.float32)
-            whole[start:stop] = residuals[bucket.name]
+            whole[start:stop] = kept[bucket.name] / np.float32(1 if bucket.k is not None else plan.topology.size)
             parts = np.split(whole, np.cumsum(bucket.sizes))  # what follows the last cut is padding, always zero
-            found |= {path: part for path, part in zip(bucket.variables, parts, strict=False) if part.any()}
+            for piece, part in zip(map(Piece.of, bucket.variables), parts, strict=False):
+                if piece.stop is None or not part.any():
+                    found |= {piece.path: part} if part.any() else {}
+                    continue
+                length = max(other.stop for other in pieces if other.path == piece.path)
+                found.setdefault(piece.path, np.zeros(length, np.float32))[piece.start:piece.stop] = part
     return found
-
-
-def velocity_of(plan: Plan, velocities: Mapping[str, np.ndarray], rank: int) -> Owed:
-    """Return `rank`'s part of the sum of velocities over the ranks, by variable: of a dense bucket each rank holds all of it."""
-    parts = {bucket.name: velocities[bucket.name] / np.float32(1 if bucket.k is not None else plan.topology.size)
-             for bucket in plan.buckets if bucket.name in velocities}
-    return owed_of(plan, parts, rank)
 
 
 class Exchange:
@@ -57,7 +60,7 @@ class Exchange:
         agree(plan, comm)
         if any(exchange.row(name).messages for bucket in plan.buckets for name in (bucket.route, bucket.peer_route)):
             comm.open_post()
-        self.plan, self.comm = plan, comm
+        self.plan, self.comm, self._scope = plan, comm, comm.own_scope()
         self.steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/steps")
         self.residuals: dict[str, tf.Variable] = {}
         self.velocities: dict[str, tf.Variable] = {}  # of buckets with momentum
@@ -82,6 +85,10 @@ class Exchange:
         **Ranks:** all, with the same plan; in traced code, or eagerly in the same order.
         **Cost:** per bucket one copy into and one out of the flat vector, and the route.
         """
+        with tf.name_scope(self._scope):
+            return self._carry_out(gradients)
+
+    def _carry_out(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         step = self.steps.assign_add(1)
         whole, gradients = gradients, self._clip(_cut(gradients, self.plan))
         result: dict[str, tf.Tensor] = {}
@@ -92,10 +99,11 @@ class Exchange:
                 sums = exchange.route(bucket.route).run_list(cast, bucket, self.comm, self.plan.operation == "average")
                 result |= {path: tf.cast(total, part.dtype) for path, total, part in zip(bucket.variables, sums, parts, strict=True)}
                 continue
-            flat = self._flush(bucket, _flatten(parts, bucket))
+            flat = _flatten(parts, bucket)
             flat = exchange.route(bucket.route).run(flat, bucket, self.comm, self._selector(bucket, index, step))
             if bucket.momentum and bucket.k is None:
                 flat = self._move(bucket, flat)
+            flat = self._flush(bucket, flat)
             if self.plan.operation == "average" and self.plan.topology.size > 1:
                 flat = flat * tf.constant(1 / self.plan.topology.size, flat.dtype)
             result |= zip(bucket.variables, _unflatten(flat, parts, bucket), strict=True)
@@ -129,10 +137,11 @@ class Exchange:
         **Source:** Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016), Algorithms 2 and 3.
         """
         every = 1 if self.plan.update == "root" else self.plan.broadcast_every
-        if every == 1:
-            self._broadcast(weights)
-        elif every:
-            tf.cond(self.steps % every == 0, lambda: self._broadcast(weights), lambda: None)
+        with tf.name_scope(self._scope):
+            if every == 1:
+                self._broadcast(weights)
+            elif every:
+                tf.cond(self.steps % every == 0, lambda: self._broadcast(weights), lambda: None)
 
     def _broadcast(self, weights: Mapping[str, tf.Variable]) -> None:
         whole = {path: tf.convert_to_tensor(variable) for path, variable in weights.items()}
@@ -157,7 +166,7 @@ class Exchange:
         """Add what ranks owed, and their velocities, under another plan, so that the sums over the ranks are conserved.
 
         On a sparse route it goes into the residual (the velocity) of the rank that selects from its place; on a dense one
-        what is owed is sent with the next gradient, and every rank gets the sum of the velocities.
+        every rank gets the sum of what is owed, to add it to the next gradients' sum, and the sum of the velocities.
         **Ranks:** all, outside of traced code.
         """
         for bucket, mine in self._shares(owed, self.plan.buckets, "take_over"):
@@ -165,14 +174,13 @@ class Exchange:
             self.residuals[bucket.name].assign_add(mine)
         moving = [bucket for bucket in self.plan.buckets if bucket.momentum]
         for bucket, mine in self._shares(velocity or {}, moving, "take_over_velocity"):
-            if bucket.k is None:
-                mine = self.comm.allreduce(mine, "world", f"{bucket.name}/take_over_velocity_sum")
             self.velocities[bucket.name].assign_add(mine)
 
     def _shares(self, owed: Owed, buckets: Sequence[Bucket], what: str) -> Iterator[tuple[Bucket, tf.Tensor]]:
         """Yield the buckets of which any rank owes something, with this rank's shard of it."""
         for bucket in buckets:
-            parts = [owed.get(path, np.zeros(size, np.float32)) for path, size in zip(bucket.variables, bucket.sizes, strict=True)]
+            parts = [owed[piece.path][piece.start:piece.stop] if piece.path in owed else np.zeros(size, np.float32)
+                     for piece, size in zip(map(Piece.of, bucket.variables), bucket.sizes, strict=True)]
             whole = np.concatenate([*parts, np.zeros(bucket.padding, np.float32)])
             if not any(self.comm.gather_objects(bool(whole.any()))):
                 continue
@@ -180,6 +188,8 @@ class Exchange:
             mine = tf.constant(whole)
             if stop - start < bucket.padded:  # my part of what the ranks of my node owe
                 mine = self.comm.reduce_scatter(mine, "node", f"{bucket.name}/{what}")
+            if bucket.k is None:
+                mine = self.comm.allreduce(mine, "world", f"{bucket.name}/{what}_sum")
             yield bucket, mine
 
     def continue_from(self, steps: int, residuals: Mapping[str, np.ndarray], velocities: Mapping[str, np.ndarray]) -> None:
@@ -196,6 +206,8 @@ class Exchange:
         if bucket.name not in self.residuals:
             self._make_residual(bucket)
             self.pending[bucket.name] = tf.Variable(True, trainable=False)
+        if bucket.name in self.pending:
+            self.pending[bucket.name].assign(True)
 
     def _make_residual(self, bucket: Bucket) -> None:
         self.residuals[bucket.name] = self._state(bucket, "residual")
@@ -226,7 +238,7 @@ class Exchange:
         if bucket.k is None:
             return None
         rule, kept, velocity = selection.rule(bucket.selection), self.residuals[bucket.name], self.velocities.get(bucket.name)
-        place = (bucket.seed * len(self.plan.buckets) + index) * self.plan.topology.size + self.comm.rank
+        place = ((bucket.seed * len(self.plan.buckets) + index) * self.plan.topology.size + self.comm.rank) % 2**63
         seed = step * 2**20 + place  # each step, bucket and rank draws its own numbers
 
         def select(part: tf.Tensor) -> Sparse:
@@ -238,17 +250,23 @@ class Exchange:
         return select
 
     def _flush(self, bucket: Bucket, flat: tf.Tensor) -> tf.Tensor:
-        """On a dense route: add what a sparse one left, once."""
+        """On a dense route: add what sparse ones left, after momentum, which it has had; what its dtype cannot carry stays.
+
+        Equal on all ranks, as the sum that it is added to.
+        """
         if bucket.name not in self.pending:
             return flat
         kept, pending = self.residuals[bucket.name], self.pending[bucket.name]
 
         def add() -> tf.Tensor:
-            whole = flat + tf.cast(kept.value(), flat.dtype)
-            with tf.control_dependencies([whole]):
-                kept.assign(tf.zeros_like(kept))
-                pending.assign(False)
-            return tf.identity(whole)
+            owed, wide = kept.value(), tf.float64 if flat.dtype == tf.float64 else tf.float32
+            whole = tf.cast(flat, wide) + tf.cast(owed, wide)
+            sent = tf.cast(whole, flat.dtype)
+            left = tf.where(tf.math.is_finite(sent), tf.cast(whole - tf.cast(sent, wide), tf.float32), owed)
+            with tf.control_dependencies([left]):
+                kept.assign(left)
+                pending.assign(tf.reduce_any(left != 0))
+            return tf.identity(sent)
 
         return tf.cond(pending, add, lambda: tf.identity(flat))
 

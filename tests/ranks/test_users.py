@@ -1,0 +1,199 @@
+"""What users do that once went wrong without a word, on as many processes as launched this."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from test_optimizer import SPARSE, compiled, fit, model, weights
+
+import tfcommx as cx
+from tfcommx import callbacks
+from tfcommx.comm import Comm
+from tfcommx.optim import checkpoint
+
+
+@pytest.fixture
+def folder(comm: Comm, tmp_path: Path) -> Path:
+    """One that all ranks see."""
+    return Path(comm.gather_objects(str(tmp_path))[0])
+
+
+def test_a_checkpoint_leaves_the_users_files_alone(comm: Comm, folder: Path) -> None:
+    net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.05), SPARSE))
+    fit(net, comm, epochs=1)
+    if comm.rank == 0:
+        (folder / "run-0001").mkdir()
+        for name in ("notes-2025.txt", "model-best-20251104.keras", "model-0000.keras.bak", f"owed-0000-rank-{comm.topology.size:04d}.npz"):
+            (folder / name).write_text("")
+    comm.gather_objects("written")
+    for epoch in (0, 1):
+        checkpoint.save(net, folder, epoch)
+    comm.gather_objects("saved")
+    assert sorted(path.name for path in folder.iterdir() if "owed" not in path.name) == [
+        "checkpoint.json", "model-0000.keras.bak", "model-0001.keras", "model-best-20251104.keras", "notes-2025.txt", "run-0001"]
+    owed = [f"owed-0001-rank-{rank:04d}.npz" for rank in range(comm.topology.size)]  # none of epoch 0, nor of a larger run
+    assert sorted(path.name for path in folder.glob("owed-*")) == owed
+
+
+def test_a_roll_back_in_a_running_model_forgets_its_residuals(comm: Comm, folder: Path) -> None:
+    def wrapped() -> keras.Model:
+        return compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.05), SPARSE))
+
+    rolled, fresh = wrapped(), wrapped()
+    fit(rolled, comm, epochs=1)
+    checkpoint.save(rolled, folder, 0)
+    fit(rolled, comm, epochs=2, initial_epoch=1)
+    for net in (rolled, fresh):
+        assert checkpoint.restore(net, folder) == 1
+        fit(net, comm, epochs=2, initial_epoch=1)
+        assert net.optimizer.exchanger.exchanges and not net.optimizer.exchanger.left
+    for one, other in zip(weights(rolled), weights(fresh), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def one_weight(optimizer: keras.optimizers.Optimizer) -> keras.Model:
+    weight = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", name="weight")
+    net = keras.Sequential([keras.layers.Input((1,)), weight], name="one")
+    net.compile(cx.DistributedOptimizer(optimizer, op="sum"), loss=lambda _, out: tf.reduce_mean(out), jit_compile=False)
+    return net
+
+
+def test_sums_that_each_rank_accumulates_stay_its_own(comm: Comm, folder: Path) -> None:
+    """Two `fit`s of one step, saved and restored between them: the step is taken with the gradients of all ranks and both."""
+    ranks = comm.topology.size
+    net, again = (one_weight(keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)) for _ in range(2))
+
+    def take(step_of: keras.Model, slope: float) -> None:
+        step_of.fit(np.full((2, 1), slope * 10.0**comm.rank, np.float32), np.zeros((2, 1)), batch_size=2, verbose=0,
+                    callbacks=[callbacks.BroadcastState()])
+
+    take(net, 1)
+    checkpoint.save(net, folder, 0)
+    take(net, 3)
+    checkpoint.restore(again, folder)
+    take(again, 3)
+    wanted = -sum(10.0**rank * (1 + 3) / 2 for rank in range(ranks))
+    np.testing.assert_allclose([weights(net)[0].item(), weights(again)[0].item()], wanted)
+
+
+def test_a_run_that_begins_late_begins_with_what_earlier_epochs_set(comm: Comm) -> None:
+    net, resolution = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.05), SPARSE)), tf.Variable(4)
+    switch = callbacks.SwitchScheme({1: cx.Scheme("allgather", "exact", 0.5), 2: cx.Scheme("torus"), 9: SPARSE}, {2: 8, 9: 16}, resolution)
+    net.optimizer.build(net.trainable_variables)
+    net.optimizer.iterations.assign(100)
+    rates: list[float] = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            rates.append(float(net.optimizer.learning_rate))
+
+    fit(net, comm, epochs=4, extra=(switch, callbacks.WarmUp(0.4, 4, 0.0), Watch()), initial_epoch=3)
+    assert resolution.numpy() == 8 and net.optimizer.exchanger.schemes == {"*": cx.Scheme("torus")}
+    np.testing.assert_allclose(rates, 0.05)  # the warm-up was over
+
+
+def test_ranks_that_would_wait_for_each_other_are_told(comm: Comm) -> None:
+    if comm.topology.size == 1:
+        return
+    x, y = np.zeros((24, 12), np.float32), np.zeros(24, np.int32)
+    net, rows = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1))), 24 if comm.rank == 0 else 16
+    with pytest.raises(cx.PlanError, match=r"same number of steps.*\[3, 2"):
+        net.fit(x[:rows], y[:rows], batch_size=8, verbose=0, callbacks=[callbacks.BroadcastState()])
+    kind = keras.optimizers.SGD if comm.rank == 0 else keras.optimizers.Adam
+    net = compiled(cx.DistributedOptimizer(kind(0.1)))
+    with pytest.raises(cx.PlanError, match=r"same variables on every rank.*rank"):
+        net.fit(x, y, batch_size=8, verbose=0, callbacks=[callbacks.BroadcastState()])
+
+
+def test_an_optimizer_that_one_rank_alone_makes(comm: Comm) -> None:
+    """Keras numbers optimizers, and their numbers are in the names of operations, by which Horovod knows tensors."""
+    if comm.rank == 0:
+        keras.optimizers.SGD()
+    fit(compiled(cx.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), SPARSE)), comm, epochs=1)
+
+
+def test_metrics_of_one_rank_alone(comm: Comm) -> None:
+    logs = {"loss": float(comm.rank), **({"val_loss": 5.0} if comm.rank == 0 else {})}
+    callbacks.AverageMetrics().on_epoch_end(0, logs)
+    assert logs == {"loss": (comm.topology.size - 1) / 2, **({"val_loss": 5.0} if comm.rank == 0 else {})}
+
+
+def test_unsigned_state_is_broadcast(comm: Comm) -> None:
+    class Counts(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.count = self.add_weight(shape=(2,), dtype="uint32", trainable=False, initializer="zeros", name="count")
+
+        def call(self, inputs: tf.Tensor) -> tf.Tensor:
+            return inputs
+
+    net = keras.Sequential([keras.layers.Input((12,)), counts := Counts(), keras.layers.Dense(3)])
+    net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse", jit_compile=False)
+    counts.count.assign([7 + comm.rank, 2**32 - 1])
+    net.fit(np.zeros((2, 12)), np.zeros((2, 3)), verbose=0, callbacks=[callbacks.BroadcastState()])
+    assert counts.count.numpy().tolist() == [7, 2**32 - 1]
+
+
+class Steps(keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step: tf.Tensor) -> tf.Tensor:
+        return 0.1 / (1.0 + tf.cast(step, tf.float32))
+
+
+@keras.saving.register_keras_serializable("tests")
+class Registered(keras.optimizers.SGD):
+    pass
+
+
+class Forgetful(keras.optimizers.SGD):
+    def __init__(self, needed: int, **more: Any) -> None:
+        super().__init__(**more)
+
+
+def test_optimizers_that_keras_cannot_write_down(comm: Comm, tmp_path: Path) -> None:
+    for rate in (Steps(), lambda: 0.1):
+        net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(rate)))
+        fit(net, comm, epochs=1)
+        assert net.optimizer._learning_rate is rate
+    with pytest.raises(cx.PlanError, match=r"Forgetful.*get_config"):
+        cx.DistributedOptimizer(Forgetful(1, learning_rate=0.1))
+    net = compiled(cx.DistributedOptimizer(Registered(0.1)))
+    net.save(tmp_path / "model.keras")
+    assert type(keras.models.load_model(tmp_path / "model.keras").optimizer) is Registered
+
+
+def test_a_pattern_that_matches_nothing_is_said(comm: Comm, caplog: pytest.LogCaptureFixture) -> None:
+    net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1), {"hidden*": SPARSE, "*out*": SPARSE, "*": cx.Scheme()}))
+    with caplog.at_level(logging.WARNING, "tfcommx"):
+        fit(net, comm, epochs=1)
+    assert [record.args[0] for record in caplog.records] == ["hidden*"]
+
+
+@pytest.mark.parametrize(("optimizer", "options"), [
+    ("sgd", {}), (keras.optimizers.SGD, {}), (None, {}), (keras.Sequential(), {}), ("good", {"scheme": "torus"}),
+    ("good", {"scheme": {"*": "torus"}}), ("good", {"scheme": {0: cx.Scheme()}}), ("good", {"plan": "x"}),
+])
+def test_wrong_arguments_are_refused_in_words(comm: Comm, optimizer: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(cx.PlanError, match="Received"):
+        cx.DistributedOptimizer(keras.optimizers.SGD(0.1) if optimizer == "good" else optimizer, **options)
+
+
+def test_float8_state_is_refused(comm: Comm) -> None:
+    net = model()
+    net.trainable_variables[0].overwrite_with_gradient = True
+    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    if comm.topology.size > 1:
+        with pytest.raises(cx.PlanError, match="overwrites with their gradients"):
+            optimizer.apply([tf.ones(variable.shape) for variable in net.trainable_variables], net.trainable_variables)
+
+
+def test_a_sum_that_float16_cannot_hold_stays_finite(comm: Comm) -> None:
+    net = one_weight(keras.optimizers.SGD(1e-6))
+    net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(1e-6), cx.Scheme("asa", wire="float16"), op="sum"), loss="mse",
+                jit_compile=False)
+    net.optimizer.apply([tf.constant([[4e4]])], net.trainable_variables)
+    assert -0.07 < weights(net)[0].item() < 0
