@@ -10,24 +10,32 @@ from pathlib import Path
 
 import numpy as np
 
+from tfcommx import native
 from tfcommx.data.source import SampleError, key_of
 from tfcommx.terms import PlanError
 
 _FRAME = struct.Struct("<QI")  # length of the record, its masked CRC; then the record, then the masked CRC of the record
 
 
+def _masked_crc(data: bytes) -> int:
+    crc = native.crc32c(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
 def scan(path: str | os.PathLike) -> np.ndarray:
     """Return int64 [n, 2]: byte offset and length of every record of a TFRecord file.
 
-    **Cost:** one read of 12 bytes per record.
-    **Raises:** SampleError where the file ends inside a record, or is no TFRecord file.
+    **Cost:** one read of 12 bytes per record, and their CRC.
+    **Raises:** SampleError where the CRC of a length does not hold, where the file ends inside a record, or is no TFRecord file.
     """
     rows, at = [], 0
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         while at < size:
             frame = os.pread(file.fileno(), _FRAME.size, at)
-            length = _FRAME.unpack(frame)[0] if len(frame) == _FRAME.size else size
+            length, crc = _FRAME.unpack(frame) if len(frame) == _FRAME.size else (size, None)
+            if crc is not None and crc != _masked_crc(frame[:8]):
+                raise SampleError(f"{path} has a damaged length at byte {at}: it is damaged or no uncompressed TFRecord file")
             end = at + _FRAME.size + length + 4
             if end > size:
                 raise SampleError(f"{path} ends inside the record at byte {at}: it is cut off or no uncompressed TFRecord file")
@@ -43,9 +51,9 @@ class TFRecords:
       files: in the order that numbers the samples.
       image, label: the features' names; the defaults are ImageNet's.
       first_label: what the files call class 0; ImageNet's files count from 1.
-      classes: names of the labels.
-      skip: files that are cut off are left out, and listed in `broken`; else they are an error.
-    The key is made of the files' names, sizes and times of change.
+      classes: names of the labels; where they are known, a record with another label is a SampleError when it is read.
+      skip: files that are cut off or have a damaged length are left out, and listed in `broken`; else they are an error.
+    The key is made of the files' names, sizes and times of change. Every record is checked against its CRC when it is read.
     **Cost:** a scan over all records' frames, 16 files at a time, when it is made.
     **Raises:** SampleError for a broken file, without `skip`; PlanError where there is no record.
     """
@@ -105,9 +113,11 @@ class TFRecords:
 
         start, length = self._rows[sample].tolist()
         with open(self._find(sample)[0], "rb", buffering=0) as file:
-            data = os.pread(file.fileno(), length, start)
-        if len(data) != length:
+            data, crc = os.pread(file.fileno(), length, start), os.pread(file.fileno(), 4, start + length)
+        if len(data) != length or len(crc) != 4:
             raise SampleError(f"{len(data)} of {length} bytes are left of the record")
+        if int.from_bytes(crc, "little") != _masked_crc(data):
+            raise SampleError("the record is damaged: its CRC does not hold")
         try:
             features = tf.train.Example.FromString(data).features.feature
         except Exception as error:  # protobuf's own class differs between its implementations
@@ -118,7 +128,12 @@ class TFRecords:
                 f"one image {self.image!r} and one label {self.label!r} are required, the record has the "
                 f"features {sorted(features)}"
             )
-        return image[0], label[0] - self.first_label
+        number = label[0] - self.first_label
+        if self.classes and not 0 <= number < len(self.classes):
+            raise SampleError(
+                f"a label in [{self.first_label}, {self.first_label + len(self.classes)}) is required, the record has {label[0]}"
+            )
+        return image[0], number
 
     def where(self, sample: int) -> str:
         file, record = self._find(sample)
