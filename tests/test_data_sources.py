@@ -2,8 +2,12 @@
 
 import os
 
+import numpy as np
 import pytest
 
+from tfcommx.data.arrays import Arrays
+from tfcommx.data.augment import Phase
+from tfcommx.data.cache import DataCache, Options
 from tfcommx.data.folder import Folder
 from tfcommx.terms import PlanError
 
@@ -57,3 +61,14 @@ def test_a_link_to_nowhere_is_named(photos, name):
     (photos / name).symlink_to("/nowhere")
     with pytest.raises(PlanError, match=rf"{name}: .* link to /nowhere. Mend or remove it"):
         Folder(photos)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_arrays_of_any_channels_are_served(tmp_path, channels):
+    pixels = np.random.default_rng(channels).integers(0, 256, (6, 5, 4, channels), np.uint8)
+    cache = DataCache(Arrays(pixels, np.arange(6)), options=Options(memory=str(tmp_path)))
+    try:
+        for images, labels in cache.dataset(Phase(batch=3, dtype="uint8")):
+            assert np.array_equal(images, pixels[labels])
+    finally:
+        cache.close()
