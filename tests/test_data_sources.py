@@ -8,6 +8,7 @@ import pytest
 from tfcommx.data.arrays import Arrays
 from tfcommx.data.augment import Phase
 from tfcommx.data.cache import DataCache, Options
+from tfcommx.data.disk import Disk
 from tfcommx.data.folder import Folder
 from tfcommx.terms import PlanError
 
@@ -72,3 +73,20 @@ def test_arrays_of_any_channels_are_served(tmp_path, channels):
             assert np.array_equal(images, pixels[labels])
     finally:
         cache.close()
+
+
+@pytest.mark.parametrize("stems", ["ab", "ba"])
+def test_a_sample_that_was_written_again_is_read_by_later_runs(tmp_path, monkeypatch, stems):
+    for when, stem in enumerate(stems):
+        monkeypatch.setattr("tfcommx.data.disk.secrets.token_hex", lambda _, stem=stem: stem)
+        disk = Disk(tmp_path, "key", 2)
+        assert disk.read(1) is None
+        disk.write(1, 5, b"hello")
+        disk.close()
+        (index,), (pack,) = disk.folder.glob(f"*-{stem}.idx"), disk.folder.glob(f"*-{stem}.pack")
+        os.utime(index, (when, when))
+        if when == 0:
+            pack.write_bytes(b"jello")
+    later = Disk(tmp_path, "key", 2)
+    assert later.read(1) == (b"hello", 5) and later.corrupt == 0
+    later.close()
