@@ -43,6 +43,19 @@ def test_imagenet_shards_are_numbered_in_order_and_broken_ones_named(tmp_path):
         TFRecords([tmp_path / "train-00000-of-00003"], image="other").read(0)
 
 
+def test_a_missing_shard_is_named(tmp_path):
+    for n in (0, 2):
+        write(tmp_path / f"train-0000{n}-of-00003", range(n, n + 1))
+    (tmp_path / "train-00001-of-00003.part").write_bytes(b"")
+    with pytest.raises(PlanError, match=r"has 2 of train\. train-00001-of-00003 is missing"):
+        imagenet(tmp_path)
+    write(tmp_path / "train-00001-of-00003", range(1, 2))
+    assert imagenet(tmp_path).count == 3
+    write(tmp_path / "train-00000-of-00001", range(3))
+    with pytest.raises(PlanError, match=r"All shards of one set"):
+        imagenet(tmp_path)
+
+
 def test_a_flipped_bit_is_found(tmp_path):
     shard = tmp_path / "train-00000-of-00001"
     write(shard, range(4))

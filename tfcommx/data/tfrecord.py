@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -141,9 +142,22 @@ class TFRecords:
 
 
 def imagenet(folder: str | os.PathLike, split: str = "train", skip: bool = False) -> TFRecords:
-    """Return ImageNet's samples from a folder of shards `train-00000-of-01024`, `validation-00000-of-00128`; "
-    "labels 0 to 999."""
-    return TFRecords(sorted(Path(folder).glob(f"{split}-*-of-*")), skip=skip)
+    """Return ImageNet's samples from a folder of shards `train-00000-of-01024`, `validation-00000-of-00128`; labels 0 to 999.
+
+    **Raises:** as TFRecords; PlanError where a shard is missing.
+    """
+    name = re.compile(rf"{re.escape(split)}-(\d+)-of-(\d+)")
+    files = sorted(file for file in Path(folder).glob(f"{split}-*-of-*") if name.fullmatch(file.name))
+    numbers = [tuple(map(int, name.fullmatch(file.name).groups())) for file in files]
+    total = numbers[0][1] if numbers else 0
+    if numbers != [(n, total) for n in range(len(files))] or len(files) != total:
+        missing = next((n for n in range(total) if (n, total) not in numbers), None)
+        what = "Not all are of the same set" if missing is None else f"{split}-{missing:05d}-of-{total:05d} is missing"
+        raise PlanError(
+            f"All shards of one set, {total}, are required. {folder} has {len(files)} of {split}. {what}. Bring what is missing, "
+            "remove what does not belong, or name the files yourself: TFRecords(files)."
+        )
+    return TFRecords(files, skip=skip)
 
 
 def tfds(name: str, split: str = "train", data_dir: str | os.PathLike | None = None) -> TFRecords:
