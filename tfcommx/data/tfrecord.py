@@ -168,11 +168,19 @@ def tfds(name: str, split: str = "train", data_dir: str | os.PathLike | None = N
       split: a whole split, such as `train`.
       data_dir: where it is, or will be, prepared; None: TensorFlow Datasets' own choice.
     **Cost:** where it has not been prepared, it is downloaded and prepared, by every process that asks: prepare it first.
-    **Raises:** PlanError for data sets that are no images with labels, other file formats than TFRecord, and unknown splits.
+    **Raises:** PlanError for unknown data sets and splits, data sets that are no images with labels, and other file formats than
+    TFRecord.
     """
-    import tensorflow_datasets
+    try:
+        import tensorflow_datasets
 
-    builder = tensorflow_datasets.builder(name, data_dir=data_dir)
+        builder = tensorflow_datasets.builder(name, data_dir=data_dir)
+    except (ImportError, ValueError, AssertionError) as error:  # an unknown version is an AssertionError
+        reason = str(error).strip().partition("\n")[0].rstrip(".")  # below it, hundreds of names
+        raise PlanError(
+            f"A data set that TensorFlow Datasets can load is required. Received {name!r}: {reason}. Check its name, or, where a "
+            "folder was meant, its path."
+        ) from error
     builder.download_and_prepare()
     keys = builder.info.supervised_keys
     features = builder.info.features
