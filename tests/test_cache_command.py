@@ -1,13 +1,18 @@
 """`tfcommx cache warm`, `status` and `drop`, as they are typed."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import tensorflow as tf
+
+from tfcommx.cache_command import source_of
+from tfcommx.terms import PlanError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -55,3 +60,25 @@ def test_warm_status_and_drop(tmp_path):
     assert "no slab" in run("status", *options)[1]
     _, removed, _ = run("drop", *options)
     assert removed.count("removed") == 2 and list(memory.iterdir()) == list(disk.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [("warm", "/nope", "--hold"), ("status", "--memory", "/nope"), ("status", "--disk", "/nope"),
+                                   ("drop", "--memory", "/nope"), ("drop", "--disk", "/nope")])
+def test_a_folder_that_does_not_exist_is_named_in_one_line(words, tmp_path):
+    elsewhere = () if "--memory" in words else ("--memory", tmp_path)
+    status, printed, said = run(*words, *elsewhere)
+    assert (status, printed) == (2, "") and said.splitlines()[-1].startswith("tfcommx: The folder /nope does not exist"), said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("./nope", "The folder nope does not exist"),
+    (__file__, "test_cache_command.py is no folder"),
+    ("photos/train", "'photos/train': Dataset photos not found. Check its name"),
+    ("imagenette/nope", "BuilderConfig nope not found"),
+    ("imagenette/160px-v2:9.9.9", "only: 1.0.0"),
+])
+def test_a_source_that_does_not_exist_is_named_in_one_line(text, said):
+    with pytest.raises(PlanError, match=re.escape(said)) as error:
+        source_of(text, "train")
+    assert "\n" not in str(error.value)

@@ -1,11 +1,14 @@
-"""TFRecord sources: numbering, labels, and files that are cut off."""
+"""TFRecord sources: numbering, labels, and files that are cut off or damaged."""
+
+import os
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfcommx import native, reference
 from tfcommx.data.source import SampleError, decode
-from tfcommx.data.tfrecord import TFRecords, imagenet, tfds
+from tfcommx.data.tfrecord import TFRecords, imagenet, scan, tfds
 from tfcommx.terms import PlanError
 
 
@@ -38,6 +41,59 @@ def test_imagenet_shards_are_numbered_in_order_and_broken_ones_named(tmp_path):
     assert skipping.count == 3 and list(skipping.broken) == [str(last)]
     with pytest.raises(SampleError, match="'other'"):
         TFRecords([tmp_path / "train-00000-of-00003"], image="other").read(0)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    for n in (0, 2):
+        write(tmp_path / f"train-0000{n}-of-00003", range(n, n + 1))
+    (tmp_path / "train-00001-of-00003.part").write_bytes(b"")
+    with pytest.raises(PlanError, match=r"has 2 of train\. train-00001-of-00003 is missing"):
+        imagenet(tmp_path)
+    write(tmp_path / "train-00001-of-00003", range(1, 2))
+    assert imagenet(tmp_path).count == 3
+    write(tmp_path / "train-00000-of-00001", range(3))
+    with pytest.raises(PlanError, match=r"All shards of one set"):
+        imagenet(tmp_path)
+
+
+def test_a_flipped_bit_is_found(tmp_path):
+    shard = tmp_path / "train-00000-of-00001"
+    write(shard, range(4))
+    good, (start, length) = shard.read_bytes(), scan(shard)[2].tolist()
+
+    def flip(at):
+        shard.write_bytes(good[:at] + bytes([good[at] ^ 64]) + good[at + 1 :])
+
+    for at in (start + length - 1, start + length):  # of the record, of its CRC
+        flip(at)
+        damaged = imagenet(tmp_path)
+        assert [damaged.read(n)[1] for n in (0, 1, 3)] == [0, 1, 3]
+        with pytest.raises(SampleError, match="CRC"):
+            damaged.read(2)
+    for at in (start - 12, start - 1):  # of the length, of its CRC
+        flip(at)
+        with pytest.raises(SampleError, match=f"{shard.name} has a damaged length at byte {start - 12}"):
+            imagenet(tmp_path)
+    shard.write_bytes(bytes(1600))
+    with pytest.raises(SampleError, match="damaged length at byte 0"):
+        imagenet(tmp_path)
+
+
+def test_labels_outside_the_classes_are_named(tmp_path):
+    write(tmp_path / "shard", range(3))
+    source = TFRecords([tmp_path / "shard"], classes=("a", "b"))
+    assert source.read(1)[1] == 1
+    with pytest.raises(SampleError, match=r"\[1, 3\) is required, the record has 3"):
+        source.read(2)
+    with pytest.raises(SampleError, match="has 1"):
+        TFRecords([tmp_path / "shard"], first_label=2, classes=("a", "b")).read(0)
+
+
+@pytest.mark.parametrize("length", [0, 8, 63, 64, 5003])
+def test_crc32c_of_the_library_and_of_the_reference(length):
+    assert native.crc32c(b"123456789") == reference.crc32c(b"123456789") == 0xE3069283  # the check value of CRC-32C
+    data = os.urandom(length)
+    assert native.crc32c(data) == reference.crc32c(data)
 
 
 def test_a_tensorflow_data_set_by_name(tmp_path):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
 import os
@@ -54,6 +55,24 @@ def library() -> Any | None:
         raise NativeLibraryError(f"The native library must be built from the sources beside it, {SOURCES}. "
                                  f"Received one built from others ({path}). {REBUILD}")
     return tf.load_op_library(str(path))
+
+
+@functools.cache
+def _crc32c() -> Any | None:
+    if library() is None:
+        return None
+    function = ctypes.CDLL(str(FOLDER / "libtfcommx.so")).tfcommx_crc32c
+    function.argtypes, function.restype = (ctypes.c_char_p, ctypes.c_size_t), ctypes.c_uint32
+    return function
+
+
+def crc32c(data: bytes) -> int:
+    """Return the CRC32C of bytes, as TFRecord files have it before they mask it.
+
+    **Ranks:** local. **Cost:** one pass, from any thread, others run meanwhile; without the library some 70 ns a byte.
+    """
+    function = _crc32c()
+    return reference.crc32c(data) if function is None else function(data, len(data))
 
 
 def has_gpu_kernels() -> bool:

@@ -210,3 +210,19 @@ def _from_words(words: tf.Tensor, k: int, dtype: tf.DType) -> tf.Tensor:
     if dtype.size == 4:
         return tf.bitcast(words, dtype)
     return tf.bitcast(tf.reshape(tf.bitcast(words, tf.int16), [-1, 2 * words.shape[1]])[:, :k], dtype)
+
+
+def _crc32c_row(byte: int) -> int:
+    for _ in range(8):
+        byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)  # Castagnoli's polynomial, reflected
+    return byte
+
+
+_CRC32C = tuple(map(_crc32c_row, range(256)))
+
+
+def crc32c(data: bytes) -> int:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = _CRC32C[(crc ^ byte) & 255] ^ crc >> 8
+    return crc ^ 0xFFFFFFFF

@@ -52,7 +52,8 @@ class SlabFill : public OpKernel {
     OP_REQUIRES_OK(context, context->GetAttr("inode", &inode));
     OP_REQUIRES_OK(context, context->GetAttr("channels", &channels_));
     OP_REQUIRES_OK(context, context->GetAttr("store", &store_));
-    for (int i = 0; i < 4; ++i) {
+    const bool can_decode = channels_ == 1 || channels_ == 3;  // else the source gives pixels, or what is no JPEG
+    for (int i = 0; can_decode && i < 4; ++i) {
       NodeDef node;
       OP_REQUIRES_OK(context, NodeDefBuilder("decode", "DecodeJpeg")
                                   .Input("contents", 0, tensorflow::DT_STRING)
@@ -88,6 +89,7 @@ class SlabFill : public OpKernel {
  private:
   // Decodes at 1/2, 1/4 or 1/8 where that is still as large as what is kept: less work.
   bool bring(OpKernelContext* context, const tstring& file, int64_t sample, int64_t label) {
+    if (decoders_[0] == nullptr) return false;
     int32_t height, width;
     if (!jpeg_size(reinterpret_cast<const uint8_t*>(file.data()), file.size(), &height, &width)) return false;
     int scale = 3;
@@ -115,7 +117,7 @@ class SlabFill : public OpKernel {
 
   Mapping slab_;
   std::mutex one_takes_, one_writes_;
-  std::unique_ptr<OpKernel> decoders_[4];  // at 1/1, 1/2, 1/4, 1/8
+  std::unique_ptr<OpKernel> decoders_[4];  // at 1/1, 1/2, 1/4, 1/8; none where no JPEG has so many channels
   int32_t channels_, store_;
 };
 

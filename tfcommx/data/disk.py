@@ -58,7 +58,11 @@ class Disk:
         if time.monotonic() - self._looked < _REFRESH_S:
             return
         self._looked = time.monotonic()
-        for path in sorted(self.folder.glob("*.idx")):
+        indices = []
+        for path in self.folder.glob("*.idx"):
+            with contextlib.suppress(OSError):  # dropped meanwhile
+                indices.append((path.stat().st_mtime_ns, path))
+        for _, path in sorted(indices):  # the latest entry counts: one that was written again mends a damaged one
             pack, seen = self._indices.get(path, (len(self._packs), 0))
             try:
                 entries = np.fromfile(path, _ENTRY, offset=seen * _ENTRY.itemsize)

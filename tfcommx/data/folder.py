@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 from tfcommx.data.source import key_of
@@ -11,13 +12,48 @@ from tfcommx.terms import PlanError
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
 
 
+def _refuse(error: OSError) -> None:
+    link = f"; it is a link to {os.readlink(error.filename)}" if os.path.islink(error.filename) else ""
+    raise PlanError(
+        f"Images and folders that can be read are required. {error.filename}: {error.strerror}{link}. Mend or remove it."
+    ) from error
+
+
+def _facts(path: str) -> os.stat_result:
+    try:
+        return os.stat(path)
+    except OSError as error:
+        _refuse(error)
+
+
+def _images(top: Path) -> list[tuple[str, os.stat_result]]:
+    """Return path and facts of the images below a folder, in alphabetical order; linked folders are followed, each once."""
+    found, visited = [], set()
+    for folder, below, files in os.walk(top, onerror=_refuse, followlinks=True):
+        facts = _facts(folder)
+        if (facts.st_dev, facts.st_ino) in visited:  # a link has led here: a circle, or the same images again
+            below.clear()
+            continue
+        visited.add((facts.st_dev, facts.st_ino))
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        for file in sorted(files):
+            path = os.path.join(folder, file)
+            if file.startswith(".") or not (file.lower().endswith(ENDINGS) or os.path.islink(path)):
+                continue
+            facts = _facts(path)  # of a link also where it has another ending: it may have been a folder, and lead nowhere
+            if stat.S_ISREG(facts.st_mode) and file.lower().endswith(ENDINGS):  # reading a pipe would wait for ever
+                found.append((path, facts))
+    return found
+
+
 class Folder:
     """One folder per class, images anywhere below it; the labels are the class folders' ranks in alphabetical order.
 
-    An empty class folder is a class without samples. Hidden files and other endings are left out. The key is made of the files'
-    relative paths, sizes and times of change: a file that is replaced makes new caches.
+    An empty class folder is a class without samples. Links are followed. Hidden files and folders, other endings and what is no
+    regular file are left out. The key is made of the files' relative paths, sizes and times of change: a file that is replaced
+    makes new caches.
     **Cost:** one walk over the folder with one stat per file.
-    **Raises:** PlanError where there is no class folder or no image.
+    **Raises:** PlanError where there is no class folder or no image, a folder cannot be listed, or a link leads nowhere.
     """
 
     channels = 3
@@ -30,21 +66,18 @@ class Folder:
             raise PlanError(
                 f"A folder of class folders is required. {self.path} is not a folder. Check the path and its mount."
             )
-        found = tuple(
-            sorted(entry.name for entry in os.scandir(self.path) if entry.is_dir() and not entry.name.startswith("."))
-        )
+        try:
+            names = sorted(name for name in os.listdir(self.path) if not name.startswith("."))
+        except OSError as error:
+            _refuse(error)
+        found = tuple(name for name in names if stat.S_ISDIR(_facts(os.path.join(self.path, name)).st_mode))
         self.classes = tuple(classes) if classes is not None else found
         self._files: list[tuple[str, int]] = []
         facts: list[object] = ["folder", *self.classes]
         for label, kind in enumerate(self.classes):
-            for folder, below, files in os.walk(self.path / kind):
-                below.sort()
-                for file in sorted(files):
-                    if file.lower().endswith(ENDINGS) and not file.startswith("."):
-                        full = os.path.join(folder, file)
-                        stat = os.stat(full)
-                        self._files.append((full, label))
-                        facts += (os.path.relpath(full, self.path), stat.st_size, stat.st_mtime_ns)
+            for file, known in _images(self.path / kind):
+                self._files.append((file, label))
+                facts += (os.path.relpath(file, self.path), known.st_size, known.st_mtime_ns)
         self.count = len(self._files)
         if not self.count:
             raise PlanError(

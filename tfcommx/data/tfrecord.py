@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,24 +11,32 @@ from pathlib import Path
 
 import numpy as np
 
+from tfcommx import native
 from tfcommx.data.source import SampleError, key_of
 from tfcommx.terms import PlanError
 
 _FRAME = struct.Struct("<QI")  # length of the record, its masked CRC; then the record, then the masked CRC of the record
 
 
+def _masked_crc(data: bytes) -> int:
+    crc = native.crc32c(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
 def scan(path: str | os.PathLike) -> np.ndarray:
     """Return int64 [n, 2]: byte offset and length of every record of a TFRecord file.
 
-    **Cost:** one read of 12 bytes per record.
-    **Raises:** SampleError where the file ends inside a record, or is no TFRecord file.
+    **Cost:** one read of 12 bytes per record, and their CRC.
+    **Raises:** SampleError where the CRC of a length does not hold, where the file ends inside a record, or is no TFRecord file.
     """
     rows, at = [], 0
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         while at < size:
             frame = os.pread(file.fileno(), _FRAME.size, at)
-            length = _FRAME.unpack(frame)[0] if len(frame) == _FRAME.size else size
+            length, crc = _FRAME.unpack(frame) if len(frame) == _FRAME.size else (size, None)
+            if crc is not None and crc != _masked_crc(frame[:8]):
+                raise SampleError(f"{path} has a damaged length at byte {at}: it is damaged or no uncompressed TFRecord file")
             end = at + _FRAME.size + length + 4
             if end > size:
                 raise SampleError(f"{path} ends inside the record at byte {at}: it is cut off or no uncompressed TFRecord file")
@@ -43,9 +52,9 @@ class TFRecords:
       files: in the order that numbers the samples.
       image, label: the features' names; the defaults are ImageNet's.
       first_label: what the files call class 0; ImageNet's files count from 1.
-      classes: names of the labels.
-      skip: files that are cut off are left out, and listed in `broken`; else they are an error.
-    The key is made of the files' names, sizes and times of change.
+      classes: names of the labels; where they are known, a record with another label is a SampleError when it is read.
+      skip: files that are cut off or have a damaged length are left out, and listed in `broken`; else they are an error.
+    The key is made of the files' names, sizes and times of change. Every record is checked against its CRC when it is read.
     **Cost:** a scan over all records' frames, 16 files at a time, when it is made.
     **Raises:** SampleError for a broken file, without `skip`; PlanError where there is no record.
     """
@@ -105,9 +114,11 @@ class TFRecords:
 
         start, length = self._rows[sample].tolist()
         with open(self._find(sample)[0], "rb", buffering=0) as file:
-            data = os.pread(file.fileno(), length, start)
-        if len(data) != length:
+            data, crc = os.pread(file.fileno(), length, start), os.pread(file.fileno(), 4, start + length)
+        if len(data) != length or len(crc) != 4:
             raise SampleError(f"{len(data)} of {length} bytes are left of the record")
+        if int.from_bytes(crc, "little") != _masked_crc(data):
+            raise SampleError("the record is damaged: its CRC does not hold")
         try:
             features = tf.train.Example.FromString(data).features.feature
         except Exception as error:  # protobuf's own class differs between its implementations
@@ -118,7 +129,12 @@ class TFRecords:
                 f"one image {self.image!r} and one label {self.label!r} are required, the record has the "
                 f"features {sorted(features)}"
             )
-        return image[0], label[0] - self.first_label
+        number = label[0] - self.first_label
+        if self.classes and not 0 <= number < len(self.classes):
+            raise SampleError(
+                f"a label in [{self.first_label}, {self.first_label + len(self.classes)}) is required, the record has {label[0]}"
+            )
+        return image[0], number
 
     def where(self, sample: int) -> str:
         file, record = self._find(sample)
@@ -126,9 +142,22 @@ class TFRecords:
 
 
 def imagenet(folder: str | os.PathLike, split: str = "train", skip: bool = False) -> TFRecords:
-    """Return ImageNet's samples from a folder of shards `train-00000-of-01024`, `validation-00000-of-00128`; "
-    "labels 0 to 999."""
-    return TFRecords(sorted(Path(folder).glob(f"{split}-*-of-*")), skip=skip)
+    """Return ImageNet's samples from a folder of shards `train-00000-of-01024`, `validation-00000-of-00128`; labels 0 to 999.
+
+    **Raises:** as TFRecords; PlanError where a shard is missing.
+    """
+    name = re.compile(rf"{re.escape(split)}-(\d+)-of-(\d+)")
+    files = sorted(file for file in Path(folder).glob(f"{split}-*-of-*") if name.fullmatch(file.name))
+    numbers = [tuple(map(int, name.fullmatch(file.name).groups())) for file in files]
+    total = numbers[0][1] if numbers else 0
+    if numbers != [(n, total) for n in range(len(files))] or len(files) != total:
+        missing = next((n for n in range(total) if (n, total) not in numbers), None)
+        what = "Not all are of the same set" if missing is None else f"{split}-{missing:05d}-of-{total:05d} is missing"
+        raise PlanError(
+            f"All shards of one set, {total}, are required. {folder} has {len(files)} of {split}. {what}. Bring what is missing, "
+            "remove what does not belong, or name the files yourself: TFRecords(files)."
+        )
+    return TFRecords(files, skip=skip)
 
 
 def tfds(name: str, split: str = "train", data_dir: str | os.PathLike | None = None) -> TFRecords:
@@ -139,11 +168,19 @@ def tfds(name: str, split: str = "train", data_dir: str | os.PathLike | None = N
       split: a whole split, such as `train`.
       data_dir: where it is, or will be, prepared; None: TensorFlow Datasets' own choice.
     **Cost:** where it has not been prepared, it is downloaded and prepared, by every process that asks: prepare it first.
-    **Raises:** PlanError for data sets that are no images with labels, other file formats than TFRecord, and unknown splits.
+    **Raises:** PlanError for unknown data sets and splits, data sets that are no images with labels, and other file formats than
+    TFRecord.
     """
-    import tensorflow_datasets
+    try:
+        import tensorflow_datasets
 
-    builder = tensorflow_datasets.builder(name, data_dir=data_dir)
+        builder = tensorflow_datasets.builder(name, data_dir=data_dir)
+    except (ImportError, ValueError, AssertionError) as error:  # an unknown version is an AssertionError
+        reason = str(error).strip().partition("\n")[0].rstrip(".")  # below it, hundreds of names
+        raise PlanError(
+            f"A data set that TensorFlow Datasets can load is required. Received {name!r}: {reason}. Check its name, or, where a "
+            "folder was meant, its path."
+        ) from error
     builder.download_and_prepare()
     keys = builder.info.supervised_keys
     features = builder.info.features

@@ -1,0 +1,92 @@
+"""Sources besides TFRecords, and the disk level that keeps what they gave."""
+
+import os
+
+import numpy as np
+import pytest
+
+from tfcommx.data.arrays import Arrays
+from tfcommx.data.augment import Phase
+from tfcommx.data.cache import DataCache, Options
+from tfcommx.data.disk import Disk
+from tfcommx.data.folder import Folder
+from tfcommx.terms import PlanError
+
+
+@pytest.fixture
+def photos(tmp_path):
+    for name in ("a/1.jpg", "a/deep/2.jpg", "b/3.jpg"):
+        path = tmp_path / "photos" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode())
+    return tmp_path / "photos"
+
+
+def names(photos):
+    source = Folder(photos)
+    return [os.path.relpath(source.where(n), photos) for n in range(source.count)]
+
+
+def test_a_folder_that_cannot_be_listed_is_named(photos, monkeypatch):
+    scandir = os.scandir
+
+    def refused(path):  # root may list everything
+        if str(path).endswith("deep"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(PlanError, match=r"photos/a/deep: Permission denied"):
+        Folder(photos)
+
+
+def test_linked_folders_are_followed_but_not_in_circles(photos, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "9.jpg").write_bytes(b"nine")
+    (photos / "b" / "link").symlink_to(outside)
+    (outside / "back").symlink_to(photos / "b")
+    assert names(photos) == ["a/1.jpg", "a/deep/2.jpg", "b/3.jpg", "b/link/9.jpg"]
+
+
+def test_hidden_folders_and_pipes_are_no_images(photos):
+    hidden = photos / "a" / ".thumbs"
+    hidden.mkdir()
+    (hidden / "4.jpg").write_bytes(b"four")
+    os.mkfifo(photos / "b" / "pipe.jpg")
+    assert names(photos) == ["a/1.jpg", "a/deep/2.jpg", "b/3.jpg"]
+
+
+@pytest.mark.parametrize("name", ["a/dead.jpg", "a/folder", "class"])
+def test_a_link_to_nowhere_is_named(photos, name):
+    (photos / name).symlink_to("/nowhere")
+    with pytest.raises(PlanError, match=rf"{name}: .* link to /nowhere. Mend or remove it"):
+        Folder(photos)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_arrays_of_any_channels_are_served(tmp_path, channels):
+    pixels = np.random.default_rng(channels).integers(0, 256, (6, 5, 4, channels), np.uint8)
+    cache = DataCache(Arrays(pixels, np.arange(6)), options=Options(memory=str(tmp_path)))
+    try:
+        for images, labels in cache.dataset(Phase(batch=3, dtype="uint8")):
+            assert np.array_equal(images, pixels[labels])
+    finally:
+        cache.close()
+
+
+@pytest.mark.parametrize("stems", ["ab", "ba"])
+def test_a_sample_that_was_written_again_is_read_by_later_runs(tmp_path, monkeypatch, stems):
+    for when, stem in enumerate(stems):
+        monkeypatch.setattr("tfcommx.data.disk.secrets.token_hex", lambda _, stem=stem: stem)
+        disk = Disk(tmp_path, "key", 2)
+        assert disk.read(1) is None
+        disk.write(1, 5, b"hello")
+        disk.close()
+        (index,), (pack,) = disk.folder.glob(f"*-{stem}.idx"), disk.folder.glob(f"*-{stem}.pack")
+        os.utime(index, (when, when))
+        if when == 0:
+            pack.write_bytes(b"jello")
+    later = Disk(tmp_path, "key", 2)
+    assert later.read(1) == (b"hello", 5) and later.corrupt == 0
+    later.close()
