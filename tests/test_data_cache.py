@@ -237,6 +237,25 @@ def test_a_living_slab_is_not_reclaimed_and_other_data_do_not_share_it(folder, t
         assert len(served(three.dataset(WHOLE))) == 50
 
 
+def test_runs_that_exchange_share_a_slab_with_their_own_processes_only(folder, shm, monkeypatch):
+    def name(nodes=2, exchange=0.5, **environment):
+        for variable, value in environment.items():
+            monkeypatch.setenv(variable, value)
+        with DataCacheOpen(folder, shm, Topology(nodes, 1), exchange=exchange) as cache:
+            return cache.slab.path.name
+
+    shared = name(exchange=0.0)
+    assert name(nodes=1) == shared  # one node: nothing moves
+    alone = name()
+    assert alone == name() != shared
+    mpi = name(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_LOCAL_RANK="0", PMIX_NAMESPACE="job-1")
+    gloo = dict(HOROVOD_RANK="0", HOROVOD_SIZE="2", HOROVOD_LOCAL_RANK="0", HOROVOD_GLOO_RENDEZVOUS_ADDR="h")
+    with pytest.raises(PlanError, match="HOROVOD_GLOO_RENDEZVOUS_PORT"):
+        name(**gloo)
+    runs = [name(HOROVOD_GLOO_RENDEZVOUS_PORT=port) for port in ("1", "2", "1")]
+    assert len({shared, alone, mpi, *runs}) == 5 and runs[0] == runs[2]
+
+
 def test_pictures_that_are_kept_at_another_size_have_another_slab(folder, shm):
     with DataCacheOpen(folder, shm, store=20) as one, DataCacheOpen(folder, shm, store=30) as two:
         assert one.slab.path != two.slab.path

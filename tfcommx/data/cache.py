@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from tfcommx.comm import run_name
 from tfcommx.data import augment, memory, order
 from tfcommx.data.augment import Phase
 from tfcommx.data.disk import Disk
@@ -36,7 +37,11 @@ ON_ERROR = ("raise", "skip")
 
 @dataclass(frozen=True)
 class Options:
-    """How samples are kept."""
+    """How samples are kept.
+
+    Runs of the same data on one machine share its memory. With `exchange`, on more than one node, a run has a slab of its own,
+    as `DataCache.swap` writes to places that another would be reading.
+    """
 
     seed: int = 0  # of parts, order and augmentation, >= 0
     store: int | None = (
@@ -73,7 +78,8 @@ class DataCache:
       options: how samples are kept; the same on all ranks.
     **Ranks:** every rank makes one; none waits for another.
     **Cost:** one walk over the source's list; 64 samples are read to estimate the memory, by the first process of a node.
-    **Raises:** SlabError where memory does not suffice or shared memory cannot be used; PlanError for a bad rank.
+    **Raises:** SlabError where memory does not suffice or shared memory cannot be used; PlanError for a bad rank,
+      and with `exchange` where the launcher gives the run no name.
     """
 
     def __init__(self, source: Source, topology: Topology | None = None, rank: int = 0, options: Options | None = None) -> None:
@@ -89,9 +95,12 @@ class DataCache:
         def length() -> int:
             return memory.slab_bytes(source, self.disk, part, self.options)
 
+        name = f"tfcommx-{os.getuid()}-{self.key[:16]}-{self.node}"
+        if self.options.exchange > 0 and self.topology.nodes > 1:
+            name += f"-{key_of((run_name(),))[:16]}"
         self.slab = Slab(
             self.options.memory,
-            f"tfcommx-{os.getuid()}-{self.key[:16]}-{self.node}",
+            name,
             self.key,
             source.count,
             length,
