@@ -256,6 +256,16 @@ def test_runs_that_exchange_share_a_slab_with_their_own_processes_only(folder, s
     assert len({shared, alone, mpi, *runs}) == 5 and runs[0] == runs[2]
 
 
+def test_the_last_close_frees_the_memory_though_a_mapping_lives_on(folder, shm):
+    with DataCacheOpen(folder, shm) as one, DataCacheOpen(folder, shm) as two, one.slab.path.open("rb") as file:
+        one.warm()
+        one.close()
+        assert two.slab.intact(7) and os.fstat(file.fileno()).st_blocks * 512 > 50 * 1000
+        two.close()
+        assert os.fstat(file.fileno()).st_blocks * 512 == 4096
+        assert two.slab.filled == 0 and two.slab.get(7) is None
+
+
 def test_pictures_that_are_kept_at_another_size_have_another_slab(folder, shm):
     with DataCacheOpen(folder, shm, store=20) as one, DataCacheOpen(folder, shm, store=30) as two:
         assert one.slab.path != two.slab.path

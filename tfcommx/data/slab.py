@@ -15,6 +15,7 @@ alone has no living owner. It is then removed, never adopted, as it is when its 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import mmap
@@ -39,6 +40,7 @@ UNREADABLE = -1
 _HEAD = struct.Struct("<8sqqqqq")  # magic, count, index_at, data_at, length, next free byte
 _NEXT = 40  # byte offset of the last of these
 _FACTS = 256  # byte offset of the JSON text
+_PUNCH_HOLE = 1 | 2  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _ENTRY = struct.Struct("<qqqiiiI")  # sample, label, bytes, height, width, channels, crc
 
 
@@ -91,6 +93,12 @@ def _alone(file: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _free(file: int) -> None:
+    """Give back the memory of a slab but its header: a mapping that lives on, as TensorFlow's may, would keep it all."""
+    length = os.fstat(file).st_size - PAGE
+    ctypes.CDLL(None).fallocate(file, _PUNCH_HOLE, ctypes.c_long(PAGE), ctypes.c_long(length))  # else it goes with the mappings
 
 
 def _still_at(path: Path, file: int) -> bool:
@@ -318,10 +326,14 @@ class Slab:
         return struct.unpack_from("<q", self._map, _NEXT)[0]
 
     def close(self) -> None:
-        """Let go; the last process of the node to do so removes the slab. May be called twice."""
+        """Let go; the last process of the node to do so removes the slab and frees its memory. May be called twice.
+
+        Mappings stay valid, views of `get` too, but then all samples are absent and all pixels 0.
+        """
         if self.file < 0:
             return
         if _alone(self.file) and _still_at(self.path, self.file):
+            _free(self.file)
             self.path.unlink()
         os.close(self.file)
         self.file = -1
