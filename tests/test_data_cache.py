@@ -17,6 +17,7 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
+from tfcommx.data import memory
 from tfcommx.data.arrays import Arrays
 from tfcommx.data.augment import Phase
 from tfcommx.data.cache import DataCache, Options
@@ -422,6 +423,30 @@ def test_too_little_memory_refuses_before_the_fill_or_keeps_what_fits(tmp_path, 
         assert cache.slab.full and 95 < cache.slab.filled < 100
         assert cache.report(1)["overflow"] == 200 - cache.slab.filled
         assert cache.slab.path.stat().st_size <= needed // 2
+
+
+def test_a_slab_that_another_run_made_too_small_is_refused(shm):
+    source = Arrays(np.zeros((200, 64, 64, 3), np.uint8), np.arange(200))
+    whole, reads = Topology(1, 1), []
+    with DataCacheOpen(source, shm, Topology(4, 1)) as quarter:
+        with pytest.raises(SlabError, match=r"About 2,47\d,\d{3} bytes .* 200 samples.*another run made.*offers 9\d\d,\d{3}.*partial=True"):
+            DataCache(source, whole, 0, Options(memory=str(shm)))
+        with DataCacheOpen(source, shm, whole, partial=True) as cache:
+            assert cache.slab.length == quarter.slab.length
+        source.read, read = lambda sample: (reads.append(sample), read(sample))[1], source.read
+        with DataCacheOpen(source, shm, Topology(4, 2), rank=1):
+            assert not reads  # as the other processes of a run: it was made for as many
+    with DataCacheOpen(source, shm, memory_bytes=2_000_000, partial=True), pytest.raises(SlabError, match="another run made"):
+        DataCache(source, whole, 0, Options(memory=str(shm)))
+
+
+def test_what_other_slabs_have_reserved_is_not_offered_again(shm):
+    size = memory.offered_bytes(str(shm), None) // 2
+    slab = Slab(shm, "tfcommx-a", "k", 1, lambda: size)
+    assert memory.offered_bytes(str(shm), None) == pytest.approx(size, rel=0.1)
+    assert memory.offered_bytes(str(shm), None, "tfcommx-a") == pytest.approx(2 * size, rel=0.1)  # the first made it meanwhile
+    assert memory.offered_bytes(str(shm), 1000) == 1000
+    slab.close()
 
 
 def test_memory_that_cannot_be_written_is_refused(tmp_path):

@@ -77,7 +77,8 @@ class DataCache:
       rank: this process's.
       options: how samples are kept; the same on all ranks.
     **Ranks:** every rank makes one; none waits for another.
-    **Cost:** one walk over the source's list; 64 samples are read to estimate the memory, by the first process of a node.
+    **Cost:** one walk over the source's list; 64 samples are read to estimate the memory, by the first process of a node
+      and, without `partial`, by one that finds a slab made for fewer samples.
     **Raises:** SlabError where memory does not suffice or shared memory cannot be used; PlanError for a bad rank,
       and with `exchange` where the launcher gives the run no name.
     """
@@ -93,7 +94,7 @@ class DataCache:
         part = order.parts(source.count, slots, self.options.seed)[self.node]
 
         def length() -> int:
-            return memory.slab_bytes(source, self.disk, part, self.options)
+            return memory.slab_bytes(source, self.disk, part, self.options, name)
 
         name = f"tfcommx-{os.getuid()}-{self.key[:16]}-{self.node}"
         if self.options.exchange > 0 and self.topology.nodes > 1:
@@ -104,8 +105,13 @@ class DataCache:
             self.key,
             source.count,
             length,
-            {"source": source.name[-1000:], "node": str(self.node)},
+            {"source": source.name[-1000:], "node": str(self.node), "whole": str(0 if self.options.partial else len(part))},
         )
+        try:
+            memory.check_length(self.slab, source, self.disk, part, self.options)
+        except BaseException:
+            self.slab.close()
+            raise
         threads = self.options.threads or max(1, len(os.sched_getaffinity(0)) // slots[self.node])
         self.filler = Filler(source, self.slab, self.disk, self.options.store, self.options.on_error == "skip", threads)
         self._arrived: dict[int, int] = {}  # epoch -> samples that came from other nodes for it

@@ -138,6 +138,15 @@ def facts_of(path: Path) -> dict[str, Any]:
         return {}
 
 
+def reserved_bytes(path: Path) -> int:
+    """Return the bytes that a slab may still take; 0 where the file is none, or gone."""
+    try:
+        magic, *_, length, used = _HEAD.unpack(path.open("rb").read(_HEAD.size))
+    except (OSError, struct.error):
+        return 0
+    return length - used if magic == MAGIC else 0
+
+
 def state_of(path: Path) -> tuple[int, int, int, bool]:
     """Return (samples of the data set, samples that are present, bytes given out, is a living process using it) of a slab.
 
