@@ -267,6 +267,13 @@ def test_the_last_close_frees_the_memory_though_a_mapping_lives_on(folder, shm):
         assert two.slab.filled == 0 and two.slab.get(7) is None
 
 
+def test_a_process_that_starts_while_the_last_one_closes_does_not_wait(shm):
+    slab = Slab(shm, "tfcommx-a", "k", 1, lambda: 10**5)
+    with slab.path.open("rb") as starting:
+        slab.close()
+        fcntl.flock(starting, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
 def test_pictures_that_are_kept_at_another_size_have_another_slab(folder, shm):
     with DataCacheOpen(folder, shm, store=20) as one, DataCacheOpen(folder, shm, store=30) as two:
         assert one.slab.path != two.slab.path

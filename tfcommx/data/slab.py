@@ -344,6 +344,7 @@ class Slab:
         if _alone(self.file) and _still_at(self.path, self.file):
             _free(self.file)
             self.path.unlink()
+        fcntl.flock(self.file, fcntl.LOCK_UN)  # the mapping has a duplicate of the descriptor, which would keep the lock
         os.close(self.file)
         self.file = -1
 
