@@ -274,6 +274,16 @@ def test_a_process_that_starts_while_the_last_one_closes_does_not_wait(shm):
         fcntl.flock(starting, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
+def test_a_forked_child_leaves_its_parent_the_slab(shm):
+    slab = Slab(shm, "tfcommx-a", "k", 1, lambda: 10**5)
+    if (child := os.fork()) == 0:
+        slab.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert slab.path.exists() and reclaim(shm) == []
+    slab.close()
+
+
 def test_pictures_that_are_kept_at_another_size_have_another_slab(folder, shm):
     with DataCacheOpen(folder, shm, store=20) as one, DataCacheOpen(folder, shm, store=30) as two:
         assert one.slab.path != two.slab.path

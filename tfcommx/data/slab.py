@@ -186,6 +186,7 @@ class Slab:
     ) -> None:
         self.path = Path(folder) / f"{name}.slab"
         self.created = False
+        self._owner = os.getpid()
         try:
             self.file = self._attach_or_make(key, count, length, facts or {})
         except OSError as error:
@@ -337,14 +338,16 @@ class Slab:
     def close(self) -> None:
         """Let go; the last process of the node to do so removes the slab and frees its memory. May be called twice.
 
-        Mappings stay valid, views of `get` too, but then all samples are absent and all pixels 0.
+        Mappings stay valid, views of `get` too, but then all samples are absent and all pixels 0. A forked child closes its
+        descriptor only: the slab stays its parent's.
         """
         if self.file < 0:
             return
-        if _alone(self.file) and _still_at(self.path, self.file):
-            _free(self.file)
-            self.path.unlink()
-        fcntl.flock(self.file, fcntl.LOCK_UN)  # the mapping has a duplicate of the descriptor, which would keep the lock
+        if os.getpid() == self._owner:  # a forked child has the same lock: to lock alone would succeed, to unlock be for both
+            if _alone(self.file) and _still_at(self.path, self.file):
+                _free(self.file)
+                self.path.unlink()
+            fcntl.flock(self.file, fcntl.LOCK_UN)  # the mapping has a duplicate of the descriptor, which would keep the lock
         os.close(self.file)
         self.file = -1
 
