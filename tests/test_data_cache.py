@@ -516,6 +516,13 @@ def test_an_epoch_without_a_batch_is_refused(shm):
         assert len(list(cache.dataset(Phase(batch=2, drop_remainder=False)))) == 1
 
 
+def test_a_rank_without_samples_in_a_step_is_served_an_empty_batch(shm):
+    source = Arrays(np.zeros((3, 9, 7, 3), np.uint8), np.arange(3))
+    with DataCacheOpen(source, shm, Topology(1, 2), 0) as cache:
+        shapes = [tuple(images.shape) for images, _ in cache.dataset(Phase(batch=1, drop_remainder=False))]
+    assert sorted(shapes) == [(0, 9, 7, 3), (1, 9, 7, 3)]
+
+
 def test_warm_brings_all_and_another_process_can_wait_for_it(folder, shm):
     with DataCacheOpen(folder, shm) as one, DataCacheOpen(folder, shm) as other:
         assert not other.wait_filled(0.05)

@@ -180,9 +180,9 @@ class DataCache:
                 self.slab, samples, loose, at, epoch, phase, self.source.channels, self.options.seed
             )
             if phase.resolution is None and self.source.shape is not None:
-                images = tf.ensure_shape(
-                    images, [None, *stored_size(*self.source.shape, self.options.store), self.source.channels]
-                )
+                shape = [*stored_size(*self.source.shape, self.options.store), self.source.channels]
+                none = tf.zeros([0, *shape], images.dtype)  # a batch without samples has no size that could be read
+                images = tf.ensure_shape(tf.cond(tf.size(labels) == 0, lambda: none, lambda: images), [None, *shape])
             if static:
                 images = tf.ensure_shape(images, [phase.batch, *images.shape[1:]])
                 labels = tf.ensure_shape(labels, [phase.batch])
