@@ -23,7 +23,7 @@ from tfcommx.data.augment import Phase
 from tfcommx.data.cache import DataCache, Options
 from tfcommx.data.disk import Disk, drop, usage
 from tfcommx.data.folder import Folder
-from tfcommx.data.slab import Slab, SlabError, facts_of, reclaim
+from tfcommx.data.slab import Slab, SlabError, facts_of, overhead_bytes, reclaim, record_bytes
 from tfcommx.terms import PlanError, Topology
 
 ROOT = Path(__file__).parent.parent
@@ -384,6 +384,32 @@ def test_a_flipped_byte_in_memory_is_found_and_mended(folder, shm):
         assert all(cache.slab.intact(i) for i in range(50))
         served(cache.dataset(WHOLE, 2))
         assert cache.report(2)["hit_memory"] == 1
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_damaged_memory_that_cannot_be_mended_is_not_served(folder, shm, on_error):
+    with DataCacheOpen(folder, shm, verify=1.0, on_error=on_error) as cache, DataCacheOpen(folder, shm, verify=0.0) as trusting:
+        served(cache.dataset(WHOLE))
+        cache.slab._map[int(cache.slab.index[4]) + 64] ^= 0x80
+        path = Path(cache.source.where(4))
+        path.rename(path.with_suffix(".away"))
+        if on_error == "raise":
+            with pytest.raises(tf.errors.OpError, match="cannot be read"):
+                served(cache.dataset(WHOLE, 1))
+        else:
+            assert len(served(cache.dataset(WHOLE, 1))) == 49
+        with pytest.raises(tf.errors.OpError, match="cannot be read"):
+            served(trusting.dataset(WHOLE, 2))
+
+
+def test_a_damaged_record_of_another_size_is_unpublished_where_there_is_no_room(shm):
+    slab = Slab(shm, "tfcommx-a", "k", 2, lambda: overhead_bytes(2) + 2 * record_bytes(48))
+    images = [np.full((4, 4, 3), n, np.uint8) for n in range(2)]
+    assert all(slab.put(n, n, image) for n, image in enumerate(images))
+    struct.pack_into("<qi", slab._map, int(slab.index[1]) + 16, 24, 2)  # bytes and height: legible, and wrong
+    assert slab.get(1)[0].shape == (2, 4, 3) and not slab.repair(1, 1, images[1])
+    assert slab.get(1) is None and slab.intact(0)
+    slab.close()
 
 
 def test_the_disk_level_warms_the_next_run_and_finds_a_flipped_byte(folder, tmp_path, shm):

@@ -109,6 +109,8 @@ class Filler:
         try:
             pixels, label = self._decoded(sample, epoch)
         except (SampleError, OSError) as error:
+            if damaged:  # or a read that checks no CRC would serve it
+                self.slab.forget(sample)
             message = f"Sample {sample} cannot be read: {self.source.where(sample)}: {error}."
             if not self.skip:
                 raise SampleError(f"{message} Mend or remove it, or set on_error='skip'.") from error

@@ -283,11 +283,18 @@ class Slab:
         return True
 
     def repair(self, sample: int, label: int, pixels: np.ndarray) -> bool:
-        """Write a sample again whose CRC does not hold: in its place where its size is legible, so that it is never absent."""
+        """Write a sample again whose CRC does not hold: in its place where its size is legible, so that it is never absent.
+
+        False where there is no room for it: it is unpublished then.
+        """
         held = self.get(sample)
         if held is None or held[0].nbytes != pixels.nbytes:
-            return self.put(sample, label, pixels)
-        return self._write(sample, label, pixels, int(self.index[sample]))
+            done = self.put(sample, label, pixels)
+        else:
+            done = self._write(sample, label, pixels, int(self.index[sample]))
+        if not done:
+            self.forget(sample)
+        return done
 
     def get(self, sample: int) -> tuple[np.ndarray, int] | None:
         """Return (a view of the pixels uint8 [h, w, c], label), or None where the sample is absent."""
