@@ -363,6 +363,20 @@ def test_a_broken_source_file_is_named_or_skipped(folder, shm, damage):
         assert cache.slab.unreadable(sample)  # so that no process of the node reads it again
 
 
+def test_a_name_that_is_no_utf_8_is_in_the_message(tmp_path, shm):
+    (tmp_path / "h" / "a").mkdir(parents=True)
+    Path(os.fsdecode(bytes(tmp_path / "h" / "a") + b"/1\xe9.jpg")).write_bytes(b"bad")
+    with DataCacheOpen(tmp_path / "h", shm) as cache, pytest.raises(tf.errors.OpError, match=r"1\\udce9\.jpg.*on_error='skip'"):
+        served(cache.dataset(WHOLE))
+
+
+@pytest.mark.parametrize("name", ["b" * 5000, "数" * 1000, "\U0001f600" * 1000])
+def test_a_long_name_of_a_source_is_shortened_in_the_facts(shm, name):
+    with DataCacheOpen(Arrays(np.zeros((1, 2, 2, 3), np.uint8), np.zeros(1), name=name), shm) as cache:
+        kept = facts_of(cache.slab.path)["source"]
+        assert len(kept) > 160 and name.endswith(kept)
+
+
 def test_a_file_that_is_away_is_skipped_and_read_when_it_is_back(folder, shm):
     path = folder / "class1" / "0004.jpg"
     data = path.read_bytes()

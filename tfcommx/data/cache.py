@@ -9,6 +9,7 @@ we keep one copy per node in shared memory and not one per process. Loading runs
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import weakref
@@ -31,6 +32,7 @@ from tfcommx.terms import PlanError, Topology, check_name
 
 READ_AHEAD = 64 << 20  # bytes by which tf.data may lengthen its queue: two batches of 38 MB, where longer queues cost fresh memory
 WARM = 64  # samples of a step of `warming`: enough for all threads, few enough for a steady bar
+NAME_BYTES = 2000  # of the source's name in the facts of a slab, whose page is 4096
 FORMAT = 1  # of what is kept in memory: raised when decoding or the layout changes
 ON_ERROR = ("raise", "skip")
 
@@ -105,7 +107,7 @@ class DataCache:
             self.key,
             source.count,
             length,
-            {"source": source.name[-1000:], "node": str(self.node), "whole": str(0 if self.options.partial else len(part))},
+            {"source": _end_of(source.name), "node": str(self.node), "whole": str(0 if self.options.partial else len(part))},
         )
         try:
             memory.check_length(self.slab, source, self.disk, part, self.options)
@@ -289,6 +291,14 @@ class DataCache:
     def close(self) -> None:
         """Let go of memory and files; the last process of the node removes the slab. Also done at the end of the process."""
         self._closed()
+
+
+def _end_of(name: str) -> str:
+    """Return as much of the end of a name as a slab's facts can hold: up to 12 bytes a character, as JSON."""
+    name = name[-NAME_BYTES:]
+    while len(json.dumps(name)) > NAME_BYTES:
+        name = name[1:]
+    return name
 
 
 def _close(filler: Filler, slab: Slab, disk: Disk | None) -> None:

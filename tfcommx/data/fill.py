@@ -112,6 +112,7 @@ class Filler:
             if damaged:  # or a read that checks no CRC would serve it
                 self.slab.forget(sample)
             message = f"Sample {sample} cannot be read: {self.source.where(sample)}: {error}."
+            message = message.encode("utf-8", "backslashreplace").decode()  # a name that is no UTF-8 would empty it in TensorFlow
             if not self.skip:
                 raise SampleError(f"{message} Mend or remove it, or set on_error='skip'.") from error
             with self._lock:
