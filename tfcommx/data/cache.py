@@ -289,7 +289,10 @@ class DataCache:
         return True
 
     def close(self) -> None:
-        """Let go of memory and files; the last process of the node removes the slab. Also done at the end of the process."""
+        """Let go of memory and files; the last process of the node removes the slab. Also done at the end of the process.
+
+        No batch may be asked for afterwards: it ends in an error, and one that was on its way may be black.
+        """
         self._closed()
 
 
