@@ -511,6 +511,32 @@ def test_memory_that_cannot_be_written_is_refused(tmp_path):
         Slab(tmp_path / "missing", "tfcommx-a", "k", 1, lambda: 10**5)
 
 
+def test_a_process_ends_after_an_error_in_the_fill(shm):
+    code = f"""
+import itertools, time, numpy as np
+from tfcommx.data.arrays import Arrays
+from tfcommx.data.augment import Phase
+from tfcommx.data.cache import DataCache, Options
+source = Arrays(np.zeros((400, 8, 8, 3), np.uint8), np.zeros(400))
+reads = itertools.count()
+def read(sample):
+    time.sleep(0.02)
+    if next(reads) == 100:
+        raise RuntimeError("odd")
+    return np.zeros((8, 8, 3), np.uint8), 0
+source.read = read
+cache = DataCache(source, options=Options(memory={str(shm)!r}, threads=2, partial=True))
+batches = iter(cache.dataset(Phase(8), epochs=3))
+try:
+    while True:
+        next(batches)
+except Exception as error:
+    print("odd" in str(error), flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, timeout=30)
+    assert done.stdout == b"True\n" and done.returncode == 0
+
+
 def test_keras_trains_and_the_wait_is_reported(shm):
     import time
 

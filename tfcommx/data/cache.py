@@ -24,7 +24,7 @@ from tfcommx.comm import run_name
 from tfcommx.data import augment, memory, order
 from tfcommx.data.augment import Phase
 from tfcommx.data.disk import Disk
-from tfcommx.data.fill import Filler
+from tfcommx.data.fill import Filler, until_exit
 from tfcommx.data.slab import Slab, reclaim
 from tfcommx.data.source import Source, key_of, stored_size
 from tfcommx.data.swap import Transport, swap
@@ -165,8 +165,10 @@ class DataCache:
             meter = tf.Variable(tf.zeros([epochs, 2], tf.float64), trainable=False)
         self._meters.append((first_epoch, meter))
 
+        share = until_exit(lambda epoch: self.share(int(epoch), phase.shuffle))
+
         def epoch_steps(epoch: Any) -> Any:
-            samples = tf.numpy_function(lambda e: self.share(int(e), phase.shuffle), [epoch], tf.int64, stateful=False)
+            samples = tf.numpy_function(share, [epoch], tf.int64, stateful=False)
             samples.set_shape([None])
             start = tf.where(epoch == first_epoch, tf.constant(step, tf.int64), 0)
             steps = tf.data.Dataset.range(start, count)
