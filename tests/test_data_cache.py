@@ -9,6 +9,8 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -17,12 +19,13 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
+from tfcommx.data import fill, memory
 from tfcommx.data.arrays import Arrays
 from tfcommx.data.augment import Phase
 from tfcommx.data.cache import DataCache, Options
 from tfcommx.data.disk import Disk, drop, usage
 from tfcommx.data.folder import Folder
-from tfcommx.data.slab import Slab, SlabError, facts_of, reclaim
+from tfcommx.data.slab import Slab, SlabError, facts_of, overhead_bytes, reclaim, record_bytes
 from tfcommx.terms import PlanError, Topology
 
 ROOT = Path(__file__).parent.parent
@@ -237,6 +240,52 @@ def test_a_living_slab_is_not_reclaimed_and_other_data_do_not_share_it(folder, t
         assert len(served(three.dataset(WHOLE))) == 50
 
 
+def test_runs_that_exchange_share_a_slab_with_their_own_processes_only(folder, shm, monkeypatch):
+    def name(nodes=2, exchange=0.5, **environment):
+        for variable, value in environment.items():
+            monkeypatch.setenv(variable, value)
+        with DataCacheOpen(folder, shm, Topology(nodes, 1), exchange=exchange) as cache:
+            return cache.slab.path.name
+
+    shared = name(exchange=0.0)
+    assert name(nodes=1) == shared  # one node: nothing moves
+    alone = name()
+    assert alone == name() != shared
+    mpi = name(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_LOCAL_RANK="0", PMIX_NAMESPACE="job-1")
+    gloo = dict(HOROVOD_RANK="0", HOROVOD_SIZE="2", HOROVOD_LOCAL_RANK="0", HOROVOD_GLOO_RENDEZVOUS_ADDR="h")
+    with pytest.raises(PlanError, match="HOROVOD_GLOO_RENDEZVOUS_PORT"):
+        name(**gloo)
+    runs = [name(HOROVOD_GLOO_RENDEZVOUS_PORT=port) for port in ("1", "2", "1")]
+    assert len({shared, alone, mpi, *runs}) == 5 and runs[0] == runs[2]
+
+
+def test_the_last_close_frees_the_memory_though_a_mapping_lives_on(folder, shm):
+    with DataCacheOpen(folder, shm) as one, DataCacheOpen(folder, shm) as two, one.slab.path.open("rb") as file:
+        one.warm()
+        one.close()
+        assert two.slab.intact(7) and os.fstat(file.fileno()).st_blocks * 512 > 50 * 1000
+        two.close()
+        assert os.fstat(file.fileno()).st_blocks * 512 == 4096
+        assert two.slab.filled == 0 and two.slab.get(7) is None
+
+
+def test_a_process_that_starts_while_the_last_one_closes_does_not_wait(shm):
+    slab = Slab(shm, "tfcommx-a", "k", 1, lambda: 10**5)
+    with slab.path.open("rb") as starting:
+        slab.close()
+        fcntl.flock(starting, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def test_a_forked_child_leaves_its_parent_the_slab(shm):
+    slab = Slab(shm, "tfcommx-a", "k", 1, lambda: 10**5)
+    if (child := os.fork()) == 0:
+        slab.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert slab.path.exists() and reclaim(shm) == []
+    slab.close()
+
+
 def test_pictures_that_are_kept_at_another_size_have_another_slab(folder, shm):
     with DataCacheOpen(folder, shm, store=20) as one, DataCacheOpen(folder, shm, store=30) as two:
         assert one.slab.path != two.slab.path
@@ -316,6 +365,20 @@ def test_a_broken_source_file_is_named_or_skipped(folder, shm, damage):
         assert cache.slab.unreadable(sample)  # so that no process of the node reads it again
 
 
+def test_a_name_that_is_no_utf_8_is_in_the_message(tmp_path, shm):
+    (tmp_path / "h" / "a").mkdir(parents=True)
+    Path(os.fsdecode(bytes(tmp_path / "h" / "a") + b"/1\xe9.jpg")).write_bytes(b"bad")
+    with DataCacheOpen(tmp_path / "h", shm) as cache, pytest.raises(tf.errors.OpError, match=r"1\\udce9\.jpg.*on_error='skip'"):
+        served(cache.dataset(WHOLE))
+
+
+@pytest.mark.parametrize("name", ["b" * 5000, "数" * 1000, "\U0001f600" * 1000])
+def test_a_long_name_of_a_source_is_shortened_in_the_facts(shm, name):
+    with DataCacheOpen(Arrays(np.zeros((1, 2, 2, 3), np.uint8), np.zeros(1), name=name), shm) as cache:
+        kept = facts_of(cache.slab.path)["source"]
+        assert len(kept) > 160 and name.endswith(kept)
+
+
 def test_a_file_that_is_away_is_skipped_and_read_when_it_is_back(folder, shm):
     path = folder / "class1" / "0004.jpg"
     data = path.read_bytes()
@@ -337,6 +400,32 @@ def test_a_flipped_byte_in_memory_is_found_and_mended(folder, shm):
         assert all(cache.slab.intact(i) for i in range(50))
         served(cache.dataset(WHOLE, 2))
         assert cache.report(2)["hit_memory"] == 1
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_damaged_memory_that_cannot_be_mended_is_not_served(folder, shm, on_error):
+    with DataCacheOpen(folder, shm, verify=1.0, on_error=on_error) as cache, DataCacheOpen(folder, shm, verify=0.0) as trusting:
+        served(cache.dataset(WHOLE))
+        cache.slab._map[int(cache.slab.index[4]) + 64] ^= 0x80
+        path = Path(cache.source.where(4))
+        path.rename(path.with_suffix(".away"))
+        if on_error == "raise":
+            with pytest.raises(tf.errors.OpError, match="cannot be read"):
+                served(cache.dataset(WHOLE, 1))
+        else:
+            assert len(served(cache.dataset(WHOLE, 1))) == 49
+        with pytest.raises(tf.errors.OpError, match="cannot be read"):
+            served(trusting.dataset(WHOLE, 2))
+
+
+def test_a_damaged_record_of_another_size_is_unpublished_where_there_is_no_room(shm):
+    slab = Slab(shm, "tfcommx-a", "k", 2, lambda: overhead_bytes(2) + 2 * record_bytes(48))
+    images = [np.full((4, 4, 3), n, np.uint8) for n in range(2)]
+    assert all(slab.put(n, n, image) for n, image in enumerate(images))
+    struct.pack_into("<qi", slab._map, int(slab.index[1]) + 16, 24, 2)  # bytes and height: legible, and wrong
+    assert slab.get(1)[0].shape == (2, 4, 3) and not slab.repair(1, 1, images[1])
+    assert slab.get(1) is None and slab.intact(0)
+    slab.close()
 
 
 def test_the_disk_level_warms_the_next_run_and_finds_a_flipped_byte(folder, tmp_path, shm):
@@ -395,14 +484,49 @@ def test_too_little_memory_refuses_before_the_fill_or_keeps_what_fits(tmp_path, 
         assert cache.slab.path.stat().st_size <= needed // 2
 
 
+def test_a_slab_that_another_run_made_too_small_is_refused(shm):
+    source = Arrays(np.zeros((200, 64, 64, 3), np.uint8), np.arange(200))
+    whole, reads = Topology(1, 1), []
+    with DataCacheOpen(source, shm, Topology(4, 1)) as quarter:
+        with pytest.raises(SlabError, match=r"About 2,47\d,\d{3} bytes .* 200 samples.*another run made.*offers 9\d\d,\d{3}.*partial=True"):
+            DataCache(source, whole, 0, Options(memory=str(shm)))
+        with DataCacheOpen(source, shm, whole, partial=True) as cache:
+            assert cache.slab.length == quarter.slab.length
+        source.read, read = lambda sample: (reads.append(sample), read(sample))[1], source.read
+        with DataCacheOpen(source, shm, Topology(4, 2), rank=1):
+            assert not reads  # as the other processes of a run: it was made for as many
+    with DataCacheOpen(source, shm, memory_bytes=2_000_000, partial=True), pytest.raises(SlabError, match="another run made"):
+        DataCache(source, whole, 0, Options(memory=str(shm)))
+
+
+def test_what_other_slabs_have_reserved_is_not_offered_again(shm):
+    size = memory.offered_bytes(str(shm), None) // 2
+    slab = Slab(shm, "tfcommx-a", "k", 1, lambda: size)
+    assert memory.offered_bytes(str(shm), None) == pytest.approx(size, rel=0.1)
+    assert memory.offered_bytes(str(shm), None, "tfcommx-a") == pytest.approx(2 * size, rel=0.1)  # the first made it meanwhile
+    assert memory.offered_bytes(str(shm), 1000) == 1000
+    slab.close()
+
+
 def test_memory_that_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(SlabError, match=r"Give `memory` a folder"):
         Slab(tmp_path / "missing", "tfcommx-a", "k", 1, lambda: 10**5)
 
 
-def test_keras_trains_and_the_wait_is_reported(shm):
-    import time
+def test_the_end_of_the_process_waits_for_calls_under_way_and_lets_none_begin(monkeypatch):
+    """Else TensorFlow's threads may come to a Python that has ended, and the process hangs: now and then, after an error."""
+    monkeypatch.setattr(fill, "_ended", False)
+    begun, done = threading.Event(), []
+    work = fill.until_exit(lambda: (begun.set(), time.sleep(0.2), done.append(True)))
+    threading.Thread(target=work).start()
+    assert begun.wait(10)
+    fill._end()
+    assert done == [True]
+    with pytest.raises(RuntimeError, match="process ends"):
+        work()
 
+
+def test_keras_trains_and_the_wait_is_reported(shm):
     import keras
 
     source = Arrays(np.random.default_rng(0).integers(0, 256, (64, 8, 8), np.uint8), np.arange(64) % 4)
@@ -443,6 +567,13 @@ def test_an_epoch_without_a_batch_is_refused(shm):
         with pytest.raises(PlanError, match="Lower `batch`"):
             cache.dataset(Phase(batch=2))
         assert len(list(cache.dataset(Phase(batch=2, drop_remainder=False)))) == 1
+
+
+def test_a_rank_without_samples_in_a_step_is_served_an_empty_batch(shm):
+    source = Arrays(np.zeros((3, 9, 7, 3), np.uint8), np.arange(3))
+    with DataCacheOpen(source, shm, Topology(1, 2), 0) as cache:
+        shapes = [tuple(images.shape) for images, _ in cache.dataset(Phase(batch=1, drop_remainder=False))]
+    assert sorted(shapes) == [(0, 9, 7, 3), (1, 9, 7, 3)]
 
 
 def test_warm_brings_all_and_another_process_can_wait_for_it(folder, shm):

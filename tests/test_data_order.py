@@ -68,6 +68,21 @@ def test_a_node_keeps_its_part_unless_a_fraction_is_exchanged():
     assert set(order.share(1000, Topology(2, 2), 3, 5, 1, 0.2)) <= set(two.tolist())
 
 
+def test_parts_of_late_epochs_go_on_from_those_that_are_known(monkeypatch):
+    late = order.parts(40, (1, 1), 5, 1500, 0.5)
+    exchanged, made = order._exchanged, []
+    monkeypatch.setattr(order, "_exchanged", lambda *args: (made.append(args[2]), exchanged(*args))[1])
+    order.parts(40, (1, 1), 5, 1502, 0.5)
+    order.parts(40, (1, 1), 5, 1501, 0.5)
+    assert made == [1501, 1502]
+    early = order.parts(40, (1, 1), 5, 2, 0.5)
+    order.parts(40, (1, 1), 5, 3, 0.5)
+    assert made == [1501, 1502, 1, 2, 3]
+    order._known.cache_clear()
+    for epoch, parts in ((2, early), (1500, late)):
+        assert [part.tolist() for part in order.parts(40, (1, 1), 5, epoch, 0.5)] == [part.tolist() for part in parts]
+
+
 def test_place_counts_through_uneven_nodes():
     topology = Topology(2, 3, (("a", 1), ("b", 3)))
     assert [order.place(topology, rank) for rank in range(4)] == [(0, 0), (1, 0), (1, 1), (1, 2)]

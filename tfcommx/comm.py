@@ -15,6 +15,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -248,6 +249,22 @@ def launcher() -> Launcher:
         return Launcher("mpi", int(env["OMPI_COMM_WORLD_RANK"]), int(env["OMPI_COMM_WORLD_SIZE"]),
                         int(env["OMPI_COMM_WORLD_LOCAL_RANK"]))
     return Launcher("none", 0, 1, 0)
+
+
+def run_name() -> str:
+    """Return a name that all processes of this run have, and no other run that lives on the machine.
+
+    Of the launch; in a process that none started, of the process.
+    **Raises:** PlanError where the launcher gives none.
+    """
+    kind = launcher().kind
+    if kind == "none":  # a process number may come again, and another container may have it: with its start it is one process
+        return f"{os.getpid()} {Path('/proc/self/stat').read_text().rpartition(')')[2].split()[19]}"
+    words = {"gloo": ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"), "mpi": ("PMIX_NAMESPACE",)}[kind]
+    if missing := [word for word in words if word not in os.environ]:
+        raise PlanError(f"A name of the run is required in {' and '.join(words)}, as horovodrun and mpirun set them. "
+                        f"Received none in {' and '.join(missing)}. Launch with one of them, or set it, equal on all ranks.")
+    return " ".join(os.environ[word] for word in words)
 
 
 def launch_interfaces() -> list[str]:

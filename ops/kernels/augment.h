@@ -92,8 +92,8 @@ Image image_of(const Record& record);
 // Write one image: a window, resized to the target by bilinear interpolation at pixel centres, no antialias.
 void augment(const Image& image, const Window& window, const Target& target, void* out, Code code = Code::kFastest);
 
-// The whole batch: image i from records[i] through windows[i] to out + i * (bytes of one image).
-void augment_batch(const std::vector<const Record*>& records, const std::vector<Window>& windows, const Target& target, void* out,
+// The whole batch: images[i] through windows[i] to out + i * (bytes of one image).
+void augment_batch(const std::vector<Image>& images, const std::vector<Window>& windows, const Target& target, void* out,
                    const ParallelFor& parallel_for, Code code = Code::kFastest);
 
 }  // namespace tfcommx

@@ -359,16 +359,16 @@ void augment(const Image& image, const Window& window, const Target& wanted, voi
   }
 }
 
-void augment_batch(const std::vector<const Record*>& records, const std::vector<Window>& windows, const Target& wanted, void* out,
+void augment_batch(const std::vector<Image>& images, const std::vector<Window>& windows, const Target& wanted, void* out,
                    const ParallelFor& parallel_for, Code code) {
   const int64_t values = static_cast<int64_t>(wanted.height) * wanted.width * wanted.channels;
   const int64_t bytes = values * pixel_bytes(wanted.pixel);
   Target target = wanted;
-  target.past_caches = bytes * static_cast<int64_t>(records.size()) >= kLargeBatch;
-  const int64_t n = records.size(), images = std::max<int64_t>(1, kTurn / std::max<int64_t>(1, values));
-  parallel_for((n + images - 1) / images, [&](int64_t turn) {
-    for (int64_t i = turn * images; i < std::min(n, (turn + 1) * images); ++i) {
-      augment(image_of(*records[i]), windows[i], target, static_cast<uint8_t*>(out) + i * bytes, code);
+  target.past_caches = bytes * static_cast<int64_t>(images.size()) >= kLargeBatch;
+  const int64_t n = images.size(), turn_images = std::max<int64_t>(1, kTurn / std::max<int64_t>(1, values));
+  parallel_for((n + turn_images - 1) / turn_images, [&](int64_t turn) {
+    for (int64_t i = turn * turn_images; i < std::min(n, (turn + 1) * turn_images); ++i) {
+      augment(images[i], windows[i], target, static_cast<uint8_t*>(out) + i * bytes, code);
     }
   });
 }

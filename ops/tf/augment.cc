@@ -186,7 +186,8 @@ class SlabRead : public OpKernel {
                 InvalidArgument("`loose_at` must have one entry per index. Received ", loose_at.size(), " for ", n, "."));
     OP_REQUIRES(context, size.size() == 2 && size(0) >= 0 && size(1) >= 0 && (size(0) == 0) == (size(1) == 0),
                 InvalidArgument("`size` must be [height, width], both positive or both zero."));
-    std::vector<const Record*> records(n);
+    std::vector<Image> sources(n);
+    std::vector<int64_t> numbers(n);  // labels
     std::vector<Window> windows(n);
     Target target = target_;
     target.height = size(0);
@@ -197,13 +198,13 @@ class SlabRead : public OpKernel {
       foresee(slab_.base(), indices(i));
     }
     for (int64_t i = 0; i < n; ++i) {
-      if (loose_at(i) >= 0) {
-        records[i] = record_at(loose.data(), 0, loose.size(), loose_at(i), indices(i));
-      } else {
-        records[i] = find(slab_.base(), indices(i));
-      }
-      OP_REQUIRES(context, records[i] != nullptr, DataLoss("Sample ", indices(i), " is not in memory, or its record is damaged."));
-      const Record& record = *records[i];
+      const Record* found = loose_at(i) >= 0 ? record_at(loose.data(), 0, loose.size(), loose_at(i), indices(i))
+                                             : find(slab_.base(), indices(i));
+      OP_REQUIRES(context, found != nullptr, DataLoss("Sample ", indices(i), " is not in memory, or its record is damaged."));
+      // a copy: the close of the slab may empty the record at any moment
+      const Image record = sources[i] = image_of(*found);
+      numbers[i] = found->label;
+      OP_REQUIRES(context, record.height > 0 && record.width > 0 && record.channels > 0, DataLoss("The slab has been closed."));
       OP_REQUIRES(context, record.channels == target.channels,
                   InvalidArgument("Samples of ", target.channels, " channels are required. Sample ", indices(i), " has ", record.channels, "."));
       if (target.height == 0) {
@@ -231,10 +232,10 @@ class SlabRead : public OpKernel {
     OP_REQUIRES_OK(context, context->allocate_output(1, TensorShape({n}), &labels));
     OP_REQUIRES_OK(context, context->allocate_output(2, TensorShape({n, 5}), &taken));
     for (int64_t i = 0; i < n; ++i) {
-      labels->flat<int64_t>()(i) = records[i]->label;
+      labels->flat<int64_t>()(i) = numbers[i];
       std::memcpy(taken->flat<int32_t>().data() + 5 * i, &windows[i], sizeof(Window));
     }
-    augment_batch(records, windows, target, images.data(), shared_with_pool(context), code_);
+    augment_batch(sources, windows, target, images.data(), shared_with_pool(context), code_);
   }
 
  private:

@@ -9,6 +9,7 @@ we keep one copy per node in shared memory and not one per process. Loading runs
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import weakref
@@ -19,10 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from tfcommx.comm import run_name
 from tfcommx.data import augment, memory, order
 from tfcommx.data.augment import Phase
 from tfcommx.data.disk import Disk
-from tfcommx.data.fill import Filler
+from tfcommx.data.fill import Filler, until_exit
 from tfcommx.data.slab import Slab, reclaim
 from tfcommx.data.source import Source, key_of, stored_size
 from tfcommx.data.swap import Transport, swap
@@ -30,13 +32,18 @@ from tfcommx.terms import PlanError, Topology, check_name
 
 READ_AHEAD = 64 << 20  # bytes by which tf.data may lengthen its queue: two batches of 38 MB, where longer queues cost fresh memory
 WARM = 64  # samples of a step of `warming`: enough for all threads, few enough for a steady bar
+NAME_BYTES = 2000  # of the source's name in the facts of a slab, whose page is 4096
 FORMAT = 1  # of what is kept in memory: raised when decoding or the layout changes
 ON_ERROR = ("raise", "skip")
 
 
 @dataclass(frozen=True)
 class Options:
-    """How samples are kept."""
+    """How samples are kept.
+
+    Runs of the same data on one machine share its memory. With `exchange`, on more than one node, a run has a slab of its own,
+    as `DataCache.swap` writes to places that another would be reading.
+    """
 
     seed: int = 0  # of parts, order and augmentation, >= 0
     store: int | None = (
@@ -72,8 +79,10 @@ class DataCache:
       rank: this process's.
       options: how samples are kept; the same on all ranks.
     **Ranks:** every rank makes one; none waits for another.
-    **Cost:** one walk over the source's list; 64 samples are read to estimate the memory, by the first process of a node.
-    **Raises:** SlabError where memory does not suffice or shared memory cannot be used; PlanError for a bad rank.
+    **Cost:** one walk over the source's list; 64 samples are read to estimate the memory, by the first process of a node
+      and, without `partial`, by one that finds a slab made for fewer samples.
+    **Raises:** SlabError where memory does not suffice or shared memory cannot be used; PlanError for a bad rank,
+      and with `exchange` where the launcher gives the run no name.
     """
 
     def __init__(self, source: Source, topology: Topology | None = None, rank: int = 0, options: Options | None = None) -> None:
@@ -87,16 +96,24 @@ class DataCache:
         part = order.parts(source.count, slots, self.options.seed)[self.node]
 
         def length() -> int:
-            return memory.slab_bytes(source, self.disk, part, self.options)
+            return memory.slab_bytes(source, self.disk, part, self.options, name)
 
+        name = f"tfcommx-{os.getuid()}-{self.key[:16]}-{self.node}"
+        if self.options.exchange > 0 and self.topology.nodes > 1:
+            name += f"-{key_of((run_name(),))[:16]}"
         self.slab = Slab(
             self.options.memory,
-            f"tfcommx-{os.getuid()}-{self.key[:16]}-{self.node}",
+            name,
             self.key,
             source.count,
             length,
-            {"source": source.name[-1000:], "node": str(self.node)},
+            {"source": _end_of(source.name), "node": str(self.node), "whole": str(0 if self.options.partial else len(part))},
         )
+        try:
+            memory.check_length(self.slab, source, self.disk, part, self.options)
+        except BaseException:
+            self.slab.close()
+            raise
         threads = self.options.threads or max(1, len(os.sched_getaffinity(0)) // slots[self.node])
         self.filler = Filler(source, self.slab, self.disk, self.options.store, self.options.on_error == "skip", threads)
         self._arrived: dict[int, int] = {}  # epoch -> samples that came from other nodes for it
@@ -148,8 +165,10 @@ class DataCache:
             meter = tf.Variable(tf.zeros([epochs, 2], tf.float64), trainable=False)
         self._meters.append((first_epoch, meter))
 
+        share = until_exit(lambda epoch: self.share(int(epoch), phase.shuffle))
+
         def epoch_steps(epoch: Any) -> Any:
-            samples = tf.numpy_function(lambda e: self.share(int(e), phase.shuffle), [epoch], tf.int64, stateful=False)
+            samples = tf.numpy_function(share, [epoch], tf.int64, stateful=False)
             samples.set_shape([None])
             start = tf.where(epoch == first_epoch, tf.constant(step, tf.int64), 0)
             steps = tf.data.Dataset.range(start, count)
@@ -165,9 +184,9 @@ class DataCache:
                 self.slab, samples, loose, at, epoch, phase, self.source.channels, self.options.seed
             )
             if phase.resolution is None and self.source.shape is not None:
-                images = tf.ensure_shape(
-                    images, [None, *stored_size(*self.source.shape, self.options.store), self.source.channels]
-                )
+                shape = [*stored_size(*self.source.shape, self.options.store), self.source.channels]
+                none = tf.zeros([0, *shape], images.dtype)  # a batch without samples has no size that could be read
+                images = tf.ensure_shape(tf.cond(tf.size(labels) == 0, lambda: none, lambda: images), [None, *shape])
             if static:
                 images = tf.ensure_shape(images, [phase.batch, *images.shape[1:]])
                 labels = tf.ensure_shape(labels, [phase.batch])
@@ -272,8 +291,19 @@ class DataCache:
         return True
 
     def close(self) -> None:
-        """Let go of memory and files; the last process of the node removes the slab. Also done at the end of the process."""
+        """Let go of memory and files; the last process of the node removes the slab. Also done at the end of the process.
+
+        No batch may be asked for afterwards: it ends in an error, and one that was on its way may be black.
+        """
         self._closed()
+
+
+def _end_of(name: str) -> str:
+    """Return as much of the end of a name as a slab's facts can hold: up to 12 bytes a character, as JSON."""
+    name = name[-NAME_BYTES:]
+    while len(json.dumps(name)) > NAME_BYTES:
+        name = name[1:]
+    return name
 
 
 def _close(filler: Filler, slab: Slab, disk: Disk | None) -> None:

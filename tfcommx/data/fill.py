@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +16,46 @@ from tfcommx.data.disk import Disk
 from tfcommx.data.slab import Slab, pack
 from tfcommx.data.source import JPEG, SampleError, Source, decode
 
+EXIT_SECONDS = 5  # that the end of a process waits for samples that are being read
 ABSENT, CORRUPT = 1, 2  # what `augment.check` says of a sample that is not there, and of one whose CRC does not hold
+
+_calls = threading.Condition()
+_inside = 0  # calls of TensorFlow's threads that are under way
+_ended = False
+
+
+def until_exit(work: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `work` for TensorFlow's threads: at the end of the process those under way are waited for, and others raise.
+
+    A thread that came to Python later would stop there for good, and with it the end of its pipeline, so that of the process.
+    """
+
+    @functools.wraps(work)
+    def call(*args: Any) -> Any:
+        global _inside
+        with _calls:
+            if _ended:
+                raise RuntimeError("The process ends.")
+            _inside += 1
+        try:
+            return work(*args)
+        finally:
+            with _calls:
+                _inside -= 1
+                _calls.notify_all()
+
+    return call
+
+
+def _end() -> None:
+    global _ended
+    with _calls:
+        _ended = True
+        _calls.wait_for(lambda: not _inside, EXIT_SECONDS)
+    time.sleep(0.1)  # they return through TensorFlow, and those that raise fill the pipeline's queue
+
+
+threading._register_atexit(_end)  # before the pools end, which calls under way need; `atexit` would come after
 
 
 class Filler:
@@ -34,6 +77,7 @@ class Filler:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "tfcommx-fill")
 
+    @until_exit
     def read(self, samples: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Read the JPEGs among a batch's absent samples, for the native fill. All else is left to `fetch`, errors too.
 
@@ -60,6 +104,7 @@ class Filler:
             list(self._pool.map(bring, [absent[first :: self._threads] for first in range(self._threads)]))
         return encoded, labels, level
 
+    @until_exit
     def settle(self, samples: np.ndarray, state: np.ndarray, left: np.ndarray, epoch: int, encoded: np.ndarray, labels: np.ndarray,
                level: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Count and keep on disk what the native fill has put into the slab, and `fetch` what it has left.
@@ -109,7 +154,10 @@ class Filler:
         try:
             pixels, label = self._decoded(sample, epoch)
         except (SampleError, OSError) as error:
+            if damaged:  # or a read that checks no CRC would serve it
+                self.slab.forget(sample)
             message = f"Sample {sample} cannot be read: {self.source.where(sample)}: {error}."
+            message = message.encode("utf-8", "backslashreplace").decode()  # a name that is no UTF-8 would empty it in TensorFlow
             if not self.skip:
                 raise SampleError(f"{message} Mend or remove it, or set on_error='skip'.") from error
             with self._lock:

@@ -10,7 +10,7 @@ import numpy as np
 
 from tfcommx.data.disk import Disk
 from tfcommx.data.order import shuffled
-from tfcommx.data.slab import SlabError, overhead_bytes, record_bytes
+from tfcommx.data.slab import Slab, SlabError, facts_of, overhead_bytes, record_bytes, reserved_bytes
 from tfcommx.data.source import SampleError, Source, decode
 
 if TYPE_CHECKING:
@@ -35,22 +35,28 @@ def needed_bytes(source: Source, disk: Disk | None, part: np.ndarray, store: int
     return int(np.ceil(mean * len(part))) + overhead_bytes(source.count)
 
 
-def offered_bytes(folder: str, limit: int | None) -> int:
-    """Return the bytes that a slab in `folder` may take: the least of what is free there, in the node's memory, and `limit`."""
+def offered_bytes(folder: str, limit: int | None, own: str = "") -> int:
+    """Return the bytes that a slab in `folder` may take: the least of what is free there, in the node's memory, and `limit`.
+
+    What other slabs there have reserved and not yet taken is not free; that of the name `own` is not another.
+    """
     free = os.statvfs(folder)
-    offers = [free.f_bavail * free.f_frsize] + ([limit] if limit is not None else [])
+    offers = [free.f_bavail * free.f_frsize]
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             offers.append(int(line.split()[1]) * 1024)
-    return min(offers)
+    reserved = sum(reserved_bytes(path) for path in Path(folder).glob("tfcommx-*.slab") if path.stem != own)
+    left = max(0, min(offers) - reserved)
+    return left if limit is None else min(left, limit)
 
 
-def slab_bytes(source: Source, disk: Disk | None, part: np.ndarray, options: Options) -> int:
-    """Return the length of the slab to make.
+def slab_bytes(source: Source, disk: Disk | None, part: np.ndarray, options: Options, name: str) -> int:
+    """Return the length of the slab to make, of that name.
 
     **Raises:** SlabError where the need is above the offer and `options.partial` is False.
     """
-    needed, offered = needed_bytes(source, disk, part, options.store), offered_bytes(options.memory, options.memory_bytes)
+    needed = needed_bytes(source, disk, part, options.store)
+    offered = offered_bytes(options.memory, options.memory_bytes, name)
     if needed > offered and not options.partial:
         raise SlabError(
             f"About {needed:,} bytes of memory are required for {len(part):,} samples of {source.name}. {options.memory} and "
@@ -59,3 +65,19 @@ def slab_bytes(source: Source, disk: Disk | None, part: np.ndarray, options: Opt
     return min(
         offered, needed if options.partial else needed + needed // 2
     )  # memory is taken as it fills: room for the estimate's error
+
+
+def check_length(slab: Slab, source: Source, disk: Disk | None, part: np.ndarray, options: Options) -> None:
+    """Refuse a slab that another process made where it is too small for this run.
+
+    **Cost:** none where it was made for as many samples, as the other processes of a run do; else that of `needed_bytes`.
+    **Raises:** SlabError.
+    """
+    if options.partial or slab.created or int(facts_of(slab.path).get("whole", 0)) >= len(part):
+        return
+    if (needed := needed_bytes(source, disk, part, options.store)) > slab.length:
+        raise SlabError(
+            f"About {needed:,} bytes of memory are required for {len(part):,} samples of {source.name}. {slab.path}, which "
+            f"another run made and uses, offers {slab.length:,}. Give both runs the same nodes and options, give this one "
+            "another `memory` folder, or set partial=True to keep as much as fits."
+        )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import threading
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from tfcommx.reference_augment import draws
 from tfcommx.terms import PlanError, Topology
 
 _PART, _OFFER, _DEAL, _SHUFFLE = range(4)  # streams of random numbers that must not coincide
+KEPT = 3  # epochs but the first whose parts are kept: one that is served, one that is loaded ahead, the one before a swap
+_lock = threading.Lock()
 
 
 def slots_of(topology: Topology) -> tuple[int, ...]:
@@ -50,6 +53,11 @@ def _cut(samples: np.ndarray, weights: tuple[int, ...]) -> list[np.ndarray]:
 
 
 @functools.lru_cache(maxsize=4)
+def _known(count: int, slots: tuple[int, ...], seed: int, fraction: float) -> dict[int, tuple[np.ndarray, ...]]:
+    """Return the parts of the first epoch, and of those that `parts` has been asked for last: epoch -> parts."""
+    return {0: tuple(np.sort(piece) for piece in _cut(shuffled(np.arange(count), seed, _PART), slots))}
+
+
 def parts(count: int, slots: tuple[int, ...], seed: int, epoch: int = 0, fraction: float = 0.0) -> tuple[np.ndarray, ...]:
     """Return each node's part of the samples 0 to count - 1 in `epoch`.
 
@@ -62,11 +70,22 @@ def parts(count: int, slots: tuple[int, ...], seed: int, epoch: int = 0, fractio
       One int64 array per node, ascending.
 
     **Ranks:** pure; equal arguments give equal parts everywhere.
-    **Cost:** one sort of `count` numbers; with a fraction, one per epoch since the first.
+    **Cost:** one sort of `count` numbers; with a fraction, one per epoch since the newest of those before that is known.
     """
-    if epoch == 0 or fraction == 0 or len(slots) == 1:
-        return tuple(np.sort(piece) for piece in _cut(shuffled(np.arange(count), seed, _PART), slots))
-    before = parts(count, slots, seed, epoch - 1, fraction)
+    if fraction == 0 or len(slots) == 1:
+        epoch, fraction = 0, 0.0
+    with _lock:
+        known = _known(count, slots, seed, fraction)
+        newest = max(number for number in known if number <= epoch)
+        for number in range(newest + 1, epoch + 1):
+            known[number] = _exchanged(known[number - 1], seed, number, fraction)
+            for old in list(known)[1:-KEPT]:  # the first epoch stays: all others come from it
+                del known[old]
+        return known[epoch]
+
+
+def _exchanged(before: tuple[np.ndarray, ...], seed: int, epoch: int, fraction: float) -> tuple[np.ndarray, ...]:
+    """Return the parts of `epoch`, made of those of the epoch before."""
     offers = [shuffled(part, seed, _OFFER, epoch)[: round(fraction * len(part))] for part in before]
     pool = shuffled(np.concatenate(offers), seed, _DEAL, epoch)
     dealt = np.split(pool, np.cumsum([len(offer) for offer in offers])[:-1])

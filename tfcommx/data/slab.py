@@ -15,6 +15,7 @@ alone has no living owner. It is then removed, never adopted, as it is when its 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import mmap
@@ -39,6 +40,7 @@ UNREADABLE = -1
 _HEAD = struct.Struct("<8sqqqqq")  # magic, count, index_at, data_at, length, next free byte
 _NEXT = 40  # byte offset of the last of these
 _FACTS = 256  # byte offset of the JSON text
+_PUNCH_HOLE = 1 | 2  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _ENTRY = struct.Struct("<qqqiiiI")  # sample, label, bytes, height, width, channels, crc
 
 
@@ -93,6 +95,12 @@ def _alone(file: int) -> bool:
     return True
 
 
+def _free(file: int) -> None:
+    """Give back the memory of a slab but its header: a mapping that lives on, as TensorFlow's may, would keep it all."""
+    length = os.fstat(file).st_size - PAGE
+    ctypes.CDLL(None).fallocate(file, _PUNCH_HOLE, ctypes.c_long(PAGE), ctypes.c_long(length))  # else it goes with the mappings
+
+
 def _still_at(path: Path, file: int) -> bool:
     try:
         return os.stat(path).st_ino == os.fstat(file).st_ino
@@ -128,6 +136,15 @@ def facts_of(path: Path) -> dict[str, Any]:
         return json.loads(page[_FACTS:].split(b"\0", 1)[0]) if page[:8] == MAGIC else {}
     except (OSError, ValueError):
         return {}
+
+
+def reserved_bytes(path: Path) -> int:
+    """Return the bytes that a slab may still take; 0 where the file is none, or gone."""
+    try:
+        magic, *_, length, used = _HEAD.unpack(path.open("rb").read(_HEAD.size))
+    except (OSError, struct.error):
+        return 0
+    return length - used if magic == MAGIC else 0
 
 
 def state_of(path: Path) -> tuple[int, int, int, bool]:
@@ -169,6 +186,7 @@ class Slab:
     ) -> None:
         self.path = Path(folder) / f"{name}.slab"
         self.created = False
+        self._owner = os.getpid()
         try:
             self.file = self._attach_or_make(key, count, length, facts or {})
         except OSError as error:
@@ -265,11 +283,18 @@ class Slab:
         return True
 
     def repair(self, sample: int, label: int, pixels: np.ndarray) -> bool:
-        """Write a sample again whose CRC does not hold: in its place where its size is legible, so that it is never absent."""
+        """Write a sample again whose CRC does not hold: in its place where its size is legible, so that it is never absent.
+
+        False where there is no room for it: it is unpublished then.
+        """
         held = self.get(sample)
         if held is None or held[0].nbytes != pixels.nbytes:
-            return self.put(sample, label, pixels)
-        return self._write(sample, label, pixels, int(self.index[sample]))
+            done = self.put(sample, label, pixels)
+        else:
+            done = self._write(sample, label, pixels, int(self.index[sample]))
+        if not done:
+            self.forget(sample)
+        return done
 
     def get(self, sample: int) -> tuple[np.ndarray, int] | None:
         """Return (a view of the pixels uint8 [h, w, c], label), or None where the sample is absent."""
@@ -318,11 +343,18 @@ class Slab:
         return struct.unpack_from("<q", self._map, _NEXT)[0]
 
     def close(self) -> None:
-        """Let go; the last process of the node to do so removes the slab. May be called twice."""
+        """Let go; the last process of the node to do so removes the slab and frees its memory. May be called twice.
+
+        Mappings stay valid, views of `get` too, but then all samples are absent and all pixels 0. A forked child closes its
+        descriptor only: the slab stays its parent's.
+        """
         if self.file < 0:
             return
-        if _alone(self.file) and _still_at(self.path, self.file):
-            self.path.unlink()
+        if os.getpid() == self._owner:  # a forked child has the same lock: to lock alone would succeed, to unlock be for both
+            if _alone(self.file) and _still_at(self.path, self.file):
+                _free(self.file)
+                self.path.unlink()
+            fcntl.flock(self.file, fcntl.LOCK_UN)  # the mapping has a duplicate of the descriptor, which would keep the lock
         os.close(self.file)
         self.file = -1
 
