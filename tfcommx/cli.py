@@ -12,13 +12,14 @@ import typer
 from tfcommx.cache_command import app as cache_app
 from tfcommx.data.fashion_mnist import DataError
 from tfcommx.data.slab import SlabError
+from tfcommx.data.source import SampleError
 from tfcommx.recipe import RecipeError
 from tfcommx.recipe import read as read_recipe
 from tfcommx.report import ReportError
 from tfcommx.terms import PlanError
 
 SET_HELP = "Change the recipe, e.g. --set phases.0.epochs=1. Repeatable."
-USER_ERRORS = (PlanError, RecipeError, DataError, ReportError, SlabError)
+USER_ERRORS = (PlanError, RecipeError, DataError, ReportError, SampleError, SlabError)
 
 app = typer.Typer(name="tfcommx", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="Data-parallel training where machines are strong and the network between them is slow.")
