@@ -54,16 +54,26 @@ class Comm(abc.ABC):
         self.topology = topology
         self._open_post: Callable[[], Post] | None = None
         self._post: Post | None = None
-        self._scopes = 0
+        self._scopes, self._scope = 0, ""
 
     def own_scope(self) -> str:
-        """Return a name scope for `tf.name_scope` that nobody else has, for the collectives of one exchange.
-
-        Horovod knows a tensor in a graph by its full name. The scopes around it are not equal on all ranks: Keras numbers its
-        optimizers, so one that is made on some ranks only would make all ranks wait. **Ranks:** all, in the same order.
-        """
+        """Return a name that nobody else has, for `scope`. **Ranks:** all, in the same order."""
         self._scopes += 1
-        return f"tfcommx{self._scopes}/"  # with the slash at its end it stands alone, whatever the scopes around it
+        return f"tfcommx{self._scopes}/"
+
+    @contextlib.contextmanager
+    def scope(self, own: str) -> Iterator[None]:
+        """Name the collectives within after `own`, and after nothing else.
+
+        Horovod knows a tensor in a graph by its name, and the scopes around it are not equal on all ranks: Keras numbers its
+        optimizers, so that one which is made on some ranks only would make all ranks wait.
+        """
+        before, self._scope = self._scope, own
+        try:
+            with tf.name_scope(own):  # that ends in a slash: it stands alone, and what is named twice in it gets a number
+                yield
+        finally:
+            self._scope = before
 
     def members(self, group: str) -> tuple[int, ...]:
         """Return the ranks of my group of that name, ascending."""
@@ -357,31 +367,35 @@ class HorovodComm(Comm):
             if amount:
                 self._sent[kind].assign_add(amount)
 
+    def _named(self, name: str) -> dict[str, Any]:
+        """What follows the last slash of a name is what Horovod goes by; TensorFlow puts more before it when it inlines functions."""
+        return {"name": (self._scope + name).replace("/", "."), "ignore_name_scope": True}
+
     def _set(self, group: str) -> Any:
         return self._sets[self.members(group)]
 
     def _allreduce(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
-        return self._ops._allreduce(tensor, name=name, op=self._hvd.Sum, process_set=self._set(group))
+        return self._ops._allreduce(tensor, **self._named(name), op=self._hvd.Sum, process_set=self._set(group))
 
     def _allreduce_list(self, tensors: list[tf.Tensor], name: str, average: bool) -> list[tf.Tensor]:
-        return self._ops._grouped_allreduce(tensors, name=name, op=self._hvd.Average if average else self._hvd.Sum)
+        return self._ops._grouped_allreduce(tensors, **self._named(name), op=self._hvd.Average if average else self._hvd.Sum)
 
     def _reduce_scatter(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
         ranks = len(self.members(group))
         if self._gloo:  # its own gives wrong sums for large vectors now and then, without a word (tests/test_bugs.py)
             shards = tf.reshape(self._alltoall(tensor, group, name), [ranks, -1, *tensor.shape[1:]])
             return tf.ensure_shape(tf.add_n(tf.unstack(shards)), [tensor.shape[0] // ranks, *tensor.shape[1:]])
-        return _sized(self._ops._reducescatter(tensor, name=name, op=self._hvd.Sum, process_set=self._set(group)),
+        return _sized(self._ops._reducescatter(tensor, **self._named(name), op=self._hvd.Sum, process_set=self._set(group)),
                       tensor, 1 / ranks)
 
     def _all_gather(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
-        return _sized(self._ops.allgather(tensor, name=name, process_set=self._set(group)), tensor, len(self.members(group)))
+        return _sized(self._ops.allgather(tensor, **self._named(name), process_set=self._set(group)), tensor, len(self.members(group)))
 
     def _alltoall(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
-        return _sized(self._ops.alltoall(tensor, name=name, process_set=self._set(group)), tensor, 1)
+        return _sized(self._ops.alltoall(tensor, **self._named(name), process_set=self._set(group)), tensor, 1)
 
     def _broadcast(self, tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
-        return self._ops.broadcast(tensor, root, name=name)
+        return self._ops.broadcast(tensor, root, **self._named(name))
 
 
 def _sized(result: tf.Tensor, tensor: tf.Tensor, factor: float) -> tf.Tensor:

@@ -100,8 +100,8 @@ class Optimizer(_Part):
 class LearningRate(_Part):
     """Linear warm-up to a peak, then decay to zero at the end of the run."""
 
-    peak: float | None = Field(None, gt=0)  # the peak itself; this or the next
-    peak_per_256: float | None = Field(None, gt=0)  # the peak for 256 images a step over all ranks; grows with the batch
+    peak: float | None = Field(None, gt=0, allow_inf_nan=False)  # the peak itself; this or the next
+    peak_per_256: float | None = Field(None, gt=0, allow_inf_nan=False)  # the peak for 256 images a step; grows with the batch
     warm_up_epochs: float = Field(1, ge=0)  # large batches diverge when they start at the peak
     decay: Literal["cosine", "linear"] = "cosine"
 
@@ -132,7 +132,7 @@ class LearningRate(_Part):
 class Recipe(_Part):
     """All that a training run is made of."""
 
-    name: str = Field(min_length=1, pattern=r"^[\w.-]+$")  # of the folder below runs/
+    name: str = Field(min_length=1, pattern=r"^\w[\w.-]*$")  # of the folder below runs/
     data: Data = Data()
     model: Model = Model()
     batch_per_rank: int = Field(ge=1)  # images a step on one rank

@@ -173,6 +173,16 @@ def test_a_pattern_that_matches_nothing_is_said(comm: Comm, caplog: pytest.LogCa
     assert [record.args[0] for record in caplog.records] == ["hidden*"]
 
 
+def test_a_gradient_that_comes_no_more_is_said(comm: Comm, caplog: pytest.LogCaptureFixture) -> None:
+    net, optimizer = model(), cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    grads = [tf.ones(variable.shape) for variable in net.trainable_variables]
+    with caplog.at_level(logging.WARNING, "tfcommx"):
+        optimizer.apply(grads, net.trainable_variables)
+        assert not caplog.records
+        optimizer.apply([None, *grads[1:]], net.trainable_variables)
+    assert [record.args[0] for record in caplog.records] == [net.trainable_variables[0].path]
+
+
 @pytest.mark.parametrize(("optimizer", "options"), [
     ("sgd", {}), (keras.optimizers.SGD, {}), (None, {}), (keras.Sequential(), {}), ("good", {"scheme": "torus"}),
     ("good", {"scheme": {"*": "torus"}}), ("good", {"scheme": {0: cx.Scheme()}}), ("good", {"plan": "x"}),

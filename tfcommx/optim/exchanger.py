@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from tfcommx.comm import Comm
 from tfcommx.schedule import planner
 from tfcommx.schedule.run import Exchange, Owed, owed_of
 from tfcommx.terms import Piece, Plan, PlanError, Scheme
+
+log = logging.getLogger("tfcommx")
 
 
 class Left(NamedTuple):
@@ -104,7 +107,7 @@ class Exchanger:
             return finite
         bad = tf.reshape(tf.cast(tf.logical_not(finite), tf.float32), [1])
         self._finite_scope = self._finite_scope or self.comm.own_scope()
-        with tf.name_scope(self._finite_scope):
+        with self.comm.scope(self._finite_scope):
             return tf.equal(self.comm.allreduce(bad, "world", "finite")[0], 0)
 
     def switch(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
@@ -164,6 +167,10 @@ class Exchanger:
     def _exchange_for(self, variables: Sequence[keras.Variable]) -> Exchange:
         key = tuple(variable.path for variable in variables)
         if key not in self.exchanges:
+            for other in self.exchanges:
+                if changed := sorted(set(key) ^ set(other)) if set(key) & set(other) else []:
+                    log.warning("Gradients of another set of variables are exchanged from now on: %r, for one, came or went. All ranks "
+                                "must change alike, or they wait for each other.", changed[0])
             with tf.init_scope():  # also while a step is traced: planning is done once, for real
                 plan = self.given or planner.make_plan(
                     [planner.Gradient(variable.path, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))

@@ -85,7 +85,7 @@ class Exchange:
         **Ranks:** all, with the same plan; in traced code, or eagerly in the same order.
         **Cost:** per bucket one copy into and one out of the flat vector, and the route.
         """
-        with tf.name_scope(self._scope):
+        with self.comm.scope(self._scope):
             return self._carry_out(gradients)
 
     def _carry_out(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
@@ -137,7 +137,7 @@ class Exchange:
         **Source:** Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016), Algorithms 2 and 3.
         """
         every = 1 if self.plan.update == "root" else self.plan.broadcast_every
-        with tf.name_scope(self._scope):
+        with self.comm.scope(self._scope):
             if every == 1:
                 self._broadcast(weights)
             elif every:
