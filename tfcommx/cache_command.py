@@ -20,10 +20,11 @@ Disk = Annotated[Path | None, typer.Option(help="Folder of the local disk level.
 app = typer.Typer(name="cache", no_args_is_help=True, help="Fill, list and remove what the data cache keeps on this machine.")
 
 
-def _check_folder(path: Path) -> None:
-    if not path.is_dir():
-        what = f"{path} is no folder" if path.exists() else f"The folder {path} does not exist"
-        raise PlanError(f"{what}. Check the path and its mount.")
+def _check_folders(*paths: Path | None) -> None:
+    for path in paths:
+        if path is not None and not path.is_dir():
+            what = f"{path} is no folder" if path.exists() else f"The folder {path} does not exist"
+            raise PlanError(f"{what}. Check the path and its mount.")
 
 
 def source_of(text: str, split: str) -> Source:
@@ -32,7 +33,7 @@ def source_of(text: str, split: str) -> Source:
 
     path = Path(text)
     if text.startswith((os.sep, ".", "~")):
-        _check_folder(path)
+        _check_folders(path)
     elif not path.is_dir():  # names of data sets have a slash too, before the configuration
         return tfrecord.tfds(text, split)
     return tfrecord.imagenet(path, split) if next(path.glob(f"{split}-*-of-*"), None) else folder.Folder(path)
@@ -78,8 +79,7 @@ def status(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
     from tfcommx.data.disk import usage
     from tfcommx.data.slab import SlabError, facts_of, state_of
 
-    for folder in (memory, disk) if disk else (memory,):
-        _check_folder(folder)
+    _check_folders(memory, disk)
     for path in sorted(memory.glob("tfcommx-*.slab")):
         try:
             count, filled, used, alive = state_of(path)
@@ -98,7 +98,6 @@ def drop(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
     from tfcommx.data import disk as level
     from tfcommx.data.slab import reclaim
 
-    for folder in (memory, disk) if disk else (memory,):  # both, before anything is removed
-        _check_folder(folder)
+    _check_folders(memory, disk)  # before anything is removed
     for path in [*reclaim(memory), *(level.drop(disk) if disk else ())]:
         typer.echo(f"removed {path}")

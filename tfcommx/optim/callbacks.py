@@ -62,9 +62,9 @@ class BroadcastState(keras.callbacks.Callback):
             model.make_train_function(force=True)
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        # the same on all ranks, or Horovod would wait for what the others do not have
         own = {id(variable) for variable in accumulated(model).values()}
         shared = [variable for variable in (*model.variables, *model.optimizer.variables) if id(variable) not in own]
+        # compared first: Horovod would wait for what other ranks do not have
         mine = [(variable.path, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype)) for variable in shared]
         for rank, theirs in enumerate(here.gather_objects(mine)):
             for one, other in itertools.zip_longest(mine, theirs):
