@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tfcommx.cache_command import source_of
+from tfcommx.data.slab import state_of
 from tfcommx.terms import PlanError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,6 +61,30 @@ def test_warm_status_and_drop(tmp_path):
     assert "no slab" in run("status", *options)[1]
     _, removed, _ = run("drop", *options)
     assert removed.count("removed") == 2 and list(memory.iterdir()) == list(disk.iterdir()) == []
+
+
+def test_warm_on_the_nodes_of_a_launch(tmp_path):
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    for n in range(40):
+        (tmp_path / "photos" / str(n % 2)).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "photos" / str(n % 2) / f"{n}.jpg").write_bytes(tf.io.encode_jpeg(np.full((40, 30, 3), n, np.uint8)).numpy())
+    words = ["horovodrun", "-np", "4", "--gloo", "-H", "localhost:2,127.0.0.1:2", sys.executable, "-m", "tfcommx.cli", "cache", "warm",
+             str(tmp_path / "photos"), "--memory", str(memory), "--hold", "--seed", "5"]
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(words, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as launch:
+        lines, held = [], 0
+        for line in launch.stdout:
+            lines.append(line)
+            held += "until this command" in line
+            if held == 4:
+                break
+        slabs = sorted(memory.glob("*.slab"))
+        shares = [state_of(slab)[:2] for slab in slabs]
+        launch.send_signal(signal.SIGTERM)
+        lines += launch.communicate(timeout=60)[0]
+    assert held == 4 and shares == [(40, 20), (40, 20)], lines
+    assert [slab.stem[-2:] for slab in slabs] == ["-0", "-1"] and list(memory.iterdir()) == [], lines
 
 
 @pytest.mark.parametrize("words", [("warm", "/nope", "--hold"), ("status", "--memory", "/nope"), ("status", "--disk", "/nope"),

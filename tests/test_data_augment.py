@@ -1,6 +1,7 @@
 """The native read-and-augment op against its plain-TensorFlow twin, and the slab beneath it."""
 
 import fcntl
+import io
 import os
 import struct
 
@@ -9,6 +10,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from tfcommx import native
 from tfcommx.data import augment
@@ -158,21 +160,32 @@ def hold_pwrite(slab):
 def test_the_native_fill_puts_what_python_would(tmp_path, busy):
     """`busy`: another process is at its pwrite, so the fill writes through its mapping."""
     rng = np.random.default_rng(0)
-    sizes = [(400, 533), (64, 48), (300, 290), (1, 1), (700, 97), (1200, 1000), (30, 20)]
-    files = [tf.io.encode_jpeg(rng.integers(0, 256, (*size, 3), np.uint8)).numpy() for size in sizes]
-    files[4] = tf.io.encode_jpeg(rng.integers(0, 256, (700, 97, 1), np.uint8)).numpy()
-    files[2] = tf.io.encode_jpeg(rng.integers(0, 256, (*sizes[2], 3), np.uint8), progressive=True).numpy()
-    damaged = [files[0][: len(files[0]) // 2], b"", b"\xff\xd8\xff", tf.io.encode_png(np.zeros((4, 4, 3), np.uint8)).numpy()]
+
+    def noise(*shape, dtype=np.uint8):
+        return rng.integers(0, np.iinfo(dtype).max, shape, dtype, endpoint=True)
+
+    def written(image, form="PNG", palette=False):
+        out = io.BytesIO()
+        (Image.fromarray(image).quantize() if palette else Image.fromarray(image)).save(out, form)
+        return out.getvalue()
+
+    files = [tf.io.encode_jpeg(noise(*size, 3)).numpy() for size in [(400, 533), (64, 48), (1, 1), (30, 20)]]
+    files += [tf.io.encode_jpeg(noise(700, 97, 1)).numpy(), tf.io.encode_jpeg(noise(300, 290, 3), progressive=True).numpy()]
+    files += [written(noise(64, 80, 3)), written(noise(64, 80, 4)), written(noise(40, 30)), written(noise(40, 30, 3), palette=True)]
+    files += [tf.io.encode_png(noise(50, 60, 3, dtype=np.uint16)).numpy()]
+    large = [len(files), len(files) + 1]  # python halves them, where they are kept smaller
+    files += [tf.io.encode_jpeg(noise(1200, 1000, 3)).numpy(), written(noise(100, 97, 3))]
+    damaged = [files[0][: len(files[0]) // 2], b"", b"\xff\xd8\xff", files[6][:20], files[6][:-3000], written(noise(4, 4, 3), "BMP")]
     n = len(files) + len(damaged)
     for store in (None, 48):
         slab = Slab(tmp_path, "tfcommx-a", "k", n, lambda: 10**8)
         other = hold_pwrite(slab) if busy else None
         state = np.ones(n, np.uint8)
-        state[6] = 0  # said to be there already
+        state[3] = 0  # said to be there already
         left = augment.fill(slab, files + damaged, np.arange(n), np.arange(n) + 5, state, 3, store).numpy()
-        large = [5] if store else []  # beyond 1/8 of 48 x 2: python halves it
-        assert np.flatnonzero(left).tolist() == [*large, 7, 8, 9, 10] and slab.get(6) is None
-        for i in set(range(6)) - set(large):
+        late = large if store else []
+        assert np.flatnonzero(left).tolist() == [*late, *range(len(files), n)] and slab.get(3) is None
+        for i in set(range(len(files))) - {3, *late}:
             pixels, label = slab.get(i)
             np.testing.assert_array_equal(pixels, decode(files[i], 3, store))
             assert label == i + 5 and slab.intact(i)  # the CRC is zlib's
@@ -180,6 +193,6 @@ def test_the_native_fill_puts_what_python_would(tmp_path, busy):
         if busy:
             os.close(other)
     small = Slab(tmp_path, "tfcommx-b", "k", n, lambda: 20_000)
-    left = augment.fill(small, files[:3], [0, 1, 2], [0, 1, 2], [1, 1, 1], 3, None).numpy()
+    left = augment.fill(small, [files[0], files[1], files[5]], [0, 1, 2], [0, 1, 2], [1, 1, 1], 3, None).numpy()
     assert left.tolist() == [1, 0, 1] and small.get(0) is None  # no room but for the small one
     small.close()

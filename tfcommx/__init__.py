@@ -18,6 +18,7 @@ _PUBLIC = {
     "Plan": "tfcommx.terms",
     "PlanError": "tfcommx.terms",
     "DistributedOptimizer": "tfcommx.optim.wrap",
+    "broadcast_variables": "tfcommx.optim.broadcast",
 }
 _MODULES = {"callbacks": "tfcommx.optim.callbacks"}
 

@@ -47,23 +47,31 @@ def warm(
     split: Annotated[str, typer.Option(help="Of shards and of TensorFlow data sets.")] = "train",
     memory: Memory = Path("/dev/shm"),
     hold: Annotated[bool, typer.Option(help="Keep the memory until interrupted: runs that start meanwhile find all in it.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the runs to come: it says which samples are whose, where there is more than one node.")] = 0,
 ) -> None:
-    """Read every sample of a node once: into the disk level, and with --hold into memory."""
+    """Read every sample of a node once: into the disk level, and with --hold into memory.
+
+    For several nodes launch it as the runs will be: `horovodrun -np 16 -H node1:8,node2:8 tfcommx cache warm SOURCE --hold`.
+    """
     if disk is None and not hold:
         raise PlanError("A place where the samples stay is required. Give --disk FOLDER, or --hold, or both.")
     from rich.progress import track
 
+    from tfcommx import init
     from tfcommx.data.cache import DataCache, Options
 
+    samples, here = source_of(source, split), init()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends in order, and leaves no slab
-    options = Options(store=store, memory=str(memory), disk=str(disk) if disk else None, on_error="skip", partial=not hold)
-    cache = DataCache(source_of(source, split), options=options)
+    options = Options(seed=seed, store=store, memory=str(memory), disk=str(disk) if disk else None, on_error="skip", partial=not hold)
+    cache = DataCache(samples, here.topology, here.rank, options)
     try:
-        for _ in track(cache.warming(), "reading", total=cache.warming_steps):
+        for _ in track(cache.warming(), "reading", total=cache.warming_steps, disable=here.rank > 0):
             pass
         for message in cache.filler.unreadable.values():
             typer.echo(message, err=True)
-        typer.echo(f"{cache.slab.filled:,} of {cache.source.count:,} samples, {cache.slab.used_bytes:,} bytes decoded")
+        here.gather_objects("read")
+        if cache.slot == 0:
+            typer.echo(f"node {cache.node}: {cache.slab.filled:,} of {samples.count:,} samples, {cache.slab.used_bytes:,} bytes decoded")
         if hold:
             print("They stay in memory until this command is interrupted.", flush=True)
             signal.pause()

@@ -8,8 +8,14 @@
 
 namespace tfcommx {
 
-// Height and width of a JPEG as its header says; false where it says none.
-bool jpeg_size(const uint8_t* bytes, size_t length, int32_t* height, int32_t* width);
+// What an image file says of itself.
+struct FileHead {
+  bool jpeg;  // else a PNG
+  int32_t height, width;
+};
+
+// Reads the head of a JPEG or PNG; false where it is neither, or says no size.
+bool read_head(const uint8_t* bytes, size_t length, FileHead* head);
 
 // The size at which an image is kept: its short side `store` pixels, the aspect kept, never enlarged; store 0: as it is.
 void stored_size(int32_t height, int32_t width, int32_t store, int32_t* kept_height, int32_t* kept_width);

@@ -68,16 +68,23 @@ bool write(const SlabFile& slab, int64_t at, const Record& record, const uint8_t
 
 }  // namespace
 
-bool jpeg_size(const uint8_t* bytes, size_t length, int32_t* height, int32_t* width) {
+bool read_head(const uint8_t* bytes, size_t length, FileHead* head) {
+  static constexpr uint8_t kPng[] = {0x89, 'P', 'N', 'G', '\r', '\n', 0x1A, '\n'};
+  if (length >= 24 && std::equal(kPng, kPng + 8, bytes)) {
+    const auto side = [&](size_t at) {
+      return static_cast<int32_t>(uint32_t{bytes[at]} << 24 | bytes[at + 1] << 16 | bytes[at + 2] << 8 | bytes[at + 3]);
+    };
+    *head = {false, side(20), side(16)};
+    return head->height > 0 && head->width > 0;
+  }
   if (length < 4 || bytes[0] != 0xFF || bytes[1] != 0xD8 || bytes[2] != 0xFF) return false;
   for (size_t at = 2; at + 9 <= length && bytes[at] == 0xFF;) {
     const uint8_t marker = bytes[at + 1];
     if (marker == 0xFF) {  // filling
       ++at;
     } else if (marker >= 0xC0 && marker <= 0xCF && marker != 0xC4 && marker != 0xC8 && marker != 0xCC) {  // a frame starts
-      *height = bytes[at + 5] << 8 | bytes[at + 6];
-      *width = bytes[at + 7] << 8 | bytes[at + 8];
-      return *height > 0 && *width > 0;
+      *head = {true, bytes[at + 5] << 8 | bytes[at + 6], bytes[at + 7] << 8 | bytes[at + 8]};
+      return head->height > 0 && head->width > 0;
     } else {
       at += 2 + (bytes[at + 2] << 8 | bytes[at + 3]);
     }

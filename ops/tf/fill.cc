@@ -1,4 +1,4 @@
-// The op TfcommxSlabFill: decodes JPEGs with TensorFlow's own kernel, and puts them into the slab (kernels/fill.h).
+// The op TfcommxSlabFill: decodes JPEGs and PNGs with TensorFlow's own kernel, and puts them into the slab (kernels/fill.h).
 //
 // The kernel is called from here and not from the graph: there, one damaged file would end the whole batch.
 #include <algorithm>
@@ -28,7 +28,7 @@ using tensorflow::tstring;
 using tensorflow::errors::InvalidArgument;
 
 REGISTER_OP("TfcommxSlabFill")
-    .Input("encoded: string")  // files; what is no JPEG is left alone
+    .Input("encoded: string")  // files; what is neither JPEG nor PNG is left alone
     .Input("samples: int64")
     .Input("labels: int64")
     .Input("state: uint8")  // 0: nothing is to be done; else anything
@@ -52,7 +52,7 @@ class SlabFill : public OpKernel {
     OP_REQUIRES_OK(context, context->GetAttr("inode", &inode));
     OP_REQUIRES_OK(context, context->GetAttr("channels", &channels_));
     OP_REQUIRES_OK(context, context->GetAttr("store", &store_));
-    const bool can_decode = channels_ == 1 || channels_ == 3;  // else the source gives pixels, or what is no JPEG
+    const bool can_decode = channels_ == 1 || channels_ == 3;  // else the source gives pixels, or other files
     for (int i = 0; can_decode && i < 4; ++i) {
       NodeDef node;
       OP_REQUIRES_OK(context, NodeDefBuilder("decode", "DecodeJpeg")
@@ -87,14 +87,15 @@ class SlabFill : public OpKernel {
   }
 
  private:
-  // Decodes at 1/2, 1/4 or 1/8 where that is still as large as what is kept: less work.
+  // Decodes a JPEG at 1/2, 1/4 or 1/8 where that is still as large as what is kept: less work.
   bool bring(OpKernelContext* context, const tstring& file, int64_t sample, int64_t label) {
     if (decoders_[0] == nullptr) return false;
-    int32_t height, width;
-    if (!jpeg_size(reinterpret_cast<const uint8_t*>(file.data()), file.size(), &height, &width)) return false;
-    int scale = 3;
-    while (scale > 0 && (store_ == 0 || std::min(height, width) >> scale < store_)) --scale;
-    if (store_ > 0 && std::min(height, width) >> scale >= 2 * store_) return false;  // interpolation would skip pixels
+    FileHead head;
+    if (!read_head(reinterpret_cast<const uint8_t*>(file.data()), file.size(), &head)) return false;
+    const int32_t small = std::min(head.height, head.width);
+    int scale = head.jpeg ? 3 : 0;
+    while (scale > 0 && (store_ == 0 || small >> scale < store_)) --scale;
+    if (store_ > 0 && small >> scale >= 2 * store_) return false;  // interpolation would skip pixels
 
     Tensor contents(tensorflow::DT_STRING, {});
     contents.scalar<tstring>()().assign_as_view(file);
@@ -117,7 +118,7 @@ class SlabFill : public OpKernel {
 
   Mapping slab_;
   std::mutex one_takes_, one_writes_;
-  std::unique_ptr<OpKernel> decoders_[4];  // at 1/1, 1/2, 1/4, 1/8; none where no JPEG has so many channels
+  std::unique_ptr<OpKernel> decoders_[4];  // at 1/1, 1/2, 1/4, 1/8; none where they do not make so many channels
   int32_t channels_, store_;
 };
 

@@ -207,3 +207,51 @@ def test_a_sum_that_float16_cannot_hold_stays_finite(comm: Comm) -> None:
                 jit_compile=False)
     net.optimizer.apply([tf.constant([[4e4]])], net.trainable_variables)
     assert -0.07 < weights(net)[0].item() < 0
+
+
+class Adversaries(keras.Model):
+    """As Keras's own GAN examples are written: two networks, two optimizers, a training step of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.judge = keras.layers.Dense(12), keras.layers.Dense(1)
+        self.maker.build((None, 4))
+        self.judge.build((None, 12))
+
+    def compile(self, maker_optimizer: keras.optimizers.Optimizer, judge_optimizer: keras.optimizers.Optimizer) -> None:
+        super().compile(jit_compile=False)
+        self.maker_optimizer, self.judge_optimizer = maker_optimizer, judge_optimizer
+
+    def train_step(self, x: tf.Tensor) -> dict[str, tf.Tensor]:
+        noise = x[:, :4]
+        with tf.GradientTape(persistent=True) as tape:
+            made, real = tf.reduce_mean(self.judge(self.maker(noise))), tf.reduce_mean(self.judge(x))
+            one, other = made - real, (made - 1.0) ** 2
+        for optimizer, loss, layer in ((self.judge_optimizer, one, self.judge), (self.maker_optimizer, other, self.maker)):
+            optimizer.apply(tape.gradient(loss, layer.trainable_variables), layer.trainable_variables)
+        return {"loss": one}
+
+
+def test_two_optimizers_of_one_model(comm: Comm) -> None:
+    keras.utils.set_random_seed(comm.rank)
+    net = Adversaries()
+    net.compile(cx.DistributedOptimizer(keras.optimizers.Adam(0.01), SPARSE), cx.DistributedOptimizer(keras.optimizers.SGD(0.01)))
+    net.fit(np.random.default_rng(comm.rank).normal(size=(32, 12)).astype(np.float32), batch_size=8, epochs=2, verbose=0,
+            callbacks=[callbacks.BroadcastState()])
+    for theirs in comm.gather_objects(weights(net)):
+        for one, other in zip(weights(net), theirs, strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert net.maker_optimizer.exchanger.exchanges and net.judge_optimizer.exchanger.exchanges
+
+
+def test_variables_of_a_custom_loop_are_broadcast(comm: Comm) -> None:
+    last = comm.topology.size - 1
+    variables = [keras.Variable(np.full(shape, comm.rank, dtype)) for shape, dtype in (((3,), "float32"), ((), "int64"), ((2, 2), "bool"))]
+    cx.broadcast_variables(variables, root=last)
+    for variable in variables:
+        np.testing.assert_array_equal(variable.numpy(), np.full(variable.shape, last, variable.dtype))
+    with pytest.raises(cx.PlanError, match="must be a rank"):
+        cx.broadcast_variables(variables, root=last + 1)
+    if last:
+        with pytest.raises(cx.PlanError, match="same variables on every rank"):
+            cx.broadcast_variables(variables if comm.rank else variables[1:])

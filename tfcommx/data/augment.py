@@ -92,15 +92,15 @@ def check(slab: Slab, indices: Any, epoch: Any, verify: float, seed: int) -> Any
 
 
 def fill(slab: Slab, encoded: Any, samples: Any, labels: Any, state: Any, channels: int, store: int | None) -> Any:
-    """Decode JPEGs and put them into the slab; what fails or finds no room is left, and nothing is raised for it.
+    """Decode JPEGs and PNGs and put them into the slab; what fails or finds no room is left, and nothing is raised for it.
 
     Args:
-      encoded: string [b]: files; what is no JPEG is left.
+      encoded: string [b]: files; what is neither is left.
       samples, labels: int64 [b].
       state: uint8 [b], of `check`; entries of 0 are passed over.
     Returns:
       uint8 [b]: 0 where the sample is in the slab now, else its state. Without the native library, `state`.
-    **Cost:** a decoding at the smallest of 1, 1/2, 1/4 and 1/8 that is large enough, one pass for the rest of the way to
+    **Cost:** a decoding, of JPEGs at the smallest of 1, 1/2, 1/4 and 1/8 that is large enough, one pass for the rest of the way to
     `store`, one for the CRC, one copy; on TensorFlow's threads.
     """
     library = native.library()

@@ -14,7 +14,7 @@ import numpy as np
 
 from tfcommx.data.disk import Disk
 from tfcommx.data.slab import Slab, pack
-from tfcommx.data.source import JPEG, SampleError, Source, decode
+from tfcommx.data.source import JPEG, PNG, SampleError, Source, decode
 
 EXIT_SECONDS = 5  # that the end of a process waits for samples that are being read
 ABSENT, CORRUPT = 1, 2  # what `augment.check` says of a sample that is not there, and of one whose CRC does not hold
@@ -79,7 +79,7 @@ class Filler:
 
     @until_exit
     def read(self, samples: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Read the JPEGs among a batch's absent samples, for the native fill. All else is left to `fetch`, errors too.
+        """Read the JPEGs and PNGs among a batch's absent samples, for the native fill. All else is left to `fetch`, errors too.
 
         Returns:
           encoded bytes [b], empty where they are left; labels int64 [b]; level uint8 [b]: 1 disk, 2 source.
@@ -96,7 +96,7 @@ class Filler:
                     data, label = kept or self.source.read(sample)
                 except (SampleError, OSError):
                     continue
-                if isinstance(data, bytes) and data[:3] == JPEG:
+                if isinstance(data, bytes) and data.startswith((JPEG, PNG)):
                     encoded[i], labels[i], level[i] = data, label, 1 if kept else 2
 
         if not self.slab.full:

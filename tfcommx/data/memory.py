@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tfcommx.data.control_groups import left_bytes
 from tfcommx.data.disk import Disk
 from tfcommx.data.order import shuffled
 from tfcommx.data.slab import Slab, SlabError, facts_of, overhead_bytes, record_bytes, reserved_bytes
@@ -36,12 +37,15 @@ def needed_bytes(source: Source, disk: Disk | None, part: np.ndarray, store: int
 
 
 def offered_bytes(folder: str, limit: int | None, own: str = "") -> int:
-    """Return the bytes that a slab in `folder` may take: the least of what is free there, in the node's memory, and `limit`.
+    """Return the bytes that a slab in `folder` may take: the least of what is free there, in the node's memory, in this
+    process's control groups, and `limit`.
 
     What other slabs there have reserved and not yet taken is not free; that of the name `own` is not another.
     """
     free = os.statvfs(folder)
     offers = [free.f_bavail * free.f_frsize]
+    if (left := left_bytes()) is not None:
+        offers.append(left)
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             offers.append(int(line.split()[1]) * 1024)
@@ -59,8 +63,9 @@ def slab_bytes(source: Source, disk: Disk | None, part: np.ndarray, options: Opt
     offered = offered_bytes(options.memory, options.memory_bytes, name)
     if needed > offered and not options.partial:
         raise SlabError(
-            f"About {needed:,} bytes of memory are required for {len(part):,} samples of {source.name}. {options.memory} and "
-            f"`memory_bytes` offer {offered:,}. Lower `store`, use more nodes, or set partial=True to keep as much as fits."
+            f"About {needed:,} bytes of memory are required for {len(part):,} samples of {source.name}. {options.memory}, the memory of "
+            f"this node or container, and `memory_bytes` offer {offered:,}. Lower `store`, use more nodes, or set partial=True to keep as "
+            "much as fits."
         )
     return min(
         offered, needed if options.partial else needed + needed // 2

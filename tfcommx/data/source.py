@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-JPEG = b"\xff\xd8\xff"  # how every JPEG begins
+JPEG, PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"  # how their files begin
 
 
 class SampleError(ValueError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -14,23 +13,42 @@ import tensorflow as tf
 
 from tfcommx import comm
 from tfcommx.optim import wrap
+from tfcommx.optim.broadcast import broadcast_variables
 from tfcommx.optim.exchanger import by_pattern
 from tfcommx.terms import PlanError, Scheme
 
 log = logging.getLogger("tfcommx")
 
+NOT_WRAPPED = "A wrapped optimizer is required. Compile the model with tfcommx.DistributedOptimizer(optimizer, ...)."
+
+
+def wrapped_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Return the model's wrapped optimizers: that of `compile`, and those that are its attributes, as a GAN has two.
+
+    **Raises:** RuntimeError where there is none.
+    """
+    held = {id(value): value for value in (model.optimizer, *vars(model).values()) if isinstance(value, keras.optimizers.Optimizer)}
+    found = [optimizer for optimizer in held.values() if _exchanger(optimizer) is not None]
+    if not found:
+        raise RuntimeError(NOT_WRAPPED)
+    return found
+
 
 def exchanger_of(model: keras.Model) -> Any:
-    """Return the exchanger of the model's optimizer. **Raises:** RuntimeError where the optimizer is not wrapped."""
-    for optimizer in (model.optimizer, getattr(model.optimizer, "inner_optimizer", None)):
-        if getattr(optimizer, "exchanger", None) is not None:
-            return optimizer.exchanger
-    raise RuntimeError("A wrapped optimizer is required. Compile the model with tfcommx.DistributedOptimizer(optimizer, ...).")
+    """Return the exchanger of the optimizer that the model was compiled with. **Raises:** RuntimeError where it is not wrapped."""
+    if (found := _exchanger(model.optimizer)) is None:
+        raise RuntimeError(NOT_WRAPPED)
+    return found
 
 
-def accumulated(model: keras.Model) -> dict[str, keras.Variable]:
+def _exchanger(optimizer: Any) -> Any:
+    inner = getattr(optimizer, "inner_optimizer", None)  # of a LossScaleOptimizer that Keras made
+    return getattr(optimizer, "exchanger", None) or getattr(inner, "exchanger", None)
+
+
+def accumulated(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variable]:
     """Return the sums of gradients that each rank is accumulating, by variable path; empty without gradient accumulation."""
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     sums = getattr(optimizer, "_accumulated_gradients", [])
     return {variable.path: total for variable, total in zip(optimizer._trainable_variables, sums, strict=True)} if sums else {}
 
@@ -38,7 +56,8 @@ def accumulated(model: keras.Model) -> dict[str, keras.Variable]:
 class BroadcastState(keras.callbacks.Callback):
     """Start all ranks from the same point: weights, optimizer state and seeds of rank `root`; no XLA, one loss scale.
 
-    Sums of gradients that are being accumulated stay: each rank has its own.
+    Sums of gradients that are being accumulated stay: each rank has its own. Wrapped optimizers that are attributes of the model, as
+    a GAN has two, count as its optimizer does; what they have not built yet begins as it begins on every rank.
     **Ranks:** all. **Cost:** one broadcast per variable, once. **Raises:** PlanError where ranks have unequal numbers of steps
     in an epoch: they would wait for each other for ever.
     """
@@ -49,35 +68,23 @@ class BroadcastState(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         model, here = self.model, comm.current()
-        exchanger = exchanger_of(model)
+        optimizers = wrapped_optimizers(model)
         steps = here.gather_objects((self.params or {}).get("steps"))
         if len(set(steps)) > 1:
             raise PlanError(f"Every rank must take the same number of steps in an epoch. Received {steps} on ranks 0 to {len(steps) - 1}. "
                             "Give all ranks equally many batches, or pass the same `steps_per_epoch`.")
-        if exchanger.loss_scale == "local":
-            wrap.agree_on_loss_scale(model.optimizer)
+        for optimizer in optimizers:
+            if _exchanger(optimizer).loss_scale == "local":
+                wrap.agree_on_loss_scale(optimizer)
+            if optimizer is model.optimizer and not optimizer.built:
+                optimizer.build(model.trainable_variables)
         if model.jit_compile:
             log.warning("jit_compile is turned off: Horovod's collectives cannot be compiled by XLA.")
             model.jit_compile = False
             model.make_train_function(force=True)
-        if not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
-        own = {id(variable) for variable in accumulated(model).values()}
-        shared = [variable for variable in (*model.variables, *model.optimizer.variables) if id(variable) not in own]
-        # compared first: Horovod would wait for what other ranks do not have
-        mine = [(variable.path, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype)) for variable in shared]
-        for rank, theirs in enumerate(here.gather_objects(mine)):
-            for one, other in itertools.zip_longest(mine, theirs):
-                if one is None or other is None or one[1:] != other[1:]:
-                    raise PlanError(f"Model and optimizer must have the same variables on every rank. On rank {here.rank} there is "
-                                    f"{one or 'nothing more'} where rank {rank} has {other or 'nothing more'}.")
-        for number, variable in enumerate(shared):
-            value = tf.convert_to_tensor(variable)
-            carried = {tf.bfloat16: tf.float32, tf.bool: tf.float32, tf.uint32: tf.int64, tf.uint64: tf.int64}.get(value.dtype)
-            if carried is not None:  # Horovod does not have the dtype itself
-                variable.assign(tf.cast(here.broadcast(tf.cast(value, carried), self.root, f"tfcommx/state{number}"), value.dtype))
-            else:
-                variable.assign(here.broadcast(value, self.root, f"tfcommx/state{number}"))
+        own = {id(variable) for optimizer in optimizers for variable in accumulated(optimizer).values()}
+        state = [variable for optimizer in optimizers for variable in optimizer.variables]
+        broadcast_variables([variable for variable in (*model.variables, *state) if id(variable) not in own], self.root)
 
 
 class AverageMetrics(keras.callbacks.Callback):

@@ -127,7 +127,7 @@ def restore(model: keras.Model, folder: str | Path) -> int:
         exchanger.owed = sum_owed([exchanger.owed, sum_owed([owed_of(left.plan, left.residuals, left.rank)], factor)])
         exchanger.velocity = sum_owed([exchanger.velocity, sum_owed([owed_of(left.plan, left.velocities, left.rank)], factor)])
     sums = sum_owed([record.sums for record in records], factor)
-    for path, variable in accumulated(model).items():
+    for path, variable in accumulated(model.optimizer).items():
         variable.assign(np.reshape(sums[path], variable.shape) if path in sums else np.zeros(variable.shape))
     if model.train_function is not None:
         model.make_train_function(force=True)  # the one there is uses the residuals of before
@@ -149,7 +149,7 @@ def _owed_name(epoch: int, rank: int) -> str:
 
 def _write_owed(model: keras.Model, path: Path) -> None:
     exchanger = exchanger_of(model)
-    sums = {name: np.ravel(variable.numpy()) for name, variable in accumulated(model).items()}
+    sums = {name: np.ravel(variable.numpy()) for name, variable in accumulated(model.optimizer).items()}
     arrays: dict[str, np.ndarray] = {}
     index: dict[str, Any] = {"plans": []}
     for kind, kept in (("owed", exchanger.owed), ("velocity", exchanger.velocity), ("sums", sums)):

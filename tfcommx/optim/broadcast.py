@@ -1,0 +1,43 @@
+"""Starting all ranks from the same point: variables of one rank on every rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import keras
+import tensorflow as tf
+
+from tfcommx import comm
+from tfcommx.terms import PlanError
+
+# Horovod does not have these dtypes itself.
+_CARRIED = {tf.bfloat16: tf.float32, tf.bool: tf.float32, tf.uint32: tf.int64, tf.uint64: tf.int64}
+
+
+def broadcast_variables(variables: Iterable[keras.Variable], root: int = 0) -> None:
+    """Give every rank the values that rank `root` has: weights, an optimizer's state, seeds.
+
+    For custom loops, as `callbacks.BroadcastState` is for `fit`: `broadcast_variables([*model.variables, *optimizer.variables])`
+    after everything is built and restored, before the first step.
+
+    Args:
+        variables: Keras variables of any shape and dtype, equally many on all ranks, in the same order.
+        root: a rank.
+    **Ranks:** all. **Cost:** one broadcast per variable.
+    **Raises:** PlanError where ranks have other shapes or dtypes, before anything is sent.
+    """
+    here, variables = comm.current(), list(variables)
+    if not 0 <= root < here.topology.size:
+        raise PlanError(f"`root` must be a rank in [0, {here.topology.size}). Received {root!r}.")
+    # compared first: Horovod would wait for what other ranks do not have
+    mine = [(variable.path, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype)) for variable in variables]
+    for rank, theirs in enumerate(here.gather_objects(mine)):
+        for one, other in itertools.zip_longest(mine, theirs):
+            if one is None or other is None or one[1:] != other[1:]:
+                raise PlanError(f"Model and optimizer must have the same variables on every rank. On rank {here.rank} there is "
+                                f"{one or 'nothing more'} where rank {rank} has {other or 'nothing more'}.")
+    for number, variable in enumerate(variables):
+        value = tf.convert_to_tensor(variable)
+        carried = tf.cast(value, _CARRIED.get(value.dtype, value.dtype))
+        variable.assign(tf.cast(here.broadcast(carried, root, f"tfcommx/state{number}"), value.dtype))
