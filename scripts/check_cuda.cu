@@ -100,7 +100,7 @@ void check_merge(std::mt19937_64& random) {
 
 void check_wire(std::mt19937_64& random) {
   const int64_t size = random() % 3 ? 1 + random() % 5000 : 65536 * (random() % 5) + 1 + random() % 3;
-  const int64_t k = std::min<int64_t>(size, random() % 3000), buffers = 1 + random() % 3;
+  const int64_t k = std::min<int64_t>(size, random() % 3000), shards = 1 + random() % 3, buffers = shards * (1 + random() % 2);
   const WireLayout layout{k, size, static_cast<Float>(random() % 3), random() % 2 == 0};
   const std::string what = "wire size " + std::to_string(size) + " k " + std::to_string(k) + " " + kTypes[static_cast<int>(layout.type)];
   std::vector<int32_t> all;
@@ -116,15 +116,22 @@ void check_wire(std::mt19937_64& random) {
     report(words.get() == right && words.untouched, what + ": encode");
     all.insert(all.end(), right.begin(), right.end());
   }
-  const bool broken = layout.blocks && k && random() % 4 == 0;
-  if (broken) all[random() % layout.counts()] += random() % 2 ? 1 : -5000;
+  const bool broken = layout.blocks && k && random() % 4 == 0, outside = !layout.blocks && k && random() % 4 == 0;
+  const int64_t place = outside ? random() % (buffers * k) : 0;  // of an index that is out of its shard
   std::vector<int32_t> right(buffers * k);
   std::vector<float> right_values(buffers * k);
-  wire_decode_cpu(layout, all.data(), buffers, right.data(), right_values.data(), in_turn);
-  if (broken) std::fill_n(right.begin(), k, -1);
+  wire_decode_cpu(layout, all.data(), buffers, shards, right.data(), right_values.data(), in_turn);
+  if (broken) {
+    all[random() % layout.counts()] += random() % 2 ? 1 : -5000;
+    std::fill_n(right.begin(), k, -1);
+  }
+  if (outside) {
+    all[place / k * layout.words() + place % k] = random() % 2 ? -1 : static_cast<int32_t>(size);
+    right[place] = -1;
+  }
   OnDevice<int32_t> from(all), indices(buffers * k);
   OnDevice<float> values(buffers * k);
-  need(wire_decode_cuda(layout, from.data(), buffers, indices.data(), values.data(), stream), "wire_decode_cuda");
+  need(wire_decode_cuda(layout, from.data(), buffers, shards, indices.data(), values.data(), stream), "wire_decode_cuda");
   report(indices.get() == right && same(values.get(), right_values) && indices.untouched && values.untouched, what + ": decode");
 }
 

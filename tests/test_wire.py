@@ -45,6 +45,18 @@ def test_what_is_written_is_read_back(door: str, name: str, k: int, size: int) -
 
 @every_wire
 @every_door
+def test_buffers_of_several_shards_point_into_the_whole(door: str, name: str) -> None:
+    """Three shards, two ranks' buffers of each."""
+    k, size = 33, 70_001
+    written = [wire.rounded(sparse(k, size, number), name)[0] for number in range(6)]
+    buffers = tf.concat([DOORS[door].wire_encode(one, name) for one in written], axis=0)
+    indices, values = DOORS[door].wire_decode(buffers, k, size, name, 3)
+    np.testing.assert_array_equal(indices, np.concatenate([one.indices + number // 2 * size for number, one in enumerate(written)]))
+    np.testing.assert_array_equal(values, np.concatenate([one.values for one in written]))
+
+
+@every_wire
+@every_door
 def test_no_entry_falls_off_the_ends_of_a_block(door: str, name: str) -> None:
     size = 3 * reference.BLOCK + 5
     edges = [0, 65_535, 65_536, 131_071, 131_072, 196_607, 196_608, size - 1]
@@ -164,3 +176,15 @@ def test_a_buffer_of_another_plan_is_refused() -> None:
         native.wire_decode(words, 5, 5, "block16/float16")
     with pytest.raises(tf.errors.InvalidArgumentError, match="Buffer 1 does not"):
         native.wire_decode(tf.concat([words, [1], words[1:]], axis=0), 2, 5, "block16/float16")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="as many for each of 2 shards"):
+        native.wire_decode(words, 2, 5, "block16/float16", 2)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="must be below"):
+        native.wire_decode(words, 2, 2**30, "block16/float16", 2)
+
+
+@every_wire
+def test_an_index_outside_of_its_shard_is_refused(name: str) -> None:
+    """It would be added to another shard's entry."""
+    words = native.wire_encode(Sparse(tf.constant([1, 5]), tf.ones(2), 6), name)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"2 indices in \[0, 5\). Buffer 0 does not"):
+        native.wire_decode(words, 2, 5, name)

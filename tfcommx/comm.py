@@ -113,10 +113,16 @@ class Comm(abc.ABC):
         return self._reduce_scatter(tensor, group, name)
 
     def all_gather(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
-        """Concatenate the members' tensors, in rank order, on every member. **Cost:** p - 1 times the own buffer sent."""
+        """Concatenate the members' tensors, in rank order, on every member. **Cost:** p - 1 times the own buffer sent.
+
+        **Raises:** PlanError where the result has more entries than MPI can count.
+        """
         ranks = self._check(tensor, group)
         if len(ranks) == 1:
             return tensor
+        if (entries := len(ranks) * tensor.shape.num_elements()) > LARGEST_COUNT:
+            raise PlanError(f"An all-gather brings at most {LARGEST_COUNT} entries together. {name!r} brings {entries} from {len(ranks)} "
+                            "ranks. Lower `density`, `bucket_bytes`, or the wire format's bytes.")
         self._count(ring_traffic((len(ranks) - 1) * _bytes(tensor), group, self.topology))
         return self._all_gather(tensor, group, name)
 
@@ -331,6 +337,7 @@ class HorovodComm(Comm):
     def __init__(self, here: Launcher, topology: Topology, open_post: Callable[[], Post] | None = None) -> None:
         import horovod.tensorflow as hvd
         from horovod.tensorflow import mpi_ops
+        from tensorflow.python.framework.kernels import get_registered_kernels_for_op
 
         super().__init__(here.rank, topology)
         self._hvd, self._ops, self._open_post = hvd, mpi_ops, open_post
@@ -348,7 +355,9 @@ class HorovodComm(Comm):
             raise PlanError(f"Horovod sees rank {hvd.rank()} of {hvd.size()}, the launcher said {here.rank} of {topology.size}. "
                             "Start the script with horovodrun (or mpirun).")
         gpus = hvd.nccl_built() and tf.config.list_logical_devices("GPU")
-        self._gloo = here.kind != "mpi" and not gpus  # the engine of the buffers: NCCL, MPI or Gloo
+        # A Horovod built without NCCL's reduce-scatter does it on the CPU, by MPI or Gloo.
+        on_gpu = gpus and any(kernel.device_type == "GPU" for kernel in get_registered_kernels_for_op("HorovodReducescatter").kernel)
+        self._gloo_scatters = here.kind != "mpi" and not on_gpu
         self._sets = {tuple(range(topology.size)): hvd.global_process_set, **sets}
         with tf.device("/cpu:0"):
             self._sent = {kind: tf.Variable(0.0, dtype=tf.float64, trainable=False, name=f"bytes_{kind}") for kind in Traffic._fields}
@@ -382,7 +391,7 @@ class HorovodComm(Comm):
 
     def _reduce_scatter(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
         ranks = len(self.members(group))
-        if self._gloo:  # its own gives wrong sums for large vectors now and then, without a word (tests/test_bugs.py)
+        if self._gloo_scatters:  # its own gives wrong sums for large vectors now and then, without a word (tests/test_bugs.py)
             shards = tf.reshape(self._alltoall(tensor, group, name), [ranks, -1, *tensor.shape[1:]])
             return tf.ensure_shape(tf.add_n(tf.unstack(shards)), [tensor.shape[0] // ranks, *tensor.shape[1:]])
         return _sized(self._ops._reducescatter(tensor, **self._named(name), op=self._hvd.Sum, process_set=self._set(group)),
@@ -399,8 +408,12 @@ class HorovodComm(Comm):
 
 
 def _sized(result: tf.Tensor, tensor: tf.Tensor, factor: float) -> tf.Tensor:
-    """Horovod's shape functions forget the first dimension of gathered and scattered tensors: say it again."""
-    return tf.ensure_shape(result, [round(tensor.shape[0] * factor), *tensor.shape[1:]])
+    """Horovod's shape functions forget the first dimension of gathered and scattered tensors: say it again.
+
+    Not by an op: TensorFlow's would take int32, which wire buffers are, from a GPU to the host and back.
+    """
+    result.set_shape([round(tensor.shape[0] * factor), *tensor.shape[1:]])
+    return result
 
 
 # --- the process's own Comm --------------------------------------------------------------------------------------------

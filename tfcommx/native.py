@@ -180,7 +180,8 @@ def merge(indices: Any, values: Any, size: int, k: int = 0) -> tf.Tensor:
     """
     ops = library()
     if ops is None:
-        return reference.merge(indices, values, size)
+        with tf.device("/cpu:0"):  # a GPU adds in any order, and ranks would differ
+            return reference.merge(indices, values, size)
     with contextlib.nullcontext() if k else tf.device("/cpu:0"):
         return ops.tfcommx_merge(indices=indices, values=values, size=_int64(size), k=k)
 
@@ -199,18 +200,19 @@ def wire_encode(sparse: Sparse, wire: str) -> tf.Tensor:
     return ops.tfcommx_wire_encode(indices=sparse.indices, values=sparse.values, size=sparse.size, format=wire)
 
 
-def wire_decode(words: Any, k: int, size: int, wire: str) -> tuple[tf.Tensor, tf.Tensor]:
+def wire_decode(words: Any, k: int, size: int, wire: str, shards: int = 1) -> tuple[tf.Tensor, tf.Tensor]:
     """Read the entries of p buffers, one after another.
 
-    Args: words int32 [p * words], what p ranks encoded with the same k, size and wire.
-    Returns: indices int32 [p * k] and values float32 [p * k], in the order of the buffers.
-    **Ranks:** local. **Cost:** one pass, the buffers side by side. **Raises:** InvalidArgumentError where the length or a
-    buffer's counts do not fit k; a GPU returns indices of -1 for such a buffer instead.
+    Args: words int32 [p * words], what p ranks encoded with the same k, size and wire; shards, which divides p: as many of the
+    buffers are of each equal part of a vector of shards * size < 2^31 entries.
+    Returns: indices int32 [p * k] into that vector and values float32 [p * k], in the order of the buffers.
+    **Ranks:** local. **Cost:** one pass, the buffers side by side. **Raises:** InvalidArgumentError where the length, a
+    buffer's counts or its indices do not fit k and size; a GPU returns indices of -1 instead.
     """
     ops = library()
     if ops is None:
-        return reference.wire_decode(words, k, size, wire)
-    return tuple(ops.tfcommx_wire_decode(words=words, k=k, size=size, format=wire))
+        return reference.wire_decode(words, k, size, wire, shards)
+    return tuple(ops.tfcommx_wire_decode(words=words, k=k, size=size, shards=shards, format=wire))
 
 
 def _int64(number: Any) -> tf.Tensor:

@@ -23,6 +23,14 @@ def keys(x: tf.Tensor) -> tf.Tensor:
     return tf.bitwise.bitwise_and(tf.bitcast(x, tf.int32), 0x7FFFFFFF)
 
 
+def magnitude(x: tf.Tensor) -> tf.Tensor:
+    """Return |x|, with infinity for NaN, as float32 [n]: for rules made of TensorFlow's ops, which on a GPU would send int32 to the host.
+
+    Denormals may all count as zero in comparisons.
+    """
+    return tf.where(tf.math.is_finite(x), tf.abs(x), float("inf"))
+
+
 def splitmix64(seed: Any) -> tf.Tensor:
     """Hash an int64 to a uint64. **Source:** Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, 2014."""
     def shifted(z: tf.Tensor, bits: int) -> tf.Tensor:
@@ -79,8 +87,9 @@ def error_feedback(choose_from: Callable[[tf.Tensor], Sparse], gradient: tf.Tens
         moved = tf.constant(momentum, tf.float32) * velocity + moved
     acc = moved + old
     chosen = choose_from(acc)
-    sent = tf.scatter_nd(chosen.indices[:, None], tf.ones_like(chosen.indices), tf.shape(acc)) > 0
-    bad = keys(acc) >= NOT_FINITE
+    # nothing of n entries in int32: TensorFlow takes these from a GPU to the host
+    sent = tf.scatter_nd(chosen.indices[:, None], tf.ones_like(chosen.values), tf.shape(acc)) > 0
+    bad = ~tf.math.is_finite(acc)
     residual.assign(tf.where(bad, old, tf.where(sent, 0.0, acc)))
     if velocity is not None:
         velocity.assign(tf.where(bad, velocity, tf.where(sent, 0.0, moved)))
@@ -184,16 +193,17 @@ def wire_encode(sparse: Sparse, wire: str) -> tf.Tensor:
     return tf.concat([counts, _to_words(offsets), values], axis=0)
 
 
-def wire_decode(words: tf.Tensor, k: int, size: int, wire: str) -> tuple[tf.Tensor, tf.Tensor]:
-    """Read the entries of p buffers, one after another: int32 [p * k] indices and float32 [p * k] values."""
+def wire_decode(words: tf.Tensor, k: int, size: int, wire: str, shards: int = 1) -> tuple[tf.Tensor, tf.Tensor]:
+    """Read the entries of p buffers, one after another, p / shards for each shard: int32 [p * k] indices, float32 [p * k] values."""
     parts = wire_words(k, size, wire)
     counts, places, last = tf.split(tf.reshape(words, [-1, sum(parts)]), parts, axis=1)
     values = tf.reshape(tf.cast(_from_words(last, k, value_dtype(wire)), tf.float32), [-1])
-    if not wire.startswith("block16"):
-        return tf.reshape(places, [-1]), values
-    starts = tf.tile(_block_starts(size), [tf.shape(counts)[0]])
-    offsets = tf.reshape(tf.cast(_from_words(places, k, tf.uint16), tf.int32), [-1])
-    return tf.repeat(starts, tf.reshape(counts, [-1])) + offsets, values
+    indices = tf.reshape(places, [-1])
+    if wire.startswith("block16"):
+        starts = tf.tile(_block_starts(size), [tf.shape(counts)[0]])
+        offsets = tf.reshape(tf.cast(_from_words(places, k, tf.uint16), tf.int32), [-1])
+        indices = tf.repeat(starts, tf.reshape(counts, [-1])) + offsets
+    return tf.reshape(tf.reshape(indices, [shards, -1]) + size * tf.range(shards)[:, None], [-1]), values
 
 
 def _block_starts(size: int) -> tf.Tensor:

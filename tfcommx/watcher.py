@@ -166,7 +166,10 @@ class Watcher:
                 self.alarm(json.loads(line[5:]), f" Noticed by rank {peer.rank}.")
 
     def hear_rank(self, to_rank: socket.socket) -> None:
-        data = to_rank.recv(1024)
+        try:
+            data = to_rank.recv(1024)
+        except ConnectionResetError:  # it was killed before it read an alarm
+            data = b""
         if data.startswith(b"bye"):
             self.leaving = True
             for peer in self.peers.values():

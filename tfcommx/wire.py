@@ -74,7 +74,5 @@ def merge(buffers: tf.Tensor, k: int, size: int, wire: str, shards: int = 1) -> 
 
     Returns: float32[shards * size]. **Cost:** one write of the result, whatever the number of shards.
     """
-    indices, values = native.wire_decode(buffers, k, size, wire)
-    if shards > 1:
-        indices = tf.reshape(tf.reshape(indices, [shards, -1]) + size * tf.range(shards)[:, None], [-1])
+    indices, values = native.wire_decode(buffers, k, size, wire, shards)
     return tf.ensure_shape(native.merge(indices, values, shards * size, k), [shards * size])

@@ -25,7 +25,10 @@ struct Sixteen {
   static __m512 multiply(__m512 a, float b) { return _mm512_mul_ps(a, _mm512_set1_ps(b)); }
   static uint32_t at_least(__m512 x, uint32_t key) {
     const __m512i keys = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(kMagnitude)));
-    return _mm512_cmpge_epu32_mask(keys, _mm512_set1_epi32(static_cast<int>(key)));
+    const __mmask16 mask = _mm512_cmpge_epu32_mask(keys, _mm512_set1_epi32(static_cast<int>(key)));
+    uint32_t bits;  // widened by hand: where GCC 12 puts the mask on the stack, it writes 16 bits and reads 32
+    asm("kmovw %1, %0" : "=r"(bits) : "k"(mask));
+    return bits;
   }
   static __m512 mix(uint32_t bits, __m512 set, __m512 unset) {
     return _mm512_mask_blend_ps(static_cast<__mmask16>(bits), unset, set);

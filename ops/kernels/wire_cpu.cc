@@ -23,20 +23,26 @@ void widen(const int32_t* words, int64_t k, float* values) {
   for (int64_t i = 0; i < k; ++i) values[i] = convert(narrowed[i]);
 }
 
-bool decode_places(const WireLayout& layout, const int32_t* words, int32_t* indices) {
+// Adds `first` to the indices of one buffer; false where they are not k in [0, size).
+bool decode_places(const WireLayout& layout, const int32_t* words, int64_t first, int32_t* indices) {
+  bool outside = false;
+  const auto put = [&](int64_t i, int64_t index) {
+    outside |= index < 0 || index >= layout.size;
+    indices[i] = static_cast<int32_t>(first + index);
+  };
   if (!layout.blocks) {
-    std::copy_n(words, layout.k, indices);
-    return true;
+    for (int64_t i = 0; i < layout.k; ++i) put(i, words[i]);
+    return !outside;
   }
   const uint16_t* offsets = reinterpret_cast<const uint16_t*>(words + layout.counts());
   int64_t done = 0;
   for (int64_t block = 0; block < layout.counts(); ++block) {
     const int64_t count = words[block], start = block * 65536;
     if (count < 0 || done + count > layout.k) return false;
-    for (int64_t i = done; i < done + count; ++i) indices[i] = static_cast<int32_t>(start + offsets[i]);
+    for (int64_t i = done; i < done + count; ++i) put(i, start + offsets[i]);
     done += count;
   }
-  return done == layout.k;
+  return done == layout.k && !outside;
 }
 
 }  // namespace
@@ -66,14 +72,15 @@ int64_t wire_encode_cpu(const WireLayout& layout, const int32_t* indices, const 
   return -1;
 }
 
-int64_t wire_decode_cpu(const WireLayout& layout, const int32_t* words, int64_t buffers, int32_t* indices, float* values,
-                        const ParallelFor& parallel_for) {
+int64_t wire_decode_cpu(const WireLayout& layout, const int32_t* words, int64_t buffers, int64_t shards, int32_t* indices,
+                        float* values, const ParallelFor& parallel_for) {
   std::atomic<int64_t> bad{buffers};
   parallel_for(buffers, [&](int64_t buffer) {
     const int32_t* mine = words + buffer * layout.words();
     const int32_t* last = mine + layout.counts() + layout.places();
     float* to = values + buffer * layout.k;
-    if (!decode_places(layout, mine, indices + buffer * layout.k)) {
+    const int64_t first = buffer / (buffers / shards) * layout.size;
+    if (!decode_places(layout, mine, first, indices + buffer * layout.k)) {
       int64_t least = bad.load();
       while (buffer < least && !bad.compare_exchange_weak(least, buffer)) {
       }

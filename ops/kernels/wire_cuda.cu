@@ -30,6 +30,11 @@ __device__ uint32_t word_of_two(int64_t word, int64_t k, const Part& part) {
   return part(2 * word) | (2 * word + 1 < k ? static_cast<uint32_t>(part(2 * word + 1)) << 16 : 0);
 }
 
+// Where `index` of a shard is in the vector; -1 where it is outside of its shard.
+__device__ int32_t placed(const WireLayout& layout, int64_t shard, uint32_t index) {
+  return index < layout.size ? static_cast<int32_t>(shard * layout.size + index) : -1;
+}
+
 __device__ uint16_t narrow(Float type, float value) { return type == Float::float16 ? to_float16(value) : to_bfloat16(value); }
 
 // One word of each part by each thread.
@@ -45,13 +50,13 @@ __global__ void __launch_bounds__(kThreads) encode(WireLayout layout, const int3
                                             : word_of_two(i, k, [&](int64_t j) { return narrow(layout.type, values[j]); });
 }
 
-// One entry by each thread, of all buffers.
-__global__ void __launch_bounds__(kThreads) decode_entries(WireLayout layout, const int32_t* words, int64_t entries,
+// One entry by each thread, of all buffers; `each` of them for a shard.
+__global__ void __launch_bounds__(kThreads) decode_entries(WireLayout layout, const int32_t* words, int64_t entries, int64_t each,
                                                            int32_t* indices, float* values) {
   const int64_t i = thread(), k = layout.k;
   if (i >= entries) return;
   const int32_t* places = words + i / k * layout.words() + layout.counts();
-  if (!layout.blocks) indices[i] = places[i % k];
+  if (!layout.blocks) indices[i] = placed(layout, i / k / each, static_cast<uint32_t>(places[i % k]));
   const int32_t* last = places + layout.places();
   const uint16_t* narrowed = reinterpret_cast<const uint16_t*>(last);
   values[i] = layout.type == Float::float32   ? float_of(last[i % k])
@@ -60,7 +65,8 @@ __global__ void __launch_bounds__(kThreads) decode_entries(WireLayout layout, co
 }
 
 // A stretch of 65,536 places of one buffer by each block of threads.
-__global__ void __launch_bounds__(kThreads) decode_offsets(WireLayout layout, const int32_t* words, int32_t* indices) {
+__global__ void __launch_bounds__(kThreads) decode_offsets(WireLayout layout, const int32_t* words, int64_t each,
+                                                           int32_t* indices) {
   __shared__ uint64_t start, total;
   const int64_t counts = layout.counts(), buffer = blockIdx.x / counts, mine = blockIdx.x % counts;
   const uint32_t* count = reinterpret_cast<const uint32_t*>(words + buffer * layout.words());  // what is negative becomes huge
@@ -79,7 +85,7 @@ __global__ void __launch_bounds__(kThreads) decode_offsets(WireLayout layout, co
   indices += buffer * layout.k;
   if (total == static_cast<uint64_t>(layout.k)) {
     for (uint64_t i = start + threadIdx.x; i < start + count[mine]; i += kThreads)
-      indices[i] = static_cast<int32_t>(mine * 65536 + offsets[i]);
+      indices[i] = placed(layout, buffer / each, static_cast<uint32_t>(mine * 65536 + offsets[i]));
   } else if (mine == 0) {
     for (int64_t i = threadIdx.x; i < layout.k; i += kThreads) indices[i] = -1;
   }
@@ -95,12 +101,12 @@ const char* wire_encode_cuda(const WireLayout& layout, const int32_t* indices, c
   return launch_error();
 }
 
-const char* wire_decode_cuda(const WireLayout& layout, const int32_t* words, int64_t buffers, int32_t* indices, float* values,
-                             CUstream_st* stream) {
-  const int64_t entries = buffers * layout.k;
+const char* wire_decode_cuda(const WireLayout& layout, const int32_t* words, int64_t buffers, int64_t shards, int32_t* indices,
+                             float* values, CUstream_st* stream) {
+  const int64_t entries = buffers * layout.k, each = buffers / shards;
   if (entries == 0) return nullptr;
-  launch(decode_entries, blocks(entries), stream, layout, words, entries, indices, values);
-  if (layout.blocks && layout.counts()) launch(decode_offsets, buffers * layout.counts(), stream, layout, words, indices);
+  launch(decode_entries, blocks(entries), stream, layout, words, entries, each, indices, values);
+  if (layout.blocks && layout.counts()) launch(decode_offsets, buffers * layout.counts(), stream, layout, words, each, indices);
   return launch_error();
 }
 

@@ -51,6 +51,7 @@ REGISTER_OP("TfcommxWireDecode")
     .Input("words: int32")
     .Attr("k: int >= 0")
     .Attr("size: int >= 0")
+    .Attr("shards: int >= 1 = 1")
     .Attr(kFormats)
     .Output("indices: int32")
     .Output("values: float")
@@ -63,7 +64,7 @@ REGISTER_OP("TfcommxWireDecode")
     })
     .Doc(R"(Reads the k entries of each of several buffers, one after another.
 
-words: int32 [buffers * words of one].
+words: int32 [buffers * words of one], as many buffers for each of `shards` equal parts of a vector, which the indices point into.
 indices: int32 [buffers * k].
 values: float32 [buffers * k].
 )");
@@ -116,14 +117,19 @@ class DecodeOp : public WireOp {
  public:
   explicit DecodeOp(tensorflow::OpKernelConstruction* context) : WireOp(context) {
     OP_REQUIRES_OK(context, context->GetAttr("k", &layout_.k));
+    OP_REQUIRES_OK(context, context->GetAttr("shards", &shards_));
+    OP_REQUIRES(context, shards_ * layout_.size <= std::numeric_limits<int32_t>::max(),
+                tensorflow::errors::InvalidArgument("`shards` * `size` must be below 2^31. Received ", shards_, " and ", layout_.size,
+                                                    " (", name(), "). Cut what is longer into buckets."));
   }
 
   void Compute(tensorflow::OpKernelContext* context) override {
     const tensorflow::Tensor& words = context->input(0);
     const int64_t length = layout_.words(), buffers = length ? words.NumElements() / length : 0;
-    OP_REQUIRES(context, words.dims() == 1 && words.NumElements() == buffers * length,
-                tensorflow::errors::InvalidArgument("`words` must be buffers of ", length, " words. Received shape ",
-                                                    words.shape().DebugString(), " (", name(), "). Do all ranks have the same plan?"));
+    OP_REQUIRES(context, words.dims() == 1 && words.NumElements() == buffers * length && buffers % shards_ == 0,
+                tensorflow::errors::InvalidArgument("`words` must be buffers of ", length, " words, as many for each of ", shards_,
+                                                    " shards. Received shape ", words.shape().DebugString(), " (", name(),
+                                                    "). Do all ranks have the same plan?"));
     tensorflow::Tensor *indices, *values;
     OP_REQUIRES_OK(context, context->allocate_output(0, {buffers * layout_.k}, &indices));
     OP_REQUIRES_OK(context, context->allocate_output(1, {buffers * layout_.k}, &values));
@@ -131,14 +137,17 @@ class DecodeOp : public WireOp {
     int32_t* places = static_cast<int32_t*>(indices->data());
     float* numbers = static_cast<float*>(values->data());
     if constexpr (kGpu) {
-      OP_REQUIRES_OK(context, launched(context, wire_decode_cuda(layout_, from, buffers, places, numbers, stream_of(context))));
+      OP_REQUIRES_OK(context, launched(context, wire_decode_cuda(layout_, from, buffers, shards_, places, numbers, stream_of(context))));
     } else {
-      const int64_t bad = wire_decode_cpu(layout_, from, buffers, places, numbers, shared_with_pool(context));
+      const int64_t bad = wire_decode_cpu(layout_, from, buffers, shards_, places, numbers, shared_with_pool(context));
       OP_REQUIRES(context, bad < 0,
-                  tensorflow::errors::InvalidArgument("Each buffer must hold ", layout_.k, " entries. Buffer ", bad,
-                                                      " does not (", name(), "). Do all ranks have the same plan?"));
+                  tensorflow::errors::InvalidArgument("Each buffer must hold ", layout_.k, " indices in [0, ", layout_.size,
+                                                      "). Buffer ", bad, " does not (", name(), "). Do all ranks have the same plan?"));
     }
   }
+
+ private:
+  int64_t shards_;
 };
 
 REGISTER_KERNEL_BUILDER(Name("TfcommxWireEncode").Device(tensorflow::DEVICE_CPU), EncodeOp<false>);

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.framework.kernels import get_registered_kernels_for_op
 
 import tfcommx as cx
 from tfcommx import exchange
@@ -74,3 +75,36 @@ def test_messages_of_all_lengths_from_every_root(comm: Comm) -> None:
                 total = sum(rank + 1 for rank in ranks)
                 expected = {"broadcast": root + 1, "reduce": total if comm.rank == root else comm.rank + 1, "allreduce": total}
                 np.testing.assert_array_equal(got, np.full(entries, expected[operation]))
+
+
+@pytest.mark.parametrize("selection", ["mstopk", "exact", "dgc", "threshold", "random"])
+@pytest.mark.parametrize(("route", "last_step"), [("hitopk", "dense"), ("hitopk", "pairs"), ("allgather", "dense")])
+def test_nothing_large_would_leave_a_gpu_on_its_way(comm: Comm, route: str, last_step: str, selection: str) -> None:
+    """TensorFlow's own int32 kernels for GPUs mostly work in the host's memory: none may touch what is exchanged."""
+    scheme = cx.Scheme(route, selection, 0.01)
+    plan = make_plan([Gradient("w", (1000, 1000), "float32")], {"*": scheme}, comm.topology)
+    plan = dataclasses.replace(plan, buckets=tuple(dataclasses.replace(bucket, last_step=last_step) for bucket in plan.buckets))
+    running = Exchange(plan, comm)
+    graph = tf.function(lambda given: running({"w": given})["w"]).get_concrete_function(tf.TensorSpec([1000, 1000])).graph
+
+    def by_the_host(op: tf.Operation) -> bool:
+        return any(kernel.device_type in ("GPU", "DEFAULT") and kernel.host_memory_arg
+                   and any(tf.int32.as_datatype_enum in rule.allowed_values.list.type for rule in kernel.constraint)
+                   for kernel in get_registered_kernels_for_op(op.type).kernel)
+
+    def large(tensor: tf.Tensor) -> bool:
+        entries = tensor.shape.num_elements()
+        return tensor.dtype == tf.int32 and (entries is None or entries > 100)
+
+    graphs = [graph, *(function.graph for function in graph._functions.values() if hasattr(function, "graph"))]
+    ops = [op for one in graphs for op in one.get_operations() if op.type != "Const" and any(map(large, [*op.inputs, *op.outputs]))]
+    assert ops or comm.topology.size == 1
+    assert not [op.type for op in ops if by_the_host(op)]
+
+
+def test_an_all_gather_beyond_what_mpi_counts_is_refused_while_tracing(comm: Comm) -> None:
+    if comm.topology.size == 1:
+        return
+    gather = tf.function(lambda words: comm.all_gather(words, "world", "much"), autograph=False)
+    with pytest.raises(cx.PlanError, match="brings at most"):
+        gather.get_concrete_function(tf.TensorSpec([2**30], tf.int32))

@@ -131,12 +131,7 @@ def _bucket(gradients: list[Gradient], scheme: Scheme, route: str, dtype: str, t
     if not row.sparse:
         return plain
     start, stop = exchange.route(route).shard(plain, topology, 0)
-    k = round(scheme.density * (stop - start))
-    if k == 0:
-        raise PlanError(
-            f"`k` must be in [1, n]. Received k=0 from density={scheme.density}, n={stop - start} ({', '.join(paths)}). "
-            "Raise `density`, or keep these variables dense with `dense_below`."
-        )
+    k = max(1, round(scheme.density * (stop - start)))  # a small variable may be alone in its bucket
     bucket = dataclasses.replace(plain, selection=scheme.selection, k=k, seed=scheme.seed)
     cheapest = getattr(exchange.route(route), "cheapest", None)  # of routes that can go several ways
     return cheapest(bucket, topology, links) if cheapest else bucket

@@ -61,7 +61,8 @@ class Exchange:
         if any(exchange.row(name).messages for bucket in plan.buckets for name in (bucket.route, bucket.peer_route)):
             comm.open_post()
         self.plan, self.comm, self._scope = plan, comm, comm.own_scope()
-        self.steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/steps")
+        with tf.device("/cpu:0"):  # seeds are read on the host
+            self.steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/steps")
         self.residuals: dict[str, tf.Variable] = {}
         self.velocities: dict[str, tf.Variable] = {}  # of buckets with momentum
         self._seen: tf.Variable | None = None  # on ranks that do not apply the gradients

@@ -24,16 +24,16 @@ def select(gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
     """
     acc = tf.cast(gradient, tf.float32)
     size = tf.size(acc)
-    key = tf.where(reference.keys(acc) >= reference.NOT_FINITE, 0x7FFFFFFF, reference.keys(acc))
+    magnitude = reference.magnitude(acc)
     samples = tf.maximum(tf.cast(SAMPLED * tf.cast(size, tf.float32), tf.int32), AT_LEAST)
     seeds = tf.stack([tf.cast(seed, tf.int64), tf.constant(0, tf.int64)])
     places = tf.random.stateless_uniform([samples], seeds, 0, tf.maximum(size, 1), tf.int32)
     share = tf.cast(k, tf.float32) / tf.cast(tf.maximum(size, 1), tf.float32)
     rank = tf.cast(tf.math.ceil(MARGIN * share * tf.cast(samples, tf.float32)), tf.int32)
-    threshold = tf.reduce_min(tf.math.top_k(tf.gather(key, places), tf.clip_by_value(rank, 1, samples)).values)
-    reaching = tf.cast(tf.where(key >= threshold)[:, 0], tf.int32)
-    reaching = tf.cond(tf.size(reaching) >= k, lambda: reaching, lambda: tf.range(size))
-    indices = tf.sort(tf.gather(reaching, tf.math.top_k(tf.gather(key, reaching), k).indices))
+    threshold = tf.reduce_min(tf.math.top_k(tf.gather(magnitude, places), tf.clip_by_value(rank, 1, samples)).values)
+    reaching = tf.where(magnitude >= threshold)[:, 0]  # int64: a GPU's int32 would go by the host
+    reaching = tf.cond(tf.size(reaching) >= k, lambda: reaching, lambda: tf.range(tf.cast(size, tf.int64)))
+    indices = tf.cast(tf.sort(tf.gather(reaching, tf.math.top_k(tf.gather(magnitude, reaching), k).indices)), tf.int32)
     return Sparse(indices, tf.gather(acc, indices), gradient.shape[0] if gradient.shape[0] is not None else size)
 
 

@@ -17,7 +17,7 @@ def select(gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
     acc = tf.cast(gradient, tf.float32)
     seeds = tf.stack([tf.cast(seed, tf.int64), tf.constant(1, tf.int64)])
     lots = tf.random.stateless_uniform(tf.shape(acc), seeds)
-    lots = tf.where(reference.keys(acc) >= reference.NOT_FINITE, float("inf"), lots)
+    lots = tf.where(tf.math.is_finite(acc), lots, float("inf"))
     indices = native.select(lots, k, seed, "exact").indices
     return Sparse(indices, tf.gather(acc, indices), gradient.shape[0] if gradient.shape[0] is not None else tf.size(gradient))
 

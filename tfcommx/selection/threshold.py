@@ -21,15 +21,14 @@ def select(gradient: tf.Tensor, k: int, seed: int = 0, threshold: float = THRESH
     **Ranks:** local. **Cost:** some eight passes, no sort of more than k entries.
     """
     acc = tf.cast(gradient, tf.float32)
-    key = reference.keys(acc)
-    bad = key >= reference.NOT_FINITE
-    reaching = ~bad & (key >= tf.bitcast(tf.constant(threshold, tf.float32), tf.int32))
+    bad = ~tf.math.is_finite(acc)
+    reaching = ~bad & (tf.abs(acc) >= threshold)
     chosen = _places(bad)[:k]
     for offset, candidates in enumerate((_places(reaching), _places(~bad & ~reaching))):
         need = tf.minimum(k - tf.size(chosen), tf.size(candidates))
         start = reference.below(seed + offset, tf.size(candidates) - need + 1)
         chosen = tf.concat([chosen, candidates[start:start + need]], 0)
-    indices = tf.ensure_shape(tf.sort(chosen), [k if isinstance(k, int) else None])
+    indices = tf.cast(tf.ensure_shape(tf.sort(chosen), [k if isinstance(k, int) else None]), tf.int32)
     return Sparse(indices, tf.gather(acc, indices), gradient.shape[0] if gradient.shape[0] is not None else tf.size(gradient))
 
 
@@ -40,4 +39,4 @@ def select_with_residual(gradient: tf.Tensor, residual: tf.Variable, k: int, see
 
 
 def _places(where: tf.Tensor) -> tf.Tensor:
-    return tf.cast(tf.where(where)[:, 0], tf.int32)
+    return tf.where(where)[:, 0]  # int64: a GPU's int32 would go by the host
