@@ -255,3 +255,73 @@ def test_variables_of_a_custom_loop_are_broadcast(comm: Comm) -> None:
     if last:
         with pytest.raises(cx.PlanError, match="same variables on every rank"):
             cx.broadcast_variables(variables if comm.rank else variables[1:])
+
+
+class Relays(keras.optimizers.SGD):
+    """As optimizers around others are written: the inner one takes the step."""
+
+    def apply(self, grads: list[tf.Tensor], trainable_variables: list[keras.Variable] | None = None) -> None:
+        keras.optimizers.SGD(0.1).apply(grads, trainable_variables)
+
+
+def test_an_optimizer_that_hands_gradients_on_is_refused(comm: Comm) -> None:
+    """They would not be exchanged."""
+    each = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), {".*out.*": keras.optimizers.Adam()})
+    for optimizer in (keras.optimizers.MultiOptimizer(each), Relays()):
+        with pytest.raises(cx.PlanError, match="unexchanged"):
+            fit(compiled(cx.DistributedOptimizer(optimizer)), comm, epochs=1)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_what_is_owed_moves_on_when_layers_are_frozen_and_thawed(comm: Comm, traced: bool) -> None:
+    """Residuals belong to variables: each weight gets all that was ever computed for it, whoever trains beside it."""
+    variables = [keras.Variable(np.zeros((20, 20), np.float32), name=name) for name in ("base", "head", "tail")]
+    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(1.0), cx.Scheme("allgather", "mstopk", 0.1, dense_below=0), op="sum")
+    gradients = [tf.constant(np.random.default_rng([comm.rank, n]).integers(-60, 61, (20, 20)) / 64, tf.float32) for n in range(3)]
+    zeros = [tf.zeros([20, 20])] * 3
+
+    def steps(number: int, *arguments: Any) -> None:
+        step = tf.function(lambda: optimizer.apply(*arguments)) if traced else lambda: optimizer.apply(*arguments)
+        for _ in range(number):
+            step()
+
+    steps(1, gradients, variables)  # a tenth of it travels
+    steps(12, zeros[1:], variables[1:])
+    assert list(optimizer.exchanger.all_owed()) == ["base"]
+    steps(12, zeros, variables)
+    assert not optimizer.exchanger.all_owed()
+    for number, variable in enumerate(variables):
+        total = sum(comm.gather_objects(gradients[number].numpy()))
+        np.testing.assert_array_equal(variable.numpy(), -total)
+
+
+@pytest.mark.parametrize("kind", [keras.optimizers.Adafactor, keras.optimizers.Nadam])
+def test_a_built_optimizer_with_loss_scaling_is_copied_whole(comm: Comm, kind: type) -> None:
+    def built() -> keras.optimizers.Optimizer:
+        variables = [keras.Variable(np.ones(shape, np.float32)) for shape in ((12, 30), (30,))]
+        optimizer = keras.optimizers.LossScaleOptimizer(kind(0.1))
+        for _ in range(3):
+            optimizer.apply([tf.ones(variable.shape) * 2.0**15 for variable in variables], variables)
+        return optimizer
+
+    plain, wrapped = built(), cx.DistributedOptimizer(built())
+    variables = plain._trainable_variables, wrapped._trainable_variables
+    for optimizer, own in zip((plain, wrapped), variables, strict=True):
+        optimizer.apply([tf.ones(variable.shape) * 2.0**15 for variable in own], own)
+    for one, other in zip(*variables, strict=True):
+        np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-6)
+
+
+def test_parts_of_a_model_may_have_layers_of_the_same_name(comm: Comm) -> None:
+    def part(name: str) -> keras.Model:
+        layers = [keras.layers.Input((12,)), keras.layers.Dense(16, name="dense"), keras.layers.Dense(3, name="out")]
+        return keras.Sequential(layers, name=name)
+
+    whole = keras.Input((12,))
+    net = keras.Model(whole, part("one")(whole) + part("two")(whole), name="net")
+    net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.05), SPARSE), "mse", jit_compile=False)
+    x = np.random.default_rng(comm.rank).normal(size=(16, 12)).astype(np.float32)
+    net.fit(x, x[:, :3], batch_size=8, verbose=0, callbacks=[callbacks.BroadcastState(), callbacks.CompareReplicas()])
+    (plan,) = [one.plan for one in net.optimizer.exchanger.exchanges.values()]
+    named = {name for bucket in plan.buckets for name in bucket.variables}
+    assert len(named) == 8 and {name.partition("#")[0] for name in named} == {variable.path for variable in net.trainable_variables}

@@ -54,33 +54,56 @@ class Exchanger:
         self.loss_scale = "none"  # of an outer LossScaleOptimizer: none, local (its own decision) or agreed
         self._dense_bytes = 0.0  # of plans that were left
         self._variables: list[keras.Variable] = []
+        self._names: dict[int, str] = {}  # of variables, by id
+        self.reached = False  # by the step that is under way
         self._finite_scope = ""
 
-    @tf.autograph.experimental.do_not_convert
-    def begin(self, variables: Sequence[keras.Variable]) -> None:
-        """Say whose gradients come next; refuse what would fail or hang later: XLA, and a loss scale decided by each rank alone.
+    def names_of(self, variables: Sequence[keras.Variable]) -> list[str]:
+        """Return what plans, residuals and checkpoints call the variables: their paths, made unique in the order of the first call.
 
-        The variables are kept here: Keras would count a list of variables on the optimizer as part of its state.
+        Parts of a model may have layers of the same name, as two networks of keras.applications have.
         """
-        self._variables = list(variables)
+        for variable in variables:
+            if id(variable) not in self._names:
+                taken, path, number = set(self._names.values()), variable.path, 1
+                while (name := path if number == 1 else f"{path}#{number}") in taken:
+                    number += 1
+                self._names[id(variable)] = name
+        return [self._names[id(variable)] for variable in variables]
+
+    @tf.autograph.experimental.do_not_convert
+    def check_reached(self, optimizer: str) -> None:
+        """Refuse an optimizer whose step has gone past `begin`: its gradients were not exchanged."""
+        if not self.reached:
+            raise PlanError(f"A wrapped optimizer must apply the gradients itself. {optimizer!r} has handed them on, unexchanged, as "
+                            "keras.optimizers.MultiOptimizer does. Wrap one that updates the variables itself, or one for each part of the "
+                            "model in a training step of your own.")
+
+    @tf.autograph.experimental.do_not_convert
+    def begin(self, variables: Sequence[keras.Variable], built: Sequence[keras.Variable] = ()) -> None:
+        """Say whose gradients come next, and which variables the optimizer has in all.
+
+        Refuses what would fail or hang later: XLA, and a loss scale decided by each rank alone. The variables are kept here:
+        Keras would count a list of variables on the optimizer as part of its state.
+        """
+        self._variables, self.reached = list(variables), True
+        odd = [variable for variable in self._variables if not isinstance(variable, keras.Variable)]
+        if odd:
+            raise PlanError(f"keras.Variable is required, as layers have them. Received a {type(odd[0]).__name__} ({odd[0].name!r}).")
+        self.names_of([*built, *variables])
         if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             raise PlanError("Horovod's collectives cannot be compiled by XLA. Received jit_compile=True (Keras's 'auto' turns it on "
                             "with a GPU). Call model.compile(..., jit_compile=False), or add the callback BroadcastState.")
         if self.loss_scale == "local" and self.comm.topology.size > 1:
             raise PlanError("A LossScaleOptimizer outside of the wrapped optimizer decides on each rank alone whether to take a step. "
-                            "Wrap it: DistributedOptimizer(LossScaleOptimizer(optimizer)), or add the callback BroadcastState.")
+                            "Wrap it: DistributedOptimizer(LossScaleOptimizer(optimizer)), or add the callback BroadcastState. "
+                            "(MultiOptimizer, which looks the same from inside, cannot hold wrapped optimizers.)")
 
     @tf.autograph.experimental.do_not_convert
     def exchange(self, grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Return the gradients averaged (or summed) over the ranks, bit-identical on all. **Ranks:** all."""
         variables = self._variables
-        odd = [variable for variable in variables if not isinstance(variable, keras.Variable)]
-        if odd:
-            raise PlanError(f"keras.Variable is required, as layers have them. Received a {type(odd[0]).__name__} ({odd[0].name!r}).")
-        paths = [variable.path for variable in variables]
-        if len(set(paths)) < len(paths):
-            twice = next(path for path in paths if paths.count(path) > 1)
-            raise PlanError(f"Variable paths must be unique. Received {twice!r} twice. Give the layers different names.")
+        paths = self.names_of(variables)
         grads = [tf.ensure_shape(grad, variable.shape) for grad, variable in zip(grads, variables, strict=True)]
         result = self._exchange_for(variables)(dict(zip(paths, grads, strict=True)))
         return [result[path] for path in paths]
@@ -98,7 +121,7 @@ class Exchanger:
         else:
             done = [exchange.witness(grads)]
         with tf.control_dependencies(done):
-            exchange.share({variable.path: variable.value for variable in self._variables})
+            exchange.share({name: variable.value for name, variable in zip(self.names_of(self._variables), self._variables, strict=True)})
 
     @tf.autograph.experimental.do_not_convert
     def all_ranks(self, finite: tf.Tensor) -> tf.Tensor:
@@ -165,16 +188,18 @@ class Exchanger:
                 raise PlanError(_twice(self.own_momentum))
 
     def _exchange_for(self, variables: Sequence[keras.Variable]) -> Exchange:
-        key = tuple(variable.path for variable in variables)
+        key = tuple(self.names_of(variables))
         if key not in self.exchanges:
-            for other in self.exchanges:
-                if changed := sorted(set(key) ^ set(other)) if set(key) & set(other) else []:
-                    log.warning("Gradients of another set of variables are exchanged from now on: %r, for one, came or went. All ranks "
-                                "must change alike, or they wait for each other.", changed[0])
             with tf.init_scope():  # also while a step is traced: planning is done once, for real
+                for names, other in self.exchanges.items():
+                    if set(key) & set(names):
+                        log.warning("Gradients of another set of variables are exchanged from now on: %r, for one, came or went. All ranks "
+                                    "must change alike, or they wait for each other.", sorted(set(key) ^ set(names))[0])
+                        owed, velocity = other.hand_over(set(key))
+                        self.owed, self.velocity = sum_owed([self.owed, owed]), sum_owed([self.velocity, velocity])
                 plan = self.given or planner.make_plan(
-                    [planner.Gradient(variable.path, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))
-                     for variable in variables],
+                    [planner.Gradient(name, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))
+                     for name, variable in zip(key, variables, strict=True)],
                     self.schemes, self.comm.topology, self.operation, **self.options)
                 covered = {Piece.of(name).path for bucket in plan.buckets for name in bucket.variables}
                 if covered != set(key):

@@ -58,21 +58,20 @@ def DistributedOptimizer(
         raise PlanError(f"A Keras optimizer is required, such as keras.optimizers.SGD(0.1). Received {optimizer!r}.")
     if not isinstance(plan, Plan | None):
         raise PlanError(f"`plan` must be a tfcommx.Plan or None. Received {plan!r}.")
-    if getattr(optimizer, "exchanger", None) is not None:
+    inner = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
+    if getattr(inner, "exchanger", None) is not None:
         raise PlanError(f"A plain optimizer is required. Received {optimizer.name!r}, which is wrapped already. Wrap it once.")
     check_name("op", op, OPERATIONS)
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        inner = DistributedOptimizer(optimizer.inner_optimizer, scheme, op, plan, links, update, broadcast_every)
-        wrapped = _copy(optimizer, AgreedLossScale, inner_optimizer=inner)
-        inner.exchanger.loss_scale = "agreed"
-        wrapped.exchanger = inner.exchanger
-        return wrapped
     links = NOMINAL if links is None else links if isinstance(links, Links) else Links.read(links)
-    own_momentum = getattr(optimizer, "momentum", 0.0) or getattr(optimizer, "beta_1", 0.0)
+    own_momentum = getattr(inner, "momentum", 0.0) or getattr(inner, "beta_1", 0.0)
     exchanger = Exchanger(comm.current(), Scheme() if scheme is None else scheme, op, plan, own_momentum, links=links, update=update,
                           broadcast_every=broadcast_every)
-    wrapped = _copy(optimizer, ExchangesGradients)
+    wrapped = _copy(inner, ExchangesGradients)
     wrapped.exchanger = exchanger
+    if inner is not optimizer:
+        wrapped = _copy(optimizer, AgreedLossScale, inner_optimizer=wrapped)
+        wrapped.exchanger, exchanger.loss_scale = exchanger, "agreed"
+    _take_state(wrapped, optimizer)
     return wrapped
 
 
@@ -87,8 +86,15 @@ class ExchangesGradients:
             self.exchanger.loss_scale = "local"
         super().__setattr__(name, value)
 
+    def apply(self, grads: list[tf.Tensor | None], trainable_variables: list[keras.Variable] | None = None) -> Any:
+        self.exchanger.reached = False
+        result = super().apply(grads, trainable_variables)
+        if any(grad is not None for grad in grads):
+            self.exchanger.check_reached(self.name)
+        return result
+
     def _backend_apply_gradients(self, grads: list[tf.Tensor], trainable_variables: list[keras.Variable]) -> None:
-        self.exchanger.begin(trainable_variables)
+        self.exchanger.begin(trainable_variables, self._trainable_variables)
         # Sparse gradients of embeddings become dense here: the accumulators and the exchange want one form.
         super()._backend_apply_gradients([tf.convert_to_tensor(grad) for grad in grads], trainable_variables)
 
@@ -139,7 +145,7 @@ def _subclass(base: type, mixin: type) -> type:
 
 
 def _copy(optimizer: keras.optimizers.Optimizer, mixin: type, **changed: Any) -> keras.optimizers.Optimizer:
-    """Make the same optimizer, state included, as an instance of the subclass."""
+    """Make the same optimizer, without its state, as an instance of the subclass."""
     cls = _subclass(type(optimizer), mixin)
     rate = None if changed else optimizer._learning_rate
     try:
@@ -156,8 +162,20 @@ def _copy(optimizer: keras.optimizers.Optimizer, mixin: type, **changed: Any) ->
     for name in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):  # Keras keeps them out of the config
         if hasattr(optimizer, name):
             setattr(copy, name, getattr(optimizer, name))
-    if optimizer.built:
-        copy.build(optimizer._trainable_variables)
-        for ours, theirs in zip(copy.variables, optimizer.variables, strict=True):
-            ours.assign(theirs)
     return copy
+
+
+def _take_state(copy: keras.optimizers.Optimizer, optimizer: keras.optimizers.Optimizer) -> None:
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is not None and not optimizer.built:
+        return _take_state(copy.inner_optimizer, inner)
+    if not optimizer.built:
+        return None
+    copy.build(optimizer._trainable_variables)  # the inner one through the outer one: Keras does not list the same variables otherwise
+    pairs = list(zip(copy.variables, optimizer.variables, strict=True))
+    for one, other in ((copy, optimizer), (getattr(copy, "inner_optimizer", None), inner)):
+        # what Keras does not list at all, such as a product that Nadam keeps
+        pairs += [(getattr(one, name), value) for name, value in vars(other or object).items() if isinstance(value, keras.Variable)]
+    for ours, theirs in pairs:
+        ours.assign(theirs)
+    return None

@@ -177,6 +177,23 @@ class Exchange:
         for bucket, mine in self._shares(velocity or {}, moving, "take_over_velocity"):
             self.velocities[bucket.name].assign_add(mine)
 
+    def hand_over(self, paths: set[str]) -> tuple[Owed, Owed]:
+        """Return, and forget here, this rank's part of what it owes these variables, and of their velocities.
+
+        **Ranks:** all, outside of traced code.
+        """
+        handed: list[Owed] = []
+        for kept in (self.residuals, self.velocities):
+            owed = owed_of(self.plan, {name: state.numpy() for name, state in kept.items()}, self.comm.rank)
+            handed.append({path: owed[path] for path in paths & set(owed)})
+            for bucket in self.plan.buckets:
+                if bucket.name in kept:
+                    theirs = np.repeat([Piece.of(name).path in paths for name in bucket.variables], bucket.sizes)
+                    start, stop = exchange.route(bucket.route).shard(bucket, self.plan.topology, self.comm.rank)
+                    mine = np.concatenate([theirs, np.zeros(bucket.padding, bool)])[start:stop]
+                    kept[bucket.name].assign(tf.where(mine, 0.0, kept[bucket.name]))
+        return handed[0], handed[1]
+
     def _shares(self, owed: Owed, buckets: Sequence[Bucket], what: str) -> Iterator[tuple[Bucket, tf.Tensor]]:
         """Yield the buckets of which any rank owes something, with this rank's shard of it."""
         for bucket in buckets:
