@@ -62,6 +62,7 @@ class Exchange:
             comm.open_post()
         self.plan, self.comm, self._scope = plan, comm, comm.own_scope()
         self.steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/steps")
+        self._steps_before = 0  # taken by the process that wrote the checkpoint
         self.residuals: dict[str, tf.Variable] = {}
         self.velocities: dict[str, tf.Variable] = {}  # of buckets with momentum
         self._seen: tf.Variable | None = None  # on ranks that do not apply the gradients
@@ -158,9 +159,9 @@ class Exchange:
             weights[path].assign(value)
 
     def dense_bytes_between_nodes(self) -> float:
-        """Return what plain Horovod would have sent between nodes for the steps so far, per rank (mean)."""
-        topology = self.plan.topology
-        return float(self.steps.numpy()) * sum(allreduce.wire_bytes(bucket, topology).between for bucket in self.plan.buckets)
+        """Return what plain Horovod would have sent between nodes for the steps of this process so far, per rank (mean)."""
+        topology, steps = self.plan.topology, int(self.steps.numpy()) - self._steps_before
+        return float(steps) * sum(allreduce.wire_bytes(bucket, topology).between for bucket in self.plan.buckets)
 
     def take_over(self, owed: Owed, velocity: Owed | None = None) -> None:
         """Add what ranks owed, and their velocities, under another plan, so that the sums over the ranks are conserved.
@@ -195,6 +196,7 @@ class Exchange:
     def continue_from(self, steps: int, residuals: Mapping[str, np.ndarray], velocities: Mapping[str, np.ndarray]) -> None:
         """Set the step count, residuals and velocities (bucket name -> float32 [its shard]) of this rank under an equal plan."""
         self.steps.assign(steps)
+        self._steps_before = steps
         for bucket in self.plan.buckets:
             if bucket.name in residuals:
                 self._for_leftovers(bucket)
