@@ -62,11 +62,11 @@ class Exchange:
             comm.open_post()
         self.plan, self.comm, self._scope = plan, comm, comm.own_scope()
         self.steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/steps")
-        self._steps_before = 0  # taken by the process that wrote the checkpoint
         self.residuals: dict[str, tf.Variable] = {}
         self.velocities: dict[str, tf.Variable] = {}  # of buckets with momentum
         self._seen: tf.Variable | None = None  # on ranks that do not apply the gradients
         self.pending: dict[str, tf.Variable] = {}  # of dense buckets: is there something left to flush?
+        self._steps_before = 0  # taken by the process that wrote the checkpoint
         for bucket in plan.buckets:
             if bucket.k is not None:
                 self._make_residual(bucket)
