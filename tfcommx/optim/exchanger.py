@@ -177,6 +177,11 @@ class Exchanger:
         dense = self._dense_bytes + sum(exchange.dense_bytes_between_nodes() for exchange in self.exchanges.values())
         return {"bytes_between_nodes": self.comm.traffic().between, "bytes_between_nodes_dense": dense}
 
+    def continue_from(self, owed: Owed, velocity: Owed, left: list[Left]) -> None:
+        """Keep what a checkpoint holds in place of what is kept here; what was sent so far still counts as traffic."""
+        self._dense_bytes = self.traffic()["bytes_between_nodes_dense"]
+        self.owed, self.velocity, self.left, self.exchanges = owed, velocity, left, {}
+
     def check(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
         """Refuse schemes that cannot be carried out. **Raises:** PlanError."""
         for pattern, scheme in by_pattern(schemes).items():

@@ -67,6 +67,7 @@ class Exchange:
         self.velocities: dict[str, tf.Variable] = {}  # of buckets with momentum
         self._seen: tf.Variable | None = None  # on ranks that do not apply the gradients
         self.pending: dict[str, tf.Variable] = {}  # of dense buckets: is there something left to flush?
+        self._steps_before = 0  # taken by the process that wrote the checkpoint
         for bucket in plan.buckets:
             if bucket.k is not None:
                 self._make_residual(bucket)
@@ -159,9 +160,9 @@ class Exchange:
             weights[path].assign(value)
 
     def dense_bytes_between_nodes(self) -> float:
-        """Return what plain Horovod would have sent between nodes for the steps so far, per rank (mean)."""
-        topology = self.plan.topology
-        return float(self.steps.numpy()) * sum(allreduce.wire_bytes(bucket, topology).between for bucket in self.plan.buckets)
+        """Return what plain Horovod would have sent between nodes for the steps of this process so far, per rank (mean)."""
+        topology, steps = self.plan.topology, int(self.steps.numpy()) - self._steps_before
+        return float(steps) * sum(allreduce.wire_bytes(bucket, topology).between for bucket in self.plan.buckets)
 
     def take_over(self, owed: Owed, velocity: Owed | None = None) -> None:
         """Add what ranks owed, and their velocities, under another plan, so that the sums over the ranks are conserved.
@@ -213,6 +214,7 @@ class Exchange:
     def continue_from(self, steps: int, residuals: Mapping[str, np.ndarray], velocities: Mapping[str, np.ndarray]) -> None:
         """Set the step count, residuals and velocities (bucket name -> float32 [its shard]) of this rank under an equal plan."""
         self.steps.assign(steps)
+        self._steps_before = steps
         for bucket in self.plan.buckets:
             if bucket.name in residuals:
                 self._for_leftovers(bucket)

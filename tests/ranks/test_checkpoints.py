@@ -1,0 +1,252 @@
+"""Checkpoints where something is unusual, on as many processes as launched this: frozen layers, kills, two optimizers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from test_optimizer import SPARSE, batch, compiled, fit, gradients_of
+
+import tfcommx as cx
+from tfcommx import callbacks
+from tfcommx.comm import Comm
+from tfcommx.optim import checkpoint
+
+
+@pytest.fixture
+def folder(comm: Comm, tmp_path: Path) -> Path:
+    """One that all ranks see."""
+    return Path(comm.gather_objects(str(tmp_path))[0])
+
+
+def wrapped(scheme: cx.Scheme = SPARSE) -> keras.Model:
+    return compiled(cx.DistributedOptimizer(keras.optimizers.Adam(0.01), scheme))
+
+
+def take(net: keras.Model, comm: Comm, steps: int = 1) -> None:
+    for step in range(steps):
+        net.optimizer.apply(gradients_of(net, batch(comm.rank, step)), net.trainable_variables)
+
+
+def state(net: keras.Model) -> dict[str, np.ndarray]:
+    """Weights and the optimizers' variables, by place; what is owed, by variable. Batch norm's statistics are each rank's own: left out."""
+    found = {f"weight {place}": variable.numpy() for place, variable in enumerate(net.weights) if "moving" not in variable.path}
+    for number, optimizer in enumerate(callbacks.wrapped_optimizers(net)):
+        found |= {f"optimizer {number} {place}": variable.numpy() for place, variable in enumerate(optimizer.variables)}
+        found |= {f"owed {number} {path}": part for path, part in optimizer.exchanger.all_owed().items()}
+    return found
+
+
+def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_a_layer_that_is_frozen_keeps_what_it_owes(comm: Comm, folder: Path) -> None:
+    def frozen(net: keras.Model) -> keras.Model:
+        net.get_layer("hidden").trainable = False
+        return net
+
+    net, again, whole = wrapped(), frozen(wrapped()), wrapped()
+    take(net, comm)
+    take(frozen(net), comm)
+    owed = net.optimizer.exchanger.all_owed()
+    checkpoint.save(net, folder, 0)
+    assert checkpoint.restore(again, folder) == 1 and same(state(net), state(again))
+    take(again, comm)
+    exchanger = again.optimizer.exchanger
+    np.testing.assert_array_equal(exchanger.owed["net/hidden/kernel"], owed["net/hidden/kernel"])
+    again.get_layer("hidden").trainable = True
+    take(again, comm)
+    assert not exchanger.owed and not exchanger.left
+
+    only = frozen(wrapped())  # saved by an optimizer that has never seen the layer
+    take(only, comm)
+    checkpoint.save(only, folder, 1)
+    checkpoint.restore(whole, folder)
+    take(whole, comm)
+
+
+def test_sums_in_bfloat16(comm: Comm, folder: Path) -> None:
+    def accumulating() -> keras.Model:
+        net = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2, dtype="bfloat16", name="out")], name="small")
+        net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=3)), jit_compile=False)
+        return net
+
+    net, again = accumulating(), accumulating()
+    numbers = np.random.default_rng(comm.rank)
+    net.optimizer.apply([tf.constant(numbers.normal(size=v.shape), v.dtype) for v in net.trainable_variables], net.trainable_variables)
+    checkpoint.save(net, folder, 0)
+    checkpoint.restore(again, folder)
+    sums, restored = (callbacks.accumulated(one.optimizer) for one in (net, again))
+    for path, total in sums.items():
+        assert total.numpy().any() and restored[path].dtype == "bfloat16"
+        np.testing.assert_array_equal(total.numpy(), restored[path].numpy())
+
+
+class Killed(BaseException):
+    pass
+
+
+def killed(*_: Any) -> None:
+    raise Killed
+
+
+def test_an_epoch_that_is_saved_twice_is_not_mixed(comm: Comm, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, again = wrapped(), wrapped()
+    take(net, comm)
+    checkpoint.save(net, folder, 0)
+    before = state(net)
+    take(net, comm)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(checkpoint, "_write_owed", killed)  # rank 0 has written the model by then
+        checkpoint.save(net, folder, 0)
+    checkpoint.restore(again, folder)
+    assert comm.rank or same(before, state(again))
+    checkpoint.save(net, folder, 0)
+    comm.gather_objects("saved")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "checkpoint.json", "model-0001.keras", *(f"owed-0001-rank-{rank:04d}.npz" for rank in range(comm.topology.size))]
+
+
+def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(comm: Comm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if comm.topology.size > 1:  # the other ranks would wait
+        return
+    net, again, first = wrapped(), wrapped(), tmp_path / "first"
+    take(net, comm)
+    checkpoint.save(net, first, 0)
+    before = state(net)
+    take(net, comm)
+    found = []
+    for stop in range(100):
+        folder, done = shutil.copytree(first, tmp_path / f"killed-{stop}"), iter(range(100))
+
+        def counted(operation: Any, stop: int = stop, done: Any = done) -> Any:
+            return lambda *words, **more: killed() if next(done) == stop else operation(*words, **more)
+
+        with monkeypatch.context() as patch:
+            for owner, name in ((os, "fsync"), (Path, "rename"), (Path, "unlink")):
+                patch.setattr(owner, name, counted(getattr(owner, name)))
+            try:
+                checkpoint.save(net, folder, 0)
+                finished = True
+            except Killed:
+                finished = False
+        assert checkpoint.restore(again, folder) == 1
+        found.append("old" if same(state(again), before) else "new" if same(state(again), state(net)) else "mixed")
+        if finished:
+            break
+    old = found.count("old")
+    assert old >= 8 and found == ["old"] * old + ["new"] * (len(found) - old) and len(found) - old >= 4
+
+
+@pytest.mark.parametrize("text", ["", '{"epoch": 3, "ranks"', '{"epoch": 3}', "[]", "null"])
+def test_a_damaged_head_is_refused_in_words(comm: Comm, folder: Path, text: str) -> None:
+    net = wrapped()
+    if comm.rank == 0:
+        (folder / "checkpoint.json").write_text(text)
+    comm.gather_objects("written")
+    with pytest.raises(cx.PlanError, match=r"checkpoint\.json must name a save.*on rank 0.*delete it"):
+        checkpoint.next_epoch(folder)
+    if text:
+        return
+    for refuses in (lambda: checkpoint.restore(net, folder), lambda: checkpoint.save(net, folder, 0),
+                    lambda: fit(net, comm, extra=(checkpoint.Checkpoint(folder),))):
+        with pytest.raises(cx.PlanError, match="must name a save"):
+            refuses()
+    assert not net.optimizer.exchanger.exchanges
+
+
+class Adversaries(keras.Model):
+    """Two networks, each with an optimizer of its own, as a GAN has."""
+
+    def __init__(self) -> None:
+        super().__init__(name="both")
+        self.maker, self.judge = keras.layers.Dense(12, name="maker"), keras.layers.Dense(3, name="judge")
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        return self.judge(self.maker(inputs))
+
+    def compile(self, maker_optimizer: keras.optimizers.Optimizer, judge_optimizer: keras.optimizers.Optimizer) -> None:
+        super().compile(jit_compile=False)
+        self.maker_optimizer, self.judge_optimizer = maker_optimizer, judge_optimizer
+
+
+def test_two_optimizers_of_one_model(comm: Comm, folder: Path) -> None:
+    def made(seed: int) -> Adversaries:
+        keras.utils.set_random_seed(seed)
+        net = Adversaries()
+        net(tf.zeros((1, 12)))
+        net.compile(cx.DistributedOptimizer(keras.optimizers.Adam(0.01), SPARSE, op="sum"),
+                    cx.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2), SPARSE))
+        return net
+
+    net, again = made(1), made(2)
+    for step in range(3):
+        gradients = gradients_of(net, batch(comm.rank, step))
+        net.maker_optimizer.apply(gradients[:2], net.maker.trainable_variables)
+        net.judge_optimizer.apply(gradients[2:], net.judge.trainable_variables)
+    checkpoint.save(net, folder, 0)
+    assert checkpoint.restore(again, folder) == 1
+    begin = callbacks.BroadcastState()
+    begin.set_model(again)
+    begin.on_train_begin()
+    wanted = state(net)
+    assert same(wanted, state(again)) and {name[:6] for name in wanted if name.startswith("owed")} == {"owed 0", "owed 1"}
+    assert all(total.numpy().any() for total in callbacks.accumulated(again.judge_optimizer).values())
+
+    with pytest.raises(cx.PlanError, match=r"2 wrapped optimizers.*1"):
+        checkpoint.restore(wrapped(), folder)
+
+
+def test_bytes_count_from_the_start_of_the_process(comm: Comm, folder: Path) -> None:
+    def dense_bytes() -> float:
+        return net.optimizer.exchanger.traffic()["bytes_between_nodes_dense"]
+
+    net = wrapped()
+    take(net, comm)
+    step = dense_bytes()
+    take(net, comm)
+    checkpoint.save(net, folder, 0)
+    checkpoint.restore(net, folder)  # a roll-back: what was sent is sent
+    take(net, comm)
+    assert dense_bytes() == 3 * step and (step > 0) == (comm.topology.nodes > 1)
+    net = wrapped()
+    checkpoint.restore(net, folder)
+    take(net, comm)
+    assert dense_bytes() == step
+
+
+class NoConfig(keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step: tf.Tensor) -> float:
+        return 0.1
+
+
+def test_what_cannot_be_written_down_is_said_before_the_first_step(comm: Comm, folder: Path) -> None:
+    net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(NoConfig())))
+    with pytest.raises(cx.PlanError, match=r"'net'.*NoConfig.*get_config"):
+        fit(net, comm, epochs=1, extra=(checkpoint.Checkpoint(folder),))
+    assert not net.optimizer.exchanger.exchanges
+
+
+def test_a_model_must_be_built_and_have_its_names(comm: Comm, folder: Path) -> None:
+    def small(name: str, *first: keras.layers.Layer) -> keras.Model:
+        net = keras.Sequential([*first, keras.layers.Dropout(0.1), keras.layers.Dense(3, name=name)], name="small")
+        net.compile(cx.DistributedOptimizer(keras.optimizers.Adam(0.01)), jit_compile=False)
+        return net
+
+    net, again, other = small("out", keras.layers.Input((12,))), small("out"), small("end", keras.layers.Input((12,)))
+    take(net, comm)
+    checkpoint.save(net, folder, 0)
+    with pytest.raises(cx.PlanError, match=r"is built.*model\.build"):
+        checkpoint.restore(again, folder)
+    again.build((None, 12))
+    assert checkpoint.restore(again, folder) == 1 and (comm.rank or same(state(net), state(again)))
+    take(again, comm)
+    with pytest.raises(cx.PlanError, match=r"'small/out/bias', which.*has 'small/end/bias'"):
+        checkpoint.restore(other, folder)
