@@ -144,15 +144,16 @@ def restore(model: keras.Model, folder: str | Path) -> int:
     if len(trained) != len(optimizers):
         raise PlanError(f"The checkpoint in {folder} has the state of {len(trained)} wrapped optimizers. Received a model with "
                         f"{len(optimizers)}. Compile it as it was.")
-    known = {variable.path: variable for variable in model.weights}  # frozen ones, too
-    needed = {path for file in files for kept in file for path in kept.paths}.union(*trained)
-    if unknown := sorted(needed - set(known)):
-        raise PlanError(f"The checkpoint in {folder} holds state of {unknown[0]!r}, which this model does not have (it has "
-                        f"{min(known)!r}, ...). Give the model and its layers the names that they had.")
-    for optimizer, paths in zip(optimizers, trained, strict=True):
+    for index, (optimizer, paths) in enumerate(zip(optimizers, trained, strict=True)):
+        names_of = _exchanger(optimizer).names_of
+        known = dict(zip(names_of(model.weights), model.weights, strict=True))  # frozen ones, too
+        needed = {path for file in files for path in file[index].paths} | set(paths)
+        if unknown := sorted(needed - set(known)):
+            raise PlanError(f"The checkpoint in {folder} holds state of {unknown[0]!r}, which this model does not have (it has "
+                            f"{min(known)!r}, ...). Give the model and its layers the names that they had.")
         if paths and not optimizer.built:
             now = [] if len(optimizers) > 1 else model.trainable_variables
-            new = {variable.path for variable in now} - set(paths)  # then Keras says that the optimizer's state begins anew
+            new = set(names_of(now)) - set(paths)  # then Keras says that the optimizer's state begins anew
             optimizer.build(now if new else [known[path] for path in paths])
     if weights.is_file():  # the others get it by BroadcastState
         model.load_weights(weights)
@@ -236,7 +237,7 @@ def _write_owed(model: keras.Model, path: Path) -> None:
     for optimizer in wrapped_optimizers(model):
         exchanger, sums = _exchanger(optimizer), {name: np.ravel(total.numpy()) for name, total in accumulated(optimizer).items()}
         index.append({
-            "trained": [variable.path for variable in getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables],
+            "trained": exchanger.names_of(getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables),
             "owed": put(exchanger.owed),
             "velocity": put(exchanger.velocity),  # NumPy's files know no bfloat16: float32 holds it exactly
             "sums": put({name: total.astype(np.promote_types(total.dtype, np.float32)) for name, total in sums.items()}),
