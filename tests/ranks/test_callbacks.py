@@ -77,3 +77,34 @@ def test_ranks_that_begin_or_end_at_unequal_epochs_are_told(comm: Comm) -> None:
     for epochs, first, said in unequal:
         with pytest.raises(cx.PlanError, match=said):
             small().fit(*data(8), epochs=epochs, initial_epoch=first, verbose=0, callbacks=[callbacks.BroadcastState()])
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1, 2), (3, 3), (9, 4)])
+def test_all_ranks_stop_at_the_same_step(comm: Comm, every: int, steps: int) -> None:
+    """The last rank meets a NaN in its second step. With every=9 the epoch's end, after 4 steps, comes first."""
+    last, net, seen = comm.rank == comm.topology.size - 1, small(), []
+
+    class Alone(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append(batch)
+            if last and batch == 1:
+                self.model.stop_training = True
+
+    net.fit(*data(), batch_size=8, epochs=3, verbose=0, callbacks=[callbacks.BroadcastState(), Alone(), callbacks.AgreeOnStop(every)])
+    assert seen == list(range(steps)) and net.stop_training
+
+
+def test_keras_callbacks_that_stop_one_rank(comm: Comm) -> None:
+    last = comm.rank == comm.topology.size - 1
+    x, y = data()
+    bad = np.where(last & (np.arange(32)[:, None] == 20), np.nan, x)
+    net = small()
+    net.fit(bad, y, batch_size=8, epochs=2, shuffle=False, verbose=0,
+            callbacks=[callbacks.BroadcastState(), keras.callbacks.TerminateOnNaN(), callbacks.AgreeOnStop()])
+    assert int(net.optimizer.iterations) == 3  # the loss of the last rank alone was NaN
+    net = small()
+    early = [keras.callbacks.EarlyStopping("loss", mode="max", patience=0)] if last else []  # of a loss that falls
+    net.fit(x, y, batch_size=8, epochs=9, verbose=0, callbacks=[callbacks.BroadcastState(), *early, callbacks.AgreeOnStop()])
+    assert len(net.history.history["loss"]) == 2
+    with pytest.raises(cx.PlanError, match="every"):
+        callbacks.AgreeOnStop(0)

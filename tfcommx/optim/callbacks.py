@@ -130,6 +130,43 @@ def _require_equal(values: Sequence[Any], what: str, remedy: str) -> None:
         raise PlanError(f"Every rank must {what}. Received {list(values)} on ranks 0 to {len(values) - 1}. {remedy}")
 
 
+class AgreeOnStop(keras.callbacks.Callback):
+    """Stop on all ranks, after the same step, when a callback on any rank stops the training: TerminateOnNaN, EarlyStopping, your own.
+
+    Without it the other ranks would wait for ever for the one that has stopped. Comes last in the list: it reads what the callbacks
+    before it have decided. Not needed where all decide alike, as EarlyStopping does on what AverageMetrics has averaged.
+
+    Args:
+        every: steps (Keras's calls, where they are of several) after which the ranks ask each other, >= 1; and at each epoch's end.
+            With more a rank that wants to stop goes on with the others until they ask.
+    **Ranks:** all, with equal `every`. **Cost:** an allreduce of 4 bytes each time; Keras waits for every step.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        super().__init__()
+        if not isinstance(every, Integral) or every < 1:
+            raise PlanError(f"`every` must be an integer >= 1. Received {every!r}.")
+        self.every, self.calls, self.wanted = every, 0, False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.calls, self.wanted = 0, False
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.calls += 1
+        self._agree(self.calls % self.every == 0)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._agree(True)
+
+    def _agree(self, ask: bool) -> None:
+        self.wanted |= bool(self.model.stop_training)
+        if ask:
+            with tf.device("/cpu:0"):
+                votes = comm.current().allreduce(tf.constant([float(self.wanted)]), "world", "tfcommx/stop")
+            self.wanted = bool(votes[0] > 0)
+        self.model.stop_training = ask and self.wanted
+
+
 class AverageMetrics(keras.callbacks.Callback):
     """Replace each epoch's metrics by their average over the ranks; put it before callbacks that read them. **Ranks:** all."""
 
