@@ -108,3 +108,13 @@ def test_keras_callbacks_that_stop_one_rank(comm: Comm) -> None:
     assert len(net.history.history["loss"]) == 2
     with pytest.raises(cx.PlanError, match="every"):
         callbacks.AgreeOnStop(0)
+
+
+def test_metrics_of_several_numbers(comm: Comm) -> None:
+    logs = {"loss": float(comm.rank), "f1": np.float32([comm.rank, 1]), "note": "text"}
+    callbacks.AverageMetrics().on_epoch_end(0, logs)
+    middle = (comm.topology.size - 1) / 2
+    assert logs.pop("f1").tolist() == [middle, 1] and logs == {"loss": middle, "note": "text"}
+    net = small(loss="categorical_crossentropy", metrics=[keras.metrics.F1Score()])
+    history = net.fit(data()[0], np.eye(3)[np.arange(32) % 3], verbose=0, callbacks=[callbacks.AverageMetrics()]).history
+    assert np.shape(history["f1_score"]) == (1, 3)

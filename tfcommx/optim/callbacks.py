@@ -168,13 +168,19 @@ class AgreeOnStop(keras.callbacks.Callback):
 
 
 class AverageMetrics(keras.callbacks.Callback):
-    """Replace each epoch's metrics by their average over the ranks; put it before callbacks that read them. **Ranks:** all."""
+    """Replace each epoch's metrics by their average over the ranks; put it before callbacks that read them. **Ranks:** all.
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+    Metrics of several numbers, such as an F1Score of each class, are averaged number by number; what is no number stays.
+    """
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs:
-            parts = comm.current().gather_objects({name: float(value) for name, value in logs.items()})
-            for name in logs:  # a rank that alone validates has metrics that the others do not have
-                logs[name] = float(np.mean([part[name] for part in parts if name in part]))
+            arrays = {name: np.asarray(value) for name, value in logs.items()}
+            mine = {name: array for name, array in arrays.items() if array.dtype.kind in "biuf"}
+            parts = comm.current().gather_objects(mine)
+            for name, array in mine.items():  # a rank that alone validates has metrics that the others do not have
+                mean = np.mean([part[name] for part in parts if name in part], axis=0)
+                logs[name] = mean if array.ndim else float(mean)
 
 
 class AverageBatchNorm(keras.callbacks.Callback):
