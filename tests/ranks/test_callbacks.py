@@ -110,6 +110,59 @@ def test_keras_callbacks_that_stop_one_rank(comm: Comm) -> None:
         callbacks.AgreeOnStop(0)
 
 
+@pytest.mark.parametrize("chief_alone", [True, False])
+def test_what_is_validated_is_the_average_whoever_validates(comm: Comm, chief_alone: bool) -> None:
+    x, y = data()
+    net = keras.Sequential([keras.layers.Input((12,)), keras.layers.BatchNormalization(name="norm"), keras.layers.Dense(3)])
+    net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse", jit_compile=False)
+    means: list[bytes] = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_test_begin(self, logs: Any = None) -> None:
+            means.append(net.get_layer("norm").moving_mean.numpy().tobytes())
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            means.append(net.get_layer("norm").moving_mean.numpy().tobytes())
+
+    more = {} if chief_alone and comm.rank else {"validation_data": (x, y)}
+    net.fit(x + comm.rank, y, batch_size=8, epochs=2, verbose=0, shuffle=False, **more,
+            callbacks=[callbacks.BroadcastState(), callbacks.AverageMetrics(), callbacks.AverageBatchNorm(), Watch()])
+    assert len(means) == (4 if more else 2) and len(set(means)) == 2  # after an epoch it stays
+    assert len({tuple(dict.fromkeys(theirs)) for theirs in comm.gather_objects(means)}) == 1
+
+
+def test_an_epoch_of_unknown_length_is_averaged_at_its_end(comm: Comm) -> None:
+    net = keras.Sequential([keras.layers.Input((12,)), keras.layers.BatchNormalization(name="norm"), keras.layers.Dense(3)])
+    net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse", jit_compile=False)
+    x, y = data()
+    unknown = tf.data.Dataset.from_tensor_slices((x + comm.rank, y)).batch(8).filter(lambda *_: True)
+    net.fit(unknown, verbose=0, callbacks=[callbacks.BroadcastState(), callbacks.AverageBatchNorm()])
+    mean = net.get_layer("norm").moving_mean.numpy().tobytes()
+    assert comm.gather_objects(mean) == [mean] * comm.topology.size
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_averages_keep_every_bit_and_leave_alone_what_is_trained(comm: Comm, dtype: str) -> None:
+    keras.utils.set_random_seed(0)
+    frozen = keras.layers.Dense(5, trainable=False, dtype=dtype, name="frozen")
+    net = keras.Sequential([keras.layers.Input((12,)), frozen, keras.layers.BatchNormalization(dtype=dtype, name="norm")])
+    net.compile(metrics=[metric := keras.metrics.Mean()], loss="mse")
+    mean, variance = net.get_layer("norm").moving_mean, net.get_layer("norm").moving_variance
+    mean.assign(np.full(5, 0.1 + comm.rank))  # 0.1 has more bits than float32
+    variance.assign(np.full(5, 0.1))
+    frozen.kernel.assign_add(tf.fill(frozen.kernel.shape, tf.cast(comm.rank, dtype)))
+    metric.total.assign(before := float(comm.rank))
+    kernel = frozen.kernel.numpy()
+    digits = 1e-7 if dtype == "float32" else 1e-15
+    average = callbacks.AverageBatchNorm()
+    average.set_model(net)
+    average.on_epoch_end(0)
+    np.testing.assert_allclose(mean.numpy(), 0.1 + (comm.topology.size - 1) / 2, rtol=digits)
+    np.testing.assert_allclose(variance.numpy(), np.asarray(0.1, dtype), rtol=0 if dtype == "float32" else digits)
+    np.testing.assert_array_equal(frozen.kernel.numpy(), kernel)
+    assert float(metric.total.numpy()) == before
+
+
 def test_metrics_of_several_numbers(comm: Comm) -> None:
     logs = {"loss": float(comm.rank), "f1": np.float32([comm.rank, 1]), "note": "text"}
     callbacks.AverageMetrics().on_epoch_end(0, logs)

@@ -184,24 +184,38 @@ class AverageMetrics(keras.callbacks.Callback):
 
 
 class AverageBatchNorm(keras.callbacks.Callback):
-    """Average the non-trainable float weights, such as the moving statistics of batch norm, over the ranks.
+    """Average what layers keep beside what they train, such as the moving statistics of batch norm, over the ranks.
 
-    Done before every evaluation inside `fit` and at each epoch's end, so that all replicas are the same model.
-    **Ranks:** all. **Cost:** one allreduce of all those weights in one buffer.
+    Done after the last step of an epoch, so that what is validated is the same model on all ranks, whichever ranks validate. Where
+    Keras does not know the number of steps (`steps_per_epoch`), done at the epoch's end: each rank validates with its own.
+    Trained weights of frozen layers stay.
+    **Ranks:** all. **Cost:** one allreduce an epoch of all those weights, in float64: equal ones stay equal to the bit.
     """
 
-    def on_test_begin(self, logs: Any = None) -> None:
-        self._average()
+    def __init__(self) -> None:
+        super().__init__()
+        self.averaged = False  # in this epoch
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.averaged = False
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        # not on_test_begin: a rank that does not validate would not come
+        if (steps := (self.params or {}).get("steps")) and batch + 1 >= steps:
+            self._average()
+            self.averaged = True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._average()
+        if not self.averaged:
+            self._average()
 
     def _average(self) -> None:
         here = comm.current()
-        weights = [v for v in self.model.non_trainable_variables if keras.backend.is_float_dtype(keras.backend.standardize_dtype(v.dtype))]
+        weights = [weight for layer in self.model._flatten_layers() for weight in layer._non_trainable_variables
+                   if keras.backend.is_float_dtype(keras.backend.standardize_dtype(weight.dtype))]
         if not weights or here.topology.size == 1:
             return
-        flat = tf.concat([tf.reshape(tf.cast(weight, tf.float32), [-1]) for weight in weights], axis=0)
+        flat = tf.concat([tf.reshape(tf.cast(weight, tf.float64), [-1]) for weight in weights], axis=0)
         mean = here.allreduce(flat, "world", "tfcommx/statistics") / here.topology.size
         for weight, part in zip(weights, tf.split(mean, [int(np.prod(weight.shape)) for weight in weights]), strict=True):
             weight.assign(tf.cast(tf.reshape(part, weight.shape), weight.dtype))
