@@ -13,6 +13,8 @@ from test_optimizer import SPARSE, weights
 import tfcommx as cx
 from tfcommx import callbacks
 from tfcommx.comm import Comm
+from tfcommx.recipe import LearningRate as Rate
+from tfcommx.train import LearningRate
 
 
 class Subclassed(keras.Model):
@@ -171,3 +173,38 @@ def test_metrics_of_several_numbers(comm: Comm) -> None:
     net = small(loss="categorical_crossentropy", metrics=[keras.metrics.F1Score()])
     history = net.fit(data()[0], np.eye(3)[np.arange(32) % 3], verbose=0, callbacks=[callbacks.AverageMetrics()]).history
     assert np.shape(history["f1_score"]) == (1, 3)
+
+
+class Rates(keras.callbacks.Callback):
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append(float(self.model.optimizer.learning_rate))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_warm_up_counts_steps_not_calls(comm: Comm, scaled: bool) -> None:
+    net = small(steps_per_execution=2)
+    if scaled:
+        net.compile(cx.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))), loss="mse", jit_compile=False,
+                    steps_per_execution=2)
+    rates = Rates()
+    x, y = data(64)
+    net.fit(x, y, batch_size=8, verbose=0, callbacks=[callbacks.BroadcastState(), callbacks.WarmUp(0.4, 3, 0.0), rates])
+    np.testing.assert_allclose(rates.seen, [0, 0.4 * 2 / 3, 0.4, 0.4], rtol=1e-6)
+    net.optimizer.learning_rate = 0.05  # as a schedule that lowers it
+    net.fit(x, y, batch_size=8, verbose=0, callbacks=[callbacks.BroadcastState(), callbacks.WarmUp(0.4, 3, 0.0), rates])
+    np.testing.assert_allclose(rates.seen, 0.05)
+
+
+def test_a_recipes_rate_counts_steps_not_calls(comm: Comm) -> None:
+    class Recipe:
+        learning_rate, epochs = Rate(peak=0.4, warm_up_epochs=1, decay="linear"), 3
+
+    net, rates = small(steps_per_execution=2), Rates()
+    x, y = data(64)
+    net.fit(x, y, batch_size=8, epochs=3, initial_epoch=1, verbose=0,
+            callbacks=[callbacks.BroadcastState(), LearningRate(Recipe(), 8, 8 * comm.topology.size), rates])
+    wanted = [Recipe.learning_rate.at(step, 8, 24, 8 * comm.topology.size) for step in range(8, 24, 2)]
+    np.testing.assert_allclose(rates.seen, wanted, rtol=1e-6)

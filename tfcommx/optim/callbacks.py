@@ -226,7 +226,8 @@ class WarmUp(keras.callbacks.Callback):
 
     Args:
         learning_rate: the full rate, > 0.
-        steps: number of optimizer steps until it is reached, >= 1.
+        steps: number of optimizer steps until it is reached, >= 1, counted by the optimizer. With `steps_per_execution` the rate
+            stays for that many.
         start: the rate of the first step; None: learning_rate / number of ranks.
 
     **Source:** Goyal et al., "Accurate, Large Minibatch SGD" (2017), section 2.2.
@@ -236,19 +237,19 @@ class WarmUp(keras.callbacks.Callback):
         super().__init__()
         if learning_rate <= 0 or steps < 1:
             raise ValueError(f"`learning_rate` must be > 0 and `steps` >= 1. Received {learning_rate} and {steps}.")
-        self.learning_rate, self.steps, self.start, self.done = learning_rate, steps, start, 0
+        self.learning_rate, self.steps, self.start, self.over = learning_rate, steps, start, False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self.done = -1
+        self.over = False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self.done < 0:  # where a restored optimizer is
-            self.done = int(self.model.optimizer.iterations)
-        if self.done <= self.steps:
+        if self.over:
+            return
+        done = int(self.model.optimizer.iterations)
+        self.over = done >= self.steps + self.model.steps_per_execution  # the full rate was set, or a restored optimizer has its own
+        if not self.over:
             start = self.learning_rate / comm.size() if self.start is None else self.start
-            part = min(self.done / self.steps, 1.0)
-            self.model.optimizer.learning_rate = start + (self.learning_rate - start) * part
-            self.done += 1
+            self.model.optimizer.learning_rate = start + (self.learning_rate - start) * min(done / self.steps, 1.0)
 
 
 class SwitchScheme(keras.callbacks.Callback):
@@ -269,7 +270,7 @@ class SwitchScheme(keras.callbacks.Callback):
         if resolutions and resolution is None:
             raise ValueError("`resolution`, the variable that the input pipeline reads, is required with `resolutions`. Received None.")
         for epoch, change in [*(schemes or {}).items(), *(resolutions or {}).items()]:
-            if not isinstance(epoch, int) or epoch < 0:
+            if not isinstance(epoch, Integral) or epoch < 0:
                 raise PlanError(f"Epochs must be integers >= 0. Received {epoch!r}, for {change!r}.")
         self.schemes, self.resolutions, self.resolution = dict(schemes or {}), dict(resolutions or {}), resolution
         self.first = True  # epoch of a run
