@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import keras
@@ -11,7 +12,7 @@ import tensorflow as tf
 from test_optimizer import SPARSE, weights
 
 import tfcommx as cx
-from tfcommx import callbacks
+from tfcommx import callbacks, links
 from tfcommx.comm import Comm
 from tfcommx.recipe import LearningRate as Rate
 from tfcommx.train import LearningRate
@@ -208,3 +209,16 @@ def test_a_recipes_rate_counts_steps_not_calls(comm: Comm) -> None:
             callbacks=[callbacks.BroadcastState(), LearningRate(Recipe(), 8, 8 * comm.topology.size), rates])
     wanted = [Recipe.learning_rate.at(step, 8, 24, 8 * comm.topology.size) for step in range(8, 24, 2)]
     np.testing.assert_allclose(rates.seen, wanted, rtol=1e-6)
+
+
+def test_with_the_watch_a_rank_that_is_busy_is_waited_for(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    if comm.topology.size == 1 or not comm.has_messages:
+        return
+    monkeypatch.setattr(links, "PATIENCE_SECONDS", 0.2)
+    post, number = comm._open_post(), np.zeros(1)
+    if comm.rank == 1:
+        time.sleep(1)
+        post.wait_any([post.send(np.ones(1), 0, 0)])
+    elif comm.rank == 0:
+        post.wait_any([post.receive(number, 1, 0)])
+        assert number == 1
