@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from launching import horovodrun
+from launching import ROOT, horovodrun
 
 from tfcommx import cost
 from tfcommx.comm import Comm
@@ -151,6 +154,14 @@ def test_the_command_writes_links_that_plans_are_made_with(tmp_path: Path, launc
     assert file.with_suffix(".png").stat().st_size > 10_000
     plan = make_plan([Gradient("w", (100, 100), "float32")], {"*": Scheme("pipeline")}, Topology(2, 1), links=links)
     assert plan.buckets[0].block_bytes == links.block_bytes
+
+
+def test_the_command_refuses_a_file_that_it_could_not_write(tmp_path: Path) -> None:
+    file = tmp_path / "missing" / "links.json"
+    command = [sys.executable, "-m", "tfcommx.cli", "probe", "--output", str(file)]
+    ended = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, capture_output=True)
+    (said,) = [line for line in ended.stderr.splitlines() if line.startswith("tfcommx")]
+    assert ended.returncode == 2 and "folder that rank 0 can write to" in said and str(file) in said and "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize("text", [None, "no JSON", "{}", '{"links": {"inside": {"alpha_s": -1}}}'])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
+import numpy as np
 import pytest
 
 from tfcommx.terms import Bucket, Link, Plan, PlanError, Scheme, Topology, check_name, first_difference
@@ -52,6 +56,18 @@ def test_unequal_slots_are_named() -> None:
 def test_ranks_that_jump_between_hosts_are_refused() -> None:
     with pytest.raises(PlanError, match="rank 2 returns to 'red'"):
         Topology.of_hosts(["red", "blue", "red"])
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    given = Scheme("hitopk", "mstopk", np.float32(0.25), seed=np.int64(3), dense_below=np.int32(8), bucket_bytes=np.uint64(64),
+                   momentum=np.float64(0.5), clip_norm=np.float16(2), block_bytes=np.int8(16))
+    assert given == Scheme("hitopk", "mstopk", 0.25, seed=3, dense_below=8, bucket_bytes=64, momentum=0.5, clip_norm=2.0, block_bytes=16)
+    assert json.loads(json.dumps(dataclasses.asdict(given)))["density"] == 0.25
+    every = Plan((), Topology(1, 1), broadcast_every=np.int64(5))
+    assert Plan.from_json(every.to_json()) == every
+    for wrong in ({"seed": np.float32(3)}, {"seed": np.bool_(True)}, {"seed": True}, {"density": np.float32(2)}):
+        with pytest.raises(PlanError, match=next(iter(wrong))):
+            Scheme("hitopk", "mstopk", **{"density": 0.1, **wrong})
 
 
 def plan(k: int = 3) -> Plan:

@@ -74,6 +74,8 @@ def probe(
     from tfcommx.schedule import probe as probing
 
     comm = init()
+    if not comm.gather_objects(output.parent.is_dir() and os.access(output.parent, os.W_OK))[0]:  # rank 0 writes; say it on all
+        raise PlanError(f"`--output` must be in a folder that rank 0 can write to. Received {output}. Make the folder, or give another.")
     found = probing.probe(comm, [size for size in probing.SIZES if size <= largest], repeats)
     if is_chief():
         output.write_text(found.to_json())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import tensorflow as tf
 
 from tfcommx import comm, links, watch
@@ -41,7 +43,8 @@ def init(node_size: int | None = None, watch_seconds: float | None = watch.LIMIT
                             "GPUs. Launch at most that many processes on this host.")
         tf.config.set_visible_devices(gpus[here.local_rank], "GPU")
         tf.config.experimental.set_memory_growth(gpus[here.local_rank], True)
-    comm.set_current(comm.HorovodComm(here, topology, links.MpiPost if here.kind == "mpi" else None))
+    open_post = functools.partial(links.MpiPost, watched=watch_seconds is not None) if here.kind == "mpi" else None
+    comm.set_current(comm.HorovodComm(here, topology, open_post))
     if here.size > 1:
         watch.start(comm.current(), watch_seconds, comm.launch_interfaces())
     return comm.current()

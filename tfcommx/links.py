@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-PATIENCE_SECONDS = 50  # how long a rank waits for a message; TFCOMMX_PATIENCE_SECONDS changes it. Gloo's own limit is 30
+# How long a rank waits for a message; TFCOMMX_PATIENCE_SECONDS changes it.
+PATIENCE_SECONDS = 50.0  # more than Gloo's own limit, 30
+WATCHED_SECONDS = 6 * 3600.0  # with the watch, which ends who waits for a missing rank: what is late is only busy
 
 
 def mpi_hosts() -> list[str]:
@@ -31,10 +33,12 @@ class MpiPost:
     From then on an exception that nothing catches ends the launch: the other ranks may be waiting for this one's messages,
     and Horovod's orderly end would wait for them.
 
+    Args:
+        watched: whether the watch of ranks is on.
     **Ranks:** all make it together, in the same order. **Raises:** RuntimeError where MPI has less thread support.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watched: bool) -> None:
         from mpi4py import MPI
 
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -43,7 +47,7 @@ class MpiPost:
         self._mpi = MPI
         self._world = MPI.COMM_WORLD.Dup()
         self.sent: dict[int, int] = {}
-        self._patience = float(os.environ.get("TFCOMMX_PATIENCE_SECONDS", PATIENCE_SECONDS))
+        self._patience = float(os.environ.get("TFCOMMX_PATIENCE_SECONDS", WATCHED_SECONDS if watched else PATIENCE_SECONDS))
         report = sys.excepthook
 
         def report_and_end(*failure: Any) -> None:

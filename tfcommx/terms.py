@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,13 @@ def check_name(what: str, name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     raise PlanError(f"Unknown {what} {name!r}. {hint}Known: {', '.join(names)}.")
+
+
+def _number(value: Any) -> Any:
+    """Return a number, such as NumPy's, as Python's own; anything else as it is."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 @dataclass(frozen=True)
@@ -188,6 +196,8 @@ class Scheme:
     clip_norm: float | None = None  # > 0, of all gradients together; each rank clips its own before they are accumulated
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # NumPy's numbers become Python's, which JSON can write
+            object.__setattr__(self, field.name, _number(getattr(self, field.name)))
         if not isinstance(self.density, int | float) or not 0 < self.density <= 1:
             raise PlanError(f"`density` must be in (0, 1]. Received density={self.density!r}. Use 1 to send everything.")
         if self.selection == "all" and self.density != 1:
@@ -293,6 +303,7 @@ class Plan:
     def __post_init__(self) -> None:
         check_name("operation", self.operation, OPERATIONS)
         check_name("update", self.update, UPDATES)
+        object.__setattr__(self, "broadcast_every", _number(self.broadcast_every))
         if not isinstance(self.broadcast_every, int) or self.broadcast_every < 0:
             raise PlanError(f"`broadcast_every` must be an integer >= 0. Received {self.broadcast_every!r}. The paper has 5.")
         if self.update == "root" and self.broadcast_every:

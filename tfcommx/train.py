@@ -83,15 +83,17 @@ class LearningRate(keras.callbacks.Callback):
     A callback and not a Keras schedule, so that the saved optimizer needs nothing of ours to be loaded.
     """
 
-    def __init__(self, recipe: Recipe, steps_per_epoch: int, global_batch: int, step: int = 0) -> None:
+    def __init__(self, recipe: Recipe, steps_per_epoch: int, global_batch: int) -> None:
         super().__init__()
         self.rate = recipe.learning_rate
         self.sizes = (steps_per_epoch, steps_per_epoch * recipe.epochs, global_batch)
-        self.step = step
+        self.before = 0  # steps before this epoch
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        self.before = epoch * self.sizes[0]
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        self.model.optimizer.learning_rate = self.rate.at(self.step, *self.sizes)
-        self.step += 1
+        self.model.optimizer.learning_rate = self.rate.at(self.before + batch, *self.sizes)
 
 
 class Evaluation(keras.callbacks.Callback):
@@ -204,7 +206,7 @@ def train(recipe: Recipe, output_folder: Path, resume: bool = False, terminal: s
     first_epochs = np.cumsum([0, *(phase.epochs for phase in recipe.phases)])
     later = range(first + 1, recipe.epochs)
     switch = callbacks.SwitchScheme({epoch: schemes[epoch] for epoch in later if schemes[epoch] != schemes[epoch - 1]})
-    every_phase = [timing, LearningRate(recipe, steps, global_batch, first * steps), switch, callbacks.AverageMetrics(),
+    every_phase = [timing, LearningRate(recipe, steps, global_batch), switch, callbacks.AverageMetrics(),
                    callbacks.AverageBatchNorm(), compare, evaluation, checkpoint.Checkpoint(saved), rows]
     begin = [callbacks.BroadcastState()]
 

@@ -95,6 +95,12 @@ def _wait(ours: socket.socket, rank: int, failed: threading.Event) -> None:
     os._exit(1)
 
 
+def _cause_first(text: str) -> str:
+    """Return an error's text in one line, its last line first: TensorFlow tells the cause after the whole stack, before `[[nodes]]`."""
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip() and not line.lstrip().startswith("[[")]
+    return " ".join(lines[-1:] + lines[:-1])
+
+
 def _say_how_it_ends(ours: socket.socket) -> threading.Event:
     """At the interpreter's end say bye; after an uncaught exception tell the others instead, and set the returned event.
 
@@ -111,7 +117,7 @@ def _say_how_it_ends(ours: socket.socket) -> threading.Event:
             return
         failed.set()
         with contextlib.suppress(OSError):
-            ours.send(" ".join(f"failed: {kind.__name__}: {error}".split())[:300].encode())
+            ours.send(f"failed: {kind.__name__}: {_cause_first(str(error))}"[:300].encode())
 
     def bye() -> None:
         if os.getpid() == pid and not no_bye.is_set():  # a forked child is not the rank

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import keras
@@ -56,66 +57,165 @@ def accumulated(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variab
 class BroadcastState(keras.callbacks.Callback):
     """Start all ranks from the same point: weights, optimizer state and seeds of rank `root`; no XLA, one loss scale.
 
-    Sums of gradients that are being accumulated stay: each rank has its own. Wrapped optimizers that are attributes of the model, as
-    a GAN has two, count as its optimizer does; what they have not built yet begins as it begins on every rank.
-    **Ranks:** all. **Cost:** one broadcast per variable, once. **Raises:** PlanError where ranks have unequal numbers of steps
-    in an epoch: they would wait for each other for ever.
+    What Keras builds in the first training step only, as layers without an input shape, is broadcast after that step, with all
+    else: it was taken with gradients from different weights, but leaves all ranks with rank `root`'s. To begin with the same
+    weights, or with those that one rank alone has loaded, build the model before `fit`.
+
+    Sums of gradients that are being accumulated stay, and residuals: each rank has its own. Wrapped optimizers that are attributes
+    of the model, as a GAN has two, count as its optimizer does.
+    **Ranks:** all. **Cost:** one broadcast per variable, once; twice where a layer was not built. **Raises:** PlanError where ranks
+    would wait for each other for ever: with unequal numbers of steps in an epoch, unequal first epochs or unequal last ones.
     """
 
     def __init__(self, root: int = 0) -> None:
         super().__init__()
         self.root = root
+        self.unbuilt, self.begun = False, False  # something is broadcast after the first step; an epoch has begun
 
     def on_train_begin(self, logs: Any = None) -> None:
-        model, here = self.model, comm.current()
+        model, params = self.model, self.params or {}
         optimizers = wrapped_optimizers(model)
-        steps = here.gather_objects((self.params or {}).get("steps"))
-        if len(set(steps)) > 1:
-            raise PlanError(f"Every rank must take the same number of steps in an epoch. Received {steps} on ranks 0 to {len(steps) - 1}. "
-                            "Give all ranks equally many batches, or pass the same `steps_per_epoch`.")
+        built = [layer.built for layer in model._flatten_layers()]
+        steps, epochs, builts = zip(*comm.current().gather_objects((params.get("steps"), params.get("epochs"), built)), strict=True)
+        _require_equal(steps, "take the same number of steps in an epoch",
+                       "Give all ranks equally many batches, or pass the same `steps_per_epoch`.")
+        _require_equal(epochs, "train until the same epoch", "Pass the same `epochs`.")
+        self.unbuilt, self.begun = not all(map(all, builts)), False
         for optimizer in optimizers:
             if _exchanger(optimizer).loss_scale == "local":
                 wrap.agree_on_loss_scale(optimizer)
-            if optimizer is model.optimizer and not optimizer.built:
+            if optimizer is model.optimizer and not optimizer.built and not self.unbuilt:
                 optimizer.build(model.trainable_variables)
         if model.jit_compile:
             log.warning("jit_compile is turned off: Horovod's collectives cannot be compiled by XLA.")
             model.jit_compile = False
             model.make_train_function(force=True)
+        if not self.unbuilt or all(theirs == built for theirs in builts):
+            self._broadcast()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if not self.begun:
+            self._compare_first(epoch)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # not on_train_batch_end: for it, Keras waits after every step
+        if self.unbuilt and batch:
+            self._broadcast_built()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self.unbuilt:  # an epoch of one call
+            self._broadcast_built()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if not self.begun:  # no epoch is left on this rank
+            self._compare_first(None)
+
+    def _compare_first(self, epoch: int | None) -> None:
+        self.begun = True
+        _require_equal(comm.current().gather_objects(epoch), "begin at the same epoch",
+                       "Pass the same `initial_epoch`; restore the same backup or checkpoint on every rank.")
+
+    def _broadcast_built(self) -> None:
+        self.unbuilt = False
+        self._broadcast()
+
+    def _broadcast(self) -> None:
+        optimizers = wrapped_optimizers(self.model)
         own = {id(variable) for optimizer in optimizers for variable in accumulated(optimizer).values()}
         state = [variable for optimizer in optimizers for variable in optimizer.variables]
-        broadcast_variables([variable for variable in (*model.variables, *state) if id(variable) not in own], self.root)
+        broadcast_variables([variable for variable in (*self.model.variables, *state) if id(variable) not in own], self.root)
+
+
+def _require_equal(values: Sequence[Any], what: str, remedy: str) -> None:
+    if len(set(values)) > 1:
+        raise PlanError(f"Every rank must {what}. Received {list(values)} on ranks 0 to {len(values) - 1}. {remedy}")
+
+
+class AgreeOnStop(keras.callbacks.Callback):
+    """Stop on all ranks, after the same step, when a callback on any rank stops the training: TerminateOnNaN, EarlyStopping, your own.
+
+    Without it the other ranks would wait for ever for the one that has stopped. Comes last in the list: it reads what the callbacks
+    before it have decided. Not needed where all decide alike, as EarlyStopping does on what AverageMetrics has averaged.
+
+    Args:
+        every: steps (Keras's calls, where they are of several) after which the ranks ask each other, >= 1; and at each epoch's end.
+            With more a rank that wants to stop goes on with the others until they ask.
+    **Ranks:** all, with equal `every`. **Cost:** an allreduce of 4 bytes each time; Keras waits for every step.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        super().__init__()
+        if not isinstance(every, Integral) or every < 1:
+            raise PlanError(f"`every` must be an integer >= 1. Received {every!r}.")
+        self.every, self.calls, self.wanted = every, 0, False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.calls, self.wanted = 0, False
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.calls += 1
+        self._agree(self.calls % self.every == 0)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._agree(True)
+
+    def _agree(self, ask: bool) -> None:
+        self.wanted |= bool(self.model.stop_training)
+        if ask:
+            with tf.device("/cpu:0"):
+                votes = comm.current().allreduce(tf.constant([float(self.wanted)]), "world", "tfcommx/stop")
+            self.wanted = bool(votes[0] > 0)
+        self.model.stop_training = ask and self.wanted
 
 
 class AverageMetrics(keras.callbacks.Callback):
-    """Replace each epoch's metrics by their average over the ranks; put it before callbacks that read them. **Ranks:** all."""
+    """Replace each epoch's metrics by their average over the ranks; put it before callbacks that read them. **Ranks:** all.
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+    Metrics of several numbers, such as an F1Score of each class, are averaged number by number; what is no number stays.
+    """
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs:
-            parts = comm.current().gather_objects({name: float(value) for name, value in logs.items()})
-            for name in logs:  # a rank that alone validates has metrics that the others do not have
-                logs[name] = float(np.mean([part[name] for part in parts if name in part]))
+            arrays = {name: np.asarray(value) for name, value in logs.items()}
+            mine = {name: array for name, array in arrays.items() if array.dtype.kind in "biuf"}
+            parts = comm.current().gather_objects(mine)
+            for name, array in mine.items():  # a rank that alone validates has metrics that the others do not have
+                mean = np.mean([part[name] for part in parts if name in part], axis=0)
+                logs[name] = mean if array.ndim else float(mean)
 
 
 class AverageBatchNorm(keras.callbacks.Callback):
-    """Average the non-trainable float weights, such as the moving statistics of batch norm, over the ranks.
+    """Average what layers keep beside what they train, such as the moving statistics of batch norm, over the ranks.
 
-    Done before every evaluation inside `fit` and at each epoch's end, so that all replicas are the same model.
-    **Ranks:** all. **Cost:** one allreduce of all those weights in one buffer.
+    Done after the last step of an epoch, so that what is validated is the same model on all ranks, whichever ranks validate. Where
+    Keras does not know the number of steps (`steps_per_epoch`), done at the epoch's end: each rank validates with its own.
+    Trained weights of frozen layers stay.
+    **Ranks:** all. **Cost:** one allreduce an epoch of all those weights, in float64: equal ones stay equal to the bit.
     """
 
-    def on_test_begin(self, logs: Any = None) -> None:
-        self._average()
+    def __init__(self) -> None:
+        super().__init__()
+        self.averaged = False  # in this epoch
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.averaged = False
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        # not on_test_begin: a rank that does not validate would not come
+        if (steps := (self.params or {}).get("steps")) and batch + 1 >= steps:
+            self._average()
+            self.averaged = True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._average()
+        if not self.averaged:
+            self._average()
 
     def _average(self) -> None:
         here = comm.current()
-        weights = [v for v in self.model.non_trainable_variables if keras.backend.is_float_dtype(keras.backend.standardize_dtype(v.dtype))]
+        weights = [weight for layer in self.model._flatten_layers() for weight in layer._non_trainable_variables
+                   if keras.backend.is_float_dtype(keras.backend.standardize_dtype(weight.dtype))]
         if not weights or here.topology.size == 1:
             return
-        flat = tf.concat([tf.reshape(tf.cast(weight, tf.float32), [-1]) for weight in weights], axis=0)
+        flat = tf.concat([tf.reshape(tf.cast(weight, tf.float64), [-1]) for weight in weights], axis=0)
         mean = here.allreduce(flat, "world", "tfcommx/statistics") / here.topology.size
         for weight, part in zip(weights, tf.split(mean, [int(np.prod(weight.shape)) for weight in weights]), strict=True):
             weight.assign(tf.cast(tf.reshape(part, weight.shape), weight.dtype))
@@ -126,7 +226,8 @@ class WarmUp(keras.callbacks.Callback):
 
     Args:
         learning_rate: the full rate, > 0.
-        steps: number of optimizer steps until it is reached, >= 1.
+        steps: number of optimizer steps until it is reached, >= 1, counted by the optimizer. With `steps_per_execution` the rate
+            stays for that many.
         start: the rate of the first step; None: learning_rate / number of ranks.
 
     **Source:** Goyal et al., "Accurate, Large Minibatch SGD" (2017), section 2.2.
@@ -136,19 +237,19 @@ class WarmUp(keras.callbacks.Callback):
         super().__init__()
         if learning_rate <= 0 or steps < 1:
             raise ValueError(f"`learning_rate` must be > 0 and `steps` >= 1. Received {learning_rate} and {steps}.")
-        self.learning_rate, self.steps, self.start, self.done = learning_rate, steps, start, 0
+        self.learning_rate, self.steps, self.start, self.over = learning_rate, steps, start, False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self.done = -1
+        self.over = False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self.done < 0:  # where a restored optimizer is
-            self.done = int(self.model.optimizer.iterations)
-        if self.done <= self.steps:
+        if self.over:
+            return
+        done = int(self.model.optimizer.iterations)
+        self.over = done >= self.steps + self.model.steps_per_execution  # the full rate was set, or a restored optimizer has its own
+        if not self.over:
             start = self.learning_rate / comm.size() if self.start is None else self.start
-            part = min(self.done / self.steps, 1.0)
-            self.model.optimizer.learning_rate = start + (self.learning_rate - start) * part
-            self.done += 1
+            self.model.optimizer.learning_rate = start + (self.learning_rate - start) * min(done / self.steps, 1.0)
 
 
 class SwitchScheme(keras.callbacks.Callback):
@@ -169,7 +270,7 @@ class SwitchScheme(keras.callbacks.Callback):
         if resolutions and resolution is None:
             raise ValueError("`resolution`, the variable that the input pipeline reads, is required with `resolutions`. Received None.")
         for epoch, change in [*(schemes or {}).items(), *(resolutions or {}).items()]:
-            if not isinstance(epoch, int) or epoch < 0:
+            if not isinstance(epoch, Integral) or epoch < 0:
                 raise PlanError(f"Epochs must be integers >= 0. Received {epoch!r}, for {change!r}.")
         self.schemes, self.resolutions, self.resolution = dict(schemes or {}), dict(resolutions or {}), resolution
         self.first = True  # epoch of a run
