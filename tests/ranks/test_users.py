@@ -312,16 +312,26 @@ def test_a_built_optimizer_with_loss_scaling_is_copied_whole(comm: Comm, kind: t
         np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-6)
 
 
-def test_parts_of_a_model_may_have_layers_of_the_same_name(comm: Comm) -> None:
+def test_parts_of_a_model_may_have_layers_of_the_same_name(comm: Comm, folder: Path) -> None:
     def part(name: str) -> keras.Model:
         layers = [keras.layers.Input((12,)), keras.layers.Dense(16, name="dense"), keras.layers.Dense(3, name="out")]
         return keras.Sequential(layers, name=name)
 
-    whole = keras.Input((12,))
-    net = keras.Model(whole, part("one")(whole) + part("two")(whole), name="net")
-    net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.05), SPARSE), "mse", jit_compile=False)
+    def both() -> keras.Model:
+        whole = keras.Input((12,))
+        net = keras.Model(whole, part("one")(whole) + part("two")(whole), name="net")
+        net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.05), SPARSE), "mse", jit_compile=False)
+        return net
+
     x = np.random.default_rng(comm.rank).normal(size=(16, 12)).astype(np.float32)
+    net, again = both(), both()
     net.fit(x, x[:, :3], batch_size=8, verbose=0, callbacks=[callbacks.BroadcastState(), callbacks.CompareReplicas()])
     (plan,) = [one.plan for one in net.optimizer.exchanger.exchanges.values()]
     named = {name for bucket in plan.buckets for name in bucket.variables}
     assert len(named) == 8 and {name.partition("#")[0] for name in named} == {variable.path for variable in net.trainable_variables}
+    checkpoint.save(net, folder, 0)
+    assert checkpoint.restore(again, folder) == 1
+    for trained in (net, again):
+        trained.fit(x, x[:, :3], batch_size=8, verbose=0, callbacks=[callbacks.BroadcastState()])
+    for one, other in zip(weights(net), weights(again), strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -48,10 +48,10 @@ def _exchanger(optimizer: Any) -> Any:
 
 
 def accumulated(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variable]:
-    """Return the sums of gradients that each rank is accumulating, by variable path; empty without gradient accumulation."""
+    """Return the sums of gradients that each rank is accumulating, by variable; empty without gradient accumulation."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     sums = getattr(optimizer, "_accumulated_gradients", [])
-    return {variable.path: total for variable, total in zip(optimizer._trainable_variables, sums, strict=True)} if sums else {}
+    return dict(zip(optimizer.exchanger.names_of(optimizer._trainable_variables), sums, strict=True)) if sums else {}
 
 
 class BroadcastState(keras.callbacks.Callback):
@@ -122,6 +122,8 @@ class BroadcastState(keras.callbacks.Callback):
         optimizers = wrapped_optimizers(self.model)
         own = {id(variable) for optimizer in optimizers for variable in accumulated(optimizer).values()}
         state = [variable for optimizer in optimizers for variable in optimizer.variables]
+        for optimizer in optimizers:  # now, while the order is that of the whole model
+            _exchanger(optimizer).names_of(self.model.weights)
         broadcast_variables([variable for variable in (*self.model.variables, *state) if id(variable) not in own], self.root)
 
 
@@ -189,7 +191,8 @@ class AverageBatchNorm(keras.callbacks.Callback):
     Done after the last step of an epoch, so that what is validated is the same model on all ranks, whichever ranks validate. Where
     Keras does not know the number of steps (`steps_per_epoch`), done at the epoch's end: each rank validates with its own.
     Trained weights of frozen layers stay.
-    **Ranks:** all. **Cost:** one allreduce an epoch of all those weights, in float64: equal ones stay equal to the bit.
+    **Ranks:** all. **Cost:** one allreduce an epoch of all those weights, in float64: equal ones stay equal to the bit. Keras waits
+    for every step, as it does with most callbacks.
     """
 
     def __init__(self) -> None:
