@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
 from typing import Any
 
 import numpy as np
+
+log = logging.getLogger("tfcommx")
 
 # How long a rank waits for a message; TFCOMMX_PATIENCE_SECONDS changes it.
 PATIENCE_SECONDS = 50.0  # more than Gloo's own limit, 30
@@ -73,14 +76,19 @@ class MpiPost:
         **Raises:** RuntimeError that names the ranks awaited, where none of them comes in time.
         """
         pending = [request for request, _ in requests]
-        start, turns = time.monotonic(), 0
+        start, turns, late = time.monotonic(), 0, PATIENCE_SECONDS
         while True:
             place, done = self._mpi.Request.Testany(pending)
             if done:
                 return place
             turns += 1
             time.sleep(0 if turns < 100 else 5e-5)  # messages come in bursts: look often at first
-            if turns % 1000 == 0 and time.monotonic() - start > self._patience:
-                awaited = sorted({rank for _, rank in requests})
+            waited = time.monotonic() - start if turns % 1000 == 0 else 0.0
+            awaited = sorted({rank for _, rank in requests}) if waited else []
+            if waited > late:
+                late *= 2
+                log.warning("Rank %d has waited %.0f s for messages of ranks %s. Are they busy, or do ranks take unequal steps?",
+                            self._world.rank, waited, awaited)
+            if waited > self._patience:
                 raise RuntimeError(f"A message must come within {self._patience:.0f} s. Rank {self._world.rank} has waited longer for "
                                    f"ranks {awaited}. Are they alive, and is the network? Slow ones need TFCOMMX_PATIENCE_SECONDS.")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import tensorflow as tf
 from tensorflow.python.framework.kernels import get_registered_kernels_for_op
 
 import tfcommx as cx
-from tfcommx import exchange
+from tfcommx import exchange, links
 from tfcommx.comm import Comm
 from tfcommx.exchange import moves, pipeline
 from tfcommx.schedule.planner import Gradient, check_scheme, make_plan
@@ -108,3 +110,16 @@ def test_an_all_gather_beyond_what_mpi_counts_is_refused_while_tracing(comm: Com
     gather = tf.function(lambda words: comm.all_gather(words, "world", "much"), autograph=False)
     with pytest.raises(cx.PlanError, match="brings at most"):
         gather.get_concrete_function(tf.TensorSpec([2**30], tf.int32))
+
+
+def test_who_waits_long_for_a_message_says_so(comm: Comm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    if not comm.has_messages or comm.topology.size == 1:
+        return
+    monkeypatch.setattr(links, "PATIENCE_SECONDS", 0.3)
+    running = Exchange(make_plan([Gradient("w", (8, 8), "float32")], {"*": cx.Scheme("pipeline", dense_below=0)}, comm.topology), comm)
+    comm.gather_objects("ready")
+    if comm.rank == 1:
+        time.sleep(3)
+    with caplog.at_level(logging.WARNING, "tfcommx"):
+        running({"w": tf.ones([8, 8])})
+    assert comm.rank or any("for messages of ranks [" in record.message for record in caplog.records)
