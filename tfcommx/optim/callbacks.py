@@ -20,6 +20,8 @@ from tfcommx.terms import PlanError, Scheme
 
 log = logging.getLogger("tfcommx")
 
+SEED_STEP = 1_000_003  # between the seeds of two ranks: more than models have generators, which Keras may number
+
 NOT_WRAPPED = "A wrapped optimizer is required. Compile the model with tfcommx.DistributedOptimizer(optimizer, ...)."
 
 
@@ -55,7 +57,9 @@ def accumulated(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variab
 
 
 class BroadcastState(keras.callbacks.Callback):
-    """Start all ranks from the same point: weights, optimizer state and seeds of rank `root`; no XLA, one loss scale.
+    """Start all ranks from the same point: weights and optimizer state of rank `root`; no XLA, one loss scale.
+
+    Seeds, as of dropout, follow from those of rank `root`, each rank's own: ranks that drop the same entries learn less from a batch.
 
     What Keras builds in the first training step only, as layers without an input shape, is broadcast after that step, with all
     else: it was taken with gradients from different weights, but leaves all ranks with rank `root`'s. To begin with the same
@@ -125,6 +129,9 @@ class BroadcastState(keras.callbacks.Callback):
         for optimizer in optimizers:  # now, while the order is that of the whole model
             _exchanger(optimizer).names_of(self.model.weights)
         broadcast_variables([variable for variable in (*self.model.variables, *state) if id(variable) not in own], self.root)
+        for generator in {id(one): one for layer in self.model._flatten_layers() for one in layer._seed_generators}.values():
+            seed, count = generator.state.numpy()
+            generator.state.assign([(int(seed) + (comm.rank() - self.root) * SEED_STEP) % 2**31, count])
 
 
 def _require_equal(values: Sequence[Any], what: str, remedy: str) -> None:
