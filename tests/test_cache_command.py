@@ -41,6 +41,8 @@ def test_warm_status_and_drop(tmp_path):
 
     status, _, said = run("warm", photos, "--memory", memory)
     assert status == 2 and "--disk FOLDER, or --hold" in said
+    status, printed, said = run("warm", photos, "--memory", "/proc", "--disk", disk)  # takes no shared memory: it would be for nobody
+    assert status == 0 and "70 of 71 samples on disk" in printed and "broken.jpg" in said, said
     holding = start("warm", photos, "--memory", memory, "--disk", disk, "--store", 20, "--hold")
     printed = []
     for line in holding.stdout:

@@ -36,7 +36,7 @@ def read_loose(images, resolution, crop, flip, dtype, epoch=3, seed=5, code="fas
         size=[resolution] * 2,
         T=tf.as_dtype(dtype),
         path="",
-        inode=0,
+        id=0,
         channels=images[0].shape[2],
         crop=crop,
         flip=flip,
@@ -147,6 +147,12 @@ def test_without_library_the_twin_serves_the_same(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert np.abs(small.astype(int) - augment.resize(image, (20, 15))).max() <= 1
     slab.close()
+
+
+def test_a_phase_takes_arrays(tmp_path):
+    """Their truth was asked for, inside TensorFlow's tracing."""
+    phase = Phase(2, mean=np.array([0.5, 0.25]), std=[1, 2], area=np.array([0.5, 1]))
+    assert (phase.mean, phase.std, phase.area) == ((0.5, 0.25), (1.0, 2.0), (0.5, 1.0)) and hash(phase)
 
 
 def hold_pwrite(slab):

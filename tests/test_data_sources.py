@@ -1,15 +1,18 @@
 """Sources besides TFRecords, and the disk level that keeps what they gave."""
 
+import io
 import os
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tfcommx.data.arrays import Arrays
 from tfcommx.data.augment import Phase
 from tfcommx.data.cache import DataCache, Options
 from tfcommx.data.disk import Disk
 from tfcommx.data.folder import Folder
+from tfcommx.data.source import SampleError, decode
 from tfcommx.terms import PlanError
 
 
@@ -73,6 +76,31 @@ def test_arrays_of_any_channels_are_served(tmp_path, channels):
             assert np.array_equal(images, pixels[labels])
     finally:
         cache.close()
+
+
+def test_labels_that_would_be_cut_are_refused():
+    pixels = np.zeros((2, 2, 2, 3), np.uint8)
+    assert Arrays(pixels, np.array([0.0, 2.0])).labels.tolist() == [0, 2]
+    for labels in ([0.0, 0.9], [0.0, np.nan], ["a", "b"]):
+        with pytest.raises(PlanError, match="whole numbers are required"):
+            Arrays(pixels, np.array(labels))
+
+
+@pytest.mark.parametrize("mode", ["P", "1", "L", "RGB"])
+def test_a_bitmap_with_a_table_of_colours_is_refused(mode):
+    """Its indices were served as greys."""
+    picture = Image.fromarray(np.array([[[255, 0, 0], [0, 0, 255]]] * 4, np.uint8))
+    picture = picture.quantize(4) if mode == "P" else picture.convert(mode)
+    out = io.BytesIO()
+    picture.save(out, "BMP")
+    if mode in "P1":
+        with pytest.raises(SampleError, match="table of colours"):
+            decode(out.getvalue(), 3)
+    else:
+        np.testing.assert_array_equal(decode(out.getvalue(), 3), picture.convert("RGB"))
+    for end in (2, 14, 30, 60):
+        with pytest.raises(SampleError):
+            decode(out.getvalue()[:end], 3)
 
 
 @pytest.mark.parametrize("stems", ["ab", "ba"])

@@ -55,6 +55,8 @@ def warm(
     """
     if disk is None and not hold:
         raise PlanError("A place where the samples stay is required. Give --disk FOLDER, or --hold, or both.")
+    import tempfile
+
     from rich.progress import track
 
     from tfcommx import init
@@ -62,23 +64,27 @@ def warm(
 
     samples, here = source_of(source, split), init()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends in order, and leaves no slab
-    options = Options(seed=seed, store=store, memory=str(memory), disk=str(disk) if disk else None, on_error="skip", partial=not hold)
-    cache = DataCache(samples, here.topology, here.rank, options)
-    try:
-        for _ in track(cache.warming(), "reading", total=cache.warming_steps, disable=here.rank > 0):
+    with tempfile.TemporaryDirectory() as nowhere:  # without --hold the slab has no room, and no run shares it
+        place = dict(memory=str(memory)) if hold else dict(memory=nowhere, memory_bytes=1, partial=True)
+        options = Options(seed=seed, store=store, disk=str(disk) if disk else None, on_error="skip", **place)
+        cache = DataCache(samples, here.topology, here.rank, options)
+        try:
+            for _ in track(cache.warming(), "reading", total=cache.warming_steps, disable=here.rank > 0):
+                pass
+            for message in cache.filler.unreadable.values():
+                typer.echo(message, err=True)
+            read = here.gather_objects((cache.node, len(cache.share(0)) - len(cache.filler.unreadable)))
+            if cache.slot == 0:
+                count = cache.slab.filled if hold else sum(part for node, part in read if node == cache.node)
+                where = f"in memory, {cache.slab.used_bytes:,} bytes decoded" if hold else "on disk"
+                typer.echo(f"node {cache.node}: {count:,} of {samples.count:,} samples {where}")
+            if hold:
+                print("They stay in memory until this command is interrupted.", flush=True)
+                signal.pause()
+        except KeyboardInterrupt:
             pass
-        for message in cache.filler.unreadable.values():
-            typer.echo(message, err=True)
-        here.gather_objects("read")
-        if cache.slot == 0:
-            typer.echo(f"node {cache.node}: {cache.slab.filled:,} of {samples.count:,} samples, {cache.slab.used_bytes:,} bytes decoded")
-        if hold:
-            print("They stay in memory until this command is interrupted.", flush=True)
-            signal.pause()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        cache.close()
+        finally:
+            cache.close()
 
 
 @app.command()

@@ -24,6 +24,8 @@ struct SlabHeader {
   int64_t index_at;  // byte offset of the index
   int64_t data_at;   // byte offset of the first record
   int64_t length;    // bytes of the file
+  int64_t next;      // byte offset of the first free byte
+  int64_t id;        // drawn when the slab was made
 };
 
 struct Record {  // 64 bytes, then the pixels, row-major, interleaved channels

@@ -27,7 +27,10 @@ struct SlabFile {
   std::mutex *one_takes, *one_writes;  // of this file: its locks keep out other processes, and no thread of this one
 };
 
-// Shrinks an image to its stored size, writes its record and publishes it. False where there is no room.
-bool put(const SlabFile& slab, int64_t sample, int64_t label, const Image& image, int32_t store);
+// What `put` has done.
+enum class Put { kWritten, kThere, kNot };
+
+// Shrinks an image to its stored size, writes its record and publishes it, unless another process has done so meanwhile.
+Put put(const SlabFile& slab, int64_t sample, int64_t label, const Image& image, int32_t store);
 
 }  // namespace tfcommx

@@ -19,8 +19,6 @@
 namespace tfcommx {
 namespace {
 
-constexpr int64_t kNextFree = 40;  // byte offset of the slab's first free byte, an int64
-
 enum class Lock : int64_t { kSpace = 0, kPwrite = 8 };  // the first of the 8 bytes that are locked: of the header, which nobody writes
 
 bool lock(int file, Lock which, short kind, bool wait = false) {
@@ -32,19 +30,21 @@ bool lock(int file, Lock which, short kind, bool wait = false) {
   return fcntl(file, wait ? F_OFD_SETLKW : F_OFD_SETLK, &request) == 0;
 }
 
-// Where `size` bytes may be written; 0 where the slab is full.
-int64_t take(const SlabFile& slab, int64_t size) {
+// Finds where the `size` bytes of a sample may be written: kWritten where they may.
+Put take(const SlabFile& slab, int64_t sample, int64_t size, int64_t* at) {
   const std::lock_guard<std::mutex> threads(*slab.one_takes);
-  if (!lock(slab.file, Lock::kSpace, F_WRLCK, true)) return 0;
-  int64_t* next = reinterpret_cast<int64_t*>(slab.base + kNextFree);
-  int64_t at = *next;
-  if (reinterpret_cast<const SlabHeader*>(slab.base)->length - at < size) {
-    at = 0;
-  } else {
-    *next = at + size;
+  if (!lock(slab.file, Lock::kSpace, F_WRLCK, true)) return Put::kNot;
+  SlabHeader* header = reinterpret_cast<SlabHeader*>(slab.base);
+  Put found = Put::kNot;
+  if (find(slab.base, sample) != nullptr) {
+    found = Put::kThere;
+  } else if (header->length - header->next >= size) {
+    found = Put::kWritten;
+    *at = header->next;
+    header->next += size;
   }
   lock(slab.file, Lock::kSpace, F_UNLCK);
-  return at;
+  return found;
 }
 
 // Writes a record; false where the file system is full. pwrite is cheapest, but the kernel lets one pwrite at a time into a
@@ -102,7 +102,7 @@ void stored_size(int32_t height, int32_t width, int32_t store, int32_t* kept_hei
   *kept_width = kept(width);
 }
 
-bool put(const SlabFile& slab, int64_t sample, int64_t label, const Image& image, int32_t store) {
+Put put(const SlabFile& slab, int64_t sample, int64_t label, const Image& image, int32_t store) {
   Target target;
   target.pixel = Pixel::kUint8;
   target.channels = image.channels;
@@ -117,11 +117,13 @@ bool put(const SlabFile& slab, int64_t sample, int64_t label, const Image& image
   }
   Record record = {sample, label, bytes, target.height, target.width, target.channels, 0, {}};
   record.crc = crc32(crc32(0, reinterpret_cast<const uint8_t*>(&record), offsetof(Record, crc)), pixels, bytes);
-  const int64_t at = take(slab, sizeof(Record) + (bytes + 63) / 64 * 64);
-  if (at == 0 || !write(slab, at, record, pixels)) return false;
+  int64_t at = 0;
+  const Put found = take(slab, sample, sizeof(Record) + (bytes + 63) / 64 * 64, &at);
+  if (found != Put::kWritten) return found;
+  if (!write(slab, at, record, pixels)) return Put::kNot;
   int64_t* index = reinterpret_cast<int64_t*>(slab.base + reinterpret_cast<const SlabHeader*>(slab.base)->index_at);
   __atomic_store_n(index + sample, at, __ATOMIC_RELEASE);
-  return true;
+  return Put::kWritten;
 }
 
 }  // namespace tfcommx

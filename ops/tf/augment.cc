@@ -34,7 +34,7 @@ REGISTER_OP("TfcommxSlabCheck")
     .Input("epoch: int64")
     .Output("state: uint8")  // 0 ready, 1 absent, 2 its CRC does not hold
     .Attr("path: string")
-    .Attr("inode: int")
+    .Attr("id: int")  // in the header of the slab
     .Attr("verify: float = 0.0")  // share of the samples whose CRC is checked
     .Attr("seed: int = 0")
     .SetIsStateful()
@@ -57,7 +57,7 @@ REGISTER_OP("TfcommxSlabRead")
     .Output("windows: int32")  // [b, 5]: top, left, height, width, flip
     .Attr("T: {uint8, half, bfloat16, float}")
     .Attr("path: string")  // empty: all records are loose
-    .Attr("inode: int")
+    .Attr("id: int")  // in the header of the slab
     .Attr("channels: int")
     .Attr("crop: {'random', 'center', 'whole'}")
     .Attr("flip: bool")
@@ -93,13 +93,13 @@ class SlabCheck : public OpKernel {
  public:
   explicit SlabCheck(OpKernelConstruction* context) : OpKernel(context) {
     std::string path;
-    int64_t inode, seed;
+    int64_t id, seed;
     OP_REQUIRES_OK(context, context->GetAttr("path", &path));
-    OP_REQUIRES_OK(context, context->GetAttr("inode", &inode));
+    OP_REQUIRES_OK(context, context->GetAttr("id", &id));
     OP_REQUIRES_OK(context, context->GetAttr("verify", &verify_));
     OP_REQUIRES_OK(context, context->GetAttr("seed", &seed));
     seed_ = static_cast<uint64_t>(seed) ^ 0x5EED0FC5C5EEDull;  // not the stream that draws the crops
-    OP_REQUIRES_OK(context, slab_.open(path, inode));
+    OP_REQUIRES_OK(context, slab_.open(path, id));
   }
 
   void Compute(OpKernelContext* context) override {
@@ -129,11 +129,11 @@ class SlabRead : public OpKernel {
  public:
   explicit SlabRead(OpKernelConstruction* context) : OpKernel(context) {
     std::string path, crop;
-    int64_t inode, seed;
+    int64_t id, seed;
     float center;
     std::vector<float> area, aspect, mean, std;
     OP_REQUIRES_OK(context, context->GetAttr("path", &path));
-    OP_REQUIRES_OK(context, context->GetAttr("inode", &inode));
+    OP_REQUIRES_OK(context, context->GetAttr("id", &id));
     OP_REQUIRES_OK(context, context->GetAttr("channels", &target_.channels));
     OP_REQUIRES_OK(context, context->GetAttr("crop", &crop));
     OP_REQUIRES_OK(context, context->GetAttr("flip", &rule_.flip));
@@ -172,7 +172,7 @@ class SlabRead : public OpKernel {
     }
     const auto type = output_type(0);
     target_.pixel = type == DT_UINT8 ? Pixel::kUint8 : type == DT_HALF ? Pixel::kHalf : type == DT_BFLOAT16 ? Pixel::kBfloat16 : Pixel::kFloat;
-    if (!path.empty()) OP_REQUIRES_OK(context, slab_.open(path, inode));
+    if (!path.empty()) OP_REQUIRES_OK(context, slab_.open(path, id));
   }
 
   void Compute(OpKernelContext* context) override {

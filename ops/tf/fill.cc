@@ -32,9 +32,9 @@ REGISTER_OP("TfcommxSlabFill")
     .Input("samples: int64")
     .Input("labels: int64")
     .Input("state: uint8")  // 0: nothing is to be done; else anything
-    .Output("left: uint8")  // 0 where the sample is in the slab now, else `state`
+    .Output("left: uint8")  // 0: this call has put the sample there; 3: another process had meanwhile; else `state`
     .Attr("path: string")
-    .Attr("inode: int")
+    .Attr("id: int")  // in the header of the slab
     .Attr("channels: int")
     .Attr("store: int")  // short side at which images are kept; 0: as they come
     .SetIsStateful()
@@ -47,9 +47,9 @@ class SlabFill : public OpKernel {
  public:
   explicit SlabFill(OpKernelConstruction* context) : OpKernel(context) {
     std::string path;
-    int64_t inode;
+    int64_t id;
     OP_REQUIRES_OK(context, context->GetAttr("path", &path));
-    OP_REQUIRES_OK(context, context->GetAttr("inode", &inode));
+    OP_REQUIRES_OK(context, context->GetAttr("id", &id));
     OP_REQUIRES_OK(context, context->GetAttr("channels", &channels_));
     OP_REQUIRES_OK(context, context->GetAttr("store", &store_));
     const bool can_decode = channels_ == 1 || channels_ == 3;  // else the source gives pixels, or other files
@@ -66,7 +66,7 @@ class SlabFill : public OpKernel {
                                                 TF_GRAPH_DEF_VERSION, &status);
       OP_REQUIRES_OK(context, status);
     }
-    OP_REQUIRES_OK(context, slab_.open(path, inode, true));
+    OP_REQUIRES_OK(context, slab_.open(path, id, true));
   }
 
   void Compute(OpKernelContext* context) override {
@@ -82,20 +82,21 @@ class SlabFill : public OpKernel {
     OP_REQUIRES_OK(context, context->allocate_output(0, context->input(1).shape(), &left));
     auto out = left->flat<uint8_t>();
     shared_with_pool(context)(n, [&](int64_t i) {
-      out(i) = state(i) == 0 || bring(context, encoded(i), samples(i), labels(i)) ? 0 : state(i);
+      const Put done = state(i) == 0 ? Put::kWritten : bring(context, encoded(i), samples(i), labels(i));
+      out(i) = done == Put::kWritten ? 0 : done == Put::kThere ? 3 : state(i);
     });
   }
 
  private:
   // Decodes a JPEG at 1/2, 1/4 or 1/8 where that is still as large as what is kept: less work.
-  bool bring(OpKernelContext* context, const tstring& file, int64_t sample, int64_t label) {
-    if (decoders_[0] == nullptr) return false;
+  Put bring(OpKernelContext* context, const tstring& file, int64_t sample, int64_t label) {
+    if (decoders_[0] == nullptr) return Put::kNot;
     FileHead head;
-    if (!read_head(reinterpret_cast<const uint8_t*>(file.data()), file.size(), &head)) return false;
+    if (!read_head(reinterpret_cast<const uint8_t*>(file.data()), file.size(), &head)) return Put::kNot;
     const int32_t small = std::min(head.height, head.width);
     int scale = head.jpeg ? 3 : 0;
     while (scale > 0 && (store_ == 0 || small >> scale < store_)) --scale;
-    if (store_ > 0 && small >> scale >= 2 * store_) return false;  // interpolation would skip pixels
+    if (store_ > 0 && small >> scale >= 2 * store_) return Put::kNot;  // interpolation would skip pixels
 
     Tensor contents(tensorflow::DT_STRING, {});
     contents.scalar<tstring>()().assign_as_view(file);
@@ -109,7 +110,7 @@ class SlabFill : public OpKernel {
     params.inputs = {&input, 1};
     OpKernelContext inner(&params);
     decoders_[scale]->Compute(&inner);
-    if (!inner.status().ok()) return false;  // whoever asks for the sample reads it again, and says what is wrong
+    if (!inner.status().ok()) return Put::kNot;  // whoever asks for the sample reads it again, and says what is wrong
     const Tensor& pixels = *inner.mutable_output(0);
     const Image image = {pixels.flat<uint8_t>().data(), static_cast<int32_t>(pixels.dim_size(0)),
                          static_cast<int32_t>(pixels.dim_size(1)), channels_};

@@ -23,16 +23,20 @@ class Mapping {
     if (file_ >= 0) close(file_);
   }
 
-  absl::Status open(const std::string& path, int64_t inode, bool writable = false) {
-    const int file = ::open(path.c_str(), (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC);
+  absl::Status open(const std::string& path, int64_t id, bool writable = false) {
+    // not blocking: the number of a descriptor, once closed, may have become a pipe's
+    const int file = ::open(path.c_str(), (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NONBLOCK);
     if (file < 0) return tensorflow::errors::FailedPrecondition("The slab ", path, " cannot be opened: ", std::strerror(errno), ". Make the DataCache first.");
     struct stat facts;
     const bool known = fstat(file, &facts) == 0;
     length_ = known ? facts.st_size : 0;
-    if (!known || static_cast<int64_t>(facts.st_ino) != inode || length_ < static_cast<int64_t>(sizeof(SlabHeader))) {
-      close(file);
-      return tensorflow::errors::FailedPrecondition("The slab ", path, " with inode ", inode, " is required, another file is there. ",
+    const auto another = [&] {
+      return tensorflow::errors::FailedPrecondition("The slab ", path, " with id ", id, " is required, another file is there. ",
                                 "Make the dataset again from the DataCache that is open now.");
+    };
+    if (!known || length_ < static_cast<int64_t>(sizeof(SlabHeader))) {
+      close(file);
+      return another();
     }
     void* base = mmap(nullptr, length_, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, file, 0);
     if (writable) {
@@ -43,7 +47,8 @@ class Mapping {
     if (base == MAP_FAILED) return tensorflow::errors::FailedPrecondition("The slab ", path, " cannot be mapped: ", std::strerror(errno), ".");
     base_ = base;
     const SlabHeader& header = *static_cast<const SlabHeader*>(base_);
-    if (std::memcmp(header.magic, kSlabMagic, sizeof(kSlabMagic)) || header.length != length_ || header.count < 0 ||
+    if (std::memcmp(header.magic, kSlabMagic, sizeof(kSlabMagic)) || header.id != id) return another();
+    if (header.length != length_ || header.count < 0 ||
         header.index_at % 8 || header.index_at + 8 * header.count > header.data_at || header.data_at > length_) {
       return tensorflow::errors::DataLoss("The header of the slab ", path, " is damaged. Remove the file and start again.");
     }

@@ -15,7 +15,7 @@ class Arrays:
 
     Args:
       images: uint8 [n, h, w, c], or [n, h, w] for one channel.
-      labels: integers [n].
+      labels: whole numbers [n].
       classes: names of the labels.
     **Cost:** one hash over the images.
     """
@@ -29,6 +29,8 @@ class Arrays:
                 f"Images uint8 [n, h, w, c] with c in [1, 4] and labels [n] are required. Received {images.dtype} "
                 f"{list(images.shape)} and {list(labels.shape)}. Convert the images, or give one label for each."
             )
+        if labels.dtype.kind not in "biuf" or np.any(labels % 1 != 0):
+            raise PlanError(f"Labels that are whole numbers are required. Received {labels.dtype}, such as {labels.flat[0]}. Convert them.")
         self.images, self.labels, self.classes, self.name = images, labels.astype(np.int64), tuple(classes), name
         self.count, self.channels = len(images), images.shape[3]
         self.shape = images.shape[1:3]

@@ -41,6 +41,8 @@ class Phase:
     def __post_init__(self) -> None:
         check_name("crop", self.crop, CROPS)
         check_name("dtype", self.dtype, DTYPES)
+        for name in ("mean", "std", "area", "aspect"):  # arrays and lists too; a phase is compared and hashed
+            object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
         if self.batch < 1 or (self.resolution is not None and self.resolution < 1):
             raise PlanError(
                 f"`batch` and `resolution` must be >= 1. Received batch={self.batch}, resolution={self.resolution}."
@@ -73,7 +75,7 @@ def check(slab: Slab, indices: Any, epoch: Any, verify: float, seed: int) -> Any
     library = native.library()
     if library is not None:
         return library.tfcommx_slab_check(
-            indices=indices, epoch=epoch, path=str(slab.path), inode=slab.inode, verify=verify, seed=seed
+            indices=indices, epoch=epoch, path=slab.door, id=slab.id, verify=verify, seed=seed
         )
 
     def look(samples: np.ndarray, epoch: np.ndarray) -> np.ndarray:
@@ -99,7 +101,8 @@ def fill(slab: Slab, encoded: Any, samples: Any, labels: Any, state: Any, channe
       samples, labels: int64 [b].
       state: uint8 [b], of `check`; entries of 0 are passed over.
     Returns:
-      uint8 [b]: 0 where the sample is in the slab now, else its state. Without the native library, `state`.
+      uint8 [b]: 0 where this call has put the sample into the slab, 3 where another process has meanwhile, else its state. Without the
+      native library, `state`.
     **Cost:** a decoding, of JPEGs at the smallest of 1, 1/2, 1/4 and 1/8 that is large enough, one pass for the rest of the way to
     `store`, one for the CRC, one copy; on TensorFlow's threads.
     """
@@ -107,7 +110,7 @@ def fill(slab: Slab, encoded: Any, samples: Any, labels: Any, state: Any, channe
     if library is None:
         return state
     return library.tfcommx_slab_fill(
-        encoded=encoded, samples=samples, labels=labels, state=state, path=str(slab.path), inode=slab.inode, channels=channels,
+        encoded=encoded, samples=samples, labels=labels, state=state, path=slab.door, id=slab.id, channels=channels,
         store=store or 0,
     )
 
@@ -140,8 +143,8 @@ def read(
             epoch=epoch,
             size=tf.constant(size, tf.int32),
             T=tf.as_dtype(phase.dtype),
-            path=str(slab.path),
-            inode=slab.inode,
+            path=slab.door,
+            id=slab.id,
             channels=channels,
             crop=phase.crop,
             flip=phase.flip,
@@ -198,7 +201,7 @@ def resize(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
         size=size,
         T=tf.uint8,
         path="",
-        inode=0,
+        id=0,
         channels=image.shape[2],
         crop="whole",
         flip=False,

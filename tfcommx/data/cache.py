@@ -10,10 +10,11 @@ we keep one copy per node in shared memory and not one per process. Loading runs
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ class Options:
     as `DataCache.swap` writes to places that another would be reading.
     """
 
-    seed: int = 0  # of parts, order and augmentation, >= 0
+    seed: int = 0  # of parts, order and augmentation, in [0, 2^63)
     store: int | None = (
         None  # short side, pixels, at which images are kept; None: as they come. The largest of the phases to come
     )
@@ -55,14 +56,14 @@ class Options:
     disk: str | None = None  # folder of the local disk level; None: none
     on_error: str = "raise"  # a sample that cannot be read: raise, or skip it and count it
     verify: float = 0.01  # share of the reads from memory whose CRC is checked, in [0, 1]; each costs a pass over the sample
-    threads: int | None = None  # that read and decode in the fill; None: the processors of the node / its processes
+    threads: int | None = None  # that read and decode in the fill; None: the processors of this process, or its share of the node's
     exchange: float = 0.0  # share of each node's part, in [0, 1], offered to the other nodes before each epoch but the first
 
     def __post_init__(self) -> None:
         check_name("on_error", self.on_error, ON_ERROR)
-        if self.seed < 0 or not 0 <= self.verify <= 1 or not 0 <= self.exchange <= 1:
+        if not 0 <= self.seed < 2**63 or not 0 <= self.verify <= 1 or not 0 <= self.exchange <= 1:
             raise PlanError(
-                f"`seed` must be >= 0, `verify` and `exchange` in [0, 1]. Received {self.seed}, {self.verify}, {self.exchange}."
+                f"`seed` must be in [0, 2^63), `verify` and `exchange` in [0, 1]. Received {self.seed}, {self.verify}, {self.exchange}."
             )
         for name in ("store", "memory_bytes", "threads"):
             value = getattr(self, name)
@@ -80,8 +81,8 @@ class DataCache:
       options: how samples are kept; the same on all ranks.
     **Ranks:** every rank makes one; none waits for another.
     **Cost:** one walk over the source's list; 64 samples are read to estimate the memory, by the first process of a node
-      and, without `partial`, by one that finds a slab made for fewer samples.
-    **Raises:** SlabError where memory does not suffice or shared memory cannot be used; PlanError for a bad rank,
+      and, without `partial`, by one that finds a slab made for another part.
+    **Raises:** SlabError where memory does not suffice, shared memory cannot be used or no sample be read; PlanError for a bad rank,
       and with `exchange` where the launcher gives the run no name.
     """
 
@@ -95,30 +96,43 @@ class DataCache:
         self.disk = Disk(self.options.disk, source.key, source.count) if self.options.disk is not None else None
         part = order.parts(source.count, slots, self.options.seed)[self.node]
 
+        facts = {"source": _end_of(source.name), "node": str(self.node)}
+
         def length() -> int:
-            return memory.slab_bytes(source, self.disk, part, self.options, name)
+            size, known = memory.slab_bytes(source, self.disk, part, self.options, name)
+            facts.update(known)
+            return size
 
         name = f"tfcommx-{os.getuid()}-{self.key[:16]}-{self.node}"
         if self.options.exchange > 0 and self.topology.nodes > 1:
             name += f"-{key_of((run_name(),))[:16]}"
-        self.slab = Slab(
-            self.options.memory,
-            name,
-            self.key,
-            source.count,
-            length,
-            {"source": _end_of(source.name), "node": str(self.node), "whole": str(0 if self.options.partial else len(part))},
-        )
+        self.slab = Slab(self.options.memory, name, self.key, source.count, length, facts)
         try:
             memory.check_length(self.slab, source, self.disk, part, self.options)
         except BaseException:
             self.slab.close()
             raise
-        threads = self.options.threads or max(1, len(os.sched_getaffinity(0)) // slots[self.node])
+        own = len(os.sched_getaffinity(0))
+        bound = own < (os.cpu_count() or own)  # by the launcher: the other processes of the node have other processors
+        threads = self.options.threads or (own if bound else max(1, own // slots[self.node]))
         self.filler = Filler(source, self.slab, self.disk, self.options.store, self.options.on_error == "skip", threads)
+        self._read = self._for_tensorflow(lambda cache, *args: cache.filler.read(*args))
+        self._settle = self._for_tensorflow(lambda cache, *args: cache.filler.settle(*args))
         self._arrived: dict[int, int] = {}  # epoch -> samples that came from other nodes for it
         self._meters: list[tuple[int, Any]] = []  # (first epoch, float64 [epochs, 2] variable: seconds waited, samples served)
         self._closed = weakref.finalize(self, _close, self.filler, self.slab, self.disk)
+
+    def _for_tensorflow(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `work`, whose first argument is this cache, for TensorFlow: it keeps functions for ever, and would keep the cache."""
+        here = weakref.ref(self)
+
+        def call(*args: Any) -> Any:
+            cache = here()
+            if cache is None:
+                raise RuntimeError("The DataCache is gone. Keep it, or the dataset that it made, as long as batches are asked for.")
+            return work(cache, *args)
+
+        return until_exit(call)
 
     def steps(self, phase: Phase) -> int:
         """Return the batches of an epoch, the same on every rank."""
@@ -144,10 +158,12 @@ class DataCache:
         Loading runs ahead in the background; tf.data measures how far it must, up to 64 MB (`autotune.ram_budget`, which holds for
         all stages that are added; your own options replace it). The order is a pure function of the seed, the
         epoch and the rank: datasets of the same arguments give the same batches.
-        **Raises:** PlanError for arguments out of range.
+        **Raises:** PlanError for arguments out of range, and inside a tf.function.
         """
         import tensorflow as tf
 
+        if tf.inside_function():
+            raise PlanError("`dataset` must be called outside of tf.function, as it makes a variable. Pass the dataset to the function.")
         count = self.steps(phase)
         if first_epoch < 0 or epochs < 1 or not 0 <= step <= count:
             raise PlanError(
@@ -165,7 +181,8 @@ class DataCache:
             meter = tf.Variable(tf.zeros([epochs, 2], tf.float64), trainable=False)
         self._meters.append((first_epoch, meter))
 
-        share = until_exit(lambda epoch: self.share(int(epoch), phase.shuffle))
+        share = self._for_tensorflow(lambda cache, epoch: cache.share(int(epoch), phase.shuffle))
+        clock = tf.timestamp if _has_clock() else lambda: tf.constant(math.nan, tf.float64)
 
         def epoch_steps(epoch: Any) -> Any:
             samples = tf.numpy_function(share, [epoch], tf.int64, stateful=False)
@@ -194,27 +211,27 @@ class DataCache:
 
         def deliver(asked: Any, batch: Any) -> Any:
             images, labels, epoch = batch
-            row = tf.stack([tf.timestamp() - asked, tf.cast(tf.shape(labels)[0], tf.float64)])
+            row = tf.stack([clock() - asked, tf.cast(tf.shape(labels)[0], tf.float64)])
             with tf.control_dependencies([meter.scatter_nd_add([[epoch - first_epoch]], [row])]):
                 return tf.identity(images), tf.identity(labels)
 
         batches = tf.data.Dataset.range(first_epoch, first_epoch + epochs).flat_map(epoch_steps)
         batches = batches.map(load, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
         # zip asks its inputs in turn, in the thread of the consumer: first for the time, then for the batch
-        clock = tf.data.Dataset.range(np.iinfo(np.int64).max).map(lambda _: tf.timestamp())
+        times = tf.data.Dataset.range(np.iinfo(np.int64).max).map(lambda _: clock())
         options = tf.data.Options()
         # fresh pages cost more than the pixels in them: a queue that grows without bound never gets to use its memory again
         options.autotune.ram_budget = READ_AHEAD
-        return tf.data.Dataset.zip((clock, batches)).map(deliver).with_options(options)
+        return tf.data.Dataset.zip((times, batches)).map(deliver).with_options(options)
 
     def _bring(self, samples: Any, state: Any, epoch: Any) -> tuple[Any, Any, Any]:
         """Bring what `state` says is missing, natively where that can be; return what `Filler.fetch` does."""
         import tensorflow as tf
 
-        encoded, labels, level = tf.numpy_function(self.filler.read, [samples, state], [tf.string, tf.int64, tf.uint8])
+        encoded, labels, level = tf.numpy_function(self._read, [samples, state], [tf.string, tf.int64, tf.uint8])
         left = augment.fill(self.slab, encoded, samples, labels, state, self.source.channels, self.options.store)
         asked = [samples, state, left, epoch, encoded, labels, level]
-        got = tf.numpy_function(self.filler.settle, asked, [tf.int64, tf.uint8, tf.int64])
+        got = tf.numpy_function(self._settle, asked, [tf.int64, tf.uint8, tf.int64])
         for tensor in got:
             tensor.set_shape([None])
         return tuple(got)
@@ -224,7 +241,8 @@ class DataCache:
 
         Keys: samples (served), hit_memory, hit_disk, hit_source (shares of them), repaired, unreadable, overflow (samples),
         arrived (samples, by `swap`), corrupt_disk (since the start), loader_wait_seconds (that the consumer waited for
-        batches). What has been loaded ahead of the consumer is in the counts of its epoch already.
+        batches; NaN under `enable_op_determinism`, which has no clock). What has been loaded ahead of the consumer is in the counts
+        of its epoch already.
         """
         rows = [meter[epoch - first].numpy() for first, meter in self._meters if first <= epoch < first + meter.shape[0]]
         waited, served = (float(sum(column)) for column in zip(*rows, strict=True)) if rows else (0.0, 0.0)
@@ -252,10 +270,22 @@ class DataCache:
         """As `warm`, in `warming_steps` steps of 64 samples: for a progress bar."""
         import tensorflow as tf
 
-        samples = self.share(0)
-        for start in range(0, len(samples), WARM):
-            piece = samples[start : start + WARM]
-            self._bring(piece, augment.check(self.slab, piece, 0, 0.0, 0), tf.constant(-1, tf.int64))
+        def function(work: Callable[..., Any], *kinds: tf.DType) -> Callable[..., np.ndarray]:
+            """TensorFlow keeps the ops that are called outside of functions for ever, and their hold on the slab."""
+            traced = tf.function(work, autograph=False).get_concrete_function(*(tf.TensorSpec([None], kind) for kind in kinds))
+            return lambda *args: traced(*map(tf.constant, args)).numpy()
+
+        def put(*args: Any) -> Any:
+            return augment.fill(self.slab, *args, self.source.channels, self.options.store)
+
+        check = function(lambda samples: augment.check(self.slab, samples, tf.constant(0, tf.int64), 0.0, 0), tf.int64)
+        put = function(put, tf.string, tf.int64, tf.int64, tf.uint8)
+        share = self.share(0)
+        for start in range(0, len(share), WARM):
+            samples = share[start : start + WARM]
+            state = check(samples)
+            files, labels, level = self.filler.read(samples, state)
+            self.filler.settle(samples, state, put(files, samples, labels, state), -1, files, labels, level)
             yield
 
     @property
@@ -304,6 +334,17 @@ def _end_of(name: str) -> str:
     while len(json.dumps(name)) > NAME_BYTES:
         name = name[1:]
     return name
+
+
+def _has_clock() -> bool:
+    """False under `enable_op_determinism`, where TensorFlow refuses to tell the time."""
+    import tensorflow as tf
+
+    try:
+        tf.timestamp()
+    except tf.errors.FailedPreconditionError:
+        return False
+    return True
 
 
 def _close(filler: Filler, slab: Slab, disk: Disk | None) -> None:

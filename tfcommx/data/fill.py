@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections import Counter
@@ -18,6 +19,7 @@ from tfcommx.data.source import JPEG, PNG, SampleError, Source, decode
 
 EXIT_SECONDS = 5  # that the end of a process waits for samples that are being read
 ABSENT, CORRUPT = 1, 2  # what `augment.check` says of a sample that is not there, and of one whose CRC does not hold
+THERE = 3  # what `augment.fill` says of one that another process has put there meanwhile
 
 _calls = threading.Condition()
 _inside = 0  # calls of TensorFlow's threads that are under way
@@ -55,6 +57,13 @@ def _end() -> None:
     time.sleep(0.1)  # they return through TensorFlow, and those that raise fill the pipeline's queue
 
 
+def _forget_calls() -> None:
+    """In a forked child there are none of the threads whose calls are under way here."""
+    global _calls, _inside
+    _calls, _inside = threading.Condition(), 0
+
+
+os.register_at_fork(after_in_child=_forget_calls)
 threading._register_atexit(_end)  # before the pools end, which calls under way need; `atexit` would come after
 
 
@@ -110,13 +119,13 @@ class Filler:
         """Count and keep on disk what the native fill has put into the slab, and `fetch` what it has left.
 
         Args:
-          left: uint8 [b]: 0 where the sample is in the slab now, else its state. The others: of `read`, or its arguments.
+          left: uint8 [b], of `augment.fill`. The others: of `read`, or its arguments.
         """
-        for i in np.flatnonzero((state != 0) & (left == 0)).tolist():
+        for i in np.flatnonzero((state != 0) & ((left == 0) | (left == THERE))).tolist():
             self._count(int(epoch), "disk" if level[i] == 1 else "source")
-            if self.disk is not None and level[i] == 2:
+            if self.disk is not None and level[i] == 2 and left[i] == 0:  # else whoever was faster does
                 self.disk.write(int(samples[i]), int(labels[i]), encoded[i])
-        return self.fetch(samples, left, epoch)
+        return self.fetch(samples, np.where(left == THERE, 0, left), epoch)
 
     def fetch(self, samples: np.ndarray, state: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Bring a batch's missing samples, of any kind.
@@ -152,7 +161,7 @@ class Filler:
         if not damaged and self.slab.get(sample) is not None:  # another process was faster
             return b""
         try:
-            pixels, label = self._decoded(sample, epoch)
+            pixels, label, data = self._decoded(sample, epoch)
         except (SampleError, OSError) as error:
             if damaged:  # or a read that checks no CRC would serve it
                 self.slab.forget(sample)
@@ -166,6 +175,10 @@ class Filler:
             if isinstance(error, SampleError):  # what the system could not read now, it may read later
                 self.slab.mark_unreadable(sample)
             return None
+        if not damaged and self.slab.get(sample) is not None:  # another process was faster after all
+            return b""
+        if self.disk is not None and data is not None:
+            self.disk.write(sample, label, data)
         if damaged:
             self._count(epoch, "repaired")
         if self.slab.repair(sample, label, pixels) if damaged else self.slab.put(sample, label, pixels):
@@ -173,21 +186,20 @@ class Filler:
         self._count(epoch, "overflow")
         return pack(sample, label, pixels)
 
-    def _decoded(self, sample: int, epoch: int) -> tuple[np.ndarray, int]:
+    def _decoded(self, sample: int, epoch: int) -> tuple[np.ndarray, int, bytes | None]:
+        """Return pixels, label, and what the disk level lacks."""
         kept = self.disk.read(sample) if self.disk is not None else None
         if kept is not None:
             try:
                 pixels = decode(kept[0], self.source.channels, self.store)
                 self._count(epoch, "disk")
-                return pixels, kept[1]
+                return pixels, kept[1], None
             except SampleError:
                 pass  # the source may have been mended since
         data, label = self.source.read(sample)
         pixels = decode(data, self.source.channels, self.store)
-        if self.disk is not None and isinstance(data, bytes):
-            self.disk.write(sample, label, data)
         self._count(epoch, "source")
-        return pixels, label
+        return pixels, label, data if isinstance(data, bytes) else None
 
     def _count(self, epoch: int, what: str) -> None:
         with self._lock:

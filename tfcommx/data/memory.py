@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,20 +22,33 @@ if TYPE_CHECKING:
 PROBES = 64  # samples that are decoded for the estimate
 
 
-def needed_bytes(source: Source, disk: Disk | None, part: np.ndarray, store: int | None) -> int:
-    """Estimate the bytes of a slab that holds the samples `part`: their mean size and three standard errors, from 64 of them.
+def sample_bytes(source: Source, disk: Disk | None, part: np.ndarray, store: int | None) -> float:
+    """Estimate the bytes that a sample of `part` takes in a slab: the mean size and three standard errors, from 64 of them.
 
     Exact for samples of one size. Samples that cannot be read count nothing.
+    **Raises:** SlabError where none of the 64 can be read, as the source cannot be reached: a slab of no room would follow.
     """
-    sizes = []
+    sizes, away = [], None
     for sample in shuffled(part, 0)[:PROBES].tolist():
         try:
             kept = disk.read(sample) if disk is not None else None
             sizes.append(record_bytes(decode((kept or source.read(sample))[0], source.channels, store).nbytes))
-        except (SampleError, OSError):
+        except SampleError:
             continue
-    mean = np.mean(sizes) + 3 * np.std(sizes) / np.sqrt(len(sizes)) if sizes else 0
-    return int(np.ceil(mean * len(part))) + overhead_bytes(source.count)
+        except OSError as error:
+            away = f"{source.where(sample)}: {error}"
+    if not sizes and away is not None:
+        raise SlabError(
+            f"Samples that tell their size are required. None of {min(PROBES, len(part))} of {source.name} can be read; the last: {away}. "
+            "Check the source and its mount, and start again."
+        )
+    return np.mean(sizes) + 3 * np.std(sizes) / np.sqrt(len(sizes)) if sizes else 0.0
+
+
+def reserved_elsewhere(folder: str, own: str = "") -> dict[str, int]:
+    """Return the bytes that each slab in `folder`, but that of the name `own`, has reserved and not yet taken."""
+    reserved = {path.name: reserved_bytes(path) for path in sorted(Path(folder).glob("tfcommx-*.slab")) if path.stem != own}
+    return {name: size for name, size in reserved.items() if size > 0}
 
 
 def offered_bytes(folder: str, limit: int | None, own: str = "") -> int:
@@ -43,46 +58,56 @@ def offered_bytes(folder: str, limit: int | None, own: str = "") -> int:
     What other slabs there have reserved and not yet taken is not free; that of the name `own` is not another.
     """
     free = os.statvfs(folder)
-    offers = [free.f_bavail * free.f_frsize]
+    offers = [free.f_bavail * free.f_frsize] if free.f_blocks else []  # a tmpfs without a limit has no blocks
     if (left := left_bytes()) is not None:
         offers.append(left)
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             offers.append(int(line.split()[1]) * 1024)
-    reserved = sum(reserved_bytes(path) for path in Path(folder).glob("tfcommx-*.slab") if path.stem != own)
-    left = max(0, min(offers) - reserved)
+    left = max(0, min(offers) - sum(reserved_elsewhere(folder, own).values()))
     return left if limit is None else min(left, limit)
 
 
-def slab_bytes(source: Source, disk: Disk | None, part: np.ndarray, options: Options, name: str) -> int:
-    """Return the length of the slab to make, of that name.
+def part_key(part: np.ndarray) -> str:
+    """Return a hash of the samples of a part, for a slab's facts."""
+    return hashlib.sha256(part.tobytes()).hexdigest()[:16]
+
+
+def slab_bytes(source: Source, disk: Disk | None, part: np.ndarray, options: Options, name: str) -> tuple[int, dict[str, str]]:
+    """Return the length of the slab to make, of that name, and facts of it: `need`, bytes; `part`, whose samples it can hold.
 
     **Raises:** SlabError where the need is above the offer and `options.partial` is False.
     """
-    needed = needed_bytes(source, disk, part, options.store)
+    needed = math.ceil(sample_bytes(source, disk, part, options.store) * len(part)) + overhead_bytes(source.count)
     offered = offered_bytes(options.memory, options.memory_bytes, name)
     if needed > offered and not options.partial:
+        others = reserved_elsewhere(options.memory, name)
+        beside = "".join(f", beside {other}, which is still to take {size:,}" for other, size in others.items())
         raise SlabError(
             f"About {needed:,} bytes of memory are required for {len(part):,} samples of {source.name}. {options.memory}, the memory of "
-            f"this node or container, and `memory_bytes` offer {offered:,}. Lower `store`, use more nodes, or set partial=True to keep as "
-            "much as fits."
+            f"this node or container, and `memory_bytes` offer {offered:,}{beside}. Lower `store`, use more nodes, or set partial=True to "
+            "keep as much as fits."
         )
-    return min(
-        offered, needed if options.partial else needed + needed // 2
-    )  # memory is taken as it fills: room for the estimate's error
+    # memory is taken as it fills: room for the estimate's error, which no other slab is denied
+    length = min(offered, needed if options.partial else needed + needed // 2)
+    return length, {"need": str(min(needed, length)), "part": part_key(part) if needed <= offered else ""}
 
 
 def check_length(slab: Slab, source: Source, disk: Disk | None, part: np.ndarray, options: Options) -> None:
-    """Refuse a slab that another process made where it is too small for this run.
+    """Refuse a slab that another process made where it has too little room for this run, beside what it was made for.
 
-    **Cost:** none where it was made for as many samples, as the other processes of a run do; else that of `needed_bytes`.
+    **Cost:** none where it was made for the same part, as by the other processes of a run; else that of `sample_bytes`.
     **Raises:** SlabError.
     """
-    if options.partial or slab.created or int(facts_of(slab.path).get("whole", 0)) >= len(part):
+    facts = facts_of(slab.path)
+    absent = int(np.count_nonzero(slab.index[part] == 0))
+    if options.partial or slab.created or facts.get("part") == part_key(part) or not absent:
         return
-    if (needed := needed_bytes(source, disk, part, options.store)) > slab.length:
+    needed = math.ceil(sample_bytes(source, disk, part, options.store) * absent)
+    offered = max(0, slab.length - max(slab.used_bytes, int(facts.get("need", 0))))
+    if needed > offered:
         raise SlabError(
-            f"About {needed:,} bytes of memory are required for {len(part):,} samples of {source.name}. {slab.path}, which "
-            f"another run made and uses, offers {slab.length:,}. Give both runs the same nodes and options, give this one "
+            f"About {needed:,} bytes of memory are required for {absent:,} samples of {source.name}. {slab.path}, which "
+            f"another run made and uses, offers {offered:,} beside its own. Give both runs the same seed, nodes and options, give this one "
             "another `memory` folder, or set partial=True to keep as much as fits."
         )

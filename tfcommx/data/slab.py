@@ -4,12 +4,12 @@
 
 A record is 64 bytes of header (see ops/kernels/augment.h) and the pixels. It is written with pwrite (a full disk is an error
 there, and a fatal signal in a mapping; what the native fill does when several write at once is in ops/kernels/fill_cpu.cc) and
-published by one aligned 8-byte store of its offset, after it is whole. There are no locks on samples: two processes that fill
-the same one write the same bytes twice, and a process killed in the middle has published nothing. Only space is taken under a
-lock, for two microseconds; it dies with its holder.
+published by one aligned 8-byte store of its offset, after it is whole. There are no locks on samples: two processes that write
+the same one at the same moment write the same bytes twice, and a process killed in the middle has published nothing. Only space
+is taken under a lock, for two microseconds, by who finds there that the sample is absent still; it dies with its holder.
 
-Every process that uses a slab holds a shared flock on it, which the kernel drops even at kill -9: a slab that can be locked
-alone has no living owner. It is then removed, never adopted, as it is when its boot id is of another boot.
+Every process that uses a slab holds a shared flock on it, which the kernel drops even at kill -9 and at the end of a boot: a slab
+that can be locked alone has no living owner. It is then removed, never adopted.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ MAGIC = b"TFCXSLB1"
 PAGE = 4096
 RECORD = 64
 UNREADABLE = -1
-_HEAD = struct.Struct("<8sqqqqq")  # magic, count, index_at, data_at, length, next free byte
-_NEXT = 40  # byte offset of the last of these
+_HEAD = struct.Struct("<8sqqqqqq")  # magic, count, index_at, data_at, length, next free byte, id
+_NEXT = 40  # byte offset of the next free byte
 _FACTS = 256  # byte offset of the JSON text
 _PUNCH_HOLE = 1 | 2  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _ENTRY = struct.Struct("<qqqiiiI")  # sample, label, bytes, height, width, channels, crc
@@ -46,11 +46,6 @@ _ENTRY = struct.Struct("<qqqiiiI")  # sample, label, bytes, height, width, chann
 
 class SlabError(RuntimeError):
     """A slab that cannot be made or used."""
-
-
-def boot_id() -> str:
-    """Return the kernel's name of this boot."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def record_head(sample: int, label: int, pixels: np.ndarray) -> bytes:
@@ -115,8 +110,8 @@ def _remove_if_unused(path: Path) -> bool:
     except (FileNotFoundError, PermissionError):
         return False
     try:
-        if (_alone(file) or facts_of(path).get("boot") not in (None, boot_id())) and _still_at(path, file):
-            path.unlink()
+        if _alone(file) and _still_at(path, file):  # who is not alone must not: the holder may have made a new one by now
+            path.unlink(missing_ok=True)
             return True
         return False
     finally:
@@ -130,21 +125,23 @@ def reclaim(folder: Path) -> list[Path]:
 
 
 def facts_of(path: Path) -> dict[str, Any]:
-    """Read what a slab says about itself: key, source, boot, pid, created; an empty dict where it says nothing legible."""
+    """Read what a slab says about itself: key, source, pid, created; an empty dict where it says nothing legible."""
     try:
-        page = path.open("rb").read(PAGE)
+        with path.open("rb") as file:
+            page = file.read(PAGE)
         return json.loads(page[_FACTS:].split(b"\0", 1)[0]) if page[:8] == MAGIC else {}
     except (OSError, ValueError):
         return {}
 
 
 def reserved_bytes(path: Path) -> int:
-    """Return the bytes that a slab may still take; 0 where the file is none, or gone."""
+    """Return the bytes that a slab is still to take: of its fact `need` where it has one, else of its length; 0 where it is gone."""
     try:
-        magic, *_, length, used = _HEAD.unpack(path.open("rb").read(_HEAD.size))
+        with path.open("rb") as file:
+            magic, *_, length, used, _ = _HEAD.unpack(file.read(_HEAD.size))
     except (OSError, struct.error):
         return 0
-    return length - used if magic == MAGIC else 0
+    return max(0, int(facts_of(path).get("need", length)) - used) if magic == MAGIC else 0
 
 
 def state_of(path: Path) -> tuple[int, int, int, bool]:
@@ -156,7 +153,7 @@ def state_of(path: Path) -> tuple[int, int, int, bool]:
         page = file.read(_HEAD.size)
         if len(page) < _HEAD.size or page[: len(MAGIC)] != MAGIC:
             raise SlabError(f"{path} is no slab. Remove it by hand if nothing needs it.")
-        _, count, index_at, _, _, used = _HEAD.unpack(page)
+        _, count, index_at, _, _, used, _ = _HEAD.unpack(page)
         index = np.fromfile(path, np.int64, count, offset=index_at)
         return count, int(np.count_nonzero(index > 0)), used, not _alone(file.fileno())
 
@@ -195,7 +192,7 @@ class Slab:
                 "and has room, usually /dev/shm."
             ) from error
         self._map = mmap.mmap(self.file, 0)
-        magic, self.count, index_at, self.data_at, self.length, _ = _HEAD.unpack_from(self._map, 0)
+        magic, self.count, index_at, self.data_at, self.length, _, self.id = _HEAD.unpack_from(self._map, 0)
         if magic != MAGIC or self.count != count or facts_of(self.path).get("key") != key:
             found = facts_of(self.path).get("key")
             self.close()
@@ -204,7 +201,7 @@ class Slab:
                 "Give the runs different `memory` folders."
             )
         self.index = np.frombuffer(self._map, np.int64, count, index_at)
-        self.inode = os.fstat(self.file).st_ino
+        self.door = f"/proc/self/fd/{self.file}"  # opens this file, and no other that has taken its path; the ops check the id too
         self._lock = threading.Lock()
         self.full = False
 
@@ -234,10 +231,10 @@ class Slab:
             length = max(length, data_at)
             os.ftruncate(file, length)
             os.posix_fallocate(file, 0, data_at)
-            text = json.dumps({"key": key, "boot": boot_id(), "pid": os.getpid(), "created": time.time(), **facts}).encode()
+            text = json.dumps({"key": key, "pid": os.getpid(), "created": time.time(), **facts}).encode()
             if len(text) >= PAGE - _FACTS:
                 raise PlanError(f"The facts of a slab must fit {PAGE - _FACTS} bytes. Received {len(text)}.")
-            os.pwrite(file, _HEAD.pack(MAGIC, count, PAGE, data_at, length, data_at), 0)
+            os.pwrite(file, _HEAD.pack(MAGIC, count, PAGE, data_at, length, data_at, secrets.randbits(63)), 0)
             os.pwrite(file, text + b"\0", _FACTS)
             os.link(part, self.path)  # fails where the name is taken; a rename would replace the other's
             return file
@@ -250,9 +247,11 @@ class Slab:
         finally:
             part.unlink(missing_ok=True)
 
-    def _take(self, size: int) -> int | None:
-        """Return where `size` bytes, a multiple of 64, may be written; None where the slab is full."""
+    def _take(self, size: int, unless: int | None = None) -> int | None:
+        """Return where `size` bytes, a multiple of 64, may be written; None where the slab is full, 0 where sample `unless` is there."""
         with self._lock, _locked(self.file):
+            if unless is not None and self.get(unless) is not None:
+                return 0
             at = struct.unpack_from("<q", self._map, _NEXT)[0]
             if self.length - at < size:
                 self.full = True
@@ -271,16 +270,29 @@ class Slab:
         """Write and publish a sample, uint8 [h, w, c]; False where there is no room for it (`full` is then set).
 
         Args:
-          place: where an unpublished sample of the same size was; None: in new room.
+          place: where there is room for it, such as one of `holes`; None: in new room, unless another process has put it there.
         """
-        at = self._take(record_bytes(pixels.nbytes)) if place is None else place
-        if at is None:
-            return False
-        if not self._write(sample, label, pixels, at):
+        at = self._take(record_bytes(pixels.nbytes), sample) if place is None else place
+        return at == 0 or self._publish(sample, label, pixels, at)
+
+    def _publish(self, sample: int, label: int, pixels: np.ndarray, at: int | None) -> bool:
+        if at is None or not self._write(sample, label, pixels, at):
             self.full = True
             return False
         self.index[sample] = at
         return True
+
+    def holes(self) -> list[tuple[int, int]]:
+        """Return (bytes, byte offset) of the room between the samples that are present, ascending: who was there has left.
+
+        Only while nobody fills: what another process is writing looks free.
+        """
+        starts = np.sort(self.index)
+        starts = starts[(starts >= self.data_at) & (starts <= self.length - RECORD) & (starts % RECORD == 0)]
+        sizes = np.frombuffer(self._map, np.int64, self.length // 8)[(starts + 16) // 8]  # of the pixels: see `record_head`
+        ends = np.maximum.accumulate(np.append(self.data_at, starts + RECORD - -sizes // RECORD * RECORD))
+        rooms = np.append(starts, self.used_bytes) - ends
+        return sorted((int(room), int(at)) for room, at in zip(rooms, ends, strict=True) if room > 0)
 
     def repair(self, sample: int, label: int, pixels: np.ndarray) -> bool:
         """Write a sample again whose CRC does not hold: in its place where its size is legible, so that it is never absent.
@@ -289,7 +301,7 @@ class Slab:
         """
         held = self.get(sample)
         if held is None or held[0].nbytes != pixels.nbytes:
-            done = self.put(sample, label, pixels)
+            done = self._publish(sample, label, pixels, self._take(record_bytes(pixels.nbytes)))
         else:
             done = self._write(sample, label, pixels, int(self.index[sample]))
         if not done:
@@ -353,7 +365,7 @@ class Slab:
         if os.getpid() == self._owner:  # a forked child has the same lock: to lock alone would succeed, to unlock be for both
             if _alone(self.file) and _still_at(self.path, self.file):
                 _free(self.file)
-                self.path.unlink()
+                self.path.unlink(missing_ok=True)
             fcntl.flock(self.file, fcntl.LOCK_UN)  # the mapping has a duplicate of the descriptor, which would keep the lock
         os.close(self.file)
         self.file = -1

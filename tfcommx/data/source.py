@@ -72,11 +72,20 @@ def shrink(image: np.ndarray, store: int | None) -> np.ndarray:
     return image if image.shape[:2] == size else resize(image, size)
 
 
+def _has_colours(bitmap: bytes) -> bool:
+    """Does a BMP have a table of colours, other than number i for grey i? **Source:** Microsoft, BITMAPINFOHEADER."""
+    pixels_at, head, bits = (int.from_bytes(bitmap[at : at + size], "little") for at, size in ((10, 4), (14, 4), (28, 2)))
+    table = bitmap[14 + head : max(14 + head, pixels_at)]
+    colours = np.frombuffer(table[: len(table) // 4 * 4], np.uint8).reshape(-1, 4)[:, :3]
+    return 0 < bits <= 8 and not np.array_equal(colours, np.arange(len(colours))[:, None].repeat(3, 1))
+
+
 def decode(data: bytes | np.ndarray, channels: int, store: int | None = None) -> np.ndarray:
     """Decode an image (JPEG, PNG, GIF, BMP, told by its bytes and not by its name) to uint8 [h, w, channels], at `stored_size`.
 
     JPEGs are decoded by TensorFlow at 1/2, 1/4 or 1/8 of their size where that is still large enough: less work. Grey and CMYK
-    become RGB. EXIF orientation is not applied, as in TensorFlow's and torchvision's pipelines. Pixels pass through.
+    become RGB. EXIF orientation is not applied, as in TensorFlow's and torchvision's pipelines. Pixels pass through. A BMP with a
+    table of colours is refused: TensorFlow would take its indices for greys.
     **Raises:** SampleError where the bytes are no whole image; the caller adds where they come from.
     """
     import tensorflow as tf
@@ -87,6 +96,8 @@ def decode(data: bytes | np.ndarray, channels: int, store: int | None = None) ->
         return shrink(data, store)
     if not data:
         raise SampleError("the file is empty")
+    if data[:2] == b"BM" and _has_colours(data):
+        raise SampleError("a BMP of 24 or 32 bits, or of 256 greys, is required; this one has a table of colours. Convert it")
     try:
         if data[:3] == JPEG:
             ratio = 1

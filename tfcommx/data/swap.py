@@ -2,10 +2,15 @@
 
     node 0: a b c d      node 1: e f g h        before
     node 0: a b c g      node 1: e f d h        after: d and g crossed, each into the other's place
+
+Pictures differ in size: each takes the smallest place that is large enough, and leaves the rest of it. What lies between samples
+is a place too, and neighbours have become one by the next swap, so that the memory stays what it was, within a tenth.
 """
 
 from __future__ import annotations
 
+import bisect
+import warnings
 from typing import Any, Protocol
 
 import numpy as np
@@ -43,13 +48,15 @@ def swap(slab: Slab, transport: Transport, topology: Topology, rank: int, seed: 
     before, after = (order.parts(slab.count, slots, seed, number, fraction) for number in (epoch - 1, epoch))
     queues = [np.intersect1d(before[node], part, assume_unique=True)[slot :: slots[node]].tolist() for part in after]
     queues[node] = []
-    free: dict[int, list[int]] = {}  # bytes of a record -> where samples were that have been sent
-    arrived = 0
+    transport.gather_objects(None)  # all ranks are here: nobody reads or fills any more
+    free = slab.holes()[slot :: slots[node]]  # each rank of a node has its own, and later the places of those that it has sent
+    transport.gather_objects(None)  # all have looked: now samples may leave
+    arrived, lost = 0, 0
     while True:
         shards = [_take(slab, queue, free) for queue in queues]
-        longest = max(transport.gather_objects(max(map(len, shards))))  # all ranks are here: nobody reads any more
+        longest = max(transport.gather_objects(max(map(len, shards))))
         if longest == 0:
-            return arrived
+            break
         sent = np.zeros((len(shards), longest), np.uint8)
         for row, shard in zip(sent, shards, strict=True):
             row[: len(shard)] = np.frombuffer(shard, np.uint8)
@@ -59,12 +66,29 @@ def swap(slab: Slab, transport: Transport, topology: Topology, rank: int, seed: 
             while at + RECORD <= longest and row[at + 16 : at + 24].view(np.int64)[0]:  # an empty record ends the shard
                 pixels, label = unpack(row, at)
                 size = record_bytes(pixels.nbytes)
-                place = free[size].pop() if free.get(size) else None
-                arrived += slab.put(int(row[at : at + 8].view(np.int64)[0]), label, pixels, place)
-                at += size
+                kept = slab.put(int(row[at : at + 8].view(np.int64)[0]), label, pixels, _place(free, size))
+                arrived, lost, at = arrived + kept, lost + (not kept), at + size
+    if lost:
+        warnings.warn(
+            "Samples that came from other nodes found no room in the slab: they are read from the disk level or the source in every "
+            "epoch. Give the node more memory, or raise `memory_bytes`.",
+            stacklevel=3,
+        )
+    return arrived
 
 
-def _take(slab: Slab, queue: list[int], free: dict[int, list[int]]) -> bytes:
+def _place(free: list[tuple[int, int]], size: int) -> int | None:
+    """Take `size` bytes out of the smallest free place that has as many; None where none has."""
+    found = bisect.bisect_left(free, (size, 0))
+    if found == len(free):
+        return None
+    room, at = free.pop(found)
+    if room > size:
+        bisect.insort(free, (room - size, at + size))
+    return at
+
+
+def _take(slab: Slab, queue: list[int], free: list[tuple[int, int]]) -> bytes:
     """Take samples from the queue and out of the slab; return their records, about ROUND_BYTES."""
     records: list[bytes] = []
     size = 0
@@ -73,7 +97,7 @@ def _take(slab: Slab, queue: list[int], free: dict[int, list[int]]) -> bytes:
         if (got := slab.get(sample)) is not None and slab.intact(sample):
             records.append(pack(sample, got[1], got[0]))
             size += len(records[-1])
-            free.setdefault(len(records[-1]), []).append(int(slab.index[sample]))
+            bisect.insort(free, (len(records[-1]), int(slab.index[sample])))
         if not slab.unreadable(sample):
             slab.forget(sample)
     return b"".join(records)

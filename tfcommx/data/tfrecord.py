@@ -54,7 +54,8 @@ class TFRecords:
       first_label: what the files call class 0; ImageNet's files count from 1.
       classes: names of the labels; where they are known, a record with another label is a SampleError when it is read.
       skip: files that are cut off or have a damaged length are left out, and listed in `broken`; else they are an error.
-    The key is made of the files' names, sizes and times of change. Every record is checked against its CRC when it is read.
+    The key is made of the files' names, sizes and times of change, the features and the classes. Every record is checked against its
+    CRC when it is read.
     **Cost:** a scan over all records' frames, 16 files at a time, when it is made.
     **Raises:** SampleError for a broken file, without `skip`; PlanError where there is no record.
     """
@@ -103,7 +104,7 @@ class TFRecords:
             )
         stats = [os.stat(file) for file in self.files]
         facts = [(Path(file).name, stat.st_size, stat.st_mtime_ns) for file, stat in zip(self.files, stats, strict=True)]
-        self.key = key_of(("tfrecords", image, label, first_label, *facts))
+        self.key = key_of(("tfrecords", image, label, first_label, *self.classes, *facts))
 
     def _find(self, sample: int) -> tuple[str, int]:
         file = int(np.searchsorted(self._starts, sample, "right")) - 1
