@@ -54,7 +54,7 @@ class Exchanger:
         self.loss_scale = "none"  # of an outer LossScaleOptimizer: none, local (its own decision) or agreed
         self._dense_bytes = 0.0  # of plans that were left
         self._variables: list[keras.Variable] = []
-        self._names: dict[int, str] = {}  # of variables, by id
+        self._names: dict[int, tuple[str, keras.Variable]] = {}  # by id, which is its own as long as the variable is held here
         self.reached = False  # by the step that is under way
         self._finite_scope = ""
 
@@ -63,13 +63,16 @@ class Exchanger:
 
         Parts of a model may have layers of the same name, as two networks of keras.applications have.
         """
+        taken = {name for name, _ in self._names.values()}
         for variable in variables:
             if id(variable) not in self._names:
-                taken, path, number = set(self._names.values()), variable.path, 1
-                while (name := path if number == 1 else f"{path}#{number}") in taken:
+                name, number = variable.path, 1
+                while name in taken:
                     number += 1
-                self._names[id(variable)] = name
-        return [self._names[id(variable)] for variable in variables]
+                    name = f"{variable.path}#{number}"
+                taken.add(name)
+                self._names[id(variable)] = name, variable
+        return [self._names[id(variable)][0] for variable in variables]
 
     @tf.autograph.experimental.do_not_convert
     def check_reached(self, optimizer: str) -> None:
