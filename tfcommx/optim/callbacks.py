@@ -31,7 +31,7 @@ def wrapped_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     **Raises:** RuntimeError where there is none.
     """
     held = {id(value): value for value in (model.optimizer, *vars(model).values()) if isinstance(value, keras.optimizers.Optimizer)}
-    found = [optimizer for optimizer in held.values() if _exchanger(optimizer) is not None]
+    found = [optimizer for optimizer in held.values() if exchanger_in(optimizer) is not None]
     if not found:
         raise RuntimeError(NOT_WRAPPED)
     return found
@@ -39,12 +39,13 @@ def wrapped_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
 def exchanger_of(model: keras.Model) -> Any:
     """Return the exchanger of the optimizer that the model was compiled with. **Raises:** RuntimeError where it is not wrapped."""
-    if (found := _exchanger(model.optimizer)) is None:
+    if (found := exchanger_in(model.optimizer)) is None:
         raise RuntimeError(NOT_WRAPPED)
     return found
 
 
-def _exchanger(optimizer: Any) -> Any:
+def exchanger_in(optimizer: Any) -> Any:
+    """Return the exchanger of an optimizer; None where it is not wrapped."""
     inner = getattr(optimizer, "inner_optimizer", None)  # of a LossScaleOptimizer that Keras made
     return getattr(optimizer, "exchanger", None) or getattr(inner, "exchanger", None)
 
@@ -86,7 +87,7 @@ class BroadcastState(keras.callbacks.Callback):
         _require_equal(epochs, "train until the same epoch", "Pass the same `epochs`.")
         self.unbuilt, self.begun = not all(map(all, builts)), False
         for optimizer in optimizers:
-            if _exchanger(optimizer).loss_scale == "local":
+            if exchanger_in(optimizer).loss_scale == "local":
                 wrap.agree_on_loss_scale(optimizer)
             if optimizer is model.optimizer and not optimizer.built and not self.unbuilt:
                 optimizer.build(model.trainable_variables)
@@ -127,9 +128,10 @@ class BroadcastState(keras.callbacks.Callback):
         own = {id(variable) for optimizer in optimizers for variable in accumulated(optimizer).values()}
         state = [variable for optimizer in optimizers for variable in optimizer.variables]
         for optimizer in optimizers:  # now, while the order is that of the whole model
-            _exchanger(optimizer).names_of(self.model.weights)
+            exchanger_in(optimizer).names_of(self.model.weights)
         broadcast_variables([variable for variable in (*self.model.variables, *state) if id(variable) not in own], self.root)
-        for generator in {id(one): one for layer in self.model._flatten_layers() for one in layer._seed_generators}.values():
+        generators = {id(one): one for layer in self.model._flatten_layers() for one in layer._seed_generators}
+        for generator in generators.values() if comm.rank() != self.root else ():
             seed, count = generator.state.numpy()
             generator.state.assign([(int(seed) + (comm.rank() - self.root) * SEED_STEP) % 2**31, count])
 

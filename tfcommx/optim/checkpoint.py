@@ -23,8 +23,8 @@ import keras
 import numpy as np
 
 from tfcommx import comm
-from tfcommx.optim.callbacks import accumulated, wrapped_optimizers
-from tfcommx.optim.exchanger import Exchanger, Left, sum_owed
+from tfcommx.optim.callbacks import accumulated, exchanger_in, wrapped_optimizers
+from tfcommx.optim.exchanger import Left, sum_owed
 from tfcommx.schedule.run import Owed, owed_of
 from tfcommx.terms import Plan, PlanError
 
@@ -145,7 +145,7 @@ def restore(model: keras.Model, folder: str | Path) -> int:
         raise PlanError(f"The checkpoint in {folder} has the state of {len(trained)} wrapped optimizers. Received a model with "
                         f"{len(optimizers)}. Compile it as it was.")
     for index, (optimizer, paths) in enumerate(zip(optimizers, trained, strict=True)):
-        names_of = _exchanger(optimizer).names_of
+        names_of = exchanger_in(optimizer).names_of
         known = dict(zip(names_of(model.weights), model.weights, strict=True))  # frozen ones, too
         needed = {path for file in files for path in file[index].paths} | set(paths)
         if unknown := sorted(needed - set(known)):
@@ -166,7 +166,7 @@ def restore(model: keras.Model, folder: str | Path) -> int:
 
 def _hand_over(optimizer: keras.optimizers.Optimizer, records: list[Record], old: int, new: int) -> None:
     """Let an optimizer continue with what this rank inherits of `old` ranks, now that there are `new`."""
-    exchanger = _exchanger(optimizer)
+    exchanger = exchanger_in(optimizer)
     factor = 1.0 if exchanger.operation == "sum" else new / old
     lefts = [left for record in records for left in record.lefts]
     unpacked = lefts if new != old else []
@@ -191,10 +191,6 @@ class Record(NamedTuple):
     @property
     def paths(self) -> set[str]:
         return {*self.owed, *self.velocity, *self.sums}.union(*(left.variables for left in self.lefts))
-
-
-def _exchanger(optimizer: keras.optimizers.Optimizer) -> Exchanger:
-    return getattr(optimizer, "inner_optimizer", optimizer).exchanger
 
 
 def _model_name(number: int) -> str:
@@ -235,7 +231,7 @@ def _write_owed(model: keras.Model, path: Path) -> None:
 
     index = []
     for optimizer in wrapped_optimizers(model):
-        exchanger, sums = _exchanger(optimizer), {name: np.ravel(total.numpy()) for name, total in accumulated(optimizer).items()}
+        exchanger, sums = exchanger_in(optimizer), {name: np.ravel(total.numpy()) for name, total in accumulated(optimizer).items()}
         index.append({
             "trained": exchanger.names_of(getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables),
             "owed": put(exchanger.owed),

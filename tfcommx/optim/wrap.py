@@ -173,9 +173,9 @@ def _take_state(copy: keras.optimizers.Optimizer, optimizer: keras.optimizers.Op
         return None
     copy.build(optimizer._trainable_variables)  # the inner one through the outer one: Keras does not list the same variables otherwise
     pairs = list(zip(copy.variables, optimizer.variables, strict=True))
-    for one, other in ((copy, optimizer), (getattr(copy, "inner_optimizer", None), inner)):
+    for one, other in [(copy, optimizer)] + ([(copy.inner_optimizer, inner)] if inner is not None else []):
         # what Keras does not list at all, such as a product that Nadam keeps
-        pairs += [(getattr(one, name), value) for name, value in vars(other or object).items() if isinstance(value, keras.Variable)]
+        pairs += [(getattr(one, name), value) for name, value in vars(other).items() if isinstance(value, keras.Variable)]
     for ours, theirs in pairs:
         ours.assign(theirs)
     return None
