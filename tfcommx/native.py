@@ -216,7 +216,8 @@ def wire_decode(words: Any, k: int, size: int, wire: str, shards: int = 1) -> tu
 
 
 def _int64(number: Any) -> tf.Tensor:
-    return tf.cast(number, tf.int64)
+    with tf.device("/cpu:0"):  # the kernels read it there: on a GPU the host would wait for it
+        return tf.cast(number, tf.int64)
 
 
 def _size(gradient: Any) -> Any:

@@ -61,7 +61,7 @@ class Exchange:
         if any(exchange.row(name).messages for bucket in plan.buckets for name in (bucket.route, bucket.peer_route)):
             comm.open_post()
         self.plan, self.comm, self._scope = plan, comm, comm.own_scope()
-        with tf.device("/cpu:0"):  # seeds are read on the host
+        with tf.device("/cpu:0"):  # seeds and conditions are read on the host
             self.steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/steps")
         self.residuals: dict[str, tf.Variable] = {}
         self.velocities: dict[str, tf.Variable] = {}  # of buckets with momentum
@@ -225,7 +225,8 @@ class Exchange:
     def _for_leftovers(self, bucket: Bucket) -> None:
         if bucket.name not in self.residuals:
             self._make_residual(bucket)
-            self.pending[bucket.name] = tf.Variable(True, trainable=False)
+            with tf.device("/cpu:0"):
+                self.pending[bucket.name] = tf.Variable(True, trainable=False)
         if bucket.name in self.pending:
             self.pending[bucket.name].assign(True)
 
@@ -259,7 +260,8 @@ class Exchange:
             return None
         rule, kept, velocity = selection.rule(bucket.selection), self.residuals[bucket.name], self.velocities.get(bucket.name)
         place = ((bucket.seed * len(self.plan.buckets) + index) * self.plan.topology.size + self.comm.rank) % 2**63
-        seed = step * 2**20 + place  # each step, bucket and rank draws its own numbers
+        with tf.device("/cpu:0"):
+            seed = step * 2**20 + place  # each step, bucket and rank draws its own numbers
 
         def select(part: tf.Tensor) -> Sparse:
             sparse, left = wire.rounded(rule.select_with_residual(part, kept, bucket.k, seed, velocity, bucket.momentum), bucket.wire)
