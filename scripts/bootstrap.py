@@ -171,6 +171,16 @@ def nccl_home(shims: Path) -> Path | None:
     return home
 
 
+def cuda_home() -> Path | None:
+    """The folder of the CUDA toolkit; None where there is none. What is on PATH may be a link, or a script that calls the real nvcc."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        return None
+    own = [line.partition("TOP=")[2] for line in run(nvcc, "--dryrun", "-E", "-x", "cu", os.devnull).splitlines() if "#$ TOP=" in line]
+    homes = [*map(Path, own), Path(nvcc).resolve().parent.parent]
+    return next((home.resolve() for home in homes if (home / "include" / "cuda_runtime.h").is_file()), None)
+
+
 def horovod_environment(gpu: bool) -> tuple[dict[str, str], str]:
     """The build's environment variables, and what the build can do, in words."""
     include = tensorflow_include()
@@ -184,16 +194,16 @@ def horovod_environment(gpu: bool) -> tuple[dict[str, str], str]:
         "HOROVOD_WITH_TENSORFLOW": "1", "HOROVOD_WITHOUT_PYTORCH": "1", "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_WITH_GLOO": "1", "HOROVOD_WITH_MPI": "1",
     }
-    nvcc = shutil.which("nvcc")
+    cuda = cuda_home() if gpu else None
     nccl = nccl_home(shims) if gpu else None
-    if not gpu or nvcc is None or nccl is None:
-        lacking = "" if not gpu else f", without NCCL: {'nvcc' if nvcc is None else 'the NCCL wheel'} was not found"
+    if cuda is None or nccl is None:
+        lacking = "" if not gpu else f", without NCCL: {'CUDA, its nvcc and its headers,' if cuda is None else 'the NCCL wheel'} was not found"
         return env, "MPI and Gloo" + lacking
     stream = shims / "gpu_stream.h"
     stream.write_text(GPU_STREAM_SHIM)
     env |= {
         "CXXFLAGS": f"-include {stream}", "HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_HOME": str(nccl),
-        "HOROVOD_CUDA_HOME": str(Path(nvcc).resolve().parent.parent), "HOROVOD_BUILD_CUDA_CC_LIST": "80,90",
+        "HOROVOD_CUDA_HOME": str(cuda), "HOROVOD_BUILD_CUDA_CC_LIST": "80,90",
     }
     return env, "MPI, Gloo, NCCL"
 
