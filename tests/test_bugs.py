@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from launching import horovodrun
+
+from tfcommx import comm
+from tfcommx.terms import PlanError
 
 
 def test_large_reduce_scatters_are_right_under_gloo() -> None:
@@ -17,3 +21,14 @@ def test_large_reduce_scatters_are_right_under_gloo() -> None:
     """
     ended = horovodrun(4, [str(Path(__file__).parent / "worker_bugs.py")], seconds=240)
     assert ended.status == 0 and ended.output.count("all right") == 4, ended.output[-4000:]
+
+
+@pytest.mark.parametrize("name", comm.OTHERS_SIZES)
+def test_processes_of_another_launcher_do_not_train_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`srun -n 4 python train.py` trained four models, each as rank 0 of 1, and all saved to the same files, without a word."""
+    monkeypatch.setenv(name, "4")
+    with pytest.raises(PlanError, match=f"{name}=4.*unset"), comm._alone():
+        pass
+    monkeypatch.setenv(name, "1")
+    with comm._alone():
+        pass

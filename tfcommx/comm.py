@@ -323,10 +323,20 @@ def gloo_hosts(here: Launcher) -> list[str]:
 # --- Horovod ---------------------------------------------------------------------------------------------------------
 
 
+# How others than horovodrun and Open MPI's mpirun say of how many processes this is one: srun, Hydra (MPICH, Intel MPI), torchrun.
+OTHERS_SIZES = ("SLURM_STEP_NUM_TASKS", "PMI_SIZE", "WORLD_SIZE")
+
+
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Let Horovod start without MPI in a single process; the environment is as before afterwards, for launches from here."""
+    """Let Horovod start without MPI in a single process; the environment is as before afterwards, for launches from here.
+
+    **Raises:** PlanError where another launcher has started several: each would train alone, and all would save as rank 0.
+    """
     before = dict(os.environ)
+    if found := [f"{name}={before[name]}" for name in OTHERS_SIZES if before.get(name, "1") not in ("", "0", "1")]:
+        raise PlanError("Several processes must be started by horovodrun or by Open MPI's mpirun: by another launcher each trains alone. "
+                        f"Received {found[0]}. Start one of them in this allocation; to train in one process, unset the variable.")
     os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
     try:
         yield
