@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import runpy
+import shutil
+import subprocess
+import sys
+import tarfile
 from pathlib import Path
 
 import pytest
-from launching import horovodrun
+from launching import ROOT, horovodrun
 
 from tfcommx import comm
 from tfcommx.terms import PlanError
@@ -32,3 +37,34 @@ def test_processes_of_another_launcher_do_not_train_alone(name: str, monkeypatch
     monkeypatch.setenv(name, "1")
     with comm._alone():
         pass
+
+
+def test_a_source_distribution_holds_what_the_library_is_built_from(tmp_path: Path) -> None:
+    """Without MANIFEST.in it held no native sources: what was built from it was a library without ops."""
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "lib", "build", "runs", "tests", "docs", "*.egg-info"))
+    subprocess.run([sys.executable, "setup.py", "-q", "sdist"], cwd=tree, check=True, capture_output=True)
+    (archive,) = (tree / "dist").iterdir()
+    with tarfile.open(archive) as opened:
+        held = {name.partition("/")[2] for name in opened.getnames()}
+    needed = {path.relative_to(tree).as_posix() for path in (tree / "ops").rglob("*") if path.is_file()}
+    assert needed and needed | {"requirements.txt", "setup.py"} <= held
+
+
+@pytest.mark.parametrize(("asked", "then", "made"), [("--gpu", [], ["--gpu"]), ("--gpu", ["--no-gpu"], ["--gpu", "--no-gpu"]),
+                                                     ("--no-gpu", [], ["--no-gpu"]), ("--no-gpu", ["--gpu"], ["--no-gpu", "--gpu"])])
+def test_the_set_up_for_gpus_stays_one(asked: str, then: list[str], made: list[str], tmp_path: Path,
+                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `make setup TFCOMMX_SETUP=--gpu`, `make demo` emptied the environment and filled it for CPUs, some ten minutes' work."""
+    monkeypatch.setenv("TFCOMMX_VENV", str(tmp_path))
+    seen = []
+    script = runpy.run_path(str(ROOT / "scripts" / "bootstrap.py"))
+    for name in ("check_tools", "install_packages", "install_horovod", "build_native", "native_is_current", "horovod_works"):
+        monkeypatch.setitem(script["main"].__globals__, name, lambda *given: True)
+    monkeypatch.setitem(script["main"].__globals__, "make_environment", lambda: seen.append(options[0] if options else "by itself"))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text("")
+    for options in ([asked], then):
+        monkeypatch.setattr(sys, "argv", ["bootstrap.py", "--only", "horovod", *options])
+        assert script["main"]() == 0
+    assert seen == made
