@@ -68,3 +68,15 @@ def test_the_set_up_for_gpus_stays_one(asked: str, then: list[str], made: list[s
         monkeypatch.setattr(sys, "argv", ["bootstrap.py", "--only", "horovod", *options])
         assert script["main"]() == 0
     assert seen == made
+
+
+def test_an_nvcc_that_cannot_build_the_kernels_does_not_keep_a_cpu_from_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One too old for sm_90 is on many machines without a GPU, as Ubuntu's own: the set-up ended with its words alone."""
+    monkeypatch.setattr(sys, "argv", ["setup.py", "--version"])
+    monkeypatch.chdir(ROOT)
+    compile_all = runpy.run_path("setup.py")["compile_all"]
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho Unsupported gpu architecture; exit 1\n")
+    nvcc.chmod(0o755)
+    with pytest.raises(SystemExit, match=r"(?s)Unsupported gpu architecture.*TFCOMMX_CUDA=0"):
+        compile_all([[str(nvcc), "select_cuda.cu"]])
