@@ -119,6 +119,9 @@ def check_tools() -> None:
     if not (3, 10) <= sys.version_info < (3, 14):
         raise Missing(f"Python 3.10 to 3.13 is required, which TensorFlow {TENSORFLOW} is made for. This is {platform.python_version()}: "
                       "apt-get install python3.13-venv python3.13-dev, then python3.13 scripts/bootstrap.py")
+    if any(character in str(VENV) for character in " \t:"):  # Open MPI's compiler names it without quotes, and Horovod's build stops
+        raise Missing(f"A path without spaces and colons is required for the environment. Received {VENV}: "
+                      "export TFCOMMX_VENV=$HOME/tfcommx-venv, or another such path, for this and all calls of make")
     if importlib.util.find_spec("ensurepip") is None:
         raise Missing("Python's venv module is incomplete: apt-get install python3-venv")
     for tool in ("g++", "make"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import shutil
 import subprocess
@@ -68,6 +69,13 @@ def test_the_set_up_for_gpus_stays_one(asked: str, then: list[str], made: list[s
         monkeypatch.setattr(sys, "argv", ["bootstrap.py", "--only", "horovod", *options])
         assert script["main"]() == 0
     assert seen == made
+
+
+def test_a_path_that_horovod_cannot_be_built_in_is_refused_at_once(tmp_path: Path) -> None:
+    """In a folder with a space in its name CMake does not find Open MPI, some minutes of downloads later."""
+    ended = subprocess.run([sys.executable, ROOT / "scripts" / "bootstrap.py"], capture_output=True, text=True,
+                           env={**os.environ, "TFCOMMX_VENV": str(tmp_path / "a b")})
+    assert ended.returncode == 2 and "without spaces" in ended.stderr and not list(tmp_path.iterdir()), ended.stdout + ended.stderr
 
 
 def test_an_nvcc_that_cannot_build_the_kernels_does_not_keep_a_cpu_from_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
