@@ -32,7 +32,8 @@ def compile_all(commands: list[list[str]]) -> None:
         if process.returncode:
             for _, other in running:
                 other.kill()
-            raise SystemExit(f"{' '.join(command)}\n{output}")
+            hint = "\nDo without the CUDA kernels: export TFCOMMX_CUDA=0" if Path(command[0]).name == "nvcc" else ""
+            raise SystemExit(f"{' '.join(command)}\n{output}{hint}")
 
 
 class BuildOps(build_ext):

@@ -2,7 +2,8 @@
 """Set up everything that tfcommx needs, without root: environment, TensorFlow, Open MPI, Horovod, native ops, data.
 
     python3 scripts/bootstrap.py            # all steps, CPU wheel of TensorFlow
-    python3 scripts/bootstrap.py --gpu      # TensorFlow's GPU wheel; Horovod with NCCL where CUDA and NCCL are found
+    python3 scripts/bootstrap.py --gpu      # TensorFlow's GPU wheel; Horovod with NCCL where CUDA and NCCL are found. Later calls
+                                            # keep it so; --no-gpu goes back
 
 A step is done again only when what it depends on has changed, so a second call takes seconds. Only the Python standard
 library is used here: this script runs before anything is installed. Horovod's wheel is kept in the user's cache folder
@@ -29,7 +30,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = Path(os.environ.get("TFCOMMX_VENV", ROOT / ".venv")).absolute()
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tfcommx"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tfcommx"
 PYTHON = VENV / "bin" / "python"
 STAMPS = VENV / "tfcommx-stamps"
 
@@ -115,8 +116,12 @@ def step(name: str, what: str, key: str, work: Callable[[], str | None], still_t
 
 
 def check_tools() -> None:
-    if sys.version_info < (3, 10):
-        raise Missing(f"Python >= 3.10 is required, this is {platform.python_version()}: apt-get install python3.11 python3.11-venv")
+    if not (3, 10) <= sys.version_info < (3, 14):
+        raise Missing(f"Python 3.10 to 3.13 is required, which TensorFlow {TENSORFLOW} is made for. This is {platform.python_version()}: "
+                      "apt-get install python3.13-venv python3.13-dev, then python3.13 scripts/bootstrap.py")
+    if any(character in str(VENV) for character in " \t:"):  # Open MPI's compiler names it without quotes, and Horovod's build stops
+        raise Missing(f"A path without spaces and colons is required for the environment. Received {VENV}: "
+                      "export TFCOMMX_VENV=$HOME/tfcommx-venv, or another such path, for this and all calls of make")
     if importlib.util.find_spec("ensurepip") is None:
         raise Missing("Python's venv module is incomplete: apt-get install python3-venv")
     for tool in ("g++", "make"):
@@ -129,6 +134,10 @@ def check_tools() -> None:
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     if not headers.is_file():
         raise Missing(f"Python's headers were not found ({headers}): apt-get install python3-dev")
+
+
+def environment_key(gpu: bool) -> str:
+    return digest(sys.version, str(VENV), gpu)
 
 
 def make_environment() -> None:
@@ -222,9 +231,9 @@ def install_horovod(gpu: bool, key: str) -> str:
     if not list(wheels.glob("horovod-*.whl")):
         settings, able = horovod_environment(gpu)
         env = {**os.environ, **settings, "PATH": f"{VENV / 'bin'}:{os.environ['PATH']}"}
+        wheels.mkdir(parents=True, exist_ok=True)  # before the minutes of building: where that fails, say so at once
         fresh = VENV / "wheels"
         pip("wheel", "--no-build-isolation", "--no-cache-dir", "--no-deps", "-w", fresh, f"horovod=={HOROVOD}", env=env)
-        wheels.mkdir(parents=True, exist_ok=True)
         for wheel in fresh.glob("horovod-*.whl"):  # rename is atomic: a killed set-up leaves no half a wheel
             part = wheels / f"{wheel.name}.{os.getpid()}.part"
             shutil.copyfile(wheel, part)
@@ -259,21 +268,25 @@ def fetch_data() -> str:
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--gpu", action="store_true", help="TensorFlow's GPU wheel, and NCCL for Horovod where CUDA is found")
+    options.add_argument("--gpu", action="store_true", default=None,
+                         help="TensorFlow's GPU wheel, and NCCL for Horovod where CUDA is found; later calls keep it so")
+    options.add_argument("--no-gpu", action="store_false", dest="gpu", help="the CPU wheel; what a first call takes")
     options.add_argument("--only", choices=["horovod"], help="stop after this step")
     options.add_argument("--no-data", action="store_true", help="leave out the images of the demo")
     chosen = options.parse_args()
     start = time.monotonic()
-    base = digest(sys.version, str(VENV), chosen.gpu)
+    made = STAMPS / "environment"
+    gpu = chosen.gpu if chosen.gpu is not None else made.is_file() and made.read_text() == environment_key(gpu=True)
+    base = environment_key(gpu)
     try:
         check_tools()
         step("environment", f"Python environment in {VENV}", base, make_environment, PYTHON.exists)
         step("packages", f"TensorFlow {TENSORFLOW}, Open MPI and the Python packages of requirements.txt",
-             digest(base, TENSORFLOW, OPEN_MPI, BUILD_TOOLS, requirements()), lambda: install_packages(chosen.gpu),
+             digest(base, TENSORFLOW, OPEN_MPI, BUILD_TOOLS, requirements()), lambda: install_packages(gpu),
              lambda: any(VENV.glob("lib/python*/site-packages/tensorflow/__init__.py")))
-        key = horovod_key(chosen.gpu)
+        key = horovod_key(gpu)
         step("horovod", f"Horovod {HOROVOD} (4 to 8 minutes on 2 cores when it must be built)", digest(base, key),
-             lambda: install_horovod(chosen.gpu, key), horovod_works)
+             lambda: install_horovod(gpu, key), horovod_works)
         if chosen.only == "horovod":
             return 0
         step("native", "tfcommx and its native ops",

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import tarfile
 from pathlib import Path
 
-from launching import horovodrun
+import pytest
+from launching import ROOT, horovodrun
+
+from tfcommx import comm
+from tfcommx.terms import PlanError
 
 
 def test_large_reduce_scatters_are_right_under_gloo() -> None:
@@ -17,3 +27,64 @@ def test_large_reduce_scatters_are_right_under_gloo() -> None:
     """
     ended = horovodrun(4, [str(Path(__file__).parent / "worker_bugs.py")], seconds=240)
     assert ended.status == 0 and ended.output.count("all right") == 4, ended.output[-4000:]
+
+
+@pytest.mark.parametrize("name", comm.OTHERS_SIZES)
+def test_processes_of_another_launcher_do_not_train_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`srun -n 4 python train.py` trained four models, each as rank 0 of 1, and all saved to the same files, without a word."""
+    monkeypatch.setenv(name, "4")
+    with pytest.raises(PlanError, match=f"{name}=4.*unset"), comm._alone():
+        pass
+    monkeypatch.setenv(name, "1")
+    with comm._alone():
+        pass
+
+
+def test_a_source_distribution_holds_what_the_library_is_built_from(tmp_path: Path) -> None:
+    """Without MANIFEST.in it held no native sources: what was built from it was a library without ops."""
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "lib", "build", "runs", "tests", "docs", "*.egg-info"))
+    subprocess.run([sys.executable, "setup.py", "-q", "sdist"], cwd=tree, check=True, capture_output=True)
+    (archive,) = (tree / "dist").iterdir()
+    with tarfile.open(archive) as opened:
+        held = {name.partition("/")[2] for name in opened.getnames()}
+    needed = {path.relative_to(tree).as_posix() for path in (tree / "ops").rglob("*") if path.is_file()}
+    assert needed and needed | {"requirements.txt", "setup.py"} <= held
+
+
+@pytest.mark.parametrize(("asked", "then", "made"), [("--gpu", [], ["--gpu"]), ("--gpu", ["--no-gpu"], ["--gpu", "--no-gpu"]),
+                                                     ("--no-gpu", [], ["--no-gpu"]), ("--no-gpu", ["--gpu"], ["--no-gpu", "--gpu"])])
+def test_the_set_up_for_gpus_stays_one(asked: str, then: list[str], made: list[str], tmp_path: Path,
+                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `make setup TFCOMMX_SETUP=--gpu`, `make demo` emptied the environment and filled it for CPUs, some ten minutes' work."""
+    monkeypatch.setenv("TFCOMMX_VENV", str(tmp_path))
+    seen = []
+    script = runpy.run_path(str(ROOT / "scripts" / "bootstrap.py"))
+    for name in ("check_tools", "install_packages", "install_horovod", "build_native", "native_is_current", "horovod_works"):
+        monkeypatch.setitem(script["main"].__globals__, name, lambda *given: True)
+    monkeypatch.setitem(script["main"].__globals__, "make_environment", lambda: seen.append(options[0] if options else "by itself"))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text("")
+    for options in ([asked], then):
+        monkeypatch.setattr(sys, "argv", ["bootstrap.py", "--only", "horovod", *options])
+        assert script["main"]() == 0
+    assert seen == made
+
+
+def test_a_path_that_horovod_cannot_be_built_in_is_refused_at_once(tmp_path: Path) -> None:
+    """In a folder with a space in its name CMake does not find Open MPI, some minutes of downloads later."""
+    ended = subprocess.run([sys.executable, ROOT / "scripts" / "bootstrap.py"], capture_output=True, text=True,
+                           env={**os.environ, "TFCOMMX_VENV": str(tmp_path / "a b")})
+    assert ended.returncode == 2 and "without spaces" in ended.stderr and not list(tmp_path.iterdir()), ended.stdout + ended.stderr
+
+
+def test_an_nvcc_that_cannot_build_the_kernels_does_not_keep_a_cpu_from_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One too old for sm_90 is on many machines without a GPU, as Ubuntu's own: the set-up ended with its words alone."""
+    monkeypatch.setattr(sys, "argv", ["setup.py", "--version"])
+    monkeypatch.chdir(ROOT)
+    compile_all = runpy.run_path("setup.py")["compile_all"]
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho Unsupported gpu architecture; exit 1\n")
+    nvcc.chmod(0o755)
+    with pytest.raises(SystemExit, match=r"(?s)Unsupported gpu architecture.*TFCOMMX_CUDA=0"):
+        compile_all([[str(nvcc), "select_cuda.cu"]])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import math
 import os
 import time
@@ -25,7 +26,6 @@ from tfcommx.cost import alltoall_traffic, broadcast_traffic, ring_traffic
 from tfcommx.terms import MPI_LAUNCH, PlanError, Topology, Traffic
 
 RENDEZVOUS_SECONDS = 60  # how long a rank waits for the others before Horovod starts
-LAST_MESSAGES = "tfcommx/last_messages"  # graph collection: the operation after which the next messages may go
 MESSAGES_NEED_MPI = ("Routes made of messages between two ranks (pipeline, tree, bidirectional) need an MPI launch: "
                      f"{MPI_LAUNCH}. Received a Gloo launch. Launch with MPI, or use allreduce or torus.")
 LARGEST_COUNT = 2**31 - 1  # entries; Gloo and NCCL count in int32
@@ -169,8 +169,10 @@ class Comm(abc.ABC):
     def by_messages(self, work: Callable[[np.ndarray, Post], np.ndarray], tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Return `work(array, post)`: on the host, with messages between ranks; dtype and shape as the tensor's.
 
-        In a graph the calls follow each other in the order in which they were traced, which is the plan's and so the same on
-        every rank. Without that order, one rank's threads could all wait in one bucket while another's wait in the next one.
+        In traced code the calls follow each other in the order in which they were traced, which is the plan's and so the same on
+        every rank, also from one `tf.cond` to the next: TensorFlow orders what changes a variable, and each call changes one.
+        Without that order, one rank's threads could all wait in one bucket while another's wait in the next one, or take the
+        messages of another optimizer for their own.
 
         **Ranks:** as the messages need. `open_post` must have been called. **Cost:** a copy to the host and back on GPUs.
         """
@@ -179,12 +181,17 @@ class Comm(abc.ABC):
 
         if tf.executing_eagerly():
             return tf.constant(call(tensor.numpy()))
-        graph = tf.compat.v1.get_default_graph()
-        before = [op for op in graph.get_collection_ref(LAST_MESSAGES) if op.graph is graph]  # an inner graph inherits the list
-        with tf.control_dependencies(before), tf.device("/cpu:0"):
-            result = tf.numpy_function(call, [tensor], tensor.dtype, name=name.replace("/", "_"))
-        graph.get_collection_ref(LAST_MESSAGES)[:] = [result.op]
+        with tf.device("/cpu:0"):
+            with tf.control_dependencies([self._calls.assign_add(1)]):
+                result = tf.numpy_function(call, [tensor], tensor.dtype, name=name.replace("/", "_"))
+            with tf.control_dependencies([result]):
+                self._calls.assign_add(1)
         return tf.ensure_shape(result, tensor.shape)
+
+    @functools.cached_property
+    def _calls(self) -> tf.Variable:
+        with tf.init_scope(), tf.device("/cpu:0"):
+            return tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/calls")
 
     @abc.abstractmethod
     def gather_objects(self, item: Any) -> list[Any]:
@@ -316,10 +323,20 @@ def gloo_hosts(here: Launcher) -> list[str]:
 # --- Horovod ---------------------------------------------------------------------------------------------------------
 
 
+# How others than horovodrun and Open MPI's mpirun say of how many processes this is one: srun, Hydra (MPICH, Intel MPI), torchrun.
+OTHERS_SIZES = ("SLURM_STEP_NUM_TASKS", "PMI_SIZE", "WORLD_SIZE")
+
+
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Let Horovod start without MPI in a single process; the environment is as before afterwards, for launches from here."""
+    """Let Horovod start without MPI in a single process; the environment is as before afterwards, for launches from here.
+
+    **Raises:** PlanError where another launcher has started several: each would train alone, and all would save as rank 0.
+    """
     before = dict(os.environ)
+    if found := [f"{name}={before[name]}" for name in OTHERS_SIZES if before.get(name, "1") not in ("", "0", "1")]:
+        raise PlanError("Several processes must be started by horovodrun or by Open MPI's mpirun: by another launcher each trains alone. "
+                        f"Received {found[0]}. Start one of them in this allocation; to train in one process, unset the variable.")
     os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
     try:
         yield
