@@ -88,3 +88,19 @@ def test_an_nvcc_that_cannot_build_the_kernels_does_not_keep_a_cpu_from_them(tmp
     nvcc.chmod(0o755)
     with pytest.raises(SystemExit, match=r"(?s)Unsupported gpu architecture.*TFCOMMX_CUDA=0"):
         compile_all([[str(nvcc), "select_cuda.cu"]])
+
+
+def test_cuda_is_found_behind_a_script_that_calls_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Horovod's build was sent to the folder above the script's, and ended there."""
+    cuda, commands = tmp_path / "cuda", tmp_path / "usr" / "bin"
+    for folder in (cuda / "bin", cuda / "include", commands):
+        folder.mkdir(parents=True)
+    (cuda / "bin" / "nvcc").write_text(f"#!/bin/sh\necho '#$ TOP={cuda}/bin/..'\n")
+    (commands / "nvcc").write_text(f'#!/bin/sh\nexec {cuda}/bin/nvcc "$@"\n')
+    for script in (cuda / "bin" / "nvcc", commands / "nvcc"):
+        script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:/bin:/usr/bin")
+    cuda_home = runpy.run_path(str(ROOT / "scripts" / "bootstrap.py"))["cuda_home"]
+    assert cuda_home() is None  # no headers: its run-time part alone
+    (cuda / "include" / "cuda_runtime.h").write_text("")
+    assert cuda_home() == cuda
