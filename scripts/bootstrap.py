@@ -206,7 +206,7 @@ def horovod_environment(gpu: bool) -> tuple[dict[str, str], str]:
     cuda = cuda_home() if gpu else None
     nccl = nccl_home(shims) if gpu else None
     if cuda is None or nccl is None:
-        lacking = "" if not gpu else f", without NCCL: {'CUDA, its nvcc and its headers,' if cuda is None else 'the NCCL wheel'} was not found"
+        lacking = "" if not gpu else f", without NCCL: {'CUDA with its headers' if cuda is None else 'the NCCL wheel'} was not found"
         return env, "MPI and Gloo" + lacking
     stream = shims / "gpu_stream.h"
     stream.write_text(GPU_STREAM_SHIM)

@@ -103,7 +103,7 @@ def test_nothing_large_would_leave_a_gpu_on_its_way(comm: Comm, route: str, last
     assert ops or comm.topology.size == 1
     assert not [op.type for op in ops if by_the_host(op)]
     # What the kernels read on the host is made there: a GPU would be waited for.
-    scalars = [tensor.op for one in graphs for op in one.get_operations() if op.type.startswith("TfcommxSelect") or op.type == "TfcommxMerge"
+    scalars = [tensor.op for one in graphs for op in one.get_operations() if op.type.startswith(("TfcommxSelect", "TfcommxMerge"))
                for tensor in op.inputs if tensor.dtype == tf.int64]
     assert scalars and not [op.name for op in scalars if "CPU:0" not in op.device]
 
