@@ -87,8 +87,9 @@ def error_feedback(choose_from: Callable[[tf.Tensor], Sparse], gradient: tf.Tens
         moved = tf.constant(momentum, tf.float32) * velocity + moved
     acc = moved + old
     chosen = choose_from(acc)
-    # nothing of n entries in int32: TensorFlow takes these from a GPU to the host
-    sent = tf.scatter_nd(chosen.indices[:, None], tf.ones_like(chosen.values), tf.shape(acc)) > 0
+    # nothing large in int32: TensorFlow's ops take it from a GPU to the host
+    places = tf.cast(chosen.indices, tf.int64)[:, None]
+    sent = tf.scatter_nd(places, tf.ones_like(chosen.values), tf.shape(acc, tf.int64)) > 0
     bad = ~tf.math.is_finite(acc)
     residual.assign(tf.where(bad, old, tf.where(sent, 0.0, acc)))
     if velocity is not None:
