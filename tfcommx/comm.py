@@ -301,7 +301,7 @@ def gloo_hosts(here: Launcher) -> list[str]:
     """Return every rank's host, in rank order, through the store that horovodrun keeps for a Gloo launch.
 
     Needed before Horovod starts, since its static process sets must be the same on every rank. Rank 0 reads what each has written
-    and writes the list for all: with p squared reads the store, one Python process, took 0.65 ms for each, 11 s at 128 ranks.
+    and writes the list for all: of p squared reads each took the store, one Python process, 0.65 ms, which makes 11 s at 128 ranks.
 
     **Ranks:** all. **Raises:** PlanError that names the first missing rank after RENDEZVOUS_SECONDS.
     """
