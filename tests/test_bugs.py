@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,33 @@ def test_processes_of_another_launcher_do_not_train_alone(name: str, monkeypatch
     monkeypatch.setenv(name, "1")
     with comm._alone():
         pass
+
+
+def test_hosts_are_told_in_few_requests_and_who_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank read every one's host from the launcher's store: 16,384 requests at 128 ranks, and 6,400 a second while one is late."""
+    from horovod.runner.http import http_client
+
+    ranks, store, reads = 32, {}, []
+
+    def read(addr: str, port: str, scope: str, key: str) -> object:
+        reads.append(key)
+        if key not in store:
+            raise RuntimeError("404")
+        return store[key]
+
+    monkeypatch.setattr(http_client, "put_data_into_kvstore", lambda addr, port, scope, key, value: store.update({key: value}))
+    monkeypatch.setattr(http_client, "read_data_from_kvstore", read)
+    for name in ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT", "HOROVOD_HOSTNAME"):
+        monkeypatch.setenv(name, "here")
+    here = [comm.Launcher("gloo", rank, ranks, 0) for rank in range(ranks)]
+    with ThreadPoolExecutor(ranks) as pool:
+        assert list(pool.map(comm.gloo_hosts, here)) == [["here"] * ranks] * ranks
+    assert len(reads) < 8 * ranks
+    del store["all"], store["5"]
+    monkeypatch.setattr(comm, "RENDEZVOUS_SECONDS", -1)
+    for rank in (0, 7):
+        with pytest.raises(PlanError, match=f"Rank 5 of 32 .*seen from rank {rank}"):
+            comm.gloo_hosts(here[rank])
 
 
 def test_a_source_distribution_holds_what_the_library_is_built_from(tmp_path: Path) -> None:

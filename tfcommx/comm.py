@@ -300,7 +300,8 @@ def launch_interfaces() -> list[str]:
 def gloo_hosts(here: Launcher) -> list[str]:
     """Return every rank's host, in rank order, through the store that horovodrun keeps for a Gloo launch.
 
-    Needed before Horovod starts, since its static process sets must be the same on every rank.
+    Needed before Horovod starts, since its static process sets must be the same on every rank. Rank 0 reads what each has written
+    and writes the list for all: of p squared reads each took the store, one Python process, 0.65 ms, which makes 11 s at 128 ranks.
 
     **Ranks:** all. **Raises:** PlanError that names the first missing rank after RENDEZVOUS_SECONDS.
     """
@@ -310,13 +311,19 @@ def gloo_hosts(here: Launcher) -> list[str]:
     http_client.put_data_into_kvstore(*store, str(here.rank), os.environ["HOROVOD_HOSTNAME"])
     hosts, deadline = [], time.monotonic() + RENDEZVOUS_SECONDS
     while len(hosts) < here.size:
+        late = time.monotonic() > deadline
         try:
-            hosts.append(http_client.read_data_from_kvstore(*store, str(len(hosts))))
+            if here.rank == 0 or late:
+                hosts.append(http_client.read_data_from_kvstore(*store, str(len(hosts))))
+            else:
+                hosts = http_client.read_data_from_kvstore(*store, "all")
         except RuntimeError as error:
-            if time.monotonic() > deadline:
+            if late:
                 raise PlanError(f"Rank {len(hosts)} of {here.size} has not come to init() within {RENDEZVOUS_SECONDS} s "
                                 f"(seen from rank {here.rank}). Does every rank call tfcommx.init()?") from error
-            time.sleep(0.02)
+            time.sleep(max(0.02, here.size / 500))  # all together at most 500 reads a second
+    if here.rank == 0:
+        http_client.put_data_into_kvstore(*store, "all", hosts)
     return hosts
 
 
