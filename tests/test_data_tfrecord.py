@@ -87,6 +87,8 @@ def test_labels_outside_the_classes_are_named(tmp_path):
         source.read(2)
     with pytest.raises(SampleError, match="has 1"):
         TFRecords([tmp_path / "shard"], first_label=2, classes=("a", "b")).read(0)
+    with pytest.raises(SampleError, match=r"in \[2, \.\.\.\) is required, the record has 1; `first_label`"):  # and not -1 for a loss
+        TFRecords([tmp_path / "shard"], first_label=2).read(0)
     # what the disk level keeps is not checked again: other classes are other data
     keys = {TFRecords([tmp_path / "shard"], classes=names).key for names in ((), ("a", "b"), ("a", "b", "c"))}
     assert len(keys) == 3
