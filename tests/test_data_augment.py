@@ -19,6 +19,7 @@ from tfcommx.data.slab import Slab, pack
 from tfcommx.data.source import decode
 from tfcommx.reference_augment import Rule, Window, window_of
 from tfcommx.reference_augment import augment as twin
+from tfcommx.terms import PlanError
 
 LIBRARY = native.library()
 assert LIBRARY is not None, native.REBUILD
@@ -147,6 +148,12 @@ def test_without_library_the_twin_serves_the_same(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert np.abs(small.astype(int) - augment.resize(image, (20, 15))).max() <= 1
     slab.close()
+
+
+def test_a_mean_of_values_up_to_255_is_refused():
+    """It was taken from values up to 1, so that all pixels were about the same."""
+    with pytest.raises(PlanError, match=r"Received mean=\(123.68,\).*by 255"):
+        Phase(2, mean=(123.68,), std=(58.4,))
 
 
 def test_a_phase_takes_arrays(tmp_path):

@@ -32,7 +32,7 @@ class Phase:
     area: tuple[float, float] = (
         0.08,
         1.0,
-    )  # of the random crop / of the image, in (0, 1]: torchvision's and TensorFlow's default
+    )  # of the random crop / of the image, in (0, 1]: torchvision's default (TensorFlow's is 0.05)
     aspect: tuple[float, float] = (3 / 4, 4 / 3)  # width / height of the random crop, > 0: likewise
     center: float = 0.875  # side of the centre crop / short side, in (0, 1]: 224 of 256
     shuffle: bool = True  # False: in the order of the source, for evaluation
@@ -57,8 +57,11 @@ class Phase:
                 f"Received area={self.area}, "
                 f"aspect={self.aspect}, center={self.center}."
             )
-        if not all(math.isfinite(m) for m in self.mean) or not all(s > 0 for s in self.std):
-            raise PlanError(f"`mean` must be finite and `std` > 0. Received mean={self.mean}, std={self.std}.")
+        if not all(0 <= m <= 1 for m in self.mean) or not all(0 < s < math.inf for s in self.std):
+            raise PlanError(
+                f"`mean` must be in [0, 1] and `std` > 0, of pixels / 255. Received mean={self.mean}, std={self.std}. Divide those of "
+                "values from 0 to 255 by 255."
+            )
 
     def rule(self, seed: int) -> Rule:
         """Return how this phase draws windows."""
