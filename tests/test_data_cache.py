@@ -719,10 +719,20 @@ def test_batches_can_be_sent_ahead_to_a_device(folder, shm):
         assert served(ahead) == served(cache.dataset(WHOLE, 0, 2))
 
 
-@pytest.mark.parametrize("bad", [dict(seed=-1), dict(seed=2**63), dict(verify=2), dict(store=0), dict(on_error="no"), dict(exchange=1.5)])
+@pytest.mark.parametrize("bad", [dict(seed=-1), dict(seed=2**63), dict(verify=2), dict(store=0), dict(on_error="no"), dict(exchange=1.5),
+                                 dict(threads=2.5)])
 def test_bad_options_are_refused(bad):
     with pytest.raises(PlanError, match=r"Received|Unknown"):
         Options(**bad)
+
+
+def test_whole_numbers_of_any_kind_are_taken_and_other_things_named():
+    """NumPy's seed was an OverflowError, a resolution of two numbers a TypeError that named neither, and a seed of 1.5 was 1."""
+    assert repr(Options(seed=np.int64(3), memory_bytes=2e9)) == repr(Options(seed=3, memory_bytes=2 * 10**9))
+    assert Phase(np.int64(2), 8.0) == Phase(2, 8)
+    for kind, bad in ((Options, dict(seed=1.5)), (Phase, dict(batch=8, resolution=(8, 8))), (Phase, dict(batch="8"))):
+        with pytest.raises(PlanError, match=rf"`{list(bad)[-1]}` must be a whole number. Received "):
+            kind(**bad)
 
 
 def test_an_epoch_without_a_batch_is_refused(shm):

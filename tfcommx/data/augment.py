@@ -12,7 +12,7 @@ from tfcommx import native
 from tfcommx.data.slab import Slab, pack
 from tfcommx.reference_augment import Rule, Window, window_of
 from tfcommx.reference_augment import augment as augment_reference
-from tfcommx.terms import PlanError, check_name
+from tfcommx.terms import PlanError, check_name, check_whole
 
 CROPS = ("random", "center", "whole")
 DTYPES = ("uint8", "float16", "bfloat16", "float32")
@@ -41,6 +41,9 @@ class Phase:
     def __post_init__(self) -> None:
         check_name("crop", self.crop, CROPS)
         check_name("dtype", self.dtype, DTYPES)
+        for name in ("batch", "resolution"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, check_whole(name, getattr(self, name)))
         for name in ("mean", "std", "area", "aspect"):  # arrays and lists too; a phase is compared and hashed
             object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
         if self.batch < 1 or (self.resolution is not None and self.resolution < 1):

@@ -30,7 +30,7 @@ from tfcommx.data.fill import Filler, until_exit
 from tfcommx.data.slab import Slab, reclaim
 from tfcommx.data.source import Source, key_of, stored_size
 from tfcommx.data.swap import Transport, swap
-from tfcommx.terms import PlanError, Topology, check_name
+from tfcommx.terms import PlanError, Topology, check_name, check_whole
 
 READ_AHEAD = 64 << 20  # bytes by which tf.data may lengthen its queue: two batches of 38 MB, where longer queues cost fresh memory
 WARM = 64  # samples of a step of `warming`: enough for all threads, few enough for a steady bar
@@ -67,6 +67,9 @@ class Options:
 
     def __post_init__(self) -> None:
         check_name("on_error", self.on_error, ON_ERROR)
+        for name in ("seed", "store", "memory_bytes", "threads"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, check_whole(name, getattr(self, name)))
         if not 0 <= self.seed < 2**63 or not 0 <= self.verify <= 1 or not 0 <= self.exchange <= 1:
             raise PlanError(
                 f"`seed` must be in [0, 2^63), `verify` and `exchange` in [0, 1]. Received {self.seed}, {self.verify}, {self.exchange}."
