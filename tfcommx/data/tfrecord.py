@@ -49,7 +49,7 @@ class TFRecords:
     """Records with an encoded image and an integer label, in one or many uncompressed TFRecord files.
 
     Args:
-      files: in the order that numbers the samples.
+      files: one, or several in the order that numbers the samples.
       image, label: the features' names; the defaults are ImageNet's.
       first_label: what the files call class 0; ImageNet's files count from 1.
       classes: names of the labels. A record with a label below `first_label`, or beyond the classes where they are known, is a
@@ -65,7 +65,7 @@ class TFRecords:
 
     def __init__(
         self,
-        files: Sequence[str | os.PathLike],
+        files: str | os.PathLike | Sequence[str | os.PathLike],
         image: str = "image/encoded",
         label: str = "image/class/label",
         first_label: int = 1,
@@ -73,7 +73,7 @@ class TFRecords:
         channels: int = 3,
         skip: bool = False,
     ) -> None:
-        self.files = [str(file) for file in files]
+        self.files = [str(file) for file in ([files] if isinstance(files, str | os.PathLike) else files)]
         self.image, self.label, self.first_label, self.classes, self.channels = (
             image,
             label,
