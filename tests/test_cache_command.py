@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tfcommx.cache_command import source_of
-from tfcommx.data.slab import state_of
+from tfcommx.data.slab import Slab, state_of
 from tfcommx.terms import PlanError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +29,7 @@ def run(*words):
     return process.returncode, printed, said
 
 
-def test_warm_status_and_drop(tmp_path):
+def test_warm_status_and_drop(tmp_path, monkeypatch):
     photos, memory, disk = tmp_path / "photos", tmp_path / "memory", tmp_path / "disk"
     memory.mkdir()
     for kind in "ab":
@@ -60,7 +60,11 @@ def test_warm_status_and_drop(tmp_path):
     assert list(memory.iterdir()) == []
 
     (memory / "tfcommx-x.slab").write_bytes(b"no slab")
-    assert "no slab" in run("status", *options)[1]
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-8:strict")  # as in most languages' locales: a name that is no UTF-8 ended the list
+    slab = Slab(memory, "tfcommx-y", "k", 4, lambda: 10**5, {"source": "\udcffphotos"})
+    _, listed, said = run("status", *options)
+    assert "no slab" in listed and "\\udcffphotos" in listed, said
+    slab.close()
     _, removed, _ = run("drop", *options)
     assert removed.count("removed") == 2 and list(memory.iterdir()) == list(disk.iterdir()) == []
 

@@ -1,5 +1,6 @@
 """The cache as its users meet it: one and several processes, kills, damage, strange files, full and read-only disks."""
 
+import contextlib
 import fcntl
 import functools
 import gc
@@ -321,6 +322,20 @@ def test_resume_gives_the_batches_of_an_uninterrupted_run(folder, shm):
         np.testing.assert_array_equal(labels, labels_again)
 
 
+def test_an_epoch_that_is_served_again_is_announced(folder, shm):
+    """`fit(cache.dataset(phase), epochs=90)` served the same order and the same crops 90 times, and said nothing."""
+    with DataCacheOpen(folder, shm, store=10) as cache:
+        with pytest.warns(UserWarning, match="kept with a short side of store=10 pixels, and enlarged for resolution=16"):
+            twice = cache.dataset(WHOLE, 0, 2)
+        assert len(twice) == 2 * cache.steps(WHOLE) and len(cache.dataset(WHOLE, 0, 2, step=3)) == len(twice) - 3
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            test = cache.dataset(Phase(batch=7, resolution=8, dtype="uint8", shuffle=False, drop_remainder=False))
+            assert len(list(twice)) == len(twice) and len(list(test)) == len(list(test))
+        with pytest.warns(UserWarning, match="Epoch 1 is served again"):
+            list(twice)
+
+
 def test_strange_files_are_read_as_what_they_are(tmp_path, shm):
     folder = tmp_path / "strange"
     (folder / "a").mkdir(parents=True)
@@ -535,6 +550,9 @@ def test_the_room_for_an_error_of_the_estimate_is_not_reserved(shm, monkeypatch)
     unlimited = SimpleNamespace(f_bavail=0, f_blocks=0, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda _: unlimited)
     assert memory.offered_bytes(str(shm), None) > 0  # a tmpfs of size=0
+    small = SimpleNamespace(f_bavail=200, f_blocks=800, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda _: small)
+    assert memory.offered_bytes(str(shm), None) == 100 * 4096  # a full one ends other programs, such as MPI, with a fatal signal
 
 
 def test_a_source_that_cannot_be_reached_is_no_reason_for_a_slab_of_no_room(folder, shm):
@@ -701,10 +719,20 @@ def test_batches_can_be_sent_ahead_to_a_device(folder, shm):
         assert served(ahead) == served(cache.dataset(WHOLE, 0, 2))
 
 
-@pytest.mark.parametrize("bad", [dict(seed=-1), dict(seed=2**63), dict(verify=2), dict(store=0), dict(on_error="no"), dict(exchange=1.5)])
+@pytest.mark.parametrize("bad", [dict(seed=-1), dict(seed=2**63), dict(verify=2), dict(store=0), dict(on_error="no"), dict(exchange=1.5),
+                                 dict(threads=2.5)])
 def test_bad_options_are_refused(bad):
     with pytest.raises(PlanError, match=r"Received|Unknown"):
         Options(**bad)
+
+
+def test_whole_numbers_of_any_kind_are_taken_and_other_things_named():
+    """NumPy's seed was an OverflowError, a resolution of two numbers a TypeError that named neither, and a seed of 1.5 was 1."""
+    assert repr(Options(seed=np.int64(3), memory_bytes=2e9)) == repr(Options(seed=3, memory_bytes=2 * 10**9))
+    assert Phase(np.int64(2), 8.0) == Phase(2, 8)
+    for kind, bad in ((Options, dict(seed=1.5)), (Phase, dict(batch=8, resolution=(8, 8))), (Phase, dict(batch="8"))):
+        with pytest.raises(PlanError, match=rf"`{list(bad)[-1]}` must be a whole number. Received "):
+            kind(**bad)
 
 
 def test_an_epoch_without_a_batch_is_refused(shm):
@@ -743,7 +771,8 @@ def test_a_full_tmpfs_keeps_what_fits_and_the_rest_is_read(folder, tmp_path):
             free = os.statvfs(small)
             (small / "other").write_bytes(bytes(free.f_bavail * free.f_frsize - 100_000))
             for epoch in range(2):
-                assert sorted(served(cache.dataset(WHOLE, epoch))) == [(n, n % 3) for n in range(50)]
+                with pytest.warns(UserWarning, match="has no room for all samples") if epoch == 0 else contextlib.nullcontext():
+                    assert sorted(served(cache.dataset(WHOLE, epoch))) == [(n, n % 3) for n in range(50)]
             assert cache.slab.full and 5 < cache.slab.filled < 45
             assert cache.report(1)["overflow"] == 50 - cache.slab.filled
             (small / "other").unlink()

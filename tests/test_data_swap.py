@@ -20,6 +20,7 @@ class Threads:
 
     def __init__(self, nodes, slots):
         self.slots, self.barrier, self.box = slots, threading.Barrier(nodes * slots, timeout=60), [None] * (nodes * slots)
+        self.sent: list[int] = []  # bytes of every alltoall
 
     def rank(self, rank):
         outer = self
@@ -34,6 +35,7 @@ class Threads:
 
             def alltoall(self, tensor, group, name):
                 nodes, node = len(outer.box) // outer.slots, rank // outer.slots
+                outer.sent.append(int(tensor.shape[0]))
                 got = self.gather_objects(np.asarray(tensor).reshape(nodes, -1))
                 return np.concatenate([got[peer * outer.slots + rank % outer.slots][node] for peer in range(nodes)])
 
@@ -44,7 +46,7 @@ def picture(sample):
     return np.full((12, WIDTH[sample], 3), sample % 251, np.uint8)
 
 
-def swapped(folder, nodes, slots, epochs, room):
+def swapped(folder, nodes, slots, epochs, room, ranks=None):
     """Swap before each of the epochs; return (bytes used, bytes needed, samples that are absent) of each node, after each."""
     sizes = np.array([record_bytes(picture(sample).nbytes) for sample in range(COUNT)])
     first = order.parts(COUNT, (slots,) * nodes, SEED)
@@ -52,7 +54,7 @@ def swapped(folder, nodes, slots, epochs, room):
     slabs = [[Slab(folder, f"tfcommx-{node}", "k", COUNT, lambda node=node: length[node]) for _ in range(slots)] for node in range(nodes)]
     for node, part in enumerate(first):
         assert all(slabs[node][0].put(int(sample), int(sample), picture(sample)) for sample in part)
-    ranks, rows = Threads(nodes, slots), []
+    ranks, rows = ranks or Threads(nodes, slots), []
 
     def one(rank, epoch):
         slab = slabs[rank // slots][rank % slots]
@@ -83,6 +85,14 @@ def test_the_memory_stays_what_it_was(tmp_path, nodes, slots):
         rows = swapped(tmp_path, nodes, slots, 60, 1.5)
     assert all(absent == 0 for _, _, absent in rows)
     assert max(used / needed for used, needed, _ in rows[-20:]) < 1.4  # small numbers; 1.06 with 4000 pictures
+
+
+def test_a_round_sends_no_more_where_there_are_more_nodes(tmp_path, monkeypatch):
+    """The bound held for each node: to 32 of them a rank sent 2^31 bytes at once, more than Gloo and NCCL can count."""
+    monkeypatch.setattr("tfcommx.data.swap.ROUND_BYTES", 8192)
+    ranks = Threads(4, 1)
+    assert all(absent == 0 for _, _, absent in swapped(tmp_path, 4, 1, 1, 1.5, ranks))
+    assert 4096 < max(ranks.sent) <= 8192 + 4 * record_bytes(picture(int(WIDTH.argmax())).nbytes)
 
 
 def test_an_arrival_without_room_is_announced(tmp_path):

@@ -81,12 +81,15 @@ def test_a_flipped_bit_is_found(tmp_path):
 
 def test_labels_outside_the_classes_are_named(tmp_path):
     write(tmp_path / "shard", range(3))
+    assert TFRecords(str(tmp_path / "shard")).count == 3  # its letters were taken for files: "Is a directory: '/'"
     source = TFRecords([tmp_path / "shard"], classes=("a", "b"))
     assert source.read(1)[1] == 1
     with pytest.raises(SampleError, match=r"\[1, 3\) is required, the record has 3"):
         source.read(2)
     with pytest.raises(SampleError, match="has 1"):
         TFRecords([tmp_path / "shard"], first_label=2, classes=("a", "b")).read(0)
+    with pytest.raises(SampleError, match=r"in \[2, \.\.\.\) is required, the record has 1; `first_label`"):  # and not -1 for a loss
+        TFRecords([tmp_path / "shard"], first_label=2).read(0)
     # what the disk level keeps is not checked again: other classes are other data
     keys = {TFRecords([tmp_path / "shard"], classes=names).key for names in ((), ("a", "b"), ("a", "b", "c"))}
     assert len(keys) == 3

@@ -101,7 +101,7 @@ def status(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
             typer.echo(f"{path}: {error}")
             continue
         typer.echo(f"{path}: {filled:,} of {count:,} samples, {used:,} bytes, {'in use' if alive else 'left by a run that died'}; "
-                   f"{facts_of(path).get('source', 'an unknown source')}")
+                   + facts_of(path).get("source", "an unknown source").encode("utf-8", "backslashreplace").decode())
     for path, samples, size in usage(disk) if disk else ():
         typer.echo(f"{path}: {samples:,} samples, {size:,} bytes")
 

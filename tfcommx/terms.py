@@ -43,6 +43,13 @@ def check_name(what: str, name: str, known: Iterable[str]) -> str:
     raise PlanError(f"Unknown {what} {name!r}. {hint}Known: {', '.join(names)}.")
 
 
+def check_whole(what: str, value: Any) -> int:
+    """Return a whole number, such as NumPy's or 1e9, as Python's own; refuse anything else."""
+    if isinstance(value, bool) or not (isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())):
+        raise PlanError(f"`{what}` must be a whole number. Received {value!r}.")
+    return int(value)
+
+
 def _number(value: Any) -> Any:
     """Return a number, such as NumPy's, as Python's own; anything else as it is."""
     if isinstance(value, bool) or not isinstance(value, Real):

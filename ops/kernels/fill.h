@@ -31,6 +31,6 @@ struct SlabFile {
 enum class Put { kWritten, kThere, kNot };
 
 // Shrinks an image to its stored size, writes its record and publishes it, unless another process has done so meanwhile.
-Put put(const SlabFile& slab, int64_t sample, int64_t label, const Image& image, int32_t store);
+Put put(const SlabFile& slab, int64_t sample, int64_t label, Image image, int32_t store);
 
 }  // namespace tfcommx

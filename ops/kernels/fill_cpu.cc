@@ -66,6 +66,19 @@ bool write(const SlabFile& slab, int64_t at, const Record& record, const uint8_t
   return done;
 }
 
+// Averages 2 x 2 pixels, rounded; an odd last row or column is left out. `to` may be where the image is.
+void halve(Image* image, uint8_t* to) {
+  const int64_t c = image->channels, height = image->height / 2, width = image->width / 2, stride = image->width * c;
+  uint8_t* out = to;
+  for (int64_t y = 0; y < height; ++y) {
+    const uint8_t* a = image->pixels + 2 * y * stride;
+    for (int64_t x = 0; x < width; ++x, a += 2 * c) {
+      for (int64_t k = 0; k < c; ++k) *out++ = static_cast<uint8_t>((a[k] + a[c + k] + a[stride + k] + a[stride + c + k] + 2) >> 2);
+    }
+  }
+  *image = {to, static_cast<int32_t>(height), static_cast<int32_t>(width), image->channels};
+}
+
 }  // namespace
 
 bool read_head(const uint8_t* bytes, size_t length, FileHead* head) {
@@ -102,14 +115,18 @@ void stored_size(int32_t height, int32_t width, int32_t store, int32_t* kept_hei
   *kept_width = kept(width);
 }
 
-Put put(const SlabFile& slab, int64_t sample, int64_t label, const Image& image, int32_t store) {
+Put put(const SlabFile& slab, int64_t sample, int64_t label, Image image, int32_t store) {
   Target target;
   target.pixel = Pixel::kUint8;
   target.channels = image.channels;
   stored_size(image.height, image.width, store, &target.height, &target.width);
   const int64_t bytes = static_cast<int64_t>(target.height) * target.width * target.channels;
+  thread_local std::vector<uint8_t> halves, small;
+  while (store > 0 && std::min(image.height, image.width) / 2 >= store) {  // interpolation by more than 2 would skip pixels
+    if (image.pixels != halves.data()) halves.resize(static_cast<size_t>(image.height / 2) * (image.width / 2) * image.channels);
+    halve(&image, halves.data());
+  }
   const uint8_t* pixels = image.pixels;
-  thread_local std::vector<uint8_t> small;
   if (target.height != image.height || target.width != image.width) {
     small.resize(bytes);
     augment(image, {0, 0, image.height, image.width, 0}, target, small.data());

@@ -96,7 +96,6 @@ class SlabFill : public OpKernel {
     const int32_t small = std::min(head.height, head.width);
     int scale = head.jpeg ? 3 : 0;
     while (scale > 0 && (store_ == 0 || small >> scale < store_)) --scale;
-    if (store_ > 0 && small >> scale >= 2 * store_) return Put::kNot;  // interpolation would skip pixels
 
     Tensor contents(tensorflow::DT_STRING, {});
     contents.scalar<tstring>()().assign_as_view(file);

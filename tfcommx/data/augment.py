@@ -12,7 +12,7 @@ from tfcommx import native
 from tfcommx.data.slab import Slab, pack
 from tfcommx.reference_augment import Rule, Window, window_of
 from tfcommx.reference_augment import augment as augment_reference
-from tfcommx.terms import PlanError, check_name
+from tfcommx.terms import PlanError, check_name, check_whole
 
 CROPS = ("random", "center", "whole")
 DTYPES = ("uint8", "float16", "bfloat16", "float32")
@@ -32,7 +32,7 @@ class Phase:
     area: tuple[float, float] = (
         0.08,
         1.0,
-    )  # of the random crop / of the image, in (0, 1]: torchvision's and TensorFlow's default
+    )  # of the random crop / of the image, in (0, 1]: torchvision's default (TensorFlow's is 0.05)
     aspect: tuple[float, float] = (3 / 4, 4 / 3)  # width / height of the random crop, > 0: likewise
     center: float = 0.875  # side of the centre crop / short side, in (0, 1]: 224 of 256
     shuffle: bool = True  # False: in the order of the source, for evaluation
@@ -41,6 +41,9 @@ class Phase:
     def __post_init__(self) -> None:
         check_name("crop", self.crop, CROPS)
         check_name("dtype", self.dtype, DTYPES)
+        for name in ("batch", "resolution"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, check_whole(name, getattr(self, name)))
         for name in ("mean", "std", "area", "aspect"):  # arrays and lists too; a phase is compared and hashed
             object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
         if self.batch < 1 or (self.resolution is not None and self.resolution < 1):
@@ -57,8 +60,11 @@ class Phase:
                 f"Received area={self.area}, "
                 f"aspect={self.aspect}, center={self.center}."
             )
-        if not all(math.isfinite(m) for m in self.mean) or not all(s > 0 for s in self.std):
-            raise PlanError(f"`mean` must be finite and `std` > 0. Received mean={self.mean}, std={self.std}.")
+        if not all(0 <= m <= 1 for m in self.mean) or not all(0 < s < math.inf for s in self.std):
+            raise PlanError(
+                f"`mean` must be in [0, 1] and `std` > 0, of pixels / 255. Received mean={self.mean}, std={self.std}. Divide those of "
+                "values from 0 to 255 by 255."
+            )
 
     def rule(self, seed: int) -> Rule:
         """Return how this phase draws windows."""

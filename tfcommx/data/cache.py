@@ -13,6 +13,7 @@ import json
 import math
 import os
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,11 +30,16 @@ from tfcommx.data.fill import Filler, until_exit
 from tfcommx.data.slab import Slab, reclaim
 from tfcommx.data.source import Source, key_of, stored_size
 from tfcommx.data.swap import Transport, swap
-from tfcommx.terms import PlanError, Topology, check_name
+from tfcommx.terms import PlanError, Topology, check_name, check_whole
 
 READ_AHEAD = 64 << 20  # bytes by which tf.data may lengthen its queue: two batches of 38 MB, where longer queues cost fresh memory
 WARM = 64  # samples of a step of `warming`: enough for all threads, few enough for a steady bar
 NAME_BYTES = 2000  # of the source's name in the facts of a slab, whose page is 4096
+AGAIN = (
+    "Epoch {epoch} is served again, in the same order and with the same crops and flips, as its dataset is iterated again. To train, "
+    "ask for all epochs at once: `dataset(phase, 0, epochs=90)` and `fit(..., steps_per_epoch=cache.steps(phase))`. To evaluate, give "
+    "the phase shuffle=False."
+)
 FORMAT = 1  # of what is kept in memory: raised when decoding or the layout changes
 ON_ERROR = ("raise", "skip")
 
@@ -61,6 +67,9 @@ class Options:
 
     def __post_init__(self) -> None:
         check_name("on_error", self.on_error, ON_ERROR)
+        for name in ("seed", "store", "memory_bytes", "threads"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, check_whole(name, getattr(self, name)))
         if not 0 <= self.seed < 2**63 or not 0 <= self.verify <= 1 or not 0 <= self.exchange <= 1:
             raise PlanError(
                 f"`seed` must be in [0, 2^63), `verify` and `exchange` in [0, 1]. Received {self.seed}, {self.verify}, {self.exchange}."
@@ -115,7 +124,8 @@ class DataCache:
         own = len(os.sched_getaffinity(0))
         bound = own < (os.cpu_count() or own)  # by the launcher: the other processes of the node have other processors
         threads = self.options.threads or (own if bound else max(1, own // slots[self.node]))
-        self.filler = Filler(source, self.slab, self.disk, self.options.store, self.options.on_error == "skip", threads)
+        skip, partial = self.options.on_error == "skip", self.options.partial
+        self.filler = Filler(source, self.slab, self.disk, self.options.store, skip, partial, threads)
         self._read = self._for_tensorflow(lambda cache, *args: cache.filler.read(*args))
         self._settle = self._for_tensorflow(lambda cache, *args: cache.filler.settle(*args))
         self._arrived: dict[int, int] = {}  # epoch -> samples that came from other nodes for it
@@ -157,7 +167,8 @@ class DataCache:
 
         Loading runs ahead in the background; tf.data measures how far it must, up to 64 MB (`autotune.ram_budget`, which holds for
         all stages that are added; your own options replace it). The order is a pure function of the seed, the
-        epoch and the rank: datasets of the same arguments give the same batches.
+        epoch, the ranks and this rank: datasets of the same arguments give the same batches, and so does one that is iterated again,
+        which for a shuffled phase is announced by a warning.
         **Raises:** PlanError for arguments out of range, and inside a tf.function.
         """
         import tensorflow as tf
@@ -175,13 +186,26 @@ class DataCache:
                 f"{self.topology.size} ranks give none "
                 f"of {phase.batch}. Lower `batch`, or set drop_remainder=False."
             )
+        store = self.options.store
+        if store is not None and phase.resolution is not None and store < phase.resolution:
+            warnings.warn(
+                f"Images are kept with a short side of store={store} pixels, and enlarged for resolution={phase.resolution}: details are "
+                "lost. Make the DataCache with the largest resolution to come as its `store`.",
+                stacklevel=2,
+            )
         bounds = tf.constant(order.bounds(len(self.share(0, False)), phase.batch, count))
         static = phase.drop_remainder and self.options.on_error == "raise"
         with tf.device("/cpu:0"):
             meter = tf.Variable(tf.zeros([epochs, 2], tf.float64), trainable=False)
         self._meters.append((first_epoch, meter))
 
-        share = self._for_tensorflow(lambda cache, epoch: cache.share(int(epoch), phase.shuffle))
+        def served_from(cache: DataCache, epoch: np.ndarray) -> np.ndarray:
+            samples = cache.share(int(epoch), phase.shuffle)
+            if phase.shuffle and len(samples) < 2 * meter.numpy()[int(epoch) - first_epoch, 1]:
+                warnings.warn(AGAIN.format(epoch=epoch), stacklevel=2)
+            return samples
+
+        share = self._for_tensorflow(served_from)
         clock = tf.timestamp if _has_clock() else lambda: tf.constant(math.nan, tf.float64)
 
         def epoch_steps(epoch: Any) -> Any:
@@ -222,7 +246,9 @@ class DataCache:
         options = tf.data.Options()
         # fresh pages cost more than the pixels in them: a queue that grows without bound never gets to use its memory again
         options.autotune.ram_budget = READ_AHEAD
-        return tf.data.Dataset.zip((times, batches)).map(deliver).with_options(options)
+        served = tf.data.Dataset.zip((times, batches)).map(deliver)
+        # else Keras says at the first end of a validation that training is interrupted, and BroadcastState cannot compare steps
+        return served.apply(tf.data.experimental.assert_cardinality(epochs * count - step)).with_options(options)
 
     def _bring(self, samples: Any, state: Any, epoch: Any) -> tuple[Any, Any, Any]:
         """Bring what `state` says is missing, natively where that can be; return what `Filler.fetch` does."""

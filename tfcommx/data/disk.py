@@ -44,9 +44,9 @@ class Disk:
         self.corrupt = 0
         self.trouble: str | None = None
         self._lock = threading.Lock()
-        self._packs: list[int] = []  # file descriptors to read
+        self._packs: list[Path] = []  # opened for each read: many runs leave more of them than a process may have open
         self._indices: dict[Path, tuple[int, int]] = {}  # index file -> (its pack's number, entries read)
-        self._pack_of = np.full(count, -1, np.int16)
+        self._pack_of = np.full(count, -1, np.int32)
         self._entry_of = np.zeros(count, _ENTRY)
         self._out: tuple[int, int] | None = None  # pack, index
         self._end = 0
@@ -68,10 +68,10 @@ class Disk:
                 entries = np.fromfile(path, _ENTRY, offset=seen * _ENTRY.itemsize)
                 if not len(entries):
                     continue
-                if pack == len(self._packs):
-                    self._packs.append(os.open(path.with_suffix(".pack"), os.O_RDONLY))
             except OSError:
                 continue
+            if pack == len(self._packs):
+                self._packs.append(path.with_suffix(".pack"))
             self._indices[path] = (pack, seen + len(entries))
             entries = entries[(entries["sample"] >= 0) & (entries["sample"] < len(self._pack_of))]
             self._entry_of[entries["sample"]] = entries
@@ -91,9 +91,10 @@ class Disk:
                 return None
             _, label, at, length, crc = self._entry_of[sample].tolist()
         try:
-            data = os.pread(self._packs[pack], max(length, 0), at)
-        except OSError:
-            data = b""
+            with open(self._packs[pack], "rb", buffering=0) as file:
+                data = os.pread(file.fileno(), max(length, 0), at)
+        except OSError:  # dropped meanwhile
+            return None
         if len(data) == length and _crc(sample, label, data) == crc:
             return data, label
         with self._lock:
@@ -131,7 +132,7 @@ class Disk:
     def close(self) -> None:
         """Close the files. May be called twice."""
         with self._lock:
-            files, self._packs, self._out = [*self._packs, *(self._out or ())], [], None
+            files, self._out = self._out or (), None
             self._pack_of[:] = -1
             self.trouble = self.trouble or "closed"
         for file in files:
@@ -149,7 +150,7 @@ def usage(folder: str | Path) -> list[tuple[Path, int, int]]:
 
 
 def drop(folder: str | Path) -> list[Path]:
-    """Remove every data set that is kept below `folder`; return their folders. Processes that read them go on reading."""
+    """Remove every data set that is kept below `folder`; return their folders. Processes that use them go on with the source."""
     kept = sorted(Path(folder).glob("tfcommx-*/"))
     for path in kept:
         shutil.rmtree(path)

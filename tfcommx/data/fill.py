@@ -6,6 +6,7 @@ import functools
 import os
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -74,12 +75,13 @@ class Filler:
 
     Args:
       skip: a sample that cannot be read is left out of its batch, and counted; else it is an error that names the file.
+      partial: that samples find no room is no surprise; else the first one is announced by a warning.
       threads: that read and decode, >= 1.
     **Raises:** SampleError, from `fetch`, without `skip`.
     """
 
-    def __init__(self, source: Source, slab: Slab, disk: Disk | None, store: int | None, skip: bool, threads: int) -> None:
-        self.source, self.slab, self.disk, self.store, self.skip = source, slab, disk, store, skip
+    def __init__(self, source: Source, slab: Slab, disk: Disk | None, store: int | None, skip: bool, partial: bool, threads: int) -> None:
+        self.source, self.slab, self.disk, self.store, self.skip, self.partial = source, slab, disk, store, skip, partial
         self.counts: dict[int, Counter[str]] = {}  # per epoch: disk, source, repaired, unreadable, overflow
         self.unreadable: dict[int, str] = {}  # sample -> what was wrong
         self._lock = threading.Lock()
@@ -184,6 +186,13 @@ class Filler:
         if self.slab.repair(sample, label, pixels) if damaged else self.slab.put(sample, label, pixels):
             return b""
         self._count(epoch, "overflow")
+        if not self.partial:
+            self.partial = True
+            warnings.warn(
+                f"{self.slab.path} has no room for all samples, though it was made for them: others have filled the shared memory, or "
+                "parts are exchanged without `swap`. The rest is read and decoded in every epoch, which is slow.",
+                stacklevel=2,
+            )
         return pack(sample, label, pixels)
 
     def _decoded(self, sample: int, epoch: int) -> tuple[np.ndarray, int, bytes | None]:

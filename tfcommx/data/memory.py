@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tfcommx.data.cache import Options
 
 PROBES = 64  # samples that are decoded for the estimate
+SPARED = 1 << 30  # bytes, and at most an eighth, of a shared memory that no slab takes: MPI and NCCL need some, and on a full one they die
 
 
 def sample_bytes(source: Source, disk: Disk | None, part: np.ndarray, store: int | None) -> float:
@@ -52,13 +53,14 @@ def reserved_elsewhere(folder: str, own: str = "") -> dict[str, int]:
 
 
 def offered_bytes(folder: str, limit: int | None, own: str = "") -> int:
-    """Return the bytes that a slab in `folder` may take: the least of what is free there, in the node's memory, in this
-    process's control groups, and `limit`.
+    """Return the bytes that a slab in `folder` may take: the least of what is free there, but some for others, in the node's
+    memory, in this process's control groups, and `limit`.
 
     What other slabs there have reserved and not yet taken is not free; that of the name `own` is not another.
     """
     free = os.statvfs(folder)
-    offers = [free.f_bavail * free.f_frsize] if free.f_blocks else []  # a tmpfs without a limit has no blocks
+    spared = min(SPARED, free.f_blocks * free.f_frsize // 8)
+    offers = [free.f_bavail * free.f_frsize - spared] if free.f_blocks else []  # a tmpfs without a limit has no blocks
     if (left := left_bytes()) is not None:
         offers.append(left)
     for line in Path("/proc/meminfo").read_text().splitlines():

@@ -21,7 +21,7 @@ from tfcommx.data.augment import unpack
 from tfcommx.data.slab import RECORD, Slab, pack, record_bytes
 from tfcommx.terms import Topology
 
-ROUND_BYTES = 64 * 2**20  # sent to one node at once: bounds the memory, and counts stay below 2^31 on any engine
+ROUND_BYTES = 64 * 2**20  # sent by a rank at once, to all nodes together: bounds the memory, and counts stay below 2^31 on any engine
 
 
 class Transport(Protocol):
@@ -53,7 +53,7 @@ def swap(slab: Slab, transport: Transport, topology: Topology, rank: int, seed: 
     transport.gather_objects(None)  # all have looked: now samples may leave
     arrived, lost = 0, 0
     while True:
-        shards = [_take(slab, queue, free) for queue in queues]
+        shards = [_take(slab, queue, free, ROUND_BYTES // len(queues)) for queue in queues]
         longest = max(transport.gather_objects(max(map(len, shards))))
         if longest == 0:
             break
@@ -88,11 +88,11 @@ def _place(free: list[tuple[int, int]], size: int) -> int | None:
     return at
 
 
-def _take(slab: Slab, queue: list[int], free: list[tuple[int, int]]) -> bytes:
-    """Take samples from the queue and out of the slab; return their records, about ROUND_BYTES."""
+def _take(slab: Slab, queue: list[int], free: list[tuple[int, int]], enough: int) -> bytes:
+    """Take samples from the queue and out of the slab; return their records, `enough` bytes and less than one more record."""
     records: list[bytes] = []
     size = 0
-    while queue and size < ROUND_BYTES:
+    while queue and size < enough:
         sample = queue.pop()
         if (got := slab.get(sample)) is not None and slab.intact(sample):
             records.append(pack(sample, got[1], got[0]))

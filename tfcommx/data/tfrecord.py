@@ -49,10 +49,11 @@ class TFRecords:
     """Records with an encoded image and an integer label, in one or many uncompressed TFRecord files.
 
     Args:
-      files: in the order that numbers the samples.
+      files: one, or several in the order that numbers the samples.
       image, label: the features' names; the defaults are ImageNet's.
       first_label: what the files call class 0; ImageNet's files count from 1.
-      classes: names of the labels; where they are known, a record with another label is a SampleError when it is read.
+      classes: names of the labels. A record with a label below `first_label`, or beyond the classes where they are known, is a
+        SampleError when it is read.
       skip: files that are cut off or have a damaged length are left out, and listed in `broken`; else they are an error.
     The key is made of the files' names, sizes and times of change, the features and the classes. Every record is checked against its
     CRC when it is read.
@@ -64,7 +65,7 @@ class TFRecords:
 
     def __init__(
         self,
-        files: Sequence[str | os.PathLike],
+        files: str | os.PathLike | Sequence[str | os.PathLike],
         image: str = "image/encoded",
         label: str = "image/class/label",
         first_label: int = 1,
@@ -72,7 +73,7 @@ class TFRecords:
         channels: int = 3,
         skip: bool = False,
     ) -> None:
-        self.files = [str(file) for file in files]
+        self.files = [str(file) for file in ([files] if isinstance(files, str | os.PathLike) else files)]
         self.image, self.label, self.first_label, self.classes, self.channels = (
             image,
             label,
@@ -131,9 +132,10 @@ class TFRecords:
                 f"features {sorted(features)}"
             )
         number = label[0] - self.first_label
-        if self.classes and not 0 <= number < len(self.classes):
+        if number < 0 or (self.classes and number >= len(self.classes)):
+            end = f", {self.first_label + len(self.classes)})" if self.classes else ", ...)"
             raise SampleError(
-                f"a label in [{self.first_label}, {self.first_label + len(self.classes)}) is required, the record has {label[0]}"
+                f"a label in [{self.first_label}{end} is required, the record has {label[0]}; `first_label` says what class 0 is called"
             )
         return image[0], number
 
