@@ -250,3 +250,28 @@ def test_a_model_must_be_built_and_have_its_names(comm: Comm, folder: Path) -> N
     take(again, comm)
     with pytest.raises(cx.PlanError, match=r"'small/out/bias', which.*has 'small/end/bias'"):
         checkpoint.restore(other, folder)
+
+
+def test_what_keras_does_not_save_is_saved(comm: Comm, folder: Path) -> None:
+    """Under a LossScaleOptimizer, Nadam's product: from one again, the first steps after a restore are several times too long."""
+    def nadam() -> keras.Model:
+        return compiled(cx.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.Nadam(0.01), 2.0), SPARSE))
+
+    net, again = nadam(), nadam()
+    take(net, comm, 2)
+    checkpoint.save(net, folder, 0)
+    checkpoint.restore(again, folder)
+    for each in (net, again):
+        take(each, comm)
+    assert same(state(net), state(again))
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_the_first_step(comm: Comm, folder: Path) -> None:
+    net, last = wrapped(), comm.topology.size - 1
+    if comm.rank == last:
+        (folder / "file").write_text("")
+    comm.gather_objects("written")
+    own = folder / ("file" if comm.rank == last else "mine") / "checkpoint"  # the others can
+    with pytest.raises(cx.PlanError, match=rf"rank {last} says: .*Not a directory"):
+        fit(net, comm, extra=(checkpoint.Checkpoint(own),))
+    assert not net.optimizer.exchanger.exchanges

@@ -126,7 +126,7 @@ class BroadcastState(keras.callbacks.Callback):
     def _broadcast(self) -> None:
         optimizers = wrapped_optimizers(self.model)
         own = {id(variable) for optimizer in optimizers for variable in accumulated(optimizer).values()}
-        state = [variable for optimizer in optimizers for variable in optimizer.variables]
+        state = [variable for optimizer in optimizers for variable in (*optimizer.variables, *wrap.unlisted(optimizer).values())]
         for optimizer in optimizers:  # now, while the order is that of the whole model
             exchanger_in(optimizer).names_of(self.model.weights)
         broadcast_variables([variable for variable in (*self.model.variables, *state) if id(variable) not in own], self.root)

@@ -25,6 +25,7 @@ import numpy as np
 from tfcommx import comm
 from tfcommx.optim.callbacks import accumulated, exchanger_in, wrapped_optimizers
 from tfcommx.optim.exchanger import Left, sum_owed
+from tfcommx.optim.wrap import unlisted
 from tfcommx.schedule.run import Owed, owed_of
 from tfcommx.terms import Plan, PlanError
 
@@ -39,7 +40,8 @@ class Checkpoint(keras.callbacks.Callback):
         folder: where to; on every node, or on a file system that all nodes see.
 
     **Ranks:** all. **Cost:** rank 0 writes the model, each rank its residuals (4 bytes per entry that it selects from).
-    **Raises:** PlanError, before the first step, for a model that Keras cannot write down and for a damaged checkpoint.json.
+    **Raises:** PlanError, before the first step, for a model that Keras cannot write down, for a damaged checkpoint.json, and for
+    a folder that a rank cannot write to.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -47,6 +49,10 @@ class Checkpoint(keras.callbacks.Callback):
         self.folder = Path(folder)
 
     def on_train_begin(self, logs: Any = None) -> None:
+        for rank, said in enumerate(comm.current().gather_objects(_why_not(self.folder))):
+            if said:
+                raise PlanError(f"A checkpoint needs a folder that every rank can write to. Received {self.folder}, of which rank {rank} "
+                                f"says: {said}. Make room for it, or give another.")
         _heads(self.folder)
         wrapped_optimizers(self.model)
         try:
@@ -140,11 +146,11 @@ def restore(model: keras.Model, folder: str | Path) -> int:
             raise FileNotFoundError(f"Rank {rank} needs {names[0]} to continue from the checkpoint of epoch {head['epoch']} in {folder}. "
                                     "Copy it there, or use a folder that all nodes see.")
     files = [_read_owed(path, rank) for path, rank in zip(mine, inherited, strict=True)]
-    trained = here.gather_objects([record.trained for record in files[0]] if here.rank == 0 else None)[0]
-    if len(trained) != len(optimizers):
-        raise PlanError(f"The checkpoint in {folder} has the state of {len(trained)} wrapped optimizers. Received a model with "
+    roots = here.gather_objects([(record.trained, record.unlisted) for record in files[0]] if here.rank == 0 else None)[0]
+    if len(roots) != len(optimizers):
+        raise PlanError(f"The checkpoint in {folder} has the state of {len(roots)} wrapped optimizers. Received a model with "
                         f"{len(optimizers)}. Compile it as it was.")
-    for index, (optimizer, paths) in enumerate(zip(optimizers, trained, strict=True)):
+    for index, (optimizer, (paths, beside)) in enumerate(zip(optimizers, roots, strict=True)):
         names_of = exchanger_in(optimizer).names_of
         known = dict(zip(names_of(model.weights), model.weights, strict=True))  # frozen ones, too
         needed = {path for file in files for path in file[index].paths} | set(paths)
@@ -155,6 +161,8 @@ def restore(model: keras.Model, folder: str | Path) -> int:
             now = [] if len(optimizers) > 1 else model.trainable_variables
             new = set(names_of(now)) - set(paths)  # then Keras says that the optimizer's state begins anew
             optimizer.build(now if new else [known[path] for path in paths])
+        for name in unlisted(optimizer).keys() & beside:
+            unlisted(optimizer)[name].assign(beside[name])
     if weights.is_file():  # the others get it by BroadcastState
         model.load_weights(weights)
     for index, optimizer in enumerate(optimizers):
@@ -187,6 +195,7 @@ class Record(NamedTuple):
     velocity: Owed
     sums: Owed  # gradients that are being accumulated
     lefts: list[Left]
+    unlisted: dict[str, np.ndarray]  # what the optimizer keeps and Keras does not save
 
     @property
     def paths(self) -> set[str]:
@@ -210,6 +219,15 @@ def _put(part: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):  # some network file systems cannot, for a folder
             raise
+
+
+def _why_not(folder: Path) -> str | None:
+    """Make a folder; say why nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return str(error)
+    return None if os.access(folder, os.W_OK | os.X_OK) else "no permission, or a read-only file system"
 
 
 def _sync(path: Path) -> None:
@@ -236,7 +254,8 @@ def _write_owed(model: keras.Model, path: Path) -> None:
             "trained": exchanger.names_of(getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables),
             "owed": put(exchanger.owed),
             "velocity": put(exchanger.velocity),  # NumPy's files know no bfloat16: float32 holds it exactly
-            "sums": put({name: total.astype(np.promote_types(total.dtype, np.float32)) for name, total in sums.items()}),
+            "sums": put({name: _wide(total) for name, total in sums.items()}),
+            "unlisted": put({name: _wide(variable.numpy()) for name, variable in unlisted(optimizer).items()}),
             "plans": [{"plan": left.plan.to_json(), "steps": left.steps, "residuals": put(left.residuals),
                        "velocities": put(left.velocities)} for left in exchanger.all_left()],
         })
@@ -244,6 +263,10 @@ def _write_owed(model: keras.Model, path: Path) -> None:
     with part.open("wb") as file:
         np.savez(file, index=np.array(json.dumps(index)), **arrays)
     _put(part, path)
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.promote_types(array.dtype, np.float32))
 
 
 def _read_owed(path: Path, rank: int) -> list[Record]:
@@ -254,4 +277,4 @@ def _read_owed(path: Path, rank: int) -> list[Record]:
 
         return [Record(row["trained"], get(row["owed"]), get(row["velocity"]), get(row["sums"]),
                        [Left(Plan.from_json(plan["plan"]), plan["steps"], rank, get(plan["residuals"]), get(plan["velocities"]))
-                        for plan in row["plans"]]) for row in json.loads(str(stored["index"]))]
+                        for plan in row["plans"]], get(row.get("unlisted", {}))) for row in json.loads(str(stored["index"]))]
