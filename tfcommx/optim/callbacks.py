@@ -57,6 +57,11 @@ def accumulated(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variab
     return dict(zip(optimizer.exchanger.names_of(optimizer._trainable_variables), sums, strict=True)) if sums else {}
 
 
+def seed_generators(model: keras.Model) -> list[keras.random.SeedGenerator]:
+    """Return the generators of a model's layers, such as dropout's. Keras saves none of them."""
+    return list({id(one): one for layer in model._flatten_layers() for one in layer._seed_generators}.values())
+
+
 class BroadcastState(keras.callbacks.Callback):
     """Start all ranks from the same point: weights and optimizer state of rank `root`; no XLA, one loss scale.
 
@@ -130,8 +135,7 @@ class BroadcastState(keras.callbacks.Callback):
         for optimizer in optimizers:  # now, while the order is that of the whole model
             exchanger_in(optimizer).names_of(self.model.weights)
         broadcast_variables([variable for variable in (*self.model.variables, *state) if id(variable) not in own], self.root)
-        generators = {id(one): one for layer in self.model._flatten_layers() for one in layer._seed_generators}
-        for generator in generators.values() if comm.rank() != self.root else ():
+        for generator in seed_generators(self.model) if comm.rank() != self.root else ():
             seed, count = generator.state.numpy()
             generator.state.assign([(int(seed) + (comm.rank() - self.root) * SEED_STEP) % 2**31, count])
 

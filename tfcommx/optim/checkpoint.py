@@ -3,7 +3,7 @@
     folder/
       checkpoint.json                 written last: names the save that is whole, its epoch, and the number of ranks
       model-0003.keras                of save 3: weights and optimizers' state, a plain Keras file
-      owed-0003-rank-0000.npz         one per rank: residuals and velocities, as they lie in its plans; sums of gradients
+      owed-0003-rank-0000.npz         one per rank: residuals and velocities, as they lie in its plans; sums of gradients; seeds
 
 Saves are numbered, each one more than the last, also where an epoch is saved twice: no file of the checkpoint that
 checkpoint.json names is ever replaced. So a run that is killed while it saves leaves the one before intact, or the new one.
@@ -23,7 +23,7 @@ import keras
 import numpy as np
 
 from tfcommx import comm
-from tfcommx.optim.callbacks import accumulated, exchanger_in, wrapped_optimizers
+from tfcommx.optim.callbacks import accumulated, exchanger_in, seed_generators, wrapped_optimizers
 from tfcommx.optim.exchanger import Left, sum_owed
 from tfcommx.optim.wrap import unlisted
 from tfcommx.schedule.run import Owed, owed_of
@@ -150,6 +150,9 @@ def restore(model: keras.Model, folder: str | Path) -> int:
     if len(roots) != len(optimizers):
         raise PlanError(f"The checkpoint in {folder} has the state of {len(roots)} wrapped optimizers. Received a model with "
                         f"{len(optimizers)}. Compile it as it was.")
+    for records in files[:1]:  # a rank that was not there gets its own from BroadcastState
+        for generator, seed in zip(seed_generators(model), records[0].seeds, strict=False):
+            generator.state.assign(seed)
     for index, (optimizer, (paths, beside)) in enumerate(zip(optimizers, roots, strict=True)):
         names_of = exchanger_in(optimizer).names_of
         known = dict(zip(names_of(model.weights), model.weights, strict=True))  # frozen ones, too
@@ -196,6 +199,7 @@ class Record(NamedTuple):
     sums: Owed  # gradients that are being accumulated
     lefts: list[Left]
     unlisted: dict[str, np.ndarray]  # what the optimizer keeps and Keras does not save
+    seeds: list[list[int]]  # of the model's generators
 
     @property
     def paths(self) -> set[str]:
@@ -255,6 +259,7 @@ def _write_owed(model: keras.Model, path: Path) -> None:
             "owed": put(exchanger.owed),
             "velocity": put(exchanger.velocity),  # NumPy's files know no bfloat16: float32 holds it exactly
             "sums": put({name: _wide(total) for name, total in sums.items()}),
+            "seeds": [generator.state.numpy().tolist() for generator in seed_generators(model)],
             "unlisted": put({name: _wide(variable.numpy()) for name, variable in unlisted(optimizer).items()}),
             "plans": [{"plan": left.plan.to_json(), "steps": left.steps, "residuals": put(left.residuals),
                        "velocities": put(left.velocities)} for left in exchanger.all_left()],
@@ -277,4 +282,5 @@ def _read_owed(path: Path, rank: int) -> list[Record]:
 
         return [Record(row["trained"], get(row["owed"]), get(row["velocity"]), get(row["sums"]),
                        [Left(Plan.from_json(plan["plan"]), plan["steps"], rank, get(plan["residuals"]), get(plan["velocities"]))
-                        for plan in row["plans"]], get(row.get("unlisted", {}))) for row in json.loads(str(stored["index"]))]
+                        for plan in row["plans"]], get(row.get("unlisted", {})), row.get("seeds", []))
+                for row in json.loads(str(stored["index"]))]
