@@ -33,7 +33,8 @@ def DistributedOptimizer(
     """Wrap a Keras optimizer so that every rank applies the gradients of all ranks.
 
     Works in `model.fit` and in custom loops (`apply_gradients`, `apply`), with clipping, EMA, gradient accumulation (one
-    exchange per accumulated step) and LossScaleOptimizer, whose skipped steps are agreed between the ranks.
+    exchange per accumulated step) and LossScaleOptimizer, whose skipped steps are agreed between the ranks. Sparse gradients, as of
+    embeddings, become dense: what came for the same row is added first. Keras alone does not, and Adam then squares each part.
 
     Args:
         optimizer: any Keras optimizer; its state, where it has some, is copied.
