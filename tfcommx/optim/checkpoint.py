@@ -23,7 +23,7 @@ import keras
 import numpy as np
 
 from tfcommx import comm
-from tfcommx.optim.callbacks import accumulated, exchanger_in, seed_generators, wrapped_optimizers
+from tfcommx.optim.callbacks import accumulated, agree_on_names, exchanger_in, seed_generators, wrapped_optimizers
 from tfcommx.optim.exchanger import Left, sum_owed
 from tfcommx.optim.wrap import unlisted
 from tfcommx.schedule.run import Owed, owed_of
@@ -138,6 +138,7 @@ def restore(model: keras.Model, folder: str | Path) -> int:
     if not model.built or not model.weights:
         raise PlanError(f"A checkpoint is restored into a model that is built. Received {model.name!r}, which has no weights yet, or was "
                         "never called. Call it on a batch, or model.build(input_shape), first.")
+    agree_on_names(model, 0)
     weights, inherited = folder / _model_name(number), range(here.rank, ranks, here.topology.size)
     mine = [folder / _owed_name(number, rank) for rank in inherited]
     missing = [str(path) for path in ([weights] if here.rank == 0 else []) + mine if not path.is_file()]
