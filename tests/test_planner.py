@@ -38,6 +38,20 @@ def test_small_variables_stay_dense_and_order_is_backward() -> None:
     assert plan.buckets[1].k == round(0.01 * (64 * 100 + 9 * 512) / 2)
 
 
+def test_complex_gradients_are_refused() -> None:
+    """As float32 they would lose their imaginary parts."""
+    with pytest.raises(PlanError, match=r"complex64 for 'filter/kernel'.*two variables"):
+        make_plan([*GRADIENTS, Gradient("filter/kernel", (8, 8), "complex64")], {"*": Scheme()}, Topology(2, 2))
+
+
+def test_a_pattern_means_all_variables_of_that_path() -> None:
+    """Two towers have layers of the same name: the second one's variables have a number."""
+    towers = [Gradient(name, (50, 50), "float32") for name in ("dense/kernel", "dense/kernel#2", "out/kernel")]
+    plan = make_plan(towers, {"dense/kernel": SPARSE, "*": Scheme()}, Topology(2, 2))
+    assert {bucket.route: bucket.variables for bucket in plan.buckets} == {
+        "hitopk": ("dense/kernel#2", "dense/kernel"), "allreduce": ("out/kernel",)}
+
+
 def test_padding_makes_equal_shards() -> None:
     plan = make_plan([Gradient("w", (101, 101), "float32")], {"*": SPARSE}, Topology(2, 8))
     assert plan.buckets[0].padded % 8 == 0

@@ -68,6 +68,9 @@ def test_a_phase_warms_up_its_density(write):
         ("{peak: 0.1}", "{peak: 0.1, warm_up_epochs: 3}", "warm_up_epochs must be less than the 3 epochs"),
         ("name: small", "name: ../small", "name: String should match"),
         ("name: small", "name: [", "is not YAML"),
+        ("name: small", "name: small\nname: large", "the key 'name' comes twice"),
+        ("name: small", "name: small\n? [1]\n: 2", "found unhashable key"),
+        ("name: small", "name: small\nseed: 20261122001122", "seed: Input should be less than 4294967296"),
         (SMALL, "- 1", "a mapping of keys to values is required. Received list."),
     ],
 )
@@ -92,11 +95,12 @@ def test_a_missing_file(tmp_path):
 
 def test_settings(write):
     changed = read(write(SMALL), ["phases.0.epochs=5", "learning_rate.warm_up_epochs=2e0", "data.flip=false", "node_size=null",
-                                  "phases.1.scheme={route: hitopk, selection: mstopk, density: 0.1}"])
+                                  "phases.1.scheme={route: hitopk, selection: mstopk, density: 1e-3}"])
     assert (changed.phases[0].epochs, changed.learning_rate.warm_up_epochs, changed.data.flip) == (5, 2.0, False)
-    assert changed.phases[1].scheme.density == 0.1
+    assert changed.phases[1].scheme.density == 0.001  # PyYAML alone takes 1e-3 for text
     for setting, message in (("epochs", "form place=value"), ("phases.7.epochs=1", "no place 'phases.7.epochs'"),
-                             ("name.x=1", "no place 'name.x'"), ("phase.0=1", "Did you mean 'phases'"), ("seed=[", "not YAML")):
+                             ("name.x=1", "no place 'name.x'"), ("phase.0=1", "Did you mean 'phases'"), ("seed=[", "not YAML"),
+                             ("phases.²=1", "no place")):
         with pytest.raises(RecipeError, match=message):
             read(write(SMALL), [setting])
 

@@ -69,6 +69,11 @@ def test_one_rank_sends_nothing(summary):
     assert "0 B per rank" in shown({**summary, "bytes_between_nodes": 0, "bytes_between_nodes_dense": 0})
 
 
+def test_no_saving_is_claimed_where_there_is_none(summary):
+    text = shown({**summary, "bytes_between_nodes": 221_000, "bytes_between_nodes_dense": 220_000})
+    assert "221 kB per rank" in text and "less than" not in text
+
+
 def test_progress_without_a_terminal_is_one_line_per_epoch(summary):
     stream = io.StringIO()
     with Progress(steps=4, epochs=2, stream=stream) as progress:

@@ -26,10 +26,11 @@ assert not any(name.startswith("tfcommx") for name in sys.modules)
 """
 
 
-def start(folder, *options):
+def start(folder, *options, stderr=None):
     words = [word for setting in SHORT for word in ("--set", setting)]
     command = [sys.executable, "-m", "tfcommx.cli", "train", "configs/fashion_mnist.yaml", "--output", str(folder), *words, *options]
-    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, stdout=subprocess.PIPE)
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, stdout=subprocess.PIPE,
+                            stderr=stderr)
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +47,20 @@ def saved_model(folder):
 
 
 def test_a_killed_run_resumes_to_the_same_weights(run, tmp_path):
-    """kill -9 in the second epoch, then --resume: the weights and the accuracy of the run that was left alone."""
-    process = start(tmp_path)
+    """kill -9 in the second epoch, then --resume: the weights and the accuracy of the run that was left alone.
+
+    Of a run before it: what it would lose is said, and its report is not shown for this one.
+    """
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "checkpoint.json").write_text('{"save": 4, "epoch": 4, "ranks": 1}')
+    (tmp_path / "summary.json").write_text("{}")
+    process, printed = start(tmp_path, stderr=subprocess.STDOUT), ""
     for line in process.stdout:
+        printed += line
         if line.startswith("epoch  1/3"):
             process.kill()
     process.wait()
+    assert f"replaces the checkpoint of 5 epochs in {tmp_path}" in printed
     assert not (tmp_path / "summary.json").exists()
     process = start(tmp_path, "--resume")
     printed, _ = process.communicate()

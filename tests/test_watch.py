@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 
@@ -41,3 +42,12 @@ def test_the_cause_of_an_error_in_a_graph_comes_first(told) -> None:
 @pytest.mark.parametrize(("text", "said"), [("one line", "one line"), ("", ""), ("why\n\n  where\tit was \n", "where it was why")])
 def test_other_errors_are_said_whole(told, text: str, said: str) -> None:
     assert told(ValueError(text)) == f"failed: ValueError: {said}"
+
+
+def test_a_forked_child_is_not_the_rank(told) -> None:
+    """A worker process that a data pipeline forks fails: the rank goes on, and nobody may be told that it has failed."""
+    if not (child := os.fork()):
+        sys.excepthook(ValueError, ValueError("of the child"), None)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert told(ValueError("of the rank")) == "failed: ValueError: of the rank"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,6 +19,21 @@ from tfcommx.terms import Scheme, Topology
 
 class RecipeError(ValueError):
     """A recipe that cannot be carried out; the message names the place in the file."""
+
+
+class _Yaml(yaml.SafeLoader):
+    """YAML in which 1e-3 is a number, as YAML 1.2 has it (PyYAML: text), and no key comes twice (PyYAML: the last one counts)."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} comes twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Yaml.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
 
 
 def _refuse_unknown(keys: Iterable[str], known: Sequence[str]) -> None:
@@ -140,7 +156,7 @@ class Recipe(_Part):
     optimizer: Optimizer = Optimizer()
     learning_rate: LearningRate
     label_smoothing: float = Field(0.0, ge=0, lt=1)
-    seed: int = Field(0, ge=0)  # of the initial weights, the order of the images and their variation
+    seed: int = Field(0, ge=0, lt=2**32)  # as NumPy takes it; of the initial weights, the order of the images and their variation
     links: Path | None = None  # what `tfcommx probe` wrote, on every node; None: nominal prices
     node_size: int | None = Field(None, ge=1)  # ranks that stand for a node; None: the real hosts
     threads: int | None = Field(None, ge=1)  # of one operation in one process; None: TensorFlow's choice, all cores
@@ -183,7 +199,7 @@ def read(path: Path, settings: Sequence[str] = ()) -> Recipe:
     **Raises:** RecipeError that names the file, the place, what is wrong and the nearest key.
     """
     try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        tree = yaml.load(Path(path).read_text(encoding="utf-8"), _Yaml)
     except OSError as error:
         raise RecipeError(f"The recipe {path} cannot be read: {error.strerror}.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -201,11 +217,11 @@ def read(path: Path, settings: Sequence[str] = ()) -> Recipe:
 def _change(tree: dict[str, Any], setting: str) -> None:
     """Carry out `a.0.b=value` in place."""
     place, equals, text = setting.partition("=")
-    keys = [int(key) if key.isdigit() else key for key in place.split(".")]
+    keys = [int(key) if key.isdecimal() else key for key in place.split(".")]
     if not equals or not all(str(key) for key in keys):
         raise RecipeError(f"A setting needs the form place=value, such as phases.0.epochs=1. Received {setting!r}.")
     try:
-        value, inner = yaml.safe_load(text), tree
+        value, inner = yaml.load(text, _Yaml), tree
         for key in keys[:-1]:
             inner = inner.setdefault(key, {}) if isinstance(inner, dict) else inner[key]
         inner[keys[-1]] = value

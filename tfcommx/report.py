@@ -138,7 +138,7 @@ def show(summary: dict[str, Any], console: Console | None = None) -> None:
 
     total = Table(show_header=False)
     dense, sent = summary["bytes_between_nodes_dense"], summary["bytes_between_nodes"]
-    saved = f", {dense / sent:.1f} times less than the {_bytes(dense)} of dense gradients" if sent else ""
+    saved = f", {dense / sent:.1f} times less than the {_bytes(dense)} of dense gradients" if dense > sent > 0 else ""
     identical = summary["replicas_identical"]
     for name, text in (
         ("test accuracy", f"{summary['test_accuracy']:.4f}"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from tfcommx.data.cache import DataCache, Options
 from tfcommx.models import small_cnn
 from tfcommx.optim import callbacks, checkpoint
 from tfcommx.recipe import Recipe
+
+log = logging.getLogger("tfcommx")
 
 EVALUATION_BATCH = 500  # images; large enough to be fast, small enough to stay in the cache
 
@@ -190,7 +194,10 @@ def train(recipe: Recipe, output_folder: Path, resume: bool = False, terminal: s
     keras.utils.set_random_seed(recipe.seed)
     model = small_cnn(recipe.model.filters, recipe.model.residual, classes)
     saved = output_folder / "checkpoint"
-    first = checkpoint.next_epoch(saved) if resume else 0
+    held = checkpoint.next_epoch(saved)
+    if held and not resume and comm.rank == 0:
+        log.warning("The first epoch replaces the checkpoint of %d epochs in %s. Stop now and add --resume to continue it.", held, saved)
+    first = held if resume else 0
     if first >= recipe.epochs:
         raise cx.PlanError(f"A resumed run needs epochs left to train. {saved} holds {first} of {recipe.epochs}.")
     schemes = recipe.scheme_of_epoch()
@@ -209,6 +216,9 @@ def train(recipe: Recipe, output_folder: Path, resume: bool = False, terminal: s
     every_phase = [timing, LearningRate(recipe, steps, global_batch), switch, callbacks.AverageMetrics(),
                    callbacks.AverageBatchNorm(), compare, evaluation, checkpoint.Checkpoint(saved), rows]
     begin = [callbacks.BroadcastState()]
+    if comm.rank == 0:
+        with contextlib.suppress(OSError):  # of a run before: `tfcommx report` would show it for this one
+            (output_folder / "summary.json").unlink()
 
     with progress:
         for number, phase in enumerate(recipe.phases):

@@ -111,6 +111,8 @@ def _say_how_it_ends(ours: socket.socket) -> threading.Event:
 
     def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
+        if os.getpid() != pid:  # a forked child is not the rank
+            return
         no_bye.set()
         if GONE in str(error):
             time.sleep(2 * LAUNCHER_SECONDS)
@@ -120,7 +122,7 @@ def _say_how_it_ends(ours: socket.socket) -> threading.Event:
             ours.send(f"failed: {kind.__name__}: {_cause_first(str(error))}"[:300].encode())
 
     def bye() -> None:
-        if os.getpid() == pid and not no_bye.is_set():  # a forked child is not the rank
+        if os.getpid() == pid and not no_bye.is_set():
             with contextlib.suppress(OSError):
                 ours.send(b"bye")
 

@@ -250,3 +250,47 @@ def test_a_model_must_be_built_and_have_its_names(comm: Comm, folder: Path) -> N
     take(again, comm)
     with pytest.raises(cx.PlanError, match=r"'small/out/bias', which.*has 'small/end/bias'"):
         checkpoint.restore(other, folder)
+
+
+def test_dropout_goes_on_where_it_was(comm: Comm, folder: Path) -> None:
+    """Keras saves no seeds: a run that was resumed dropped the entries of its first epochs again."""
+    def dropping(seed: int) -> keras.Model:
+        keras.utils.set_random_seed(seed)
+        net = keras.Sequential([keras.layers.Input((12,)), keras.layers.Dropout(0.5), keras.layers.Dense(3, name="out")], name="net")
+        net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.1), SPARSE), "sparse_categorical_crossentropy", jit_compile=False)
+        return net
+
+    net, again = dropping(1), dropping(2)
+    for each, epoch in ((net, 0), (again, 1), (net, 1)):
+        if each is again:
+            checkpoint.save(net, folder, 0)
+            assert checkpoint.restore(again, folder) == 1
+        fit(each, comm, epochs=epoch + 1, initial_epoch=epoch)
+    assert same(state(net), state(again))
+    states = [one.layers[0].seed_generator.state.numpy().tolist() for one in (net, again)]
+    assert states[0] == states[1] and states[0][1] == 8
+
+
+def test_what_keras_does_not_save_is_saved(comm: Comm, folder: Path) -> None:
+    """Under a LossScaleOptimizer, Nadam's product: from one again, the first steps after a restore are several times too long."""
+    def nadam() -> keras.Model:
+        return compiled(cx.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.Nadam(0.01), 2.0), SPARSE))
+
+    net, again = nadam(), nadam()
+    take(net, comm, 2)
+    checkpoint.save(net, folder, 0)
+    checkpoint.restore(again, folder)
+    for each in (net, again):
+        take(each, comm)
+    assert same(state(net), state(again))
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_the_first_step(comm: Comm, folder: Path) -> None:
+    net, last = wrapped(), comm.topology.size - 1
+    if comm.rank == last:
+        (folder / "file").write_text("")
+    comm.gather_objects("written")
+    own = folder / ("file" if comm.rank == last else "mine") / "checkpoint"  # the others can
+    with pytest.raises(cx.PlanError, match=rf"rank {last} says: .*Not a directory"):
+        fit(net, comm, extra=(checkpoint.Checkpoint(own),))
+    assert not net.optimizer.exchanger.exchanges

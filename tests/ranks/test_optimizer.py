@@ -365,6 +365,11 @@ def test_bad_calls(comm: Comm) -> None:
     wrapped = cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
     with pytest.raises(cx.PlanError, match="wrapped already"):
         cx.DistributedOptimizer(wrapped)
+    remade = type(wrapped).from_config(wrapped.get_config())
+    with pytest.raises(cx.PlanError, match="exchanges nothing"):
+        remade.apply([tf.ones(2)], [keras.Variable(np.ones(2, "float32"))])
+    with pytest.raises(cx.PlanError, match="plain optimizer is required"):
+        cx.DistributedOptimizer(remade)
     with pytest.raises(cx.PlanError, match="Did you mean 'average'"):
         cx.DistributedOptimizer(keras.optimizers.SGD(0.1), op="averag")
     with pytest.raises(cx.PlanError, match="Did you mean 'hitopk'"):

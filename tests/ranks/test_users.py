@@ -257,6 +257,22 @@ def test_variables_of_a_custom_loop_are_broadcast(comm: Comm) -> None:
             cx.broadcast_variables(variables if comm.rank else variables[1:])
 
 
+def test_a_model_that_one_rank_alone_has_loaded(comm: Comm, folder: Path) -> None:
+    """Keras gives its variables other paths than those of a model that is built."""
+    net = compiled(cx.DistributedOptimizer(keras.optimizers.Adam(0.01), SPARSE))
+    if comm.rank == 0:
+        net.save(folder / "first.keras")
+    for begun in (0, 1):
+        net, plain = model(seed=9), keras.optimizers.Adam(0.01)
+        if comm.rank == 0:
+            net = keras.models.load_model(folder / "first.keras")
+            plain = net.optimizer
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        net.compile(cx.DistributedOptimizer(plain, SPARSE), loss=loss, jit_compile=False)
+        assert checkpoint.restore(net, folder) == begun
+        assert fit(net, comm, epochs=begun + 1, initial_epoch=begun, extra=(checkpoint.Checkpoint(folder),)).identical
+
+
 class Relays(keras.optimizers.SGD):
     """As optimizers around others are written: the inner one takes the step."""
 

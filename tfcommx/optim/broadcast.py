@@ -16,10 +16,11 @@ _CARRIED = {tf.bfloat16: tf.float32, tf.bool: tf.float32, tf.uint32: tf.int64, t
 
 
 def broadcast_variables(variables: Iterable[keras.Variable], root: int = 0) -> None:
-    """Give every rank the values that rank `root` has: weights, an optimizer's state, seeds.
+    """Give every rank the values that rank `root` has: weights, an optimizer's state.
 
-    For custom loops, as `callbacks.BroadcastState` is for `fit`: `broadcast_variables([*model.variables, *optimizer.variables])`
-    after everything is built and restored, before the first step.
+    For custom loops, as `callbacks.BroadcastState` is for `fit`: `broadcast_variables([*model.weights, *optimizer.variables])`
+    after everything is built and restored, before the first step. `model.variables` has the seeds of dropout, too: ranks that drop
+    the same entries learn less from a batch.
 
     Args:
         variables: Keras variables of any shape and dtype, equally many on all ranks, in the same order.

@@ -57,6 +57,24 @@ def accumulated(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variab
     return dict(zip(optimizer.exchanger.names_of(optimizer._trainable_variables), sums, strict=True)) if sums else {}
 
 
+def agree_on_names(model: keras.Model, root: int) -> None:
+    """Call a model's variables, in plans and checkpoints, what rank `root` calls them.
+
+    Keras gives other paths to a model that is loaded than to one that is built, and one rank alone may have loaded it.
+    **Ranks:** all. A model with other weights than the root's is left as it is: broadcast_variables refuses it.
+    """
+    for optimizer in wrapped_optimizers(model):
+        exchanger = exchanger_in(optimizer)
+        names = comm.current().gather_objects(exchanger.names_of(model.weights))[root]
+        if len(names) == len(model.weights):
+            exchanger.call(model.weights, names)
+
+
+def seed_generators(model: keras.Model) -> list[keras.random.SeedGenerator]:
+    """Return the generators of a model's layers, such as dropout's. Keras saves none of them."""
+    return list({id(one): one for layer in model._flatten_layers() for one in layer._seed_generators}.values())
+
+
 class BroadcastState(keras.callbacks.Callback):
     """Start all ranks from the same point: weights and optimizer state of rank `root`; no XLA, one loss scale.
 
@@ -126,12 +144,10 @@ class BroadcastState(keras.callbacks.Callback):
     def _broadcast(self) -> None:
         optimizers = wrapped_optimizers(self.model)
         own = {id(variable) for optimizer in optimizers for variable in accumulated(optimizer).values()}
-        state = [variable for optimizer in optimizers for variable in optimizer.variables]
-        for optimizer in optimizers:  # now, while the order is that of the whole model
-            exchanger_in(optimizer).names_of(self.model.weights)
+        state = [variable for optimizer in optimizers for variable in (*optimizer.variables, *wrap.unlisted(optimizer).values())]
+        agree_on_names(self.model, self.root)  # now, while the order is that of the whole model
         broadcast_variables([variable for variable in (*self.model.variables, *state) if id(variable) not in own], self.root)
-        generators = {id(one): one for layer in self.model._flatten_layers() for one in layer._seed_generators}
-        for generator in generators.values() if comm.rank() != self.root else ():
+        for generator in seed_generators(self.model) if comm.rank() != self.root else ():
             seed, count = generator.state.numpy()
             generator.state.assign([(int(seed) + (comm.rank() - self.root) * SEED_STEP) % 2**31, count])
 

@@ -3,7 +3,7 @@
     folder/
       checkpoint.json                 written last: names the save that is whole, its epoch, and the number of ranks
       model-0003.keras                of save 3: weights and optimizers' state, a plain Keras file
-      owed-0003-rank-0000.npz         one per rank: residuals and velocities, as they lie in its plans; sums of gradients
+      owed-0003-rank-0000.npz         one per rank: residuals and velocities, as they lie in its plans; sums of gradients; seeds
 
 Saves are numbered, each one more than the last, also where an epoch is saved twice: no file of the checkpoint that
 checkpoint.json names is ever replaced. So a run that is killed while it saves leaves the one before intact, or the new one.
@@ -23,8 +23,9 @@ import keras
 import numpy as np
 
 from tfcommx import comm
-from tfcommx.optim.callbacks import accumulated, exchanger_in, wrapped_optimizers
+from tfcommx.optim.callbacks import accumulated, agree_on_names, exchanger_in, seed_generators, wrapped_optimizers
 from tfcommx.optim.exchanger import Left, sum_owed
+from tfcommx.optim.wrap import unlisted
 from tfcommx.schedule.run import Owed, owed_of
 from tfcommx.terms import Plan, PlanError
 
@@ -39,7 +40,8 @@ class Checkpoint(keras.callbacks.Callback):
         folder: where to; on every node, or on a file system that all nodes see.
 
     **Ranks:** all. **Cost:** rank 0 writes the model, each rank its residuals (4 bytes per entry that it selects from).
-    **Raises:** PlanError, before the first step, for a model that Keras cannot write down and for a damaged checkpoint.json.
+    **Raises:** PlanError, before the first step, for a model that Keras cannot write down, for a damaged checkpoint.json, and for
+    a folder that a rank cannot write to.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -47,6 +49,10 @@ class Checkpoint(keras.callbacks.Callback):
         self.folder = Path(folder)
 
     def on_train_begin(self, logs: Any = None) -> None:
+        for rank, said in enumerate(comm.current().gather_objects(_why_not(self.folder))):
+            if said:
+                raise PlanError(f"A checkpoint needs a folder that every rank can write to. Received {self.folder}, of which rank {rank} "
+                                f"says: {said}. Make room for it, or give another.")
         _heads(self.folder)
         wrapped_optimizers(self.model)
         try:
@@ -132,6 +138,7 @@ def restore(model: keras.Model, folder: str | Path) -> int:
     if not model.built or not model.weights:
         raise PlanError(f"A checkpoint is restored into a model that is built. Received {model.name!r}, which has no weights yet, or was "
                         "never called. Call it on a batch, or model.build(input_shape), first.")
+    agree_on_names(model, 0)
     weights, inherited = folder / _model_name(number), range(here.rank, ranks, here.topology.size)
     mine = [folder / _owed_name(number, rank) for rank in inherited]
     missing = [str(path) for path in ([weights] if here.rank == 0 else []) + mine if not path.is_file()]
@@ -140,11 +147,14 @@ def restore(model: keras.Model, folder: str | Path) -> int:
             raise FileNotFoundError(f"Rank {rank} needs {names[0]} to continue from the checkpoint of epoch {head['epoch']} in {folder}. "
                                     "Copy it there, or use a folder that all nodes see.")
     files = [_read_owed(path, rank) for path, rank in zip(mine, inherited, strict=True)]
-    trained = here.gather_objects([record.trained for record in files[0]] if here.rank == 0 else None)[0]
-    if len(trained) != len(optimizers):
-        raise PlanError(f"The checkpoint in {folder} has the state of {len(trained)} wrapped optimizers. Received a model with "
+    roots = here.gather_objects([(record.trained, record.unlisted) for record in files[0]] if here.rank == 0 else None)[0]
+    if len(roots) != len(optimizers):
+        raise PlanError(f"The checkpoint in {folder} has the state of {len(roots)} wrapped optimizers. Received a model with "
                         f"{len(optimizers)}. Compile it as it was.")
-    for index, (optimizer, paths) in enumerate(zip(optimizers, trained, strict=True)):
+    for records in files[:1]:  # a rank that was not there gets its own from BroadcastState
+        for generator, seed in zip(seed_generators(model), records[0].seeds, strict=False):
+            generator.state.assign(seed)
+    for index, (optimizer, (paths, beside)) in enumerate(zip(optimizers, roots, strict=True)):
         names_of = exchanger_in(optimizer).names_of
         known = dict(zip(names_of(model.weights), model.weights, strict=True))  # frozen ones, too
         needed = {path for file in files for path in file[index].paths} | set(paths)
@@ -155,6 +165,8 @@ def restore(model: keras.Model, folder: str | Path) -> int:
             now = [] if len(optimizers) > 1 else model.trainable_variables
             new = set(names_of(now)) - set(paths)  # then Keras says that the optimizer's state begins anew
             optimizer.build(now if new else [known[path] for path in paths])
+        for name in unlisted(optimizer).keys() & beside:
+            unlisted(optimizer)[name].assign(beside[name])
     if weights.is_file():  # the others get it by BroadcastState
         model.load_weights(weights)
     for index, optimizer in enumerate(optimizers):
@@ -187,6 +199,8 @@ class Record(NamedTuple):
     velocity: Owed
     sums: Owed  # gradients that are being accumulated
     lefts: list[Left]
+    unlisted: dict[str, np.ndarray]  # what the optimizer keeps and Keras does not save
+    seeds: list[list[int]]  # of the model's generators
 
     @property
     def paths(self) -> set[str]:
@@ -210,6 +224,15 @@ def _put(part: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):  # some network file systems cannot, for a folder
             raise
+
+
+def _why_not(folder: Path) -> str | None:
+    """Make a folder; say why nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return str(error)
+    return None if os.access(folder, os.W_OK | os.X_OK) else "no permission, or a read-only file system"
 
 
 def _sync(path: Path) -> None:
@@ -236,7 +259,9 @@ def _write_owed(model: keras.Model, path: Path) -> None:
             "trained": exchanger.names_of(getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables),
             "owed": put(exchanger.owed),
             "velocity": put(exchanger.velocity),  # NumPy's files know no bfloat16: float32 holds it exactly
-            "sums": put({name: total.astype(np.promote_types(total.dtype, np.float32)) for name, total in sums.items()}),
+            "sums": put({name: _wide(total) for name, total in sums.items()}),
+            "seeds": [generator.state.numpy().tolist() for generator in seed_generators(model)],
+            "unlisted": put({name: _wide(variable.numpy()) for name, variable in unlisted(optimizer).items()}),
             "plans": [{"plan": left.plan.to_json(), "steps": left.steps, "residuals": put(left.residuals),
                        "velocities": put(left.velocities)} for left in exchanger.all_left()],
         })
@@ -244,6 +269,10 @@ def _write_owed(model: keras.Model, path: Path) -> None:
     with part.open("wb") as file:
         np.savez(file, index=np.array(json.dumps(index)), **arrays)
     _put(part, path)
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.promote_types(array.dtype, np.float32))
 
 
 def _read_owed(path: Path, rank: int) -> list[Record]:
@@ -254,4 +283,5 @@ def _read_owed(path: Path, rank: int) -> list[Record]:
 
         return [Record(row["trained"], get(row["owed"]), get(row["velocity"]), get(row["sums"]),
                        [Left(Plan.from_json(plan["plan"]), plan["steps"], rank, get(plan["residuals"]), get(plan["velocities"]))
-                        for plan in row["plans"]]) for row in json.loads(str(stored["index"]))]
+                        for plan in row["plans"]], get(row.get("unlisted", {})), row.get("seeds", []))
+                for row in json.loads(str(stored["index"]))]

@@ -74,6 +74,10 @@ class Exchanger:
                 self._names[id(variable)] = name, variable
         return [self._names[id(variable)][0] for variable in variables]
 
+    def call(self, variables: Sequence[keras.Variable], names: Sequence[str]) -> None:
+        """Give the variables these names, which are unique."""
+        self._names.update({id(variable): (name, variable) for variable, name in zip(variables, names, strict=True)})
+
     @tf.autograph.experimental.do_not_convert
     def check_reached(self, optimizer: str) -> None:
         """Refuse an optimizer whose step has gone past `begin`: its gradients were not exchanged."""

@@ -33,7 +33,8 @@ def DistributedOptimizer(
     """Wrap a Keras optimizer so that every rank applies the gradients of all ranks.
 
     Works in `model.fit` and in custom loops (`apply_gradients`, `apply`), with clipping, EMA, gradient accumulation (one
-    exchange per accumulated step) and LossScaleOptimizer, whose skipped steps are agreed between the ranks.
+    exchange per accumulated step) and LossScaleOptimizer, whose skipped steps are agreed between the ranks. Sparse gradients, as of
+    embeddings, become dense: what came for the same row is added first. Keras alone does not, and Adam then squares each part.
 
     Args:
         optimizer: any Keras optimizer; its state, where it has some, is copied.
@@ -59,7 +60,7 @@ def DistributedOptimizer(
     if not isinstance(plan, Plan | None):
         raise PlanError(f"`plan` must be a tfcommx.Plan or None. Received {plan!r}.")
     inner = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
-    if getattr(inner, "exchanger", None) is not None:
+    if isinstance(inner, ExchangesGradients):
         raise PlanError(f"A plain optimizer is required. Received {optimizer.name!r}, which is wrapped already. Wrap it once.")
     check_name("op", op, OPERATIONS)
     links = NOMINAL if links is None else links if isinstance(links, Links) else Links.read(links)
@@ -87,6 +88,9 @@ class ExchangesGradients:
         super().__setattr__(name, value)
 
     def apply(self, grads: list[tf.Tensor | None], trainable_variables: list[keras.Variable] | None = None) -> Any:
+        if self.exchanger is None:
+            raise PlanError(f"{self.name!r} was made from a wrapped optimizer's class, and exchanges nothing. Make it from the plain "
+                            "class, such as keras.optimizers.SGD, and wrap it.")
         self.exchanger.reached = False
         result = super().apply(grads, trainable_variables)
         if any(grad is not None for grad in grads):
@@ -173,9 +177,14 @@ def _take_state(copy: keras.optimizers.Optimizer, optimizer: keras.optimizers.Op
         return None
     copy.build(optimizer._trainable_variables)  # the inner one through the outer one: Keras does not list the same variables otherwise
     pairs = list(zip(copy.variables, optimizer.variables, strict=True))
-    for one, other in [(copy, optimizer)] + ([(copy.inner_optimizer, inner)] if inner is not None else []):
-        # what Keras does not list at all, such as a product that Nadam keeps
-        pairs += [(getattr(one, name), value) for name, value in vars(other).items() if isinstance(value, keras.Variable)]
+    pairs += [(unlisted(copy)[name], value) for name, value in unlisted(optimizer).items()]
     for ours, theirs in pairs:
         ours.assign(theirs)
     return None
+
+
+def unlisted(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variable]:
+    """Return, by attribute, the state that Keras neither lists nor saves, such as a product that Nadam keeps."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    listed = {id(variable) for variable in optimizer.variables}
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, keras.Variable) and id(value) not in listed}

@@ -7,6 +7,7 @@ import fnmatch
 import itertools
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -76,11 +77,14 @@ def make_plan(gradients: Sequence[Gradient], schemes: Mapping[str, Scheme], topo
     """
     for pattern, scheme in schemes.items():
         check_scheme(scheme, topology)
-        if pattern != "*" and gradients and not any(fnmatch.fnmatchcase(gradient.path, pattern) for gradient in gradients):
+        if pattern != "*" and gradients and not any(_matches(gradient.path, pattern) for gradient in gradients):
             log.warning("The pattern %r matches none of the %d variables with gradients, such as %r. Patterns are of whole paths: "
                         "'*embedding*'.", pattern, len(gradients), gradients[0].path)
     streams: dict[tuple[Scheme, str, str], list[tuple[int, Gradient]]] = {}
     for order, gradient in enumerate(reversed(gradients)):
+        if gradient.dtype.startswith("complex"):
+            raise PlanError(f"Real gradients are required. Received {gradient.dtype} for {gradient.path!r}. Train its real and its "
+                            "imaginary part as two variables.")
         scheme = _scheme_of(gradient.path, schemes)
         sparse = exchange.row(scheme.route).sparse and gradient.dtype != "float64"
         small = len(gradient.shape) <= 1 or math.prod(gradient.shape) < scheme.dense_below
@@ -113,9 +117,14 @@ def _cut(gradient: Gradient, largest: int) -> list[Gradient]:
     return [Gradient(Piece(gradient.path, start, stop).name, (stop - start,), gradient.dtype) for start, stop in itertools.pairwise(ends)]
 
 
+def _matches(name: str, pattern: str) -> bool:
+    """Tell whether a pattern means a variable, also one whose name has a number because another has the same path."""
+    return fnmatch.fnmatchcase(re.sub(r"#\d+$", "", name), pattern)
+
+
 def _scheme_of(path: str, schemes: Mapping[str, Scheme]) -> Scheme:
     for pattern, scheme in schemes.items():
-        if fnmatch.fnmatchcase(path, pattern):
+        if _matches(path, pattern):
             return scheme
     raise PlanError(f"No scheme for the variable {path!r}: none of the patterns {list(schemes)} matches. Add the pattern '*'.")
 

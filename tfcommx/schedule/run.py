@@ -27,7 +27,7 @@ def agree(plan: Plan, comm: Comm) -> None:
         if text != texts[0]:
             found = first_difference(Plan.from_json(texts[0]), Plan.from_json(text))
             raise PlanError(f"The plan must be the same on every rank. Rank 0 and rank {rank} differ first in {found}. "
-                            "Build the same model and scheme on every rank.")
+                            "Build the same model and scheme on every rank; load it on every rank, or none, or add BroadcastState.")
 
 
 def owed_of(plan: Plan, kept: Mapping[str, np.ndarray], rank: int) -> Owed:
