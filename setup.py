@@ -1,7 +1,7 @@
 """Builds the native op library tfcommx/lib/libtfcommx.so from ops/ against the installed TensorFlow.
 
-`pip install --no-build-isolation -e .` builds in place. Where nvcc is on PATH the CUDA kernels are built too, unless TFCOMMX_CUDA=0 is in
-the environment. Everything else about the package is in pyproject.toml.
+`pip install --no-build-isolation -e .` builds in place. Where nvcc is found (on PATH, or in /usr/local/cuda/bin) the CUDA kernels
+are built too, unless TFCOMMX_CUDA=0 is in the environment. Everything else about the package is in pyproject.toml.
 """
 
 import json
@@ -50,7 +50,8 @@ class BuildOps(build_ext):
         # Before they are compiled: what is changed meanwhile is not taken for built.
         sources = runpy.run_path(str(ROOT / "tfcommx" / "sources.py"))["digest"](ROOT / "ops")
         cpu = sorted((ROOT / "ops").rglob("*.cc"))
-        nvcc = shutil.which("nvcc") if os.environ.get("TFCOMMX_CUDA") != "0" else None
+        found = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+        nvcc = found if os.environ.get("TFCOMMX_CUDA") != "0" else None
         cuda = sorted((ROOT / "ops" / "kernels").glob("*.cu")) if nvcc else []
         common = ["-std=c++17", "-O3", f"-I{ROOT / 'ops'}"] + (["-DTFCOMMX_CUDA=1"] if cuda else [])
         commands, outputs = [], []

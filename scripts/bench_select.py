@@ -5,26 +5,20 @@
     python scripts/bench_select.py --json results.jsonl     # one object a line
     python scripts/bench_select.py --dtypes float32 float16 bfloat16
     python scripts/bench_select.py --inputs equal zero one_bin sorted      # degenerate gradients: the kernels and the addition only
-    python scripts/bench_select.py --device gpu             # n = 25,600,000 and 128,000,000
 
 Every contestant adds the gradient to a residual of its own (but algorithm1, which is timed on the sum), chooses k entries by
 magnitude and zeroes them in the residual. They take turns, round by round, so that what else the machine does meets all alike;
 the median counts. `limit_seconds` is 1.5 times the bare addition r += g of the same rounds on the same threads. Each result is
-verified: k unique indices, values equal to the sum there, sent + kept = sum, magnitude >= 0.99 of the exact choice's.
-
-On a GPU scripts/check_cuda times the kernels (mstopk, exact) and `limit_seconds` is 1.25 times a copy that moves 16 bytes an entry;
-here the opponents join, each until it has synchronised. CUB's DeviceTopK is timed there too, where the CUDA headers have it. The
-CUDA kernels were written without a GPU: no number of theirs exists until this has run on one.
+verified (verify_selection.py). For GPUs: scripts/bench_select_gpu.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import itertools
 import json
 import os
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +30,7 @@ import numpy as np
 import tensorflow as tf
 from rich.console import Console
 from rich.table import Table
+from verify_selection import verified
 
 from tfcommx import native, reference, selection
 from tfcommx.terms import Sparse
@@ -131,24 +126,15 @@ def contestants(gradient: tf.Tensor, start: np.ndarray, k: int, rounds: int, opp
 
 
 def array(x: object) -> np.ndarray:
-    x = x.cpu() if hasattr(x, "cpu") else x.get() if hasattr(x, "get") else x  # from the GPU: torch, CuPy
     return x.numpy() if hasattr(x, "numpy") else np.asarray(x)
 
 
-def verified(contestant: Contestant, chosen: Sparse | None, gradient: np.ndarray, start: np.ndarray, k: int) -> bool:
+def checked(contestant: Contestant, chosen: Sparse | None, total: np.ndarray, k: int) -> bool:
     """Check a contestant's first round."""
-    total = start + gradient
+    kept = None if contestant.residual is None else array(contestant.residual)
     if chosen is None:
-        return bool(np.array_equal(array(contestant.residual), total))
-    indices, values = array(chosen.indices), array(chosen.values)
-    good = indices.size == k == np.unique(indices).size and np.array_equal(values, total[indices])
-    if contestant.residual is not None:
-        kept = total.copy()
-        kept[indices] = 0
-        good = good and np.array_equal(array(contestant.residual), kept)
-    size = np.abs(total)
-    largest = np.partition(size, size.size - k)[size.size - k:].sum(dtype=np.float64)
-    return bool(good and np.abs(values).sum(dtype=np.float64) >= 0.99 * largest)
+        return np.array_equal(kept, total)
+    return verified(array(chosen.indices), array(chosen.values), kept, total, k)
 
 
 def measure(kind: str, n: int, density: float, dtype: str, rounds: int) -> list[dict]:
@@ -158,7 +144,7 @@ def measure(kind: str, n: int, density: float, dtype: str, rounds: int) -> list[
     added = tf.cast(gradient, tf.float32).numpy()
     start = random.standard_normal(n, np.float32) * (kind == "normal")
     field = contestants(gradient, start, k, rounds, opponents=kind == "normal")
-    checks = {c.name: verified(c, c.run(0), added, start, k) for c in field}  # the first round: also traces and warms up
+    checks = {c.name: checked(c, c.run(0), start + added, k) for c in field}  # the first round: also traces and warms up
     times: dict[str, list[float]] = {c.name: [] for c in field}
     for turn in range(rounds):
         for contestant in field:
@@ -175,89 +161,11 @@ def measure(kind: str, n: int, density: float, dtype: str, rounds: int) -> list[
     ]
 
 
-def gpu_opponents(gradient: np.ndarray, start: np.ndarray, k: int) -> list[Contestant]:
-    """Make those that can be imported; each synchronises before it returns."""
-    with tf.device("/gpu:0"):
-        residual, summed, added = tf.Variable(start), tf.constant(start + gradient), tf.constant(gradient)
-
-    @tf.function
-    def tf_top_k() -> Sparse:
-        acc = residual.assign_add(added).read_value()
-        indices = tf.math.top_k(tf.abs(acc), k, sorted=False).indices
-        residual.scatter_update(tf.IndexedSlices(tf.zeros([k]), indices))
-        return Sparse(indices, tf.gather(acc, indices), start.size)
-
-    printed = tf.function(lambda seed: reference.algorithm1(summed, k, seed=seed))
-
-    def synchronised(run: Callable[[], Sparse]) -> Sparse:
-        chosen = run()
-        tf.test.experimental.sync_devices()
-        return chosen
-
-    found = [Contestant("tf_top_k", lambda seed: synchronised(tf_top_k), residual, 0),
-             Contestant("algorithm1", lambda seed: synchronised(lambda: printed(tf.constant(seed, tf.int64))), None, 0)]
-    try:
-        import torch
-    except ImportError:
-        pass
-    else:
-        kept, new = torch.from_numpy(start.copy()).cuda(), torch.from_numpy(gradient).cuda()
-
-        def torch_topk(seed: int) -> Sparse:
-            kept.add_(new)
-            indices = torch.topk(kept.abs(), k, sorted=False).indices
-            values = kept[indices]
-            kept[indices] = 0
-            torch.cuda.synchronize()
-            return Sparse(indices, values, start.size)
-
-        found.append(Contestant("torch_topk", torch_topk, kept, 0))
-    try:
-        import cupy
-    except ImportError:
-        return found
-    mine, more = cupy.asarray(start), cupy.asarray(gradient)
-
-    def cupy_argpartition(seed: int) -> Sparse:
-        cupy.add(mine, more, out=mine)
-        indices = cupy.argpartition(cupy.abs(mine), start.size - k)[start.size - k:]
-        values = mine[indices]
-        mine[indices] = 0
-        cupy.cuda.runtime.deviceSynchronize()
-        return Sparse(indices, values, start.size)
-
-    return [*found, Contestant("cupy_argpartition", cupy_argpartition, mine, 0)]
-
-
-def measure_gpu(n: int, dtype: str, rounds: int) -> list[list[dict]]:
-    """Return the rows of scripts/check_cuda for both of its densities, with the opponents'."""
-    check = Path(__file__).with_name("check_cuda")
-    options = {"--cases": 0, "--n": n, "--rounds": rounds, "--type": list(DTYPES).index(dtype)}
-    done = subprocess.run([check, *(str(word) for pair in options.items() for word in pair)], stdout=subprocess.PIPE, text=True)
-    kernels = [row for row in map(json.loads, done.stdout.splitlines()) if row["name"] != "check"]
-    if not kernels:
-        raise SystemExit(f"{check} must time the kernels. It ended with {done.returncode}: its own words are above.")
-    random = np.random.default_rng(1)
-    gradient = tf.cast(tf.cast(random.standard_normal(n, np.float32), DTYPES[dtype]), tf.float32).numpy()
-    start, groups = random.standard_normal(n, np.float32), []
-    for k in sorted({row["k"] for row in kernels}):
-        groups.append([row for row in kernels if row["k"] == k])
-        for contestant in gpu_opponents(gradient, start, k):
-            good, times = verified(contestant, contestant.run(0), gradient, start, k), []
-            for turn in range(max(2, rounds // 4)):
-                begin = time.perf_counter()
-                contestant.run(turn + 1)
-                times.append(time.perf_counter() - begin)
-            groups[-1].append(groups[-1][0] | {"name": contestant.name, "seconds": statistics.median(times), "verified": good})
-    return groups
-
-
 def show(rows: list[dict], console: Console) -> None:
     one = rows[0]
     bare = next(row["seconds"] for row in rows if row["name"] == "residual_add")
-    where = f"{one['threads']} threads" if one["device"] == "cpu" else one["device"]
-    what = f"{one['input']}, " if "input" in one else ""
-    table = Table(title=f"{what}{one['dtype']}, n = {one['n']:,}, k = {one['k']:,}, {where}", title_justify="left")
+    title = f"{one['input']}, {one['dtype']}, n = {one['n']:,}, k = {one['k']:,}, {one['threads']} threads"
+    table = Table(title=title, title_justify="left")
     for heading in ("name", "ms", "/ residual_add", "verified"):
         table.add_column(heading, justify="left" if heading == "name" else "right")
     for row in rows:
@@ -271,10 +179,9 @@ def show(rows: list[dict], console: Console) -> None:
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="which rows to measure")
-    options.add_argument("--n", type=int, help="entries of the gradient; without it 25,000,000, on a GPU 25,600,000 and 128,000,000")
-    options.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01], help="k / n on the CPU; on a GPU it is these")
-    options.add_argument("--inputs", nargs="+", choices=list(INPUTS), default=["normal"], help="kinds of gradients, on the CPU")
+    options.add_argument("--n", type=int, default=25_000_000, help="entries of the gradient")
+    options.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01], help="k / n")
+    options.add_argument("--inputs", nargs="+", choices=list(INPUTS), default=["normal"], help="kinds of gradients")
     options.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=["float32"], help="of the gradient")
     options.add_argument("--rounds", type=int, default=21, help="of the fast contestants; the slow ones run a quarter of them")
     options.add_argument("--json", type=Path, help="write one object a line to this file")
@@ -282,21 +189,10 @@ def main() -> int:
     if native.library() is None:
         raise SystemExit(f"The native library is needed. {native.REBUILD}")
     console, rows = Console(), []
-    if chosen.device == "gpu" and not tf.config.list_physical_devices("GPU"):
-        raise SystemExit("TensorFlow finds no GPU: there are no rows to measure. Use --device cpu, or a machine with one.")
-    for gpu in tf.config.list_physical_devices("GPU"):  # else TensorFlow takes all memory from the others
-        tf.config.experimental.set_memory_growth(gpu, True)
-    for dtype in chosen.dtypes:
-        if chosen.device == "gpu":
-            sizes = [chosen.n] if chosen.n else [25_600_000, 128_000_000]
-            groups = (group for n in sizes for group in measure_gpu(n, dtype, chosen.rounds))
-        else:
-            groups = (measure(kind, chosen.n or 25_000_000, density, dtype, chosen.rounds)
-                      for kind in chosen.inputs for density in chosen.density)
-        with tf.device("/cpu:0") if chosen.device == "cpu" else contextlib.nullcontext():
-            for group in groups:
-                rows.append(group)
-                show(group, console)
+    with tf.device("/cpu:0"):
+        for kind, density, dtype in itertools.product(chosen.inputs, chosen.density, chosen.dtypes):
+            rows.append(measure(kind, chosen.n, density, dtype, chosen.rounds))
+            show(rows[-1], console)
     everything = [row for group in rows for row in group]
     if chosen.json:
         chosen.json.write_text("".join(json.dumps(row) + "\n" for row in everything))

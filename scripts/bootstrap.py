@@ -180,9 +180,14 @@ def nccl_home(shims: Path) -> Path | None:
     return home
 
 
+def find_nvcc() -> str | None:
+    """As setup.py finds it: on PATH, or where NVIDIA's installer puts it, which PATH does not have by itself."""
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
 def cuda_home() -> Path | None:
     """The folder of the CUDA toolkit; None where there is none. What is on PATH may be a link, or a script that calls the real nvcc."""
-    nvcc = shutil.which("nvcc")
+    nvcc = find_nvcc()
     if nvcc is None:
         return None
     own = [line.partition("TOP=")[2] for line in run(nvcc, "--dryrun", "-E", "-x", "cu", os.devnull).splitlines() if "#$ TOP=" in line]
@@ -219,7 +224,7 @@ def horovod_environment(gpu: bool) -> tuple[dict[str, str], str]:
 
 def horovod_key(gpu: bool) -> str:
     compiler = run("g++", "-dumpfullversion", "-dumpversion").strip()
-    nvcc = run("nvcc", "--version") if gpu and shutil.which("nvcc") else ""
+    nvcc = run(find_nvcc(), "--version") if gpu and find_nvcc() else ""
     # The wheel holds the path of the Open MPI that it was linked with, so it serves this environment only.
     return digest(HOROVOD, TENSORFLOW, OPEN_MPI, gpu, str(VENV), sys.version, platform.machine(), platform.libc_ver(), compiler, nvcc,
                   XLA_BUILDER_SHIM, GPU_STREAM_SHIM)
@@ -290,7 +295,7 @@ def main() -> int:
         if chosen.only == "horovod":
             return 0
         step("native", "tfcommx and its native ops",
-             digest(base, TENSORFLOW, ROOT / "ops", ROOT / "setup.py", ROOT / "pyproject.toml", str(shutil.which("nvcc")),
+             digest(base, TENSORFLOW, ROOT / "ops", ROOT / "setup.py", ROOT / "pyproject.toml", str(find_nvcc()),
                     os.environ.get("TFCOMMX_CUDA", "")),
              build_native, native_is_current)
         if not chosen.no_data:

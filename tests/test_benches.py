@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from launching import ROOT
 from test_cluster import ENVIRONMENT
 
@@ -35,6 +37,24 @@ def test_select(tmp_path: Path) -> None:
     names = {"residual_add", "mstopk", "exact", "dgc", "algorithm1", "tf_top_k", "numpy_argpartition"}
     assert names <= {row["name"] for row in rows} <= names | {"torch_topk"}
     assert set(rows[0]) >= {"name", "device", "dtype", "n", "k", "threads", "seconds", "limit_seconds", "verified"}
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_select_on_a_gpu(tmp_path: Path, wrong: bool) -> None:
+    """No GPU is here: check_cuda's rows are made up, and NumPy is CuPy. What is verified is real."""
+    for name in ("bench_select_gpu.py", "verify_selection.py"):
+        shutil.copy(ROOT / "scripts" / name, tmp_path)
+    row = {"name": "mstopk", "n": 5000, "k": 50, "seconds": 1.0, "verified": True}
+    (tmp_path / "check_cuda").write_text(f"#!/bin/sh\necho '{json.dumps(row)}'\n")
+    (tmp_path / "check_cuda").chmod(0o755)
+    (tmp_path / "cupy.py").write_text("from types import SimpleNamespace as Space\nfrom numpy import *\nimport numpy\nasnumpy = array\n"
+                                      "cuda = Space(runtime=Space(deviceSynchronize=lambda: None))\n"
+                                      "asarray = lambda given: array(given)  # a copy, as to a GPU\n"
+                                      f"argpartition = lambda x, place: numpy.argpartition({'-x' if wrong else 'x'}, place)\n")
+    command = [sys.executable, "bench_select_gpu.py", "--n", "5000", "--rounds", "2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    rows = {row["name"]: row["verified"] for row in map(json.loads, done.stdout.splitlines())}
+    assert (done.returncode, rows["cupy_argpartition"]) == (wrong, not wrong), done.stderr
 
 
 def test_step(tmp_path: Path) -> None:
