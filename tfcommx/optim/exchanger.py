@@ -80,11 +80,12 @@ class Exchanger:
 
     @tf.autograph.experimental.do_not_convert
     def check_reached(self, optimizer: str) -> None:
-        """Refuse an optimizer whose step has gone past `begin`: its gradients were not exchanged."""
+        """Refuse an optimizer whose step has gone past `exchange`."""
         if not self.reached:
-            raise PlanError(f"A wrapped optimizer must apply the gradients itself. {optimizer!r} has handed them on, unexchanged, as "
-                            "keras.optimizers.MultiOptimizer does. Wrap one that updates the variables itself, or one for each part of the "
-                            "model in a training step of your own.")
+            raise PlanError(f"A wrapped optimizer must take its step as Keras's own do. {optimizer!r} has taken it without an exchange: "
+                            "it hands the gradients on, as keras.optimizers.MultiOptimizer does, or has a step of its own, or Keras has "
+                            f"another one in this version, {keras.__version__}. Wrap one of Keras's, or one for each part of the model in "
+                            "a training step of your own.")
 
     @tf.autograph.experimental.do_not_convert
     def begin(self, variables: Sequence[keras.Variable], built: Sequence[keras.Variable] = ()) -> None:
@@ -93,7 +94,7 @@ class Exchanger:
         Refuses what would fail or hang later: XLA, and a loss scale decided by each rank alone. The variables are kept here:
         Keras would count a list of variables on the optimizer as part of its state.
         """
-        self._variables, self.reached = list(variables), True
+        self._variables = list(variables)
         odd = [variable for variable in self._variables if not isinstance(variable, keras.Variable)]
         if odd:
             raise PlanError(f"keras.Variable is required, as layers have them. Received a {type(odd[0]).__name__} ({odd[0].name!r}).")
@@ -109,7 +110,7 @@ class Exchanger:
     @tf.autograph.experimental.do_not_convert
     def exchange(self, grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Return the gradients averaged (or summed) over the ranks, bit-identical on all. **Ranks:** all."""
-        variables = self._variables
+        variables, self.reached = self._variables, True
         paths = self.names_of(variables)
         grads = [tf.ensure_shape(grad, variable.shape) for grad, variable in zip(grads, variables, strict=True)]
         result = self._exchange_for(variables)(dict(zip(paths, grads, strict=True)))

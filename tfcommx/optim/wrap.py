@@ -93,7 +93,8 @@ class ExchangesGradients:
                             "class, such as keras.optimizers.SGD, and wrap it.")
         self.exchanger.reached = False
         result = super().apply(grads, trainable_variables)
-        if any(grad is not None for grad in grads):
+        accumulates = self.gradient_accumulation_steps and tf.executing_eagerly()  # and exchanges now and then; a trace has both ways
+        if any(grad is not None for grad in grads) and not accumulates:
             self.exchanger.check_reached(self.name)
         return result
 
