@@ -1,22 +1,27 @@
 #!/usr/bin/env python3
 """Time every route of tfcommx.exchange on a slow network, and check each answer while it is timed.
 
-Claim: where the network between nodes is slow, the routes for slow networks beat Horovod's allreduce (route `allreduce`).
+Claim: where the network between nodes is slow, the routes for slow networks beat Horovod's
+allreduce (route `allreduce`).
 
-    python scripts/bench_exchange.py --nodes 4 --slots 2 --rate 200mbit --sizes 25000000 --density 0.01 --probe --json routes.json
-    python scripts/bench_exchange.py --sizes 1000000 --launcher mpi             # quick; MPI in place of Gloo
-    python scripts/bench_exchange.py --hosts a:8,b:8 --sizes 25000000           # real machines: no virtual cluster, no root
-    python scripts/bench_exchange.py --figure docs/exchange.png --json f.json   # routes of messages: measured and predicted
+    python scripts/bench_exchange.py --nodes 4 --slots 2 --rate 200mbit --sizes 25000000 --density
+    0.01 --probe --json routes.json python scripts/bench_exchange.py --sizes 1000000 --launcher mpi
+    # quick; MPI in place of Gloo python scripts/bench_exchange.py --hosts a:8,b:8 --sizes 25000000
+    # real machines: no virtual cluster, no root python scripts/bench_exchange.py --figure
+    docs/exchange.png --json f.json   # routes of messages: measured and predicted
 
-Makes a virtual cluster (scripts/cluster: needs root and iproute2), runs itself on its ranks, removes it. One gradient of n
-float32 is exchanged as training does it, in a compiled step. `seconds` is the median over the steps of the slowest rank's
-time. `wire_bytes` is what a rank sends to other nodes, as the mean over the ranks. `limit_seconds` is the route's own:
-the bytes through its busiest port, in the busier direction, over the rate of a plain socket between two nodes in the same run.
-`verified`: every entry of the gradients has arrived or is still owed, on all ranks alike, and the bytes that were counted on
-the way are those that the route promises. `torus+pipeline` is the torus with the pipeline among peers.
+Makes a virtual cluster (scripts/cluster: needs root and iproute2), runs itself on its ranks,
+removes it. One gradient of n float32 is exchanged as training does it, in a compiled step.
+`seconds` is the median over the steps of the slowest rank's time. `wire_bytes` is what a rank sends
+to other nodes, as the mean over the ranks. `limit_seconds` is the route's own: the bytes through
+its busiest port, in the busier direction, over the rate of a plain socket between two nodes in the
+same run.
+`verified`: every entry of the gradients has arrived or is still owed, on all ranks alike, and the
+bytes that were counted on the way are those that the route promises. `torus+pipeline` is the torus
+with the pipeline among peers.
 
-The gradients are small integers: sums are exact in any order. They are compared by an exact weighted sum with integer
-weights, so that nothing large has to travel for the check.
+The gradients are small integers: sums are exact in any order. They are compared by an exact
+weighted sum with integer weights, so that nothing large has to travel for the check.
 """
 
 from __future__ import annotations
@@ -33,42 +38,61 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ["OPENBLAS_NUM_THREADS"] = "1"  # before NumPy: the threads that check one step would spin on into the next one
+# before NumPy: the threads that check one step would spin on into the next one
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 PERIOD = 1009  # of the weights that entries are compared by
-WEIGHTS = np.tile(np.arange(PERIOD, dtype=np.int64) * 7927 % PERIOD + 1, 1024).astype(np.float64)  # of as many entries at once
-PROBED = (2**10, 2**12, 2**22, 2**24)  # bytes of a message; those between pass a virtual cluster's links in one burst, too soon
-FIGURE = {"nodes": (2, 4, 8), "sizes": [250_000, 1_000_000, 4_000_000], "routes": ["pipeline", "tree", "bidirectional"]}
-WARM_UP = 2  # steps that are not counted: the first is traced, both touch their memory for the first time
+# of as many entries at once
+WEIGHTS = np.tile(np.arange(PERIOD, dtype=np.int64) * 7927 % PERIOD + 1, 1024).astype(np.float64)
+# bytes of a message; those between pass a virtual cluster's links in one burst, too soon
+PROBED = (2**10, 2**12, 2**22, 2**24)
+FIGURE = {
+    "nodes": (2, 4, 8),
+    "sizes": [250_000, 1_000_000, 4_000_000],
+    "routes": ["pipeline", "tree", "bidirectional"],
+}
+# steps that are not counted: the first is traced, both touch their memory for the first time
+WARM_UP = 2
 SOCKET_SECONDS = 2.0  # how long the plain socket is measured
 
-# --- on the ranks ------------------------------------------------------------------------------------------------------------
+# --- on the ranks -----------------------------------------------------------------------
 
 
 def gradient(rank: int, n: int) -> np.ndarray:
     """Integers in [-8, 8] as float32[n], other ones on every rank."""
-    return np.resize(((np.arange(17) * (7919 + 2 * rank) + 31 * rank) % 17 - 8).astype(np.float32), n)
+    return np.resize(
+        ((np.arange(17) * (7919 + 2 * rank) + 31 * rank) % 17 - 8).astype(np.float32), n
+    )
 
 
 def weighted_sum(vector: np.ndarray) -> float:
     """Sum of vector[i] * (i * 7927 % 1009 + 1): exact for integers while it stays below 2^53."""
-    parts = (vector[start:start + len(WEIGHTS)].astype(np.float64) for start in range(0, len(vector), len(WEIGHTS)))
-    return sum(float(part @ WEIGHTS[:len(part)]) for part in parts)
+    parts = (
+        vector[start : start + len(WEIGHTS)].astype(np.float64)
+        for start in range(0, len(vector), len(WEIGHTS))
+    )
+    return sum(float(part @ WEIGHTS[: len(part)]) for part in parts)
 
 
 def socket_rate(comm: Any) -> float:
-    """Bytes per second that a plain socket carries from rank 0 to the first rank of the next node. **Ranks:** all."""
+    """Bytes per second that a plain socket carries from rank 0 to the first rank of the next node.
+    **Ranks:** all.
+    """
     from tfcommx import watch
     from tfcommx.comm import launch_interfaces
 
     other = comm.topology.slots
     if comm.topology.nodes == 1:
-        raise SystemExit("At least two nodes are required: the limit is that of the link between nodes.")
+        raise SystemExit(
+            "At least two nodes are required: the limit is that of the link between nodes."
+        )
     listening = socket.create_server(("", 0))
-    places = comm.gather_objects((watch.addresses(launch_interfaces())[0], listening.getsockname()[1]))
+    places = comm.gather_objects(
+        (watch.addresses(launch_interfaces())[0], listening.getsockname()[1])
+    )
     rate = 0.0
     if comm.rank == 0:
         with socket.create_connection(places[other]) as out:
@@ -100,13 +124,22 @@ def measure(comm: Any, route: str, wire: str, n: int, args: argparse.Namespace) 
     name, _, among_peers = route.partition("+")
     sparse = exchange.row(name).sparse
     how = {"selection": args.selection, "density": args.density} if sparse else {}
-    scheme = cx.Scheme(route=name, wire=wire, dense_below=0, peer_route=among_peers or "allreduce", **how)
+    scheme = cx.Scheme(
+        route=name, wire=wire, dense_below=0, peer_route=among_peers or "allreduce", **how
+    )
     planner.check_scheme(scheme, comm.topology, comm.has_messages)
-    plan = planner.make_plan([planner.Gradient("gradient", (n, 1), "float32")], {"*": scheme}, comm.topology, "sum",
-                             args.links)
+    plan = planner.make_plan(
+        [planner.Gradient("gradient", (n, 1), "float32")],
+        {"*": scheme},
+        comm.topology,
+        "sum",
+        args.links,
+    )
     (bucket,) = plan.buckets
     carried_out = Exchange(plan, comm)
-    step = tf.function(lambda tensor: carried_out({"gradient": tensor})["gradient"], autograph=False)
+    step = tf.function(
+        lambda tensor: carried_out({"gradient": tensor})["gradient"], autograph=False
+    )
     mine = tf.constant(gradient(comm.rank, n)[:, None])
     seconds, arrived, before = [], 0.0, comm.traffic()
     for number in range(args.steps + WARM_UP):
@@ -117,16 +150,38 @@ def measure(comm: Any, route: str, wire: str, n: int, args: argparse.Namespace) 
         arrived += weighted_sum(result.numpy()[:, 0])
         seconds += [max(comm.gather_objects(took))] if number >= WARM_UP else []
     steps = args.steps + WARM_UP
-    owed = owed_of(plan, {name: residual.numpy() for name, residual in carried_out.residuals.items()}, comm.rank)
-    rows = comm.gather_objects((arrived, sum(map(weighted_sum, owed.values())), weighted_sum(mine.numpy()[:, 0]),
-                                (comm.traffic().between - before.between) / steps))
+    owed = owed_of(
+        plan,
+        {name: residual.numpy() for name, residual in carried_out.residuals.items()},
+        comm.rank,
+    )
+    rows = comm.gather_objects(
+        (
+            arrived,
+            sum(map(weighted_sum, owed.values())),
+            weighted_sum(mine.numpy()[:, 0]),
+            (comm.traffic().between - before.between) / steps,
+        )
+    )
     promised = exchange.route(name).wire_bytes(bucket, comm.topology).between
-    verified = (len({row[0] for row in rows}) == 1
-                and rows[0][0] + sum(row[1] for row in rows) == steps * sum(row[2] for row in rows)
-                and abs(statistics.mean(row[3] for row in rows) - promised) <= 1e-6 * promised)
-    found = {"route": route, "wire": wire, "nodes": comm.topology.nodes, "slots": comm.topology.slots,
-            "rate_mbit": args.rate_mbit, "n": n, "density": args.density if sparse else 1.0, "seconds": statistics.median(seconds),
-            "wire_bytes": promised, "limit_seconds": exchange.port_bytes(bucket, comm.topology) / args.socket_rate, "verified": verified}
+    verified = (
+        len({row[0] for row in rows}) == 1
+        and rows[0][0] + sum(row[1] for row in rows) == steps * sum(row[2] for row in rows)
+        and abs(statistics.mean(row[3] for row in rows) - promised) <= 1e-6 * promised
+    )
+    found = {
+        "route": route,
+        "wire": wire,
+        "nodes": comm.topology.nodes,
+        "slots": comm.topology.slots,
+        "rate_mbit": args.rate_mbit,
+        "n": n,
+        "density": args.density if sparse else 1.0,
+        "seconds": statistics.median(seconds),
+        "wire_bytes": promised,
+        "limit_seconds": exchange.port_bytes(bucket, comm.topology) / args.socket_rate,
+        "verified": verified,
+    }
     if args.probe:
         found["predicted_seconds"] = exchange.route(name).seconds(bucket, comm.topology, args.links)
     return found
@@ -139,13 +194,22 @@ def work(args: argparse.Namespace) -> None:
     from tfcommx.schedule.probe import probe
     from tfcommx.terms import NOMINAL, PlanError
 
-    comm = cx.init(node_size=args.node_size, watch_seconds=120)  # nodes of a virtual cluster share one machine, which may be slow
+    # nodes of a virtual cluster share one machine, which may be slow
+    comm = cx.init(node_size=args.node_size, watch_seconds=120)
     args.socket_rate = socket_rate(comm)
-    args.links = probe(comm, PROBED, repeats=3, blocks=[NOMINAL.block_bytes]).links if args.probe else NOMINAL
+    args.links = (
+        probe(comm, PROBED, repeats=3, blocks=[NOMINAL.block_bytes]).links
+        if args.probe
+        else NOMINAL
+    )
     args.rate_mbit = args.rate_mbit or round(args.socket_rate * 8e-6, 1)
     for n in args.sizes:
         for route in args.routes or [*ROUTES, "torus+pipeline"]:
-            for wire in [wire for wire in row(route.partition("+")[0]).wires if not args.wires or wire in args.wires]:
+            for wire in [
+                wire
+                for wire in row(route.partition("+")[0]).wires
+                if not args.wires or wire in args.wires
+            ]:
                 try:
                     found = measure(comm, route, wire, n, args)
                 except PlanError as refusal:
@@ -157,27 +221,70 @@ def work(args: argparse.Namespace) -> None:
                         file.write(json.dumps(found) + "\n")
 
 
-# --- around them -------------------------------------------------------------------------------------------------------------
+# --- around them ------------------------------------------------------------------------
 
 
 def launch(args: argparse.Namespace, json_file: Path) -> int:
-    """Run this script on the ranks of the hosts, of the cluster that is up, or of one that is made for it."""
-    ranks = sum(int(host.rpartition(":")[2]) for host in args.hosts.split(",")) if args.hosts else args.nodes * args.slots
-    command = ["horovodrun", "-np", str(ranks), f"--{args.launcher}", sys.executable, __file__, "--worker", "--json", str(json_file),
-               "--density", str(args.density), "--selection", args.selection, "--steps", str(args.steps),
-               "--sizes", *map(str, args.sizes), *(["--routes", *args.routes] if args.routes else []),
-               *(["--wires", *args.wires] if args.wires else []), *(["--probe"] if args.probe else []),
-               *(["--node-size", str(args.node_size)] if args.node_size else [])]
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-                   "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")}
+    """Run this script on the ranks of the hosts, of the cluster that is up, or of one that is made
+    for it.
+    """
+    ranks = (
+        sum(int(host.rpartition(":")[2]) for host in args.hosts.split(","))
+        if args.hosts
+        else args.nodes * args.slots
+    )
+    command = [
+        "horovodrun",
+        "-np",
+        str(ranks),
+        f"--{args.launcher}",
+        sys.executable,
+        __file__,
+        "--worker",
+        "--json",
+        str(json_file),
+        "--density",
+        str(args.density),
+        "--selection",
+        args.selection,
+        "--steps",
+        str(args.steps),
+        "--sizes",
+        *map(str, args.sizes),
+        *(["--routes", *args.routes] if args.routes else []),
+        *(["--wires", *args.wires] if args.wires else []),
+        *(["--probe"] if args.probe else []),
+        *(["--node-size", str(args.node_size)] if args.node_size else []),
+    ]
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":"),
+    }
     if args.hosts:
-        return subprocess.run([*command[:3], "-H", args.hosts, *command[3:]], env=environment).returncode
+        return subprocess.run(
+            [*command[:3], "-H", args.hosts, *command[3:]], env=environment
+        ).returncode
     cluster = [str(ROOT / "scripts" / "cluster"), "--name", args.cluster or f"b{os.getpid()}"]
     try:
         if not args.cluster:
-            subprocess.run([*cluster, "up", "--nodes", str(args.nodes), "--slots", str(args.slots), "--rate", args.rate], check=True)
+            subprocess.run(
+                [
+                    *cluster,
+                    "up",
+                    "--nodes",
+                    str(args.nodes),
+                    "--slots",
+                    str(args.slots),
+                    "--rate",
+                    args.rate,
+                ],
+                check=True,
+            )
         mbit = json.loads(Path(f"/run/tfcommx-{cluster[-1]}/state.json").read_text())["rate_mbit"]
-        return subprocess.run([*cluster, "run", "--", *command, "--rate-mbit", str(mbit)], env=environment).returncode
+        return subprocess.run(
+            [*cluster, "run", "--", *command, "--rate-mbit", str(mbit)], env=environment
+        ).returncode
     except subprocess.CalledProcessError as error:
         return error.returncode  # scripts/cluster has said why
     finally:
@@ -187,45 +294,87 @@ def launch(args: argparse.Namespace, json_file: Path) -> int:
 
 def show(rows: list[dict[str, Any]], png: str | None) -> None:
     """Print the table; draw it."""
-    print(f"{'route':<14}{'wire':<16}{'n':>12}{'density':>9}{'seconds':>10}{'limit':>9}{'x limit':>9}{'x allreduce':>13}"
-          f"{'MB sent':>10}  verified")
+    print(
+        f"{'route':<14}{'wire':<16}{'n':>12}{'density':>9}{'seconds':>10}"
+        f"{'limit':>9}{'x limit':>9}{'x allreduce':>13}"
+        f"{'MB sent':>10}  verified"
+    )
     horovod = {row["n"]: row["seconds"] for row in rows if row["route"] == "allreduce"}
     for row in rows:
         faster = f"{horovod[row['n']] / row['seconds']:.2f}" if row["n"] in horovod else "-"
-        print(f"{row['route']:<14}{row['wire']:<16}{row['n']:>12,}{row['density']:>9g}{row['seconds']:>10.3f}{row['limit_seconds']:>9.3f}"
-              f"{row['seconds'] / row['limit_seconds']:>9.2f}{faster:>13}{row['wire_bytes'] / 1e6:>10.2f}  {row['verified']}")
+        print(
+            f"{row['route']:<14}{row['wire']:<16}{row['n']:>12,}{row['density']:>9g}"
+            f"{row['seconds']:>10.3f}{row['limit_seconds']:>9.3f}"
+            f"{row['seconds'] / row['limit_seconds']:>9.2f}{faster:>13}"
+            f"{row['wire_bytes'] / 1e6:>10.2f} "
+            f" {row['verified']}"
+        )
     if png and rows:
         import matplotlib
 
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
 
-        names = [f"{row['route']} {row['wire']}, n = {row['n']:,}, density {row['density']:g}" for row in rows]
+        names = [
+            f"{row['route']} {row['wire']}, n = {row['n']:,}, density {row['density']:g}"
+            for row in rows
+        ]
         figure, axes = plt.subplots(figsize=(9, 1.2 + 0.35 * len(rows)), layout="constrained")
-        axes.barh(names, [row["seconds"] for row in rows], color="tab:blue", label="measured (median)")
-        axes.plot([row["limit_seconds"] for row in rows], names, "k|", markersize=14, label="limit of the link")
+        axes.barh(
+            names, [row["seconds"] for row in rows], color="tab:blue", label="measured (median)"
+        )
+        axes.plot(
+            [row["limit_seconds"] for row in rows],
+            names,
+            "k|",
+            markersize=14,
+            label="limit of the link",
+        )
         axes.invert_yaxis()
-        axes.set(xscale="log", xlabel="seconds per exchange",
-                 title=f"{rows[0]['nodes']} nodes x {rows[0]['slots']} slots, {rows[0]['rate_mbit']:g} Mbit/s")
+        axes.set(
+            xscale="log",
+            xlabel="seconds per exchange",
+            title=f"{rows[0]['nodes']} nodes x {rows[0]['slots']} slots, "
+            f"{rows[0]['rate_mbit']:g} Mbit/s",
+        )
         axes.legend()
         figure.savefig(png, dpi=120)
 
 
 def draw_predicted(rows: list[dict[str, Any]], png: str) -> None:
-    """Draw the seconds of each route over n, a panel for each number of nodes: measured beside predicted."""
+    """Draw the seconds of each route over n, a panel for each number of nodes: measured beside
+    predicted.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, len(FIGURE["nodes"]), figsize=(12, 4.2), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(
+        1, len(FIGURE["nodes"]), figsize=(12, 4.2), sharey=True, layout="constrained"
+    )
     for panel, nodes in zip(panels, FIGURE["nodes"], strict=True):
-        for route, colour in zip(FIGURE["routes"], ("tab:blue", "tab:orange", "tab:green"), strict=True):
+        for route, colour in zip(
+            FIGURE["routes"], ("tab:blue", "tab:orange", "tab:green"), strict=True
+        ):
             mine = [row for row in rows if (row["nodes"], row["route"]) == (nodes, route)]
             sizes = [row["n"] for row in mine]
-            panel.plot(sizes, [row["seconds"] for row in mine], "o", color=colour, label=f"{route}, measured")
-            panel.plot(sizes, [row["predicted_seconds"] for row in mine], color=colour, label="predicted")
-        panel.set(xscale="log", yscale="log", xlabel="entries, float32", title=f"{nodes} nodes x 1 slot, {rows[0]['rate_mbit']:g} Mbit/s")
+            panel.plot(
+                sizes,
+                [row["seconds"] for row in mine],
+                "o",
+                color=colour,
+                label=f"{route}, measured",
+            )
+            panel.plot(
+                sizes, [row["predicted_seconds"] for row in mine], color=colour, label="predicted"
+            )
+        panel.set(
+            xscale="log",
+            yscale="log",
+            xlabel="entries, float32",
+            title=f"{nodes} nodes x 1 slot, {rows[0]['rate_mbit']:g} Mbit/s",
+        )
         panel.set_xticks(FIGURE["sizes"], [f"{n:,}" for n in FIGURE["sizes"]], minor=False)
         panel.set_xticks([], minor=True)
     panels[0].set_ylabel("seconds per allreduce")
@@ -246,15 +395,21 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--slots", type=int, default=2, help="ranks per node")
     parser.add_argument("--rate", default="200mbit", help="of each node's link, each way")
     parser.add_argument("--cluster", help="name of a virtual cluster that is up; default: make one")
     parser.add_argument("--hosts", help="real hosts, as for horovodrun -H")
-    parser.add_argument("--node-size", type=int, help="ranks that stand for a node, where --hosts has only one")
+    parser.add_argument(
+        "--node-size", type=int, help="ranks that stand for a node, where --hosts has only one"
+    )
     parser.add_argument("--launcher", choices=["gloo", "mpi"], default="gloo")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1_000_000], help="entries of the gradient")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[1_000_000], help="entries of the gradient"
+    )
     parser.add_argument("--density", type=float, default=0.01, help="of sparse routes")
     parser.add_argument("--selection", default="mstopk", help="of sparse routes")
     parser.add_argument("--routes", nargs="+", help="default: all")
@@ -262,8 +417,16 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3, help="timed steps")
     parser.add_argument("--json", help="append one object a line to this file")
     parser.add_argument("--png", help="draw the table into this file")
-    parser.add_argument("--figure", metavar="PNG", help="draw routes of messages over 2, 4 and 8 nodes, beside what they should cost")
-    parser.add_argument("--probe", action="store_true", help="measure the links first, plan with them, and say what they predict")
+    parser.add_argument(
+        "--figure",
+        metavar="PNG",
+        help="draw routes of messages over 2, 4 and 8 nodes, beside what they should cost",
+    )
+    parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="measure the links first, plan with them, and say what they predict",
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rate-mbit", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -271,7 +434,13 @@ def main() -> int:
         work(args)
         return 0
     if args.figure:
-        args.slots, args.launcher, args.sizes, args.routes, args.probe = 1, "mpi", FIGURE["sizes"], FIGURE["routes"], True
+        args.slots, args.launcher, args.sizes, args.routes, args.probe = (
+            1,
+            "mpi",
+            FIGURE["sizes"],
+            FIGURE["routes"],
+            True,
+        )
     rows, status = [], 0
     for nodes in FIGURE["nodes"] if args.figure else [args.nodes]:
         found, ended = run(argparse.Namespace(**{**vars(args), "nodes": nodes}))

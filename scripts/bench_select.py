@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
-"""Claim: selection with error feedback costs at most 1.5 times the bare addition of the residual, and a tenth of a top-k.
+"""Claim: selection with error feedback costs at most 1.5 times the bare addition of the residual,
+and a tenth of a top-k.
 
-    python scripts/bench_select.py                          # n = 25,000,000, densities 0.001 and 0.01, all cores
-    python scripts/bench_select.py --json results.jsonl     # one object a line
-    python scripts/bench_select.py --dtypes float32 float16 bfloat16
-    python scripts/bench_select.py --inputs equal zero one_bin sorted      # degenerate gradients: the kernels and the addition only
+    python scripts/bench_select.py                          # n = 25,000,000, densities 0.001 and
+    0.01, all cores python scripts/bench_select.py --json results.jsonl     # one object a line
+    python scripts/bench_select.py --dtypes float32 float16 bfloat16 python scripts/bench_select.py
+    --inputs equal zero one_bin sorted      # degenerate gradients: the kernels and the addition
+    only
 
-Every contestant adds the gradient to a residual of its own (but algorithm1, which is timed on the sum), chooses k entries by
-magnitude and zeroes them in the residual. They take turns, round by round, so that what else the machine does meets all alike;
-the median counts. `limit_seconds` is 1.5 times the bare addition r += g of the same rounds on the same threads. Each result is
-verified (verify_selection.py). For GPUs: scripts/bench_select_gpu.py.
+Every contestant adds the gradient to a residual of its own (but algorithm1, which is timed on the
+sum), chooses k entries by magnitude and zeroes them in the residual. They take turns, round by
+round, so that what else the machine does meets all alike; the median counts. `limit_seconds` is 1.5
+times the bare addition r += g of the same rounds on the same threads. Each result is verified
+(verify_selection.py). For GPUs: scripts/bench_select_gpu.py.
 """
 
 from __future__ import annotations
@@ -42,26 +45,37 @@ INPUTS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
     "normal": lambda random, n: random.standard_normal(n, np.float32),
     "equal": lambda random, n: np.full(n, -1.5, np.float32),
     "zero": lambda random, n: np.zeros(n, np.float32),
-    "one_bin": lambda random, n: (1 + random.integers(64, size=n) * 2.0**-23).astype(np.float32),  # one exponent, 12 equal bits
+    # one exponent, 12 equal bits
+    "one_bin": lambda random, n: (1 + random.integers(64, size=n) * 2.0**-23).astype(np.float32),
     "sorted": lambda random, n: np.sort(random.standard_normal(n, np.float32)),
 }
 
 
 class Contestant(NamedTuple):
     name: str
-    run: Callable[[int], Sparse | None]  # seed -> what was chosen
-    residual: np.ndarray | tf.Variable | None  # None: chooses from the sum of the first round, keeps nothing
-    rounds: int  # the slow ones take part in fewer
+    # Seed -> what was chosen
+    run: Callable[[int], Sparse | None]
+    # None: chooses from the sum of the first round, keeps nothing
+    residual: np.ndarray | tf.Variable | None
+    # The slow ones take part in fewer
+    rounds: int
 
 
-def compiled(rule: str, gradient: tf.Tensor, residual: tf.Variable, k: int) -> Callable[[int], Sparse]:
+def compiled(
+    rule: str, gradient: tf.Tensor, residual: tf.Variable, k: int
+) -> Callable[[int], Sparse]:
     select = selection.rule(rule).select_with_residual
     function = tf.function(lambda seed: select(gradient, residual, k, seed))
     return lambda seed: function(tf.constant(seed, tf.int64))
 
 
-def contestants(gradient: tf.Tensor, start: np.ndarray, k: int, rounds: int, opponents: bool) -> list[Contestant]:
-    """Make the contestants, each with a residual of its own that begins as `start`; without opponents the kernels and the addition."""
+def contestants(
+    gradient: tf.Tensor, start: np.ndarray, k: int, rounds: int, opponents: bool
+) -> list[Contestant]:
+    """Make the contestants, each with a residual of its own that begins as `start`; without
+    opponents the kernels and the addition.
+    """
+
     def fresh() -> tf.Variable:
         return tf.Variable(start)
 
@@ -75,13 +89,22 @@ def contestants(gradient: tf.Tensor, start: np.ndarray, k: int, rounds: int, opp
     found = [Contestant("residual_add", lambda seed: add(), bare, rounds)]
     for rule in ("mstopk", "exact", "dgc") if opponents else ("mstopk", "exact"):
         residual = fresh()
-        found.append(Contestant(rule, compiled(rule, gradient, residual, k), residual, rounds if rule != "dgc" else few))
+        found.append(
+            Contestant(
+                rule,
+                compiled(rule, gradient, residual, k),
+                residual,
+                rounds if rule != "dgc" else few,
+            )
+        )
 
     if not opponents:
         return found
     summed = tf.constant(start) + tf.cast(gradient, tf.float32)
     printed = tf.function(lambda seed: reference.algorithm1(summed, k, seed=seed))
-    found.append(Contestant("algorithm1", lambda seed: printed(tf.constant(seed, tf.int64)), None, few))
+    found.append(
+        Contestant("algorithm1", lambda seed: printed(tf.constant(seed, tf.int64)), None, few)
+    )
 
     def top_k(acc: tf.Tensor) -> Sparse:
         indices = tf.math.top_k(tf.abs(acc), k, sorted=False).indices
@@ -102,7 +125,7 @@ def contestants(gradient: tf.Tensor, start: np.ndarray, k: int, rounds: int, opp
 
     def argpartition(seed: int) -> Sparse:
         np.add(plain, added, out=plain)
-        indices = np.argpartition(np.abs(plain), plain.size - k)[plain.size - k:]
+        indices = np.argpartition(np.abs(plain), plain.size - k)[plain.size - k :]
         values = plain[indices]
         plain[indices] = 0
         return Sparse(indices, values, plain.size)
@@ -144,7 +167,8 @@ def measure(kind: str, n: int, density: float, dtype: str, rounds: int) -> list[
     added = tf.cast(gradient, tf.float32).numpy()
     start = random.standard_normal(n, np.float32) * (kind == "normal")
     field = contestants(gradient, start, k, rounds, opponents=kind == "normal")
-    checks = {c.name: checked(c, c.run(0), start + added, k) for c in field}  # the first round: also traces and warms up
+    # the first round: also traces and warms up
+    checks = {c.name: checked(c, c.run(0), start + added, k) for c in field}
     times: dict[str, list[float]] = {c.name: [] for c in field}
     for turn in range(rounds):
         for contestant in field:
@@ -155,8 +179,18 @@ def measure(kind: str, n: int, density: float, dtype: str, rounds: int) -> list[
     limit = ALLOWED * statistics.median(times["residual_add"])
     threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
     return [
-        {"name": name, "device": "cpu", "input": kind, "dtype": dtype, "n": n, "k": k, "threads": threads,
-         "seconds": statistics.median(seconds), "limit_seconds": limit, "verified": checks[name]}
+        {
+            "name": name,
+            "device": "cpu",
+            "input": kind,
+            "dtype": dtype,
+            "n": n,
+            "k": k,
+            "threads": threads,
+            "seconds": statistics.median(seconds),
+            "limit_seconds": limit,
+            "verified": checks[name],
+        }
         for name, seconds in times.items()
     ]
 
@@ -164,13 +198,18 @@ def measure(kind: str, n: int, density: float, dtype: str, rounds: int) -> list[
 def show(rows: list[dict], console: Console) -> None:
     one = rows[0]
     bare = next(row["seconds"] for row in rows if row["name"] == "residual_add")
-    title = f"{one['input']}, {one['dtype']}, n = {one['n']:,}, k = {one['k']:,}, {one['threads']} threads"
+    title = (
+        f"{one['input']}, {one['dtype']}, n = {one['n']:,}, k = {one['k']:,}, "
+        f"{one['threads']} threads"
+    )
     table = Table(title=title, title_justify="left")
     for heading in ("name", "ms", "/ residual_add", "verified"):
         table.add_column(heading, justify="left" if heading == "name" else "right")
     for row in rows:
         good = "yes" if row["verified"] else "NO"
-        table.add_row(row["name"], f"{row['seconds'] * 1e3:.2f}", f"{row['seconds'] / bare:.2f}", good)
+        table.add_row(
+            row["name"], f"{row['seconds'] * 1e3:.2f}", f"{row['seconds'] / bare:.2f}", good
+        )
     names = {row["name"] for row in rows}
     if "tf_top_k" in names and "torch_topk" not in names:
         table.add_row("torch_topk", "not installed")
@@ -178,12 +217,23 @@ def show(rows: list[dict], console: Console) -> None:
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--n", type=int, default=25_000_000, help="entries of the gradient")
     options.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01], help="k / n")
-    options.add_argument("--inputs", nargs="+", choices=list(INPUTS), default=["normal"], help="kinds of gradients")
-    options.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=["float32"], help="of the gradient")
-    options.add_argument("--rounds", type=int, default=21, help="of the fast contestants; the slow ones run a quarter of them")
+    options.add_argument(
+        "--inputs", nargs="+", choices=list(INPUTS), default=["normal"], help="kinds of gradients"
+    )
+    options.add_argument(
+        "--dtypes", nargs="+", choices=sorted(DTYPES), default=["float32"], help="of the gradient"
+    )
+    options.add_argument(
+        "--rounds",
+        type=int,
+        default=21,
+        help="of the fast contestants; the slow ones run a quarter of them",
+    )
     options.add_argument("--json", type=Path, help="write one object a line to this file")
     chosen = options.parse_args()
     if native.library() is None:

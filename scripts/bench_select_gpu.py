@@ -1,14 +1,18 @@
 #!/usr/bin/env python3
-"""Claim: on a GPU, selection with error feedback costs at most 1.25 times a copy that moves 16 bytes an entry, and less than others.
+"""Claim: on a GPU, selection with error feedback costs at most 1.25 times a copy that moves 16
+bytes an entry, and less than others.
 
-    python scripts/bench_select_gpu.py                        # n = 25,600,000 and 128,000,000, k = 0.001 n and 0.01 n
-    python scripts/bench_select_gpu.py --json gpu.jsonl       # the rows go to a file, too
-    python scripts/bench_select_gpu.py --on-cpu --n 100000    # without a GPU: the same is checked, but the times tell nothing
+    python scripts/bench_select_gpu.py                        # n = 25,600,000 and 128,000,000, k =
+    0.001 n and 0.01 n python scripts/bench_select_gpu.py --json gpu.jsonl       # the rows go to a
+    file, too python scripts/bench_select_gpu.py --on-cpu --n 100000    # without a GPU: the same is
+    checked, but the times tell nothing
 
-scripts/check_cuda times our kernels (mstopk, exact), the bare addition, the copy and, where the CUDA headers have it, CUB's
-DeviceTopK. Here those join that can be imported: PyTorch's topk, Algorithm 1 as printed (in PyTorch), CuPy's argpartition. Each
-adds the gradient to a residual of its own (but algorithm1, which is timed on the sum) and zeroes there what it chose. Each is
-verified in its first round (verify_selection.py); then rounds are queued one after another, as in training, and their mean counts.
+scripts/check_cuda times our kernels (mstopk, exact), the bare addition, the copy and, where the
+CUDA headers have it, CUB's DeviceTopK. Here those join that can be imported: PyTorch's topk,
+Algorithm 1 as printed (in PyTorch), CuPy's argpartition. Each adds the gradient to a residual of
+its own (but algorithm1, which is timed on the sum) and zeroes there what it chose. Each is verified
+in its first round (verify_selection.py); then rounds are queued one after another, as in training,
+and their mean counts.
 
 Needs nvcc, g++ and NumPy, no TensorFlow. No number of a GPU exists until this has run on one.
 """
@@ -33,9 +37,12 @@ SEARCHES = 30  # thresholds that Algorithm 1 tries
 
 class Opponent(NamedTuple):
     name: str
-    run: Callable[[], tuple[Any, Any]]  # -> indices, values
-    residual: Any | None  # None: chooses from the sum, keeps nothing
-    wait: Callable[[], None]  # until all that was queued is done
+    # -> indices, values
+    run: Callable[[], tuple[Any, Any]]
+    # None: chooses from the sum, keeps nothing
+    residual: Any | None
+    # Until all that was queued is done
+    wait: Callable[[], None]
     host: Callable[[Any], np.ndarray]
 
 
@@ -73,7 +80,7 @@ def in_torch(gradient: np.ndarray, start: np.ndarray, k: int, device: str) -> It
         inside = torch.nonzero((size < upper) & (size >= lower))[:, 0]
         need = k - above.numel()
         offset = int(torch.randint(inside.numel() - need + 1, []))
-        indices = torch.cat([above, inside[offset:offset + need]])
+        indices = torch.cat([above, inside[offset : offset + need]])
         return indices, summed[indices]
 
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
@@ -88,17 +95,26 @@ def in_cupy(gradient: np.ndarray, start: np.ndarray, k: int) -> Iterator[Opponen
 
     def argpartition() -> tuple[Any, Any]:
         cupy.add(residual, new, out=residual)
-        indices = cupy.argpartition(cupy.abs(residual), start.size - k)[start.size - k:]
+        indices = cupy.argpartition(cupy.abs(residual), start.size - k)[start.size - k :]
         values = residual[indices]
         residual[indices] = 0
         return indices, values
 
-    yield Opponent("cupy_argpartition", argpartition, residual, cupy.cuda.runtime.deviceSynchronize, cupy.asnumpy)
+    yield Opponent(
+        "cupy_argpartition",
+        argpartition,
+        residual,
+        cupy.cuda.runtime.deviceSynchronize,
+        cupy.asnumpy,
+    )
 
 
 def opponents(gradient: np.ndarray, start: np.ndarray, k: int, on_cpu: bool) -> Iterator[Opponent]:
     """Yield those whose library is there, and name on stderr what is not."""
-    found = {"PyTorch": lambda: in_torch(gradient, start, k, "cpu" if on_cpu else "cuda"), "CuPy": lambda: in_cupy(gradient, start, k)}
+    found = {
+        "PyTorch": lambda: in_torch(gradient, start, k, "cpu" if on_cpu else "cuda"),
+        "CuPy": lambda: in_cupy(gradient, start, k),
+    }
     if on_cpu:
         del found["CuPy"]
     for library, make in found.items():
@@ -111,11 +127,22 @@ def opponents(gradient: np.ndarray, start: np.ndarray, k: int, on_cpu: bool) -> 
 def measure(n: int, rounds: int, on_cpu: bool) -> Iterator[dict]:
     """Yield the rows of scripts/check_cuda for both of its densities, with the opponents'."""
     check = Path(__file__).with_name("check_cuda")
-    options = [*(["--on-cpu"] if on_cpu else []), "--cases", "0", "--n", str(n), "--rounds", str(rounds)]
+    options = [
+        *(["--on-cpu"] if on_cpu else []),
+        "--cases",
+        "0",
+        "--n",
+        str(n),
+        "--rounds",
+        str(rounds),
+    ]
     done = subprocess.run([check, *options], stdout=subprocess.PIPE, text=True)
     kernels = [row for row in map(json.loads, done.stdout.splitlines()) if row["name"] != "check"]
     if not kernels:
-        raise SystemExit(f"{check} must time the kernels. It ended with {done.returncode}: its own words are above.")
+        raise SystemExit(
+            f"{check} must time the kernels. It ended with {done.returncode}: its own words are "
+            "above."
+        )
     random = np.random.default_rng(1)
     gradient, start = random.standard_normal([2, n], np.float32)
     for k in sorted({row["k"] for row in kernels}):
@@ -130,12 +157,20 @@ def measure(n: int, rounds: int, on_cpu: bool) -> Iterator[dict]:
             for _ in range(rounds):
                 opponent.run()
             opponent.wait()
-            yield ours[0] | {"name": opponent.name, "seconds": (time.perf_counter() - begin) / rounds, "verified": good}
+            yield ours[0] | {
+                "name": opponent.name,
+                "seconds": (time.perf_counter() - begin) / rounds,
+                "verified": good,
+            }
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--n", type=int, nargs="+", default=SIZES, help="entries of the gradient, float32")
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument(
+        "--n", type=int, nargs="+", default=SIZES, help="entries of the gradient, float32"
+    )
     options.add_argument("--rounds", type=int, default=51, help="that are timed")
     options.add_argument("--on-cpu", action="store_true", help="check everything without a GPU")
     options.add_argument("--json", type=Path, help="write one object a line to this file, too")

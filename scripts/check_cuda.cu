@@ -1,17 +1,19 @@
-// Claim: the CUDA kernels choose what the contract in ops/kernels says, and selection with error feedback takes at most 1.25
-// times as long as moving 16 bytes an entry. Built and started by scripts/check_cuda; needs neither TensorFlow nor Python.
+// Claim: the CUDA kernels choose what the contract in ops/kernels says, and selection with error
+// feedback takes at most 1.25 times as long as moving 16 bytes an entry. Built and started by
+// scripts/check_cuda; needs neither TensorFlow nor Python.
 //
-// Checks, on fresh random inputs: selection against its definition, computed with sums and magnitudes in float64, and against
-// the CPU kernel; merge and wire against the CPU kernels; every array lies between guards that must stay untouched. Then times
-// selection in turns with a copy of 8 bytes an entry (which moves 16) and with the bare addition r += g. Prints one JSON object
-// a line: {"name": "check", "cases", "failures"}, then those of scripts/bench_select.py.
+// Checks, on fresh random inputs: selection against its definition, computed with sums and
+// magnitudes in float64, and against the CPU kernel; merge and wire against the CPU kernels; every
+// array lies between guards that must stay untouched. Then times selection in turns with a copy of
+// 8 bytes an entry (which moves 16) and with the bare addition r += g. Prints one JSON object a
+// line: {"name": "check", "cases", "failures"}, then those of scripts/bench_select.py.
 #include "check_cuda.h"
 
 #if defined(__CUDACC__) && __has_include(<cub/device/device_topk.cuh>)  // from CCCL 3.2 on
 #define HAVE_CUB_TOPK
-#include <cub/device/device_topk.cuh>
 #include <thrust/iterator/counting_iterator.h>
 #include <thrust/iterator/transform_iterator.h>
+#include <cub/device/device_topk.cuh>
 #endif
 
 #include "kernels/merge.h"
@@ -34,9 +36,11 @@ void report(bool good, const std::string& what) {
 void check_selection(int64_t number, int64_t largest, std::mt19937_64& random) {
   const Problem p = draw_problem(number, largest, random);
   const size_t skip = random() % 8;
-  const std::string what = std::string("select ") + kKinds[number % std::size(kKinds)] + " " + kTypes[static_cast<int>(p.type)] + " " +
-                           kRules[static_cast<int>(p.rule)] + " n " + std::to_string(p.n) + " k " + std::to_string(p.k) + " skip " +
-                           std::to_string(skip) + (p.residual.empty() ? "" : " residual") + (p.velocity.empty() ? "" : " velocity");
+  const std::string what =
+      std::string("select ") + kKinds[number % std::size(kKinds)] + " " +
+      kTypes[static_cast<int>(p.type)] + " " + kRules[static_cast<int>(p.rule)] + " n " +
+      std::to_string(p.n) + " k " + std::to_string(p.k) + " skip " + std::to_string(skip) +
+      (p.residual.empty() ? "" : " residual") + (p.velocity.empty() ? "" : " velocity");
   const Result right = expected(p);
   bool guarded = true;
   const Result mine = on_gpu(p, skip, &guarded);
@@ -47,8 +51,8 @@ void check_selection(int64_t number, int64_t largest, std::mt19937_64& random) {
 }
 
 #ifndef __CUDACC__
-// A wrong result would be noticed above, but not that everything is a candidate. Each entry that is sampled or a candidate costs
-// an atomic addition, and so do the bins that they fall into.
+// A wrong result would be noticed above, but not that everything is a candidate. Each entry that is
+// sampled or a candidate costs an atomic addition, and so do the bins that they fall into.
 void check_prediction(std::mt19937_64& random) {
   Problem p;
   p.n = 400000;
@@ -62,11 +66,13 @@ void check_prediction(std::mt19937_64& random) {
   cuda_on_cpu::atomics = 0;
   bool guarded = true;
   on_gpu(p, 0, &guarded);
-  report(cuda_on_cpu::atomics < p.n / 8, "the sample must leave few candidates: atomic additions " + std::to_string(cuda_on_cpu::atomics));
+  report(cuda_on_cpu::atomics < p.n / 8, "the sample must leave few candidates: atomic additions " +
+                                             std::to_string(cuda_on_cpu::atomics));
 }
 #endif
 
-std::vector<int32_t> draw_indices(int64_t k, int64_t n, std::mt19937_64& random) {  // ascending, unique
+// ascending, unique
+std::vector<int32_t> draw_indices(int64_t k, int64_t n, std::mt19937_64& random) {
   std::vector<int32_t> result;
   for (int64_t i = 0, left = k; left > 0; ++i) {
     if (static_cast<int64_t>(random() % (n - i)) >= left) continue;
@@ -85,7 +91,8 @@ void check_merge(std::mt19937_64& random) {
     indices.insert(indices.end(), run.begin(), run.end());
   }
   std::vector<float> values(indices.size()), right(n);
-  for (auto& one : values) one = normal(random) * std::pow(10.0f, static_cast<float>(random() % 7) - 3);
+  for (auto& one : values)
+    one = normal(random) * std::pow(10.0f, static_cast<float>(random() % 7) - 3);
   const int64_t pairs = static_cast<int64_t>(indices.size());
   merge_cpu({indices.data(), values.data(), pairs, right.data(), n}, in_turn);
   const bool outside = pairs && random() % 4 == 0;
@@ -99,10 +106,13 @@ void check_merge(std::mt19937_64& random) {
 }
 
 void check_wire(std::mt19937_64& random) {
-  const int64_t size = random() % 3 ? 1 + random() % 5000 : 65536 * (random() % 5) + 1 + random() % 3;
-  const int64_t k = std::min<int64_t>(size, random() % 3000), shards = 1 + random() % 3, buffers = shards * (1 + random() % 2);
+  const int64_t size =
+      random() % 3 ? 1 + random() % 5000 : 65536 * (random() % 5) + 1 + random() % 3;
+  const int64_t k = std::min<int64_t>(size, random() % 3000), shards = 1 + random() % 3,
+                buffers = shards * (1 + random() % 2);
   const WireLayout layout{k, size, static_cast<Float>(random() % 3), random() % 2 == 0};
-  const std::string what = "wire size " + std::to_string(size) + " k " + std::to_string(k) + " " + kTypes[static_cast<int>(layout.type)];
+  const std::string what = "wire size " + std::to_string(size) + " k " + std::to_string(k) + " " +
+                           kTypes[static_cast<int>(layout.type)];
   std::vector<int32_t> all;
   for (int64_t buffer = 0; buffer < buffers; ++buffer) {
     const std::vector<int32_t> indices = draw_indices(k, size, random);
@@ -112,12 +122,15 @@ void check_wire(std::mt19937_64& random) {
     wire_encode_cpu(layout, indices.data(), values.data(), right.data());
     OnDevice<int32_t> from(indices), words(layout.words());
     OnDevice<float> weights(values);
-    need(wire_encode_cuda(layout, from.data(), weights.data(), words.data(), stream), "wire_encode_cuda");
+    need(wire_encode_cuda(layout, from.data(), weights.data(), words.data(), stream),
+         "wire_encode_cuda");
     report(words.get() == right && words.untouched, what + ": encode");
     all.insert(all.end(), right.begin(), right.end());
   }
-  const bool broken = layout.blocks && k && random() % 4 == 0, outside = !layout.blocks && k && random() % 4 == 0;
-  const int64_t place = outside ? random() % (buffers * k) : 0;  // of an index that is out of its shard
+  const bool broken = layout.blocks && k && random() % 4 == 0,
+             outside = !layout.blocks && k && random() % 4 == 0;
+  // of an index that is out of its shard
+  const int64_t place = outside ? random() % (buffers * k) : 0;
   std::vector<int32_t> right(buffers * k);
   std::vector<float> right_values(buffers * k);
   wire_decode_cpu(layout, all.data(), buffers, shards, right.data(), right_values.data(), in_turn);
@@ -131,12 +144,17 @@ void check_wire(std::mt19937_64& random) {
   }
   OnDevice<int32_t> from(all), indices(buffers * k);
   OnDevice<float> values(buffers * k);
-  need(wire_decode_cuda(layout, from.data(), buffers, shards, indices.data(), values.data(), stream), "wire_decode_cuda");
-  report(indices.get() == right && same(values.get(), right_values) && indices.untouched && values.untouched, what + ": decode");
+  need(
+      wire_decode_cuda(layout, from.data(), buffers, shards, indices.data(), values.data(), stream),
+      "wire_decode_cuda");
+  report(indices.get() == right && same(values.get(), right_values) && indices.untouched &&
+             values.untouched,
+         what + ": decode");
 }
 
 // r += g and nothing else: 12 bytes an entry.
-__global__ void __launch_bounds__(kThreads) bare_add(const float* gradient, float* residual, int64_t n) {
+__global__ void __launch_bounds__(kThreads)
+    bare_add(const float* gradient, float* residual, int64_t n) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i < n) residual[i] += gradient[i];
 }
@@ -146,23 +164,26 @@ struct Magnitude {
   __host__ __device__ uint32_t operator()(float x) const { return key_of(x); }
 };
 
-__global__ void __launch_bounds__(kThreads) take(float* residual, const int32_t* indices, float* values, int64_t k) {
+__global__ void __launch_bounds__(kThreads)
+    take(float* residual, const int32_t* indices, float* values, int64_t k) {
   const int64_t j = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (j >= k) return;
   values[j] = residual[indices[j]];
   residual[indices[j]] = 0;
 }
 
-// The bare addition, CUB's top k of the magnitudes in any order, and the chosen entries taken out. First with workspace null: then
-// only `bytes` is set.
-void select_with_cub(const float* gradient, float* residual, int64_t n, int64_t k, void* workspace, size_t* bytes, uint32_t* keys,
-                     int32_t* indices, float* values) {
+// The bare addition, CUB's top k of the magnitudes in any order, and the chosen entries taken out.
+// First with workspace null: then only `bytes` is set.
+void select_with_cub(const float* gradient, float* residual, int64_t n, int64_t k, void* workspace,
+                     size_t* bytes, uint32_t* keys, int32_t* indices, float* values) {
   namespace execution = cuda::execution;
-  const auto free_order = execution::require(execution::determinism::not_guaranteed, execution::output_ordering::unsorted);
+  const auto free_order = execution::require(execution::determinism::not_guaranteed,
+                                             execution::output_ordering::unsorted);
   const auto environment = cuda::std::execution::env{cuda::stream_ref{stream}, free_order};
   if (workspace) launch(bare_add, (n + kThreads - 1) / kThreads, stream, gradient, residual, n);
-  need(cub::DeviceTopK::MaxPairs(workspace, *bytes, thrust::make_transform_iterator(residual, Magnitude{}), keys,
-                                 thrust::make_counting_iterator(int32_t{0}), indices, n, k, environment),
+  need(cub::DeviceTopK::MaxPairs(
+           workspace, *bytes, thrust::make_transform_iterator(residual, Magnitude{}), keys,
+           thrust::make_counting_iterator(int32_t{0}), indices, n, k, environment),
        "cub::DeviceTopK");
   if (workspace) launch(take, (k + kThreads - 1) / kThreads, stream, residual, indices, values, k);
 }
@@ -188,7 +209,8 @@ std::vector<double> seconds(const std::vector<std::function<void()>>& steps) {
   return result;
 }
 
-bool time_selection(int64_t n, double density, Float type, int rounds, const char* device, std::mt19937_64& random) {
+bool time_selection(int64_t n, double density, Float type, int rounds, const char* device,
+                    std::mt19937_64& random) {
   Problem p;
   p.n = n;
   p.k = std::max<int64_t>(1, static_cast<int64_t>(n * density));
@@ -214,25 +236,34 @@ bool time_selection(int64_t n, double density, Float type, int rounds, const cha
   for (const Rule rule : {Rule::exact, Rule::mstopk}) {
     p.rule = rule;
     OnDevice<float> residual(p.residual);
-    Selection s = selection(p, gradient.data(), residual.data(), nullptr, indices.data(), values.data());
+    Selection s =
+        selection(p, gradient.data(), residual.data(), nullptr, indices.data(), values.data());
     need(select_cuda(s, workspace.data(), stream), "select_cuda");
     const Result right = expected(p);
     const bool verified = same({indices.get(), values.get(), residual.get(), {}}, right);
     good = good && verified;
-    std::vector<const char*> names = {"copy_16_bytes", "residual_add", kRules[static_cast<int>(rule)]};
+    std::vector<const char*> names = {"copy_16_bytes", "residual_add",
+                                      kRules[static_cast<int>(rule)]};
     std::vector<std::function<void()>> steps = {
-        [&] { need(cudaMemcpyAsync(to.data(), from.data(), 8 * n, cudaMemcpyDeviceToDevice, stream), "copy"); },
-        [&] { launch(bare_add, (n + kThreads - 1) / kThreads, stream, wide.data(), added.data(), n); },
+        [&] {
+          need(cudaMemcpyAsync(to.data(), from.data(), 8 * n, cudaMemcpyDeviceToDevice, stream),
+               "copy");
+        },
+        [&] {
+          launch(bare_add, (n + kThreads - 1) / kThreads, stream, wide.data(), added.data(), n);
+        },
         [&] { need(select_cuda(s, workspace.data(), stream), "select_cuda"); }};
     std::vector<bool> right_ones = {true, true, verified};
 #ifdef HAVE_CUB_TOPK
     size_t bytes = 0;
     OnDevice<float> kept(p.residual);
     OnDevice<uint32_t> keys(p.k);
-    select_with_cub(wide.data(), kept.data(), n, p.k, nullptr, &bytes, keys.data(), indices.data(), values.data());
+    select_with_cub(wide.data(), kept.data(), n, p.k, nullptr, &bytes, keys.data(), indices.data(),
+                    values.data());
     OnDevice<char> scratch(bytes);
     const auto cub_topk = [&] {
-      select_with_cub(wide.data(), kept.data(), n, p.k, scratch.data(), &bytes, keys.data(), indices.data(), values.data());
+      select_with_cub(wide.data(), kept.data(), n, p.k, scratch.data(), &bytes, keys.data(),
+                      indices.data(), values.data());
     };
     cub_topk();
     std::vector<int32_t> chosen = indices.get();
@@ -253,10 +284,13 @@ bool time_selection(int64_t n, double density, Float type, int rounds, const cha
     };
     for (size_t j = 0; j < steps.size(); ++j) {
       if (j != 2 && !first) continue;  // the others are alike for both rules
-      std::printf("{\"name\": \"%s\", \"device\": \"%s\", \"dtype\": \"%s\", \"n\": %lld, \"k\": %lld, \"threads\": null, "
-                  "\"seconds\": %.9f, \"limit_seconds\": %.9f, \"verified\": %s}\n",
-                  names[j], device, kTypes[static_cast<int>(type)], static_cast<long long>(n), static_cast<long long>(p.k), median(j),
-                  kAllowed * median(0), right_ones[j] ? "true" : "false");
+      std::printf(
+          "{\"name\": \"%s\", \"device\": \"%s\", \"dtype\": \"%s\", \"n\": %lld, \"k\": %lld, "
+          "\"threads\": null, "
+          "\"seconds\": %.9f, \"limit_seconds\": %.9f, \"verified\": %s}\n",
+          names[j], device, kTypes[static_cast<int>(type)], static_cast<long long>(n),
+          static_cast<long long>(p.k), median(j), kAllowed * median(0),
+          right_ones[j] ? "true" : "false");
     }
     first = false;
   }
@@ -271,22 +305,32 @@ int main(int count, char** words) {
   for (int i = 1; i + 1 < count; i += 2) {
     const std::string name = words[i];
     const int64_t value = std::atoll(words[i + 1]);
-    if (name == "--cases") cases = value;
-    else if (name == "--largest") largest = value;
-    else if (name == "--rounds") rounds = value;
-    else if (name == "--n") n = value;
-    else if (name == "--type" && value >= 0 && value < 3) type = value;
-    else if (name == "--seed") seed = value;
-    else count = 0;
+    if (name == "--cases")
+      cases = value;
+    else if (name == "--largest")
+      largest = value;
+    else if (name == "--rounds")
+      rounds = value;
+    else if (name == "--n")
+      n = value;
+    else if (name == "--type" && value >= 0 && value < 3)
+      type = value;
+    else if (name == "--seed")
+      seed = value;
+    else
+      count = 0;
   }
   if (count % 2 == 0) {
-    std::fprintf(stderr, "Options, each with a number: --cases, --largest (entries in a case), --seed, --n (entries timed), --type (of\n"
+    std::fprintf(stderr,
+                 "Options, each with a number: --cases, --largest (entries in a case), --seed, --n "
+                 "(entries timed), --type (of\n"
                  "what is timed: 0 float32, 1 float16, 2 bfloat16), --rounds (0: no timing)\n");
     return 2;
   }
   int devices = 0;
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
-    std::fprintf(stderr, "No GPU was found: nothing was checked. Run this where nvidia-smi lists one.\n");
+    std::fprintf(stderr,
+                 "No GPU was found: nothing was checked. Run this where nvidia-smi lists one.\n");
     return 2;
   }
   cudaDeviceProp properties;
@@ -301,13 +345,18 @@ int main(int count, char** words) {
 #ifndef __CUDACC__
   check_prediction(random);
 #endif
-  std::printf("{\"name\": \"check\", \"device\": \"%s\", \"seed\": %llu, \"cases\": %d, \"failures\": %d}\n", properties.name,
-              static_cast<unsigned long long>(seed), checked, failures);
+  std::printf(
+      "{\"name\": \"check\", \"device\": \"%s\", \"seed\": %llu, \"cases\": %d, \"failures\": "
+      "%d}\n",
+      properties.name, static_cast<unsigned long long>(seed), checked, failures);
   std::fflush(stdout);
   bool good = failures == 0;
-  for (const int64_t entries : n ? std::vector<int64_t>{n} : std::vector<int64_t>{25600000, 128000000})
+  for (const int64_t entries :
+       n ? std::vector<int64_t>{n} : std::vector<int64_t>{25600000, 128000000})
     for (const double density : {0.001, 0.01})
       if (rounds > 0)
-        good = time_selection(entries, density, static_cast<Float>(type), static_cast<int>(rounds), properties.name, random) && good;
+        good = time_selection(entries, density, static_cast<Float>(type), static_cast<int>(rounds),
+                              properties.name, random) &&
+               good;
   return good ? 0 : 1;
 }

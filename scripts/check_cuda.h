@@ -1,5 +1,5 @@
-// What scripts/check_cuda.cu compares with: random problems of selection, the definition of the right answer, and the kernels'
-// own on a CPU and on a GPU. Included once.
+// What scripts/check_cuda.cu compares with: random problems of selection, the definition of the
+// right answer, and the kernels' own on a CPU and on a GPU. Included once.
 #pragma once
 
 #include <algorithm>
@@ -24,14 +24,16 @@ namespace {
 
 const char* const kTypes[] = {"float32", "float16", "bfloat16"};
 const char* const kRules[] = {"exact", "mstopk"};
-const char* const kKinds[] = {"normal", "laplace", "ties", "equal", "zero", "sparse", "denormal", "one_bin", "octaves", "not_finite",
-                              "all_nan", "huge", "misled", "sorted", "bits"};
+const char* const kKinds[] = {"normal",  "laplace",  "ties",    "equal",   "zero",
+                              "sparse",  "denormal", "one_bin", "octaves", "not_finite",
+                              "all_nan", "huge",     "misled",  "sorted",  "bits"};
 
 cudaStream_t stream;
 
 void need(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  std::fprintf(stderr, "%s failed: %s. Is a GPU free, and built for (nvcc -arch)?\n", what, cudaGetErrorString(error));
+  std::fprintf(stderr, "%s failed: %s. Is a GPU free, and built for (nvcc -arch)?\n", what,
+               cudaGetErrorString(error));
   std::exit(2);
 }
 
@@ -50,7 +52,9 @@ class OnDevice {
     need(cudaMalloc(&base_, bytes_), "cudaMalloc");
     need(cudaMemsetAsync(base_, kNoise, bytes_, stream), "cudaMemset");
   }
-  explicit OnDevice(const std::vector<T>& data, size_t skip = 0) : OnDevice(data.size(), skip) { put(data); }
+  explicit OnDevice(const std::vector<T>& data, size_t skip = 0) : OnDevice(data.size(), skip) {
+    put(data);
+  }
   ~OnDevice() { cudaFree(base_); }
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;
@@ -58,17 +62,21 @@ class OnDevice {
   T* data() { return reinterpret_cast<T*>(base_ + first_); }
 
   void put(const std::vector<T>& data) {
-    need(cudaMemcpyAsync(this->data(), data.data(), size_ * sizeof(T), cudaMemcpyHostToDevice, stream), "copy to the GPU");
+    need(cudaMemcpyAsync(this->data(), data.data(), size_ * sizeof(T), cudaMemcpyHostToDevice,
+                         stream),
+         "copy to the GPU");
     need(cudaStreamSynchronize(stream), "copy to the GPU");
   }
 
   std::vector<T> get() {
     std::vector<char> all(bytes_);
-    need(cudaMemcpyAsync(all.data(), base_, bytes_, cudaMemcpyDeviceToHost, stream), "copy from the GPU");
+    need(cudaMemcpyAsync(all.data(), base_, bytes_, cudaMemcpyDeviceToHost, stream),
+         "copy from the GPU");
     need(cudaStreamSynchronize(stream), "a kernel");
     const auto noise = [](char c) { return c == static_cast<char>(kNoise); };
     const auto end = all.begin() + first_ + size_ * sizeof(T);
-    untouched = std::all_of(all.begin(), all.begin() + first_, noise) && std::all_of(end, all.end(), noise);
+    untouched =
+        std::all_of(all.begin(), all.begin() + first_, noise) && std::all_of(end, all.end(), noise);
     std::vector<T> data(size_);
     if (size_) std::memcpy(data.data(), all.data() + first_, size_ * sizeof(T));
     return data;
@@ -84,8 +92,8 @@ class OnDevice {
 };
 
 struct Problem {
-  std::vector<char> gradient;      // of the type
-  std::vector<float> wide;         // the same in float32
+  std::vector<char> gradient;             // of the type
+  std::vector<float> wide;                // the same in float32
   std::vector<float> residual, velocity;  // empty: none
   float momentum = 0.9f;
   Float type;
@@ -99,7 +107,8 @@ struct Result {
   std::vector<float> values, residual, velocity;
 };
 
-// A float32 sum with denormals flushed: float64 holds the sum or product of two float32 well enough to round it once.
+// A float32 sum with denormals flushed: float64 holds the sum or product of two float32 well enough
+// to round it once.
 float flushed(double x) {
   const float y = static_cast<float>(x);
   return std::fabs(y) < FLT_MIN ? std::copysign(0.0f, y) : y;
@@ -113,8 +122,12 @@ Result expected(const Problem& p) {
   for (int64_t i = 0; i < p.n; ++i) {
     float moved = acc[i];
     if (!p.velocity.empty())
-      moved = flushed(static_cast<double>(flushed(static_cast<double>(p.momentum) * flushed(p.velocity[i]))) + flushed(moved));
-    acc[i] = p.residual.empty() ? moved : flushed(static_cast<double>(flushed(p.residual[i])) + flushed(moved));
+      moved = flushed(
+          static_cast<double>(flushed(static_cast<double>(p.momentum) * flushed(p.velocity[i]))) +
+          flushed(moved));
+    acc[i] = p.residual.empty()
+                 ? moved
+                 : flushed(static_cast<double>(flushed(p.residual[i])) + flushed(moved));
     size[i] = std::isfinite(acc[i]) ? std::fabs(static_cast<double>(acc[i])) : INFINITY;
     if (!std::isfinite(acc[i])) continue;
     if (!p.residual.empty()) result.residual[i] = acc[i];
@@ -123,7 +136,9 @@ Result expected(const Problem& p) {
   std::vector<int32_t> order(p.n);
   for (int64_t i = 0; i < p.n; ++i) order[i] = static_cast<int32_t>(i);
   if (p.k > 0) {
-    const auto before = [&](int32_t a, int32_t b) { return size[a] != size[b] ? size[a] > size[b] : a < b; };
+    const auto before = [&](int32_t a, int32_t b) {
+      return size[a] != size[b] ? size[a] > size[b] : a < b;
+    };
     std::nth_element(order.begin(), order.begin() + (p.k - 1), order.end(), before);
     const double last = size[order[p.k - 1]];
     order.resize(p.k);
@@ -137,7 +152,8 @@ Result expected(const Problem& p) {
         if (size[i] >= lower && size[i] < lower + width) inside.push_back(static_cast<int32_t>(i));
       }
       const int64_t rest = p.k - static_cast<int64_t>(order.size());
-      const auto first = inside.begin() + below(p.seed, static_cast<int64_t>(inside.size()) - rest + 1);
+      const auto first =
+          inside.begin() + below(p.seed, static_cast<int64_t>(inside.size()) - rest + 1);
       order.insert(order.end(), first, first + rest);
     }
     std::sort(order.begin(), order.end());
@@ -153,16 +169,20 @@ Result expected(const Problem& p) {
 }
 
 bool same(const std::vector<float>& a, const std::vector<float>& b) {  // a NaN is any NaN
-  return a.size() == b.size() &&
-         std::equal(a.begin(), a.end(), b.begin(), [](float x, float y) { return x == y || (std::isnan(x) && std::isnan(y)); });
+  return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin(), [](float x, float y) {
+           return x == y || (std::isnan(x) && std::isnan(y));
+         });
 }
 
 bool same(const Result& a, const Result& b) {
-  return a.indices == b.indices && same(a.values, b.values) && same(a.residual, b.residual) && same(a.velocity, b.velocity);
+  return a.indices == b.indices && same(a.values, b.values) && same(a.residual, b.residual) &&
+         same(a.velocity, b.velocity);
 }
 
-Selection selection(const Problem& p, const void* gradient, float* residual, float* velocity, int32_t* indices, float* values) {
-  return {gradient, p.type, residual, velocity, p.momentum, p.n, p.k, p.seed, p.rule, indices, values};
+Selection selection(const Problem& p, const void* gradient, float* residual, float* velocity,
+                    int32_t* indices, float* values) {
+  return {gradient, p.type, residual, velocity, p.momentum, p.n,
+          p.k,      p.seed, p.rule,   indices,  values};
 }
 
 const ParallelFor in_turn = [](int64_t turns, const std::function<void(int64_t)>& body) {
@@ -172,7 +192,8 @@ const ParallelFor in_turn = [](int64_t turns, const std::function<void(int64_t)>
 Result on_cpu(const Problem& p) {
   Result result{std::vector<int32_t>(p.k), std::vector<float>(p.k), p.residual, p.velocity};
   select_cpu(selection(p, p.gradient.data(), p.residual.empty() ? nullptr : result.residual.data(),
-                       p.velocity.empty() ? nullptr : result.velocity.data(), result.indices.data(), result.values.data()),
+                       p.velocity.empty() ? nullptr : result.velocity.data(), result.indices.data(),
+                       result.values.data()),
              in_turn);
   return result;
 }
@@ -183,17 +204,20 @@ Result on_gpu(const Problem& p, size_t skip, bool* good) {
   OnDevice<char> gradient(p.gradient, skip * entry), workspace(select_cuda_workspace(p.n));
   OnDevice<float> residual(p.residual, skip / 2), velocity(p.velocity, skip / 3), values(p.k, skip);
   OnDevice<int32_t> indices(p.k);
-  need(select_cuda(selection(p, gradient.data(), p.residual.empty() ? nullptr : residual.data(),
-                             p.velocity.empty() ? nullptr : velocity.data(), indices.data(), values.data()),
-                   workspace.data(), stream),
+  need(select_cuda(
+           selection(p, gradient.data(), p.residual.empty() ? nullptr : residual.data(),
+                     p.velocity.empty() ? nullptr : velocity.data(), indices.data(), values.data()),
+           workspace.data(), stream),
        "select_cuda");
   Result result{indices.get(), values.get(), residual.get(), velocity.get()};
   workspace.get();
-  *good = *good && indices.untouched && values.untouched && residual.untouched && velocity.untouched && workspace.untouched;
+  *good = *good && indices.untouched && values.untouched && residual.untouched &&
+          velocity.untouched && workspace.untouched;
   return result;
 }
 
-std::vector<float> make(const std::string& kind, int64_t n, uint64_t seed, std::mt19937_64& random) {
+std::vector<float> make(const std::string& kind, int64_t n, uint64_t seed,
+                        std::mt19937_64& random) {
   std::normal_distribution<float> normal;
   std::vector<float> x(n);
   for (auto& one : x) one = normal(random);
@@ -208,16 +232,20 @@ std::vector<float> make(const std::string& kind, int64_t n, uint64_t seed, std::
     if (kind == "denormal") x[i] *= 1e-39f;
     if (kind == "one_bin") x[i] = 1 + draw(64) * 0x1p-23f;
     if (kind == "octaves") x[i] = std::ldexp(x[i], static_cast<int>(draw(200)) - 100);
-    if (kind == "not_finite" && draw(1 << 20) < rare * (1 << 20)) x[i] = draw(2) ? NAN : draw(2) ? INFINITY : -INFINITY;
+    if (kind == "not_finite" && draw(1 << 20) < rare * (1 << 20))
+      x[i] = draw(2) ? NAN : draw(2) ? INFINITY : -INFINITY;
     if (kind == "all_nan") x[i] = NAN;
     if (kind == "huge") x[i] *= 2e38f;
     if (kind == "bits") x[i] = float_of(static_cast<uint32_t>(random()));
-    if (kind == "sorted") x[i] = std::ldexp(1.0f + i % 1024 / 1024.0f, static_cast<int>(i / 1024 % 60) - 30);
+    if (kind == "sorted")
+      x[i] = std::ldexp(1.0f + i % 1024 / 1024.0f, static_cast<int>(i / 1024 % 60) - 30);
   }
-  if (kind == "misled") {  // large just where the kernel draws its sample, so that its threshold is far too high
+  // large just where the kernel draws its sample, so that its threshold is far too high
+  if (kind == "misled") {
     const int64_t runs = std::min<int64_t>(n / 256, 4096), stretch = runs ? n / 8 / runs : 0;
     for (int64_t run = 0; run < runs; ++run)
-      for (int64_t j = 0; j < 8; ++j) x[(run * stretch + below(seed + run, stretch)) * 8 + j] += 100;
+      for (int64_t j = 0; j < 8; ++j)
+        x[(run * stretch + below(seed + run, stretch)) * 8 + j] += 100;
   }
   return x;
 }
@@ -227,12 +255,15 @@ Problem draw_problem(int64_t number, int64_t largest, std::mt19937_64& random) {
   const std::string kind = kKinds[number % kinds];
   const auto draw = [&](int64_t count) { return static_cast<int64_t>(random() % count); };
   Problem p;
-  const int64_t sizes[] = {draw(40), draw(3000), 1023 + draw(3), largest / 10 + draw(1000), largest / 2 + draw(5000), largest};
+  const int64_t sizes[] = {
+      draw(40), draw(3000), 1023 + draw(3), largest / 10 + draw(1000), largest / 2 + draw(5000),
+      largest};
   p.n = sizes[(number / kinds) % std::size(sizes)];
   p.type = static_cast<Float>(draw(3));
   p.rule = static_cast<Rule>(draw(2));
   p.seed = random();
-  const int64_t ks[] = {0, std::min<int64_t>(p.n, 1), p.n, p.n / 1000, p.n / 100, p.n / 100, p.n / 3, draw(p.n + 1)};
+  const int64_t ks[] = {
+      0, std::min<int64_t>(p.n, 1), p.n, p.n / 1000, p.n / 100, p.n / 100, p.n / 3, draw(p.n + 1)};
   p.k = ks[draw(std::size(ks))];
   p.wide = make(kind, p.n, p.seed, random);
   p.gradient.resize(p.n * (p.type == Float::float32 ? 4 : 2));
@@ -248,7 +279,8 @@ Problem draw_problem(int64_t number, int64_t largest, std::mt19937_64& random) {
   if (p.n == 0) return p;
   const char* const starts[] = {"zero", "normal", "ties", "huge", "denormal"};
   const auto start = [&] {
-    std::vector<float> x = make(kind == "misled" || kind == "equal" ? "zero" : starts[draw(5)], p.n, 0, random);
+    std::vector<float> x =
+        make(kind == "misled" || kind == "equal" ? "zero" : starts[draw(5)], p.n, 0, random);
     for (auto& one : x)
       if (!std::isfinite(one)) one = 1;
     return x;

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Claim: selection is right for a gradient of more than 2^31 entries, cut where the kernel's count of entries ends.
+"""Claim: selection is right for a gradient of more than 2^31 entries, cut where the kernel's count
+of entries ends.
 
     python scripts/check_large.py            # 22 GB of memory, a minute and a half
 
-A float16 gradient of 2^31 + 1000 normal entries is selected from in two calls, of 2^31 - 1 entries (the most that one takes) and of
-the rest, with float32 residuals of zeros. Checked: k indices, ascending, also beyond 2^30; values equal to the gradient there;
-residual zero there and equal to the gradient in samples elsewhere; nothing kept is larger than what was sent.
+A float16 gradient of 2^31 + 1000 normal entries is selected from in two calls, of 2^31 - 1 entries
+(the most that one takes) and of the rest, with float32 residuals of zeros. Checked: k indices,
+ascending, also beyond 2^30; values equal to the gradient there; residual zero there and equal to
+the gradient in samples elsewhere; nothing kept is larger than what was sent.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import os
 import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # its allocator takes memory in doubling regions, more than there may be
+# its allocator takes memory in doubling regions, more than there may be
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 import numpy as np
 import tensorflow as tf
@@ -29,19 +32,30 @@ def main() -> None:
     if native.library() is None:
         raise SystemExit(f"The native library is needed. {native.REBUILD}")
     for length in LENGTHS:
-        gradient = tf.raw_ops.RandomStandardNormal(shape=[length], dtype=tf.float16, seed=1)  # tf.random.normal makes two copies more
+        # tf.random.normal makes two copies more
+        gradient = tf.raw_ops.RandomStandardNormal(shape=[length], dtype=tf.float16, seed=1)
         residual, k = tf.Variable(tf.zeros([length])), max(1, int(DENSITY * length))
         start = time.perf_counter()
         chosen = native.select_with_residual(gradient, residual, k, 1, "exact")
         seconds = time.perf_counter() - start
         indices, values = chosen.indices.numpy(), chosen.values.numpy()
-        assert indices.size == k and (np.diff(indices) > 0).all() and indices[0] >= 0 and indices[-1] < length
-        assert k < 1000 or indices[-1] > 0.99 * length  # so also where a signed product of 32 bits would have ended
-        np.testing.assert_array_equal(values, tf.cast(tf.gather(gradient, chosen.indices), tf.float32))
+        assert (
+            indices.size == k
+            and (np.diff(indices) > 0).all()
+            and indices[0] >= 0
+            and indices[-1] < length
+        )
+        # so also where a signed product of 32 bits would have ended
+        assert k < 1000 or indices[-1] > 0.99 * length
+        np.testing.assert_array_equal(
+            values, tf.cast(tf.gather(gradient, chosen.indices), tf.float32)
+        )
         np.testing.assert_array_equal(tf.gather(residual, chosen.indices), np.zeros(k, np.float32))
         sample = np.random.default_rng(1).integers(length, size=1_000_000, dtype=np.int32)
         sample = sample[~np.isin(sample, indices)]
-        np.testing.assert_array_equal(tf.gather(residual, sample), tf.cast(tf.gather(gradient, sample), tf.float32))
+        np.testing.assert_array_equal(
+            tf.gather(residual, sample), tf.cast(tf.gather(gradient, sample), tf.float32)
+        )
         kept = max(tf.reduce_max(residual).numpy(), -tf.reduce_min(residual).numpy())
         assert kept <= np.abs(values).min()
         print(f"{length:,} entries, {k:,} chosen: right, in {seconds:.2f} s", flush=True)

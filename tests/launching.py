@@ -13,10 +13,14 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHERS = {
     "gloo": ["--gloo"],
-    # more processes than cores, and a rank that waits sleeps (sched_yield may starve others: scripts/cluster)
-    "mpi": ["--mpi", "--binding-args=--bind-to none --map-by slot:OVERSUBSCRIBE",
-            "--mpi-args=--mca mpi_yield_when_idle 1 --mca threads_pthreads_yield_strategy nanosleep"
-            " --mca threads_pthreads_nanosleep_time 20000"],
+    # more processes than cores, and a rank that waits sleeps (sched_yield may starve others:
+    # scripts/cluster)
+    "mpi": [
+        "--mpi",
+        "--binding-args=--bind-to none --map-by slot:OVERSUBSCRIBE",
+        "--mpi-args=--mca mpi_yield_when_idle 1 --mca threads_pthreads_yield_strategy nanosleep"
+        " --mca threads_pthreads_nanosleep_time 20000",
+    ],
 }
 
 
@@ -26,15 +30,45 @@ class Ended(NamedTuple):
     seconds: float
 
 
-def horovodrun(ranks: int, command: list[str], launcher: str = "gloo", seconds: float = 300, hosts: str | None = None,
-               **environment: str) -> Ended:
-    """Run a Python command (without `python`) on several ranks; end the whole tree when it takes too long."""
-    where = ["-H", hosts or f"localhost:{ranks}"]  # Horovod 0.28 starts a rank on every slot, whatever -np says
-    words = ["horovodrun", "-np", str(ranks), *where, *LAUNCHERS[launcher], sys.executable, *command]
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), **environment}
+def horovodrun(
+    ranks: int,
+    command: list[str],
+    launcher: str = "gloo",
+    seconds: float = 300,
+    hosts: str | None = None,
+    **environment: str,
+) -> Ended:
+    """Run a Python command (without `python`) on several ranks; end the whole tree when it takes
+    too long.
+    """
+    # Horovod 0.28 starts a rank on every slot, whatever -np says
+    where = ["-H", hosts or f"localhost:{ranks}"]
+    words = [
+        "horovodrun",
+        "-np",
+        str(ranks),
+        *where,
+        *LAUNCHERS[launcher],
+        sys.executable,
+        *command,
+    ]
+    env = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        **environment,
+    }
     start = time.monotonic()
-    process = subprocess.Popen(words, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               stdin=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        words,
+        cwd=ROOT,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

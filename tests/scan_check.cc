@@ -1,4 +1,5 @@
-// Compares the tile loops of all instruction sets that this processor has with a plain loop: every type, length and threshold.
+// Compares the tile loops of all instruction sets that this processor has with a plain loop: every
+// type, length and threshold.
 #include <cstdio>
 #include <random>
 #include <vector>
@@ -15,7 +16,8 @@ template <class T>
 void compare(const char* name, const Scans& scans, Float type, std::mt19937& random) {
   for (int round = 0; round < 400; ++round) {
     const uint32_t count = round < 100 ? round : 1 + random() % kTile, skip = random() % 3;
-    const uint32_t threshold = std::vector<uint32_t>{0, 1, 0x3f800000u, 0x40000000u, kNotFinite}[random() % 5];
+    const uint32_t threshold =
+        std::vector<uint32_t>{0, 1, 0x3f800000u, 0x40000000u, kNotFinite}[random() % 5];
     std::vector<T> storage(count + skip);
     std::vector<float> before(count + skip), moving(count + skip);
     for (auto& x : storage) {  // random bits hold NaNs, infinities and denormals too
@@ -30,7 +32,8 @@ void compare(const char* name, const Scans& scans, Float type, std::mt19937& ran
       std::vector<uint16_t> candidates(kRoom), bad(kRoom), right_candidates, right_bad;
       for (uint32_t i = 0; i < count; ++i) {
         const float product = 0.9f * moving[i + skip];
-        const float u = states == 2 ? product + widen(g[i]) : widen(g[i]), acc = states ? u + before[i + skip] : u;
+        const float u = states == 2 ? product + widen(g[i]) : widen(g[i]),
+                    acc = states ? u + before[i + skip] : u;
         if (key_of(acc) >= kNotFinite) {
           right_bad.push_back(i);
           continue;
@@ -39,15 +42,19 @@ void compare(const char* name, const Scans& scans, Float type, std::mt19937& ran
         if (states) expected[i + skip] = acc;
         if (states == 2) expected_moved[i + skip] = u;
       }
-      const Scan* row = states == 2 ? scans.with_velocity : states ? scans.with_residual : scans.plain;
-      const Found found = row[static_cast<int>(type)](g, states ? after.data() + skip : nullptr, states == 2 ? moved.data() + skip : nullptr,
-                                                      0.9f, count, threshold, candidates.data(), bad.data());
+      const Scan* row = states == 2 ? scans.with_velocity
+                        : states    ? scans.with_residual
+                                    : scans.plain;
+      const Found found = row[static_cast<int>(type)](
+          g, states ? after.data() + skip : nullptr, states == 2 ? moved.data() + skip : nullptr,
+          0.9f, count, threshold, candidates.data(), bad.data());
       candidates.resize(found.candidates);
       bad.resize(found.not_finite);
       if (candidates != right_candidates || bad != right_bad ||
           std::memcmp(after.data(), expected.data(), after.size() * sizeof(float)) ||
           std::memcmp(moved.data(), expected_moved.data(), moved.size() * sizeof(float))) {
-        std::printf("%s: type %d, count %u, threshold %x, states %d\n", name, static_cast<int>(type), count, threshold, states);
+        std::printf("%s: type %d, count %u, threshold %x, states %d\n", name,
+                    static_cast<int>(type), count, threshold, states);
         ++failures;
       }
     }
@@ -68,7 +75,8 @@ int main() {
   check("portable", scans_portable());
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) check("avx2", scans_avx2());
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")) check("avx512", scans_avx512());
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw"))
+    check("avx512", scans_avx512());
 #endif
   return failures != 0;
 }

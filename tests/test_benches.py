@@ -1,4 +1,6 @@
-"""The benchmarks that need no cluster still run on small input, verify what they time, and write the rows that they promise."""
+"""The benchmarks that need no cluster still run on small input, verify what they time, and write
+the rows that they promise.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,16 @@ from test_cluster import ENVIRONMENT
 
 
 def rows_of(command: list[str], json_file: Path) -> list[dict]:
-    ended = subprocess.run([*command, "--json", str(json_file)], cwd=ROOT, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE,
-                           stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, timeout=300)
+    ended = subprocess.run(
+        [*command, "--json", str(json_file)],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        timeout=300,
+    )
     assert ended.returncode == 0, ended.stdout[-4000:]
     rows = [json.loads(line) for line in json_file.read_text().splitlines()]
     assert all(row["verified"] for row in rows), rows
@@ -24,33 +34,96 @@ def rows_of(command: list[str], json_file: Path) -> list[dict]:
 
 def test_data(tmp_path: Path) -> None:
     png = tmp_path / "data.png"
-    rows = rows_of([sys.executable, "scripts/bench_data.py", "--images", "130", "--resolutions", "32", "--repeats", "3", "--firsts", "1",
-                    "--as-found", "--png", str(png)], tmp_path / "data.jsonl")
-    assert [row["name"] for row in rows] == ["datacache_whole", "tfdata_decode", "tfdata_cache", "tfdata_cache_same", "datacache"]
-    assert set(rows[0]) == {"name", "resolution", "images_per_second", "images_per_cpu_second", "limit_images_per_second", "verified"}
+    rows = rows_of(
+        [
+            sys.executable,
+            "scripts/bench_data.py",
+            "--images",
+            "130",
+            "--resolutions",
+            "32",
+            "--repeats",
+            "3",
+            "--firsts",
+            "1",
+            "--as-found",
+            "--png",
+            str(png),
+        ],
+        tmp_path / "data.jsonl",
+    )
+    assert [row["name"] for row in rows] == [
+        "datacache_whole",
+        "tfdata_decode",
+        "tfdata_cache",
+        "tfdata_cache_same",
+        "datacache",
+    ]
+    assert set(rows[0]) == {
+        "name",
+        "resolution",
+        "images_per_second",
+        "images_per_cpu_second",
+        "limit_images_per_second",
+        "verified",
+    }
     assert png.stat().st_size > 10_000
 
 
 def test_select(tmp_path: Path) -> None:
-    rows = rows_of([sys.executable, "scripts/bench_select.py", "--n", "100000", "--density", "0.01", "--rounds", "4"],
-                   tmp_path / "select.jsonl")
-    names = {"residual_add", "mstopk", "exact", "dgc", "algorithm1", "tf_top_k", "numpy_argpartition"}
+    rows = rows_of(
+        [
+            sys.executable,
+            "scripts/bench_select.py",
+            "--n",
+            "100000",
+            "--density",
+            "0.01",
+            "--rounds",
+            "4",
+        ],
+        tmp_path / "select.jsonl",
+    )
+    names = {
+        "residual_add",
+        "mstopk",
+        "exact",
+        "dgc",
+        "algorithm1",
+        "tf_top_k",
+        "numpy_argpartition",
+    }
     assert names <= {row["name"] for row in rows} <= names | {"torch_topk"}
-    assert set(rows[0]) >= {"name", "device", "dtype", "n", "k", "threads", "seconds", "limit_seconds", "verified"}
+    assert set(rows[0]) >= {
+        "name",
+        "device",
+        "dtype",
+        "n",
+        "k",
+        "threads",
+        "seconds",
+        "limit_seconds",
+        "verified",
+    }
 
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_select_on_a_gpu(tmp_path: Path, wrong: bool) -> None:
-    """No GPU is here: check_cuda's rows are made up, and NumPy is CuPy. What is verified is real."""
+    """No GPU is here: check_cuda's rows are made up, and NumPy is CuPy. What is
+    verified is real.
+    """
     for name in ("bench_select_gpu.py", "verify_selection.py"):
         shutil.copy(ROOT / "scripts" / name, tmp_path)
     row = {"name": "mstopk", "n": 5000, "k": 50, "seconds": 1.0, "verified": True}
     (tmp_path / "check_cuda").write_text(f"#!/bin/sh\necho '{json.dumps(row)}'\n")
     (tmp_path / "check_cuda").chmod(0o755)
-    (tmp_path / "cupy.py").write_text("from types import SimpleNamespace as Space\nfrom numpy import *\nimport numpy\nasnumpy = array\n"
-                                      "cuda = Space(runtime=Space(deviceSynchronize=lambda: None))\n"
-                                      "asarray = lambda given: array(given)  # a copy, as to a GPU\n"
-                                      f"argpartition = lambda x, place: numpy.argpartition({'-x' if wrong else 'x'}, place)\n")
+    (tmp_path / "cupy.py").write_text(
+        "from types import SimpleNamespace as Space\nfrom numpy import *\nimport numpy\nasnumpy "
+        "= array\n"
+        "cuda = Space(runtime=Space(deviceSynchronize=lambda: None))\n"
+        "asarray = lambda given: array(given)  # a copy, as to a GPU\n"
+        f"argpartition = lambda x, place: numpy.argpartition({'-x' if wrong else 'x'}, place)\n"
+    )
     command = [sys.executable, "bench_select_gpu.py", "--n", "5000", "--rounds", "2"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     rows = {row["name"]: row["verified"] for row in map(json.loads, done.stdout.splitlines())}
@@ -58,6 +131,19 @@ def test_select_on_a_gpu(tmp_path: Path, wrong: bool) -> None:
 
 
 def test_step(tmp_path: Path) -> None:
-    rows = rows_of(["horovodrun", "-np", "2", "--gloo", sys.executable, "scripts/bench_step.py", "--entries", "100000", "--rounds", "2"],
-                   tmp_path / "step.jsonl")
+    rows = rows_of(
+        [
+            "horovodrun",
+            "-np",
+            "2",
+            "--gloo",
+            sys.executable,
+            "scripts/bench_step.py",
+            "--entries",
+            "100000",
+            "--rounds",
+            "2",
+        ],
+        tmp_path / "step.jsonl",
+    )
     assert {row["name"] for row in rows} == {"horovod", "tfcommx"}

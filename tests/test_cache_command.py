@@ -20,7 +20,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def start(*words):
     command = [sys.executable, "-m", "tfcommx.cli", "cache", *map(str, words)]
-    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def run(*words):
@@ -41,7 +47,8 @@ def test_warm_status_and_drop(tmp_path, monkeypatch):
 
     status, _, said = run("warm", photos, "--memory", memory)
     assert status == 2 and "--disk FOLDER, or --hold" in said
-    status, printed, said = run("warm", photos, "--memory", "/proc", "--disk", disk)  # takes no shared memory: it would be for nobody
+    # takes no shared memory: it would be for nobody
+    status, printed, said = run("warm", photos, "--memory", "/proc", "--disk", disk)
     assert status == 0 and "70 of 71 samples on disk" in printed and "broken.jpg" in said, said
     holding = start("warm", photos, "--memory", memory, "--disk", disk, "--store", 20, "--hold")
     printed = []
@@ -52,7 +59,12 @@ def test_warm_status_and_drop(tmp_path, monkeypatch):
     assert any("70 of 71 samples" in line for line in printed), [*printed, holding.stderr.read()]
     options = ("--memory", memory, "--disk", disk)
     _, listed, _ = run("status", *options)
-    assert "70 of 71 samples" in listed and "in use" in listed and str(photos) in listed and ": 70 samples" in listed
+    assert (
+        "70 of 71 samples" in listed
+        and "in use" in listed
+        and str(photos) in listed
+        and ": 70 samples" in listed
+    )
     _, removed, _ = run("drop", "--memory", memory)
     assert removed == "" and len(list(memory.iterdir())) == 1  # a living process holds it
     holding.send_signal(signal.SIGTERM)
@@ -60,7 +72,8 @@ def test_warm_status_and_drop(tmp_path, monkeypatch):
     assert list(memory.iterdir()) == []
 
     (memory / "tfcommx-x.slab").write_bytes(b"no slab")
-    monkeypatch.setenv("PYTHONIOENCODING", "utf-8:strict")  # as in most languages' locales: a name that is no UTF-8 ended the list
+    # as in most languages' locales: a name that is no UTF-8 ended the list
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-8:strict")
     slab = Slab(memory, "tfcommx-y", "k", 4, lambda: 10**5, {"source": "\udcffphotos"})
     _, listed, said = run("status", *options)
     assert "no slab" in listed and "\\udcffphotos" in listed, said
@@ -74,11 +87,36 @@ def test_warm_on_the_nodes_of_a_launch(tmp_path):
     memory.mkdir()
     for n in range(40):
         (tmp_path / "photos" / str(n % 2)).mkdir(parents=True, exist_ok=True)
-        (tmp_path / "photos" / str(n % 2) / f"{n}.jpg").write_bytes(tf.io.encode_jpeg(np.full((40, 30, 3), n, np.uint8)).numpy())
-    words = ["horovodrun", "-np", "4", "--gloo", "-H", "localhost:2,127.0.0.1:2", sys.executable, "-m", "tfcommx.cli", "cache", "warm",
-             str(tmp_path / "photos"), "--memory", str(memory), "--hold", "--seed", "5"]
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(words, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as launch:
+        (tmp_path / "photos" / str(n % 2) / f"{n}.jpg").write_bytes(
+            tf.io.encode_jpeg(np.full((40, 30, 3), n, np.uint8)).numpy()
+        )
+    words = [
+        "horovodrun",
+        "-np",
+        "4",
+        "--gloo",
+        "-H",
+        "localhost:2,127.0.0.1:2",
+        sys.executable,
+        "-m",
+        "tfcommx.cli",
+        "cache",
+        "warm",
+        str(tmp_path / "photos"),
+        "--memory",
+        str(memory),
+        "--hold",
+        "--seed",
+        "5",
+    ]
+    env = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
+    with subprocess.Popen(
+        words, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as launch:
         lines, held = [], 0
         for line in launch.stdout:
             lines.append(line)
@@ -90,25 +128,40 @@ def test_warm_on_the_nodes_of_a_launch(tmp_path):
         launch.send_signal(signal.SIGTERM)
         lines += launch.communicate(timeout=60)[0]
     assert held == 4 and shares == [(40, 20), (40, 20)], lines
-    assert [slab.stem[-2:] for slab in slabs] == ["-0", "-1"] and list(memory.iterdir()) == [], lines
+    assert [slab.stem[-2:] for slab in slabs] == ["-0", "-1"] and list(memory.iterdir()) == [], (
+        lines
+    )
 
 
-@pytest.mark.parametrize("words", [("warm", "/nope", "--hold"), ("status", "--memory", "/nope"), ("status", "--disk", "/nope"),
-                                   ("drop", "--memory", "/nope"), ("drop", "--disk", "/nope")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("warm", "/nope", "--hold"),
+        ("status", "--memory", "/nope"),
+        ("status", "--disk", "/nope"),
+        ("drop", "--memory", "/nope"),
+        ("drop", "--disk", "/nope"),
+    ],
+)
 def test_a_folder_that_does_not_exist_is_named_in_one_line(words, tmp_path):
     elsewhere = () if "--memory" in words else ("--memory", tmp_path)
     status, printed, said = run(*words, *elsewhere)
-    assert (status, printed) == (2, "") and said.splitlines()[-1].startswith("tfcommx: The folder /nope does not exist"), said
+    assert (status, printed) == (2, "") and said.splitlines()[-1].startswith(
+        "tfcommx: The folder /nope does not exist"
+    ), said
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("./nope", "The folder nope does not exist"),
-    (__file__, "test_cache_command.py is no folder"),
-    ("photos/train", "'photos/train': Dataset photos not found. Check its name"),
-    ("imagenette/nope", "BuilderConfig nope not found"),
-    ("imagenette/160px-v2:9.9.9", "only: 1.0.0"),
-])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("./nope", "The folder nope does not exist"),
+        (__file__, "test_cache_command.py is no folder"),
+        ("photos/train", "'photos/train': Dataset photos not found. Check its name"),
+        ("imagenette/nope", "BuilderConfig nope not found"),
+        ("imagenette/160px-v2:9.9.9", "only: 1.0.0"),
+    ],
+)
 def test_a_source_that_does_not_exist_is_named_in_one_line(text, said):
     with pytest.raises(PlanError, match=re.escape(said)) as error:
         source_of(text, "train")

@@ -1,4 +1,6 @@
-"""What mstopk captures of real gradients: those of the demo's network on its own pictures, at the start and after some steps."""
+"""What mstopk captures of real gradients: those of the demo's network on its own pictures, at the
+start and after some steps.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,16 @@ def gradients() -> list[tf.Tensor]:
         return grads
 
     optimizer.build(model.trainable_variables)
-    flat = [tf.concat([tf.reshape(grad, [-1]) for grad in step(tf.cast(pictures[i:i + 128], tf.float32), labels[i:i + 128])], 0)
-            for i in range(0, 128 * 21, 128)]
+    flat = [
+        tf.concat(
+            [
+                tf.reshape(grad, [-1])
+                for grad in step(tf.cast(pictures[i : i + 128], tf.float32), labels[i : i + 128])
+            ],
+            0,
+        )
+        for i in range(0, 128 * 21, 128)
+    ]
     return [flat[0], flat[-1]]
 
 
@@ -38,6 +48,9 @@ def gradients() -> list[tf.Tensor]:
 def test_mstopk_captures_what_exact_does(gradients: list[tf.Tensor], density: float) -> None:
     for gradient in gradients:
         k = round(density * gradient.shape[0])
-        captured = {name: float(np.abs(selection.rule(name).select(gradient, k, 3).values).sum()) for name in ("exact", "mstopk", "random")}
+        captured = {
+            name: float(np.abs(selection.rule(name).select(gradient, k, 3).values).sum())
+            for name in ("exact", "mstopk", "random")
+        }
         assert captured["mstopk"] >= 0.99 * captured["exact"]
         assert captured["random"] < 0.5 * captured["exact"]  # the measure tells good from bad

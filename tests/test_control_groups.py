@@ -1,4 +1,6 @@
-"""Memory that the control groups of a process leave it: as the kernel's files say it, and with a real group where one can be made."""
+"""Memory that the control groups of a process leave it: as the kernel's files say it, and with a
+real group where one can be made.
+"""
 
 import subprocess
 import sys
@@ -10,24 +12,36 @@ from tfcommx.data.control_groups import left_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
-ASK = "from tfcommx.data.memory import left_bytes, offered_bytes; print(left_bytes(), offered_bytes('/dev/shm', None))"
+ASK = (
+    "from tfcommx.data.memory import left_bytes, offered_bytes; print(left_bytes(), "
+    "offered_bytes('/dev/shm', None))"
+)
 
 
 def lay_out(folder, kind, group, root, groups):
-    """Write what /proc/self says of a process in `group`, and a mount at `folder`/mount that shows (limit, used, files) per group."""
+    """Write what /proc/self says of a process in `group`, and a mount at `folder`/mount that shows
+    (limit, used, files) per group.
+    """
     mount = folder / "mount"
     for name, (limit, used, files) in groups.items():
         (mount / name).mkdir(parents=True, exist_ok=True)
         new = kind == "cgroup2"
         (mount / name / ("memory.max" if new else "memory.limit_in_bytes")).write_text(f"{limit}\n")
-        (mount / name / ("memory.current" if new else "memory.usage_in_bytes")).write_text(f"{used}\n")
+        (mount / name / ("memory.current" if new else "memory.usage_in_bytes")).write_text(
+            f"{used}\n"
+        )
         word = "" if new else "total_"
-        (mount / name / "memory.stat").write_text(f"anon 5\n{word}active_file {files - 1}\n{word}inactive_file 1\nshmem 7\n")
-    (folder / "cgroup").write_text(f"3:cpu:/elsewhere\n{'0::' if kind == 'cgroup2' else '4:memory:'}{group}\n")
+        (mount / name / "memory.stat").write_text(
+            f"anon 5\n{word}active_file {files - 1}\n{word}inactive_file 1\nshmem 7\n"
+        )
+    (folder / "cgroup").write_text(
+        f"3:cpu:/elsewhere\n{'0::' if kind == 'cgroup2' else '4:memory:'}{group}\n"
+    )
     (folder / "mountinfo").write_text(
         "22 1 0:20 / /proc rw - proc proc rw\n"
         "30 22 0:27 / /sys/fs/cgroup/cpu rw shared:7 - cgroup cgroup rw,cpu\n"
-        f"31 22 0:28 {root} {mount} rw,nosuid shared:9 - {kind} cgroup {'rw' if kind == 'cgroup2' else 'rw,memory'}\n"
+        f"31 22 0:28 {root} {mount} rw,nosuid shared:9 - {kind} cgroup "
+        f"{'rw' if kind == 'cgroup2' else 'rw,memory'}\n"
     )
     return folder
 
@@ -38,7 +52,8 @@ def lay_out(folder, kind, group, root, groups):
     [
         ("/", "/", {"": (1000, 600, 100)}, 500),  # a container that sees its own group as the root
         ("/docker/abc", "/docker/abc", {"": (1000, 600, 100)}, 500),
-        ("/docker/abc", "/", {"docker/abc": (1000, 600, 100), "docker": (700, 650, 10)}, 60),  # the group above has less
+        # the group above has less
+        ("/docker/abc", "/", {"docker/abc": (1000, 600, 100), "docker": (700, 650, 10)}, 60),
         ("/a/b", "/", {"a/b": (1000, 1200, 100)}, 0),
         ("/gone", "/", {"": (1000, 600, 100)}, 500),
         ("/a", "/", {}, None),
@@ -57,7 +72,10 @@ def test_a_kernel_without_groups(tmp_path):
 
 
 def test_in_a_real_group():
-    for mount, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+    for mount, limit in (
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+        ("/sys/fs/cgroup", "memory.max"),
+    ):
         group = Path(mount, "tfcommx-test")
         try:
             group.mkdir()
@@ -69,8 +87,13 @@ def test_in_a_real_group():
     else:
         pytest.skip("a control group with a limit of memory cannot be made here")
     try:
-        done = subprocess.run(["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec {sys.executable} -c "{ASK}"'],
-                              cwd=ROOT, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec {sys.executable} -c "{ASK}"'],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert done.returncode == 0, done.stderr
         left, offered = map(int, done.stdout.split())
         assert 100 * MIB < left < 700 * MIB and 100 * MIB < offered <= 700 * MIB

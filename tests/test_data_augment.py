@@ -26,7 +26,9 @@ assert LIBRARY is not None, native.REBUILD
 SHAPES = [(1, 1), (2, 5), (37, 64), (160, 213), (300, 90), (90, 900)]
 
 
-def read_loose(images, resolution, crop, flip, dtype, epoch=3, seed=5, code="fastest", mean=(), std=()):
+def read_loose(
+    images, resolution, crop, flip, dtype, epoch=3, seed=5, code="fastest", mean=(), std=()
+):
     records = [pack(i, 10 + i, image) for i, image in enumerate(images)]
     at = np.cumsum([0] + [len(record) for record in records])[:-1]
     return LIBRARY.tfcommx_slab_read(
@@ -58,7 +60,10 @@ def test_native_equals_twin(channels, crop, dtype):
     rule = Rule(crop, True, seed=5)
     for resolution in (1, 2, 33, 128):
         got, labels, windows = read_loose(images, resolution, crop, True, dtype, mean=mean, std=std)
-        others = [read_loose(images, resolution, crop, True, dtype, mean=mean, std=std, code=c)[0] for c in ("avx2", "portable")]
+        others = [
+            read_loose(images, resolution, crop, True, dtype, mean=mean, std=std, code=c)[0]
+            for c in ("avx2", "portable")
+        ]
         assert labels.numpy().tolist() == [10 + i for i in range(len(images))]
         for other in others:  # whatever the processor has: the same bits
             np.testing.assert_array_equal(got.numpy().view(np.uint8), other.numpy().view(np.uint8))
@@ -67,7 +72,9 @@ def test_native_equals_twin(channels, crop, dtype):
             assert tuple(windows[i].numpy()) == window
             want = twin(image, window, (resolution, resolution), dtype, mean, std)
             unit = 1.0 if dtype == "uint8" else 1 / 255 / min(std)
-            error = np.abs(got[i].numpy().astype(np.float64) - want.numpy().astype(np.float64)).max()
+            error = np.abs(
+                got[i].numpy().astype(np.float64) - want.numpy().astype(np.float64)
+            ).max()
             coarse = {"bfloat16": 2.0**-7 * 5, "float16": 2.0**-10 * 5}.get(
                 dtype, 0
             )  # one step of the type at the largest value, 5
@@ -159,13 +166,19 @@ def test_a_mean_of_values_up_to_255_is_refused():
 def test_a_phase_takes_arrays(tmp_path):
     """Their truth was asked for, inside TensorFlow's tracing."""
     phase = Phase(2, mean=np.array([0.5, 0.25]), std=[1, 2], area=np.array([0.5, 1]))
-    assert (phase.mean, phase.std, phase.area) == ((0.5, 0.25), (1.0, 2.0), (0.5, 1.0)) and hash(phase)
+    assert (phase.mean, phase.std, phase.area) == ((0.5, 0.25), (1.0, 2.0), (0.5, 1.0)) and hash(
+        phase
+    )
 
 
 def hold_pwrite(slab):
-    """Take the lock of who writes the slab with pwrite, as another process would; return the file that holds it."""
+    """Take the lock of who writes the slab with pwrite, as another process would; return the file
+    that holds it.
+    """
     file = os.open(slab.path, os.O_RDWR)
-    fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 8, 8, 0))
+    fcntl.fcntl(
+        file, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 8, 8, 0)
+    )
     return file
 
 
@@ -182,20 +195,45 @@ def test_the_native_fill_puts_what_python_would(tmp_path, busy):
         (Image.fromarray(image).quantize() if palette else Image.fromarray(image)).save(out, form)
         return out.getvalue()
 
-    files = [tf.io.encode_jpeg(noise(*size, 3)).numpy() for size in [(400, 533), (64, 48), (1, 1), (30, 20)]]
-    files += [tf.io.encode_jpeg(noise(700, 97, 1)).numpy(), tf.io.encode_jpeg(noise(300, 290, 3), progressive=True).numpy()]
-    files += [written(noise(64, 80, 3)), written(noise(64, 80, 4)), written(noise(40, 30)), written(noise(40, 30, 3), palette=True)]
+    files = [
+        tf.io.encode_jpeg(noise(*size, 3)).numpy()
+        for size in [(400, 533), (64, 48), (1, 1), (30, 20)]
+    ]
+    files += [
+        tf.io.encode_jpeg(noise(700, 97, 1)).numpy(),
+        tf.io.encode_jpeg(noise(300, 290, 3), progressive=True).numpy(),
+    ]
+    files += [
+        written(noise(64, 80, 3)),
+        written(noise(64, 80, 4)),
+        written(noise(40, 30)),
+        written(noise(40, 30, 3), palette=True),
+    ]
     files += [tf.io.encode_png(noise(50, 60, 3, dtype=np.uint16)).numpy()]
-    files += [tf.io.encode_jpeg(noise(1200, 1000, 3)).numpy(), written(noise(100, 97, 3)), written(noise(99, 197, 1)[..., 0])]
-    files += [tf.io.encode_jpeg(noise(800, 777, 3)).numpy(), written(noise(401, 199, 3))]  # are halved once or twice where kept smaller
-    damaged = [files[0][: len(files[0]) // 2], b"", b"\xff\xd8\xff", files[6][:20], files[6][:-3000], written(noise(4, 4, 3), "BMP")]
+    files += [
+        tf.io.encode_jpeg(noise(1200, 1000, 3)).numpy(),
+        written(noise(100, 97, 3)),
+        written(noise(99, 197, 1)[..., 0]),
+    ]
+    # are halved once or twice where kept smaller
+    files += [tf.io.encode_jpeg(noise(800, 777, 3)).numpy(), written(noise(401, 199, 3))]
+    damaged = [
+        files[0][: len(files[0]) // 2],
+        b"",
+        b"\xff\xd8\xff",
+        files[6][:20],
+        files[6][:-3000],
+        written(noise(4, 4, 3), "BMP"),
+    ]
     n = len(files) + len(damaged)
     for store in (None, 48):
         slab = Slab(tmp_path, "tfcommx-a", "k", n, lambda: 10**8)
         other = hold_pwrite(slab) if busy else None
         state = np.ones(n, np.uint8)
         state[3] = 0  # said to be there already
-        left = augment.fill(slab, files + damaged, np.arange(n), np.arange(n) + 5, state, 3, store).numpy()
+        left = augment.fill(
+            slab, files + damaged, np.arange(n), np.arange(n) + 5, state, 3, store
+        ).numpy()
         assert np.flatnonzero(left).tolist() == list(range(len(files), n)) and slab.get(3) is None
         for i in set(range(len(files))) - {3}:
             pixels, label = slab.get(i)
@@ -205,6 +243,8 @@ def test_the_native_fill_puts_what_python_would(tmp_path, busy):
         if busy:
             os.close(other)
     small = Slab(tmp_path, "tfcommx-b", "k", n, lambda: 20_000)
-    left = augment.fill(small, [files[0], files[1], files[5]], [0, 1, 2], [0, 1, 2], [1, 1, 1], 3, None).numpy()
+    left = augment.fill(
+        small, [files[0], files[1], files[5]], [0, 1, 2], [0, 1, 2], [1, 1, 1], 3, None
+    ).numpy()
     assert left.tolist() == [1, 0, 1] and small.get(0) is None  # no room but for the small one
     small.close()

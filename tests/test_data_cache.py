@@ -1,4 +1,6 @@
-"""The cache as its users meet it: one and several processes, kills, damage, strange files, full and read-only disks."""
+"""The cache as its users meet it: one and several processes, kills, damage, strange files, full and
+read-only disks.
+"""
 
 import contextlib
 import fcntl
@@ -34,7 +36,8 @@ from tfcommx.data.source import SampleError
 from tfcommx.terms import PlanError, Topology
 
 ROOT = Path(__file__).parent.parent
-OWN_MOUNTS = "TFCOMMX_TEST_OWN_MOUNTS"  # in the environment of a test that runs in mounts of its own
+# in the environment of a test that runs in mounts of its own
+OWN_MOUNTS = "TFCOMMX_TEST_OWN_MOUNTS"
 _started: list[subprocess.Popen] = []
 WHOLE = Phase(batch=7, resolution=16, dtype="uint8", drop_remainder=False)
 
@@ -59,7 +62,9 @@ def make_folder(path, count, kinds=3):
     for kind in range(kinds):
         (path / f"class{kind}").mkdir(parents=True)
     for n in range(count):
-        (path / f"class{n % kinds}" / f"{n:04}.jpg").write_bytes(picture(n, (20 + n % 30, 50 - n % 17)))
+        (path / f"class{n % kinds}" / f"{n:04}.jpg").write_bytes(
+            picture(n, (20 + n % 30, 50 - n % 17))
+        )
     return path
 
 
@@ -73,20 +78,37 @@ def served(dataset):
 
 
 def in_own_mounts(test):
-    """Run a test that mounts in a process with mounts of its own, which end with it. No root is needed, but user namespaces."""
+    """Run a test that mounts in a process with mounts of its own, which end with it. No root is
+    needed, but user namespaces.
+    """
 
     @functools.wraps(test)
     def outside(request, tmp_path):
         if OWN_MOUNTS in os.environ:
             return test(make_folder(tmp_path / "photos", 50), tmp_path)
-        for kind in (["--map-root-user"], []):  # the second: root, where users may not make namespaces
+        # the second: root, where users may not make namespaces
+        for kind in (["--map-root-user"], []):
             alone = ["unshare", *kind, "--mount"]
-            if subprocess.run([*alone, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], capture_output=True).returncode == 0:
+            if (
+                subprocess.run(
+                    [*alone, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], capture_output=True
+                ).returncode
+                == 0
+            ):
                 break
         else:
-            pytest.skip("this test mounts a small tmpfs and a read-only folder: it needs user namespaces, or root")
+            pytest.skip(
+                "this test mounts a small tmpfs and a read-only folder: it needs user "
+                "namespaces, or root"
+            )
         again = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", request.node.nodeid]
-        done = subprocess.run([*alone, *again], env={**os.environ, OWN_MOUNTS: "1"}, cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            [*alone, *again],
+            env={**os.environ, OWN_MOUNTS: "1"},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
 
     del outside.__wrapped__  # pytest would ask for the arguments of the test inside
@@ -115,11 +137,23 @@ def shm(tmp_path):
 
 
 def start(folder, shm, rank=0, nodes=1, slots=1, **asked):
-    asked = {"folder": str(folder), "memory": str(shm), "rank": rank, "nodes": nodes, "slots": slots, "batch": 7, **asked}
+    asked = {
+        "folder": str(folder),
+        "memory": str(shm),
+        "rank": rank,
+        "nodes": nodes,
+        "slots": slots,
+        "batch": 7,
+        **asked,
+    }
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, str(ROOT / "tests" / "data_worker.py"), json.dumps(asked)]
     pipe = subprocess.PIPE
-    _started.append(subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True))
+    _started.append(
+        subprocess.Popen(
+            command, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
+        )
+    )
     return _started[-1]
 
 
@@ -140,7 +174,9 @@ def go(processes):
 
 @pytest.mark.parametrize("nodes,slots", [(1, 1), (1, 2), (1, 4), (2, 2)])
 def test_every_sample_once_per_epoch_from_one_copy(folder, shm, nodes, slots):
-    workers = [start(folder, shm, rank, nodes, slots, epochs=2, hold=True) for rank in range(nodes * slots)]
+    workers = [
+        start(folder, shm, rank, nodes, slots, epochs=2, hold=True) for rank in range(nodes * slots)
+    ]
     for worker in workers:
         line(worker, "held")
     assert len(list(shm.iterdir())) == nodes
@@ -149,14 +185,20 @@ def test_every_sample_once_per_epoch_from_one_copy(folder, shm, nodes, slots):
     go(workers)
     assert [worker.wait(120) for worker in workers] == [0] * len(workers)
     for epoch in range(2):
-        got = [(number(pixel), label) for result in results for pixel, label in result["served"][epoch]]
+        got = [
+            (number(pixel), label) for result in results for pixel, label in result["served"][epoch]
+        ]
         assert sorted(got) == [(n, n % 3) for n in range(50)]
     assert all(result["served"][0] != result["served"][1] for result in results)
     for node in range(nodes):
         assert len({result["filled"] for result in results[node * slots : (node + 1) * slots]}) == 1
     assert sum(result["filled"] for result in results) == 50 * slots
     # each sample is read once; twice only where two processes want it at the same moment
-    read = sum(report["hit_source"] * report["samples"] for result in results for report in result["report"])
+    read = sum(
+        report["hit_source"] * report["samples"]
+        for result in results
+        for report in result["report"]
+    )
     assert 50 <= round(read) <= 60
 
 
@@ -175,7 +217,8 @@ def test_four_processes_share_one_copy_in_memory(tmp_path, shm):
     assert [worker.wait(120) for worker in workers] == [0] * 4
     one_copy = 16 * 2_100_064
     assert [result["filled"] for result in results] == [16] * 4
-    assert one_copy <= results[0]["used"] <= one_copy * 1.3  # a sample that two processes fill at once takes its place twice
+    # a sample that two processes fill at once takes its place twice
+    assert one_copy <= results[0]["used"] <= one_copy * 1.3
     # from below: every page is counted; from above: once
     assert one_copy <= sum(result["pss"] for result in results) <= results[0]["used"] * 1.02
 
@@ -209,7 +252,11 @@ def test_kill_9_of_all_in_training_then_start_again(folder, shm):
     (shm / "tfcommx-half.1-x.part").write_bytes(b"half made")
     inode = stale.stat().st_ino
     with DataCacheOpen(folder, shm) as cache:
-        assert len(cache.reclaimed) == 2 and cache.slab.created and cache.slab.path.stat().st_ino != inode
+        assert (
+            len(cache.reclaimed) == 2
+            and cache.slab.created
+            and cache.slab.path.stat().st_ino != inode
+        )
         assert cache.slab.filled == 0
         assert sorted(served(cache.dataset(WHOLE))) == [(n, n % 3) for n in range(50)]
 
@@ -256,8 +303,15 @@ def test_runs_that_exchange_share_a_slab_with_their_own_processes_only(folder, s
     assert name(nodes=1) == shared  # one node: nothing moves
     alone = name()
     assert alone == name() != shared
-    mpi = name(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_LOCAL_RANK="0", PMIX_NAMESPACE="job-1")
-    gloo = dict(HOROVOD_RANK="0", HOROVOD_SIZE="2", HOROVOD_LOCAL_RANK="0", HOROVOD_GLOO_RENDEZVOUS_ADDR="h")
+    mpi = name(
+        OMPI_COMM_WORLD_RANK="0",
+        OMPI_COMM_WORLD_SIZE="2",
+        OMPI_COMM_WORLD_LOCAL_RANK="0",
+        PMIX_NAMESPACE="job-1",
+    )
+    gloo = dict(
+        HOROVOD_RANK="0", HOROVOD_SIZE="2", HOROVOD_LOCAL_RANK="0", HOROVOD_GLOO_RENDEZVOUS_ADDR="h"
+    )
     with pytest.raises(PlanError, match="HOROVOD_GLOO_RENDEZVOUS_PORT"):
         name(**gloo)
     runs = [name(HOROVOD_GLOO_RENDEZVOUS_PORT=port) for port in ("1", "2", "1")]
@@ -265,7 +319,11 @@ def test_runs_that_exchange_share_a_slab_with_their_own_processes_only(folder, s
 
 
 def test_the_last_close_frees_the_memory_though_a_mapping_lives_on(folder, shm):
-    with DataCacheOpen(folder, shm) as one, DataCacheOpen(folder, shm) as two, one.slab.path.open("rb") as file:
+    with (
+        DataCacheOpen(folder, shm) as one,
+        DataCacheOpen(folder, shm) as two,
+        one.slab.path.open("rb") as file,
+    ):
         one.warm()
         one.close()
         assert two.slab.intact(7) and os.fstat(file.fileno()).st_blocks * 512 > 50 * 1000
@@ -297,7 +355,9 @@ def test_pictures_that_are_kept_at_another_size_have_another_slab(folder, shm):
 
 
 def test_a_slab_that_another_process_is_looking_at_is_left_to_it(shm):
-    """Also one of another boot: two that removed it at once removed what the first had made anew."""
+    """Also one of another boot: two that removed it at once removed what the first had
+    made anew.
+    """
     stale = shm / "tfcommx-old.slab"
     page = bytearray(4096)
     page[:8], text = b"TFCXSLB1", b'{"key": "k", "boot": "another"}'
@@ -312,10 +372,15 @@ def test_a_slab_that_another_process_is_looking_at_is_left_to_it(shm):
 def test_resume_gives_the_batches_of_an_uninterrupted_run(folder, shm):
     phase = Phase(batch=7, resolution=12, crop="random", flip=True)
     with DataCacheOpen(folder, shm, seed=9) as cache:
-        whole = [(images.numpy(), labels.numpy()) for images, labels in cache.dataset(phase, 1, epochs=2)]
+        whole = [
+            (images.numpy(), labels.numpy()) for images, labels in cache.dataset(phase, 1, epochs=2)
+        ]
         assert len(whole) == 2 * cache.steps(phase) == 14
     with DataCacheOpen(folder, shm, seed=9) as cache:
-        resumed = [(images.numpy(), labels.numpy()) for images, labels in cache.dataset(phase, 1, epochs=2, step=5)]
+        resumed = [
+            (images.numpy(), labels.numpy())
+            for images, labels in cache.dataset(phase, 1, epochs=2, step=5)
+        ]
     assert len(resumed) == 9
     for (images, labels), (again, labels_again) in zip(whole[5:], resumed, strict=True):
         np.testing.assert_array_equal(images, again)
@@ -323,14 +388,24 @@ def test_resume_gives_the_batches_of_an_uninterrupted_run(folder, shm):
 
 
 def test_an_epoch_that_is_served_again_is_announced(folder, shm):
-    """`fit(cache.dataset(phase), epochs=90)` served the same order and the same crops 90 times, and said nothing."""
+    """`fit(cache.dataset(phase), epochs=90)` served the same order and the same crops 90 times, and
+    said nothing.
+    """
     with DataCacheOpen(folder, shm, store=10) as cache:
-        with pytest.warns(UserWarning, match="kept with a short side of store=10 pixels, and enlarged for resolution=16"):
+        with pytest.warns(
+            UserWarning,
+            match="kept with a short side of store=10 pixels, and enlarged for resolution=16",
+        ):
             twice = cache.dataset(WHOLE, 0, 2)
-        assert len(twice) == 2 * cache.steps(WHOLE) and len(cache.dataset(WHOLE, 0, 2, step=3)) == len(twice) - 3
+        assert (
+            len(twice) == 2 * cache.steps(WHOLE)
+            and len(cache.dataset(WHOLE, 0, 2, step=3)) == len(twice) - 3
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            test = cache.dataset(Phase(batch=7, resolution=8, dtype="uint8", shuffle=False, drop_remainder=False))
+            test = cache.dataset(
+                Phase(batch=7, resolution=8, dtype="uint8", shuffle=False, drop_remainder=False)
+            )
             assert len(list(twice)) == len(twice) and len(list(test)) == len(list(test))
         with pytest.warns(UserWarning, match="Epoch 1 is served again"):
             list(twice)
@@ -357,7 +432,11 @@ def test_strange_files_are_read_as_what_they_are(tmp_path, shm):
     (folder / "c-one" / "7.jpg").write_bytes(picture(7))
     with DataCacheOpen(folder, shm, store=20) as cache:
         assert cache.source.classes == ("a", "b-empty", "c-one")
-        got = served(cache.dataset(Phase(batch=3, resolution=16, dtype="uint8", drop_remainder=False, shuffle=False)))
+        got = served(
+            cache.dataset(
+                Phase(batch=3, resolution=16, dtype="uint8", drop_remainder=False, shuffle=False)
+            )
+        )
         assert [label for _, label in got] == [0] * 7 + [2]
         assert [n for n, _ in got][1:] == [1, 2, 3, 4, 5, 6, 7]
         shapes = [cache.slab.get(i)[0].shape for i in range(8)]
@@ -377,13 +456,21 @@ def test_a_broken_source_file_is_named_or_skipped(folder, shm, damage):
         "flipped": b"\x00" + data[1:],
     }
     path.write_bytes(broken[damage])
-    with DataCacheOpen(folder, shm) as cache, pytest.raises(tf.errors.OpError, match=r"class1/0004\.jpg.*on_error='skip'"):
+    with (
+        DataCacheOpen(folder, shm) as cache,
+        pytest.raises(tf.errors.OpError, match=r"class1/0004\.jpg.*on_error='skip'"),
+    ):
         served(cache.dataset(WHOLE))
-    with DataCacheOpen(folder, shm) as cache, pytest.raises(SampleError, match=r"class1/0004\.jpg.*on_error='skip'"):
+    with (
+        DataCacheOpen(folder, shm) as cache,
+        pytest.raises(SampleError, match=r"class1/0004\.jpg.*on_error='skip'"),
+    ):
         cache.warm()
     with DataCacheOpen(folder, shm, on_error="skip") as cache:
         for epoch in range(2):
-            assert sorted(served(cache.dataset(WHOLE, epoch))) == [(n, n % 3) for n in range(50) if n != 4]
+            assert sorted(served(cache.dataset(WHOLE, epoch))) == [
+                (n, n % 3) for n in range(50) if n != 4
+            ]
             assert cache.report(epoch)["unreadable"] == 1
         assert "0004.jpg" in next(iter(cache.filler.unreadable.values()))
         (sample,) = cache.filler.unreadable
@@ -393,13 +480,18 @@ def test_a_broken_source_file_is_named_or_skipped(folder, shm, damage):
 def test_a_name_that_is_no_utf_8_is_in_the_message(tmp_path, shm):
     (tmp_path / "h" / "a").mkdir(parents=True)
     Path(os.fsdecode(bytes(tmp_path / "h" / "a") + b"/1\xe9.jpg")).write_bytes(b"bad")
-    with DataCacheOpen(tmp_path / "h", shm) as cache, pytest.raises(tf.errors.OpError, match=r"1\\udce9\.jpg.*on_error='skip'"):
+    with (
+        DataCacheOpen(tmp_path / "h", shm) as cache,
+        pytest.raises(tf.errors.OpError, match=r"1\\udce9\.jpg.*on_error='skip'"),
+    ):
         served(cache.dataset(WHOLE))
 
 
 @pytest.mark.parametrize("name", ["b" * 5000, "数" * 1000, "\U0001f600" * 1000])
 def test_a_long_name_of_a_source_is_shortened_in_the_facts(shm, name):
-    with DataCacheOpen(Arrays(np.zeros((1, 2, 2, 3), np.uint8), np.zeros(1), name=name), shm) as cache:
+    with DataCacheOpen(
+        Arrays(np.zeros((1, 2, 2, 3), np.uint8), np.zeros(1), name=name), shm
+    ) as cache:
         kept = facts_of(cache.slab.path)["source"]
         assert len(kept) > 160 and name.endswith(kept)
 
@@ -429,7 +521,10 @@ def test_a_flipped_byte_in_memory_is_found_and_mended(folder, shm):
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_damaged_memory_that_cannot_be_mended_is_not_served(folder, shm, on_error):
-    with DataCacheOpen(folder, shm, verify=1.0, on_error=on_error) as cache, DataCacheOpen(folder, shm, verify=0.0) as trusting:
+    with (
+        DataCacheOpen(folder, shm, verify=1.0, on_error=on_error) as cache,
+        DataCacheOpen(folder, shm, verify=0.0) as trusting,
+    ):
         served(cache.dataset(WHOLE))
         cache.slab._map[int(cache.slab.index[4]) + 64] ^= 0x80
         path = Path(cache.source.where(4))
@@ -447,7 +542,8 @@ def test_a_damaged_record_of_another_size_is_unpublished_where_there_is_no_room(
     slab = Slab(shm, "tfcommx-a", "k", 2, lambda: overhead_bytes(2) + 2 * record_bytes(48))
     images = [np.full((4, 4, 3), n, np.uint8) for n in range(2)]
     assert all(slab.put(n, n, image) for n, image in enumerate(images))
-    struct.pack_into("<qi", slab._map, int(slab.index[1]) + 16, 24, 2)  # bytes and height: legible, and wrong
+    # bytes and height: legible, and wrong
+    struct.pack_into("<qi", slab._map, int(slab.index[1]) + 16, 24, 2)
     assert slab.get(1)[0].shape == (2, 4, 3) and not slab.repair(1, 1, images[1])
     assert slab.get(1) is None and slab.intact(0)
     slab.close()
@@ -467,7 +563,9 @@ def test_the_disk_level_warms_the_next_run_and_finds_a_flipped_byte(folder, tmp_
     with DataCacheOpen(folder, shm, disk=str(disk)) as cache:
         assert sorted(served(cache.dataset(WHOLE))) == [(n, n % 3) for n in range(50)]
         report = cache.report(0)
-        assert report["hit_disk"] == pytest.approx(49 / 50) and report["hit_source"] == pytest.approx(1 / 50)
+        assert report["hit_disk"] == pytest.approx(49 / 50) and report[
+            "hit_source"
+        ] == pytest.approx(1 / 50)
         assert report["corrupt_disk"] == 1
     assert usage(disk)[0][1] == 51
     assert len(drop(disk)) == 1 and list(disk.iterdir()) == []
@@ -476,7 +574,10 @@ def test_the_disk_level_warms_the_next_run_and_finds_a_flipped_byte(folder, tmp_
 def test_a_disk_that_cannot_be_written_warns_once_and_training_goes_on(folder, tmp_path, shm):
     blocked = tmp_path / "file"
     blocked.write_text("a file where a folder is wanted: root writes to read-only folders")
-    with warnings.catch_warnings(record=True) as caught, DataCacheOpen(folder, shm, disk=str(blocked)) as cache:
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        DataCacheOpen(folder, shm, disk=str(blocked)) as cache,
+    ):
         warnings.simplefilter("always")
         assert len(served(cache.dataset(WHOLE))) == 50
     assert len([w for w in caught if "takes no more samples" in str(w.message)]) == 1
@@ -493,7 +594,10 @@ def test_too_little_memory_refuses_before_the_fill_or_keeps_what_fits(tmp_path, 
     images = np.stack([np.full((64, 64, 3), n, np.uint8) for n in range(200)])
     source = Arrays(images, np.arange(200))
     needed = 200 * (64 * 64 * 3 + 64)
-    with pytest.raises(SlabError, match=r"bytes of memory are required for 200 samples.*offer 1,000,000.*partial=True"):
+    with pytest.raises(
+        SlabError,
+        match=r"bytes of memory are required for 200 samples.*offer 1,000,000.*partial=True",
+    ):
         DataCacheOpen(source, shm, memory_bytes=1_000_000)
     assert list(shm.iterdir()) == []
     with DataCacheOpen(source, shm, memory_bytes=needed // 2, partial=True) as cache:
@@ -513,37 +617,58 @@ def test_a_slab_that_another_run_made_too_small_is_refused(shm):
     source = Arrays(np.zeros((200, 64, 64, 3), np.uint8), np.arange(200))
     whole, reads = Topology(1, 1), []
     with DataCacheOpen(source, shm, Topology(4, 1)) as quarter:
-        with pytest.raises(SlabError, match=r"About 2,47\d,\d{3} bytes .* 200 samples.*another run made.*offers 312,896.*partial=True"):
+        with pytest.raises(
+            SlabError,
+            match=r"About 2,47\d,\d{3} bytes .* 200 samples.*another run made.*offers "
+            r"312,896.*partial=True",
+        ):
             DataCache(source, whole, 0, Options(memory=str(shm)))
         with DataCacheOpen(source, shm, whole, partial=True) as cache:
             assert cache.slab.length == quarter.slab.length
         source.read, read = lambda sample: (reads.append(sample), read(sample))[1], source.read
         with DataCacheOpen(source, shm, Topology(4, 2), rank=1):
             assert not reads  # as the other processes of a run: it was made for as many
-    with DataCacheOpen(source, shm, memory_bytes=2_000_000, partial=True), pytest.raises(SlabError, match="another run made"):
+    with (
+        DataCacheOpen(source, shm, memory_bytes=2_000_000, partial=True),
+        pytest.raises(SlabError, match="another run made"),
+    ):
         DataCache(source, whole, 0, Options(memory=str(shm)))
 
 
 def test_a_run_of_another_seed_is_refused_where_its_part_finds_no_room(shm):
-    """It was accepted where it had as many samples; then neither ever had all of its part in memory."""
+    """It was accepted where it had as many samples; then neither ever had all of its part in
+    memory.
+    """
     source = Arrays(np.zeros((200, 16, 16, 3), np.uint8), np.arange(200))
     with DataCacheOpen(source, shm, Topology(2, 1)) as first:
-        with pytest.raises(SlabError, match=r"About 83,200 bytes .* 100 samples.*another run made.*same seed"):
+        with pytest.raises(
+            SlabError, match=r"About 83,200 bytes .* 100 samples.*another run made.*same seed"
+        ):
             DataCache(source, Topology(2, 1), 0, Options(memory=str(shm), seed=1))
         first.warm()
-        with DataCacheOpen(source, shm, Topology(2, 1), seed=1) as second:  # a half is there, which needs no room
+        # a half is there, which needs no room
+        with DataCacheOpen(source, shm, Topology(2, 1), seed=1) as second:
             second.warm()
             assert not second.slab.full and second.wait_filled(0)
 
 
 def test_the_room_for_an_error_of_the_estimate_is_not_reserved(shm, monkeypatch):
-    """A cache of validation pictures found no memory beside the training's, which was to take a half more than it ever did."""
-    train, other = (Arrays(np.full((100, 20, 20, 1), n, np.uint8), np.zeros(100, int)) for n in range(2))
+    """A cache of validation pictures found no memory beside the training's, which was to take a
+    half more than it ever did.
+    """
+    train, other = (
+        Arrays(np.full((100, 20, 20, 1), n, np.uint8), np.zeros(100, int)) for n in range(2)
+    )
     with DataCacheOpen(train, shm) as first:
         needed = overhead_bytes(100) + 100 * record_bytes(400)
         assert first.slab.length > 1.4 * needed
-        assert memory.reserved_elsewhere(str(shm)) == {first.slab.path.name: needed - first.slab.used_bytes}
-        with pytest.raises(SlabError, match=f"offer 1,000, beside {first.slab.path.name}, which is still to take 51,200"):
+        assert memory.reserved_elsewhere(str(shm)) == {
+            first.slab.path.name: needed - first.slab.used_bytes
+        }
+        with pytest.raises(
+            SlabError,
+            match=f"offer 1,000, beside {first.slab.path.name}, which is still to take 51,200",
+        ):
             DataCacheOpen(other, shm, memory_bytes=1000)
         first.warm()
         assert memory.reserved_elsewhere(str(shm)) == {}
@@ -552,7 +677,8 @@ def test_the_room_for_an_error_of_the_estimate_is_not_reserved(shm, monkeypatch)
     assert memory.offered_bytes(str(shm), None) > 0  # a tmpfs of size=0
     small = SimpleNamespace(f_bavail=200, f_blocks=800, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda _: small)
-    assert memory.offered_bytes(str(shm), None) == 100 * 4096  # a full one ends other programs, such as MPI, with a fatal signal
+    # a full one ends other programs, such as MPI, with a fatal signal
+    assert memory.offered_bytes(str(shm), None) == 100 * 4096
 
 
 def test_a_source_that_cannot_be_reached_is_no_reason_for_a_slab_of_no_room(folder, shm):
@@ -560,7 +686,9 @@ def test_a_source_that_cannot_be_reached_is_no_reason_for_a_slab_of_no_room(fold
     away.rename(folder)
     source = Folder(folder)
     folder.rename(away)
-    with pytest.raises(SlabError, match=r"None of 50 of .*photos can be read; the last: .*\.jpg: .*No such file"):
+    with pytest.raises(
+        SlabError, match=r"None of 50 of .*photos can be read; the last: .*\.jpg: .*No such file"
+    ):
         DataCacheOpen(source, shm, on_error="skip", partial=True)
     away.rename(folder)
     with DataCacheOpen(source, shm) as cache:
@@ -569,8 +697,13 @@ def test_a_source_that_cannot_be_reached_is_no_reason_for_a_slab_of_no_room(fold
 
 
 def test_what_another_run_puts_there_meanwhile_takes_no_room_twice(folder, tmp_path, shm):
-    """Two runs at once wrote every sample twice, until the slab was full and read from the source in every epoch."""
-    with DataCacheOpen(folder, shm) as one, DataCacheOpen(folder, shm, disk=str(tmp_path / "disk")) as two:
+    """Two runs at once wrote every sample twice, until the slab was full and read from the source
+    in every epoch.
+    """
+    with (
+        DataCacheOpen(folder, shm) as one,
+        DataCacheOpen(folder, shm, disk=str(tmp_path / "disk")) as two,
+    ):
         samples, absent, epoch = np.arange(50), np.ones(50, np.uint8), np.int64(0)
         files, labels, level = two.filler.read(samples, absent)
         one.warm()
@@ -579,12 +712,19 @@ def test_what_another_run_puts_there_meanwhile_takes_no_room_twice(folder, tmp_p
         assert left.tolist() == [fill.THERE] * 50 and two.slab.used_bytes == used
         got, loose, _ = two.filler.settle(samples, absent, left, epoch, files, labels, level)
         assert got.tolist() == samples.tolist() and loose.size == 0
-        assert two.filler.counts[0] == {"source": 50} and len(list((tmp_path / "disk").rglob("*.pack"))) == 0
+        assert (
+            two.filler.counts[0] == {"source": 50}
+            and len(list((tmp_path / "disk").rglob("*.pack"))) == 0
+        )
         one.slab.forget(7)
         read, two.source.read = two.source.read, lambda sample: (one.warm(), read(sample))[1]
         two.filler.fetch(np.array([7]), np.array([1], np.uint8), 0)
-        assert two.slab.used_bytes == used + record_bytes(two.slab.get(7)[0].nbytes)  # once, by the other
-        assert two.slab.put(7, 7 % 3, two.slab.get(7)[0]) and two.slab.used_bytes == one.slab.used_bytes
+        # once, by the other
+        assert two.slab.used_bytes == used + record_bytes(two.slab.get(7)[0].nbytes)
+        assert (
+            two.slab.put(7, 7 % 3, two.slab.get(7)[0])
+            and two.slab.used_bytes == one.slab.used_bytes
+        )
         assert len(list((tmp_path / "disk").rglob("*.pack"))) == 0
 
 
@@ -592,7 +732,8 @@ def test_what_other_slabs_have_reserved_is_not_offered_again(shm):
     size = memory.offered_bytes(str(shm), None) // 2
     slab = Slab(shm, "tfcommx-a", "k", 1, lambda: size)
     assert memory.offered_bytes(str(shm), None) == pytest.approx(size, rel=0.1)
-    assert memory.offered_bytes(str(shm), None, "tfcommx-a") == pytest.approx(2 * size, rel=0.1)  # the first made it meanwhile
+    # the first made it meanwhile
+    assert memory.offered_bytes(str(shm), None, "tfcommx-a") == pytest.approx(2 * size, rel=0.1)
     assert memory.offered_bytes(str(shm), 1000) == 1000
     slab.close()
 
@@ -603,7 +744,9 @@ def test_memory_that_cannot_be_written_is_refused(tmp_path):
 
 
 def test_the_end_of_the_process_waits_for_calls_under_way_and_lets_none_begin(monkeypatch):
-    """Else TensorFlow's threads may come to a Python that has ended, and the process hangs: now and then, after an error."""
+    """Else TensorFlow's threads may come to a Python that has ended, and the process hangs: now and
+    then, after an error.
+    """
     monkeypatch.setattr(fill, "_ended", False)
     begun, done = threading.Event(), []
     work = fill.until_exit(lambda: (begun.set(), time.sleep(0.2), done.append(True)))
@@ -618,19 +761,32 @@ def test_the_end_of_the_process_waits_for_calls_under_way_and_lets_none_begin(mo
 def test_keras_trains_and_the_wait_is_reported(shm):
     import keras
 
-    source = Arrays(np.random.default_rng(0).integers(0, 256, (64, 8, 8), np.uint8), np.arange(64) % 4)
+    source = Arrays(
+        np.random.default_rng(0).integers(0, 256, (64, 8, 8), np.uint8), np.arange(64) % 4
+    )
     with DataCacheOpen(source, shm) as cache:
         phase = Phase(batch=16)
         assert next(iter(cache.dataset(phase)))[0].shape == (16, 8, 8, 1)
-        model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(4, activation="softmax")])
+        model = keras.Sequential(
+            [keras.layers.Flatten(), keras.layers.Dense(4, activation="softmax")]
+        )
         model.compile("sgd", "sparse_categorical_crossentropy")
-        model.fit(cache.dataset(phase, 0, epochs=3), epochs=3, steps_per_epoch=cache.steps(phase), verbose=0)
+        model.fit(
+            cache.dataset(phase, 0, epochs=3),
+            epochs=3,
+            steps_per_epoch=cache.steps(phase),
+            verbose=0,
+        )
         first, *others = (cache.report(epoch)["samples"] for epoch in range(3))
-        assert others == [64, 64] and first in (64 + 16, 64 + 32)  # the look above took one batch, or had the next one ready
+        # the look above took one batch, or had the next one ready
+        assert others == [64, 64] and first in (64 + 16, 64 + 32)
         for _ in cache.dataset(phase, 5):
             time.sleep(0.1)  # a slow consumer does not wait
         quick = cache.report(5)["loader_wait_seconds"]
-        fetch, cache.filler.fetch = cache.filler.fetch, lambda *args: (time.sleep(0.2), fetch(*args))[1]
+        fetch, cache.filler.fetch = (
+            cache.filler.fetch,
+            lambda *args: (time.sleep(0.2), fetch(*args))[1],
+        )
         for sample in range(64):
             cache.slab.forget(sample)
         for _ in cache.dataset(phase, 6):
@@ -639,7 +795,8 @@ def test_keras_trains_and_the_wait_is_reported(shm):
 
 
 def test_operations_that_must_be_deterministic_cost_the_clock(folder, shm):
-    from tensorflow.python.framework.config import disable_op_determinism  # there is no public way back
+    # there is no public way back
+    from tensorflow.python.framework.config import disable_op_determinism
 
     tf.config.experimental.enable_op_determinism()
     try:
@@ -655,11 +812,18 @@ def test_a_cache_that_nobody_has_any_more_is_freed(shm):
     """TensorFlow keeps the functions that it calls for ever."""
 
     def held():
-        files = [path for path in Path("/proc/self/fd").iterdir() if f"{shm}/tfcommx-" in os.path.realpath(path)]
+        files = [
+            path
+            for path in Path("/proc/self/fd").iterdir()
+            if f"{shm}/tfcommx-" in os.path.realpath(path)
+        ]
         return len(files) + Path("/proc/self/maps").read_text().count(f"{shm}/tfcommx-")
 
     for closes in (True, False):
-        cache = DataCache(Arrays(np.zeros((20, 4, 4), np.uint8), np.zeros(20, int)), options=Options(memory=str(shm)))
+        cache = DataCache(
+            Arrays(np.zeros((20, 4, 4), np.uint8), np.zeros(20, int)),
+            options=Options(memory=str(shm)),
+        )
         cache.warm()
         batches = cache.dataset(Phase(batch=4), 0, 2)
         source, filler = weakref.ref(cache.source), weakref.ref(cache.filler)
@@ -674,7 +838,9 @@ def test_a_cache_that_nobody_has_any_more_is_freed(shm):
         assert source() is None and filler() is None and list(shm.iterdir()) == []
         end = time.monotonic() + 20
         while held():  # TensorFlow ends an iterator in a thread of its own
-            assert time.monotonic() < end, [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
+            assert time.monotonic() < end, [
+                os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()
+            ]
             time.sleep(0.05)
 
 
@@ -693,11 +859,16 @@ def test_a_slab_whose_file_was_removed_serves_on_and_a_closed_one_is_not_mistake
 
 
 def test_a_dataset_is_not_made_inside_a_function(folder, shm):
-    with DataCacheOpen(folder, shm) as cache, pytest.raises(PlanError, match=r"outside of tf\.function"):
+    with (
+        DataCacheOpen(folder, shm) as cache,
+        pytest.raises(PlanError, match=r"outside of tf\.function"),
+    ):
         tf.function(lambda: cache.dataset(WHOLE), autograph=False)()
 
 
-def test_processes_that_the_launcher_has_bound_read_with_all_of_their_processors(folder, shm, monkeypatch):
+def test_processes_that_the_launcher_has_bound_read_with_all_of_their_processors(
+    folder, shm, monkeypatch
+):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
     for processors, threads in ((6, 1), (24, 6)):
         monkeypatch.setattr(os, "cpu_count", lambda processors=processors: processors)
@@ -719,24 +890,46 @@ def test_batches_can_be_sent_ahead_to_a_device(folder, shm):
         assert served(ahead) == served(cache.dataset(WHOLE, 0, 2))
 
 
-@pytest.mark.parametrize("bad", [dict(seed=-1), dict(seed=2**63), dict(verify=2), dict(store=0), dict(on_error="no"), dict(exchange=1.5),
-                                 dict(threads=2.5)])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        dict(seed=-1),
+        dict(seed=2**63),
+        dict(verify=2),
+        dict(store=0),
+        dict(on_error="no"),
+        dict(exchange=1.5),
+        dict(threads=2.5),
+    ],
+)
 def test_bad_options_are_refused(bad):
     with pytest.raises(PlanError, match=r"Received|Unknown"):
         Options(**bad)
 
 
 def test_whole_numbers_of_any_kind_are_taken_and_other_things_named():
-    """NumPy's seed was an OverflowError, a resolution of two numbers a TypeError that named neither, and a seed of 1.5 was 1."""
-    assert repr(Options(seed=np.int64(3), memory_bytes=2e9)) == repr(Options(seed=3, memory_bytes=2 * 10**9))
+    """NumPy's seed was an OverflowError, a resolution of two numbers a TypeError that named
+    neither, and a seed of 1.5 was 1.
+    """
+    assert repr(Options(seed=np.int64(3), memory_bytes=2e9)) == repr(
+        Options(seed=3, memory_bytes=2 * 10**9)
+    )
     assert Phase(np.int64(2), 8.0) == Phase(2, 8)
-    for kind, bad in ((Options, dict(seed=1.5)), (Phase, dict(batch=8, resolution=(8, 8))), (Phase, dict(batch="8"))):
-        with pytest.raises(PlanError, match=rf"`{list(bad)[-1]}` must be a whole number. Received "):
+    for kind, bad in (
+        (Options, dict(seed=1.5)),
+        (Phase, dict(batch=8, resolution=(8, 8))),
+        (Phase, dict(batch="8")),
+    ):
+        with pytest.raises(
+            PlanError, match=rf"`{list(bad)[-1]}` must be a whole number. Received "
+        ):
             kind(**bad)
 
 
 def test_an_epoch_without_a_batch_is_refused(shm):
-    with DataCacheOpen(Arrays(np.zeros((3, 4, 4), np.uint8), np.zeros(3)), shm, Topology(1, 2), 0) as cache:
+    with DataCacheOpen(
+        Arrays(np.zeros((3, 4, 4), np.uint8), np.zeros(3)), shm, Topology(1, 2), 0
+    ) as cache:
         with pytest.raises(PlanError, match="Lower `batch`"):
             cache.dataset(Phase(batch=2))
         assert len(list(cache.dataset(Phase(batch=2, drop_remainder=False)))) == 1
@@ -745,7 +938,9 @@ def test_an_epoch_without_a_batch_is_refused(shm):
 def test_a_rank_without_samples_in_a_step_is_served_an_empty_batch(shm):
     source = Arrays(np.zeros((3, 9, 7, 3), np.uint8), np.arange(3))
     with DataCacheOpen(source, shm, Topology(1, 2), 0) as cache:
-        shapes = [tuple(images.shape) for images, _ in cache.dataset(Phase(batch=1, drop_remainder=False))]
+        shapes = [
+            tuple(images.shape) for images, _ in cache.dataset(Phase(batch=1, drop_remainder=False))
+        ]
     assert sorted(shapes) == [(0, 9, 7, 3), (1, 9, 7, 3)]
 
 
@@ -760,19 +955,32 @@ def test_warm_brings_all_and_another_process_can_wait_for_it(folder, shm):
 
 @in_own_mounts
 def test_a_full_tmpfs_keeps_what_fits_and_the_rest_is_read(folder, tmp_path):
-    """A real one, of 400 kB: the slab's length is within it, but another file takes the room while it fills."""
+    """A real one, of 400 kB: the slab's length is within it, but another file takes the room while
+    it fills.
+    """
     small = tmp_path / "small"
     small.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(small)], check=True)
-    for busy in (False, True):  # then another process is at its pwrite, and the fill writes through its mapping
+    # then another process is at its pwrite, and the fill writes through its mapping
+    for busy in (False, True):
         with DataCacheOpen(folder, small) as cache, open(cache.slab.path, "r+b") as other:
             if busy:
-                fcntl.fcntl(other, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 8, 8, 0))
+                fcntl.fcntl(
+                    other,
+                    fcntl.F_OFD_SETLK,
+                    struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 8, 8, 0),
+                )
             free = os.statvfs(small)
             (small / "other").write_bytes(bytes(free.f_bavail * free.f_frsize - 100_000))
             for epoch in range(2):
-                with pytest.warns(UserWarning, match="has no room for all samples") if epoch == 0 else contextlib.nullcontext():
-                    assert sorted(served(cache.dataset(WHOLE, epoch))) == [(n, n % 3) for n in range(50)]
+                with (
+                    pytest.warns(UserWarning, match="has no room for all samples")
+                    if epoch == 0
+                    else contextlib.nullcontext()
+                ):
+                    assert sorted(served(cache.dataset(WHOLE, epoch))) == [
+                        (n, n % 3) for n in range(50)
+                    ]
             assert cache.slab.full and 5 < cache.slab.filled < 45
             assert cache.report(1)["overflow"] == 50 - cache.slab.filled
             (small / "other").unlink()
@@ -793,7 +1001,10 @@ def test_a_read_only_disk_serves_what_it_has(folder, tmp_path):
         served(cache.dataset(WHOLE))
         assert cache.report(0)["hit_disk"] == 1
     make_folder(tmp_path / "other", 5)
-    with pytest.warns(UserWarning, match="Read-only file system"), DataCacheOpen(tmp_path / "other", shm, disk=str(disk)) as cache:
+    with (
+        pytest.warns(UserWarning, match="Read-only file system"),
+        DataCacheOpen(tmp_path / "other", shm, disk=str(disk)) as cache,
+    ):
         assert len(served(cache.dataset(WHOLE))) == 5
     with pytest.raises(SlabError, match=r"Read-only file system.*Give `memory` a folder"):
         DataCache(Folder(folder), options=Options(memory=str(disk)))
@@ -801,7 +1012,9 @@ def test_a_read_only_disk_serves_what_it_has(folder, tmp_path):
 
 
 def test_a_turned_photograph_is_served_as_it_was_stored(tmp_path, shm):
-    """EXIF orientation is not applied: torchvision's ImageFolder and TensorFlow's decoder do not either."""
+    """EXIF orientation is not applied: torchvision's ImageFolder and TensorFlow's decoder do not
+    either.
+    """
     photo = np.zeros((32, 32, 3), np.uint8)
     photo[:16] = 255  # the upper half is white; orientation 6 would put it to the right
     exif = Image.Exif()

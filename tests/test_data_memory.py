@@ -39,7 +39,9 @@ def opened(tmp_path):
 
 
 def test_batches_are_written_to_memory_that_was_used_before(opened, monkeypatch):
-    """Fresh pages cost more than the pixels: epochs of 38 MB batches took up to 2.2 times as long while the queue grew."""
+    """Fresh pages cost more than the pixels: epochs of 38 MB batches took up to 2.2 times as long
+    while the queue grew.
+    """
     monkeypatch.setattr(cache_module, "READ_AHEAD", 4 * BATCH_BYTES)
     phase = Phase(BATCH, SIDE)
     batches = iter(opened.dataset(phase, epochs=100))
@@ -53,10 +55,14 @@ def test_batches_are_written_to_memory_that_was_used_before(opened, monkeypatch)
 
 
 def test_what_batches_used_is_offered_back_when_the_pipeline_is_gone(opened, request):
-    """In a process of its own: an op that was called eagerly, as other tests do, stays in TensorFlow's cache."""
+    """In a process of its own: an op that was called eagerly, as other tests do, stays in
+    TensorFlow's cache.
+    """
     if ALONE not in os.environ:
         again = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", request.node.nodeid]
-        done = subprocess.run(again, env={**os.environ, ALONE: "1"}, cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            again, env={**os.environ, ALONE: "1"}, cwd=ROOT, capture_output=True, text=True
+        )
         assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
         return
     batches = iter(opened.dataset(Phase(BATCH, SIDE), epochs=2))

@@ -1,4 +1,6 @@
-"""The order of samples: every one once, the same for the same seed, independent of everything else."""
+"""The order of samples: every one once, the same for the same seed, independent of
+everything else.
+"""
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ from tfcommx.terms import PlanError, Topology
 topologies = st.one_of(
     st.builds(Topology, st.integers(1, 4), st.integers(1, 4)),
     st.lists(st.integers(1, 4), min_size=2, max_size=4).map(
-        lambda slots: Topology(len(slots), max(slots), tuple((f"host{i}", n) for i, n in enumerate(slots)))
+        lambda slots: Topology(
+            len(slots), max(slots), tuple((f"host{i}", n) for i, n in enumerate(slots))
+        )
     ),
 )
 
@@ -26,7 +30,9 @@ topologies = st.one_of(
     st.integers(1, 9),
 )
 def test_every_sample_once_on_every_topology(count, topology, seed, epoch, fraction, batch):
-    shares = [order.share(count, topology, rank, seed, epoch, fraction) for rank in range(topology.size)]
+    shares = [
+        order.share(count, topology, rank, seed, epoch, fraction) for rank in range(topology.size)
+    ]
     assert np.sort(np.concatenate(shares)).tolist() == list(range(count))
     lengths = [len(share) for share in shares]
     assert max(lengths) - min(lengths) <= 1
@@ -36,7 +42,11 @@ def test_every_sample_once_on_every_topology(count, topology, seed, epoch, fract
             ends = order.bounds(length, batch, steps)
             sizes = np.diff(ends)
             assert len(sizes) == steps and (steps == 0 or ends[0] == 0)
-            assert (sizes == batch).all() if drop else ends[-1] == length and (sizes <= batch).all() and (sizes >= 0).all()
+            assert (
+                (sizes == batch).all()
+                if drop
+                else ends[-1] == length and (sizes <= batch).all() and (sizes >= 0).all()
+            )
             if not drop and length >= steps:
                 assert (sizes > 0).all()
 
@@ -71,7 +81,9 @@ def test_a_node_keeps_its_part_unless_a_fraction_is_exchanged():
 def test_parts_of_late_epochs_go_on_from_those_that_are_known(monkeypatch):
     late = order.parts(40, (1, 1), 5, 1500, 0.5)
     exchanged, made = order._exchanged, []
-    monkeypatch.setattr(order, "_exchanged", lambda *args: (made.append(args[2]), exchanged(*args))[1])
+    monkeypatch.setattr(
+        order, "_exchanged", lambda *args: (made.append(args[2]), exchanged(*args))[1]
+    )
     order.parts(40, (1, 1), 5, 1502, 0.5)
     order.parts(40, (1, 1), 5, 1501, 0.5)
     assert made == [1501, 1502]
@@ -80,7 +92,9 @@ def test_parts_of_late_epochs_go_on_from_those_that_are_known(monkeypatch):
     assert made == [1501, 1502, 1, 2, 3]
     order._known.cache_clear()
     for epoch, parts in ((2, early), (1500, late)):
-        assert [part.tolist() for part in order.parts(40, (1, 1), 5, epoch, 0.5)] == [part.tolist() for part in parts]
+        assert [part.tolist() for part in order.parts(40, (1, 1), 5, epoch, 0.5)] == [
+            part.tolist() for part in parts
+        ]
 
 
 def test_place_counts_through_uneven_nodes():

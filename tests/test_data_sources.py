@@ -121,14 +121,18 @@ def test_a_sample_that_was_written_again_is_read_by_later_runs(tmp_path, monkeyp
 
 
 def test_packs_of_many_runs_are_read_one_by_one(tmp_path):
-    """Each was held open: 8 processes and 128 runs that ended early left no descriptor for anything else."""
+    """Each was held open: 8 processes and 128 runs that ended early left no descriptor for anything
+    else.
+    """
     for sample in range(20):
         disk = Disk(tmp_path, "key", 20)
         disk.write(sample, sample, b"hello")
         disk.close()
     before = len(os.listdir("/proc/self/fd"))
     disk = Disk(tmp_path, "key", 20)
-    assert [disk.read(sample) for sample in range(20)] == [(b"hello", sample) for sample in range(20)]
+    assert [disk.read(sample) for sample in range(20)] == [
+        (b"hello", sample) for sample in range(20)
+    ]
     assert len(os.listdir("/proc/self/fd")) == before
     drop(tmp_path)
     assert disk.read(3) is None and disk.corrupt == 0

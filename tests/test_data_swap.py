@@ -19,7 +19,11 @@ class Threads:
     """Ranks as threads: (nodes, slots), rank = node * slots + slot."""
 
     def __init__(self, nodes, slots):
-        self.slots, self.barrier, self.box = slots, threading.Barrier(nodes * slots, timeout=60), [None] * (nodes * slots)
+        self.slots, self.barrier, self.box = (
+            slots,
+            threading.Barrier(nodes * slots, timeout=60),
+            [None] * (nodes * slots),
+        )
         self.sent: list[int] = []  # bytes of every alltoall
 
     def rank(self, rank):
@@ -37,7 +41,9 @@ class Threads:
                 nodes, node = len(outer.box) // outer.slots, rank // outer.slots
                 outer.sent.append(int(tensor.shape[0]))
                 got = self.gather_objects(np.asarray(tensor).reshape(nodes, -1))
-                return np.concatenate([got[peer * outer.slots + rank % outer.slots][node] for peer in range(nodes)])
+                return np.concatenate(
+                    [got[peer * outer.slots + rank % outer.slots][node] for peer in range(nodes)]
+                )
 
         return One()
 
@@ -47,11 +53,19 @@ def picture(sample):
 
 
 def swapped(folder, nodes, slots, epochs, room, ranks=None):
-    """Swap before each of the epochs; return (bytes used, bytes needed, samples that are absent) of each node, after each."""
+    """Swap before each of the epochs; return (bytes used, bytes needed, samples that are absent) of
+    each node, after each.
+    """
     sizes = np.array([record_bytes(picture(sample).nbytes) for sample in range(COUNT)])
     first = order.parts(COUNT, (slots,) * nodes, SEED)
     length = [int(sizes[part].sum() * room) // 64 * 64 + overhead_bytes(COUNT) for part in first]
-    slabs = [[Slab(folder, f"tfcommx-{node}", "k", COUNT, lambda node=node: length[node]) for _ in range(slots)] for node in range(nodes)]
+    slabs = [
+        [
+            Slab(folder, f"tfcommx-{node}", "k", COUNT, lambda node=node: length[node])
+            for _ in range(slots)
+        ]
+        for node in range(nodes)
+    ]
     for node, part in enumerate(first):
         assert all(slabs[node][0].put(int(sample), int(sample), picture(sample)) for sample in part)
     ranks, rows = ranks or Threads(nodes, slots), []
@@ -61,7 +75,9 @@ def swapped(folder, nodes, slots, epochs, room, ranks=None):
         swap(slab, ranks.rank(rank), Topology(nodes, slots), rank, SEED, FRACTION, epoch)
 
     for epoch in range(1, epochs + 1):
-        threads = [threading.Thread(target=one, args=(rank, epoch)) for rank in range(nodes * slots)]
+        threads = [
+            threading.Thread(target=one, args=(rank, epoch)) for rank in range(nodes * slots)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -69,8 +85,18 @@ def swapped(folder, nodes, slots, epochs, room, ranks=None):
         for node, part in enumerate(order.parts(COUNT, (slots,) * nodes, SEED, epoch, FRACTION)):
             slab = slabs[node][0]
             got = {sample: slab.get(int(sample)) for sample in part}
-            assert all(slab.intact(int(s)) and np.array_equal(g[0], picture(s)) and g[1] == s for s, g in got.items() if g is not None)
-            rows.append((slab.used_bytes - overhead_bytes(COUNT), sizes[part].sum(), sum(g is None for g in got.values())))
+            assert all(
+                slab.intact(int(s)) and np.array_equal(g[0], picture(s)) and g[1] == s
+                for s, g in got.items()
+                if g is not None
+            )
+            rows.append(
+                (
+                    slab.used_bytes - overhead_bytes(COUNT),
+                    sizes[part].sum(),
+                    sum(g is None for g in got.values()),
+                )
+            )
     for node in slabs:
         for slab in node:
             slab.close()
@@ -79,16 +105,21 @@ def swapped(folder, nodes, slots, epochs, room, ranks=None):
 
 @pytest.mark.parametrize(("nodes", "slots"), [(2, 1), (2, 2)])
 def test_the_memory_stays_what_it_was(tmp_path, nodes, slots):
-    """Places that no record of just their size came to were lost: after 14 epochs the slab was full and the cache kept nothing."""
+    """Places that no record of just their size came to were lost: after 14 epochs the slab was full
+    and the cache kept nothing.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rows = swapped(tmp_path, nodes, slots, 60, 1.5)
     assert all(absent == 0 for _, _, absent in rows)
-    assert max(used / needed for used, needed, _ in rows[-20:]) < 1.4  # small numbers; 1.06 with 4000 pictures
+    # small numbers; 1.06 with 4000 pictures
+    assert max(used / needed for used, needed, _ in rows[-20:]) < 1.4
 
 
 def test_a_round_sends_no_more_where_there_are_more_nodes(tmp_path, monkeypatch):
-    """The bound held for each node: to 32 of them a rank sent 2^31 bytes at once, more than Gloo and NCCL can count."""
+    """The bound held for each node: to 32 of them a rank sent 2^31 bytes at once, more than Gloo
+    and NCCL can count.
+    """
     monkeypatch.setattr("tfcommx.data.swap.ROUND_BYTES", 8192)
     ranks = Threads(4, 1)
     assert all(absent == 0 for _, _, absent in swapped(tmp_path, 4, 1, 1, 1.5, ranks))

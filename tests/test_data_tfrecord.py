@@ -20,7 +20,9 @@ def write(path, numbers):
                 "image/encoded": tf.train.Feature(bytes_list=tf.train.BytesList(value=[image])),
                 "image/class/label": tf.train.Feature(int64_list=tf.train.Int64List(value=[n + 1])),
             }
-            writer.write(tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString())
+            writer.write(
+                tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString()
+            )
 
 
 def test_imagenet_shards_are_numbered_in_order_and_broken_ones_named(tmp_path):
@@ -72,7 +74,9 @@ def test_a_flipped_bit_is_found(tmp_path):
             damaged.read(2)
     for at in (start - 12, start - 1):  # of the length, of its CRC
         flip(at)
-        with pytest.raises(SampleError, match=f"{shard.name} has a damaged length at byte {start - 12}"):
+        with pytest.raises(
+            SampleError, match=f"{shard.name} has a damaged length at byte {start - 12}"
+        ):
             imagenet(tmp_path)
     shard.write_bytes(bytes(1600))
     with pytest.raises(SampleError, match="damaged length at byte 0"):
@@ -81,23 +85,31 @@ def test_a_flipped_bit_is_found(tmp_path):
 
 def test_labels_outside_the_classes_are_named(tmp_path):
     write(tmp_path / "shard", range(3))
-    assert TFRecords(str(tmp_path / "shard")).count == 3  # its letters were taken for files: "Is a directory: '/'"
+    # its letters were taken for files: "Is a directory: '/'"
+    assert TFRecords(str(tmp_path / "shard")).count == 3
     source = TFRecords([tmp_path / "shard"], classes=("a", "b"))
     assert source.read(1)[1] == 1
     with pytest.raises(SampleError, match=r"\[1, 3\) is required, the record has 3"):
         source.read(2)
     with pytest.raises(SampleError, match="has 1"):
         TFRecords([tmp_path / "shard"], first_label=2, classes=("a", "b")).read(0)
-    with pytest.raises(SampleError, match=r"in \[2, \.\.\.\) is required, the record has 1; `first_label`"):  # and not -1 for a loss
+    # and not -1 for a loss
+    with pytest.raises(
+        SampleError, match=r"in \[2, \.\.\.\) is required, the record has 1; `first_label`"
+    ):
         TFRecords([tmp_path / "shard"], first_label=2).read(0)
     # what the disk level keeps is not checked again: other classes are other data
-    keys = {TFRecords([tmp_path / "shard"], classes=names).key for names in ((), ("a", "b"), ("a", "b", "c"))}
+    keys = {
+        TFRecords([tmp_path / "shard"], classes=names).key
+        for names in ((), ("a", "b"), ("a", "b", "c"))
+    }
     assert len(keys) == 3
 
 
 @pytest.mark.parametrize("length", [0, 8, 63, 64, 5003])
 def test_crc32c_of_the_library_and_of_the_reference(length):
-    assert native.crc32c(b"123456789") == reference.crc32c(b"123456789") == 0xE3069283  # the check value of CRC-32C
+    # the check value of CRC-32C
+    assert native.crc32c(b"123456789") == reference.crc32c(b"123456789") == 0xE3069283
     data = os.urandom(length)
     assert native.crc32c(data) == reference.crc32c(data)
 
@@ -111,10 +123,15 @@ def test_a_tensorflow_data_set_by_name(tmp_path):
         VERSION = tensorflow_datasets.core.Version("1.0.0")
 
         def _info(self):
-            features = {"image": tensorflow_datasets.features.Image(shape=(4, 3, 3)),
-                        "label": tensorflow_datasets.features.ClassLabel(names=["even", "odd"])}
+            features = {
+                "image": tensorflow_datasets.features.Image(shape=(4, 3, 3)),
+                "label": tensorflow_datasets.features.ClassLabel(names=["even", "odd"]),
+            }
             return tensorflow_datasets.core.DatasetInfo(
-                builder=self, features=tensorflow_datasets.features.FeaturesDict(features), supervised_keys=("image", "label"))
+                builder=self,
+                features=tensorflow_datasets.features.FeaturesDict(features),
+                supervised_keys=("image", "label"),
+            )
 
         def _split_generators(self, dl_manager):
             return {"train": self._generate_examples(range(9))}

@@ -14,7 +14,11 @@ TRAIN, TEST = 5, 3
 
 
 def idx(array: np.ndarray, kind: int = 8) -> bytes:
-    return bytes([0, 0, kind, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+    return (
+        bytes([0, 0, kind, array.ndim])
+        + struct.pack(f">{array.ndim}I", *array.shape)
+        + array.tobytes()
+    )
 
 
 @pytest.fixture
@@ -22,9 +26,13 @@ def folder(tmp_path: Path) -> Path:
     """Four tiny files of the right form; image i is filled with the value i."""
     (tmp_path / "data").mkdir()
     for (images, labels), count in (((FILES[0], FILES[1]), TRAIN), ((FILES[2], FILES[3]), TEST)):
-        pictures = np.broadcast_to(np.arange(count, dtype=np.uint8)[:, None, None], (count, 28, 28)).copy()
+        pictures = np.broadcast_to(
+            np.arange(count, dtype=np.uint8)[:, None, None], (count, 28, 28)
+        ).copy()
         (tmp_path / "data" / images).write_bytes(gzip.compress(idx(pictures)))
-        (tmp_path / "data" / labels).write_bytes(gzip.compress(idx(np.arange(count, dtype=np.uint8))))
+        (tmp_path / "data" / labels).write_bytes(
+            gzip.compress(idx(np.arange(count, dtype=np.uint8)))
+        )
     return tmp_path / "data"
 
 
@@ -45,7 +53,10 @@ def test_reads_what_was_written(folder):
         (lambda raw, packed: gzip.compress(raw[:7]), "header of 16 bytes"),
         (lambda raw, packed: gzip.compress(raw[:2] + b"\x0d" + raw[3:]), "first bytes 00 00 08 03"),
         (lambda raw, packed: gzip.compress(b""), "an empty file"),
-        (lambda raw, packed: gzip.compress(idx(np.zeros((6, 28, 28), np.uint8))), r"received \(6, 28, 28\)"),
+        (
+            lambda raw, packed: gzip.compress(idx(np.zeros((6, 28, 28), np.uint8))),
+            r"received \(6, 28, 28\)",
+        ),
         (lambda raw, packed: b"<html>not found</html>", "whole gzip file"),
     ],
 )
@@ -67,8 +78,13 @@ def test_a_missing_file_and_a_label_out_of_range_are_named(folder):
         load(folder, TRAIN, TEST)
 
 
-def test_fetch_uses_the_next_source_and_leaves_nothing_of_a_failed_one(folder, tmp_path, monkeypatch):
-    """A source that dies half way must not leave a file in the folder that a later call takes for the data set."""
+def test_fetch_uses_the_next_source_and_leaves_nothing_of_a_failed_one(
+    folder, tmp_path, monkeypatch
+):
+    """A source that dies half way must not leave a file in the folder that a later call takes for
+    the data set.
+    """
+
     def dies(work: Path) -> Path:
         (work / FILES[0]).write_bytes(b"half")
         raise DataError("no network")
@@ -88,11 +104,14 @@ def test_fetch_uses_the_next_source_and_leaves_nothing_of_a_failed_one(folder, t
     assert list((tmp_path / "cache").iterdir()) == []
 
     monkeypatch.setattr(fashion_mnist, "_from_tensorflow_datasets", works)
-    with pytest.raises(DataError, match="sizes"):  # the tiny files are not the data set: they are checked before they are kept
+    # the tiny files are not the data set: they are checked before they are kept
+    with pytest.raises(DataError, match="sizes"):
         fetch(target)
     assert not target.exists()
     monkeypatch.setattr(fashion_mnist, "load", lambda found: None)
-    assert fetch(target) == target and sorted(path.name for path in target.iterdir()) == sorted(FILES)
+    assert fetch(target) == target and sorted(path.name for path in target.iterdir()) == sorted(
+        FILES
+    )
     monkeypatch.setattr(fashion_mnist, "_from_tensorflow_datasets", dies)
     assert fetch(target) == target  # nothing is fetched twice
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["images"]
@@ -101,7 +120,9 @@ def test_fetch_uses_the_next_source_and_leaves_nothing_of_a_failed_one(folder, t
 def test_the_real_images():
     folder = fetch()  # set-up has put them there
     train_x, train_y, test_x, test_y = load(folder)
-    assert np.bincount(train_y).tolist() == [6000] * 10 and np.bincount(test_y).tolist() == [1000] * 10
+    assert (
+        np.bincount(train_y).tolist() == [6000] * 10 and np.bincount(test_y).tolist() == [1000] * 10
+    )
     assert train_y[:5].tolist() == [9, 0, 0, 3, 0]
     assert abs(train_x.mean() / 255 - 0.2860) < 1e-4 and test_x.max() == 255
     assert isinstance(read_idx(folder / FILES[3], (10_000,)), np.ndarray)

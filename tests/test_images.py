@@ -1,4 +1,6 @@
-"""Every rank is served its own part of the images, and all that is random is a function of its seed."""
+"""Every rank is served its own part of the images, and all that is random is a function of its
+seed.
+"""
 
 import numpy as np
 import pytest
@@ -16,7 +18,9 @@ LABELS = np.arange(COUNT) % 10
 
 
 def batches(memory, rank=0, epochs=range(2), resolution=14, shift=1, flip=True) -> list:
-    cache = DataCache(Arrays(PICTURES, LABELS), Topology(1, 2), rank, Options(seed=1, memory=str(memory)))
+    cache = DataCache(
+        Arrays(PICTURES, LABELS), Topology(1, 2), rank, Options(seed=1, memory=str(memory))
+    )
     phase = Phase(BATCH, resolution, flip=flip, std=(1 / 255,))
     got = list(images.training_batches(cache, phase, epochs, 10, shift).as_numpy_iterator())
     assert len(got) == len(epochs) * cache.steps(phase) == len(epochs) * (COUNT // 2 // BATCH)
@@ -30,9 +34,11 @@ def test_batches_are_repeatable_and_differ_between_ranks_and_epochs(tmp_path):
     assert here[0][0].shape == (BATCH, 14, 14, 1) and here[0][0].dtype == np.float32
     for (x, y), (x_again, y_again) in zip(here, again, strict=True):
         assert np.array_equal(x, x_again) and np.array_equal(y, y_again)
-    assert not np.array_equal(here[0][0], there[0][0]) and not np.array_equal(here[0][0], here[len(here) // 2][0])
+    assert not np.array_equal(here[0][0], there[0][0]) and not np.array_equal(
+        here[0][0], here[len(here) // 2][0]
+    )
     later = batches(tmp_path, epochs=range(1, 2))[0]  # as a resumed run asks for them
-    for (x, _), (x_again, _) in zip(here[len(here) // 2:], later, strict=True):
+    for (x, _), (x_again, _) in zip(here[len(here) // 2 :], later, strict=True):
         assert np.array_equal(x, x_again)
 
 
@@ -45,12 +51,24 @@ def test_plain_batches_are_the_images_of_the_share(tmp_path):
 
 def test_shifts_go_every_way():
     picture = tf.constant(PICTURES[:2])
-    found = {next((dy, dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1) if np.array_equal(
-        images.shifted(picture, tf.constant([number, 0]), 1), np.roll(PICTURES[:2], (dy, dx), (1, 2)))) for number in range(60)}
+    found = {
+        next(
+            (dy, dx)
+            for dy in (-1, 0, 1)
+            for dx in (-1, 0, 1)
+            if np.array_equal(
+                images.shifted(picture, tf.constant([number, 0]), 1),
+                np.roll(PICTURES[:2], (dy, dx), (1, 2)),
+            )
+        )
+        for number in range(60)
+    }
     assert len(found) == 9
 
 
 @pytest.mark.parametrize("resolution", [8, 14, 20, 28])
 def test_tests_are_resized_as_training_is(tmp_path, resolution):
     got, (row,) = batches(tmp_path, 0, range(1), resolution, 0, False)
-    np.testing.assert_allclose(got[0][0], images.resize(tf.constant(PICTURES[row[:BATCH]]), resolution), atol=0.1)
+    np.testing.assert_allclose(
+        got[0][0], images.resize(tf.constant(PICTURES[row[:BATCH]]), resolution), atol=0.1
+    )

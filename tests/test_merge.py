@@ -26,7 +26,9 @@ def in_order(indices, values, size):
 def test_adds_in_the_order_of_the_list(door, size, pairs, seed):
     random = np.random.default_rng(seed)
     indices = random.integers(0, size, pairs).astype(np.int32)
-    values = (random.standard_normal(pairs) * 10.0 ** random.integers(-3, 4, pairs)).astype(np.float32)
+    values = (random.standard_normal(pairs) * 10.0 ** random.integers(-3, 4, pairs)).astype(
+        np.float32
+    )
     dense = DOORS[door].merge(tf.constant(indices), tf.constant(values), size).numpy()
     np.testing.assert_array_equal(dense, in_order(indices, values, size))
 
@@ -47,14 +49,20 @@ def test_not_finite_values_arrive():
 
 @pytest.mark.parametrize("index", [-1, 10, 2**31 - 1])
 def test_an_index_outside_is_refused(index):
-    with pytest.raises(tf.errors.InvalidArgumentError, match=rf"in \[0, 10\). Received {index} at position 1"):
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match=rf"in \[0, 10\). Received {index} at position 1"
+    ):
         native.merge(tf.constant([3, index, 4]), tf.ones(3), 10)
 
 
 def test_runs_of_k_pairs_merge_alike_and_a_broken_run_is_refused():
     indices, values = tf.constant([0, 3, 1, 3]), tf.constant([1.0, 2.0, 3.0, 4.0])
-    np.testing.assert_array_equal(native.merge(indices, values, 4, k=2), native.merge(indices, values, 4))
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"runs of `k`.* Received 4 pairs, k=3"):
+    np.testing.assert_array_equal(
+        native.merge(indices, values, 4, k=2), native.merge(indices, values, 4)
+    )
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match=r"runs of `k`.* Received 4 pairs, k=3"
+    ):
         native.merge(indices, values, 4, k=3)
 
 

@@ -1,4 +1,6 @@
-"""The door to the native library: right version or a clear refusal; no library or a closed door means the reference."""
+"""The door to the native library: right version or a clear refusal; no library or a closed door
+means the reference.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,22 @@ def test_a_library_for_another_tensorflow_is_refused_before_loading(tmp_path, mo
     (tmp_path / "libtfcommx.so").write_text("not a library: loading it would fail in another way")
     (tmp_path / "build.json").write_text(json.dumps({"tensorflow": "2.16.1"}))
     monkeypatch.setattr(native, "FOLDER", tmp_path)
-    with pytest.raises(native.NativeLibraryError, match=r"built for 2\.16\.1.*setup\.py build_ext --inplace"):
+    with pytest.raises(
+        native.NativeLibraryError, match=r"built for 2\.16\.1.*setup\.py build_ext --inplace"
+    ):
         native.library()
 
 
 def test_a_library_of_other_sources_is_refused_before_loading(tmp_path, monkeypatch):
-    """Beside its sources it must be of them; where it was installed without them nothing can differ."""
+    """Beside its sources it must be of them; where it was installed without them nothing can
+    differ.
+    """
     loaded = []
-    library, kernel, facts = tmp_path / "tfcommx" / "lib", tmp_path / "ops" / "kernels" / "a.cc", {"tensorflow": tf.__version__}
+    library, kernel, facts = (
+        tmp_path / "tfcommx" / "lib",
+        tmp_path / "ops" / "kernels" / "a.cc",
+        {"tensorflow": tf.__version__},
+    )
     for folder in (library, kernel.parent):
         folder.mkdir(parents=True)
     kernel.write_text("int one() { return 1; }")
@@ -46,7 +56,9 @@ def test_a_library_of_other_sources_is_refused_before_loading(tmp_path, monkeypa
 
     def opened(sources: str | None) -> int:
         native.library.cache_clear()
-        (library / "build.json").write_text(json.dumps(facts | ({"sources": sources} if sources else {})))
+        (library / "build.json").write_text(
+            json.dumps(facts | ({"sources": sources} if sources else {}))
+        )
         return native.library()
 
     assert opened(None) == 1  # no setup.py: not a source tree, whatever lies in ops/
@@ -57,7 +69,10 @@ def test_a_library_of_other_sources_is_refused_before_loading(tmp_path, monkeypa
     assert opened(current) == 3
     kernel.write_text("int one() { return 2; }")
     for old in (current, None):
-        with pytest.raises(native.NativeLibraryError, match=r"built from the sources beside it.*setup\.py build_ext --inplace"):
+        with pytest.raises(
+            native.NativeLibraryError,
+            match=r"built from the sources beside it.*setup\.py build_ext --inplace",
+        ):
             opened(old)
     kernel.rename(kernel.with_name("b.cc"))
     assert digest(tmp_path / "ops") != current and len(loaded) == 3
@@ -83,7 +98,9 @@ def test_the_environment_keeps_the_door_shut(monkeypatch):
 @pytest.mark.parametrize("gpus", [[], ["GPU:0"]])
 @pytest.mark.parametrize("devices", ["CPU", "CPU and CUDA"])
 def test_residuals_follow_the_gradients_where_kernels_do(tmp_path, monkeypatch, gpus, devices):
-    (tmp_path / "build.json").write_text(json.dumps({"tensorflow": tf.__version__, "devices": devices}))
+    (tmp_path / "build.json").write_text(
+        json.dumps({"tensorflow": tf.__version__, "devices": devices})
+    )
     monkeypatch.setattr(native, "FOLDER", tmp_path)
     monkeypatch.setattr(native, "library", lambda: object())
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: gpus)

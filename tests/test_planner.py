@@ -34,22 +34,33 @@ def test_merging_as_drawn() -> None:
 def test_small_variables_stay_dense_and_order_is_backward() -> None:
     plan = make_plan(GRADIENTS, {"*": SPARSE}, Topology(2, 2))
     assert [(bucket.route, bucket.variables) for bucket in plan.buckets] == [
-        ("allreduce", ("dense/bias", "conv/bias")), ("hitopk", ("dense/kernel", "conv/kernel"))]
+        ("allreduce", ("dense/bias", "conv/bias")),
+        ("hitopk", ("dense/kernel", "conv/kernel")),
+    ]
     assert plan.buckets[1].k == round(0.01 * (64 * 100 + 9 * 512) / 2)
 
 
 def test_complex_gradients_are_refused() -> None:
     """As float32 they would lose their imaginary parts."""
     with pytest.raises(PlanError, match=r"complex64 for 'filter/kernel'.*two variables"):
-        make_plan([*GRADIENTS, Gradient("filter/kernel", (8, 8), "complex64")], {"*": Scheme()}, Topology(2, 2))
+        make_plan(
+            [*GRADIENTS, Gradient("filter/kernel", (8, 8), "complex64")],
+            {"*": Scheme()},
+            Topology(2, 2),
+        )
 
 
 def test_a_pattern_means_all_variables_of_that_path() -> None:
     """Two towers have layers of the same name: the second one's variables have a number."""
-    towers = [Gradient(name, (50, 50), "float32") for name in ("dense/kernel", "dense/kernel#2", "out/kernel")]
+    towers = [
+        Gradient(name, (50, 50), "float32")
+        for name in ("dense/kernel", "dense/kernel#2", "out/kernel")
+    ]
     plan = make_plan(towers, {"dense/kernel": SPARSE, "*": Scheme()}, Topology(2, 2))
     assert {bucket.route: bucket.variables for bucket in plan.buckets} == {
-        "hitopk": ("dense/kernel#2", "dense/kernel"), "allreduce": ("out/kernel",)}
+        "hitopk": ("dense/kernel#2", "dense/kernel"),
+        "allreduce": ("out/kernel",),
+    }
 
 
 def test_padding_makes_equal_shards() -> None:
@@ -61,7 +72,11 @@ def test_padding_makes_equal_shards() -> None:
 def test_schemes_by_pattern_first_match_counts() -> None:
     plan = make_plan(GRADIENTS, {"conv/*": Scheme("torus"), "*": SPARSE}, Topology(2, 2))
     assert {path: bucket.route for bucket in plan.buckets for path in bucket.variables} == {
-        "conv/kernel": "torus", "conv/bias": "torus", "dense/kernel": "hitopk", "dense/bias": "allreduce"}
+        "conv/kernel": "torus",
+        "conv/bias": "torus",
+        "dense/kernel": "hitopk",
+        "dense/bias": "allreduce",
+    }
 
 
 def test_a_variable_without_scheme_is_named() -> None:
@@ -70,7 +85,9 @@ def test_a_variable_without_scheme_is_named() -> None:
 
 
 def test_a_bucket_too_small_for_its_density_sends_one_entry() -> None:
-    """Which variable is left alone in a bucket depends on the cluster: training must not end at it."""
+    """Which variable is left alone in a bucket depends on the cluster: training must
+    not end at it.
+    """
     plan = make_plan(GRADIENTS, {"*": Scheme("hitopk", "mstopk", 1e-6)}, Topology(2, 2))
     assert {bucket.k for bucket in plan.buckets if bucket.route == "hitopk"} == {1}
 
@@ -80,15 +97,25 @@ def test_dtypes_do_not_mix_and_bfloat16_travels_as_float32() -> None:
     gradients = [Gradient(path, (8,), dtype) for path, dtype in dtypes.items()]
     plan = make_plan(gradients, {"*": Scheme()}, Topology(1, 2))
     assert {path: bucket.dtype for bucket in plan.buckets for path in bucket.variables} == {
-        "a": "float16", "b": "float32", "c": "float64", "d": "float32"}
+        "a": "float16",
+        "b": "float32",
+        "c": "float64",
+        "d": "float32",
+    }
 
 
-@pytest.mark.parametrize(("scheme", "message"), [
-    (Scheme(route="hitpk", selection="mstopk", density=0.1), "Did you mean 'hitopk'"),
-    (Scheme(route="hitopk", selection="mstop", density=0.1), "Did you mean 'mstopk'"),
-    (Scheme(route="torus", selection="mstopk", density=0.1), "needs a sparse route"),
-    (Scheme(route="hitopk", selection="mstopk", density=0.1, dense_route="hitopk"), "must be a dense route"),
-])
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        (Scheme(route="hitpk", selection="mstopk", density=0.1), "Did you mean 'hitopk'"),
+        (Scheme(route="hitopk", selection="mstop", density=0.1), "Did you mean 'mstopk'"),
+        (Scheme(route="torus", selection="mstopk", density=0.1), "needs a sparse route"),
+        (
+            Scheme(route="hitopk", selection="mstopk", density=0.1, dense_route="hitopk"),
+            "must be a dense route",
+        ),
+    ],
+)
 def test_schemes_that_do_not_fit(scheme: Scheme, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         check_scheme(scheme, Topology(2, 2))

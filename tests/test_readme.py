@@ -18,12 +18,14 @@ def test_the_ten_lines_train(tmp_path: Path) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", README, re.S)
     before, after = block.split("model.compile")
     code = (
-        before
-        + "import numpy as np\n"
-        "model = keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(300), keras.layers.Dense(300), keras.layers.Dense(1)])\n"
-        "x = np.random.default_rng(cx.rank()).normal(size=(64, 8)); data = __import__('tensorflow').data.Dataset.from_tensor_slices("
+        before + "import numpy as np\n"
+        "model = keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(300), "
+        "keras.layers.Dense(300), keras.layers.Dense(1)])\n"
+        "x = np.random.default_rng(cx.rank()).normal(size=(64, 8)); data = "
+        "__import__('tensorflow').data.Dataset.from_tensor_slices("
         "(x, x.sum(1))).batch(16)\n"
-        "model.compile" + after.replace("loss=...", "loss='mse'")
+        "model.compile"
+        + after.replace("loss=...", "loss='mse'")
         + "\nprint('sent', cx.comm.current().traffic().inside > 0)\n"
     )
     script = tmp_path / "train.py"
@@ -59,6 +61,12 @@ def test_the_command_line_answers_without_tensorflow() -> None:
 
 def test_the_set_up_does_nothing_the_second_time(tmp_path: Path) -> None:
     """`python3 scripts/bootstrap.py` in an environment that is ready says so within seconds."""
-    ended = subprocess.run([sys.executable, "scripts/bootstrap.py"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "scripts/bootstrap.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "ready in" in ended.stdout and " ..." not in ended.stdout

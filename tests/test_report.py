@@ -1,4 +1,6 @@
-"""The report shows what the summary holds; the command line tells user errors in one line with exit code 2."""
+"""The report shows what the summary holds; the command line tells user errors in one line with exit
+code 2.
+"""
 
 import io
 import os
@@ -16,17 +18,41 @@ ROOT = Path(__file__).parent.parent
 
 
 def row(epoch: int, resolution: int, route: str, **more) -> dict:
-    return {"epoch": epoch, "resolution": resolution, "route": route, "selection": "all", "density": 1.0, "loss": 0.5,
-            "train_accuracy": 0.8, "test_accuracy": 0.8123, "images_per_second": 1234.5, "replicas_identical": True,
-            "seconds": dict(zip(PARTS, (1.0, 5.0, 2.0, 1.5, 0.5), strict=True)), **more}
+    return {
+        "epoch": epoch,
+        "resolution": resolution,
+        "route": route,
+        "selection": "all",
+        "density": 1.0,
+        "loss": 0.5,
+        "train_accuracy": 0.8,
+        "test_accuracy": 0.8123,
+        "images_per_second": 1234.5,
+        "replicas_identical": True,
+        "seconds": dict(zip(PARTS, (1.0, 5.0, 2.0, 1.5, 0.5), strict=True)),
+        **more,
+    }
 
 
 @pytest.fixture
 def summary() -> dict:
-    rows = [row(1, 14, "hitopk", selection="mstopk", density=0.05), row(2, 28, "torus", test_accuracy=0.9012)]
-    return {"name": "tiny", "test_accuracy": 0.9012, "ranks": 4, "nodes": 2, "epochs": 2, "seconds": 20.0,
-            "images_per_second": 1000.0, "bytes_between_nodes": 2_000_000, "bytes_between_nodes_dense": 10_000_000,
-            "replicas_identical": True, "rows": rows}
+    rows = [
+        row(1, 14, "hitopk", selection="mstopk", density=0.05),
+        row(2, 28, "torus", test_accuracy=0.9012),
+    ]
+    return {
+        "name": "tiny",
+        "test_accuracy": 0.9012,
+        "ranks": 4,
+        "nodes": 2,
+        "epochs": 2,
+        "seconds": 20.0,
+        "images_per_second": 1000.0,
+        "bytes_between_nodes": 2_000_000,
+        "bytes_between_nodes_dense": 10_000_000,
+        "replicas_identical": True,
+        "rows": rows,
+    }
 
 
 def shown(summary: dict) -> str:
@@ -42,13 +68,21 @@ def test_written_files_and_read_again(summary, tmp_path):
         picture = (tmp_path / "run" / name).read_bytes()
         assert picture.startswith(b"\x89PNG") and len(picture) > 5000
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        "learning_curve.png", "summary.json", "tensorboard", "time_breakdown.png"]
+        "learning_curve.png",
+        "summary.json",
+        "tensorboard",
+        "time_breakdown.png",
+    ]
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util import tensor_util
+
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
-    values = {event.step: float(tensor_util.make_ndarray(event.tensor_proto)) for event in events.Tensors("test_accuracy")}
+    values = {
+        event.step: float(tensor_util.make_ndarray(event.tensor_proto))
+        for event in events.Tensors("test_accuracy")
+    }
     assert values == pytest.approx({1: 0.8123, 2: 0.9012})
 
 
@@ -66,7 +100,9 @@ def test_drifted_replicas_cannot_be_overlooked(summary):
 
 
 def test_one_rank_sends_nothing(summary):
-    assert "0 B per rank" in shown({**summary, "bytes_between_nodes": 0, "bytes_between_nodes_dense": 0})
+    assert "0 B per rank" in shown(
+        {**summary, "bytes_between_nodes": 0, "bytes_between_nodes_dense": 0}
+    )
 
 
 def test_no_saving_is_claimed_where_there_is_none(summary):
@@ -83,7 +119,11 @@ def test_progress_without_a_terminal_is_one_line_per_epoch(summary):
             progress.epoch(each)
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2 and "\x1b" not in stream.getvalue()
-    assert "epoch  1/2   14 px  hitopk mstopk 0.05" in lines[0] and " 50 %" in lines[0] and "100 %" in lines[1]
+    assert (
+        "epoch  1/2   14 px  hitopk mstopk 0.05" in lines[0]
+        and " 50 %" in lines[0]
+        and "100 %" in lines[1]
+    )
 
 
 def test_progress_on_a_terminal_is_one_bar(summary, monkeypatch):
@@ -121,16 +161,27 @@ def test_a_folder_without_a_summary(tmp_path, summary):
 
 
 def command(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "tfcommx.cli", *words], cwd=ROOT, text=True, capture_output=True,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return subprocess.run(
+        [sys.executable, "-m", "tfcommx.cli", *words],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("train", "none.yaml"), "The recipe none.yaml cannot be read"),
-        (("train", "configs/fashion_mnist.yaml", "--set", "phases.0.epoch=1"), "Did you mean 'epochs'?"),
-        (("train", "configs/fashion_mnist.yaml", "--set", "phases.0.scheme.density=2"), "`density` must be in (0, 1]"),
+        (
+            ("train", "configs/fashion_mnist.yaml", "--set", "phases.0.epoch=1"),
+            "Did you mean 'epochs'?",
+        ),
+        (
+            ("train", "configs/fashion_mnist.yaml", "--set", "phases.0.scheme.density=2"),
+            "`density` must be in (0, 1]",
+        ),
         (("report", "tests"), "summary.json is required"),
     ],
 )
@@ -142,17 +193,23 @@ def test_user_errors_are_one_line(words, message):
 
 def test_report_command_and_help_need_no_tensorflow(summary, tmp_path):
     report.write(summary, tmp_path)
-    code = ("import sys; sys.argv = ['tfcommx', *sys.argv[1:]]; import tfcommx.cli as cli\n"
-            "try: cli.main()\n"
-            "except SystemExit as end: assert not end.code\n"
-            "assert 'tensorflow' not in sys.modules, 'tensorflow was imported'")
+    code = (
+        "import sys; sys.argv = ['tfcommx', *sys.argv[1:]]; import tfcommx.cli as cli\n"
+        "try: cli.main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert 'tensorflow' not in sys.modules, 'tensorflow was imported'"
+    )
     for words, expected in ((["--help"], "train"), (["report", str(tmp_path)], "4 on 2 nodes")):
-        done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, text=True, capture_output=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], cwd=ROOT, text=True, capture_output=True
+        )
         assert done.returncode == 0 and expected in done.stdout, done.stderr
 
 
 def test_the_bar_goes_to_the_terminal_that_is_named(tmp_path, capsys):
-    """Under horovodrun stdout is a pipe; a device that is a terminal gets the bar, anything else is left alone."""
+    """Under horovodrun stdout is a pipe; a device that is a terminal gets the bar, anything else is
+    left alone.
+    """
     leader, follower = os.openpty()
     with Progress(steps=2, epochs=1, terminal=os.ttyname(follower)) as progress:
         progress.step()

@@ -8,7 +8,15 @@ from launching import horovodrun
 
 
 def test_what_is_owed_survives_other_numbers_of_ranks(tmp_path: Path) -> None:
-    """4 ranks as 2 x 2, then 2 x 1, then 3 x 1, then 1 x 4: shards of other sizes, fewer ranks than files and more."""
+    """4 ranks as 2 x 2, then 2 x 1, then 3 x 1, then 1 x 4: shards of other sizes, fewer ranks than
+    files and more.
+    """
     for launch, (ranks, node_size) in enumerate([(4, 2), (2, 1), (3, 1), (4, 4)]):
-        ended = horovodrun(ranks, [str(Path(__file__).parent / "worker_resize.py"), str(tmp_path), str(node_size)], seconds=240)
-        assert ended.status == 0 and ended.output.count(f"conserved {launch}") == ranks, ended.output[-6000:]
+        ended = horovodrun(
+            ranks,
+            [str(Path(__file__).parent / "worker_resize.py"), str(tmp_path), str(node_size)],
+            seconds=240,
+        )
+        assert ended.status == 0 and ended.output.count(f"conserved {launch}") == ranks, (
+            ended.output[-6000:]
+        )

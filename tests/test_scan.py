@@ -1,5 +1,5 @@
-"""The tile loops of all instruction sets agree: a processor runs only the fastest, so the others need a test of their own.
-And selection reads and allocates no more than it says."""
+"""The tile loops of all instruction sets agree: a processor runs only the fastest, so the others
+need a test of their own. And selection reads and allocates no more than it says."""
 
 from __future__ import annotations
 
@@ -13,21 +13,40 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 KERNELS = ROOT / "ops" / "kernels"
-LOOPS = [path for path in sorted(KERNELS.glob("select_scan_*.cc")) if path.stem != "select_scan_choice"]
+LOOPS = [
+    path for path in sorted(KERNELS.glob("select_scan_*.cc")) if path.stem != "select_scan_choice"
+]
 
 
 def compiled(folder: Path, main: str, *others: Path, optimise: tuple[str, ...] = ("-O2",)) -> Path:
     assert shutil.which("g++"), "set-up needs g++ as well: apt-get install g++"
     program = folder / main
-    flags = ["-std=c++17", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-pthread", f"-I{ROOT / 'ops'}", *optimise]
-    subprocess.run(["g++", *flags, ROOT / "tests" / f"{main}.cc", *LOOPS, *others, "-o", program], check=True)
+    flags = [
+        "-std=c++17",
+        "-ffp-contract=off",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-pthread",
+        f"-I{ROOT / 'ops'}",
+        *optimise,
+    ]
+    subprocess.run(
+        ["g++", *flags, ROOT / "tests" / f"{main}.cc", *LOOPS, *others, "-o", program], check=True
+    )
     return program
 
 
-@pytest.mark.parametrize("optimise", [("-O2",), ("-O3", "-fPIC"), ("-O1", "-finstrument-functions", "-w")], ids=" ".join)
+@pytest.mark.parametrize(
+    "optimise", [("-O2",), ("-O3", "-fPIC"), ("-O1", "-finstrument-functions", "-w")], ids=" ".join
+)
 def test_all_instruction_sets_agree(tmp_path, optimise):
-    """With calls in between, which are instrumented in, the compiler runs out of registers and puts masks on the stack."""
-    done = subprocess.run([compiled(tmp_path, "scan_check", optimise=optimise)], capture_output=True, text=True)
+    """With calls in between, which are instrumented in, the compiler runs out of registers and puts
+    masks on the stack.
+    """
+    done = subprocess.run(
+        [compiled(tmp_path, "scan_check", optimise=optimise)], capture_output=True, text=True
+    )
     assert done.returncode == 0 and "checked portable" in done.stdout, done.stdout
 
 
@@ -35,13 +54,17 @@ def test_all_instruction_sets_agree(tmp_path, optimise):
 def cases(tmp_path_factory) -> list[tuple]:
     """Selections from 2^23 entries: (kind, rule, states, n, k, entries read, peak bytes)."""
     program = compiled(tmp_path_factory.mktemp("check"), "select_check", KERNELS / "select_cpu.cc")
-    lines = subprocess.run([program, str(2**23)], check=True, capture_output=True, text=True).stdout.splitlines()
+    lines = subprocess.run(
+        [program, str(2**23)], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
     words = [line.split() for line in lines]
     return [(kind, rule, *map(int, numbers)) for kind, rule, *numbers in words]
 
 
 def test_no_vector_is_read_more_than_twice(cases):
-    """Neither where all are alike, nor where few values are, nor where neighbours are: in no kind and for no k."""
+    """Neither where all are alike, nor where few values are, nor where neighbours are: in no kind
+    and for no k.
+    """
     assert len(cases) == 10 * 2 * 3 * 3
     for kind, rule, states, n, k, read, _ in cases:
         assert n <= read <= 2 * n, (kind, rule, states, k, read / n)

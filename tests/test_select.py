@@ -27,14 +27,18 @@ some = settings(max_examples=60, deadline=None, derandomize=True)
 
 @pytest.fixture(autouse=True, scope="module")
 def library():
-    assert native.library() is not None, "set-up builds the native library: python scripts/bootstrap.py"
+    assert native.library() is not None, (
+        "set-up builds the native library: python scripts/bootstrap.py"
+    )
 
 
 MOMENTUM = 0.9
 
 
 def run(door, gradient, residual, k, seed, rule, velocity=None):
-    """Return indices, values, the residual after it (None without one), acc, and the velocity after it, as NumPy arrays."""
+    """Return indices, values, the residual after it (None without one), acc, and the velocity after
+    it, as NumPy arrays.
+    """
     acc = tf.cast(gradient, tf.float32)
     if residual is None:
         chosen = door.select(gradient, k, seed, rule)
@@ -43,16 +47,22 @@ def run(door, gradient, residual, k, seed, rule, velocity=None):
     if velocity is not None:
         states.append(tf.Variable(velocity))
         acc = np.float32(MOMENTUM) * tf.constant(velocity) + acc
-    chosen = door.select_with_residual(gradient, states[0], k, seed, rule, *states[1:], momentum=MOMENTUM)
+    chosen = door.select_with_residual(
+        gradient, states[0], k, seed, rule, *states[1:], momentum=MOMENTUM
+    )
     after, moved = [*(state.numpy() for state in states), None][:2]
     return chosen.indices.numpy(), chosen.values.numpy(), after, (acc + residual).numpy(), moved
 
 
 def check_velocity(indices, acc, moved, gradient, velocity):
-    """Factor masking: what was sent has no velocity left, the rest has moved; a NaN or Inf changes nothing."""
+    """Factor masking: what was sent has no velocity left, the rest has moved; a NaN or Inf changes
+    nothing.
+    """
     bad, sent = ~np.isfinite(acc), np.isin(np.arange(acc.size), indices)
     now = (np.float32(MOMENTUM) * tf.constant(velocity) + tf.cast(gradient, tf.float32)).numpy()
-    np.testing.assert_array_equal(moved, np.where(bad, velocity, np.where(sent, np.float32(0), now)))
+    np.testing.assert_array_equal(
+        moved, np.where(bad, velocity, np.where(sent, np.float32(0), now))
+    )
 
 
 def check_laws(indices, values, after, acc, residual, k):
@@ -94,7 +104,9 @@ def test_laws_hold_with_momentum_and_native_equals_reference(rule, problem, movi
     gradient, residual, k, seed = problem
     velocity = make(moving, residual.size, 4)
     velocity[~np.isfinite(velocity)] = 1.0
-    results = {name: run(door, gradient, residual, k, seed, rule, velocity) for name, door in DOORS.items()}
+    results = {
+        name: run(door, gradient, residual, k, seed, rule, velocity) for name, door in DOORS.items()
+    }
     for *result, moved in results.values():
         check_laws(*result, residual, k)
         check_velocity(result[0], result[3], moved, gradient, velocity)
@@ -105,9 +117,14 @@ def test_laws_hold_with_momentum_and_native_equals_reference(rule, problem, movi
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", RULES)
 def test_large_vectors(rule, kind):
-    """Enough entries for several blocks, and for samples, with lists and without; with momentum and without."""
+    """Enough entries for several blocks, and for samples, with lists and without; with momentum and
+    without.
+    """
     n = 1_200_007
-    gradient, residual = make(kind, n, 5), make("normal", n, 6) * (kind in ("normal", "not_finite", "huge"))
+    gradient, residual = (
+        make(kind, n, 5),
+        make("normal", n, 6) * (kind in ("normal", "not_finite", "huge")),
+    )
     for k in (7, n // 1000, n // 100, n // 3):
         for velocity in (None, make("laplace", n, 7)):
             *mine, moved = run(native, tf.constant(gradient), residual, k, k, rule, velocity)
@@ -122,7 +139,9 @@ def test_large_vectors(rule, kind):
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("rule", RULES)
 def test_sorted_vectors(rule, order):
-    """All large entries lie side by side: neither the sample nor the sharing of the list may depend on their places."""
+    """All large entries lie side by side: neither the sample nor the sharing of the list may depend
+    on their places.
+    """
     n = 600_000
     gradient = np.sort(np.abs(make("laplace", n, 1)))[::order]
     mine = run(native, tf.constant(gradient), np.zeros(n, np.float32), n // 100, 3, rule)
@@ -157,7 +176,9 @@ def test_mstopk_takes_all_above_the_band_and_captures_the_magnitude(kind, densit
 
 
 def real_gradients() -> np.ndarray:
-    """One gradient of the demo's model, on a batch of the demo's images after a few steps of training: float32 [61,050]."""
+    """One gradient of the demo's model, on a batch of the demo's images after a few steps of
+    training: float32 [61,050].
+    """
     images, labels, *_ = fashion_mnist.load(fashion_mnist.fetch())
     keras.utils.set_random_seed(1)
     model = small_cnn((16, 32, 64), 1, 10)
@@ -165,8 +186,14 @@ def real_gradients() -> np.ndarray:
     for step in range(5):
         batch = slice(128 * step, 128 * (step + 1))
         with tf.GradientTape() as tape:
-            logits = model(images[batch].astype(np.float32)[..., None].reshape(-1, 28, 28, 1), training=True)
-            loss = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(labels[batch], logits, from_logits=True))
+            logits = model(
+                images[batch].astype(np.float32)[..., None].reshape(-1, 28, 28, 1), training=True
+            )
+            loss = tf.reduce_mean(
+                keras.losses.sparse_categorical_crossentropy(
+                    labels[batch], logits, from_logits=True
+                )
+            )
         found = tape.gradient(loss, model.trainable_variables)
         optimizer.apply(found, model.trainable_variables)
     return np.concatenate([gradient.numpy().ravel() for gradient in found])
@@ -177,25 +204,33 @@ def test_mstopk_captures_the_magnitude_of_real_gradients(density):
     gradient = real_gradients()
     assert gradient.size == 61_050 and np.isfinite(gradient).all()
     k = int(gradient.size * density)
-    chosen = {rule: np.abs(native.select(tf.constant(gradient), k, 3, rule).values.numpy()).sum() for rule in RULES}
+    chosen = {
+        rule: np.abs(native.select(tf.constant(gradient), k, 3, rule).values.numpy()).sum()
+        for rule in RULES
+    }
     assert chosen["exact"] > 0 and chosen["mstopk"] >= 0.99 * chosen["exact"]
 
 
 @pytest.mark.parametrize("door", DOORS)
 def test_the_window_is_fair(door):
-    """12 equal entries in the band, 5 wanted: each of the 8 windows, the last one too, is equally likely."""
+    """12 equal entries in the band, 5 wanted: each of the 8 windows, the last one too, is equally
+    likely.
+    """
     gradient = np.zeros(30, np.float32)
     gradient[5:29:2] = 1.0
     gradient[[0, 3]] = -4.0
     places = list(range(5, 29, 2))
     draws = 800
     counts = np.zeros(8)
-    select = tf.function(lambda seed: DOORS[door].select(tf.constant(gradient), 7, seed, "mstopk").indices, autograph=False)
+    select = tf.function(
+        lambda seed: DOORS[door].select(tf.constant(gradient), 7, seed, "mstopk").indices,
+        autograph=False,
+    )
     for seed in range(draws):
         indices = select(tf.constant(seed, tf.int64)).numpy()
         assert indices[0] == 0 and indices[1] == 3
         start = places.index(indices[2])
-        assert list(indices[2:]) == places[start:start + 5]
+        assert list(indices[2:]) == places[start : start + 5]
         counts[start] += 1
     # chi-square with 7 degrees of freedom: 29.9 is exceeded once in 10,000 fair draws
     assert ((counts - draws / 8) ** 2 / (draws / 8)).sum() < 29.9, counts
@@ -220,12 +255,21 @@ def test_laws_hold_for_every_rule_of_the_table(name, problem):
     check_laws(chosen.indices.numpy(), chosen.values.numpy(), variable.numpy(), acc, residual, k)
     velocity = make("normal", residual.size, 4)
     kept, moved = tf.Variable(residual), tf.Variable(velocity)
-    acc = (np.float32(MOMENTUM) * tf.constant(velocity) + tf.cast(gradient, tf.float32) + residual).numpy()
+    acc = (
+        np.float32(MOMENTUM) * tf.constant(velocity) + tf.cast(gradient, tf.float32) + residual
+    ).numpy()
     chosen = module.select_with_residual(gradient, kept, k, seed, moved, MOMENTUM)
     check_laws(chosen.indices.numpy(), chosen.values.numpy(), kept.numpy(), acc, residual, k)
     check_velocity(chosen.indices.numpy(), acc, moved.numpy(), gradient, velocity)
     chosen = module.select(gradient, k, seed)
-    check_laws(chosen.indices.numpy(), chosen.values.numpy(), None, tf.cast(gradient, tf.float32).numpy(), None, k)
+    check_laws(
+        chosen.indices.numpy(),
+        chosen.values.numpy(),
+        None,
+        tf.cast(gradient, tf.float32).numpy(),
+        None,
+        k,
+    )
 
 
 @pytest.mark.parametrize("open_door", [True, False])
@@ -255,7 +299,9 @@ def test_slices_at_any_alignment(offset, dtype):
     row = whole[offset]
     copy = tf.constant(row.numpy())
     for rule in RULES:
-        np.testing.assert_array_equal(native.select(row, 50, 1, rule).indices, native.select(copy, 50, 1, rule).indices)
+        np.testing.assert_array_equal(
+            native.select(row, 50, 1, rule).indices, native.select(copy, 50, 1, rule).indices
+        )
 
 
 def test_inside_a_function_the_residual_is_updated_once_a_call_and_old_reads_stay():
@@ -264,7 +310,8 @@ def test_inside_a_function_the_residual_is_updated_once_a_call_and_old_reads_sta
 
     @tf.function
     def step(seed):
-        native.select_with_residual(gradient, residual, 10, seed, "exact")  # the result is not used: still not pruned
+        # the result is not used: still not pruned
+        native.select_with_residual(gradient, residual, 10, seed, "exact")
         before = residual.read_value()
         chosen = native.select_with_residual(gradient, residual, 10, seed, "exact")
         return before, chosen
@@ -293,15 +340,23 @@ def test_k_out_of_range_is_refused(door, k):
 
 def test_a_wrong_residual_is_refused():
     for residual in (tf.Variable(tf.zeros([9])), tf.Variable(tf.zeros([10], tf.float64))):
-        with pytest.raises(tf.errors.InvalidArgumentError, match="as many entries as `gradient`, 10"):
+        with pytest.raises(
+            tf.errors.InvalidArgumentError, match="as many entries as `gradient`, 10"
+        ):
             native.select_with_residual(tf.zeros([10]), residual, 1, 0, "exact")
 
 
 def test_a_wrong_velocity_is_refused():
     residual = tf.Variable(tf.zeros([10]))
-    for velocity, momentum, message in ((tf.Variable(tf.zeros([9])), 0.9, "`velocity` must be a float32 variable of as many entries"),
-                                        (tf.Variable(tf.zeros([10])), 1.0, r"`momentum` must be in \[0, 1\)"),
-                                        (residual, 0.9, "another variable than `residual`")):
+    for velocity, momentum, message in (
+        (
+            tf.Variable(tf.zeros([9])),
+            0.9,
+            "`velocity` must be a float32 variable of as many entries",
+        ),
+        (tf.Variable(tf.zeros([10])), 1.0, r"`momentum` must be in \[0, 1\)"),
+        (residual, 0.9, "another variable than `residual`"),
+    ):
         with pytest.raises(tf.errors.InvalidArgumentError, match=message):
             native.select_with_residual(tf.zeros([10]), residual, 1, 0, "exact", velocity, momentum)
 
@@ -325,7 +380,9 @@ for kind in ("normal", "ties", "not_finite", "zero"):
         for momentum in (False, True):
             states = [tf.Variable(make("laplace", 1_000_003, seed)) for seed in range(1 + momentum)]
             gradient = tf.constant(make(kind, 1_000_003, 1))
-            chosen = native.select_with_residual(gradient, states[0], 9_000, 5, rule, *states[1:], momentum=0.9)
+            chosen = native.select_with_residual(
+                gradient, states[0], 9_000, 5, rule, *states[1:], momentum=0.9
+            )
             for part in (*chosen[:2], *states):
                 digest.update(part.numpy().tobytes())
 print(json.dumps(digest.hexdigest()))
@@ -335,8 +392,15 @@ print(json.dumps(digest.hexdigest()))
 def test_the_number_of_threads_changes_nothing():
     path = os.pathsep.join([os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__))])
     results = {
-        json.loads(subprocess.run([sys.executable, "-c", THREADS, str(threads)], check=True, capture_output=True, text=True,
-                                  env={**os.environ, "PYTHONPATH": path}).stdout)
+        json.loads(
+            subprocess.run(
+                [sys.executable, "-c", THREADS, str(threads)],
+                check=True,
+                capture_output=True,
+                text=True,
+                env={**os.environ, "PYTHONPATH": path},
+            ).stdout
+        )
         for threads in (1, 2, 7)
     }
     assert len(results) == 1

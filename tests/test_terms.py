@@ -8,7 +8,16 @@ import json
 import numpy as np
 import pytest
 
-from tfcommx.terms import Bucket, Link, Plan, PlanError, Scheme, Topology, check_name, first_difference
+from tfcommx.terms import (
+    Bucket,
+    Link,
+    Plan,
+    PlanError,
+    Scheme,
+    Topology,
+    check_name,
+    first_difference,
+)
 
 
 @pytest.mark.parametrize("density", [0, -0.1, 1.5, float("nan"), "0.1"])
@@ -59,20 +68,49 @@ def test_ranks_that_jump_between_hosts_are_refused() -> None:
 
 
 def test_numpys_numbers_are_numbers() -> None:
-    given = Scheme("hitopk", "mstopk", np.float32(0.25), seed=np.int64(3), dense_below=np.int32(8), bucket_bytes=np.uint64(64),
-                   momentum=np.float64(0.5), clip_norm=np.float16(2), block_bytes=np.int8(16))
-    assert given == Scheme("hitopk", "mstopk", 0.25, seed=3, dense_below=8, bucket_bytes=64, momentum=0.5, clip_norm=2.0, block_bytes=16)
+    given = Scheme(
+        "hitopk",
+        "mstopk",
+        np.float32(0.25),
+        seed=np.int64(3),
+        dense_below=np.int32(8),
+        bucket_bytes=np.uint64(64),
+        momentum=np.float64(0.5),
+        clip_norm=np.float16(2),
+        block_bytes=np.int8(16),
+    )
+    assert given == Scheme(
+        "hitopk",
+        "mstopk",
+        0.25,
+        seed=3,
+        dense_below=8,
+        bucket_bytes=64,
+        momentum=0.5,
+        clip_norm=2.0,
+        block_bytes=16,
+    )
     assert json.loads(json.dumps(dataclasses.asdict(given)))["density"] == 0.25
     every = Plan((), Topology(1, 1), broadcast_every=np.int64(5))
     assert Plan.from_json(every.to_json()) == every
-    for wrong in ({"seed": np.float32(3)}, {"seed": np.bool_(True)}, {"seed": True}, {"density": np.float32(2)}):
+    for wrong in (
+        {"seed": np.float32(3)},
+        {"seed": np.bool_(True)},
+        {"seed": True},
+        {"density": np.float32(2)},
+    ):
         with pytest.raises(PlanError, match=next(iter(wrong))):
             Scheme("hitopk", "mstopk", **{"density": 0.1, **wrong})
 
 
 def plan(k: int = 3) -> Plan:
-    return Plan((Bucket("b0", ("a", "b"), (4, 6), "float32", "hitopk", "mstopk", k, 2), Bucket("b1", ("c",), (5,), "float16", "torus")),
-                Topology(2, 3))
+    return Plan(
+        (
+            Bucket("b0", ("a", "b"), (4, 6), "float32", "hitopk", "mstopk", k, 2),
+            Bucket("b1", ("c",), (5,), "float16", "torus"),
+        ),
+        Topology(2, 3),
+    )
 
 
 def test_a_plan_survives_json() -> None:

@@ -30,22 +30,37 @@ def told(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_cause_of_an_error_in_a_graph_comes_first(told) -> None:
-    net = keras.Sequential([keras.layers.Input((3,)), keras.layers.Embedding(4, 2), keras.layers.Flatten(), keras.layers.Dense(1)])
+    net = keras.Sequential(
+        [
+            keras.layers.Input((3,)),
+            keras.layers.Embedding(4, 2),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1),
+        ]
+    )
     net.compile("sgd", loss="mse", jit_compile=False)
     with pytest.raises(Exception, match="Graph execution error") as failed:
         net.fit(np.full((4, 3), 9), np.zeros((4, 1)), verbose=0)
     said = told(failed.value)
-    assert said.startswith("failed: InvalidArgumentError: indices[") and "is not in [0, 4) Graph execution error" in said
+    assert (
+        said.startswith("failed: InvalidArgumentError: indices[")
+        and "is not in [0, 4) Graph execution error" in said
+    )
     assert len(said) <= 300 and "\n" not in said
 
 
-@pytest.mark.parametrize(("text", "said"), [("one line", "one line"), ("", ""), ("why\n\n  where\tit was \n", "where it was why")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("one line", "one line"), ("", ""), ("why\n\n  where\tit was \n", "where it was why")],
+)
 def test_other_errors_are_said_whole(told, text: str, said: str) -> None:
     assert told(ValueError(text)) == f"failed: ValueError: {said}"
 
 
 def test_a_forked_child_is_not_the_rank(told) -> None:
-    """A worker process that a data pipeline forks fails: the rank goes on, and nobody may be told that it has failed."""
+    """A worker process that a data pipeline forks fails: the rank goes on, and nobody may be told
+    that it has failed.
+    """
     if not (child := os.fork()):
         sys.excepthook(ValueError, ValueError("of the child"), None)
         os._exit(0)

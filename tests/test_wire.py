@@ -1,4 +1,6 @@
-"""What is written is read back, in exactly the bytes promised, and what rounding loses is handed back."""
+"""What is written is read back, in exactly the bytes promised, and what rounding loses is handed
+back.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,15 @@ def test_the_library_is_there() -> None:
 def sparse(k: int, size: int, seed: int = 0) -> Sparse:
     numbers = np.random.default_rng(seed)
     indices = np.sort(numbers.choice(size, k, replace=False)).astype(np.int32)
-    return Sparse(tf.constant(indices), tf.constant(numbers.normal(size=k).astype(np.float32)), size)
+    return Sparse(
+        tf.constant(indices), tf.constant(numbers.normal(size=k).astype(np.float32)), size
+    )
 
 
-@pytest.mark.parametrize(("k", "size"), [(1, 1), (1, 200_000), (7, 65_536), (65_536, 65_536), (65_537, 65_537), (333, 300_001)])
+@pytest.mark.parametrize(
+    ("k", "size"),
+    [(1, 1), (1, 200_000), (7, 65_536), (65_536, 65_536), (65_537, 65_537), (333, 300_001)],
+)
 @every_wire
 @every_door
 def test_what_is_written_is_read_back(door: str, name: str, k: int, size: int) -> None:
@@ -51,7 +58,10 @@ def test_buffers_of_several_shards_point_into_the_whole(door: str, name: str) ->
     written = [wire.rounded(sparse(k, size, number), name)[0] for number in range(6)]
     buffers = tf.concat([DOORS[door].wire_encode(one, name) for one in written], axis=0)
     indices, values = DOORS[door].wire_decode(buffers, k, size, name, 3)
-    np.testing.assert_array_equal(indices, np.concatenate([one.indices + number // 2 * size for number, one in enumerate(written)]))
+    np.testing.assert_array_equal(
+        indices,
+        np.concatenate([one.indices + number // 2 * size for number, one in enumerate(written)]),
+    )
     np.testing.assert_array_equal(values, np.concatenate([one.values for one in written]))
 
 
@@ -68,7 +78,10 @@ def test_no_entry_falls_off_the_ends_of_a_block(door: str, name: str) -> None:
 @every_wire
 @every_door
 def test_the_length_is_known_while_tracing(door: str, name: str) -> None:
-    """Else it would have to be stated by an EnsureShape, which takes int32 from the GPU to the host and back."""
+    """Else it would have to be stated by an EnsureShape, which takes int32 from the GPU to the host
+    and back.
+    """
+
     @tf.function
     def written(entries: Sparse) -> tf.Tensor:
         words = DOORS[door].wire_encode(Sparse(entries.indices, entries.values, 70_000), name)
@@ -79,28 +92,41 @@ def test_the_length_is_known_while_tracing(door: str, name: str) -> None:
 
 
 def test_bytes_by_hand() -> None:
-    """1,000 of 200,000 entries, which are 4 blocks; 999 need a half word of padding in each 16-bit part."""
-    sizes = {name: (wire.size_bytes(1000, 200_000, name), wire.size_bytes(999, 200_000, name)) for name in SPARSE_WIRES}
+    """1,000 of 200,000 entries, which are 4 blocks; 999 need a half word of padding in each 16-bit
+    part.
+    """
+    sizes = {
+        name: (wire.size_bytes(1000, 200_000, name), wire.size_bytes(999, 200_000, name))
+        for name in SPARSE_WIRES
+    }
     assert sizes == {
         "pair32": (8000, 7992),
-        "pair16/float16": (6000, 5996), "pair16/bfloat16": (6000, 5996),
-        "block16/float32": (6016, 6012), "block16/float16": (4016, 4016), "block16/bfloat16": (4016, 4016),
+        "pair16/float16": (6000, 5996),
+        "pair16/bfloat16": (6000, 5996),
+        "block16/float32": (6016, 6012),
+        "block16/float16": (4016, 4016),
+        "block16/bfloat16": (4016, 4016),
     }
 
 
 def test_block16_moves_at_most_six_tenths_of_pair32() -> None:
     for size, density in [(25_000_000, 0.01), (25_000_000, 0.001), (3_000_000, 0.01)]:
         k = int(size * density)
-        assert wire.size_bytes(k, size, "block16/float16") <= 0.6 * wire.size_bytes(k, size, "pair32")
+        assert wire.size_bytes(k, size, "block16/float16") <= 0.6 * wire.size_bytes(
+            k, size, "pair32"
+        )
 
 
 @pytest.mark.parametrize("name", NARROW)
 @settings(deadline=None, max_examples=300)
 @given(value=st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False))
 def test_rounding_loses_nothing(name: str, value: float) -> None:
-    """Sent plus left equals the value, in exact arithmetic, whatever the value; from where float32 can hold the difference."""
+    """Sent plus left equals the value, in exact arithmetic, whatever the value; from where float32
+    can hold the difference.
+    """
     if reference.value_dtype(name) == tf.bfloat16 and 0 < abs(value) < 2.0**-102:
-        return  # the difference is below the smallest normal float32, and the processor may flush it
+        # the difference is below the smallest normal float32, and the processor may flush it
+        return
     one, left = wire.rounded(Sparse(tf.constant([0]), tf.constant([value]), 1), name)
     sent = float(one.values[0])
     assert np.isfinite(sent)
@@ -129,8 +155,10 @@ def test_values_that_are_not_finite_survive_and_leave_nothing(door: str, name: s
     assert left is None or not left.numpy().any()
 
 
-@pytest.mark.parametrize(("value", "sent"), [
-    (65_519.0, 65_504), (1e6, 65_504), (-1e6, -65_504), (2.0**29, 2**15), (2.0**39, 0), (3e38, 0)])
+@pytest.mark.parametrize(
+    ("value", "sent"),
+    [(65_519.0, 65_504), (1e6, 65_504), (-1e6, -65_504), (2.0**29, 2**15), (2.0**39, 0), (3e38, 0)],
+)
 def test_a_finite_value_beyond_float16_is_cut_and_the_rest_stays(value: float, sent: float) -> None:
     one, left = wire.rounded(Sparse(tf.constant([0]), tf.constant([value]), 1), "pair16/float16")
     assert (float(one.values[0]), float(left[0])) == (sent, float(np.float32(value)) - sent)
@@ -139,7 +167,9 @@ def test_a_finite_value_beyond_float16_is_cut_and_the_rest_stays(value: float, s
 @every_wire
 @pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-7, 1e4, 1e30])
 def test_native_equals_reference_bit_for_bit(name: str, scale: float) -> None:
-    """Values not rounded before, so that the kernel rounds: normal, denormal in float16, too large for it; all exponents."""
+    """Values not rounded before, so that the kernel rounds: normal, denormal in float16, too large
+    for it; all exponents.
+    """
     numbers = np.random.default_rng(5)
     indices = np.sort(numbers.choice(1_000_000, 20_001, replace=False)).astype(np.int32)
     values = (numbers.normal(size=20_001) * scale).astype(np.float32)
@@ -147,20 +177,30 @@ def test_native_equals_reference_bit_for_bit(name: str, scale: float) -> None:
     entries = Sparse(tf.constant(indices), tf.constant(values), 1_000_000)
     words = native.wire_encode(entries, name)
     np.testing.assert_array_equal(words, reference.wire_encode(entries, name))
-    for one, other in zip(native.wire_decode(words, 20_001, 1_000_000, name),
-                          reference.wire_decode(words, 20_001, 1_000_000, name), strict=True):
+    for one, other in zip(
+        native.wire_decode(words, 20_001, 1_000_000, name),
+        reference.wire_decode(words, 20_001, 1_000_000, name),
+        strict=True,
+    ):
         np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("name", ["block16/float16", "block16/bfloat16"])
 def test_every_16_bit_value_is_read_and_written_as_the_reference_does(name: str) -> None:
     every = tf.constant(np.arange(65536, dtype=np.uint16).view(np.int32))
-    words = tf.concat([[65536], tf.constant(np.arange(65536, dtype=np.uint16).view(np.int32)), every], axis=0)
+    words = tf.concat(
+        [[65536], tf.constant(np.arange(65536, dtype=np.uint16).view(np.int32)), every], axis=0
+    )
     _, values = native.wire_decode(words, 65536, 65536, name)
     _, expected = reference.wire_decode(words, 65536, 65536, name)
     np.testing.assert_array_equal(values, expected)
-    finite = np.isfinite(expected) & (np.abs(expected) >= 2.0**-126)  # smaller ones may be flushed by the reference
-    again = native.wire_encode(Sparse(tf.range(65536), values, 65536), name).numpy()[-32768:].view(np.uint16)
+    # smaller ones may be flushed by the reference
+    finite = np.isfinite(expected) & (np.abs(expected) >= 2.0**-126)
+    again = (
+        native.wire_encode(Sparse(tf.range(65536), values, 65536), name)
+        .numpy()[-32768:]
+        .view(np.uint16)
+    )
     np.testing.assert_array_equal(again[finite], np.arange(65536)[finite])
 
 
@@ -186,5 +226,7 @@ def test_a_buffer_of_another_plan_is_refused() -> None:
 def test_an_index_outside_of_its_shard_is_refused(name: str) -> None:
     """It would be added to another shard's entry."""
     words = native.wire_encode(Sparse(tf.constant([1, 5]), tf.ones(2), 6), name)
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"2 indices in \[0, 5\). Buffer 0 does not"):
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match=r"2 indices in \[0, 5\). Buffer 0 does not"
+    ):
         native.wire_decode(words, 2, 5, name)

@@ -7,7 +7,19 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 DTYPES = {"float32": tf.float32, "float16": tf.float16, "bfloat16": tf.bfloat16}
-KINDS = ("normal", "laplace", "ties", "equal", "zero", "sparse", "denormal", "one_bin", "not_finite", "all_nan", "huge")
+KINDS = (
+    "normal",
+    "laplace",
+    "ties",
+    "equal",
+    "zero",
+    "sparse",
+    "denormal",
+    "one_bin",
+    "not_finite",
+    "all_nan",
+    "huge",
+)
 
 
 def make(kind: str, n: int, seed: int) -> np.ndarray:
@@ -42,9 +54,15 @@ def make(kind: str, n: int, seed: int) -> np.ndarray:
 @st.composite
 def problems(draw):
     """Draw (gradient tensor, residual float32 array, k, seed)."""
-    n = draw(st.one_of(st.integers(1, 40), st.integers(1, 20_000), st.sampled_from([4095, 4096, 4097, 70_001])))
+    n = draw(
+        st.one_of(
+            st.integers(1, 40), st.integers(1, 20_000), st.sampled_from([4095, 4096, 4097, 70_001])
+        )
+    )
     seed = draw(st.integers(0, 2**31))
-    gradient = tf.cast(make(draw(st.sampled_from(KINDS)), n, seed), DTYPES[draw(st.sampled_from(sorted(DTYPES)))])
+    gradient = tf.cast(
+        make(draw(st.sampled_from(KINDS)), n, seed), DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
+    )
     residual = make(draw(st.sampled_from(("zero", "normal", "ties", "huge"))), n, seed + 1)
     residual[~np.isfinite(residual)] = 1.0
     k = draw(st.one_of(st.integers(1, n), st.integers(1, max(1, n // 20)), st.just(n), st.just(1)))

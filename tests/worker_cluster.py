@@ -1,7 +1,9 @@
-"""Training whose every bit can be computed afterwards; started by test_cluster.py on the nodes of a virtual cluster.
+"""Training whose every bit can be computed afterwards; started by test_cluster.py on the nodes of a
+virtual cluster.
 
-Gradients are small integers, so that float32 sums are exact whatever their order, and the learning rate is 1: what the
-weights received and what the ranks still owe must add up to all gradients so far.
+Gradients are small integers, so that float32 sums are exact whatever their order, and the learning
+rate is 1: what the weights received and what the ranks still owe must add up to all gradients so
+far.
 """
 
 from __future__ import annotations
@@ -29,14 +31,27 @@ def missing(model: keras.Model, owed: list[dict], ranks: int, steps: int) -> flo
     """What is lost of the gradients of `steps` steps: 0 when nothing is."""
     sent = -model.trainable_variables[0].numpy()
     total = sum(gradient(rank, step) for rank in range(ranks) for step in range(steps))
-    return float(np.abs(total - sent - sum(part.reshape(SHAPE) for row in owed for part in row.values())).sum())
+    return float(
+        np.abs(
+            total - sent - sum(part.reshape(SHAPE) for row in owed for part in row.values())
+        ).sum()
+    )
 
 
 task, folder, ranks = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 comm = cx.init(watch_seconds=float(sys.argv[4])) if task == "train" else cx.init()
-model = keras.Sequential([keras.layers.Input((SHAPE[0],)), keras.layers.Dense(SHAPE[1], use_bias=False, kernel_initializer="zeros",
-                                                                               name="only")], name="model")
-model.compile(cx.DistributedOptimizer(keras.optimizers.SGD(1.0), cx.Scheme("allgather", "exact", 0.01), op="sum"))
+model = keras.Sequential(
+    [
+        keras.layers.Input((SHAPE[0],)),
+        keras.layers.Dense(SHAPE[1], use_bias=False, kernel_initializer="zeros", name="only"),
+    ],
+    name="model",
+)
+model.compile(
+    cx.DistributedOptimizer(
+        keras.optimizers.SGD(1.0), cx.Scheme("allgather", "exact", 0.01), op="sum"
+    )
+)
 
 if task == "restore":
     steps = checkpoint.restore(model, folder / "checkpoint") - 1
@@ -53,5 +68,9 @@ while not stop:
         (folder / "steps").write_text(str(steps))
     stop = any(comm.gather_objects((folder / "stop").exists()))
 digest = hashlib.sha256(model.trainable_variables[0].numpy().tobytes()).hexdigest()
-print("weights", len(set(comm.gather_objects(digest))), "missing",
-      missing(model, comm.gather_objects(exchanger_of(model).all_owed()), ranks, steps))
+print(
+    "weights",
+    len(set(comm.gather_objects(digest))),
+    "missing",
+    missing(model, comm.gather_objects(exchanger_of(model).all_owed()), ranks, steps),
+)

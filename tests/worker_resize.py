@@ -1,6 +1,8 @@
-"""Trains an epoch, saves, and checks what the launch before left, under whatever number of ranks; started by test_resize.py.
+"""Trains an epoch, saves, and checks what the launch before left, under whatever number of ranks;
+started by test_resize.py.
 
-What is owed to the weights is the residuals' sum over the ranks over their number (op "average"); velocities likewise.
+What is owed to the weights is the residuals' sum over the ranks over their number (op "average");
+velocities likewise.
 """
 
 from __future__ import annotations
@@ -25,25 +27,49 @@ def kept(net: keras.Model) -> dict[str, np.ndarray]:
     for kind, mine in (("owed", exchanger.all_owed()), ("velocity", exchanger.all_velocity())):
         everyone = comm.gather_objects(mine)
         for variable in net.trainable_variables:
-            parts = [part.get(variable.path, np.zeros(np.prod(variable.shape), np.float32)) for part in everyone]
-            found[f"{kind}:{variable.path}"] = sum(parts).reshape(variable.shape) / comm.topology.size
+            parts = [
+                part.get(variable.path, np.zeros(np.prod(variable.shape), np.float32))
+                for part in everyone
+            ]
+            found[f"{kind}:{variable.path}"] = (
+                sum(parts).reshape(variable.shape) / comm.topology.size
+            )
     return found
 
 
 def start() -> keras.Model:
     keras.utils.set_random_seed(comm.rank)
-    net = keras.Sequential([keras.layers.Input((12,)), keras.layers.Dense(16, "relu", name="hidden"),
-                            keras.layers.Dense(3, name="out")], name="net")
-    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(1.0), cx.Scheme("hitopk", "mstopk", 0.1, dense_below=8, momentum=0.5))
-    net.compile(optimizer, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+    net = keras.Sequential(
+        [
+            keras.layers.Input((12,)),
+            keras.layers.Dense(16, "relu", name="hidden"),
+            keras.layers.Dense(3, name="out"),
+        ],
+        name="net",
+    )
+    optimizer = cx.DistributedOptimizer(
+        keras.optimizers.SGD(1.0), cx.Scheme("hitopk", "mstopk", 0.1, dense_below=8, momentum=0.5)
+    )
+    net.compile(
+        optimizer,
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        jit_compile=False,
+    )
     return net
 
 
 def train(net: keras.Model, first: int, *extra: keras.callbacks.Callback) -> None:
     numbers = np.random.default_rng([comm.rank, first])
     compare = callbacks.CompareReplicas()
-    net.fit(numbers.normal(size=(32, 12)).astype("float32"), numbers.integers(0, 3, 32), batch_size=8, initial_epoch=first,
-            epochs=first + 1, verbose=0, callbacks=[callbacks.BroadcastState(), *extra, compare])
+    net.fit(
+        numbers.normal(size=(32, 12)).astype("float32"),
+        numbers.integers(0, 3, 32),
+        batch_size=8,
+        initial_epoch=first,
+        epochs=first + 1,
+        verbose=0,
+        callbacks=[callbacks.BroadcastState(), *extra, compare],
+    )
     assert compare.identical
 
 
@@ -51,19 +77,32 @@ net = start()
 first = checkpoint.restore(net, folder)
 if first:
     before = np.load(folder / "kept.npz")
-    assert all(np.abs(part).max() > 1e-3 for name, part in before.items() if name.endswith("kernel")), "nothing was kept"
+    assert all(
+        np.abs(part).max() > 1e-3 for name, part in before.items() if name.endswith("kernel")
+    ), "nothing was kept"
     for name, part in kept(net).items():
         np.testing.assert_allclose(part, before[name], rtol=1e-5, atol=1e-7, err_msg=name)
 
-    paid = start()  # the same start, but dense from now on: the first step takes exactly what is owed off the weights
+    # the same start, but dense from now on: the first step takes exactly what is owed off the
+    # weights
+    paid = start()
     checkpoint.restore(paid, folder)
-    old = [tf.convert_to_tensor(value) for value in comm.gather_objects([v.numpy() for v in paid.trainable_variables])[0]]
+    old = [
+        tf.convert_to_tensor(value)
+        for value in comm.gather_objects([v.numpy() for v in paid.trainable_variables])[0]
+    ]
     for variable, value in zip(paid.trainable_variables, old, strict=True):
         variable.assign(value)
     paid.optimizer.exchanger.switch(cx.Scheme())
     paid.optimizer.apply([tf.zeros_like(value) for value in old], paid.trainable_variables)
     for variable, value in zip(paid.trainable_variables, old, strict=True):
-        np.testing.assert_allclose(value - variable, before[f"owed:{variable.path}"], rtol=1e-5, atol=1e-6, err_msg=variable.path)
+        np.testing.assert_allclose(
+            value - variable,
+            before[f"owed:{variable.path}"],
+            rtol=1e-5,
+            atol=1e-6,
+            err_msg=variable.path,
+        )
 
 train(net, first, checkpoint.Checkpoint(folder))
 everything = kept(net)

@@ -1,4 +1,6 @@
-"""tfcommx: gradient exchange for Horovod and Keras 3 where machines are strong and the network between them is not."""
+"""tfcommx: gradient exchange for Horovod and Keras 3 where machines are strong and the network
+between them is not.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Where each public name lives. Loaded on first use, so that planning and the command line's help need no TensorFlow.
+# Where each public name lives. Loaded on first use, so that planning and the command line's help
+# need no TensorFlow.
 _PUBLIC = {
     "init": "tfcommx.launch",
     "rank": "tfcommx.comm",

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 Memory = Annotated[Path, typer.Option(help="Folder of shared memory.")]
 Disk = Annotated[Path | None, typer.Option(help="Folder of the local disk level.")]
 
-app = typer.Typer(name="cache", no_args_is_help=True, help="Fill, list and remove what the data cache keeps on this machine.")
+app = typer.Typer(
+    name="cache",
+    no_args_is_help=True,
+    help="Fill, list and remove what the data cache keeps on this machine.",
+)
 
 
 def _check_folders(*paths: Path | None) -> None:
@@ -28,7 +32,9 @@ def _check_folders(*paths: Path | None) -> None:
 
 
 def source_of(text: str, split: str) -> Source:
-    """Return the samples of a folder of class folders, of a folder of ImageNet's shards, or of a TensorFlow data set by name."""
+    """Return the samples of a folder of class folders, of a folder of ImageNet's shards, or of a
+    TensorFlow data set by name.
+    """
     from tfcommx.data import folder, tfrecord
 
     path = Path(text)
@@ -36,25 +42,51 @@ def source_of(text: str, split: str) -> Source:
         _check_folders(path)
     elif not path.is_dir():  # names of data sets have a slash too, before the configuration
         return tfrecord.tfds(text, split)
-    return tfrecord.imagenet(path, split) if next(path.glob(f"{split}-*-of-*"), None) else folder.Folder(path)
+    return (
+        tfrecord.imagenet(path, split)
+        if next(path.glob(f"{split}-*-of-*"), None)
+        else folder.Folder(path)
+    )
 
 
 @app.command()
 def warm(
-    source: Annotated[str, typer.Argument(help="Folder of class folders or of TFRecord shards, or a TensorFlow data set's name.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="Folder of class folders or of TFRecord shards, or a TensorFlow data set's name."
+        ),
+    ],
     disk: Disk = None,
-    store: Annotated[int | None, typer.Option(help="Short side at which images are kept, pixels; by default as they come.")] = None,
+    store: Annotated[
+        int | None,
+        typer.Option(help="Short side at which images are kept, pixels; by default as they come."),
+    ] = None,
     split: Annotated[str, typer.Option(help="Of shards and of TensorFlow data sets.")] = "train",
     memory: Memory = Path("/dev/shm"),
-    hold: Annotated[bool, typer.Option(help="Keep the memory until interrupted: runs that start meanwhile find all in it.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the runs to come: it says which samples are whose, where there is more than one node.")] = 0,
+    hold: Annotated[
+        bool,
+        typer.Option(
+            help="Keep the memory until interrupted: runs that start meanwhile find all in it."
+        ),
+    ] = False,
+    seed: Annotated[
+        int,
+        typer.Option(
+            help="Of the runs to come: it says which samples are whose, where there is more than "
+            "one node."
+        ),
+    ] = 0,
 ) -> None:
     """Read every sample of a node once: into the disk level, and with --hold into memory.
 
-    For several nodes launch it as the runs will be: `horovodrun -np 16 -H node1:8,node2:8 tfcommx cache warm SOURCE --hold`.
+    For several nodes launch it as the runs will be: `horovodrun -np 16 -H node1:8,node2:8 tfcommx
+    cache warm SOURCE --hold`.
     """
     if disk is None and not hold:
-        raise PlanError("A place where the samples stay is required. Give --disk FOLDER, or --hold, or both.")
+        raise PlanError(
+            "A place where the samples stay is required. Give --disk FOLDER, or --hold, or both."
+        )
     import tempfile
 
     from rich.progress import track
@@ -63,19 +95,33 @@ def warm(
     from tfcommx.data.cache import DataCache, Options
 
     samples, here = source_of(source, split), init()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends in order, and leaves no slab
-    with tempfile.TemporaryDirectory() as nowhere:  # without --hold the slab has no room, and no run shares it
-        place = dict(memory=str(memory)) if hold else dict(memory=nowhere, memory_bytes=1, partial=True)
-        options = Options(seed=seed, store=store, disk=str(disk) if disk else None, on_error="skip", **place)
+    # it ends in order, and leaves no slab
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # without --hold the slab has no room, and no run shares it
+    with tempfile.TemporaryDirectory() as nowhere:
+        place = (
+            dict(memory=str(memory)) if hold else dict(memory=nowhere, memory_bytes=1, partial=True)
+        )
+        options = Options(
+            seed=seed, store=store, disk=str(disk) if disk else None, on_error="skip", **place
+        )
         cache = DataCache(samples, here.topology, here.rank, options)
         try:
-            for _ in track(cache.warming(), "reading", total=cache.warming_steps, disable=here.rank > 0):
+            for _ in track(
+                cache.warming(), "reading", total=cache.warming_steps, disable=here.rank > 0
+            ):
                 pass
             for message in cache.filler.unreadable.values():
                 typer.echo(message, err=True)
-            read = here.gather_objects((cache.node, len(cache.share(0)) - len(cache.filler.unreadable)))
+            read = here.gather_objects(
+                (cache.node, len(cache.share(0)) - len(cache.filler.unreadable))
+            )
             if cache.slot == 0:
-                count = cache.slab.filled if hold else sum(part for node, part in read if node == cache.node)
+                count = (
+                    cache.slab.filled
+                    if hold
+                    else sum(part for node, part in read if node == cache.node)
+                )
                 where = f"in memory, {cache.slab.used_bytes:,} bytes decoded" if hold else "on disk"
                 typer.echo(f"node {cache.node}: {count:,} of {samples.count:,} samples {where}")
             if hold:
@@ -100,8 +146,14 @@ def status(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
         except (OSError, SlabError) as error:
             typer.echo(f"{path}: {error}")
             continue
-        typer.echo(f"{path}: {filled:,} of {count:,} samples, {used:,} bytes, {'in use' if alive else 'left by a run that died'}; "
-                   + facts_of(path).get("source", "an unknown source").encode("utf-8", "backslashreplace").decode())
+        typer.echo(
+            f"{path}: {filled:,} of {count:,} samples, {used:,} bytes, "
+            f"{'in use' if alive else 'left by a run that died'}; "
+            + facts_of(path)
+            .get("source", "an unknown source")
+            .encode("utf-8", "backslashreplace")
+            .decode()
+        )
     for path, samples, size in usage(disk) if disk else ():
         typer.echo(f"{path}: {samples:,} samples, {size:,} bytes")
 

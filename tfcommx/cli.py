@@ -1,4 +1,6 @@
-"""The command line: `tfcommx train`, `report`, `probe`, `cache`. TensorFlow is imported only where a command needs it."""
+"""The command line: `tfcommx train`, `report`, `probe`, `cache`. TensorFlow is imported only where
+a command needs it.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,13 @@ from tfcommx.terms import PlanError
 SET_HELP = "Change the recipe, e.g. --set phases.0.epochs=1. Repeatable."
 USER_ERRORS = (PlanError, RecipeError, DataError, ReportError, SampleError, SlabError)
 
-app = typer.Typer(name="tfcommx", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-                  help="Data-parallel training where machines are strong and the network between them is slow.")
+app = typer.Typer(
+    name="tfcommx",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Data-parallel training where machines are strong and the network between them is slow.",
+)
 app.add_typer(cache_app)
 
 
@@ -33,19 +40,31 @@ def _group() -> None:
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(help="Recipe, a YAML file such as configs/fashion_mnist.yaml.")],
-    output: Annotated[Path | None, typer.Option(help="Folder of the run; by default runs/NAME of the recipe.")] = None,
-    resume: Annotated[bool, typer.Option(help="Continue after the last checkpoint in the run's folder.")] = False,
-    settings: Annotated[list[str] | None, typer.Option("--set", metavar="PLACE=VALUE", help=SET_HELP)] = None,
+    config: Annotated[
+        Path, typer.Argument(help="Recipe, a YAML file such as configs/fashion_mnist.yaml.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of the run; by default runs/NAME of the recipe.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option(help="Continue after the last checkpoint in the run's folder.")
+    ] = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="PLACE=VALUE", help=SET_HELP)
+    ] = None,
 ) -> None:
-    """Train a model as a recipe says. Start it with horovodrun: `horovodrun -np 4 tfcommx train CONFIG`."""
+    """Train a model as a recipe says. Start it with horovodrun: `horovodrun -np 4 tfcommx train
+    CONFIG`.
+    """
     recipe = read_recipe(config, settings or [])
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow greets once per process; errors still come through
+    # TensorFlow greets once per process; errors still come through
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from tfcommx import is_chief, report
     from tfcommx.train import train as run
 
     folder = output or Path("runs") / recipe.name
-    # horovodrun puts a pipe between rank 0 and the terminal; `make demo` names the terminal for the progress bar.
+    # horovodrun puts a pipe between rank 0 and the terminal; `make demo` names the terminal for the
+    # progress bar.
     summary = run(recipe, folder, resume, os.environ.get("TFCOMMX_TERMINAL"))
     if is_chief():
         report.show(summary)
@@ -54,7 +73,9 @@ def train(
 
 @app.command()
 def report(
-    run_folder: Annotated[Path, typer.Argument(help="Folder that `tfcommx train` wrote, such as runs/fashion_mnist.")],
+    run_folder: Annotated[
+        Path, typer.Argument(help="Folder that `tfcommx train` wrote, such as runs/fashion_mnist.")
+    ],
 ) -> None:
     """Print the report of a finished run."""
     from tfcommx import report as reports
@@ -64,30 +85,45 @@ def report(
 
 @app.command()
 def probe(
-    output: Annotated[Path, typer.Option(help="File of the links; the figure goes beside it, as .png.")] = Path("links.json"),
-    largest: Annotated[int, typer.Option(min=4096, help="Bytes of the largest message; less for slow networks.")] = 2**24,
+    output: Annotated[
+        Path, typer.Option(help="File of the links; the figure goes beside it, as .png.")
+    ] = Path("links.json"),
+    largest: Annotated[
+        int, typer.Option(min=4096, help="Bytes of the largest message; less for slow networks.")
+    ] = 2**24,
     repeats: Annotated[int, typer.Option(min=1, help="Of each size; the fastest counts.")] = 5,
 ) -> None:
-    """Measure the links of this cluster: `horovodrun -np 8 -H ... tfcommx probe`. Schemes are then planned by what they cost."""
+    """Measure the links of this cluster: `horovodrun -np 8 -H ... tfcommx probe`. Schemes are then
+    planned by what they cost.
+    """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from tfcommx import init, is_chief, report
     from tfcommx.schedule import probe as probing
 
     comm = init()
-    if not comm.gather_objects(output.parent.is_dir() and os.access(output.parent, os.W_OK))[0]:  # rank 0 writes; say it on all
-        raise PlanError(f"`--output` must be in a folder that rank 0 can write to. Received {output}. Make the folder, or give another.")
+    # rank 0 writes; say it on all
+    if not comm.gather_objects(output.parent.is_dir() and os.access(output.parent, os.W_OK))[0]:
+        raise PlanError(
+            f"`--output` must be in a folder that rank 0 can write to. Received {output}. Make "
+            "the folder, or give another."
+        )
     found = probing.probe(comm, [size for size in probing.SIZES if size <= largest], repeats)
     if is_chief():
         output.write_text(found.to_json())
         report.draw_links(found, output.with_suffix(".png"))
         for kind, link in found.links._asdict().items():
             print(f"{kind}: {link}")
-        print(f"{output}, {output.with_suffix('.png')}. Use it: DistributedOptimizer(..., links={str(output)!r}), or links: in a recipe.")
+        print(
+            f"{output}, {output.with_suffix('.png')}. Use it: DistributedOptimizer(..., "
+            f"links={str(output)!r}), or links: in a recipe."
+        )
     comm.gather_objects("done")
 
 
 def main() -> None:
-    """Run the command line; what the user can put right is told without a traceback, with exit code 2."""
+    """Run the command line; what the user can put right is told without a traceback, with exit code
+    2.
+    """
     try:
         app()
     except USER_ERRORS as error:

@@ -1,10 +1,11 @@
 """Collectives on the groups of a topology. The only door to Horovod.
 
-Every collective takes a group (`world`, `node` or `peers`) and a name that must be equal on all members and not be in
-flight twice. All members of the group must call, with equal dtype and shape. A group of one returns its input.
+Every collective takes a group (`world`, `node` or `peers`) and a name that must be equal on all
+members and not be in flight twice. All members of the group must call, with equal dtype and shape.
+A group of one returns its input.
 
-Traffic is counted where it is sent: each call adds what the collective's ring moves for the buffer that it was given, and
-messages between two ranks add themselves.
+Traffic is counted where it is sent: each call adds what the collective's ring moves for the buffer
+that it was given, and messages between two ranks add themselves.
 """
 
 from __future__ import annotations
@@ -26,21 +27,28 @@ from tfcommx.cost import alltoall_traffic, broadcast_traffic, ring_traffic
 from tfcommx.terms import MPI_LAUNCH, PlanError, Topology, Traffic
 
 RENDEZVOUS_SECONDS = 60  # how long a rank waits for the others before Horovod starts
-MESSAGES_NEED_MPI = ("Routes made of messages between two ranks (pipeline, tree, bidirectional) need an MPI launch: "
-                     f"{MPI_LAUNCH}. Received a Gloo launch. Launch with MPI, or use allreduce or torus.")
+MESSAGES_NEED_MPI = (
+    "Routes made of messages between two ranks (pipeline, tree, bidirectional) need an MPI launch: "
+    f"{MPI_LAUNCH}. Received a Gloo launch. Launch with MPI, or use allreduce or torus."
+)
 LARGEST_COUNT = 2**31 - 1  # entries; Gloo and NCCL count in int32
 
 
 class Post(Protocol):
-    """Messages between two ranks. A request is what `send` and `receive` return; buffers must live until it is done."""
+    """Messages between two ranks. A request is what `send` and `receive` return; buffers must live
+    until it is done.
+    """
 
-    sent: dict[int, int]  # rank -> bytes sent to it so far
+    # Rank -> bytes sent to it so far
+    sent: dict[int, int]
 
     def send(self, array: np.ndarray, target: int, tag: int) -> Any:
         """Start to send a contiguous array to a rank of the world. Does not wait."""
 
     def receive(self, array: np.ndarray, source: int, tag: int) -> Any:
-        """Start to receive into a contiguous array of equal length; messages of one pair and tag arrive in order."""
+        """Start to receive into a contiguous array of equal length; messages of one pair and tag
+        arrive in order.
+        """
 
     def wait_any(self, requests: list[Any]) -> int:
         """Wait until one of the requests is done; return its position."""
@@ -65,12 +73,14 @@ class Comm(abc.ABC):
     def scope(self, own: str) -> Iterator[None]:
         """Name the collectives within after `own`, and after nothing else.
 
-        Horovod knows a tensor in a graph by its name, and the scopes around it are not equal on all ranks: Keras numbers its
-        optimizers, so that one which is made on some ranks only would make all ranks wait.
+        Horovod knows a tensor in a graph by its name, and the scopes around it are not equal on all
+        ranks: Keras numbers its optimizers, so that one which is made on some ranks only would make
+        all ranks wait.
         """
         before, self._scope = self._scope, own
         try:
-            with tf.name_scope(own):  # that ends in a slash: it stands alone, and what is named twice in it gets a number
+            # that ends in a slash: it stands alone, and what is named twice in it gets a number
+            with tf.name_scope(own):
                 yield
         finally:
             self._scope = before
@@ -84,11 +94,14 @@ class Comm(abc.ABC):
         ranks = self._check(tensor, group)
         if len(ranks) == 1:
             return tensor
-        self._count(ring_traffic(2 * (len(ranks) - 1) / len(ranks) * _bytes(tensor), group, self.topology))
+        self._count(
+            ring_traffic(2 * (len(ranks) - 1) / len(ranks) * _bytes(tensor), group, self.topology)
+        )
         return self._allreduce(tensor, group, name)
 
     def allreduce_list(self, tensors: list[tf.Tensor], name: str, average: bool) -> list[tf.Tensor]:
-        """Sum or average each tensor over the world, as plain Horovod does: it merges and averages in its own buffer.
+        """Sum or average each tensor over the world, as plain Horovod does: it merges and averages
+        in its own buffer.
 
         **Cost:** as one allreduce of them all, without a flat copy.
         """
@@ -101,7 +114,8 @@ class Comm(abc.ABC):
         return self._allreduce_list(tensors, name, average)
 
     def reduce_scatter(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
-        """Sum over the group; member i receives the i-th of p equal shards. **Cost:** (p - 1)/p of the buffer sent.
+        """Sum over the group; member i receives the i-th of p equal shards. **Cost:** (p - 1)/p of
+        the buffer sent.
 
         **Raises:** PlanError where the first dimension cannot be cut into p equal shards.
         """
@@ -109,11 +123,14 @@ class Comm(abc.ABC):
         if len(ranks) == 1:
             return tensor
         self._check_shards("reduce_scatter", tensor, ranks, name)
-        self._count(ring_traffic((len(ranks) - 1) / len(ranks) * _bytes(tensor), group, self.topology))
+        self._count(
+            ring_traffic((len(ranks) - 1) / len(ranks) * _bytes(tensor), group, self.topology)
+        )
         return self._reduce_scatter(tensor, group, name)
 
     def all_gather(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
-        """Concatenate the members' tensors, in rank order, on every member. **Cost:** p - 1 times the own buffer sent.
+        """Concatenate the members' tensors, in rank order, on every member. **Cost:** p - 1 times
+        the own buffer sent.
 
         **Raises:** PlanError where the result has more entries than MPI can count.
         """
@@ -121,28 +138,38 @@ class Comm(abc.ABC):
         if len(ranks) == 1:
             return tensor
         if (entries := len(ranks) * tensor.shape.num_elements()) > LARGEST_COUNT:
-            raise PlanError(f"An all-gather brings at most {LARGEST_COUNT} entries together. {name!r} brings {entries} from {len(ranks)} "
-                            "ranks. Lower `density`, `bucket_bytes`, or the wire format's bytes.")
+            raise PlanError(
+                f"An all-gather brings at most {LARGEST_COUNT} entries together. {name!r} brings "
+                f"{entries} from {len(ranks)} "
+                "ranks. Lower `density`, `bucket_bytes`, or the wire format's bytes."
+            )
         self._count(ring_traffic((len(ranks) - 1) * _bytes(tensor), group, self.topology))
         return self._all_gather(tensor, group, name)
 
     def alltoall(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
-        """Cut into p equal shards and send the i-th to member i; return the shards meant for me, in rank order.
+        """Cut into p equal shards and send the i-th to member i; return the shards meant for me, in
+        rank order.
 
-        **Cost:** (p - 1)/p of the buffer sent, straight to where it is needed: the share between nodes is what leaves them.
+        **Cost:** (p - 1)/p of the buffer sent, straight to where it is needed: the share between
+        nodes is what leaves them.
         **Raises:** PlanError where the first dimension cannot be cut into p equal shards.
         """
         ranks = self._check(tensor, group)
         if len(ranks) == 1:
             return tensor
         self._check_shards("alltoall", tensor, ranks, name)
-        self._count(alltoall_traffic((len(ranks) - 1) / len(ranks) * _bytes(tensor), group, self.topology))
+        self._count(
+            alltoall_traffic((len(ranks) - 1) / len(ranks) * _bytes(tensor), group, self.topology)
+        )
         return self._alltoall(tensor, group, name)
 
-    def broadcast(self, tensor: tf.Tensor, root: int, name: str, counted: bool = False) -> tf.Tensor:
+    def broadcast(
+        self, tensor: tf.Tensor, root: int, name: str, counted: bool = False
+    ) -> tf.Tensor:
         """Return the tensor of rank `root` on every rank of the world.
 
-        **Cost:** every other rank receives it once; counted, as along a chain, where it is part of the training steps.
+        **Cost:** every other rank receives it once; counted, as along a chain, where it is part of
+        the training steps.
         """
         if self.topology.size == 1:
             return tensor
@@ -166,16 +193,22 @@ class Comm(abc.ABC):
             self._post = self._open_post()
         return self._post
 
-    def by_messages(self, work: Callable[[np.ndarray, Post], np.ndarray], tensor: tf.Tensor, name: str) -> tf.Tensor:
-        """Return `work(array, post)`: on the host, with messages between ranks; dtype and shape as the tensor's.
+    def by_messages(
+        self, work: Callable[[np.ndarray, Post], np.ndarray], tensor: tf.Tensor, name: str
+    ) -> tf.Tensor:
+        """Return `work(array, post)`: on the host, with messages between ranks; dtype and shape as
+        the tensor's.
 
-        In traced code the calls follow each other in the order in which they were traced, which is the plan's and so the same on
-        every rank, also from one `tf.cond` to the next: TensorFlow orders what changes a variable, and each call changes one.
-        Without that order, one rank's threads could all wait in one bucket while another's wait in the next one, or take the
+        In traced code the calls follow each other in the order in which they were traced, which is
+        the plan's and so the same on every rank, also from one `tf.cond` to the next: TensorFlow
+        orders what changes a variable, and each call changes one. Without that order, one rank's
+        threads could all wait in one bucket while another's wait in the next one, or take the
         messages of another optimizer for their own.
 
-        **Ranks:** as the messages need. `open_post` must have been called. **Cost:** a copy to the host and back on GPUs.
+        **Ranks:** as the messages need. `open_post` must have been called. **Cost:** a copy to the
+        host and back on GPUs.
         """
+
         def call(array: np.ndarray) -> np.ndarray:
             return work(array, self._post)
 
@@ -183,7 +216,9 @@ class Comm(abc.ABC):
             return tf.constant(call(tensor.numpy()))
         with tf.device("/cpu:0"):
             with tf.control_dependencies([self._calls.assign_add(1)]):
-                result = tf.numpy_function(call, [tensor], tensor.dtype, name=name.replace("/", "_"))
+                result = tf.numpy_function(
+                    call, [tensor], tensor.dtype, name=name.replace("/", "_")
+                )
             with tf.control_dependencies([result]):
                 self._calls.assign_add(1)
         return tf.ensure_shape(result, tensor.shape)
@@ -195,10 +230,14 @@ class Comm(abc.ABC):
 
     @abc.abstractmethod
     def gather_objects(self, item: Any) -> list[Any]:
-        """Return every rank's (picklable) item, in rank order. **Ranks:** all, outside of traced code."""
+        """Return every rank's (picklable) item, in rank order. **Ranks:** all, outside of traced
+        code.
+        """
 
     def traffic(self) -> Traffic:
-        """Return the bytes that this rank has sent so far: of collectives the mean over the ranks, of messages its own."""
+        """Return the bytes that this rank has sent so far: of collectives the mean over the ranks,
+        of messages its own.
+        """
         inside, between = self._counted()
         for rank, amount in (self._post.sent if self._post else {}).items():
             if self.topology.node_of(rank) == self.topology.node_of(self.rank):
@@ -210,19 +249,29 @@ class Comm(abc.ABC):
     @abc.abstractmethod
     def _counted(self) -> Traffic: ...
 
-    def _check_shards(self, what: str, tensor: tf.Tensor, ranks: tuple[int, ...], name: str) -> None:
+    def _check_shards(
+        self, what: str, tensor: tf.Tensor, ranks: tuple[int, ...], name: str
+    ) -> None:
         if tensor.shape[0] % len(ranks):
-            raise PlanError(f"{what} {name!r} needs a length that {len(ranks)} ranks divide. Received {tensor.shape[0]} "
-                            f"on rank {self.rank}. Pad the buffer.")
+            raise PlanError(
+                f"{what} {name!r} needs a length that {len(ranks)} ranks divide. Received "
+                f"{tensor.shape[0]} "
+                f"on rank {self.rank}. Pad the buffer."
+            )
 
     def _check(self, tensor: tf.Tensor, group: str) -> tuple[int, ...]:
         ranks, entries = self.members(group), tensor.shape.num_elements()
         if entries is None and len(ranks) > 1:
-            raise PlanError("A collective needs a tensor whose shape is known while tracing: its bytes are counted then. Received shape "
-                            f"{tensor.shape} on rank {self.rank}. Say it: tf.ensure_shape.")
+            raise PlanError(
+                "A collective needs a tensor whose shape is known while tracing: its bytes are "
+                "counted then. Received shape "
+                f"{tensor.shape} on rank {self.rank}. Say it: tf.ensure_shape."
+            )
         if entries is not None and entries > LARGEST_COUNT:
-            raise PlanError(f"A collective carries at most {LARGEST_COUNT} entries. Received {entries}. "
-                            "Lower `bucket_bytes`, or split the variable.")
+            raise PlanError(
+                f"A collective carries at most {LARGEST_COUNT} entries. Received {entries}. "
+                "Lower `bucket_bytes`, or split the variable."
+            )
         return ranks
 
     @abc.abstractmethod
@@ -232,7 +281,9 @@ class Comm(abc.ABC):
     def _allreduce(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor: ...
 
     @abc.abstractmethod
-    def _allreduce_list(self, tensors: list[tf.Tensor], name: str, average: bool) -> list[tf.Tensor]: ...
+    def _allreduce_list(
+        self, tensors: list[tf.Tensor], name: str, average: bool
+    ) -> list[tf.Tensor]: ...
 
     @abc.abstractmethod
     def _reduce_scatter(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor: ...
@@ -251,63 +302,93 @@ def _bytes(tensor: tf.Tensor) -> int:
     return math.prod(tensor.shape) * tensor.dtype.size
 
 
-# --- the launcher ----------------------------------------------------------------------------------------------------
+# --- the launcher -----------------------------------------------------------------------
 
 
 class Launcher(NamedTuple):
     """What the environment says of the process's place before Horovod starts."""
 
-    kind: str  # "gloo", "mpi" or "none"
+    # "gloo", "mpi" or "none"
+    kind: str
     rank: int
     size: int
-    local_rank: int  # place on its host: chooses the GPU
+    # Place on its host: chooses the GPU
+    local_rank: int
 
 
 def launcher() -> Launcher:
     """Read the launcher's environment variables; a process that none started is alone."""
     env = os.environ
     if "HOROVOD_RANK" in env:
-        return Launcher("gloo", int(env["HOROVOD_RANK"]), int(env["HOROVOD_SIZE"]), int(env["HOROVOD_LOCAL_RANK"]))
+        return Launcher(
+            "gloo",
+            int(env["HOROVOD_RANK"]),
+            int(env["HOROVOD_SIZE"]),
+            int(env["HOROVOD_LOCAL_RANK"]),
+        )
     if "OMPI_COMM_WORLD_RANK" in env:
-        return Launcher("mpi", int(env["OMPI_COMM_WORLD_RANK"]), int(env["OMPI_COMM_WORLD_SIZE"]),
-                        int(env["OMPI_COMM_WORLD_LOCAL_RANK"]))
+        return Launcher(
+            "mpi",
+            int(env["OMPI_COMM_WORLD_RANK"]),
+            int(env["OMPI_COMM_WORLD_SIZE"]),
+            int(env["OMPI_COMM_WORLD_LOCAL_RANK"]),
+        )
     return Launcher("none", 0, 1, 0)
 
 
 def run_name() -> str:
-    """Return a name that all processes of this run have, and no other run that lives on the machine.
+    """Return a name that all processes of this run have, and no other run that lives on the
+    machine.
 
     Of the launch; in a process that none started, of the process.
     **Raises:** PlanError where the launcher gives none.
     """
     kind = launcher().kind
-    if kind == "none":  # a process number may come again, and another container may have it: with its start it is one process
+    # a process number may come again, and another container may have it: with its start it is one
+    # process
+    if kind == "none":
         return f"{os.getpid()} {Path('/proc/self/stat').read_text().rpartition(')')[2].split()[19]}"
-    words = {"gloo": ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"), "mpi": ("PMIX_NAMESPACE",)}[kind]
+    words = {
+        "gloo": ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+        "mpi": ("PMIX_NAMESPACE",),
+    }[kind]
     if missing := [word for word in words if word not in os.environ]:
-        raise PlanError(f"A name of the run is required in {' and '.join(words)}, as horovodrun and mpirun set them. "
-                        f"Received none in {' and '.join(missing)}. Launch with one of them, or set it, equal on all ranks.")
+        raise PlanError(
+            f"A name of the run is required in {' and '.join(words)}, as horovodrun and mpirun "
+            "set them. "
+            f"Received none in {' and '.join(missing)}. Launch with one of them, or set it, "
+            "equal on all ranks."
+        )
     return " ".join(os.environ[word] for word in words)
 
 
 def launch_interfaces() -> list[str]:
-    """Return the network interfaces that the launcher gave to the engine; none where it leaves the choice to it."""
+    """Return the network interfaces that the launcher gave to the engine; none where it leaves the
+    choice to it.
+    """
     of_gloo, of_open_mpi = "HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include"
     names = os.environ.get(of_gloo) or os.environ.get(of_open_mpi) or ""
     return [name for name in names.split(",") if name]
 
 
 def gloo_hosts(here: Launcher) -> list[str]:
-    """Return every rank's host, in rank order, through the store that horovodrun keeps for a Gloo launch.
+    """Return every rank's host, in rank order, through the store that horovodrun keeps for a Gloo
+    launch.
 
-    Needed before Horovod starts, since its static process sets must be the same on every rank. Rank 0 reads what each has written
-    and writes the list for all: of p squared reads each took the store, one Python process, 0.65 ms, which makes 11 s at 128 ranks.
+    Needed before Horovod starts, since its static process sets must be the same on every rank. Rank
+    0 reads what each has written and writes the list for all: of p squared reads each took the
+    store, one Python process, 0.65 ms, which makes 11 s at 128 ranks.
 
-    **Ranks:** all. **Raises:** PlanError that names the first missing rank after RENDEZVOUS_SECONDS.
+    **Ranks:** all. **Raises:** PlanError that names the first missing rank after
+    RENDEZVOUS_SECONDS.
     """
     from horovod.runner.http import http_client
 
-    store = (os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"], "tfcommx_hosts")
+    store = (
+        os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"],
+        os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"],
+        "tfcommx_hosts",
+    )
     http_client.put_data_into_kvstore(*store, str(here.rank), os.environ["HOROVOD_HOSTNAME"])
     hosts, deadline = [], time.monotonic() + RENDEZVOUS_SECONDS
     while len(hosts) < here.size:
@@ -319,31 +400,45 @@ def gloo_hosts(here: Launcher) -> list[str]:
                 hosts = http_client.read_data_from_kvstore(*store, "all")
         except RuntimeError as error:
             if late:
-                raise PlanError(f"Rank {len(hosts)} of {here.size} has not come to init() within {RENDEZVOUS_SECONDS} s "
-                                f"(seen from rank {here.rank}). Does every rank call tfcommx.init()?") from error
+                raise PlanError(
+                    f"Rank {len(hosts)} of {here.size} has not come to init() within "
+                    f"{RENDEZVOUS_SECONDS} s "
+                    f"(seen from rank {here.rank}). Does every rank call tfcommx.init()?"
+                ) from error
             time.sleep(max(0.02, here.size / 500))  # all together at most 500 reads a second
     if here.rank == 0:
         http_client.put_data_into_kvstore(*store, "all", hosts)
     return hosts
 
 
-# --- Horovod ---------------------------------------------------------------------------------------------------------
+# --- Horovod ----------------------------------------------------------------------------
 
 
-# How others than horovodrun and Open MPI's mpirun say of how many processes this is one: srun, Hydra (MPICH, Intel MPI), torchrun.
+# How others than horovodrun and Open MPI's mpirun say of how many processes this is one: srun,
+# Hydra (MPICH, Intel MPI), torchrun.
 OTHERS_SIZES = ("SLURM_STEP_NUM_TASKS", "PMI_SIZE", "WORLD_SIZE")
 
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Let Horovod start without MPI in a single process; the environment is as before afterwards, for launches from here.
+    """Let Horovod start without MPI in a single process; the environment is as before afterwards,
+    for launches from here.
 
-    **Raises:** PlanError where another launcher has started several: each would train alone, and all would save as rank 0.
+    **Raises:** PlanError where another launcher has started several: each would train alone, and
+    all would save as rank 0.
     """
     before = dict(os.environ)
-    if found := [f"{name}={before[name]}" for name in OTHERS_SIZES if before.get(name, "1") not in ("", "0", "1")]:
-        raise PlanError("Several processes must be started by horovodrun or by Open MPI's mpirun: by another launcher each trains alone. "
-                        f"Received {found[0]}. Start one of them in this allocation; to train in one process, unset the variable.")
+    if found := [
+        f"{name}={before[name]}"
+        for name in OTHERS_SIZES
+        if before.get(name, "1") not in ("", "0", "1")
+    ]:
+        raise PlanError(
+            "Several processes must be started by horovodrun or by Open MPI's mpirun: by another "
+            "launcher each trains alone. "
+            f"Received {found[0]}. Start one of them in this allocation; to train in one "
+            "process, unset the variable."
+        )
     os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
     try:
         yield
@@ -358,33 +453,58 @@ def _alone() -> Iterator[None]:
 class HorovodComm(Comm):
     """Horovod's collectives on static process sets, over NCCL, MPI or Gloo."""
 
-    def __init__(self, here: Launcher, topology: Topology, open_post: Callable[[], Post] | None = None) -> None:
+    def __init__(
+        self, here: Launcher, topology: Topology, open_post: Callable[[], Post] | None = None
+    ) -> None:
         import horovod.tensorflow as hvd
         from horovod.tensorflow import mpi_ops
         from tensorflow.python.framework.kernels import get_registered_kernels_for_op
 
         super().__init__(here.rank, topology)
         self._hvd, self._ops, self._open_post = hvd, mpi_ops, open_post
-        wanted = () if topology.uneven else tuple(sorted({
-            ranks for rank in range(topology.size) for group in ("node", "peers") if len(ranks := topology.group(group, rank)) > 1
-            and len(ranks) < topology.size
-        }))
+        wanted = (
+            ()
+            if topology.uneven
+            else tuple(
+                sorted(
+                    {
+                        ranks
+                        for rank in range(topology.size)
+                        for group in ("node", "peers")
+                        if len(ranks := topology.group(group, rank)) > 1
+                        and len(ranks) < topology.size
+                    }
+                )
+            )
+        )
         sets = {ranks: hvd.ProcessSet(ranks) for ranks in wanted}
         if hvd.is_initialized():
-            raise PlanError("tfcommx.init() starts Horovod itself, with its node and peer groups. Received an initialised Horovod. "
-                            "Call tfcommx.init() in place of hvd.init().")
+            raise PlanError(
+                "tfcommx.init() starts Horovod itself, with its node and peer groups. Received "
+                "an initialised Horovod. "
+                "Call tfcommx.init() in place of hvd.init()."
+            )
         with _alone() if here.kind == "none" else contextlib.nullcontext():
             hvd.init(process_sets=list(sets.values()))
         if (hvd.rank(), hvd.size()) != (here.rank, topology.size):
-            raise PlanError(f"Horovod sees rank {hvd.rank()} of {hvd.size()}, the launcher said {here.rank} of {topology.size}. "
-                            "Start the script with horovodrun (or mpirun).")
+            raise PlanError(
+                f"Horovod sees rank {hvd.rank()} of {hvd.size()}, the launcher said {here.rank} "
+                f"of {topology.size}. "
+                "Start the script with horovodrun (or mpirun)."
+            )
         gpus = hvd.nccl_built() and tf.config.list_logical_devices("GPU")
         # A Horovod built without NCCL's reduce-scatter does it on the CPU, by MPI or Gloo.
-        on_gpu = gpus and any(kernel.device_type == "GPU" for kernel in get_registered_kernels_for_op("HorovodReducescatter").kernel)
+        on_gpu = gpus and any(
+            kernel.device_type == "GPU"
+            for kernel in get_registered_kernels_for_op("HorovodReducescatter").kernel
+        )
         self._gloo_scatters = here.kind != "mpi" and not on_gpu
         self._sets = {tuple(range(topology.size)): hvd.global_process_set, **sets}
         with tf.device("/cpu:0"):
-            self._sent = {kind: tf.Variable(0.0, dtype=tf.float64, trainable=False, name=f"bytes_{kind}") for kind in Traffic._fields}
+            self._sent = {
+                kind: tf.Variable(0.0, dtype=tf.float64, trainable=False, name=f"bytes_{kind}")
+                for kind in Traffic._fields
+            }
 
     def gather_objects(self, item: Any) -> list[Any]:
         if self.topology.size == 1:
@@ -401,46 +521,71 @@ class HorovodComm(Comm):
                 self._sent[kind].assign_add(amount)
 
     def _named(self, name: str) -> dict[str, Any]:
-        """What follows the last slash of a name is what Horovod goes by; TensorFlow puts more before it when it inlines functions."""
+        """What follows the last slash of a name is what Horovod goes by; TensorFlow puts more
+        before it when it inlines functions.
+        """
         return {"name": (self._scope + name).replace("/", "."), "ignore_name_scope": True}
 
     def _set(self, group: str) -> Any:
         return self._sets[self.members(group)]
 
     def _allreduce(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
-        return self._ops._allreduce(tensor, **self._named(name), op=self._hvd.Sum, process_set=self._set(group))
+        return self._ops._allreduce(
+            tensor, **self._named(name), op=self._hvd.Sum, process_set=self._set(group)
+        )
 
-    def _allreduce_list(self, tensors: list[tf.Tensor], name: str, average: bool) -> list[tf.Tensor]:
-        return self._ops._grouped_allreduce(tensors, **self._named(name), op=self._hvd.Average if average else self._hvd.Sum)
+    def _allreduce_list(
+        self, tensors: list[tf.Tensor], name: str, average: bool
+    ) -> list[tf.Tensor]:
+        return self._ops._grouped_allreduce(
+            tensors, **self._named(name), op=self._hvd.Average if average else self._hvd.Sum
+        )
 
     def _reduce_scatter(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
         ranks = len(self.members(group))
-        if self._gloo_scatters:  # its own gives wrong sums for large vectors now and then, without a word (tests/test_bugs.py)
+        # its own gives wrong sums for large vectors now and then, without a word
+        # (tests/test_bugs.py)
+        if self._gloo_scatters:
             shards = tf.reshape(self._alltoall(tensor, group, name), [ranks, -1, *tensor.shape[1:]])
-            return tf.ensure_shape(tf.add_n(tf.unstack(shards)), [tensor.shape[0] // ranks, *tensor.shape[1:]])
-        return _sized(self._ops._reducescatter(tensor, **self._named(name), op=self._hvd.Sum, process_set=self._set(group)),
-                      tensor, 1 / ranks)
+            return tf.ensure_shape(
+                tf.add_n(tf.unstack(shards)), [tensor.shape[0] // ranks, *tensor.shape[1:]]
+            )
+        return _sized(
+            self._ops._reducescatter(
+                tensor, **self._named(name), op=self._hvd.Sum, process_set=self._set(group)
+            ),
+            tensor,
+            1 / ranks,
+        )
 
     def _all_gather(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
-        return _sized(self._ops.allgather(tensor, **self._named(name), process_set=self._set(group)), tensor, len(self.members(group)))
+        return _sized(
+            self._ops.allgather(tensor, **self._named(name), process_set=self._set(group)),
+            tensor,
+            len(self.members(group)),
+        )
 
     def _alltoall(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
-        return _sized(self._ops.alltoall(tensor, **self._named(name), process_set=self._set(group)), tensor, 1)
+        return _sized(
+            self._ops.alltoall(tensor, **self._named(name), process_set=self._set(group)), tensor, 1
+        )
 
     def _broadcast(self, tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
         return self._ops.broadcast(tensor, root, **self._named(name))
 
 
 def _sized(result: tf.Tensor, tensor: tf.Tensor, factor: float) -> tf.Tensor:
-    """Horovod's shape functions forget the first dimension of gathered and scattered tensors: say it again.
+    """Horovod's shape functions forget the first dimension of gathered and scattered tensors: say
+    it again.
 
-    Not by an op: TensorFlow's would take int32, which wire buffers are, from a GPU to the host and back.
+    Not by an op: TensorFlow's would take int32, which wire buffers are, from a GPU to the host and
+    back.
     """
     result.set_shape([round(tensor.shape[0] * factor), *tensor.shape[1:]])
     return result
 
 
-# --- the process's own Comm --------------------------------------------------------------------------------------------
+# --- the process's own Comm -------------------------------------------------------------
 
 _current: Comm | None = None
 
@@ -448,7 +593,9 @@ _current: Comm | None = None
 def current() -> Comm:
     """Return the Comm that init() made. **Raises:** RuntimeError before init()."""
     if _current is None:
-        raise RuntimeError("tfcommx.init() must be called first, once, at the start of the script on every rank.")
+        raise RuntimeError(
+            "tfcommx.init() must be called first, once, at the start of the script on every rank."
+        )
     return _current
 
 

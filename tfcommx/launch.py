@@ -1,4 +1,6 @@
-"""init(): from what the launcher says to a running Horovod with its node and peer groups, and one GPU per process."""
+"""init(): from what the launcher says to a running Horovod with its node and peer groups, and one
+GPU per process.
+"""
 
 from __future__ import annotations
 
@@ -10,40 +12,57 @@ from tfcommx import comm, links, watch
 from tfcommx.terms import PlanError, Topology
 
 
-def init(node_size: int | None = None, watch_seconds: float | None = watch.LIMIT_SECONDS) -> comm.Comm:
+def init(
+    node_size: int | None = None, watch_seconds: float | None = watch.LIMIT_SECONDS
+) -> comm.Comm:
     """Start Horovod with the groups that the routes need; call it in place of `hvd.init()`.
 
-    Works under horovodrun (Gloo or MPI), under mpirun, and alone without a launcher. On GPUs each process keeps the one
-    with the number of its local rank, with memory growth. A second call returns the same Comm.
+    Works under horovodrun (Gloo or MPI), under mpirun, and alone without a launcher. On GPUs each
+    process keeps the one with the number of its local rank, with memory growth. A second call
+    returns the same Comm.
 
     Args:
-        node_size: ranks that stand for one node, where that is not what the hosts say (>= 1, divides the number of ranks);
-            None: as the launcher placed them.
-        watch_seconds: a rank that is not heard of for so long (> 0) makes all others end with an error that names it, also
-            when they wait for it in a collective; None turns this watch off. See watch.py.
+        node_size: ranks that stand for one node, where that is not what the hosts say (>= 1,
+            divides the number of ranks); None: as the launcher placed them.
+        watch_seconds: a rank that is not heard of for so long (> 0) makes all others end with an
+            error that names it, also when they wait for it in a collective; None turns this watch
+            off. See watch.py.
 
     **Ranks:** all, with equal node_size.
-    **Cost:** one exchange of host names before Horovod starts; static process sets, so nothing per step.
-    **Raises:** PlanError for a node_size that does not divide the number of ranks, for ranks of a host that are not
-    consecutive, and when a rank does not come.
+    **Cost:** one exchange of host names before Horovod starts; static process sets, so nothing per
+    step.
+    **Raises:** PlanError for a node_size that does not divide the number of ranks, for ranks of a
+    host that are not consecutive, and when a rank does not come.
     """
     if watch_seconds is not None and not watch_seconds > 0:
-        raise PlanError(f"`watch_seconds` must be > 0, or None for no watch. Received {watch_seconds!r}.")
+        raise PlanError(
+            f"`watch_seconds` must be > 0, or None for no watch. Received {watch_seconds!r}."
+        )
     if comm.started():
         slots = comm.current().topology.slots
         if node_size not in (None, slots):
-            raise PlanError(f"init() was called before, with {slots} ranks to a node. Received node_size={node_size}. Call it once.")
+            raise PlanError(
+                f"init() was called before, with {slots} ranks to a node. Received "
+                f"node_size={node_size}. Call it once."
+            )
         return comm.current()
     here = comm.launcher()
     topology = _topology(here, node_size)
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
         if here.local_rank >= len(gpus):
-            raise PlanError(f"One GPU per process is required. Rank {here.rank} has local rank {here.local_rank} and sees {len(gpus)} "
-                            "GPUs. Launch at most that many processes on this host.")
+            raise PlanError(
+                f"One GPU per process is required. Rank {here.rank} has local rank "
+                f"{here.local_rank} and sees {len(gpus)} "
+                "GPUs. Launch at most that many processes on this host."
+            )
         tf.config.set_visible_devices(gpus[here.local_rank], "GPU")
         tf.config.experimental.set_memory_growth(gpus[here.local_rank], True)
-    open_post = functools.partial(links.MpiPost, watched=watch_seconds is not None) if here.kind == "mpi" else None
+    open_post = (
+        functools.partial(links.MpiPost, watched=watch_seconds is not None)
+        if here.kind == "mpi"
+        else None
+    )
     comm.set_current(comm.HorovodComm(here, topology, open_post))
     if here.size > 1:
         watch.start(comm.current(), watch_seconds, comm.launch_interfaces())
@@ -53,7 +72,10 @@ def init(node_size: int | None = None, watch_seconds: float | None = watch.LIMIT
 def _topology(here: comm.Launcher, node_size: int | None) -> Topology:
     if node_size is not None:
         if not isinstance(node_size, int) or node_size < 1 or here.size % node_size:
-            raise PlanError(f"`node_size` must divide the number of ranks. Received node_size={node_size} with {here.size} ranks.")
+            raise PlanError(
+                f"`node_size` must divide the number of ranks. Received node_size={node_size} "
+                f"with {here.size} ranks."
+            )
         return Topology(here.size // node_size, node_size)
     if here.size == 1:
         return Topology(1, 1)

@@ -14,14 +14,15 @@ log = logging.getLogger("tfcommx")
 
 # How long a rank waits for a message; TFCOMMX_PATIENCE_SECONDS changes it.
 PATIENCE_SECONDS = 50.0  # more than Gloo's own limit, 30
-WATCHED_SECONDS = 6 * 3600.0  # with the watch, which ends who waits for a missing rank: what is late is only busy
+# with the watch, which ends who waits for a missing rank: what is late is only busy
+WATCHED_SECONDS = 6 * 3600.0
 
 
 def mpi_hosts() -> list[str]:
     """Return every rank's host name, in rank order.
 
-    **Ranks:** all ranks of an MPI launch, before Horovod starts. mpi4py starts MPI with full thread support, which Horovod
-    then shares and leaves running.
+    **Ranks:** all ranks of an MPI launch, before Horovod starts. mpi4py starts MPI with full thread
+    support, which Horovod then shares and leaves running.
     """
     from mpi4py import MPI
 
@@ -29,28 +30,37 @@ def mpi_hosts() -> list[str]:
 
 
 class MpiPost:
-    """Non-blocking messages on a communicator of our own, so that none is mistaken for one of Horovod's.
+    """Non-blocking messages on a communicator of our own, so that none is mistaken for one of
+    Horovod's.
 
-    mpi4py starts MPI with full thread support, so Horovod's background thread may be in MPI at the same time.
+    mpi4py starts MPI with full thread support, so Horovod's background thread may be in MPI at the
+    same time.
 
-    From then on an exception that nothing catches ends the launch: the other ranks may be waiting for this one's messages,
-    and Horovod's orderly end would wait for them.
+    From then on an exception that nothing catches ends the launch: the other ranks may be waiting
+    for this one's messages, and Horovod's orderly end would wait for them.
 
     Args:
         watched: whether the watch of ranks is on.
-    **Ranks:** all make it together, in the same order. **Raises:** RuntimeError where MPI has less thread support.
+    **Ranks:** all make it together, in the same order. **Raises:** RuntimeError where MPI has less
+    thread support.
     """
 
     def __init__(self, watched: bool) -> None:
         from mpi4py import MPI
 
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            raise RuntimeError("Messages beside Horovod need MPI with MPI_THREAD_MULTIPLE. Received less. "
-                               "Call tfcommx.init() before anything that starts MPI.")
+            raise RuntimeError(
+                "Messages beside Horovod need MPI with MPI_THREAD_MULTIPLE. Received less. "
+                "Call tfcommx.init() before anything that starts MPI."
+            )
         self._mpi = MPI
         self._world = MPI.COMM_WORLD.Dup()
         self.sent: dict[int, int] = {}
-        self._patience = float(os.environ.get("TFCOMMX_PATIENCE_SECONDS", WATCHED_SECONDS if watched else PATIENCE_SECONDS))
+        self._patience = float(
+            os.environ.get(
+                "TFCOMMX_PATIENCE_SECONDS", WATCHED_SECONDS if watched else PATIENCE_SECONDS
+            )
+        )
         report = sys.excepthook
 
         def report_and_end(*failure: Any) -> None:
@@ -71,7 +81,8 @@ class MpiPost:
         return self._world.Irecv([array.view(np.uint8), self._mpi.BYTE], source, tag), source
 
     def wait_any(self, requests: list[Any]) -> int:
-        """Wait until one of the requests is done; return its position. Other threads of this process run meanwhile.
+        """Wait until one of the requests is done; return its position. Other threads of this
+        process run meanwhile.
 
         **Raises:** RuntimeError that names the ranks awaited, where none of them comes in time.
         """
@@ -87,8 +98,17 @@ class MpiPost:
             awaited = sorted({rank for _, rank in requests}) if waited else []
             if waited > late:
                 late *= 2
-                log.warning("Rank %d has waited %.0f s for messages of ranks %s. Are they busy, or do ranks take unequal steps?",
-                            self._world.rank, waited, awaited)
+                log.warning(
+                    "Rank %d has waited %.0f s for messages of ranks %s. Are they busy, or do "
+                    "ranks take unequal steps?",
+                    self._world.rank,
+                    waited,
+                    awaited,
+                )
             if waited > self._patience:
-                raise RuntimeError(f"A message must come within {self._patience:.0f} s. Rank {self._world.rank} has waited longer for "
-                                   f"ranks {awaited}. Are they alive, and is the network? Slow ones need TFCOMMX_PATIENCE_SECONDS.")
+                raise RuntimeError(
+                    f"A message must come within {self._patience:.0f} s. Rank {self._world.rank} "
+                    "has waited longer for "
+                    f"ranks {awaited}. Are they alive, and is the network? Slow ones need "
+                    "TFCOMMX_PATIENCE_SECONDS."
+                )

@@ -11,11 +11,13 @@ MEAN, DEVIATION = 0.286, 0.353  # of Fashion-MNIST's training pixels, as parts o
 
 
 def small_cnn(filters: Sequence[int], residual: int, classes: int) -> keras.Model:
-    """Build a convolutional network that takes pictures of any size, because it averages over all positions at its end.
+    """Build a convolutional network that takes pictures of any size, because it averages over all
+    positions at its end.
 
     Args:
         filters: of each 3x3 convolution; after the first two, max pooling halves the sides.
-        residual: number of 3x3 convolutions with a short cut that follow, with as many filters as the last.
+        residual: number of 3x3 convolutions with a short cut that follow, with as many filters as
+            the last.
         classes: number of outputs, which are logits.
 
     Returns: a model of float32 [n, h, w, 1] in [0, 255] -> float32 [n, classes].
@@ -30,8 +32,11 @@ def small_cnn(filters: Sequence[int], residual: int, classes: int) -> keras.Mode
     for _ in range(residual):
         branch = layers.Conv2D(filters[-1], 3, padding="same", use_bias=False)(flow)
         flow = layers.Add()([flow, layers.ReLU()(_normalised(branch))])
-    return keras.Model(inputs, layers.Dense(classes)(layers.GlobalAveragePooling2D()(flow)), name="small_cnn")
+    return keras.Model(
+        inputs, layers.Dense(classes)(layers.GlobalAveragePooling2D()(flow)), name="small_cnn"
+    )
 
 
 def _normalised(flow: keras.KerasTensor) -> keras.KerasTensor:
-    return layers.BatchNormalization(momentum=0.9)(flow)  # runs are short: Keras's 0.99 would lag behind by an epoch
+    # runs are short: Keras's 0.99 would lag behind by an epoch
+    return layers.BatchNormalization(momentum=0.9)(flow)

@@ -1,4 +1,6 @@
-"""Recipes: a YAML file read into frozen, checked models, so that a bad setting is refused before any process is busy."""
+"""Recipes: a YAML file read into frozen, checked models, so that a bad setting is refused before
+any process is busy.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,24 @@ class RecipeError(ValueError):
 
 
 class _Yaml(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number, as YAML 1.2 has it (PyYAML: text), and no key comes twice (PyYAML: the last one counts)."""
+    """YAML in which 1e-3 is a number, as YAML 1.2 has it (PyYAML: text), and no key comes twice
+    (PyYAML: the last one counts).
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} comes twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} comes twice", key.start_mark
+                )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
-_Yaml.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
 
 
 def _refuse_unknown(keys: Iterable[str], known: Sequence[str]) -> None:
@@ -47,11 +55,14 @@ def _refuse_unknown(keys: Iterable[str], known: Sequence[str]) -> None:
 def _scheme(value: Any) -> Scheme:
     """Build a Scheme from a mapping; its own checks, and the tables of names, say what is wrong."""
     if not isinstance(value, Mapping):
-        raise ValueError(f"A mapping such as {{route: hitopk, selection: mstopk, density: 0.05}} is required. "
-                         f"Received {value!r}.")
+        raise ValueError(
+            f"A mapping such as {{route: hitopk, selection: mstopk, density: 0.05}} is required. "
+            f"Received {value!r}."
+        )
     _refuse_unknown(value, [field.name for field in dataclasses.fields(Scheme)])
     scheme = Scheme(**value)
-    planner.check_scheme(scheme, Topology(1, 1))  # names and what fits what; the cluster is checked when it is known
+    # names and what fits what; the cluster is checked when it is known
+    planner.check_scheme(scheme, Topology(1, 1))
     return scheme
 
 
@@ -70,38 +81,53 @@ class Data(_Part):
     """Which images, and how they are varied."""
 
     set: Literal["fashion_mnist"] = "fashion_mnist"
-    folder: Path | None = None  # where its files are; None: found or fetched
-    shift: int = Field(1, ge=0, le=8)  # pixels of the full picture; the largest random shift of a batch, 0 for none
-    flip: bool = True  # mirror each image left to right with probability 1/2: clothes have no left and right
-    memory: Path = Path("/dev/shm")  # folder of shared memory that holds one copy for all ranks of a node
-    # Share of each node's images that is dealt out anew before each epoch but the first, sent from memory to memory. Then
-    # nothing is loaded ahead over the end of an epoch.
+    # Where its files are; None: found or fetched
+    folder: Path | None = None
+    # Pixels of the full picture; the largest random shift of a batch, 0 for none
+    shift: int = Field(1, ge=0, le=8)
+    # Mirror each image left to right with probability 1/2: clothes have no left and right
+    flip: bool = True
+    # Folder of shared memory that holds one copy for all ranks of a node
+    memory: Path = Path("/dev/shm")
+    # Share of each node's images that is dealt out anew before each epoch but the first, sent from
+    # memory to memory. Then nothing is loaded ahead over the end of an epoch.
     exchange: float = Field(0.0, ge=0, le=1)
 
 
 class Model(_Part):
-    """A small convolutional network that takes any resolution, because it averages over all positions at its end."""
+    """A small convolutional network that takes any resolution, because it averages over all
+    positions at its end.
+    """
 
-    # Filters of the 3x3 convolutions; after the first two a pooling halves the sides, where most of the time would go.
+    # Filters of the 3x3 convolutions; after the first two a pooling halves the sides, where most of
+    # the time would go.
     filters: tuple[Annotated[int, Field(ge=1)], ...] = Field((16, 32, 64), min_length=1)
-    residual: int = Field(1, ge=0)  # blocks with a short cut after them, with as many filters as the last
+    # Blocks with a short cut after them, with as many filters as the last
+    residual: int = Field(1, ge=0)
 
 
 class Phase(_Part):
     """Some epochs at one resolution with one way of exchanging gradients."""
 
     epochs: int = Field(ge=1)
-    resolution: int = Field(ge=8)  # pixels a side; small pictures first are cheap (progressive resizing)
+    # Pixels a side; small pictures first are cheap (progressive resizing)
+    resolution: int = Field(ge=8)
     scheme: Annotated[Scheme, PlainValidator(_scheme)] = Scheme()
-    warm_up: tuple[Annotated[float, Field(gt=0, le=1)], ...] = ()  # densities of the phase's first epochs; then the scheme's
+    # Densities of the phase's first epochs; then the scheme's
+    warm_up: tuple[Annotated[float, Field(gt=0, le=1)], ...] = ()
 
     @model_validator(mode="after")
     def _warm_up_fits(self) -> Phase:
         if len(self.warm_up) > self.epochs:
-            raise ValueError(f"warm_up needs at most one density for each of the {self.epochs} epochs. Received {list(self.warm_up)}.")
+            raise ValueError(
+                f"warm_up needs at most one density for each of the {self.epochs} epochs. "
+                f"Received {list(self.warm_up)}."
+            )
         if self.warm_up and self.scheme.selection == "all":
-            raise ValueError("warm_up needs a scheme with a selection other than 'all', which has a density. "
-                             f"Received route={self.scheme.route!r}.")
+            raise ValueError(
+                "warm_up needs a scheme with a selection other than 'all', which has a density. "
+                f"Received route={self.scheme.route!r}."
+            )
         return self
 
 
@@ -110,22 +136,28 @@ class Optimizer(_Part):
 
     momentum: float = Field(0.9, ge=0, lt=1)
     nesterov: bool = True
-    weight_decay: float = Field(5e-4, ge=0)  # part of a weight that lr = 1 takes away in a step; not for biases and batch norm
+    # Part of a weight that lr = 1 takes away in a step; not for biases and batch norm
+    weight_decay: float = Field(5e-4, ge=0)
 
 
 class LearningRate(_Part):
     """Linear warm-up to a peak, then decay to zero at the end of the run."""
 
-    peak: float | None = Field(None, gt=0, allow_inf_nan=False)  # the peak itself; this or the next
-    peak_per_256: float | None = Field(None, gt=0, allow_inf_nan=False)  # the peak for 256 images a step; grows with the batch
-    warm_up_epochs: float = Field(1, ge=0)  # large batches diverge when they start at the peak
+    # The peak itself; this or the next
+    peak: float | None = Field(None, gt=0, allow_inf_nan=False)
+    # The peak for 256 images a step; grows with the batch
+    peak_per_256: float | None = Field(None, gt=0, allow_inf_nan=False)
+    # Large batches diverge when they start at the peak
+    warm_up_epochs: float = Field(1, ge=0)
     decay: Literal["cosine", "linear"] = "cosine"
 
     @model_validator(mode="after")
     def _one_peak(self) -> LearningRate:
         if (self.peak is None) == (self.peak_per_256 is None):
-            raise ValueError("One of peak and peak_per_256 is required. "
-                             f"Received peak={self.peak}, peak_per_256={self.peak_per_256}.")
+            raise ValueError(
+                "One of peak and peak_per_256 is required. "
+                f"Received peak={self.peak}, peak_per_256={self.peak_per_256}."
+            )
         return self
 
     def at(self, step: int, steps_per_epoch: int, steps: int, global_batch: int) -> float:
@@ -148,31 +180,44 @@ class LearningRate(_Part):
 class Recipe(_Part):
     """All that a training run is made of."""
 
-    name: str = Field(min_length=1, pattern=r"^\w[\w.-]*$")  # of the folder below runs/
+    # Of the folder below runs/
+    name: str = Field(min_length=1, pattern=r"^\w[\w.-]*$")
     data: Data = Data()
     model: Model = Model()
-    batch_per_rank: int = Field(ge=1)  # images a step on one rank
+    # Images a step on one rank
+    batch_per_rank: int = Field(ge=1)
     phases: tuple[Phase, ...] = Field(min_length=1)
     optimizer: Optimizer = Optimizer()
     learning_rate: LearningRate
     label_smoothing: float = Field(0.0, ge=0, lt=1)
-    seed: int = Field(0, ge=0, lt=2**32)  # as NumPy takes it; of the initial weights, the order of the images and their variation
-    links: Path | None = None  # what `tfcommx probe` wrote, on every node; None: nominal prices
-    node_size: int | None = Field(None, ge=1)  # ranks that stand for a node; None: the real hosts
-    threads: int | None = Field(None, ge=1)  # of one operation in one process; None: TensorFlow's choice, all cores
+    # As NumPy takes it; of the initial weights, the order of the images and their variation
+    seed: int = Field(0, ge=0, lt=2**32)
+    # What `tfcommx probe` wrote, on every node; None: nominal prices
+    links: Path | None = None
+    # Ranks that stand for a node; None: the real hosts
+    node_size: int | None = Field(None, ge=1)
+    # Of one operation in one process; None: TensorFlow's choice, all cores
+    threads: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
     def _warm_up_ends(self) -> Recipe:
         if self.learning_rate.warm_up_epochs >= self.epochs:
-            raise ValueError(f"learning_rate.warm_up_epochs must be less than the {self.epochs} epochs of all phases. "
-                             f"Received {self.learning_rate.warm_up_epochs}.")
+            raise ValueError(
+                f"learning_rate.warm_up_epochs must be less than the {self.epochs} epochs of all "
+                "phases. "
+                f"Received {self.learning_rate.warm_up_epochs}."
+            )
         return self
 
     @model_validator(mode="after")
     def _momentum_once(self) -> Recipe:
         if self.optimizer.momentum and any(phase.scheme.momentum for phase in self.phases):
-            raise ValueError("Momentum must be applied once: the optimizer's or the schemes'. Received optimizer.momentum="
-                             f"{self.optimizer.momentum} (0.9 where left out). Set it to 0, or leave momentum out of the schemes.")
+            raise ValueError(
+                "Momentum must be applied once: the optimizer's or the schemes'. Received "
+                "optimizer.momentum="
+                f"{self.optimizer.momentum} (0.9 where left out). Set it to 0, or leave momentum "
+                "out of the schemes."
+            )
         return self
 
     @property
@@ -183,7 +228,11 @@ class Recipe(_Part):
     def scheme_of_epoch(self) -> list[Scheme]:
         """Return the scheme of every epoch, in order."""
         ladders = [(phase.scheme.warm_up(phase.warm_up), phase) for phase in self.phases]
-        return [ladder.get(epoch, phase.scheme) for ladder, phase in ladders for epoch in range(phase.epochs)]
+        return [
+            ladder.get(epoch, phase.scheme)
+            for ladder, phase in ladders
+            for epoch in range(phase.epochs)
+        ]
 
     def phase_of_epoch(self) -> list[Phase]:
         """Return the phase of every epoch, in order."""
@@ -205,13 +254,17 @@ def read(path: Path, settings: Sequence[str] = ()) -> Recipe:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(tree, dict):
-        raise RecipeError(f"{path}: a mapping of keys to values is required. Received {type(tree).__name__}.")
+        raise RecipeError(
+            f"{path}: a mapping of keys to values is required. Received {type(tree).__name__}."
+        )
     for setting in settings:
         _change(tree, setting)
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        raise RecipeError("\n".join(f"{path}: {_line(detail)}" for detail in error.errors())) from error
+        raise RecipeError(
+            "\n".join(f"{path}: {_line(detail)}" for detail in error.errors())
+        ) from error
 
 
 def _change(tree: dict[str, Any], setting: str) -> None:
@@ -219,21 +272,31 @@ def _change(tree: dict[str, Any], setting: str) -> None:
     place, equals, text = setting.partition("=")
     keys = [int(key) if key.isdecimal() else key for key in place.split(".")]
     if not equals or not all(str(key) for key in keys):
-        raise RecipeError(f"A setting needs the form place=value, such as phases.0.epochs=1. Received {setting!r}.")
+        raise RecipeError(
+            "A setting needs the form place=value, such as phases.0.epochs=1. Received "
+            f"{setting!r}."
+        )
     try:
         value, inner = yaml.load(text, _Yaml), tree
         for key in keys[:-1]:
             inner = inner.setdefault(key, {}) if isinstance(inner, dict) else inner[key]
         inner[keys[-1]] = value
     except yaml.YAMLError as error:
-        raise RecipeError(f"The value in {setting!r} is not YAML: {' '.join(str(error).split())}.") from error
+        raise RecipeError(
+            f"The value in {setting!r} is not YAML: {' '.join(str(error).split())}."
+        ) from error
     except (IndexError, TypeError, AttributeError) as error:
         raise RecipeError(f"The recipe has no place {place!r} for {setting!r}: {error}.") from error
 
 
 def _line(detail: Mapping[str, Any]) -> str:
     """Say one of pydantic's errors as `place: what was required. Received ...`."""
-    place = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in detail["loc"]).lstrip(".") or "recipe"
+    place = (
+        "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in detail["loc"]).lstrip(
+            "."
+        )
+        or "recipe"
+    )
     if detail["type"] == "value_error":  # our own messages, complete as they are
         return f"{place}: {detail['ctx']['error']}"
     if detail["type"] == "missing":

@@ -1,7 +1,8 @@
-"""Every kernel in plain TensorFlow: the readable specification, and what works where there is no native library.
+"""Every kernel in plain TensorFlow: the readable specification, and what works where there is no
+native library.
 
-Magnitudes are compared as the bits of |x|, taken as an integer: for finite floats the order is the same, and no denormal is
-lost in the comparison.
+Magnitudes are compared as the bits of |x|, taken as an integer: for finite floats the order is the
+same, and no denormal is lost in the comparison.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import tensorflow as tf
 
 from tfcommx.terms import Sparse
 
-BAND_SHIFT = 11  # a band of mstopk: keys that agree above this bit, so equal exponent and first twelve mantissa bits
+# a band of mstopk: keys that agree above this bit, so equal exponent and first twelve mantissa bits
+BAND_SHIFT = 11
 BANDS = 2 ** (31 - BAND_SHIFT)
 NOT_FINITE = 0x7F800000  # keys of infinities and NaNs start here
 
@@ -24,7 +26,8 @@ def keys(x: tf.Tensor) -> tf.Tensor:
 
 
 def magnitude(x: tf.Tensor) -> tf.Tensor:
-    """Return |x|, with infinity for NaN, as float32 [n]: for rules made of TensorFlow's ops, which on a GPU would send int32 to the host.
+    """Return |x|, with infinity for NaN, as float32 [n]: for rules made of TensorFlow's ops, which
+    on a GPU would send int32 to the host.
 
     Denormals may all count as zero in comparisons.
     """
@@ -32,7 +35,10 @@ def magnitude(x: tf.Tensor) -> tf.Tensor:
 
 
 def splitmix64(seed: Any) -> tf.Tensor:
-    """Hash an int64 to a uint64. **Source:** Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, 2014."""
+    """Hash an int64 to a uint64. **Source:** Steele, Lea, Flood, Fast Splittable Pseudorandom
+    Number Generators, 2014.
+    """
+
     def shifted(z: tf.Tensor, bits: int) -> tf.Tensor:
         return tf.bitwise.bitwise_xor(z, tf.bitwise.right_shift(z, tf.constant(bits, tf.uint64)))
 
@@ -43,8 +49,12 @@ def splitmix64(seed: Any) -> tf.Tensor:
 
 
 def below(seed: Any, count: tf.Tensor) -> tf.Tensor:
-    """Return the seed's number in [0, count), int32: each equally likely, up to 2^-32. 1 <= count < 2^31."""
-    number = tf.bitcast(tf.bitwise.right_shift(splitmix64(seed), tf.constant(1, tf.uint64)), tf.int64)
+    """Return the seed's number in [0, count), int32: each equally likely, up to 2^-32. 1 <= count <
+    2^31.
+    """
+    number = tf.bitcast(
+        tf.bitwise.right_shift(splitmix64(seed), tf.constant(1, tf.uint64)), tf.int64
+    )
     return tf.cast(tf.math.floormod(number, tf.cast(count, tf.int64)), tf.int32)
 
 
@@ -52,34 +62,56 @@ def select(gradient: tf.Tensor, k: int, seed: int, rule: str) -> Sparse:
     """Choose k entries of a gradient by magnitude; the specification of `native.select`.
 
     **Cost:** a dozen passes; `exact` sorts on one thread.
-    **Source:** Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters, 2021,
-    Algorithm 1, with thresholds at the edges of bins in place of its binary search.
+    **Source:** Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud
+    Clusters, 2021, Algorithm 1, with thresholds at the edges of bins in place of its binary search.
     """
     acc = tf.cast(gradient, tf.float32)
     indices = choose(acc, k, seed, rule)
     return Sparse(indices, tf.gather(acc, indices), _size(gradient))
 
 
-def select_with_residual(gradient: tf.Tensor, residual: tf.Variable, k: int, seed: int, rule: str,
-                         velocity: tf.Variable | None = None, momentum: float = 0.0) -> Sparse:
-    """Choose k entries of gradient + residual, keep the rest; the specification of `native.select_with_residual`."""
-    return error_feedback(lambda acc: select(acc, k, seed, rule), gradient, residual, velocity, momentum)
+def select_with_residual(
+    gradient: tf.Tensor,
+    residual: tf.Variable,
+    k: int,
+    seed: int,
+    rule: str,
+    velocity: tf.Variable | None = None,
+    momentum: float = 0.0,
+) -> Sparse:
+    """Choose k entries of gradient + residual, keep the rest; the specification of
+    `native.select_with_residual`.
+    """
+    return error_feedback(
+        lambda acc: select(acc, k, seed, rule), gradient, residual, velocity, momentum
+    )
 
 
-def error_feedback(choose_from: Callable[[tf.Tensor], Sparse], gradient: tf.Tensor, residual: tf.Variable,
-                   velocity: tf.Variable | None = None, momentum: float = 0.0) -> Sparse:
-    """Let any choice be made from gradient + residual, and keep in the residual what was not chosen.
+def error_feedback(
+    choose_from: Callable[[tf.Tensor], Sparse],
+    gradient: tf.Tensor,
+    residual: tf.Variable,
+    velocity: tf.Variable | None = None,
+    momentum: float = 0.0,
+) -> Sparse:
+    """Let any choice be made from gradient + residual, and keep in the residual what was not
+    chosen.
 
-    With a velocity u, from the accumulated velocity in place of the accumulated gradient, so that delayed entries keep their
+    With a velocity u, from the accumulated velocity in place of the accumulated gradient, so that
+    delayed entries keep their
     momentum:
 
-        u = momentum u + g;   acc = r + u;   the chosen entries of acc travel, and u and r are zeroed there (factor masking)
+        u = momentum u + g;   acc = r + u;   the chosen entries of acc travel, and u and r are
+        zeroed there (factor masking)
 
-    Args: choose_from: float32 [n] -> Sparse; gradient: float [n]; residual, velocity: float32 [n] variables, updated in place;
-    momentum in [0, 1). A NaN or infinite sum leaves the entries of both as they were, chosen or not.
-    Returns: what was chosen. **Cost:** some five passes besides the choice, four more with a velocity.
-    **Source:** Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Stich et al., Sparsified SGD with Memory, 2018; Lin et
-    al., Deep Gradient Compression, 2018, section 3.2 and Algorithm 4, for the velocity.
+    Args: choose_from: float32 [n] -> Sparse; gradient: float [n]; residual, velocity: float32 [n]
+    variables, updated in place; momentum in [0, 1). A NaN or infinite sum leaves the entries of
+    both as they were, chosen or not.
+    Returns: what was chosen. **Cost:** some five passes besides the choice, four more with a
+    velocity.
+    **Source:** Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Stich et al., Sparsified SGD
+    with Memory, 2018; Lin et al., Deep Gradient Compression, 2018, section 3.2 and Algorithm 4, for
+    the velocity.
     """
     old = tf.convert_to_tensor(residual)
     moved = tf.cast(gradient, tf.float32)
@@ -98,48 +130,61 @@ def error_feedback(choose_from: Callable[[tf.Tensor], Sparse], gradient: tf.Tens
 
 
 def choose(acc: tf.Tensor, k: int, seed: int, rule: str) -> tf.Tensor:
-    """Return the indices, int32 [k] ascending, that `rule` chooses of float32 [n]; NaN and Inf come before all else.
+    """Return the indices, int32 [k] ascending, that `rule` chooses of float32 [n]; NaN and Inf come
+    before all else.
 
-    Where k is a number, the result's shape is known while tracing: collectives count their bytes then.
+    Where k is a number, the result's shape is known while tracing: collectives count their bytes
+    then.
     """
     k, size = tf.cast(k, tf.int32), tf.size(acc)
     checks = [
-        tf.debugging.assert_less_equal(k, size, f"`k` must be in [1, n] for rule {rule!r}. Keep this variable dense."),
-        tf.debugging.assert_greater_equal(k, tf.minimum(size, 1), f"`k` must be in [1, n] for rule {rule!r}. Raise `density`."),
+        tf.debugging.assert_less_equal(
+            k, size, f"`k` must be in [1, n] for rule {rule!r}. Keep this variable dense."
+        ),
+        tf.debugging.assert_greater_equal(
+            k, tf.minimum(size, 1), f"`k` must be in [1, n] for rule {rule!r}. Raise `density`."
+        ),
     ]
     with tf.control_dependencies(checks):
         key = tf.where(keys(acc) >= NOT_FINITE, 0x7FFFFFFF, keys(acc))
     if rule == "exact":
-        return tf.sort(tf.math.top_k(key, k, sorted=True).indices)  # of equal keys, top_k takes the lowest index
-    indices = tf.cond(tf.equal(size, 0), lambda: tf.zeros([0], tf.int32), lambda: _choose_mstopk(key, k, seed))
+        # of equal keys, top_k takes the lowest index
+        return tf.sort(tf.math.top_k(key, k, sorted=True).indices)
+    indices = tf.cond(
+        tf.equal(size, 0), lambda: tf.zeros([0], tf.int32), lambda: _choose_mstopk(key, k, seed)
+    )
     indices.set_shape([tf.get_static_value(k)])
     return indices
 
 
 def _choose_mstopk(key: tf.Tensor, k: tf.Tensor, seed: int) -> tf.Tensor:
     bins = tf.bitwise.right_shift(key, BAND_SHIFT)
-    reached = tf.cumsum(tf.math.bincount(bins, minlength=BANDS, maxlength=BANDS), reverse=True)  # entries in this bin and above
+    # entries in this bin and above
+    reached = tf.cumsum(tf.math.bincount(bins, minlength=BANDS, maxlength=BANDS), reverse=True)
     band = tf.reduce_max(tf.where(reached >= k)[:, 0])  # the bin of the k-th largest
     above = tf.cast(tf.where(bins > tf.cast(band, tf.int32))[:, 0], tf.int32)
     inside = tf.cast(tf.where(tf.equal(bins, tf.cast(band, tf.int32)))[:, 0], tf.int32)
     need = k - tf.size(above)
     # Non-finite entries alone reach k: they are all alike, and the lowest indices go first.
     offset = tf.where(band == BANDS - 1, 0, below(seed, tf.size(inside) - need + 1))
-    return tf.sort(tf.concat([above, inside[offset:offset + need]], 0))
+    return tf.sort(tf.concat([above, inside[offset : offset + need]], 0))
 
 
 def merge(indices: tf.Tensor, values: tf.Tensor, size: int) -> tf.Tensor:
     """Add (index, value) pairs into zeros: float32 [size]; the specification of `native.merge`.
 
-    CPUs only add in the order of the list here; elsewhere the order, and so the last bit, is TensorFlow's choice.
+    CPUs only add in the order of the list here; elsewhere the order, and so the last bit, is
+    TensorFlow's choice.
     """
     return tf.math.unsorted_segment_sum(values, indices, size)
 
 
 def algorithm1(x: tf.Tensor, k: int, searches: int = 30, seed: int = 0) -> Sparse:
-    """Choose k entries of float32 [n] by Algorithm 1 as printed: a pass over |x| for each threshold tried.
+    """Choose k entries of float32 [n] by Algorithm 1 as printed: a pass over |x| for each threshold
+    tried.
 
-    Where no threshold with at most k entries is found, the upper one is infinite here (printed: 0, which takes everything).
+    Where no threshold with at most k entries is found, the upper one is infinite here (printed: 0,
+    which takes everything).
     **Cost:** searches + 5 passes. **Source:** Shi et al. 2021, Algorithm 1.
     """
     a = tf.abs(tf.convert_to_tensor(x))
@@ -160,7 +205,7 @@ def algorithm1(x: tf.Tensor, k: int, searches: int = 30, seed: int = 0) -> Spars
     inside = tf.cast(tf.where((a < upper) & (a >= lower))[:, 0], tf.int32)
     need = k - tf.size(above)
     offset = below(seed, tf.size(inside) - need + 1)
-    indices = tf.concat([above, inside[offset:offset + need]], 0)
+    indices = tf.concat([above, inside[offset : offset + need]], 0)
     return Sparse(indices, tf.gather(x, indices), _size(a))
 
 
@@ -180,22 +225,32 @@ def value_dtype(wire: str) -> tf.DType:
 def wire_words(k: int, size: int, wire: str) -> tuple[int, int, int]:
     """Return the int32 words of a buffer's parts: counts, indices or offsets, values."""
     values = -(-k * value_dtype(wire).size // 4)
-    return (-(-size // BLOCK), (k + 1) // 2, values) if wire.startswith("block16") else (0, k, values)
+    return (
+        (-(-size // BLOCK), (k + 1) // 2, values) if wire.startswith("block16") else (0, k, values)
+    )
 
 
 def wire_encode(sparse: Sparse, wire: str) -> tf.Tensor:
-    """Write k entries as int32 words; ops/kernels/wire.h has the layout, the module `wire` the formats."""
+    """Write k entries as int32 words; ops/kernels/wire.h has the layout, the module `wire` the
+    formats.
+    """
     values = _to_words(tf.cast(sparse.values, value_dtype(wire)))
     if not wire.startswith("block16"):
         return tf.concat([sparse.indices, values], axis=0)
-    ends = tf.searchsorted(sparse.indices, _block_starts(sparse.size) + (BLOCK - 1), side="right", out_type=tf.int32)
+    ends = tf.searchsorted(
+        sparse.indices, _block_starts(sparse.size) + (BLOCK - 1), side="right", out_type=tf.int32
+    )
     counts = ends - tf.concat([[0], ends[:-1]], axis=0)
     offsets = tf.cast(tf.bitwise.bitwise_and(sparse.indices, BLOCK - 1), tf.uint16)
     return tf.concat([counts, _to_words(offsets), values], axis=0)
 
 
-def wire_decode(words: tf.Tensor, k: int, size: int, wire: str, shards: int = 1) -> tuple[tf.Tensor, tf.Tensor]:
-    """Read the entries of p buffers, one after another, p / shards for each shard: int32 [p * k] indices, float32 [p * k] values."""
+def wire_decode(
+    words: tf.Tensor, k: int, size: int, wire: str, shards: int = 1
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Read the entries of p buffers, one after another, p / shards for each shard: int32 [p * k]
+    indices, float32 [p * k] values.
+    """
     parts = wire_words(k, size, wire)
     counts, places, last = tf.split(tf.reshape(words, [-1, sum(parts)]), parts, axis=1)
     values = tf.reshape(tf.cast(_from_words(last, k, value_dtype(wire)), tf.float32), [-1])
@@ -204,7 +259,9 @@ def wire_decode(words: tf.Tensor, k: int, size: int, wire: str, shards: int = 1)
         starts = tf.tile(_block_starts(size), [tf.shape(counts)[0]])
         offsets = tf.reshape(tf.cast(_from_words(places, k, tf.uint16), tf.int32), [-1])
         indices = tf.repeat(starts, tf.reshape(counts, [-1])) + offsets
-    return tf.reshape(tf.reshape(indices, [shards, -1]) + size * tf.range(shards)[:, None], [-1]), values
+    return tf.reshape(
+        tf.reshape(indices, [shards, -1]) + size * tf.range(shards)[:, None], [-1]
+    ), values
 
 
 def _block_starts(size: int) -> tf.Tensor:
@@ -214,13 +271,18 @@ def _block_starts(size: int) -> tf.Tensor:
 def _to_words(entries: tf.Tensor) -> tf.Tensor:
     if entries.dtype.size == 4:
         return tf.bitcast(entries, tf.int32)
-    return tf.bitcast(tf.reshape(tf.pad(tf.bitcast(entries, tf.int16), [[0, _size(entries) % 2]]), [-1, 2]), tf.int32)
+    return tf.bitcast(
+        tf.reshape(tf.pad(tf.bitcast(entries, tf.int16), [[0, _size(entries) % 2]]), [-1, 2]),
+        tf.int32,
+    )
 
 
 def _from_words(words: tf.Tensor, k: int, dtype: tf.DType) -> tf.Tensor:
     if dtype.size == 4:
         return tf.bitcast(words, dtype)
-    return tf.bitcast(tf.reshape(tf.bitcast(words, tf.int16), [-1, 2 * words.shape[1]])[:, :k], dtype)
+    return tf.bitcast(
+        tf.reshape(tf.bitcast(words, tf.int16), [-1, 2 * words.shape[1]])[:, :k], dtype
+    )
 
 
 def _crc32c_row(byte: int) -> int:

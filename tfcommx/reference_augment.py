@@ -1,9 +1,12 @@
-"""What the native augmentation does, in plain Python and TensorFlow: the readable specification, and the way without a library.
+"""What the native augmentation does, in plain Python and TensorFlow: the readable specification,
+and the way without a library.
 
-The windows are exact; the pixels of the native op (ops/kernels/augment.h) agree within 1/255 per value.
-Source: He et al. and the Inception papers' random-resized-crop as torchvision draws it (ten attempts, then a centre crop).
-`tf.image.sample_distorted_bounding_box` draws the crop's height, and not its area, uniformly: its crops are smaller (of a picture of
-375 x 500 with the same bounds 0.38 of the area in the mean, where these have 0.43). It gives up at the whole image.
+The windows are exact; the pixels of the native op (ops/kernels/augment.h) agree within 1/255 per
+value.
+Source: He et al. and the Inception papers' random-resized-crop as torchvision draws it (ten
+attempts, then a centre crop). `tf.image.sample_distorted_bounding_box` draws the crop's height, and
+not its area, uniformly: its crops are smaller (of a picture of 375 x 500 with the same bounds 0.38
+of the area in the mean, where these have 0.43). It gives up at the whole image.
 """
 
 from __future__ import annotations
@@ -17,11 +20,16 @@ import numpy as np
 class Rule(NamedTuple):
     """How windows are drawn."""
 
-    crop: str = "whole"  # random, center or whole
-    flip: bool = False  # left-right, for every second sample
-    area: tuple[float, float] = (0.08, 1.0)  # of the image, in (0, 1]
-    aspect: tuple[float, float] = (3 / 4, 4 / 3)  # width / height, > 0
-    center: float = 0.875  # side of the centre crop / short side of the image, in (0, 1]
+    # Random, center or whole
+    crop: str = "whole"
+    # Left-right, for every second sample
+    flip: bool = False
+    # Of the image, in (0, 1]
+    area: tuple[float, float] = (0.08, 1.0)
+    # Width / height, > 0
+    aspect: tuple[float, float] = (3 / 4, 4 / 3)
+    # Side of the centre crop / short side of the image, in (0, 1]
+    center: float = 0.875
     seed: int = 0
 
 
@@ -36,7 +44,9 @@ class Window(NamedTuple):
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """Hash uint64 values to uint64 values: splitmix64's finaliser. Same shape; wraps modulo 2^64."""
+    """Hash uint64 values to uint64 values: splitmix64's finaliser. Same shape; wraps
+    modulo 2^64.
+    """
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -44,7 +54,9 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def draws(*stream: int, of: np.ndarray) -> np.ndarray:
-    """Return a uint64 for every entry of `of`, a pure function of the integers `stream` and the entry."""
+    """Return a uint64 for every entry of `of`, a pure function of the integers `stream` and the
+    entry.
+    """
     state = np.zeros(1, np.uint64)
     for number in stream:
         state = mix(state + np.array([number % 2**64], np.uint64))
@@ -70,11 +82,17 @@ def window_of(rule: Rule, epoch: int, sample: int, height: int, width: int) -> W
         side = round(min(height, width) * rule.center)
         return centered(side, side)
     # the native op holds its bounds as float32
-    area_low, area_high, aspect_low, aspect_high = (float(np.float32(bound)) for bound in (*rule.area, *rule.aspect))
+    area_low, area_high, aspect_low, aspect_high = (
+        float(np.float32(bound)) for bound in (*rule.area, *rule.aspect)
+    )
     for attempt in range(10):
-        area, aspect, down, right = (uniform(rule.seed, epoch, sample, 1 + 4 * attempt + k) for k in range(4))
+        area, aspect, down, right = (
+            uniform(rule.seed, epoch, sample, 1 + 4 * attempt + k) for k in range(4)
+        )
         area = height * width * (area_low + area * (area_high - area_low))
-        aspect = math.exp(math.log(aspect_low) + aspect * (math.log(aspect_high) - math.log(aspect_low)))
+        aspect = math.exp(
+            math.log(aspect_low) + aspect * (math.log(aspect_high) - math.log(aspect_low))
+        )
         w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
             return Window(int(down * (height - h + 1)), int(right * (width - w + 1)), h, w, flip)
@@ -86,7 +104,12 @@ def window_of(rule: Rule, epoch: int, sample: int, height: int, width: int) -> W
 
 
 def augment(
-    image: Any, window: Window, size: tuple[int, int], dtype: Any, mean: tuple[float, ...], std: tuple[float, ...]
+    image: Any,
+    window: Window,
+    size: tuple[int, int],
+    dtype: Any,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
 ) -> Any:
     """Cut, resize, mirror and normalise one image.
 

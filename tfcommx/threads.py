@@ -21,19 +21,30 @@ class _Meeting:
         self.topology = topology
         self.lock = threading.Condition()
         self.rooms: dict[Any, dict[int, Any]] = {}
-        self.letters: dict[tuple[int, int, int], deque[np.ndarray]] = {}  # (source, target, tag) -> messages, oldest first
+        # (source, target, tag) -> messages, oldest first
+        self.letters: dict[tuple[int, int, int], deque[np.ndarray]] = {}
         self.failure: BaseException | None = None
 
-    def exchange(self, ranks: tuple[int, ...], turn: int, rank: int, label: str, item: Any) -> list[Any]:
-        """Wait until all of `ranks` are here for the same turn; return their items in rank order."""
+    def exchange(
+        self, ranks: tuple[int, ...], turn: int, rank: int, label: str, item: Any
+    ) -> list[Any]:
+        """Wait until all of `ranks` are here for the same turn; return their items in rank
+        order.
+        """
         with self.lock:
             room = self.rooms.setdefault((ranks, turn), {})
             room[rank] = (label, item)
             self.lock.notify_all()
-            if not self.lock.wait_for(lambda: self.failure is not None or len(room) == len(ranks), timeout=60):
-                self.failure = TimeoutError(f"Rank {rank} waited for ranks {sorted(set(ranks) - set(room))} in {label!r}.")
+            if not self.lock.wait_for(
+                lambda: self.failure is not None or len(room) == len(ranks), timeout=60
+            ):
+                self.failure = TimeoutError(
+                    f"Rank {rank} waited for ranks {sorted(set(ranks) - set(room))} in {label!r}."
+                )
             if self.failure is not None:
-                raise RuntimeError(f"Rank {rank} was left alone in {label!r}: {self.failure}") from self.failure
+                raise RuntimeError(
+                    f"Rank {rank} was left alone in {label!r}: {self.failure}"
+                ) from self.failure
         labels = {text for text, _ in room.values()}
         if len(labels) > 1:
             raise RuntimeError(f"Ranks {ranks} met in different collectives: {sorted(labels)}.")
@@ -41,7 +52,9 @@ class _Meeting:
 
 
 class _ThreadPost:
-    """Messages between threads: a send leaves a copy, so it is done at once; a request to receive is (array, letters)."""
+    """Messages between threads: a send leaves a copy, so it is done at once; a request to receive
+    is (array, letters).
+    """
 
     def __init__(self, rank: int, meeting: _Meeting) -> None:
         self.rank, self.meeting = rank, meeting
@@ -53,35 +66,51 @@ class _ThreadPost:
             self.meeting.letters.setdefault((self.rank, target, tag), deque()).append(array.copy())
             self.meeting.lock.notify_all()
 
-    def receive(self, array: np.ndarray, source: int, tag: int) -> tuple[np.ndarray, int, deque[np.ndarray]]:
+    def receive(
+        self, array: np.ndarray, source: int, tag: int
+    ) -> tuple[np.ndarray, int, deque[np.ndarray]]:
         with self.meeting.lock:
             return array, source, self.meeting.letters.setdefault((source, self.rank, tag), deque())
 
     def wait_any(self, requests: list[Any]) -> int:
         meeting = self.meeting
         with meeting.lock:
-            def ready() -> list[int]:
-                return [place for place, request in enumerate(requests) if request is None or request[2]]
 
-            if not meeting.lock.wait_for(lambda: meeting.failure is not None or ready(), timeout=60):
+            def ready() -> list[int]:
+                return [
+                    place for place, request in enumerate(requests) if request is None or request[2]
+                ]
+
+            if not meeting.lock.wait_for(
+                lambda: meeting.failure is not None or ready(), timeout=60
+            ):
                 awaited = sorted({request[1] for request in requests})
-                meeting.failure = TimeoutError(f"Rank {self.rank} waited for messages of ranks {awaited}.")
+                meeting.failure = TimeoutError(
+                    f"Rank {self.rank} waited for messages of ranks {awaited}."
+                )
             if meeting.failure is not None:
-                raise RuntimeError(f"Rank {self.rank} was left alone: {meeting.failure}") from meeting.failure
+                raise RuntimeError(
+                    f"Rank {self.rank} was left alone: {meeting.failure}"
+                ) from meeting.failure
             place = ready()[0]
             if requests[place] is not None:
                 array, source, letters = requests[place]
                 letter = letters.popleft()
                 if letter.shape != array.shape:
-                    raise RuntimeError(f"Rank {self.rank} expected {array.shape} from rank {source}. Received {letter.shape}.")
+                    raise RuntimeError(
+                        f"Rank {self.rank} expected {array.shape} from rank {source}. Received "
+                        f"{letter.shape}."
+                    )
                 array[...] = letter
             return place
 
 
 class ThreadComm(Comm):
-    """p ranks as p threads of one process, in eager mode: for law tests and corner cases, not for speed.
+    """p ranks as p threads of one process, in eager mode: for law tests and corner cases, not for
+    speed.
 
-    Sums are taken in rank order, in the tensor's own dtype. Ranks that meet in collectives of different names are an error.
+    Sums are taken in rank order, in the tensor's own dtype. Ranks that meet in collectives of
+    different names are an error.
     """
 
     def __init__(self, rank: int, meeting: _Meeting) -> None:
@@ -93,7 +122,9 @@ class ThreadComm(Comm):
 
     @staticmethod
     def run(topology: Topology, work: Callable[[Comm], Any]) -> list[Any]:
-        """Call `work(comm)` as every rank of the topology; return the results in rank order, or raise the first failure."""
+        """Call `work(comm)` as every rank of the topology; return the results in rank order, or
+        raise the first failure.
+        """
         meeting, results = _Meeting(topology), [None] * topology.size
         failures: list[tuple[int, BaseException]] = []
 
@@ -138,13 +169,21 @@ class ThreadComm(Comm):
     def _allreduce(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
         return self._sum(tensor, group, f"allreduce {name}")
 
-    def _allreduce_list(self, tensors: list[tf.Tensor], name: str, average: bool) -> list[tf.Tensor]:
+    def _allreduce_list(
+        self, tensors: list[tf.Tensor], name: str, average: bool
+    ) -> list[tf.Tensor]:
         sums = [self._allreduce(tensor, "world", f"{name}/{i}") for i, tensor in enumerate(tensors)]
-        return [total / tf.cast(self.topology.size, total.dtype) for total in sums] if average else sums
+        return (
+            [total / tf.cast(self.topology.size, total.dtype) for total in sums]
+            if average
+            else sums
+        )
 
     def _reduce_scatter(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
         ranks = self.members(group)
-        return tf.split(self._sum(tensor, group, f"reduce_scatter {name}"), len(ranks))[ranks.index(self.rank)]
+        return tf.split(self._sum(tensor, group, f"reduce_scatter {name}"), len(ranks))[
+            ranks.index(self.rank)
+        ]
 
     def _all_gather(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
         return tf.concat(self._meet(group, f"all_gather {name}", tensor), axis=0)
@@ -152,7 +191,13 @@ class ThreadComm(Comm):
     def _alltoall(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
         ranks = self.members(group)
         mine = ranks.index(self.rank)
-        return tf.concat([tf.split(other, len(ranks))[mine] for other in self._meet(group, f"alltoall {name}", tensor)], axis=0)
+        return tf.concat(
+            [
+                tf.split(other, len(ranks))[mine]
+                for other in self._meet(group, f"alltoall {name}", tensor)
+            ],
+            axis=0,
+        )
 
     def _broadcast(self, tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
         return self._meet("world", f"broadcast {name}", tensor)[root]

@@ -30,17 +30,20 @@ EVALUATION_BATCH = 500  # images; large enough to be fast, small enough to stay 
 class Timing(keras.callbacks.Callback):
     """Measures where an epoch's seconds go on this rank.
 
-    - `data`: from the start of a step until its batch has arrived, read inside the step by `tf.timestamp`.
-    - `step`: from then until the step has ended: forward, backward, exchange (with the wait for slower ranks) and update.
-      They overlap, so they are one number.
-    - `first_step`: the whole first step of a phase, in which TensorFlow traces and compiles the step.
+    - `data`: from the start of a step until its batch has arrived, read inside the step by
+      `tf.timestamp`.
+    - `step`: from then until the step has ended: forward, backward, exchange (with the wait for
+      slower ranks) and update. They overlap, so they are one number.
+    - `first_step`: the whole first step of a phase, in which TensorFlow traces and compiles the
+      step.
     - `evaluation`: measured by Evaluation.
     - `other`: the rest of the epoch: averaging, comparing, reporting.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.arrived = tf.Variable(0.0, dtype=tf.float64, trainable=False)  # seconds since 1970 when the batch was there
+        # seconds since 1970 when the batch was there
+        self.arrived = tf.Variable(0.0, dtype=tf.float64, trainable=False)
         self.seconds: dict[str, float] = {}
         self.epoch_start = 0.0
 
@@ -84,7 +87,8 @@ class Timing(keras.callbacks.Callback):
 class LearningRate(keras.callbacks.Callback):
     """Sets the learning rate of every step from the recipe.
 
-    A callback and not a Keras schedule, so that the saved optimizer needs nothing of ours to be loaded.
+    A callback and not a Keras schedule, so that the saved optimizer needs nothing of ours to be
+    loaded.
     """
 
     def __init__(self, recipe: Recipe, steps_per_epoch: int, global_batch: int) -> None:
@@ -101,7 +105,8 @@ class LearningRate(keras.callbacks.Callback):
 
 
 class Evaluation(keras.callbacks.Callback):
-    """At each epoch's end counts the test images that the model gets right, at the phase's resolution.
+    """At each epoch's end counts the test images that the model gets right, at the phase's
+    resolution.
 
     Every rank takes its own part of the test set; the counts are summed exactly. **Ranks:** all.
     """
@@ -110,7 +115,9 @@ class Evaluation(keras.callbacks.Callback):
         super().__init__()
         self.comm, self.timing = comm, timing
         part = slice(comm.rank, None, comm.topology.size)
-        self.test = tf.data.Dataset.from_tensor_slices((test_x[part], test_y[part])).batch(EVALUATION_BATCH)
+        self.test = tf.data.Dataset.from_tensor_slices((test_x[part], test_y[part])).batch(
+            EVALUATION_BATCH
+        )
         self.resolution = test_x.shape[1]
 
     def at(self, resolution: int) -> None:
@@ -132,12 +139,26 @@ class Evaluation(keras.callbacks.Callback):
 
 
 class Rows(keras.callbacks.Callback):
-    """Keeps one row of numbers per epoch, and shows it on rank 0. Comes last: it reads what the others put into the logs."""
+    """Keeps one row of numbers per epoch, and shows it on rank 0. Comes last: it reads what the
+    others put into the logs.
+    """
 
-    def __init__(self, recipe: Recipe, timing: Timing, compare: Any, cache: DataCache, images_per_epoch: int,
-                 progress: report.Progress) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        timing: Timing,
+        compare: Any,
+        cache: DataCache,
+        images_per_epoch: int,
+        progress: report.Progress,
+    ) -> None:
         super().__init__()
-        self.phases, self.schemes, self.timing, self.compare = recipe.phase_of_epoch(), recipe.scheme_of_epoch(), timing, compare
+        self.phases, self.schemes, self.timing, self.compare = (
+            recipe.phase_of_epoch(),
+            recipe.scheme_of_epoch(),
+            timing,
+            compare,
+        )
         self.cache = cache
         self.images, self.progress = images_per_epoch, progress
         self.rows: list[dict[str, Any]] = []
@@ -149,28 +170,43 @@ class Rows(keras.callbacks.Callback):
         logs, phase, scheme = logs or {}, self.phases[epoch], self.schemes[epoch]
         seconds = self.timing.finish()
         busy = seconds["data"] + seconds["step"] + seconds["first_step"]
-        self.rows.append({
-            "epoch": epoch + 1, "resolution": phase.resolution, "route": scheme.route,
-            "selection": scheme.selection, "density": scheme.density,
-            "loss": float(logs["loss"]), "train_accuracy": float(logs["accuracy"]), "test_accuracy": logs["test_accuracy"],
-            "images_per_second": self.images / busy, "replicas_identical": bool(self.compare.identical),
-            "seconds": {kind: round(value, 3) for kind, value in seconds.items()},
-            "loader": {name: round(value, 6) for name, value in self.cache.report(epoch).items()},
-        })
+        self.rows.append(
+            {
+                "epoch": epoch + 1,
+                "resolution": phase.resolution,
+                "route": scheme.route,
+                "selection": scheme.selection,
+                "density": scheme.density,
+                "loss": float(logs["loss"]),
+                "train_accuracy": float(logs["accuracy"]),
+                "test_accuracy": logs["test_accuracy"],
+                "images_per_second": self.images / busy,
+                "replicas_identical": bool(self.compare.identical),
+                "seconds": {kind: round(value, 3) for kind, value in seconds.items()},
+                "loader": {
+                    name: round(value, 6) for name, value in self.cache.report(epoch).items()
+                },
+            }
+        )
         self.progress.epoch(self.rows[-1])
 
 
-def train(recipe: Recipe, output_folder: Path, resume: bool = False, terminal: str | None = None) -> dict[str, Any]:
-    """Train as the recipe says; write a checkpoint after every epoch and, at the end, the report into `output_folder`.
+def train(
+    recipe: Recipe, output_folder: Path, resume: bool = False, terminal: str | None = None
+) -> dict[str, Any]:
+    """Train as the recipe says; write a checkpoint after every epoch and, at the end, the report
+    into `output_folder`.
 
     Args:
-        resume: continue after the last whole checkpoint in `output_folder`, if there is one, with its residuals. The summary
-            then covers the epochs since.
-        terminal: device file of a terminal for the progress bar, where rank 0's own output is a pipe.
+        resume: continue after the last whole checkpoint in `output_folder`, if there is one, with
+            its residuals. The summary then covers the epochs since.
+        terminal: device file of a terminal for the progress bar, where rank 0's own output is a
+            pipe.
 
-    Returns: the summary, as in `summary.json`. `seconds` is the wall-clock time of this call, all but the report's files;
-        `images_per_second` counts training images of all ranks over the time in steps, tracing and waiting for data
-        included, evaluation not; bytes are per rank, the whole run; `rows` has the epochs. Times are this rank's own.
+    Returns: the summary, as in `summary.json`. `seconds` is the wall-clock time of this call, all
+        but the report's files; `images_per_second` counts training images of all ranks over the
+        time in steps, tracing and waiting for data included, evaluation not; bytes are per rank,
+        the whole run; `rows` has the epochs. Times are this rank's own.
 
     **Ranks:** all, with the same recipe. **Raises:** PlanError and DataError before the first step.
     """
@@ -183,23 +219,43 @@ def train(recipe: Recipe, output_folder: Path, resume: bool = False, terminal: s
     train_x, train_y, test_x, test_y = fashion_mnist.load(fashion_mnist.fetch(recipe.data.folder))
     classes = len(fashion_mnist.CLASSES)
     global_batch = recipe.batch_per_rank * ranks
-    cache = DataCache(Arrays(train_x, train_y, fashion_mnist.CLASSES, recipe.data.set), comm.topology, comm.rank,
-                      Options(seed=recipe.seed, memory=str(recipe.data.memory), partial=True, exchange=recipe.data.exchange,
-                              threads=recipe.threads))  # partial: what finds no room is at hand in the arrays
+    cache = DataCache(
+        Arrays(train_x, train_y, fashion_mnist.CLASSES, recipe.data.set),
+        comm.topology,
+        comm.rank,
+        Options(
+            seed=recipe.seed,
+            memory=str(recipe.data.memory),
+            partial=True,
+            exchange=recipe.data.exchange,
+            # partial: what finds no room is at hand in the arrays
+            threads=recipe.threads,
+        ),
+    )
     steps = cache.steps(serving.Phase(recipe.batch_per_rank))
     if not steps:
-        raise cx.PlanError(f"A step needs batch_per_rank * ranks <= {len(train_x)} images. Received {recipe.batch_per_rank} "
-                           f"* {ranks}. Lower batch_per_rank.")
+        raise cx.PlanError(
+            f"A step needs batch_per_rank * ranks <= {len(train_x)} images. Received "
+            f"{recipe.batch_per_rank} "
+            f"* {ranks}. Lower batch_per_rank."
+        )
 
     keras.utils.set_random_seed(recipe.seed)
     model = small_cnn(recipe.model.filters, recipe.model.residual, classes)
     saved = output_folder / "checkpoint"
     held = checkpoint.next_epoch(saved)
     if held and not resume and comm.rank == 0:
-        log.warning("The first epoch replaces the checkpoint of %d epochs in %s. Stop now and add --resume to continue it.", held, saved)
+        log.warning(
+            "The first epoch replaces the checkpoint of %d epochs in %s. Stop now and add "
+            "--resume to continue it.",
+            held,
+            saved,
+        )
     first = held if resume else 0
     if first >= recipe.epochs:
-        raise cx.PlanError(f"A resumed run needs epochs left to train. {saved} holds {first} of {recipe.epochs}.")
+        raise cx.PlanError(
+            f"A resumed run needs epochs left to train. {saved} holds {first} of {recipe.epochs}."
+        )
     schemes = recipe.scheme_of_epoch()
     optimizer = compiled(model, recipe, schemes[first])
     if resume:
@@ -208,16 +264,30 @@ def train(recipe: Recipe, output_folder: Path, resume: bool = False, terminal: s
     timing, compare = Timing(), callbacks.CompareReplicas()
     timing.watch(model)
     evaluation = Evaluation(comm, test_x, test_y, timing)
-    progress = report.Progress(steps * (recipe.epochs - first), recipe.epochs, shown=cx.is_chief(), terminal=terminal)
+    progress = report.Progress(
+        steps * (recipe.epochs - first), recipe.epochs, shown=cx.is_chief(), terminal=terminal
+    )
     rows = Rows(recipe, timing, compare, cache, steps * global_batch, progress)
     first_epochs = np.cumsum([0, *(phase.epochs for phase in recipe.phases)])
     later = range(first + 1, recipe.epochs)
-    switch = callbacks.SwitchScheme({epoch: schemes[epoch] for epoch in later if schemes[epoch] != schemes[epoch - 1]})
-    every_phase = [timing, LearningRate(recipe, steps, global_batch), switch, callbacks.AverageMetrics(),
-                   callbacks.AverageBatchNorm(), compare, evaluation, checkpoint.Checkpoint(saved), rows]
+    switch = callbacks.SwitchScheme(
+        {epoch: schemes[epoch] for epoch in later if schemes[epoch] != schemes[epoch - 1]}
+    )
+    every_phase = [
+        timing,
+        LearningRate(recipe, steps, global_batch),
+        switch,
+        callbacks.AverageMetrics(),
+        callbacks.AverageBatchNorm(),
+        compare,
+        evaluation,
+        checkpoint.Checkpoint(saved),
+        rows,
+    ]
     begin = [callbacks.BroadcastState()]
     if comm.rank == 0:
-        with contextlib.suppress(OSError):  # of a run before: `tfcommx report` would show it for this one
+        # of a run before: `tfcommx report` would show it for this one
+        with contextlib.suppress(OSError):
             (output_folder / "summary.json").unlink()
 
     with progress:
@@ -225,15 +295,25 @@ def train(recipe: Recipe, output_folder: Path, resume: bool = False, terminal: s
             epochs = range(max(first, int(first_epochs[number])), int(first_epochs[number + 1]))
             if not epochs:
                 continue
-            served = serving.Phase(recipe.batch_per_rank, phase.resolution, flip=recipe.data.flip, std=(1 / 255,))  # 0 to 255
+            # 0 to 255
+            served = serving.Phase(
+                recipe.batch_per_rank, phase.resolution, flip=recipe.data.flip, std=(1 / 255,)
+            )
             shift = round(recipe.data.shift * phase.resolution / train_x.shape[1])
             evaluation.at(phase.resolution)
             for piece in served_in_one_go(epochs, recipe.data.exchange):
                 if piece.start > first:
                     cache.swap(comm, piece.start)
                 batches = images.training_batches(cache, served, piece, classes, shift)
-                model.fit(batches, initial_epoch=piece.start, epochs=piece.stop, steps_per_epoch=steps, verbose=0, shuffle=False,
-                          callbacks=[*begin, *every_phase])
+                model.fit(
+                    batches,
+                    initial_epoch=piece.start,
+                    epochs=piece.stop,
+                    steps_per_epoch=steps,
+                    verbose=0,
+                    shuffle=False,
+                    callbacks=[*begin, *every_phase],
+                )
                 begin = []
 
     cache.close()
@@ -265,10 +345,19 @@ def compiled(model: keras.Model, recipe: Recipe, scheme: cx.Scheme) -> keras.opt
     """Compile the model with the recipe's optimizer, made distributed; return the optimizer."""
     chosen = recipe.optimizer
     optimizer = cx.DistributedOptimizer(
-        keras.optimizers.SGD(0.0, momentum=chosen.momentum, nesterov=chosen.nesterov, weight_decay=chosen.weight_decay or None),
-        scheme=scheme, links=recipe.links)
+        keras.optimizers.SGD(
+            0.0,
+            momentum=chosen.momentum,
+            nesterov=chosen.nesterov,
+            weight_decay=chosen.weight_decay or None,
+        ),
+        scheme=scheme,
+        links=recipe.links,
+    )
     # Decay pulls weights to zero; scales, offsets and biases have no reason to be small.
     optimizer.exclude_from_weight_decay(var_names=["gamma", "beta", "bias"])
-    loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=recipe.label_smoothing)
+    loss = keras.losses.CategoricalCrossentropy(
+        from_logits=True, label_smoothing=recipe.label_smoothing
+    )
     model.compile(optimizer, loss=loss, metrics=["accuracy"], jit_compile=False)
     return optimizer

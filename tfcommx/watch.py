@@ -1,9 +1,11 @@
-"""Law 7, "no hang": when a rank is missing, every other rank ends within a bounded time, with an error that names it.
+"""Law 7, "no hang": when a rank is missing, every other rank ends within a bounded time, with an
+error that names it.
 
-Horovod's collectives wait for a rank that was stopped, or whose machine or network is gone, and their own time limits name
-nobody. Beside each rank runs a small process (watcher.py) that exchanges heart-beats with the other ranks' over TCP; a thread
-of the rank waits for its alarm. A rank that ends as it should, early or late, says so and is no longer missed. A rank that
-computes, traces or compiles for however long is not missed: only one that is stopped, dead or cut off.
+Horovod's collectives wait for a rank that was stopped, or whose machine or network is gone, and
+their own time limits name nobody. Beside each rank runs a small process (watcher.py) that exchanges
+heart-beats with the other ranks' over TCP; a thread of the rank waits for its alarm. A rank that
+ends as it should, early or late, says so and is no longer missed. A rank that computes, traces or
+compiles for however long is not missed: only one that is stopped, dead or cut off.
 
     what happens to a rank             noticed                      said of it
     its process is killed or crashes   at once                      its process has ended
@@ -11,7 +13,8 @@ computes, traces or compiles for however long is not missed: only one that is st
     it is stopped, its machine or      after `limit` seconds        not heard of for 20 s
     network is gone
 
-**Cost:** one process of about 10 MB per rank, asleep but for 10 messages of 2 bytes to each other rank per `limit` seconds.
+**Cost:** one process of about 10 MB per rank, asleep but for 10 messages of 2 bytes to each other
+rank per `limit` seconds.
 """
 
 from __future__ import annotations
@@ -32,15 +35,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-LIMIT_SECONDS = 20.0  # less than the 30 s after which Gloo gives up; more than TCP needs to go on after a link was away for 5 s
-LAUNCHER_SECONDS = 2.0  # between the error and the end: the launcher names the rank that ended first, let it be the culprit
-GONE = "Horovod has been shut down"  # in the error of Horovod's collectives after one of the ranks is gone
+# less than the 30 s after which Gloo gives up; more than TCP needs to go on after a link was away
+# for 5 s
+LIMIT_SECONDS = 20.0
+# between the error and the end: the launcher names the rank that ended first, let it be the culprit
+LAUNCHER_SECONDS = 2.0
+# in the error of Horovod's collectives after one of the ranks is gone
+GONE = "Horovod has been shut down"
 LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 def addresses(interfaces: list[str]) -> list[str]:
-    """Return this host's IPv4 addresses, of the given interfaces where they are there, else of all; loopback comes last."""
+    """Return this host's IPv4 addresses, of the given interfaces where they are there, else of all;
+    loopback comes last.
+    """
     found: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
@@ -58,37 +67,63 @@ def start(comm: Any, limit: float | None, interfaces: list[str]) -> None:
 
     Args:
         comm: the Comm of this rank.
-        limit: seconds without a sign of life after which a rank is missing, > 0; None: no watch. Rank 0's counts.
+        limit: seconds without a sign of life after which a rank is missing, > 0; None: no watch.
+            Rank 0's counts.
         interfaces: of the network that the ranks were launched on; empty: any.
 
-    **Ranks:** all. **Cost:** one exchange of addresses. An alarm writes one line to stderr, flushes and ends with status 1.
+    **Ranks:** all. **Cost:** one exchange of addresses. An alarm writes one line to stderr, flushes
+    and ends with status 1.
     """
     listening = socket.create_server(("", 0), backlog=comm.topology.size)
-    mine = {"addresses": addresses(interfaces), "port": listening.getsockname()[1], "host": socket.gethostname(),
-            "token": secrets.token_hex(8), "limit": limit}
+    mine = {
+        "addresses": addresses(interfaces),
+        "port": listening.getsockname()[1],
+        "host": socket.gethostname(),
+        "token": secrets.token_hex(8),
+        "limit": limit,
+    }
     every = comm.gather_objects(mine)
     if every[0]["limit"] is None:
         listening.close()
         return
     ours, theirs = socket.socketpair()
     fds = [theirs.fileno(), listening.fileno()]
-    words = [sys.executable, "-I", "-S", str(Path(__file__).with_name("watcher.py")), *map(str, fds)]
+    words = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(Path(__file__).with_name("watcher.py")),
+        *map(str, fds),
+    ]
     subprocess.Popen(words, pass_fds=fds, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     theirs.close()
     listening.close()
-    job = {"rank": comm.rank, "pid": os.getpid(), "token": every[0]["token"], "limit": every[0]["limit"],
-           **{f"{name}s": [row[name] for row in every] for name in ("port", "host")}, "addresses": [row["addresses"] for row in every]}
+    job = {
+        "rank": comm.rank,
+        "pid": os.getpid(),
+        "token": every[0]["token"],
+        "limit": every[0]["limit"],
+        **{f"{name}s": [row[name] for row in every] for name in ("port", "host")},
+        "addresses": [row["addresses"] for row in every],
+    }
     ours.sendall(json.dumps(job).encode() + b"\n")
     failed = _say_how_it_ends(ours)
-    threading.Thread(target=_wait, args=(ours, comm.rank, failed), name="tfcommx-watch", daemon=True).start()
+    threading.Thread(
+        target=_wait, args=(ours, comm.rank, failed), name="tfcommx-watch", daemon=True
+    ).start()
 
 
 def _wait(ours: socket.socket, rank: int, failed: threading.Event) -> None:
     """Wait for the alarm, then end the process, whatever its other threads wait for."""
-    missing = ours.recv(65536).decode() or "the watcher of this rank, a process of its own, has ended."
+    missing = (
+        ours.recv(65536).decode() or "the watcher of this rank, a process of its own, has ended."
+    )
     if not failed.is_set():
-        sys.stderr.write(f"tfcommx: rank {rank} ends, because ranks are missing: {missing} "
-                         "If all other ranks are named, this one was cut off. Start again from the last checkpoint.\n")
+        sys.stderr.write(
+            f"tfcommx: rank {rank} ends, because ranks are missing: {missing} "
+            "If all other ranks are named, this one was cut off. Start again from the last "
+            "checkpoint.\n"
+        )
         sys.stderr.flush()
     time.sleep(LAUNCHER_SECONDS / 2 if failed.is_set() else LAUNCHER_SECONDS)
     sys.stdout.flush()
@@ -96,16 +131,23 @@ def _wait(ours: socket.socket, rank: int, failed: threading.Event) -> None:
 
 
 def _cause_first(text: str) -> str:
-    """Return an error's text in one line, its last line first: TensorFlow tells the cause after the whole stack, before `[[nodes]]`."""
-    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip() and not line.lstrip().startswith("[[")]
+    """Return an error's text in one line, its last line first: TensorFlow tells the cause after the
+    whole stack, before `[[nodes]]`.
+    """
+    lines = [
+        " ".join(line.split())
+        for line in text.splitlines()
+        if line.strip() and not line.lstrip().startswith("[[")
+    ]
     return " ".join(lines[-1:] + lines[:-1])
 
 
 def _say_how_it_ends(ours: socket.socket) -> threading.Event:
-    """At the interpreter's end say bye; after an uncaught exception tell the others instead, and set the returned event.
+    """At the interpreter's end say bye; after an uncaught exception tell the others instead, and
+    set the returned event.
 
-    Horovod raises on every rank when one is gone. That is not this rank's failure: it waits a little for the alarm, which
-    names the one that is.
+    Horovod raises on every rank when one is gone. That is not this rank's failure: it waits a
+    little for the alarm, which names the one that is.
     """
     pid, failed, no_bye, before = os.getpid(), threading.Event(), threading.Event(), sys.excepthook
 

@@ -1,15 +1,19 @@
-"""The watcher: a small process beside each rank that says "alive" for it and notices when another rank is missing.
+"""The watcher: a small process beside each rank that says "alive" for it and notices when another
+rank is missing.
 
-A process of its own, because the rank may hold Python's lock for long (tracing, compilation) without being in trouble, and
-because a stopped rank cannot speak for itself. Started by watch.py with this file's path; knows only the standard library.
+A process of its own, because the rank may hold Python's lock for long (tracing, compilation)
+without being in trouble, and because a stopped rank cannot speak for itself. Started by watch.py
+with this file's path; knows only the standard library.
 
     rank 0 -- watcher 0 ===== TCP, every pair ===== watcher 1 -- rank 1        lines on the wire:
        socket pair                                                             .      alive
-                                                                               bye    ends as it should
-                                                                               lost   JSON: what was noticed
+                                                                               bye    ends as it
+                                                                               should lost   JSON:
+                                                                               what was noticed
 
-A watcher says "alive" while its rank's process exists and is not stopped. It raises the alarm when it has not heard of a
-rank for `limit` seconds, or at once when a rank's connection ends without a bye, or when another watcher raises it.
+A watcher says "alive" while its rank's process exists and is not stopped. It raises the alarm when
+it has not heard of a rank for `limit` seconds, or at once when a rank's connection ends without a
+bye, or when another watcher raises it.
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ import time
 from typing import Any
 
 BEATS = 10  # in `limit` seconds
-GATHER_SECONDS = 0.3  # from the first sign to the alarm: ranks of a node that dies are named together
+# from the first sign to the alarm: ranks of a node that dies are named together
+GATHER_SECONDS = 0.3
 LAST_WORDS_SECONDS = 8.0  # for the rank to end by itself after an alarm, before it is killed
 LINGER_SECONDS = 3.0  # after the rank's end, for a bye to those that have not connected yet
 DIAL_SECONDS = 2.0  # for one address to answer, and for who calls to say who it is
@@ -38,7 +43,8 @@ class Peer:
     def __init__(self, rank: int, now: float) -> None:
         self.rank, self.heard = rank, now
         self.socket: socket.socket | None = None
-        self.dialled: socket.socket | None = None  # by the thread that dials, until the loop takes it over
+        # by the thread that dials, until the loop takes it over
+        self.dialled: socket.socket | None = None
         self.rest = b""  # of a line
         self.done = False  # it said bye
         self.sign: str | None = None  # what is wrong with it
@@ -47,13 +53,21 @@ class Peer:
 class Watcher:
     """The state of one watcher; `run` is its loop."""
 
-    def __init__(self, job: dict[str, Any], listening: socket.socket, to_rank: socket.socket) -> None:
-        self.rank, self.token, self.limit, self.pid = job["rank"], job["token"], job["limit"], job["pid"]
+    def __init__(
+        self, job: dict[str, Any], listening: socket.socket, to_rank: socket.socket
+    ) -> None:
+        self.rank, self.token, self.limit, self.pid = (
+            job["rank"],
+            job["token"],
+            job["limit"],
+            job["pid"],
+        )
         self.addresses: list[list[str]] = job["addresses"]  # of every rank, best first
         self.ports, self.hosts = job["ports"], job["hosts"]
         now = time.monotonic()
         self.peers = {rank: Peer(rank, now) for rank in range(len(self.ports)) if rank != self.rank}
-        self.callers: dict[socket.socket, tuple[bytes, float]] = {}  # what they have said so far, and until when they may speak
+        # what they have said so far, and until when they may speak
+        self.callers: dict[socket.socket, tuple[bytes, float]] = {}
         self.to_rank, self.leaving, self.ended = to_rank, False, 0.0
         self.alarm_at: float | None = None
         self.kill_at: float | None = None
@@ -67,11 +81,17 @@ class Watcher:
     def hello(self, rank: int) -> bytes:
         return f"{self.token} {rank}\n".encode()
 
-    # --- connections -----------------------------------------------------------------------------------------------------
+    # --- connections --------------------------------------------------------------------
 
     def dial_all(self) -> None:
-        """Connect to the lower ranks, again until it works: the rank with the higher number calls. In a thread: it waits."""
-        while waiting := [peer for rank, peer in self.peers.items() if rank < self.rank and not (peer.socket or peer.dialled)]:
+        """Connect to the lower ranks, again until it works: the rank with the higher number calls.
+        In a thread: it waits.
+        """
+        while waiting := [
+            peer
+            for rank, peer in self.peers.items()
+            if rank < self.rank and not (peer.socket or peer.dialled)
+        ]:
             for peer in waiting:
                 self.dial(peer)
             time.sleep(0.2)
@@ -79,9 +99,12 @@ class Watcher:
     def dial(self, peer: Peer) -> None:
         for address in self.addresses[peer.rank]:
             with contextlib.suppress(OSError):
-                link = socket.create_connection((address, self.ports[peer.rank]), timeout=DIAL_SECONDS)
+                link = socket.create_connection(
+                    (address, self.ports[peer.rank]), timeout=DIAL_SECONDS
+                )
                 link.sendall(self.hello(self.rank))
-                if _line(link) == self.hello(peer.rank):  # another host may have the same address and port
+                # another host may have the same address and port
+                if _line(link) == self.hello(peer.rank):
                     peer.dialled = link
                     self.wake.send(b"w")
                     return
@@ -94,7 +117,9 @@ class Watcher:
                 self.connected(peer, peer.dialled)
 
     def accept(self, listening: socket.socket) -> None:
-        """Let someone call. Who it is comes when it comes: nobody may keep this loop from its beats."""
+        """Let someone call. Who it is comes when it comes: nobody may keep this loop from its
+        beats.
+        """
         with contextlib.suppress(OSError):  # it has hung up already, or there are too many of them
             link, _ = listening.accept()
             link.setblocking(False)
@@ -138,7 +163,8 @@ class Watcher:
 
     def say(self, peer: Peer, line: bytes) -> None:
         if peer.socket:
-            with contextlib.suppress(OSError):  # what does not fit now is a beat that nobody reads; a failure is heard
+            # what does not fit now is a beat that nobody reads; a failure is heard
+            with contextlib.suppress(OSError):
                 peer.socket.send(line)
 
     def hear(self, peer: Peer) -> None:
@@ -180,7 +206,7 @@ class Watcher:
             self.select.unregister(to_rank)
             self.ended = time.monotonic()
 
-    # --- the alarm -------------------------------------------------------------------------------------------------------
+    # --- the alarm ----------------------------------------------------------------------
 
     def sign(self, peer: Peer, what: str) -> None:
         peer.sign = what
@@ -192,7 +218,9 @@ class Watcher:
             return
         for peer in self.peers.values():
             self.say(peer, b"lost " + json.dumps(lost).encode() + b"\n")
-        names = ", ".join(f"rank {rank} on {self.hosts[int(rank)]} ({what})" for rank, what in lost.items())
+        names = ", ".join(
+            f"rank {rank} on {self.hosts[int(rank)]} ({what})" for rank, what in lost.items()
+        )
         with contextlib.suppress(OSError):
             self.to_rank.send(f"{names}.{by}".encode())
         stopped = _state_of(self.pid) == "T"  # it has no last words
@@ -204,7 +232,12 @@ class Watcher:
             for peer in self.peers.values():
                 silence = now - peer.heard
                 if not peer.done and not peer.sign and silence > self.limit / 2:
-                    never = "" if peer.socket else ", and no connection: does a firewall close the ports between the hosts?"
+                    never = (
+                        ""
+                        if peer.socket
+                        else ", and no connection: does a firewall close the ports between the "
+                        "hosts?"
+                    )
                     self.sign(peer, f"not heard of for {silence:.0f} s{never}")
 
     def run(self) -> None:
@@ -213,7 +246,9 @@ class Watcher:
         beat_seconds = self.limit / BEATS
         next_beat = last_turn = time.monotonic()
         while True:
-            wait = min(beat_seconds, GATHER_SECONDS) if self.alarm_at or self.ended else beat_seconds
+            wait = (
+                min(beat_seconds, GATHER_SECONDS) if self.alarm_at or self.ended else beat_seconds
+            )
             for key, _ in self.select.select(max(0.0, min(wait, next_beat - time.monotonic()))):
                 key.data(key.fileobj)
             now = time.monotonic()
@@ -221,7 +256,8 @@ class Watcher:
                 self.dismiss(link)
                 link.close()
             late = now - last_turn - beat_seconds
-            if late > 0:  # this process was itself kept from running: it knows nothing of the others in that time
+            # this process was itself kept from running: it knows nothing of the others in that time
+            if late > 0:
                 for peer in self.peers.values():
                     peer.heard = min(now, peer.heard + late)
             last_turn = now
@@ -244,8 +280,12 @@ class Watcher:
                 return
 
     def _may_leave(self, now: float) -> bool:
-        """After the rank's end: at once, unless it said bye and someone has not connected yet to hear it."""
-        waiting = self.leaving and any(not peer.socket and not peer.done and not peer.sign for peer in self.peers.values())
+        """After the rank's end: at once, unless it said bye and someone has not connected yet to
+        hear it.
+        """
+        waiting = self.leaving and any(
+            not peer.socket and not peer.done and not peer.sign for peer in self.peers.values()
+        )
         return not waiting or now - self.ended > LINGER_SECONDS
 
 
@@ -272,7 +312,8 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends with its rank
     to_rank, listening = (socket.socket(fileno=int(word)) for word in sys.argv[1:3])
-    with open(os.dup(to_rank.fileno()), "rb", buffering=0) as file:  # what follows the line is for the loop
+    # what follows the line is for the loop
+    with open(os.dup(to_rank.fileno()), "rb", buffering=0) as file:
         job = json.loads(file.readline())
     Watcher(job, listening, to_rank).run()
 

@@ -14,8 +14,10 @@
 namespace tfcommx {
 namespace {
 
-constexpr int64_t kTurn = 1 << 17;        // values that a thread makes at once: 5 to 50 microseconds, far more than taking a turn
-constexpr int64_t kLargeBatch = 8 << 20;  // bytes; a core's caches hold less, so its consumer reads it from memory in any case
+// values that a thread makes at once: 5 to 50 microseconds, far more than taking a turn
+constexpr int64_t kTurn = 1 << 17;
+// bytes; a core's caches hold less, so its consumer reads it from memory in any case
+constexpr int64_t kLargeBatch = 8 << 20;
 
 uint64_t mix(uint64_t x) {  // splitmix64's finaliser
   x += 0x9E3779B97F4A7C15ull;
@@ -24,7 +26,8 @@ uint64_t mix(uint64_t x) {  // splitmix64's finaliser
   return x ^ (x >> 31);
 }
 
-// Where output position i of `out` falls in [0, in): the left neighbour, and the weight of the right one in [0, 1).
+// Where output position i of `out` falls in [0, in): the left neighbour, and the weight of the
+// right one in [0, 1).
 void neighbours(int32_t i, int32_t out, int32_t in, int32_t* left, float* weight) {
   const float at = (i + 0.5f) * (static_cast<float>(in) / out) - 0.5f;
   const float floor = std::floor(at);
@@ -57,7 +60,8 @@ uint16_t to_bfloat16(float value) {  // values are finite here
   return static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
-void put(int32_t level, int c, const Target& target, uint8_t* out, int64_t at) {  // level: 1/2^20 grey levels
+// level: 1/2^20 grey levels
+void put(int32_t level, int c, const Target& target, uint8_t* out, int64_t at) {
   if (target.pixel == Pixel::kUint8) {
     out[at] = static_cast<uint8_t>((level + (1 << 19)) >> 20);
     return;
@@ -66,19 +70,21 @@ void put(int32_t level, int c, const Target& target, uint8_t* out, int64_t at) {
   if (target.pixel == Pixel::kFloat) {
     reinterpret_cast<float*>(out)[at] = value;
   } else {
-    reinterpret_cast<uint16_t*>(out)[at] = target.pixel == Pixel::kHalf ? to_half(value) : to_bfloat16(value);
+    reinterpret_cast<uint16_t*>(out)[at] =
+        target.pixel == Pixel::kHalf ? to_half(value) : to_bfloat16(value);
   }
 }
 
-void blend_portable(const uint8_t* a, const uint8_t* b, int32_t weight, int64_t from, int64_t n, int16_t* out) {
+void blend_portable(const uint8_t* a, const uint8_t* b, int32_t weight, int64_t from, int64_t n,
+                    int16_t* out) {
   for (int64_t i = from; i < n; ++i) {
     const int32_t difference = (b[i] - a[i]) * 64;
     out[i] = static_cast<int16_t>(a[i] * 64 + ((difference * weight + 0x4000) >> 15));
   }
 }
 
-void rows_portable(const int16_t* blended, int64_t pitch, int32_t count, const Columns& columns, int32_t from, const Target& target,
-                   uint8_t* out) {
+void rows_portable(const int16_t* blended, int64_t pitch, int32_t count, const Columns& columns,
+                   int32_t from, const Target& target, uint8_t* out) {
   const int c = target.channels;
   for (int64_t y = 0; y < count; ++y, blended += pitch) {
     for (int32_t x = from; x < target.width; ++x) {
@@ -109,16 +115,19 @@ void fill_pixels(const Window& window, const Target& target, Columns* columns) {
 }
 
 #if defined(__x86_64__)
-// The tables by group, from those by pixel, for AVX-512; false where a group's neighbours lie too far apart.
+// The tables by group, from those by pixel, for AVX-512; false where a group's neighbours lie too
+// far apart.
 bool fill_groups(const Target& target, Columns* columns) {
   const int c = target.channels;
-  const int64_t values = static_cast<int64_t>(target.width) * c, groups = (values + kGroup - 1) / kGroup;
+  const int64_t values = static_cast<int64_t>(target.width) * c,
+                groups = (values + kGroup - 1) / kGroup;
   columns->first.resize(groups);
   for (auto* table : {&columns->from, &columns->weight}) table->resize(2 * kGroup * groups);
   for (auto* table : {&columns->scale, &columns->bias}) table->resize(kGroup * groups);
   for (int64_t group = 0; group < groups; ++group) {
     const int64_t begin = kGroup * group, end = std::min(begin + kGroup, values);
-    const int32_t one = columns->at[begin / c], other = columns->at[(end - 1) / c], first = std::min(one, other);
+    const int32_t one = columns->at[begin / c], other = columns->at[(end - 1) / c],
+                  first = std::min(one, other);
     if (std::max(one, other) - first + 2 * c > kReach) return false;
     columns->first[group] = first;
     int64_t x = begin / c;
@@ -140,9 +149,11 @@ bool fill_groups(const Target& target, Columns* columns) {
 #endif
 
 #if defined(__x86_64__)
-// Copies n bytes from one address divisible by 64 to another, past the caches; returns how many were done, from the start.
-// The next lines are asked for because no processor foresees where the next record lies.
-__attribute__((target("avx512f"))) int64_t copy_past_caches(const uint8_t* from, int64_t n, uint8_t* to) {
+// Copies n bytes from one address divisible by 64 to another, past the caches; returns how many
+// were done, from the start. The next lines are asked for because no processor foresees where the
+// next record lies.
+__attribute__((target("avx512f"))) int64_t copy_past_caches(const uint8_t* from, int64_t n,
+                                                            uint8_t* to) {
   int64_t i = 0;
   for (; i + 64 <= n; i += 64) {
     _mm_prefetch(reinterpret_cast<const char*>(from + i + 2048), _MM_HINT_NTA);
@@ -157,7 +168,8 @@ __attribute__((target("avx512f"))) int64_t copy_past_caches(const uint8_t* from,
 const RowCode* choose(Code code, const Window& window, const Target& target, Columns* columns) {
   fill_pixels(window, target, columns);
 #if defined(__x86_64__)
-  static const bool has_avx512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+  static const bool has_avx512 =
+      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
   static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
   if (code == Code::kFastest && has_avx512 && fill_groups(target, columns)) return &rows_avx512();
   if (code != Code::kPortable && has_avx2 && target.channels == 3) return &rows_avx2();
@@ -167,18 +179,23 @@ const RowCode* choose(Code code, const Window& window, const Target& target, Col
 
 }  // namespace
 
-const Record* record_at(const uint8_t* base, int64_t low, int64_t length, int64_t at, int64_t sample) {
+const Record* record_at(const uint8_t* base, int64_t low, int64_t length, int64_t at,
+                        int64_t sample) {
   const int64_t head = static_cast<int64_t>(sizeof(Record));
   if (at < low || at % 64 || at > length - head) return nullptr;
   const Record* record = reinterpret_cast<const Record*>(base + at);
-  if (record->sample != sample || record->height < 1 || record->width < 1 || record->channels < 1 || record->channels > 4) return nullptr;
-  if (record->bytes != static_cast<int64_t>(record->height) * record->width * record->channels) return nullptr;
+  if (record->sample != sample || record->height < 1 || record->width < 1 || record->channels < 1 ||
+      record->channels > 4)
+    return nullptr;
+  if (record->bytes != static_cast<int64_t>(record->height) * record->width * record->channels)
+    return nullptr;
   return record->bytes <= length - head - at ? record : nullptr;
 }
 
 void foresee(const uint8_t* slab, int64_t sample) {
   const SlabHeader* header = reinterpret_cast<const SlabHeader*>(slab);
-  const int64_t at = __atomic_load_n(reinterpret_cast<const int64_t*>(slab + header->index_at) + sample, __ATOMIC_RELAXED);
+  const int64_t at = __atomic_load_n(
+      reinterpret_cast<const int64_t*>(slab + header->index_at) + sample, __ATOMIC_RELAXED);
   if (at >= header->data_at && at < header->length) __builtin_prefetch(slab + at);
 }
 
@@ -190,24 +207,32 @@ const Record* find(const uint8_t* slab, int64_t sample) {
 }
 
 #if defined(__x86_64__)
-// Reduces n >= 64 bytes, a multiple of 16, to the 16 that leave the same remainder. `crc` is not inverted here.
-// Source: Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction" (2009), reflected.
-__attribute__((target("pclmul,sse4.1"))) void fold(uint32_t crc, const uint8_t* bytes, size_t n, uint8_t* rest) {
-  const __m128i by_four = _mm_set_epi64x(0x1c6e41596, 0x154442bd4), by_one = _mm_set_epi64x(0xccaa009e, 0x1751997d0);
-  const auto load = [](const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); };
+// Reduces n >= 64 bytes, a multiple of 16, to the 16 that leave the same remainder. `crc` is not
+// inverted here.
+// Source: Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction"
+// (2009), reflected.
+__attribute__((target("pclmul,sse4.1"))) void fold(uint32_t crc, const uint8_t* bytes, size_t n,
+                                                   uint8_t* rest) {
+  const __m128i by_four = _mm_set_epi64x(0x1c6e41596, 0x154442bd4),
+                by_one = _mm_set_epi64x(0xccaa009e, 0x1751997d0);
+  const auto load = [](const uint8_t* p) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  };
   __m128i x[4];
   for (int i = 0; i < 4; ++i) x[i] = load(bytes + 16 * i);
   x[0] = _mm_xor_si128(x[0], _mm_cvtsi32_si128(static_cast<int>(crc)));
   size_t at = 64;
   for (; at + 64 <= n; at += 64) {
     for (int i = 0; i < 4; ++i) {
-      const __m128i high = _mm_clmulepi64_si128(x[i], by_four, 0x11), low = _mm_clmulepi64_si128(x[i], by_four, 0x00);
+      const __m128i high = _mm_clmulepi64_si128(x[i], by_four, 0x11),
+                    low = _mm_clmulepi64_si128(x[i], by_four, 0x00);
       x[i] = _mm_xor_si128(_mm_xor_si128(high, low), load(bytes + at + 16 * i));
     }
   }
   __m128i one = x[0];
   for (int i = 1; i < 4 || at < n; ++i) {
-    const __m128i high = _mm_clmulepi64_si128(one, by_one, 0x11), low = _mm_clmulepi64_si128(one, by_one, 0x00);
+    const __m128i high = _mm_clmulepi64_si128(one, by_one, 0x11),
+                  low = _mm_clmulepi64_si128(one, by_one, 0x00);
     one = _mm_xor_si128(_mm_xor_si128(high, low), i < 4 ? x[i] : load(bytes + at));
     if (i >= 4) at += 16;
   }
@@ -221,7 +246,8 @@ uint32_t crc32(uint32_t crc, const uint8_t* bytes, size_t length) {
     Tables() {
       for (uint32_t i = 0; i < 256; ++i) {
         uint32_t value = i;
-        for (int bit = 0; bit < 8; ++bit) value = value & 1 ? 0xEDB88320u ^ (value >> 1) : value >> 1;
+        for (int bit = 0; bit < 8; ++bit)
+          value = value & 1 ? 0xEDB88320u ^ (value >> 1) : value >> 1;
         t[0][i] = value;
       }
       for (uint32_t i = 0; i < 256; ++i) {
@@ -247,8 +273,8 @@ uint32_t crc32(uint32_t crc, const uint8_t* bytes, size_t length) {
     std::memcpy(&low, bytes, 4);
     std::memcpy(&high, bytes + 4, 4);
     low ^= crc;
-    crc = t[7][low & 255] ^ t[6][(low >> 8) & 255] ^ t[5][(low >> 16) & 255] ^ t[4][low >> 24] ^ t[3][high & 255] ^
-          t[2][(high >> 8) & 255] ^ t[1][(high >> 16) & 255] ^ t[0][high >> 24];
+    crc = t[7][low & 255] ^ t[6][(low >> 8) & 255] ^ t[5][(low >> 16) & 255] ^ t[4][low >> 24] ^
+          t[3][high & 255] ^ t[2][(high >> 8) & 255] ^ t[1][(high >> 16) & 255] ^ t[0][high >> 24];
   }
   for (; length; ++bytes, --length) crc = t[0][(crc ^ *bytes) & 255] ^ (crc >> 8);
   return ~crc;
@@ -256,7 +282,8 @@ uint32_t crc32(uint32_t crc, const uint8_t* bytes, size_t length) {
 
 bool intact(const Record& record) {
   const uint8_t* bytes = reinterpret_cast<const uint8_t*>(&record);
-  return crc32(crc32(0, bytes, offsetof(Record, crc)), bytes + sizeof(Record), record.bytes) == record.crc;
+  return crc32(crc32(0, bytes, offsetof(Record, crc)), bytes + sizeof(Record), record.bytes) ==
+         record.crc;
 }
 
 double uniform(uint64_t seed, uint64_t epoch, uint64_t sample, uint64_t draw) {
@@ -280,10 +307,14 @@ Window window_of(const Rule& rule, uint64_t epoch, uint64_t sample, int32_t heig
   }
   const double low = std::log(rule.aspect_low), high = std::log(rule.aspect_high);
   for (uint64_t attempt = 0; attempt < 10; ++attempt) {
-    const auto draw = [&](uint64_t k) { return uniform(rule.seed, epoch, sample, 1 + 4 * attempt + k); };
-    const double area = static_cast<double>(height) * width * (rule.area_low + draw(0) * (rule.area_high - rule.area_low));
+    const auto draw = [&](uint64_t k) {
+      return uniform(rule.seed, epoch, sample, 1 + 4 * attempt + k);
+    };
+    const double area = static_cast<double>(height) * width *
+                        (rule.area_low + draw(0) * (rule.area_high - rule.area_low));
     const double aspect = std::exp(low + draw(1) * (high - low));
-    const int64_t w = std::lrint(std::sqrt(area * aspect)), h = std::lrint(std::sqrt(area / aspect));
+    const int64_t w = std::lrint(std::sqrt(area * aspect)),
+                  h = std::lrint(std::sqrt(area / aspect));
     if (w < 1 || h < 1 || w > width || h > height) continue;
     window.height = static_cast<int32_t>(h);
     window.width = static_cast<int32_t>(w);
@@ -300,23 +331,30 @@ Window window_of(const Rule& rule, uint64_t epoch, uint64_t sample, int32_t heig
   return window;
 }
 
-size_t pixel_bytes(Pixel pixel) { return pixel == Pixel::kUint8 ? 1 : pixel == Pixel::kFloat ? 4 : 2; }
-
-Image image_of(const Record& record) {
-  return {reinterpret_cast<const uint8_t*>(&record) + sizeof(Record), record.height, record.width, record.channels};
+size_t pixel_bytes(Pixel pixel) {
+  return pixel == Pixel::kUint8 ? 1 : pixel == Pixel::kFloat ? 4 : 2;
 }
 
-void augment(const Image& image, const Window& window, const Target& wanted, void* out_pointer, Code most) {
+Image image_of(const Record& record) {
+  return {reinterpret_cast<const uint8_t*>(&record) + sizeof(Record), record.height, record.width,
+          record.channels};
+}
+
+void augment(const Image& image, const Window& window, const Target& wanted, void* out_pointer,
+             Code most) {
   uint8_t* out = static_cast<uint8_t*>(out_pointer);
   const int c = image.channels;
   const bool whole = !window.flip && window.height == image.height && window.width == image.width;
-  if (whole && wanted.pixel == Pixel::kUint8 && wanted.height == image.height && wanted.width == image.width) {
+  if (whole && wanted.pixel == Pixel::kUint8 && wanted.height == image.height &&
+      wanted.width == image.width) {
     const int64_t bytes = static_cast<int64_t>(image.height) * image.width * c;
     int64_t done = 0;
 #if defined(__x86_64__)
     static const bool has_avx512 = __builtin_cpu_supports("avx512f");
-    const bool aligned = (reinterpret_cast<uintptr_t>(image.pixels) | reinterpret_cast<uintptr_t>(out)) % 64 == 0;
-    if (most == Code::kFastest && has_avx512 && wanted.past_caches && aligned) done = copy_past_caches(image.pixels, bytes, out);
+    const bool aligned =
+        (reinterpret_cast<uintptr_t>(image.pixels) | reinterpret_cast<uintptr_t>(out)) % 64 == 0;
+    if (most == Code::kFastest && has_avx512 && wanted.past_caches && aligned)
+      done = copy_past_caches(image.pixels, bytes, out);
 #endif
     std::memcpy(out + done, image.pixels + done, bytes - done);
     return;
@@ -329,16 +367,19 @@ void augment(const Image& image, const Window& window, const Target& wanted, voi
   for (float& scale : target.scale) scale *= 0x1p-20f;  // a power of two: exact
   const int64_t n = static_cast<int64_t>(window.width) * c, pitch = (n + kSlack + 31) / 32 * 32;
   blended.resize(pitch * kRows);
-  for (int32_t y = 0; y < kRows; ++y) std::fill_n(blended.begin() + y * pitch + n, kSlack, 0);  // read with weight 0
+  // read with weight 0
+  for (int32_t y = 0; y < kRows; ++y) std::fill_n(blended.begin() + y * pitch + n, kSlack, 0);
   const RowCode* code = choose(most, window, target, &columns);
 
   const int64_t stride = static_cast<int64_t>(image.width) * c;
   const int64_t row_bytes = static_cast<int64_t>(target.width) * c * pixel_bytes(target.pixel);
-  const uint8_t* corner = image.pixels + window.top * stride + static_cast<int64_t>(window.left) * c;
+  const uint8_t* corner =
+      image.pixels + window.top * stride + static_cast<int64_t>(window.left) * c;
   for (int32_t y = 0, asked = 0; y < target.height; y += kRows) {
     const int32_t count = std::min(kRows, target.height - y);
     // a window's rows are no stream that processors foresee: ask for those of the next turn
-    const int64_t wanted_rows = 2 + static_cast<int64_t>(y + 2 * kRows) * window.height / target.height;
+    const int64_t wanted_rows =
+        2 + static_cast<int64_t>(y + 2 * kRows) * window.height / target.height;
     for (; asked < std::min<int64_t>(wanted_rows, window.height); ++asked) {
       for (int64_t i = 0; i < n; i += 64) __builtin_prefetch(corner + asked * stride + i);
     }
@@ -359,13 +400,14 @@ void augment(const Image& image, const Window& window, const Target& wanted, voi
   }
 }
 
-void augment_batch(const std::vector<Image>& images, const std::vector<Window>& windows, const Target& wanted, void* out,
-                   const ParallelFor& parallel_for, Code code) {
+void augment_batch(const std::vector<Image>& images, const std::vector<Window>& windows,
+                   const Target& wanted, void* out, const ParallelFor& parallel_for, Code code) {
   const int64_t values = static_cast<int64_t>(wanted.height) * wanted.width * wanted.channels;
   const int64_t bytes = values * pixel_bytes(wanted.pixel);
   Target target = wanted;
   target.past_caches = bytes * static_cast<int64_t>(images.size()) >= kLargeBatch;
-  const int64_t n = images.size(), turn_images = std::max<int64_t>(1, kTurn / std::max<int64_t>(1, values));
+  const int64_t n = images.size(),
+                turn_images = std::max<int64_t>(1, kTurn / std::max<int64_t>(1, values));
   parallel_for((n + turn_images - 1) / turn_images, [&](int64_t turn) {
     for (int64_t i = turn * turn_images; i < std::min(n, (turn + 1) * turn_images); ++i) {
       augment(images[i], windows[i], target, static_cast<uint8_t*>(out) + i * bytes, code);

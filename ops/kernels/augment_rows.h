@@ -1,7 +1,9 @@
-// The two loops over pixels of augment_cpu.cc: blend two rows of the image, then pairs of neighbours in the blended row.
+// The two loops over pixels of augment_cpu.cc: blend two rows of the image, then pairs of
+// neighbours in the blended row.
 //
-// Fixed point: rows are blended to 1/64 of a grey level, then neighbours with weights of 1/16384, so that values differ from
-// exact interpolation by less than 0.05 of a level, and all instruction sets give the same bits.
+// Fixed point: rows are blended to 1/64 of a grey level, then neighbours with weights of 1/16384,
+// so that values differ from exact interpolation by less than 0.05 of a level, and all instruction
+// sets give the same bits.
 #pragma once
 
 #include <cstdint>
@@ -11,26 +13,33 @@
 
 namespace tfcommx {
 
-constexpr int32_t kGroup = 16;   // values of an output row that AVX-512 makes at once
-constexpr int32_t kReach = 64;   // elements of the blended row that one group can choose from
-constexpr int64_t kSlack = 64;   // elements after a blended row that may be written, or read and count nothing
-constexpr int32_t kRows = 8;     // blended before they are read: a load that meets two stores on their way must wait for both
+constexpr int32_t kGroup = 16;  // values of an output row that AVX-512 makes at once
+constexpr int32_t kReach = 64;  // elements of the blended row that one group can choose from
+// elements after a blended row that may be written, or read and count nothing
+constexpr int64_t kSlack = 64;
+// blended before they are read: a load that meets two stores on their way must wait for both
+constexpr int32_t kRows = 8;
 
 // The horizontal table of one image. AVX-512 takes values in groups; the others take pixels.
 struct Columns {
-  std::vector<int32_t> at;    // by pixel: element of the blended row where the left neighbour starts
-  std::vector<int16_t> pair;  // by pixel, eight: (left, right) weights of 1/16384, four times over
-  std::vector<int32_t> first;        // by group: the lowest element that it reads
-  std::vector<int16_t> from, weight; // by group, 32: where after `first` its values' left and right neighbours are; weights
-  std::vector<float> scale, bias;    // by value of the row, filled up to whole groups
+  // by pixel: element of the blended row where the left neighbour starts
+  std::vector<int32_t> at;
+  std::vector<int16_t> pair;   // by pixel, eight: (left, right) weights of 1/16384, four times over
+  std::vector<int32_t> first;  // by group: the lowest element that it reads
+  // by group, 32: where after `first` its values' left and right neighbours are; weights
+  std::vector<int16_t> from, weight;
+  std::vector<float> scale, bias;  // by value of the row, filled up to whole groups
 };
 
-// Blends n elements of rows a and b, weight of b 1/32768, to 1/64 of a grey level; returns how many were done, from the start.
-using Blend = int64_t (*)(const uint8_t* a, const uint8_t* b, int32_t weight, int64_t n, int16_t* out);
+// Blends n elements of rows a and b, weight of b 1/32768, to 1/64 of a grey level; returns how many
+// were done, from the start.
+using Blend = int64_t (*)(const uint8_t* a, const uint8_t* b, int32_t weight, int64_t n,
+                          int16_t* out);
 
-// Makes `count` rows of the output, from `out` on, of as many blended rows that start every `pitch` elements.
-// Returns how many pixels of each were done, from the left.
-using Rows = int32_t (*)(const int16_t* blended, int64_t pitch, int32_t count, const Columns& columns, const Target& target, uint8_t* out);
+// Makes `count` rows of the output, from `out` on, of as many blended rows that start every `pitch`
+// elements. Returns how many pixels of each were done, from the left.
+using Rows = int32_t (*)(const int16_t* blended, int64_t pitch, int32_t count,
+                         const Columns& columns, const Target& target, uint8_t* out);
 
 struct RowCode {
   Blend blend;

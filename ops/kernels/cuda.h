@@ -1,4 +1,5 @@
-// What the CUDA kernels share: launching, and float32 arithmetic as TensorFlow's CPU threads have it.
+// What the CUDA kernels share: launching, and float32 arithmetic as TensorFlow's CPU threads have
+// it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,7 +13,8 @@ constexpr int kWarps = kThreads / 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 template <class... Parameters, class... Arguments>
-void launch(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t stream, Arguments... arguments) {
+void launch(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t stream,
+            Arguments... arguments) {
 #ifdef __CUDACC__
   kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(arguments...);
 #else  // tests/cuda_on_cpu has another cuda_runtime.h
@@ -26,7 +28,8 @@ inline const char* launch_error() {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-// Denormal operands and results are zero, and no product is fused with a sum, whatever the compiler's flags.
+// Denormal operands and results are zero, and no product is fused with a sum, whatever the
+// compiler's flags.
 __device__ inline float add(float a, float b) {
 #ifdef __CUDA_ARCH__
   asm("add.rn.ftz.f32 %0, %0, %1;" : "+f"(a) : "f"(b));

@@ -19,7 +19,8 @@
 namespace tfcommx {
 namespace {
 
-enum class Lock : int64_t { kSpace = 0, kPwrite = 8 };  // the first of the 8 bytes that are locked: of the header, which nobody writes
+// the first of the 8 bytes that are locked: of the header, which nobody writes
+enum class Lock : int64_t { kSpace = 0, kPwrite = 8 };
 
 bool lock(int file, Lock which, short kind, bool wait = false) {
   struct flock request = {};
@@ -47,12 +48,14 @@ Put take(const SlabFile& slab, int64_t sample, int64_t size, int64_t* at) {
   return found;
 }
 
-// Writes a record; false where the file system is full. pwrite is cheapest, but the kernel lets one pwrite at a time into a
-// file: who finds another at it makes the pages in the mapping and copies, so that all cores fill side by side. The pages are
-// asked for, and not just touched, because that is an error on a full file system and not a fatal signal.
+// Writes a record; false where the file system is full. pwrite is cheapest, but the kernel lets one
+// pwrite at a time into a file: who finds another at it makes the pages in the mapping and copies,
+// so that all cores fill side by side. The pages are asked for, and not just touched, because that
+// is an error on a full file system and not a fatal signal.
 bool write(const SlabFile& slab, int64_t at, const Record& record, const uint8_t* pixels) {
   static const int64_t page = sysconf(_SC_PAGESIZE);
-  const int64_t size = static_cast<int64_t>(sizeof(Record)) + record.bytes, first = at / page * page;
+  const int64_t size = static_cast<int64_t>(sizeof(Record)) + record.bytes,
+                first = at / page * page;
   const std::unique_lock<std::mutex> threads(*slab.one_writes, std::try_to_lock);
   const bool alone = threads.owns_lock() && lock(slab.file, Lock::kPwrite, F_WRLCK);
   if (!alone && madvise(slab.base + first, at + size - first, MADV_POPULATE_WRITE) == 0) {
@@ -60,20 +63,25 @@ bool write(const SlabFile& slab, int64_t at, const Record& record, const uint8_t
     std::memcpy(slab.base + at + sizeof(Record), pixels, record.bytes);
     return true;
   }
-  const iovec parts[] = {{const_cast<Record*>(&record), sizeof(Record)}, {const_cast<uint8_t*>(pixels), static_cast<size_t>(record.bytes)}};
+  const iovec parts[] = {{const_cast<Record*>(&record), sizeof(Record)},
+                         {const_cast<uint8_t*>(pixels), static_cast<size_t>(record.bytes)}};
   const bool done = pwritev(slab.file, parts, 2, at) == size;
   if (alone) lock(slab.file, Lock::kPwrite, F_UNLCK);
   return done;
 }
 
-// Averages 2 x 2 pixels, rounded; an odd last row or column is left out. `to` may be where the image is.
+// Averages 2 x 2 pixels, rounded; an odd last row or column is left out. `to` may be where the
+// image is.
 void halve(Image* image, uint8_t* to) {
-  const int64_t c = image->channels, height = image->height / 2, width = image->width / 2, stride = image->width * c;
+  const int64_t c = image->channels, height = image->height / 2, width = image->width / 2,
+                stride = image->width * c;
   uint8_t* out = to;
   for (int64_t y = 0; y < height; ++y) {
     const uint8_t* a = image->pixels + 2 * y * stride;
     for (int64_t x = 0; x < width; ++x, a += 2 * c) {
-      for (int64_t k = 0; k < c; ++k) *out++ = static_cast<uint8_t>((a[k] + a[c + k] + a[stride + k] + a[stride + c + k] + 2) >> 2);
+      for (int64_t k = 0; k < c; ++k)
+        *out++ =
+            static_cast<uint8_t>((a[k] + a[c + k] + a[stride + k] + a[stride + c + k] + 2) >> 2);
     }
   }
   *image = {to, static_cast<int32_t>(height), static_cast<int32_t>(width), image->channels};
@@ -85,7 +93,8 @@ bool read_head(const uint8_t* bytes, size_t length, FileHead* head) {
   static constexpr uint8_t kPng[] = {0x89, 'P', 'N', 'G', '\r', '\n', 0x1A, '\n'};
   if (length >= 24 && std::equal(kPng, kPng + 8, bytes)) {
     const auto side = [&](size_t at) {
-      return static_cast<int32_t>(uint32_t{bytes[at]} << 24 | bytes[at + 1] << 16 | bytes[at + 2] << 8 | bytes[at + 3]);
+      return static_cast<int32_t>(uint32_t{bytes[at]} << 24 | bytes[at + 1] << 16 |
+                                  bytes[at + 2] << 8 | bytes[at + 3]);
     };
     *head = {false, side(20), side(16)};
     return head->height > 0 && head->width > 0;
@@ -95,7 +104,9 @@ bool read_head(const uint8_t* bytes, size_t length, FileHead* head) {
     const uint8_t marker = bytes[at + 1];
     if (marker == 0xFF) {  // filling
       ++at;
-    } else if (marker >= 0xC0 && marker <= 0xCF && marker != 0xC4 && marker != 0xC8 && marker != 0xCC) {  // a frame starts
+      // a frame starts
+    } else if (marker >= 0xC0 && marker <= 0xCF && marker != 0xC4 && marker != 0xC8 &&
+               marker != 0xCC) {
       *head = {true, bytes[at + 5] << 8 | bytes[at + 6], bytes[at + 7] << 8 | bytes[at + 8]};
       return head->height > 0 && head->width > 0;
     } else {
@@ -105,11 +116,13 @@ bool read_head(const uint8_t* bytes, size_t length, FileHead* head) {
   return false;
 }
 
-void stored_size(int32_t height, int32_t width, int32_t store, int32_t* kept_height, int32_t* kept_width) {
+void stored_size(int32_t height, int32_t width, int32_t store, int32_t* kept_height,
+                 int32_t* kept_width) {
   const int32_t small = std::min(height, width);
   const bool shrinks = store > 0 && small > store;
   const auto kept = [&](int32_t side) {
-    return shrinks ? std::max<int32_t>(1, std::lrint(static_cast<double>(side) * store / small)) : side;
+    return shrinks ? std::max<int32_t>(1, std::lrint(static_cast<double>(side) * store / small))
+                   : side;
   };
   *kept_height = kept(height);
   *kept_width = kept(width);
@@ -122,8 +135,10 @@ Put put(const SlabFile& slab, int64_t sample, int64_t label, Image image, int32_
   stored_size(image.height, image.width, store, &target.height, &target.width);
   const int64_t bytes = static_cast<int64_t>(target.height) * target.width * target.channels;
   thread_local std::vector<uint8_t> halves, small;
-  while (store > 0 && std::min(image.height, image.width) / 2 >= store) {  // interpolation by more than 2 would skip pixels
-    if (image.pixels != halves.data()) halves.resize(static_cast<size_t>(image.height / 2) * (image.width / 2) * image.channels);
+  // interpolation by more than 2 would skip pixels
+  while (store > 0 && std::min(image.height, image.width) / 2 >= store) {
+    if (image.pixels != halves.data())
+      halves.resize(static_cast<size_t>(image.height / 2) * (image.width / 2) * image.channels);
     halve(&image, halves.data());
   }
   const uint8_t* pixels = image.pixels;
@@ -133,12 +148,14 @@ Put put(const SlabFile& slab, int64_t sample, int64_t label, Image image, int32_
     pixels = small.data();
   }
   Record record = {sample, label, bytes, target.height, target.width, target.channels, 0, {}};
-  record.crc = crc32(crc32(0, reinterpret_cast<const uint8_t*>(&record), offsetof(Record, crc)), pixels, bytes);
+  record.crc = crc32(crc32(0, reinterpret_cast<const uint8_t*>(&record), offsetof(Record, crc)),
+                     pixels, bytes);
   int64_t at = 0;
   const Put found = take(slab, sample, sizeof(Record) + (bytes + 63) / 64 * 64, &at);
   if (found != Put::kWritten) return found;
   if (!write(slab, at, record, pixels)) return Put::kNot;
-  int64_t* index = reinterpret_cast<int64_t*>(slab.base + reinterpret_cast<const SlabHeader*>(slab.base)->index_at);
+  int64_t* index = reinterpret_cast<int64_t*>(
+      slab.base + reinterpret_cast<const SlabHeader*>(slab.base)->index_at);
   __atomic_store_n(index + sample, at, __ATOMIC_RELEASE);
   return Put::kWritten;
 }

@@ -1,4 +1,5 @@
-// Stores to scattered places, each of which is a cache miss: the line is asked for now, and written when it is likely to have come.
+// Stores to scattered places, each of which is a cache miss: the line is asked for now, and written
+// when it is likely to have come.
 #pragma once
 
 #include <array>

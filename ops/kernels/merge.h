@@ -1,4 +1,5 @@
-// Merging what the ranks selected: (index, value) pairs added into a dense vector, no dense vector per rank.
+// Merging what the ranks selected: (index, value) pairs added into a dense vector, no dense vector
+// per rank.
 #pragma once
 
 #include <cstdint>
@@ -13,17 +14,21 @@ struct Merge {
   const int32_t* indices;  // [pairs], in [0, n), any order, repeats allowed
   const float* values;     // [pairs]
   int64_t pairs;
-  float* dense;  // [n] out: 0 + the values of each index, in the order of the list, whatever the number of threads
+  // [n] out: 0 + the values of each index, in the order of the list, whatever the number of threads
+  float* dense;
   int64_t n;
 };
 
-// Returns the position in the list of the first index outside [0, n), and then `dense` is unspecified; -1: all are inside.
-// Cost: one write of dense, and one read of the pairs by each of the turns (at most 16) that share the work.
+// Returns the position in the list of the first index outside [0, n), and then `dense` is
+// unspecified; -1: all are inside.
+// Cost: one write of dense, and one read of the pairs by each of the turns (at most 16) that share
+// the work.
 int64_t merge_cpu(const Merge& merge, const ParallelFor& parallel_for);
 
-// The same on a GPU, queued on the stream. (No GPU has run it yet.) The list is made of runs of `run` pairs, one of each rank; in
-// a run no index repeats. Nothing waits, so no position can be returned: where an index is outside [0, n), dense[0] is NaN.
-// Returns null, or CUDA's message where a kernel could not be launched. Cost: dense written once, a launch for each run.
+// The same on a GPU, queued on the stream. (No GPU has run it yet.) The list is made of runs of
+// `run` pairs, one of each rank; in a run no index repeats. Nothing waits, so no position can be
+// returned: where an index is outside [0, n), dense[0] is NaN. Returns null, or CUDA's message
+// where a kernel could not be launched. Cost: dense written once, a launch for each run.
 const char* merge_cuda(const Merge& merge, int64_t run, CUstream_st* stream);
 
 }  // namespace tfcommx

@@ -1,5 +1,6 @@
-// Merging on CPUs: each turn owns a stretch of the dense vector, and adds from the whole list what falls into it. So every
-// entry's sum is made by one thread in list order, and no lock, sort or copy is needed.
+// Merging on CPUs: each turn owns a stretch of the dense vector, and adds from the whole list what
+// falls into it. So every entry's sum is made by one thread in list order, and no lock, sort or
+// copy is needed.
 #include "kernels/merge.h"
 
 #include <algorithm>

@@ -7,7 +7,8 @@
 
 namespace tfcommx {
 
-// Source: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, 2014 (splitmix64's first output).
+// Source: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, 2014 (splitmix64's
+// first output).
 TFCOMMX_DEVICE inline uint64_t splitmix64(uint64_t seed) {
   uint64_t z = seed + 0x9e3779b97f4a7c15u;
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -16,6 +17,8 @@ TFCOMMX_DEVICE inline uint64_t splitmix64(uint64_t seed) {
 }
 
 // A number in [0, count), 1 <= count < 2^31: equally likely up to 2^-32.
-TFCOMMX_DEVICE inline int64_t below(uint64_t seed, int64_t count) { return static_cast<int64_t>(splitmix64(seed) >> 1) % count; }
+TFCOMMX_DEVICE inline int64_t below(uint64_t seed, int64_t count) {
+  return static_cast<int64_t>(splitmix64(seed) >> 1) % count;
+}
 
 }  // namespace tfcommx

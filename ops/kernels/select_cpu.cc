@@ -1,14 +1,19 @@
 // Selection on CPUs.
 //
-//   predict   a sample of the magnitudes gives a window of keys in which that of the k-th largest should lie
-//   gather    the pass that every call makes: r += g; what reaches the window's lower end is moved from r to a list. Where
-//             that is too much for a list, only what lies strictly inside the window is copied; what lies above it or on
-//             one of its ends (many may be alike there) is counted, stretch by stretch
-//   find_band count the listed keys inside the window in bins, go to the bin where the k-th largest lies; again inside it
-//   emit      write what is above that band, and from the band the rest of k; what was moved and not chosen goes back to r.
-//             Where entries were counted, they are read again from r, in the stretches that hold a chosen one
+//   predict   a sample of the magnitudes gives a window of keys in which that of the k-th largest
+//   should lie
+//   gather    the pass that every call makes: r += g; what reaches the window's lower end is moved
+//             from r to a list. Where that is too much for a list, only what lies strictly inside
+//             the window is copied; what lies above it or on one of its ends (many may be alike
+//             there) is counted, stretch by stretch
+//   find_band count the listed keys inside the window in bins, go to the bin where the k-th largest
+//   lies; again inside it
+//   emit      write what is above that band, and from the band the rest of k; what was moved and
+//             not chosen goes back to r. Where entries were counted, they are read again from r, in
+//             the stretches that hold a chosen one
 //
-// A wrong prediction costs time, never the result: all but the addition is done again with a wider window.
+// A wrong prediction costs time, never the result: all but the addition is done again with a wider
+// window.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -33,15 +38,17 @@ namespace {
 
 constexpr uint32_t kBins = 2048;
 constexpr int kBinBits = 11;
-constexpr int kBandBits = 11;      // of a key, that mstopk's bands leave open: equal exponent, equal first twelve mantissa bits
-constexpr int64_t kListed = 4096;  // entries that always fit a list; a shorter vector needs no sample
+// of a key, that mstopk's bands leave open: equal exponent, equal first twelve mantissa bits
+constexpr int kBandBits = 11;
+// entries that always fit a list; a shorter vector needs no sample
+constexpr int64_t kListed = 4096;
 
 struct Band {  // keys in [lower, upper)
   uint32_t lower = 0, upper = 0;
   bool operator()(uint32_t key) const { return key - lower < upper - lower; }
 };
 
-struct Counts {  // of one block, by key
+struct Counts {                   // of one block, by key
   int64_t above = 0, inside = 0;  // above the window; listed and inside it
   int64_t high = 0, low = 0;      // at its upper end, at its lower end, where those are not listed
 };
@@ -53,12 +60,15 @@ class Selector {
       : s_(s),
         parallel_for_(parallel_for),
         gradient_(static_cast<const T*>(s.gradient)),
-        add_((s.velocity ? scans().with_velocity : s.residual ? scans().with_residual : scans().plain)[static_cast<int>(s.type)]),
+        add_((s.velocity   ? scans().with_velocity
+              : s.residual ? scans().with_residual
+                           : scans().plain)[static_cast<int>(s.type)]),
         scan_(scans().plain[static_cast<int>(s.residual ? Float::float32 : s.type)]),
         unit_(s.rule == Rule::mstopk ? kBandBits : 0),
         tiles_((s.n + kTile - 1) / kTile),
         blocks_(std::clamp<int64_t>(tiles_ / 16, 1, 64)),
-        capacity_(std::max<int64_t>({s.n / 86, s.k * 7 / 6, std::min<int64_t>(2 * s.k, 65536), kListed})),
+        capacity_(
+            std::max<int64_t>({s.n / 86, s.k * 7 / 6, std::min<int64_t>(2 * s.k, 65536), kListed})),
         not_finite_(s.k) {}
 
   void run() {
@@ -70,7 +80,9 @@ class Selector {
       while (!find_band(need)) {
         put_back();
         width *= 4;
-        gather(window(width, [this](int64_t i) { return not_finite_.contains(i) ? HUGE_VALF : entry(i); }), false);
+        gather(window(width,
+                      [this](int64_t i) { return not_finite_.contains(i) ? HUGE_VALF : entry(i); }),
+               false);
       }
       emit();
     } else {
@@ -90,7 +102,9 @@ class Selector {
   // The entry's acc after it was added, where it is finite and not moved to the list.
   float entry(int64_t i) const { return s_.residual ? s_.residual[i] : widen(gradient_[i]); }
 
-  uint32_t length(int64_t tile) const { return static_cast<uint32_t>(std::min<int64_t>(kTile, s_.n - tile * kTile)); }
+  uint32_t length(int64_t tile) const {
+    return static_cast<uint32_t>(std::min<int64_t>(kTile, s_.n - tile * kTile));
+  }
 
   void each(int64_t turns, const std::function<void(int64_t)>& body) {
     parallel_for_(turns, [&](int64_t turn) {
@@ -102,7 +116,8 @@ class Selector {
   // Calls body(tile) for the tiles of the part of all, in order.
   template <class Body>
   void each_tile(int64_t part, int64_t parts, const Body& body) {
-    for (int64_t tile = tiles_ * part / parts; tile < tiles_ * (part + 1) / parts; ++tile) body(tile);
+    for (int64_t tile = tiles_ * part / parts; tile < tiles_ * (part + 1) / parts; ++tile)
+      body(tile);
   }
 
   template <class Value>
@@ -125,16 +140,19 @@ class Selector {
     const uint32_t unit = uint32_t{1} << unit_;
     low_ = {window.lower, window.lower + unit};
     high_ = {window.upper, window.upper + unit};
-    moves_ = s_.k <= std::max(s_.n / 8, kListed) && window.reached <= static_cast<double>(capacity_);
+    moves_ =
+        s_.k <= std::max(s_.n / 8, kListed) && window.reached <= static_cast<double>(capacity_);
     window_ = moves_ ? Band{low_.lower, high_.upper} : Band{low_.upper, high_.lower};
-    const double room = moves_ ? static_cast<double>(capacity_) : std::min<double>(s_.n, window.between + kListed);
+    const double room =
+        moves_ ? static_cast<double>(capacity_) : std::min<double>(s_.n, window.between + kListed);
     list_ = std::make_unique<CandidateList>(tiles_, static_cast<int64_t>(room));
     counts_.assign(blocks_, {});
     each(blocks_, [&](int64_t block) {
       each_tile(block, blocks_, [&](int64_t tile) {
         uint16_t candidates[kRoom], bad[kRoom];
         const uint32_t threshold = moves_ ? low_.lower : low_.upper;
-        const Found found = first ? add(tile, threshold, candidates, bad) : rescan(tile, threshold, candidates, bad);
+        const Found found = first ? add(tile, threshold, candidates, bad)
+                                  : rescan(tile, threshold, candidates, bad);
         if (moves_) {
           move(tile, candidates, found.candidates, counts_[block]);
         } else {
@@ -147,7 +165,8 @@ class Selector {
   Found add(int64_t tile, uint32_t threshold, uint16_t* candidates, uint16_t* bad) {
     const int64_t base = tile * kTile;
     const Found found = add_(gradient_ + base, s_.residual ? s_.residual + base : nullptr,
-                             s_.velocity ? s_.velocity + base : nullptr, s_.momentum, length(tile), threshold, candidates, bad);
+                             s_.velocity ? s_.velocity + base : nullptr, s_.momentum, length(tile),
+                             threshold, candidates, bad);
     if (found.not_finite) not_finite_.add(base, bad, found.not_finite);
     return found;
   }
@@ -155,11 +174,14 @@ class Selector {
   // The same of what was added already. Only where all non-finite entries are known.
   Found rescan(int64_t tile, uint32_t threshold, uint16_t* candidates, uint16_t* bad) {
     const int64_t base = tile * kTile;
-    const void* data = s_.residual ? static_cast<const void*>(s_.residual + base) : gradient_ + base;
+    const void* data =
+        s_.residual ? static_cast<const void*>(s_.residual + base) : gradient_ + base;
     Found found = scan_(data, nullptr, nullptr, 0, length(tile), threshold, candidates, bad);
-    if (s_.residual && not_finite_.count() > 0) {  // r holds older values there, which are not to be chosen
+    // r holds older values there, which are not to be chosen
+    if (s_.residual && not_finite_.count() > 0) {
       found.not_finite = not_finite_.within(base, base + length(tile), bad);
-      uint16_t* end = std::remove_if(candidates, candidates + found.candidates, [&](uint16_t j) { return not_finite_.contains(base + j); });
+      uint16_t* end = std::remove_if(candidates, candidates + found.candidates,
+                                     [&](uint16_t j) { return not_finite_.contains(base + j); });
       found.candidates = static_cast<uint32_t>(end - candidates);
     }
     return found;
@@ -186,8 +208,10 @@ class Selector {
     counts.inside += listed - above;
   }
 
-  // Of the candidates, which are above the window's lower end: lists those inside, counts the others; and counts its lower end.
-  void count(int64_t tile, uint16_t* candidates, const uint16_t* bad, const Found& found, Counts& counts) {
+  // Of the candidates, which are above the window's lower end: lists those inside, counts the
+  // others; and counts its lower end.
+  void count(int64_t tile, uint16_t* candidates, const uint16_t* bad, const Found& found,
+             Counts& counts) {
     const int64_t base = tile * kTile;
     uint32_t inside = 0, above = 0, low = 0;
     for (uint32_t j = 0; j < found.candidates; ++j) {
@@ -197,7 +221,8 @@ class Selector {
       inside += key < high_.lower;
     }
     copy(tile, candidates, inside);
-    for (uint32_t j = 0; j < length(tile); ++j) low += low_(key_of(entry(base + j)));  // a loop without a branch
+    // a loop without a branch
+    for (uint32_t j = 0; j < length(tile); ++j) low += low_(key_of(entry(base + j)));
     for (uint32_t j = 0; j < found.not_finite; ++j) low -= low_(key_of(entry(base + bad[j])));
     counts.above += above;
     counts.high += found.candidates - inside - above;
@@ -205,8 +230,8 @@ class Selector {
     counts.inside += inside;
   }
 
-  // Finds the band that holds the need-th largest of what is finite, and how many of each block are above and in it.
-  // False where the prediction was wrong.
+  // Finds the band that holds the need-th largest of what is finite, and how many of each block are
+  // above and in it. False where the prediction was wrong.
   bool find_band(int64_t need) {
     Counts all;
     for (const Counts& counts : counts_) {
@@ -250,7 +275,8 @@ class Selector {
   // Collects the listed keys inside the window, block by block: few where the window is narrow.
   void collect_keys() {
     starts_.assign(blocks_ + 1, 0);
-    for (int64_t block = 0; block < blocks_; ++block) starts_[block + 1] = starts_[block] + counts_[block].inside;
+    for (int64_t block = 0; block < blocks_; ++block)
+      starts_[block + 1] = starts_[block] + counts_[block].inside;
     keys_.resize(starts_[blocks_]);
     each(blocks_, [&](int64_t block) {
       auto out = keys_.begin() + starts_[block];
@@ -258,7 +284,8 @@ class Selector {
         const float* values = list_->values(tile);
         const uint32_t length = list_->length(tile);
         uint32_t keys[kTile], count = 0;
-        for (uint32_t j = 0; j < length; ++j) {  // without a branch: which are inside cannot be predicted
+        // without a branch: which are inside cannot be predicted
+        for (uint32_t j = 0; j < length; ++j) {
           keys[count] = key_of(values[j]);
           count += window_(keys[count]);
         }
@@ -267,8 +294,8 @@ class Selector {
     });
   }
 
-  // Makes the band the one in which the need-th largest inside the window lies: of mstopk's width, or of one key. Returns how
-  // many of it are to be chosen.
+  // Makes the band the one in which the need-th largest inside the window lies: of mstopk's width,
+  // or of one key. Returns how many of it are to be chosen.
   int64_t narrow(int64_t need) {
     band_ = window_;
     for (;;) {
@@ -277,14 +304,16 @@ class Selector {
       const std::vector<int64_t> totals = histogram(shift);
       uint32_t bin = kBins - 1;
       for (; totals[bin] < need; --bin) need -= totals[bin];
-      band_ = {band_.lower + (bin << shift), std::min(band_.upper, band_.lower + ((bin + 1) << shift))};
+      band_ = {band_.lower + (bin << shift),
+               std::min(band_.upper, band_.lower + ((bin + 1) << shift))};
       if (shift == unit_ || totals[bin] == need) return need;
     }
   }
 
   // Counts the keys in the band in bins of 2^shift.
   std::vector<int64_t> histogram(int shift) {
-    const int64_t count = static_cast<int64_t>(keys_.size()), parts = std::clamp<int64_t>(count / 65536, 1, 16);
+    const int64_t count = static_cast<int64_t>(keys_.size()),
+                  parts = std::clamp<int64_t>(count / 65536, 1, 16);
     std::vector<int64_t> totals(kBins);
     std::mutex mutex;
     each(parts, [&](int64_t part) {
@@ -297,7 +326,8 @@ class Selector {
     return totals;
   }
 
-  // Calls body(index, value) for the listed entries, or, where they were counted, for those of the tile that reach a threshold.
+  // Calls body(index, value) for the listed entries, or, where they were counted, for those of the
+  // tile that reach a threshold.
   template <class Body>
   void visit(int64_t tile, uint32_t threshold, const Body& body) {
     const int64_t base = tile * kTile;
@@ -309,7 +339,8 @@ class Selector {
     }
     uint16_t positions[kRoom], bad[kRoom];
     const Found found = rescan(tile, threshold, positions, bad);
-    for (uint32_t j = 0; j < found.candidates; ++j) body(base + positions[j], entry(base + positions[j]));
+    for (uint32_t j = 0; j < found.candidates; ++j)
+      body(base + positions[j], entry(base + positions[j]));
   }
 
   void put_back() {
@@ -325,7 +356,8 @@ class Selector {
   void emit() {
     std::vector<int64_t> outs(blocks_ + 1), insides(blocks_ + 1);
     const int64_t all_inside = std::accumulate(inside_.begin(), inside_.end(), int64_t{0});
-    const int64_t first = s_.rule == Rule::mstopk ? below(s_.seed, all_inside - need_ + 1) : 0, last = first + need_;
+    const int64_t first = s_.rule == Rule::mstopk ? below(s_.seed, all_inside - need_ + 1) : 0,
+                  last = first + need_;
     for (int64_t block = 0, above = 0, inside = 0; block <= blocks_; ++block) {
       outs[block] = above + std::clamp(inside, first, last) - first;
       insides[block] = inside;
@@ -357,10 +389,12 @@ class Selector {
     });
   }
 
-  // Merges the non-finite entries into what emit() has written, from the back, so that indices ascend.
+  // Merges the non-finite entries into what emit() has written, from the back, so that indices
+  // ascend.
   void insert(const std::vector<int32_t>& bad) {
     const FlushDenormals flush;
-    int64_t out = s_.k, finite = s_.k - static_cast<int64_t>(bad.size()), rest = static_cast<int64_t>(bad.size());
+    int64_t out = s_.k, finite = s_.k - static_cast<int64_t>(bad.size()),
+            rest = static_cast<int64_t>(bad.size());
     while (rest > 0) {
       --out;
       if (finite > 0 && s_.indices[finite - 1] > bad[rest - 1]) {
@@ -379,13 +413,14 @@ class Selector {
   const ParallelFor& parallel_for_;
   const T* const gradient_;
   const Scan add_, scan_;
-  const int unit_;          // bits of a key that a band leaves open
+  const int unit_;  // bits of a key that a band leaves open
   const int64_t tiles_;
   const int64_t blocks_;    // of consecutive tiles: the unit of counting, and of reading again
   const int64_t capacity_;  // entries that may be moved to the list
   NotFinite not_finite_;
-  Band low_, high_;     // the bands at the window's ends
-  bool moves_ = true;   // what reaches the window is moved from r to the list; else it is counted, and r stays complete
+  Band low_, high_;  // the bands at the window's ends
+  // what reaches the window is moved from r to the list; else it is counted, and r stays complete
+  bool moves_ = true;
   std::unique_ptr<CandidateList> list_;
   Band window_;                          // what lies in it is listed
   std::vector<Counts> counts_;           // by block
@@ -401,9 +436,12 @@ class Selector {
 void select_cpu(const Selection& s, const ParallelFor& parallel_for) {
   if (s.n == 0) return;
   switch (s.type) {
-    case Float::float32: return Selector<float>(s, parallel_for).run();
-    case Float::float16: return Selector<Half>(s, parallel_for).run();
-    case Float::bfloat16: return Selector<Bfloat>(s, parallel_for).run();
+    case Float::float32:
+      return Selector<float>(s, parallel_for).run();
+    case Float::float16:
+      return Selector<Half>(s, parallel_for).run();
+    case Float::bfloat16:
+      return Selector<Bfloat>(s, parallel_for).run();
   }
 }
 

@@ -1,17 +1,23 @@
 // Selection on GPUs. Compiled by nvcc, and run on CPUs by tests/cuda_on_cpu; no GPU has run it yet.
 //
-//   sample   a sample of the magnitudes gives a key that a little more than k entries should reach: the candidates
-//   add      the only pass over everything: r += g; marks the candidates, one bit each, and counts them in bins
-//   narrow   count the candidates of the band in bins, go to the bin where the k-th largest lies; returns at once where that
-//            is done already. Where the sample misled, all entries are candidates
-//   tally    the entries above the band and in it, for each warp's share; their running sums are where each warp will write
+//   sample   a sample of the magnitudes gives a key that a little more than k entries should reach:
+//   the candidates
+//   add      the only pass over everything: r += g; marks the candidates, one bit each, and counts
+//   them in bins
+//   narrow   count the candidates of the band in bins, go to the bin where the k-th largest lies;
+//            returns at once where that is done already. Where the sample misled, all entries are
+//            candidates
+//   tally    the entries above the band and in it, for each warp's share; their running sums are
+//   where each warp will write
 //   emit     write what is above the band, and from the band the rest of k; zero them in r
 //
-// A warp takes a strip of 1024 entries at a time. While adding, its lanes hold neighbours, so that memory is read in whole
-// lines at any alignment and a ballot makes 32 marks in the order of the entries; later each lane walks over the marks of one
-// word. In a strip with entries that are not finite the bits mark these instead, and all its entries are candidates: r cannot
-// tell them, for it keeps its old value there. What a kernel's last block does follows all that the others have written, so no
-// decision needs the host. The result depends on no order: sums of integers only, and places from running sums.
+// A warp takes a strip of 1024 entries at a time. While adding, its lanes hold neighbours, so that
+// memory is read in whole lines at any alignment and a ballot makes 32 marks in the order of the
+// entries; later each lane walks over the marks of one word. In a strip with entries that are not
+// finite the bits mark these instead, and all its entries are candidates: r cannot tell them, for
+// it keeps its old value there. What a kernel's last block does follows all that the others have
+// written, so no decision needs the host. The result depends on no order: sums of integers only,
+// and places from running sums.
 #include <cmath>
 
 #include "kernels/cuda.h"
@@ -29,7 +35,8 @@ constexpr int kBatch = 8;  // entries of a lane that are on their way together
 constexpr uint32_t kBins = 2048;
 constexpr uint32_t kEnd = uint32_t{1} << 31;  // above all keys
 constexpr int kCoarseShift = 20;              // bins that cover all keys
-constexpr int kBandShift = 11;                // a band of mstopk: equal exponent, equal first twelve mantissa bits
+// a band of mstopk: equal exponent, equal first twelve mantissa bits
+constexpr int kBandShift = 11;
 constexpr int kFound = -1;
 constexpr int64_t kRun = 8, kMostRuns = 4096;  // of neighbours in the sample
 
@@ -47,10 +54,11 @@ struct Job {
   Selection s;
   int64_t strips;
   State* state;
-  uint32_t* bins;     // [kBins]
-  uint64_t* tallies;  // by warp: entries above the band << 32 | in it; then their sums over the warps before
-  uint32_t* marks;    // [strips * 32]
-  uint8_t* flags;     // [strips]: are there entries that are not finite?
+  uint32_t* bins;  // [kBins]
+  // by warp: entries above the band << 32 | in it; then their sums over the warps before
+  uint64_t* tallies;
+  uint32_t* marks;  // [strips * 32]
+  uint8_t* flags;   // [strips]: are there entries that are not finite?
 
   __device__ float gradient(int64_t i) const { return widen(static_cast<const T*>(s.gradient)[i]); }
 };
@@ -59,7 +67,8 @@ struct Sum {
   float velocity, acc;
 };
 
-__device__ Sum sum(bool with_residual, bool with_velocity, float momentum, float gradient, float residual, float velocity) {
+__device__ Sum sum(bool with_residual, bool with_velocity, float momentum, float gradient,
+                   float residual, float velocity) {
   const float moved = with_velocity ? add(multiply(momentum, velocity), gradient) : gradient;
   return {moved, with_residual ? add(residual, moved) : moved};
 }
@@ -67,7 +76,9 @@ __device__ Sum sum(bool with_residual, bool with_velocity, float momentum, float
 template <class T>
 __device__ float sum_at(const Job<T>& job, int64_t i) {
   const float *residual = job.s.residual, *velocity = job.s.velocity;
-  return sum(residual, velocity, job.s.momentum, job.gradient(i), residual ? residual[i] : 0, velocity ? velocity[i] : 0).acc;
+  return sum(residual, velocity, job.s.momentum, job.gradient(i), residual ? residual[i] : 0,
+             velocity ? velocity[i] : 0)
+      .acc;
 }
 
 __device__ int64_t warp() { return static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; }
@@ -128,8 +139,8 @@ __device__ Bin find(const uint32_t* bins, uint32_t need) {
   return result;
 }
 
-// Makes the band the bin in which the last entry to be chosen lies, from the bins that were counted as the state says. By the
-// last block.
+// Makes the band the bin in which the last entry to be chosen lies, from the bins that were counted
+// as the state says. By the last block.
 template <class T>
 __device__ void descend(const Job<T>& job) {
   State state = *job.state;
@@ -137,7 +148,8 @@ __device__ void descend(const Job<T>& job) {
   clear(job.bins);
   if (threadIdx.x != 0) return;
   const uint64_t upper = state.lower + (static_cast<uint64_t>(bin.place + 1) << state.shift);
-  if (bin.place == kBins || (bin.place == kBins - 1 && upper < state.upper)) {  // too few, or in the bin of all that is larger
+  // too few, or in the bin of all that is larger
+  if (bin.place == kBins || (bin.place == kBins - 1 && upper < state.upper)) {
     state.all = bin.place == kBins;
     state.lower = 0;
     state.shift = kCoarseShift;
@@ -147,21 +159,27 @@ __device__ void descend(const Job<T>& job) {
     state.inside = bin.inside;
     state.need -= bin.above;
     const bool finer = job.s.rule == Rule::exact && bin.inside > state.need;
-    state.shift = state.shift == kCoarseShift ? kBandShift : state.shift == kBandShift && finer ? 0 : kFound;
+    state.shift = state.shift == kCoarseShift          ? kBandShift
+                  : state.shift == kBandShift && finer ? 0
+                                                       : kFound;
   }
   *job.state = state;
 }
 
-// One entry is drawn by each thread; the neighbours of a run lie in one stretch of memory, which costs as much as one entry.
-// rank: of the drawn key that becomes the threshold, from the top; runs = 0: none, all entries are candidates.
+// One entry is drawn by each thread; the neighbours of a run lie in one stretch of memory, which
+// costs as much as one entry.
+// rank: of the drawn key that becomes the threshold, from the top; runs = 0: none, all entries are
+// candidates.
 template <class T>
 __global__ void __launch_bounds__(kThreads) sample(Job<T> job, int64_t runs, uint32_t rank) {
   __shared__ uint32_t bins[kBins];
   uint32_t* keys = job.marks;  // not needed yet
   clear(bins);
-  for (int64_t i = blockIdx.x * kThreads + threadIdx.x; i < runs * kRun; i += gridDim.x * kThreads) {
+  for (int64_t i = blockIdx.x * kThreads + threadIdx.x; i < runs * kRun;
+       i += gridDim.x * kThreads) {
     const int64_t run = i / kRun, stretch = job.s.n / kRun / runs;
-    const uint32_t key = key_of(sum_at(job, (run * stretch + below(job.s.seed + run, stretch)) * kRun + i % kRun));
+    const uint32_t key =
+        key_of(sum_at(job, (run * stretch + below(job.s.seed + run, stretch)) * kRun + i % kRun));
     keys[i] = key < kNotFinite ? key : 0;
     atomicAdd(&bins[keys[i] >> kCoarseShift], 1u);
   }
@@ -174,12 +192,15 @@ __global__ void __launch_bounds__(kThreads) sample(Job<T> job, int64_t runs, uin
   if (coarse.place < kBins) {
     clear(bins);
     for (int64_t i = threadIdx.x; i < runs * kRun; i += kThreads)
-      if (keys[i] >> kCoarseShift == coarse.place) atomicAdd(&bins[keys[i] >> (kCoarseShift - kBandShift) & (kBins - 1)], 1u);
+      if (keys[i] >> kCoarseShift == coarse.place)
+        atomicAdd(&bins[keys[i] >> (kCoarseShift - kBandShift) & (kBins - 1)], 1u);
     __syncthreads();
-    lower = coarse.place << kCoarseShift | find(bins, rank - coarse.above).place << (kCoarseShift - kBandShift);
+    lower = coarse.place << kCoarseShift | find(bins, rank - coarse.above).place
+                                               << (kCoarseShift - kBandShift);
     lower = lower >> kBandShift << kBandShift;  // mstopk's band must be marked whole
   }
-  if (threadIdx.x == 0) *job.state = {lower, kEnd, 0, static_cast<uint32_t>(job.s.k), kBandShift, false, 0};
+  if (threadIdx.x == 0)
+    *job.state = {lower, kEnd, 0, static_cast<uint32_t>(job.s.k), kBandShift, false, 0};
 }
 
 template <class T, bool kResidual, bool kVelocity>
@@ -201,7 +222,8 @@ __global__ void __launch_bounds__(kThreads) add_and_mark(Job<T> job) {
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
         const int place = (word + j) * 32 + lane();
-        const int i = place < length ? place : length - 1;  // a branch would keep the loads from being under way together
+        // a branch would keep the loads from being under way together
+        const int i = place < length ? place : length - 1;
         gradient[j] = gradients[i];
         if (kResidual) residual[j] = residuals[i];
         if (kVelocity) velocity[j] = velocities[i];
@@ -209,7 +231,8 @@ __global__ void __launch_bounds__(kThreads) add_and_mark(Job<T> job) {
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
         const int place = (word + j) * 32 + lane();
-        const Sum total = sum(kResidual, kVelocity, s.momentum, widen(gradient[j]), residual[j], velocity[j]);
+        const Sum total =
+            sum(kResidual, kVelocity, s.momentum, widen(gradient[j]), residual[j], velocity[j]);
         const uint32_t key = key_of(total.acc);  // of a velocity that is not finite, neither is acc
         const bool within = place < length;
         if (within && key < kNotFinite) {
@@ -236,15 +259,16 @@ __global__ void __launch_bounds__(kThreads) add_and_mark(Job<T> job) {
   if (last_block(job.state)) descend(job);
 }
 
-// Calls body(index, key, value) for the candidates among this lane's 32 entries of the strip, ascending (perhaps for some that
-// are none too). The key of what is not finite is kNotFinite.
+// Calls body(index, key, value) for the candidates among this lane's 32 entries of the strip,
+// ascending (perhaps for some that are none too). The key of what is not finite is kNotFinite.
 template <class T, class Body>
 __device__ void visit(const Job<T>& job, bool all, int64_t strip, const Body& body) {
   const Selection& s = job.s;
   const int64_t first = strip * kStrip + lane() * 32;
   const uint32_t bits = job.marks[strip * 32 + lane()], bad = job.flags[strip] ? bits : 0;
   uint32_t rest = bits;
-  if (all || job.flags[strip]) rest = first + 32 <= s.n ? kAllLanes : first < s.n ? (1u << (s.n - first)) - 1 : 0;
+  if (all || job.flags[strip])
+    rest = first + 32 <= s.n ? kAllLanes : first < s.n ? (1u << (s.n - first)) - 1 : 0;
   for (; rest; rest &= rest - 1) {
     const int place = __ffs(static_cast<int>(rest)) - 1;
     const int64_t i = first + place;
@@ -265,7 +289,8 @@ __global__ void __launch_bounds__(kThreads) narrow(Job<T> job) {
   clear(bins);
   for (int64_t strip = warp(); strip < job.strips; strip += warps()) {
     visit(job, state.all, strip, [&](int64_t, uint32_t key, float) {
-      if (key >= state.lower && key < state.upper) atomicAdd(&bins[bin_of(key, state.lower, state.shift)], 1u);
+      if (key >= state.lower && key < state.upper)
+        atomicAdd(&bins[bin_of(key, state.lower, state.shift)], 1u);
     });
   }
   collect(bins, job.bins);
@@ -288,7 +313,8 @@ __global__ void __launch_bounds__(kThreads) tally(Job<T> job) {
   const State state = *job.state;
   uint64_t mine = 0;
   each_strip_of_warp(job, [&](int64_t strip) {
-    visit(job, state.all, strip, [&](int64_t, uint32_t key, float) { mine += above_or_inside(state, key); });
+    visit(job, state.all, strip,
+          [&](int64_t, uint32_t key, float) { mine += above_or_inside(state, key); });
   });
   mine = inclusive_sum_of_warp(mine);
   if (lane() == 31) job.tallies[warp()] = mine;
@@ -311,16 +337,21 @@ __global__ void __launch_bounds__(kThreads) emit(Job<T> job) {
   const Selection& s = job.s;
   const State state = *job.state;
   const bool window = s.rule == Rule::mstopk && state.lower < kNotFinite;
-  const uint32_t first = window ? static_cast<uint32_t>(below(s.seed, state.inside - state.need + 1)) : 0, end = first + state.need;
+  const uint32_t first = window
+                             ? static_cast<uint32_t>(below(s.seed, state.inside - state.need + 1))
+                             : 0,
+                 end = first + state.need;
   uint64_t before = job.tallies[warp()];
   each_strip_of_warp(job, [&](int64_t strip) {
     uint64_t mine = 0;
-    visit(job, state.all, strip, [&](int64_t, uint32_t key, float) { mine += above_or_inside(state, key); });
+    visit(job, state.all, strip,
+          [&](int64_t, uint32_t key, float) { mine += above_or_inside(state, key); });
     const uint64_t up_to_here = inclusive_sum_of_warp(mine);
     uint64_t next = before + up_to_here - mine;
     visit(job, state.all, strip, [&](int64_t i, uint32_t key, float value) {
       const uint64_t kind = above_or_inside(state, key);
-      const uint32_t above = static_cast<uint32_t>(next >> 32), inside = static_cast<uint32_t>(next);
+      const uint32_t above = static_cast<uint32_t>(next >> 32),
+                     inside = static_cast<uint32_t>(next);
       next += kind;
       if (kind == 0 || (kind == 1 && (inside < first || inside >= end))) return;
       const uint32_t from_band = inside < first ? 0 : (inside < end ? inside : end) - first;
@@ -344,7 +375,9 @@ int64_t blocks(int64_t n) {
   int device = 0, processors = 1;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  const int64_t most = processors * kBlocksPerProcessor < kMostBlocks ? processors * kBlocksPerProcessor : kMostBlocks;
+  const int64_t most = processors * kBlocksPerProcessor < kMostBlocks
+                           ? processors * kBlocksPerProcessor
+                           : kMostBlocks;
   const int64_t enough = (strips(n) + kWarps - 1) / kWarps;
   return enough < most ? enough : most;
 }
@@ -358,7 +391,8 @@ const char* run(const Selection& s, char* workspace, cudaStream_t stream) {
                    reinterpret_cast<uint64_t*>(workspace + kTalliesAt),
                    reinterpret_cast<uint32_t*>(workspace + kMarksAt),
                    reinterpret_cast<uint8_t*>(workspace + kMarksAt + 128 * strips(s.n))};
-  // The margin is three standard deviations of the number of drawn entries that reach the threshold, as on CPUs.
+  // The margin is three standard deviations of the number of drawn entries that reach the
+  // threshold, as on CPUs.
   int64_t runs = s.n / (32 * kRun) < kMostRuns ? s.n / (32 * kRun) : kMostRuns;
   const double expected = static_cast<double>(runs * kRun) * s.k / s.n;
   const int64_t rank = static_cast<int64_t>(expected + 3 * std::sqrt(expected) + 4);
@@ -370,7 +404,8 @@ const char* run(const Selection& s, char* workspace, cudaStream_t stream) {
                     : (s.residual ? add_and_mark<T, true, false> : add_and_mark<T, false, false>),
          blocks(s.n), stream, job);
   if (s.k == 0) return launch_error();
-  for (int level = s.rule == Rule::exact ? 3 : 2; level > 0; --level) launch(narrow<T>, blocks(s.n), stream, job);
+  for (int level = s.rule == Rule::exact ? 3 : 2; level > 0; --level)
+    launch(narrow<T>, blocks(s.n), stream, job);
   launch(tally<T>, blocks(s.n), stream, job);
   launch(emit<T>, blocks(s.n), stream, job);
   return launch_error();
@@ -383,9 +418,12 @@ int64_t select_cuda_workspace(int64_t n) { return kMarksAt + 129 * strips(n); }
 const char* select_cuda(const Selection& s, void* workspace, CUstream_st* stream) {
   if (s.n == 0) return nullptr;
   switch (s.type) {
-    case Float::float32: return run<float>(s, static_cast<char*>(workspace), stream);
-    case Float::float16: return run<Half>(s, static_cast<char*>(workspace), stream);
-    case Float::bfloat16: return run<Bfloat>(s, static_cast<char*>(workspace), stream);
+    case Float::float32:
+      return run<float>(s, static_cast<char*>(workspace), stream);
+    case Float::float16:
+      return run<Half>(s, static_cast<char*>(workspace), stream);
+    case Float::bfloat16:
+      return run<Bfloat>(s, static_cast<char*>(workspace), stream);
   }
   return "unknown gradient type";
 }

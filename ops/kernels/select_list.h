@@ -1,4 +1,5 @@
-// The entries that reached the predicted threshold: six bytes each, in one pool that all threads fill.
+// The entries that reached the predicted threshold: six bytes each, in one pool that all threads
+// fill.
 #pragma once
 
 #include <algorithm>
@@ -12,9 +13,14 @@ namespace tfcommx {
 class CandidateList {
  public:
   CandidateList(int64_t tiles, int64_t capacity)
-      : capacity_(capacity), positions_(new uint16_t[capacity]), values_(new float[capacity]), start_(tiles), length_(tiles) {}
+      : capacity_(capacity),
+        positions_(new uint16_t[capacity]),
+        values_(new float[capacity]),
+        start_(tiles),
+        length_(tiles) {}
 
-  // Room for the tile's candidates; each tile once, from any thread. False where none is left: then the list is not complete.
+  // Room for the tile's candidates; each tile once, from any thread. False where none is left: then
+  // the list is not complete.
   bool reserve(int64_t tile, uint32_t count) {
     const int64_t start = used_.fetch_add(count, std::memory_order_relaxed);
     if (start + count > capacity_) return false;
@@ -26,7 +32,8 @@ class CandidateList {
   bool complete() const { return used_ <= capacity_; }
   int64_t size() const { return used_; }
   uint32_t length(int64_t tile) const { return length_[tile]; }
-  uint16_t* positions(int64_t tile) { return positions_.get() + start_[tile]; }  // in the tile, ascending
+  // in the tile, ascending
+  uint16_t* positions(int64_t tile) { return positions_.get() + start_[tile]; }
   float* values(int64_t tile) { return values_.get() + start_[tile]; }
 
  private:

@@ -1,4 +1,5 @@
-// The entries that are NaN or infinite, met in any order by any thread: how many, and which k have the lowest indices.
+// The entries that are NaN or infinite, met in any order by any thread: how many, and which k have
+// the lowest indices.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +13,8 @@ class NotFinite {
  public:
   explicit NotFinite(int64_t k) : k_(k) {}
 
-  // positions: ascending, relative to base. Rare: only then is a lock taken, so a healthy gradient pays nothing.
+  // positions: ascending, relative to base. Rare: only then is a lock taken, so a healthy gradient
+  // pays nothing.
   void add(int64_t base, const uint16_t* positions, uint32_t count) {
     std::lock_guard<std::mutex> lock(mutex_);
     for (uint32_t j = 0; j < count; ++j) {
@@ -38,13 +40,15 @@ class NotFinite {
 
   // After sorted(), where count() <= k: all are known.
   bool contains(int64_t index) const {
-    return !lowest_.empty() && std::binary_search(lowest_.begin(), lowest_.end(), static_cast<int32_t>(index));
+    return !lowest_.empty() &&
+           std::binary_search(lowest_.begin(), lowest_.end(), static_cast<int32_t>(index));
   }
 
   // Likewise: writes those in [first, last), relative to first; returns how many.
   uint32_t within(int64_t first, int64_t last, uint16_t* positions) const {
     uint32_t count = 0;
-    for (auto i = std::lower_bound(lowest_.begin(), lowest_.end(), first); i != lowest_.end() && *i < last; ++i)
+    for (auto i = std::lower_bound(lowest_.begin(), lowest_.end(), first);
+         i != lowest_.end() && *i < last; ++i)
       positions[count++] = static_cast<uint16_t>(*i - first);
     return count;
   }

@@ -1,4 +1,5 @@
-// The one loop over n-sized data on CPUs: add momentum and residual, and list the entries that reach a threshold. One tile a call.
+// The one loop over n-sized data on CPUs: add momentum and residual, and list the entries that
+// reach a threshold. One tile a call.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +10,12 @@
 
 namespace tfcommx {
 
-constexpr uint32_t kTile = 4096;               // entries; positions in a tile fit 16 bits, a tile's data fits the first cache
-constexpr uint32_t kRoom = kTile + 16;         // entries of a list that a scan fills: it may write past the last one found
-constexpr uint32_t kNotFinite = 0x7f800000u;   // keys of infinities and NaNs start here
-constexpr uint32_t kMagnitude = 0x7fffffffu;   // all bits but the sign
+// entries; positions in a tile fit 16 bits, a tile's data fits the first cache
+constexpr uint32_t kTile = 4096;
+// entries of a list that a scan fills: it may write past the last one found
+constexpr uint32_t kRoom = kTile + 16;
+constexpr uint32_t kNotFinite = 0x7f800000u;  // keys of infinities and NaNs start here
+constexpr uint32_t kMagnitude = 0x7fffffffu;  // all bits but the sign
 
 // The bits of |x|: ordered as the magnitudes are.
 TFCOMMX_DEVICE inline uint32_t key_of(float x) {
@@ -38,7 +41,8 @@ TFCOMMX_DEVICE inline float widen(Bfloat x) {
 }
 
 TFCOMMX_DEVICE inline float widen(Half x) {
-  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16, exponent = (x.bits >> 10) & 31u;
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16,
+                 exponent = (x.bits >> 10) & 31u;
   uint32_t fraction = x.bits & 1023u, bits;
   if (exponent == 31) {
     bits = sign | kNotFinite | (fraction << 13);
@@ -64,11 +68,12 @@ struct Found {
   uint32_t not_finite;  // entries whose acc is NaN or infinite
 };
 
-// u = momentum * u + g, r += u in place (not where that is not finite), and lists positions, ascending. Without a velocity
-// r += g; without a residual nothing is written but the lists. threshold <= kNotFinite; count <= kTile; each list has kRoom
-// entries.
-using Scan = Found (*)(const void* gradient, float* residual, float* velocity, float momentum, uint32_t count, uint32_t threshold,
-                       uint16_t* candidates, uint16_t* not_finite);
+// u = momentum * u + g, r += u in place (not where that is not finite), and lists positions,
+// ascending. Without a velocity r += g; without a residual nothing is written but the lists.
+// threshold <= kNotFinite; count <= kTile; each list has kRoom entries.
+using Scan = Found (*)(const void* gradient, float* residual, float* velocity, float momentum,
+                       uint32_t count, uint32_t threshold, uint16_t* candidates,
+                       uint16_t* not_finite);
 
 struct Scans {
   Scan plain[3];          // by Float

@@ -5,7 +5,8 @@
 #include "kernels/select_scan.h"
 
 #pragma GCC push_options
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns of its own intrinsics (bug 105593)
+// GCC 12 warns of its own intrinsics (bug 105593)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC target("avx512f,avx512bw,popcnt")
 #include "kernels/select_scan.inl"
 
@@ -15,18 +16,23 @@ namespace {
 struct Sixteen {
   static constexpr uint32_t lanes = 16;
   static __m512 load(const float* p) { return _mm512_loadu_ps(p); }
-  static __m512 load(const Half* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+  static __m512 load(const Half* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
   static __m512 load(const Bfloat* p) {
-    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    const __m512i bits =
+        _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
   }
   static void store(float* p, __m512 x) { _mm512_storeu_ps(p, x); }
   static __m512 add(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
   static __m512 multiply(__m512 a, float b) { return _mm512_mul_ps(a, _mm512_set1_ps(b)); }
   static uint32_t at_least(__m512 x, uint32_t key) {
-    const __m512i keys = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(kMagnitude)));
+    const __m512i keys =
+        _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(kMagnitude)));
     const __mmask16 mask = _mm512_cmpge_epu32_mask(keys, _mm512_set1_epi32(static_cast<int>(key)));
-    uint32_t bits;  // widened by hand: where GCC 12 puts the mask on the stack, it writes 16 bits and reads 32
+    // widened by hand: where GCC 12 puts the mask on the stack, it writes 16 bits and reads 32
+    uint32_t bits;
     asm("kmovw %1, %0" : "=r"(bits) : "k"(mask));
     return bits;
   }

@@ -8,7 +8,9 @@ namespace {
 struct One {  // a vector of one
   static constexpr uint32_t lanes = 1;
   template <class T>
-  static float load(const T* p) { return widen(*p); }
+  static float load(const T* p) {
+    return widen(*p);
+  }
   static void store(float* p, float x) { *p = x; }
   static float add(float a, float b) { return a + b; }
   static float multiply(float a, float b) { return a * b; }

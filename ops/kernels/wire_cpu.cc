@@ -24,7 +24,8 @@ void widen(const int32_t* words, int64_t k, float* values) {
 }
 
 // Adds `first` to the indices of one buffer; false where they are not k in [0, size).
-bool decode_places(const WireLayout& layout, const int32_t* words, int64_t first, int32_t* indices) {
+bool decode_places(const WireLayout& layout, const int32_t* words, int64_t first,
+                   int32_t* indices) {
   bool outside = false;
   const auto put = [&](int64_t i, int64_t index) {
     outside |= index < 0 || index >= layout.size;
@@ -47,7 +48,8 @@ bool decode_places(const WireLayout& layout, const int32_t* words, int64_t first
 
 }  // namespace
 
-int64_t wire_encode_cpu(const WireLayout& layout, const int32_t* indices, const float* values, int32_t* words) {
+int64_t wire_encode_cpu(const WireLayout& layout, const int32_t* indices, const float* values,
+                        int32_t* words) {
   int64_t before = -1;
   std::fill_n(words, layout.counts(), 0);
   uint16_t* offsets = reinterpret_cast<uint16_t*>(words + layout.counts());
@@ -65,15 +67,22 @@ int64_t wire_encode_cpu(const WireLayout& layout, const int32_t* indices, const 
   if (layout.blocks && layout.k % 2) offsets[layout.k] = 0;
   int32_t* last = words + layout.counts() + layout.places();
   switch (layout.type) {
-    case Float::float32: std::memcpy(last, values, 4 * layout.k); break;
-    case Float::float16: narrow<to_float16>(values, layout.k, last); break;
-    case Float::bfloat16: narrow<to_bfloat16>(values, layout.k, last); break;
+    case Float::float32:
+      std::memcpy(last, values, 4 * layout.k);
+      break;
+    case Float::float16:
+      narrow<to_float16>(values, layout.k, last);
+      break;
+    case Float::bfloat16:
+      narrow<to_bfloat16>(values, layout.k, last);
+      break;
   }
   return -1;
 }
 
-int64_t wire_decode_cpu(const WireLayout& layout, const int32_t* words, int64_t buffers, int64_t shards, int32_t* indices,
-                        float* values, const ParallelFor& parallel_for) {
+int64_t wire_decode_cpu(const WireLayout& layout, const int32_t* words, int64_t buffers,
+                        int64_t shards, int32_t* indices, float* values,
+                        const ParallelFor& parallel_for) {
   std::atomic<int64_t> bad{buffers};
   parallel_for(buffers, [&](int64_t buffer) {
     const int32_t* mine = words + buffer * layout.words();
@@ -86,9 +95,15 @@ int64_t wire_decode_cpu(const WireLayout& layout, const int32_t* words, int64_t 
       }
     }
     switch (layout.type) {
-      case Float::float32: std::memcpy(to, last, 4 * layout.k); break;
-      case Float::float16: widen<from_float16>(last, layout.k, to); break;
-      case Float::bfloat16: widen<from_bfloat16>(last, layout.k, to); break;
+      case Float::float32:
+        std::memcpy(to, last, 4 * layout.k);
+        break;
+      case Float::float16:
+        widen<from_float16>(last, layout.k, to);
+        break;
+      case Float::bfloat16:
+        widen<from_bfloat16>(last, layout.k, to);
+        break;
     }
   });
   return bad == buffers ? -1 : bad.load();

@@ -1,4 +1,5 @@
-// The wire formats on GPUs. Compiled by nvcc, and run on CPUs by tests/cuda_on_cpu; no GPU has run it yet.
+// The wire formats on GPUs. Compiled by nvcc, and run on CPUs by tests/cuda_on_cpu; no GPU has run
+// it yet.
 #include "kernels/cuda.h"
 #include "kernels/wire.h"
 #include "kernels/wire_float.h"
@@ -35,28 +36,38 @@ __device__ int32_t placed(const WireLayout& layout, int64_t shard, uint32_t inde
   return index < layout.size ? static_cast<int32_t>(shard * layout.size + index) : -1;
 }
 
-__device__ uint16_t narrow(Float type, float value) { return type == Float::float16 ? to_float16(value) : to_bfloat16(value); }
+__device__ uint16_t narrow(Float type, float value) {
+  return type == Float::float16 ? to_float16(value) : to_bfloat16(value);
+}
 
 // One word of each part by each thread.
-__global__ void __launch_bounds__(kThreads) encode(WireLayout layout, const int32_t* indices, const float* values, int32_t* words) {
+__global__ void __launch_bounds__(kThreads)
+    encode(WireLayout layout, const int32_t* indices, const float* values, int32_t* words) {
   const int64_t i = thread(), k = layout.k;
   int32_t *places = words + layout.counts(), *last = places + layout.places();
   if (i < layout.counts())
-    words[i] = static_cast<int32_t>(count_below(indices, k, (i + 1) * 65536) - count_below(indices, k, i * 65536));
+    words[i] = static_cast<int32_t>(count_below(indices, k, (i + 1) * 65536) -
+                                    count_below(indices, k, i * 65536));
   if (i < layout.places())
-    places[i] = layout.blocks ? word_of_two(i, k, [&](int64_t j) { return static_cast<uint16_t>(indices[j]); }) : indices[i];
+    places[i] =
+        layout.blocks
+            ? word_of_two(i, k, [&](int64_t j) { return static_cast<uint16_t>(indices[j]); })
+            : indices[i];
   if (i < layout.values())
-    last[i] = layout.type == Float::float32 ? bits_of(values[i])
-                                            : word_of_two(i, k, [&](int64_t j) { return narrow(layout.type, values[j]); });
+    last[i] = layout.type == Float::float32
+                  ? bits_of(values[i])
+                  : word_of_two(i, k, [&](int64_t j) { return narrow(layout.type, values[j]); });
 }
 
 // One entry by each thread, of all buffers; `each` of them for a shard.
-__global__ void __launch_bounds__(kThreads) decode_entries(WireLayout layout, const int32_t* words, int64_t entries, int64_t each,
-                                                           int32_t* indices, float* values) {
+__global__ void __launch_bounds__(kThreads)
+    decode_entries(WireLayout layout, const int32_t* words, int64_t entries, int64_t each,
+                   int32_t* indices, float* values) {
   const int64_t i = thread(), k = layout.k;
   if (i >= entries) return;
   const int32_t* places = words + i / k * layout.words() + layout.counts();
-  if (!layout.blocks) indices[i] = placed(layout, i / k / each, static_cast<uint32_t>(places[i % k]));
+  if (!layout.blocks)
+    indices[i] = placed(layout, i / k / each, static_cast<uint32_t>(places[i % k]));
   const int32_t* last = places + layout.places();
   const uint16_t* narrowed = reinterpret_cast<const uint16_t*>(last);
   values[i] = layout.type == Float::float32   ? float_of(last[i % k])
@@ -65,18 +76,20 @@ __global__ void __launch_bounds__(kThreads) decode_entries(WireLayout layout, co
 }
 
 // A stretch of 65,536 places of one buffer by each block of threads.
-__global__ void __launch_bounds__(kThreads) decode_offsets(WireLayout layout, const int32_t* words, int64_t each,
-                                                           int32_t* indices) {
+__global__ void __launch_bounds__(kThreads)
+    decode_offsets(WireLayout layout, const int32_t* words, int64_t each, int32_t* indices) {
   __shared__ uint64_t start, total;
   const int64_t counts = layout.counts(), buffer = blockIdx.x / counts, mine = blockIdx.x % counts;
-  const uint32_t* count = reinterpret_cast<const uint32_t*>(words + buffer * layout.words());  // what is negative becomes huge
+  // what is negative becomes huge
+  const uint32_t* count = reinterpret_cast<const uint32_t*>(words + buffer * layout.words());
   const uint16_t* offsets = reinterpret_cast<const uint16_t*>(count + counts);
   uint64_t before = 0, all = 0;
   for (int64_t i = threadIdx.x; i < counts; i += kThreads) {
     all += count[i];
     if (i < mine) before += count[i];
   }
-  const uint64_t all_before = exclusive_sum_of_block(all), before_before = exclusive_sum_of_block(before);
+  const uint64_t all_before = exclusive_sum_of_block(all),
+                 before_before = exclusive_sum_of_block(before);
   if (threadIdx.x == kThreads - 1) {
     total = all_before + all;
     start = before_before + before;
@@ -93,20 +106,21 @@ __global__ void __launch_bounds__(kThreads) decode_offsets(WireLayout layout, co
 
 }  // namespace
 
-const char* wire_encode_cuda(const WireLayout& layout, const int32_t* indices, const float* values, int32_t* words,
-                             CUstream_st* stream) {
+const char* wire_encode_cuda(const WireLayout& layout, const int32_t* indices, const float* values,
+                             int32_t* words, CUstream_st* stream) {
   if (layout.words() == 0) return nullptr;
   const int64_t most = layout.counts() > layout.k ? layout.counts() : layout.k;
   launch(encode, blocks(most), stream, layout, indices, values, words);
   return launch_error();
 }
 
-const char* wire_decode_cuda(const WireLayout& layout, const int32_t* words, int64_t buffers, int64_t shards, int32_t* indices,
-                             float* values, CUstream_st* stream) {
+const char* wire_decode_cuda(const WireLayout& layout, const int32_t* words, int64_t buffers,
+                             int64_t shards, int32_t* indices, float* values, CUstream_st* stream) {
   const int64_t entries = buffers * layout.k, each = buffers / shards;
   if (entries == 0) return nullptr;
   launch(decode_entries, blocks(entries), stream, layout, words, entries, each, indices, values);
-  if (layout.blocks && layout.counts()) launch(decode_offsets, buffers * layout.counts(), stream, layout, words, each, indices);
+  if (layout.blocks && layout.counts())
+    launch(decode_offsets, buffers * layout.counts(), stream, layout, words, each, indices);
   return launch_error();
 }
 

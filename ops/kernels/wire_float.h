@@ -1,4 +1,5 @@
-// Between float32 and the narrower floats of the wire. No arithmetic on denormal numbers, which threads may flush to zero.
+// Between float32 and the narrower floats of the wire. No arithmetic on denormal numbers, which
+// threads may flush to zero.
 #pragma once
 
 #include <cstdint>
@@ -22,16 +23,19 @@ TFCOMMX_DEVICE inline float float_of(uint32_t bits) {
 
 TFCOMMX_DEVICE inline uint16_t to_float16(float x) {
   const uint32_t bits = bits_of(x), size = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
-  if (size > 0x7f800000) return sign | 0x7e00 | (size >> 13 & 0x3ff);       // NaN
-  if (size >= 0x47800000) return sign | 0x7c00;                             // 65536 and beyond
-  if (size >= 0x38800000) {                                                 // normal: rebias, round, drop 13 bits
+  if (size > 0x7f800000) return sign | 0x7e00 | (size >> 13 & 0x3ff);  // NaN
+  if (size >= 0x47800000) return sign | 0x7c00;                        // 65536 and beyond
+  // normal: rebias, round, drop 13 bits
+  if (size >= 0x38800000) {
     const uint32_t rebiased = size - (112u << 23);
     return sign | (rebiased + 0xfff + (rebiased >> 13 & 1)) >> 13;
   }
   const int exponent = size >> 23;
-  if (exponent < 102) return sign;                                          // below half of the smallest denormal
+  // below half of the smallest denormal
+  if (exponent < 102) return sign;
   const uint32_t mantissa = (size & 0x7fffff) | 0x800000, drop = 126 - exponent;
-  const uint32_t kept = mantissa >> drop, rest = mantissa & ((1u << drop) - 1), tie = 1u << (drop - 1);
+  const uint32_t kept = mantissa >> drop, rest = mantissa & ((1u << drop) - 1),
+                 tie = 1u << (drop - 1);
   return sign | (kept + (rest > tie || (rest == tie && (kept & 1))));
 }
 
@@ -42,13 +46,19 @@ TFCOMMX_DEVICE inline uint16_t to_bfloat16(float x) {
 }
 
 TFCOMMX_DEVICE inline float from_float16(uint16_t half) {
-  const uint32_t shifted = (half & 0x7fffu) << 13, exponent = shifted & (31u << 23), sign = (half & 0x8000u) << 16;
+  const uint32_t shifted = (half & 0x7fffu) << 13, exponent = shifted & (31u << 23),
+                 sign = (half & 0x8000u) << 16;
   const uint32_t rebiased = shifted + (112u << 23);
-  const float denormal = float_of(rebiased + (1u << 23)) - float_of(113u << 23);  // 1.m * 2^-14 - 2^-14, both normal
-  const uint32_t size = exponent == 0 ? bits_of(denormal) : exponent == (31u << 23) ? rebiased + (112u << 23) : rebiased;
+  // 1.m * 2^-14 - 2^-14, both normal
+  const float denormal = float_of(rebiased + (1u << 23)) - float_of(113u << 23);
+  const uint32_t size = exponent == 0             ? bits_of(denormal)
+                        : exponent == (31u << 23) ? rebiased + (112u << 23)
+                                                  : rebiased;
   return float_of(size | sign);
 }
 
-TFCOMMX_DEVICE inline float from_bfloat16(uint16_t bits) { return float_of(static_cast<uint32_t>(bits) << 16); }
+TFCOMMX_DEVICE inline float from_bfloat16(uint16_t bits) {
+  return float_of(static_cast<uint32_t>(bits) << 16);
+}
 
 }  // namespace tfcommx

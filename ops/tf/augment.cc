@@ -34,7 +34,7 @@ REGISTER_OP("TfcommxSlabCheck")
     .Input("epoch: int64")
     .Output("state: uint8")  // 0 ready, 1 absent, 2 its CRC does not hold
     .Attr("path: string")
-    .Attr("id: int")  // in the header of the slab
+    .Attr("id: int")              // in the header of the slab
     .Attr("verify: float = 0.0")  // share of the samples whose CRC is checked
     .Attr("seed: int = 0")
     .SetIsStateful()
@@ -57,7 +57,7 @@ REGISTER_OP("TfcommxSlabRead")
     .Output("windows: int32")  // [b, 5]: top, left, height, width, flip
     .Attr("T: {uint8, half, bfloat16, float}")
     .Attr("path: string")  // empty: all records are loose
-    .Attr("id: int")  // in the header of the slab
+    .Attr("id: int")       // in the header of the slab
     .Attr("channels: int")
     .Attr("crop: {'random', 'center', 'whole'}")
     .Attr("flip: bool")
@@ -67,7 +67,8 @@ REGISTER_OP("TfcommxSlabRead")
     .Attr("mean: list(float) = []")  // per channel, of values in [0, 1]; empty: zeros
     .Attr("std: list(float) = []")   // empty: ones
     .Attr("seed: int = 0")
-    .Attr("code: {'fastest', 'avx2', 'portable'} = 'fastest'")  // the most that may be used of the processor
+    // the most that may be used of the processor
+    .Attr("code: {'fastest', 'avx2', 'portable'} = 'fastest'")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
       ShapeHandle indices, other;
@@ -98,7 +99,8 @@ class SlabCheck : public OpKernel {
     OP_REQUIRES_OK(context, context->GetAttr("id", &id));
     OP_REQUIRES_OK(context, context->GetAttr("verify", &verify_));
     OP_REQUIRES_OK(context, context->GetAttr("seed", &seed));
-    seed_ = static_cast<uint64_t>(seed) ^ 0x5EED0FC5C5EEDull;  // not the stream that draws the crops
+    // not the stream that draws the crops
+    seed_ = static_cast<uint64_t>(seed) ^ 0x5EED0FC5C5EEDull;
     OP_REQUIRES_OK(context, slab_.open(path, id));
   }
 
@@ -150,14 +152,18 @@ class SlabRead : public OpKernel {
                 InvalidArgument("`area` must be two ascending shares in (0, 1]."));
     OP_REQUIRES(context, aspect.size() == 2 && 0 < aspect[0] && aspect[0] <= aspect[1],
                 InvalidArgument("`aspect` must be two ascending positive numbers."));
-    OP_REQUIRES(context, 0 < center && center <= 1, InvalidArgument("`center` must be in (0, 1]. Received ", center, "."));
+    OP_REQUIRES(context, 0 < center && center <= 1,
+                InvalidArgument("`center` must be in (0, 1]. Received ", center, "."));
     const int channels = target_.channels;
-    OP_REQUIRES(context, 1 <= channels && channels <= 4, InvalidArgument("`channels` must be in [1, 4]. Received ", channels, "."));
+    OP_REQUIRES(context, 1 <= channels && channels <= 4,
+                InvalidArgument("`channels` must be in [1, 4]. Received ", channels, "."));
     if (mean.empty()) mean.assign(channels, 0);
     if (std.empty()) std.assign(channels, 1);
-    OP_REQUIRES(context, static_cast<int>(mean.size()) == channels && static_cast<int>(std.size()) == channels,
-                InvalidArgument("`mean` and `std` need one number for each of ", channels, " channels. Received ", mean.size(),
-                                " and ", std.size(), "."));
+    OP_REQUIRES(
+        context,
+        static_cast<int>(mean.size()) == channels && static_cast<int>(std.size()) == channels,
+        InvalidArgument("`mean` and `std` need one number for each of ", channels,
+                        " channels. Received ", mean.size(), " and ", std.size(), "."));
     rule_.crop = crop == "random" ? Crop::kRandom : crop == "center" ? Crop::kCenter : Crop::kWhole;
     rule_.area_low = area[0];
     rule_.area_high = area[1];
@@ -166,12 +172,17 @@ class SlabRead : public OpKernel {
     rule_.center = center;
     rule_.seed = static_cast<uint64_t>(seed);
     for (int c = 0; c < channels; ++c) {
-      OP_REQUIRES(context, std[c] > 0, InvalidArgument("`std` must be positive. Received ", std[c], " for channel ", c, "."));
+      OP_REQUIRES(
+          context, std[c] > 0,
+          InvalidArgument("`std` must be positive. Received ", std[c], " for channel ", c, "."));
       target_.scale.push_back(1.0f / (255.0f * std[c]));
       target_.bias.push_back(-mean[c] / std[c]);
     }
     const auto type = output_type(0);
-    target_.pixel = type == DT_UINT8 ? Pixel::kUint8 : type == DT_HALF ? Pixel::kHalf : type == DT_BFLOAT16 ? Pixel::kBfloat16 : Pixel::kFloat;
+    target_.pixel = type == DT_UINT8      ? Pixel::kUint8
+                    : type == DT_HALF     ? Pixel::kHalf
+                    : type == DT_BFLOAT16 ? Pixel::kBfloat16
+                                          : Pixel::kFloat;
     if (!path.empty()) OP_REQUIRES_OK(context, slab_.open(path, id));
   }
 
@@ -183,9 +194,12 @@ class SlabRead : public OpKernel {
     const auto size = context->input(4).flat<int32_t>();
     const int64_t n = indices.size();
     OP_REQUIRES(context, loose_at.size() == n,
-                InvalidArgument("`loose_at` must have one entry per index. Received ", loose_at.size(), " for ", n, "."));
-    OP_REQUIRES(context, size.size() == 2 && size(0) >= 0 && size(1) >= 0 && (size(0) == 0) == (size(1) == 0),
-                InvalidArgument("`size` must be [height, width], both positive or both zero."));
+                InvalidArgument("`loose_at` must have one entry per index. Received ",
+                                loose_at.size(), " for ", n, "."));
+    OP_REQUIRES(
+        context,
+        size.size() == 2 && size(0) >= 0 && size(1) >= 0 && (size(0) == 0) == (size(1) == 0),
+        InvalidArgument("`size` must be [height, width], both positive or both zero."));
     std::vector<Image> sources(n);
     std::vector<int64_t> numbers(n);  // labels
     std::vector<Window> windows(n);
@@ -198,24 +212,29 @@ class SlabRead : public OpKernel {
       foresee(slab_.base(), indices(i));
     }
     for (int64_t i = 0; i < n; ++i) {
-      const Record* found = loose_at(i) >= 0 ? record_at(loose.data(), 0, loose.size(), loose_at(i), indices(i))
-                                             : find(slab_.base(), indices(i));
-      OP_REQUIRES(context, found != nullptr, DataLoss("Sample ", indices(i), " is not in memory, or its record is damaged."));
+      const Record* found = loose_at(i) >= 0
+                                ? record_at(loose.data(), 0, loose.size(), loose_at(i), indices(i))
+                                : find(slab_.base(), indices(i));
+      OP_REQUIRES(context, found != nullptr,
+                  DataLoss("Sample ", indices(i), " is not in memory, or its record is damaged."));
       // a copy: the close of the slab may empty the record at any moment
       const Image record = sources[i] = image_of(*found);
       numbers[i] = found->label;
-      OP_REQUIRES(context, record.height > 0 && record.width > 0 && record.channels > 0, DataLoss("The slab has been closed."));
+      OP_REQUIRES(context, record.height > 0 && record.width > 0 && record.channels > 0,
+                  DataLoss("The slab has been closed."));
       OP_REQUIRES(context, record.channels == target.channels,
-                  InvalidArgument("Samples of ", target.channels, " channels are required. Sample ", indices(i), " has ", record.channels, "."));
+                  InvalidArgument("Samples of ", target.channels, " channels are required. Sample ",
+                                  indices(i), " has ", record.channels, "."));
       if (target.height == 0) {
         target.height = record.height;
         target.width = record.width;
       }
       if (size(0) == 0) {
         OP_REQUIRES(context, record.height == target.height && record.width == target.width,
-                    InvalidArgument("Samples of one size are required where no resolution is given. Received ", target.height, "x",
-                                    target.width, " and ", record.height, "x", record.width, " (sample ", indices(i),
-                                    "). Give the phase a resolution."));
+                    InvalidArgument(
+                        "Samples of one size are required where no resolution is given. Received ",
+                        target.height, "x", target.width, " and ", record.height, "x", record.width,
+                        " (sample ", indices(i), "). Give the phase a resolution."));
       }
       windows[i] = window_of(rule_, epoch, indices(i), record.height, record.width);
     }
@@ -227,7 +246,8 @@ class SlabRead : public OpKernel {
     } else {
       OP_REQUIRES_OK(context, context->allocate_temp(output_type(0), shape, &images));
     }
-    OP_REQUIRES(context, images.IsInitialized(), ResourceExhausted("No memory for a batch of shape ", shape.DebugString(), "."));
+    OP_REQUIRES(context, images.IsInitialized(),
+                ResourceExhausted("No memory for a batch of shape ", shape.DebugString(), "."));
     context->set_output(0, images);
     OP_REQUIRES_OK(context, context->allocate_output(1, TensorShape({n}), &labels));
     OP_REQUIRES_OK(context, context->allocate_output(2, TensorShape({n, 5}), &taken));

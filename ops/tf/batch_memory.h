@@ -1,7 +1,8 @@
-// Memory of large outputs, used again. The kernel clears fresh pages one fault at a time, which costs several times what
-// the pixels of a batch do.
+// Memory of large outputs, used again. The kernel clears fresh pages one fault at a time, which
+// costs several times what the pixels of a batch do.
 //
-// Spare memory is bounded, and while no User is alive the kernel may take its pages wherever it is short of them.
+// Spare memory is bounded, and while no User is alive the kernel may take its pages wherever it is
+// short of them.
 #pragma once
 
 #include <sys/mman.h>
@@ -18,7 +19,8 @@ namespace tfcommx {
 class BatchMemory : public tensorflow::Allocator {
  public:
   static constexpr size_t kLeast = 1 << 20;  // bytes; what is smaller, malloc keeps
-  static constexpr size_t kSpare = 256 << 20;  // bytes, or one block; a new size of batches pushes the old ones out
+  // bytes, or one block; a new size of batches pushes the old ones out
+  static constexpr size_t kSpare = 256 << 20;
 
   // Lives for ever: tensors may outlive all else.
   static BatchMemory* instance() {
@@ -37,8 +39,9 @@ class BatchMemory : public tensorflow::Allocator {
 
   std::string Name() override { return "tfcommx_batches"; }
 
-  // No huge pages: a virtual machine has to ask its host for each, at a seventh of the rate, and batches are no faster in them.
-  void* AllocateRaw(size_t alignment, size_t bytes) override {  // pages are aligned enough for all that TensorFlow asks
+  // No huge pages: a virtual machine has to ask its host for each, at a seventh of the rate, and
+  // batches are no faster in them. pages are aligned enough for all that TensorFlow asks
+  void* AllocateRaw(size_t alignment, size_t bytes) override {
     const size_t size = (bytes + kPage - 1) / kPage * kPage;
     std::lock_guard<std::mutex> lock(mutex_);
     for (size_t i = spare_.size(); i-- > 0;) {  // the latest first: its pages may be in a cache
@@ -84,7 +87,8 @@ class BatchMemory : public tensorflow::Allocator {
     for (const Block& block : spare_) offer(block);
   }
 
-  // Not unmapped: the pipeline of the next epoch will probably want it, and has it for nothing where memory was not short.
+  // Not unmapped: the pipeline of the next epoch will probably want it, and has it for nothing
+  // where memory was not short.
   static void offer(const Block& block) { madvise(block.at, block.size, MADV_FREE); }
 
   std::mutex mutex_;

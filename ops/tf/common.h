@@ -13,13 +13,15 @@
 namespace tfcommx {
 
 inline CUstream_st* stream_of(tensorflow::OpKernelContext* context) {
-  return static_cast<CUstream_st*>(context->op_device_context()->stream()->platform_specific_handle().stream);
+  return static_cast<CUstream_st*>(
+      context->op_device_context()->stream()->platform_specific_handle().stream);
 }
 
 // error: what a kernel's _cuda function returned.
 inline absl::Status launched(const tensorflow::OpKernelContext* context, const char* error) {
   if (!error) return absl::OkStatus();
-  return tensorflow::errors::Internal("CUDA must launch the kernels of ", context->op_kernel().name(), ". It says: ", error,
+  return tensorflow::errors::Internal("CUDA must launch the kernels of ",
+                                      context->op_kernel().name(), ". It says: ", error,
                                       ". Was the library built for this GPU and driver?");
 }
 
@@ -28,7 +30,8 @@ template <bool kGpu>
 absl::Status select_on_device(tensorflow::OpKernelContext* context, const Selection& selection) {
   if constexpr (kGpu) {
     tensorflow::Tensor workspace;
-    TF_RETURN_IF_ERROR(context->allocate_temp(tensorflow::DT_UINT8, {select_cuda_workspace(selection.n)}, &workspace));
+    TF_RETURN_IF_ERROR(context->allocate_temp(tensorflow::DT_UINT8,
+                                              {select_cuda_workspace(selection.n)}, &workspace));
     return launched(context, select_cuda(selection, workspace.data(), stream_of(context)));
   } else {
     select_cpu(selection, shared_with_pool(context));
@@ -39,23 +42,32 @@ absl::Status select_on_device(tensorflow::OpKernelContext* context, const Select
 template <class T>
 Float float_of();
 template <>
-inline Float float_of<float>() { return Float::float32; }
+inline Float float_of<float>() {
+  return Float::float32;
+}
 template <>
-inline Float float_of<Eigen::half>() { return Float::float16; }
+inline Float float_of<Eigen::half>() {
+  return Float::float16;
+}
 template <>
-inline Float float_of<tensorflow::bfloat16>() { return Float::bfloat16; }
+inline Float float_of<tensorflow::bfloat16>() {
+  return Float::bfloat16;
+}
 
-inline absl::Status check_vector(const tensorflow::OpKernelContext* context, const char* name, const tensorflow::Tensor& tensor) {
-  if (tensor.dims() == 1 && tensor.NumElements() <= std::numeric_limits<int32_t>::max()) return absl::OkStatus();
-  return tensorflow::errors::InvalidArgument("`", name, "` must be a vector of fewer than 2^31 entries. Received shape ",
-                                             tensor.shape().DebugString(), " (", context->op_kernel().name(),
-                                             "). Flatten it, and cut what is longer into buckets.");
+inline absl::Status check_vector(const tensorflow::OpKernelContext* context, const char* name,
+                                 const tensorflow::Tensor& tensor) {
+  if (tensor.dims() == 1 && tensor.NumElements() <= std::numeric_limits<int32_t>::max())
+    return absl::OkStatus();
+  return tensorflow::errors::InvalidArgument(
+      "`", name, "` must be a vector of fewer than 2^31 entries. Received shape ",
+      tensor.shape().DebugString(), " (", context->op_kernel().name(),
+      "). Flatten it, and cut what is longer into buckets.");
 }
 
 inline absl::Status check_k(const tensorflow::OpKernelContext* context, int64_t k, int64_t n) {
   if ((k >= 1 && k <= n) || (n == 0 && k == 0)) return absl::OkStatus();
-  return tensorflow::errors::InvalidArgument("`k` must be in [1, n]. Received k=", k, ", n=", n, " (",
-                                             context->op_kernel().name(),
+  return tensorflow::errors::InvalidArgument("`k` must be in [1, n]. Received k=", k, ", n=", n,
+                                             " (", context->op_kernel().name(),
                                              "). Change `density`, or keep this variable dense.");
 }
 

@@ -1,4 +1,5 @@
-// CRC32C as TFRecord files have it, by TensorFlow's own code. No op but a plain function: an op would copy the record first.
+// CRC32C as TFRecord files have it, by TensorFlow's own code. No op but a plain function: an op
+// would copy the record first.
 #include <cstddef>
 #include <cstdint>
 

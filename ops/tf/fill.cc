@@ -1,6 +1,8 @@
-// The op TfcommxSlabFill: decodes JPEGs and PNGs with TensorFlow's own kernel, and puts them into the slab (kernels/fill.h).
+// The op TfcommxSlabFill: decodes JPEGs and PNGs with TensorFlow's own kernel, and puts them into
+// the slab (kernels/fill.h).
 //
-// The kernel is called from here and not from the graph: there, one damaged file would end the whole batch.
+// The kernel is called from here and not from the graph: there, one damaged file would end the
+// whole batch.
 #include <algorithm>
 #include <memory>
 #include <mutex>
@@ -32,7 +34,8 @@ REGISTER_OP("TfcommxSlabFill")
     .Input("samples: int64")
     .Input("labels: int64")
     .Input("state: uint8")  // 0: nothing is to be done; else anything
-    .Output("left: uint8")  // 0: this call has put the sample there; 3: another process had meanwhile; else `state`
+    // 0: this call has put the sample there; 3: another process had meanwhile; else `state`
+    .Output("left: uint8")
     .Attr("path: string")
     .Attr("id: int")  // in the header of the slab
     .Attr("channels: int")
@@ -52,7 +55,8 @@ class SlabFill : public OpKernel {
     OP_REQUIRES_OK(context, context->GetAttr("id", &id));
     OP_REQUIRES_OK(context, context->GetAttr("channels", &channels_));
     OP_REQUIRES_OK(context, context->GetAttr("store", &store_));
-    const bool can_decode = channels_ == 1 || channels_ == 3;  // else the source gives pixels, or other files
+    // else the source gives pixels, or other files
+    const bool can_decode = channels_ == 1 || channels_ == 3;
     for (int i = 0; can_decode && i < 4; ++i) {
       NodeDef node;
       OP_REQUIRES_OK(context, NodeDefBuilder("decode", "DecodeJpeg")
@@ -61,9 +65,10 @@ class SlabFill : public OpKernel {
                                   .Attr("ratio", 1 << i)
                                   .Finalize(&node));
       absl::Status status;
-      decoders_[i] = tensorflow::CreateOpKernel(context->device_type(), context->device(),
-                                                context->device()->GetAllocator(tensorflow::AllocatorAttributes()), node,
-                                                TF_GRAPH_DEF_VERSION, &status);
+      decoders_[i] = tensorflow::CreateOpKernel(
+          context->device_type(), context->device(),
+          context->device()->GetAllocator(tensorflow::AllocatorAttributes()), node,
+          TF_GRAPH_DEF_VERSION, &status);
       OP_REQUIRES_OK(context, status);
     }
     OP_REQUIRES_OK(context, slab_.open(path, id, true));
@@ -71,18 +76,22 @@ class SlabFill : public OpKernel {
 
   void Compute(OpKernelContext* context) override {
     const auto encoded = context->input(0).flat<tstring>();
-    const auto samples = context->input(1).flat<int64_t>(), labels = context->input(2).flat<int64_t>();
+    const auto samples = context->input(1).flat<int64_t>(),
+               labels = context->input(2).flat<int64_t>();
     const auto state = context->input(3).flat<uint8_t>();
     const int64_t n = samples.size();
-    OP_REQUIRES(context, encoded.size() == n && labels.size() == n && state.size() == n,
-                InvalidArgument("`encoded`, `samples`, `labels` and `state` must have one entry per sample. Received ",
-                                encoded.size(), ", ", n, ", ", labels.size(), " and ", state.size(), "."));
+    OP_REQUIRES(
+        context, encoded.size() == n && labels.size() == n && state.size() == n,
+        InvalidArgument(
+            "`encoded`, `samples`, `labels` and `state` must have one entry per sample. Received ",
+            encoded.size(), ", ", n, ", ", labels.size(), " and ", state.size(), "."));
     for (int64_t i = 0; i < n; ++i) OP_REQUIRES_OK(context, check_index(samples(i), slab_.count()));
     Tensor* left = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, context->input(1).shape(), &left));
     auto out = left->flat<uint8_t>();
     shared_with_pool(context)(n, [&](int64_t i) {
-      const Put done = state(i) == 0 ? Put::kWritten : bring(context, encoded(i), samples(i), labels(i));
+      const Put done =
+          state(i) == 0 ? Put::kWritten : bring(context, encoded(i), samples(i), labels(i));
       out(i) = done == Put::kWritten ? 0 : done == Put::kThere ? 3 : state(i);
     });
   }
@@ -92,7 +101,8 @@ class SlabFill : public OpKernel {
   Put bring(OpKernelContext* context, const tstring& file, int64_t sample, int64_t label) {
     if (decoders_[0] == nullptr) return Put::kNot;
     FileHead head;
-    if (!read_head(reinterpret_cast<const uint8_t*>(file.data()), file.size(), &head)) return Put::kNot;
+    if (!read_head(reinterpret_cast<const uint8_t*>(file.data()), file.size(), &head))
+      return Put::kNot;
     const int32_t small = std::min(head.height, head.width);
     int scale = head.jpeg ? 3 : 0;
     while (scale > 0 && (store_ == 0 || small >> scale < store_)) --scale;
@@ -109,16 +119,19 @@ class SlabFill : public OpKernel {
     params.inputs = {&input, 1};
     OpKernelContext inner(&params);
     decoders_[scale]->Compute(&inner);
-    if (!inner.status().ok()) return Put::kNot;  // whoever asks for the sample reads it again, and says what is wrong
+    // whoever asks for the sample reads it again, and says what is wrong
+    if (!inner.status().ok()) return Put::kNot;
     const Tensor& pixels = *inner.mutable_output(0);
     const Image image = {pixels.flat<uint8_t>().data(), static_cast<int32_t>(pixels.dim_size(0)),
                          static_cast<int32_t>(pixels.dim_size(1)), channels_};
-    return put({slab_.file(), slab_.base(), &one_takes_, &one_writes_}, sample, label, image, store_);
+    return put({slab_.file(), slab_.base(), &one_takes_, &one_writes_}, sample, label, image,
+               store_);
   }
 
   Mapping slab_;
   std::mutex one_takes_, one_writes_;
-  std::unique_ptr<OpKernel> decoders_[4];  // at 1/1, 1/2, 1/4, 1/8; none where they do not make so many channels
+  // at 1/1, 1/2, 1/4, 1/8; none where they do not make so many channels
+  std::unique_ptr<OpKernel> decoders_[4];
   int32_t channels_, store_;
 };
 

@@ -28,7 +28,8 @@ REGISTER_OP("TfcommxMerge")
 
 indices: int32 [pairs], in [0, size).
 values: float32 [pairs].
-k: the list is made of runs of k pairs, and in a run no index repeats; 0: it may be any list, which only CPUs merge.
+k: the list is made of runs of k pairs, and in a run no index repeats; 0: it may be any list, which
+  only CPUs merge.
 dense: float32 [size].
 )");
 
@@ -43,28 +44,33 @@ class MergeOp : public tensorflow::OpKernel {
     const tensorflow::Tensor &indices = context->input(0), &values = context->input(1);
     const int64_t size = context->input(2).scalar<int64_t>()(), pairs = indices.NumElements();
     OP_REQUIRES(context, indices.dims() == 1 && indices.shape() == values.shape(),
-                tensorflow::errors::InvalidArgument("`indices` and `values` must be vectors of one length. Received ",
-                                                    indices.shape().DebugString(), " and ", values.shape().DebugString(), " (",
-                                                    context->op_kernel().name(), ")."));
+                tensorflow::errors::InvalidArgument(
+                    "`indices` and `values` must be vectors of one length. Received ",
+                    indices.shape().DebugString(), " and ", values.shape().DebugString(), " (",
+                    context->op_kernel().name(), ")."));
     OP_REQUIRES(context, size >= 0 && size <= std::numeric_limits<int32_t>::max(),
-                tensorflow::errors::InvalidArgument("`size` must be in [0, 2^31). Received ", size, " (",
-                                                    context->op_kernel().name(), "). Cut what is longer into buckets."));
+                tensorflow::errors::InvalidArgument("`size` must be in [0, 2^31). Received ", size,
+                                                    " (", context->op_kernel().name(),
+                                                    "). Cut what is longer into buckets."));
     OP_REQUIRES(context, k_ > 0 ? pairs % k_ == 0 : !kGpu || pairs == 0,
-                tensorflow::errors::InvalidArgument("The pairs must be runs of `k`, and on a GPU `k` must be given. Received ", pairs,
-                                                    " pairs, k=", k_, " (", context->op_kernel().name(),
-                                                    "). Pass the entries that each rank sent as `k`, or merge on /cpu:0."));
+                tensorflow::errors::InvalidArgument(
+                    "The pairs must be runs of `k`, and on a GPU `k` must be given. Received ",
+                    pairs, " pairs, k=", k_, " (", context->op_kernel().name(),
+                    "). Pass the entries that each rank sent as `k`, or merge on /cpu:0."));
     tensorflow::Tensor* dense;
     OP_REQUIRES_OK(context, context->allocate_output(0, {size}, &dense));
     const int32_t* first = static_cast<const int32_t*>(indices.data());
-    const Merge merge{first, static_cast<const float*>(values.data()), pairs, static_cast<float*>(dense->data()), size};
+    const Merge merge{first, static_cast<const float*>(values.data()), pairs,
+                      static_cast<float*>(dense->data()), size};
     if constexpr (kGpu) {
       OP_REQUIRES_OK(context, launched(context, merge_cuda(merge, k_, stream_of(context))));
     } else {
       const int64_t outside = merge_cpu(merge, shared_with_pool(context));
       OP_REQUIRES(context, outside < 0,
-                  tensorflow::errors::InvalidArgument("Indices must be in [0, ", size, "). Received ", outside < 0 ? 0 : first[outside],
-                                                      " at position ", outside, " (", context->op_kernel().name(),
-                                                      "). Do all ranks have the same plan?"));
+                  tensorflow::errors::InvalidArgument(
+                      "Indices must be in [0, ", size, "). Received ",
+                      outside < 0 ? 0 : first[outside], " at position ", outside, " (",
+                      context->op_kernel().name(), "). Do all ranks have the same plan?"));
     }
   }
 
@@ -74,7 +80,8 @@ class MergeOp : public tensorflow::OpKernel {
 
 REGISTER_KERNEL_BUILDER(Name("TfcommxMerge").Device(tensorflow::DEVICE_CPU), MergeOp<false>);
 #if TFCOMMX_CUDA
-REGISTER_KERNEL_BUILDER(Name("TfcommxMerge").Device(tensorflow::DEVICE_GPU).HostMemory("size"), MergeOp<true>);
+REGISTER_KERNEL_BUILDER(Name("TfcommxMerge").Device(tensorflow::DEVICE_GPU).HostMemory("size"),
+                        MergeOp<true>);
 #endif
 
 }  // namespace

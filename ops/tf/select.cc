@@ -1,4 +1,5 @@
-// TfcommxSelect, TfcommxSelectResidual, TfcommxSelectMomentum: k entries of a gradient by magnitude; variables keep the rest.
+// TfcommxSelect, TfcommxSelectResidual, TfcommxSelectMomentum: k entries of a gradient by
+// magnitude; variables keep the rest.
 #include <array>
 #include <cstring>
 
@@ -53,7 +54,7 @@ REGISTER_OP("TfcommxSelectResidual")
     .Attr("rule: {'exact', 'mstopk'}")
     .SetIsStateful()
     .SetShapeFn(infer_shapes<1>)
-    .Doc(R"(Chooses k entries of gradient + residual by magnitude, and leaves the others in the residual.
+    .Doc(R"(Chooses k entries of gradient + residual by magnitude, and leaves the others there.
 
 residual: a float32 [n] variable, updated in place; ops/kernels/select.h has the semantics.
 indices: int32 [k], ascending, unique, in [0, n).
@@ -73,7 +74,7 @@ REGISTER_OP("TfcommxSelectMomentum")
     .Attr("momentum: float")
     .SetIsStateful()
     .SetShapeFn(infer_shapes<2>)
-    .Doc(R"(Moves the velocity by the gradient, chooses k entries of velocity + residual by magnitude, leaves the others there.
+    .Doc(R"(Moves the velocity by the gradient, then chooses k entries of velocity + residual.
 
 residual: a float32 [n] variable, updated in place; ops/kernels/select.h has the semantics.
 velocity: another one.
@@ -82,14 +83,16 @@ values: float32 [k].
 momentum: in [0, 1).
 )");
 
-// A tensor that others still read (a value read from the variable before) must not change under them.
+// A tensor that others still read (a value read from the variable before) must not change under
+// them.
 template <bool kGpu>
 absl::Status make_own(tensorflow::OpKernelContext* context, tensorflow::Tensor* tensor) {
   if (tensor->RefCountIsOne()) return absl::OkStatus();
   tensorflow::Tensor own;
   TF_RETURN_IF_ERROR(context->allocate_temp(tensorflow::DT_FLOAT, tensor->shape(), &own));
   if constexpr (kGpu) {
-    TF_RETURN_IF_ERROR(launched(context, copy_cuda(own.data(), tensor->data(), tensor->TotalBytes(), stream_of(context))));
+    TF_RETURN_IF_ERROR(launched(
+        context, copy_cuda(own.data(), tensor->data(), tensor->TotalBytes(), stream_of(context))));
   } else {
     std::memcpy(own.data(), tensor->data(), tensor->TotalBytes());
   }
@@ -99,15 +102,18 @@ absl::Status make_own(tensorflow::OpKernelContext* context, tensorflow::Tensor* 
 
 // The entries of a variable, which the caller has locked.
 template <bool kGpu>
-absl::Status open_state(tensorflow::OpKernelContext* context, const char* name, tensorflow::Var* variable, int64_t n, float** data) {
+absl::Status open_state(tensorflow::OpKernelContext* context, const char* name,
+                        tensorflow::Var* variable, int64_t n, float** data) {
   tensorflow::Tensor* state = variable->tensor();
   if (!variable->is_initialized)
-    return tensorflow::errors::FailedPrecondition("`", name, "` must be initialised, to zeros at first. Received the uninitialised ",
-                                                  variable->DebugString(), " (", context->op_kernel().name(), ").");
+    return tensorflow::errors::FailedPrecondition(
+        "`", name, "` must be initialised, to zeros at first. Received the uninitialised ",
+        variable->DebugString(), " (", context->op_kernel().name(), ").");
   if (state->dtype() != tensorflow::DT_FLOAT || state->NumElements() != n)
-    return tensorflow::errors::InvalidArgument("`", name, "` must be a float32 variable of as many entries as `gradient`, ", n,
-                                               ". Received ", variable->DebugString(), " (", context->op_kernel().name(),
-                                               "). Make it anew for this bucket.");
+    return tensorflow::errors::InvalidArgument(
+        "`", name, "` must be a float32 variable of as many entries as `gradient`, ", n,
+        ". Received ", variable->DebugString(), " (", context->op_kernel().name(),
+        "). Make it anew for this bucket.");
   TF_RETURN_IF_ERROR(make_own<kGpu>(context, state));
   *data = static_cast<float*>(state->data());
   return absl::OkStatus();
@@ -123,7 +129,8 @@ class SelectOp : public tensorflow::OpKernel {
     if (kStates < 2) return;
     OP_REQUIRES_OK(construction, construction->GetAttr("momentum", &momentum_));
     OP_REQUIRES(construction, momentum_ >= 0 && momentum_ < 1,
-                tensorflow::errors::InvalidArgument("`momentum` must be in [0, 1). Received ", momentum_, " (", name(), ")."));
+                tensorflow::errors::InvalidArgument("`momentum` must be in [0, 1). Received ",
+                                                    momentum_, " (", name(), ")."));
   }
 
   void Compute(tensorflow::OpKernelContext* context) override {
@@ -137,22 +144,28 @@ class SelectOp : public tensorflow::OpKernel {
     std::array<std::unique_ptr<tensorflow::mutex_lock>, 2> locks;
     std::array<float*, 2> states = {nullptr, nullptr};
     for (int i = 0; i < kStates; ++i)
-      OP_REQUIRES_OK(context, tensorflow::LookupResource(context, tensorflow::HandleFromInput(context, 1 + i), &variables[i]));
+      OP_REQUIRES_OK(
+          context, tensorflow::LookupResource(context, tensorflow::HandleFromInput(context, 1 + i),
+                                              &variables[i]));
     OP_REQUIRES(context, kStates < 2 || variables[0].get() != variables[1].get(),
-                tensorflow::errors::InvalidArgument("`velocity` must be another variable than `residual`. Received ",
-                                                    variables[0]->DebugString(), " for both (", name(), ")."));
+                tensorflow::errors::InvalidArgument(
+                    "`velocity` must be another variable than `residual`. Received ",
+                    variables[0]->DebugString(), " for both (", name(), ")."));
     for (int i = 0; i < kStates; ++i) {
       locks[i] = std::make_unique<tensorflow::mutex_lock>(*variables[i]->mu());
-      OP_REQUIRES_OK(context, open_state<kGpu>(context, names[i], variables[i].get(), n, &states[i]));
+      OP_REQUIRES_OK(context,
+                     open_state<kGpu>(context, names[i], variables[i].get(), n, &states[i]));
     }
 
     tensorflow::Tensor *indices, *values;
     OP_REQUIRES_OK(context, context->allocate_output(0, {k}, &indices));
     OP_REQUIRES_OK(context, context->allocate_output(1, {k}, &values));
     const uint64_t seed = static_cast<uint64_t>(context->input(2 + kStates).scalar<int64_t>()());
-    OP_REQUIRES_OK(context, select_on_device<kGpu>(
-                                context, {gradient.data(), float_of<T>(), states[0], states[1], momentum_, n, k, seed, rule_,
-                                          static_cast<int32_t*>(indices->data()), static_cast<float*>(values->data())}));
+    OP_REQUIRES_OK(context,
+                   select_on_device<kGpu>(
+                       context, {gradient.data(), float_of<T>(), states[0], states[1], momentum_, n,
+                                 k, seed, rule_, static_cast<int32_t*>(indices->data()),
+                                 static_cast<float*>(values->data())}));
   }
 
  private:
@@ -161,7 +174,7 @@ class SelectOp : public tensorflow::OpKernel {
 };
 
 #define KERNEL(T, NAME, DEVICE) Name(NAME).Device(tensorflow::DEVICE).TypeConstraint<T>("T")
-#define REGISTER(T)                                                                                          \
+#define REGISTER(T)                                                                               \
   REGISTER_KERNEL_BUILDER(KERNEL(T, "TfcommxSelect", DEVICE_CPU), SelectOp<T, 0, false>);         \
   REGISTER_KERNEL_BUILDER(KERNEL(T, "TfcommxSelectResidual", DEVICE_CPU), SelectOp<T, 1, false>); \
   REGISTER_KERNEL_BUILDER(KERNEL(T, "TfcommxSelectMomentum", DEVICE_CPU), SelectOp<T, 2, false>)
@@ -172,10 +185,13 @@ REGISTER(tensorflow::bfloat16);
 
 #if TFCOMMX_CUDA
 #define HOST(T, NAME) KERNEL(T, NAME, DEVICE_GPU).HostMemory("k").HostMemory("seed")
-#define REGISTER(T)                                                                                                           \
-  REGISTER_KERNEL_BUILDER(HOST(T, "TfcommxSelect"), SelectOp<T, 0, true>);                                                    \
-  REGISTER_KERNEL_BUILDER(HOST(T, "TfcommxSelectResidual").HostMemory("residual"), SelectOp<T, 1, true>);                     \
-  REGISTER_KERNEL_BUILDER(HOST(T, "TfcommxSelectMomentum").HostMemory("residual").HostMemory("velocity"), SelectOp<T, 2, true>)
+#define REGISTER(T)                                                                   \
+  REGISTER_KERNEL_BUILDER(HOST(T, "TfcommxSelect"), SelectOp<T, 0, true>);            \
+  REGISTER_KERNEL_BUILDER(HOST(T, "TfcommxSelectResidual").HostMemory("residual"),    \
+                          SelectOp<T, 1, true>);                                      \
+  REGISTER_KERNEL_BUILDER(                                                            \
+      HOST(T, "TfcommxSelectMomentum").HostMemory("residual").HostMemory("velocity"), \
+      SelectOp<T, 2, true>)
 REGISTER(float);
 REGISTER(Eigen::half);
 REGISTER(tensorflow::bfloat16);

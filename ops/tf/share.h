@@ -14,13 +14,16 @@
 
 namespace tfcommx {
 
-// The caller takes turns too, and whoever is free takes the next. ThreadPool::ParallelFor hands all turns to the pool, in
-// fixed halves: a thread that wakes up late, or on the caller's own core, then delays a whole half.
+// The caller takes turns too, and whoever is free takes the next. ThreadPool::ParallelFor hands all
+// turns to the pool, in fixed halves: a thread that wakes up late, or on the caller's own core,
+// then delays a whole half.
 inline ParallelFor shared_with_pool(tensorflow::OpKernelContext* context) {
-  tensorflow::thread::ThreadPool* pool = context->device()->tensorflow_cpu_worker_threads()->workers;
+  tensorflow::thread::ThreadPool* pool =
+      context->device()->tensorflow_cpu_worker_threads()->workers;
   return [pool](int64_t turns, const std::function<void(int64_t)>& body) {
     struct Work {
-      const std::function<void(int64_t)>& body;  // used by who has a turn only: until all turns are done the caller waits
+      // used by who has a turn only: until all turns are done the caller waits
+      const std::function<void(int64_t)>& body;
       const int64_t turns;
       std::atomic<int64_t> next{0}, done{0};
       absl::Notification all_done;
@@ -34,7 +37,8 @@ inline ParallelFor shared_with_pool(tensorflow::OpKernelContext* context) {
       }
     };
     if (turns == 0) return;
-    const auto work = std::make_shared<Work>(body, turns);  // a helper that wakes up too late finds it, and no turn in it
+    // a helper that wakes up too late finds it, and no turn in it
+    const auto work = std::make_shared<Work>(body, turns);
     const int64_t helpers = std::min<int64_t>(pool->NumThreads(), turns) - 1;
     for (int64_t i = 0; i < helpers; ++i) pool->Schedule([work] { work->take_turns(); });
     work->take_turns();

@@ -9,7 +9,8 @@ namespace tfcommx {
 namespace {
 
 constexpr char kFormats[] =
-    "format: {'pair32', 'pair16/float16', 'pair16/bfloat16', 'block16/float32', 'block16/float16', 'block16/bfloat16'}";
+    "format: {'pair32', 'pair16/float16', 'pair16/bfloat16', 'block16/float32', 'block16/float16', "
+    "'block16/bfloat16'}";
 
 // The layout that the attributes name, all but k.
 template <class Context>
@@ -41,7 +42,8 @@ REGISTER_OP("TfcommxWireEncode")
       c->set_output(0, c->Vector(known ? c->MakeDim(layout.words()) : c->UnknownDim()));
       return absl::OkStatus();
     })
-    .Doc(R"(Writes k entries of a vector of `size` as int32 words; ops/kernels/wire.h has the layout.
+    .Doc(
+        R"(Writes k entries of a vector of `size` as int32 words; ops/kernels/wire.h has the layout.
 
 indices: int32 [k] in [0, size), ascending for the block formats.
 values: float32 [k], rounded to the format's value dtype.
@@ -64,7 +66,8 @@ REGISTER_OP("TfcommxWireDecode")
     })
     .Doc(R"(Reads the k entries of each of several buffers, one after another.
 
-words: int32 [buffers * words of one], as many buffers for each of `shards` equal parts of a vector, which the indices point into.
+words: int32 [buffers * words of one], as many buffers for each of `shards` equal parts of a vector,
+  which the indices point into.
 indices: int32 [buffers * k].
 values: float32 [buffers * k].
 )");
@@ -73,9 +76,10 @@ class WireOp : public tensorflow::OpKernel {
  public:
   explicit WireOp(tensorflow::OpKernelConstruction* context) : OpKernel(context) {
     OP_REQUIRES_OK(context, layout_of(context, &layout_));
-    OP_REQUIRES(context, layout_.size <= std::numeric_limits<int32_t>::max(),
-                tensorflow::errors::InvalidArgument("`size` must be in [0, 2^31). Received ", layout_.size, " (", name(),
-                                                    "). Cut what is longer into buckets."));
+    OP_REQUIRES(
+        context, layout_.size <= std::numeric_limits<int32_t>::max(),
+        tensorflow::errors::InvalidArgument("`size` must be in [0, 2^31). Received ", layout_.size,
+                                            " (", name(), "). Cut what is longer into buckets."));
   }
 
  protected:
@@ -90,9 +94,10 @@ class EncodeOp : public WireOp {
   void Compute(tensorflow::OpKernelContext* context) override {
     const tensorflow::Tensor &indices = context->input(0), &values = context->input(1);
     OP_REQUIRES(context, indices.dims() == 1 && indices.shape() == values.shape(),
-                tensorflow::errors::InvalidArgument("`indices` and `values` must be vectors of one length. Received ",
-                                                    indices.shape().DebugString(), " and ", values.shape().DebugString(), " (",
-                                                    name(), ")."));
+                tensorflow::errors::InvalidArgument(
+                    "`indices` and `values` must be vectors of one length. Received ",
+                    indices.shape().DebugString(), " and ", values.shape().DebugString(), " (",
+                    name(), ")."));
     WireLayout layout = layout_;
     layout.k = indices.NumElements();
     tensorflow::Tensor* words;
@@ -101,13 +106,15 @@ class EncodeOp : public WireOp {
     const float* numbers = static_cast<const float*>(values.data());
     int32_t* to = static_cast<int32_t*>(words->data());
     if constexpr (kGpu) {
-      OP_REQUIRES_OK(context, launched(context, wire_encode_cuda(layout, from, numbers, to, stream_of(context))));
+      OP_REQUIRES_OK(context, launched(context, wire_encode_cuda(layout, from, numbers, to,
+                                                                 stream_of(context))));
     } else {
       const int64_t bad = wire_encode_cpu(layout, from, numbers, to);
       OP_REQUIRES(context, bad < 0,
-                  tensorflow::errors::InvalidArgument("Indices must be in [0, ", layout.size, ")", layout.blocks ? " and ascending" : "",
-                                                      ". Received ", bad < 0 ? 0 : from[bad], " at position ", bad, " (", name(),
-                                                      "). Does the selection rule sort them?"));
+                  tensorflow::errors::InvalidArgument(
+                      "Indices must be in [0, ", layout.size, ")",
+                      layout.blocks ? " and ascending" : "", ". Received ", bad < 0 ? 0 : from[bad],
+                      " at position ", bad, " (", name(), "). Does the selection rule sort them?"));
     }
   }
 };
@@ -119,17 +126,21 @@ class DecodeOp : public WireOp {
     OP_REQUIRES_OK(context, context->GetAttr("k", &layout_.k));
     OP_REQUIRES_OK(context, context->GetAttr("shards", &shards_));
     OP_REQUIRES(context, shards_ * layout_.size <= std::numeric_limits<int32_t>::max(),
-                tensorflow::errors::InvalidArgument("`shards` * `size` must be below 2^31. Received ", shards_, " and ", layout_.size,
-                                                    " (", name(), "). Cut what is longer into buckets."));
+                tensorflow::errors::InvalidArgument(
+                    "`shards` * `size` must be below 2^31. Received ", shards_, " and ",
+                    layout_.size, " (", name(), "). Cut what is longer into buckets."));
   }
 
   void Compute(tensorflow::OpKernelContext* context) override {
     const tensorflow::Tensor& words = context->input(0);
     const int64_t length = layout_.words(), buffers = length ? words.NumElements() / length : 0;
-    OP_REQUIRES(context, words.dims() == 1 && words.NumElements() == buffers * length && buffers % shards_ == 0,
-                tensorflow::errors::InvalidArgument("`words` must be buffers of ", length, " words, as many for each of ", shards_,
-                                                    " shards. Received shape ", words.shape().DebugString(), " (", name(),
-                                                    "). Do all ranks have the same plan?"));
+    OP_REQUIRES(
+        context,
+        words.dims() == 1 && words.NumElements() == buffers * length && buffers % shards_ == 0,
+        tensorflow::errors::InvalidArgument("`words` must be buffers of ", length,
+                                            " words, as many for each of ", shards_,
+                                            " shards. Received shape ", words.shape().DebugString(),
+                                            " (", name(), "). Do all ranks have the same plan?"));
     tensorflow::Tensor *indices, *values;
     OP_REQUIRES_OK(context, context->allocate_output(0, {buffers * layout_.k}, &indices));
     OP_REQUIRES_OK(context, context->allocate_output(1, {buffers * layout_.k}, &values));
@@ -137,12 +148,17 @@ class DecodeOp : public WireOp {
     int32_t* places = static_cast<int32_t*>(indices->data());
     float* numbers = static_cast<float*>(values->data());
     if constexpr (kGpu) {
-      OP_REQUIRES_OK(context, launched(context, wire_decode_cuda(layout_, from, buffers, shards_, places, numbers, stream_of(context))));
+      OP_REQUIRES_OK(context,
+                     launched(context, wire_decode_cuda(layout_, from, buffers, shards_, places,
+                                                        numbers, stream_of(context))));
     } else {
-      const int64_t bad = wire_decode_cpu(layout_, from, buffers, shards_, places, numbers, shared_with_pool(context));
+      const int64_t bad = wire_decode_cpu(layout_, from, buffers, shards_, places, numbers,
+                                          shared_with_pool(context));
       OP_REQUIRES(context, bad < 0,
-                  tensorflow::errors::InvalidArgument("Each buffer must hold ", layout_.k, " indices in [0, ", layout_.size,
-                                                      "). Buffer ", bad, " does not (", name(), "). Do all ranks have the same plan?"));
+                  tensorflow::errors::InvalidArgument("Each buffer must hold ", layout_.k,
+                                                      " indices in [0, ", layout_.size,
+                                                      "). Buffer ", bad, " does not (", name(),
+                                                      "). Do all ranks have the same plan?"));
     }
   }
 

@@ -1,8 +1,10 @@
-// Just enough of CUDA to run ops/kernels/*.cu on a CPU; README.md beside this says what that proves.
+// Just enough of CUDA to run ops/kernels/*.cu on a CPU; README.md beside this says what that
+// proves.
 //
-// Blocks run one after another, the threads of a block as fibers; both in an order that is drawn anew each time. A fiber runs
-// until it waits for others: at __syncthreads for the block, at a ballot or a shuffle for its warp. Where all wait for each
-// other, the program ends and says so. "Device" memory is ordinary memory, filled with noise when it is handed out.
+// Blocks run one after another, the threads of a block as fibers; both in an order that is drawn
+// anew each time. A fiber runs until it waits for others: at __syncthreads for the block, at a
+// ballot or a shuffle for its warp. Where all wait for each other, the program ends and says so.
+// "Device" memory is ordinary memory, filled with noise when it is handed out.
 #pragma once
 
 #include <setjmp.h>
@@ -122,7 +124,8 @@ inline bool run_warp(unsigned warp, unsigned threads) {
 
 inline void run_block(unsigned threads) {
   block_barrier = {threads, 0, 0};
-  for (unsigned warp = 0; warp < all_warps.size(); ++warp) all_warps[warp].barrier = {std::min(32u, threads - warp * 32), 0, 0};
+  for (unsigned warp = 0; warp < all_warps.size(); ++warp)
+    all_warps[warp].barrier = {std::min(32u, threads - warp * 32), 0, 0};
   for (Fiber& fiber : fibers) {
     fiber.started = fiber.done = false;
     fiber.waits_for = nullptr;
@@ -144,7 +147,8 @@ inline void run_block(unsigned threads) {
 
 inline void launch(int64_t blocks, int threads, CUstream_st*, const std::function<void()>& kernel) {
   const tfcommx::FlushDenormals flush;
-  if (blocks < 1 || threads < 1 || threads > 1024) fail("a launch needs blocks, and 1 to 1024 threads in each");
+  if (blocks < 1 || threads < 1 || threads > 1024)
+    fail("a launch needs blocks, and 1 to 1024 threads in each");
   fibers.resize(threads);
   all_warps.resize((threads + 31) / 32);
   body = &kernel;
@@ -253,7 +257,8 @@ inline cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaS
   std::memset(pointer, value, bytes);
   return cudaSuccess;
 }
-inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
+                                   cudaStream_t) {
   std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
@@ -271,7 +276,8 @@ inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
   return cudaSuccess;
 }
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
-  *event = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  *event =
+      std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
   return cudaSuccess;
 }
 inline cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end) {

@@ -1,4 +1,6 @@
-"""Callbacks where ranks are unlike each other: unbuilt models, a rank that stops, validates or begins alone, odd metrics."""
+"""Callbacks where ranks are unlike each other: unbuilt models, a rank that stops, validates or
+begins alone, odd metrics.
+"""
 
 from __future__ import annotations
 
@@ -32,33 +34,64 @@ def built_backbone() -> keras.Model:
 
 
 def unbuilt() -> keras.Model:
-    return keras.Sequential([keras.layers.Dense(8), keras.layers.Dropout(0.5), keras.layers.Dense(3)])
+    return keras.Sequential(
+        [keras.layers.Dense(8), keras.layers.Dropout(0.5), keras.layers.Dense(3)]
+    )
 
 
 def data(rows: int = 32) -> tuple[np.ndarray, np.ndarray]:
     numbers = np.random.default_rng(7)
-    return numbers.normal(size=(rows, 12)).astype("float32"), numbers.normal(size=(rows, 3)).astype("float32")
+    return numbers.normal(size=(rows, 12)).astype("float32"), numbers.normal(size=(rows, 3)).astype(
+        "float32"
+    )
 
 
 def small(**options: Any) -> keras.Model:
     net = keras.Sequential([keras.layers.Input((12,)), keras.layers.Dense(3)])
-    net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)), **{"loss": "mse", "jit_compile": False, **options})
+    net.compile(
+        cx.DistributedOptimizer(keras.optimizers.SGD(0.1)),
+        **{"loss": "mse", "jit_compile": False, **options},
+    )
     return net
 
 
-@pytest.mark.parametrize(("make", "options", "rows"), [
-    (Subclassed, {}, 32), (built_backbone, {}, 32), (unbuilt, {"steps_per_execution": 2}, 32), (unbuilt, {}, 8),
-    (unbuilt, {"run_eagerly": True}, 16),
-], ids=["subclassed", "backbone", "two steps a call", "one call an epoch", "eagerly"])
-def test_models_that_are_built_by_the_first_step(comm: Comm, make: Any, options: dict[str, Any], rows: int) -> None:
+@pytest.mark.parametrize(
+    ("make", "options", "rows"),
+    [
+        (Subclassed, {}, 32),
+        (built_backbone, {}, 32),
+        (unbuilt, {"steps_per_execution": 2}, 32),
+        (unbuilt, {}, 8),
+        (unbuilt, {"run_eagerly": True}, 16),
+    ],
+    ids=["subclassed", "backbone", "two steps a call", "one call an epoch", "eagerly"],
+)
+def test_models_that_are_built_by_the_first_step(
+    comm: Comm, make: Any, options: dict[str, Any], rows: int
+) -> None:
     keras.utils.set_random_seed(comm.rank)
     net = make()
-    net.compile(cx.DistributedOptimizer(keras.optimizers.Adam(0.01), SPARSE), loss="mse", jit_compile=False, **options)
+    net.compile(
+        cx.DistributedOptimizer(keras.optimizers.Adam(0.01), SPARSE),
+        loss="mse",
+        jit_compile=False,
+        **options,
+    )
     x, y = data(rows)
     for _ in range(2):  # the second time all is built
-        net.fit(x, y, batch_size=8, verbose=0, shuffle=False, callbacks=[callbacks.BroadcastState(), callbacks.CompareReplicas()])
+        net.fit(
+            x,
+            y,
+            batch_size=8,
+            verbose=0,
+            shuffle=False,
+            callbacks=[callbacks.BroadcastState(), callbacks.CompareReplicas()],
+        )
     state = [variable.numpy().tobytes() for variable in (*net.weights, *net.optimizer.variables)]
-    assert len(net.optimizer.variables) > 8 and comm.gather_objects(state) == [state] * comm.topology.size
+    assert (
+        len(net.optimizer.variables) > 8
+        and comm.gather_objects(state) == [state] * comm.topology.size
+    )
 
 
 def test_a_model_that_one_rank_alone_has_built(comm: Comm) -> None:
@@ -75,16 +108,27 @@ def test_a_model_that_one_rank_alone_has_built(comm: Comm) -> None:
 def test_ranks_that_begin_or_end_at_unequal_epochs_are_told(comm: Comm) -> None:
     if comm.topology.size == 1:
         return
-    unequal = [(3 - comm.rank, 0, r"until the same epoch.*\[3, 2"), (3, min(comm.rank, 1), r"begin at the same epoch.*\[0, 1"),
-               (3, 0 if comm.rank else 3, r"begin at the same epoch.*\[None, 0")]
+    unequal = [
+        (3 - comm.rank, 0, r"until the same epoch.*\[3, 2"),
+        (3, min(comm.rank, 1), r"begin at the same epoch.*\[0, 1"),
+        (3, 0 if comm.rank else 3, r"begin at the same epoch.*\[None, 0"),
+    ]
     for epochs, first, said in unequal:
         with pytest.raises(cx.PlanError, match=said):
-            small().fit(*data(8), epochs=epochs, initial_epoch=first, verbose=0, callbacks=[callbacks.BroadcastState()])
+            small().fit(
+                *data(8),
+                epochs=epochs,
+                initial_epoch=first,
+                verbose=0,
+                callbacks=[callbacks.BroadcastState()],
+            )
 
 
 @pytest.mark.parametrize(("every", "steps"), [(1, 2), (3, 3), (9, 4)])
 def test_all_ranks_stop_at_the_same_step(comm: Comm, every: int, steps: int) -> None:
-    """The last rank meets a NaN in its second step. With every=9 the epoch's end, after 4 steps, comes first."""
+    """The last rank meets a NaN in its second step. With every=9 the epoch's end, after 4 steps,
+    comes first.
+    """
     last, net, seen = comm.rank == comm.topology.size - 1, small(), []
 
     class Alone(keras.callbacks.Callback):
@@ -93,7 +137,13 @@ def test_all_ranks_stop_at_the_same_step(comm: Comm, every: int, steps: int) -> 
             if last and batch == 1:
                 self.model.stop_training = True
 
-    net.fit(*data(), batch_size=8, epochs=3, verbose=0, callbacks=[callbacks.BroadcastState(), Alone(), callbacks.AgreeOnStop(every)])
+    net.fit(
+        *data(),
+        batch_size=8,
+        epochs=3,
+        verbose=0,
+        callbacks=[callbacks.BroadcastState(), Alone(), callbacks.AgreeOnStop(every)],
+    )
     assert seen == list(range(steps)) and net.stop_training
 
 
@@ -102,12 +152,31 @@ def test_keras_callbacks_that_stop_one_rank(comm: Comm) -> None:
     x, y = data()
     bad = np.where(last & (np.arange(32)[:, None] == 20), np.nan, x)
     net = small()
-    net.fit(bad, y, batch_size=8, epochs=2, shuffle=False, verbose=0,
-            callbacks=[callbacks.BroadcastState(), keras.callbacks.TerminateOnNaN(), callbacks.AgreeOnStop()])
+    net.fit(
+        bad,
+        y,
+        batch_size=8,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+        callbacks=[
+            callbacks.BroadcastState(),
+            keras.callbacks.TerminateOnNaN(),
+            callbacks.AgreeOnStop(),
+        ],
+    )
     assert int(net.optimizer.iterations) == 3  # the loss of the last rank alone was NaN
     net = small()
-    early = [keras.callbacks.EarlyStopping("loss", mode="max", patience=0)] if last else []  # of a loss that falls
-    net.fit(x, y, batch_size=8, epochs=9, verbose=0, callbacks=[callbacks.BroadcastState(), *early, callbacks.AgreeOnStop()])
+    # of a loss that falls
+    early = [keras.callbacks.EarlyStopping("loss", mode="max", patience=0)] if last else []
+    net.fit(
+        x,
+        y,
+        batch_size=8,
+        epochs=9,
+        verbose=0,
+        callbacks=[callbacks.BroadcastState(), *early, callbacks.AgreeOnStop()],
+    )
     assert len(net.history.history["loss"]) == 2
     with pytest.raises(cx.PlanError, match="every"):
         callbacks.AgreeOnStop(0)
@@ -116,7 +185,13 @@ def test_keras_callbacks_that_stop_one_rank(comm: Comm) -> None:
 @pytest.mark.parametrize("chief_alone", [True, False])
 def test_what_is_validated_is_the_average_whoever_validates(comm: Comm, chief_alone: bool) -> None:
     x, y = data()
-    net = keras.Sequential([keras.layers.Input((12,)), keras.layers.BatchNormalization(name="norm"), keras.layers.Dense(3)])
+    net = keras.Sequential(
+        [
+            keras.layers.Input((12,)),
+            keras.layers.BatchNormalization(name="norm"),
+            keras.layers.Dense(3),
+        ]
+    )
     net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse", jit_compile=False)
     means: list[bytes] = []
 
@@ -128,18 +203,41 @@ def test_what_is_validated_is_the_average_whoever_validates(comm: Comm, chief_al
             means.append(net.get_layer("norm").moving_mean.numpy().tobytes())
 
     more = {} if chief_alone and comm.rank else {"validation_data": (x, y)}
-    net.fit(x + comm.rank, y, batch_size=8, epochs=2, verbose=0, shuffle=False, **more,
-            callbacks=[callbacks.BroadcastState(), callbacks.AverageMetrics(), callbacks.AverageBatchNorm(), Watch()])
+    net.fit(
+        x + comm.rank,
+        y,
+        batch_size=8,
+        epochs=2,
+        verbose=0,
+        shuffle=False,
+        **more,
+        callbacks=[
+            callbacks.BroadcastState(),
+            callbacks.AverageMetrics(),
+            callbacks.AverageBatchNorm(),
+            Watch(),
+        ],
+    )
     assert len(means) == (4 if more else 2) and len(set(means)) == 2  # after an epoch it stays
     assert len({tuple(dict.fromkeys(theirs)) for theirs in comm.gather_objects(means)}) == 1
 
 
 def test_an_epoch_of_unknown_length_is_averaged_at_its_end(comm: Comm) -> None:
-    net = keras.Sequential([keras.layers.Input((12,)), keras.layers.BatchNormalization(name="norm"), keras.layers.Dense(3)])
+    net = keras.Sequential(
+        [
+            keras.layers.Input((12,)),
+            keras.layers.BatchNormalization(name="norm"),
+            keras.layers.Dense(3),
+        ]
+    )
     net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse", jit_compile=False)
     x, y = data()
-    unknown = tf.data.Dataset.from_tensor_slices((x + comm.rank, y)).batch(8).filter(lambda *_: True)
-    net.fit(unknown, verbose=0, callbacks=[callbacks.BroadcastState(), callbacks.AverageBatchNorm()])
+    unknown = (
+        tf.data.Dataset.from_tensor_slices((x + comm.rank, y)).batch(8).filter(lambda *_: True)
+    )
+    net.fit(
+        unknown, verbose=0, callbacks=[callbacks.BroadcastState(), callbacks.AverageBatchNorm()]
+    )
     mean = net.get_layer("norm").moving_mean.numpy().tobytes()
     assert comm.gather_objects(mean) == [mean] * comm.topology.size
 
@@ -148,7 +246,13 @@ def test_an_epoch_of_unknown_length_is_averaged_at_its_end(comm: Comm) -> None:
 def test_averages_keep_every_bit_and_leave_alone_what_is_trained(comm: Comm, dtype: str) -> None:
     keras.utils.set_random_seed(0)
     frozen = keras.layers.Dense(5, trainable=False, dtype=dtype, name="frozen")
-    net = keras.Sequential([keras.layers.Input((12,)), frozen, keras.layers.BatchNormalization(dtype=dtype, name="norm")])
+    net = keras.Sequential(
+        [
+            keras.layers.Input((12,)),
+            frozen,
+            keras.layers.BatchNormalization(dtype=dtype, name="norm"),
+        ]
+    )
     net.compile(metrics=[metric := keras.metrics.Mean()], loss="mse")
     mean, variance = net.get_layer("norm").moving_mean, net.get_layer("norm").moving_variance
     mean.assign(np.full(5, 0.1 + comm.rank))  # 0.1 has more bits than float32
@@ -161,7 +265,9 @@ def test_averages_keep_every_bit_and_leave_alone_what_is_trained(comm: Comm, dty
     average.set_model(net)
     average.on_epoch_end(0)
     np.testing.assert_allclose(mean.numpy(), 0.1 + (comm.topology.size - 1) / 2, rtol=digits)
-    np.testing.assert_allclose(variance.numpy(), np.asarray(0.1, dtype), rtol=0 if dtype == "float32" else digits)
+    np.testing.assert_allclose(
+        variance.numpy(), np.asarray(0.1, dtype), rtol=0 if dtype == "float32" else digits
+    )
     np.testing.assert_array_equal(frozen.kernel.numpy(), kernel)
     assert float(metric.total.numpy()) == before
 
@@ -172,7 +278,9 @@ def test_metrics_of_several_numbers(comm: Comm) -> None:
     middle = (comm.topology.size - 1) / 2
     assert logs.pop("f1").tolist() == [middle, 1] and logs == {"loss": middle, "note": "text"}
     net = small(loss="categorical_crossentropy", metrics=[keras.metrics.F1Score()])
-    history = net.fit(data()[0], np.eye(3)[np.arange(32) % 3], verbose=0, callbacks=[callbacks.AverageMetrics()]).history
+    history = net.fit(
+        data()[0], np.eye(3)[np.arange(32) % 3], verbose=0, callbacks=[callbacks.AverageMetrics()]
+    ).history
     assert np.shape(history["f1_score"]) == (1, 3)
 
 
@@ -188,14 +296,30 @@ class Rates(keras.callbacks.Callback):
 def test_the_warm_up_counts_steps_not_calls(comm: Comm, scaled: bool) -> None:
     net = small(steps_per_execution=2)
     if scaled:
-        net.compile(cx.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))), loss="mse", jit_compile=False,
-                    steps_per_execution=2)
+        net.compile(
+            cx.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))),
+            loss="mse",
+            jit_compile=False,
+            steps_per_execution=2,
+        )
     rates = Rates()
     x, y = data(64)
-    net.fit(x, y, batch_size=8, verbose=0, callbacks=[callbacks.BroadcastState(), callbacks.WarmUp(0.4, 3, 0.0), rates])
+    net.fit(
+        x,
+        y,
+        batch_size=8,
+        verbose=0,
+        callbacks=[callbacks.BroadcastState(), callbacks.WarmUp(0.4, 3, 0.0), rates],
+    )
     np.testing.assert_allclose(rates.seen, [0, 0.4 * 2 / 3, 0.4, 0.4], rtol=1e-6)
     net.optimizer.learning_rate = 0.05  # as a schedule that lowers it
-    net.fit(x, y, batch_size=8, verbose=0, callbacks=[callbacks.BroadcastState(), callbacks.WarmUp(0.4, 3, 0.0), rates])
+    net.fit(
+        x,
+        y,
+        batch_size=8,
+        verbose=0,
+        callbacks=[callbacks.BroadcastState(), callbacks.WarmUp(0.4, 3, 0.0), rates],
+    )
     np.testing.assert_allclose(rates.seen, 0.05)
 
 
@@ -205,13 +329,28 @@ def test_a_recipes_rate_counts_steps_not_calls(comm: Comm) -> None:
 
     net, rates = small(steps_per_execution=2), Rates()
     x, y = data(64)
-    net.fit(x, y, batch_size=8, epochs=3, initial_epoch=1, verbose=0,
-            callbacks=[callbacks.BroadcastState(), LearningRate(Recipe(), 8, 8 * comm.topology.size), rates])
-    wanted = [Recipe.learning_rate.at(step, 8, 24, 8 * comm.topology.size) for step in range(8, 24, 2)]
+    net.fit(
+        x,
+        y,
+        batch_size=8,
+        epochs=3,
+        initial_epoch=1,
+        verbose=0,
+        callbacks=[
+            callbacks.BroadcastState(),
+            LearningRate(Recipe(), 8, 8 * comm.topology.size),
+            rates,
+        ],
+    )
+    wanted = [
+        Recipe.learning_rate.at(step, 8, 24, 8 * comm.topology.size) for step in range(8, 24, 2)
+    ]
     np.testing.assert_allclose(rates.seen, wanted, rtol=1e-6)
 
 
-def test_with_the_watch_a_rank_that_is_busy_is_waited_for(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_the_watch_a_rank_that_is_busy_is_waited_for(
+    comm: Comm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if comm.topology.size == 1 or not comm.has_messages:
         return
     monkeypatch.setattr(links, "PATIENCE_SECONDS", 0.2)
@@ -226,10 +365,20 @@ def test_with_the_watch_a_rank_that_is_busy_is_waited_for(comm: Comm, monkeypatc
 
 def test_ranks_drop_entries_of_their_own(comm: Comm) -> None:
     keras.utils.set_random_seed(3)
-    net = keras.Sequential([keras.layers.Input((12,)), keras.layers.Dropout(0.5), keras.layers.Dense(3)])
+    net = keras.Sequential(
+        [keras.layers.Input((12,)), keras.layers.Dropout(0.5), keras.layers.Dense(3)]
+    )
     net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=False)
     for _ in range(2):  # the second time as the first: from rank 0's
-        net.fit(np.zeros((16, 12)), np.zeros((16, 3)), batch_size=8, verbose=0, callbacks=[callbacks.BroadcastState()])
+        net.fit(
+            np.zeros((16, 12)),
+            np.zeros((16, 3)),
+            batch_size=8,
+            verbose=0,
+            callbacks=[callbacks.BroadcastState()],
+        )
     states = comm.gather_objects(net.layers[0].seed_generator.state.numpy().tolist())
-    assert [seed for seed, _ in states] == [(states[0][0] + rank * callbacks.SEED_STEP) % 2**31 for rank in range(len(states))]
+    assert [seed for seed, _ in states] == [
+        (states[0][0] + rank * callbacks.SEED_STEP) % 2**31 for rank in range(len(states))
+    ]
     assert {count for _, count in states} == {4}

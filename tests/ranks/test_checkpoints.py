@@ -1,4 +1,6 @@
-"""Checkpoints where something is unusual, on as many processes as launched this: frozen layers, kills, two optimizers."""
+"""Checkpoints where something is unusual, on as many processes as launched this: frozen layers,
+kills, two optimizers.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +37,29 @@ def take(net: keras.Model, comm: Comm, steps: int = 1) -> None:
 
 
 def state(net: keras.Model) -> dict[str, np.ndarray]:
-    """Weights and the optimizers' variables, by place; what is owed, by variable. Batch norm's statistics are each rank's own: left out."""
-    found = {f"weight {place}": variable.numpy() for place, variable in enumerate(net.weights) if "moving" not in variable.path}
+    """Weights and the optimizers' variables, by place; what is owed, by variable. Batch norm's
+    statistics are each rank's own: left out.
+    """
+    found = {
+        f"weight {place}": variable.numpy()
+        for place, variable in enumerate(net.weights)
+        if "moving" not in variable.path
+    }
     for number, optimizer in enumerate(callbacks.wrapped_optimizers(net)):
-        found |= {f"optimizer {number} {place}": variable.numpy() for place, variable in enumerate(optimizer.variables)}
-        found |= {f"owed {number} {path}": part for path, part in optimizer.exchanger.all_owed().items()}
+        found |= {
+            f"optimizer {number} {place}": variable.numpy()
+            for place, variable in enumerate(optimizer.variables)
+        }
+        found |= {
+            f"owed {number} {path}": part for path, part in optimizer.exchanger.all_owed().items()
+        }
     return found
 
 
 def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
-    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+    return one.keys() == other.keys() and all(
+        np.array_equal(one[name], other[name]) for name in one
+    )
 
 
 def test_a_layer_that_is_frozen_keeps_what_it_owes(comm: Comm, folder: Path) -> None:
@@ -74,13 +89,22 @@ def test_a_layer_that_is_frozen_keeps_what_it_owes(comm: Comm, folder: Path) -> 
 
 def test_sums_in_bfloat16(comm: Comm, folder: Path) -> None:
     def accumulating() -> keras.Model:
-        net = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2, dtype="bfloat16", name="out")], name="small")
-        net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=3)), jit_compile=False)
+        net = keras.Sequential(
+            [keras.layers.Input((3,)), keras.layers.Dense(2, dtype="bfloat16", name="out")],
+            name="small",
+        )
+        net.compile(
+            cx.DistributedOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=3)),
+            jit_compile=False,
+        )
         return net
 
     net, again = accumulating(), accumulating()
     numbers = np.random.default_rng(comm.rank)
-    net.optimizer.apply([tf.constant(numbers.normal(size=v.shape), v.dtype) for v in net.trainable_variables], net.trainable_variables)
+    net.optimizer.apply(
+        [tf.constant(numbers.normal(size=v.shape), v.dtype) for v in net.trainable_variables],
+        net.trainable_variables,
+    )
     checkpoint.save(net, folder, 0)
     checkpoint.restore(again, folder)
     sums, restored = (callbacks.accumulated(one.optimizer) for one in (net, again))
@@ -97,7 +121,9 @@ def killed(*_: Any) -> None:
     raise Killed
 
 
-def test_an_epoch_that_is_saved_twice_is_not_mixed(comm: Comm, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_epoch_that_is_saved_twice_is_not_mixed(
+    comm: Comm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     net, again = wrapped(), wrapped()
     take(net, comm)
     checkpoint.save(net, folder, 0)
@@ -111,10 +137,15 @@ def test_an_epoch_that_is_saved_twice_is_not_mixed(comm: Comm, folder: Path, mon
     checkpoint.save(net, folder, 0)
     comm.gather_objects("saved")
     assert sorted(path.name for path in folder.iterdir()) == [
-        "checkpoint.json", "model-0001.keras", *(f"owed-0001-rank-{rank:04d}.npz" for rank in range(comm.topology.size))]
+        "checkpoint.json",
+        "model-0001.keras",
+        *(f"owed-0001-rank-{rank:04d}.npz" for rank in range(comm.topology.size)),
+    ]
 
 
-def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(comm: Comm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(
+    comm: Comm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if comm.topology.size > 1:  # the other ranks would wait
         return
     net, again, first = wrapped(), wrapped(), tmp_path / "first"
@@ -127,7 +158,9 @@ def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(comm: Comm, tmp_
         folder, done = shutil.copytree(first, tmp_path / f"killed-{stop}"), iter(range(100))
 
         def counted(operation: Any, stop: int = stop, done: Any = done) -> Any:
-            return lambda *words, **more: killed() if next(done) == stop else operation(*words, **more)
+            return lambda *words, **more: (
+                killed() if next(done) == stop else operation(*words, **more)
+            )
 
         with monkeypatch.context() as patch:
             for owner, name in ((os, "fsync"), (Path, "rename"), (Path, "unlink")):
@@ -138,11 +171,19 @@ def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(comm: Comm, tmp_
             except Killed:
                 finished = False
         assert checkpoint.restore(again, folder) == 1
-        found.append("old" if same(state(again), before) else "new" if same(state(again), state(net)) else "mixed")
+        found.append(
+            "old"
+            if same(state(again), before)
+            else "new"
+            if same(state(again), state(net))
+            else "mixed"
+        )
         if finished:
             break
     old = found.count("old")
-    assert old >= 8 and found == ["old"] * old + ["new"] * (len(found) - old) and len(found) - old >= 4
+    assert (
+        old >= 8 and found == ["old"] * old + ["new"] * (len(found) - old) and len(found) - old >= 4
+    )
 
 
 @pytest.mark.parametrize("text", ["", '{"epoch": 3, "ranks"', '{"epoch": 3}', "[]", "null"])
@@ -151,12 +192,17 @@ def test_a_damaged_head_is_refused_in_words(comm: Comm, folder: Path, text: str)
     if comm.rank == 0:
         (folder / "checkpoint.json").write_text(text)
     comm.gather_objects("written")
-    with pytest.raises(cx.PlanError, match=r"checkpoint\.json must name a save.*on rank 0.*delete it"):
+    with pytest.raises(
+        cx.PlanError, match=r"checkpoint\.json must name a save.*on rank 0.*delete it"
+    ):
         checkpoint.next_epoch(folder)
     if text:
         return
-    for refuses in (lambda: checkpoint.restore(net, folder), lambda: checkpoint.save(net, folder, 0),
-                    lambda: fit(net, comm, extra=(checkpoint.Checkpoint(folder),))):
+    for refuses in (
+        lambda: checkpoint.restore(net, folder),
+        lambda: checkpoint.save(net, folder, 0),
+        lambda: fit(net, comm, extra=(checkpoint.Checkpoint(folder),)),
+    ):
         with pytest.raises(cx.PlanError, match="must name a save"):
             refuses()
     assert not net.optimizer.exchanger.exchanges
@@ -167,12 +213,19 @@ class Adversaries(keras.Model):
 
     def __init__(self) -> None:
         super().__init__(name="both")
-        self.maker, self.judge = keras.layers.Dense(12, name="maker"), keras.layers.Dense(3, name="judge")
+        self.maker, self.judge = (
+            keras.layers.Dense(12, name="maker"),
+            keras.layers.Dense(3, name="judge"),
+        )
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         return self.judge(self.maker(inputs))
 
-    def compile(self, maker_optimizer: keras.optimizers.Optimizer, judge_optimizer: keras.optimizers.Optimizer) -> None:
+    def compile(
+        self,
+        maker_optimizer: keras.optimizers.Optimizer,
+        judge_optimizer: keras.optimizers.Optimizer,
+    ) -> None:
         super().compile(jit_compile=False)
         self.maker_optimizer, self.judge_optimizer = maker_optimizer, judge_optimizer
 
@@ -182,8 +235,12 @@ def test_two_optimizers_of_one_model(comm: Comm, folder: Path) -> None:
         keras.utils.set_random_seed(seed)
         net = Adversaries()
         net(tf.zeros((1, 12)))
-        net.compile(cx.DistributedOptimizer(keras.optimizers.Adam(0.01), SPARSE, op="sum"),
-                    cx.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2), SPARSE))
+        net.compile(
+            cx.DistributedOptimizer(keras.optimizers.Adam(0.01), SPARSE, op="sum"),
+            cx.DistributedOptimizer(
+                keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2), SPARSE
+            ),
+        )
         return net
 
     net, again = made(1), made(2)
@@ -197,8 +254,12 @@ def test_two_optimizers_of_one_model(comm: Comm, folder: Path) -> None:
     begin.set_model(again)
     begin.on_train_begin()
     wanted = state(net)
-    assert same(wanted, state(again)) and {name[:6] for name in wanted if name.startswith("owed")} == {"owed 0", "owed 1"}
-    assert all(total.numpy().any() for total in callbacks.accumulated(again.judge_optimizer).values())
+    assert same(wanted, state(again)) and {
+        name[:6] for name in wanted if name.startswith("owed")
+    } == {"owed 0", "owed 1"}
+    assert all(
+        total.numpy().any() for total in callbacks.accumulated(again.judge_optimizer).values()
+    )
 
     with pytest.raises(cx.PlanError, match=r"2 wrapped optimizers.*1"):
         checkpoint.restore(wrapped(), folder)
@@ -227,7 +288,9 @@ class NoConfig(keras.optimizers.schedules.LearningRateSchedule):
         return 0.1
 
 
-def test_what_cannot_be_written_down_is_said_before_the_first_step(comm: Comm, folder: Path) -> None:
+def test_what_cannot_be_written_down_is_said_before_the_first_step(
+    comm: Comm, folder: Path
+) -> None:
     net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(NoConfig())))
     with pytest.raises(cx.PlanError, match=r"'net'.*NoConfig.*get_config"):
         fit(net, comm, epochs=1, extra=(checkpoint.Checkpoint(folder),))
@@ -236,11 +299,17 @@ def test_what_cannot_be_written_down_is_said_before_the_first_step(comm: Comm, f
 
 def test_a_model_must_be_built_and_have_its_names(comm: Comm, folder: Path) -> None:
     def small(name: str, *first: keras.layers.Layer) -> keras.Model:
-        net = keras.Sequential([*first, keras.layers.Dropout(0.1), keras.layers.Dense(3, name=name)], name="small")
+        net = keras.Sequential(
+            [*first, keras.layers.Dropout(0.1), keras.layers.Dense(3, name=name)], name="small"
+        )
         net.compile(cx.DistributedOptimizer(keras.optimizers.Adam(0.01)), jit_compile=False)
         return net
 
-    net, again, other = small("out", keras.layers.Input((12,))), small("out"), small("end", keras.layers.Input((12,)))
+    net, again, other = (
+        small("out", keras.layers.Input((12,))),
+        small("out"),
+        small("end", keras.layers.Input((12,))),
+    )
     take(net, comm)
     checkpoint.save(net, folder, 0)
     with pytest.raises(cx.PlanError, match=r"is built.*model\.build"):
@@ -253,11 +322,25 @@ def test_a_model_must_be_built_and_have_its_names(comm: Comm, folder: Path) -> N
 
 
 def test_dropout_goes_on_where_it_was(comm: Comm, folder: Path) -> None:
-    """Keras saves no seeds: a run that was resumed dropped the entries of its first epochs again."""
+    """Keras saves no seeds: a run that was resumed dropped the entries of its first
+    epochs again.
+    """
+
     def dropping(seed: int) -> keras.Model:
         keras.utils.set_random_seed(seed)
-        net = keras.Sequential([keras.layers.Input((12,)), keras.layers.Dropout(0.5), keras.layers.Dense(3, name="out")], name="net")
-        net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.1), SPARSE), "sparse_categorical_crossentropy", jit_compile=False)
+        net = keras.Sequential(
+            [
+                keras.layers.Input((12,)),
+                keras.layers.Dropout(0.5),
+                keras.layers.Dense(3, name="out"),
+            ],
+            name="net",
+        )
+        net.compile(
+            cx.DistributedOptimizer(keras.optimizers.SGD(0.1), SPARSE),
+            "sparse_categorical_crossentropy",
+            jit_compile=False,
+        )
         return net
 
     net, again = dropping(1), dropping(2)
@@ -272,9 +355,16 @@ def test_dropout_goes_on_where_it_was(comm: Comm, folder: Path) -> None:
 
 
 def test_what_keras_does_not_save_is_saved(comm: Comm, folder: Path) -> None:
-    """Under a LossScaleOptimizer, Nadam's product: from one again, the first steps after a restore are several times too long."""
+    """Under a LossScaleOptimizer, Nadam's product: from one again, the first steps after a restore
+    are several times too long.
+    """
+
     def nadam() -> keras.Model:
-        return compiled(cx.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.Nadam(0.01), 2.0), SPARSE))
+        return compiled(
+            cx.DistributedOptimizer(
+                keras.optimizers.LossScaleOptimizer(keras.optimizers.Nadam(0.01), 2.0), SPARSE
+            )
+        )
 
     net, again = nadam(), nadam()
     take(net, comm, 2)
@@ -285,7 +375,9 @@ def test_what_keras_does_not_save_is_saved(comm: Comm, folder: Path) -> None:
     assert same(state(net), state(again))
 
 
-def test_a_folder_that_cannot_be_written_is_said_before_the_first_step(comm: Comm, folder: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_said_before_the_first_step(
+    comm: Comm, folder: Path
+) -> None:
     net, last = wrapped(), comm.topology.size - 1
     if comm.rank == last:
         (folder / "file").write_text("")

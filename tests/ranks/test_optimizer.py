@@ -1,4 +1,6 @@
-"""The wrapped optimizer on real ranks: what Keras users do with it, on as many processes as launched this."""
+"""The wrapped optimizer on real ranks: what Keras users do with it, on as many processes as
+launched this.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,15 @@ SPARSE = cx.Scheme("hitopk", "mstopk", 0.2, dense_below=8)
 
 def model(seed: int = 1) -> keras.Model:
     keras.utils.set_random_seed(seed)
-    return keras.Sequential([
-        keras.layers.Input((12,)),
-        keras.layers.Dense(16, activation="relu", name="hidden"),
-        keras.layers.BatchNormalization(name="norm"),
-        keras.layers.Dense(3, name="out"),
-    ], name="net")
+    return keras.Sequential(
+        [
+            keras.layers.Input((12,)),
+            keras.layers.Dense(16, activation="relu", name="hidden"),
+            keras.layers.BatchNormalization(name="norm"),
+            keras.layers.Dense(3, name="out"),
+        ],
+        name="net",
+    )
 
 
 def batch(rank: int, step: int = 0, rows: int = 8) -> tuple[np.ndarray, np.ndarray]:
@@ -52,15 +57,35 @@ def same_on_all_ranks(comm: Comm, net: keras.Model) -> bool:
 
 def compiled(optimizer: keras.optimizers.Optimizer, seed: int = 1, **options: Any) -> keras.Model:
     net = model(seed)
-    net.compile(optimizer, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), **{"jit_compile": False, **options})
+    net.compile(
+        optimizer,
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        **{"jit_compile": False, **options},
+    )
     return net
 
 
-def fit(net: keras.Model, comm: Comm, epochs: int = 2, extra: tuple = (), initial_epoch: int = 0) -> callbacks.CompareReplicas:
+def fit(
+    net: keras.Model, comm: Comm, epochs: int = 2, extra: tuple = (), initial_epoch: int = 0
+) -> callbacks.CompareReplicas:
     compare = callbacks.CompareReplicas()
     x, y = batch(comm.rank, rows=32)
-    net.fit(x, y, batch_size=8, epochs=epochs, initial_epoch=initial_epoch, shuffle=False, verbose=0,
-            callbacks=[callbacks.BroadcastState(), callbacks.AverageMetrics(), callbacks.AverageBatchNorm(), *extra, compare])
+    net.fit(
+        x,
+        y,
+        batch_size=8,
+        epochs=epochs,
+        initial_epoch=initial_epoch,
+        shuffle=False,
+        verbose=0,
+        callbacks=[
+            callbacks.BroadcastState(),
+            callbacks.AverageMetrics(),
+            callbacks.AverageBatchNorm(),
+            *extra,
+            compare,
+        ],
+    )
     return compare
 
 
@@ -73,14 +98,21 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_the_identity_equals_allreduce_by_hand(comm: Comm, kind: str) -> None:
-    """Rule all on route allreduce against hvd.allreduce of each gradient and a plain optimizer: bit for bit at two ranks."""
+    """Rule all on route allreduce against hvd.allreduce of each gradient and a plain optimizer: bit
+    for bit at two ranks.
+    """
     import horovod.tensorflow as hvd
 
     ours, by_hand = model(), model()
     wrapped, plain = cx.DistributedOptimizer(OPTIMIZERS[kind]()), OPTIMIZERS[kind]()
     for step in range(4):
-        wrapped.apply_gradients(zip(gradients_of(ours, batch(comm.rank, step)), ours.trainable_variables, strict=True))
-        reduced = [hvd.allreduce(grad, op=hvd.Average) for grad in gradients_of(by_hand, batch(comm.rank, step))]
+        wrapped.apply_gradients(
+            zip(gradients_of(ours, batch(comm.rank, step)), ours.trainable_variables, strict=True)
+        )
+        reduced = [
+            hvd.allreduce(grad, op=hvd.Average)
+            for grad in gradients_of(by_hand, batch(comm.rank, step))
+        ]
         plain.apply_gradients(zip(reduced, by_hand.trainable_variables, strict=True))
     for mine, theirs in zip(weights(ours), weights(by_hand), strict=True):
         if comm.topology.size <= 2:
@@ -91,12 +123,18 @@ def test_the_identity_equals_allreduce_by_hand(comm: Comm, kind: str) -> None:
 
 @pytest.mark.parametrize("route", exchange.ROUTES)
 def test_fit_trains_and_replicas_stay_identical(comm: Comm, route: str) -> None:
-    scheme = cx.Scheme(route, "mstopk", 0.2, dense_below=8) if exchange.row(route).sparse else cx.Scheme(route)
+    scheme = (
+        cx.Scheme(route, "mstopk", 0.2, dense_below=8)
+        if exchange.row(route).sparse
+        else cx.Scheme(route)
+    )
     if exchange.row(route).messages and not comm.has_messages:
         with pytest.raises(cx.PlanError, match="horovodrun --mpi"):
             cx.DistributedOptimizer(keras.optimizers.SGD(0.05), scheme)
         return
-    net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), scheme), seed=comm.rank)
+    net = compiled(
+        cx.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), scheme), seed=comm.rank
+    )
     assert fit(net, comm, epochs=3).identical
     history = net.history.history["loss"]
     assert history[-1] < history[0]
@@ -111,37 +149,58 @@ def test_replicas_that_drift_are_reported(comm: Comm) -> None:
 
     class Drift(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            net.trainable_variables[0].assign_add(tf.ones_like(net.trainable_variables[0]) * comm.rank)
+            net.trainable_variables[0].assign_add(
+                tf.ones_like(net.trainable_variables[0]) * comm.rank
+            )
 
     with pytest.raises(RuntimeError, match=r"ranks \[1"):
         fit(net, comm, extra=(Drift(),))
 
 
-@pytest.mark.parametrize("options", [
-    {"clipnorm": 0.01}, {"clipvalue": 0.001}, {"global_clipnorm": 0.01}, {"use_ema": True, "ema_overwrite_frequency": 2},
-    {"gradient_accumulation_steps": 2}, {"weight_decay": 0.01}, {"loss_scale_factor": 8.0},
-], ids=lambda options: next(iter(options)))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clipnorm": 0.01},
+        {"clipvalue": 0.001},
+        {"global_clipnorm": 0.01},
+        {"use_ema": True, "ema_overwrite_frequency": 2},
+        {"gradient_accumulation_steps": 2},
+        {"weight_decay": 0.01},
+        {"loss_scale_factor": 8.0},
+    ],
+    ids=lambda options: next(iter(options)),
+)
 def test_options_of_keras_optimizers(comm: Comm, options: dict[str, Any]) -> None:
-    """Each option acts on the averaged gradient: the same weights as one plain optimizer that is given the average."""
+    """Each option acts on the averaged gradient: the same weights as one plain optimizer that is
+    given the average.
+    """
     net, reference = model(), model()
     wrapped = cx.DistributedOptimizer(keras.optimizers.SGD(0.1, **options))
     plain = keras.optimizers.SGD(0.1, **options)
 
-    def apply(optimizer: keras.optimizers.Optimizer, net: keras.Model, grads: list[tf.Tensor]) -> None:
+    def apply(
+        optimizer: keras.optimizers.Optimizer, net: keras.Model, grads: list[tf.Tensor]
+    ) -> None:
         optimizer.apply(grads, net.trainable_variables)
 
     step = tf.function(lambda *grads: apply(wrapped, net, list(grads)))
     for number in range(4):
         every = [gradients_of(reference, batch(rank, number)) for rank in range(comm.topology.size)]
         step(*every[comm.rank])
-        apply(plain, reference, [sum(parts) / comm.topology.size for parts in zip(*every, strict=True)])
+        apply(
+            plain,
+            reference,
+            [sum(parts) / comm.topology.size for parts in zip(*every, strict=True)],
+        )
     for mine, theirs in zip(weights(net), weights(reference), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
     assert same_on_all_ranks(comm, net)
 
 
 @pytest.mark.parametrize("excluded", [["bias"], None])
-def test_what_the_config_leaves_out_survives_the_wrap(comm: Comm, excluded: list[str] | None) -> None:
+def test_what_the_config_leaves_out_survives_the_wrap(
+    comm: Comm, excluded: list[str] | None
+) -> None:
     plain = keras.optimizers.SGD(1.0, weight_decay=0.5)
     if excluded:
         plain.exclude_from_weight_decay(var_names=excluded)
@@ -151,7 +210,9 @@ def test_what_the_config_leaves_out_survives_the_wrap(comm: Comm, excluded: list
 
 
 def test_accumulated_steps_are_exchanged_once(comm: Comm) -> None:
-    net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)))
+    net = compiled(
+        cx.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=4))
+    )
     fit(net, comm, epochs=2)
     (running,) = net.optimizer.exchanger.exchanges.values()
     assert running.steps.numpy() == 2
@@ -164,7 +225,9 @@ def test_operation(comm: Comm, operation: str) -> None:
     optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(1.0), op=operation)
     optimizer.apply([tf.fill([3], float(comm.rank + 1))], [variable])
     total = comm.topology.size * (comm.topology.size + 1) / 2
-    np.testing.assert_allclose(variable.numpy(), -(total / comm.topology.size if operation == "average" else total))
+    np.testing.assert_allclose(
+        variable.numpy(), -(total / comm.topology.size if operation == "average" else total)
+    )
 
 
 def test_embeddings_and_variables_without_gradients(comm: Comm) -> None:
@@ -191,10 +254,18 @@ def test_embeddings_and_variables_without_gradients(comm: Comm) -> None:
 
 @pytest.mark.parametrize("made_by", ["user", "compile"])
 @pytest.mark.parametrize("bad_rank", [0, -1])
-def test_a_non_finite_gradient_skips_the_step_on_all_ranks(comm: Comm, made_by: str, bad_rank: int) -> None:
-    """With a LossScaleOptimizer: no rank steps, the scale halves everywhere, residuals stay as they were."""
+def test_a_non_finite_gradient_skips_the_step_on_all_ranks(
+    comm: Comm, made_by: str, bad_rank: int
+) -> None:
+    """With a LossScaleOptimizer: no rank steps, the scale halves everywhere, residuals stay as they
+    were.
+    """
     inner = keras.optimizers.SGD(0.05)
-    given = keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0) if made_by == "user" else inner
+    given = (
+        keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0)
+        if made_by == "user"
+        else inner
+    )
     optimizer = cx.DistributedOptimizer(given, SPARSE)
     keras.config.set_dtype_policy("mixed_float16")
     try:
@@ -208,7 +279,11 @@ def test_a_non_finite_gradient_skips_the_step_on_all_ranks(comm: Comm, made_by: 
 
     run(x)
     exchanger = callbacks.exchanger_of(net)
-    before, scale, owed = weights(net), float(net.optimizer.dynamic_scale.numpy()), exchanger.all_owed()
+    before, scale, owed = (
+        weights(net),
+        float(net.optimizer.dynamic_scale.numpy()),
+        exchanger.all_owed(),
+    )
     steps = int(exchanger.all_left()[0].steps)
     run(np.full_like(x, np.nan) if comm.rank == bad_rank % comm.topology.size else x)
     for old, new in zip(before, weights(net), strict=True):
@@ -225,7 +300,9 @@ def test_a_loss_scale_that_nobody_agreed_on_is_refused(comm: Comm) -> None:
     if comm.topology.size == 1:
         return
     net = model()
-    optimizer = keras.optimizers.LossScaleOptimizer(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    optimizer = keras.optimizers.LossScaleOptimizer(
+        cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    )
     with pytest.raises(cx.PlanError, match="LossScaleOptimizer"):
         optimizer.apply(gradients_of(net, batch(comm.rank)), net.trainable_variables)
 
@@ -251,11 +328,17 @@ def test_switching_schemes_and_resolution_in_fit(comm: Comm) -> None:
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_two_optimizers_in_one_step(comm: Comm, scaled: bool) -> None:
-    """As in a GAN: two plans whose buckets and variables have the same names, exchanged in one traced step."""
+    """As in a GAN: two plans whose buckets and variables have the same names, exchanged in one
+    traced step.
+    """
     nets = [model(seed=2), model(seed=3)]
     plain = [keras.optimizers.SGD(0.1) for _ in nets]
-    wrapped = [cx.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(one, initial_scale=2.0) if scaled else one, SPARSE)
-               for one in plain]
+    wrapped = [
+        cx.DistributedOptimizer(
+            keras.optimizers.LossScaleOptimizer(one, initial_scale=2.0) if scaled else one, SPARSE
+        )
+        for one in plain
+    ]
     for optimizer, net in zip(wrapped, nets, strict=True):
         optimizer.build(net.trainable_variables)
 
@@ -281,16 +364,23 @@ def test_the_density_warms_up_with_momentum(comm: Comm) -> None:
     class Watch(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             exchanger = net.optimizer.exchanger
-            sent.append(sum(bucket.k or 0 for left in exchanger.all_left() for bucket in left.plan.buckets))
-            kept.append(max(float(np.abs(part).max()) for part in exchanger.all_velocity().values()))
+            sent.append(
+                sum(bucket.k or 0 for left in exchanger.all_left() for bucket in left.plan.buckets)
+            )
+            kept.append(
+                max(float(np.abs(part).max()) for part in exchanger.all_velocity().values())
+            )
 
-    assert fit(net, comm, epochs=4, extra=(callbacks.SwitchScheme(scheme.warm_up([0.25, 0.1])), Watch())).identical
+    assert fit(
+        net, comm, epochs=4, extra=(callbacks.SwitchScheme(scheme.warm_up([0.25, 0.1])), Watch())
+    ).identical
     assert sent[0] > sent[1] > sent[2] == sent[3] and min(kept) > 0
     moving = comm.gather_objects(net.optimizer.exchanger.all_velocity())
     net.optimizer.exchanger.switch(cx.Scheme("torus"))  # no momentum: the velocity rests
     fit(net, comm, epochs=1)
-    assert {path: part.tobytes() for path, part in net.optimizer.exchanger.all_velocity().items()} == {
-        path: part.tobytes() for path, part in moving[comm.rank].items()}
+    assert {
+        path: part.tobytes() for path, part in net.optimizer.exchanger.all_velocity().items()
+    } == {path: part.tobytes() for path, part in moving[comm.rank].items()}
 
 
 def test_momentum_twice_is_refused(comm: Comm) -> None:
@@ -317,7 +407,11 @@ def test_warm_up(comm: Comm) -> None:
 def test_batch_norm_statistics_are_averaged(comm: Comm) -> None:
     net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     fit(net, comm, epochs=1)
-    statistics = [variable.numpy().tobytes() for variable in net.non_trainable_variables if variable.dtype == "float32"]
+    statistics = [
+        variable.numpy().tobytes()
+        for variable in net.non_trainable_variables
+        if variable.dtype == "float32"
+    ]
     assert statistics and comm.gather_objects(statistics) == [statistics] * comm.topology.size
 
 
@@ -335,8 +429,12 @@ def test_a_saved_model_holds_the_plain_optimizer(comm: Comm, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_training_continues_exactly_from_a_checkpoint(comm: Comm, tmp_path: Path, momentum: float) -> None:
-    """Two epochs, saved, restored, two more: the same weights as four without a stop, residuals and velocities included."""
+def test_training_continues_exactly_from_a_checkpoint(
+    comm: Comm, tmp_path: Path, momentum: float
+) -> None:
+    """Two epochs, saved, restored, two more: the same weights as four without a stop, residuals and
+    velocities included.
+    """
     folder = Path(comm.gather_objects(str(tmp_path))[0])
 
     def optimizer() -> keras.optimizers.Optimizer:
@@ -347,7 +445,10 @@ def test_training_continues_exactly_from_a_checkpoint(comm: Comm, tmp_path: Path
     fit(straight, comm, epochs=4)
     first = compiled(optimizer())
     fit(first, comm, epochs=2, extra=(checkpoint.Checkpoint(folder),))
-    assert len(list(folder.glob("owed-*"))) == comm.topology.size and len(list(folder.glob("model-*"))) == 1
+    assert (
+        len(list(folder.glob("owed-*"))) == comm.topology.size
+        and len(list(folder.glob("model-*"))) == 1
+    )
     second = compiled(optimizer(), seed=9)
     assert checkpoint.restore(second, folder) == 2
     fit(second, comm, epochs=4, initial_epoch=2)
@@ -355,10 +456,15 @@ def test_training_continues_exactly_from_a_checkpoint(comm: Comm, tmp_path: Path
         np.testing.assert_array_equal(one, other)
     lost = compiled(optimizer(), seed=9)
     assert checkpoint.restore(lost, folder) == 2
-    lefts = callbacks.exchanger_of(lost).left  # the check can fail: without the residuals, or the velocities, the weights differ
-    callbacks.exchanger_of(lost).left = [left._replace(velocities={}) for left in lefts] if momentum else []
+    # the check can fail: without the residuals, or the velocities, the weights differ
+    lefts = callbacks.exchanger_of(lost).left
+    callbacks.exchanger_of(lost).left = (
+        [left._replace(velocities={}) for left in lefts] if momentum else []
+    )
     fit(lost, comm, epochs=4, initial_epoch=2)
-    assert any((one != other).any() for one, other in zip(weights(straight), weights(lost), strict=True))
+    assert any(
+        (one != other).any() for one, other in zip(weights(straight), weights(lost), strict=True)
+    )
 
 
 def test_bad_calls(comm: Comm) -> None:
@@ -398,27 +504,43 @@ def test_xla_is_refused_in_custom_loops_and_turned_off_in_fit(comm: Comm) -> Non
 def test_different_plans_are_refused_before_anything_is_sent(comm: Comm) -> None:
     if comm.topology.size == 1:
         return
-    wrapped = cx.DistributedOptimizer(keras.optimizers.SGD(0.1), cx.Scheme("allgather", "mstopk", 0.1 if comm.rank else 0.2, dense_below=1))
+    wrapped = cx.DistributedOptimizer(
+        keras.optimizers.SGD(0.1),
+        cx.Scheme("allgather", "mstopk", 0.1 if comm.rank else 0.2, dense_below=1),
+    )
     net = model()
-    with pytest.raises(cx.PlanError, match=r"Rank 0 and rank 1 differ first in plan.buckets\[\d\].k"):
+    with pytest.raises(
+        cx.PlanError, match=r"Rank 0 and rank 1 differ first in plan.buckets\[\d\].k"
+    ):
         wrapped.apply(gradients_of(net, batch(comm.rank)), net.trainable_variables)
 
 
 @pytest.mark.parametrize("route", ["allreduce", "pipeline", "hitopk"])
 @pytest.mark.parametrize("how", [{"update": "root"}, {"broadcast_every": 2}], ids=["root", "every"])
 def test_the_steps_of_the_linear_pipeline_paper(comm: Comm, route: str, how: dict) -> None:
-    """Algorithms 2 and 3 under `fit` give the weights of an update on all ranks; the root's optimizer has the whole state."""
+    """Algorithms 2 and 3 under `fit` give the weights of an update on all ranks; the root's
+    optimizer has the whole state.
+    """
     if exchange.row(route).messages and not comm.has_messages:
         return
-    scheme = cx.Scheme(route, **({"selection": "mstopk", "density": 0.2} if route == "hitopk" else {}), dense_below=8)
-    plain, other = (compiled(cx.DistributedOptimizer(OPTIMIZERS["clipped_sgd"](), scheme, **more)) for more in ({}, how))
+    scheme = cx.Scheme(
+        route,
+        **({"selection": "mstopk", "density": 0.2} if route == "hitopk" else {}),
+        dense_below=8,
+    )
+    plain, other = (
+        compiled(cx.DistributedOptimizer(OPTIMIZERS["clipped_sgd"](), scheme, **more))
+        for more in ({}, how)
+    )
     for net in (plain, other):
         fit(net, comm)
         assert same_on_all_ranks(comm, net)
     for mine, expected in zip(weights(other), weights(plain), strict=True):
         np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
     if comm.rank == 0:
-        for mine, expected in zip(other.optimizer.variables, plain.optimizer.variables, strict=True):
+        for mine, expected in zip(
+            other.optimizer.variables, plain.optimizer.variables, strict=True
+        ):
             np.testing.assert_allclose(mine.numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
     assert int(other.optimizer.iterations.numpy()) == int(plain.optimizer.iterations.numpy())
 

@@ -1,4 +1,6 @@
-"""Every route and wire format on real ranks: several buckets in flight in one graph, the sum, its bits, its bytes."""
+"""Every route and wire format on real ranks: several buckets in flight in one graph, the sum, its
+bits, its bytes.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +22,42 @@ from tfcommx.schedule.planner import Gradient, check_scheme, make_plan
 from tfcommx.schedule.run import Exchange
 
 SHAPES = {f"layer{i}/kernel": (50 + i, 41) for i in range(6)}
-WAYS = [cx.Scheme(route, wire=wire, dense_below=8, bucket_bytes=9000, block_bytes=4096)
-        for route, row in exchange.ROUTES.items() for wire in row.wires]
+WAYS = [
+    cx.Scheme(route, wire=wire, dense_below=8, bucket_bytes=9000, block_bytes=4096)
+    for route, row in exchange.ROUTES.items()
+    for wire in row.wires
+]
 WAYS.append(dataclasses.replace(WAYS[0], route="torus", peer_route="pipeline"))
 
 
 def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
-    """Integers over 64, less than 8 bits long: no format rounds them, and sums are exact in any order."""
+    """Integers over 64, less than 8 bits long: no format rounds them, and sums are exact in any
+    order.
+    """
     numbers = np.random.default_rng([rank, step])
-    return {path: (numbers.integers(-60, 61, shape) / 64).astype(np.float32) for path, shape in SHAPES.items()}
+    return {
+        path: (numbers.integers(-60, 61, shape) / 64).astype(np.float32)
+        for path, shape in SHAPES.items()
+    }
 
 
-@pytest.mark.parametrize("scheme", WAYS, ids=lambda scheme: f"{scheme.route}-{scheme.wire}-{scheme.peer_route}")
+@pytest.mark.parametrize(
+    "scheme", WAYS, ids=lambda scheme: f"{scheme.route}-{scheme.wire}-{scheme.peer_route}"
+)
 def test_the_sum_of_all_ranks(comm: Comm, scheme: cx.Scheme) -> None:
-    if any(exchange.row(name).messages for name in (scheme.route, scheme.peer_route)) and not comm.has_messages:
+    if (
+        any(exchange.row(name).messages for name in (scheme.route, scheme.peer_route))
+        and not comm.has_messages
+    ):
         with pytest.raises(cx.PlanError, match="horovodrun --mpi"):
             check_scheme(scheme, comm.topology, comm.has_messages)
         return
-    plan = make_plan([Gradient(path, shape, "float32") for path, shape in SHAPES.items()], {"*": scheme}, comm.topology, "sum")
+    plan = make_plan(
+        [Gradient(path, shape, "float32") for path, shape in SHAPES.items()],
+        {"*": scheme},
+        comm.topology,
+        "sum",
+    )
     assert len(plan.buckets) >= 4
     running = Exchange(plan, comm)
 
@@ -47,19 +67,26 @@ def test_the_sum_of_all_ranks(comm: Comm, scheme: cx.Scheme) -> None:
 
     before = comm.traffic()
     for number in range(3):
-        result = step({path: tf.constant(value) for path, value in gradients(comm.rank, number).items()})
+        result = step(
+            {path: tf.constant(value) for path, value in gradients(comm.rank, number).items()}
+        )
         for path in SHAPES:
             total = sum(gradients(rank, number)[path] for rank in range(comm.topology.size))
             np.testing.assert_array_equal(result[path], total)
     sent = np.mean(comm.gather_objects(np.subtract(comm.traffic(), before)), axis=0)
-    expected = np.sum([exchange.route(bucket.route).wire_bytes(bucket, comm.topology) for bucket in plan.buckets], axis=0)
+    expected = np.sum(
+        [exchange.route(bucket.route).wire_bytes(bucket, comm.topology) for bucket in plan.buckets],
+        axis=0,
+    )
     np.testing.assert_allclose(sent, 3 * expected, rtol=1e-9)
 
 
 def test_the_plan_in_hand_is_refused_too(comm: Comm) -> None:
     if comm.has_messages:
         return
-    plan = make_plan([Gradient("w", (8, 8), "float32")], {"*": cx.Scheme("pipeline")}, comm.topology)
+    plan = make_plan(
+        [Gradient("w", (8, 8), "float32")], {"*": cx.Scheme("pipeline")}, comm.topology
+    )
     with pytest.raises(cx.PlanError, match="horovodrun --mpi"):
         Exchange(plan, comm)
 
@@ -73,53 +100,122 @@ def test_messages_of_all_lengths_from_every_root(comm: Comm) -> None:
         for root in ranks:
             mine = np.full(entries, comm.rank + 1, np.float64)
             for operation in moves.OPERATIONS:
-                got = moves.carry_out(operation, mine, ranks, comm.rank, comm._post, pipeline.schedule, moves.as_it_comes,
-                                       root, block=1000)
+                got = moves.carry_out(
+                    operation,
+                    mine,
+                    ranks,
+                    comm.rank,
+                    comm._post,
+                    pipeline.schedule,
+                    moves.as_it_comes,
+                    root,
+                    block=1000,
+                )
                 total = sum(rank + 1 for rank in ranks)
-                expected = {"broadcast": root + 1, "reduce": total if comm.rank == root else comm.rank + 1, "allreduce": total}
+                expected = {
+                    "broadcast": root + 1,
+                    "reduce": total if comm.rank == root else comm.rank + 1,
+                    "allreduce": total,
+                }
                 np.testing.assert_array_equal(got, np.full(entries, expected[operation]))
 
 
-# More of those that take int32 from a GPU to the host; only TensorFlow's GPU wheel (2.21) has kernels from which it could be read.
+# More of those that take int32 from a GPU to the host; only TensorFlow's GPU wheel (2.21) has
+# kernels from which it could be read.
 INT32_BY_THE_HOST = {"BroadcastTo", "ClipByValue", "Pack", "Reverse", "StridedSlice"}
 
 
 def _spread(op: tf.Operation, args: Any) -> list[Any]:
     """Return each argument as often as it stands for tensors."""
-    return [arg for arg in args for _ in range(op.get_attr(arg.number_attr) if arg.number_attr else
-                                               len(op.node_def.attr[arg.type_list_attr].list.type) if arg.type_list_attr else 1)]
+    return [
+        arg
+        for arg in args
+        for _ in range(
+            op.get_attr(arg.number_attr)
+            if arg.number_attr
+            else len(op.node_def.attr[arg.type_list_attr].list.type)
+            if arg.type_list_attr
+            else 1
+        )
+    ]
 
 
 @pytest.mark.parametrize("selection", ["mstopk", "exact", "dgc", "threshold", "random"])
-@pytest.mark.parametrize(("route", "last_step"), [("hitopk", "dense"), ("hitopk", "pairs"), ("allgather", "dense")])
-def test_nothing_large_would_leave_a_gpu_on_its_way(comm: Comm, route: str, last_step: str, selection: str) -> None:
-    """TensorFlow's own int32 kernels for GPUs mostly work in the host's memory: none may touch what is exchanged."""
+@pytest.mark.parametrize(
+    ("route", "last_step"), [("hitopk", "dense"), ("hitopk", "pairs"), ("allgather", "dense")]
+)
+def test_nothing_large_would_leave_a_gpu_on_its_way(
+    comm: Comm, route: str, last_step: str, selection: str
+) -> None:
+    """TensorFlow's own int32 kernels for GPUs mostly work in the host's memory: none may touch what
+    is exchanged.
+    """
     scheme = cx.Scheme(route, selection, 0.01)
     plan = make_plan([Gradient("w", (1000, 1000), "float32")], {"*": scheme}, comm.topology)
-    plan = dataclasses.replace(plan, buckets=tuple(dataclasses.replace(bucket, last_step=last_step) for bucket in plan.buckets))
+    plan = dataclasses.replace(
+        plan,
+        buckets=tuple(dataclasses.replace(bucket, last_step=last_step) for bucket in plan.buckets),
+    )
     running = Exchange(plan, comm)
-    graph = tf.function(lambda given: running({"w": given})["w"]).get_concrete_function(tf.TensorSpec([1000, 1000])).graph
+    graph = (
+        tf.function(lambda given: running({"w": given})["w"])
+        .get_concrete_function(tf.TensorSpec([1000, 1000]))
+        .graph
+    )
 
     def by_the_host(op: tf.Operation) -> list[str]:
-        """Return the inputs and outputs that are large and lie in the host's memory where a GPU does the op."""
-        places = [(arg.name, tensor) for arg, tensor in [*zip(_spread(op, op.op_def.input_arg), op.inputs, strict=True),
-                                                         *zip(_spread(op, op.op_def.output_arg), op.outputs, strict=True)] if large(tensor)]
-        kernels = [kernel for kernel in get_registered_kernels_for_op(op.type).kernel if kernel.device_type in ("GPU", "DEFAULT") and all(
-            op.node_def.attr[rule.name].type in rule.allowed_values.list.type for rule in kernel.constraint)]
-        return [f"{name} of {op.type}" for name, _ in places
-                if op.type in INT32_BY_THE_HOST or any(name in kernel.host_memory_arg for kernel in kernels)]
+        """Return the inputs and outputs that are large and lie in the host's memory where a GPU
+        does the op.
+        """
+        places = [
+            (arg.name, tensor)
+            for arg, tensor in [
+                *zip(_spread(op, op.op_def.input_arg), op.inputs, strict=True),
+                *zip(_spread(op, op.op_def.output_arg), op.outputs, strict=True),
+            ]
+            if large(tensor)
+        ]
+        kernels = [
+            kernel
+            for kernel in get_registered_kernels_for_op(op.type).kernel
+            if kernel.device_type in ("GPU", "DEFAULT")
+            and all(
+                op.node_def.attr[rule.name].type in rule.allowed_values.list.type
+                for rule in kernel.constraint
+            )
+        ]
+        return [
+            f"{name} of {op.type}"
+            for name, _ in places
+            if op.type in INT32_BY_THE_HOST
+            or any(name in kernel.host_memory_arg for kernel in kernels)
+        ]
 
     def large(tensor: tf.Tensor) -> bool:
         entries = tensor.shape.num_elements()
         return tensor.dtype == tf.int32 and (entries is None or entries > 100)
 
-    graphs = [graph, *(function.graph for function in graph._functions.values() if hasattr(function, "graph"))]
-    ops = [op for one in graphs for op in one.get_operations() if op.type != "Const" and any(map(large, [*op.inputs, *op.outputs]))]
+    graphs = [
+        graph,
+        *(function.graph for function in graph._functions.values() if hasattr(function, "graph")),
+    ]
+    ops = [
+        op
+        for one in graphs
+        for op in one.get_operations()
+        if op.type != "Const" and any(map(large, [*op.inputs, *op.outputs]))
+    ]
     assert ops or comm.topology.size == 1
     assert not [found for op in ops for found in by_the_host(op)]
     # What the kernels read on the host is made there: a GPU would be waited for.
-    scalars = [tensor.op for one in graphs for op in one.get_operations() if op.type.startswith(("TfcommxSelect", "TfcommxMerge"))
-               for tensor in op.inputs if tensor.dtype == tf.int64]
+    scalars = [
+        tensor.op
+        for one in graphs
+        for op in one.get_operations()
+        if op.type.startswith(("TfcommxSelect", "TfcommxMerge"))
+        for tensor in op.inputs
+        if tensor.dtype == tf.int64
+    ]
     assert scalars and not [op.name for op in scalars if "CPU:0" not in op.device]
 
 
@@ -131,14 +227,25 @@ def test_an_all_gather_beyond_what_mpi_counts_is_refused_while_tracing(comm: Com
         gather.get_concrete_function(tf.TensorSpec([2**30], tf.int32))
 
 
-def test_who_waits_long_for_a_message_says_so(comm: Comm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_waits_long_for_a_message_says_so(
+    comm: Comm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     if not comm.has_messages or comm.topology.size == 1:
         return
     monkeypatch.setattr(links, "PATIENCE_SECONDS", 0.3)
-    running = Exchange(make_plan([Gradient("w", (8, 8), "float32")], {"*": cx.Scheme("pipeline", dense_below=0)}, comm.topology), comm)
+    running = Exchange(
+        make_plan(
+            [Gradient("w", (8, 8), "float32")],
+            {"*": cx.Scheme("pipeline", dense_below=0)},
+            comm.topology,
+        ),
+        comm,
+    )
     comm.gather_objects("ready")
     if comm.rank == 1:
         time.sleep(3)
     with caplog.at_level(logging.WARNING, "tfcommx"):
         running({"w": tf.ones([8, 8])})
-    assert comm.rank or any("for messages of ranks [" in record.message for record in caplog.records)
+    assert comm.rank or any(
+        "for messages of ranks [" in record.message for record in caplog.records
+    )

@@ -1,4 +1,6 @@
-"""Samples that change nodes: every one once per epoch, with its own pixels, from memory and not from the source."""
+"""Samples that change nodes: every one once per epoch, with its own pixels, from memory and not
+from the source.
+"""
 
 import os
 from pathlib import Path
@@ -15,11 +17,17 @@ COUNT = 203
 
 @pytest.mark.parametrize("over_messages", [True, False])
 def test_every_sample_once_while_parts_mix(comm, over_messages):
-    folder = Path("/dev/shm") / f"tfcommx-swap-{os.getppid()}-{over_messages}"  # of the launcher: all ranks have the same
+    # of the launcher: all ranks have the same
+    folder = Path("/dev/shm") / f"tfcommx-swap-{os.getppid()}-{over_messages}"
     folder = Path(comm.gather_objects(str(folder))[0])
     folder.mkdir(exist_ok=True)
     images = np.stack([np.full((6, 5, 3), n, np.uint8) for n in range(COUNT)])
-    cache = DataCache(Arrays(images, np.arange(COUNT)), comm.topology, comm.rank, Options(seed=3, memory=str(folder), exchange=0.5))
+    cache = DataCache(
+        Arrays(images, np.arange(COUNT)),
+        comm.topology,
+        comm.rank,
+        Options(seed=3, memory=str(folder), exchange=0.5),
+    )
     phase = Phase(8, dtype="uint8", drop_remainder=False)
     homes = []
     for epoch in range(3):
@@ -29,8 +37,9 @@ def test_every_sample_once_while_parts_mix(comm, over_messages):
         for pictures, labels in cache.dataset(phase, epoch):
             np.testing.assert_array_equal(pictures, images[labels.numpy()])
             got += labels.numpy().tolist()
-        everywhere = comm.gather_objects((cache.node, got, arrived, cache.report(epoch),
-                                          cache.slab.used_bytes - room))
+        everywhere = comm.gather_objects(
+            (cache.node, got, arrived, cache.report(epoch), cache.slab.used_bytes - room)
+        )
         assert sorted(sample for row in everywhere for sample in row[1]) == list(range(COUNT))
         homes.append({sample: row[0] for row in everywhere for sample in row[1]})
         if epoch and comm.topology.nodes > 1:
@@ -38,9 +47,13 @@ def test_every_sample_once_while_parts_mix(comm, over_messages):
             assert 25 < moved < 80  # a half is offered, a half of that comes back to where it was
             if over_messages:
                 assert sum(row[2] for row in everywhere) == moved
-                assert all(row[3]["hit_memory"] == 1 and row[4] == 0 for row in everywhere)  # no reading, no new room
+                # no reading, no new room
+                assert all(row[3]["hit_memory"] == 1 and row[4] == 0 for row in everywhere)
             elif epoch == 1:  # later some come home, and are still there
-                assert sum(row[3]["hit_source"] * row[3]["samples"] for row in everywhere) >= moved - 1e-6
+                assert (
+                    sum(row[3]["hit_source"] * row[3]["samples"] for row in everywhere)
+                    >= moved - 1e-6
+                )
     cache.close()
     comm.gather_objects(None)
     if comm.rank == 0:

@@ -1,8 +1,9 @@
 """The local disk level: encoded bytes as they came from the source, kept from run to run.
 
-A folder per data set; in it, per process that wrote, a pack (the bytes, end to end) and its index (32 bytes per sample). A
-process appends to its own files only, the bytes first, so that a kill leaves at worst bytes without an entry or half an entry,
-which are not read. Every read is checked against its CRC.
+A folder per data set; in it, per process that wrote, a pack (the bytes, end to end) and its index
+(32 bytes per sample). A process appends to its own files only, the bytes first, so that a kill
+leaves at worst bytes without an entry or half an entry, which are not read. Every read is checked
+against its CRC.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-_ENTRY = np.dtype([("sample", "<i8"), ("label", "<i8"), ("at", "<i8"), ("length", "<i4"), ("crc", "<u4")])
+_ENTRY = np.dtype(
+    [("sample", "<i8"), ("label", "<i8"), ("at", "<i8"), ("length", "<i4"), ("crc", "<u4")]
+)
 _REFRESH_S = 1.0  # how often, at most, a miss looks at what other processes have written
 
 
@@ -35,8 +38,8 @@ class Disk:
       folder: on a local disk.
       key: the source's; another key is another folder.
       count: samples of the data set.
-    A folder that cannot be written serves what it has; the first failure to write is announced by a warning, and nothing more
-    is written. `corrupt` counts reads whose CRC did not hold.
+    A folder that cannot be written serves what it has; the first failure to write is announced by a
+    warning, and nothing more is written. `corrupt` counts reads whose CRC did not hold.
     """
 
     def __init__(self, folder: str | Path, key: str, count: int) -> None:
@@ -44,8 +47,10 @@ class Disk:
         self.corrupt = 0
         self.trouble: str | None = None
         self._lock = threading.Lock()
-        self._packs: list[Path] = []  # opened for each read: many runs leave more of them than a process may have open
-        self._indices: dict[Path, tuple[int, int]] = {}  # index file -> (its pack's number, entries read)
+        # opened for each read: many runs leave more of them than a process may have open
+        self._packs: list[Path] = []
+        # index file -> (its pack's number, entries read)
+        self._indices: dict[Path, tuple[int, int]] = {}
         self._pack_of = np.full(count, -1, np.int32)
         self._entry_of = np.zeros(count, _ENTRY)
         self._out: tuple[int, int] | None = None  # pack, index
@@ -62,7 +67,8 @@ class Disk:
         for path in self.folder.glob("*.idx"):
             with contextlib.suppress(OSError):  # dropped meanwhile
                 indices.append((path.stat().st_mtime_ns, path))
-        for _, path in sorted(indices):  # the latest entry counts: one that was written again mends a damaged one
+        # the latest entry counts: one that was written again mends a damaged one
+        for _, path in sorted(indices):
             pack, seen = self._indices.get(path, (len(self._packs), 0))
             try:
                 entries = np.fromfile(path, _ENTRY, offset=seen * _ENTRY.itemsize)
@@ -82,7 +88,9 @@ class Disk:
         return int(np.count_nonzero(self._pack_of >= 0))
 
     def read(self, sample: int) -> tuple[bytes, int] | None:
-        """Return (encoded bytes, label), or None where the sample is not kept or its CRC does not hold."""
+        """Return (encoded bytes, label), or None where the sample is not kept or its CRC does not
+        hold.
+        """
         with self._lock:
             if self._pack_of[sample] < 0:
                 self._refresh()
@@ -111,14 +119,19 @@ class Disk:
                 if self._out is None:
                     self._out = self._create()
                 pack, index = self._out
-                entry = np.array((sample, label, self._end, len(data), _crc(sample, label, data)), _ENTRY).tobytes()
-                if os.pwrite(pack, data, self._end) != len(data) or os.write(index, entry) != len(entry):
+                entry = np.array(
+                    (sample, label, self._end, len(data), _crc(sample, label, data)), _ENTRY
+                ).tobytes()
+                if os.pwrite(pack, data, self._end) != len(data) or os.write(index, entry) != len(
+                    entry
+                ):
                     raise OSError("no space left on the device")
                 self._end += len(data)
             except OSError as error:
                 self.trouble = str(error)
                 warnings.warn(
-                    f"The disk level {self.folder} takes no more samples: {error}. Training goes on; the next run will read "
+                    f"The disk level {self.folder} takes no more samples: {error}. Training goes "
+                    "on; the next run will read "
                     "more from the source. Give `disk` a folder with room that can be written.",
                     stacklevel=2,
                 )
@@ -127,7 +140,9 @@ class Disk:
         self.folder.mkdir(parents=True, exist_ok=True)
         stem = self.folder / f"{os.getpid()}-{secrets.token_hex(4)}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        return os.open(stem.with_suffix(".pack"), flags, 0o600), os.open(stem.with_suffix(".idx"), flags | os.O_APPEND, 0o600)
+        return os.open(stem.with_suffix(".pack"), flags, 0o600), os.open(
+            stem.with_suffix(".idx"), flags | os.O_APPEND, 0o600
+        )
 
     def close(self) -> None:
         """Close the files. May be called twice."""
@@ -141,7 +156,9 @@ class Disk:
 
 
 def usage(folder: str | Path) -> list[tuple[Path, int, int]]:
-    """Return (folder, samples with repetitions, bytes) of every data set that is kept below `folder`."""
+    """Return (folder, samples with repetitions, bytes) of every data set that is kept below
+    `folder`.
+    """
     rows = []
     for kept in sorted(Path(folder).glob("tfcommx-*/")):
         entries = sum(path.stat().st_size // _ENTRY.itemsize for path in kept.glob("*.idx"))
@@ -150,7 +167,9 @@ def usage(folder: str | Path) -> list[tuple[Path, int, int]]:
 
 
 def drop(folder: str | Path) -> list[Path]:
-    """Remove every data set that is kept below `folder`; return their folders. Processes that use them go on with the source."""
+    """Remove every data set that is kept below `folder`; return their folders. Processes that use
+    them go on with the source.
+    """
     kept = sorted(Path(folder).glob("tfcommx-*/"))
     for path in kept:
         shutil.rmtree(path)

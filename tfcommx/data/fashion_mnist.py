@@ -1,10 +1,11 @@
 """Fashion-MNIST: find or get the original IDX files, and read them.
 
-Files are taken from the cache folder, then from Debian's package where it is installed, then from that package by
-`apt-get download` (which needs no root), then from TensorFlow Datasets' download.
+Files are taken from the cache folder, then from Debian's package where it is installed, then from
+that package by `apt-get download` (which needs no root), then from TensorFlow Datasets' download.
 
-**Source:** H. Xiao, K. Rasul, R. Vollgraf, "Fashion-MNIST: a novel image dataset for benchmarking machine learning
-algorithms", 2017. 60,000 training and 10,000 test images of 10 kinds of clothing; MIT licence.
+**Source:** H. Xiao, K. Rasul, R. Vollgraf, "Fashion-MNIST: a novel image dataset for benchmarking
+machine learning algorithms", 2017. 60,000 training and 10,000 test images of 10 kinds of clothing;
+MIT licence.
 """
 
 from __future__ import annotations
@@ -23,8 +24,24 @@ from pathlib import Path
 
 import numpy as np
 
-FILES = ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz", "t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz")
-CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+FILES = (
+    "train-images-idx3-ubyte.gz",
+    "train-labels-idx1-ubyte.gz",
+    "t10k-images-idx3-ubyte.gz",
+    "t10k-labels-idx1-ubyte.gz",
+)
+CLASSES = (
+    "T-shirt",
+    "trouser",
+    "pullover",
+    "dress",
+    "coat",
+    "sandal",
+    "shirt",
+    "sneaker",
+    "bag",
+    "ankle boot",
+)
 TRAIN_IMAGES, TEST_IMAGES, SIDE = 60_000, 10_000, 28
 DEBIAN_PACKAGE = "dataset-fashion-mnist"
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
@@ -35,25 +52,31 @@ class DataError(RuntimeError):
     """Data that is missing or damaged; the message ends with what to do."""
 
 
-# --- find or get the files -------------------------------------------------------------------------------------------
+# --- find or get the files --------------------------------------------------------------
 
 
 def fetch(folder: Path | None = None) -> Path:
     """Return a folder that holds the four files, getting them first where they are nowhere.
 
-    Each file appears whole, by a rename, so a killed fetch leaves no half file and several processes may call at once.
+    Each file appears whole, by a rename, so a killed fetch leaves no half file and several
+    processes may call at once.
 
     Args:
         folder: where to keep the files; by default `~/.cache/tfcommx/fashion-mnist`.
 
     **Raises:** DataError that lists what was tried and the command that installs the package.
     """
-    target = Path(folder) if folder is not None else Path.home() / ".cache" / "tfcommx" / "fashion-mnist"
+    target = (
+        Path(folder) if folder is not None else Path.home() / ".cache" / "tfcommx" / "fashion-mnist"
+    )
     for there in (target, DEBIAN_FOLDER):
         if _complete(there):
             return there
     tried = []
-    for source, get in (("Debian's package", _from_debian), ("TensorFlow Datasets", _from_tensorflow_datasets)):
+    for source, get in (
+        ("Debian's package", _from_debian),
+        ("TensorFlow Datasets", _from_tensorflow_datasets),
+    ):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as work:
             try:
@@ -62,8 +85,10 @@ def fetch(folder: Path | None = None) -> Path:
             except (DataError, OSError, subprocess.SubprocessError) as failure:
                 tried.append(f"{source}: {failure}")
     raise DataError(
-        f"Fashion-MNIST is required in {target} or {DEBIAN_FOLDER}, and could not be fetched.\n  " + "\n  ".join(tried)
-        + f"\nInstall it (`apt-get install {DEBIAN_PACKAGE}`), or put these files into {target}: {', '.join(FILES)}."
+        f"Fashion-MNIST is required in {target} or {DEBIAN_FOLDER}, and could not be fetched.\n  "
+        + "\n  ".join(tried)
+        + f"\nInstall it (`apt-get install {DEBIAN_PACKAGE}`), or put these files into {target}: "
+        f"{', '.join(FILES)}."
     )
 
 
@@ -72,7 +97,9 @@ def _complete(folder: Path) -> bool:
 
 
 def _put_in_place(found: Path, target: Path) -> None:
-    """Check the files in `found`, a folder on the same file system, and rename each to its place in `target`."""
+    """Check the files in `found`, a folder on the same file system, and rename each to its place in
+    `target`.
+    """
     load(found)
     target.mkdir(exist_ok=True)
     for name in FILES:
@@ -80,7 +107,9 @@ def _put_in_place(found: Path, target: Path) -> None:
 
 
 def _from_debian(work: Path) -> Path:
-    """Download Debian's package with the lists that are there, or else with lists of our own; unpack it without root."""
+    """Download Debian's package with the lists that are there, or else with lists of our own;
+    unpack it without root.
+    """
     for tool in ("apt-get", "dpkg"):
         if shutil.which(tool) is None:
             raise DataError(f"{tool} is not on this machine")
@@ -92,7 +121,10 @@ def _from_debian(work: Path) -> Path:
     download = ["apt-get", "-q", "-o", "APT::Sandbox::User=root"]
     _try_in_turn(
         lambda: _run([*download, "download", DEBIAN_PACKAGE], work),
-        lambda: (_run([*download, *private, "update"], work), _run([*download, *private, "download", DEBIAN_PACKAGE], work)),
+        lambda: (
+            _run([*download, *private, "update"], work),
+            _run([*download, *private, "download", DEBIAN_PACKAGE], work),
+        ),
     )
     packages = list(work.glob(f"{DEBIAN_PACKAGE}_*.deb"))
     if not packages:
@@ -107,17 +139,22 @@ def _from_tensorflow_datasets(work: Path) -> Path:
         "import shutil, sys, tensorflow_datasets as tfds\n"
         "manager = tfds.download.DownloadManager(download_dir=sys.argv[1])\n"
         "url = tfds.builder_cls('fashion_mnist').URL\n"
-        "for name in sys.argv[3:]: shutil.copyfile(manager.download(url + name), f'{sys.argv[2]}/{name}')\n"
+        "for name in sys.argv[3:]: shutil.copyfile(manager.download(url + name), "
+        "f'{sys.argv[2]}/{name}')\n"
     )
     (work / "named").mkdir()
-    # In a process of its own: it imports TensorFlow, and it can be ended when the network does not answer.
+    # In a process of its own: it imports TensorFlow, and it can be ended when the network does not
+    # answer.
     _run([sys.executable, "-c", code, str(work / "downloads"), str(work / "named"), *FILES], work)
     return _only_the_files(work / "named", work / "files")
 
 
 def _only_the_files(source: Path, target: Path) -> Path:
     if not _complete(source):
-        raise DataError(f"{', '.join(name for name in FILES if not (source / name).is_file())} missing in what was downloaded")
+        raise DataError(
+            f"{', '.join(name for name in FILES if not (source / name).is_file())} missing in "
+            "what was downloaded"
+        )
     target.mkdir()
     for name in FILES:
         os.replace(source / name, target / name)
@@ -132,38 +169,58 @@ def _try_in_turn(first: Callable[[], object], second: Callable[[], object]) -> N
 
 
 def _run(command: Sequence[str], folder: Path) -> str:
-    """Run a command in `folder`; return its output, or raise DataError with the output's last line."""
-    done = subprocess.run(command, cwd=folder, text=True, timeout=DOWNLOAD_SECONDS,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    """Run a command in `folder`; return its output, or raise DataError with the
+    output's last line.
+    """
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        text=True,
+        timeout=DOWNLOAD_SECONDS,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     if done.returncode:
         last = (done.stdout.strip().splitlines() or ["no output"])[-1]
         raise DataError(f"`{command[0]}` ended with status {done.returncode}: {last}")
     return done.stdout
 
 
-# --- read them -------------------------------------------------------------------------------------------------------
+# --- read them --------------------------------------------------------------------------
 
 
-def load(folder: Path, train_images: int = TRAIN_IMAGES, test_images: int = TEST_IMAGES) -> tuple[np.ndarray, ...]:
+def load(
+    folder: Path, train_images: int = TRAIN_IMAGES, test_images: int = TEST_IMAGES
+) -> tuple[np.ndarray, ...]:
     """Read the four files.
 
     Returns:
-        train images uint8 [60000, 28, 28, 1], train labels uint8 [60000] in [0, 9], test images uint8 [10000, 28, 28, 1],
-        test labels uint8 [10000]. Other counts of images are for tests.
+        train images uint8 [60000, 28, 28, 1], train labels uint8 [60000] in [0, 9], test images
+        uint8 [10000, 28, 28, 1], test labels uint8 [10000]. Other counts of images are for tests.
 
     **Raises:** DataError that names the file which is missing, truncated or of another kind.
     """
     arrays: list[np.ndarray] = []
-    for images, labels, count in ((FILES[0], FILES[1], train_images), (FILES[2], FILES[3], test_images)):
+    for images, labels, count in (
+        (FILES[0], FILES[1], train_images),
+        (FILES[2], FILES[3], test_images),
+    ):
         arrays.append(read_idx(Path(folder) / images, (count, SIDE, SIDE))[..., np.newaxis])
         arrays.append(read_idx(Path(folder) / labels, (count,)))
         if arrays[-1].max(initial=0) >= len(CLASSES):
-            raise DataError(_damaged(Path(folder) / labels, f"labels in [0, {len(CLASSES) - 1}]", f"{arrays[-1].max()}"))
+            raise DataError(
+                _damaged(
+                    Path(folder) / labels,
+                    f"labels in [0, {len(CLASSES) - 1}]",
+                    f"{arrays[-1].max()}",
+                )
+            )
     return tuple(arrays)
 
 
 def read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """Read one gzipped IDX file of unsigned bytes: 2 zero bytes, type 8, number of dimensions, sizes (big-endian), entries.
+    """Read one gzipped IDX file of unsigned bytes: 2 zero bytes, type 8, number of dimensions,
+    sizes (big-endian), entries.
 
     Returns: uint8 array of `shape`, which the sizes in the file must equal.
 
@@ -172,25 +229,36 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     try:
         content = gzip.decompress(path.read_bytes())
     except FileNotFoundError:
-        raise DataError(f"{path} is missing. Run `python -m tfcommx.data.fashion_mnist` to fetch it.") from None
+        raise DataError(
+            f"{path} is missing. Run `python -m tfcommx.data.fashion_mnist` to fetch it."
+        ) from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(_damaged(path, "a whole gzip file", str(error))) from error
     start = 4 + 4 * len(shape)
     magic = bytes([0, 0, 8, len(shape)])
     if content[:4] != magic:
-        raise DataError(_damaged(path, f"the first bytes {magic.hex(' ')}", content[:4].hex(" ") or "an empty file"))
+        raise DataError(
+            _damaged(
+                path, f"the first bytes {magic.hex(' ')}", content[:4].hex(" ") or "an empty file"
+            )
+        )
     if len(content) < start:
         raise DataError(_damaged(path, f"a header of {start} bytes", f"{len(content)} bytes"))
     sizes = struct.unpack(f">{len(shape)}I", content[4:start])
     if sizes != shape:
         raise DataError(_damaged(path, f"sizes {shape}", f"{sizes}"))
     if len(content) - start != math.prod(shape):
-        raise DataError(_damaged(path, f"{math.prod(shape)} bytes of entries", f"{len(content) - start}"))
+        raise DataError(
+            _damaged(path, f"{math.prod(shape)} bytes of entries", f"{len(content) - start}")
+        )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
 def _damaged(path: Path, required: str, came: str) -> str:
-    return f"{path} is damaged: {required} required, received {came}. Delete it and run `python -m tfcommx.data.fashion_mnist`."
+    return (
+        f"{path} is damaged: {required} required, received {came}. Delete it and run `python "
+        "-m tfcommx.data.fashion_mnist`."
+    )
 
 
 if __name__ == "__main__":

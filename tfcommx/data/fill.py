@@ -1,4 +1,6 @@
-"""Samples that are not in memory: fetched from the disk or the source, decoded by several threads, put into the slab."""
+"""Samples that are not in memory: fetched from the disk or the source, decoded by several threads,
+put into the slab.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from tfcommx.data.slab import Slab, pack
 from tfcommx.data.source import JPEG, PNG, SampleError, Source, decode
 
 EXIT_SECONDS = 5  # that the end of a process waits for samples that are being read
-ABSENT, CORRUPT = 1, 2  # what `augment.check` says of a sample that is not there, and of one whose CRC does not hold
+# what `augment.check` says of a sample that is not there, and of one whose CRC does not hold
+ABSENT, CORRUPT = 1, 2
 THERE = 3  # what `augment.fill` says of one that another process has put there meanwhile
 
 _calls = threading.Condition()
@@ -28,9 +31,11 @@ _ended = False
 
 
 def until_exit(work: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `work` for TensorFlow's threads: at the end of the process those under way are waited for, and others raise.
+    """Return `work` for TensorFlow's threads: at the end of the process those under way are waited
+    for, and others raise.
 
-    A thread that came to Python later would stop there for good, and with it the end of its pipeline, so that of the process.
+    A thread that came to Python later would stop there for good, and with it the end of its
+    pipeline, so that of the process.
     """
 
     @functools.wraps(work)
@@ -55,7 +60,8 @@ def _end() -> None:
     with _calls:
         _ended = True
         _calls.wait_for(lambda: not _inside, EXIT_SECONDS)
-    time.sleep(0.1)  # they return through TensorFlow, and those that raise fill the pipeline's queue
+    # they return through TensorFlow, and those that raise fill the pipeline's queue
+    time.sleep(0.1)
 
 
 def _forget_calls() -> None:
@@ -65,42 +71,72 @@ def _forget_calls() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_calls)
-threading._register_atexit(_end)  # before the pools end, which calls under way need; `atexit` would come after
+# before the pools end, which calls under way need; `atexit` would come after
+threading._register_atexit(_end)
 
 
 class Filler:
     """Brings missing samples into the slab, for one process.
 
-    Every process fills what its own batches need. In the first epoch that is each sample once, and training already runs.
+    Every process fills what its own batches need. In the first epoch that is each sample once, and
+    training already runs.
 
     Args:
-      skip: a sample that cannot be read is left out of its batch, and counted; else it is an error that names the file.
-      partial: that samples find no room is no surprise; else the first one is announced by a warning.
+      skip: a sample that cannot be read is left out of its batch, and counted; else it is an error
+          that names the file.
+      partial: that samples find no room is no surprise; else the first one is announced by a
+          warning.
       threads: that read and decode, >= 1.
     **Raises:** SampleError, from `fetch`, without `skip`.
     """
 
-    def __init__(self, source: Source, slab: Slab, disk: Disk | None, store: int | None, skip: bool, partial: bool, threads: int) -> None:
-        self.source, self.slab, self.disk, self.store, self.skip, self.partial = source, slab, disk, store, skip, partial
-        self.counts: dict[int, Counter[str]] = {}  # per epoch: disk, source, repaired, unreadable, overflow
+    def __init__(
+        self,
+        source: Source,
+        slab: Slab,
+        disk: Disk | None,
+        store: int | None,
+        skip: bool,
+        partial: bool,
+        threads: int,
+    ) -> None:
+        self.source, self.slab, self.disk, self.store, self.skip, self.partial = (
+            source,
+            slab,
+            disk,
+            store,
+            skip,
+            partial,
+        )
+        # per epoch: disk, source, repaired, unreadable, overflow
+        self.counts: dict[int, Counter[str]] = {}
         self.unreadable: dict[int, str] = {}  # sample -> what was wrong
         self._lock = threading.Lock()
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "tfcommx-fill")
 
     @until_exit
-    def read(self, samples: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Read the JPEGs and PNGs among a batch's absent samples, for the native fill. All else is left to `fetch`, errors too.
+    def read(
+        self, samples: np.ndarray, state: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Read the JPEGs and PNGs among a batch's absent samples, for the native fill. All else is
+        left to `fetch`, errors too.
 
         Returns:
-          encoded bytes [b], empty where they are left; labels int64 [b]; level uint8 [b]: 1 disk, 2 source.
+          encoded bytes [b], empty where they are left; labels int64 [b]; level uint8 [b]: 1 disk, 2
+          source.
         """
-        encoded, labels, level = np.full(len(samples), b"", object), np.zeros(len(samples), np.int64), np.zeros(len(samples), np.uint8)
+        encoded, labels, level = (
+            np.full(len(samples), b"", object),
+            np.zeros(len(samples), np.int64),
+            np.zeros(len(samples), np.uint8),
+        )
 
         def bring(places: np.ndarray) -> None:
             for i in places.tolist():
                 sample = int(samples[i])
-                if int(self.slab.index[sample]) != 0:  # another process was faster, or it cannot be read
+                # another process was faster, or it cannot be read
+                if int(self.slab.index[sample]) != 0:
                     continue
                 try:
                     kept = self.disk.read(sample) if self.disk is not None else None
@@ -111,25 +147,42 @@ class Filler:
                     encoded[i], labels[i], level[i] = data, label, 1 if kept else 2
 
         if not self.slab.full:
-            absent = np.flatnonzero(state == ABSENT)  # a share per thread: a task per sample costs as much Python as its reading
-            list(self._pool.map(bring, [absent[first :: self._threads] for first in range(self._threads)]))
+            # a share per thread: a task per sample costs as much Python as its reading
+            absent = np.flatnonzero(state == ABSENT)
+            list(
+                self._pool.map(
+                    bring, [absent[first :: self._threads] for first in range(self._threads)]
+                )
+            )
         return encoded, labels, level
 
     @until_exit
-    def settle(self, samples: np.ndarray, state: np.ndarray, left: np.ndarray, epoch: int, encoded: np.ndarray, labels: np.ndarray,
-               level: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Count and keep on disk what the native fill has put into the slab, and `fetch` what it has left.
+    def settle(
+        self,
+        samples: np.ndarray,
+        state: np.ndarray,
+        left: np.ndarray,
+        epoch: int,
+        encoded: np.ndarray,
+        labels: np.ndarray,
+        level: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Count and keep on disk what the native fill has put into the slab, and `fetch` what it
+        has left.
 
         Args:
           left: uint8 [b], of `augment.fill`. The others: of `read`, or its arguments.
         """
         for i in np.flatnonzero((state != 0) & ((left == 0) | (left == THERE))).tolist():
             self._count(int(epoch), "disk" if level[i] == 1 else "source")
-            if self.disk is not None and level[i] == 2 and left[i] == 0:  # else whoever was faster does
+            # else whoever was faster does
+            if self.disk is not None and level[i] == 2 and left[i] == 0:
                 self.disk.write(int(samples[i]), int(labels[i]), encoded[i])
         return self.fetch(samples, np.where(left == THERE, 0, left), epoch)
 
-    def fetch(self, samples: np.ndarray, state: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def fetch(
+        self, samples: np.ndarray, state: np.ndarray, epoch: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Bring a batch's missing samples, of any kind.
 
         Args:
@@ -137,9 +190,9 @@ class Filler:
           state: uint8 [b], of `augment.check`: 0 ready, 1 absent, 2 damaged.
           epoch: that is charged.
         Returns:
-          The samples that can be read, int64 [b' <= b]; the records of those that found no room in the slab, uint8
-          [m]; and where
-          each sample's begins in them, int64 [b'], -1 for those in the slab.
+          The samples that can be read, int64 [b' <= b]; the records of those that found no room in
+          the slab, uint8 [m]; and where each sample's begins in them, int64 [b'], -1 for those in
+          the slab.
         """
         missing = np.flatnonzero(state)
         work = [(int(samples[i]), state[i] == CORRUPT, int(epoch)) for i in missing]
@@ -156,7 +209,9 @@ class Filler:
         return samples[keep], np.frombuffer(b"".join(loose), np.uint8), at[keep]
 
     def _bring(self, sample: int, damaged: bool, epoch: int) -> bytes | None:
-        """Return b"" where the sample is in the slab now, its record where it found no room, None where it cannot be read."""
+        """Return b"" where the sample is in the slab now, its record where it found no room, None
+        where it cannot be read.
+        """
         if self.slab.unreadable(sample) and self.skip:
             self._count(epoch, "unreadable")
             return None
@@ -168,29 +223,40 @@ class Filler:
             if damaged:  # or a read that checks no CRC would serve it
                 self.slab.forget(sample)
             message = f"Sample {sample} cannot be read: {self.source.where(sample)}: {error}."
-            message = message.encode("utf-8", "backslashreplace").decode()  # a name that is no UTF-8 would empty it in TensorFlow
+            # a name that is no UTF-8 would empty it in TensorFlow
+            message = message.encode("utf-8", "backslashreplace").decode()
             if not self.skip:
-                raise SampleError(f"{message} Mend or remove it, or set on_error='skip'.") from error
+                raise SampleError(
+                    f"{message} Mend or remove it, or set on_error='skip'."
+                ) from error
             with self._lock:
                 self.unreadable[sample] = message
             self._count(epoch, "unreadable")
-            if isinstance(error, SampleError):  # what the system could not read now, it may read later
+            # what the system could not read now, it may read later
+            if isinstance(error, SampleError):
                 self.slab.mark_unreadable(sample)
             return None
-        if not damaged and self.slab.get(sample) is not None:  # another process was faster after all
+        # another process was faster after all
+        if not damaged and self.slab.get(sample) is not None:
             return b""
         if self.disk is not None and data is not None:
             self.disk.write(sample, label, data)
         if damaged:
             self._count(epoch, "repaired")
-        if self.slab.repair(sample, label, pixels) if damaged else self.slab.put(sample, label, pixels):
+        if (
+            self.slab.repair(sample, label, pixels)
+            if damaged
+            else self.slab.put(sample, label, pixels)
+        ):
             return b""
         self._count(epoch, "overflow")
         if not self.partial:
             self.partial = True
             warnings.warn(
-                f"{self.slab.path} has no room for all samples, though it was made for them: others have filled the shared memory, or "
-                "parts are exchanged without `swap`. The rest is read and decoded in every epoch, which is slow.",
+                f"{self.slab.path} has no room for all samples, though it was made for them: "
+                "others have filled the shared memory, or "
+                "parts are exchanged without `swap`. The rest is read and decoded in every "
+                "epoch, which is slow.",
                 stacklevel=2,
             )
         return pack(sample, label, pixels)

@@ -13,9 +13,12 @@ ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
 
 
 def _refuse(error: OSError) -> None:
-    link = f"; it is a link to {os.readlink(error.filename)}" if os.path.islink(error.filename) else ""
+    link = (
+        f"; it is a link to {os.readlink(error.filename)}" if os.path.islink(error.filename) else ""
+    )
     raise PlanError(
-        f"Images and folders that can be read are required. {error.filename}: {error.strerror}{link}. Mend or remove it."
+        f"Images and folders that can be read are required. {error.filename}: "
+        f"{error.strerror}{link}. Mend or remove it."
     ) from error
 
 
@@ -27,11 +30,14 @@ def _facts(path: str) -> os.stat_result:
 
 
 def _images(top: Path) -> list[tuple[str, os.stat_result]]:
-    """Return path and facts of the images below a folder, in alphabetical order; linked folders are followed, each once."""
+    """Return path and facts of the images below a folder, in alphabetical order; linked folders are
+    followed, each once.
+    """
     found, visited = [], set()
     for folder, below, files in os.walk(top, onerror=_refuse, followlinks=True):
         facts = _facts(folder)
-        if (facts.st_dev, facts.st_ino) in visited:  # a link has led here: a circle, or the same images again
+        # a link has led here: a circle, or the same images again
+        if (facts.st_dev, facts.st_ino) in visited:
             below.clear()
             continue
         visited.add((facts.st_dev, facts.st_ino))
@@ -40,20 +46,25 @@ def _images(top: Path) -> list[tuple[str, os.stat_result]]:
             path = os.path.join(folder, file)
             if file.startswith(".") or not (file.lower().endswith(ENDINGS) or os.path.islink(path)):
                 continue
-            facts = _facts(path)  # of a link also where it has another ending: it may have been a folder, and lead nowhere
-            if stat.S_ISREG(facts.st_mode) and file.lower().endswith(ENDINGS):  # reading a pipe would wait for ever
+            # of a link also where it has another ending: it may have been a folder, and lead
+            # nowhere
+            facts = _facts(path)
+            # reading a pipe would wait for ever
+            if stat.S_ISREG(facts.st_mode) and file.lower().endswith(ENDINGS):
                 found.append((path, facts))
     return found
 
 
 class Folder:
-    """One folder per class, images anywhere below it; the labels are the class folders' ranks in alphabetical order.
+    """One folder per class, images anywhere below it; the labels are the class folders' ranks in
+    alphabetical order.
 
-    An empty class folder is a class without samples. Links are followed. Hidden files and folders, other endings and what is no
-    regular file are left out. The key is made of the files' relative paths, sizes and times of change: a file that is replaced
-    makes new caches.
+    An empty class folder is a class without samples. Links are followed. Hidden files and folders,
+    other endings and what is no regular file are left out. The key is made of the files' relative
+    paths, sizes and times of change: a file that is replaced makes new caches.
     **Cost:** one walk over the folder with one stat per file.
-    **Raises:** PlanError where there is no class folder or no image, a folder cannot be listed, or a link leads nowhere.
+    **Raises:** PlanError where there is no class folder or no image, a folder cannot be listed, or
+    a link leads nowhere.
     """
 
     channels = 3
@@ -64,13 +75,16 @@ class Folder:
         self.name = str(self.path)
         if not self.path.is_dir():
             raise PlanError(
-                f"A folder of class folders is required. {self.path} is not a folder. Check the path and its mount."
+                f"A folder of class folders is required. {self.path} is not a folder. Check the "
+                "path and its mount."
             )
         try:
             names = sorted(name for name in os.listdir(self.path) if not name.startswith("."))
         except OSError as error:
             _refuse(error)
-        found = tuple(name for name in names if stat.S_ISDIR(_facts(os.path.join(self.path, name)).st_mode))
+        found = tuple(
+            name for name in names if stat.S_ISDIR(_facts(os.path.join(self.path, name)).st_mode)
+        )
         self.classes = tuple(classes) if classes is not None else found
         self._files: list[tuple[str, int]] = []
         facts: list[object] = ["folder", *self.classes]
@@ -81,7 +95,8 @@ class Folder:
         self.count = len(self._files)
         if not self.count:
             raise PlanError(
-                f"Images ({', '.join(ENDINGS)}) in class folders are required. {self.path} has {len(found)} folders and no "
+                f"Images ({', '.join(ENDINGS)}) in class folders are required. {self.path} has "
+                f"{len(found)} folders and no "
                 "such image in them. Give the folder that holds the class folders."
             )
         self.key = key_of(facts)

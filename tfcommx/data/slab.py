@@ -1,15 +1,20 @@
-"""The node's memory: decoded samples in one file of shared memory, one copy for all processes of a node.
+"""The node's memory: decoded samples in one file of shared memory, one copy for all processes of a
+node.
 
-    page of header | index: int64 byte offset per sample (0 absent, -1 unreadable) | records at multiples of 64 bytes
+    page of header | index: int64 byte offset per sample (0 absent, -1 unreadable) | records at
+    multiples of 64 bytes
 
-A record is 64 bytes of header (see ops/kernels/augment.h) and the pixels. It is written with pwrite (a full disk is an error
-there, and a fatal signal in a mapping; what the native fill does when several write at once is in ops/kernels/fill_cpu.cc) and
-published by one aligned 8-byte store of its offset, after it is whole. There are no locks on samples: two processes that write
-the same one at the same moment write the same bytes twice, and a process killed in the middle has published nothing. Only space
-is taken under a lock, for two microseconds, by who finds there that the sample is absent still; it dies with its holder.
+A record is 64 bytes of header (see ops/kernels/augment.h) and the pixels. It is written with pwrite
+(a full disk is an error there, and a fatal signal in a mapping; what the native fill does when
+several write at once is in ops/kernels/fill_cpu.cc) and published by one aligned 8-byte store of
+its offset, after it is whole. There are no locks on samples: two processes that write the same one
+at the same moment write the same bytes twice, and a process killed in the middle has published
+nothing. Only space is taken under a lock, for two microseconds, by who finds there that the sample
+is absent still; it dies with its holder.
 
-Every process that uses a slab holds a shared flock on it, which the kernel drops even at kill -9 and at the end of a boot: a slab
-that can be locked alone has no living owner. It is then removed, never adopted.
+Every process that uses a slab holds a shared flock on it, which the kernel drops even at kill -9
+and at the end of a boot: a slab that can be locked alone has no living owner. It is then removed,
+never adopted.
 """
 
 from __future__ import annotations
@@ -57,7 +62,9 @@ def record_head(sample: int, label: int, pixels: np.ndarray) -> bytes:
 def pack(sample: int, label: int, pixels: np.ndarray) -> bytes:
     """Return the record of a sample (uint8 [h, w, c]), padded to a multiple of 64 bytes."""
     pixels = np.ascontiguousarray(pixels)
-    return b"".join((record_head(sample, label, pixels), pixels.data, bytes(-pixels.nbytes % RECORD)))
+    return b"".join(
+        (record_head(sample, label, pixels), pixels.data, bytes(-pixels.nbytes % RECORD))
+    )
 
 
 def record_bytes(pixel_bytes: int) -> int:
@@ -72,17 +79,23 @@ def overhead_bytes(count: int) -> int:
 
 @contextlib.contextmanager
 def _locked(file: int):
-    """Hold the file's allocation lock: of the open file, so that it is dropped at the holder's death and by no other close."""
+    """Hold the file's allocation lock: of the open file, so that it is dropped at the holder's
+    death and by no other close.
+    """
     request = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 8, 0)
     fcntl.fcntl(file, fcntl.F_OFD_SETLKW, request)
     try:
         yield
     finally:
-        fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, 0, 8, 0))
+        fcntl.fcntl(
+            file, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_UNLCK, os.SEEK_SET, 0, 8, 0)
+        )
 
 
 def _alone(file: int) -> bool:
-    """Try to lock the file alone; True where no other process uses it. A shared lock that was held is lost either way."""
+    """Try to lock the file alone; True where no other process uses it. A shared lock that was held
+    is lost either way.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -91,9 +104,12 @@ def _alone(file: int) -> bool:
 
 
 def _free(file: int) -> None:
-    """Give back the memory of a slab but its header: a mapping that lives on, as TensorFlow's may, would keep it all."""
+    """Give back the memory of a slab but its header: a mapping that lives on, as TensorFlow's may,
+    would keep it all.
+    """
     length = os.fstat(file).st_size - PAGE
-    ctypes.CDLL(None).fallocate(file, _PUNCH_HOLE, ctypes.c_long(PAGE), ctypes.c_long(length))  # else it goes with the mappings
+    # else it goes with the mappings
+    ctypes.CDLL(None).fallocate(file, _PUNCH_HOLE, ctypes.c_long(PAGE), ctypes.c_long(length))
 
 
 def _still_at(path: Path, file: int) -> bool:
@@ -110,7 +126,8 @@ def _remove_if_unused(path: Path) -> bool:
     except (FileNotFoundError, PermissionError):
         return False
     try:
-        if _alone(file) and _still_at(path, file):  # who is not alone must not: the holder may have made a new one by now
+        # who is not alone must not: the holder may have made a new one by now
+        if _alone(file) and _still_at(path, file):
             path.unlink(missing_ok=True)
             return True
         return False
@@ -119,13 +136,17 @@ def _remove_if_unused(path: Path) -> bool:
 
 
 def reclaim(folder: Path) -> list[Path]:
-    """Remove all slabs, published or half made, in `folder` that no living process uses; return their paths."""
+    """Remove all slabs, published or half made, in `folder` that no living process uses; return
+    their paths.
+    """
     found = [*folder.glob("tfcommx-*.slab"), *folder.glob("tfcommx-*.part")]
     return [path for path in sorted(found) if _remove_if_unused(path)]
 
 
 def facts_of(path: Path) -> dict[str, Any]:
-    """Read what a slab says about itself: key, source, pid, created; an empty dict where it says nothing legible."""
+    """Read what a slab says about itself: key, source, pid, created; an empty dict where it says
+    nothing legible.
+    """
     try:
         with path.open("rb") as file:
             page = file.read(PAGE)
@@ -135,7 +156,9 @@ def facts_of(path: Path) -> dict[str, Any]:
 
 
 def reserved_bytes(path: Path) -> int:
-    """Return the bytes that a slab is still to take: of its fact `need` where it has one, else of its length; 0 where it is gone."""
+    """Return the bytes that a slab is still to take: of its fact `need` where it has one, else of
+    its length; 0 where it is gone.
+    """
     try:
         with path.open("rb") as file:
             magic, *_, length, used, _ = _HEAD.unpack(file.read(_HEAD.size))
@@ -145,7 +168,8 @@ def reserved_bytes(path: Path) -> int:
 
 
 def state_of(path: Path) -> tuple[int, int, int, bool]:
-    """Return (samples of the data set, samples that are present, bytes given out, is a living process using it) of a slab.
+    """Return (samples of the data set, samples that are present, bytes given out, is a living
+    process using it) of a slab.
 
     **Raises:** SlabError where the file is no slab.
     """
@@ -166,9 +190,11 @@ class Slab:
       name: of the file, without its ending; the same on all processes of the node.
       key: hash of the contents; a living slab of this name with another key is refused.
       count: samples of the data set, >= 0.
-      length: gives the bytes of the file, or refuses; asked only where the slab does not exist. Memory is taken as it fills.
+      length: gives the bytes of the file, or refuses; asked only where the slab does not exist.
+          Memory is taken as it fills.
       facts: strings for `facts_of`.
-    **Ranks:** every process of a node calls it, in any order and at any time; the first makes the slab.
+    **Ranks:** every process of a node calls it, in any order and at any time; the first makes the
+    slab.
     **Raises:** SlabError where the folder cannot be written, or a living slab has another key.
     """
 
@@ -188,11 +214,14 @@ class Slab:
             self.file = self._attach_or_make(key, count, length, facts or {})
         except OSError as error:
             raise SlabError(
-                f"A slab cannot be made in {folder}: {error}. Give `memory` a folder of shared memory that can be written "
+                f"A slab cannot be made in {folder}: {error}. Give `memory` a folder of shared "
+                "memory that can be written "
                 "and has room, usually /dev/shm."
             ) from error
         self._map = mmap.mmap(self.file, 0)
-        magic, self.count, index_at, self.data_at, self.length, _, self.id = _HEAD.unpack_from(self._map, 0)
+        magic, self.count, index_at, self.data_at, self.length, _, self.id = _HEAD.unpack_from(
+            self._map, 0
+        )
         if magic != MAGIC or self.count != count or facts_of(self.path).get("key") != key:
             found = facts_of(self.path).get("key")
             self.close()
@@ -201,11 +230,14 @@ class Slab:
                 "Give the runs different `memory` folders."
             )
         self.index = np.frombuffer(self._map, np.int64, count, index_at)
-        self.door = f"/proc/self/fd/{self.file}"  # opens this file, and no other that has taken its path; the ops check the id too
+        # opens this file, and no other that has taken its path; the ops check the id too
+        self.door = f"/proc/self/fd/{self.file}"
         self._lock = threading.Lock()
         self.full = False
 
-    def _attach_or_make(self, key: str, count: int, length: Callable[[], int], facts: dict[str, str]) -> int:
+    def _attach_or_make(
+        self, key: str, count: int, length: Callable[[], int], facts: dict[str, str]
+    ) -> int:
         while True:
             _remove_if_unused(self.path)
             try:
@@ -222,7 +254,9 @@ class Slab:
             os.close(file)
 
     def _make(self, key: str, count: int, length: int, facts: dict[str, str]) -> int | None:
-        """Make the slab under another name, then publish it; None where another process was first."""
+        """Make the slab under another name, then publish it; None where another process was
+        first.
+        """
         part = self.path.with_suffix(f".{os.getpid()}-{secrets.token_hex(4)}.part")
         file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -231,12 +265,21 @@ class Slab:
             length = max(length, data_at)
             os.ftruncate(file, length)
             os.posix_fallocate(file, 0, data_at)
-            text = json.dumps({"key": key, "pid": os.getpid(), "created": time.time(), **facts}).encode()
+            text = json.dumps(
+                {"key": key, "pid": os.getpid(), "created": time.time(), **facts}
+            ).encode()
             if len(text) >= PAGE - _FACTS:
-                raise PlanError(f"The facts of a slab must fit {PAGE - _FACTS} bytes. Received {len(text)}.")
-            os.pwrite(file, _HEAD.pack(MAGIC, count, PAGE, data_at, length, data_at, secrets.randbits(63)), 0)
+                raise PlanError(
+                    f"The facts of a slab must fit {PAGE - _FACTS} bytes. Received {len(text)}."
+                )
+            os.pwrite(
+                file,
+                _HEAD.pack(MAGIC, count, PAGE, data_at, length, data_at, secrets.randbits(63)),
+                0,
+            )
             os.pwrite(file, text + b"\0", _FACTS)
-            os.link(part, self.path)  # fails where the name is taken; a rename would replace the other's
+            # fails where the name is taken; a rename would replace the other's
+            os.link(part, self.path)
             return file
         except (FileExistsError, FileNotFoundError):
             os.close(file)
@@ -248,7 +291,9 @@ class Slab:
             part.unlink(missing_ok=True)
 
     def _take(self, size: int, unless: int | None = None) -> int | None:
-        """Return where `size` bytes, a multiple of 64, may be written; None where the slab is full, 0 where sample `unless` is there."""
+        """Return where `size` bytes, a multiple of 64, may be written; None where the slab is full,
+        0 where sample `unless` is there.
+        """
         with self._lock, _locked(self.file):
             if unless is not None and self.get(unless) is not None:
                 return 0
@@ -262,15 +307,20 @@ class Slab:
     def _write(self, sample: int, label: int, pixels: np.ndarray, at: int) -> bool:
         pixels = np.ascontiguousarray(pixels)
         try:  # without a copy of the pixels
-            return os.pwritev(self.file, [record_head(sample, label, pixels), pixels], at) == RECORD + pixels.nbytes
+            return (
+                os.pwritev(self.file, [record_head(sample, label, pixels), pixels], at)
+                == RECORD + pixels.nbytes
+            )
         except OSError:  # the file system is full
             return False
 
     def put(self, sample: int, label: int, pixels: np.ndarray, place: int | None = None) -> bool:
-        """Write and publish a sample, uint8 [h, w, c]; False where there is no room for it (`full` is then set).
+        """Write and publish a sample, uint8 [h, w, c]; False where there is no room for it (`full`
+        is then set).
 
         Args:
-          place: where there is room for it, such as one of `holes`; None: in new room, unless another process has put it there.
+          place: where there is room for it, such as one of `holes`; None: in new room, unless
+              another process has put it there.
         """
         at = self._take(record_bytes(pixels.nbytes), sample) if place is None else place
         return at == 0 or self._publish(sample, label, pixels, at)
@@ -283,19 +333,28 @@ class Slab:
         return True
 
     def holes(self) -> list[tuple[int, int]]:
-        """Return (bytes, byte offset) of the room between the samples that are present, ascending: who was there has left.
+        """Return (bytes, byte offset) of the room between the samples that are present, ascending:
+        who was there has left.
 
         Only while nobody fills: what another process is writing looks free.
         """
         starts = np.sort(self.index)
-        starts = starts[(starts >= self.data_at) & (starts <= self.length - RECORD) & (starts % RECORD == 0)]
-        sizes = np.frombuffer(self._map, np.int64, self.length // 8)[(starts + 16) // 8]  # of the pixels: see `record_head`
-        ends = np.maximum.accumulate(np.append(self.data_at, starts + RECORD - -sizes // RECORD * RECORD))
+        starts = starts[
+            (starts >= self.data_at) & (starts <= self.length - RECORD) & (starts % RECORD == 0)
+        ]
+        # of the pixels: see `record_head`
+        sizes = np.frombuffer(self._map, np.int64, self.length // 8)[(starts + 16) // 8]
+        ends = np.maximum.accumulate(
+            np.append(self.data_at, starts + RECORD - -sizes // RECORD * RECORD)
+        )
         rooms = np.append(starts, self.used_bytes) - ends
-        return sorted((int(room), int(at)) for room, at in zip(rooms, ends, strict=True) if room > 0)
+        return sorted(
+            (int(room), int(at)) for room, at in zip(rooms, ends, strict=True) if room > 0
+        )
 
     def repair(self, sample: int, label: int, pixels: np.ndarray) -> bool:
-        """Write a sample again whose CRC does not hold: in its place where its size is legible, so that it is never absent.
+        """Write a sample again whose CRC does not hold: in its place where its size is legible, so
+        that it is never absent.
 
         False where there is no room for it: it is unpublished then.
         """
@@ -309,7 +368,9 @@ class Slab:
         return done
 
     def get(self, sample: int) -> tuple[np.ndarray, int] | None:
-        """Return (a view of the pixels uint8 [h, w, c], label), or None where the sample is absent."""
+        """Return (a view of the pixels uint8 [h, w, c], label), or None where the sample is
+        absent.
+        """
         at = int(self.index[sample])
         if at < self.data_at or at % RECORD or at > self.length - RECORD:
             return None
@@ -321,7 +382,9 @@ class Slab:
             or at + RECORD + size > self.length
         ):
             return None
-        return np.frombuffer(self._map, np.uint8, size, at + RECORD).reshape(height, width, channels), label
+        return np.frombuffer(self._map, np.uint8, size, at + RECORD).reshape(
+            height, width, channels
+        ), label
 
     def intact(self, sample: int) -> bool:
         """Does the CRC of a sample that is present hold? One pass over its bytes."""
@@ -329,7 +392,8 @@ class Slab:
         at = int(self.index[sample])
         return (
             got is not None
-            and zlib.crc32(got[0].data, zlib.crc32(self._map[at : at + 36])) == _ENTRY.unpack_from(self._map, at)[-1]
+            and zlib.crc32(got[0].data, zlib.crc32(self._map[at : at + 36]))
+            == _ENTRY.unpack_from(self._map, at)[-1]
         )
 
     def mark_unreadable(self, sample: int) -> None:
@@ -355,24 +419,28 @@ class Slab:
         return struct.unpack_from("<q", self._map, _NEXT)[0]
 
     def close(self) -> None:
-        """Let go; the last process of the node to do so removes the slab and frees its memory. May be called twice.
+        """Let go; the last process of the node to do so removes the slab and frees its memory. May
+        be called twice.
 
-        Mappings stay valid, views of `get` too, but then all samples are absent and all pixels 0. A forked child closes its
-        descriptor only: the slab stays its parent's.
+        Mappings stay valid, views of `get` too, but then all samples are absent and all pixels 0. A
+        forked child closes its descriptor only: the slab stays its parent's.
         """
         if self.file < 0:
             return
-        if os.getpid() == self._owner:  # a forked child has the same lock: to lock alone would succeed, to unlock be for both
+        # a forked child has the same lock: to lock alone would succeed, to unlock be for both
+        if os.getpid() == self._owner:
             if _alone(self.file) and _still_at(self.path, self.file):
                 _free(self.file)
                 self.path.unlink(missing_ok=True)
-            fcntl.flock(self.file, fcntl.LOCK_UN)  # the mapping has a duplicate of the descriptor, which would keep the lock
+            # the mapping has a duplicate of the descriptor, which would keep the lock
+            fcntl.flock(self.file, fcntl.LOCK_UN)
         os.close(self.file)
         self.file = -1
 
 
 def pss_bytes(path: Path) -> int:
-    """Return this process's proportional share of the memory that is mapped from `path` (PSS), in bytes.
+    """Return this process's proportional share of the memory that is mapped from `path` (PSS), in
+    bytes.
 
     The shares of all processes add up to the memory of the node. **Source:** proc(5), smaps.
     """

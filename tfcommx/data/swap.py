@@ -1,10 +1,12 @@
-"""Samples that change nodes between two epochs: sent from memory to memory, into the places of those that left.
+"""Samples that change nodes between two epochs: sent from memory to memory, into the places of
+those that left.
 
     node 0: a b c d      node 1: e f g h        before
     node 0: a b c g      node 1: e f d h        after: d and g crossed, each into the other's place
 
-Pictures differ in size: each takes the smallest place that is large enough, and leaves the rest of it. What lies between samples
-is a place too, and neighbours have become one by the next swap, so that the memory stays what it was, within a tenth.
+Pictures differ in size: each takes the smallest place that is large enough, and leaves the rest of
+it. What lies between samples is a place too, and neighbours have become one by the next swap, so
+that the memory stays what it was, within a tenth.
 """
 
 from __future__ import annotations
@@ -21,14 +23,18 @@ from tfcommx.data.augment import unpack
 from tfcommx.data.slab import RECORD, Slab, pack, record_bytes
 from tfcommx.terms import Topology
 
-ROUND_BYTES = 64 * 2**20  # sent by a rank at once, to all nodes together: bounds the memory, and counts stay below 2^31 on any engine
+# sent by a rank at once, to all nodes together: bounds the memory, and counts stay below 2^31 on
+# any engine
+ROUND_BYTES = 64 * 2**20
 
 
 class Transport(Protocol):
     """What is needed of a communicator."""
 
     def alltoall(self, tensor: Any, group: str, name: str) -> Any:
-        """Cut uint8 [m * n] into m shards, one for each rank of my slot, in the order of the nodes; return those for me."""
+        """Cut uint8 [m * n] into m shards, one for each rank of my slot, in the order of the nodes;
+        return those for me.
+        """
         ...
 
     def gather_objects(self, item: Any) -> list[Any]:
@@ -36,20 +42,38 @@ class Transport(Protocol):
         ...
 
 
-def swap(slab: Slab, transport: Transport, topology: Topology, rank: int, seed: int, fraction: float, epoch: int) -> int:
-    """Send this rank's share of the samples that leave its node for `epoch`, and put what arrives into their places.
+def swap(
+    slab: Slab,
+    transport: Transport,
+    topology: Topology,
+    rank: int,
+    seed: int,
+    fraction: float,
+    epoch: int,
+) -> int:
+    """Send this rank's share of the samples that leave its node for `epoch`, and put what arrives
+    into their places.
 
-    Returns: the samples that arrived. What no slab held is read from disk or source when its turn comes.
-    **Ranks:** all, with equal slots, while no rank reads the slab: between the dataset of one epoch and that of the next.
-    **Cost:** each sample that moves is copied three times and sent once, fraction * (1 - 1 / nodes) of the part.
+    Returns: the samples that arrived. What no slab held is read from disk or source when its turn
+    comes.
+    **Ranks:** all, with equal slots, while no rank reads the slab: between the dataset of one epoch
+    and that of the next.
+    **Cost:** each sample that moves is copied three times and sent once, fraction * (1 - 1 / nodes)
+    of the part.
     """
     node, slot = order.place(topology, rank)
     slots = order.slots_of(topology)
-    before, after = (order.parts(slab.count, slots, seed, number, fraction) for number in (epoch - 1, epoch))
-    queues = [np.intersect1d(before[node], part, assume_unique=True)[slot :: slots[node]].tolist() for part in after]
+    before, after = (
+        order.parts(slab.count, slots, seed, number, fraction) for number in (epoch - 1, epoch)
+    )
+    queues = [
+        np.intersect1d(before[node], part, assume_unique=True)[slot :: slots[node]].tolist()
+        for part in after
+    ]
     queues[node] = []
     transport.gather_objects(None)  # all ranks are here: nobody reads or fills any more
-    free = slab.holes()[slot :: slots[node]]  # each rank of a node has its own, and later the places of those that it has sent
+    # each rank of a node has its own, and later the places of those that it has sent
+    free = slab.holes()[slot :: slots[node]]
     transport.gather_objects(None)  # all have looked: now samples may leave
     arrived, lost = 0, 0
     while True:
@@ -63,14 +87,18 @@ def swap(slab: Slab, transport: Transport, topology: Topology, rank: int, seed: 
         received = transport.alltoall(tf.constant(sent.reshape(-1)), "peers", "tfcommx_swap")
         for row in np.asarray(received).reshape(sent.shape):
             at = 0
-            while at + RECORD <= longest and row[at + 16 : at + 24].view(np.int64)[0]:  # an empty record ends the shard
+            # an empty record ends the shard
+            while at + RECORD <= longest and row[at + 16 : at + 24].view(np.int64)[0]:
                 pixels, label = unpack(row, at)
                 size = record_bytes(pixels.nbytes)
-                kept = slab.put(int(row[at : at + 8].view(np.int64)[0]), label, pixels, _place(free, size))
+                kept = slab.put(
+                    int(row[at : at + 8].view(np.int64)[0]), label, pixels, _place(free, size)
+                )
                 arrived, lost, at = arrived + kept, lost + (not kept), at + size
     if lost:
         warnings.warn(
-            "Samples that came from other nodes found no room in the slab: they are read from the disk level or the source in every "
+            "Samples that came from other nodes found no room in the slab: they are read from "
+            "the disk level or the source in every "
             "epoch. Give the node more memory, or raise `memory_bytes`.",
             stacklevel=3,
         )
@@ -89,7 +117,9 @@ def _place(free: list[tuple[int, int]], size: int) -> int | None:
 
 
 def _take(slab: Slab, queue: list[int], free: list[tuple[int, int]], enough: int) -> bytes:
-    """Take samples from the queue and out of the slab; return their records, `enough` bytes and less than one more record."""
+    """Take samples from the queue and out of the slab; return their records, `enough` bytes and
+    less than one more record.
+    """
     records: list[bytes] = []
     size = 0
     while queue and size < enough:

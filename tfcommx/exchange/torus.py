@@ -1,10 +1,11 @@
 """2D-torus allreduce: reduce-scatter in the node, allreduce among peers, all-gather in the node.
 
-Between nodes each rank moves only its shard, so all slots of a node share the node's traffic. The allreduce among peers is the
-engine's own, or one of the routes of messages (`Scheme.peer_route`).
+Between nodes each rank moves only its shard, so all slots of a node share the node's traffic. The
+allreduce among peers is the engine's own, or one of the routes of messages (`Scheme.peer_route`).
 
-Source: Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash" (2018), section 3.2; named 2DTAR in
-Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters" (2021), section 5.3.
+Source: Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash" (2018),
+section 3.2; named 2DTAR in Shi et al., "Towards Scalable Distributed Training of Deep Learning on
+Public Cloud Clusters" (2021), section 5.3.
 """
 
 from __future__ import annotations
@@ -29,10 +30,14 @@ def run(flat: Any, bucket: Bucket, comm: Any, select: None = None) -> Any:
 
 
 def wire_bytes(bucket: Bucket, topology: Topology) -> Traffic:
-    """Return what one rank sends in a step: 2 (n - 1)/n of the vector in its node, and its shard by the peers' route."""
+    """Return what one rank sends in a step: 2 (n - 1)/n of the vector in its node, and its shard by
+    the peers' route.
+    """
     n, total = topology.slots, bucket.padded * bucket.entry_bytes
     part, peers = _of_peers(bucket, topology)
-    return Traffic(2 * (n - 1) / n * total, exchange.route(part.route).wire_bytes(part, peers).between)
+    return Traffic(
+        2 * (n - 1) / n * total, exchange.route(part.route).wire_bytes(part, peers).between
+    )
 
 
 def port_bytes(bucket: Bucket, topology: Topology) -> float:
@@ -41,16 +46,24 @@ def port_bytes(bucket: Bucket, topology: Topology) -> float:
 
 
 def seconds(bucket: Bucket, topology: Topology, links: Links) -> float:
-    """Return the price: the three steps follow each other; the n slots of a node share its link to the others."""
+    """Return the price: the three steps follow each other; the n slots of a node share its link to
+    the others.
+    """
     n, total = topology.slots, bucket.padded * bucket.entry_bytes
-    inside = cost.reduce_scatter(total, n, links.inside) + cost.all_gather(total / n, n, links.inside)
+    inside = cost.reduce_scatter(total, n, links.inside) + cost.all_gather(
+        total / n, n, links.inside
+    )
     port = links.between
     part, peers = _of_peers(bucket, topology)
-    shared = links._replace(between=Link(port.alpha_s, n * port.beta_s_per_byte, port.gamma_s_per_byte))
+    shared = links._replace(
+        between=Link(port.alpha_s, n * port.beta_s_per_byte, port.gamma_s_per_byte)
+    )
     return inside + exchange.route(part.route).seconds(part, peers, shared)
 
 
 def _of_peers(bucket: Bucket, topology: Topology) -> tuple[Bucket, Topology]:
     """Return one slot's shard as a bucket of the peers' route, and its peers, one to a node."""
     entries = bucket.padded // topology.slots
-    return dataclasses.replace(bucket, route=bucket.peer_route, sizes=(entries,), padding=0), Topology(topology.nodes, 1)
+    return dataclasses.replace(
+        bucket, route=bucket.peer_route, sizes=(entries,), padding=0
+    ), Topology(topology.nodes, 1)

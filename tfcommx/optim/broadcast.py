@@ -18,12 +18,14 @@ _CARRIED = {tf.bfloat16: tf.float32, tf.bool: tf.float32, tf.uint32: tf.int64, t
 def broadcast_variables(variables: Iterable[keras.Variable], root: int = 0) -> None:
     """Give every rank the values that rank `root` has: weights, an optimizer's state.
 
-    For custom loops, as `callbacks.BroadcastState` is for `fit`: `broadcast_variables([*model.weights, *optimizer.variables])`
-    after everything is built and restored, before the first step. `model.variables` has the seeds of dropout, too: ranks that drop
-    the same entries learn less from a batch.
+    For custom loops, as `callbacks.BroadcastState` is for `fit`:
+    `broadcast_variables([*model.weights, *optimizer.variables])` after everything is built and
+    restored, before the first step. `model.variables` has the seeds of dropout, too: ranks that
+    drop the same entries learn less from a batch.
 
     Args:
-        variables: Keras variables of any shape and dtype, equally many on all ranks, in the same order.
+        variables: Keras variables of any shape and dtype, equally many on all ranks, in the same
+            order.
         root: a rank.
     **Ranks:** all. **Cost:** one broadcast per variable.
     **Raises:** PlanError where ranks have other shapes or dtypes, before anything is sent.
@@ -32,13 +34,21 @@ def broadcast_variables(variables: Iterable[keras.Variable], root: int = 0) -> N
     if not 0 <= root < here.topology.size:
         raise PlanError(f"`root` must be a rank in [0, {here.topology.size}). Received {root!r}.")
     # compared first: Horovod would wait for what other ranks do not have
-    mine = [(variable.path, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype)) for variable in variables]
+    mine = [
+        (variable.path, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))
+        for variable in variables
+    ]
     for rank, theirs in enumerate(here.gather_objects(mine)):
         for one, other in itertools.zip_longest(mine, theirs):
             if one is None or other is None or one[1:] != other[1:]:
-                raise PlanError(f"Model and optimizer must have the same variables on every rank. On rank {here.rank} there is "
-                                f"{one or 'nothing more'} where rank {rank} has {other or 'nothing more'}.")
+                raise PlanError(
+                    "Model and optimizer must have the same variables on every rank. On rank "
+                    f"{here.rank} there is "
+                    f"{one or 'nothing more'} where rank {rank} has {other or 'nothing more'}."
+                )
     for number, variable in enumerate(variables):
         value = tf.convert_to_tensor(variable)
         carried = tf.cast(value, _CARRIED.get(value.dtype, value.dtype))
-        variable.assign(tf.cast(here.broadcast(carried, root, f"tfcommx/state{number}"), value.dtype))
+        variable.assign(
+            tf.cast(here.broadcast(carried, root, f"tfcommx/state{number}"), value.dtype)
+        )

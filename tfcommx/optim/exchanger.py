@@ -1,4 +1,6 @@
-"""What a wrapped optimizer knows of the other ranks: schemes, plans, residuals, counters. Kept out of Keras's variables."""
+"""What a wrapped optimizer knows of the other ranks: schemes, plans, residuals, counters. Kept out
+of Keras's variables.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ class Left(NamedTuple):
     plan: Plan
     steps: int
     rank: int
-    residuals: dict[str, np.ndarray]  # bucket name -> float32 [the rank's shard]
-    velocities: dict[str, np.ndarray]  # likewise, of buckets with momentum
+    # Bucket name -> float32 [the rank's shard]
+    residuals: dict[str, np.ndarray]
+    # Likewise, of buckets with momentum
+    velocities: dict[str, np.ndarray]
 
     @property
     def variables(self) -> set[str]:
@@ -34,34 +38,64 @@ class Left(NamedTuple):
 
 
 class Exchanger:
-    """The exchange of one optimizer's gradients, for every set of variables that it is called with."""
+    """The exchange of one optimizer's gradients, for every set of variables that it is
+    called with.
+    """
 
-    def __init__(self, comm: Comm, schemes: Scheme | Mapping[str, Scheme], operation: str, plan: Plan | None = None,
-                 own_momentum: float = 0.0, **options: Any) -> None:
-        """`own_momentum` is the wrapped optimizer's; `options` are more arguments of `planner.make_plan`."""
+    def __init__(
+        self,
+        comm: Comm,
+        schemes: Scheme | Mapping[str, Scheme],
+        operation: str,
+        plan: Plan | None = None,
+        own_momentum: float = 0.0,
+        **options: Any,
+    ) -> None:
+        """`own_momentum` is the wrapped optimizer's; `options` are more arguments of
+        `planner.make_plan`.
+        """
         self.comm, self.own_momentum = comm, own_momentum
         self.check(schemes)
         if own_momentum and plan is not None and any(bucket.momentum for bucket in plan.buckets):
             raise PlanError(_twice(own_momentum))
         if plan is not None and plan.topology != comm.topology:
-            raise PlanError(f"The plan is for {plan.topology}. Received a launch of {comm.topology}. Make it for this cluster.")
-        self.schemes, self.operation, self.given, self.options = by_pattern(schemes), operation, plan, options
-        Plan((), comm.topology, operation, options.get("update", "all"), options.get("broadcast_every", 0))  # refuse bad ones now
+            raise PlanError(
+                f"The plan is for {plan.topology}. Received a launch of {comm.topology}. Make it "
+                "for this cluster."
+            )
+        self.schemes, self.operation, self.given, self.options = (
+            by_pattern(schemes),
+            operation,
+            plan,
+            options,
+        )
+        # refuse bad ones now
+        Plan(
+            (),
+            comm.topology,
+            operation,
+            options.get("update", "all"),
+            options.get("broadcast_every", 0),
+        )
         self.exchanges: dict[tuple[str, ...], Exchange] = {}
         self.owed: Owed = {}  # of plans that were left, until the next plan takes it over
         self.velocity: Owed = {}  # likewise; kept while plans have no momentum
         self.left: list[Left] = []  # restored plans, until the model asks for an equal one
-        self.loss_scale = "none"  # of an outer LossScaleOptimizer: none, local (its own decision) or agreed
+        # of an outer LossScaleOptimizer: none, local (its own decision) or agreed
+        self.loss_scale = "none"
         self._dense_bytes = 0.0  # of plans that were left
         self._variables: list[keras.Variable] = []
-        self._names: dict[int, tuple[str, keras.Variable]] = {}  # by id, which is its own as long as the variable is held here
+        # by id, which is its own as long as the variable is held here
+        self._names: dict[int, tuple[str, keras.Variable]] = {}
         self.reached = False  # by the step that is under way
         self._finite_scope = ""
 
     def names_of(self, variables: Sequence[keras.Variable]) -> list[str]:
-        """Return what plans, residuals and checkpoints call the variables: their paths, made unique in the order of the first call.
+        """Return what plans, residuals and checkpoints call the variables: their paths, made unique
+        in the order of the first call.
 
-        Parts of a model may have layers of the same name, as two networks of keras.applications have.
+        Parts of a model may have layers of the same name, as two networks of keras.applications
+        have.
         """
         taken = {name for name, _ in self._names.values()}
         for variable in variables:
@@ -76,49 +110,82 @@ class Exchanger:
 
     def call(self, variables: Sequence[keras.Variable], names: Sequence[str]) -> None:
         """Give the variables these names, which are unique."""
-        self._names.update({id(variable): (name, variable) for variable, name in zip(variables, names, strict=True)})
+        self._names.update(
+            {
+                id(variable): (name, variable)
+                for variable, name in zip(variables, names, strict=True)
+            }
+        )
 
     @tf.autograph.experimental.do_not_convert
     def check_reached(self, optimizer: str) -> None:
         """Refuse an optimizer whose step has gone past `exchange`."""
         if not self.reached:
-            raise PlanError(f"A wrapped optimizer must take its step as Keras's own do. {optimizer!r} has taken it without an exchange: "
-                            "it hands the gradients on, as keras.optimizers.MultiOptimizer does, or has a step of its own, or Keras has "
-                            f"another one in this version, {keras.__version__}. Wrap one of Keras's, or one for each part of the model in "
-                            "a training step of your own.")
+            raise PlanError(
+                f"A wrapped optimizer must take its step as Keras's own do. {optimizer!r} has "
+                "taken it without an exchange: "
+                "it hands the gradients on, as keras.optimizers.MultiOptimizer does, or has a "
+                "step of its own, or Keras has "
+                f"another one in this version, {keras.__version__}. Wrap one of Keras's, or one "
+                "for each part of the model in "
+                "a training step of your own."
+            )
 
     @tf.autograph.experimental.do_not_convert
-    def begin(self, variables: Sequence[keras.Variable], built: Sequence[keras.Variable] = ()) -> None:
+    def begin(
+        self, variables: Sequence[keras.Variable], built: Sequence[keras.Variable] = ()
+    ) -> None:
         """Say whose gradients come next, and which variables the optimizer has in all.
 
-        Refuses what would fail or hang later: XLA, and a loss scale decided by each rank alone. The variables are kept here:
-        Keras would count a list of variables on the optimizer as part of its state.
+        Refuses what would fail or hang later: XLA, and a loss scale decided by each rank alone. The
+        variables are kept here: Keras would count a list of variables on the optimizer as part of
+        its state.
         """
         self._variables = list(variables)
         odd = [variable for variable in self._variables if not isinstance(variable, keras.Variable)]
         if odd:
-            raise PlanError(f"keras.Variable is required, as layers have them. Received a {type(odd[0]).__name__} ({odd[0].name!r}).")
+            raise PlanError(
+                "keras.Variable is required, as layers have them. Received a "
+                f"{type(odd[0]).__name__} ({odd[0].name!r})."
+            )
         self.names_of([*built, *variables])
-        if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-            raise PlanError("Horovod's collectives cannot be compiled by XLA. Received jit_compile=True (Keras's 'auto' turns it on "
-                            "with a GPU). Call model.compile(..., jit_compile=False), or add the callback BroadcastState.")
+        if not tf.executing_eagerly() and GraphOrParentsInXlaContext(
+            tf.compat.v1.get_default_graph()
+        ):
+            raise PlanError(
+                "Horovod's collectives cannot be compiled by XLA. Received jit_compile=True "
+                "(Keras's 'auto' turns it on "
+                "with a GPU). Call model.compile(..., jit_compile=False), or add the callback "
+                "BroadcastState."
+            )
         if self.loss_scale == "local" and self.comm.topology.size > 1:
-            raise PlanError("A LossScaleOptimizer outside of the wrapped optimizer decides on each rank alone whether to take a step. "
-                            "Wrap it: DistributedOptimizer(LossScaleOptimizer(optimizer)), or add the callback BroadcastState. "
-                            "(MultiOptimizer, which looks the same from inside, cannot hold wrapped optimizers.)")
+            raise PlanError(
+                "A LossScaleOptimizer outside of the wrapped optimizer decides on each rank "
+                "alone whether to take a step. "
+                "Wrap it: DistributedOptimizer(LossScaleOptimizer(optimizer)), or add the "
+                "callback BroadcastState. "
+                "(MultiOptimizer, which looks the same from inside, cannot hold wrapped "
+                "optimizers.)"
+            )
 
     @tf.autograph.experimental.do_not_convert
     def exchange(self, grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Return the gradients averaged (or summed) over the ranks, bit-identical on all. **Ranks:** all."""
+        """Return the gradients averaged (or summed) over the ranks, bit-identical on all.
+        **Ranks:** all.
+        """
         variables, self.reached = self._variables, True
         paths = self.names_of(variables)
-        grads = [tf.ensure_shape(grad, variable.shape) for grad, variable in zip(grads, variables, strict=True)]
+        grads = [
+            tf.ensure_shape(grad, variable.shape)
+            for grad, variable in zip(grads, variables, strict=True)
+        ]
         result = self._exchange_for(variables)(dict(zip(paths, grads, strict=True)))
         return [result[path] for path in paths]
 
     @tf.autograph.experimental.do_not_convert
     def update(self, apply: Callable[[], None], grads: Sequence[tf.Tensor]) -> None:
-        """Call `apply` where the gradients that `exchange` returned are applied; share the weights as the plan says.
+        """Call `apply` where the gradients that `exchange` returned are applied; share the weights
+        as the plan says.
 
         **Ranks:** all.
         """
@@ -129,11 +196,20 @@ class Exchanger:
         else:
             done = [exchange.witness(grads)]
         with tf.control_dependencies(done):
-            exchange.share({name: variable.value for name, variable in zip(self.names_of(self._variables), self._variables, strict=True)})
+            exchange.share(
+                {
+                    name: variable.value
+                    for name, variable in zip(
+                        self.names_of(self._variables), self._variables, strict=True
+                    )
+                }
+            )
 
     @tf.autograph.experimental.do_not_convert
     def all_ranks(self, finite: tf.Tensor) -> tf.Tensor:
-        """Tell whether `finite` (bool) holds on every rank. **Ranks:** all. **Cost:** one allreduce of 4 bytes."""
+        """Tell whether `finite` (bool) holds on every rank. **Ranks:** all. **Cost:** one allreduce
+        of 4 bytes.
+        """
         if self.comm.topology.size == 1:
             return finite
         bad = tf.reshape(tf.cast(tf.logical_not(finite), tf.float32), [1])
@@ -144,15 +220,18 @@ class Exchanger:
     def switch(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
         """Exchange by other schemes from now on; what was not sent yet is sent under the new ones.
 
-        Velocities go on under the new schemes, their sum over the ranks conserved; under schemes without momentum they rest
-        until others with momentum follow.
-        Functions that were traced before must be traced again (the callback SwitchScheme does it).
-        **Ranks:** all, between the same two steps. **Raises:** PlanError for a scheme that cannot be carried out.
+        Velocities go on under the new schemes, their sum over the ranks conserved; under schemes
+        without momentum they rest until others with momentum follow. Functions that were traced
+        before must be traced again (the callback SwitchScheme does it).
+        **Ranks:** all, between the same two steps. **Raises:** PlanError for a scheme that cannot
+        be carried out.
         """
         self.check(schemes)
         for left in self._running():
             self._unpack(left)
-        self._dense_bytes += sum(exchange.dense_bytes_between_nodes() for exchange in self.exchanges.values())
+        self._dense_bytes += sum(
+            exchange.dense_bytes_between_nodes() for exchange in self.exchanges.values()
+        )
         self.schemes, self.given, self.exchanges = by_pattern(schemes), None, {}
 
     def _unpack(self, left: Left) -> None:
@@ -162,11 +241,21 @@ class Exchanger:
 
     def all_owed(self) -> Owed:
         """Return what this rank has not sent yet, over all plans."""
-        return sum_owed([self.owed, *(owed_of(left.plan, left.residuals, left.rank) for left in self.all_left())])
+        return sum_owed(
+            [
+                self.owed,
+                *(owed_of(left.plan, left.residuals, left.rank) for left in self.all_left()),
+            ]
+        )
 
     def all_velocity(self) -> Owed:
         """Return this rank's part of the velocities, over all plans."""
-        return sum_owed([self.velocity, *(owed_of(left.plan, left.velocities, left.rank) for left in self.all_left())])
+        return sum_owed(
+            [
+                self.velocity,
+                *(owed_of(left.plan, left.velocities, left.rank) for left in self.all_left()),
+            ]
+        )
 
     def all_left(self) -> list[Left]:
         """Return the state of every plan on this rank."""
@@ -174,19 +263,32 @@ class Exchanger:
 
     def _running(self) -> list[Left]:
         return [
-            Left(exchange.plan, int(exchange.steps.numpy()), self.comm.rank,
-                 {name: residual.numpy() for name, residual in exchange.residuals.items()},
-                 {name: velocity.numpy() for name, velocity in exchange.velocities.items()})
+            Left(
+                exchange.plan,
+                int(exchange.steps.numpy()),
+                self.comm.rank,
+                {name: residual.numpy() for name, residual in exchange.residuals.items()},
+                {name: velocity.numpy() for name, velocity in exchange.velocities.items()},
+            )
             for exchange in self.exchanges.values()
         ]
 
     def traffic(self) -> dict[str, float]:
-        """Return bytes sent between nodes by this process so far, and what plain Horovod would have sent for the same steps."""
-        dense = self._dense_bytes + sum(exchange.dense_bytes_between_nodes() for exchange in self.exchanges.values())
-        return {"bytes_between_nodes": self.comm.traffic().between, "bytes_between_nodes_dense": dense}
+        """Return bytes sent between nodes by this process so far, and what plain Horovod would have
+        sent for the same steps.
+        """
+        dense = self._dense_bytes + sum(
+            exchange.dense_bytes_between_nodes() for exchange in self.exchanges.values()
+        )
+        return {
+            "bytes_between_nodes": self.comm.traffic().between,
+            "bytes_between_nodes_dense": dense,
+        }
 
     def continue_from(self, owed: Owed, velocity: Owed, left: list[Left]) -> None:
-        """Keep what a checkpoint holds in place of what is kept here; what was sent so far still counts as traffic."""
+        """Keep what a checkpoint holds in place of what is kept here; what was sent so far still
+        counts as traffic.
+        """
         self._dense_bytes = self.traffic()["bytes_between_nodes_dense"]
         self.owed, self.velocity, self.left, self.exchanges = owed, velocity, left, {}
 
@@ -194,8 +296,11 @@ class Exchanger:
         """Refuse schemes that cannot be carried out. **Raises:** PlanError."""
         for pattern, scheme in by_pattern(schemes).items():
             if not isinstance(pattern, str) or not isinstance(scheme, Scheme):
-                raise PlanError("A tfcommx.Scheme is required, or a mapping from patterns of variable paths, such as '*embedding*', to "
-                                f"Schemes. Received {scheme!r} for {pattern!r}.")
+                raise PlanError(
+                    "A tfcommx.Scheme is required, or a mapping from patterns of variable paths, "
+                    "such as '*embedding*', to "
+                    f"Schemes. Received {scheme!r} for {pattern!r}."
+                )
             planner.check_scheme(scheme, self.comm.topology, self.comm.has_messages)
             if scheme.momentum and self.own_momentum:
                 raise PlanError(_twice(self.own_momentum))
@@ -206,19 +311,42 @@ class Exchanger:
             with tf.init_scope():  # also while a step is traced: planning is done once, for real
                 for names, other in self.exchanges.items():
                     if set(key) & set(names):
-                        log.warning("Gradients of another set of variables are exchanged from now on: %r, for one, came or went. All ranks "
-                                    "must change alike, or they wait for each other.", sorted(set(key) ^ set(names))[0])
+                        log.warning(
+                            "Gradients of another set of variables are exchanged from now on: "
+                            "%r, for one, came or went. All ranks "
+                            "must change alike, or they wait for each other.",
+                            sorted(set(key) ^ set(names))[0],
+                        )
                         owed, velocity = other.hand_over(set(key))
-                        self.owed, self.velocity = sum_owed([self.owed, owed]), sum_owed([self.velocity, velocity])
+                        self.owed, self.velocity = (
+                            sum_owed([self.owed, owed]),
+                            sum_owed([self.velocity, velocity]),
+                        )
                 plan = self.given or planner.make_plan(
-                    [planner.Gradient(name, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))
-                     for name, variable in zip(key, variables, strict=True)],
-                    self.schemes, self.comm.topology, self.operation, **self.options)
-                covered = {Piece.of(name).path for bucket in plan.buckets for name in bucket.variables}
+                    [
+                        planner.Gradient(
+                            name,
+                            tuple(variable.shape),
+                            keras.backend.standardize_dtype(variable.dtype),
+                        )
+                        for name, variable in zip(key, variables, strict=True)
+                    ],
+                    self.schemes,
+                    self.comm.topology,
+                    self.operation,
+                    **self.options,
+                )
+                covered = {
+                    Piece.of(name).path for bucket in plan.buckets for name in bucket.variables
+                }
                 if covered != set(key):
                     odd = sorted(covered ^ set(key))[0]
-                    raise PlanError(f"The plan must cover exactly the variables with gradients. {odd!r} is only in "
-                                    f"{'the plan' if odd in covered else 'the model'}. Make the plan from this model.")
+                    raise PlanError(
+                        f"The plan must cover exactly the variables with gradients. {odd!r} is "
+                        "only in "
+                        f"{'the plan' if odd in covered else 'the model'}. Make the plan from "
+                        "this model."
+                    )
                 exchange = Exchange(plan, self.comm)
                 for left in [left for left in self.left if left.variables & covered]:
                     self.left.remove(left)
@@ -228,8 +356,15 @@ class Exchanger:
                         self._unpack(left)
                 exchange.take_over(self.owed, self.velocity)
                 self.owed = {path: part for path, part in self.owed.items() if path not in covered}
-                moving = {Piece.of(name).path for bucket in plan.buckets if bucket.momentum for name in bucket.variables}
-                self.velocity = {path: part for path, part in self.velocity.items() if path not in moving}
+                moving = {
+                    Piece.of(name).path
+                    for bucket in plan.buckets
+                    if bucket.momentum
+                    for name in bucket.variables
+                }
+                self.velocity = {
+                    path: part for path, part in self.velocity.items() if path not in moving
+                }
                 self.exchanges[key] = exchange
         return self.exchanges[key]
 
@@ -240,8 +375,12 @@ def by_pattern(schemes: Scheme | Mapping[str, Scheme]) -> dict[str, Scheme]:
 
 
 def _twice(own_momentum: float) -> str:
-    return ("Momentum must be applied once. Received a scheme with `momentum` and an optimizer with its own "
-            f"(momentum or beta_1 = {own_momentum}). Set the optimizer's to 0, or leave `momentum` out of the scheme.")
+    return (
+        "Momentum must be applied once. Received a scheme with `momentum` and an optimizer with "
+        "its own "
+        f"(momentum or beta_1 = {own_momentum}). Set the optimizer's to 0, or leave `momentum` "
+        "out of the scheme."
+    )
 
 
 def sum_owed(parts: Sequence[Owed], factor: float = 1.0) -> Owed:

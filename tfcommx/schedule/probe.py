@@ -1,11 +1,14 @@
-"""Measure the links of the cluster that this runs on: alpha and beta by least squares over message sizes, gamma by adding.
+"""Measure the links of the cluster that this runs on: alpha and beta by least squares over message
+sizes, gamma by adding.
 
-Under MPI each rank sends s bytes to the next one of its group while it receives as many: alpha + s beta. Elsewhere the engine
-gathers s bytes from each of p ranks, priced at log2(p) alpha + (p - 1) s beta (`cost.all_gather`); what it needs besides
-(Horovod's cycle, waking its thread) is then in alpha: it is paid per collective, too. Times of several sizes give alpha and
-beta. Among peers all slots of a node send at once and share its port, so there s is the node's bytes.
+Under MPI each rank sends s bytes to the next one of its group while it receives as many: alpha + s
+beta. Elsewhere the engine gathers s bytes from each of p ranks, priced at log2(p) alpha + (p - 1) s
+beta (`cost.all_gather`); what it needs besides (Horovod's cycle, waking its thread) is then in
+alpha: it is paid per collective, too. Times of several sizes give alpha and beta. Among peers all
+slots of a node send at once and share its port, so there s is the node's bytes.
 
-Source: the alpha-beta model of Thakur et al., "Optimization of Collective Communication Operations in MPICH" (2005).
+Source: the alpha-beta model of Thakur et al., "Optimization of Collective Communication Operations
+in MPICH" (2005).
 """
 
 from __future__ import annotations
@@ -25,8 +28,11 @@ from tfcommx.exchange import moves, pipeline
 from tfcommx.terms import NOMINAL, Bucket, Link, Links, PlanError
 
 SIZES = tuple(4**power for power in range(5, 13))  # bytes from each rank: 1 KB to 16 MB
-BLOCKS = (16384, 32768, 49152, 65536, 131072, 262144)  # bytes of the pipeline's blocks that are tried
-STEADY, MOST = 2**22, 16  # messages go in a row until so many bytes have come through the port, at most MOST: shapers let a burst pass
+# bytes of the pipeline's blocks that are tried
+BLOCKS = (16384, 32768, 49152, 65536, 131072, 262144)
+# messages go in a row until so many bytes have come through the port, at most MOST: shapers let a
+# burst pass
+STEADY, MOST = 2**22, 16
 SMALLEST_BETA = 1e-13  # seconds per byte: faster than any memory; noise must not make a link free
 
 
@@ -34,31 +40,47 @@ class Probed(NamedTuple):
     """What was measured, equal on all ranks."""
 
     links: Links
-    points: dict[str, list[tuple[float, float, float]]]  # "inside", "between" -> (start-ups, bytes that come in, seconds)
-    blocks: list[tuple[int, float]]  # (bytes of a block, seconds of the pipeline); empty where messages are not possible
+    # "inside", "between" -> (start-ups, bytes that come in, seconds)
+    points: dict[str, list[tuple[float, float, float]]]
+    # (bytes of a block, seconds of the pipeline); empty where messages are not possible
+    blocks: list[tuple[int, float]]
 
     def to_json(self) -> str:
-        """Write all as JSON. A kind of link that this cluster does not have has no points, and nominal values."""
-        return json.dumps({"links": self.links.to_dict(), "points": self.points, "blocks": self.blocks}, indent=1) + "\n"
+        """Write all as JSON. A kind of link that this cluster does not have has no points, and
+        nominal values.
+        """
+        return (
+            json.dumps(
+                {"links": self.links.to_dict(), "points": self.points, "blocks": self.blocks},
+                indent=1,
+            )
+            + "\n"
+        )
 
     @staticmethod
     def from_json(text: str) -> Probed:
         """Read what `to_json` wrote."""
         read = json.loads(text)
         points = {kind: [tuple(point) for point in found] for kind, found in read["points"].items()}
-        return Probed(Links.from_dict(read["links"]), points, [tuple(row) for row in read["blocks"]])
+        return Probed(
+            Links.from_dict(read["links"]), points, [tuple(row) for row in read["blocks"]]
+        )
 
 
 def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     """Return alpha (s, >= 0) and beta (s per byte, > 0) of points (start-ups, bytes, seconds).
 
-    Least squares of the relative error: a small message counts as much as a large one, or alpha would drown in beta's noise.
+    Least squares of the relative error: a small message counts as much as a large one, or alpha
+    would drown in beta's noise.
 
     **Raises:** PlanError for fewer than two sizes or times that are not positive.
     """
     starts, sizes, seconds = np.array(points, np.float64).reshape(-1, 3).T
     if len(set(sizes)) < 2 or (seconds <= 0).any():
-        raise PlanError(f"A fit of alpha and beta needs times > 0 of two or more sizes. Received {list(points)}.")
+        raise PlanError(
+            "A fit of alpha and beta needs times > 0 of two or more sizes. Received "
+            f"{list(points)}."
+        )
     rows = np.stack([starts, sizes], axis=1) / seconds[:, None]
     alpha, beta = np.linalg.lstsq(rows, np.ones(len(seconds)), rcond=None)[0]
     if alpha < 0:  # the best fit with no start-up at all
@@ -68,21 +90,29 @@ def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     return float(alpha), float(beta)
 
 
-def probe(comm: Comm, sizes: Sequence[int] = SIZES, repeats: int = 5,
-          clock: Callable[[], float] = time.perf_counter, blocks: Sequence[int] = BLOCKS) -> Probed:
-    """Measure this cluster's links; where messages are possible, tune the pipeline's blocks to them.
+def probe(
+    comm: Comm,
+    sizes: Sequence[int] = SIZES,
+    repeats: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
+    blocks: Sequence[int] = BLOCKS,
+) -> Probed:
+    """Measure this cluster's links; where messages are possible, tune the pipeline's blocks to
+    them.
 
     Args:
         sizes: bytes that each rank sends, multiples of 4, >= 4.
         repeats: of each size; the fastest counts, as the slower ones met something else. >= 1.
         clock: seconds from any start.
-        blocks: bytes of a block of the pipeline, multiples of 4, >= 4; tried on a vector of half the largest of `sizes`.
+        blocks: bytes of a block of the pipeline, multiples of 4, >= 4; tried on a vector of half
+            the largest of `sizes`.
 
     Returns:
         The same on every rank: of each message the slowest rank's time.
 
-    **Ranks:** all, outside of traced code, with equal arguments. **Cost:** (repeats + 1) times 1 to 16 exchanges of each size and
-    group, small ones more often, and (repeats + 1) allreduces for each size of block.
+    **Ranks:** all, outside of traced code, with equal arguments. **Cost:** (repeats + 1) times 1 to
+    16 exchanges of each size and group, small ones more often, and (repeats + 1) allreduces for
+    each size of block.
     **Raises:** PlanError where the nodes have unequal numbers of slots.
     """
     topology = comm.topology
@@ -92,15 +122,26 @@ def probe(comm: Comm, sizes: Sequence[int] = SIZES, repeats: int = 5,
         "between": _time(comm, "peers", sizes, repeats, topology.slots, clock),
     }
     gamma = max(comm.gather_objects(_gamma(max(sizes), repeats, clock)))
-    links = {kind: Link(*fit(found), gamma) if found else getattr(NOMINAL, kind) for kind, found in points.items()}
+    links = {
+        kind: Link(*fit(found), gamma) if found else getattr(NOMINAL, kind)
+        for kind, found in points.items()
+    }
     tried = _time_blocks(comm, max(sizes) // 8, blocks, repeats, clock)
     best = min(tried, key=lambda row: row[1])[0] if tried else NOMINAL.block_bytes
     return Probed(Links(**links, block_bytes=best), points, tried)
 
 
-def _time(comm: Comm, group: str, sizes: Sequence[int], repeats: int, together: int,
-          clock: Callable[[], float]) -> list[tuple[float, float, float]]:
-    """Return (start-ups, bytes that come in through one port, seconds) of exchanges in a group; none in a group of one."""
+def _time(
+    comm: Comm,
+    group: str,
+    sizes: Sequence[int],
+    repeats: int,
+    together: int,
+    clock: Callable[[], float],
+) -> list[tuple[float, float, float]]:
+    """Return (start-ups, bytes that come in through one port, seconds) of exchanges in a group;
+    none in a group of one.
+    """
     members = comm.members(group)
     if len(members) == 1:
         return []
@@ -116,8 +157,15 @@ def _time(comm: Comm, group: str, sizes: Sequence[int], repeats: int, together: 
         if not comm.has_messages:
             comm.all_gather(tf.zeros([entries]), group, name)
             return
-        tag, after, before = moves.tag_of(name), members[(place + 1) % len(members)], members[place - 1]
-        requests = [post.receive(np.empty(entries, np.float32), before, tag), post.send(np.zeros(entries, np.float32), after, tag)]
+        tag, after, before = (
+            moves.tag_of(name),
+            members[(place + 1) % len(members)],
+            members[place - 1],
+        )
+        requests = [
+            post.receive(np.empty(entries, np.float32), before, tag),
+            post.send(np.zeros(entries, np.float32), after, tag),
+        ]
         while requests:
             requests.pop(post.wait_any(requests))
 
@@ -130,19 +178,39 @@ def _time(comm: Comm, group: str, sizes: Sequence[int], repeats: int, together: 
     return points
 
 
-def _time_blocks(comm: Comm, entries: int, blocks: Sequence[int], repeats: int,
-                 clock: Callable[[], float]) -> list[tuple[int, float]]:
-    """Return (bytes, seconds) of the pipeline's allreduce for each size of block; nothing where it cannot run."""
+def _time_blocks(
+    comm: Comm, entries: int, blocks: Sequence[int], repeats: int, clock: Callable[[], float]
+) -> list[tuple[int, float]]:
+    """Return (bytes, seconds) of the pipeline's allreduce for each size of block; nothing where it
+    cannot run.
+    """
     if not comm.has_messages or comm.topology.size == 1:
         return []
     comm.open_post()
     vector = tf.zeros([entries])
-    buckets = [Bucket(f"tfcommx/probe/blocks/{block}", (), (entries,), "float32", "pipeline", block_bytes=block) for block in blocks]
-    return [(bucket.block_bytes, _fastest(comm, functools.partial(pipeline.run, vector, bucket, comm), repeats, clock))
-            for bucket in buckets]
+    buckets = [
+        Bucket(
+            f"tfcommx/probe/blocks/{block}",
+            (),
+            (entries,),
+            "float32",
+            "pipeline",
+            block_bytes=block,
+        )
+        for block in blocks
+    ]
+    return [
+        (
+            bucket.block_bytes,
+            _fastest(comm, functools.partial(pipeline.run, vector, bucket, comm), repeats, clock),
+        )
+        for bucket in buckets
+    ]
 
 
-def _fastest(comm: Comm, work: Callable[[], object], repeats: int, clock: Callable[[], float]) -> float:
+def _fastest(
+    comm: Comm, work: Callable[[], object], repeats: int, clock: Callable[[], float]
+) -> float:
     """Return the seconds of the slowest rank, in the fastest of `repeats` turns."""
     seconds = math.inf
     for turn in range(repeats + 1):

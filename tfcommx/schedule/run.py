@@ -1,8 +1,11 @@
-"""Carries out a Plan: gradients in, exchanged gradients out, and what stayed behind kept for the next step.
+"""Carries out a Plan: gradients in, exchanged gradients out, and what stayed behind kept for the
+next step.
 
-    gradients -> per bucket: flat vector -> route (+ residual -> select -> wire -> exchange -> merge) -> average -> unflatten
+    gradients -> per bucket: flat vector -> route (+ residual -> select -> wire -> exchange ->
+    merge) -> average -> unflatten
 
-Each bucket is a chain of its own in the TensorFlow graph, so one whose gradients are ready travels while others are computed.
+Each bucket is a chain of its own in the TensorFlow graph, so one whose gradients are ready travels
+while others are computed.
 """
 
 from __future__ import annotations
@@ -21,20 +24,28 @@ Owed = dict[str, np.ndarray]  # variable path -> float32[size]: what this rank h
 
 
 def agree(plan: Plan, comm: Comm) -> None:
-    """Refuse, on every rank, plans that differ between ranks. **Ranks:** all. **Cost:** one small exchange, before training."""
+    """Refuse, on every rank, plans that differ between ranks. **Ranks:** all. **Cost:** one small
+    exchange, before training.
+    """
     texts = comm.gather_objects(plan.to_json())
     for rank, text in enumerate(texts):
         if text != texts[0]:
             found = first_difference(Plan.from_json(texts[0]), Plan.from_json(text))
-            raise PlanError(f"The plan must be the same on every rank. Rank 0 and rank {rank} differ first in {found}. "
-                            "Build the same model and scheme on every rank; load it on every rank, or none, or add BroadcastState.")
+            raise PlanError(
+                f"The plan must be the same on every rank. Rank 0 and rank {rank} differ first "
+                f"in {found}. "
+                "Build the same model and scheme on every rank; load it on every rank, or none, "
+                "or add BroadcastState."
+            )
 
 
 def owed_of(plan: Plan, kept: Mapping[str, np.ndarray], rank: int) -> Owed:
-    """Return `rank`'s part of the residuals, or velocities, that it keeps under a plan, by variable, without zeros.
+    """Return `rank`'s part of the residuals, or velocities, that it keeps under a plan, by
+    variable, without zeros.
 
     Args:
-        kept: bucket name -> float32 [its shard]; of a dense bucket every rank keeps the sum over the ranks.
+        kept: bucket name -> float32 [its shard]; of a dense bucket every rank keeps the sum over
+            the ranks.
     """
     found: Owed = {}
     pieces = [Piece.of(name) for bucket in plan.buckets for name in bucket.variables]
@@ -42,14 +53,19 @@ def owed_of(plan: Plan, kept: Mapping[str, np.ndarray], rank: int) -> Owed:
         if bucket.name in kept:
             start, stop = exchange.route(bucket.route).shard(bucket, plan.topology, rank)
             whole = np.zeros(bucket.padded, np.float32)
-            whole[start:stop] = kept[bucket.name] / np.float32(1 if bucket.k is not None else plan.topology.size)
-            parts = np.split(whole, np.cumsum(bucket.sizes))  # what follows the last cut is padding, always zero
+            whole[start:stop] = kept[bucket.name] / np.float32(
+                1 if bucket.k is not None else plan.topology.size
+            )
+            # what follows the last cut is padding, always zero
+            parts = np.split(whole, np.cumsum(bucket.sizes))
             for piece, part in zip(map(Piece.of, bucket.variables), parts, strict=False):
                 if piece.stop is None or not part.any():
                     found |= {piece.path: part} if part.any() else {}
                     continue
                 length = max(other.stop for other in pieces if other.path == piece.path)
-                found.setdefault(piece.path, np.zeros(length, np.float32))[piece.start:piece.stop] = part
+                found.setdefault(piece.path, np.zeros(length, np.float32))[
+                    piece.start : piece.stop
+                ] = part
     return found
 
 
@@ -58,7 +74,11 @@ class Exchange:
 
     def __init__(self, plan: Plan, comm: Comm) -> None:
         agree(plan, comm)
-        if any(exchange.row(name).messages for bucket in plan.buckets for name in (bucket.route, bucket.peer_route)):
+        if any(
+            exchange.row(name).messages
+            for bucket in plan.buckets
+            for name in (bucket.route, bucket.peer_route)
+        ):
             comm.open_post()
         self.plan, self.comm, self._scope = plan, comm, comm.own_scope()
         with tf.device("/cpu:0"):  # seeds and conditions are read on the host
@@ -66,7 +86,8 @@ class Exchange:
         self.residuals: dict[str, tf.Variable] = {}
         self.velocities: dict[str, tf.Variable] = {}  # of buckets with momentum
         self._seen: tf.Variable | None = None  # on ranks that do not apply the gradients
-        self.pending: dict[str, tf.Variable] = {}  # of dense buckets: is there something left to flush?
+        # of dense buckets: is there something left to flush?
+        self.pending: dict[str, tf.Variable] = {}
         self._steps_before = 0  # taken by the process that wrote the checkpoint
         for bucket in plan.buckets:
             if bucket.k is not None:
@@ -74,7 +95,8 @@ class Exchange:
             if bucket.momentum:
                 self.velocities[bucket.name] = self._state(bucket, "velocity")
 
-    @tf.autograph.experimental.do_not_convert  # what follows is a graph already, also in a caller's loop
+    # what follows is a graph already, also in a caller's loop
+    @tf.autograph.experimental.do_not_convert
     def __call__(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Return the average (or sum) over all ranks of each gradient.
 
@@ -82,7 +104,8 @@ class Exchange:
             gradients: variable path -> dense tensor, for exactly the variables of the plan.
 
         Returns:
-            The same paths, shapes and dtypes; bit-identical on every rank that applies them (`updates_here`).
+            The same paths, shapes and dtypes; bit-identical on every rank that applies them
+            (`updates_here`).
 
         **Ranks:** all, with the same plan; in traced code, or eagerly in the same order.
         **Cost:** per bucket one copy into and one out of the flat vector, and the route.
@@ -96,13 +119,24 @@ class Exchange:
         result: dict[str, tf.Tensor] = {}
         for index, bucket in enumerate(self.plan.buckets):
             parts = [gradients[path] for path in bucket.variables]
-            if exchange.row(bucket.route).whole and bucket.name not in self.pending and not bucket.momentum:
+            if (
+                exchange.row(bucket.route).whole
+                and bucket.name not in self.pending
+                and not bucket.momentum
+            ):
                 cast = [tf.cast(part, bucket.dtype) for part in parts]
-                sums = exchange.route(bucket.route).run_list(cast, bucket, self.comm, self.plan.operation == "average")
-                result |= {path: tf.cast(total, part.dtype) for path, total, part in zip(bucket.variables, sums, parts, strict=True)}
+                sums = exchange.route(bucket.route).run_list(
+                    cast, bucket, self.comm, self.plan.operation == "average"
+                )
+                result |= {
+                    path: tf.cast(total, part.dtype)
+                    for path, total, part in zip(bucket.variables, sums, parts, strict=True)
+                }
                 continue
             flat = _flatten(parts, bucket)
-            flat = exchange.route(bucket.route).run(flat, bucket, self.comm, self._selector(bucket, index, step))
+            flat = exchange.route(bucket.route).run(
+                flat, bucket, self.comm, self._selector(bucket, index, step)
+            )
             if bucket.momentum and bucket.k is None:
                 flat = self._move(bucket, flat)
             flat = self._flush(bucket, flat)
@@ -117,12 +151,20 @@ class Exchange:
         return self.plan.update == "all" or self.comm.rank == 0
 
     def witness(self, results: Sequence[tf.Tensor]) -> tf.Operation | None:
-        """On a rank that does not apply the results: see to it that it takes part in their exchange all the same.
+        """On a rank that does not apply the results: see to it that it takes part in their exchange
+        all the same.
 
-        TensorFlow drops what nobody uses, and Horovod's ops do not say that others wait for them; a control dependency on their
-        results does not keep them either. Assigning an entry of each to a variable does.
+        TensorFlow drops what nobody uses, and Horovod's ops do not say that others wait for them; a
+        control dependency on their results does not keep them either. Assigning an entry of each to
+        a variable does.
         """
-        seen = tf.stack([tf.cast(tf.reshape(result, [-1])[0], tf.float32) for result in results if result.shape.num_elements()])
+        seen = tf.stack(
+            [
+                tf.cast(tf.reshape(result, [-1])[0], tf.float32)
+                for result in results
+                if result.shape.num_elements()
+            ]
+        )
         if self._seen is None:
             with tf.init_scope(), tf.device("/cpu:0"):
                 self._seen = tf.Variable(tf.zeros(seen.shape), trainable=False, name="tfcommx/seen")
@@ -135,8 +177,10 @@ class Exchange:
         Args:
             weights: variable path -> variable, for exactly the variables of the plan.
 
-        **Ranks:** all. **Cost:** per bucket one broadcast, every step with `update="root"`, else every `broadcast_every` steps.
-        **Source:** Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016), Algorithms 2 and 3.
+        **Ranks:** all. **Cost:** per bucket one broadcast, every step with `update="root"`, else
+        every `broadcast_every` steps.
+        **Source:** Wang et al., "Efficient Communications in Training Large Scale Neural Networks"
+        (2016), Algorithms 2 and 3.
         """
         every = 1 if self.plan.update == "root" else self.plan.broadcast_every
         with self.comm.scope(self._scope):
@@ -152,7 +196,9 @@ class Exchange:
             parts = [pieces[path] for path in bucket.variables]
             flat = _flatten(parts, bucket)
             if exchange.row(bucket.route).messages:
-                flat = exchange.route(bucket.route).run(flat, bucket, self.comm, collective="broadcast")
+                flat = exchange.route(bucket.route).run(
+                    flat, bucket, self.comm, collective="broadcast"
+                )
             else:
                 flat = self.comm.broadcast(flat, 0, f"{bucket.name}/weights", counted=True)
             result |= zip(bucket.variables, _unflatten(flat, parts, bucket), strict=True)
@@ -160,15 +206,21 @@ class Exchange:
             weights[path].assign(value)
 
     def dense_bytes_between_nodes(self) -> float:
-        """Return what plain Horovod would have sent between nodes for the steps of this process so far, per rank (mean)."""
+        """Return what plain Horovod would have sent between nodes for the steps of this process so
+        far, per rank (mean).
+        """
         topology, steps = self.plan.topology, int(self.steps.numpy()) - self._steps_before
-        return float(steps) * sum(allreduce.wire_bytes(bucket, topology).between for bucket in self.plan.buckets)
+        return float(steps) * sum(
+            allreduce.wire_bytes(bucket, topology).between for bucket in self.plan.buckets
+        )
 
     def take_over(self, owed: Owed, velocity: Owed | None = None) -> None:
-        """Add what ranks owed, and their velocities, under another plan, so that the sums over the ranks are conserved.
+        """Add what ranks owed, and their velocities, under another plan, so that the sums over the
+        ranks are conserved.
 
-        On a sparse route it goes into the residual (the velocity) of the rank that selects from its place; on a dense one
-        every rank gets the sum of what is owed, to add it to the next gradients' sum, and the sum of the velocities.
+        On a sparse route it goes into the residual (the velocity) of the rank that selects from its
+        place; on a dense one every rank gets the sum of what is owed, to add it to the next
+        gradients' sum, and the sum of the velocities.
         **Ranks:** all, outside of traced code.
         """
         for bucket, mine in self._shares(owed, self.plan.buckets, "take_over"):
@@ -179,31 +231,46 @@ class Exchange:
             self.velocities[bucket.name].assign_add(mine)
 
     def hand_over(self, paths: set[str]) -> tuple[Owed, Owed]:
-        """Return, and forget here, this rank's part of what it owes these variables, and of their velocities.
+        """Return, and forget here, this rank's part of what it owes these variables, and of their
+        velocities.
 
         **Ranks:** all, outside of traced code.
         """
         handed: list[Owed] = []
         for kept in (self.residuals, self.velocities):
-            owed = owed_of(self.plan, {name: state.numpy() for name, state in kept.items()}, self.comm.rank)
+            owed = owed_of(
+                self.plan, {name: state.numpy() for name, state in kept.items()}, self.comm.rank
+            )
             handed.append({path: owed[path] for path in paths & set(owed)})
             for bucket in self.plan.buckets:
                 if bucket.name in kept:
-                    theirs = np.repeat([Piece.of(name).path in paths for name in bucket.variables], bucket.sizes)
-                    start, stop = exchange.route(bucket.route).shard(bucket, self.plan.topology, self.comm.rank)
+                    theirs = np.repeat(
+                        [Piece.of(name).path in paths for name in bucket.variables], bucket.sizes
+                    )
+                    start, stop = exchange.route(bucket.route).shard(
+                        bucket, self.plan.topology, self.comm.rank
+                    )
                     mine = np.concatenate([theirs, np.zeros(bucket.padding, bool)])[start:stop]
                     kept[bucket.name].assign(tf.where(mine, 0.0, kept[bucket.name]))
         return handed[0], handed[1]
 
-    def _shares(self, owed: Owed, buckets: Sequence[Bucket], what: str) -> Iterator[tuple[Bucket, tf.Tensor]]:
+    def _shares(
+        self, owed: Owed, buckets: Sequence[Bucket], what: str
+    ) -> Iterator[tuple[Bucket, tf.Tensor]]:
         """Yield the buckets of which any rank owes something, with this rank's shard of it."""
         for bucket in buckets:
-            parts = [owed[piece.path][piece.start:piece.stop] if piece.path in owed else np.zeros(size, np.float32)
-                     for piece, size in zip(map(Piece.of, bucket.variables), bucket.sizes, strict=True)]
+            parts = [
+                owed[piece.path][piece.start : piece.stop]
+                if piece.path in owed
+                else np.zeros(size, np.float32)
+                for piece, size in zip(map(Piece.of, bucket.variables), bucket.sizes, strict=True)
+            ]
             whole = np.concatenate([*parts, np.zeros(bucket.padding, np.float32)])
             if not any(self.comm.gather_objects(bool(whole.any()))):
                 continue
-            start, stop = exchange.route(bucket.route).shard(bucket, self.plan.topology, self.comm.rank)
+            start, stop = exchange.route(bucket.route).shard(
+                bucket, self.plan.topology, self.comm.rank
+            )
             mine = tf.constant(whole)
             if stop - start < bucket.padded:  # my part of what the ranks of my node owe
                 mine = self.comm.reduce_scatter(mine, "node", f"{bucket.name}/{what}")
@@ -211,8 +278,12 @@ class Exchange:
                 mine = self.comm.allreduce(mine, "world", f"{bucket.name}/{what}_sum")
             yield bucket, mine
 
-    def continue_from(self, steps: int, residuals: Mapping[str, np.ndarray], velocities: Mapping[str, np.ndarray]) -> None:
-        """Set the step count, residuals and velocities (bucket name -> float32 [its shard]) of this rank under an equal plan."""
+    def continue_from(
+        self, steps: int, residuals: Mapping[str, np.ndarray], velocities: Mapping[str, np.ndarray]
+    ) -> None:
+        """Set the step count, residuals and velocities (bucket name -> float32 [its shard]) of this
+        rank under an equal plan.
+        """
         self.steps.assign(steps)
         self._steps_before = steps
         for bucket in self.plan.buckets:
@@ -236,35 +307,60 @@ class Exchange:
     def _state(self, bucket: Bucket, what: str) -> tf.Variable:
         start, stop = exchange.route(bucket.route).shard(bucket, self.plan.topology, self.comm.rank)
         with tf.device(native.device()):
-            return tf.Variable(tf.zeros(stop - start), trainable=False, name=f"{bucket.name}/{what}")
+            return tf.Variable(
+                tf.zeros(stop - start), trainable=False, name=f"{bucket.name}/{what}"
+            )
 
     def _clip(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Clip, together, what all buckets with the same clip_norm hold."""
         clipped = dict(gradients)
-        for norm in {bucket.clip_norm for bucket in self.plan.buckets if bucket.clip_norm is not None}:
-            paths = [path for bucket in self.plan.buckets if bucket.clip_norm == norm for path in bucket.variables]
+        for norm in {
+            bucket.clip_norm for bucket in self.plan.buckets if bucket.clip_norm is not None
+        }:
+            paths = [
+                path
+                for bucket in self.plan.buckets
+                if bucket.clip_norm == norm
+                for path in bucket.variables
+            ]
             parts = [gradients[path] for path in paths]
-            parts = residual.clip_before_accumulation(parts, norm, self.plan.topology.size, self.plan.operation)
+            parts = residual.clip_before_accumulation(
+                parts, norm, self.plan.topology.size, self.plan.operation
+            )
             clipped |= zip(paths, parts, strict=True)
         return clipped
 
     def _move(self, bucket: Bucket, flat: tf.Tensor) -> tf.Tensor:
-        """On a dense route: momentum of the sum over the ranks, equal on all. What is NaN or infinite does not stay."""
+        """On a dense route: momentum of the sum over the ranks, equal on all. What is NaN or
+        infinite does not stay.
+        """
         velocity = self.velocities[bucket.name]
         moved = bucket.momentum * velocity + tf.cast(flat, tf.float32)
         velocity.assign(tf.where(tf.math.is_finite(moved), moved, velocity))
         return tf.cast(moved, flat.dtype)
 
-    def _selector(self, bucket: Bucket, index: int, step: tf.Tensor) -> Callable[[tf.Tensor], Sparse] | None:
+    def _selector(
+        self, bucket: Bucket, index: int, step: tf.Tensor
+    ) -> Callable[[tf.Tensor], Sparse] | None:
         if bucket.k is None:
             return None
-        rule, kept, velocity = selection.rule(bucket.selection), self.residuals[bucket.name], self.velocities.get(bucket.name)
-        place = ((bucket.seed * len(self.plan.buckets) + index) * self.plan.topology.size + self.comm.rank) % 2**63
+        rule, kept, velocity = (
+            selection.rule(bucket.selection),
+            self.residuals[bucket.name],
+            self.velocities.get(bucket.name),
+        )
+        place = (
+            (bucket.seed * len(self.plan.buckets) + index) * self.plan.topology.size
+            + self.comm.rank
+        ) % 2**63
         with tf.device("/cpu:0"):
             seed = step * 2**20 + place  # each step, bucket and rank draws its own numbers
 
         def select(part: tf.Tensor) -> Sparse:
-            sparse, left = wire.rounded(rule.select_with_residual(part, kept, bucket.k, seed, velocity, bucket.momentum), bucket.wire)
+            sparse, left = wire.rounded(
+                rule.select_with_residual(part, kept, bucket.k, seed, velocity, bucket.momentum),
+                bucket.wire,
+            )
             if left is not None:  # the selection has set the residual to zero at these indices
                 kept.scatter_add(tf.IndexedSlices(left, sparse.indices))
             return sparse
@@ -272,7 +368,8 @@ class Exchange:
         return select
 
     def _flush(self, bucket: Bucket, flat: tf.Tensor) -> tf.Tensor:
-        """On a dense route: add what sparse ones left, after momentum, which it has had; what its dtype cannot carry stays.
+        """On a dense route: add what sparse ones left, after momentum, which it has had; what its
+        dtype cannot carry stays.
 
         Equal on all ranks, as the sum that it is added to.
         """
@@ -284,7 +381,9 @@ class Exchange:
             owed, wide = kept.value(), tf.float64 if flat.dtype == tf.float64 else tf.float32
             whole = tf.cast(flat, wide) + tf.cast(owed, wide)
             sent = tf.cast(whole, flat.dtype)
-            left = tf.where(tf.math.is_finite(sent), tf.cast(whole - tf.cast(sent, wide), tf.float32), owed)
+            left = tf.where(
+                tf.math.is_finite(sent), tf.cast(whole - tf.cast(sent, wide), tf.float32), owed
+            )
             with tf.control_dependencies([left]):
                 kept.assign(left)
                 pending.assign(tf.reduce_any(left != 0))
@@ -296,18 +395,32 @@ class Exchange:
 def _cut(gradients: Mapping[str, tf.Tensor], plan: Plan) -> dict[str, tf.Tensor]:
     """Return the gradients under the plan's names: some variables in pieces."""
     pieces = [Piece.of(name) for bucket in plan.buckets for name in bucket.variables]
-    return {piece.name: gradients[piece.path] if piece.stop is None
-            else tf.slice(tf.reshape(gradients[piece.path], [-1]), [piece.start], [piece.stop - piece.start]) for piece in pieces}
+    return {
+        piece.name: gradients[piece.path]
+        if piece.stop is None
+        else tf.slice(
+            tf.reshape(gradients[piece.path], [-1]), [piece.start], [piece.stop - piece.start]
+        )
+        for piece in pieces
+    }
 
 
-def _joined(pieces: Mapping[str, tf.Tensor], whole: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+def _joined(
+    pieces: Mapping[str, tf.Tensor], whole: Mapping[str, tf.Tensor]
+) -> dict[str, tf.Tensor]:
     """Undo `_cut`: paths and shapes as in `whole`."""
     parts: dict[str, list[tuple[int, tf.Tensor]]] = {}
     for name, tensor in pieces.items():
         parts.setdefault(Piece.of(name).path, []).append((Piece.of(name).start, tensor))
-    return {path: found[0][1] if len(found) == 1 else tf.reshape(
-        tf.concat([tensor for _, tensor in sorted(found, key=lambda part: part[0])], axis=0), whole[path].shape)
-        for path, found in parts.items()}
+    return {
+        path: found[0][1]
+        if len(found) == 1
+        else tf.reshape(
+            tf.concat([tensor for _, tensor in sorted(found, key=lambda part: part[0])], axis=0),
+            whole[path].shape,
+        )
+        for path, found in parts.items()
+    }
 
 
 def _flatten(parts: list[tf.Tensor], bucket: Bucket) -> tf.Tensor:
@@ -320,4 +433,7 @@ def _flatten(parts: list[tf.Tensor], bucket: Bucket) -> tf.Tensor:
 def _unflatten(flat: tf.Tensor, parts: list[tf.Tensor], bucket: Bucket) -> list[tf.Tensor]:
     sizes = [*bucket.sizes, bucket.padding]
     pieces = tf.split(flat, sizes) if len(sizes) > 2 or bucket.padding else [flat]
-    return [tf.cast(tf.reshape(piece, part.shape), part.dtype) for piece, part in zip(pieces, parts, strict=False)]
+    return [
+        tf.cast(tf.reshape(piece, part.shape), part.dtype)
+        for piece, part in zip(pieces, parts, strict=False)
+    ]
