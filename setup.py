@@ -69,7 +69,9 @@ class BuildOps(build_ext):
         objects.mkdir(parents=True, exist_ok=True)
 
         # Before they are compiled: what is changed meanwhile is not taken for built.
-        sources = runpy.run_path(str(ROOT / "tfcommx" / "sources.py"))["digest"](ROOT / "ops")
+        sources = runpy.run_path(str(ROOT / "tfcommx" / "kernels" / "build_digest.py"))["digest"](
+            ROOT / "ops"
+        )
         cpu = sorted((ROOT / "ops").rglob("*.cc"))
         found = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
         nvcc = found if os.environ.get("TFCOMMX_CUDA") != "0" else None

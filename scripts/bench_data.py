@@ -135,7 +135,7 @@ def pipelines(source, resolution: int, store: int):
     """
     import tensorflow as tf
 
-    from tfcommx.data.source import decode as decode_small
+    from tfcommx.data.sources.base import decode as decode_small
 
     files = tf.constant([source.where(i) for i in range(source.count)])
     labels = tf.constant([source.label(i) for i in range(source.count)], tf.int64)
@@ -198,7 +198,7 @@ def pipelines(source, resolution: int, store: int):
 
 def against_twin(cache, phase, epoch: int, step: int, images) -> None:
     """Check all pictures of one batch."""
-    from tfcommx.reference_augment import augment, window_of
+    from tfcommx.kernels.reference_augment import augment, window_of
 
     samples = cache.share(epoch)[step * BATCH : (step + 1) * BATCH].tolist()
     for image, sample in zip(images, samples, strict=True):
@@ -217,9 +217,10 @@ def whole_samples() -> dict:
     """
     import tensorflow as tf
 
-    from tfcommx.data.arrays import Arrays
-    from tfcommx.data.augment import Phase, read
-    from tfcommx.data.cache import DataCache, Options
+    from tfcommx.data.cache.batches import Phase, read
+    from tfcommx.data.cache.cache import DataCache
+    from tfcommx.data.cache.options import Options
+    from tfcommx.data.sources.arrays import Arrays
 
     images = np.random.default_rng(0).integers(0, 256, (8192, 128, 128, 3), np.uint8)
     cache = DataCache(Arrays(images, np.arange(8192)), options=Options(memory=ARGS.memory))
@@ -259,9 +260,10 @@ def whole_samples() -> dict:
 def main() -> None:
     import tensorflow as tf
 
-    from tfcommx.data.augment import Phase
-    from tfcommx.data.cache import DataCache, Options
-    from tfcommx.data.folder import Folder
+    from tfcommx.data.cache.batches import Phase
+    from tfcommx.data.cache.cache import DataCache
+    from tfcommx.data.cache.options import Options
+    from tfcommx.data.sources.folder import Folder
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(ARGS.folder or scratch)

@@ -81,8 +81,8 @@ def socket_rate(comm: Any) -> float:
     """Bytes per second that a plain socket carries from rank 0 to the first rank of the next node.
     **Ranks:** all.
     """
-    from tfcommx import watch
-    from tfcommx.comm import launch_interfaces
+    from tfcommx.comm import liveness
+    from tfcommx.comm.launcher import launch_interfaces
 
     other = comm.topology.slots
     if comm.topology.nodes == 1:
@@ -91,7 +91,7 @@ def socket_rate(comm: Any) -> float:
         )
     listening = socket.create_server(("", 0))
     places = comm.gather_objects(
-        (watch.addresses(launch_interfaces())[0], listening.getsockname()[1])
+        (liveness.addresses(launch_interfaces())[0], listening.getsockname()[1])
     )
     rate = 0.0
     if comm.rank == 0:
@@ -117,26 +117,27 @@ def measure(comm: Any, route: str, wire: str, n: int, args: argparse.Namespace) 
     import tensorflow as tf
 
     import tfcommx as cx
-    from tfcommx import exchange
-    from tfcommx.schedule import planner
-    from tfcommx.schedule.run import Exchange, owed_of
+    from tfcommx import routes
+    from tfcommx.planner.plan import Gradient, check_scheme, make_plan
+    from tfcommx.runtime.executor import PlanExecutor
+    from tfcommx.runtime.residuals import residuals_by_variable
 
     name, _, among_peers = route.partition("+")
-    sparse = exchange.row(name).sparse
+    sparse = routes.info(name).sparse
     how = {"selection": args.selection, "density": args.density} if sparse else {}
     scheme = cx.Scheme(
         route=name, wire=wire, dense_below=0, peer_route=among_peers or "allreduce", **how
     )
-    planner.check_scheme(scheme, comm.topology, comm.has_messages)
-    plan = planner.make_plan(
-        [planner.Gradient("gradient", (n, 1), "float32")],
+    check_scheme(scheme, comm.topology, comm.has_messages)
+    plan = make_plan(
+        [Gradient("gradient", (n, 1), "float32")],
         {"*": scheme},
         comm.topology,
         "sum",
         args.links,
     )
     (bucket,) = plan.buckets
-    carried_out = Exchange(plan, comm)
+    carried_out = PlanExecutor(plan, comm)
     step = tf.function(
         lambda tensor: carried_out({"gradient": tensor})["gradient"], autograph=False
     )
@@ -150,7 +151,7 @@ def measure(comm: Any, route: str, wire: str, n: int, args: argparse.Namespace) 
         arrived += weighted_sum(result.numpy()[:, 0])
         seconds += [max(comm.gather_objects(took))] if number >= WARM_UP else []
     steps = args.steps + WARM_UP
-    owed = owed_of(
+    owed = residuals_by_variable(
         plan,
         {name: residual.numpy() for name, residual in carried_out.residuals.items()},
         comm.rank,
@@ -163,7 +164,7 @@ def measure(comm: Any, route: str, wire: str, n: int, args: argparse.Namespace) 
             (comm.traffic().between - before.between) / steps,
         )
     )
-    promised = exchange.route(name).wire_bytes(bucket, comm.topology).between
+    promised = routes.route(name).wire_bytes(bucket, comm.topology).between
     verified = (
         len({row[0] for row in rows}) == 1
         and rows[0][0] + sum(row[1] for row in rows) == steps * sum(row[2] for row in rows)
@@ -179,19 +180,19 @@ def measure(comm: Any, route: str, wire: str, n: int, args: argparse.Namespace) 
         "density": args.density if sparse else 1.0,
         "seconds": statistics.median(seconds),
         "wire_bytes": promised,
-        "limit_seconds": exchange.port_bytes(bucket, comm.topology) / args.socket_rate,
+        "limit_seconds": routes.port_bytes(bucket, comm.topology) / args.socket_rate,
         "verified": verified,
     }
     if args.probe:
-        found["predicted_seconds"] = exchange.route(name).seconds(bucket, comm.topology, args.links)
+        found["predicted_seconds"] = routes.route(name).seconds(bucket, comm.topology, args.links)
     return found
 
 
 def work(args: argparse.Namespace) -> None:
     """Measure all that was asked for; rank 0 writes one line of JSON per result as it comes."""
     import tfcommx as cx
-    from tfcommx.exchange import ROUTES, row
-    from tfcommx.schedule.probe import probe
+    from tfcommx.measure.links import probe
+    from tfcommx.routes import ROUTES, row
     from tfcommx.terms import NOMINAL, PlanError
 
     # nodes of a virtual cluster share one machine, which may be slow

@@ -35,7 +35,8 @@ from rich.console import Console
 from rich.table import Table
 from verify_selection import verified
 
-from tfcommx import native, reference, selection
+from tfcommx import selection
+from tfcommx.kernels import native, reference
 from tfcommx.terms import Sparse
 
 ALLOWED = 1.5  # times the bare addition

@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 import tfcommx as cx
-from tfcommx.schedule.planner import Gradient, make_plan
-from tfcommx.schedule.run import Exchange
+from tfcommx.planner.plan import Gradient, make_plan
+from tfcommx.runtime.executor import PlanExecutor
 
 LIMIT = 1.05
 WIDTHS = (64, 128, 256, 512)  # of ResNet-50's stages, with their numbers of blocks
@@ -77,7 +77,7 @@ def main() -> None:
         {"*": cx.Scheme()},
         comm.topology,
     )
-    exchange = Exchange(plan, comm)
+    exchange = PlanExecutor(plan, comm)
 
     @tf.function
     def ours() -> list[tf.Tensor]:

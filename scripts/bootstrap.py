@@ -361,12 +361,14 @@ def native_is_current() -> bool:
     did.
     """
     facts = ROOT / "tfcommx" / "lib" / "build.json"
-    digest_of_sources = runpy.run_path(str(ROOT / "tfcommx" / "sources.py"))["digest"](ROOT / "ops")
+    digest_of_sources = runpy.run_path(str(ROOT / "tfcommx" / "kernels" / "build_digest.py"))[
+        "digest"
+    ](ROOT / "ops")
     return facts.is_file() and json.loads(facts.read_text()).get("sources") == digest_of_sources
 
 
 def fetch_data() -> str:
-    return run(PYTHON, "-m", "tfcommx.data.fashion_mnist").strip().splitlines()[-1]
+    return run(PYTHON, "-m", "tfcommx.recipes.datasets.fashion_mnist").strip().splitlines()[-1]
 
 
 def main() -> int:

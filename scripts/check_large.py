@@ -22,7 +22,7 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 import numpy as np
 import tensorflow as tf
 
-from tfcommx import native
+from tfcommx.kernels import native
 
 LENGTHS = (2**31 - 1, 1001)
 DENSITY = 0.001

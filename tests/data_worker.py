@@ -18,10 +18,11 @@ import tensorflow as tf
 
 tf.config.threading.set_intra_op_parallelism_threads(1)
 
-from tfcommx.data.augment import Phase
-from tfcommx.data.cache import DataCache, Options
-from tfcommx.data.folder import Folder
-from tfcommx.data.slab import pss_bytes
+from tfcommx.data.cache.batches import Phase
+from tfcommx.data.cache.cache import DataCache
+from tfcommx.data.cache.options import Options
+from tfcommx.data.cache.slab import pss_bytes
+from tfcommx.data.sources.folder import Folder
 from tfcommx.terms import Topology
 
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 import tfcommx as cx
 from tfcommx.optim import checkpoint
-from tfcommx.optim.callbacks import exchanger_of
+from tfcommx.optim.keras_internals import exchanger_of
 
 SHAPE = (40, 50)
 
@@ -55,7 +55,12 @@ model.compile(
 
 if task == "restore":
     steps = checkpoint.restore(model, folder / "checkpoint") - 1
-    print("steps", steps, "missing", missing(model, [exchanger_of(model).all_owed()], ranks, steps))
+    print(
+        "steps",
+        steps,
+        "missing",
+        missing(model, [exchanger_of(model).all_residuals()], ranks, steps),
+    )
     sys.exit()
 
 steps, stop = 0, False
@@ -72,5 +77,5 @@ print(
     "weights",
     len(set(comm.gather_objects(digest))),
     "missing",
-    missing(model, comm.gather_objects(exchanger_of(model).all_owed()), ranks, steps),
+    missing(model, comm.gather_objects(exchanger_of(model).all_residuals()), ranks, steps),
 )

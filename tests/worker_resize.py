@@ -16,15 +16,15 @@ import tensorflow as tf
 
 import tfcommx as cx
 from tfcommx import callbacks
-from tfcommx.optim import checkpoint
+from tfcommx.optim import checkpoint, keras_internals
 
 folder, node_size = Path(sys.argv[1]), int(sys.argv[2])
 comm = cx.init(node_size=node_size)
 
 
 def kept(net: keras.Model) -> dict[str, np.ndarray]:
-    exchanger, found = callbacks.exchanger_of(net), {}
-    for kind, mine in (("owed", exchanger.all_owed()), ("velocity", exchanger.all_velocity())):
+    exchanger, found = keras_internals.exchanger_of(net), {}
+    for kind, mine in (("owed", exchanger.all_residuals()), ("velocity", exchanger.all_velocity())):
         everyone = comm.gather_objects(mine)
         for variable in net.trainable_variables:
             parts = [

@@ -12,15 +12,15 @@ __version__ = "0.1.0"
 # Where each public name lives. Loaded on first use, so that planning and the command line's help
 # need no TensorFlow.
 _PUBLIC = {
-    "init": "tfcommx.launch",
-    "rank": "tfcommx.comm",
-    "size": "tfcommx.comm",
-    "is_chief": "tfcommx.comm",
+    "init": "tfcommx.comm.init",
+    "rank": "tfcommx.comm.process",
+    "size": "tfcommx.comm.process",
+    "is_chief": "tfcommx.comm.process",
     "Scheme": "tfcommx.terms",
     "Topology": "tfcommx.terms",
     "Plan": "tfcommx.terms",
     "PlanError": "tfcommx.terms",
-    "DistributedOptimizer": "tfcommx.optim.wrap",
+    "DistributedOptimizer": "tfcommx.optim.distributed_optimizer",
     "broadcast_variables": "tfcommx.optim.broadcast",
 }
 _MODULES = {"callbacks": "tfcommx.optim.callbacks"}

@@ -14,10 +14,12 @@ import tensorflow as tf
 from test_optimizer import SPARSE, weights
 
 import tfcommx as cx
-from tfcommx import callbacks, links
-from tfcommx.comm import Comm
-from tfcommx.recipe import LearningRate as Rate
-from tfcommx.train import LearningRate
+from tfcommx import callbacks
+from tfcommx.comm import mpi
+from tfcommx.comm.base import Comm
+from tfcommx.optim.callbacks.start import SEED_STEP
+from tfcommx.recipes.recipe import LearningRate as Rate
+from tfcommx.training.learning_rate import LearningRate
 
 
 class Subclassed(keras.Model):
@@ -353,8 +355,8 @@ def test_with_the_watch_a_rank_that_is_busy_is_waited_for(
 ) -> None:
     if comm.topology.size == 1 or not comm.has_messages:
         return
-    monkeypatch.setattr(links, "PATIENCE_SECONDS", 0.2)
-    post, number = comm._open_post(), np.zeros(1)
+    monkeypatch.setattr(mpi, "TIMEOUT_SECONDS", 0.2)
+    post, number = comm._open_point_to_point(), np.zeros(1)
     if comm.rank == 1:
         time.sleep(1)
         post.wait_any([post.send(np.ones(1), 0, 0)])
@@ -379,6 +381,6 @@ def test_ranks_drop_entries_of_their_own(comm: Comm) -> None:
         )
     states = comm.gather_objects(net.layers[0].seed_generator.state.numpy().tolist())
     assert [seed for seed, _ in states] == [
-        (states[0][0] + rank * callbacks.SEED_STEP) % 2**31 for rank in range(len(states))
+        (states[0][0] + rank * SEED_STEP) % 2**31 for rank in range(len(states))
     ]
     assert {count for _, count in states} == {4}

@@ -17,8 +17,9 @@ from test_optimizer import SPARSE, batch, compiled, fit, gradients_of
 
 import tfcommx as cx
 from tfcommx import callbacks
-from tfcommx.comm import Comm
-from tfcommx.optim import checkpoint
+from tfcommx.comm.base import Comm
+from tfcommx.optim import checkpoint, keras_internals
+from tfcommx.optim.checkpoint import save_restore
 
 
 @pytest.fixture
@@ -45,13 +46,14 @@ def state(net: keras.Model) -> dict[str, np.ndarray]:
         for place, variable in enumerate(net.weights)
         if "moving" not in variable.path
     }
-    for number, optimizer in enumerate(callbacks.wrapped_optimizers(net)):
+    for number, optimizer in enumerate(keras_internals.wrapped_optimizers(net)):
         found |= {
             f"optimizer {number} {place}": variable.numpy()
             for place, variable in enumerate(optimizer.variables)
         }
         found |= {
-            f"owed {number} {path}": part for path, part in optimizer.exchanger.all_owed().items()
+            f"owed {number} {path}": part
+            for path, part in optimizer.exchanger.all_residuals().items()
         }
     return found
 
@@ -70,7 +72,7 @@ def test_a_layer_that_is_frozen_keeps_what_it_owes(comm: Comm, folder: Path) -> 
     net, again, whole = wrapped(), frozen(wrapped()), wrapped()
     take(net, comm)
     take(frozen(net), comm)
-    owed = net.optimizer.exchanger.all_owed()
+    owed = net.optimizer.exchanger.all_residuals()
     checkpoint.save(net, folder, 0)
     assert checkpoint.restore(again, folder) == 1 and same(state(net), state(again))
     take(again, comm)
@@ -107,7 +109,7 @@ def test_sums_in_bfloat16(comm: Comm, folder: Path) -> None:
     )
     checkpoint.save(net, folder, 0)
     checkpoint.restore(again, folder)
-    sums, restored = (callbacks.accumulated(one.optimizer) for one in (net, again))
+    sums, restored = (keras_internals.accumulated(one.optimizer) for one in (net, again))
     for path, total in sums.items():
         assert total.numpy().any() and restored[path].dtype == "bfloat16"
         np.testing.assert_array_equal(total.numpy(), restored[path].numpy())
@@ -130,7 +132,9 @@ def test_an_epoch_that_is_saved_twice_is_not_mixed(
     before = state(net)
     take(net, comm)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(checkpoint, "_write_owed", killed)  # rank 0 has written the model by then
+        patch.setattr(
+            save_restore, "write_residuals", killed
+        )  # rank 0 has written the model by then
         checkpoint.save(net, folder, 0)
     checkpoint.restore(again, folder)
     assert comm.rank or same(before, state(again))
@@ -258,7 +262,7 @@ def test_two_optimizers_of_one_model(comm: Comm, folder: Path) -> None:
         name[:6] for name in wanted if name.startswith("owed")
     } == {"owed 0", "owed 1"}
     assert all(
-        total.numpy().any() for total in callbacks.accumulated(again.judge_optimizer).values()
+        total.numpy().any() for total in keras_internals.accumulated(again.judge_optimizer).values()
     )
 
     with pytest.raises(cx.PlanError, match=r"2 wrapped optimizers.*1"):

@@ -14,9 +14,9 @@ import pytest
 import tensorflow as tf
 
 import tfcommx as cx
-from tfcommx import callbacks, exchange
-from tfcommx.comm import Comm
-from tfcommx.optim import checkpoint
+from tfcommx import callbacks, routes
+from tfcommx.comm.base import Comm
+from tfcommx.optim import checkpoint, keras_internals
 
 SPARSE = cx.Scheme("hitopk", "mstopk", 0.2, dense_below=8)
 
@@ -121,14 +121,14 @@ def test_the_identity_equals_allreduce_by_hand(comm: Comm, kind: str) -> None:
             np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("route", exchange.ROUTES)
+@pytest.mark.parametrize("route", routes.ROUTES)
 def test_fit_trains_and_replicas_stay_identical(comm: Comm, route: str) -> None:
     scheme = (
         cx.Scheme(route, "mstopk", 0.2, dense_below=8)
-        if exchange.row(route).sparse
+        if routes.info(route).sparse
         else cx.Scheme(route)
     )
-    if exchange.row(route).messages and not comm.has_messages:
+    if routes.info(route).messages and not comm.has_messages:
         with pytest.raises(cx.PlanError, match="horovodrun --mpi"):
             cx.DistributedOptimizer(keras.optimizers.SGD(0.05), scheme)
         return
@@ -278,22 +278,22 @@ def test_a_non_finite_gradient_skips_the_step_on_all_ranks(
         net.fit(x, y, batch_size=8, verbose=0, callbacks=[callbacks.BroadcastState()])
 
     run(x)
-    exchanger = callbacks.exchanger_of(net)
+    exchanger = keras_internals.exchanger_of(net)
     before, scale, owed = (
         weights(net),
         float(net.optimizer.dynamic_scale.numpy()),
-        exchanger.all_owed(),
+        exchanger.all_residuals(),
     )
-    steps = int(exchanger.all_left()[0].steps)
+    steps = int(exchanger.plan_states()[0].steps)
     run(np.full_like(x, np.nan) if comm.rank == bad_rank % comm.topology.size else x)
     for old, new in zip(before, weights(net), strict=True):
         np.testing.assert_array_equal(old, new)
     assert net.optimizer.dynamic_scale.numpy() == scale / 2
-    assert int(exchanger.all_left()[0].steps) == steps
-    for path, part in exchanger.all_owed().items():
+    assert int(exchanger.plan_states()[0].steps) == steps
+    for path, part in exchanger.all_residuals().items():
         np.testing.assert_array_equal(part, owed[path])
     run(x)
-    assert same_on_all_ranks(comm, net) and int(exchanger.all_left()[0].steps) == steps + 1
+    assert same_on_all_ranks(comm, net) and int(exchanger.plan_states()[0].steps) == steps + 1
 
 
 def test_a_loss_scale_that_nobody_agreed_on_is_refused(comm: Comm) -> None:
@@ -315,7 +315,7 @@ def test_switching_schemes_and_resolution_in_fit(comm: Comm) -> None:
 
     class Watch(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            owed = any(comm.gather_objects(bool(net.optimizer.exchanger.all_owed())))
+            owed = any(comm.gather_objects(bool(net.optimizer.exchanger.all_residuals())))
             seen[epoch] = (int(resolution.numpy()), owed)
 
     switch = callbacks.SwitchScheme({2: cx.Scheme("torus")}, {2: 8}, resolution)
@@ -365,7 +365,11 @@ def test_the_density_warms_up_with_momentum(comm: Comm) -> None:
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             exchanger = net.optimizer.exchanger
             sent.append(
-                sum(bucket.k or 0 for left in exchanger.all_left() for bucket in left.plan.buckets)
+                sum(
+                    bucket.k or 0
+                    for left in exchanger.plan_states()
+                    for bucket in left.plan.buckets
+                )
             )
             kept.append(
                 max(float(np.abs(part).max()) for part in exchanger.all_velocity().values())
@@ -457,8 +461,8 @@ def test_training_continues_exactly_from_a_checkpoint(
     lost = compiled(optimizer(), seed=9)
     assert checkpoint.restore(lost, folder) == 2
     # the check can fail: without the residuals, or the velocities, the weights differ
-    lefts = callbacks.exchanger_of(lost).left
-    callbacks.exchanger_of(lost).left = (
+    lefts = keras_internals.exchanger_of(lost).left
+    keras_internals.exchanger_of(lost).left = (
         [left._replace(velocities={}) for left in lefts] if momentum else []
     )
     fit(lost, comm, epochs=4, initial_epoch=2)
@@ -521,7 +525,7 @@ def test_the_steps_of_the_linear_pipeline_paper(comm: Comm, route: str, how: dic
     """Algorithms 2 and 3 under `fit` give the weights of an update on all ranks; the root's
     optimizer has the whole state.
     """
-    if exchange.row(route).messages and not comm.has_messages:
+    if routes.info(route).messages and not comm.has_messages:
         return
     scheme = cx.Scheme(
         route,

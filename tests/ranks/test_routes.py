@@ -15,16 +15,17 @@ import tensorflow as tf
 from tensorflow.python.framework.kernels import get_registered_kernels_for_op
 
 import tfcommx as cx
-from tfcommx import exchange, links
-from tfcommx.comm import Comm
-from tfcommx.exchange import moves, pipeline
-from tfcommx.schedule.planner import Gradient, check_scheme, make_plan
-from tfcommx.schedule.run import Exchange
+from tfcommx import routes
+from tfcommx.comm import mpi
+from tfcommx.comm.base import Comm
+from tfcommx.planner.plan import Gradient, check_scheme, make_plan
+from tfcommx.routes import moves, pipeline
+from tfcommx.runtime.executor import PlanExecutor
 
 SHAPES = {f"layer{i}/kernel": (50 + i, 41) for i in range(6)}
 WAYS = [
     cx.Scheme(route, wire=wire, dense_below=8, bucket_bytes=9000, block_bytes=4096)
-    for route, row in exchange.ROUTES.items()
+    for route, row in routes.ROUTES.items()
     for wire in row.wires
 ]
 WAYS.append(dataclasses.replace(WAYS[0], route="torus", peer_route="pipeline"))
@@ -46,7 +47,7 @@ def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
 )
 def test_the_sum_of_all_ranks(comm: Comm, scheme: cx.Scheme) -> None:
     if (
-        any(exchange.row(name).messages for name in (scheme.route, scheme.peer_route))
+        any(routes.info(name).messages for name in (scheme.route, scheme.peer_route))
         and not comm.has_messages
     ):
         with pytest.raises(cx.PlanError, match="horovodrun --mpi"):
@@ -59,7 +60,7 @@ def test_the_sum_of_all_ranks(comm: Comm, scheme: cx.Scheme) -> None:
         "sum",
     )
     assert len(plan.buckets) >= 4
-    running = Exchange(plan, comm)
+    running = PlanExecutor(plan, comm)
 
     @tf.function(autograph=False)
     def step(given: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
@@ -75,7 +76,7 @@ def test_the_sum_of_all_ranks(comm: Comm, scheme: cx.Scheme) -> None:
             np.testing.assert_array_equal(result[path], total)
     sent = np.mean(comm.gather_objects(np.subtract(comm.traffic(), before)), axis=0)
     expected = np.sum(
-        [exchange.route(bucket.route).wire_bytes(bucket, comm.topology) for bucket in plan.buckets],
+        [routes.route(bucket.route).wire_bytes(bucket, comm.topology) for bucket in plan.buckets],
         axis=0,
     )
     np.testing.assert_allclose(sent, 3 * expected, rtol=1e-9)
@@ -88,13 +89,13 @@ def test_the_plan_in_hand_is_refused_too(comm: Comm) -> None:
         [Gradient("w", (8, 8), "float32")], {"*": cx.Scheme("pipeline")}, comm.topology
     )
     with pytest.raises(cx.PlanError, match="horovodrun --mpi"):
-        Exchange(plan, comm)
+        PlanExecutor(plan, comm)
 
 
 def test_messages_of_all_lengths_from_every_root(comm: Comm) -> None:
     if not comm.has_messages or comm.topology.size == 1:
         return
-    comm.open_post()
+    comm.open_point_to_point()
     ranks = range(comm.topology.size)
     for entries in (1, 5, 70_001):
         for root in ranks:
@@ -105,9 +106,9 @@ def test_messages_of_all_lengths_from_every_root(comm: Comm) -> None:
                     mine,
                     ranks,
                     comm.rank,
-                    comm._post,
+                    comm._point_to_point,
                     pipeline.schedule,
-                    moves.as_it_comes,
+                    moves.run_when_ready,
                     root,
                     block=1000,
                 )
@@ -156,7 +157,7 @@ def test_nothing_large_would_leave_a_gpu_on_its_way(
         plan,
         buckets=tuple(dataclasses.replace(bucket, last_step=last_step) for bucket in plan.buckets),
     )
-    running = Exchange(plan, comm)
+    running = PlanExecutor(plan, comm)
     graph = (
         tf.function(lambda given: running({"w": given})["w"])
         .get_concrete_function(tf.TensorSpec([1000, 1000]))
@@ -232,8 +233,8 @@ def test_who_waits_long_for_a_message_says_so(
 ) -> None:
     if not comm.has_messages or comm.topology.size == 1:
         return
-    monkeypatch.setattr(links, "PATIENCE_SECONDS", 0.3)
-    running = Exchange(
+    monkeypatch.setattr(mpi, "TIMEOUT_SECONDS", 0.3)
+    running = PlanExecutor(
         make_plan(
             [Gradient("w", (8, 8), "float32")],
             {"*": cx.Scheme("pipeline", dense_below=0)},

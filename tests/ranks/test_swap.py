@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tfcommx.data.arrays import Arrays
-from tfcommx.data.augment import Phase
-from tfcommx.data.cache import DataCache, Options
+from tfcommx.data.cache.batches import Phase
+from tfcommx.data.cache.cache import DataCache
+from tfcommx.data.cache.options import Options
+from tfcommx.data.sources.arrays import Arrays
 
 COUNT = 203
 

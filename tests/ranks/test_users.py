@@ -14,7 +14,7 @@ from test_optimizer import SPARSE, compiled, fit, model, weights
 
 import tfcommx as cx
 from tfcommx import callbacks
-from tfcommx.comm import Comm
+from tfcommx.comm.base import Comm
 from tfcommx.optim import checkpoint
 
 
@@ -379,7 +379,11 @@ def test_a_model_that_one_rank_alone_has_loaded(comm: Comm, folder: Path) -> Non
         net.compile(cx.DistributedOptimizer(plain, SPARSE), loss=loss, jit_compile=False)
         assert checkpoint.restore(net, folder) == begun
         assert fit(
-            net, comm, epochs=begun + 1, initial_epoch=begun, extra=(checkpoint.Checkpoint(folder),)
+            net,
+            comm,
+            epochs=begun + 1,
+            initial_epoch=begun,
+            extra=(checkpoint.Checkpoint(folder),),
         ).identical
 
 
@@ -445,9 +449,9 @@ def test_what_is_owed_moves_on_when_layers_are_frozen_and_thawed(comm: Comm, tra
 
     steps(1, gradients, variables)  # a tenth of it travels
     steps(12, zeros[1:], variables[1:])
-    assert list(optimizer.exchanger.all_owed()) == ["base"]
+    assert list(optimizer.exchanger.all_residuals()) == ["base"]
     steps(12, zeros, variables)
-    assert not optimizer.exchanger.all_owed()
+    assert not optimizer.exchanger.all_residuals()
     for number, variable in enumerate(variables):
         total = sum(comm.gather_objects(gradients[number].numpy()))
         np.testing.assert_array_equal(variable.numpy(), -total)

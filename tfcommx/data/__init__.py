@@ -1,0 +1,1 @@
+"""Input: the cache and the sources it reads."""

@@ -1,0 +1,1 @@
+"""The Keras surface: the wrapped optimizer, callbacks, checkpoints."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import keras
 import tensorflow as tf
 
-from tfcommx import comm
+from tfcommx.comm import process
 from tfcommx.terms import PlanError
 
 # Horovod does not have these dtypes itself.
@@ -30,7 +30,7 @@ def broadcast_variables(variables: Iterable[keras.Variable], root: int = 0) -> N
     **Ranks:** all. **Cost:** one broadcast per variable.
     **Raises:** PlanError where ranks have other shapes or dtypes, before anything is sent.
     """
-    here, variables = comm.current(), list(variables)
+    here, variables = process.current(), list(variables)
     if not 0 <= root < here.topology.size:
         raise PlanError(f"`root` must be a rank in [0, {here.topology.size}). Received {root!r}.")
     # compared first: Horovod would wait for what other ranks do not have

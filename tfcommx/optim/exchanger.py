@@ -13,15 +13,16 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from tfcommx.comm import Comm
-from tfcommx.schedule import planner
-from tfcommx.schedule.run import Exchange, Owed, owed_of
+from tfcommx.comm.base import Comm
+from tfcommx.planner.plan import Gradient, check_scheme, make_plan
+from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.runtime.residuals import Residuals, residuals_by_variable
 from tfcommx.terms import Piece, Plan, PlanError, Scheme
 
 log = logging.getLogger("tfcommx")
 
 
-class Left(NamedTuple):
+class PlanState(NamedTuple):
     """The state of one plan on one rank, as a checkpoint keeps it."""
 
     plan: Plan
@@ -52,7 +53,7 @@ class Exchanger:
         **options: Any,
     ) -> None:
         """`own_momentum` is the wrapped optimizer's; `options` are more arguments of
-        `planner.make_plan`.
+        `make_plan`.
         """
         self.comm, self.own_momentum = comm, own_momentum
         self.check(schemes)
@@ -77,17 +78,17 @@ class Exchanger:
             options.get("update", "all"),
             options.get("broadcast_every", 0),
         )
-        self.exchanges: dict[tuple[str, ...], Exchange] = {}
-        self.owed: Owed = {}  # of plans that were left, until the next plan takes it over
-        self.velocity: Owed = {}  # likewise; kept while plans have no momentum
-        self.left: list[Left] = []  # restored plans, until the model asks for an equal one
+        self.exchanges: dict[tuple[str, ...], PlanExecutor] = {}
+        self.owed: Residuals = {}  # of plans that were left, until the next plan takes it over
+        self.velocity: Residuals = {}  # likewise; kept while plans have no momentum
+        self.left: list[PlanState] = []  # restored plans, until the model asks for an equal one
         # of an outer LossScaleOptimizer: none, local (its own decision) or agreed
         self.loss_scale = "none"
         self._dense_bytes = 0.0  # of plans that were left
         self._variables: list[keras.Variable] = []
         # by id, which is its own as long as the variable is held here
         self._names: dict[int, tuple[str, keras.Variable]] = {}
-        self.reached = False  # by the step that is under way
+        self.exchange_ran = False  # by the step that is under way
         self._finite_scope = ""
 
     def names_of(self, variables: Sequence[keras.Variable]) -> list[str]:
@@ -108,7 +109,7 @@ class Exchanger:
                 self._names[id(variable)] = name, variable
         return [self._names[id(variable)][0] for variable in variables]
 
-    def call(self, variables: Sequence[keras.Variable], names: Sequence[str]) -> None:
+    def rename_variables(self, variables: Sequence[keras.Variable], names: Sequence[str]) -> None:
         """Give the variables these names, which are unique."""
         self._names.update(
             {
@@ -118,9 +119,9 @@ class Exchanger:
         )
 
     @tf.autograph.experimental.do_not_convert
-    def check_reached(self, optimizer: str) -> None:
+    def check_exchange_ran(self, optimizer: str) -> None:
         """Refuse an optimizer whose step has gone past `exchange`."""
-        if not self.reached:
+        if not self.exchange_ran:
             raise PlanError(
                 f"A wrapped optimizer must take its step as Keras's own do. {optimizer!r} has "
                 "taken it without an exchange: "
@@ -132,7 +133,7 @@ class Exchanger:
             )
 
     @tf.autograph.experimental.do_not_convert
-    def begin(
+    def prepare_step(
         self, variables: Sequence[keras.Variable], built: Sequence[keras.Variable] = ()
     ) -> None:
         """Say whose gradients come next, and which variables the optimizer has in all.
@@ -173,7 +174,7 @@ class Exchanger:
         """Return the gradients averaged (or summed) over the ranks, bit-identical on all.
         **Ranks:** all.
         """
-        variables, self.reached = self._variables, True
+        variables, self.exchange_ran = self._variables, True
         paths = self.names_of(variables)
         grads = [
             tf.ensure_shape(grad, variable.shape)
@@ -194,7 +195,7 @@ class Exchanger:
             apply()
             done = []
         else:
-            done = [exchange.witness(grads)]
+            done = [exchange.force_execution(grads)]
         with tf.control_dependencies(done):
             exchange.share(
                 {
@@ -234,36 +235,46 @@ class Exchanger:
         )
         self.schemes, self.given, self.exchanges = by_pattern(schemes), None, {}
 
-    def _unpack(self, left: Left) -> None:
+    def _unpack(self, left: PlanState) -> None:
         """Keep the state of a plan that is not used any more until others take it over."""
-        self.owed = sum_owed([self.owed, owed_of(left.plan, left.residuals, left.rank)])
-        self.velocity = sum_owed([self.velocity, owed_of(left.plan, left.velocities, left.rank)])
+        self.owed = sum_residuals(
+            [self.owed, residuals_by_variable(left.plan, left.residuals, left.rank)]
+        )
+        self.velocity = sum_residuals(
+            [self.velocity, residuals_by_variable(left.plan, left.velocities, left.rank)]
+        )
 
-    def all_owed(self) -> Owed:
+    def all_residuals(self) -> Residuals:
         """Return what this rank has not sent yet, over all plans."""
-        return sum_owed(
+        return sum_residuals(
             [
                 self.owed,
-                *(owed_of(left.plan, left.residuals, left.rank) for left in self.all_left()),
+                *(
+                    residuals_by_variable(left.plan, left.residuals, left.rank)
+                    for left in self.plan_states()
+                ),
             ]
         )
 
-    def all_velocity(self) -> Owed:
+    def all_velocity(self) -> Residuals:
         """Return this rank's part of the velocities, over all plans."""
-        return sum_owed(
+        return sum_residuals(
             [
                 self.velocity,
-                *(owed_of(left.plan, left.velocities, left.rank) for left in self.all_left()),
+                *(
+                    residuals_by_variable(left.plan, left.velocities, left.rank)
+                    for left in self.plan_states()
+                ),
             ]
         )
 
-    def all_left(self) -> list[Left]:
+    def plan_states(self) -> list[PlanState]:
         """Return the state of every plan on this rank."""
         return self._running() + self.left
 
-    def _running(self) -> list[Left]:
+    def _running(self) -> list[PlanState]:
         return [
-            Left(
+            PlanState(
                 exchange.plan,
                 int(exchange.steps.numpy()),
                 self.comm.rank,
@@ -285,7 +296,7 @@ class Exchanger:
             "bytes_between_nodes_dense": dense,
         }
 
-    def continue_from(self, owed: Owed, velocity: Owed, left: list[Left]) -> None:
+    def continue_from(self, owed: Residuals, velocity: Residuals, left: list[PlanState]) -> None:
         """Keep what a checkpoint holds in place of what is kept here; what was sent so far still
         counts as traffic.
         """
@@ -301,11 +312,11 @@ class Exchanger:
                     "such as '*embedding*', to "
                     f"Schemes. Received {scheme!r} for {pattern!r}."
                 )
-            planner.check_scheme(scheme, self.comm.topology, self.comm.has_messages)
+            check_scheme(scheme, self.comm.topology, self.comm.has_messages)
             if scheme.momentum and self.own_momentum:
                 raise PlanError(_twice(self.own_momentum))
 
-    def _exchange_for(self, variables: Sequence[keras.Variable]) -> Exchange:
+    def _exchange_for(self, variables: Sequence[keras.Variable]) -> PlanExecutor:
         key = tuple(self.names_of(variables))
         if key not in self.exchanges:
             with tf.init_scope():  # also while a step is traced: planning is done once, for real
@@ -317,14 +328,14 @@ class Exchanger:
                             "must change alike, or they wait for each other.",
                             sorted(set(key) ^ set(names))[0],
                         )
-                        owed, velocity = other.hand_over(set(key))
+                        owed, velocity = other.export_residuals(set(key))
                         self.owed, self.velocity = (
-                            sum_owed([self.owed, owed]),
-                            sum_owed([self.velocity, velocity]),
+                            sum_residuals([self.owed, owed]),
+                            sum_residuals([self.velocity, velocity]),
                         )
-                plan = self.given or planner.make_plan(
+                plan = self.given or make_plan(
                     [
-                        planner.Gradient(
+                        Gradient(
                             name,
                             tuple(variable.shape),
                             keras.backend.standardize_dtype(variable.dtype),
@@ -347,14 +358,14 @@ class Exchanger:
                         f"{'the plan' if odd in covered else 'the model'}. Make the plan from "
                         "this model."
                     )
-                exchange = Exchange(plan, self.comm)
+                exchange = PlanExecutor(plan, self.comm)
                 for left in [left for left in self.left if left.variables & covered]:
                     self.left.remove(left)
                     if left.plan == plan:
                         exchange.continue_from(left.steps, left.residuals, left.velocities)
                     else:  # the model or the scheme has changed since
                         self._unpack(left)
-                exchange.take_over(self.owed, self.velocity)
+                exchange.import_residuals(self.owed, self.velocity)
                 self.owed = {path: part for path, part in self.owed.items() if path not in covered}
                 moving = {
                     Piece.of(name).path
@@ -383,9 +394,9 @@ def _twice(own_momentum: float) -> str:
     )
 
 
-def sum_owed(parts: Sequence[Owed], factor: float = 1.0) -> Owed:
+def sum_residuals(parts: Sequence[Residuals], factor: float = 1.0) -> Residuals:
     """Add what several ranks owed, variable by variable, times a factor."""
-    total: Owed = {}
+    total: Residuals = {}
     for part in parts:
         for path, values in part.items():
             total[path] = total.get(path, np.float32(0)) + values * np.float32(factor)

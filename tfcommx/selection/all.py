@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfcommx import reference
+from tfcommx.kernels import reference
 from tfcommx.terms import PlanError, Sparse
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfcommx import reference
+from tfcommx.kernels import reference
 from tfcommx.terms import Sparse
 
 SAMPLED = 0.01  # of the entries, as in the paper

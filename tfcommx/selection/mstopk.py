@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfcommx import native
+from tfcommx.kernels import native
 from tfcommx.terms import Sparse
 
 

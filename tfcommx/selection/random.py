@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfcommx import native, reference
+from tfcommx.kernels import native, reference
 from tfcommx.terms import Sparse
 
 

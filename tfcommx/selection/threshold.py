@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfcommx import reference
+from tfcommx.kernels import reference
 from tfcommx.terms import Sparse
 
 THRESHOLD = 1e-3  # in units of the gradient; bind another with functools.partial

@@ -1,0 +1,167 @@
+"""`tfcommx cache warm`, `status` and `drop`, as they are typed."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from launching import ROOT
+
+from tfcommx.cli.cache import source_of
+from tfcommx.data.cache.slab import Slab, state_of
+from tfcommx.terms import PlanError
+
+
+def start(*words):
+    command = [sys.executable, "-m", "tfcommx.cli.main", "cache", *map(str, words)]
+    return subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def run(*words):
+    process = start(*words)
+    printed, said = process.communicate(timeout=120)
+    return process.returncode, printed, said
+
+
+def test_warm_status_and_drop(tmp_path, monkeypatch):
+    photos, memory, disk = tmp_path / "photos", tmp_path / "memory", tmp_path / "disk"
+    memory.mkdir()
+    for kind in "ab":
+        (photos / kind).mkdir(parents=True)
+        for n in range(35):
+            picture = tf.io.encode_jpeg(np.full((40, 30, 3), n, np.uint8)).numpy()
+            (photos / kind / f"{n}.jpg").write_bytes(picture)
+    (photos / "b" / "broken.jpg").write_bytes(b"not a picture")
+
+    status, _, said = run("warm", photos, "--memory", memory)
+    assert status == 2 and "--disk FOLDER, or --hold" in said
+    # takes no shared memory: it would be for nobody
+    status, printed, said = run("warm", photos, "--memory", "/proc", "--disk", disk)
+    assert status == 0 and "70 of 71 samples on disk" in printed and "broken.jpg" in said, said
+    holding = start("warm", photos, "--memory", memory, "--disk", disk, "--store", 20, "--hold")
+    printed = []
+    for line in holding.stdout:
+        printed.append(line)
+        if "until this command" in line:
+            break
+    assert any("70 of 71 samples" in line for line in printed), [*printed, holding.stderr.read()]
+    options = ("--memory", memory, "--disk", disk)
+    _, listed, _ = run("status", *options)
+    assert (
+        "70 of 71 samples" in listed
+        and "in use" in listed
+        and str(photos) in listed
+        and ": 70 samples" in listed
+    )
+    _, removed, _ = run("drop", "--memory", memory)
+    assert removed == "" and len(list(memory.iterdir())) == 1  # a living process holds it
+    holding.send_signal(signal.SIGTERM)
+    assert "broken.jpg" in holding.communicate(timeout=60)[1] and holding.returncode == 0
+    assert list(memory.iterdir()) == []
+
+    (memory / "tfcommx-x.slab").write_bytes(b"no slab")
+    # as in most languages' locales: a name that is no UTF-8 ended the list
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-8:strict")
+    slab = Slab(memory, "tfcommx-y", "k", 4, lambda: 10**5, {"source": "\udcffphotos"})
+    _, listed, said = run("status", *options)
+    assert "no slab" in listed and "\\udcffphotos" in listed, said
+    slab.close()
+    _, removed, _ = run("drop", *options)
+    assert removed.count("removed") == 2 and list(memory.iterdir()) == list(disk.iterdir()) == []
+
+
+def test_warm_on_the_nodes_of_a_launch(tmp_path):
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    for n in range(40):
+        (tmp_path / "photos" / str(n % 2)).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "photos" / str(n % 2) / f"{n}.jpg").write_bytes(
+            tf.io.encode_jpeg(np.full((40, 30, 3), n, np.uint8)).numpy()
+        )
+    words = [
+        "horovodrun",
+        "-np",
+        "4",
+        "--gloo",
+        "-H",
+        "localhost:2,127.0.0.1:2",
+        sys.executable,
+        "-m",
+        "tfcommx.cli.main",
+        "cache",
+        "warm",
+        str(tmp_path / "photos"),
+        "--memory",
+        str(memory),
+        "--hold",
+        "--seed",
+        "5",
+    ]
+    env = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
+    with subprocess.Popen(
+        words, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as launch:
+        lines, held = [], 0
+        for line in launch.stdout:
+            lines.append(line)
+            held += "until this command" in line
+            if held == 4:
+                break
+        slabs = sorted(memory.glob("*.slab"))
+        shares = [state_of(slab)[:2] for slab in slabs]
+        launch.send_signal(signal.SIGTERM)
+        lines += launch.communicate(timeout=60)[0]
+    assert held == 4 and shares == [(40, 20), (40, 20)], lines
+    assert [slab.stem[-2:] for slab in slabs] == ["-0", "-1"] and list(memory.iterdir()) == [], (
+        lines
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("warm", "/nope", "--hold"),
+        ("status", "--memory", "/nope"),
+        ("status", "--disk", "/nope"),
+        ("drop", "--memory", "/nope"),
+        ("drop", "--disk", "/nope"),
+    ],
+)
+def test_a_folder_that_does_not_exist_is_named_in_one_line(words, tmp_path):
+    elsewhere = () if "--memory" in words else ("--memory", tmp_path)
+    status, printed, said = run(*words, *elsewhere)
+    assert (status, printed) == (2, "") and said.splitlines()[-1].startswith(
+        "tfcommx: The folder /nope does not exist"
+    ), said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("./nope", "The folder nope does not exist"),
+        (__file__, "test_cache_command.py is no folder"),
+        ("photos/train", "'photos/train': Dataset photos not found. Check its name"),
+        ("imagenette/nope", "BuilderConfig nope not found"),
+        ("imagenette/160px-v2:9.9.9", "only: 1.0.0"),
+    ],
+)
+def test_a_source_that_does_not_exist_is_named_in_one_line(text, said):
+    with pytest.raises(PlanError, match=re.escape(said)) as error:
+        source_of(text, "train")
+    assert "\n" not in str(error.value)

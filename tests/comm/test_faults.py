@@ -1,0 +1,194 @@
+"""Law 7, on real processes: who dies is named, and the others end; bad launches are refused before
+anything hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from launching import ROOT, horovodrun
+
+from tfcommx.comm import watcher
+from tfcommx.comm.init import init
+from tfcommx.terms import PlanError
+
+WORKER = str(ROOT / "tests" / "worker_faults.py")
+NAMES = {
+    "gloo": r"Process (name: )?2\b",
+    "mpi": r"process rank 2 with|rank 2 on \S+ \(|,2\]|\[1,2\]<stderr>: RuntimeError",
+}
+
+
+def seconds_since_the_fault(output: str) -> float:
+    """Call it when the launch has ended; its start may take long where ranks share few cores, and
+    is not meant.
+    """
+    found = re.search(r"now (\d+\.\d+)", output)
+    assert found, output[-4000:]
+    return time.time() - float(found[1])
+
+
+@pytest.mark.parametrize("launcher", ["gloo", "mpi"])
+@pytest.mark.parametrize("how", ["kill", "raise"])
+def test_a_rank_that_dies_ends_the_others_and_is_named(how: str, launcher: str) -> None:
+    ended = horovodrun(3, [WORKER, how, "2"], launcher, seconds=120)
+    assert ended.status != 0
+    assert seconds_since_the_fault(ended.output) < 60, ended.output[-4000:]
+    # anywhere: launchers forward stdout and stderr each for itself
+    assert re.search(NAMES[launcher], ended.output), ended.output[-4000:]
+    assert ("this rank gives up" in ended.output) == (how == "raise"), ended.output[-4000:]
+
+
+@pytest.mark.parametrize("launcher", ["gloo", "mpi"])
+def test_a_rank_that_is_stopped_ends_the_others_and_is_named(launcher: str) -> None:
+    ended = horovodrun(3, [WORKER, "stop", "2", "5"], launcher, seconds=120)
+    assert ended.status != 0
+    assert seconds_since_the_fault(ended.output) < 60, ended.output[-4000:]
+    for rank in (0, 1):
+        assert re.search(
+            rf"rank {rank} ends, because ranks are missing: rank 2 on \S+ \(not heard of",
+            ended.output,
+        ), ended.output[-4000:]
+
+
+def test_ranks_that_end_early_or_hold_pythons_lock_are_not_missed() -> None:
+    ended = horovodrun(3, [WORKER, "apart", "2", "3"], "gloo", seconds=120)
+    assert ended.status == 0, ended.output[-4000:]
+    assert ended.output.count("done") == 3 and "missing" not in ended.output, ended.output[-4000:]
+
+
+def test_a_failure_is_told_to_the_others_and_not_blamed_on_those_that_it_drags_along() -> None:
+    ended = horovodrun(3, [WORKER, "raise", "2"], "gloo", seconds=120)
+    for rank in (0, 1):
+        said = (
+            rf"rank {rank} ends, because ranks are missing: rank 2 on \S+ \(failed: "
+            r"RuntimeError: this rank gives up\)"
+        )
+        assert re.search(said, ended.output), ended.output[-4000:]
+
+
+def test_a_watch_that_cannot_be_is_refused() -> None:
+    with pytest.raises(PlanError, match="watch_seconds"):
+        init(watch_seconds=0)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("kill", r"rank 2\b"),
+        ("raise", "rank 2 gives up"),
+        ("stop", r"rank [01] gives up"),
+    ],
+)
+def test_messages_end_too_when_a_rank_does_not_come(how: str, said: str) -> None:
+    """Who waits in MPI for a message is out of Horovod's reach: an uncaught error ends the launch,
+    and waiting has an end.
+    """
+    ended = horovodrun(
+        3,
+        [WORKER, how, "2", "20", "pipeline"],
+        "mpi",
+        seconds=120,
+        TFCOMMX_MESSAGE_TIMEOUT_SECONDS="5",
+    )
+    assert "now" in ended.output and ended.status != 0, ended.output[-4000:]
+    assert ended.seconds < 60, f"{ended.seconds:.0f} s\n{ended.output[-4000:]}"
+    # not after "now": mpirun forwards stdout and stderr each for itself
+    assert re.search(said, ended.output), ended.output[-4000:]
+    if how == "stop":
+        assert re.search(r"has waited longer for ranks \[", ended.output), ended.output[-4000:]
+
+
+def test_unequal_slots_are_refused_by_two_level_routes_and_work_with_one_level() -> None:
+    code = (
+        "import numpy as np, keras, tensorflow as tf, tfcommx as cx; c = cx.init();"
+        "v = keras.Variable(np.zeros((64, 64), 'float32'), name='w');"
+        "o = cx.DistributedOptimizer(keras.optimizers.SGD(1.0), cx.Scheme('allgather', 'mstopk', "
+        "0.5)); o.apply([tf.ones([64, 64])], [v]);"
+        "print('one level', c.topology.size);"
+        "cx.DistributedOptimizer(keras.optimizers.SGD(1.0), cx.Scheme('hitopk', 'mstopk', 0.1))"
+    )
+    ended = horovodrun(3, ["-c", code], "gloo", seconds=120, hosts="localhost:2,127.0.0.1:1")
+    assert ended.status != 0
+    assert ended.output.count("one level 3") == 3, ended.output[-4000:]
+    assert "localhost:2, 127.0.0.1:1" in ended.output, ended.output[-4000:]
+
+
+def test_without_init_the_error_says_so() -> None:
+    import subprocess
+
+    code = "import keras, tfcommx as cx; cx.DistributedOptimizer(keras.optimizers.SGD(0.1))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode != 0 and "tfcommx.init() must be called first" in ended.stderr
+
+
+def test_a_watcher_whose_rank_was_killed_with_an_alarm_unread_ends_in_order() -> None:
+    mine, theirs = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        job = {
+            "rank": 0,
+            "pid": 1,
+            "token": "t",
+            "limit": 2.0,
+            "addresses": [[]],
+            "ports": [0],
+            "hosts": ["here"],
+        }
+        one = watcher.Watcher(job, listening, theirs)
+        theirs.send(b"an alarm")
+        mine.close()
+        one.hear_rank(theirs)
+    assert one.ended
+    theirs.close()
+
+
+def test_a_stranger_who_calls_does_not_keep_a_watcher_from_its_beats() -> None:
+    """Two watchers, each of a process of its own; one caller says a letter now and then, others
+    nothing.
+    """
+    ranks = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    listening = [socket.create_server(("127.0.0.1", 0)) for _ in ranks]
+    ports = [one.getsockname()[1] for one in listening]
+    ends = [socket.socketpair() for _ in ranks]
+    job = {
+        "token": "t",
+        "limit": 2.0,
+        "addresses": [["127.0.0.1"]] * 2,
+        "ports": ports,
+        "hosts": ["here"] * 2,
+    }
+    watchers = [
+        watcher.Watcher({**job, "rank": rank, "pid": process.pid}, listening[rank], ends[rank][1])
+        for rank, process in enumerate(ranks)
+    ]
+    threads = [threading.Thread(target=one.run) for one in watchers]
+    try:
+        callers = [socket.create_connection(("127.0.0.1", ports[0])) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for _ in range(12):
+            with contextlib.suppress(OSError):  # it is hung up on
+                callers[0].send(b"x")
+            time.sleep(0.5)
+        assert [process.poll() for process in ranks] == [None, None]
+        for mine, _ in ends:
+            mine.setblocking(False)
+            with pytest.raises(BlockingIOError):  # an alarm would be there to read
+                mine.recv(100)
+        assert all(peer.socket for one in watchers for peer in one.peers.values())
+        assert not watchers[0].callers
+    finally:
+        for (mine, _), process in zip(ends, ranks, strict=True):
+            mine.send(b"bye")
+            mine.close()
+            process.kill()
+            process.wait()
+        for thread in threads:
+            thread.join(10)

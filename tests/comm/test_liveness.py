@@ -1,0 +1,68 @@
+"""What a rank that fails tells the others, in the 300 characters that there are for it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+from tfcommx.comm import liveness
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch):
+    """Let an error go uncaught; return what the watcher is told."""
+    monkeypatch.setattr(sys, "excepthook", lambda *failure: None)
+    monkeypatch.setattr(liveness.atexit, "register", lambda ends: None)
+    ours, theirs = socket.socketpair()
+    liveness._say_how_it_ends(ours)
+
+    def tell(error: BaseException) -> str:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return theirs.recv(65536).decode()
+
+    with ours, theirs:
+        yield tell
+
+
+def test_the_cause_of_an_error_in_a_graph_comes_first(told) -> None:
+    net = keras.Sequential(
+        [
+            keras.layers.Input((3,)),
+            keras.layers.Embedding(4, 2),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1),
+        ]
+    )
+    net.compile("sgd", loss="mse", jit_compile=False)
+    with pytest.raises(Exception, match="Graph execution error") as failed:
+        net.fit(np.full((4, 3), 9), np.zeros((4, 1)), verbose=0)
+    said = told(failed.value)
+    assert (
+        said.startswith("failed: InvalidArgumentError: indices[")
+        and "is not in [0, 4) Graph execution error" in said
+    )
+    assert len(said) <= 300 and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("one line", "one line"), ("", ""), ("why\n\n  where\tit was \n", "where it was why")],
+)
+def test_other_errors_are_said_whole(told, text: str, said: str) -> None:
+    assert told(ValueError(text)) == f"failed: ValueError: {said}"
+
+
+def test_a_forked_child_is_not_the_rank(told) -> None:
+    """A worker process that a data pipeline forks fails: the rank goes on, and nobody may be told
+    that it has failed.
+    """
+    if not (child := os.fork()):
+        sys.excepthook(ValueError, ValueError("of the child"), None)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert told(ValueError("of the rank")) == "failed: ValueError: of the rank"

@@ -1,0 +1,140 @@
+"""Sources besides TFRecords, and the disk level that keeps what they gave."""
+
+import io
+import os
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tfcommx.data.cache.batches import Phase
+from tfcommx.data.cache.cache import DataCache
+from tfcommx.data.cache.disk import Disk, drop
+from tfcommx.data.cache.options import Options
+from tfcommx.data.sources.arrays import Arrays
+from tfcommx.data.sources.base import SampleError, decode
+from tfcommx.data.sources.folder import Folder
+from tfcommx.terms import PlanError
+
+
+@pytest.fixture
+def photos(tmp_path):
+    for name in ("a/1.jpg", "a/deep/2.jpg", "b/3.jpg"):
+        path = tmp_path / "photos" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode())
+    return tmp_path / "photos"
+
+
+def names(photos):
+    source = Folder(photos)
+    return [os.path.relpath(source.where(n), photos) for n in range(source.count)]
+
+
+def test_a_folder_that_cannot_be_listed_is_named(photos, monkeypatch):
+    scandir = os.scandir
+
+    def refused(path):  # root may list everything
+        if str(path).endswith("deep"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(PlanError, match=r"photos/a/deep: Permission denied"):
+        Folder(photos)
+
+
+def test_linked_folders_are_followed_but_not_in_circles(photos, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "9.jpg").write_bytes(b"nine")
+    (photos / "b" / "link").symlink_to(outside)
+    (outside / "back").symlink_to(photos / "b")
+    assert names(photos) == ["a/1.jpg", "a/deep/2.jpg", "b/3.jpg", "b/link/9.jpg"]
+
+
+def test_hidden_folders_and_pipes_are_no_images(photos):
+    hidden = photos / "a" / ".thumbs"
+    hidden.mkdir()
+    (hidden / "4.jpg").write_bytes(b"four")
+    os.mkfifo(photos / "b" / "pipe.jpg")
+    assert names(photos) == ["a/1.jpg", "a/deep/2.jpg", "b/3.jpg"]
+
+
+@pytest.mark.parametrize("name", ["a/dead.jpg", "a/folder", "class"])
+def test_a_link_to_nowhere_is_named(photos, name):
+    (photos / name).symlink_to("/nowhere")
+    with pytest.raises(PlanError, match=rf"{name}: .* link to /nowhere. Mend or remove it"):
+        Folder(photos)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_arrays_of_any_channels_are_served(tmp_path, channels):
+    pixels = np.random.default_rng(channels).integers(0, 256, (6, 5, 4, channels), np.uint8)
+    cache = DataCache(Arrays(pixels, np.arange(6)), options=Options(memory=str(tmp_path)))
+    try:
+        for images, labels in cache.dataset(Phase(batch=3, dtype="uint8")):
+            assert np.array_equal(images, pixels[labels])
+    finally:
+        cache.close()
+
+
+def test_labels_that_would_be_cut_are_refused():
+    pixels = np.zeros((2, 2, 2, 3), np.uint8)
+    assert Arrays(pixels, np.array([0.0, 2.0])).labels.tolist() == [0, 2]
+    for labels in ([0.0, 0.9], [0.0, np.nan], ["a", "b"]):
+        with pytest.raises(PlanError, match="whole numbers are required"):
+            Arrays(pixels, np.array(labels))
+
+
+@pytest.mark.parametrize("mode", ["P", "1", "L", "RGB"])
+def test_a_bitmap_with_a_table_of_colours_is_refused(mode):
+    """Its indices were served as greys."""
+    picture = Image.fromarray(np.array([[[255, 0, 0], [0, 0, 255]]] * 4, np.uint8))
+    picture = picture.quantize(4) if mode == "P" else picture.convert(mode)
+    out = io.BytesIO()
+    picture.save(out, "BMP")
+    if mode in "P1":
+        with pytest.raises(SampleError, match="table of colours"):
+            decode(out.getvalue(), 3)
+    else:
+        np.testing.assert_array_equal(decode(out.getvalue(), 3), picture.convert("RGB"))
+    for end in (2, 14, 30, 60):
+        with pytest.raises(SampleError):
+            decode(out.getvalue()[:end], 3)
+
+
+@pytest.mark.parametrize("stems", ["ab", "ba"])
+def test_a_sample_that_was_written_again_is_read_by_later_runs(tmp_path, monkeypatch, stems):
+    for when, stem in enumerate(stems):
+        monkeypatch.setattr("tfcommx.data.cache.disk.secrets.token_hex", lambda _, stem=stem: stem)
+        disk = Disk(tmp_path, "key", 2)
+        assert disk.read(1) is None
+        disk.write(1, 5, b"hello")
+        disk.close()
+        (index,), (pack,) = disk.folder.glob(f"*-{stem}.idx"), disk.folder.glob(f"*-{stem}.pack")
+        os.utime(index, (when, when))
+        if when == 0:
+            pack.write_bytes(b"jello")
+    later = Disk(tmp_path, "key", 2)
+    assert later.read(1) == (b"hello", 5) and later.corrupt == 0
+    later.close()
+
+
+def test_packs_of_many_runs_are_read_one_by_one(tmp_path):
+    """Each was held open: 8 processes and 128 runs that ended early left no descriptor for anything
+    else.
+    """
+    for sample in range(20):
+        disk = Disk(tmp_path, "key", 20)
+        disk.write(sample, sample, b"hello")
+        disk.close()
+    before = len(os.listdir("/proc/self/fd"))
+    disk = Disk(tmp_path, "key", 20)
+    assert [disk.read(sample) for sample in range(20)] == [
+        (b"hello", sample) for sample in range(20)
+    ]
+    assert len(os.listdir("/proc/self/fd")) == before
+    drop(tmp_path)
+    assert disk.read(3) is None and disk.corrupt == 0
+    disk.close()

@@ -1,0 +1,149 @@
+"""TFRecord sources: numbering, labels, and files that are cut off or damaged."""
+
+import os
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfcommx.data.sources.base import SampleError, decode
+from tfcommx.data.sources.tfrecord import TFRecords, imagenet, scan, tfds
+from tfcommx.kernels import native, reference
+from tfcommx.terms import PlanError
+
+
+def write(path, numbers):
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for n in numbers:
+            image = tf.io.encode_png(np.full((3, 4, 3), n, np.uint8)).numpy()
+            feature = {
+                "image/encoded": tf.train.Feature(bytes_list=tf.train.BytesList(value=[image])),
+                "image/class/label": tf.train.Feature(int64_list=tf.train.Int64List(value=[n + 1])),
+            }
+            writer.write(
+                tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString()
+            )
+
+
+def test_imagenet_shards_are_numbered_in_order_and_broken_ones_named(tmp_path):
+    write(tmp_path / "train-00000-of-00003", range(3))
+    write(tmp_path / "train-00001-of-00003", [])
+    write(tmp_path / "train-00002-of-00003", range(3, 7))
+    source = imagenet(tmp_path)
+    assert source.count == 7
+    for n in range(7):
+        data, label = source.read(n)
+        assert label == n and decode(data, 3)[0, 0, 0] == n
+    assert source.where(3).endswith("train-00002-of-00003 record 0")
+    last = tmp_path / "train-00002-of-00003"
+    last.write_bytes(last.read_bytes()[:-5])
+    with pytest.raises(SampleError, match=r"train-00002-of-00003 ends inside the record"):
+        imagenet(tmp_path)
+    skipping = imagenet(tmp_path, skip=True)
+    assert skipping.count == 3 and list(skipping.broken) == [str(last)]
+    with pytest.raises(SampleError, match="'other'"):
+        TFRecords([tmp_path / "train-00000-of-00003"], image="other").read(0)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    for n in (0, 2):
+        write(tmp_path / f"train-0000{n}-of-00003", range(n, n + 1))
+    (tmp_path / "train-00001-of-00003.part").write_bytes(b"")
+    with pytest.raises(PlanError, match=r"has 2 of train\. train-00001-of-00003 is missing"):
+        imagenet(tmp_path)
+    write(tmp_path / "train-00001-of-00003", range(1, 2))
+    assert imagenet(tmp_path).count == 3
+    write(tmp_path / "train-00000-of-00001", range(3))
+    with pytest.raises(PlanError, match=r"All shards of one set"):
+        imagenet(tmp_path)
+
+
+def test_a_flipped_bit_is_found(tmp_path):
+    shard = tmp_path / "train-00000-of-00001"
+    write(shard, range(4))
+    good, (start, length) = shard.read_bytes(), scan(shard)[2].tolist()
+
+    def flip(at):
+        shard.write_bytes(good[:at] + bytes([good[at] ^ 64]) + good[at + 1 :])
+
+    for at in (start + length - 1, start + length):  # of the record, of its CRC
+        flip(at)
+        damaged = imagenet(tmp_path)
+        assert [damaged.read(n)[1] for n in (0, 1, 3)] == [0, 1, 3]
+        with pytest.raises(SampleError, match="CRC"):
+            damaged.read(2)
+    for at in (start - 12, start - 1):  # of the length, of its CRC
+        flip(at)
+        with pytest.raises(
+            SampleError, match=f"{shard.name} has a damaged length at byte {start - 12}"
+        ):
+            imagenet(tmp_path)
+    shard.write_bytes(bytes(1600))
+    with pytest.raises(SampleError, match="damaged length at byte 0"):
+        imagenet(tmp_path)
+
+
+def test_labels_outside_the_classes_are_named(tmp_path):
+    write(tmp_path / "shard", range(3))
+    # its letters were taken for files: "Is a directory: '/'"
+    assert TFRecords(str(tmp_path / "shard")).count == 3
+    source = TFRecords([tmp_path / "shard"], classes=("a", "b"))
+    assert source.read(1)[1] == 1
+    with pytest.raises(SampleError, match=r"\[1, 3\) is required, the record has 3"):
+        source.read(2)
+    with pytest.raises(SampleError, match="has 1"):
+        TFRecords([tmp_path / "shard"], first_label=2, classes=("a", "b")).read(0)
+    # and not -1 for a loss
+    with pytest.raises(
+        SampleError, match=r"in \[2, \.\.\.\) is required, the record has 1; `first_label`"
+    ):
+        TFRecords([tmp_path / "shard"], first_label=2).read(0)
+    # what the disk level keeps is not checked again: other classes are other data
+    keys = {
+        TFRecords([tmp_path / "shard"], classes=names).key
+        for names in ((), ("a", "b"), ("a", "b", "c"))
+    }
+    assert len(keys) == 3
+
+
+@pytest.mark.parametrize("length", [0, 8, 63, 64, 5003])
+def test_crc32c_of_the_library_and_of_the_reference(length):
+    # the check value of CRC-32C
+    assert native.crc32c(b"123456789") == reference.crc32c(b"123456789") == 0xE3069283
+    data = os.urandom(length)
+    assert native.crc32c(data) == reference.crc32c(data)
+
+
+def test_a_tensorflow_data_set_by_name(tmp_path):
+    import tensorflow_datasets
+
+    class CachedColours(tensorflow_datasets.core.GeneratorBasedBuilder):
+        """Registers itself by its name, cached_colours."""
+
+        VERSION = tensorflow_datasets.core.Version("1.0.0")
+
+        def _info(self):
+            features = {
+                "image": tensorflow_datasets.features.Image(shape=(4, 3, 3)),
+                "label": tensorflow_datasets.features.ClassLabel(names=["even", "odd"]),
+            }
+            return tensorflow_datasets.core.DatasetInfo(
+                builder=self,
+                features=tensorflow_datasets.features.FeaturesDict(features),
+                supervised_keys=("image", "label"),
+            )
+
+        def _split_generators(self, dl_manager):
+            return {"train": self._generate_examples(range(9))}
+
+        def _generate_examples(self, numbers):
+            for n in numbers:
+                yield n, {"image": np.full((4, 3, 3), n, np.uint8), "label": n % 2}
+
+    source = tfds("cached_colours", data_dir=tmp_path)
+    assert source.count == 9 and source.classes == ("even", "odd") and source.channels == 3
+    read = [source.read(n) for n in range(9)]
+    pixels = [(int(decode(data, 3)[0, 0, 0]), label) for data, label in read]
+    assert sorted(pixels) == [(n, n % 2) for n in range(9)]
+    with pytest.raises(PlanError, match=r"'test'.*Known: train"):
+        tfds("cached_colours", "test", tmp_path)

@@ -1,0 +1,133 @@
+"""The CUDA kernels, as far as a machine without a GPU can tell: they compile, and on an emulated
+GPU they keep the contract.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from launching import ROOT
+from tensorflow.python.framework import kernels as registered
+from vectors import KINDS, make
+
+from tfcommx.kernels import native
+
+needs_nvcc = pytest.mark.skipif(
+    not shutil.which("nvcc"), reason="nvcc is not on PATH: the CUDA sources are not compiled here"
+)
+
+
+def check_cuda(folder, *options):
+    environment = {**os.environ, "CHECK_CUDA_FOLDER": str(folder)}
+    return subprocess.run(
+        [ROOT / "scripts" / "check_cuda", *options], capture_output=True, text=True, env=environment
+    )
+
+
+def test_kernels_keep_the_contract_on_an_emulated_gpu(tmp_path):
+    done = check_cuda(
+        tmp_path,
+        "--on-cpu",
+        "--cases",
+        "360",
+        "--largest",
+        "60000",
+        "--seed",
+        "7",
+        "--rounds",
+        "1",
+        "--n",
+        "20000",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    check, *timed = [json.loads(line) for line in done.stdout.splitlines()]
+    assert check["failures"] == 0 and check["cases"] > 360
+    assert {row["name"] for row in timed} == {
+        "copy_16_bytes",
+        "residual_add",
+        "mstopk",
+        "exact",
+    } and all(row["verified"] for row in timed)
+
+
+@needs_nvcc
+def test_kernels_compile_without_warnings(tmp_path):
+    done = check_cuda(tmp_path, "--build")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_nvcc
+def test_kernels_keep_the_contract_on_a_gpu_or_the_check_says_that_there_is_none(tmp_path):
+    done = check_cuda(tmp_path, "--cases", "120", "--largest", "1000000", "--rounds", "0")
+    if done.returncode == 2:
+        assert "No GPU was found: nothing was checked." in done.stderr, done.stderr
+    else:
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "TfcommxSelect",
+        "TfcommxSelectResidual",
+        "TfcommxSelectMomentum",
+        "TfcommxMerge",
+        "TfcommxWireEncode",
+        "TfcommxWireDecode",
+    ],
+)
+def test_ops_have_gpu_kernels_where_the_library_was_built_with_nvcc(name):
+    assert native.library() is not None
+    devices = {
+        kernel.device_type for kernel in registered.get_registered_kernels_for_op(name).kernel
+    }
+    assert devices == ({"CPU", "GPU"} if native.has_gpu_kernels() else {"CPU"})
+
+
+def through_the_ops(device, kind, rule, wire):
+    """Select, encode, decode and merge on a device, twice: the second time from what the first
+    left. Return all as arrays.
+    """
+    n, k, found = 300_007, 3_000, []
+    with tf.device(device):
+        residual = tf.Variable(make("laplace", n, 2))
+        for seed in (3, 4):
+            old = residual.read_value()  # must not change with the variable
+            chosen = native.select_with_residual(
+                tf.constant(make(kind, n, seed)), residual, k, seed, rule
+            )
+            places, values = native.wire_decode(
+                tf.tile(native.wire_encode(chosen, wire), [2]), k, n, wire
+            )
+            found += [
+                old,
+                *chosen[:2],
+                residual.read_value(),
+                places,
+                values,
+                native.merge(places, values, n, k),
+            ]
+    return [one.numpy() for one in found]
+
+
+@pytest.mark.skipif(
+    not tf.config.list_physical_devices("GPU"),
+    reason="TensorFlow finds no GPU: its kernels were not run",
+)
+@pytest.mark.parametrize("wire", ["pair32", "block16/bfloat16"])
+@pytest.mark.parametrize("rule", ["exact", "mstopk"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ops_on_a_gpu_equal_those_on_the_cpu(kind, rule, wire):
+    assert native.has_gpu_kernels()
+    for mine, right in zip(
+        through_the_ops("/gpu:0", kind, rule, wire),
+        through_the_ops("/cpu:0", kind, rule, wire),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(mine, right)

@@ -1,0 +1,77 @@
+"""The tile loops of all instruction sets agree: a processor runs only the fastest, so the others
+need a test of their own. And selection reads and allocates no more than it says."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+
+KERNELS = ROOT / "ops" / "kernels"
+LOOPS = [
+    path for path in sorted(KERNELS.glob("select_scan_*.cc")) if path.stem != "select_scan_choice"
+]
+
+
+def compiled(folder: Path, main: str, *others: Path, optimise: tuple[str, ...] = ("-O2",)) -> Path:
+    assert shutil.which("g++"), "set-up needs g++ as well: apt-get install g++"
+    program = folder / main
+    flags = [
+        "-std=c++17",
+        "-ffp-contract=off",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-pthread",
+        f"-I{ROOT / 'ops'}",
+        *optimise,
+    ]
+    subprocess.run(
+        ["g++", *flags, ROOT / "tests" / f"{main}.cc", *LOOPS, *others, "-o", program], check=True
+    )
+    return program
+
+
+@pytest.mark.parametrize(
+    "optimise", [("-O2",), ("-O3", "-fPIC"), ("-O1", "-finstrument-functions", "-w")], ids=" ".join
+)
+def test_all_instruction_sets_agree(tmp_path, optimise):
+    """With calls in between, which are instrumented in, the compiler runs out of registers and puts
+    masks on the stack.
+    """
+    done = subprocess.run(
+        [compiled(tmp_path, "scan_check", optimise=optimise)], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "checked portable" in done.stdout, done.stdout
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory) -> list[tuple]:
+    """Selections from 2^23 entries: (kind, rule, states, n, k, entries read, peak bytes)."""
+    program = compiled(tmp_path_factory.mktemp("check"), "select_check", KERNELS / "select_cpu.cc")
+    lines = subprocess.run(
+        [program, str(2**23)], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    words = [line.split() for line in lines]
+    return [(kind, rule, *map(int, numbers)) for kind, rule, *numbers in words]
+
+
+def test_no_vector_is_read_more_than_twice(cases):
+    """Neither where all are alike, nor where few values are, nor where neighbours are: in no kind
+    and for no k.
+    """
+    assert len(cases) == 10 * 2 * 3 * 3
+    for kind, rule, states, n, k, read, _ in cases:
+        assert n <= read <= 2 * n, (kind, rule, states, k, read / n)
+        if kind in ("normal", "laplace") and k <= n // 100:
+            assert read == n, (kind, rule, states, k, read / n)
+
+
+def test_extra_memory_is_at_most_2_percent(cases):
+    for kind, rule, states, n, k, _, peak in cases:
+        noted = 8 * k if kind == "not_finite" else 0  # a list of indices that doubles as it grows
+        if k <= n // 100:
+            assert 0 < peak <= 0.02 * 4 * n + noted, (kind, rule, states, k, peak / n / 4)

@@ -1,0 +1,242 @@
+"""The fit finds the links that made the times, and all ranks agree on it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launching import ROOT, horovodrun
+
+from tfcommx import cost
+from tfcommx.comm.base import Comm
+from tfcommx.comm.threads import ThreadComm
+from tfcommx.measure import links
+from tfcommx.planner.plan import Gradient, make_plan
+from tfcommx.terms import NOMINAL, Link, Links, PlanError, Scheme, Topology
+
+
+def times_of(link: Link, ranks: int = 4, noise: float = 0.0) -> list[tuple[float, float, float]]:
+    numbers = np.random.default_rng(1)
+    return [
+        (
+            np.log2(ranks),
+            (ranks - 1.0) * size,
+            cost.all_gather(size, ranks, link) * (1 + noise * numbers.random()),
+        )
+        for size in links.SIZES
+    ]
+
+
+@pytest.mark.parametrize("link", [NOMINAL.inside, NOMINAL.between, Link(1e-3, 4e-8)])
+def test_the_fit_finds_the_link(link: Link) -> None:
+    alpha, beta = links.fit(times_of(link))
+    assert (alpha, beta) == pytest.approx((link.alpha_s, link.beta_s_per_byte), rel=1e-6)
+
+
+def test_noise_of_a_tenth_moves_the_fit_by_about_a_tenth() -> None:
+    """Also of alpha, a ten-thousandth of the largest message's time."""
+    link = Link(5e-5, 8e-9)
+    alpha, beta = links.fit(times_of(link, noise=0.1))
+    assert alpha == pytest.approx(link.alpha_s, rel=0.15) and beta == pytest.approx(
+        link.beta_s_per_byte, rel=0.15
+    )
+
+
+def test_a_link_is_never_free_nor_ahead_of_time() -> None:
+    # a line through these starts before 0
+    assert links.fit([(1, 1000, 1e-3), (1, 2000, 3e-3)])[0] == 0
+    assert links.fit([(1, 1000, 1e-3), (1, 2000, 0.5e-3)])[1] > 0
+
+
+@pytest.mark.parametrize("points", [[], [(1, 1000, 1.0)], [(1, 1000, 0.0), (1, 2000, 1.0)]])
+def test_what_cannot_be_fitted_is_refused(points: list) -> None:
+    with pytest.raises(PlanError, match="two or more sizes"):
+        links.fit(points)
+
+
+@pytest.mark.parametrize(
+    ("topology", "measured"),
+    [
+        (Topology(2, 2), {"inside", "between"}),
+        (Topology(3, 1), {"between"}),
+        (Topology(1, 2), {"inside"}),
+        (Topology(1, 1), set()),
+    ],
+)
+@pytest.mark.parametrize("messages", [True, False])
+def test_all_ranks_agree_and_links_that_are_not_there_stay_nominal(
+    topology: Topology, measured: set[str], messages: bool
+) -> None:
+    def work(comm: Comm) -> links.Probed:
+        if not messages:
+            comm._open_point_to_point = None
+        return links.probe(comm, sizes=(1024, 65536), repeats=2, blocks=(1024, 4096))
+
+    results = ThreadComm.run(topology, work)
+    assert all(result == results[0] for result in results)
+    assert {kind for kind, points in results[0].points.items() if points} == measured
+    assert {
+        kind
+        for kind in ("inside", "between")
+        if getattr(results[0].links, kind) != getattr(NOMINAL, kind)
+    } == measured
+    assert links.Probed.from_json(results[0].to_json()) == results[0]
+    assert [block for block, _ in results[0].blocks] == (
+        [1024, 4096] if messages and topology.size > 1 else []
+    )
+    fastest = (
+        min(results[0].blocks, key=lambda row: row[1])[0]
+        if results[0].blocks
+        else NOMINAL.block_bytes
+    )
+    assert results[0].links.block_bytes == fastest
+
+
+def test_the_slots_of_a_node_share_its_port() -> None:
+    """A clock that counts what comes through the port finds the port's beta, not a slot's share of
+    it.
+    """
+    clocks: dict[int, float] = {}
+
+    def work(comm: Comm) -> links.Probed:
+        comm._open_point_to_point = None
+        gather = comm.all_gather
+        clocks[comm.rank] = 0.0
+
+        def timed(tensor: object, group: str, name: str) -> object:
+            bytes_in = (len(comm.members(group)) - 1) * 4 * len(tensor)
+            clocks[comm.rank] += 1e-4 + (
+                bytes_in * comm.topology.slots * 8e-9 if group == "peers" else bytes_in * 1e-10
+            )
+            return gather(tensor, group, name)
+
+        comm.all_gather = timed
+        return links.probe(comm, sizes=(1024, 65536), repeats=2, clock=lambda: clocks[comm.rank])
+
+    links = ThreadComm.run(Topology(2, 2), work)[0].links
+    assert links.between.beta_s_per_byte == pytest.approx(
+        8e-9
+    ) and links.inside.beta_s_per_byte == pytest.approx(1e-10)
+    assert links.between.alpha_s == pytest.approx(1e-4)
+
+
+def test_unequal_nodes_are_refused_by_name() -> None:
+    with pytest.raises(PlanError, match="red:2, blue:1"):
+        ThreadComm.run(Topology(2, 2, (("red", 2), ("blue", 1))), links.probe)
+
+
+def test_messages_of_a_node_share_its_port_too() -> None:
+    """A clock that counts what each of two slots sends finds the beta of both together."""
+    clocks: dict[int, float] = {}
+
+    def work(comm: Comm) -> links.Probed:
+        post = comm.open_point_to_point()
+        send = post.send
+        clocks[comm.rank] = 0.0
+
+        def timed(array: object, target: int, tag: int) -> object:
+            out = comm.topology.node_of(target) != comm.topology.node_of(comm.rank)
+            clocks[comm.rank] += 1e-4 + array.nbytes * (2 * 8e-9 if out else 1e-10)
+            return send(array, target, tag)
+
+        post.send = timed
+        return links.probe(comm, sizes=(1024, 65536), repeats=2, clock=lambda: clocks[comm.rank])
+
+    links = ThreadComm.run(Topology(2, 2), work)[0].links
+    assert links.between.beta_s_per_byte == pytest.approx(
+        8e-9
+    ) and links.inside.beta_s_per_byte == pytest.approx(1e-10)
+    assert links.between.alpha_s == pytest.approx(1e-4) and links.inside.alpha_s == pytest.approx(
+        1e-4
+    )
+
+
+def test_a_burst_that_a_link_lets_pass_hardly_counts() -> None:
+    """A shaped link sends its first 200 kB of a turn at once: a single message of 64 kB would seem
+    to cost no time.
+    """
+    clocks, bucket = {}, {}
+
+    def work(comm: Comm) -> links.Probed:
+        post = comm.open_point_to_point()
+        send, gather = post.send, comm.gather_objects
+        clocks[comm.rank] = bucket[comm.rank] = 0.0
+
+        def refilled(found: object) -> list:
+            bucket[comm.rank] = 200e3
+            return gather(found)
+
+        def timed(array: object, target: int, tag: int) -> object:
+            bucket[comm.rank] -= array.nbytes
+            clocks[comm.rank] += 1e-4 + 8e-9 * max(0, min(array.nbytes, -bucket[comm.rank]))
+            return send(array, target, tag)
+
+        post.send, comm.gather_objects = timed, refilled
+        return links.probe(
+            comm, sizes=(1024, 2**16, 2**20), repeats=2, clock=lambda: clocks[comm.rank]
+        )
+
+    between = ThreadComm.run(Topology(2, 1), work)[0].links.between
+    assert between.alpha_s == pytest.approx(
+        1e-4, rel=0.15
+    ) and between.beta_s_per_byte == pytest.approx(8e-9, rel=0.15)
+
+
+@pytest.mark.parametrize("launcher", ["gloo", "mpi"])
+def test_the_command_writes_links_that_plans_are_made_with(tmp_path: Path, launcher: str) -> None:
+    file = tmp_path / "links.json"
+    words = [
+        "-m",
+        "tfcommx.cli.main",
+        "probe",
+        "--output",
+        str(file),
+        "--largest",
+        "65536",
+        "--repeats",
+        "1",
+    ]
+    ended = horovodrun(2, words, launcher)
+    assert ended.status == 0, ended.output[-4000:]
+    links = Links.read(file)
+    assert links.inside != NOMINAL.inside and links.between == NOMINAL.between
+    assert file.with_suffix(".png").stat().st_size > 10_000
+    plan = make_plan(
+        [Gradient("w", (100, 100), "float32")],
+        {"*": Scheme("pipeline")},
+        Topology(2, 1),
+        links=links,
+    )
+    assert plan.buckets[0].block_bytes == links.block_bytes
+
+
+def test_the_command_refuses_a_file_that_it_could_not_write(tmp_path: Path) -> None:
+    file = tmp_path / "missing" / "links.json"
+    command = [sys.executable, "-m", "tfcommx.cli.main", "probe", "--output", str(file)]
+    ended = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+        capture_output=True,
+    )
+    (said,) = [line for line in ended.stderr.splitlines() if line.startswith("tfcommx")]
+    assert (
+        ended.returncode == 2
+        and "folder that rank 0 can write to" in said
+        and str(file) in said
+        and "Traceback" not in ended.stderr
+    )
+
+
+@pytest.mark.parametrize("text", [None, "no JSON", "{}", '{"links": {"inside": {"alpha_s": -1}}}'])
+def test_a_file_without_links_is_refused_by_name(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "links.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(PlanError, match=f"tfcommx probe.*{file}"):
+        Links.read(file)

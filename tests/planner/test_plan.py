@@ -1,0 +1,129 @@
+"""Which gradient goes into which bucket."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfcommx.planner.merging.threshold import by_size
+from tfcommx.planner.plan import Gradient, check_scheme, make_plan
+from tfcommx.terms import PlanError, Scheme, Topology
+
+GRADIENTS = [
+    Gradient("conv/kernel", (3, 3, 8, 64), "float32"),
+    Gradient("conv/bias", (64,), "float32"),
+    Gradient("dense/kernel", (64, 100), "float32"),
+    Gradient("dense/bias", (100,), "float32"),
+]
+SPARSE = Scheme(route="hitopk", selection="mstopk", density=0.01)
+
+
+@given(st.lists(st.integers(0, 50)), st.integers(1, 100))
+def test_merging_keeps_every_gradient_once_and_in_order(sizes: list[int], limit: int) -> None:
+    groups = by_size(sizes, limit)
+    assert [position for group in groups for position in group] == list(range(len(sizes)))
+    for group in groups[:-1]:
+        assert sum(sizes[i] for i in group) >= limit > sum(sizes[i] for i in group[:-1])
+
+
+def test_merging_as_drawn() -> None:
+    assert by_size([4, 4, 9, 1, 2, 2], 8) == [[0, 1], [2], [3, 4, 5]]
+
+
+def test_small_variables_stay_dense_and_order_is_backward() -> None:
+    plan = make_plan(GRADIENTS, {"*": SPARSE}, Topology(2, 2))
+    assert [(bucket.route, bucket.variables) for bucket in plan.buckets] == [
+        ("allreduce", ("dense/bias", "conv/bias")),
+        ("hitopk", ("dense/kernel", "conv/kernel")),
+    ]
+    assert plan.buckets[1].k == round(0.01 * (64 * 100 + 9 * 512) / 2)
+
+
+def test_complex_gradients_are_refused() -> None:
+    """As float32 they would lose their imaginary parts."""
+    with pytest.raises(PlanError, match=r"complex64 for 'filter/kernel'.*two variables"):
+        make_plan(
+            [*GRADIENTS, Gradient("filter/kernel", (8, 8), "complex64")],
+            {"*": Scheme()},
+            Topology(2, 2),
+        )
+
+
+def test_a_pattern_means_all_variables_of_that_path() -> None:
+    """Two towers have layers of the same name: the second one's variables have a number."""
+    towers = [
+        Gradient(name, (50, 50), "float32")
+        for name in ("dense/kernel", "dense/kernel#2", "out/kernel")
+    ]
+    plan = make_plan(towers, {"dense/kernel": SPARSE, "*": Scheme()}, Topology(2, 2))
+    assert {bucket.route: bucket.variables for bucket in plan.buckets} == {
+        "hitopk": ("dense/kernel#2", "dense/kernel"),
+        "allreduce": ("out/kernel",),
+    }
+
+
+def test_padding_makes_equal_shards() -> None:
+    plan = make_plan([Gradient("w", (101, 101), "float32")], {"*": SPARSE}, Topology(2, 8))
+    assert plan.buckets[0].padded % 8 == 0
+    assert plan.buckets[0].padding == -(101 * 101) % 8
+
+
+def test_schemes_by_pattern_first_match_counts() -> None:
+    plan = make_plan(GRADIENTS, {"conv/*": Scheme("torus"), "*": SPARSE}, Topology(2, 2))
+    assert {path: bucket.route for bucket in plan.buckets for path in bucket.variables} == {
+        "conv/kernel": "torus",
+        "conv/bias": "torus",
+        "dense/kernel": "hitopk",
+        "dense/bias": "allreduce",
+    }
+
+
+def test_a_variable_without_scheme_is_named() -> None:
+    with pytest.raises(PlanError, match="'dense/bias'"):
+        make_plan(GRADIENTS, {"conv/*": SPARSE}, Topology(2, 2))
+
+
+def test_a_bucket_too_small_for_its_density_sends_one_entry() -> None:
+    """Which variable is left alone in a bucket depends on the cluster: training must
+    not end at it.
+    """
+    plan = make_plan(GRADIENTS, {"*": Scheme("hitopk", "mstopk", 1e-6)}, Topology(2, 2))
+    assert {bucket.k for bucket in plan.buckets if bucket.route == "hitopk"} == {1}
+
+
+def test_dtypes_do_not_mix_and_bfloat16_travels_as_float32() -> None:
+    dtypes = {"a": "float16", "b": "bfloat16", "c": "float64", "d": "float32"}
+    gradients = [Gradient(path, (8,), dtype) for path, dtype in dtypes.items()]
+    plan = make_plan(gradients, {"*": Scheme()}, Topology(1, 2))
+    assert {path: bucket.dtype for bucket in plan.buckets for path in bucket.variables} == {
+        "a": "float16",
+        "b": "float32",
+        "c": "float64",
+        "d": "float32",
+    }
+
+
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        (Scheme(route="hitpk", selection="mstopk", density=0.1), "Did you mean 'hitopk'"),
+        (Scheme(route="hitopk", selection="mstop", density=0.1), "Did you mean 'mstopk'"),
+        (Scheme(route="torus", selection="mstopk", density=0.1), "needs a sparse route"),
+        (
+            Scheme(route="hitopk", selection="mstopk", density=0.1, dense_route="hitopk"),
+            "must be a dense route",
+        ),
+    ],
+)
+def test_schemes_that_do_not_fit(scheme: Scheme, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        check_scheme(scheme, Topology(2, 2))
+
+
+@pytest.mark.parametrize("route", ["torus", "hitopk"])
+def test_two_level_routes_name_the_hosts_of_an_uneven_cluster(route: str) -> None:
+    uneven = Topology.of_hosts(["red", "red", "blue"])
+    with pytest.raises(PlanError, match="red:2, blue:1"):
+        check_scheme(Scheme(route), uneven)
+    check_scheme(Scheme("allgather", "mstopk", 0.1), uneven)

@@ -1,0 +1,202 @@
+"""A recipe is refused with the place and the nearest key; the one that is shipped is read as it
+stands.
+"""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+from pydantic import ValidationError
+
+from tfcommx.recipes.reader import RecipeError
+from tfcommx.recipes.recipe import LearningRate, read
+from tfcommx.terms import Scheme
+
+SHIPPED = ROOT / "configs" / "fashion_mnist.yaml"
+SMALL = """
+name: small
+batch_per_rank: 8
+phases: [{epochs: 2, resolution: 14}, {epochs: 1, resolution: 28, scheme: {route: torus}}]
+learning_rate: {peak: 0.1}
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def make(text: str) -> Path:
+        (tmp_path / "recipe.yaml").write_text(text)
+        return tmp_path / "recipe.yaml"
+
+    return make
+
+
+def test_the_shipped_recipe():
+    shipped = read(SHIPPED)
+    assert shipped.phases[0].scheme.route == "hitopk" and shipped.phases[-1].scheme == Scheme(
+        route="torus"
+    )
+    assert shipped.phases[-1].resolution == 28 and shipped.node_size == 2
+    header = SHIPPED.read_text().split("name:")[0]
+    assert all(word in header for word in ("Claim:", "Measured:", "Hardware:", "Command:"))
+
+
+def test_phases_and_frozen(write):
+    small = read(write(SMALL))
+    assert small.epochs == 3 and [phase.resolution for phase in small.phase_of_epoch()] == [
+        14,
+        14,
+        28,
+    ]
+    with pytest.raises(ValidationError):
+        small.seed = 3
+
+
+def test_a_phase_warms_up_its_density(write):
+    sparse = (
+        "scheme: {route: hitopk, selection: mstopk, density: 0.01, momentum: 0.9, clip_norm: 2}"
+    )
+    text = SMALL.replace(
+        "{epochs: 2, resolution: 14}",
+        f"{{epochs: 3, resolution: 14, warm_up: [0.25, 0.063], {sparse}}}",
+    )
+    schemes = read(write(text + "optimizer: {momentum: 0}")).scheme_of_epoch()
+    assert [scheme.density for scheme in schemes] == [0.25, 0.063, 0.01, 1]
+    assert schemes[0].momentum == 0.9 and schemes[2].clip_norm == 2 and schemes[3].route == "torus"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "name: small",
+            "name: small\nlabel_smothing: 0.1",
+            "Unknown key 'label_smothing'. Did you mean 'label_smoothing'?",
+        ),
+        ("{peak: 0.1}", "{peek: 0.1}", "learning_rate: Unknown key 'peek'. Did you mean 'peak'?"),
+        (
+            "route: torus",
+            "rout: torus",
+            "phases[1].scheme: Unknown key 'rout'. Did you mean 'route'?",
+        ),
+        (
+            "route: torus",
+            "route: tours",
+            "phases[1].scheme: Unknown route 'tours'. Did you mean 'torus'?",
+        ),
+        (
+            "route: torus",
+            "route: hitopk, selection: mstopk, density: 0",
+            "phases[1].scheme: `density` must be in (0, 1]",
+        ),
+        (
+            "route: torus",
+            "route: hitopk, selection: mstopk, density: some",
+            "phases[1].scheme: `density` must be in (0, 1]",
+        ),
+        ("{route: torus}", "torus", "phases[1].scheme: A mapping such as"),
+        (
+            "epochs: 2",
+            "epochs: 0",
+            "phases[0].epochs: Input should be greater than or equal to 1. Received 0.",
+        ),
+        ("epochs: 2, ", "", "phases[0].epochs: required, and missing."),
+        (
+            "route: torus",
+            "route: hitopk, selection: mstopk, density: 0.1, momentum: 0.9",
+            "Momentum must be applied once",
+        ),
+        ("scheme: {route: torus}", "warm_up: [0.25]", "warm_up needs a scheme with a selection"),
+        (
+            "scheme: {route: torus}",
+            "warm_up: [0.25, 0.1]",
+            "warm_up needs at most one density for each of the 1 epochs",
+        ),
+        (
+            "{peak: 0.1}",
+            "{peak: 0.1, peak_per_256: 0.1}",
+            "learning_rate: One of peak and peak_per_256",
+        ),
+        (
+            "{peak: 0.1}",
+            "{peak: 0.1, warm_up_epochs: 3}",
+            "warm_up_epochs must be less than the 3 epochs",
+        ),
+        ("name: small", "name: ../small", "name: String should match"),
+        ("name: small", "name: [", "is not YAML"),
+        ("name: small", "name: small\nname: large", "the key 'name' comes twice"),
+        ("name: small", "name: small\n? [1]\n: 2", "found unhashable key"),
+        (
+            "name: small",
+            "name: small\nseed: 20261122001122",
+            "seed: Input should be less than 4294967296",
+        ),
+        (SMALL, "- 1", "a mapping of keys to values is required. Received list."),
+    ],
+)
+def test_errors_name_the_place(write, old, new, message):
+    assert old in SMALL
+    path = write(SMALL.replace(old, new))
+    with pytest.raises(RecipeError) as refused:
+        read(path)
+    assert str(path) in str(refused.value) and message in str(refused.value)
+
+
+def test_every_error_is_told_at_once(write):
+    with pytest.raises(RecipeError) as refused:
+        read(
+            write(
+                SMALL.replace("epochs: 2", "epochs: 0").replace(
+                    "batch_per_rank: 8", "batch_per_rank: many"
+                )
+            )
+        )
+    assert len(str(refused.value).splitlines()) == 2
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(RecipeError, match="cannot be read: No such file"):
+        read(tmp_path / "none.yaml")
+
+
+def test_settings(write):
+    changed = read(
+        write(SMALL),
+        [
+            "phases.0.epochs=5",
+            "learning_rate.warm_up_epochs=2e0",
+            "data.flip=false",
+            "node_size=null",
+            "phases.1.scheme={route: hitopk, selection: mstopk, density: 1e-3}",
+        ],
+    )
+    assert (changed.phases[0].epochs, changed.learning_rate.warm_up_epochs, changed.data.flip) == (
+        5,
+        2.0,
+        False,
+    )
+    assert changed.phases[1].scheme.density == 0.001  # PyYAML alone takes 1e-3 for text
+    for setting, message in (
+        ("epochs", "form place=value"),
+        ("phases.7.epochs=1", "no place 'phases.7.epochs'"),
+        ("name.x=1", "no place 'name.x'"),
+        ("phase.0=1", "Did you mean 'phases'"),
+        ("seed=[", "not YAML"),
+        ("phases.²=1", "no place"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            read(write(SMALL), [setting])
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear"])
+def test_learning_rate(decay):
+    """Up in a straight line to the peak, then down, never up again, to (nearly) zero at the last
+    step.
+    """
+    rate = LearningRate(peak_per_256=0.25, warm_up_epochs=2, decay=decay)
+    values = [rate.at(step, 10, 100, 512) for step in range(100)]
+    assert max(values) == values[20] == 0.5 and values[0] == pytest.approx(0.5 / 21)
+    assert [b - a for a, b in pairwise(values[:21])] == pytest.approx([0.5 / 21] * 20)
+    assert all(b < a for a, b in pairwise(values[20:])) and 0 < values[-1] < 0.01
+    assert values[60] == pytest.approx(0.25)  # half way of the decay, for both shapes
+    assert LearningRate(peak=0.1, warm_up_epochs=0).at(0, 10, 100, 9999) == 0.1

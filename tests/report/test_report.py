@@ -1,0 +1,222 @@
+"""The report shows what the summary holds; the command line tells user errors in one line with exit
+code 2.
+"""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+from rich.console import Console
+
+from tfcommx import report
+from tfcommx.report.progress import Progress
+from tfcommx.report.summary import PARTS, ReportError
+
+
+def row(epoch: int, resolution: int, route: str, **more) -> dict:
+    return {
+        "epoch": epoch,
+        "resolution": resolution,
+        "route": route,
+        "selection": "all",
+        "density": 1.0,
+        "loss": 0.5,
+        "train_accuracy": 0.8,
+        "test_accuracy": 0.8123,
+        "images_per_second": 1234.5,
+        "replicas_identical": True,
+        "seconds": dict(zip(PARTS, (1.0, 5.0, 2.0, 1.5, 0.5), strict=True)),
+        **more,
+    }
+
+
+@pytest.fixture
+def summary() -> dict:
+    rows = [
+        row(1, 14, "hitopk", selection="mstopk", density=0.05),
+        row(2, 28, "torus", test_accuracy=0.9012),
+    ]
+    return {
+        "name": "tiny",
+        "test_accuracy": 0.9012,
+        "ranks": 4,
+        "nodes": 2,
+        "epochs": 2,
+        "seconds": 20.0,
+        "images_per_second": 1000.0,
+        "bytes_between_nodes": 2_000_000,
+        "bytes_between_nodes_dense": 10_000_000,
+        "replicas_identical": True,
+        "rows": rows,
+    }
+
+
+def shown(summary: dict) -> str:
+    stream = io.StringIO()
+    report.show(summary, Console(file=stream, width=140))
+    return stream.getvalue()
+
+
+def test_written_files_and_read_again(summary, tmp_path):
+    report.write(summary, tmp_path / "run")
+    assert report.read(tmp_path / "run") == summary
+    for name in ("learning_curve.png", "time_breakdown.png"):
+        picture = (tmp_path / "run" / name).read_bytes()
+        assert picture.startswith(b"\x89PNG") and len(picture) > 5000
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "learning_curve.png",
+        "summary.json",
+        "tensorboard",
+        "time_breakdown.png",
+    ]
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util import tensor_util
+
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    values = {
+        event.step: float(tensor_util.make_ndarray(event.tensor_proto))
+        for event in events.Tensors("test_accuracy")
+    }
+    assert values == pytest.approx({1: 0.8123, 2: 0.9012})
+
+
+def test_terminal_report(summary):
+    text = shown(summary)
+    assert "0.9012" in text and "4 on 2 nodes" in text and "hitopk mstopk 0.05" in text
+    assert "2 MB per rank, 5.0 times less than the 10 MB of dense gradients" in text
+    assert "10.0 s" in text and "50 %" in text  # the steps: 5 of 10 seconds in each of two epochs
+    assert "identical at the end of every epoch" in text
+
+
+def test_drifted_replicas_cannot_be_overlooked(summary):
+    text = shown({**summary, "replicas_identical": False})
+    assert "NOT IDENTICAL" in text and "identical at the end" not in text
+
+
+def test_one_rank_sends_nothing(summary):
+    assert "0 B per rank" in shown(
+        {**summary, "bytes_between_nodes": 0, "bytes_between_nodes_dense": 0}
+    )
+
+
+def test_no_saving_is_claimed_where_there_is_none(summary):
+    text = shown({**summary, "bytes_between_nodes": 221_000, "bytes_between_nodes_dense": 220_000})
+    assert "221 kB per rank" in text and "less than" not in text
+
+
+def test_progress_without_a_terminal_is_one_line_per_epoch(summary):
+    stream = io.StringIO()
+    with Progress(steps=4, epochs=2, stream=stream) as progress:
+        for each in summary["rows"]:
+            progress.step()
+            progress.step()
+            progress.epoch(each)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2 and "\x1b" not in stream.getvalue()
+    assert (
+        "epoch  1/2   14 px  hitopk mstopk 0.05" in lines[0]
+        and " 50 %" in lines[0]
+        and "100 %" in lines[1]
+    )
+
+
+def test_progress_on_a_terminal_is_one_bar(summary, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    with Progress(steps=4, epochs=2, stream=stream) as progress:
+        for each in summary["rows"]:
+            progress.step()
+            progress.step()
+            progress.epoch(each)
+    text = stream.getvalue()
+    assert "━" in text and "4/4" in text and "\x1b" in text  # drawn over and over in place
+    assert text.count("test 0.9012") == 1 and "s left" not in text
+
+
+def test_other_ranks_are_silent(summary):
+    stream = io.StringIO()
+    with Progress(steps=2, epochs=1, shown=False, stream=stream) as progress:
+        progress.step()
+        progress.epoch(summary["rows"][0])
+    assert stream.getvalue() == ""
+
+
+def test_a_folder_without_a_summary(tmp_path, summary):
+    with pytest.raises(ReportError, match=r"summary\.json is required"):
+        report.read(tmp_path)
+    (tmp_path / "summary.json").write_text("{")
+    with pytest.raises(ReportError, match="not JSON"):
+        report.read(tmp_path)
+    (tmp_path / "summary.json").write_text('{"ranks": 1}')
+    with pytest.raises(ReportError, match="lacks test_accuracy, nodes"):
+        report.read(tmp_path)
+
+
+def command(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "tfcommx.cli.main", *words],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("train", "none.yaml"), "The recipe none.yaml cannot be read"),
+        (
+            ("train", "configs/fashion_mnist.yaml", "--set", "phases.0.epoch=1"),
+            "Did you mean 'epochs'?",
+        ),
+        (
+            ("train", "configs/fashion_mnist.yaml", "--set", "phases.0.scheme.density=2"),
+            "`density` must be in (0, 1]",
+        ),
+        (("report", "tests"), "summary.json is required"),
+    ],
+)
+def test_user_errors_are_one_line(words, message):
+    done = command(*words)
+    assert done.returncode == 2 and message in done.stderr and done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1 and done.stderr.startswith("tfcommx: ")
+
+
+def test_report_command_and_help_need_no_tensorflow(summary, tmp_path):
+    report.write(summary, tmp_path)
+    code = (
+        "import sys; sys.argv = ['tfcommx', *sys.argv[1:]]; import tfcommx.cli as cli\n"
+        "try: cli.main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert 'tensorflow' not in sys.modules, 'tensorflow was imported'"
+    )
+    for words, expected in ((["--help"], "train"), (["report", str(tmp_path)], "4 on 2 nodes")):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], cwd=ROOT, text=True, capture_output=True
+        )
+        assert done.returncode == 0 and expected in done.stdout, done.stderr
+
+
+def test_the_bar_goes_to_the_terminal_that_is_named(tmp_path, capsys):
+    """Under horovodrun stdout is a pipe; a device that is a terminal gets the bar, anything else is
+    left alone.
+    """
+    leader, follower = os.openpty()
+    with Progress(steps=2, epochs=1, terminal=os.ttyname(follower)) as progress:
+        progress.step()
+    assert b"epoch 1/1" in os.read(leader, 100_000)
+    for name in ("not a tty", str(tmp_path / "file")):
+        with Progress(steps=2, epochs=1, terminal=name) as progress:
+            progress.step()
+            progress.epoch(row(1, 28, "torus"))
+    assert not (tmp_path / "file").exists() and not Path("not a tty").exists()
+    assert capsys.readouterr().out.count("epoch  1/1") == 2

@@ -1,0 +1,277 @@
+"""Schedules of messages are what is drawn above them, and carry out broadcast, reduce and allreduce
+for any p, root, length.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfcommx import routes
+from tfcommx.comm.base import Comm
+from tfcommx.comm.threads import ThreadComm
+from tfcommx.routes import bidirectional, moves, pipeline, tree
+from tfcommx.routes.moves import Move
+from tfcommx.terms import PlanError, Topology
+
+ROUTES = [
+    name
+    for name, row in routes.ROUTES.items()
+    if row.messages and hasattr(routes.route(name), "schedule")
+]
+CARRY = {
+    "pipeline": moves.run_when_ready,
+    "tree": moves.run_by_round,
+    "bidirectional": moves.run_when_ready,
+}
+every_route = pytest.mark.parametrize("route", ROUTES)
+every_operation = pytest.mark.parametrize("operation", moves.OPERATIONS)
+
+
+def test_the_pipeline_is_as_drawn() -> None:
+    """Read the drawing in the source, and hold the schedule against it."""
+    drawn = {}
+    for source, target, line in re.findall(
+        r"^ +(\d) -> (\d)  (.*)$", pipeline.__doc__, re.MULTILINE
+    ):
+        for tick, letter in enumerate(line[2::3]):
+            if letter != " ":
+                drawn[tick, int(source), int(target)] = letter
+    found = {
+        (move.tick, move.source, move.target): "abcdef"[move.start]
+        if move.add
+        else "ABCDEF"[move.start]
+        for move in pipeline.schedule("allreduce", places=3, entries=6, block=1)
+    }
+    assert found == drawn and len(drawn) == 24
+
+
+def test_the_tree_is_as_drawn() -> None:
+    drawn = {
+        (int(tick), int(source), int(target))
+        for tick, line in re.findall(r"tick (\d) (.*)", tree.__doc__)
+        for source, target in re.findall(r"(\d) -> (\d)", line)
+    }
+    assert {
+        (move.tick, move.source, move.target) for move in tree.schedule("broadcast", 5, 10)
+    } == drawn and len(drawn) == 4
+
+
+def test_the_bidirectional_exchange_is_as_drawn() -> None:
+    """Play the sums of four parts, and hold what each place has summed so far against
+    the drawing.
+    """
+    drawn = re.findall(
+        r"tick \d +([abcd-]{4}) +([abcd-]{4}) +([abcd-]{4}) +([abcd-]{4})", bidirectional.__doc__
+    )
+    holds = [set("abcd") for _ in range(4)]
+    for tick, expected in enumerate(drawn):
+        now = [move for move in bidirectional.schedule("allreduce", 4, 4, 4) if move.tick == tick]
+        for move in now:
+            parts = set("abcd"[move.start : move.stop])
+            holds[move.source] -= parts if move.add else set()
+            holds[move.target] |= parts
+        assert [
+            "".join(part if part in held else "-" for part in "abcd") for held in holds
+        ] == list(expected)
+    assert len(drawn) == 4
+
+
+@pytest.mark.parametrize(
+    ("operation", "ticks"), [("broadcast", 5), ("reduce", 5), ("allreduce", 6)]
+)
+def test_ticks_of_the_pipeline_by_hand(operation: str, ticks: int) -> None:
+    """3 places, 4 blocks; the paper's chain takes 9 for the allreduce (section 3), reduce then
+    broadcast 10.
+    """
+    assert 1 + max(move.tick for move in pipeline.schedule(operation, 3, 4, 1)) == ticks
+
+
+@every_route
+@every_operation
+@pytest.mark.parametrize("places", [1, 2, 3, 4, 5, 7, 8, 16])
+def test_nothing_meets_on_a_link(route: str, operation: str, places: int) -> None:
+    """One message per tick and port, in the bidirectional exchange all blocks of one part or more
+    to one place; in the pipeline's allreduce one per tick and direction of a link: there its two
+    ways cross."""
+    found: list[Move] = routes.route(route).schedule(operation, places, 40, 3)
+    crossing = route == "pipeline" and operation == "allreduce"
+    for port in ("source", "target"):
+        used = [
+            (move.tick, getattr(move, port), crossing and (move.source, move.target))
+            for move in found
+        ]
+        if route == "bidirectional":
+            used = [
+                key
+                for key, _ in {
+                    (key, (move.source, move.target)) for key, move in zip(used, found, strict=True)
+                }
+            ]
+        assert len(used) == len(set(used))
+    assert [move.tick for move in found] == sorted(move.tick for move in found)
+    assert all(0 <= move.start < move.stop <= 40 and move.source != move.target for move in found)
+
+
+@pytest.mark.parametrize("route", [route for route in ROUTES if CARRY[route] is moves.run_by_round])
+@every_operation
+@pytest.mark.parametrize("places", [2, 3, 4, 7, 8])
+def test_no_place_sends_in_a_tick_what_it_receives_in_it(
+    route: str, operation: str, places: int
+) -> None:
+    """As `run_by_round` needs it: it changes the vector while it sends."""
+    found: list[Move] = routes.route(route).schedule(operation, places, 40, 3)
+    assert not [
+        (sent, came)
+        for sent in found
+        for came in found
+        if (sent.tick, sent.source) == (came.tick, came.target)
+        and sent.start < came.stop
+        and came.start < sent.stop
+    ]
+
+
+@pytest.mark.parametrize(
+    "route", [route for route in ROUTES if CARRY[route] is moves.run_when_ready]
+)
+@every_operation
+@pytest.mark.parametrize("places", [2, 3, 4, 7, 8])
+def test_all_moves_cut_the_vector_in_the_same_blocks(
+    route: str, operation: str, places: int
+) -> None:
+    """As `run_when_ready` needs it: it knows blocks by where they start."""
+    found: list[Move] = routes.route(route).schedule(operation, places, 40, 3)
+    blocks = sorted({(move.start, move.stop) for move in found})
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(blocks))
+
+
+def test_what_comes_early_is_added_in_its_turn() -> None:
+    """Sums must not depend on who is faster: the last place's block comes first here, and is added
+    last, as its tick says.
+    """
+
+    class PointToPoint:
+        def receive(self, buffer: np.ndarray, source: int, tag: int) -> int:
+            buffer[:] = {1: 1e8, 2: -1e8, 3: 1}[source]
+            return source
+
+        def wait_any(self, requests: list[int]) -> int:
+            return requests.index(max(requests))
+
+    vector = np.zeros(1, np.float32)
+    moves.run_when_ready(
+        [Move(tick, tick + 1, 0, 0, 1, True) for tick in range(3)],
+        vector,
+        0,
+        lambda place: place,
+        PointToPoint(),
+        0,
+    )
+    assert vector[0] == 1  # the other way around the 1 is lost beside 1e8
+
+
+@every_route
+@every_operation
+def test_no_message_is_longer_than_a_block(route: str, operation: str) -> None:
+    """Cutting leaves out nothing and doubles nothing."""
+    schedule = routes.route(route).schedule
+    for place in range(5):
+        whole = [
+            (move, entry)
+            for move in schedule(operation, 5, 40, 7)
+            if place in move[1:3]
+            for entry in range(*move[3:5])
+        ]
+        cut = [
+            (move, entry)
+            for move in moves._own(schedule, operation, 5, 40, 7, place)
+            for entry in range(*move[3:5])
+        ]
+        assert [(*move[:3], move.add, entry) for move, entry in whole] == [
+            (*move[:3], move.add, entry) for move, entry in cut
+        ]
+        assert max(move.stop - move.start for move, _ in cut) == 7
+
+
+@every_route
+@every_operation
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 9), st.integers(0, 70), st.integers(1, 20), st.data())
+def test_any_number_of_ranks_root_and_length(
+    route: str, operation: str, ranks: int, entries: int, block: int, data: st.DataObject
+) -> None:
+    root = data.draw(st.integers(0, ranks - 1))
+    given_ = [
+        np.random.default_rng([4, rank]).normal(size=entries).astype(np.float32)
+        for rank in range(ranks)
+    ]
+
+    def work(comm: Comm) -> np.ndarray:
+        comm.open_point_to_point()
+        return moves.carry_out(
+            operation,
+            given_[comm.rank],
+            range(ranks),
+            comm.rank,
+            comm._point_to_point,
+            routes.route(route).schedule,
+            CARRY[route],
+            root,
+            block,
+        )
+
+    before = [vector.copy() for vector in given_]
+    results = ThreadComm.run(Topology(ranks, 1), work)
+    for rank, result in enumerate(results):
+        np.testing.assert_array_equal(given_[rank], before[rank])
+        if operation == "broadcast":
+            np.testing.assert_array_equal(result, given_[root])
+        elif operation == "reduce" and rank != root:
+            np.testing.assert_array_equal(result, given_[rank])
+        else:
+            np.testing.assert_allclose(result, np.sum(given_, axis=0), rtol=1e-5, atol=1e-5)
+            assert result.tobytes() == results[root].tobytes()
+
+
+def test_a_root_that_does_not_take_part_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"root=5, ranks=\[0, 1\] \(rank 1\)"):
+        moves.carry_out(
+            "reduce", np.zeros(3), [0, 1], 1, None, tree.schedule, moves.run_by_round, root=5
+        )
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [lambda work: work(), lambda work: tf.cond(tf.random.uniform([]) < 2, work, work)],
+    ids=["bare", "cond"],
+)
+def test_messages_in_a_graph_follow_each_other_in_the_order_of_the_plan(inside: Callable) -> None:
+    """Without the order, the threads of two ranks could wait in different buckets for ever.
+
+    Two optimizers that accumulate, or whose loss is scaled, have theirs in a cond each: there one
+    took the other's messages.
+    """
+    seen = []
+    comm = ThreadComm.run(Topology(1, 1), lambda comm: comm)[0]
+    steps = {name: tf.Variable(0) for name in ("first", "second")}
+
+    def send(name: str, tensor: tf.Tensor) -> tf.Tensor:
+        # of its own: TensorFlow itself orders only those that change nothing or the same
+        steps[name].assign_add(1)
+        return comm.by_messages(lambda array, post: seen.append(name) or array, tensor, "b0")
+
+    @tf.function
+    def step(a: tf.Tensor, b: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        late = tf.cumsum(tf.random.normal([300_000])) * 0 + a  # ready long after b
+        return inside(lambda: send("first", late)), inside(lambda: send("second", b))
+
+    for _ in range(20):
+        step(tf.zeros([300_000]), tf.zeros([1]))
+    assert seen == ["first", "second"] * 20

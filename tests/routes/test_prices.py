@@ -1,0 +1,189 @@
+"""Prices against cases worked out by hand, with links of round numbers; docs/exchange.md derives
+the formulas.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tfcommx import cost, routes
+from tfcommx.planner.plan import Gradient, make_plan
+from tfcommx.routes import hitopk
+from tfcommx.terms import NOMINAL, Bucket, Link, Links, Scheme, Topology, Traffic
+
+LINK = Link(alpha_s=10, beta_s_per_byte=2, gamma_s_per_byte=1)
+LINKS = Links(inside=Link(1, 0.5, 0.25), between=LINK)
+FOUR = Topology(4, 1)
+
+
+def bucket(route: str, entries: int = 250, **more: object) -> Bucket:
+    return Bucket("b", ("w",), (entries,), "float32", route, **more)
+
+
+@pytest.mark.parametrize(
+    ("price", "broadcast", "reduce", "allreduce"),
+    [
+        # table 1, p = 4, n = 1000 B; the pipeline's 3 + 10 blocks of 100 B: 130 start-up, 1300 B
+        (
+            lambda *a: cost.linear_pipeline(*a, block_bytes=100),
+            130 + 1300 * 2,
+            130 + 1300 * 3,
+            2 * 130 + 1300 * 5,
+        ),
+        (cost.spanning_tree, 2 * (10 + 2000), 2 * (10 + 2000 + 1000), 2 * (20 + 4000 + 1000)),
+        (
+            cost.bidirectional_exchange,
+            (2 + 3) * 10 + 2 * 750 * 2,
+            2 * 2 * 10 + 3000 + 750,
+            2 * 2 * 10 + 3000 + 750,
+        ),
+    ],
+)
+def test_table_1(price: object, broadcast: float, reduce: float, allreduce: float) -> None:
+    found = [price(operation, 1000, 4, LINK) for operation in ("broadcast", "reduce", "allreduce")]
+    assert found == pytest.approx([broadcast, reduce, allreduce])
+
+
+@pytest.mark.parametrize(
+    ("route", "seconds"),
+    [
+        ("allreduce", 2 * 3 * 10 + 2 * 750 * 2 + 750 * 1),
+        # 2.5 groups of 4 blocks of 100 B; the first one hops alone
+        ("pipeline", 3 * (2.5 * (2 * 200 + 100) + 2 * (10 + 200))),
+        ("tree", 2 * (20 + 4000 + 1000)),
+        ("bidirectional", 40 + 3000 + 750),
+        ("asa", 30 + 750 * 2 + 750 * 1 + (2 * 10 + 750 * 2)),
+    ],
+)
+def test_dense_routes_on_four_nodes(route: str, seconds: float) -> None:
+    assert routes.route(route).seconds(
+        bucket(route, block_bytes=100), FOUR, LINKS
+    ) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("route", "topology", "megabytes", "more"),
+    [
+        # a ring over 8 ranks, 2 * 7/8 of the vector on each line
+        ("allreduce", Topology(4, 2), 1.75, {}),
+        ("torus", Topology(4, 2), 1.5, {}),
+        ("torus", Topology(4, 2), 1.5, {"peer_route": "pipeline"}),
+        ("torus", Topology(4, 2), 2, {"peer_route": "tree"}),
+        ("pipeline", Topology(2, 1), 1, {}),
+        ("pipeline", Topology(4, 1), 1.5, {}),
+        ("pipeline", Topology(8, 1), 1.75, {}),
+        ("tree", Topology(4, 1), 2, {}),  # the root sends the vector twice
+        ("tree", Topology(8, 1), 3, {}),
+        ("bidirectional", Topology(8, 1), 1.75, {}),
+        # the ring's line from node to node carries 7 of 8 buffers
+        ("allgather", Topology(4, 2), 7 * 0.08, {"k": 10_000, "wire": "pair32"}),
+        ("hitopk", Topology(4, 2), 3 * 2 * 0.04, {"k": 5_000, "wire": "pair32"}),
+    ],
+)
+def test_what_the_busiest_port_carries(
+    route: str, topology: Topology, megabytes: float, more: dict
+) -> None:
+    """1 MB of float32 in 16 blocks."""
+    one = bucket(route, 250_000, block_bytes=62_500, **more)
+    assert routes.port_bytes(one, topology) == pytest.approx(megabytes * 1e6)
+
+
+def test_asa_in_sixteen_bits_halves_what_travels_and_not_what_is_added() -> None:
+    assert routes.route("asa").seconds(bucket("asa", wire="float16"), FOUR, LINKS) == pytest.approx(
+        30 + 750 + 750 + 20 + 750
+    )
+    assert routes.route("asa").wire_bytes(bucket("asa", wire="float16"), FOUR) == Traffic(0, 750)
+    assert routes.route("asa").wire_bytes(bucket("asa"), FOUR) == Traffic(0, 1500)
+
+
+def test_asa_between_nodes_of_two() -> None:
+    """4 ranks on 2 nodes: of a rank's 3 shards of 250 B one stays; all its gathered ones but those
+    of one port stay.
+    """
+    assert routes.route("asa").wire_bytes(bucket("asa"), Topology(2, 2)) == Traffic(
+        250 + 375, 500 + 375
+    )
+
+
+def test_alltoall_on_unequal_nodes_is_a_mean() -> None:
+    """Hosts of 2 and 1 ranks, each sends half to each other: 1/2, 1/2 and 0 stay."""
+    mean = cost.alltoall_traffic(600, "world", Topology(2, 2, (("red", 2), ("blue", 1))))
+    assert mean == pytest.approx(Traffic(200, 400))
+
+
+@pytest.mark.parametrize("route", routes.ROUTES)
+def test_one_rank_alone_pays_for_no_message(route: str) -> None:
+    one = bucket(
+        route, k=5 if routes.info(route).sparse else None, wire=routes.info(route).wires[0]
+    )
+    alone = routes.route(route).seconds(one, Topology(1, 1), Links(Link(1e9, 1e9), Link(1e9, 1e9)))
+    assert alone == 0 and routes.route(route).wire_bytes(one, Topology(1, 1)) == Traffic(0, 0)
+
+
+def test_equation_3() -> None:
+    """alpha log P + 4 (P - 1) beta k, once for values and once for indices: P = 4, k = 20, one
+    collective for both.
+    """
+    assert (
+        routes.route("allgather").seconds(bucket("allgather", k=20, wire="pair32"), FOUR, LINKS)
+        == 2 * 10 + 8 * 3 * 2 * 20
+    )
+
+
+def test_equations_7_to_10() -> None:
+    """m = 2, n = 2, d = 200, k = rho d / n = 10 pairs of 8 B; with gamma for the additions, which
+    the paper leaves out.
+    """
+    b = bucket("hitopk", 200, k=10, wire="pair32")
+    t1 = (2 - 1) * 1 + 400 * (0.5 + 0.25)
+    t2 = 400 * 0.25
+    t3 = 10 * 1 + (2 - 1) * 2 * 80 * 2  # both slots of a node go through its port
+    dense, pairs = 1 * 1 + 400 * 0.5 + 160 * 0.25, 1 * 1 + 160 * 0.5 + 2 * 160 * 0.25
+    assert hitopk.seconds(b, Topology(2, 2), LINKS) == pytest.approx(t1 + t2 + t3 + dense)
+    cheapest = hitopk.cheapest(b, Topology(2, 2), LINKS)
+    assert cheapest.last_step == "pairs"
+    assert hitopk.seconds(cheapest, Topology(2, 2), LINKS) == pytest.approx(t1 + t2 + t3 + pairs)
+
+
+@pytest.mark.parametrize(
+    ("density", "nodes", "last_step"),
+    [
+        (0.01, 4, "pairs"),
+        (0.1, 4, "pairs"),
+        (0.2, 4, "dense"),
+        (0.01, 64, "dense"),
+    ],
+)
+def test_the_last_step_is_planned_by_price(density: float, nodes: int, last_step: str) -> None:
+    """8 m k bytes of pairs against 4 d / n of the shard: the more nodes, the more pairs come
+    together.
+    """
+    plan = make_plan(
+        [Gradient("w", (1000, 1000), "float32")],
+        {"*": Scheme("hitopk", "mstopk", density)},
+        Topology(nodes, 8),
+    )
+    assert [b.last_step for b in plan.buckets] == [last_step]
+
+
+def test_the_last_step_follows_the_links_given() -> None:
+    # where merging n shards costs more than sending one
+    slow_sums = Links(Link(1e-6, 1e-10, 1e-8), NOMINAL.between)
+    gradients = [Gradient("w", (1000, 1000), "float32")]
+    plan = make_plan(
+        gradients, {"*": Scheme("hitopk", "mstopk", 0.01)}, Topology(4, 8), links=slow_sums
+    )
+    assert plan.buckets[0].last_step == "dense"
+
+
+def test_the_proposition() -> None:
+    """Proposition 1: without start-ups a long message goes log2 p times faster by the pipeline than
+    by the tree, and up to 2 times faster than by bidirectional exchange, whatever p."""
+    fast = Link(0, 1e-9)
+    for ranks in (4, 8, 16):
+        pipeline, tree, both = (
+            price("broadcast", 1e9, ranks, fast)
+            for price in (cost.linear_pipeline, cost.spanning_tree, cost.bidirectional_exchange)
+        )
+        assert tree / pipeline == pytest.approx(ranks.bit_length() - 1, rel=0.01)
+        assert both / pipeline == pytest.approx(2 * (ranks - 1) / ranks, rel=0.01)

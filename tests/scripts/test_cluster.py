@@ -1,0 +1,284 @@
+"""The virtual cluster is what it says, cleans up after itself, and shows law 7 on several nodes:
+nobody hangs, nothing is lost.
+
+Needs root, iproute2 and network namespaces; elsewhere these tests are skipped and say why.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+
+SCRIPT = str(ROOT / "scripts" / "cluster")
+WORKER = str(ROOT / "tests" / "worker_cluster.py")
+NAME = f"t{os.getpid()}"  # several test runs may share a machine
+RATE = 100  # Mbit/s
+HOSTS = "node0:1,node1:1,node2:2"  # ranks 2 and 3 are on node 2, which comes to harm
+ENVIRONMENT = {
+    **os.environ,
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "PYTHONPATH": str(ROOT),
+}
+
+
+def why_not() -> str:
+    """The reason why there can be no cluster here; empty where there can."""
+    missing = [tool for tool in ("ip", "tc", "unshare", "hostname") if not shutil.which(tool)]
+    if missing:
+        return f"a virtual cluster needs {', '.join(missing)}"
+    if os.geteuid() != 0:
+        return "a virtual cluster needs root"
+    refused = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True)
+    return f"no network namespaces here: {refused.stderr.strip()}" if refused.returncode else ""
+
+
+REASON = why_not()
+needs_cluster = pytest.mark.skipif(bool(REASON), reason=REASON)
+
+
+def cluster(
+    *words: object, name: str = NAME, seconds: float = 120
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [SCRIPT, "--name", name, *map(str, words)],
+        env=ENVIRONMENT,
+        cwd=ROOT,
+        text=True,
+        timeout=seconds,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def wait_until(true: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"{what} did not come within {seconds} s"
+        time.sleep(0.1)
+
+
+def namespaces(name: str) -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    return re.findall(rf"tfcommx-{name}-\w+", listed)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[None]:
+    made = cluster("up", "--nodes", 3, "--rate", f"{RATE}mbit", "--slots", 2)
+    assert made.returncode == 0, made.stdout
+    yield
+    cluster("down")
+    assert not namespaces(NAME)
+
+
+class Training:
+    """worker_cluster.py on the cluster, started as a user does."""
+
+    def __init__(self, folder: Path, watch_seconds: float) -> None:
+        self.folder, self.log = folder, folder / "log"
+        words = [
+            "run",
+            "--",
+            "horovodrun",
+            "-np",
+            "4",
+            "-H",
+            HOSTS,
+            "--gloo",
+            sys.executable,
+            WORKER,
+            "train",
+            folder,
+            "4",
+            watch_seconds,
+        ]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [SCRIPT, "--name", NAME, *map(str, words)],
+                env=ENVIRONMENT,
+                cwd=ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+            )
+        self.reach(11, 90)
+
+    def steps(self) -> int:
+        text = (self.folder / "steps").read_text() if (self.folder / "steps").exists() else ""
+        return int(text or 0)
+
+    def reach(self, steps: int, seconds: float) -> None:
+        wait_until(
+            lambda: self.steps() >= steps or self.process.poll() is not None,
+            seconds,
+            f"step {steps}",
+        )
+        assert self.process.poll() is None, self.output()
+
+    def output(self) -> str:
+        return self.log.read_text()[-6000:]
+
+    def end(self, seconds: float) -> int:
+        try:
+            return self.process.wait(seconds)
+        finally:
+            self.process.kill()
+
+
+# --- the cluster ------------------------------------------------------------------------
+
+
+def test_without_its_tools_it_says_so_in_one_line(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, SCRIPT, "up"], env={"PATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert ended.returncode == 2
+    assert len(ended.stderr.splitlines()) == 1 and "iproute2" in ended.stderr
+
+
+@needs_cluster
+@pytest.mark.parametrize("launcher", ["--gloo", "--mpi"])
+def test_ranks_see_nodes_and_slots(nodes: None, launcher: str) -> None:
+    code = (
+        "import socket, tfcommx as cx; c = cx.init(); print(c.topology, c.rank, 'on', "
+        "socket.gethostname())"
+    )
+    ended = cluster("run", "--", "horovodrun", "-np", "4", launcher, sys.executable, "-c", code)
+    assert ended.returncode == 0, ended.stdout[-4000:]
+    for rank, host in enumerate(["node0", "node0", "node1", "node1"]):
+        assert re.search(rf"Topology\(nodes=2, slots=2, .*\) {rank} on {host}\n", ended.stdout), (
+            ended.stdout[-4000:]
+        )
+
+
+@needs_cluster
+def test_links_have_the_rate_that_was_asked_for_in_both_directions_at_once(nodes: None) -> None:
+    code = (
+        "import socket, sys, threading, time\n"
+        "here = int(sys.argv[1]); size = 12_500_000; listening = socket.create_server(('', "
+        "5000)); time.sleep(1)\n"
+        "def send():\n"
+        "    out = socket.create_connection((f'node{1 - here}', 5000)); "
+        "out.sendall(bytes(size)); out.close()\n"
+        "threading.Thread(target=send).start(); link, _ = listening.accept(); start, got = "
+        "time.monotonic(), 0\n"
+        "while data := link.recv(1 << 20): got += len(data)\n"
+        "assert got == size; print(got * 8e-6 / (time.monotonic() - start))\n"
+    )
+    words = [SCRIPT, "--name", NAME, "run", "--node"]
+    both = [
+        subprocess.Popen(
+            [*words, str(node), "--", sys.executable, "-c", code, str(node)],
+            text=True,
+            stdout=subprocess.PIPE,
+        )
+        for node in (0, 1)
+    ]
+    for process in both:
+        rate = float(process.communicate(timeout=60)[0])
+        assert 0.75 * RATE < rate < 1.05 * RATE
+
+
+@needs_cluster
+def test_a_second_up_is_refused_and_leaves_the_first(nodes: None) -> None:
+    again = cluster("up", "--nodes", 2)
+    assert again.returncode == 2 and "down" in again.stdout
+    assert "3 nodes, 2 slots each, 100mbit" in cluster("status").stdout
+
+
+@needs_cluster
+def test_down_removes_what_killed_runs_have_left() -> None:
+    name = f"k{os.getpid()}"
+    try:
+        half = subprocess.Popen([SCRIPT, "--name", name, "up", "--nodes", "60"])
+        wait_until(lambda: len(namespaces(name)) > 3, 30, "the first namespaces")
+        half.kill()
+        half.wait()
+        assert cluster("up", name=name).returncode == 2
+        assert cluster("down", name=name).returncode == 0 and not namespaces(name)
+        assert cluster("up", "--nodes", 2, name=name).returncode == 0
+        run = subprocess.Popen(
+            [SCRIPT, "--name", name, "run", "--", "sh", "-c", "ssh node1 exec sleep 1234 & wait"],
+            env=ENVIRONMENT,
+        )
+
+        def asleep() -> list[str]:
+            return subprocess.run(
+                ["ip", "netns", "pids", f"tfcommx-{name}-1"], capture_output=True, text=True
+            ).stdout.split()
+
+        wait_until(lambda: bool(asleep()), 30, "the process on node 1")
+        run.kill()
+        run.wait()
+        left = asleep()
+        assert left
+        shutil.rmtree(f"/run/tfcommx-{name}")  # also without the state file
+    finally:
+        assert cluster("down", name=name).returncode == 0
+    assert not namespaces(name)
+    assert not [
+        pid
+        for pid in left
+        if Path(f"/proc/{pid}").exists() and "1234" in Path(f"/proc/{pid}/cmdline").read_text()
+    ]
+    assert not list(Path("/etc/netns").glob(f"tfcommx-{name}-*"))
+
+
+# --- faults -----------------------------------------------------------------------------
+
+
+@needs_cluster
+def test_a_link_away_for_5_seconds_costs_time_and_nothing_else(nodes: None, tmp_path: Path) -> None:
+    training = Training(tmp_path, 20)
+    cluster("cut", 2)
+    time.sleep(1)
+    before = training.steps()
+    time.sleep(4)
+    assert training.steps() == before, "the link was not cut"
+    cluster("heal", 2)
+    training.reach(before + 10, 30)
+    (tmp_path / "stop").touch()
+    assert training.end(60) == 0, training.output()
+    assert training.output().count("weights 1 missing 0.0") == 4, training.output()
+
+
+@needs_cluster
+@pytest.mark.parametrize(("fault", "watch_seconds"), [("cut", 20), ("kill", 5)])
+def test_a_node_that_is_gone_ends_the_others_and_its_ranks_are_named(
+    nodes: None, tmp_path: Path, fault: str, watch_seconds: float
+) -> None:
+    training = Training(tmp_path, watch_seconds)
+    start = time.monotonic()
+    try:
+        assert cluster(fault, 2).returncode == 0
+        assert training.end(60) not in (0, -signal.SIGKILL), training.output()
+    finally:
+        cluster("heal", 2)
+    assert watch_seconds - 2 < time.monotonic() - start < 60
+    for rank in (0, 1):
+        said = (
+            rf"rank {rank} ends, because ranks are missing: rank 2 on node2 \([^()]*\), rank "
+            r"3 on node2 \("
+        )
+        assert re.search(said, training.output()), training.output()
+    restored = subprocess.run(
+        [sys.executable, WORKER, "restore", str(tmp_path), "4"],
+        env=ENVIRONMENT,
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+    )
+    found = re.search(r"steps (\d+) missing (\S+)", restored.stdout)
+    assert found, restored.stderr[-3000:]
+    assert int(found[1]) >= training.steps() - 9 and float(found[2]) == 0

@@ -1,0 +1,1 @@
+"""Collectives and messages between ranks, and how a process finds its place among them."""

@@ -1,0 +1,114 @@
+"""Point-to-point messages between ranks. The only door to mpi4py; needs an MPI launch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+log = logging.getLogger("tfcommx")
+
+# How long a rank waits for a message; TFCOMMX_MESSAGE_TIMEOUT_SECONDS changes it.
+TIMEOUT_SECONDS = 50.0  # more than Gloo's own limit, 30
+# with the watch, which ends who waits for a missing rank: what is late is only busy
+WATCHED_SECONDS = 6 * 3600.0
+
+
+def mpi_hosts() -> list[str]:
+    """Return every rank's host name, in rank order.
+
+    **Ranks:** all ranks of an MPI launch, before Horovod starts. mpi4py starts MPI with full thread
+    support, which Horovod then shares and leaves running.
+    """
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.allgather(MPI.Get_processor_name())
+
+
+class MpiPointToPoint:
+    """Non-blocking messages on a communicator of our own, so that none is mistaken for one of
+    Horovod's.
+
+    mpi4py starts MPI with full thread support, so Horovod's background thread may be in MPI at the
+    same time.
+
+    From then on an exception that nothing catches ends the launch: the other ranks may be waiting
+    for this one's messages, and Horovod's orderly end would wait for them.
+
+    Args:
+        watched: whether the watch of ranks is on.
+    **Ranks:** all make it together, in the same order. **Raises:** RuntimeError where MPI has less
+    thread support.
+    """
+
+    def __init__(self, watched: bool) -> None:
+        from mpi4py import MPI
+
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise RuntimeError(
+                "Messages beside Horovod need MPI with MPI_THREAD_MULTIPLE. Received less. "
+                "Call tfcommx.init() before anything that starts MPI."
+            )
+        self._mpi = MPI
+        self._world = MPI.COMM_WORLD.Dup()
+        self.sent: dict[int, int] = {}
+        self._timeout = float(
+            os.environ.get(
+                "TFCOMMX_MESSAGE_TIMEOUT_SECONDS", WATCHED_SECONDS if watched else TIMEOUT_SECONDS
+            )
+        )
+        report = sys.excepthook
+
+        def report_and_end(*failure: Any) -> None:
+            report(*failure)
+            sys.stderr.write(f"tfcommx: rank {self._world.rank} gives up and ends the launch.\n")
+            sys.stderr.flush()
+            self._world.Abort(1)
+
+        sys.excepthook = report_and_end
+
+    def send(self, array: np.ndarray, target: int, tag: int) -> Any:
+        """Start to send a contiguous array, as bytes, to a rank of the world."""
+        self.sent[target] = self.sent.get(target, 0) + array.nbytes
+        return self._world.Isend([array.view(np.uint8), self._mpi.BYTE], target, tag), target
+
+    def receive(self, array: np.ndarray, source: int, tag: int) -> Any:
+        """Start to receive into a contiguous array of the length that is sent."""
+        return self._world.Irecv([array.view(np.uint8), self._mpi.BYTE], source, tag), source
+
+    def wait_any(self, requests: list[Any]) -> int:
+        """Wait until one of the requests is done; return its position. Other threads of this
+        process run meanwhile.
+
+        **Raises:** RuntimeError that names the ranks awaited, where none of them comes in time.
+        """
+        pending = [request for request, _ in requests]
+        start, turns, late = time.monotonic(), 0, TIMEOUT_SECONDS
+        while True:
+            place, done = self._mpi.Request.Testany(pending)
+            if done:
+                return place
+            turns += 1
+            time.sleep(0 if turns < 100 else 5e-5)  # messages come in bursts: look often at first
+            waited = time.monotonic() - start if turns % 1000 == 0 else 0.0
+            awaited = sorted({rank for _, rank in requests}) if waited else []
+            if waited > late:
+                late *= 2
+                log.warning(
+                    "Rank %d has waited %.0f s for messages of ranks %s. Are they busy, or do "
+                    "ranks take unequal steps?",
+                    self._world.rank,
+                    waited,
+                    awaited,
+                )
+            if waited > self._timeout:
+                raise RuntimeError(
+                    f"A message must come within {self._timeout:.0f} s. Rank {self._world.rank} "
+                    "has waited longer for "
+                    f"ranks {awaited}. Are they alive, and is the network? Slow ones need "
+                    "TFCOMMX_MESSAGE_TIMEOUT_SECONDS."
+                )

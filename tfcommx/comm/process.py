@@ -1,0 +1,42 @@
+"""The process's own Comm, as `init` made it."""
+
+from __future__ import annotations
+
+from tfcommx.comm.base import Comm
+
+_current: Comm | None = None
+
+
+def current() -> Comm:
+    """Return the Comm that init() made. **Raises:** RuntimeError before init()."""
+    if _current is None:
+        raise RuntimeError(
+            "tfcommx.init() must be called first, once, at the start of the script on every rank."
+        )
+    return _current
+
+
+def started() -> bool:
+    """Tell whether init() was called."""
+    return _current is not None
+
+
+def set_current(comm: Comm | None) -> None:
+    """Make `comm` the process's own; None forgets it."""
+    global _current
+    _current = comm
+
+
+def rank() -> int:
+    """Return this process's rank, in [0, size())."""
+    return current().rank
+
+
+def size() -> int:
+    """Return the number of ranks."""
+    return current().topology.size
+
+
+def is_chief() -> bool:
+    """Tell whether this is rank 0, the one that prints and saves."""
+    return rank() == 0

@@ -1,0 +1,203 @@
+"""ThreadComm: p ranks as p threads of one process, for law tests and corner cases."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfcommx.comm.base import Comm
+from tfcommx.terms import Topology, Traffic
+
+
+class _Meeting:
+    """Where the threads of ThreadComm hand each other their tensors."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self.lock = threading.Condition()
+        self.rooms: dict[Any, dict[int, Any]] = {}
+        # (source, target, tag) -> messages, oldest first
+        self.letters: dict[tuple[int, int, int], deque[np.ndarray]] = {}
+        self.failure: BaseException | None = None
+
+    def exchange(
+        self, ranks: tuple[int, ...], turn: int, rank: int, label: str, item: Any
+    ) -> list[Any]:
+        """Wait until all of `ranks` are here for the same turn; return their items in rank
+        order.
+        """
+        with self.lock:
+            room = self.rooms.setdefault((ranks, turn), {})
+            room[rank] = (label, item)
+            self.lock.notify_all()
+            if not self.lock.wait_for(
+                lambda: self.failure is not None or len(room) == len(ranks), timeout=60
+            ):
+                self.failure = TimeoutError(
+                    f"Rank {rank} waited for ranks {sorted(set(ranks) - set(room))} in {label!r}."
+                )
+            if self.failure is not None:
+                raise RuntimeError(
+                    f"Rank {rank} was left alone in {label!r}: {self.failure}"
+                ) from self.failure
+        labels = {text for text, _ in room.values()}
+        if len(labels) > 1:
+            raise RuntimeError(f"Ranks {ranks} met in different collectives: {sorted(labels)}.")
+        return [room[member][1] for member in ranks]
+
+
+class _ThreadPost:
+    """Messages between threads: a send leaves a copy, so it is done at once; a request to receive
+    is (array, letters).
+    """
+
+    def __init__(self, rank: int, meeting: _Meeting) -> None:
+        self.rank, self.meeting = rank, meeting
+        self.sent: dict[int, int] = {}
+
+    def send(self, array: np.ndarray, target: int, tag: int) -> None:
+        self.sent[target] = self.sent.get(target, 0) + array.nbytes
+        with self.meeting.lock:
+            self.meeting.letters.setdefault((self.rank, target, tag), deque()).append(array.copy())
+            self.meeting.lock.notify_all()
+
+    def receive(
+        self, array: np.ndarray, source: int, tag: int
+    ) -> tuple[np.ndarray, int, deque[np.ndarray]]:
+        with self.meeting.lock:
+            return array, source, self.meeting.letters.setdefault((source, self.rank, tag), deque())
+
+    def wait_any(self, requests: list[Any]) -> int:
+        meeting = self.meeting
+        with meeting.lock:
+
+            def ready() -> list[int]:
+                return [
+                    place for place, request in enumerate(requests) if request is None or request[2]
+                ]
+
+            if not meeting.lock.wait_for(
+                lambda: meeting.failure is not None or ready(), timeout=60
+            ):
+                awaited = sorted({request[1] for request in requests})
+                meeting.failure = TimeoutError(
+                    f"Rank {self.rank} waited for messages of ranks {awaited}."
+                )
+            if meeting.failure is not None:
+                raise RuntimeError(
+                    f"Rank {self.rank} was left alone: {meeting.failure}"
+                ) from meeting.failure
+            place = ready()[0]
+            if requests[place] is not None:
+                array, source, letters = requests[place]
+                letter = letters.popleft()
+                if letter.shape != array.shape:
+                    raise RuntimeError(
+                        f"Rank {self.rank} expected {array.shape} from rank {source}. Received "
+                        f"{letter.shape}."
+                    )
+                array[...] = letter
+            return place
+
+
+class ThreadComm(Comm):
+    """p ranks as p threads of one process, in eager mode: for law tests and corner cases, not for
+    speed.
+
+    Sums are taken in rank order, in the tensor's own dtype. Ranks that meet in collectives of
+    different names are an error.
+    """
+
+    def __init__(self, rank: int, meeting: _Meeting) -> None:
+        super().__init__(rank, meeting.topology)
+        self._meeting = meeting
+        self._turns: dict[tuple[int, ...], int] = {}
+        self._sent = Traffic(0.0, 0.0)
+        self._open_point_to_point = lambda: _ThreadPost(rank, meeting)
+
+    @staticmethod
+    def run(topology: Topology, work: Callable[[Comm], Any]) -> list[Any]:
+        """Call `work(comm)` as every rank of the topology; return the results in rank order, or
+        raise the first failure.
+        """
+        meeting, results = _Meeting(topology), [None] * topology.size
+        failures: list[tuple[int, BaseException]] = []
+
+        def play(rank: int) -> None:
+            try:
+                results[rank] = work(ThreadComm(rank, meeting))
+            except BaseException as error:
+                with meeting.lock:
+                    failures.append((rank, error))
+                    meeting.failure = meeting.failure or error
+                    meeting.lock.notify_all()
+
+        threads = [threading.Thread(target=play, args=(rank,)) for rank in range(topology.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0][1]
+        return results
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        return self._meet("world", "gather_objects", item)
+
+    def _counted(self) -> Traffic:
+        return self._sent
+
+    def _meet(self, group: str, label: str, item: Any) -> list[Any]:
+        ranks = self.members(group)
+        self._turns[ranks] = turn = self._turns.get(ranks, 0) + 1
+        return self._meeting.exchange(ranks, turn, self.rank, label, item)
+
+    def _count(self, sent: Traffic) -> None:
+        self._sent = Traffic(*(a + b for a, b in zip(self._sent, sent, strict=True)))
+
+    def _sum(self, tensor: tf.Tensor, group: str, label: str) -> tf.Tensor:
+        total, *rest = self._meet(group, label, tensor)
+        for other in rest:
+            total = total + other
+        return total
+
+    def _allreduce(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
+        return self._sum(tensor, group, f"allreduce {name}")
+
+    def _allreduce_list(
+        self, tensors: list[tf.Tensor], name: str, average: bool
+    ) -> list[tf.Tensor]:
+        sums = [self._allreduce(tensor, "world", f"{name}/{i}") for i, tensor in enumerate(tensors)]
+        return (
+            [total / tf.cast(self.topology.size, total.dtype) for total in sums]
+            if average
+            else sums
+        )
+
+    def _reduce_scatter(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
+        ranks = self.members(group)
+        return tf.split(self._sum(tensor, group, f"reduce_scatter {name}"), len(ranks))[
+            ranks.index(self.rank)
+        ]
+
+    def _all_gather(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
+        return tf.concat(self._meet(group, f"all_gather {name}", tensor), axis=0)
+
+    def _alltoall(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
+        ranks = self.members(group)
+        mine = ranks.index(self.rank)
+        return tf.concat(
+            [
+                tf.split(other, len(ranks))[mine]
+                for other in self._meet(group, f"alltoall {name}", tensor)
+            ],
+            axis=0,
+        )
+
+    def _broadcast(self, tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
+        return self._meet("world", f"broadcast {name}", tensor)[root]

@@ -1,0 +1,1 @@
+"""DataCache: decoded samples of a node in shared memory."""

@@ -1,0 +1,157 @@
+"""How much memory a slab needs, and how much there is: asked before the fill."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tfcommx.data.cache.cgroups import left_bytes
+from tfcommx.data.cache.disk import Disk
+from tfcommx.data.cache.order import shuffled
+from tfcommx.data.cache.slab import (
+    Slab,
+    SlabError,
+    facts_of,
+    overhead_bytes,
+    record_bytes,
+    reserved_bytes,
+)
+from tfcommx.data.sources.base import SampleError, Source, decode
+
+if TYPE_CHECKING:
+    from tfcommx.data.cache.options import Options
+
+PROBES = 64  # samples that are decoded for the estimate
+# bytes, and at most an eighth, of a shared memory that no slab takes: MPI and NCCL need some, and
+# on a full one they die
+SPARED = 1 << 30
+
+
+def sample_bytes(source: Source, disk: Disk | None, part: np.ndarray, store: int | None) -> float:
+    """Estimate the bytes that a sample of `part` takes in a slab: the mean size and three standard
+    errors, from 64 of them.
+
+    Exact for samples of one size. Samples that cannot be read count nothing.
+    **Raises:** SlabError where none of the 64 can be read, as the source cannot be reached: a slab
+    of no room would follow.
+    """
+    sizes, away = [], None
+    for sample in shuffled(part, 0)[:PROBES].tolist():
+        try:
+            kept = disk.read(sample) if disk is not None else None
+            sizes.append(
+                record_bytes(
+                    decode((kept or source.read(sample))[0], source.channels, store).nbytes
+                )
+            )
+        except SampleError:
+            continue
+        except OSError as error:
+            away = f"{source.where(sample)}: {error}"
+    if not sizes and away is not None:
+        raise SlabError(
+            f"Samples that tell their size are required. None of {min(PROBES, len(part))} of "
+            f"{source.name} can be read; the last: {away}. "
+            "Check the source and its mount, and start again."
+        )
+    return np.mean(sizes) + 3 * np.std(sizes) / np.sqrt(len(sizes)) if sizes else 0.0
+
+
+def reserved_elsewhere(folder: str, own: str = "") -> dict[str, int]:
+    """Return the bytes that each slab in `folder`, but that of the name `own`, has reserved and not
+    yet taken.
+    """
+    reserved = {
+        path.name: reserved_bytes(path)
+        for path in sorted(Path(folder).glob("tfcommx-*.slab"))
+        if path.stem != own
+    }
+    return {name: size for name, size in reserved.items() if size > 0}
+
+
+def offered_bytes(folder: str, limit: int | None, own: str = "") -> int:
+    """Return the bytes that a slab in `folder` may take: the least of what is free there, but some
+    for others, in the node's memory, in this process's control groups, and `limit`.
+
+    What other slabs there have reserved and not yet taken is not free; that of the name `own` is
+    not another.
+    """
+    free = os.statvfs(folder)
+    spared = min(SPARED, free.f_blocks * free.f_frsize // 8)
+    # a tmpfs without a limit has no blocks
+    offers = [free.f_bavail * free.f_frsize - spared] if free.f_blocks else []
+    if (left := left_bytes()) is not None:
+        offers.append(left)
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            offers.append(int(line.split()[1]) * 1024)
+    left = max(0, min(offers) - sum(reserved_elsewhere(folder, own).values()))
+    return left if limit is None else min(left, limit)
+
+
+def part_key(part: np.ndarray) -> str:
+    """Return a hash of the samples of a part, for a slab's facts."""
+    return hashlib.sha256(part.tobytes()).hexdigest()[:16]
+
+
+def slab_bytes(
+    source: Source, disk: Disk | None, part: np.ndarray, options: Options, name: str
+) -> tuple[int, dict[str, str]]:
+    """Return the length of the slab to make, of that name, and facts of it: `need`, bytes; `part`,
+    whose samples it can hold.
+
+    **Raises:** SlabError where the need is above the offer and `options.partial` is False.
+    """
+    needed = math.ceil(
+        sample_bytes(source, disk, part, options.store) * len(part)
+    ) + overhead_bytes(source.count)
+    offered = offered_bytes(options.memory, options.memory_bytes, name)
+    if needed > offered and not options.partial:
+        others = reserved_elsewhere(options.memory, name)
+        beside = "".join(
+            f", beside {other}, which is still to take {size:,}" for other, size in others.items()
+        )
+        raise SlabError(
+            f"About {needed:,} bytes of memory are required for {len(part):,} samples of "
+            f"{source.name}. {options.memory}, the memory of "
+            f"this node or container, and `memory_bytes` offer {offered:,}{beside}. Lower "
+            "`store`, use more nodes, or set partial=True to "
+            "keep as much as fits."
+        )
+    # memory is taken as it fills: room for the estimate's error, which no other slab is denied
+    length = min(offered, needed if options.partial else needed + needed // 2)
+    return length, {
+        "need": str(min(needed, length)),
+        "part": part_key(part) if needed <= offered else "",
+    }
+
+
+def check_length(
+    slab: Slab, source: Source, disk: Disk | None, part: np.ndarray, options: Options
+) -> None:
+    """Refuse a slab that another process made where it has too little room for this run, beside
+    what it was made for.
+
+    **Cost:** none where it was made for the same part, as by the other processes of a run; else
+    that of `sample_bytes`.
+    **Raises:** SlabError.
+    """
+    facts = facts_of(slab.path)
+    absent = int(np.count_nonzero(slab.index[part] == 0))
+    if options.partial or slab.created or facts.get("part") == part_key(part) or not absent:
+        return
+    needed = math.ceil(sample_bytes(source, disk, part, options.store) * absent)
+    offered = max(0, slab.length - max(slab.used_bytes, int(facts.get("need", 0))))
+    if needed > offered:
+        raise SlabError(
+            f"About {needed:,} bytes of memory are required for {absent:,} samples of "
+            f"{source.name}. {slab.path}, which "
+            f"another run made and uses, offers {offered:,} beside its own. Give both runs the "
+            "same seed, nodes and options, give this one "
+            "another `memory` folder, or set partial=True to keep as much as fits."
+        )

@@ -1,0 +1,166 @@
+"""Which sample comes when: pure functions of (seed, epoch), the same on every rank, independent of
+timing.
+
+    all samples --part--> a node's samples --share--> a rank's samples, shuffled --batches--> its
+    batches
+
+Every sample is in exactly one node's part, one rank's share and, unless the remainder is dropped,
+one batch of an epoch. Nothing here reads a clock, a file or another rank, so that resuming at
+(epoch, step) needs no saved state.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import threading
+
+import numpy as np
+
+from tfcommx.kernels.reference_augment import draws
+from tfcommx.terms import PlanError, Topology
+
+_PART, _OFFER, _DEAL, _SHUFFLE = range(4)  # streams of random numbers that must not coincide
+# epochs but the first whose parts are kept: one that is served, one that is loaded ahead, the one
+# before a swap
+KEPT = 3
+_lock = threading.Lock()
+
+
+def slots_of(topology: Topology) -> tuple[int, ...]:
+    """Return the number of ranks on each node."""
+    return tuple(slots for _, slots in topology.uneven) or (topology.slots,) * topology.nodes
+
+
+def place(topology: Topology, rank: int) -> tuple[int, int]:
+    """Return (node, slot) of a rank."""
+    if not 0 <= rank < topology.size:
+        raise PlanError(
+            f"`rank` must be in [0, {topology.size}). Received rank={rank}. Pass the rank that "
+            "the launcher gave."
+        )
+    for node, slots in enumerate(slots_of(topology)):
+        if rank < slots:
+            return node, rank
+        rank -= slots
+    raise AssertionError("unreachable: the slots add up to the size")
+
+
+def shuffled(samples: np.ndarray, *stream: int) -> np.ndarray:
+    """Return int64 [n]: the samples in an order that depends only on their set and the integers
+    `stream`.
+    """
+    samples = np.sort(samples)
+    return samples[np.argsort(draws(*stream, of=samples), kind="stable")]
+
+
+def _cut(samples: np.ndarray, weights: tuple[int, ...]) -> list[np.ndarray]:
+    """Cut an array into consecutive pieces in proportion to the weights; lengths per weight differ
+    by one at most.
+    """
+    ends = np.cumsum(weights)
+    bounds = [0, *(len(samples) * ends // ends[-1])]
+    return [samples[low:high] for low, high in itertools.pairwise(bounds)]
+
+
+@functools.lru_cache(maxsize=4)
+def _known(
+    count: int, slots: tuple[int, ...], seed: int, fraction: float
+) -> dict[int, tuple[np.ndarray, ...]]:
+    """Return the parts of the first epoch, and of those that `parts` has been asked for last: epoch
+    -> parts.
+    """
+    return {
+        0: tuple(np.sort(piece) for piece in _cut(shuffled(np.arange(count), seed, _PART), slots))
+    }
+
+
+def parts(
+    count: int, slots: tuple[int, ...], seed: int, epoch: int = 0, fraction: float = 0.0
+) -> tuple[np.ndarray, ...]:
+    """Return each node's part of the samples 0 to count - 1 in `epoch`.
+
+    Args:
+      count: samples of the data set, >= 0.
+      slots: ranks on each node; parts are in proportion.
+      fraction: share of each part, in [0, 1], that changes hands before every epoch but the first.
+        The offered samples of all nodes are shuffled and dealt out again, so that some come back:
+        the expected move is fraction * (1 - 1 / nodes).
+    Returns:
+      One int64 array per node, ascending.
+
+    **Ranks:** pure; equal arguments give equal parts everywhere.
+    **Cost:** one sort of `count` numbers; with a fraction, one per epoch since the newest of those
+    before that is known.
+    """
+    if fraction == 0 or len(slots) == 1:
+        epoch, fraction = 0, 0.0
+    with _lock:
+        known = _known(count, slots, seed, fraction)
+        newest = max(number for number in known if number <= epoch)
+        for number in range(newest + 1, epoch + 1):
+            known[number] = _exchanged(known[number - 1], seed, number, fraction)
+            for old in list(known)[1:-KEPT]:  # the first epoch stays: all others come from it
+                del known[old]
+        return known[epoch]
+
+
+def _exchanged(
+    before: tuple[np.ndarray, ...], seed: int, epoch: int, fraction: float
+) -> tuple[np.ndarray, ...]:
+    """Return the parts of `epoch`, made of those of the epoch before."""
+    offers = [shuffled(part, seed, _OFFER, epoch)[: round(fraction * len(part))] for part in before]
+    pool = shuffled(np.concatenate(offers), seed, _DEAL, epoch)
+    dealt = np.split(pool, np.cumsum([len(offer) for offer in offers])[:-1])
+    kept = [
+        np.setdiff1d(part, offer, assume_unique=True)
+        for part, offer in zip(before, offers, strict=True)
+    ]
+    return tuple(np.sort(np.concatenate(pair)) for pair in zip(kept, dealt, strict=True))
+
+
+def share(
+    count: int,
+    topology: Topology,
+    rank: int,
+    seed: int,
+    epoch: int,
+    fraction: float = 0.0,
+    shuffle: bool = True,
+) -> np.ndarray:
+    """Return int64 [n]: the samples of a rank in an epoch, in order. Lengths differ by one at most
+    between ranks.
+    """
+    node, slot = place(topology, rank)
+    slots = slots_of(topology)
+    part = parts(count, slots, seed, epoch, fraction)[node]
+    return _cut(shuffled(part, seed, _SHUFFLE, epoch) if shuffle else part, (1,) * slots[node])[
+        slot
+    ]
+
+
+def steps(count: int, topology: Topology, batch: int, drop: bool) -> int:
+    """Return the number of batches of an epoch, the same on every rank. With `drop`, of batches
+    that are full on every rank.
+    """
+    return (
+        count // topology.size // batch
+        if drop
+        else math.ceil(math.ceil(count / topology.size) / batch)
+    )
+
+
+def bounds(length: int, batch: int, count: int) -> np.ndarray:
+    """Return int64 [count + 1]: where the batches of a share begin and end.
+
+    Full batches; where the remainder is kept, the last one is smaller, but not empty: it borrows
+    from the one before, as all ranks take `count` steps. Only a share with fewer samples than steps
+    (a batch of 1, an almost empty data set) gives empty ones.
+    """
+    ends = [0]
+    for left in range(count, 0, -1):
+        ends.append(
+            ends[-1] + max(0, min(batch, length - ends[-1] - (left - 1), length - ends[-1]))
+        )
+    return np.array(ends, np.int64)

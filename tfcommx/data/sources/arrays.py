@@ -1,0 +1,66 @@
+"""Samples from arrays that are in memory already."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from tfcommx.data.sources.base import key_of
+from tfcommx.terms import PlanError
+
+
+class Arrays:
+    """Images and labels as arrays.
+
+    Args:
+      images: uint8 [n, h, w, c], or [n, h, w] for one channel.
+      labels: whole numbers [n].
+      classes: names of the labels.
+    **Cost:** one hash over the images.
+    """
+
+    def __init__(
+        self,
+        images: np.ndarray,
+        labels: np.ndarray,
+        classes: tuple[str, ...] = (),
+        name: str = "arrays",
+    ) -> None:
+        images, labels = np.asarray(images), np.asarray(labels)
+        if images.ndim == 3:
+            images = images[..., None]
+        if (
+            images.dtype != np.uint8
+            or images.ndim != 4
+            or not 1 <= images.shape[3] <= 4
+            or labels.shape != images.shape[:1]
+        ):
+            raise PlanError(
+                "Images uint8 [n, h, w, c] with c in [1, 4] and labels [n] are required. "
+                f"Received {images.dtype} "
+                f"{list(images.shape)} and {list(labels.shape)}. Convert the images, or give one "
+                "label for each."
+            )
+        if labels.dtype.kind not in "biuf" or np.any(labels % 1 != 0):
+            raise PlanError(
+                f"Labels that are whole numbers are required. Received {labels.dtype}, such as "
+                f"{labels.flat[0]}. Convert them."
+            )
+        self.images, self.labels, self.classes, self.name = (
+            images,
+            labels.astype(np.int64),
+            tuple(classes),
+            name,
+        )
+        self.count, self.channels = len(images), images.shape[3]
+        self.shape = images.shape[1:3]
+        digest = hashlib.sha256(np.ascontiguousarray(images).data if images.size else b"")
+        digest.update(self.labels.tobytes())
+        self.key = key_of(("arrays", images.shape, digest.hexdigest()))
+
+    def read(self, sample: int) -> tuple[np.ndarray, int]:
+        return self.images[sample], int(self.labels[sample])
+
+    def where(self, sample: int) -> str:
+        return f"{self.name}[{sample}]"

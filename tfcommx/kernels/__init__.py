@@ -1,0 +1,1 @@
+"""The native kernels, each beside its definition in plain TensorFlow."""

@@ -1,0 +1,1 @@
+"""What a cluster and a model cost, by measurement."""

@@ -1,0 +1,18 @@
+"""Keras callbacks for training over several ranks. Every rank adds the same ones, in the same
+order.
+"""
+
+from tfcommx.optim.callbacks.agree import AgreeOnStop, CompareReplicas
+from tfcommx.optim.callbacks.average import AverageBatchNorm, AverageMetrics
+from tfcommx.optim.callbacks.start import BroadcastState
+from tfcommx.optim.callbacks.switch import SwitchScheme, WarmUp
+
+__all__ = [
+    "AgreeOnStop",
+    "AverageBatchNorm",
+    "AverageMetrics",
+    "BroadcastState",
+    "CompareReplicas",
+    "SwitchScheme",
+    "WarmUp",
+]

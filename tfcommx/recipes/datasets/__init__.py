@@ -1,0 +1,1 @@
+"""Data sets of the recipes: one a file."""

@@ -1,0 +1,72 @@
+"""Batches of images for one rank: served by the cache, then shifted. A pure function of seed,
+epoch, step and rank.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfcommx.data.cache.batches import Phase
+from tfcommx.data.cache.cache import DataCache
+
+
+def resize(images: tf.Tensor, resolution: int) -> tf.Tensor:
+    """Return the images, uint8 or float [n, h, w, c], as float32 [n, resolution, resolution, c] in
+    the same range of values.
+
+    As the cache does it for training, so that a test sees what was trained on.
+    """
+    if images.shape[1] != resolution or images.shape[2] != resolution:
+        images = tf.image.resize(images, [resolution, resolution], "bilinear", antialias=False)
+    return tf.cast(images, tf.float32)
+
+
+def shifted(images: tf.Tensor, seed: tf.Tensor, most: int) -> tf.Tensor:
+    """Shift the batch by up to `most` pixels each way. **Source:** none; usual practice.
+
+    Args:
+        images: [n, h, w, c].
+        seed: integer [2]; the same seed gives the same shift.
+    """
+    # One shift for the batch: a gather per image would cost as much as the training step of a
+    # network this small.
+    return tf.roll(
+        images, tf.random.stateless_uniform([2], seed, -most, most + 1, tf.int32), axis=[1, 2]
+    )
+
+
+def training_batches(
+    cache: DataCache, phase: Phase, epochs: range, classes: int, shift: int
+) -> tf.data.Dataset:
+    """Make a rank's batches for some epochs, one after the other.
+
+    Args:
+        phase: with drop_remainder.
+        epochs: numbers of the epochs, counted over the whole run: they decide the order.
+        shift: largest shift, pixels of what is served; 0: none.
+
+    Returns: (phase.dtype [batch, h, w, c], float32 one-hot [batch, classes]), `cache.steps(phase)`
+    times for every epoch.
+    """
+
+    def finish(
+        number: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor]
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        pictures, labels = batch
+        if shift:  # every (epoch, step, rank) draws its own
+            pictures = shifted(
+                pictures,
+                tf.stack([cache.options.seed, number * cache.topology.size + cache.rank]),
+                shift,
+            )
+        return pictures, tf.one_hot(labels, classes)
+
+    options = tf.data.Options()
+    # the pipeline must not take the cores of the other ranks' training
+    options.threading.private_threadpool_size = 1
+    batches = (
+        cache.dataset(phase, epochs.start, len(epochs))
+        .enumerate(epochs.start * cache.steps(phase))
+        .map(finish)
+    )
+    return batches.with_options(options)

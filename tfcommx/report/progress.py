@@ -1,0 +1,100 @@
+"""Progress of a run while it goes: a bar on a terminal, else a line for each epoch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from types import TracebackType
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as Bar
+
+from tfcommx.report.summary import scheme_text
+
+
+class Progress:
+    """One bar over all steps of a run on a terminal; elsewhere one plain line per epoch. Silent
+    unless `shown`.
+
+    Under horovodrun the output is a pipe; the bar then goes to the device file `terminal`, where
+    that is one.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        epochs: int,
+        shown: bool = True,
+        stream: IO[str] | None = None,
+        terminal: str | None = None,
+    ) -> None:
+        if shown and stream is None and terminal and not sys.stdout.isatty():
+            with contextlib.suppress(OSError):  # no such device, or not ours: plain lines then
+                device = os.open(terminal, os.O_WRONLY | os.O_NOCTTY)
+                stream = os.fdopen(device, "w") if os.isatty(device) else None
+        self.steps, self.epochs, self.shown, self.done = steps, epochs, shown, 0
+        self.console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self.started = time.monotonic()
+        self.bar: Bar | None = None
+
+    def __enter__(self) -> Progress:
+        self.started = time.monotonic()
+        if self.shown and self.console.is_terminal:
+            self.bar = Bar(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self.task = self.bar.add_task(f"epoch 1/{self.epochs}", total=self.steps)
+            self.bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.bar:
+            self.bar.stop()
+
+    def step(self) -> None:
+        """Count one step."""
+        self.done += 1
+        if self.bar:
+            self.bar.advance(self.task)
+
+    def epoch(self, row: dict[str, Any]) -> None:
+        """Show the row of an epoch that has ended."""
+        if not self.shown:
+            return
+        gone = time.monotonic() - self.started
+        left = gone / self.done * (self.steps - self.done) if self.done else 0.0
+        line = (
+            f"epoch {row['epoch']:2}/{self.epochs}  {row['resolution']:3} px  "
+            f"{scheme_text(row):24}  loss {row['loss']:.3f}  "
+            f"train {row['train_accuracy']:.4f}  test {row['test_accuracy']:.4f}  "
+            f"{row['images_per_second']:7.0f} images/s"
+        )
+        if self.bar:
+            self.bar.console.print(line)
+            self.bar.update(
+                self.task, description=f"epoch {min(row['epoch'] + 1, self.epochs)}/{self.epochs}"
+            )
+        else:
+            self.console.print(
+                f"{line}  {100 * self.done // self.steps:3} %, {gone:.0f} s gone, {left:.0f} s left"
+            )

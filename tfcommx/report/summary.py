@@ -1,0 +1,59 @@
+"""summary.json: written at the end of a run, read by `tfcommx report`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+# The parts of an epoch, as training.timing.Timing measures them, in the order of the stacked bars.
+PARTS = {
+    "data": "waiting for data",
+    "step": "steps: forward, backward, exchange, update",
+    "first_step": "first step of a phase: tracing",
+    "evaluation": "evaluation",
+    "other": "averaging, comparing, reporting",
+}
+
+
+REQUIRED = (
+    "test_accuracy",
+    "ranks",
+    "nodes",
+    "epochs",
+    "seconds",
+    "images_per_second",
+    "bytes_between_nodes",
+    "bytes_between_nodes_dense",
+    "replicas_identical",
+    "rows",
+)
+
+
+class ReportError(ValueError):
+    """A run folder without a summary that can be shown."""
+
+
+def scheme_text(row: dict[str, Any]) -> str:
+    """Return the route and, of a sparse scheme, the rule and density of an epoch's row."""
+    sparse = "" if row["selection"] == "all" else f" {row['selection']} {row['density']:g}"
+    return row["route"] + sparse
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Read a run's summary.json. **Raises:** ReportError where there is none or where it lacks a
+    key.
+    """
+    path = Path(folder) / "summary.json"
+    try:
+        summary = json.loads(path.read_text())
+    except OSError as error:
+        raise ReportError(
+            f"A run folder with a summary.json is required. {path}: {error.strerror}."
+        ) from error
+    except ValueError as error:
+        raise ReportError(f"{path} is not JSON: {error}.") from error
+    missing = [key for key in REQUIRED if key not in summary]
+    if missing:
+        raise ReportError(f"{path} lacks {', '.join(missing)}. Train again to write it anew.")
+    return summary

@@ -1,0 +1,22 @@
+"""Agreement on the plan between the ranks."""
+
+from __future__ import annotations
+
+from tfcommx.comm.base import Comm
+from tfcommx.terms import Plan, PlanError, first_difference
+
+
+def agree(plan: Plan, comm: Comm) -> None:
+    """Refuse, on every rank, plans that differ between ranks. **Ranks:** all. **Cost:** one small
+    exchange, before training.
+    """
+    texts = comm.gather_objects(plan.to_json())
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            found = first_difference(Plan.from_json(texts[0]), Plan.from_json(text))
+            raise PlanError(
+                f"The plan must be the same on every rank. Rank 0 and rank {rank} differ first "
+                f"in {found}. "
+                "Build the same model and scheme on every rank; load it on every rank, or none, "
+                "or add BroadcastState."
+            )

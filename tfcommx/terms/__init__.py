@@ -1,0 +1,57 @@
+"""The nouns of tfcommx: who takes part, what a user asks for, what is done bucket by bucket.
+
+All are frozen and checked when they are made, so that a bad setting is refused before any
+collective starts.
+"""
+
+from tfcommx.terms.checks import PlanError, check_name, check_whole
+from tfcommx.terms.links import NOMINAL, Link, Links, Traffic
+from tfcommx.terms.plan import (
+    LARGEST,
+    LAST_STEPS,
+    OPERATIONS,
+    UPDATES,
+    Bucket,
+    Piece,
+    Plan,
+    first_difference,
+)
+from tfcommx.terms.scheme import (
+    DGC_WARM_UP,
+    MPI_LAUNCH,
+    PLAIN,
+    SPARSE_WIRES,
+    VALUE_DTYPES,
+    WIRES,
+    Scheme,
+)
+from tfcommx.terms.sparse import Sparse
+from tfcommx.terms.topology import GROUPS, Topology
+
+__all__ = [
+    "DGC_WARM_UP",
+    "GROUPS",
+    "LARGEST",
+    "LAST_STEPS",
+    "MPI_LAUNCH",
+    "NOMINAL",
+    "OPERATIONS",
+    "PLAIN",
+    "SPARSE_WIRES",
+    "UPDATES",
+    "VALUE_DTYPES",
+    "WIRES",
+    "Bucket",
+    "Link",
+    "Links",
+    "Piece",
+    "Plan",
+    "PlanError",
+    "Scheme",
+    "Sparse",
+    "Topology",
+    "Traffic",
+    "check_name",
+    "check_whole",
+    "first_difference",
+]

@@ -1,0 +1,38 @@
+"""Checks of names and numbers, and the error that refuses a setting before anything is sent."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any
+
+
+class PlanError(ValueError):
+    """A scheme, plan or topology that cannot be carried out; nothing has been sent yet."""
+
+
+def check_name(what: str, name: str, known: Iterable[str]) -> str:
+    """Return `name` if it is known, else refuse it and name the nearest known one."""
+    names = sorted(known)
+    if name in names:
+        return name
+    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    raise PlanError(f"Unknown {what} {name!r}. {hint}Known: {', '.join(names)}.")
+
+
+def check_whole(what: str, value: Any) -> int:
+    """Return a whole number, such as NumPy's or 1e9, as Python's own; refuse anything else."""
+    if isinstance(value, bool) or not (
+        isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
+    ):
+        raise PlanError(f"`{what}` must be a whole number. Received {value!r}.")
+    return int(value)
+
+
+def plain_number(value: Any) -> Any:
+    """Return a number, such as NumPy's, as Python's own; anything else as it is."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)

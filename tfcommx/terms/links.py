@@ -1,0 +1,97 @@
+"""Link and Links: what a message costs inside a node and between nodes; Traffic: what is sent."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tfcommx.terms.checks import PlanError
+
+
+@dataclass(frozen=True)
+class Link:
+    """One kind of connection: a message of b bytes takes alpha + b * beta seconds, reducing b bytes
+    takes b * gamma.
+    """
+
+    # Seconds before the first byte arrives, >= 0
+    alpha_s: float
+    # Seconds per byte sent, > 0
+    beta_s_per_byte: float
+    # Seconds per byte reduced, >= 0
+    gamma_s_per_byte: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.alpha_s < 0 or self.beta_s_per_byte <= 0 or self.gamma_s_per_byte < 0:
+            raise PlanError(
+                "A link needs alpha_s >= 0, beta_s_per_byte > 0, gamma_s_per_byte >= 0. "
+                f"Received {self}."
+            )
+
+
+class Links(NamedTuple):
+    """The two kinds of link of a cluster, and what was tuned to them."""
+
+    # Between ranks of one node
+    inside: Link
+    # Between nodes
+    between: Link
+    # Of the linear pipeline: fills the pipe soon. From 64 KB on (the paper's size) Open MPI shakes
+    # hands per block over TCP.
+    block_bytes: int = 49152
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON can write."""
+        return {
+            **self._asdict(),
+            "inside": dataclasses.asdict(self.inside),
+            "between": dataclasses.asdict(self.between),
+        }
+
+    @staticmethod
+    def from_dict(found: Mapping[str, Any]) -> Links:
+        """Read what `to_dict` returned."""
+        links = Links(Link(**found["inside"]), Link(**found["between"]), found["block_bytes"])
+        numbers = [*dataclasses.astuple(links.inside), *dataclasses.astuple(links.between)]
+        if (
+            not all(math.isfinite(number) for number in numbers)
+            or not isinstance(links.block_bytes, int)
+            or links.block_bytes < 8
+        ):
+            raise ValueError(
+                f"finite numbers, and block_bytes an integer >= 8, are required. Received {links}"
+            )
+        return links
+
+    @staticmethod
+    def read(path: str | Path) -> Links:
+        """Read what `tfcommx probe` wrote. **Raises:** PlanError where the file is missing or says
+        something else.
+        """
+        try:
+            return Links.from_dict(json.loads(Path(path).read_text())["links"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise PlanError(
+                "A file of links, as `horovodrun ... tfcommx probe` writes it, is required on "
+                f"every node. Received {path}: "
+                f"{type(error).__name__}: {error}."
+            ) from error
+
+
+# Before anything was measured: NVLink or shared memory inside, 10 Gbit/s Ethernet between. Only
+# their ratio matters to a plan.
+NOMINAL = Links(inside=Link(5e-6, 1e-10, 1e-11), between=Link(5e-5, 8e-10, 1e-11))
+
+
+class Traffic(NamedTuple):
+    """Bytes that one rank sends, as the mean over the ranks."""
+
+    # To ranks of its own node
+    inside: float
+    # To ranks of other nodes
+    between: float

@@ -1,0 +1,89 @@
+"""Topology: the nodes of a cluster, their slots, and the groups of ranks."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from tfcommx.terms.checks import PlanError, check_name
+
+GROUPS = ("world", "node", "peers")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """m nodes of n processes; rank r is slot r % n of node r // n.
+
+    Groups: `world` is all ranks, `node` the n ranks of one node, `peers` the m ranks with the same
+    slot. Where nodes have unequal numbers of slots, `uneven` lists (host, slots): only one-level
+    routes work then.
+    """
+
+    # >= 1
+    nodes: int
+    # Processes per node, >= 1; the largest number where the nodes differ
+    slots: int
+    # Empty when all nodes have equally many slots
+    uneven: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.slots < 1:
+            raise PlanError(
+                f"A topology needs nodes >= 1 and slots >= 1. Received nodes={self.nodes}, "
+                f"slots={self.slots}."
+            )
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return sum(slots for _, slots in self.uneven) if self.uneven else self.nodes * self.slots
+
+    def group(self, name: str, rank: int) -> tuple[int, ...]:
+        """Return the ranks, ascending, of the group `name` that `rank` belongs to."""
+        check_name("group", name, GROUPS)
+        if name == "world":
+            return tuple(range(self.size))
+        self.require_even(f"the group {name!r}")
+        if name == "node":
+            first = rank // self.slots * self.slots
+            return tuple(range(first, first + self.slots))
+        return tuple(range(rank % self.slots, self.size, self.slots))
+
+    def node_of(self, rank: int) -> int:
+        """Return the number of the node that holds `rank`."""
+        ends = itertools.accumulate(slots for _, slots in self.uneven)
+        return (
+            next(node for node, end in enumerate(ends) if rank < end)
+            if self.uneven
+            else rank // self.slots
+        )
+
+    def require_even(self, what: str) -> None:
+        """Refuse `what` (a phrase for the message) where the nodes have unequal numbers of
+        slots.
+        """
+        if self.uneven:
+            hosts = ", ".join(f"{host}:{slots}" for host, slots in self.uneven)
+            raise PlanError(
+                f"Equally many slots on every node are required for {what}. Received {hosts}. "
+                "Launch equally many processes per host, or use a one-level route (allreduce, "
+                "allgather)."
+            )
+
+    @staticmethod
+    def of_hosts(hosts: list[str]) -> Topology:
+        """Make the topology from the host of every rank, in rank order; ranks of a host must be
+        consecutive.
+        """
+        counts: dict[str, int] = {}
+        for rank, host in enumerate(hosts):
+            if rank and host != hosts[rank - 1] and host in counts:
+                raise PlanError(
+                    f"Consecutive ranks are required on each host. Received {hosts}: rank {rank} "
+                    f"returns to {host!r}. "
+                    "Launch by slot (horovodrun's default), or give node_size."
+                )
+            counts[host] = counts.get(host, 0) + 1
+        sizes = set(counts.values())
+        uneven = () if len(sizes) == 1 else tuple(counts.items())
+        return Topology(len(counts), max(sizes), uneven)

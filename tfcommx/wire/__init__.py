@@ -1,0 +1,1 @@
+"""How selected entries are written."""
