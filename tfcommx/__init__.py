@@ -23,7 +23,11 @@ _PUBLIC = {
     "DistributedOptimizer": "tfcommx.optim.distributed_optimizer",
     "broadcast_variables": "tfcommx.optim.broadcast",
 }
-_MODULES = {"callbacks": "tfcommx.optim.callbacks"}
+_MODULES = {
+    "callbacks": "tfcommx.optim.callbacks",
+    "checkpoint": "tfcommx.optim.checkpoint",
+    "strategies": "tfcommx.strategies",
+}
 
 __all__ = [*_PUBLIC, *_MODULES]
 

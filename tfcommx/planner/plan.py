@@ -90,8 +90,7 @@ def make_plan(
     topology: Topology,
     operation: str = "average",
     links: Links = NOMINAL,
-    update: str = "all",
-    broadcast_every: int = 0,
+    reduce_to_root: bool = False,
     largest: int = LARGEST,
 ) -> Plan:
     """Put each gradient into one bucket: in backward order, by scheme, merged up to a size.
@@ -106,7 +105,8 @@ def make_plan(
             residuals, each for itself.
         links: what messages cost, the same on every rank; where a route can go several ways, the
             cheapest is planned.
-        update: "all" or "root"; broadcast_every: steps, >= 0; both as in Plan.
+        reduce_to_root: the sums are needed on rank 0 alone, as strategy "root" needs them; routes
+            of messages reduce to it.
 
     Returns:
         The plan; a pure function of the arguments, so equal on every rank that asks the same.
@@ -171,14 +171,14 @@ def make_plan(
         dataclasses.replace(bucket, name=f"tfcommx/bucket{i}")
         for i, (_, bucket) in enumerate(ready)
     )
-    if update == "root":
+    if reduce_to_root:
         buckets = (
             dataclasses.replace(bucket, collective="reduce")
             if routes.info(bucket.route).messages
             else bucket
             for bucket in buckets
         )
-    return Plan(tuple(buckets), topology, operation, update, broadcast_every)
+    return Plan(tuple(buckets), topology, operation)
 
 
 def _cut(gradient: Gradient, largest: int) -> list[Gradient]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tfcommx.terms.checks import PlanError, check_name, plain_number
+from tfcommx.terms.checks import PlanError, check_name
 from tfcommx.terms.scheme import PLAIN
 from tfcommx.terms.topology import Topology
 
@@ -17,9 +17,6 @@ OPERATIONS = ("average", "sum")
 
 
 LAST_STEPS = ("dense", "pairs")
-
-
-UPDATES = ("all", "root")
 
 
 # entries of a piece of a variable; two of them and the padding fit int32 indices
@@ -109,32 +106,9 @@ class Plan:
     topology: Topology
     # Over ranks: average or sum
     operation: str = "average"
-    # Who applies the gradients: all ranks, or the root, rank 0, which broadcasts the weights after
-    # each step
-    update: str = "all"
-    # Where all update: steps after which rank 0's weights are broadcast all the same; 0: never
-    broadcast_every: int = 0
 
     def __post_init__(self) -> None:
         check_name("operation", self.operation, OPERATIONS)
-        check_name("update", self.update, UPDATES)
-        object.__setattr__(self, "broadcast_every", plain_number(self.broadcast_every))
-        if not isinstance(self.broadcast_every, int) or self.broadcast_every < 0:
-            raise PlanError(
-                f"`broadcast_every` must be an integer >= 0. Received {self.broadcast_every!r}. "
-                "The paper has 5."
-            )
-        if self.update == "root" and self.broadcast_every:
-            raise PlanError(
-                "With update='root' the weights are broadcast after every step. "
-                f"Received broadcast_every={self.broadcast_every}. Leave it out."
-            )
-        if self.update == "root" and any(bucket.momentum for bucket in self.buckets):
-            raise PlanError(
-                "With update='root' only rank 0 has the sums that momentum is made of. Received "
-                "a scheme with momentum. "
-                "Give it to the Keras optimizer."
-            )
         seen: dict[str, str] = {}
         for bucket in self.buckets:
             for path in bucket.variables:
@@ -148,12 +122,7 @@ class Plan:
     def to_json(self) -> str:
         """Write the plan as JSON, one bucket a line: diffable."""
         head = json.dumps(
-            {
-                "topology": dataclasses.asdict(self.topology),
-                "operation": self.operation,
-                "update": self.update,
-                "broadcast_every": self.broadcast_every,
-            }
+            {"topology": dataclasses.asdict(self.topology), "operation": self.operation}
         )
         rows = ",\n  ".join(json.dumps(dataclasses.asdict(bucket)) for bucket in self.buckets)
         return f'{head[:-1]}, "buckets": [\n  {rows}\n]}}\n'
@@ -176,7 +145,7 @@ class Plan:
             )
             for row in read["buckets"]
         )
-        return Plan(buckets, topology, read["operation"], read["update"], read["broadcast_every"])
+        return Plan(buckets, topology, read["operation"])
 
 
 def first_difference(here: Any, there: Any, where: str = "plan") -> str | None:
