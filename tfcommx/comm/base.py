@@ -126,7 +126,9 @@ class Comm(abc.ABC):
         )
         return self._reduce_scatter(tensor, group, name)
 
-    def all_gather(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
+    def all_gather(
+        self, tensor: tf.Tensor, group: str, name: str, counted: bool = True
+    ) -> tf.Tensor:
         """Concatenate the members' tensors, in rank order, on every member. **Cost:** p - 1 times
         the own buffer sent.
 
@@ -141,7 +143,8 @@ class Comm(abc.ABC):
                 f"{entries} from {len(ranks)} "
                 "ranks. Lower `density`, `bucket_bytes`, or the wire format's bytes."
             )
-        self._count(ring_traffic((len(ranks) - 1) * _bytes(tensor), group, self.topology))
+        if counted:
+            self._count(ring_traffic((len(ranks) - 1) * _bytes(tensor), group, self.topology))
         return self._all_gather(tensor, group, name)
 
     def alltoall(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:

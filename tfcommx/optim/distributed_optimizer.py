@@ -34,6 +34,7 @@ def DistributedOptimizer(
     plan: Plan | None = None,
     links: Links | str | Path | None = None,
     strategy: str | Strategy = "synchronous",
+    check_replicas_every: int | None = 100,
 ) -> keras.optimizers.Optimizer:
     """Wrap a Keras optimizer so that every rank trains with the gradients of all ranks.
 
@@ -67,6 +68,9 @@ def DistributedOptimizer(
         strategy: who updates the weights. "synchronous": every rank applies the gradients. "root":
             rank 0 alone, which then broadcasts the weights. "rebroadcast": every rank, and every
             few steps rank 0's weights are broadcast. Or an instance, with options of your own.
+        check_replicas_every: steps, >= 1, after which the ranks compare weights, learning rate and
+            step count, the first step among them; None: never. A difference ends all ranks with an
+            error that names what differs, where, and the usual cause.
 
     Returns:
         A new optimizer of a subclass of the same class. `optimizer.exchanger` holds the residuals
@@ -85,6 +89,7 @@ def DistributedOptimizer(
         plan=plan,
         links=_links_of(links),
         strategy=strategy_of(strategy),
+        check_replicas_every=check_replicas_every,
         own_momentum=getattr(inner, "momentum", 0.0) or getattr(inner, "beta_1", 0.0),
     )
     exchanger = Exchanger(process.current(), Scheme() if scheme is None else scheme, settings)

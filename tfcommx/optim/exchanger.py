@@ -17,6 +17,7 @@ from tfcommx.optim.keras_internals import compiled_by_xla
 from tfcommx.optim.variable_names import VariableNames
 from tfcommx.planner.plan import Gradient, check_scheme, make_plan
 from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.runtime.replica_guard import ReplicaGuard
 from tfcommx.runtime.residuals import PlanState, Residuals, sum_residuals
 from tfcommx.strategies import Strategy, StrategyRun, Synchronous, agree_on_strategy
 from tfcommx.terms import NOMINAL, OPERATIONS, Links, Piece, Plan, PlanError, Scheme, check_name
@@ -36,6 +37,8 @@ class ExchangeSettings:
     links: Links = NOMINAL
     # Made before, in place of one that is made from the scheme
     plan: Plan | None = None
+    # Steps between two comparisons of the replicas, >= 1; None: never
+    check_replicas_every: int | None = 100
     # The wrapped optimizer's own momentum, or its beta_1, >= 0
     own_momentum: float = 0.0
 
@@ -61,6 +64,9 @@ class Exchanger:
                 f"The plan is for {settings.plan.topology}. Received a launch of {comm.topology}. "
                 "Make it for this cluster."
             )
+        self.guard = ReplicaGuard(
+            comm, settings.check_replicas_every, settings.strategy.keeps_weights_equal
+        )
         self.names = VariableNames()
         # Names of a set of variables -> the strategy at work on their plan
         self.runs: dict[tuple[str, ...], StrategyRun] = {}
@@ -131,20 +137,29 @@ class Exchanger:
             )
 
     @tf.autograph.experimental.do_not_convert
-    def exchange(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def exchange(
+        self, gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor, steps: tf.Tensor
+    ) -> list[tf.Tensor]:
         """Return the gradients that the optimizer goes on with, as the strategy says.
 
         With a synchronous one: averaged (or summed) over the ranks, bit-identical on all.
 
-        **Ranks:** all.
+        Args:
+            gradients: of this rank, in the order of the variables.
+            learning_rate: float scalar, of this step.
+            steps: integer scalar, that the optimizer has taken.
+
+        **Ranks:** all. **Raises:** ReplicaError if replicas that must be equal differ.
         """
         variables, self.exchange_ran = self._variables, True
         names = self.names.of(variables)
+        run = self._run_for(variables)
+        self.guard.check(self._weights(), learning_rate, steps)
         gradients = [
             tf.ensure_shape(gradient, variable.shape)
             for gradient, variable in zip(gradients, variables, strict=True)
         ]
-        result = self._run_for(variables).exchange(dict(zip(names, gradients, strict=True)))
+        result = run.exchange(dict(zip(names, gradients, strict=True)))
         return [result[name] for name in names]
 
     @tf.autograph.experimental.do_not_convert
@@ -153,11 +168,11 @@ class Exchanger:
 
         **Ranks:** all.
         """
+        self._run_for(self._variables).update(apply, gradients, self._weights())
+
+    def _weights(self) -> dict[str, tf.Variable]:
         names = self.names.of(self._variables)
-        weights = {
-            name: variable.value for name, variable in zip(names, self._variables, strict=True)
-        }
-        self._run_for(self._variables).update(apply, gradients, weights)
+        return {name: variable.value for name, variable in zip(names, self._variables, strict=True)}
 
     @tf.autograph.experimental.do_not_convert
     def check_exchange_ran(self, optimizer: str) -> None:

@@ -52,6 +52,8 @@ class StrategyRun(Protocol):
 class Strategy(Protocol):
     """What a user asks for: a frozen dataclass of options, equal (by its repr) on all ranks."""
 
+    # All ranks have the same weights before each step, to the bit.
+    keeps_weights_equal: ClassVar[bool]
     # The sums of gradients are needed on rank 0 alone: routes that can, reduce to it.
     reduces_to_root: ClassVar[bool]
 

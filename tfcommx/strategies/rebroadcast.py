@@ -30,6 +30,7 @@ class Rebroadcast:
     # Steps, an integer >= 1, after which the weights are broadcast; 5 as in the paper
     every: int = 5
 
+    keeps_weights_equal: ClassVar[bool] = False
     reduces_to_root: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

@@ -28,6 +28,7 @@ class Root:
     whole state. It costs more bytes than an allreduce; it saves the update on all ranks but one.
     """
 
+    keeps_weights_equal: ClassVar[bool] = True
     reduces_to_root: ClassVar[bool] = True
 
     def check(self, plan: Plan) -> None:

@@ -20,6 +20,7 @@ class Synchronous:
     The gradients have the same bits on all ranks, so the weights do not drift apart.
     """
 
+    keeps_weights_equal: ClassVar[bool] = True
     reduces_to_root: ClassVar[bool] = False
 
     def check(self, plan: Plan) -> None:

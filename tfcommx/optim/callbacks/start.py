@@ -78,6 +78,8 @@ class BroadcastState(keras.callbacks.Callback):
         self._turn_off_xla()
         if not self.unbuilt or all(theirs == built for theirs in builts):
             self._broadcast()
+        # What the first step builds is equal after it.
+        self._arm_guards(not self.unbuilt)
 
     def _prepare_optimizers(self) -> None:
         """Agree on a loss scale that Keras made; build what can be built."""
@@ -127,6 +129,11 @@ class BroadcastState(keras.callbacks.Callback):
     def _broadcast_built(self) -> None:
         self.unbuilt = False
         self._broadcast()
+        self._arm_guards(True)
+
+    def _arm_guards(self, armed: bool) -> None:
+        for optimizer in wrapped_optimizers(self.model):
+            exchanger_in(optimizer).guard.arm(armed)
 
     def _broadcast(self) -> None:
         """Broadcast weights and optimizers' state; give each rank seeds of its own."""

@@ -30,7 +30,9 @@ class StepExchange(Protocol):
     ) -> None:
         """Take note of whose gradients come next."""
 
-    def exchange(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def exchange(
+        self, gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor, steps: tf.Tensor
+    ) -> list[tf.Tensor]:
         """Return the gradients over all ranks."""
 
     def update(self, apply: Callable[[], None], gradients: Sequence[tf.Tensor]) -> None:
@@ -111,7 +113,10 @@ class ExchangesGradients:
         return super()._overwrite_variables_directly_with_gradients(grads, trainable_variables)
 
     def _clip_gradients(self, grads: list[tf.Tensor]) -> list[tf.Tensor]:
-        return super()._clip_gradients(self.exchanger.exchange(grads))
+        exchanged = self.exchanger.exchange(
+            grads, tf.convert_to_tensor(self.learning_rate), self._iterations.value
+        )
+        return super()._clip_gradients(exchanged)
 
     def _backend_update_step(
         self, grads: list[tf.Tensor], trainable_variables: list[keras.Variable], learning_rate: Any

@@ -1,0 +1,222 @@
+"""The replica guard: what must be equal on all ranks is compared while they train.
+
+    every `every` steps    fingerprint of the weights, learning rate, step count
+                           -> one all-gather of 24 bytes a rank -> equal: nothing; else an error
+
+Replicas that have drifted apart train on, and nothing shows it: a learning rate set from a rank's
+own metric, a model that one rank alone has loaded, a start from different weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfcommx.comm.base import Comm
+from tfcommx.terms import PlanError, check_whole
+
+# Between the error of rank 0 and those of the others: rank 0's is the one to read.
+RANK_0_FIRST_SECONDS = 3.0
+# An odd number with its bits well mixed (2^64 divided by the golden ratio), as int64
+_MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
+COMPARED = ("weights", "learning rate", "step count")
+CAUSES = {
+    "start": "They began with different weights: add cx.callbacks.BroadcastState() to `fit`, or "
+    "in a loop of your own call cx.broadcast_variables([*model.weights, *optimizer.variables]) "
+    "after building or loading the model, before the first step.",
+    "learning rate": "Something sets the rate from a rank's own numbers, as ReduceLROnPlateau does "
+    "with its own metric: put cx.callbacks.AverageMetrics() before it.",
+    "step count": "Something restored the optimizer on some ranks only: restore the same "
+    "checkpoint on every rank, or add cx.callbacks.BroadcastState().",
+    "weights": "Something changed them on some ranks only, such as a callback that assigns or loads "
+    "weights: do it on every rank. If the ranks' processors compute the update differently, "
+    "take strategy=cx.strategies.Rebroadcast(every=5).",
+}
+
+
+class ReplicaError(RuntimeError):
+    """Replicas that must be equal differ; the message names what, on which ranks, and the cause."""
+
+
+class ReplicaGuard:
+    """Compares the replicas of one optimizer's model, at its first step and every some steps."""
+
+    def __init__(self, comm: Comm, every: int | None, compares_weights: bool) -> None:
+        """Get ready.
+
+        Args:
+            comm: of this rank.
+            every: steps between two checks, >= 1; None: never.
+            compares_weights: False if the strategy lets the weights differ for a while.
+
+        **Raises:** PlanError for an `every` out of range.
+        """
+        if every is not None and check_whole("check_replicas_every", every) < 1:
+            raise PlanError(
+                "`check_replicas_every` must be an integer >= 1, in steps, or None for no check. "
+                f"Received {every!r}. 100 is the default."
+            )
+        self._comm, self._every, self._compares_weights = comm, every, compares_weights
+        self._scope = ""
+        self._on = every is not None and comm.topology.size > 1
+        if self._on:
+            with tf.init_scope(), tf.device("/cpu:0"):
+                # Steps until the next check
+                self._remaining = tf.Variable(0, dtype=tf.int64, trainable=False)
+                self._checks = tf.Variable(0, dtype=tf.int64, trainable=False)
+                self._armed = tf.Variable(True, trainable=False)
+
+    def arm(self, armed: bool) -> None:
+        """Compare from now on, or not: while replicas are known to differ. **Ranks:** all."""
+        if self._on:
+            self._armed.assign(armed)
+
+    def check(
+        self, weights: Mapping[str, tf.Variable], learning_rate: tf.Tensor, steps: tf.Tensor
+    ) -> None:
+        """Compare with the other ranks, if it is time.
+
+        Args:
+            weights: variable path -> variable, as they are before this step's update.
+            learning_rate: float scalar, of this step.
+            steps: integer scalar, steps that the optimizer has taken.
+
+        **Ranks:** all, in each step. **Cost:** of a step with a check two passes over the weights
+        and an all-gather of 24 bytes a rank, for which no update waits; of others nothing.
+        **Raises:** ReplicaError, on every rank; in traced code as an error of TensorFlow's with
+        its text.
+        """
+        if not self._on:
+            return
+        self._scope = self._scope or self._comm.own_scope()
+        with tf.device("/cpu:0"):
+            remaining = self._remaining.value()
+            due = tf.logical_and(self._armed.value(), tf.equal(remaining, 0))
+            after = tf.where(due, tf.cast(self._every, tf.int64), remaining)
+            self._remaining.assign(tf.maximum(after - 1, 0))
+        # Reading the weights stands apart from comparing: the update waits for the reading alone.
+        sums = tf.cond(
+            due,
+            lambda: _sums(weights.values()) if self._compares_weights else _zeros(weights),
+            lambda: _zeros(weights),
+        )
+        with tf.device("/cpu:0"):
+            row = tf.stack(
+                [
+                    _combine(sums),
+                    tf.bitcast(tf.cast(learning_rate, tf.float64), tf.int64),
+                    tf.cast(steps, tf.int64),
+                ]
+            )
+            tf.cond(due, lambda: self._compare(row, sums, list(weights)), lambda: None)
+
+    def _compare(self, row: tf.Tensor, sums: tf.Tensor, names: Sequence[str]) -> None:
+        size = self._comm.topology.size
+        with self._comm.scope(self._scope):
+            rows = self._comm.all_gather(row, "world", "replicas", counted=False)
+            rows = tf.reshape(rows, [size, len(COMPARED)])
+            tf.cond(
+                tf.reduce_any(tf.not_equal(rows, rows[0])),
+                lambda: self._report(rows, sums, names),
+                lambda: None,
+            )
+        self._checks.assign_add(1)
+
+    def _report(self, rows: tf.Tensor, sums: tf.Tensor, names: Sequence[str]) -> None:
+        """Gather which variables differ, and raise the error."""
+        every_sum = self._comm.all_gather(sums, "world", "replicas_sums", counted=False)
+
+        def fail(rows: np.ndarray, sums: np.ndarray, checks: np.ndarray) -> np.ndarray:
+            if self._comm.rank:
+                time.sleep(RANK_0_FIRST_SECONDS)
+            equal_before = int(self._every) if checks else None
+            raise ReplicaError(describe(rows, sums.reshape(len(rows), -1), names, equal_before))
+
+        tf.numpy_function(fail, [rows, every_sum, self._checks.value()], tf.int64)
+
+
+def describe(
+    rows: np.ndarray, sums: np.ndarray, names: Sequence[str], equal_before: int | None
+) -> str:
+    """Say what differs between ranks, on which, since when, and the usual cause.
+
+    >>> rows = np.array([[7, 0, 3], [8, 0, 3]])
+    >>> print(describe(rows, np.array([[7, 1], [8, 1]]), ["dense/kernel", "dense/bias"], 100))
+    Replicas differ at step 3, and were equal 100 steps before. The weights differ in 1 of 2 \
+variables, 'dense/kernel' for one: rank 0 against rank 1. Something changed them on some ranks \
+only, such as a callback that assigns or loads weights: do it on every rank. If the ranks' \
+processors compute the update differently, take strategy=cx.strategies.Rebroadcast(every=5).
+
+    Args:
+        rows: int64 [ranks, 3], as COMPARED says.
+        sums: int64 [ranks, variables], fingerprints.
+        names: of the variables.
+        equal_before: steps since the last check, which found no difference; None: there was none.
+    """
+    differing = [name for name, column in zip(COMPARED, rows.T, strict=True) if len(set(column)) > 1]
+    said = []
+    for name in differing:
+        column = rows[:, COMPARED.index(name)]
+        if name == "weights":
+            odd = [place for place in range(len(names)) if len(set(sums[:, place])) > 1]
+            which = f", {names[odd[0]]!r} for one" if odd else ""
+            column = sums[:, odd[0]] if odd else column
+            said.append(
+                f"The weights differ in {len(odd)} of {len(names)} variables{which}: "
+                f"{' against '.join(_ranks(group) for group in _groups(column).values())}."
+            )
+            continue
+        values = column.view(np.float64) if name == "learning rate" else column
+        parts = [f"{value:g} on {_ranks(group)}" for value, group in _groups(values).items()]
+        said.append(f"The {name} is {', '.join(parts)}.")
+    since = (
+        "at the first check"
+        if equal_before is None
+        else f"at step {int(rows[:, 2].max())}, and were equal {equal_before} steps before"
+    )
+    causes = ["start"] if equal_before is None and "weights" in differing else []
+    # A different rate or count makes the weights differ, too
+    causes += [name for name in differing if name != "weights"]
+    causes = causes or ["weights"]
+    return " ".join([f"Replicas differ {since}.", *said, *(CAUSES[name] for name in causes)])
+
+
+def _groups(values: np.ndarray) -> dict[float, list[int]]:
+    """Return value -> the ranks that have it."""
+    found: dict[float, list[int]] = {}
+    for rank, value in enumerate(values.tolist()):
+        found.setdefault(value, []).append(rank)
+    return found
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 4:
+        return f"ranks {', '.join(map(str, ranks[:3]))} and {len(ranks) - 3} more"
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+def _sums(weights: Sequence[tf.Variable]) -> tf.Tensor:
+    """Return int64 [variables]: of each the sum of its entries' bits, exact in any order."""
+    integers = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
+    sums = []
+    for variable in weights:
+        value = tf.convert_to_tensor(variable)
+        bits = tf.bitcast(value, integers[value.dtype.size])
+        # Not summed in int32: on a GPU TensorFlow does that on the host.
+        sums.append(tf.reduce_sum(tf.cast(bits, tf.int64)))
+    return tf.stack(sums)
+
+
+def _zeros(weights: Mapping[str, tf.Variable]) -> tf.Tensor:
+    return tf.zeros([len(weights)], tf.int64)
+
+
+def _combine(sums: tf.Tensor) -> tf.Tensor:
+    """Return an int64 that changes if any of the sums does, or if two change places."""
+    places = tf.range(1, 2 * sums.shape[0], 2, dtype=tf.int64)
+    return tf.reduce_sum(sums * places * tf.constant(_MULTIPLIER, tf.int64))
