@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import keras
 
@@ -22,6 +23,7 @@ from tfcommx.optim.keras_internals import (
     ExchangesGradients,
     copy_state,
     copy_with,
+    plain_copy,
 )
 from tfcommx.strategies import Strategy, strategy_of
 from tfcommx.terms import NOMINAL, Links, Plan, PlanError, Scheme
@@ -92,7 +94,18 @@ def DistributedOptimizer(
         check_replicas_every=check_replicas_every,
         own_momentum=getattr(inner, "momentum", 0.0) or getattr(inner, "beta_1", 0.0),
     )
-    exchanger = Exchanger(process.current(), Scheme() if scheme is None else scheme, settings)
+    return _wrap(optimizer, Scheme() if scheme is None else scheme, settings)
+
+
+def _wrap(
+    optimizer: keras.optimizers.Optimizer,
+    schemes: Scheme | Mapping[str, Scheme],
+    settings: ExchangeSettings,
+) -> keras.optimizers.Optimizer:
+    """Wrap an optimizer with checked settings. **Raises:** RuntimeError before init()."""
+    inner = _inner(optimizer)
+    exchanger = Exchanger(process.current(), schemes, settings)
+    exchanger.reduce = _reduce
     wrapped = copy_with(ExchangesGradients, inner)
     wrapped.exchanger = exchanger
     if inner is not optimizer:
@@ -100,6 +113,16 @@ def DistributedOptimizer(
         wrapped.exchanger, exchanger.loss_scale = exchanger, "agreed"
     copy_state(wrapped, optimizer)
     return wrapped
+
+
+def _reduce(wrapped: keras.optimizers.Optimizer) -> tuple[Any, ...]:
+    """Let `copy.deepcopy` and `pickle` make the optimizer plain, as Keras does, and wrap it again.
+
+    Another process can load it after its init(), in a launch that can carry the schemes out. What
+    is not sent yet stays with the original: it would be sent twice.
+    """
+    exchanger = wrapped.exchanger
+    return _wrap, (plain_copy(wrapped), exchanger.schemes, exchanger.settings)
 
 
 def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:

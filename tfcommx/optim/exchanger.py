@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm.base import Comm
@@ -76,6 +78,8 @@ class Exchanger:
         self.waiting_velocities: Residuals = {}
         # Plans of a checkpoint, until the model asks for an equal one
         self.restored: list[PlanState] = []
+        # How `copy` and `pickle` make the wrapped optimizer again; the wrap sets it
+        self.reduce: Callable[[keras.optimizers.Optimizer], tuple[Any, ...]] | None = None
         # How an outer LossScaleOptimizer decides: none is there, local (alone) or agreed
         self.loss_scale = "none"
         # By the step that is under way
@@ -265,6 +269,7 @@ class Exchanger:
         if names not in self.runs:
             with tf.init_scope():  # Also while a step is traced: planning is done once, for real.
                 self._take_from_overlapping(set(names))
+                self._take_from_predecessors(variables)
                 self.runs[names] = self._start(variables, names)
         return self.runs[names]
 
@@ -278,6 +283,33 @@ class Exchanger:
                     sorted(names ^ set(others))[0],
                 )
                 self._keep_waiting(*run.executor.export_residuals(names))
+
+    def _take_from_predecessors(self, variables: Sequence[keras.Variable]) -> None:
+        """Take residuals over from optimizers that exchanged these variables' gradients before.
+
+        Their velocities stay: a new optimizer begins with none.
+        """
+        found = [getattr(variable, "tfcommx_exchanger", None) for variable in variables]
+        for predecessor in {id(one): one for one in found}.values():
+            if predecessor not in (None, self):
+                handed = predecessor.hand_residuals_over(variables)
+                mine = dict(zip(map(id, variables), self.names.of(variables), strict=True))
+                self._keep_waiting({mine[key]: part for key, part in handed.items()}, {})
+        for variable in variables:
+            variable.tfcommx_exchanger = self
+
+    def hand_residuals_over(self, variables: Sequence[keras.Variable]) -> dict[int, np.ndarray]:
+        """Return, by id of the variable, what is not sent yet of these variables; forget it here.
+
+        **Ranks:** all, outside of traced code.
+        """
+        names = dict(zip(self.names.of(variables), map(id, variables), strict=True))
+        parts = [run.executor.export_residuals(set(names))[0] for run in self.runs.values()]
+        parts += [
+            {name: self.waiting_residuals[name] for name in names & self.waiting_residuals.keys()}
+        ]
+        self.waiting_residuals = _without(self.waiting_residuals, set(names))
+        return {names[name]: part for name, part in sum_residuals(parts).items()}
 
     def _start(self, variables: Sequence[keras.Variable], names: tuple[str, ...]) -> StrategyRun:
         """Plan, agree, and take over what waits for these variables. **Ranks:** all."""

@@ -31,8 +31,8 @@ CAUSES = {
     "with its own metric: put cx.callbacks.AverageMetrics() before it.",
     "step count": "Something restored the optimizer on some ranks only: restore the same "
     "checkpoint on every rank, or add cx.callbacks.BroadcastState().",
-    "weights": "Something changed them on some ranks only, such as a callback that assigns or loads "
-    "weights: do it on every rank. If the ranks' processors compute the update differently, "
+    "weights": "Something changed them on some ranks only, such as a callback that assigns or "
+    "loads weights: do it on every rank. If the ranks' processors compute the update differently, "
     "take strategy=cx.strategies.Rebroadcast(every=5).",
 }
 
@@ -156,7 +156,9 @@ processors compute the update differently, take strategy=cx.strategies.Rebroadca
         names: of the variables.
         equal_before: steps since the last check, which found no difference; None: there was none.
     """
-    differing = [name for name, column in zip(COMPARED, rows.T, strict=True) if len(set(column)) > 1]
+    differing = [
+        name for name, column in zip(COMPARED, rows.T, strict=True) if len(set(column)) > 1
+    ]
     said = []
     for name in differing:
         column = rows[:, COMPARED.index(name)]

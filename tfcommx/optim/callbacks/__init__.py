@@ -5,6 +5,7 @@ Every rank adds the same ones, in the same order.
 
 from tfcommx.optim.callbacks.agree import AgreeOnStop, CompareReplicas
 from tfcommx.optim.callbacks.average import AverageBatchNorm, AverageMetrics
+from tfcommx.optim.callbacks.standard import Standard
 from tfcommx.optim.callbacks.start import BroadcastState
 from tfcommx.optim.callbacks.switch import SwitchScheme, WarmUp
 
@@ -14,6 +15,7 @@ __all__ = [
     "AverageMetrics",
     "BroadcastState",
     "CompareReplicas",
+    "Standard",
     "SwitchScheme",
     "WarmUp",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import keras
@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfcommx.comm import process
 from tfcommx.optim.exchanger import by_pattern
+from tfcommx.optim.keras_internals import has_schedule
 from tfcommx.optim.wrapped import exchanger_of
 from tfcommx.terms import PlanError, Scheme
 
@@ -27,37 +28,51 @@ class WarmUp(keras.callbacks.Callback):
             `steps_per_execution` the rate stays for that many.
         start: the rate of the first step; None: learning_rate / number of ranks, that of one rank.
 
-    **Raises:** ValueError for a rate or a number of steps out of range.
+    In the step after the last one the full rate is set, unless something else, such as a
+    LearningRateScheduler, has set another one by then.
+
+    **Raises:** ValueError for a rate or a number of steps out of range; PlanError, before the first
+    step, for an optimizer whose rate is a schedule.
     **Source:** Goyal et al., "Accurate, Large Minibatch SGD" (2017), section 2.2.
     """
 
     def __init__(self, learning_rate: float, steps: int, start: float | None = None) -> None:
         super().__init__()
-        if learning_rate <= 0 or steps < 1:
+        if not isinstance(learning_rate, Real) or learning_rate <= 0 or steps < 1:
             raise ValueError(
-                f"`learning_rate` must be > 0 and `steps` >= 1. Received {learning_rate} and "
-                f"{steps}."
+                f"`learning_rate` must be a number > 0 and `steps` >= 1. Received {learning_rate} "
+                f"and {steps}."
             )
         self.learning_rate, self.steps, self.start = learning_rate, steps, start
         # The warm-up, in this run
         self.over = False
+        # The rate that was set last
+        self.last: float | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Begin again: the optimizer counts the steps."""
-        self.over = False
+        self.over, self.last = False, None
+        if has_schedule(self.model.optimizer):
+            raise PlanError(
+                "WarmUp sets the optimizer's learning rate, which must be a number. Received an "
+                "optimizer with a schedule. Give the schedule a warm-up of its own "
+                "(CosineDecay has `warmup_steps`), or the optimizer a number."
+            )
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Set the rate of the next step."""
         if self.over:
             return
-        done = int(self.model.optimizer.iterations)
-        # The full rate was set, or a restored optimizer has its own.
-        self.over = done >= self.steps + self.model.steps_per_execution
-        if not self.over:
-            start = self.learning_rate / process.size() if self.start is None else self.start
-            self.model.optimizer.learning_rate = start + (self.learning_rate - start) * min(
-                done / self.steps, 1.0
-            )
+        optimizer = self.model.optimizer
+        done = int(optimizer.iterations)
+        self.over = done >= self.steps
+        # A restored optimizer has its own rate, and so has an epoch for which a schedule set one.
+        if self.over and self.last != float(optimizer.learning_rate):
+            return
+        start = self.learning_rate / process.size() if self.start is None else self.start
+        share = min(done / self.steps, 1.0)
+        optimizer.learning_rate = start + (self.learning_rate - start) * share
+        self.last = float(optimizer.learning_rate)
 
 
 class SwitchScheme(keras.callbacks.Callback):

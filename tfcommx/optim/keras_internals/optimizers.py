@@ -73,6 +73,12 @@ def copy_with(
     return copy
 
 
+def plain_copy(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Make a wrapped optimizer as it was before the wrap, without its state."""
+    plain_class = type(optimizer).__mro__[2]  # After the subclass with the mixin, and the mixin
+    return plain_class.from_config(optimizer.get_config())
+
+
 def copy_state(copy: keras.optimizers.Optimizer, optimizer: keras.optimizers.Optimizer) -> None:
     """Give a copy of an optimizer the state of the original, if that was built."""
     inner = getattr(optimizer, "inner_optimizer", None)
@@ -101,6 +107,11 @@ def unlisted(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variable]
         for name, value in vars(optimizer).items()
         if isinstance(value, keras.Variable) and id(value) not in listed
     }
+
+
+def has_schedule(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Tell whether an optimizer's learning rate is a schedule or a function, and no number."""
+    return callable(inner_optimizer(optimizer)._learning_rate)
 
 
 def trainable_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:

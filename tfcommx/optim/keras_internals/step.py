@@ -24,6 +24,8 @@ class StepExchange(Protocol):
     exchange_ran: bool
     # Ranks in all, >= 1
     ranks: int
+    # How `copy` and `pickle` make the wrapped optimizer again
+    reduce: Callable[[keras.optimizers.Optimizer], tuple[Any, ...]]
 
     def prepare_step(
         self, variables: Sequence[keras.Variable], built: Sequence[keras.Variable]
@@ -68,6 +70,11 @@ class ExchangesGradients:
         ):
             self.exchanger.loss_scale = "local"
         super().__setattr__(name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.exchanger is None:
+            return super().__reduce__()
+        return self.exchanger.reduce(self)
 
     def apply(
         self, grads: list[tf.Tensor | None], trainable_variables: list[keras.Variable] | None = None
@@ -129,6 +136,9 @@ class AgreedLossScale:
     """Mixed into LossScaleOptimizer's class: a step is skipped by all ranks or by none."""
 
     exchanger: StepExchange | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.exchanger.reduce(self)
 
     def check_finite(self, grads: list[tf.Tensor | None]) -> tf.Tensor:
         """Tell whether the gradients are finite on every rank."""

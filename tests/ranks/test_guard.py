@@ -1,0 +1,219 @@
+"""Nothing goes wrong in silence: what users forget, on as many processes as launched this."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from test_optimizer import (
+    SPARSE,
+    batch,
+    compiled,
+    gradients_of,
+    model,
+    same_on_all_ranks,
+    weights,
+)
+
+import tfcommx as cx
+from tfcommx import callbacks
+from tfcommx.comm.base import Comm
+from tfcommx.optim.wrapped import exchanger_in
+from tfcommx.runtime import replica_guard
+
+
+@pytest.fixture(autouse=True)
+def _all_ranks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_guard, "RANK_0_FIRST_SECONDS", 0.0)
+
+
+@pytest.fixture
+def refused(comm: Comm) -> Callable[[str], AbstractContextManager[object]]:
+    """Expect an error of the guard; alone there is nobody to differ from."""
+
+    def expect(what: str) -> AbstractContextManager[object]:
+        if comm.topology.size == 1:
+            return contextlib.nullcontext()
+        return pytest.raises(Exception, match=what)
+
+    return expect
+
+
+def wrapped(every: int | None = 4, rate: float = 0.1, **options: Any) -> Any:
+    return cx.DistributedOptimizer(
+        keras.optimizers.SGD(rate), check_replicas_every=every, **options
+    )
+
+
+def fit(net: keras.Model, comm: Comm, *extra: Any, epochs: int = 3) -> None:
+    x, y = batch(comm.rank, rows=32)
+    net.fit(x, y, batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=list(extra))
+
+
+def test_other_seeds_without_broadcast_are_an_error_at_the_first_step(
+    comm: Comm, refused: Any
+) -> None:
+    net = compiled(wrapped(), seed=comm.rank)
+    with refused(r"(?s)ReplicaError.*at the first check.*BroadcastState"):
+        fit(net, comm)
+    fit(compiled(wrapped(), seed=comm.rank), comm, callbacks.BroadcastState())
+
+
+def test_a_loop_without_broadcast_is_an_error_at_the_first_step(comm: Comm, refused: Any) -> None:
+    net, optimizer = model(seed=comm.rank), wrapped()
+    with refused(r"(?s)ReplicaError.*net/hidden/kernel.*broadcast_variables"):
+        optimizer.apply(gradients_of(net, batch(comm.rank)), net.trainable_variables)
+
+
+class OwnRate(keras.callbacks.Callback):
+    """As ReduceLROnPlateau does with a rank's own metric."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self.rank:
+            self.model.optimizer.learning_rate = 5e-5
+
+
+def test_a_rate_of_one_rank_is_an_error_within_the_interval(comm: Comm, refused: Any) -> None:
+    net = compiled(wrapped(every=4))
+    with refused(
+        r"(?s)at step [48], and were equal 4 steps before.*learning rate is 0.1 on rank 0"
+    ):
+        fit(net, comm, callbacks.BroadcastState(), OwnRate(comm.rank))
+    if comm.topology.size > 1:
+        assert int(net.optimizer.iterations) <= 8
+
+
+def test_without_the_guard_ranks_drift_apart_in_silence(comm: Comm) -> None:
+    net = compiled(wrapped(every=None))
+    fit(net, comm, callbacks.BroadcastState(), OwnRate(comm.rank))
+    assert same_on_all_ranks(comm, net) == (comm.topology.size == 1)
+
+
+def test_a_strategy_that_lets_weights_differ_is_not_disturbed(comm: Comm) -> None:
+    net = compiled(wrapped(every=1, strategy=cx.strategies.Rebroadcast(every=3)), seed=comm.rank)
+    fit(net, comm)
+
+
+class Late(keras.Model):
+    """Keras builds it in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = keras.layers.Dense(3)
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return self.out(x)
+
+
+def test_what_the_first_step_builds_is_compared_from_the_second_on(
+    comm: Comm, refused: Any
+) -> None:
+    def unbuilt() -> keras.Model:
+        keras.utils.set_random_seed(comm.rank)
+        net = Late()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        net.compile(wrapped(every=2), loss=loss, jit_compile=False)
+        return net
+
+    net = unbuilt()
+    fit(net, comm, callbacks.BroadcastState())
+    assert same_on_all_ranks(comm, net)
+    with refused("ReplicaError"):
+        fit(unbuilt(), comm)
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_of_a_wrapped_optimizer_exchanges(comm: Comm, make: Any) -> None:
+    net = model()
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+    plain = keras.optimizers.SGD(schedule, momentum=0.9)
+    optimizer = make(cx.DistributedOptimizer(plain, SPARSE, op="sum"))
+    assert optimizer.exchanger.schemes == {"*": SPARSE}
+    assert optimizer.exchanger.settings.operation == "sum"
+    before = comm.traffic()
+    for step in range(2):
+        optimizer.apply(gradients_of(net, batch(comm.rank, step)), net.trainable_variables)
+    assert same_on_all_ranks(comm, net)
+    assert (sum(comm.traffic()) > sum(before)) == (comm.topology.size > 1)
+
+
+def test_a_fresh_optimizer_takes_over_what_the_old_one_has_not_sent(comm: Comm) -> None:
+    """What two sparse steps leave is sent by the dense steps of the optimizer after a compile."""
+    net, ones = model(), None
+    net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(1.0), SPARSE))
+    for variable in net.trainable_variables:
+        variable.assign(tf.zeros_like(variable))
+    ones = [tf.ones(variable.shape) for variable in net.trainable_variables]
+    for _ in range(2):
+        net.optimizer.apply(ones, net.trainable_variables)
+    waiting = exchanger_in(net.optimizer).all_residuals()
+    assert any(part.any() for part in waiting.values())
+    net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(1.0)))
+    net.optimizer.apply(ones, net.trainable_variables)
+    for value in weights(net):
+        np.testing.assert_allclose(value, -3.0, rtol=1e-6)
+
+
+def test_after_the_warm_up_a_schedule_has_the_rate(comm: Comm) -> None:
+    """Horovod's recipe: five epochs of warm-up, a tenth of the rate from epoch five on."""
+    rates: list[float] = []
+
+    class Note(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            rates.append(float(self.model.optimizer.learning_rate))
+
+    fit(
+        compiled(wrapped(rate=0.4)),
+        comm,
+        callbacks.BroadcastState(),
+        callbacks.WarmUp(0.4, steps=5 * 4, start=0.1),
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.04 if epoch >= 5 else rate),
+        Note(),
+        epochs=7,
+    )
+    np.testing.assert_allclose(rates[:20], [0.1 + 0.3 * step / 20 for step in range(20)], rtol=1e-5)
+    np.testing.assert_allclose(rates[20:], 0.04, rtol=1e-5)
+
+
+def test_a_warm_up_without_a_schedule_ends_at_the_full_rate(comm: Comm) -> None:
+    net = compiled(wrapped(rate=0.4))
+    fit(net, comm, callbacks.BroadcastState(), callbacks.WarmUp(0.4, steps=4), epochs=2)
+    np.testing.assert_allclose(float(net.optimizer.learning_rate), 0.4, rtol=1e-6)
+
+
+def test_a_warm_up_of_a_schedule_is_refused_in_words(comm: Comm) -> None:
+    schedule = keras.optimizers.schedules.CosineDecay(0.1, 100)
+    net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(schedule)))
+    with pytest.raises(cx.PlanError, match="an optimizer with a schedule"):
+        fit(net, comm, callbacks.WarmUp(0.1, steps=3))
+    with pytest.raises(ValueError, match="must be a number"):
+        callbacks.WarmUp(schedule, steps=3)
+
+
+def test_the_standard_callback_averages_before_and_agrees_after(comm: Comm) -> None:
+    """A rank that alone would stop, or lower its rate, does it with the others or not at all."""
+    seen: list[float] = []
+
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            seen.append(logs["loss"])
+            self.model.stop_training = epoch == 1 and comm.rank == 0
+
+    plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1, min_delta=10.0)
+    net = compiled(wrapped(every=1), seed=comm.rank)
+    fit(net, comm, callbacks.Standard(plateau, Stop()), epochs=6)
+    assert len(seen) == 2 and int(net.optimizer.iterations) == 8
+    assert all(other == seen for other in comm.gather_objects(seen))
+    assert same_on_all_ranks(comm, net)

@@ -1,0 +1,51 @@
+"""What the replica guard says of replicas that differ."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tfcommx.comm.threads import ThreadComm
+from tfcommx.runtime.replica_guard import ReplicaGuard, describe
+from tfcommx.terms import PlanError, Topology
+
+NAMES = ["dense/kernel", "dense/bias"]
+
+
+def rows(weights: list[int], rates: list[float], steps: list[int]) -> np.ndarray:
+    return np.stack(
+        [np.array(weights), np.array(rates).view(np.int64), np.array(steps)], axis=1
+    ).astype(np.int64)
+
+
+def test_a_start_from_different_weights_is_told_with_its_remedy() -> None:
+    said = describe(
+        rows([1, 2], [0.1, 0.1], [0, 0]), np.array([[1, 5], [2, 5]]), NAMES, equal_before=None
+    )
+    assert "at the first check" in said and "1 of 2 variables, 'dense/kernel'" in said
+    assert "rank 0 against rank 1" in said and "BroadcastState" in said
+    assert "learning rate" not in said
+
+
+def test_a_rate_of_one_rank_is_told_with_its_ranks_and_since_when() -> None:
+    said = describe(
+        rows([1, 1, 1, 2], [0.05, 0.05, 0.05, 5e-05], [200] * 4),
+        np.array([[1, 5], [1, 5], [1, 5], [2, 5]]),
+        NAMES,
+        equal_before=100,
+    )
+    assert "at step 200, and were equal 100 steps before" in said
+    assert "0.05 on ranks 0, 1, 2, 5e-05 on rank 3" in said
+    assert "AverageMetrics" in said and "BroadcastState" not in said
+
+
+def test_many_ranks_are_not_listed_one_by_one() -> None:
+    sums = np.array([[number // 7, 5] for number in range(14)])
+    said = describe(rows(list(sums[:, 0]), [0.1] * 14, [7] * 14), sums, NAMES, equal_before=3)
+    assert "ranks 0, 1, 2 and 4 more against ranks 7, 8, 9 and 4 more" in said
+
+
+@pytest.mark.parametrize("every", [0, -3, 2.5, "often"])
+def test_an_interval_that_is_none_is_refused(every: object) -> None:
+    with pytest.raises(PlanError, match="check_replicas_every"):
+        ThreadComm.run(Topology(1, 2), lambda comm: ReplicaGuard(comm, every, True))

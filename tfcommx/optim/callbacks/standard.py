@@ -1,0 +1,33 @@
+"""Standard: the callbacks that are right for nearly every training over several ranks."""
+
+from __future__ import annotations
+
+import keras
+
+from tfcommx.optim.callbacks.agree import AgreeOnStop
+from tfcommx.optim.callbacks.average import AverageBatchNorm, AverageMetrics
+from tfcommx.optim.callbacks.start import BroadcastState
+
+
+class Standard(keras.callbacks.CallbackList):
+    """Start all ranks alike, average batch norm and metrics, stop on all ranks or on none.
+
+    One callback in the place of BroadcastState, AverageBatchNorm, AverageMetrics and AgreeOnStop.
+    Callbacks that read metrics or may stop the training go inside, so that they come after the
+    averages and before the agreement on a stop.
+
+    >>> import keras
+    >>> import tfcommx as cx
+    >>> callbacks = [cx.callbacks.Standard(keras.callbacks.EarlyStopping(patience=3))]
+
+    Args:
+        callbacks: Keras's or your own that read metrics or may stop the training, such as
+            EarlyStopping, ReduceLROnPlateau and TerminateOnNaN.
+        root: the rank whose state all begin with.
+
+    **Ranks:** all, with equal arguments. **Cost:** as its parts; Keras waits for every step.
+    """
+
+    def __init__(self, *callbacks: keras.callbacks.Callback, root: int = 0) -> None:
+        parts = [BroadcastState(root), AverageBatchNorm(), AverageMetrics()]
+        super().__init__([*parts, *callbacks, AgreeOnStop()])
