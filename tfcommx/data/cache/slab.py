@@ -4,7 +4,7 @@ node.
     page of header | index: int64 byte offset per sample (0 absent, -1 unreadable) | records at
     multiples of 64 bytes
 
-A record is 64 bytes of header (see ops/kernels/augment.h) and the pixels. It is written with pwrite
+A record is 64 bytes of header (see ops/kernels/slab.h) and the pixels. It is written with pwrite
 (a full disk is an error there, and a fatal signal in a mapping; what the native fill does when
 several write at once is in ops/kernels/fill_cpu.cc) and published by one aligned 8-byte store of
 its offset, after it is whole. There are no locks on samples: two processes that write the same one
