@@ -198,13 +198,15 @@ def pipelines(source, resolution: int, store: int):
 
 def against_twin(cache, phase, epoch: int, step: int, images) -> None:
     """Check all pictures of one batch."""
-    from tfcommx.kernels.reference_augment import augment, window_of
+    from tfcommx.kernels.augment import augment_definition, window_of
 
     samples = cache.share(epoch)[step * BATCH : (step + 1) * BATCH].tolist()
     for image, sample in zip(images, samples, strict=True):
         pixels, _ = cache.slab.get(sample)
         window = window_of(phase.rule(cache.options.seed), epoch, sample, *pixels.shape[:2])
-        want = augment(pixels, window, image.shape[:2], "float32", (0.0,) * 3, (1.0,) * 3).numpy()
+        want = augment_definition(
+            pixels, window, image.shape[:2], "float32", (0.0,) * 3, (1.0,) * 3
+        ).numpy()
         worst = np.abs(image - want).max()
         assert worst <= 1 / 255, (
             f"sample {sample} differs from the twin by {worst * 255} grey levels"

@@ -1,5 +1,7 @@
-"""The tile loops of all instruction sets agree: a processor runs only the fastest, so the others
-need a test of their own. And selection reads and allocates no more than it says."""
+"""The tile loops of all instruction sets agree, and selection reads and allocates as it says.
+
+A processor runs only the fastest loops, so the others need a test of their own.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,12 @@ def test_all_instruction_sets_agree(tmp_path, optimise):
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory) -> list[tuple]:
     """Selections from 2^23 entries: (kind, rule, states, n, k, entries read, peak bytes)."""
-    program = compiled(tmp_path_factory.mktemp("check"), "select_check", KERNELS / "select_cpu.cc")
+    program = compiled(
+        tmp_path_factory.mktemp("check"),
+        "select_check",
+        KERNELS / "select_cpu.cc",
+        KERNELS / "select_band_cpu.cc",
+    )
     lines = subprocess.run(
         [program, str(2**23)], check=True, capture_output=True, text=True
     ).stdout.splitlines()
@@ -60,9 +67,7 @@ def cases(tmp_path_factory) -> list[tuple]:
 
 
 def test_no_vector_is_read_more_than_twice(cases):
-    """Neither where all are alike, nor where few values are, nor where neighbours are: in no kind
-    and for no k.
-    """
+    """Neither if all are alike, nor if there are few values, nor if neighbours are alike."""
     assert len(cases) == 10 * 2 * 3 * 3
     for kind, rule, states, n, k, read, _ in cases:
         assert n <= read <= 2 * n, (kind, rule, states, k, read / n)

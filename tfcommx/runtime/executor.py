@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfcommx import routes, selection
 from tfcommx.comm.base import Comm
-from tfcommx.kernels import native
+from tfcommx.kernels.device import residual_device
 from tfcommx.routes import allreduce
 from tfcommx.runtime.agreement import agree
 from tfcommx.runtime.clipping import clip_before_accumulation
@@ -264,7 +264,7 @@ class PlanExecutor:
 
     def _state(self, bucket: Bucket, what: str) -> tf.Variable:
         start, stop = routes.route(bucket.route).shard(bucket, self.plan.topology, self.comm.rank)
-        with tf.device(native.device()):
+        with tf.device(residual_device()):
             return tf.Variable(
                 tf.zeros(stop - start), trainable=False, name=f"{bucket.name}/{what}"
             )

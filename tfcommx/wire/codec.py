@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfcommx.kernels import native
-from tfcommx.kernels.reference import value_dtype, wire_words
+from tfcommx.kernels import merge as merge_kernel
+from tfcommx.kernels import wire as wire_kernel
 from tfcommx.terms import Sparse
+from tfcommx.terms.wire_formats import value_dtype, wire_words
 
 FLOAT16_LARGEST = 65504.0
 
@@ -42,7 +43,7 @@ def rounded(sparse: Sparse, wire: str) -> tuple[Sparse, tf.Tensor | None]:
         sparse: values float32[k].
         wire: one of terms.SPARSE_WIRES.
     """
-    values, dtype = sparse.values, value_dtype(wire)
+    values, dtype = sparse.values, tf.as_dtype(value_dtype(wire))
     if dtype == tf.float32:
         return sparse, None
     finite = tf.math.is_finite(values)
@@ -65,7 +66,7 @@ def encode(sparse: Sparse, wire: str) -> tf.Tensor:
             them.
         wire: one of terms.SPARSE_WIRES.
     """
-    return native.wire_encode(sparse, wire)
+    return wire_kernel.encode(sparse, wire)
 
 
 def merge(buffers: tf.Tensor, k: int, size: int, wire: str, shards: int = 1) -> tf.Tensor:
@@ -83,5 +84,5 @@ def merge(buffers: tf.Tensor, k: int, size: int, wire: str, shards: int = 1) -> 
     Returns: float32[shards * size]. **Cost:** one write of the result, whatever the number of
     shards.
     """
-    indices, values = native.wire_decode(buffers, k, size, wire, shards)
-    return tf.ensure_shape(native.merge(indices, values, shards * size, k), [shards * size])
+    indices, values = wire_kernel.decode(buffers, k, size, wire, shards)
+    return tf.ensure_shape(merge_kernel.merge(indices, values, shards * size, k), [shards * size])

@@ -1,4 +1,4 @@
-"""The native read-and-augment op against its plain-TensorFlow twin, and the slab beneath it."""
+"""The native read-and-augment op and its definition give the same; and the slab beneath it."""
 
 import fcntl
 import io
@@ -16,13 +16,12 @@ from tfcommx.data.cache import batches
 from tfcommx.data.cache.batches import Phase
 from tfcommx.data.cache.slab import Slab, pack
 from tfcommx.data.sources.base import decode
-from tfcommx.kernels import native
-from tfcommx.kernels.reference_augment import Rule, Window, window_of
-from tfcommx.kernels.reference_augment import augment as twin
+from tfcommx.kernels import loader
+from tfcommx.kernels.augment import Rule, Window, augment_definition, window_of
 from tfcommx.terms import PlanError
 
-LIBRARY = native.library()
-assert LIBRARY is not None, native.REBUILD
+LIBRARY = loader.library()
+assert LIBRARY is not None, loader.REBUILD
 SHAPES = [(1, 1), (2, 5), (37, 64), (160, 213), (300, 90), (90, 900)]
 
 
@@ -53,7 +52,7 @@ def read_loose(
 @pytest.mark.parametrize("channels", [1, 3, 4])
 @pytest.mark.parametrize("crop", ["random", "center", "whole"])
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "bfloat16", "float32"])
-def test_native_equals_twin(channels, crop, dtype):
+def test_native_equals_definition(channels, crop, dtype):
     rng = np.random.default_rng(channels)
     images = [rng.integers(0, 256, (*shape, channels), np.uint8) for shape in SHAPES * 2]
     mean, std = (0.4, 0.5, 0.3, 0.2)[:channels], (0.25, 0.2, 0.3, 1.0)[:channels]
@@ -70,7 +69,7 @@ def test_native_equals_twin(channels, crop, dtype):
         for i, image in enumerate(images):
             window = window_of(rule, 3, i, *image.shape[:2])
             assert tuple(windows[i].numpy()) == window
-            want = twin(image, window, (resolution, resolution), dtype, mean, std)
+            want = augment_definition(image, window, (resolution, resolution), dtype, mean, std)
             unit = 1.0 if dtype == "uint8" else 1 / 255 / min(std)
             error = np.abs(
                 got[i].numpy().astype(np.float64) - want.numpy().astype(np.float64)
@@ -134,7 +133,7 @@ def test_slab_read_refuses_damage(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_library_the_twin_serves_the_same(tmp_path, monkeypatch):
+def test_without_library_the_definition_serves_the_same(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     slab = Slab(tmp_path, "tfcommx-a", "k", 8, lambda: 10**6)
     for i in range(6):
@@ -143,7 +142,7 @@ def test_without_library_the_twin_serves_the_same(tmp_path, monkeypatch):
     indices, at = np.arange(7), np.array([-1] * 6 + [0])
     phase = Phase(batch=7, resolution=16, crop="random", flip=True)
     fast = batches.read(slab, indices, loose, at, 2, phase, 3, 1)
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(loader, "library", lambda: None)
     slow = batches.read(slab, indices, loose, at, 2, phase, 3, 1)
     np.testing.assert_allclose(fast[0], slow[0], atol=0.25 / 255)
     np.testing.assert_array_equal(fast[1], slow[1])

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfcommx.data.sources.base import SampleError, decode
 from tfcommx.data.sources.tfrecord import TFRecords, imagenet, scan, tfds
-from tfcommx.kernels import native, reference
+from tfcommx.kernels.crc32c import crc32c, crc32c_definition
 from tfcommx.terms import PlanError
 
 
@@ -107,11 +107,11 @@ def test_labels_outside_the_classes_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("length", [0, 8, 63, 64, 5003])
-def test_crc32c_of_the_library_and_of_the_reference(length):
+def test_crc32c_of_the_library_and_of_the_definition(length):
     # the check value of CRC-32C
-    assert native.crc32c(b"123456789") == reference.crc32c(b"123456789") == 0xE3069283
+    assert crc32c(b"123456789") == crc32c_definition(b"123456789") == 0xE3069283
     data = os.urandom(length)
-    assert native.crc32c(data) == reference.crc32c(data)
+    assert crc32c(data) == crc32c_definition(data)
 
 
 def test_a_tensorflow_data_set_by_name(tmp_path):

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from tfcommx.data.cache.slab import Slab, pack
-from tfcommx.kernels import native
-from tfcommx.kernels.reference_augment import Rule, Window, window_of
-from tfcommx.kernels.reference_augment import augment as augment_reference
+from tfcommx.kernels import loader
+from tfcommx.kernels.augment import Rule, Window, augment_definition, window_of
 from tfcommx.terms import PlanError, check_name, check_whole
 
 CROPS = ("random", "center", "whole")
@@ -104,14 +103,14 @@ def check(slab: Slab, indices: Any, epoch: Any, verify: float, seed: int) -> Any
     """
     import tensorflow as tf
 
-    library = native.library()
+    library = loader.library()
     if library is not None:
         return library.tfcommx_slab_check(
             indices=indices, epoch=epoch, path=slab.door, id=slab.id, verify=verify, seed=seed
         )
 
     def look(samples: np.ndarray, epoch: np.ndarray) -> np.ndarray:
-        from tfcommx.kernels.reference_augment import uniform
+        from tfcommx.kernels.draws import uniform
 
         def state(sample: int) -> int:
             if slab.get(sample) is None:
@@ -152,7 +151,7 @@ def fill(
     **Cost:** a decoding, of JPEGs at the smallest of 1, 1/2, 1/4 and 1/8 that is large enough, one
     pass for the rest of the way to `store`, one for the CRC, one copy; on TensorFlow's threads.
     """
-    library = native.library()
+    library = loader.library()
     if library is None:
         return state
     return library.tfcommx_slab_fill(
@@ -194,7 +193,7 @@ def read(
 
     size = [phase.resolution or 0] * 2
     mean, std = phase.mean or (0.0,) * channels, phase.std or (1.0,) * channels
-    library = native.library()
+    library = loader.library()
     if library is not None:
         return library.tfcommx_slab_read(
             indices=indices,
@@ -222,7 +221,7 @@ def read(
             pixels, label = slab.get(sample) if at < 0 else unpack(loose, at)
             window = window_of(phase.rule(seed), int(epoch), sample, *pixels.shape[:2])
             images.append(
-                augment_reference(
+                augment_definition(
                     pixels,
                     window,
                     tuple(size) if size[0] else pixels.shape[:2],
@@ -263,9 +262,9 @@ def resize(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """Resize an image, uint8 [h, w, c], by bilinear interpolation without antialias."""
     import tensorflow as tf
 
-    library = native.library()
+    library = loader.library()
     if library is None:
-        return augment_reference(
+        return augment_definition(
             image, Window(0, 0, *image.shape[:2]), size, "uint8", (), ()
         ).numpy()
     images, _, _ = library.tfcommx_slab_read(

@@ -18,7 +18,7 @@ import threading
 
 import numpy as np
 
-from tfcommx.kernels.reference_augment import draws
+from tfcommx.kernels.draws import draws
 from tfcommx.terms import PlanError, Topology
 
 _PART, _OFFER, _DEAL, _SHUFFLE = range(4)  # streams of random numbers that must not coincide

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from tfcommx.data.sources.base import SampleError, key_of
-from tfcommx.kernels import native
+from tfcommx.kernels.crc32c import crc32c
 from tfcommx.terms import PlanError
 
 # length of the record, its masked CRC; then the record, then the masked CRC of the record
@@ -22,7 +22,7 @@ _FRAME = struct.Struct("<QI")
 
 
 def _masked_crc(data: bytes) -> int:
-    crc = native.crc32c(data)
+    crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
