@@ -150,7 +150,7 @@ def contestants(
 
 
 def algorithm1(x: tf.Tensor, k: int, searches: int = 30, seed: int = 0) -> Sparse:
-    """Choose k entries of float32 [n] by Algorithm 1 as printed: a pass over |x| for each threshold.
+    """Choose k entries by Algorithm 1 as printed: a pass over |x| for each threshold tried.
 
     If no threshold with at most k entries is found, the upper one is infinite here (printed: 0,
     which takes everything).
