@@ -1,5 +1,6 @@
-"""The CUDA kernels, as far as a machine without a GPU can tell: they compile, and on an emulated
-GPU they keep the contract.
+"""The CUDA kernels, as far as a machine without a GPU can tell.
+
+They compile, and on an emulated GPU they keep the contract.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def test_kernels_keep_the_contract_on_a_gpu_or_the_check_says_that_there_is_none
         "TfcommxWireDecode",
     ],
 )
-def test_ops_have_gpu_kernels_where_the_library_was_built_with_nvcc(name):
+def test_ops_have_gpu_kernels_if_the_library_was_built_with_nvcc(name):
     assert loader.library() is not None
     devices = {
         kernel.device_type for kernel in registered.get_registered_kernels_for_op(name).kernel
@@ -91,8 +92,9 @@ def test_ops_have_gpu_kernels_where_the_library_was_built_with_nvcc(name):
 
 
 def through_the_ops(device, kind, rule, wire_format):
-    """Select, encode, decode and merge on a device, twice: the second time from what the first
-    kept. Return all as arrays.
+    """Select, encode, decode and merge on a device, twice; return all as arrays.
+
+    The second time from what the first kept.
     """
     n, k, found = 300_007, 3_000, []
     with tf.device(device):

@@ -35,9 +35,7 @@ def test_a_library_for_another_tensorflow_is_refused_before_loading(tmp_path, mo
 
 
 def test_a_library_of_other_sources_is_refused_before_loading(tmp_path, monkeypatch):
-    """Beside its sources it must be of them; if it was installed without them nothing can
-    differ.
-    """
+    """If its sources are beside it, it must be built from them; if not, nothing can differ."""
     loaded = []
     library, kernel, facts = (
         tmp_path / "tfcommx" / "lib",

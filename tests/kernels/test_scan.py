@@ -41,8 +41,9 @@ def compiled(folder: Path, main: str, *others: Path, optimise: tuple[str, ...] =
     "optimise", [("-O2",), ("-O3", "-fPIC"), ("-O1", "-finstrument-functions", "-w")], ids=" ".join
 )
 def test_all_instruction_sets_agree(tmp_path, optimise):
-    """With calls in between, which are instrumented in, the compiler runs out of registers and puts
-    masks on the stack.
+    """Compiled in three ways: with calls in between, registers run out.
+
+    Then the compiler puts masks on the stack; `-finstrument-functions` adds such calls.
     """
     done = subprocess.run(
         [compiled(tmp_path, "scan_check", optimise=optimise)], capture_output=True, text=True

@@ -45,8 +45,10 @@ MOMENTUM = 0.9
 
 
 def run(implementation, gradient, residual, k, seed, rule, velocity=None):
-    """Return indices, values, the residual after it (None without one), acc, and the velocity after
-    it, as NumPy arrays.
+    """Select once; return NumPy arrays.
+
+    Returns:
+        Indices, values, the residual afterwards (None without one), acc, the velocity afterwards.
     """
     acc = tf.cast(gradient, tf.float32)
     if residual is None:
@@ -64,8 +66,9 @@ def run(implementation, gradient, residual, k, seed, rule, velocity=None):
 
 
 def check_velocity(indices, acc, moved, gradient, velocity):
-    """Factor masking: what was sent has no velocity left, the rest has moved; a NaN or Inf changes
-    nothing.
+    """Factor masking: what was sent has no velocity any more, the rest has moved.
+
+    A NaN or Inf changes nothing.
     """
     bad, sent = ~np.isfinite(acc), np.isin(np.arange(acc.size), indices)
     now = (np.float32(MOMENTUM) * tf.constant(velocity) + tf.cast(gradient, tf.float32)).numpy()
@@ -130,9 +133,7 @@ def test_laws_hold_with_momentum_and_native_equals_definition(rule, problem, mov
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", RULES)
 def test_large_vectors(rule, kind):
-    """Enough entries for several blocks, and for samples, with lists and without; with momentum and
-    without.
-    """
+    """Enough entries for several blocks and for samples, with lists and without."""
     n = 1_200_007
     gradient, residual = (
         make(kind, n, 5),
@@ -152,9 +153,7 @@ def test_large_vectors(rule, kind):
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("rule", RULES)
 def test_sorted_vectors(rule, order):
-    """All large entries lie side by side: neither the sample nor the sharing of the list may depend
-    on their positions.
-    """
+    """All large entries lie side by side: neither sample nor list may depend on positions."""
     n = 600_000
     gradient = np.sort(np.abs(make("laplace", n, 1)))[::order]
     mine = run(NATIVE, tf.constant(gradient), np.zeros(n, np.float32), n // 100, 3, rule)
@@ -189,9 +188,7 @@ def test_mstopk_takes_all_above_the_band_and_captures_the_magnitude(kind, densit
 
 
 def real_gradients() -> np.ndarray:
-    """One gradient of the demo's model, on a batch of the demo's images after a few steps of
-    training: float32 [61,050].
-    """
+    """Compute one gradient of the demo's model after a few steps of training: float32 [61,050]."""
     images, labels, *_ = fashion_mnist.load(fashion_mnist.fetch())
     keras.utils.set_random_seed(1)
     model = small_cnn((16, 32, 64), 1, 10)
@@ -226,9 +223,7 @@ def test_mstopk_captures_the_magnitude_of_real_gradients(density):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_the_window_is_fair(implementation):
-    """12 equal entries in the band, 5 wanted: each of the 8 windows, the last one too, is equally
-    likely.
-    """
+    """12 equal entries in the band, 5 wanted: each of the 8 windows is equally likely."""
     gradient = np.zeros(30, np.float32)
     gradient[5:29:2] = 1.0
     gradient[[0, 3]] = -4.0
