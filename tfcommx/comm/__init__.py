@@ -9,3 +9,16 @@ process     the process's own Comm, as init() made it
 liveness    ends this rank if another does not respond; its watcher process is watcher.py
 init        init(): all of this, in order
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """Return `current`, loaded at its first use: the launcher's part needs no TensorFlow."""
+    if name == "current":
+        from tfcommx.comm.process import current
+
+        return current
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
