@@ -265,7 +265,7 @@ def test_messages_in_a_graph_follow_each_other_in_the_order_of_the_plan(inside: 
     def send(name: str, tensor: tf.Tensor) -> tf.Tensor:
         # of its own: TensorFlow itself orders only those that change nothing or the same
         steps[name].assign_add(1)
-        return comm.by_messages(lambda array, post: seen.append(name) or array, tensor, "b0")
+        return comm.run_with_messages(lambda array, post: seen.append(name) or array, tensor, "b0")
 
     @tf.function
     def step(a: tf.Tensor, b: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -67,7 +67,7 @@ def run(
     """
     if len(comm.members(group)) == 1:
         return flat
-    return comm.by_messages(
+    return comm.run_with_messages(
         lambda array, post: carry_out(
             collective or bucket.collective,
             array,
