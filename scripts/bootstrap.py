@@ -368,7 +368,8 @@ def native_is_current() -> bool:
 
 
 def fetch_data() -> str:
-    return run(PYTHON, "-m", "tfcommx.recipes.datasets.fashion_mnist").strip().splitlines()[-1]
+    command = ("-m", "tfcommx.recipes.datasets", "fashion_mnist")
+    return run(PYTHON, *command).strip().splitlines()[-1]
 
 
 def main() -> int:

@@ -138,7 +138,7 @@ def test_progress_on_a_terminal_is_one_bar(summary, monkeypatch):
             progress.epoch(each)
     text = stream.getvalue()
     assert "━" in text and "4/4" in text and "\x1b" in text  # drawn over and over in place
-    assert text.count("test 0.9012") == 1 and "s left" not in text
+    assert text.count("test 0.9012") == 1 and "s remaining" not in text
 
 
 def test_other_ranks_are_silent(summary):

@@ -14,8 +14,7 @@ PARTS = {
     "evaluation": "evaluation",
     "other": "averaging, comparing, reporting",
 }
-
-
+# What a summary must hold so that it can be shown
 REQUIRED = (
     "test_accuracy",
     "ranks",
@@ -41,8 +40,15 @@ def scheme_text(row: dict[str, Any]) -> str:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Read a run's summary.json. **Raises:** ReportError where there is none or where it lacks a
-    key.
+    """Read a run's summary.json.
+
+    Args:
+        folder: of the run.
+
+    Returns:
+        the summary, as `training.train` made it.
+
+    **Raises:** ReportError if there is none, or if it lacks a key.
     """
     path = Path(folder) / "summary.json"
     try:
