@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tfcommx.cli.environment import quiet_tensorflow
 from tfcommx.terms import PlanError
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def warm(
         raise PlanError(
             "A place where the samples stay is required. Give --disk FOLDER, or --hold, or both."
         )
+    quiet_tensorflow()
     import tempfile
 
     from rich.progress import track

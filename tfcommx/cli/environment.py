@@ -1,4 +1,4 @@
-"""What the commands set before TensorFlow is loaded."""
+"""What the commands set before TensorFlow and Horovod are loaded."""
 
 from __future__ import annotations
 
@@ -11,3 +11,11 @@ def quiet_tensorflow() -> None:
     Errors still come as exceptions. Who sets TF_CPP_MIN_LOG_LEVEL gets the messages of that level.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+def quiet_horovod() -> None:
+    """Let Horovod print no messages of its own if a rank is gone; the launcher says which one is.
+
+    Who sets HOROVOD_LOG_LEVEL gets the messages of that level.
+    """
+    os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")

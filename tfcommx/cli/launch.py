@@ -7,6 +7,7 @@ rank 0's output is shown as it is, that of other ranks with their number, and an
     rank 0, stdout                                         the line
     rank r, otherwise                                      rank r: the line
     our own messages (`tfcommx: ...`)                      the line
+    a line or a traceback that another rank wrote too      that of the first rank
     ranks that say which rank they miss                    once, if that rank has not told why
     horovodrun's messages and its traceback at the end     which rank ended first, and how
 """
@@ -23,8 +24,15 @@ import threading
 from pathlib import Path
 from typing import IO
 
+from tfcommx.cli.environment import quiet_horovod, quiet_tensorflow
+
 MARK = re.compile(r"\[(\d+)\]<(stdout|stderr)>:(.*)", re.DOTALL)
 MISSING = re.compile(r"tfcommx: rank \d+ ends, because ranks are missing: (.*)", re.DOTALL)
+# What a shell writes if its rank was ended; how is said at the end
+ENDED = ("Terminated\n", "Killed\n")
+TRACEBACK = "Traceback (most recent call last):"
+# Exit status of a rank that has told what the user can put right
+USER_ERROR = 2
 FIRST = re.compile(r"Process name: (\d+)\s+Exit code: (\d+)")
 
 
@@ -39,26 +47,42 @@ class Output:
         # horovodrun's own lines, and what ranks say of missing ranks: shown only if needed
         self.own: list[str] = []
         self.missing: list[str] = []
-
-    def show(self, line: str) -> None:
-        """Show one line of horovodrun's output, or keep it for the end."""
-        marked = MARK.match(line)
-        if not marked:
-            self.own.append(line)
-            return
-        rank, stream, text = marked.groups()
-        if missing := MISSING.match(text):
-            self.missing.append(missing[1])
-        elif stream == "stdout" and rank == "0":
-            print(text, end="", flush=True)
-        elif text.strip():
-            by = "" if text.startswith("tfcommx: ") else f"rank {rank}: "
-            print(f"{by}{text}", end="", file=sys.stderr, flush=True)
+        # What was shown on stderr, and the first rank that wrote it
+        self.writers: dict[str, str] = {}
+        # By rank: a traceback that is not whole yet
+        self.tracebacks: dict[str, str] = {}
 
     def relay(self, stream: IO[str]) -> None:
         """Show all lines of a stream."""
         for line in stream:
-            self.show(line)
+            marked = MARK.match(line)
+            if not marked:
+                self.own.append(line)
+            elif marked[1] == "0" and marked[2] == "stdout":
+                print(marked[3], end="", flush=True)
+            else:
+                self.collect(marked[1], marked[3])
+
+    def collect(self, rank: str, text: str) -> None:
+        """Put a rank's traceback together; show every other line at once."""
+        begun = self.tracebacks.pop(rank, "")
+        if text.startswith(TRACEBACK) or (begun and (text[0].isspace() or text.endswith(":\n"))):
+            self.tracebacks[rank] = begun + text
+        else:
+            self.show(rank, begun + text)
+
+    def show(self, rank: str, text: str) -> None:
+        """Show what a rank has written, if no other rank has written the same."""
+        if missing := MISSING.match(text):
+            self.missing.append(missing[1])
+        elif text.strip() and text not in ENDED and self.writers.setdefault(text, rank) == rank:
+            by = "" if text.startswith("tfcommx: ") else f"rank {rank}: "
+            print(f"{by}{text}", end="", file=sys.stderr, flush=True)
+
+    def finish(self) -> None:
+        """Show the tracebacks that were cut off."""
+        for rank, text in self.tracebacks.items():
+            self.show(rank, text)
 
     def refuse(self, status: int) -> None:
         """End a launch that has failed.
@@ -69,13 +93,12 @@ class Output:
         if not first:
             sys.stderr.writelines(self.own)
             raise LaunchError(f"horovodrun ended with status {status}.")
-        rank, code = first.groups()
-        if code == "2":
-            sys.exit(2)
-        told = next((text for text in self.missing if "(failed: " not in text), "")
-        raise LaunchError(
-            f"Rank {rank} ended first, with status {code}. {told.strip() or 'All were ended.'}"
-        )
+        rank, status = int(first[1]), int(first[2])
+        if status == USER_ERROR:
+            sys.exit(USER_ERROR)
+        how = f"was killed by {signal.Signals(status - 128).name}" if status > 128 else "failed"
+        told = [text.strip() for text in self.missing if "(failed: " not in text]
+        raise LaunchError(" ".join([f"Rank {rank} {how}; all others were ended.", *told[:1]]))
 
 
 def horovodrun(processes: int, words: list[str]) -> None:
@@ -97,6 +120,9 @@ def horovodrun(processes: int, words: list[str]) -> None:
     # Horovod 0.28 starts a rank on every slot, whatever -np says
     place = ["-np", str(processes), "-H", f"localhost:{processes}", "--gloo"]
     command = [program, *place, sys.executable, "-m", "tfcommx.cli.main", *words]
+    # For the ranks, and for horovodrun, which loads TensorFlow too
+    quiet_tensorflow()
+    quiet_horovod()
     process = subprocess.Popen(
         command, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -116,5 +142,6 @@ def horovodrun(processes: int, words: list[str]) -> None:
         sys.exit(128 + signal.SIGINT)
     for relay in relays:
         relay.join()
+    output.finish()
     if status:
         output.refuse(status)

@@ -1,6 +1,4 @@
-"""init(): from what the launcher says to a running Horovod with its node and peer groups, and one
-GPU per process.
-"""
+"""init(): start Horovod with its node and peer groups, and one GPU per process."""
 
 from __future__ import annotations
 
@@ -22,17 +20,20 @@ def init(
     returns the same Comm.
 
     Args:
-        node_size: ranks that stand for one node, where that is not what the hosts say (>= 1,
-            divides the number of ranks); None: as the launcher placed them.
-        watch_seconds: a rank that is not heard of for so long (> 0) makes all others end with an
-            error that names it, also when they wait for it in a collective; None turns this watch
+        node_size: ranks that stand for one node, if that is not what the hosts say (>= 1, divides
+            the number of ranks); None: as the launcher placed them.
+        watch_seconds: a rank that does not respond for so long (> 0) makes all others end with an
+            error that names it, also if they wait for it in a collective; None turns this watch
             off. See liveness.py.
+
+    Returns:
+        the Comm of this rank.
 
     **Ranks:** all, with equal node_size.
     **Cost:** one exchange of host names before Horovod starts; static process sets, so nothing per
     step.
     **Raises:** PlanError for a node_size that does not divide the number of ranks, for ranks of a
-    host that are not consecutive, and when a rank does not come.
+    host that are not consecutive, and if a rank does not come.
     """
     if watch_seconds is not None and not watch_seconds > 0:
         raise PlanError(

@@ -42,13 +42,17 @@ class Progress:
         stream: IO[str] | None = None,
         terminal: str | None = None,
     ) -> None:
+        width = None
         if shown and stream is None and terminal and not sys.stdout.isatty():
             # No such device, or not ours: plain lines then
             with contextlib.suppress(OSError):
                 device = os.open(terminal, os.O_WRONLY | os.O_NOCTTY)
                 stream = os.fdopen(device, "w") if os.isatty(device) else None
+                width = os.get_terminal_size(device).columns or None
         self.steps, self.epochs, self.shown, self.done = steps, epochs, shown, 0
-        self.console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self.console = Console(
+            file=stream or sys.stdout, highlight=False, soft_wrap=True, width=width
+        )
         self.started = time.monotonic()
         self.bar: Bar | None = None
 
