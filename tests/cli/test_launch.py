@@ -123,7 +123,8 @@ def train(folder, ranks: int, **settings: str) -> subprocess.CompletedProcess:
 def test_the_demo_prints_what_a_user_wants_and_nothing_else(tmp_path):
     ended = train(tmp_path, 4)
     assert ended.returncode == 0 and ended.stderr == "", ended.stderr
-    epochs, rest = ended.stdout.splitlines()[:3], ended.stdout.splitlines()[3:]
+    lines = [line.rstrip() for line in ended.stdout.splitlines()]
+    epochs, rest = lines[:3], lines[3:]
     for number, line in enumerate(epochs, 1):
         assert re.fullmatch(
             rf"epoch  {number}/3 .* loss \d.* test 0\.\d+ .* images/s .* \d+ s remaining", line

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tfcommx.cli.environment import quiet_tensorflow
 from tfcommx.terms import PlanError
 
 if TYPE_CHECKING:
@@ -88,7 +87,6 @@ def warm(
         raise PlanError(
             "A place where the samples stay is required. Give --disk FOLDER, or --hold, or both."
         )
-    quiet_tensorflow()
     import tempfile
 
     from rich.progress import track

@@ -8,7 +8,8 @@ import os
 def quiet_tensorflow() -> None:
     """Let TensorFlow, oneDNN and absl print no start-up messages; call it before they are loaded.
 
-    Errors still come as exceptions. Who sets TF_CPP_MIN_LOG_LEVEL gets the messages of that level.
+    Processes that are started from here inherit it: horovodrun loads TensorFlow too. Errors still
+    come as exceptions. Who sets TF_CPP_MIN_LOG_LEVEL gets the messages of that level.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 

@@ -24,7 +24,7 @@ import threading
 from pathlib import Path
 from typing import IO
 
-from tfcommx.cli.environment import quiet_horovod, quiet_tensorflow
+from tfcommx.cli.environment import quiet_horovod
 
 MARK = re.compile(r"\[(\d+)\]<(stdout|stderr)>:(.*)", re.DOTALL)
 MISSING = re.compile(r"tfcommx: rank \d+ ends, because ranks are missing: (.*)", re.DOTALL)
@@ -110,38 +110,56 @@ def horovodrun(processes: int, words: list[str]) -> None:
 
     **Raises:** LaunchError if a rank fails; SystemExit if a rank told what the user can put right.
     """
+    if sys.stdout.isatty():
+        words = [*words, "--terminal", os.ttyname(sys.stdout.fileno())]
+    quiet_horovod()
+    process = subprocess.Popen(
+        [*_launcher(processes), sys.executable, "-m", "tfcommx.cli.main", *words],
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    signal.signal(signal.SIGTERM, lambda number, frame: process.terminate())
+    output = Output()
+    status = _follow(process, output)
+    output.finish()
+    if status:
+        output.refuse(status)
+
+
+def _launcher(processes: int) -> list[str]:
+    """Return the beginning of the command that starts the ranks."""
     program = shutil.which("horovodrun", path=f"{Path(sys.executable).parent}:{os.defpath}")
     if program is None:
         raise LaunchError(
             f"horovodrun is required beside {sys.executable}. Install Horovod in this environment."
         )
-    if sys.stdout.isatty():
-        words = [*words, "--terminal", os.ttyname(sys.stdout.fileno())]
     # Horovod 0.28 starts a rank on every slot, whatever -np says
-    place = ["-np", str(processes), "-H", f"localhost:{processes}", "--gloo"]
-    command = [program, *place, sys.executable, "-m", "tfcommx.cli.main", *words]
-    # For the ranks, and for horovodrun, which loads TensorFlow too
-    quiet_tensorflow()
-    quiet_horovod()
-    process = subprocess.Popen(
-        command, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    signal.signal(signal.SIGTERM, lambda number, frame: process.terminate())
-    output = Output()
-    relays = [
-        threading.Thread(target=output.relay, args=[stream], daemon=True)
+    return [program, "-np", str(processes), "-H", f"localhost:{processes}", "--gloo"]
+
+
+def _follow(process: subprocess.Popen[str], output: Output) -> int:
+    """Show a process's output until it ends; return its exit status."""
+
+    def relay(stream: IO[str]) -> None:
+        try:
+            output.relay(stream)
+        except OSError:  # nobody reads what is shown
+            process.terminate()
+
+    threads = [
+        threading.Thread(target=relay, args=[stream], daemon=True)
         for stream in (process.stdout, process.stderr)
     ]
-    for relay in relays:
-        relay.start()
+    for thread in threads:
+        thread.start()
     try:
         status = process.wait()
     except KeyboardInterrupt:
         # The terminal has sent it to horovodrun too, which ends the ranks
         process.wait()
         sys.exit(128 + signal.SIGINT)
-    for relay in relays:
-        relay.join()
-    output.finish()
-    if status:
-        output.refuse(status)
+    for thread in threads:
+        thread.join()
+    return status

@@ -11,6 +11,7 @@ import time
 import typer
 
 from tfcommx.cli import cache, launch, probe, report, train
+from tfcommx.cli.environment import quiet_tensorflow
 from tfcommx.comm.launcher import launcher
 from tfcommx.data.cache.slab import SlabError
 from tfcommx.data.sources.base import SampleError
@@ -50,6 +51,7 @@ def main() -> None:
     What the user can put right is told without a traceback, with exit status 2; by rank 0 alone if
     all ranks find it.
     """
+    quiet_tensorflow()
     try:
         app()
     except USER_ERRORS as error:

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from tfcommx.cli.environment import quiet_tensorflow
 from tfcommx.terms import PlanError
 
 
@@ -25,7 +24,6 @@ def probe(
 
     Schemes are then planned by what they cost.
     """
-    quiet_tensorflow()
     from tfcommx import init, is_chief
     from tfcommx.measure import links
     from tfcommx.report import figures
