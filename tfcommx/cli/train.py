@@ -58,4 +58,4 @@ def train_here(recipe: Recipe, folder: Path, resume: bool, terminal: str | None)
     from tfcommx.training.train import train as run
 
     run(recipe, folder, resume, terminal)
-    return is_chief()
+    return bool(is_chief())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ class YamlLoader(yaml.SafeLoader):
     As YAML 1.2 has it; PyYAML alone takes 1e-3 for text, and the last one of equal keys counts.
     """
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
@@ -35,6 +36,11 @@ class YamlLoader(yaml.SafeLoader):
                 )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
 
 
 def refuse_unknown(given: Iterable[str], known: Sequence[str], what: str = "key") -> None:
@@ -59,7 +65,7 @@ class Part(BaseModel):
         return given
 
 
-def member_of(table: Mapping[str, type], default: str) -> PlainValidator:
+def member_of(table: Mapping[str, type[Any]], default: str) -> PlainValidator:
     """Make the annotation of a field that holds one member of a family.
 
     In YAML it is a mapping with the member's `name` and its settings: `{name: sgd, momentum: 0}`.
@@ -91,7 +97,14 @@ def member_of(table: Mapping[str, type], default: str) -> PlainValidator:
 
 
 def change(tree: dict[str, Any], setting: str) -> None:
-    """Carry out `a.0.b=value` in place."""
+    """Carry out `a.0.b=value` in place.
+
+    Args:
+        tree: what the YAML file holds.
+        setting: keys and positions, joined by dots; `=`; the new value, as YAML.
+
+    **Raises:** RecipeError if the tree has no such place, or the value is not YAML.
+    """
     place, equals, text = setting.partition("=")
     keys = [int(key) if key.isdecimal() else key for key in place.split(".")]
     if not equals or not all(str(key) for key in keys):
@@ -99,8 +112,9 @@ def change(tree: dict[str, Any], setting: str) -> None:
             "A setting needs the form place=value, such as phases.0.epochs=1. Received "
             f"{setting!r}."
         )
+    inner: Any = tree
     try:
-        value, inner = yaml.load(text, YamlLoader), tree
+        value = yaml.load(text, YamlLoader)
         for key in keys[:-1]:
             inner = inner.setdefault(key, {}) if isinstance(inner, dict) else inner[key]
         inner[keys[-1]] = value

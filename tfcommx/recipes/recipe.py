@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,10 +30,6 @@ from tfcommx.recipes.reader import (
 )
 from tfcommx.recipes.tasks import TASKS
 from tfcommx.terms import Scheme, Topology
-
-YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
 
 
 def _scheme(value: Any) -> Scheme:
@@ -108,7 +103,7 @@ class LearningRate(Part):
         Returns:
             the learning rate, >= 0.
         """
-        peak = self.peak if self.peak is not None else self.peak_per_256 * global_batch / 256
+        peak = self.peak or (self.peak_per_256 or 0.0) * global_batch / 256
         warm_up = self.warm_up_epochs * steps_per_epoch
         if step < warm_up:
             return peak * (step + 1) / (warm_up + 1)

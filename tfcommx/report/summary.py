@@ -36,7 +36,7 @@ class ReportError(ValueError):
 def scheme_text(row: dict[str, Any]) -> str:
     """Return the route and, of a sparse scheme, the rule and density of an epoch's row."""
     sparse = "" if row["selection"] == "all" else f" {row['selection']} {row['density']:g}"
-    return row["route"] + sparse
+    return f"{row['route']}{sparse}"
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def read(folder: Path) -> dict[str, Any]:
     """
     path = Path(folder) / "summary.json"
     try:
-        summary = json.loads(path.read_text())
+        summary: dict[str, Any] = json.loads(path.read_text())
     except OSError as error:
         raise ReportError(
             f"A run folder with a summary.json is required. {path}: {error.strerror}."

@@ -62,9 +62,8 @@ class FashionMnist(Cached):
         """
         from tfcommx.recipes.datasets.shift import training_batches
 
-        return training_batches(
-            cache, serving, epochs, round(self.shift * serving.resolution / SIDE)
-        )
+        resolution = serving.resolution or SIDE
+        return training_batches(cache, serving, epochs, round(self.shift * resolution / SIDE))
 
     def test_inputs(self, pictures: tf.Tensor, resolution: int) -> tf.Tensor:
         """Return test pictures as the network is trained on them: float32, scaled, 0 to 255."""
