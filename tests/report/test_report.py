@@ -194,7 +194,7 @@ def test_user_errors_are_one_line(words, message):
 def test_report_command_and_help_need_no_tensorflow(summary, tmp_path):
     report.write(summary, tmp_path)
     code = (
-        "import sys; sys.argv = ['tfcommx', *sys.argv[1:]]; import tfcommx.cli as cli\n"
+        "import sys; sys.argv = ['tfcommx', *sys.argv[1:]]; import tfcommx.cli.main as cli\n"
         "try: cli.main()\n"
         "except SystemExit as end: assert not end.code\n"
         "assert 'tensorflow' not in sys.modules, 'tensorflow was imported'"

@@ -96,7 +96,8 @@ class Output:
         rank, status = int(first[1]), int(first[2])
         if status == USER_ERROR:
             sys.exit(USER_ERROR)
-        how = f"was killed by {signal.Signals(status - 128).name}" if status > 128 else "failed"
+        signals = {128 + number: number.name for number in signal.Signals}
+        how = f"was killed by {signals[status]}" if status in signals else "failed"
         told = [text.strip() for text in self.missing if "(failed: " not in text]
         raise LaunchError(" ".join([f"Rank {rank} {how}; all others were ended.", *told[:1]]))
 
