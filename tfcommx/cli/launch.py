@@ -66,7 +66,7 @@ class Output:
     def collect(self, rank: str, text: str) -> None:
         """Put a rank's traceback together; show every other line at once."""
         begun = self.tracebacks.pop(rank, "")
-        if text.startswith(TRACEBACK) or (begun and (text[0].isspace() or text.endswith(":\n"))):
+        if text.startswith(TRACEBACK) or (begun and (text[:1].isspace() or text.endswith(":\n"))):
             self.tracebacks[rank] = begun + text
         else:
             self.show(rank, begun + text)
