@@ -98,8 +98,13 @@ class Output:
             sys.exit(USER_ERROR)
         signals = {128 + number: number.name for number in signal.Signals}
         how = f"was killed by {signals[status]}" if status in signals else "failed"
-        told = [text.strip() for text in self.missing if "(failed: " not in text]
-        raise LaunchError(" ".join([f"Rank {rank} {how}; all others were ended.", *told[:1]]))
+        # What the others say of ranks that could not speak for themselves
+        known = ("(failed: ", f"rank {rank} on ")
+        told = [f"{text.strip()} " for text in self.missing if not any(map(text.count, known))]
+        raise LaunchError(
+            f"Rank {rank} {how}; all others were ended. {''.join(told[:1])}"
+            "Add --resume to continue from the last checkpoint."
+        )
 
 
 def horovodrun(processes: int, words: list[str]) -> None:

@@ -20,15 +20,7 @@ from tfcommx.recipes.reader import RecipeError
 from tfcommx.report.summary import ReportError
 from tfcommx.terms import PlanError
 
-USER_ERRORS = (
-    PlanError,
-    RecipeError,
-    DataError,
-    ReportError,
-    SampleError,
-    SlabError,
-    launch.LaunchError,
-)
+USER_ERRORS = (PlanError, RecipeError, DataError, ReportError, SampleError, SlabError)
 # How long a rank keeps an error to itself that rank 0 most likely has too. Then the launcher ends
 # all ranks after rank 0 has told it.
 RANK_0_FIRST_SECONDS = 5.0
@@ -46,7 +38,7 @@ for command in (train.train, report.report, probe.probe):
 
 
 def main() -> None:
-    """Run the command line.
+    """Run the command line; its exit status is 1 if a rank has failed.
 
     What the user can put right is told without a traceback, with exit status 2; by rank 0 alone if
     all ranks find it.
@@ -54,9 +46,12 @@ def main() -> None:
     quiet_tensorflow()
     try:
         app()
+    except launch.LaunchError as error:
+        tell(error)
+        sys.exit(1)
     except USER_ERRORS as error:
         tell(error)
-        sys.exit(2)
+        sys.exit(launch.USER_ERROR)
 
 
 def tell(error: Exception) -> None:
