@@ -10,7 +10,7 @@ setup:
 	python3 scripts/bootstrap.py $(TFCOMMX_SETUP)
 
 demo: setup
-	TFCOMMX_TERMINAL=$$(tty -s && tty) horovodrun -np 4 --gloo tfcommx train configs/fashion_mnist.yaml
+	tfcommx train configs/fashion_mnist.yaml --processes 4
 
 test: setup lint
 	python -m pytest

@@ -126,8 +126,8 @@ def native_key(base: str) -> str:
 
 def fetch_data(environment: Environment) -> str:
     """Fetch the demo's images, unless they are there; return where, in words."""
-    module = "tfcommx.recipes.datasets.fashion_mnist"
-    return run(environment.python, "-m", module).strip().splitlines()[-1]
+    command = ("-m", "tfcommx.recipes.datasets", "fashion_mnist")
+    return run(environment.python, *command).strip().splitlines()[-1]
 
 
 def set_up(environment: Environment, only_horovod: bool, data: bool) -> None:

@@ -48,8 +48,13 @@ NO_TENSORFLOW = (
     "routes",
     "simulator",
     "planner",
+    "recipes.base",
+    "recipes.datasets.fashion_mnist",
+    "recipes.models",
+    "recipes.optimizers",
     "recipes.reader",
     "recipes.recipe",
+    "recipes.tasks",
     "cli",
 )
 ONLY_IMPORTER = {"horovod": "comm.horovod", "mpi4py": "comm.mpi"}

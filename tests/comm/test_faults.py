@@ -53,7 +53,7 @@ def test_a_rank_that_is_stopped_ends_the_others_and_is_named(launcher: str) -> N
     assert seconds_since_the_fault(ended.output) < 60, ended.output[-4000:]
     for rank in (0, 1):
         assert re.search(
-            rf"rank {rank} ends, because ranks are missing: rank 2 on \S+ \(not heard of",
+            rf"rank {rank} ends, because ranks are missing: rank 2 on \S+ \(no response",
             ended.output,
         ), ended.output[-4000:]
 

@@ -143,7 +143,9 @@ def test_the_summary(run):
     assert [row["route"] for row in summary["rows"]] == ["hitopk", "hitopk", "torus"]
     assert all(value >= 0 for row in summary["rows"] for value in row["seconds"].values())
     assert sum(sum(row["seconds"].values()) for row in summary["rows"]) < summary["seconds"]
-    assert printed.count(" s left") == 3 and str(folder) in printed  # no terminal: a line per epoch
+    assert (
+        printed.count(" s remaining") == 3 and str(folder) in printed
+    )  # no terminal: a line per epoch
     assert json.loads((folder / "summary.json").read_text()) == summary
 
 

@@ -1,6 +1,4 @@
-"""Every rank is served its own part of the images, and all that is random is a function of its
-seed.
-"""
+"""Every rank is served its own part of the images; all that is random is a function of its seed."""
 
 import numpy as np
 import pytest
@@ -11,6 +9,7 @@ from tfcommx.data.cache.cache import DataCache
 from tfcommx.data.cache.options import Options
 from tfcommx.data.sources.arrays import Arrays
 from tfcommx.recipes.datasets.shift import resize, shifted, training_batches
+from tfcommx.recipes.tasks.classify import Classification
 from tfcommx.terms import Topology
 
 COUNT, BATCH = 103, 4
@@ -23,7 +22,8 @@ def batches(memory, rank=0, epochs=range(2), resolution=14, shift=1, flip=True) 
         Arrays(PICTURES, LABELS), Topology(1, 2), rank, Options(seed=1, memory=str(memory))
     )
     phase = Phase(BATCH, resolution, flip=flip, std=(1 / 255,))
-    got = list(training_batches(cache, phase, epochs, 10, shift).as_numpy_iterator())
+    served = training_batches(cache, phase, epochs, shift)
+    got = list(Classification(10, 0.0).targets(served).as_numpy_iterator())
     assert len(got) == len(epochs) * cache.steps(phase) == len(epochs) * (COUNT // 2 // BATCH)
     rows = [cache.share(epoch) for epoch in epochs]
     cache.close()
