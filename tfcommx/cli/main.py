@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from tfcommx.cli.cache import app as cache_app
-from tfcommx.data.cache.slab import SlabError
+from tfcommx.data.cache.slab_files import SlabError
 from tfcommx.data.sources.base import SampleError
 from tfcommx.recipes.datasets.fashion_mnist import DataError
 from tfcommx.recipes.reader import RecipeError

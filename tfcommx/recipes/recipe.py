@@ -49,9 +49,9 @@ class Data(Part):
     flip: bool = True
     # Folder of shared memory that holds one copy for all ranks of a node
     memory: Path = Path("/dev/shm")
-    # Share of each node's images that is dealt out anew before each epoch but the first, sent from
-    # memory to memory. Then nothing is loaded ahead over the end of an epoch.
-    exchange: float = Field(0.0, ge=0, le=1)
+    # Share of each node's images that is redistributed before each epoch except the first, sent
+    # from memory to memory. Then nothing is loaded ahead over the end of an epoch.
+    reshuffle_fraction: float = Field(0.0, ge=0, le=1)
 
 
 class Model(Part):

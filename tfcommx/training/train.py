@@ -14,9 +14,8 @@ import tensorflow as tf
 
 import tfcommx as cx
 from tfcommx import report
-from tfcommx.data.cache.batches import Phase
+from tfcommx.data.cache.batch_spec import BatchSpec
 from tfcommx.data.cache.cache import DataCache
-from tfcommx.data.cache.options import Options
 from tfcommx.data.sources.arrays import Arrays
 from tfcommx.optim import callbacks, checkpoint
 from tfcommx.recipes.datasets import fashion_mnist
@@ -61,18 +60,14 @@ def train(
     global_batch = recipe.batch_per_rank * ranks
     cache = DataCache(
         Arrays(train_x, train_y, fashion_mnist.CLASSES, recipe.data.set),
-        comm.topology,
-        comm.rank,
-        Options(
-            seed=recipe.seed,
-            memory=str(recipe.data.memory),
-            partial=True,
-            exchange=recipe.data.exchange,
-            # partial: what finds no room is at hand in the arrays
-            threads=recipe.threads,
-        ),
+        seed=recipe.seed,
+        memory=str(recipe.data.memory),
+        # What finds no room is at hand in the arrays.
+        partial=True,
+        reshuffle_fraction=recipe.data.reshuffle_fraction,
+        threads=recipe.threads,
     )
-    steps = cache.steps(Phase(recipe.batch_per_rank))
+    steps = cache.steps(BatchSpec(recipe.batch_per_rank))
     if not steps:
         raise cx.PlanError(
             f"A step needs batch_per_rank * ranks <= {len(train_x)} images. Received "
@@ -136,14 +131,14 @@ def train(
             if not epochs:
                 continue
             # 0 to 255
-            served = Phase(
+            served = BatchSpec(
                 recipe.batch_per_rank, phase.resolution, flip=recipe.data.flip, std=(1 / 255,)
             )
             shift = round(recipe.data.shift * phase.resolution / train_x.shape[1])
             evaluation.at(phase.resolution)
-            for piece in served_in_one_go(epochs, recipe.data.exchange):
+            for piece in served_in_one_go(epochs, recipe.data.reshuffle_fraction):
                 if piece.start > first:
-                    cache.swap(comm, piece.start)
+                    cache.reshuffle(piece.start)
                 batches = training_batches(cache, served, piece, classes, shift)
                 model.fit(
                     batches,
@@ -176,9 +171,11 @@ def train(
     return summary
 
 
-def served_in_one_go(epochs: range, exchange: float) -> list[range]:
-    """Cut epochs where parts are exchanged: nothing may read ahead into the next epoch then."""
-    return [range(epoch, epoch + 1) for epoch in epochs] if exchange else [epochs]
+def served_in_one_go(epochs: range, reshuffle_fraction: float) -> list[range]:
+    """Cut epochs if samples are reshuffled: nothing may read ahead into the next epoch then."""
+    if not reshuffle_fraction:
+        return [epochs]
+    return [range(epoch, epoch + 1) for epoch in epochs]
 
 
 def compiled(model: keras.Model, recipe: Recipe, scheme: cx.Scheme) -> keras.optimizers.Optimizer:

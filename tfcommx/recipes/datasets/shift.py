@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfcommx.data.cache.batches import Phase
+from tfcommx.data.cache.batch_spec import BatchSpec
 from tfcommx.data.cache.cache import DataCache
 
 
@@ -36,16 +36,16 @@ def shifted(images: tf.Tensor, seed: tf.Tensor, most: int) -> tf.Tensor:
 
 
 def training_batches(
-    cache: DataCache, phase: Phase, epochs: range, classes: int, shift: int
+    cache: DataCache, spec: BatchSpec, epochs: range, classes: int, shift: int
 ) -> tf.data.Dataset:
     """Make a rank's batches for some epochs, one after the other.
 
     Args:
-        phase: with drop_remainder.
+        spec: with drop_remainder.
         epochs: numbers of the epochs, counted over the whole run: they decide the order.
         shift: largest shift, pixels of what is served; 0: none.
 
-    Returns: (phase.dtype [batch, h, w, c], float32 one-hot [batch, classes]), `cache.steps(phase)`
+    Returns: (spec.dtype [batch, h, w, c], float32 one-hot [batch, classes]), `cache.steps(spec)`
     times for every epoch.
     """
 
@@ -65,8 +65,8 @@ def training_batches(
     # the pipeline must not take the cores of the other ranks' training
     options.threading.private_threadpool_size = 1
     batches = (
-        cache.dataset(phase, epochs.start, len(epochs))
-        .enumerate(epochs.start * cache.steps(phase))
+        cache.dataset(spec, epochs.start, len(epochs))
+        .enumerate(epochs.start * cache.steps(spec))
         .map(finish)
     )
     return batches.with_options(options)
