@@ -12,8 +12,9 @@ import pytest
 import tensorflow as tf
 from launching import ROOT
 
-from tfcommx.cli.cache import source_of
-from tfcommx.data.cache.slab import Slab, state_of
+from tfcommx.data.cache.slab import Slab
+from tfcommx.data.cache.slab_files import state_of
+from tfcommx.data.sources.find import find_source
 from tfcommx.terms import PlanError
 
 
@@ -73,7 +74,7 @@ def test_warm_status_and_drop(tmp_path, monkeypatch):
     (memory / "tfcommx-x.slab").write_bytes(b"no slab")
     # as in most languages' locales: a name that is no UTF-8 ended the list
     monkeypatch.setenv("PYTHONIOENCODING", "utf-8:strict")
-    slab = Slab(memory, "tfcommx-y", "k", 4, lambda: 10**5, {"source": "\udcffphotos"})
+    slab = Slab(memory / "tfcommx-y.slab", "k", 4, lambda: 10**5, {"source": "\udcffphotos"})
     _, listed, said = run("status", *options)
     assert "no slab" in listed and "\\udcffphotos" in listed, said
     slab.close()
@@ -163,5 +164,5 @@ def test_a_folder_that_does_not_exist_is_named_in_one_line(words, tmp_path):
 )
 def test_a_source_that_does_not_exist_is_named_in_one_line(text, said):
     with pytest.raises(PlanError, match=re.escape(said)) as error:
-        source_of(text, "train")
+        find_source(text, "train")
     assert "\n" not in str(error.value)

@@ -4,8 +4,8 @@
     batches
 
 Every sample is in exactly one node's part, one rank's share and, unless the remainder is dropped,
-one batch of an epoch. The order does not depend on timing: nothing here reads a clock, a file or another rank, so that resuming at
-(epoch, step) needs no saved state.
+one batch of an epoch. The order does not depend on timing: nothing here reads a clock, a file or
+another rank, so that resuming at (epoch, step) needs no saved state.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ class Arrays:
         ):
             raise PlanError(
                 "Images uint8 [n, h, w, c] with c in [1, 4] and labels [n] are required. "
-                f"Received {images.dtype} {list(images.shape)} and {list(labels.shape)}. Convert the images, or give one "
-                "label for each."
+                f"Received {images.dtype} {list(images.shape)} and {list(labels.shape)}. "
+                "Convert the images, or give one label for each."
             )
         if labels.dtype.kind not in "biuf" or np.any(labels % 1 != 0):
             raise PlanError(
