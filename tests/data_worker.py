@@ -1,5 +1,4 @@
-"""Processes of a node, for the tests: each serves some epochs from a DataCache and says as JSON what
-it served.
+"""Processes of a node, for the tests: each serves epochs from a DataCache and says what, as JSON.
 
 This process imports TensorFlow once, and forks one process for each request on the socket whose
 descriptor is its argument; see `Workers` in data_helpers.py. A request is a JSON object: folder,

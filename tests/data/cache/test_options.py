@@ -88,5 +88,5 @@ def test_a_cache_takes_a_path(folder, shm):
 
 def test_an_unknown_option_is_named_with_the_nearest(shm):
     source = Arrays(np.zeros((4, 4, 4), np.uint8), np.arange(4))
-    with pytest.raises(PlanError, match="option of DataCache 'stor'. Did you mean 'store'"):
+    with pytest.raises(PlanError, match=r"option of DataCache 'stor'\. Did you mean 'store'"):
         OpenCache(source, shm, stor=20)

@@ -55,8 +55,9 @@ def picture(sample):
 
 
 def reshuffled(folder, nodes, slots, epochs, room, ranks=None):
-    """Reshuffle before each of the epochs; return (bytes used, bytes needed, samples that are absent) of
-    each node, after each.
+    """Reshuffle before each of the epochs.
+
+    Returns (bytes used, bytes needed, samples that are absent) of each node, after each epoch.
     """
     sizes = np.array([record_bytes(picture(sample).nbytes) for sample in range(COUNT)])
     first = order.parts(COUNT, (slots,) * nodes, SEED)
