@@ -32,7 +32,7 @@ def test_a_living_slab_is_not_reclaimed_and_other_data_do_not_share_it(folder, t
         assert three.slab.path == one.slab.path and not three.slab.created
         assert reclaim(shm) == []
         with pytest.raises(SlabError, match="other contents"):
-            Slab(shm, one.slab.path.stem, "another key", 50, lambda: 10**6)
+            Slab(one.slab.path, "another key", 50, lambda: 10**6)
         one.close()
         one.close()
         assert three.slab.path.exists()
