@@ -100,11 +100,13 @@ def test_a_killed_run_resumes_to_the_same_weights(run, tmp_path):
         np.testing.assert_array_equal(one.numpy(), other.numpy())
 
 
-def test_a_recipe_exchanges_parts_between_nodes(tmp_path):
+def test_a_recipe_reshuffles_samples_between_nodes(tmp_path):
     """A half of each node's 30,000 images is offered before an epoch, a half of that comes back:
     7,500 come from memory elsewhere.
     """
-    words = [word for setting in [*SHORT, "data.exchange=0.5"] for word in ("--set", setting)]
+    words = [
+        word for setting in [*SHORT, "data.reshuffle_fraction=0.5"] for word in ("--set", setting)
+    ]
     ended = horovodrun(
         2,
         [

@@ -13,7 +13,7 @@ import typer
 from tfcommx.cli import cache, launch, probe, report, train
 from tfcommx.cli.environment import quiet_tensorflow
 from tfcommx.comm.launcher import launcher
-from tfcommx.data.cache.slab import SlabError
+from tfcommx.data.cache.slab_files import SlabError
 from tfcommx.data.sources.base import SampleError
 from tfcommx.recipes.datasets.idx import DataError
 from tfcommx.recipes.reader import RecipeError

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
-    from tfcommx.data.cache.batches import Phase
+    from tfcommx.data.cache.batch_spec import BatchSpec
     from tfcommx.data.cache.cache import DataCache
     from tfcommx.data.sources.base import Source
 
@@ -43,7 +43,7 @@ class Dataset(Protocol):
         """Folder of shared memory."""
 
     @property
-    def exchange(self) -> float:
+    def reshuffle_fraction(self) -> float:
         """Share of each node's samples that is redistributed before each epoch, in [0, 1]."""
 
     def fetch(self) -> Path:
@@ -52,10 +52,10 @@ class Dataset(Protocol):
     def build(self) -> Samples:
         """Read the samples. **Raises:** DataError if they are missing or damaged."""
 
-    def serving(self, batch: int, resolution: int) -> Phase:
+    def serving(self, batch: int, resolution: int) -> BatchSpec:
         """Return how the cache serves a batch for training."""
 
-    def batches(self, cache: DataCache, serving: Phase, epochs: range) -> tf.data.Dataset:
+    def batches(self, cache: DataCache, spec: BatchSpec, epochs: range) -> tf.data.Dataset:
         """Return the training batches (inputs, labels) of some epochs, one after the other."""
 
     def test_inputs(self, pictures: tf.Tensor, resolution: int) -> tf.Tensor:

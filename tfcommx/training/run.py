@@ -10,7 +10,6 @@ import tensorflow as tf
 import tfcommx as cx
 from tfcommx.comm.base import Comm
 from tfcommx.data.cache.cache import DataCache
-from tfcommx.data.cache.options import Options
 from tfcommx.recipes.base import Objective, Samples
 from tfcommx.recipes.recipe import Recipe
 
@@ -73,12 +72,14 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
 
 def open_cache(recipe: Recipe, comm: Comm, samples: Samples) -> DataCache:
     """Open the cache that serves the training samples to this rank."""
-    options = Options(
+    return DataCache(
+        samples.train,
+        topology=comm.topology,
+        rank=comm.rank,
         seed=recipe.seed,
-        memory=str(recipe.data.memory),
+        memory=recipe.data.memory,
         # What finds no room in memory is still at hand in the source
         partial=True,
-        exchange=recipe.data.exchange,
+        reshuffle_fraction=recipe.data.reshuffle_fraction,
         threads=recipe.threads,
     )
-    return DataCache(samples.train, comm.topology, comm.rank, options)

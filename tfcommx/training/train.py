@@ -153,9 +153,9 @@ def fit_phases(model: keras.Model, run: Run, first: int, run_callbacks: RunCallb
         epochs = range(max(first, end - phase.epochs), end)
         serving = data.serving(run.recipe.batch_per_rank, phase.resolution)
         run_callbacks.evaluation.at(phase.resolution)
-        for piece in served_in_one_go(epochs, data.exchange):
+        for piece in served_in_one_go(epochs, data.reshuffle_fraction):
             if piece.start > first:
-                run.cache.swap(run.comm, piece.start)
+                run.cache.reshuffle(piece.start, run.comm)
             model.fit(
                 run.objective.targets(data.batches(run.cache, serving, piece)),
                 initial_epoch=piece.start,
@@ -168,11 +168,11 @@ def fit_phases(model: keras.Model, run: Run, first: int, run_callbacks: RunCallb
             begin = []
 
 
-def served_in_one_go(epochs: range, exchange: float) -> list[range]:
+def served_in_one_go(epochs: range, reshuffle_fraction: float) -> list[range]:
     """Cut epochs if samples are redistributed between them: nothing may read ahead then."""
     if not epochs:
         return []
-    return [range(epoch, epoch + 1) for epoch in epochs] if exchange else [epochs]
+    return [range(epoch, epoch + 1) for epoch in epochs] if reshuffle_fraction else [epochs]
 
 
 def summarise(run: Run, model: keras.Model, rows: list[dict[str, Any]]) -> dict[str, Any]:

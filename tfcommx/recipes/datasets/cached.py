@@ -16,4 +16,4 @@ class Cached(Part):
     memory: Path = Path("/dev/shm")
     # Share of each node's images that is redistributed before each epoch except the first, sent
     # from memory to memory. Then nothing is loaded ahead over the end of an epoch.
-    exchange: float = Field(0.0, ge=0, le=1)
+    reshuffle_fraction: float = Field(0.0, ge=0, le=1)

@@ -14,7 +14,7 @@ from tfcommx.recipes.datasets.fashion_mnist_files import CLASSES, SIDE, fetch, l
 if TYPE_CHECKING:
     import tensorflow as tf
 
-    from tfcommx.data.cache.batches import Phase
+    from tfcommx.data.cache.batch_spec import BatchSpec
     from tfcommx.data.cache.cache import DataCache
 
 
@@ -43,13 +43,13 @@ class FashionMnist(Cached):
         train_x, train_y, test_x, test_y = load(self.fetch())
         return Samples(Arrays(train_x, train_y, CLASSES, self.name), test_x, test_y, CLASSES)
 
-    def serving(self, batch: int, resolution: int) -> Phase:
+    def serving(self, batch: int, resolution: int) -> BatchSpec:
         """Return how the cache serves a batch for training: mirrored, scaled, 0 to 255."""
-        from tfcommx.data.cache.batches import Phase
+        from tfcommx.data.cache.batch_spec import BatchSpec
 
-        return Phase(batch, resolution, flip=self.flip, std=(1 / 255,))
+        return BatchSpec(batch, resolution, flip=self.flip, std=(1 / 255,))
 
-    def batches(self, cache: DataCache, serving: Phase, epochs: range) -> tf.data.Dataset:
+    def batches(self, cache: DataCache, spec: BatchSpec, epochs: range) -> tf.data.Dataset:
         """Return the training batches of some epochs: served by the cache, then shifted.
 
         Args:
@@ -62,8 +62,8 @@ class FashionMnist(Cached):
         """
         from tfcommx.recipes.datasets.shift import training_batches
 
-        resolution = serving.resolution or SIDE
-        return training_batches(cache, serving, epochs, round(self.shift * resolution / SIDE))
+        resolution = spec.resolution or SIDE
+        return training_batches(cache, spec, epochs, round(self.shift * resolution / SIDE))
 
     def test_inputs(self, pictures: tf.Tensor, resolution: int) -> tf.Tensor:
         """Return test pictures as the network is trained on them: float32, scaled, 0 to 255."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfcommx.data.cache.batches import Phase
+from tfcommx.data.cache.batch_spec import BatchSpec
 from tfcommx.data.cache.cache import DataCache
 
 
@@ -44,17 +44,19 @@ def shifted(images: tf.Tensor, seed: tf.Tensor, most: int) -> tf.Tensor:
     )
 
 
-def training_batches(cache: DataCache, phase: Phase, epochs: range, shift: int) -> tf.data.Dataset:
+def training_batches(
+    cache: DataCache, spec: BatchSpec, epochs: range, shift: int
+) -> tf.data.Dataset:
     """Make a rank's batches for some epochs, one after the other.
 
     Args:
         cache: serves the images.
-        phase: how it serves them, with drop_remainder.
+        spec: how it serves them, with drop_remainder.
         epochs: numbers of the epochs, counted over the whole run: they decide the order.
         shift: largest shift, pixels of what is served; 0: none.
 
     Returns:
-        (phase.dtype [batch, h, w, c], labels [batch]), `cache.steps(phase)` times for every epoch.
+        (spec.dtype [batch, h, w, c], labels [batch]), `cache.steps(spec)` times for every epoch.
     """
 
     def finish(
@@ -71,8 +73,8 @@ def training_batches(cache: DataCache, phase: Phase, epochs: range, shift: int) 
     # The pipeline must not take the cores of the other ranks' training
     options.threading.private_threadpool_size = 1
     batches = (
-        cache.dataset(phase, epochs.start, len(epochs))
-        .enumerate(epochs.start * cache.steps(phase))
+        cache.dataset(spec, epochs.start, len(epochs))
+        .enumerate(epochs.start * cache.steps(spec))
         .map(finish)
     )
     return batches.with_options(options)
