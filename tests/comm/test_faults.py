@@ -13,13 +13,14 @@ import threading
 import time
 
 import pytest
-from launching import ROOT, horovodrun
+from launching import WORKERS, horovodrun
 
 from tfcommx.comm import watcher
 from tfcommx.comm.init import init
 from tfcommx.terms import PlanError
 
-WORKER = str(ROOT / "tests" / "worker_faults.py")
+WORKER = str(WORKERS / "faults.py")
+pytestmark = pytest.mark.xdist_group("faults")  # they mostly wait: one launch at a time
 NAMES = {
     "gloo": r"Process (name: )?2\b",
     "mpi": r"process rank 2 with|rank 2 on \S+ \(|,2\]|\[1,2\]<stderr>: RuntimeError",

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tensorflow as tf
-from launching import ROOT
+from launching import ROOT, WORKERS
 from PIL import Image
 
 from tfcommx.data.cache import batches, capacity, fill
@@ -148,7 +148,7 @@ def start(folder, shm, rank=0, nodes=1, slots=1, **asked):
         **asked,
     }
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, str(ROOT / "tests" / "data_worker.py"), json.dumps(asked)]
+    command = [sys.executable, str(WORKERS / "data.py"), json.dumps(asked)]
     pipe = subprocess.PIPE
     _started.append(
         subprocess.Popen(
