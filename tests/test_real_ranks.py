@@ -28,7 +28,7 @@ OPTIMIZER, ROUTES, SWAP = (
 def test_the_same_tests_on_several_ranks(
     ranks: int, node_size: str, launcher: str, files: list[str], request: pytest.FixtureRequest
 ) -> None:
-    """Run what is marked `every_launch` in each launch, the rest on two ranks; all if exhaustive."""
+    """Run tests marked `every_launch` in each launch, others on two ranks; all if exhaustive."""
     only = [] if files == ["tests/ranks"] else ["every_launch"]
     if "not exhaustive" in request.config.option.markexpr:
         marks = " and ".join([*only, "not exhaustive"])
