@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from launching import ROOT, horovodrun
+from launching import ROOT, WORKERS, horovodrun
 
 from tfcommx.comm import horovod, launcher
 from tfcommx.terms import PlanError
@@ -27,7 +27,7 @@ def test_large_reduce_scatters_are_right_under_gloo() -> None:
     replicas shows nothing. HorovodComm sums the shards of an alltoall in its place. With Gloo's own
     (`self._gloo = False`) it could fail by chance only, and was not seen to.
     """
-    ended = horovodrun(4, [str(ROOT / "tests" / "worker_bugs.py")], seconds=240)
+    ended = horovodrun(4, [str(WORKERS / "bugs.py")], seconds=240)
     assert ended.status == 0 and ended.output.count("all right") == 4, ended.output[-4000:]
 
 
@@ -93,7 +93,9 @@ def test_a_source_distribution_holds_what_the_library_is_built_from(tmp_path: Pa
     shutil.copytree(
         ROOT,
         tree,
-        ignore=shutil.ignore_patterns(".*", "lib", "build", "runs", "tests", "docs", "*.egg-info"),
+        ignore=shutil.ignore_patterns(
+            ".*", "__pycache__", "lib", "build", "runs", "tests", "docs", "*.egg-info"
+        ),
     )
     subprocess.run(
         [sys.executable, "setup.py", "-q", "sdist"], cwd=tree, check=True, capture_output=True

@@ -21,7 +21,7 @@ def in_order(indices, values, size):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(size=st.integers(1, 3000), pairs=st.integers(0, 5000), seed=st.integers(0, 2**31))
 def test_adds_in_the_order_of_the_list(implementation, size, pairs, seed):
     random = np.random.default_rng(seed)

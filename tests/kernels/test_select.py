@@ -31,7 +31,7 @@ DEFINITION = SimpleNamespace(
     select_with_residual=select.select_with_residual_definition,
 )
 IMPLEMENTATIONS = {"native": NATIVE, "definition": DEFINITION}
-some = settings(max_examples=60, deadline=None, derandomize=True)
+some = settings(max_examples=60)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -305,7 +305,7 @@ def test_the_length_is_known_while_tracing(name, with_library, monkeypatch):
 
 
 @given(offset=st.integers(1, 15), dtype=st.sampled_from(sorted(DTYPES)))
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15)
 def test_slices_at_any_alignment(offset, dtype):
     whole = tf.cast(tf.reshape(make("normal", 16 * 5001, 3), [16, 5001]), DTYPES[dtype])
     row = whole[offset]

@@ -15,6 +15,7 @@ from tfcommx.data.sources.arrays import Arrays
 COUNT = 203
 
 
+@pytest.mark.every_launch
 @pytest.mark.parametrize("over_messages", [True, False])
 def test_every_sample_once_while_parts_mix(comm, over_messages):
     # of the launcher: all ranks have the same

@@ -42,6 +42,7 @@ def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.every_launch
 @pytest.mark.parametrize(
     "scheme", WAYS, ids=lambda scheme: f"{scheme.route}-{scheme.wire}-{scheme.peer_route}"
 )
@@ -82,6 +83,7 @@ def test_the_sum_of_all_ranks(comm: Comm, scheme: cx.Scheme) -> None:
     np.testing.assert_allclose(sent, 3 * expected, rtol=1e-9)
 
 
+@pytest.mark.every_launch
 def test_the_plan_in_hand_is_refused_too(comm: Comm) -> None:
     if comm.has_messages:
         return
@@ -92,6 +94,7 @@ def test_the_plan_in_hand_is_refused_too(comm: Comm) -> None:
         PlanExecutor(plan, comm)
 
 
+@pytest.mark.every_launch
 def test_messages_of_all_lengths_from_every_root(comm: Comm) -> None:
     if not comm.has_messages or comm.topology.size == 1:
         return
@@ -220,6 +223,7 @@ def test_nothing_large_would_leave_a_gpu_on_its_way(
     assert scalars and not [op.name for op in scalars if "CPU:0" not in op.device]
 
 
+@pytest.mark.every_launch
 def test_an_all_gather_beyond_what_mpi_counts_is_refused_while_tracing(comm: Comm) -> None:
     if comm.topology.size == 1:
         return
@@ -228,6 +232,7 @@ def test_an_all_gather_beyond_what_mpi_counts_is_refused_while_tracing(comm: Com
         gather.get_concrete_function(tf.TensorSpec([2**30], tf.int32))
 
 
+@pytest.mark.every_launch
 def test_who_waits_long_for_a_message_says_so(
     comm: Comm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 real group where one can be made.
 """
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -79,7 +80,7 @@ def test_in_a_real_group():
         ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
         ("/sys/fs/cgroup", "memory.max"),
     ):
-        group = Path(mount, "tfcommx-test")
+        group = Path(mount, f"tfcommx-test-{os.getpid()}")
         try:
             group.mkdir()
             (group / limit).write_text(str(700 * MIB))

@@ -54,7 +54,7 @@ class FashionMnist(Cached):
 
         Args:
             cache: holds the training images.
-            serving: as `serving` returned it.
+            spec: as `serving` returned it.
             epochs: numbers of the epochs, counted over the whole run: they decide the order.
 
         Returns:
