@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 
-from launching import ROOT
+from launching import ROOT, WORKERS
 from PIL import Image
 
 import tfcommx as cx
@@ -65,7 +65,7 @@ class OpenCache:
 
 
 class Worker:
-    """A process of a node, forked by data_worker.py: killed, waited for and spoken to."""
+    """A process of a node, forked by workers/data.py: killed, waited for and spoken to."""
 
     def __init__(self, workers, pid, stdin, stdout):
         self.workers, self.pid, self.stdin, self.stdout = workers, pid, stdin, stdout
@@ -106,7 +106,7 @@ class Workers:
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
         self.server = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "data_worker.py"), str(other.fileno())],
+            [sys.executable, str(WORKERS / "data.py"), str(other.fileno())],
             env=environment,
             pass_fds=[other.fileno()],
             stdin=subprocess.DEVNULL,
