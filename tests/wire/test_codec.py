@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from tfcommx.kernels import native, reference
 from tfcommx.terms import SPARSE_WIRES, Sparse
-from tfcommx.wire import codec
+from tfcommx.terms.wire_formats import BLOCK, value_dtype, wire_words
+from tfcommx.wire import codec, formats
 
-DOORS = {"native": native, "reference": reference}
-every_door = pytest.mark.parametrize("door", DOORS)
+MODULES = {"native": native, "reference": reference}
+every_module = pytest.mark.parametrize("module", MODULES)
 every_wire = pytest.mark.parametrize("name", SPARSE_WIRES)
-NARROW = [name for name in SPARSE_WIRES if reference.value_dtype(name) != tf.float32]
+NARROW = [name for name in SPARSE_WIRES if value_dtype(name) != "float32"]
 
 
 def test_the_library_is_there() -> None:
@@ -39,26 +40,26 @@ def sparse(k: int, size: int, seed: int = 0) -> Sparse:
     [(1, 1), (1, 200_000), (7, 65_536), (65_536, 65_536), (65_537, 65_537), (333, 300_001)],
 )
 @every_wire
-@every_door
-def test_what_is_written_is_read_back(door: str, name: str, k: int, size: int) -> None:
+@every_module
+def test_what_is_written_is_read_back(module: str, name: str, k: int, size: int) -> None:
     """Three ranks' buffers, one after another; k odd and even, blocks full and empty."""
     written = [codec.rounded(sparse(k, size, rank), name)[0] for rank in range(3)]
-    buffers = [DOORS[door].wire_encode(one, name) for one in written]
+    buffers = [MODULES[module].wire_encode(one, name) for one in written]
     for buffer in buffers:
-        assert buffer.dtype == tf.int32 and 4 * len(buffer) == codec.size_bytes(k, size, name)
-    indices, values = DOORS[door].wire_decode(tf.concat(buffers, axis=0), k, size, name)
+        assert buffer.dtype == tf.int32 and 4 * len(buffer) == formats.size_bytes(k, size, name)
+    indices, values = MODULES[module].wire_decode(tf.concat(buffers, axis=0), k, size, name)
     np.testing.assert_array_equal(indices, np.concatenate([one.indices for one in written]))
     np.testing.assert_array_equal(values, np.concatenate([one.values for one in written]))
 
 
 @every_wire
-@every_door
-def test_buffers_of_several_shards_point_into_the_whole(door: str, name: str) -> None:
+@every_module
+def test_buffers_of_several_shards_point_into_the_whole(module: str, name: str) -> None:
     """Three shards, two ranks' buffers of each."""
     k, size = 33, 70_001
     written = [codec.rounded(sparse(k, size, number), name)[0] for number in range(6)]
-    buffers = tf.concat([DOORS[door].wire_encode(one, name) for one in written], axis=0)
-    indices, values = DOORS[door].wire_decode(buffers, k, size, name, 3)
+    buffers = tf.concat([MODULES[module].wire_encode(one, name) for one in written], axis=0)
+    indices, values = MODULES[module].wire_decode(buffers, k, size, name, 3)
     np.testing.assert_array_equal(
         indices,
         np.concatenate([one.indices + number // 2 * size for number, one in enumerate(written)]),
@@ -67,26 +68,28 @@ def test_buffers_of_several_shards_point_into_the_whole(door: str, name: str) ->
 
 
 @every_wire
-@every_door
-def test_no_entry_falls_off_the_ends_of_a_block(door: str, name: str) -> None:
-    size = 3 * reference.BLOCK + 5
+@every_module
+def test_no_entry_falls_off_the_ends_of_a_block(module: str, name: str) -> None:
+    size = 3 * BLOCK + 5
     edges = [0, 65_535, 65_536, 131_071, 131_072, 196_607, 196_608, size - 1]
     entries = Sparse(tf.constant(edges, tf.int32), tf.range(1.0, 9.0), size)
-    indices, values = DOORS[door].wire_decode(DOORS[door].wire_encode(entries, name), 8, size, name)
+    indices, values = MODULES[module].wire_decode(
+        MODULES[module].wire_encode(entries, name), 8, size, name
+    )
     assert indices.numpy().tolist() == edges and values.numpy().tolist() == list(range(1, 9))
 
 
 @every_wire
-@every_door
-def test_the_length_is_known_while_tracing(door: str, name: str) -> None:
+@every_module
+def test_the_length_is_known_while_tracing(module: str, name: str) -> None:
     """Else it would have to be stated by an EnsureShape, which takes int32 from the GPU to the host
     and back.
     """
 
     @tf.function
     def written(entries: Sparse) -> tf.Tensor:
-        words = DOORS[door].wire_encode(Sparse(entries.indices, entries.values, 70_000), name)
-        assert words.shape == [sum(codec.wire_words(7, 70_000, name))]
+        words = MODULES[module].wire_encode(Sparse(entries.indices, entries.values, 70_000), name)
+        assert words.shape == [sum(wire_words(7, 70_000, name))]
         return words
 
     written(sparse(7, 70_000))
@@ -97,7 +100,7 @@ def test_bytes_by_hand() -> None:
     part.
     """
     sizes = {
-        name: (codec.size_bytes(1000, 200_000, name), codec.size_bytes(999, 200_000, name))
+        name: (formats.size_bytes(1000, 200_000, name), formats.size_bytes(999, 200_000, name))
         for name in SPARSE_WIRES
     }
     assert sizes == {
@@ -113,7 +116,7 @@ def test_bytes_by_hand() -> None:
 def test_block16_moves_at_most_six_tenths_of_pair32() -> None:
     for size, density in [(25_000_000, 0.01), (25_000_000, 0.001), (3_000_000, 0.01)]:
         k = int(size * density)
-        assert codec.size_bytes(k, size, "block16/float16") <= 0.6 * codec.size_bytes(
+        assert formats.size_bytes(k, size, "block16/float16") <= 0.6 * formats.size_bytes(
             k, size, "pair32"
         )
 
@@ -125,7 +128,7 @@ def test_rounding_loses_nothing(name: str, value: float) -> None:
     """Sent plus left equals the value, in exact arithmetic, whatever the value; from where float32
     can hold the difference.
     """
-    if reference.value_dtype(name) == tf.bfloat16 and 0 < abs(value) < 2.0**-102:
+    if value_dtype(name) == "bfloat16" and 0 < abs(value) < 2.0**-102:
         # the difference is below the smallest normal float32, and the processor may flush it
         return
     one, left = codec.rounded(Sparse(tf.constant([0]), tf.constant([value]), 1), name)
@@ -140,18 +143,18 @@ def test_rounding_loses_nothing(name: str, value: float) -> None:
 def test_rounding_is_to_nearest_and_sees_that_something_is_left(name: str) -> None:
     values = np.random.default_rng(3).normal(size=1000).astype(np.float32)
     one, left = codec.rounded(Sparse(tf.range(1000), tf.constant(values), 1000), name)
-    bits = 11 if reference.value_dtype(name) == tf.float16 else 8
+    bits = 11 if value_dtype(name) == "float16" else 8
     assert np.count_nonzero(left) > 900
     assert (np.abs(left) <= np.abs(values) * 2.0**-bits).all()
     np.testing.assert_array_equal(one.values + left, values)
 
 
 @every_wire
-@every_door
-def test_values_that_are_not_finite_survive_and_leave_nothing(door: str, name: str) -> None:
+@every_module
+def test_values_that_are_not_finite_survive_and_leave_nothing(module: str, name: str) -> None:
     values = tf.constant([np.nan, np.inf, -np.inf, 1.0])
     one, left = codec.rounded(Sparse(tf.range(4), values, 4), name)
-    _, read = DOORS[door].wire_decode(DOORS[door].wire_encode(one, name), 4, 4, name)
+    _, read = MODULES[module].wire_decode(MODULES[module].wire_encode(one, name), 4, 4, name)
     np.testing.assert_array_equal(read, values)
     assert left is None or not left.numpy().any()
 
