@@ -75,8 +75,8 @@ def test_dense_routes_on_four_nodes(route: str, seconds: float) -> None:
         # a ring over 8 ranks, 2 * 7/8 of the vector on each line
         ("allreduce", Topology(4, 2), 1.75, {}),
         ("torus", Topology(4, 2), 1.5, {}),
-        ("torus", Topology(4, 2), 1.5, {"peers": "pipeline"}),
-        ("torus", Topology(4, 2), 2, {"peers": "tree"}),
+        ("torus", Topology(4, 2), 1.5, {"peer_route": "pipeline"}),
+        ("torus", Topology(4, 2), 2, {"peer_route": "tree"}),
         ("pipeline", Topology(2, 1), 1, {}),
         ("pipeline", Topology(4, 1), 1.5, {}),
         ("pipeline", Topology(8, 1), 1.75, {}),
