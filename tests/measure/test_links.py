@@ -118,11 +118,11 @@ def test_the_slots_of_a_node_share_its_port() -> None:
         comm.all_gather = timed
         return links.probe(comm, sizes=(1024, 65536), repeats=2, clock=lambda: clocks[comm.rank])
 
-    links = ThreadComm.run(Topology(2, 2), work)[0].links
-    assert links.between.beta_s_per_byte == pytest.approx(
+    found = ThreadComm.run(Topology(2, 2), work)[0].links
+    assert found.between.beta_s_per_byte == pytest.approx(
         8e-9
-    ) and links.inside.beta_s_per_byte == pytest.approx(1e-10)
-    assert links.between.alpha_s == pytest.approx(1e-4)
+    ) and found.inside.beta_s_per_byte == pytest.approx(1e-10)
+    assert found.between.alpha_s == pytest.approx(1e-4)
 
 
 def test_unequal_nodes_are_refused_by_name() -> None:
@@ -147,11 +147,11 @@ def test_messages_of_a_node_share_its_port_too() -> None:
         post.send = timed
         return links.probe(comm, sizes=(1024, 65536), repeats=2, clock=lambda: clocks[comm.rank])
 
-    links = ThreadComm.run(Topology(2, 2), work)[0].links
-    assert links.between.beta_s_per_byte == pytest.approx(
+    found = ThreadComm.run(Topology(2, 2), work)[0].links
+    assert found.between.beta_s_per_byte == pytest.approx(
         8e-9
-    ) and links.inside.beta_s_per_byte == pytest.approx(1e-10)
-    assert links.between.alpha_s == pytest.approx(1e-4) and links.inside.alpha_s == pytest.approx(
+    ) and found.inside.beta_s_per_byte == pytest.approx(1e-10)
+    assert found.between.alpha_s == pytest.approx(1e-4) and found.inside.alpha_s == pytest.approx(
         1e-4
     )
 
