@@ -31,4 +31,5 @@ test-all: setup lint
 lint: setup
 	ruff check .
 	ruff format --check .
+	mypy
 	find ops scripts tests -name '*.cc' -o -name '*.cu' -o -name '*.h' -o -name '*.inl' | xargs clang-format --dry-run -Werror

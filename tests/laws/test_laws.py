@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 from drawing import drawn, squares
 
-from tfcommx import cost, routes, selection
+from tfcommx import routes, selection
 from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.planner.plan import Gradient, make_plan
@@ -21,6 +21,7 @@ from tfcommx.runtime.clipping import clip_before_accumulation
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.residuals import residuals_by_variable
 from tfcommx.terms import Piece, Plan, PlanError, Scheme, Topology
+from tfcommx.wire import codec
 
 ONE_LEVEL = [Topology(1, 1), Topology(2, 1), Topology(1, 2), Topology(3, 1)]
 TWO_LEVELS = [Topology(2, 2), Topology(4, 2), Topology(2, 4)]
@@ -51,10 +52,10 @@ SCHEMES = (
 )
 # every wire format, where it is written; the plain ones are above
 WIRED = [
-    scheme(route, RULES[0], 0.1, wire) for route in SPARSE for wire in routes.info(route).wires[1:]
+    scheme(route, RULES[0], 0.1, wire) for route in SPARSE for wire in routes.get(route).wires[1:]
 ]
 # on dense routes nothing keeps what rounding loses
-LOSSY = [scheme(route, wire=wire) for route in DENSE for wire in routes.info(route).wires[1:]]
+LOSSY = [scheme(route, wire=wire) for route in DENSE for wire in routes.get(route).wires[1:]]
 
 
 def name_of(value: Any) -> str:
@@ -202,7 +203,8 @@ def test_law_4_count(scheme: Scheme, topology: Topology) -> None:
                 else lambda part, selector=selector: counted.append(selector(part)) or counted[-1]
             )
             start = comm.traffic()
-            routes.route(bucket.route).run(tf.random.normal([bucket.padded]), bucket, comm, select)
+            flat = tf.random.normal([bucket.padded])
+            routes.get(bucket.route).run(flat, bucket, comm, codec, select)
             sent.append(np.subtract(comm.traffic(), start))
         return sent, [
             (bucket.k, sparse)
@@ -212,10 +214,10 @@ def test_law_4_count(scheme: Scheme, topology: Topology) -> None:
     found = ThreadComm.run(topology, work)
     for place, bucket in enumerate(plan.buckets):
         by_rank = [sent[place] for sent, _ in found]
-        expected = routes.route(bucket.route).wire_bytes(bucket, topology)
+        expected = routes.get(bucket.route).wire_bytes(bucket, topology)
         np.testing.assert_allclose(np.mean(by_rank, axis=0), expected, rtol=1e-12)
         # collectives count the mean, on every rank
-        if not any(routes.info(name).messages for name in (bucket.route, bucket.peer_route)):
+        if not routes.get(bucket.route).needs_messages(bucket):
             np.testing.assert_array_equal(by_rank, [by_rank[0]] * topology.size)
     for _, chosen in found:
         for k, sparse in chosen:
@@ -247,7 +249,7 @@ def test_law_5_non_finite(scheme: Scheme, topology: Topology, bad: float) -> Non
         for path in SHAPES:
             assert np.isfinite(log[0][1][path]).all() and not np.isfinite(log[1][1][path]).all()
             assert all(np.isfinite(log[step][2][path]).all() for step in range(3))
-            if scheme.selection != "all" or not routes.info(scheme.route).sparse:
+            if scheme.selection != "all" or not routes.get(scheme.route).sparse:
                 assert np.isfinite(log[2][1][path]).all()
 
 
@@ -293,7 +295,7 @@ def test_a_switch_loses_nothing(before: Scheme, after: Scheme, topology: Topolog
         )
         owed = sum(owed[path] for _, owed in ends)
         np.testing.assert_array_equal(ends[0][0][path].ravel() + owed, came.ravel())
-        if not routes.info(after.route).sparse:
+        if not routes.get(after.route).sparse:
             assert not owed.any()
 
 
@@ -367,13 +369,9 @@ def test_bytes_of_a_step_that_the_root_updates(route: str, topology: Topology) -
 
     expected = np.zeros(2)
     for bucket in plan.buckets:
-        chosen, size = routes.route(bucket.route), bucket.padded * bucket.entry_bytes
+        chosen = routes.get(bucket.route)
         expected += chosen.wire_bytes(bucket, topology)
-        expected += (
-            chosen.wire_bytes(bucket, topology, collective="broadcast")
-            if routes.info(bucket.route).messages
-            else cost.broadcast_traffic(size, topology)
-        )
+        expected += chosen.broadcast_bytes(bucket, topology)
     np.testing.assert_allclose(
         np.mean(ThreadComm.run(topology, work), axis=0), expected, rtol=1e-12
     )
@@ -496,7 +494,7 @@ def test_variables_too_long_for_one_bucket_travel_in_pieces(route: str, topology
     assert (
         len(names) == 5 + 6 + 1
         and "first/kernel[0:81]" in names
-        and Plan.from_json(plan.to_json()) == plan
+        and routes.read_plan(plan.to_json()) == plan
     )
     assert all(bucket.size < 200 and bucket.k for bucket in plan.buckets if bucket.route == route)
 

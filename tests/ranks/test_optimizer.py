@@ -128,10 +128,10 @@ def test_the_identity_equals_allreduce_by_hand(comm: Comm, kind: str) -> None:
 def test_fit_trains_and_replicas_stay_identical(comm: Comm, route: str) -> None:
     scheme = (
         cx.Scheme(route, "mstopk", 0.2, dense_below=8)
-        if routes.info(route).sparse
+        if routes.get(route).sparse
         else cx.Scheme(route)
     )
-    if routes.info(route).messages and not comm.has_messages:
+    if routes.get(route).messages and not comm.has_messages:
         with pytest.raises(cx.PlanError, match="horovodrun --mpi"):
             cx.DistributedOptimizer(keras.optimizers.SGD(0.05), scheme)
         return
@@ -534,7 +534,7 @@ def test_the_steps_of_the_linear_pipeline_paper(comm: Comm, route: str, how: dic
     """Algorithms 2 and 3 under `fit` give the weights of an update on all ranks; the root's
     optimizer has the whole state.
     """
-    if routes.info(route).messages and not comm.has_messages:
+    if routes.get(route).messages and not comm.has_messages:
         return
     scheme = cx.Scheme(
         route,

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tfcommx.kernels import loader
 from tfcommx.kernels.wire import decode, decode_definition, encode, encode_definition
 from tfcommx.terms import SPARSE_WIRES, Sparse
-from tfcommx.terms.wire_formats import BLOCK, value_dtype
-from tfcommx.wire import codec
+from tfcommx.terms.wire_formats import BLOCK, value_dtype, wire_words
+from tfcommx.wire import codec, formats
 
 IMPLEMENTATIONS = {
     "native": SimpleNamespace(encode=encode, decode=decode),
@@ -51,7 +51,7 @@ def test_what_is_written_is_read_back(implementation: str, name: str, k: int, si
     written = [codec.rounded(sparse(k, size, rank), name)[0] for rank in range(3)]
     buffers = [IMPLEMENTATIONS[implementation].encode(one, name) for one in written]
     for buffer in buffers:
-        assert buffer.dtype == tf.int32 and 4 * len(buffer) == codec.size_bytes(k, size, name)
+        assert buffer.dtype == tf.int32 and 4 * len(buffer) == formats.size_bytes(k, size, name)
     indices, values = IMPLEMENTATIONS[implementation].decode(
         tf.concat(buffers, axis=0), k, size, name
     )
@@ -100,7 +100,7 @@ def test_the_length_is_known_while_tracing(implementation: str, name: str) -> No
         words = IMPLEMENTATIONS[implementation].encode(
             Sparse(entries.indices, entries.values, 70_000), name
         )
-        assert words.shape == [sum(codec.wire_words(7, 70_000, name))]
+        assert words.shape == [sum(wire_words(7, 70_000, name))]
         return words
 
     written(sparse(7, 70_000))
@@ -111,7 +111,7 @@ def test_bytes_by_hand() -> None:
     part.
     """
     sizes = {
-        name: (codec.size_bytes(1000, 200_000, name), codec.size_bytes(999, 200_000, name))
+        name: (formats.size_bytes(1000, 200_000, name), formats.size_bytes(999, 200_000, name))
         for name in SPARSE_WIRES
     }
     assert sizes == {
@@ -127,7 +127,7 @@ def test_bytes_by_hand() -> None:
 def test_block16_moves_at_most_six_tenths_of_pair32() -> None:
     for size, density in [(25_000_000, 0.01), (25_000_000, 0.001), (3_000_000, 0.01)]:
         k = int(size * density)
-        assert codec.size_bytes(k, size, "block16/float16") <= 0.6 * codec.size_bytes(
+        assert formats.size_bytes(k, size, "block16/float16") <= 0.6 * formats.size_bytes(
             k, size, "pair32"
         )
 

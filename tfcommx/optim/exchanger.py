@@ -14,7 +14,8 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from tfcommx.comm.base import Comm
-from tfcommx.planner.plan import Gradient, check_scheme, make_plan
+from tfcommx.planner.check import check_scheme
+from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.residuals import Residuals, residuals_by_variable
 from tfcommx.terms import Piece, Plan, PlanError, Scheme

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, PlainValidator, ValidationError, model_validator
 
-from tfcommx.planner.plan import check_scheme
+from tfcommx.planner.check import check_scheme
 from tfcommx.recipes.base import Dataset, Model, OptimizerRecipe, Task
 from tfcommx.recipes.datasets import DATASETS
 from tfcommx.recipes.models import MODELS

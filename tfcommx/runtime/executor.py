@@ -18,7 +18,6 @@ import tensorflow as tf
 from tfcommx import routes, selection
 from tfcommx.comm.base import Comm
 from tfcommx.kernels.device import residual_device
-from tfcommx.routes import allreduce
 from tfcommx.runtime.agreement import agree
 from tfcommx.runtime.clipping import clip_before_accumulation
 from tfcommx.runtime.flat import cut, flatten, join, unflatten
@@ -32,11 +31,7 @@ class PlanExecutor:
 
     def __init__(self, plan: Plan, comm: Comm) -> None:
         agree(plan, comm)
-        if any(
-            routes.info(name).messages
-            for bucket in plan.buckets
-            for name in (bucket.route, bucket.peer_route)
-        ):
+        if any(routes.get(bucket.route).needs_messages(bucket) for bucket in plan.buckets):
             comm.open_point_to_point()
         self.plan, self.comm, self._scope = plan, comm, comm.own_scope()
         with tf.device("/cpu:0"):  # seeds and conditions are read on the host
@@ -78,12 +73,12 @@ class PlanExecutor:
         for index, bucket in enumerate(self.plan.buckets):
             parts = [gradients[path] for path in bucket.variables]
             if (
-                routes.info(bucket.route).whole
+                routes.get(bucket.route).takes_list
                 and bucket.name not in self.pending
                 and not bucket.momentum
             ):
                 cast = [tf.cast(part, bucket.dtype) for part in parts]
-                sums = routes.route(bucket.route).run_list(
+                sums = routes.get(bucket.route).run_list(
                     cast, bucket, self.comm, self.plan.operation == "average"
                 )
                 result |= {
@@ -92,8 +87,8 @@ class PlanExecutor:
                 }
                 continue
             flat = flatten(parts, bucket)
-            flat = routes.route(bucket.route).run(
-                flat, bucket, self.comm, self._selector(bucket, index, step)
+            flat = routes.get(bucket.route).run(
+                flat, bucket, self.comm, codec, self._selector(bucket, index, step)
             )
             if bucket.momentum and bucket.k is None:
                 flat = self._move(bucket, flat)
@@ -153,12 +148,7 @@ class PlanExecutor:
         for bucket in self.plan.buckets:
             parts = [pieces[path] for path in bucket.variables]
             flat = flatten(parts, bucket)
-            if routes.info(bucket.route).messages:
-                flat = routes.route(bucket.route).run(
-                    flat, bucket, self.comm, collective="broadcast"
-                )
-            else:
-                flat = self.comm.broadcast(flat, 0, f"{bucket.name}/weights", counted=True)
+            flat = routes.get(bucket.route).broadcast(flat, bucket, self.comm)
             result |= zip(bucket.variables, unflatten(flat, parts, bucket), strict=True)
         for path, value in join(result, whole).items():
             weights[path].assign(value)
@@ -169,7 +159,8 @@ class PlanExecutor:
         """
         topology, steps = self.plan.topology, int(self.steps.numpy()) - self._steps_before
         return float(steps) * sum(
-            allreduce.wire_bytes(bucket, topology).between for bucket in self.plan.buckets
+            routes.get("allreduce").wire_bytes(bucket, topology).between
+            for bucket in self.plan.buckets
         )
 
     def import_residuals(self, owed: Residuals, velocity: Residuals | None = None) -> None:
@@ -205,7 +196,7 @@ class PlanExecutor:
                     theirs = np.repeat(
                         [Piece.of(name).path in paths for name in bucket.variables], bucket.sizes
                     )
-                    start, stop = routes.route(bucket.route).shard(
+                    start, stop = routes.get(bucket.route).shard(
                         bucket, self.plan.topology, self.comm.rank
                     )
                     mine = np.concatenate([theirs, np.zeros(bucket.padding, bool)])[start:stop]
@@ -226,9 +217,7 @@ class PlanExecutor:
             whole = np.concatenate([*parts, np.zeros(bucket.padding, np.float32)])
             if not any(self.comm.gather_objects(bool(whole.any()))):
                 continue
-            start, stop = routes.route(bucket.route).shard(
-                bucket, self.plan.topology, self.comm.rank
-            )
+            start, stop = routes.get(bucket.route).shard(bucket, self.plan.topology, self.comm.rank)
             mine = tf.constant(whole)
             if stop - start < bucket.padded:  # my part of what the ranks of my node owe
                 mine = self.comm.reduce_scatter(mine, "node", f"{bucket.name}/{what}")
@@ -263,7 +252,7 @@ class PlanExecutor:
         self.residuals[bucket.name] = self._state(bucket, "residual")
 
     def _state(self, bucket: Bucket, what: str) -> tf.Variable:
-        start, stop = routes.route(bucket.route).shard(bucket, self.plan.topology, self.comm.rank)
+        start, stop = routes.get(bucket.route).shard(bucket, self.plan.topology, self.comm.rank)
         with tf.device(residual_device()):
             return tf.Variable(
                 tf.zeros(stop - start), trainable=False, name=f"{bucket.name}/{what}"

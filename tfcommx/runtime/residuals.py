@@ -24,7 +24,7 @@ def residuals_by_variable(plan: Plan, kept: Mapping[str, np.ndarray], rank: int)
     pieces = [Piece.of(name) for bucket in plan.buckets for name in bucket.variables]
     for bucket in plan.buckets:
         if bucket.name in kept:
-            start, stop = routes.route(bucket.route).shard(bucket, plan.topology, rank)
+            start, stop = routes.get(bucket.route).shard(bucket, plan.topology, rank)
             whole = np.zeros(bucket.padded, np.float32)
             whole[start:stop] = kept[bucket.name] / np.float32(
                 1 if bucket.k is not None else plan.topology.size

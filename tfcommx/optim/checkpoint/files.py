@@ -22,8 +22,9 @@ from tfcommx.optim.keras_internals import (
     seed_generators,
     wrapped_optimizers,
 )
+from tfcommx.routes import read_plan
 from tfcommx.runtime.residuals import Residuals
-from tfcommx.terms import Plan, PlanError
+from tfcommx.terms import PlanError
 
 HEAD = "checkpoint.json"
 
@@ -186,7 +187,7 @@ def read_residuals(path: Path, rank: int) -> list[Record]:
                 get(row["sums"]),
                 [
                     PlanState(
-                        Plan.from_json(plan["plan"]),
+                        read_plan(plan["plan"]),
                         plan["steps"],
                         rank,
                         get(plan["residuals"]),
