@@ -29,8 +29,8 @@ class BucketRunner:
     def __init__(self, plan: Plan, index: int, state: BucketState, comm: Comm) -> None:
         """Decide how the plan's bucket number `index` travels.
 
-        `state` is what this rank keeps of it. A dense bucket that has a residual to add, because
-        another plan was left with some, is not sent list-wise.
+        `state` is what this rank keeps of it. A dense bucket that has a residual to add, from a
+        plan before, travels as a flat vector.
         """
         bucket = plan.buckets[index]
         info = routes.info(bucket.route)
