@@ -121,7 +121,6 @@ def measure(comm: Any, route: str, wire: str, n: int, args: argparse.Namespace) 
     from tfcommx.planner.check import check_scheme
     from tfcommx.planner.plan import Gradient, make_plan
     from tfcommx.runtime.executor import PlanExecutor
-    from tfcommx.runtime.residuals import residuals_by_variable
 
     name, _, among_peers = route.partition("+")
     sparse = routes.get(name).sparse
@@ -138,9 +137,9 @@ def measure(comm: Any, route: str, wire: str, n: int, args: argparse.Namespace) 
         args.links,
     )
     (bucket,) = plan.buckets
-    carried_out = PlanExecutor(plan, comm)
+    executor = PlanExecutor(plan, comm)
     step = tf.function(
-        lambda tensor: carried_out({"gradient": tensor})["gradient"], autograph=False
+        lambda tensor: executor.exchange({"gradient": tensor})["gradient"], autograph=False
     )
     mine = tf.constant(gradient(comm.rank, n)[:, None])
     seconds, arrived, before = [], 0.0, comm.traffic()
@@ -152,15 +151,11 @@ def measure(comm: Any, route: str, wire: str, n: int, args: argparse.Namespace) 
         arrived += weighted_sum(result.numpy()[:, 0])
         seconds += [max(comm.gather_objects(took))] if number >= WARM_UP else []
     steps = args.steps + WARM_UP
-    owed = residuals_by_variable(
-        plan,
-        {name: residual.numpy() for name, residual in carried_out.residuals.items()},
-        comm.rank,
-    )
+    residuals = executor.state().residuals_by_variable()
     rows = comm.gather_objects(
         (
             arrived,
-            sum(map(weighted_sum, owed.values())),
+            sum(map(weighted_sum, residuals.values())),
             weighted_sum(mine.numpy()[:, 0]),
             (comm.traffic().between - before.between) / steps,
         )

@@ -77,11 +77,11 @@ def main() -> None:
         {"*": cx.Scheme()},
         comm.topology,
     )
-    exchange = PlanExecutor(plan, comm)
+    executor = PlanExecutor(plan, comm)
 
     @tf.function
     def ours() -> list[tf.Tensor]:
-        return list(exchange(gradients).values())
+        return list(executor.exchange(gradients).values())
 
     @tf.function
     def plain() -> list[tf.Tensor]:

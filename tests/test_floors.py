@@ -158,7 +158,7 @@ def test_only_keras_internals_touches_private_members_of_keras() -> None:
         r"|iterations|exclude_from_weight_decay\w*)\b"
     )
     found = {name for name, path in MODULES.items() if private.search(path.read_text())}
-    assert found == {"optim.keras_internals"}
+    assert found and all(within(name, ("optim.keras_internals",)) for name in found)
 
 
 @pytest.mark.parametrize("name", MODULES)

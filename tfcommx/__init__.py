@@ -25,7 +25,11 @@ _PUBLIC = {
     "DataCache": "tfcommx.data.cache.cache",
     "BatchSpec": "tfcommx.data.cache.batch_spec",
 }
-_MODULES = {"callbacks": "tfcommx.optim.callbacks"}
+_MODULES = {
+    "callbacks": "tfcommx.optim.callbacks",
+    "checkpoint": "tfcommx.optim.checkpoint",
+    "strategies": "tfcommx.strategies",
+}
 
 __all__ = [*_PUBLIC, *_MODULES]
 

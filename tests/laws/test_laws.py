@@ -19,7 +19,7 @@ from tfcommx.comm.threads import ThreadComm
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.clipping import clip_before_accumulation
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.runtime.residuals import residuals_by_variable
+from tfcommx.strategies import Rebroadcast, Root, Strategy, Synchronous
 from tfcommx.terms import Piece, Plan, PlanError, Scheme, Topology
 from tfcommx.wire import codec
 
@@ -27,6 +27,7 @@ ONE_LEVEL = [Topology(1, 1), Topology(2, 1), Topology(1, 2), Topology(3, 1)]
 TWO_LEVELS = [Topology(2, 2), Topology(4, 2), Topology(2, 4)]
 TOPOLOGIES = ONE_LEVEL + TWO_LEVELS
 UNLIKE = [Topology(2, 2), Topology(3, 1), Topology(1, 2)]
+SYNCHRONOUS = Synchronous()
 # no length that 2 or 4 divides
 SHAPES = {"first/kernel": (37, 11), "first/bias": (11,), "last/kernel": (11, 53)}
 SPARSE = [name for name, row in routes.ROUTES.items() if row.sparse]
@@ -102,12 +103,8 @@ def plan_for(
     )
 
 
-def owed_by(exchange_: PlanExecutor, rank: int) -> dict[str, np.ndarray]:
-    found = residuals_by_variable(
-        exchange_.plan,
-        {name: residual.numpy() for name, residual in exchange_.residuals.items()},
-        rank,
-    )
+def owed_by(running: PlanExecutor) -> dict[str, np.ndarray]:
+    found = running.state().residuals_by_variable()
     return {
         path: found.get(path, np.zeros(np.prod(shape), np.float32))
         for path, shape in SHAPES.items()
@@ -125,12 +122,12 @@ def play(
         running, log = PlanExecutor(plan, comm), []
         for step in range(steps):
             given = source(comm.rank, step)
-            result = running({path: tf.constant(value) for path, value in given.items()})
+            result = running.exchange({path: tf.constant(value) for path, value in given.items()})
             log.append(
                 (
                     given,
                     {path: value.numpy() for path, value in result.items()},
-                    owed_by(running, comm.rank),
+                    owed_by(running),
                 )
             )
         return log
@@ -195,12 +192,15 @@ def test_law_4_count(scheme: Scheme, topology: Topology) -> None:
 
     def work(comm: Comm) -> tuple:
         running, counted, sent = PlanExecutor(plan, comm), [], []
-        for bucket in plan.buckets:
-            selector = running._selector(bucket, 0, tf.constant(1, tf.int64))
+        for bucket, runner in zip(plan.buckets, running.runners, strict=True):
+            selector = runner.selector
             select = (
                 None
                 if selector is None
-                else lambda part, selector=selector: counted.append(selector(part)) or counted[-1]
+                else lambda part, selector=selector: (
+                    counted.append(selector.select(part, selector.seed(tf.constant(1, tf.int64))))
+                    or counted[-1]
+                )
             )
             start = comm.traffic()
             flat = tf.random.normal([bucket.padded])
@@ -278,14 +278,14 @@ def test_a_switch_loses_nothing(before: Scheme, after: Scheme, topology: Topolog
             running = PlanExecutor(plan_for(scheme, topology), comm)
             running.import_residuals(owed)
             for step in range(2):
-                result = running(
+                result = running.exchange(
                     {
                         path: tf.constant(value)
                         for path, value in gradients(comm.rank, 2 * part + step).items()
                     }
                 )
                 sent = {path: sent[path] + value.numpy() for path, value in result.items()}
-            owed = owed_by(running, comm.rank)
+            owed = owed_by(running)
         return sent, owed
 
     ends = ThreadComm.run(topology, work)
@@ -299,23 +299,28 @@ def test_a_switch_loses_nothing(before: Scheme, after: Scheme, topology: Topolog
             assert not owed.any()
 
 
-def train(plan: Plan, steps: int, drift: int = -1) -> list[list[dict[str, np.ndarray]]]:
+def train(
+    plan: Plan, steps: int, drift: int = -1, strategy: Strategy = SYNCHRONOUS
+) -> list[list[dict[str, np.ndarray]]]:
     """Steps of momentum on every rank; return the weights by rank and step. After step `drift` each
     rank's move away by its number.
     """
 
     def work(comm: Comm) -> list[dict[str, np.ndarray]]:
-        running, log = PlanExecutor(plan, comm), []
+        run, log = strategy.start(PlanExecutor(plan, comm)), []
         weights = {path: tf.Variable(tf.ones(shape)) for path, shape in SHAPES.items()}
         momentum = {path: tf.zeros(shape) for path, shape in SHAPES.items()}
         for step in range(steps):
-            result = running(
+            result = run.exchange(
                 {path: tf.constant(value) for path, value in gradients(comm.rank, step).items()}
             )
-            for path in SHAPES if running.updates_here else ():
-                momentum[path] = 0.5 * momentum[path] + result[path]
-                weights[path].assign_sub(0.1 * momentum[path])
-            running.share(weights)
+
+            def apply(result: dict[str, tf.Tensor] = result) -> None:
+                for path in SHAPES:
+                    momentum[path] = 0.5 * momentum[path] + result[path]
+                    weights[path].assign_sub(0.1 * momentum[path])
+
+            run.update(apply, list(result.values()), weights)
             for path in SHAPES if step == drift else ():
                 weights[path].assign_add(tf.fill(SHAPES[path], float(comm.rank)))
             log.append({path: variable.numpy() for path, variable in weights.items()})
@@ -332,7 +337,8 @@ def test_a_root_that_updates_alone_gives_all_ranks_the_same_weights(
     away.
     """
     plain = train(plan_for(scheme, topology), steps=3)
-    for log in train(plan_for(scheme, topology, update="root"), steps=3, drift=1):
+    plan = plan_for(scheme, topology, reduce_to_root=True)
+    for log in train(plan, steps=3, drift=1, strategy=Root()):
         for step in (0, 2):
             for path in SHAPES:
                 assert log[step][path].tobytes() == plain[0][step][path].tobytes()
@@ -347,7 +353,7 @@ def test_weights_that_moved_apart_come_together_at_the_next_broadcast(
     """
     plain = train(plan_for(scheme, topology), steps=5)
     for rank, log in enumerate(
-        train(plan_for(scheme, topology, broadcast_every=2), steps=5, drift=1)
+        train(plan_for(scheme, topology), steps=5, drift=1, strategy=Rebroadcast(every=2))
     ):
         for path in SHAPES:
             assert log[0][path].tobytes() == plain[0][0][path].tobytes()
@@ -359,12 +365,15 @@ def test_weights_that_moved_apart_come_together_at_the_next_broadcast(
 @every_topology
 @pytest.mark.parametrize("route", routes.ROUTES)
 def test_bytes_of_a_step_that_the_root_updates(route: str, topology: Topology) -> None:
-    plan = plan_for(scheme(route), topology, update="root")
+    plan = plan_for(scheme(route), topology, reduce_to_root=True)
 
     def work(comm: Comm) -> Any:
-        running = PlanExecutor(plan, comm)
-        running({path: tf.constant(value) for path, value in gradients(comm.rank, 0).items()})
-        running.share({path: tf.Variable(tf.ones(shape)) for path, shape in SHAPES.items()})
+        run = Root().start(PlanExecutor(plan, comm))
+        result = run.exchange(
+            {path: tf.constant(value) for path, value in gradients(comm.rank, 0).items()}
+        )
+        weights = {path: tf.Variable(tf.ones(shape)) for path, shape in SHAPES.items()}
+        run.update(lambda: None, list(result.values()), weights)
         return comm.traffic()
 
     expected = np.zeros(2)
@@ -384,12 +393,8 @@ MOVING = [
 ]
 
 
-def velocities(running: PlanExecutor, rank: int) -> dict[str, np.ndarray]:
-    found = residuals_by_variable(
-        running.plan,
-        {name: velocity.numpy() for name, velocity in running.velocities.items()},
-        rank,
-    )
+def velocities(running: PlanExecutor) -> dict[str, np.ndarray]:
+    found = running.state().velocities_by_variable()
     return {
         path: found.get(path, np.zeros(np.prod(shape), np.float32))
         for path, shape in SHAPES.items()
@@ -420,14 +425,14 @@ def test_with_momentum_nothing_that_was_accumulated_is_lost(scheme: Scheme) -> N
     def work(comm: Comm) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         running, log = PlanExecutor(plan_for(scheme, comm.topology), comm), []
         for step in range(3):
-            result = running(
+            result = running.exchange(
                 {name: tf.constant(value) for name, value in gradients(comm.rank, step).items()}
             )
             log.append(
                 (
                     result[path].numpy().ravel(),
-                    owed_by(running, comm.rank)[path],
-                    velocities(running, comm.rank)[path],
+                    owed_by(running)[path],
+                    velocities(running)[path],
                 )
             )
         return log
@@ -455,10 +460,12 @@ def test_a_switch_keeps_the_sum_of_velocities(
 
     def work(comm: Comm) -> tuple[dict, dict]:
         first = PlanExecutor(plan_for(before, topology), comm)
-        first({path: tf.constant(value) for path, value in gradients(comm.rank, 0).items()})
-        second, had = PlanExecutor(plan_for(after, topology), comm), velocities(first, comm.rank)
-        second.import_residuals(owed_by(first, comm.rank), had)
-        return had, velocities(second, comm.rank)
+        first.exchange(
+            {path: tf.constant(value) for path, value in gradients(comm.rank, 0).items()}
+        )
+        second, had = PlanExecutor(plan_for(after, topology), comm), velocities(first)
+        second.import_residuals(owed_by(first), had)
+        return had, velocities(second)
 
     ends = ThreadComm.run(topology, work)
     for path in SHAPES:
@@ -500,19 +507,13 @@ def test_variables_too_long_for_one_bucket_travel_in_pieces(route: str, topology
 
     def work(comm: Comm) -> tuple[dict, list]:
         running = PlanExecutor(plan, comm)
-        result = running(
+        result = running.exchange(
             {path: tf.constant(value) for path, value in gradients(comm.rank, 0).items()}
         )
-        kept = residuals_by_variable(
-            plan,
-            {name: residual.numpy() for name, residual in running.residuals.items()},
-            comm.rank,
-        )
+        kept = running.state().residuals_by_variable()
         again = PlanExecutor(plan, comm)
         again.import_residuals(kept)
-        same = residuals_by_variable(
-            plan, {name: residual.numpy() for name, residual in again.residuals.items()}, comm.rank
-        )
+        same = again.state().residuals_by_variable()
         return {path: value.numpy() for path, value in result.items()}, [kept, same]
 
     ends = ThreadComm.run(topology, work)
@@ -590,19 +591,14 @@ def test_a_residual_that_momentum_made_is_not_moved_again() -> None:
     def work(comm: Comm) -> float:
         sparse = Scheme("allgather", "exact", 0.1, dense_below=0, momentum=0.9)
         first = PlanExecutor(make_plan(given, {"*": sparse}, topology, "sum"), comm)
-        sent = float(tf.reduce_sum(first({"a": tf.ones([10, 10])})["a"]))
+        sent = float(tf.reduce_sum(first.exchange({"a": tf.ones([10, 10])})["a"]))
         plan = make_plan(
             given, {"*": dataclasses.replace(sparse, dense_below=10**6)}, topology, "sum"
         )
         second = PlanExecutor(plan, comm)
-        kept = [
-            {name: value.numpy() for name, value in state.items()}
-            for state in (first.residuals, first.velocities)
-        ]
-        second.import_residuals(
-            *(residuals_by_variable(first.plan, state, comm.rank) for state in kept)
-        )
-        return sent + sum(float(tf.reduce_sum(second(zeros)["a"])) for _ in range(200))
+        kept = first.state()
+        second.import_residuals(kept.residuals_by_variable(), kept.velocities_by_variable())
+        return sent + sum(float(tf.reduce_sum(second.exchange(zeros)["a"])) for _ in range(200))
 
     for total in ThreadComm.run(topology, work):
         # as the sparse kernel has it: what was sent has lost its velocity, what was not sent goes
@@ -620,13 +616,11 @@ def test_what_a_dense_step_cannot_carry_stays_owed(dtype: str) -> None:
         running = PlanExecutor(plan, comm)
         running.import_residuals({"a": owed} if comm.rank == 0 else {})
         result = (
-            running({"a": tf.cast([512.0, 512.0, np.nan, 1.0], dtype)})["a"]
+            running.exchange({"a": tf.cast([512.0, 512.0, np.nan, 1.0], dtype)})["a"]
             .numpy()
             .astype(np.float32)
         )
-        return result, residuals_by_variable(
-            plan, {name: kept.numpy() for name, kept in running.residuals.items()}, comm.rank
-        ).get("a", np.zeros(4))
+        return result, running.state().residuals_by_variable().get("a", np.zeros(4))
 
     (sent, one), (_, other) = ThreadComm.run(Topology(2, 1), work)
     assert np.isnan(sent[2]) and (one + other)[2] == 3 and sent[3] == 2
@@ -660,10 +654,8 @@ def test_pieces_go_on_whole_and_the_other_way_around() -> None:
         for plan in (cut, whole, cut, dense):
             running = PlanExecutor(plan, comm)
             running.import_residuals(owed)
-            sent += float(tf.reduce_sum(running({"long": value})["long"]))
-            owed = residuals_by_variable(
-                plan, {name: kept.numpy() for name, kept in running.residuals.items()}, comm.rank
-            )
+            sent += float(tf.reduce_sum(running.exchange({"long": value})["long"]))
+            owed = running.state().residuals_by_variable()
         assert not owed
         return sent
 

@@ -1,5 +1,6 @@
-"""Checkpoints where something is unusual, on as many processes as launched this: frozen layers,
-kills, two optimizers.
+"""Checkpoints in unusual cases: frozen layers, kills, two optimizers.
+
+On as many processes as launched this.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from test_optimizer import SPARSE, batch, compiled, fit, gradients_of
 import tfcommx as cx
 from tfcommx import callbacks
 from tfcommx.comm.base import Comm
-from tfcommx.optim import checkpoint, keras_internals
+from tfcommx.optim import checkpoint
 from tfcommx.optim.checkpoint import save_restore
+from tfcommx.optim.wrapped import accumulated, wrapped_optimizers
 
 
 @pytest.fixture
@@ -38,21 +40,22 @@ def take(net: keras.Model, comm: Comm, steps: int = 1) -> None:
 
 
 def state(net: keras.Model) -> dict[str, np.ndarray]:
-    """Weights and the optimizers' variables, by place; what is owed, by variable. Batch norm's
-    statistics are each rank's own: left out.
+    """Weights and the optimizers' variables, by position; residuals, by variable.
+
+    Batch norm's statistics are each rank's own: left out.
     """
     found = {
-        f"weight {place}": variable.numpy()
-        for place, variable in enumerate(net.weights)
+        f"weight {position}": variable.numpy()
+        for position, variable in enumerate(net.weights)
         if "moving" not in variable.path
     }
-    for number, optimizer in enumerate(keras_internals.wrapped_optimizers(net)):
+    for number, optimizer in enumerate(wrapped_optimizers(net)):
         found |= {
-            f"optimizer {number} {place}": variable.numpy()
-            for place, variable in enumerate(optimizer.variables)
+            f"optimizer {number} {position}": variable.numpy()
+            for position, variable in enumerate(optimizer.variables)
         }
         found |= {
-            f"owed {number} {path}": part
+            f"residual {number} {path}": part
             for path, part in optimizer.exchanger.all_residuals().items()
         }
     return found
@@ -64,7 +67,7 @@ def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
     )
 
 
-def test_a_layer_that_is_frozen_keeps_what_it_owes(comm: Comm, folder: Path) -> None:
+def test_a_layer_that_is_frozen_keeps_its_residuals(comm: Comm, folder: Path) -> None:
     def frozen(net: keras.Model) -> keras.Model:
         net.get_layer("hidden").trainable = False
         return net
@@ -72,15 +75,17 @@ def test_a_layer_that_is_frozen_keeps_what_it_owes(comm: Comm, folder: Path) -> 
     net, again, whole = wrapped(), frozen(wrapped()), wrapped()
     take(net, comm)
     take(frozen(net), comm)
-    owed = net.optimizer.exchanger.all_residuals()
+    residuals = net.optimizer.exchanger.all_residuals()
     checkpoint.save(net, folder, 0)
     assert checkpoint.restore(again, folder) == 1 and same(state(net), state(again))
     take(again, comm)
     exchanger = again.optimizer.exchanger
-    np.testing.assert_array_equal(exchanger.owed["net/hidden/kernel"], owed["net/hidden/kernel"])
+    np.testing.assert_array_equal(
+        exchanger.waiting_residuals["net/hidden/kernel"], residuals["net/hidden/kernel"]
+    )
     again.get_layer("hidden").trainable = True
     take(again, comm)
-    assert not exchanger.owed and not exchanger.left
+    assert not exchanger.waiting_residuals and not exchanger.restored
 
     only = frozen(wrapped())  # saved by an optimizer that has never seen the layer
     take(only, comm)
@@ -109,7 +114,7 @@ def test_sums_in_bfloat16(comm: Comm, folder: Path) -> None:
     )
     checkpoint.save(net, folder, 0)
     checkpoint.restore(again, folder)
-    sums, restored = (keras_internals.accumulated(one.optimizer) for one in (net, again))
+    sums, restored = (accumulated(one.optimizer) for one in (net, again))
     for path, total in sums.items():
         assert total.numpy().any() and restored[path].dtype == "bfloat16"
         np.testing.assert_array_equal(total.numpy(), restored[path].numpy())
@@ -143,7 +148,7 @@ def test_an_epoch_that_is_saved_twice_is_not_mixed(
     assert sorted(path.name for path in folder.iterdir()) == [
         "checkpoint.json",
         "model-0001.keras",
-        *(f"owed-0001-rank-{rank:04d}.npz" for rank in range(comm.topology.size)),
+        *(f"residuals-0001-rank-{rank:04d}.npz" for rank in range(comm.topology.size)),
     ]
 
 
@@ -209,7 +214,7 @@ def test_a_damaged_head_is_refused_in_words(comm: Comm, folder: Path, text: str)
     ):
         with pytest.raises(cx.PlanError, match="must name a save"):
             refuses()
-    assert not net.optimizer.exchanger.exchanges
+    assert not net.optimizer.exchanger.runs
 
 
 class Adversaries(keras.Model):
@@ -259,11 +264,9 @@ def test_two_optimizers_of_one_model(comm: Comm, folder: Path) -> None:
     begin.on_train_begin()
     wanted = state(net)
     assert same(wanted, state(again)) and {
-        name[:6] for name in wanted if name.startswith("owed")
-    } == {"owed 0", "owed 1"}
-    assert all(
-        total.numpy().any() for total in keras_internals.accumulated(again.judge_optimizer).values()
-    )
+        name[:10] for name in wanted if name.startswith("residual")
+    } == {"residual 0", "residual 1"}
+    assert all(total.numpy().any() for total in accumulated(again.judge_optimizer).values())
 
     with pytest.raises(cx.PlanError, match=r"2 wrapped optimizers.*1"):
         checkpoint.restore(wrapped(), folder)
@@ -298,7 +301,7 @@ def test_what_cannot_be_written_down_is_said_before_the_first_step(
     net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(NoConfig())))
     with pytest.raises(cx.PlanError, match=r"'net'.*NoConfig.*get_config"):
         fit(net, comm, epochs=1, extra=(checkpoint.Checkpoint(folder),))
-    assert not net.optimizer.exchanger.exchanges
+    assert not net.optimizer.exchanger.runs
 
 
 def test_a_model_must_be_built_and_have_its_names(comm: Comm, folder: Path) -> None:
@@ -389,4 +392,4 @@ def test_a_folder_that_cannot_be_written_is_said_before_the_first_step(
     own = folder / ("file" if comm.rank == last else "mine") / "checkpoint"  # the others can
     with pytest.raises(cx.PlanError, match=rf"rank {last} says: .*Not a directory"):
         fit(net, comm, extra=(checkpoint.Checkpoint(own),))
-    assert not net.optimizer.exchanger.exchanges
+    assert not net.optimizer.exchanger.runs

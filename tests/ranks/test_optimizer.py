@@ -1,6 +1,4 @@
-"""The wrapped optimizer on real ranks: what Keras users do with it, on as many processes as
-launched this.
-"""
+"""The wrapped optimizer as Keras users use it, on as many processes as launched this."""
 
 from __future__ import annotations
 
@@ -17,7 +15,9 @@ from drawing import drawn
 import tfcommx as cx
 from tfcommx import callbacks, routes
 from tfcommx.comm.base import Comm
-from tfcommx.optim import checkpoint, keras_internals
+from tfcommx.optim import checkpoint
+from tfcommx.optim.wrapped import exchanger_of
+from tfcommx.strategies import Rebroadcast, Root, Strategy
 
 SPARSE = cx.Scheme("hitopk", "mstopk", 0.2, dense_below=8)
 
@@ -217,8 +217,8 @@ def test_accumulated_steps_are_exchanged_once(comm: Comm) -> None:
         cx.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=4))
     )
     fit(net, comm, epochs=2)
-    (running,) = net.optimizer.exchanger.exchanges.values()
-    assert running.steps.numpy() == 2
+    (run,) = net.optimizer.exchanger.runs.values()
+    assert run.executor.steps.numpy() == 2
     assert net.optimizer._iterations.numpy() == 8
 
 
@@ -281,8 +281,8 @@ def test_a_non_finite_gradient_skips_the_step_on_all_ranks(
         net.fit(x, y, batch_size=8, verbose=0, callbacks=[callbacks.BroadcastState()])
 
     run(x)
-    exchanger = keras_internals.exchanger_of(net)
-    before, scale, owed = (
+    exchanger = exchanger_of(net)
+    before, scale, residuals = (
         weights(net),
         float(net.optimizer.dynamic_scale.numpy()),
         exchanger.all_residuals(),
@@ -294,7 +294,7 @@ def test_a_non_finite_gradient_skips_the_step_on_all_ranks(
     assert net.optimizer.dynamic_scale.numpy() == scale / 2
     assert int(exchanger.plan_states()[0].steps) == steps
     for path, part in exchanger.all_residuals().items():
-        np.testing.assert_array_equal(part, owed[path])
+        np.testing.assert_array_equal(part, residuals[path])
     run(x)
     assert same_on_all_ranks(comm, net) and int(exchanger.plan_states()[0].steps) == steps + 1
 
@@ -312,15 +312,15 @@ def test_a_loss_scale_that_nobody_agreed_on_is_refused(comm: Comm) -> None:
 
 @pytest.mark.every_launch
 def test_switching_schemes_and_resolution_in_fit(comm: Comm) -> None:
-    """Sparse, then dense: everything owed is sent, and the pictures grow."""
+    """Sparse, then dense: all residuals are sent, and the pictures grow."""
     resolution = tf.Variable(4)
     net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.05), SPARSE))
     seen: dict[int, tuple[int, bool]] = {}
 
     class Watch(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            owed = any(comm.gather_objects(bool(net.optimizer.exchanger.all_residuals())))
-            seen[epoch] = (int(resolution.numpy()), owed)
+            waiting = any(comm.gather_objects(bool(net.optimizer.exchanger.all_residuals())))
+            seen[epoch] = (int(resolution.numpy()), waiting)
 
     switch = callbacks.SwitchScheme({2: cx.Scheme("torus")}, {2: 8}, resolution)
     assert fit(net, comm, epochs=4, extra=(switch, Watch())).identical
@@ -371,23 +371,23 @@ def test_the_density_warms_up_with_momentum(comm: Comm) -> None:
             sent.append(
                 sum(
                     bucket.k or 0
-                    for left in exchanger.plan_states()
-                    for bucket in left.plan.buckets
+                    for state in exchanger.plan_states()
+                    for bucket in state.plan.buckets
                 )
             )
             kept.append(
-                max(float(np.abs(part).max()) for part in exchanger.all_velocity().values())
+                max(float(np.abs(part).max()) for part in exchanger.all_velocities().values())
             )
 
     assert fit(
         net, comm, epochs=4, extra=(callbacks.SwitchScheme(scheme.warm_up([0.25, 0.1])), Watch())
     ).identical
     assert sent[0] > sent[1] > sent[2] == sent[3] and min(kept) > 0
-    moving = comm.gather_objects(net.optimizer.exchanger.all_velocity())
+    moving = comm.gather_objects(net.optimizer.exchanger.all_velocities())
     net.optimizer.exchanger.switch(cx.Scheme("torus"))  # no momentum: the velocity rests
     fit(net, comm, epochs=1)
     assert {
-        path: part.tobytes() for path, part in net.optimizer.exchanger.all_velocity().items()
+        path: part.tobytes() for path, part in net.optimizer.exchanger.all_velocities().items()
     } == {path: part.tobytes() for path, part in moving[comm.rank].items()}
 
 
@@ -454,7 +454,7 @@ def test_training_continues_exactly_from_a_checkpoint(
     first = compiled(optimizer())
     fit(first, comm, epochs=2, extra=(checkpoint.Checkpoint(folder),))
     assert (
-        len(list(folder.glob("owed-*"))) == comm.topology.size
+        len(list(folder.glob("residuals-*"))) == comm.topology.size
         and len(list(folder.glob("model-*"))) == 1
     )
     second = compiled(optimizer(), seed=9)
@@ -465,9 +465,9 @@ def test_training_continues_exactly_from_a_checkpoint(
     lost = compiled(optimizer(), seed=9)
     assert checkpoint.restore(lost, folder) == 2
     # the check can fail: without the residuals, or the velocities, the weights differ
-    lefts = keras_internals.exchanger_of(lost).left
-    keras_internals.exchanger_of(lost).left = (
-        [left._replace(velocities={}) for left in lefts] if momentum else []
+    restored = exchanger_of(lost).restored
+    exchanger_of(lost).restored = (
+        [state._replace(velocities={}) for state in restored] if momentum else []
     )
     fit(lost, comm, epochs=4, initial_epoch=2)
     assert any(
@@ -526,11 +526,11 @@ def test_different_plans_are_refused_before_anything_is_sent(comm: Comm) -> None
 
 @pytest.mark.every_launch
 @pytest.mark.parametrize(
-    ("route", "how"),
-    drawn(["allreduce", "pipeline", "hitopk"], [{"update": "root"}, {"broadcast_every": 2}]),
+    ("route", "strategy"),
+    drawn(["allreduce", "pipeline", "hitopk"], [Root(), Rebroadcast(every=2)]),
     ids=str,
 )
-def test_the_steps_of_the_linear_pipeline_paper(comm: Comm, route: str, how: dict) -> None:
+def test_the_steps_of_the_linear_pipeline_paper(comm: Comm, route: str, strategy: Strategy) -> None:
     """Algorithms 2 and 3 under `fit` give the weights of an update on all ranks; the root's
     optimizer has the whole state.
     """
@@ -542,8 +542,8 @@ def test_the_steps_of_the_linear_pipeline_paper(comm: Comm, route: str, how: dic
         dense_below=8,
     )
     plain, other = (
-        compiled(cx.DistributedOptimizer(OPTIMIZERS["clipped_sgd"](), scheme, **more))
-        for more in ({}, how)
+        compiled(cx.DistributedOptimizer(OPTIMIZERS["clipped_sgd"](), scheme, strategy=one))
+        for one in ("synchronous", strategy)
     )
     for net in (plain, other):
         fit(net, comm)
@@ -558,6 +558,28 @@ def test_the_steps_of_the_linear_pipeline_paper(comm: Comm, route: str, how: dic
     assert int(other.optimizer.iterations.numpy()) == int(plain.optimizer.iterations.numpy())
 
 
-def test_a_root_that_updates_alone_takes_no_broadcasts_besides(comm: Comm) -> None:
-    with pytest.raises(cx.PlanError, match="after every step"):
-        cx.DistributedOptimizer(keras.optimizers.SGD(0.1), update="root", broadcast_every=5)
+def test_strategies_that_cannot_be_are_refused(comm: Comm) -> None:
+    for wrong, words in (
+        ("rot", "Did you mean 'root'"),
+        (Root, "strategy` must be one of synchronous, root, rebroadcast"),
+        (5, "Received 5"),
+    ):
+        with pytest.raises(cx.PlanError, match=words):
+            cx.DistributedOptimizer(keras.optimizers.SGD(0.1), strategy=wrong)
+    net = model()
+    scheme = dataclasses.replace(SPARSE, momentum=0.9)
+    wrapped = cx.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme, strategy="root")
+    with pytest.raises(cx.PlanError, match="only rank 0 has the sums"):
+        wrapped.apply(gradients_of(net, batch(comm.rank)), net.trainable_variables)
+
+
+def test_different_strategies_are_refused_before_anything_is_sent(comm: Comm) -> None:
+    if comm.topology.size == 1:
+        return
+    strategy = Root() if comm.rank else Rebroadcast(every=3)
+    wrapped = cx.DistributedOptimizer(keras.optimizers.SGD(0.1), strategy=strategy)
+    net = model()
+    with pytest.raises(
+        cx.PlanError, match=r"Rank 0 has Rebroadcast\(every=3\) and rank 1 has Root\(\)"
+    ):
+        wrapped.apply(gradients_of(net, batch(comm.rank)), net.trainable_variables)

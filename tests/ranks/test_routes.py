@@ -67,7 +67,7 @@ def test_the_sum_of_all_ranks(comm: Comm, scheme: cx.Scheme) -> None:
 
     @tf.function(autograph=False)
     def step(given: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        return running(given)
+        return running.exchange(given)
 
     before = comm.traffic()
     for number in range(3):
@@ -161,7 +161,7 @@ def test_nothing_large_would_leave_a_gpu_on_its_way(
         plan = dataclasses.replace(plan, buckets=buckets)
     running = PlanExecutor(plan, comm)
     graph = (
-        tf.function(lambda given: running({"w": given})["w"])
+        tf.function(lambda given: running.exchange({"w": given})["w"])
         .get_concrete_function(tf.TensorSpec([1000, 1000]))
         .graph
     )
@@ -250,7 +250,7 @@ def test_who_waits_long_for_a_message_says_so(
     if comm.rank == 1:
         time.sleep(3)
     with caplog.at_level(logging.WARNING, "tfcommx"):
-        running({"w": tf.ones([8, 8])})
+        running.exchange({"w": tf.ones([8, 8])})
     assert comm.rank or any(
         "for messages of ranks [" in record.message for record in caplog.records
     )

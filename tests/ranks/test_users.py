@@ -33,14 +33,14 @@ def test_a_checkpoint_leaves_the_users_files_alone(comm: Comm, folder: Path) -> 
             "notes-2025.txt",
             "model-best-20251104.keras",
             "model-0000.keras.bak",
-            f"owed-0000-rank-{comm.topology.size:04d}.npz",
+            f"residuals-0000-rank-{comm.topology.size:04d}.npz",
         ):
             (folder / name).write_text("")
     comm.gather_objects("written")
     for epoch in (0, 1):
         checkpoint.save(net, folder, epoch)
     comm.gather_objects("saved")
-    assert sorted(path.name for path in folder.iterdir() if "owed" not in path.name) == [
+    assert sorted(path.name for path in folder.iterdir() if "residuals" not in path.name) == [
         "checkpoint.json",
         "model-0000.keras.bak",
         "model-0001.keras",
@@ -49,8 +49,8 @@ def test_a_checkpoint_leaves_the_users_files_alone(comm: Comm, folder: Path) -> 
         "run-0001",
     ]
     # none of epoch 0, nor of a larger run
-    owed = [f"owed-0001-rank-{rank:04d}.npz" for rank in range(comm.topology.size)]
-    assert sorted(path.name for path in folder.glob("owed-*")) == owed
+    residuals = [f"residuals-0001-rank-{rank:04d}.npz" for rank in range(comm.topology.size)]
+    assert sorted(path.name for path in folder.glob("residuals-*")) == residuals
 
 
 def test_a_roll_back_in_a_running_model_forgets_its_residuals(comm: Comm, folder: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_roll_back_in_a_running_model_forgets_its_residuals(comm: Comm, folder
     for net in (rolled, fresh):
         assert checkpoint.restore(net, folder) == 1
         fit(net, comm, epochs=2, initial_epoch=1)
-        assert net.optimizer.exchanger.exchanges and not net.optimizer.exchanger.left
+        assert net.optimizer.exchanger.runs and not net.optimizer.exchanger.restored
     for one, other in zip(weights(rolled), weights(fresh), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -344,7 +344,7 @@ def test_two_optimizers_of_one_model(comm: Comm) -> None:
     for theirs in comm.gather_objects(weights(net)):
         for one, other in zip(weights(net), theirs, strict=True):
             np.testing.assert_array_equal(one, other)
-    assert net.maker_optimizer.exchanger.exchanges and net.judge_optimizer.exchanger.exchanges
+    assert net.maker_optimizer.exchanger.runs and net.judge_optimizer.exchanger.runs
 
 
 def test_variables_of_a_custom_loop_are_broadcast(comm: Comm) -> None:
@@ -419,7 +419,7 @@ def test_an_optimizer_that_goes_past_the_exchange_is_refused(comm: Comm, eagerly
 
 
 @pytest.mark.parametrize("traced", [False, True])
-def test_what_is_owed_moves_on_when_layers_are_frozen_and_thawed(comm: Comm, traced: bool) -> None:
+def test_residuals_move_on_when_layers_are_frozen_and_thawed(comm: Comm, traced: bool) -> None:
     """Residuals belong to variables: each weight gets all that was ever computed for it, whoever
     trains beside it.
     """
@@ -502,7 +502,7 @@ def test_parts_of_a_model_may_have_layers_of_the_same_name(comm: Comm, folder: P
         verbose=0,
         callbacks=[callbacks.BroadcastState(), callbacks.CompareReplicas()],
     )
-    (plan,) = [one.plan for one in net.optimizer.exchanger.exchanges.values()]
+    (plan,) = [one.plan for one in net.optimizer.exchanger.runs.values()]
     named = {name for bucket in plan.buckets for name in bucket.variables}
     assert len(named) == 8 and {name.partition("#")[0] for name in named} == {
         variable.path for variable in net.trainable_variables

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 import tfcommx as cx
 from tfcommx.optim import checkpoint
-from tfcommx.optim.keras_internals import exchanger_of
+from tfcommx.optim.wrapped import exchanger_of
 
 SHAPE = (40, 50)
 

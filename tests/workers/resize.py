@@ -1,8 +1,7 @@
-"""Trains an epoch, saves, and checks what the launch before left, under whatever number of ranks;
-started by test_resize.py.
+"""Trains an epoch, saves, and checks the state of the launch before, with any number of ranks.
 
-What is owed to the weights is the residuals' sum over the ranks over their number (op "average");
-velocities likewise.
+Started by test_resize.py. What residuals will add to the weights is their sum over the ranks,
+divided by the number of ranks (op "average"); velocities likewise.
 """
 
 from __future__ import annotations
@@ -16,15 +15,19 @@ import tensorflow as tf
 
 import tfcommx as cx
 from tfcommx import callbacks
-from tfcommx.optim import checkpoint, keras_internals
+from tfcommx.optim import checkpoint
+from tfcommx.optim.wrapped import exchanger_of
 
 folder, node_size = Path(sys.argv[1]), int(sys.argv[2])
 comm = cx.init(node_size=node_size)
 
 
 def kept(net: keras.Model) -> dict[str, np.ndarray]:
-    exchanger, found = keras_internals.exchanger_of(net), {}
-    for kind, mine in (("owed", exchanger.all_residuals()), ("velocity", exchanger.all_velocity())):
+    exchanger, found = exchanger_of(net), {}
+    for kind, mine in (
+        ("residual", exchanger.all_residuals()),
+        ("velocity", exchanger.all_velocities()),
+    ):
         everyone = comm.gather_objects(mine)
         for variable in net.trainable_variables:
             parts = [
@@ -83,8 +86,8 @@ if first:
     for name, part in kept(net).items():
         np.testing.assert_allclose(part, before[name], rtol=1e-5, atol=1e-7, err_msg=name)
 
-    # the same start, but dense from now on: the first step takes exactly what is owed off the
-    # weights
+    # The same start, but dense from now on: the first step takes exactly the residuals off the
+    # weights.
     paid = start()
     checkpoint.restore(paid, folder)
     old = [
@@ -98,7 +101,7 @@ if first:
     for variable, value in zip(paid.trainable_variables, old, strict=True):
         np.testing.assert_allclose(
             value - variable,
-            before[f"owed:{variable.path}"],
+            before[f"residual:{variable.path}"],
             rtol=1e-5,
             atol=1e-6,
             err_msg=variable.path,

@@ -1,1 +1,9 @@
-"""The Keras surface: the wrapped optimizer, callbacks, checkpoints."""
+"""The Keras surface: the wrapped optimizer, callbacks, checkpoints.
+
+distributed_optimizer   wraps an optimizer
+exchanger               what a wrapped optimizer knows of the other ranks
+keras_internals         the only room that touches private members of Keras
+wrapped                 finds the wrapped optimizers of a model
+broadcast               one rank's variables on every rank
+callbacks, checkpoint   for `fit`
+"""

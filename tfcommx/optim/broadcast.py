@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import keras
 import tensorflow as tf
@@ -12,28 +12,51 @@ from tfcommx.comm import process
 from tfcommx.terms import PlanError
 
 # Horovod does not have these dtypes itself.
-_CARRIED = {tf.bfloat16: tf.float32, tf.bool: tf.float32, tf.uint32: tf.int64, tf.uint64: tf.int64}
+_CARRIED_AS = {
+    tf.bfloat16: tf.float32,
+    tf.bool: tf.float32,
+    tf.uint32: tf.int64,
+    tf.uint64: tf.int64,
+}
 
 
 def broadcast_variables(variables: Iterable[keras.Variable], root: int = 0) -> None:
     """Give every rank the values that rank `root` has: weights, an optimizer's state.
 
-    For custom loops, as `callbacks.BroadcastState` is for `fit`:
-    `broadcast_variables([*model.weights, *optimizer.variables])` after everything is built and
+    For custom loops, as `callbacks.BroadcastState` is for `fit`: after everything is built and
     restored, before the first step. `model.variables` has the seeds of dropout, too: ranks that
     drop the same entries learn less from a batch.
+
+    >>> import keras
+    >>> import tfcommx as cx
+    >>> _ = cx.init()
+    >>> model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)])
+    >>> optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    >>> optimizer.build(model.trainable_variables)
+    >>> cx.broadcast_variables([*model.weights, *optimizer.variables])
 
     Args:
         variables: Keras variables of any shape and dtype, equally many on all ranks, in the same
             order.
-        root: a rank.
+        root: a rank, in [0, number of ranks).
+
     **Ranks:** all. **Cost:** one broadcast per variable.
-    **Raises:** PlanError where ranks have other shapes or dtypes, before anything is sent.
+    **Raises:** PlanError if ranks have other shapes or dtypes, before anything is sent.
     """
     here, variables = process.current(), list(variables)
     if not 0 <= root < here.topology.size:
         raise PlanError(f"`root` must be a rank in [0, {here.topology.size}). Received {root!r}.")
-    # compared first: Horovod would wait for what other ranks do not have
+    _require_equal_variables(variables)
+    for number, variable in enumerate(variables):
+        value = tf.convert_to_tensor(variable)
+        carried = tf.cast(value, _CARRIED_AS.get(value.dtype, value.dtype))
+        received = here.broadcast(carried, root, f"tfcommx/state{number}")
+        variable.assign(tf.cast(received, value.dtype))
+
+
+def _require_equal_variables(variables: Sequence[keras.Variable]) -> None:
+    """Compare shapes and dtypes: Horovod would wait for what other ranks do not have."""
+    here = process.current()
     mine = [
         (variable.path, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))
         for variable in variables
@@ -43,12 +66,6 @@ def broadcast_variables(variables: Iterable[keras.Variable], root: int = 0) -> N
             if one is None or other is None or one[1:] != other[1:]:
                 raise PlanError(
                     "Model and optimizer must have the same variables on every rank. On rank "
-                    f"{here.rank} there is "
-                    f"{one or 'nothing more'} where rank {rank} has {other or 'nothing more'}."
+                    f"{here.rank} there is {one or 'nothing more'} where rank {rank} has "
+                    f"{other or 'nothing more'}."
                 )
-    for number, variable in enumerate(variables):
-        value = tf.convert_to_tensor(variable)
-        carried = tf.cast(value, _CARRIED.get(value.dtype, value.dtype))
-        variable.assign(
-            tf.cast(here.broadcast(carried, root, f"tfcommx/state{number}"), value.dtype)
-        )

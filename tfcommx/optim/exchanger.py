@@ -1,147 +1,112 @@
-"""What a wrapped optimizer knows of the other ranks: schemes, plans, residuals, counters. Kept out
-of Keras's variables.
+"""What a wrapped optimizer knows of the other ranks: schemes, plans, residuals, counters.
+
+Kept out of Keras's variables.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
 
 import keras
-import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from tfcommx.comm.base import Comm
+from tfcommx.optim.keras_internals import compiled_by_xla
+from tfcommx.optim.variable_names import VariableNames
 from tfcommx.planner.check import check_scheme
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.runtime.residuals import Residuals, residuals_by_variable
-from tfcommx.terms import Piece, Plan, PlanError, Scheme
+from tfcommx.runtime.residuals import PlanState, Residuals, sum_residuals
+from tfcommx.strategies import Strategy, StrategyRun, Synchronous, agree_on_strategy
+from tfcommx.terms import NOMINAL, OPERATIONS, Links, Piece, Plan, PlanError, Scheme, check_name
 
 log = logging.getLogger("tfcommx")
 
 
-class PlanState(NamedTuple):
-    """The state of one plan on one rank, as a checkpoint keeps it."""
+@dataclass(frozen=True)
+class ExchangeSettings:
+    """What an exchanger keeps to, whichever scheme it exchanges by."""
 
-    plan: Plan
-    steps: int
-    rank: int
-    # Bucket name -> float32 [the rank's shard]
-    residuals: dict[str, np.ndarray]
-    # Likewise, of buckets with momentum
-    velocities: dict[str, np.ndarray]
+    # "average" or "sum" over the ranks
+    operation: str = "average"
+    # Who updates the weights
+    strategy: Strategy = field(default_factory=Synchronous)
+    # What messages cost, for routes that can go several ways
+    links: Links = NOMINAL
+    # Made before, in place of one that is made from the scheme
+    plan: Plan | None = None
+    # The wrapped optimizer's own momentum, or its beta_1, >= 0
+    own_momentum: float = 0.0
 
-    @property
-    def variables(self) -> set[str]:
-        return {Piece.of(name).path for bucket in self.plan.buckets for name in bucket.variables}
+    def __post_init__(self) -> None:
+        check_name("op", self.operation, OPERATIONS)
+        buckets = () if self.plan is None else self.plan.buckets
+        if self.own_momentum and any(bucket.momentum for bucket in buckets):
+            raise PlanError(_momentum_twice(self.own_momentum))
 
 
 class Exchanger:
-    """The exchange of one optimizer's gradients, for every set of variables that it is
-    called with.
-    """
+    """The exchange of one optimizer's gradients, for every set of variables that comes."""
 
     def __init__(
-        self,
-        comm: Comm,
-        schemes: Scheme | Mapping[str, Scheme],
-        operation: str,
-        plan: Plan | None = None,
-        own_momentum: float = 0.0,
-        **options: Any,
+        self, comm: Comm, schemes: Scheme | Mapping[str, Scheme], settings: ExchangeSettings
     ) -> None:
-        """`own_momentum` is the wrapped optimizer's; `options` are more arguments of
-        `make_plan`.
-        """
-        self.comm, self.own_momentum = comm, own_momentum
+        """Check what can be checked before the first step. **Raises:** PlanError."""
+        self.comm, self.settings = comm, settings
         self.check(schemes)
-        if own_momentum and plan is not None and any(bucket.momentum for bucket in plan.buckets):
-            raise PlanError(_twice(own_momentum))
-        if plan is not None and plan.topology != comm.topology:
+        self.schemes, self._given_plan = by_pattern(schemes), settings.plan
+        if settings.plan is not None and settings.plan.topology != comm.topology:
             raise PlanError(
-                f"The plan is for {plan.topology}. Received a launch of {comm.topology}. Make it "
-                "for this cluster."
+                f"The plan is for {settings.plan.topology}. Received a launch of {comm.topology}. "
+                "Make it for this cluster."
             )
-        self.schemes, self.operation, self.given, self.options = (
-            by_pattern(schemes),
-            operation,
-            plan,
-            options,
-        )
-        # refuse bad ones now
-        Plan(
-            (),
-            comm.topology,
-            operation,
-            options.get("update", "all"),
-            options.get("broadcast_every", 0),
-        )
-        self.exchanges: dict[tuple[str, ...], PlanExecutor] = {}
-        self.owed: Residuals = {}  # of plans that were left, until the next plan takes it over
-        self.velocity: Residuals = {}  # likewise; kept while plans have no momentum
-        self.left: list[PlanState] = []  # restored plans, until the model asks for an equal one
-        # of an outer LossScaleOptimizer: none, local (its own decision) or agreed
+        self.names = VariableNames()
+        # Names of a set of variables -> the strategy at work on their plan
+        self.runs: dict[tuple[str, ...], StrategyRun] = {}
+        # Of plans that are not used any more, until the next plan takes them over
+        self.waiting_residuals: Residuals = {}
+        # Likewise; kept while plans have no momentum
+        self.waiting_velocities: Residuals = {}
+        # Plans of a checkpoint, until the model asks for an equal one
+        self.restored: list[PlanState] = []
+        # How an outer LossScaleOptimizer decides: none is there, local (alone) or agreed
         self.loss_scale = "none"
-        self._dense_bytes = 0.0  # of plans that were left
+        # By the step that is under way
+        self.exchange_ran = False
+        # Of plans that are not used any more
+        self._dense_bytes = 0.0
+        # Whose gradients come next. Kept here: Keras would count a list of variables on the
+        # optimizer as part of its state.
         self._variables: list[keras.Variable] = []
-        # by id, which is its own as long as the variable is held here
-        self._names: dict[int, tuple[str, keras.Variable]] = {}
-        self.exchange_ran = False  # by the step that is under way
         self._finite_scope = ""
 
-    def names_of(self, variables: Sequence[keras.Variable]) -> list[str]:
-        """Return what plans, residuals and checkpoints call the variables: their paths, made unique
-        in the order of the first call.
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.comm.topology.size
 
-        Parts of a model may have layers of the same name, as two networks of keras.applications
-        have.
-        """
-        taken = {name for name, _ in self._names.values()}
-        for variable in variables:
-            if id(variable) not in self._names:
-                name, number = variable.path, 1
-                while name in taken:
-                    number += 1
-                    name = f"{variable.path}#{number}"
-                taken.add(name)
-                self._names[id(variable)] = name, variable
-        return [self._names[id(variable)][0] for variable in variables]
-
-    def rename_variables(self, variables: Sequence[keras.Variable], names: Sequence[str]) -> None:
-        """Give the variables these names, which are unique."""
-        self._names.update(
-            {
-                id(variable): (name, variable)
-                for variable, name in zip(variables, names, strict=True)
-            }
-        )
-
-    @tf.autograph.experimental.do_not_convert
-    def check_exchange_ran(self, optimizer: str) -> None:
-        """Refuse an optimizer whose step has gone past `exchange`."""
-        if not self.exchange_ran:
-            raise PlanError(
-                f"A wrapped optimizer must take its step as Keras's own do. {optimizer!r} has "
-                "taken it without an exchange: "
-                "it hands the gradients on, as keras.optimizers.MultiOptimizer does, or has a "
-                "step of its own, or Keras has "
-                f"another one in this version, {keras.__version__}. Wrap one of Keras's, or one "
-                "for each part of the model in "
-                "a training step of your own."
-            )
+    def check(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
+        """Refuse schemes that cannot be carried out. **Raises:** PlanError."""
+        for pattern, scheme in by_pattern(schemes).items():
+            if not isinstance(pattern, str) or not isinstance(scheme, Scheme):
+                raise PlanError(
+                    "A tfcommx.Scheme is required, or a mapping from patterns of variable paths, "
+                    f"such as '*embedding*', to Schemes. Received {scheme!r} for {pattern!r}."
+                )
+            check_scheme(scheme, self.comm.topology, self.comm.has_messages)
+            if scheme.momentum and self.settings.own_momentum:
+                raise PlanError(_momentum_twice(self.settings.own_momentum))
 
     @tf.autograph.experimental.do_not_convert
     def prepare_step(
         self, variables: Sequence[keras.Variable], built: Sequence[keras.Variable] = ()
     ) -> None:
-        """Say whose gradients come next, and which variables the optimizer has in all.
+        """Take note of whose gradients come next, and which variables the optimizer has in all.
 
-        Refuses what would fail or hang later: XLA, and a loss scale decided by each rank alone. The
-        variables are kept here: Keras would count a list of variables on the optimizer as part of
-        its state.
+        **Raises:** PlanError for what would fail or hang later: XLA, and a loss scale decided by
+        each rank alone.
         """
         self._variables = list(variables)
         odd = [variable for variable in self._variables if not isinstance(variable, keras.Variable)]
@@ -150,69 +115,70 @@ class Exchanger:
                 "keras.Variable is required, as layers have them. Received a "
                 f"{type(odd[0]).__name__} ({odd[0].name!r})."
             )
-        self.names_of([*built, *variables])
-        if not tf.executing_eagerly() and GraphOrParentsInXlaContext(
-            tf.compat.v1.get_default_graph()
-        ):
+        self.names.of([*built, *variables])
+        if compiled_by_xla():
             raise PlanError(
                 "Horovod's collectives cannot be compiled by XLA. Received jit_compile=True "
-                "(Keras's 'auto' turns it on "
-                "with a GPU). Call model.compile(..., jit_compile=False), or add the callback "
-                "BroadcastState."
+                "(Keras's 'auto' turns it on with a GPU). Call model.compile(..., "
+                "jit_compile=False), or add the callback BroadcastState."
             )
-        if self.loss_scale == "local" and self.comm.topology.size > 1:
+        if self.loss_scale == "local" and self.ranks > 1:
             raise PlanError(
-                "A LossScaleOptimizer outside of the wrapped optimizer decides on each rank "
-                "alone whether to take a step. "
-                "Wrap it: DistributedOptimizer(LossScaleOptimizer(optimizer)), or add the "
-                "callback BroadcastState. "
-                "(MultiOptimizer, which looks the same from inside, cannot hold wrapped "
-                "optimizers.)"
+                "A LossScaleOptimizer outside of the wrapped optimizer decides on each rank alone "
+                "whether to take a step. Wrap it: "
+                "DistributedOptimizer(LossScaleOptimizer(optimizer)), or add the callback "
+                "BroadcastState. (MultiOptimizer, which looks the same from inside, cannot hold "
+                "wrapped optimizers.)"
             )
 
     @tf.autograph.experimental.do_not_convert
-    def exchange(self, grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Return the gradients averaged (or summed) over the ranks, bit-identical on all.
+    def exchange(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Return the gradients that the optimizer goes on with, as the strategy says.
+
+        With a synchronous one: averaged (or summed) over the ranks, bit-identical on all.
+
         **Ranks:** all.
         """
         variables, self.exchange_ran = self._variables, True
-        paths = self.names_of(variables)
-        grads = [
-            tf.ensure_shape(grad, variable.shape)
-            for grad, variable in zip(grads, variables, strict=True)
+        names = self.names.of(variables)
+        gradients = [
+            tf.ensure_shape(gradient, variable.shape)
+            for gradient, variable in zip(gradients, variables, strict=True)
         ]
-        result = self._exchange_for(variables)(dict(zip(paths, grads, strict=True)))
-        return [result[path] for path in paths]
+        result = self._run_for(variables).exchange(dict(zip(names, gradients, strict=True)))
+        return [result[name] for name in names]
 
     @tf.autograph.experimental.do_not_convert
-    def update(self, apply: Callable[[], None], grads: Sequence[tf.Tensor]) -> None:
-        """Call `apply` where the gradients that `exchange` returned are applied; share the weights
-        as the plan says.
+    def update(self, apply: Callable[[], None], gradients: Sequence[tf.Tensor]) -> None:
+        """Call `apply` on the ranks that update the weights, and share them, as the strategy says.
 
         **Ranks:** all.
         """
-        exchange = self._exchange_for(self._variables)
-        if exchange.updates_here:
-            apply()
-            done = []
-        else:
-            done = [exchange.force_execution(grads)]
-        with tf.control_dependencies(done):
-            exchange.share(
-                {
-                    name: variable.value
-                    for name, variable in zip(
-                        self.names_of(self._variables), self._variables, strict=True
-                    )
-                }
+        names = self.names.of(self._variables)
+        weights = {
+            name: variable.value for name, variable in zip(names, self._variables, strict=True)
+        }
+        self._run_for(self._variables).update(apply, gradients, weights)
+
+    @tf.autograph.experimental.do_not_convert
+    def check_exchange_ran(self, optimizer: str) -> None:
+        """Refuse an optimizer whose step has gone past `exchange`. **Raises:** PlanError."""
+        if not self.exchange_ran:
+            raise PlanError(
+                f"A wrapped optimizer must take its step as Keras's own do. {optimizer!r} has "
+                "taken it without an exchange: it hands the gradients on, as "
+                "keras.optimizers.MultiOptimizer does, or has a step of its own, or Keras has "
+                f"another one in this version, {keras.__version__}. Wrap one of Keras's, or one "
+                "for each part of the model in a training step of your own."
             )
 
     @tf.autograph.experimental.do_not_convert
     def all_ranks(self, finite: tf.Tensor) -> tf.Tensor:
-        """Tell whether `finite` (bool) holds on every rank. **Ranks:** all. **Cost:** one allreduce
-        of 4 bytes.
+        """Tell whether `finite` (bool) holds on every rank.
+
+        **Ranks:** all. **Cost:** one allreduce of 4 bytes.
         """
-        if self.comm.topology.size == 1:
+        if self.ranks == 1:
             return finite
         bad = tf.reshape(tf.cast(tf.logical_not(finite), tf.float32), [1])
         self._finite_scope = self._finite_scope or self.comm.own_scope()
@@ -223,162 +189,120 @@ class Exchanger:
         """Exchange by other schemes from now on; what was not sent yet is sent under the new ones.
 
         Velocities go on under the new schemes, their sum over the ranks conserved; under schemes
-        without momentum they rest until others with momentum follow. Functions that were traced
+        without momentum they wait until others with momentum follow. Functions that were traced
         before must be traced again (the callback SwitchScheme does it).
+
         **Ranks:** all, between the same two steps. **Raises:** PlanError for a scheme that cannot
         be carried out.
         """
         self.check(schemes)
-        for left in self._running():
-            self._unpack(left)
-        self._dense_bytes += sum(
-            exchange.dense_bytes_between_nodes() for exchange in self.exchanges.values()
-        )
-        self.schemes, self.given, self.exchanges = by_pattern(schemes), None, {}
+        for state in self._running():
+            self._keep_waiting(state.residuals_by_variable(), state.velocities_by_variable())
+        self._dense_bytes = self.traffic()["bytes_between_nodes_dense"]
+        self.schemes, self._given_plan, self.runs = by_pattern(schemes), None, {}
 
-    def _unpack(self, left: PlanState) -> None:
-        """Keep the state of a plan that is not used any more until others take it over."""
-        self.owed = sum_residuals(
-            [self.owed, residuals_by_variable(left.plan, left.residuals, left.rank)]
-        )
-        self.velocity = sum_residuals(
-            [self.velocity, residuals_by_variable(left.plan, left.velocities, left.rank)]
-        )
+    def continue_from(
+        self, residuals: Residuals, velocities: Residuals, restored: list[PlanState]
+    ) -> None:
+        """Keep what a checkpoint holds in place of what is kept here.
+
+        What was sent so far still counts as traffic.
+        """
+        self._dense_bytes = self.traffic()["bytes_between_nodes_dense"]
+        self.waiting_residuals, self.waiting_velocities = residuals, velocities
+        self.restored, self.runs = restored, {}
 
     def all_residuals(self) -> Residuals:
         """Return what this rank has not sent yet, over all plans."""
-        return sum_residuals(
-            [
-                self.owed,
-                *(
-                    residuals_by_variable(left.plan, left.residuals, left.rank)
-                    for left in self.plan_states()
-                ),
-            ]
-        )
+        kept = [state.residuals_by_variable() for state in self.plan_states()]
+        return sum_residuals([self.waiting_residuals, *kept])
 
-    def all_velocity(self) -> Residuals:
+    def all_velocities(self) -> Residuals:
         """Return this rank's part of the velocities, over all plans."""
-        return sum_residuals(
-            [
-                self.velocity,
-                *(
-                    residuals_by_variable(left.plan, left.velocities, left.rank)
-                    for left in self.plan_states()
-                ),
-            ]
-        )
+        kept = [state.velocities_by_variable() for state in self.plan_states()]
+        return sum_residuals([self.waiting_velocities, *kept])
 
     def plan_states(self) -> list[PlanState]:
-        """Return the state of every plan on this rank."""
-        return self._running() + self.left
+        """Return the state of every plan on this rank, also of restored ones."""
+        return self._running() + self.restored
 
     def _running(self) -> list[PlanState]:
-        return [
-            PlanState(
-                exchange.plan,
-                int(exchange.steps.numpy()),
-                self.comm.rank,
-                {name: residual.numpy() for name, residual in exchange.residuals.items()},
-                {name: velocity.numpy() for name, velocity in exchange.velocities.items()},
-            )
-            for exchange in self.exchanges.values()
-        ]
+        return [run.executor.state() for run in self.runs.values()]
 
     def traffic(self) -> dict[str, float]:
-        """Return bytes sent between nodes by this process so far, and what plain Horovod would have
-        sent for the same steps.
+        """Return the bytes between nodes of this process so far, and of plain Horovod.
+
+        The latter is what it would have sent for the same steps.
         """
-        dense = self._dense_bytes + sum(
-            exchange.dense_bytes_between_nodes() for exchange in self.exchanges.values()
-        )
+        dense = sum(run.executor.dense_bytes_between_nodes() for run in self.runs.values())
         return {
             "bytes_between_nodes": self.comm.traffic().between,
-            "bytes_between_nodes_dense": dense,
+            "bytes_between_nodes_dense": self._dense_bytes + dense,
         }
 
-    def continue_from(self, owed: Residuals, velocity: Residuals, left: list[PlanState]) -> None:
-        """Keep what a checkpoint holds in place of what is kept here; what was sent so far still
-        counts as traffic.
-        """
-        self._dense_bytes = self.traffic()["bytes_between_nodes_dense"]
-        self.owed, self.velocity, self.left, self.exchanges = owed, velocity, left, {}
+    def _keep_waiting(self, residuals: Residuals, velocities: Residuals) -> None:
+        """Keep what a plan had that is not used any more, until others take it over."""
+        self.waiting_residuals = sum_residuals([self.waiting_residuals, residuals])
+        self.waiting_velocities = sum_residuals([self.waiting_velocities, velocities])
 
-    def check(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
-        """Refuse schemes that cannot be carried out. **Raises:** PlanError."""
-        for pattern, scheme in by_pattern(schemes).items():
-            if not isinstance(pattern, str) or not isinstance(scheme, Scheme):
-                raise PlanError(
-                    "A tfcommx.Scheme is required, or a mapping from patterns of variable paths, "
-                    "such as '*embedding*', to "
-                    f"Schemes. Received {scheme!r} for {pattern!r}."
-                )
-            check_scheme(scheme, self.comm.topology, self.comm.has_messages)
-            if scheme.momentum and self.own_momentum:
-                raise PlanError(_twice(self.own_momentum))
+    def _run_for(self, variables: Sequence[keras.Variable]) -> StrategyRun:
+        """Return the strategy at work on the plan of these variables; start it if it is new."""
+        names = tuple(self.names.of(variables))
+        if names not in self.runs:
+            with tf.init_scope():  # Also while a step is traced: planning is done once, for real.
+                self._take_from_overlapping(set(names))
+                self.runs[names] = self._start(variables, names)
+        return self.runs[names]
 
-    def _exchange_for(self, variables: Sequence[keras.Variable]) -> PlanExecutor:
-        key = tuple(self.names_of(variables))
-        if key not in self.exchanges:
-            with tf.init_scope():  # also while a step is traced: planning is done once, for real
-                for names, other in self.exchanges.items():
-                    if set(key) & set(names):
-                        log.warning(
-                            "Gradients of another set of variables are exchanged from now on: "
-                            "%r, for one, came or went. All ranks "
-                            "must change alike, or they wait for each other.",
-                            sorted(set(key) ^ set(names))[0],
-                        )
-                        owed, velocity = other.export_residuals(set(key))
-                        self.owed, self.velocity = (
-                            sum_residuals([self.owed, owed]),
-                            sum_residuals([self.velocity, velocity]),
-                        )
-                plan = self.given or make_plan(
-                    [
-                        Gradient(
-                            name,
-                            tuple(variable.shape),
-                            keras.backend.standardize_dtype(variable.dtype),
-                        )
-                        for name, variable in zip(key, variables, strict=True)
-                    ],
-                    self.schemes,
-                    self.comm.topology,
-                    self.operation,
-                    **self.options,
+    def _take_from_overlapping(self, names: set[str]) -> None:
+        """Let other plans give up what they keep of these variables: their gradients moved."""
+        for others, run in self.runs.items():
+            if names & set(others):
+                log.warning(
+                    "Gradients of another set of variables are exchanged from now on: %r, for "
+                    "one, came or went. All ranks must change alike, or they wait for each other.",
+                    sorted(names ^ set(others))[0],
                 )
-                covered = {
-                    Piece.of(name).path for bucket in plan.buckets for name in bucket.variables
-                }
-                if covered != set(key):
-                    odd = sorted(covered ^ set(key))[0]
-                    raise PlanError(
-                        f"The plan must cover exactly the variables with gradients. {odd!r} is "
-                        "only in "
-                        f"{'the plan' if odd in covered else 'the model'}. Make the plan from "
-                        "this model."
-                    )
-                exchange = PlanExecutor(plan, self.comm)
-                for left in [left for left in self.left if left.variables & covered]:
-                    self.left.remove(left)
-                    if left.plan == plan:
-                        exchange.continue_from(left.steps, left.residuals, left.velocities)
-                    else:  # the model or the scheme has changed since
-                        self._unpack(left)
-                exchange.import_residuals(self.owed, self.velocity)
-                self.owed = {path: part for path, part in self.owed.items() if path not in covered}
-                moving = {
-                    Piece.of(name).path
-                    for bucket in plan.buckets
-                    if bucket.momentum
-                    for name in bucket.variables
-                }
-                self.velocity = {
-                    path: part for path, part in self.velocity.items() if path not in moving
-                }
-                self.exchanges[key] = exchange
-        return self.exchanges[key]
+                self._keep_waiting(*run.executor.export_residuals(names))
+
+    def _start(self, variables: Sequence[keras.Variable], names: tuple[str, ...]) -> StrategyRun:
+        """Plan, agree, and take over what waits for these variables. **Ranks:** all."""
+        plan = self._given_plan or self._make_plan(variables, names)
+        covered = _require_coverage(plan, set(names))
+        strategy = self.settings.strategy
+        agree_on_strategy(strategy, self.comm)
+        strategy.check(plan)
+        executor = PlanExecutor(plan, self.comm)
+        for state in [state for state in self.restored if state.variables & covered]:
+            self.restored.remove(state)
+            if state.plan == plan:
+                executor.continue_from(state.steps, state.residuals, state.velocities)
+            else:  # The model or the scheme has changed since.
+                self._keep_waiting(state.residuals_by_variable(), state.velocities_by_variable())
+        executor.import_residuals(self.waiting_residuals, self.waiting_velocities)
+        moving = {
+            Piece.of(name).path
+            for bucket in plan.buckets
+            if bucket.momentum
+            for name in bucket.variables
+        }
+        self.waiting_residuals = _without(self.waiting_residuals, covered)
+        self.waiting_velocities = _without(self.waiting_velocities, moving)
+        return strategy.start(executor)
+
+    def _make_plan(self, variables: Sequence[keras.Variable], names: tuple[str, ...]) -> Plan:
+        gradients = [
+            Gradient(name, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))
+            for name, variable in zip(names, variables, strict=True)
+        ]
+        return make_plan(
+            gradients,
+            self.schemes,
+            self.comm.topology,
+            self.settings.operation,
+            self.settings.links,
+            reduce_to_root=self.settings.strategy.reduces_to_root,
+        )
 
 
 def by_pattern(schemes: Scheme | Mapping[str, Scheme]) -> dict[str, Scheme]:
@@ -386,19 +310,25 @@ def by_pattern(schemes: Scheme | Mapping[str, Scheme]) -> dict[str, Scheme]:
     return dict(schemes) if isinstance(schemes, Mapping) else {"*": schemes}
 
 
-def _twice(own_momentum: float) -> str:
+def _require_coverage(plan: Plan, names: set[str]) -> set[str]:
+    """Return the variables of a plan; refuse it unless they are exactly these."""
+    covered = {Piece.of(name).path for bucket in plan.buckets for name in bucket.variables}
+    if covered != names:
+        odd = sorted(covered ^ names)[0]
+        raise PlanError(
+            f"The plan must cover exactly the variables with gradients. {odd!r} is only in "
+            f"{'the plan' if odd in covered else 'the model'}. Make the plan from this model."
+        )
+    return covered
+
+
+def _without(kept: Residuals, paths: set[str]) -> Residuals:
+    return {path: part for path, part in kept.items() if path not in paths}
+
+
+def _momentum_twice(own_momentum: float) -> str:
     return (
         "Momentum must be applied once. Received a scheme with `momentum` and an optimizer with "
-        "its own "
-        f"(momentum or beta_1 = {own_momentum}). Set the optimizer's to 0, or leave `momentum` "
-        "out of the scheme."
+        f"its own (momentum or beta_1 = {own_momentum}). Set the optimizer's to 0, or leave "
+        "`momentum` out of the scheme."
     )
-
-
-def sum_residuals(parts: Sequence[Residuals], factor: float = 1.0) -> Residuals:
-    """Add what several ranks owed, variable by variable, times a factor."""
-    total: Residuals = {}
-    for part in parts:
-        for path, values in part.items():
-            total[path] = total.get(path, np.float32(0)) + values * np.float32(factor)
-    return total

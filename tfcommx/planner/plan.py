@@ -71,8 +71,7 @@ def make_plan(
     topology: Topology,
     operation: str = "average",
     links: Links = NOMINAL,
-    update: str = "all",
-    broadcast_every: int = 0,
+    reduce_to_root: bool = False,
     largest: int = LARGEST,
 ) -> Plan:
     """Put each gradient into one bucket: in backward order, by scheme, merged up to a size.
@@ -88,8 +87,8 @@ def make_plan(
         operation: "average" or "sum" over the ranks.
         links: what messages cost, the same on every rank; if a route can go several ways, the
             cheapest is planned.
-        update: "all" or "root", as in Plan.
-        broadcast_every: steps, >= 0, as in Plan.
+        reduce_to_root: the sums are needed on rank 0 alone, as strategy "root" needs them; routes
+            of messages reduce to it.
         largest: entries at which a bucket on a sparse route is closed, because indices are int32. A
             longer variable is cut into pieces of equal length; each selects and keeps its residual
             for itself.
@@ -111,9 +110,9 @@ def make_plan(
         dataclasses.replace(bucket, name=f"tfcommx/bucket{i}")
         for i, (_, bucket) in enumerate(ready)
     )
-    if update == "root":
+    if reduce_to_root:
         buckets = tuple(map(_reduced_to_root, buckets))
-    return Plan(buckets, topology, operation, update, broadcast_every)
+    return Plan(buckets, topology, operation)
 
 
 def _check_schemes(

@@ -7,9 +7,11 @@ from tfcommx.routes import read_plan
 from tfcommx.terms import Plan, PlanError, first_difference
 
 
-def agree(plan: Plan, comm: Comm) -> None:
-    """Refuse, on every rank, plans that differ between ranks. **Ranks:** all. **Cost:** one small
-    exchange, before training.
+def agree_on_plan(plan: Plan, comm: Comm) -> None:
+    """Refuse, on every rank, plans that differ between ranks.
+
+    **Ranks:** all. **Cost:** one small exchange on the host, before training.
+    **Raises:** PlanError that names the first difference and the rank.
     """
     texts = comm.gather_objects(plan.to_json())
     for rank, text in enumerate(texts):

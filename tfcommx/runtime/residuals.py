@@ -1,42 +1,272 @@
-"""Residuals by variable: what ranks have computed and not sent yet."""
+"""Residuals: what ranks have computed and not sent yet. Kept by bucket, moved by variable.
+
+Between steps a rank keeps, of each bucket, its shard of
+
+    residual    gradients that were not sent; on dense routes what sparse plans before had not sent
+    velocity    the momentum of a scheme with `momentum`
+
+Checkpoints, changes of scheme and changes of the number of ranks move them by variable, so that
+their sums over the ranks are conserved.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
 from tfcommx import routes
-from tfcommx.terms import Piece, Plan
+from tfcommx.comm.base import Comm
+from tfcommx.kernels.device import residual_device
+from tfcommx.terms import Bucket, Piece, Plan, Topology
 
-Residuals = dict[str, np.ndarray]  # variable path -> float32[size]: what this rank has not sent yet
+# Variable path -> float32 [its size]: what this rank has not sent yet
+Residuals = dict[str, np.ndarray]
+
+
+class PlanState(NamedTuple):
+    """What one rank keeps of one plan, as a checkpoint stores it."""
+
+    plan: Plan
+    # Taken so far, >= 0
+    steps: int
+    # Whose state it is
+    rank: int
+    # Bucket name -> float32 [the rank's shard]
+    residuals: dict[str, np.ndarray]
+    # Likewise, of buckets with momentum
+    velocities: dict[str, np.ndarray]
+
+    @property
+    def variables(self) -> set[str]:
+        """The paths of the plan's variables."""
+        return {Piece.of(name).path for bucket in self.plan.buckets for name in bucket.variables}
+
+    def residuals_by_variable(self) -> Residuals:
+        """Return the rank's part of the residuals by variable, without zeros."""
+        return residuals_by_variable(self.plan, self.residuals, self.rank)
+
+    def velocities_by_variable(self) -> Residuals:
+        """Return the rank's part of the velocities by variable, without zeros."""
+        return residuals_by_variable(self.plan, self.velocities, self.rank)
+
+
+def shard_of(bucket: Bucket, topology: Topology, rank: int) -> slice:
+    """Return the part of the bucket's flat vector of which a rank keeps residual and velocity."""
+    return slice(*routes.get(bucket.route).shard(bucket, topology, rank))
 
 
 def residuals_by_variable(plan: Plan, kept: Mapping[str, np.ndarray], rank: int) -> Residuals:
-    """Return `rank`'s part of the residuals, or velocities, that it keeps under a plan, by
-    variable, without zeros.
+    """Return a rank's part of the residuals, or velocities, by variable, without zeros.
 
     Args:
+        plan: under which they were kept.
         kept: bucket name -> float32 [its shard]; of a dense bucket every rank keeps the sum over
             the ranks.
+        rank: whose they are.
     """
     found: Residuals = {}
-    pieces = [Piece.of(name) for bucket in plan.buckets for name in bucket.variables]
+    lengths = _lengths_of_cut_variables(plan)
     for bucket in plan.buckets:
-        if bucket.name in kept:
-            start, stop = routes.get(bucket.route).shard(bucket, plan.topology, rank)
-            whole = np.zeros(bucket.padded, np.float32)
-            whole[start:stop] = kept[bucket.name] / np.float32(
-                1 if bucket.k is not None else plan.topology.size
-            )
-            # what follows the last cut is padding, always zero
-            parts = np.split(whole, np.cumsum(bucket.sizes))
-            for piece, part in zip(map(Piece.of, bucket.variables), parts, strict=False):
-                if piece.stop is None or not part.any():
-                    found |= {piece.path: part} if part.any() else {}
-                    continue
-                length = max(other.stop for other in pieces if other.path == piece.path)
-                found.setdefault(piece.path, np.zeros(length, np.float32))[
-                    piece.start : piece.stop
-                ] = part
+        if bucket.name not in kept:
+            continue
+        ranks = 1 if bucket.k is not None else plan.topology.size
+        whole = np.zeros(bucket.padded, np.float32)
+        whole[shard_of(bucket, plan.topology, rank)] = kept[bucket.name] / np.float32(ranks)
+        # What follows the last cut is padding, always zero.
+        parts = np.split(whole, np.cumsum(bucket.sizes))
+        for piece, part in zip(map(Piece.of, bucket.variables), parts, strict=False):
+            if not part.any():
+                continue
+            if piece.stop is None:
+                found[piece.path] = part
+            else:
+                empty = np.zeros(lengths[piece.path], np.float32)
+                found.setdefault(piece.path, empty)[piece.start : piece.stop] = part
     return found
+
+
+def _lengths_of_cut_variables(plan: Plan) -> dict[str, int]:
+    lengths: dict[str, int] = {}
+    for bucket in plan.buckets:
+        for piece in map(Piece.of, bucket.variables):
+            lengths[piece.path] = max(lengths.get(piece.path, 0), piece.stop or 0)
+    return lengths
+
+
+def sum_residuals(parts: Sequence[Residuals], factor: float = 1.0) -> Residuals:
+    """Add residuals of several plans or ranks, variable by variable, times a factor.
+
+    >>> one, other = np.float32([1, 2]), np.float32([3, 4])
+    >>> sum_residuals([{"w": one}, {"w": other}], 0.5)["w"].tolist()
+    [2.0, 3.0]
+    """
+    total: Residuals = {}
+    for part in parts:
+        for path, values in part.items():
+            total[path] = total.get(path, np.float32(0)) + values * np.float32(factor)
+    return total
+
+
+class BucketState:
+    """What this rank keeps of one bucket between steps."""
+
+    def __init__(self, bucket: Bucket, topology: Topology, rank: int) -> None:
+        """Make the residual of a sparse bucket, and the velocity of one with momentum: zeros."""
+        self.bucket, self.shard = bucket, shard_of(bucket, topology, rank)
+        self.residual = None if bucket.k is None else self._zeros("residual")
+        self.velocity = self._zeros("velocity") if bucket.momentum else None
+        # Of a dense bucket that got a residual from a sparse plan: does any of it remain?
+        self.pending: tf.Variable | None = None
+
+    def _zeros(self, what: str) -> tf.Variable:
+        with tf.device(residual_device()):
+            return tf.Variable(
+                tf.zeros(self.shard.stop - self.shard.start),
+                trainable=False,
+                name=f"{self.bucket.name}/{what}",
+            )
+
+    def expect_residual(self) -> None:
+        """Get ready for a residual from elsewhere; a dense bucket has had none so far."""
+        if self.residual is None:
+            self.residual = self._zeros("residual")
+            with tf.device("/cpu:0"):
+                self.pending = tf.Variable(True, trainable=False)
+        if self.pending is not None:
+            self.pending.assign(True)
+
+    def add_velocity(self, flat: tf.Tensor) -> tf.Tensor:
+        """Return the sum over the ranks with momentum, on a dense route: equal on all ranks.
+
+        What is NaN or infinite does not stay in the velocity.
+        """
+        if self.velocity is None:
+            return flat
+        moved = self.bucket.momentum * self.velocity + tf.cast(flat, tf.float32)
+        self.velocity.assign(tf.where(tf.math.is_finite(moved), moved, self.velocity))
+        return tf.cast(moved, flat.dtype)
+
+    def add_residual(self, flat: tf.Tensor) -> tf.Tensor:
+        """Return the sum over the ranks plus what sparse plans had not sent, on a dense route.
+
+        What the vector's dtype cannot carry stays. Equal on all ranks, as the sum itself is.
+        """
+        if self.pending is None:
+            return flat
+        return tf.cond(self.pending, lambda: self._flushed(flat), lambda: tf.identity(flat))
+
+    def _flushed(self, flat: tf.Tensor) -> tf.Tensor:
+        kept, wide = self.residual.value(), tf.float64 if flat.dtype == tf.float64 else tf.float32
+        whole = tf.cast(flat, wide) + tf.cast(kept, wide)
+        sent = tf.cast(whole, flat.dtype)
+        rounding_error = tf.cast(whole - tf.cast(sent, wide), tf.float32)
+        stays = tf.where(tf.math.is_finite(sent), rounding_error, kept)
+        with tf.control_dependencies([stays]):
+            self.residual.assign(stays)
+            self.pending.assign(tf.reduce_any(stays != 0))
+        return tf.identity(sent)
+
+
+class ResidualStore:
+    """Residuals, velocities and pending flags of all buckets of a plan on this rank."""
+
+    def __init__(self, plan: Plan, comm: Comm) -> None:
+        self._plan, self._comm = plan, comm
+        self.states = {
+            bucket.name: BucketState(bucket, plan.topology, comm.rank) for bucket in plan.buckets
+        }
+
+    def export_state(self, steps: int) -> PlanState:
+        """Return a copy of everything, for a checkpoint; `steps` were taken so far."""
+        residuals, velocities = (
+            {name: variable.numpy() for name, variable in kept.items()}
+            for kept in (self._residuals(), self._velocities())
+        )
+        return PlanState(self._plan, steps, self._comm.rank, residuals, velocities)
+
+    def assign(
+        self, residuals: Mapping[str, np.ndarray], velocities: Mapping[str, np.ndarray]
+    ) -> None:
+        """Set the residuals and velocities that are given: bucket name -> float32 [its shard]."""
+        for name, state in self.states.items():
+            if name in residuals:
+                state.expect_residual()
+                state.residual.assign(residuals[name])
+            if name in velocities:
+                state.velocity.assign(velocities[name])
+
+    def import_residuals(self, residuals: Residuals, velocities: Residuals) -> None:
+        """Add residuals and velocities by variable; their sums over the ranks are conserved.
+
+        **Ranks:** all, outside of traced code. **Cost:** at most two collectives a bucket.
+        """
+        for bucket, mine in self._redistributed(residuals, self._plan.buckets, "residuals"):
+            self.states[bucket.name].expect_residual()
+            self.states[bucket.name].residual.assign_add(mine)
+        moving = [bucket for bucket in self._plan.buckets if bucket.momentum]
+        for bucket, mine in self._redistributed(velocities, moving, "velocities"):
+            self.states[bucket.name].velocity.assign_add(mine)
+
+    def export_residuals(self, paths: set[str]) -> tuple[Residuals, Residuals]:
+        """Return this rank's residuals and velocities of these variables, and set them to zero."""
+        state = self.export_state(0)
+        for kept in (self._residuals(), self._velocities()):
+            for name, variable in kept.items():
+                mine = self._entries_of(self.states[name], paths)
+                variable.assign(tf.where(mine, 0.0, variable))
+        residuals, velocities = state.residuals_by_variable(), state.velocities_by_variable()
+        return (
+            {path: residuals[path] for path in paths & set(residuals)},
+            {path: velocities[path] for path in paths & set(velocities)},
+        )
+
+    def _residuals(self) -> dict[str, tf.Variable]:
+        return {
+            name: state.residual
+            for name, state in self.states.items()
+            if state.residual is not None
+        }
+
+    def _velocities(self) -> dict[str, tf.Variable]:
+        return {
+            name: state.velocity
+            for name, state in self.states.items()
+            if state.velocity is not None
+        }
+
+    def _entries_of(self, state: BucketState, paths: set[str]) -> np.ndarray:
+        """Return which entries of this rank's shard belong to the variables: bool [its shard]."""
+        bucket = state.bucket
+        chosen = [Piece.of(name).path in paths for name in bucket.variables]
+        whole = np.concatenate([np.repeat(chosen, bucket.sizes), np.zeros(bucket.padding, bool)])
+        return whole[state.shard]
+
+    def _redistributed(
+        self, kept: Residuals, buckets: Sequence[Bucket], what: str
+    ) -> Iterator[tuple[Bucket, tf.Tensor]]:
+        """Yield the buckets of which any rank has entries, with the sum for this rank's shard."""
+        for bucket in buckets:
+            whole = _flat_of(kept, bucket)
+            if not any(self._comm.gather_objects(bool(whole.any()))):
+                continue
+            shard, mine = self.states[bucket.name].shard, tf.constant(whole)
+            # My shard of what the ranks of my node have
+            if shard.stop - shard.start < bucket.padded:
+                mine = self._comm.reduce_scatter(mine, "node", f"{bucket.name}/import_{what}")
+            if bucket.k is None:
+                mine = self._comm.allreduce(mine, "world", f"{bucket.name}/import_{what}_sum")
+            yield bucket, mine
+
+
+def _flat_of(kept: Residuals, bucket: Bucket) -> np.ndarray:
+    """Return the bucket's flat vector of what is kept by variable; zeros for the others."""
+    parts = [
+        kept[piece.path][piece.start : piece.stop]
+        if piece.path in kept
+        else np.zeros(size, np.float32)
+        for piece, size in zip(map(Piece.of, bucket.variables), bucket.sizes, strict=True)
+    ]
+    return np.concatenate([*parts, np.zeros(bucket.padding, np.float32)])

@@ -8,7 +8,7 @@ from tfcommx.terms.bucket import Bucket, NoOptions, RouteOptions
 from tfcommx.terms.checks import PlanError, check_name, check_whole
 from tfcommx.terms.links import NOMINAL, Link, Links, Traffic
 from tfcommx.terms.piece import LARGEST, Piece
-from tfcommx.terms.plan import OPERATIONS, UPDATES, Plan, ReadOptions, first_difference
+from tfcommx.terms.plan import OPERATIONS, Plan, ReadOptions, first_difference
 from tfcommx.terms.scheme import (
     DGC_WARM_UP,
     MPI_LAUNCH,
@@ -30,7 +30,6 @@ __all__ = [
     "OPERATIONS",
     "PLAIN",
     "SPARSE_WIRES",
-    "UPDATES",
     "VALUE_DTYPES",
     "WIRES",
     "Bucket",

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfcommx.terms.bucket import Bucket, RouteOptions
-from tfcommx.terms.checks import PlanError, check_name, plain_number
+from tfcommx.terms.checks import PlanError, check_name
 from tfcommx.terms.topology import Topology
 
 OPERATIONS = ("average", "sum")
-UPDATES = ("all", "root")
 
 # (name of a route, field -> value) -> the route's options
 ReadOptions = Callable[[str, Mapping[str, Any]], RouteOptions]
@@ -32,37 +31,9 @@ class Plan:
     topology: Topology
     # Over the ranks: average or sum.
     operation: str = "average"
-    # Who applies the gradients: all ranks, or the root, rank 0, which broadcasts the weights after
-    # each step.
-    update: str = "all"
-    # If all update: steps after which rank 0's weights are broadcast all the same, >= 0; 0: never.
-    broadcast_every: int = 0
 
     def __post_init__(self) -> None:
         check_name("operation", self.operation, OPERATIONS)
-        check_name("update", self.update, UPDATES)
-        object.__setattr__(self, "broadcast_every", plain_number(self.broadcast_every))
-        self._check_update()
-        self._check_that_each_variable_is_in_one_bucket()
-
-    def _check_update(self) -> None:
-        if not isinstance(self.broadcast_every, int) or self.broadcast_every < 0:
-            raise PlanError(
-                f"`broadcast_every` must be an integer >= 0. Received {self.broadcast_every!r}. "
-                "The paper has 5."
-            )
-        if self.update == "root" and self.broadcast_every:
-            raise PlanError(
-                "With update='root' the weights are broadcast after every step. "
-                f"Received broadcast_every={self.broadcast_every}. Leave it out."
-            )
-        if self.update == "root" and any(bucket.momentum for bucket in self.buckets):
-            raise PlanError(
-                "With update='root' only rank 0 has the sums that momentum is made of. Received "
-                "a scheme with momentum. Give it to the Keras optimizer."
-            )
-
-    def _check_that_each_variable_is_in_one_bucket(self) -> None:
         seen: dict[str, str] = {}
         for bucket in self.buckets:
             for path in bucket.variables:
@@ -76,12 +47,7 @@ class Plan:
     def to_json(self) -> str:
         """Write the plan as JSON, one bucket a line, so that plans can be compared line by line."""
         head = json.dumps(
-            {
-                "topology": dataclasses.asdict(self.topology),
-                "operation": self.operation,
-                "update": self.update,
-                "broadcast_every": self.broadcast_every,
-            }
+            {"topology": dataclasses.asdict(self.topology), "operation": self.operation}
         )
         rows = ",\n  ".join(json.dumps(bucket.to_dict()) for bucket in self.buckets)
         return f'{head[:-1]}, "buckets": [\n  {rows}\n]}}\n'
@@ -101,7 +67,7 @@ class Plan:
             tuple((host, slots) for host, slots in read["topology"]["uneven"]),
         )
         buckets = tuple(_bucket(row, read_options) for row in read["buckets"])
-        return Plan(buckets, topology, read["operation"], read["update"], read["broadcast_every"])
+        return Plan(buckets, topology, read["operation"])
 
 
 def _bucket(row: Mapping[str, Any], read_options: ReadOptions) -> Bucket:

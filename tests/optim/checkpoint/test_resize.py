@@ -7,10 +7,8 @@ from pathlib import Path
 from launching import WORKERS, horovodrun
 
 
-def test_what_is_owed_survives_other_numbers_of_ranks(tmp_path: Path) -> None:
-    """4 ranks as 2 x 2, then 2 x 1, then 3 x 1, then 1 x 4: shards of other sizes, fewer ranks than
-    files and more.
-    """
+def test_residuals_survive_other_numbers_of_ranks(tmp_path: Path) -> None:
+    """4 ranks as 2 x 2, then 2 x 1, 3 x 1, 1 x 4: other shards, fewer ranks than files and more."""
     for launch, (ranks, node_size) in enumerate([(4, 2), (2, 1), (3, 1), (4, 4)]):
         ended = horovodrun(
             ranks,

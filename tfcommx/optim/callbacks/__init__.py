@@ -1,5 +1,6 @@
-"""Keras callbacks for training over several ranks. Every rank adds the same ones, in the same
-order.
+"""Keras callbacks for training over several ranks.
+
+Every rank adds the same ones, in the same order.
 """
 
 from tfcommx.optim.callbacks.agree import AgreeOnStop, CompareReplicas

@@ -18,35 +18,46 @@ log = logging.getLogger("tfcommx")
 
 
 class AgreeOnStop(keras.callbacks.Callback):
-    """Stop on all ranks, after the same step, when a callback on any rank stops the training:
-    TerminateOnNaN, EarlyStopping, your own.
+    """Stop on all ranks, after the same step, if a callback on any rank stops the training.
 
-    Without it the other ranks would wait for ever for the one that has stopped. Comes last in the
-    list: it reads what the callbacks before it have decided. Not needed where all decide alike, as
-    EarlyStopping does on what AverageMetrics has averaged.
+    Such as TerminateOnNaN, EarlyStopping, your own. Without it the other ranks would wait for ever
+    for the one that has stopped. It comes last in the list: it reads what the callbacks before it
+    have decided. Not needed if all decide alike, as EarlyStopping does on what AverageMetrics has
+    averaged.
+
+    >>> import keras
+    >>> import tfcommx as cx
+    >>> stop = [keras.callbacks.TerminateOnNaN(), cx.callbacks.AgreeOnStop(every=10)]
 
     Args:
-        every: steps (Keras's calls, where they are of several) after which the ranks ask each
-            other, >= 1; and at each epoch's end. With more a rank that wants to stop goes on with
-            the others until they ask.
+        every: steps (calls of Keras, if `steps_per_execution` is more than 1) after which the ranks
+            ask each other, >= 1; they also ask at each epoch's end. With more than 1, a rank that
+            wants to stop goes on with the others until they ask.
+
     **Ranks:** all, with equal `every`. **Cost:** an allreduce of 4 bytes each time; Keras waits for
     every step.
+    **Raises:** PlanError if `every` is no integer >= 1.
     """
 
     def __init__(self, every: int = 1) -> None:
         super().__init__()
         if not isinstance(every, Integral) or every < 1:
             raise PlanError(f"`every` must be an integer >= 1. Received {every!r}.")
-        self.every, self.calls, self.wanted = every, 0, False
+        self.every, self.calls = every, 0
+        # By this rank, since the ranks last asked each other
+        self.wanted = False
 
     def on_train_begin(self, logs: Any = None) -> None:
+        """Forget the run before."""
         self.calls, self.wanted = 0, False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Ask the other ranks, every few steps."""
         self.calls += 1
         self._agree(self.calls % self.every == 0)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Ask the other ranks."""
         self._agree(True)
 
     def _agree(self, ask: bool) -> None:
@@ -63,8 +74,18 @@ class AgreeOnStop(keras.callbacks.Callback):
 class CompareReplicas(keras.callbacks.Callback):
     """Compare a hash of all trainable weights over the ranks at the end of every epoch.
 
-    `identical` is True while no difference was seen. **Ranks:** all. **Raises:** RuntimeError that
-    names the ranks that differ, unless `strict` is False.
+    `identical` is True as long as no difference was seen.
+
+    >>> import tfcommx as cx
+    >>> compare = cx.callbacks.CompareReplicas(strict=False)
+    >>> compare.identical
+    True
+
+    Args:
+        strict: raise an error; otherwise log it and go on.
+
+    **Ranks:** all. **Cost:** the weights are copied to the host and hashed.
+    **Raises:** RuntimeError that names the ranks that differ from rank 0.
     """
 
     def __init__(self, strict: bool = True) -> None:
@@ -72,6 +93,7 @@ class CompareReplicas(keras.callbacks.Callback):
         self.strict, self.identical = strict, True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Compare."""
         digest = hashlib.sha256()
         for variable in self.model.trainable_variables:
             digest.update(np.ascontiguousarray(keras.ops.convert_to_numpy(variable)).tobytes())

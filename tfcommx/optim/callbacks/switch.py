@@ -11,20 +11,23 @@ import tensorflow as tf
 
 from tfcommx.comm import process
 from tfcommx.optim.exchanger import by_pattern
-from tfcommx.optim.keras_internals import exchanger_of
+from tfcommx.optim.wrapped import exchanger_of
 from tfcommx.terms import PlanError, Scheme
 
 
 class WarmUp(keras.callbacks.Callback):
-    """Raise the learning rate linearly from the rate of one rank to the full rate, over the first
-    steps.
+    """Raise the learning rate linearly to the full rate, over the first steps.
+
+    >>> import tfcommx as cx
+    >>> warm_up = cx.callbacks.WarmUp(0.4, steps=500)
 
     Args:
         learning_rate: the full rate, > 0.
         steps: number of optimizer steps until it is reached, >= 1, counted by the optimizer. With
             `steps_per_execution` the rate stays for that many.
-        start: the rate of the first step; None: learning_rate / number of ranks.
+        start: the rate of the first step; None: learning_rate / number of ranks, that of one rank.
 
+    **Raises:** ValueError for a rate or a number of steps out of range.
     **Source:** Goyal et al., "Accurate, Large Minibatch SGD" (2017), section 2.2.
     """
 
@@ -35,16 +38,20 @@ class WarmUp(keras.callbacks.Callback):
                 f"`learning_rate` must be > 0 and `steps` >= 1. Received {learning_rate} and "
                 f"{steps}."
             )
-        self.learning_rate, self.steps, self.start, self.over = learning_rate, steps, start, False
+        self.learning_rate, self.steps, self.start = learning_rate, steps, start
+        # The warm-up, in this run
+        self.over = False
 
     def on_train_begin(self, logs: Any = None) -> None:
+        """Begin again: the optimizer counts the steps."""
         self.over = False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Set the rate of the next step."""
         if self.over:
             return
         done = int(self.model.optimizer.iterations)
-        # the full rate was set, or a restored optimizer has its own
+        # The full rate was set, or a restored optimizer has its own.
         self.over = done >= self.steps + self.model.steps_per_execution
         if not self.over:
             start = self.learning_rate / process.size() if self.start is None else self.start
@@ -54,8 +61,14 @@ class WarmUp(keras.callbacks.Callback):
 
 
 class SwitchScheme(keras.callbacks.Callback):
-    """Change how gradients travel, and the resolution of the pictures, at the start of given
-    epochs; nothing owed is lost.
+    """Change how gradients travel, and the resolution of the pictures, at given epochs.
+
+    No residual is lost. A run that begins at a later epoch begins with what the epochs before have
+    set.
+
+    >>> import tfcommx as cx
+    >>> sparse = cx.Scheme("allgather", "mstopk", density=0.01)
+    >>> switch = cx.callbacks.SwitchScheme({0: cx.Scheme(), 5: sparse})
 
     Args:
         schemes: epoch (from 0) -> Scheme (or pattern -> Scheme) from this epoch on.
@@ -63,9 +76,10 @@ class SwitchScheme(keras.callbacks.Callback):
         resolution: the integer tf.Variable that the input pipeline reads; needed with
             `resolutions`.
 
-    A run that begins at a later epoch begins with what the epochs before have set.
     **Ranks:** all, with equal arguments. **Cost:** the training step is traced again after a change
     of scheme.
+    **Raises:** ValueError without a `resolution` for `resolutions`; PlanError for what is no epoch,
+    and, before the first step, for a scheme that cannot be carried out.
     """
 
     def __init__(
@@ -85,29 +99,30 @@ class SwitchScheme(keras.callbacks.Callback):
                 raise PlanError(
                     f"Epochs must be integers >= 0. Received {epoch!r}, for {change!r}."
                 )
-        self.schemes, self.resolutions, self.resolution = (
-            dict(schemes or {}),
-            dict(resolutions or {}),
-            resolution,
-        )
-        self.first = True  # epoch of a run
+        self.schemes, self.resolutions = dict(schemes or {}), dict(resolutions or {})
+        self.resolution = resolution
+        # Epoch of a run
+        self.first = True
 
     def on_train_begin(self, logs: Any = None) -> None:
+        """Refuse a scheme that cannot be carried out: now, not hours later."""
         self.first = True
-        for schemes in self.schemes.values():  # refuse a bad one now, not hours later
+        for schemes in self.schemes.values():
             exchanger_of(self.model).check(schemes)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        def now(changes: Mapping[int, Any]) -> Any:
-            return (
-                changes.get(max((start for start in changes if start <= epoch), default=epoch))
-                if self.first
-                else changes.get(epoch)
-            )
-
-        if (pixels := now(self.resolutions)) is not None:
+        """Change what changes at this epoch."""
+        pixels, scheme = self._at(self.resolutions, epoch), self._at(self.schemes, epoch)
+        self.first = False
+        if pixels is not None:
             self.resolution.assign(pixels)
-        scheme, exchanger, self.first = now(self.schemes), exchanger_of(self.model), False
+        exchanger = exchanger_of(self.model)
         if scheme is not None and exchanger.schemes != by_pattern(scheme):
             exchanger.switch(scheme)
             self.model.make_train_function(force=True)
+
+    def _at(self, changes: Mapping[int, Any], epoch: int) -> Any:
+        """Return what changes at this epoch; in a run's first one, the last change so far."""
+        if self.first:
+            epoch = max((start for start in changes if start <= epoch), default=epoch)
+        return changes.get(epoch)

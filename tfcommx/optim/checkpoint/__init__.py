@@ -1,4 +1,9 @@
-"""Checkpoints that lose nothing: model, optimizers, and the residuals of every rank."""
+"""Checkpoints that lose nothing: model, optimizers, and the residuals of every rank.
+
+first = cx.checkpoint.restore(model, "run/checkpoint")     # 0 if there is none
+model.fit(..., initial_epoch=first, callbacks=[
+    cx.callbacks.BroadcastState(), ..., cx.checkpoint.Checkpoint("run/checkpoint")])
+"""
 
 from tfcommx.optim.checkpoint.save_restore import Checkpoint, next_epoch, restore, save
 

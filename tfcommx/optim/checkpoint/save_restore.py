@@ -1,13 +1,13 @@
-"""Checkpoints that lose nothing: the model and its optimizers from rank 0, what is still owed from
-every rank.
+"""Saving and restoring: the model and its optimizers from rank 0, residuals from every rank.
 
     folder/
-      checkpoint.json                 written last: names the save that is whole, its epoch, and the
-      number of ranks model-0003.keras                of save 3: weights and optimizers' state, a
-      plain Keras file owed-0003-rank-0000.npz         one per rank: residuals and velocities, as
-      they lie in its plans; sums of gradients; seeds
+      checkpoint.json                  written last: names the save that is whole, its epoch, and
+                                       the number of ranks
+      model-0003.keras                 of save 3: weights and optimizers' state, a plain Keras file
+      residuals-0003-rank-0000.npz     one per rank: residuals and velocities, as they lie in its
+                                       plans; sums of gradients; seeds
 
-Saves are numbered, each one more than the last, also where an epoch is saved twice: no file of the
+Saves are numbered, each one more than the last, also if an epoch is saved twice: no file of the
 checkpoint that checkpoint.json names is ever replaced. So a run that is killed while it saves
 leaves the one before intact, or the new one.
 """
@@ -15,35 +15,28 @@ leaves the one before intact, or the new one.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
 from tfcommx.comm import process
 from tfcommx.optim.checkpoint.files import (
-    HEAD,
-    OURS,
-    Record,
-    heads,
+    Head,
     model_name,
     put_in_place,
-    read_residuals,
+    read_heads,
+    remove_other_saves,
     residuals_name,
     why_not_writable,
-    write_residuals,
+    write_head,
 )
-from tfcommx.optim.distributed_optimizer import unlisted
-from tfcommx.optim.exchanger import sum_residuals
-from tfcommx.optim.keras_internals import (
-    accumulated,
-    agree_on_names,
-    exchanger_in,
-    seed_generators,
-    wrapped_optimizers,
-)
-from tfcommx.runtime.residuals import residuals_by_variable
+from tfcommx.optim.checkpoint.records import OptimizerRecord, read_residuals, write_residuals
+from tfcommx.optim.keras_internals import seed_generators, unlisted
+from tfcommx.optim.wrapped import accumulated, agree_on_names, exchanger_in, wrapped_optimizers
+from tfcommx.runtime.residuals import sum_residuals
 from tfcommx.terms import PlanError
 
 
@@ -64,184 +57,226 @@ class Checkpoint(keras.callbacks.Callback):
         self.folder = Path(folder)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        for rank, said in enumerate(
-            process.current().gather_objects(why_not_writable(self.folder))
-        ):
-            if said:
+        """Refuse a folder or a model of which no checkpoint could be written."""
+        everyone = process.current().gather_objects(why_not_writable(self.folder))
+        for rank, reason in enumerate(everyone):
+            if reason:
                 raise PlanError(
                     "A checkpoint needs a folder that every rank can write to. Received "
-                    f"{self.folder}, of which rank {rank} "
-                    f"says: {said}. Make room for it, or give another."
+                    f"{self.folder}, of which rank {rank} says: {reason}. Make room for it, or "
+                    "give another."
                 )
-        heads(self.folder)
+        read_heads(self.folder)
         wrapped_optimizers(self.model)
         try:
             json.dumps(keras.saving.serialize_keras_object(self.model))
-        except Exception as error:  # of any kind: it comes from a get_config() of the user's
+        except Exception as error:  # Of any kind: it comes from a get_config() of the user's.
             raise PlanError(
                 "A checkpoint needs a model that model.save can write down, with its optimizer "
-                "and its loss. Received "
-                f"{self.model.name!r}, for which Keras says: {error} Give that object a "
-                "get_config(), or train without "
-                "Checkpoint."
+                f"and its loss. Received {self.model.name!r}, for which Keras says: {error} Give "
+                "that object a get_config(), or train without Checkpoint."
             ) from error
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Save."""
         save(self.model, self.folder, epoch)
 
 
 def save(model: keras.Model, folder: str | Path, epoch: int) -> None:
-    """Write a whole checkpoint of `epoch`, then forget the one before. **Ranks:** all, between the
-    same two steps.
+    """Write a whole checkpoint of `epoch`, then delete the one before.
+
+    Args:
+        model: built, compiled with wrapped optimizers.
+        folder: is made if it is not there.
+        epoch: the epoch that has ended, from 0.
+
+    **Ranks:** all, between the same two steps.
     """
     here, folder = process.current(), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    number = max((head["save"] + 1 for head in heads(folder) if head is not None), default=0)
+    heads = read_heads(folder)
+    number = max((head.save + 1 for head in heads if head is not None), default=0)
     if here.rank == 0:
         part = folder / f".{model_name(number)}"
         model.save(part)
         put_in_place(part, folder / model_name(number))
     write_residuals(model, folder / residuals_name(number, here.rank))
     here.gather_objects("written")
-    # one rank of each node: the folder may be the node's own
+    # One rank of each node: the folder may be the node's own.
     if here.rank % here.topology.slots == 0:
-        part = folder / f".{HEAD}.{here.rank}"
-        part.write_text(
-            json.dumps({"save": number, "epoch": epoch, "ranks": here.topology.size}) + "\n"
-        )
-        put_in_place(part, folder / HEAD)
+        write_head(Head(number, epoch, here.topology.size), folder, here.rank)
     here.gather_objects("named")
-    for old in folder.iterdir():
-        if (found := OURS.fullmatch(old.name)) and int(found[1] or found[2]) != number:
-            writer = int(found[3] or 0)  # of a run with more ranks, too
-            if writer % here.topology.size == here.rank:
-                old.unlink(missing_ok=True)
+    remove_other_saves(folder, number, here.rank, here.topology.size)
 
 
 def next_epoch(folder: str | Path) -> int:
-    """Return the epoch after the last whole checkpoint; 0 without one. **Ranks:** all; what rank 0
-    sees counts.
+    """Return the epoch after the last whole checkpoint; 0 without one.
+
+    **Ranks:** all; what rank 0 sees counts.
     """
-    head = heads(Path(folder))[0]
-    return 0 if head is None else head["epoch"] + 1
+    head = read_heads(Path(folder))[0]
+    return 0 if head is None else head.epoch + 1
 
 
 def restore(model: keras.Model, folder: str | Path) -> int:
-    """Load the last whole checkpoint into a built, compiled model with wrapped optimizers; return
-    the next epoch's number.
+    """Load the last whole checkpoint; return the next epoch's number, 0 if there is none.
 
     With the plan and the number of ranks that it was saved under, every rank continues with exactly
-    its own residuals. Otherwise they are dealt out anew so that what they owe to the weights is
+    its own residuals. Otherwise they are redistributed so that what they add to the weights is
     conserved: their sum over the ranks for op "sum", their sum divided by the number of ranks for
-    op "average". Velocities are treated as residuals are; where the plan has no momentum they rest
-    until one has. Sums of gradients that are being accumulated are dealt out likewise. What is owed
-    to variables that do not train now rests until they do.
+    op "average". Velocities are treated as residuals are; if the plan has no momentum they wait
+    until one has. Sums of gradients that are being accumulated are redistributed likewise.
+    Residuals of variables that do not train now wait until they do.
 
     Several wrapped optimizers, as attributes of the model, are told apart by the order in which
     they were set. Keras's own training step is traced again if there was one; a `tf.function` of
     your own must be made again.
 
+    Args:
+        model: built, compiled with wrapped optimizers.
+        folder: as it was given to `save` or `Checkpoint`.
+
     **Ranks:** all; each must see the files of the ranks that it inherits from (its own number, and
-    that plus multiples of the number of ranks). Without a checkpoint in `folder`, nothing is loaded
-    and 0 is returned.
+    that plus multiples of the number of ranks). Without a checkpoint in `folder`, nothing is
+    loaded.
     **Raises:** FileNotFoundError that names the missing file; PlanError for a model that is not
     built, or lacks variables or optimizers of the checkpoint.
     """
     here, folder = process.current(), Path(folder)
-    if (head := heads(folder)[0]) is None:
+    head = read_heads(folder)[0]
+    if head is None:
         return 0
-    number, ranks = head["save"], head["ranks"]
     optimizers = wrapped_optimizers(model)
+    _require_built(model)
+    agree_on_names(model, 0)
+    files = _read_files(folder, head)
+    roots = _roots_of(files, folder, len(optimizers))
+    if files:  # A rank that was not there gets its seeds from BroadcastState.
+        for generator, seed in zip(seed_generators(model), files[0][0].seeds, strict=False):
+            generator.state.assign(seed)
+    for index, optimizer in enumerate(optimizers):
+        records = [file[index] for file in files]
+        known = _known_variables(optimizer, model, records, roots[index], folder)
+        whole = model.trainable_variables if len(optimizers) == 1 else []
+        _build_optimizer(optimizer, known, roots[index], whole)
+    weights = folder / model_name(head.save)
+    if weights.is_file():  # The others get it by BroadcastState.
+        model.load_weights(weights)
+    for index, optimizer in enumerate(optimizers):
+        _continue_from(optimizer, [file[index] for file in files], head.ranks, here.topology.size)
+    if model.train_function is not None:
+        model.make_train_function(force=True)  # The one there is uses the residuals of before.
+    return head.epoch + 1
+
+
+class _RootState(NamedTuple):
+    """What every rank must know of rank 0's record of an optimizer."""
+
+    # Names of the variables that it was built for, in its order
+    trained: list[str]
+    # What it keeps and Keras does not save, by attribute
+    unlisted: dict[str, np.ndarray]
+
+
+def _require_built(model: keras.Model) -> None:
     if not model.built or not model.weights:
         raise PlanError(
-            f"A checkpoint is restored into a model that is built. Received {model.name!r}, "
-            "which has no weights yet, or was "
-            "never called. Call it on a batch, or model.build(input_shape), first."
+            f"A checkpoint is restored into a model that is built. Received {model.name!r}, which "
+            "has no weights yet, or was never called. Call it on a batch, or "
+            "model.build(input_shape), first."
         )
-    agree_on_names(model, 0)
-    weights, inherited = folder / model_name(number), range(here.rank, ranks, here.topology.size)
-    mine = [folder / residuals_name(number, rank) for rank in inherited]
-    missing = [
-        str(path) for path in ([weights] if here.rank == 0 else []) + mine if not path.is_file()
-    ]
+
+
+def _read_files(folder: Path, head: Head) -> list[list[OptimizerRecord]]:
+    """Read what this rank inherits; refuse, on all ranks, a file that one of them does not see."""
+    here = process.current()
+    inherited = range(here.rank, head.ranks, here.topology.size)
+    paths = [folder / residuals_name(head.save, rank) for rank in inherited]
+    needed = [folder / model_name(head.save), *paths] if here.rank == 0 else paths
+    missing = [str(path) for path in needed if not path.is_file()]
     for rank, names in enumerate(here.gather_objects(missing)):
         if names:
             raise FileNotFoundError(
                 f"Rank {rank} needs {names[0]} to continue from the checkpoint of epoch "
-                f"{head['epoch']} in {folder}. "
-                "Copy it there, or use a folder that all nodes see."
+                f"{head.epoch} in {folder}. Copy it there, or use a folder that all nodes see."
             )
-    files = [read_residuals(path, rank) for path, rank in zip(mine, inherited, strict=True)]
-    roots = here.gather_objects(
-        [(record.trained, record.unlisted) for record in files[0]] if here.rank == 0 else None
-    )[0]
-    if len(roots) != len(optimizers):
+    return [read_residuals(path, rank) for path, rank in zip(paths, inherited, strict=True)]
+
+
+def _roots_of(
+    files: Sequence[Sequence[OptimizerRecord]], folder: Path, optimizers: int
+) -> list[_RootState]:
+    """Return what rank 0 kept of each optimizer, on all ranks; refuse another number of them."""
+    here = process.current()
+    mine = [_RootState(record.trained, record.unlisted) for record in (files[0] if files else [])]
+    roots = here.gather_objects(mine if here.rank == 0 else None)[0]
+    if len(roots) != optimizers:
         raise PlanError(
             f"The checkpoint in {folder} has the state of {len(roots)} wrapped optimizers. "
-            "Received a model with "
-            f"{len(optimizers)}. Compile it as it was."
+            f"Received a model with {optimizers}. Compile it as it was."
         )
-    for records in files[:1]:  # a rank that was not there gets its own from BroadcastState
-        for generator, seed in zip(seed_generators(model), records[0].seeds, strict=False):
-            generator.state.assign(seed)
-    for index, (optimizer, (paths, beside)) in enumerate(zip(optimizers, roots, strict=True)):
-        names_of = exchanger_in(optimizer).names_of
-        known = dict(zip(names_of(model.weights), model.weights, strict=True))  # frozen ones, too
-        needed = {path for file in files for path in file[index].paths} | set(paths)
-        if unknown := sorted(needed - set(known)):
-            raise PlanError(
-                f"The checkpoint in {folder} holds state of {unknown[0]!r}, which this model "
-                "does not have (it has "
-                f"{min(known)!r}, ...). Give the model and its layers the names that they had."
-            )
-        if paths and not optimizer.built:
-            now = [] if len(optimizers) > 1 else model.trainable_variables
-            # then Keras says that the optimizer's state begins anew
-            new = set(names_of(now)) - set(paths)
-            optimizer.build(now if new else [known[path] for path in paths])
-        for name in unlisted(optimizer).keys() & beside:
-            unlisted(optimizer)[name].assign(beside[name])
-    if weights.is_file():  # the others get it by BroadcastState
-        model.load_weights(weights)
-    for index, optimizer in enumerate(optimizers):
-        _continue_from(optimizer, [file[index] for file in files], ranks, here.topology.size)
-    if model.train_function is not None:
-        model.make_train_function(force=True)  # the one there is uses the residuals of before
-    return head["epoch"] + 1
+    return roots
+
+
+def _known_variables(
+    optimizer: keras.optimizers.Optimizer,
+    model: keras.Model,
+    records: Sequence[OptimizerRecord],
+    root: _RootState,
+    folder: Path,
+) -> dict[str, keras.Variable]:
+    """Return the model's variables by name, also frozen ones; refuse one that lacks any."""
+    names = exchanger_in(optimizer).names.of(model.weights)
+    known = dict(zip(names, model.weights, strict=True))
+    needed = set(root.trained).union(*(record.variables for record in records))
+    if unknown := sorted(needed - set(known)):
+        raise PlanError(
+            f"The checkpoint in {folder} holds state of {unknown[0]!r}, which this model does not "
+            f"have (it has {min(known)!r}, ...). Give the model and its layers the names that "
+            "they had."
+        )
+    return known
+
+
+def _build_optimizer(
+    optimizer: keras.optimizers.Optimizer,
+    known: Mapping[str, keras.Variable],
+    root: _RootState,
+    trainable: Sequence[keras.Variable],
+) -> None:
+    """Build an optimizer for the variables that it had, and set what Keras does not save.
+
+    If the model trains others too, it is built for all of `trainable`; then Keras says that the
+    optimizer's state begins anew.
+    """
+    if root.trained and not optimizer.built:
+        new = set(exchanger_in(optimizer).names.of(trainable)) - set(root.trained)
+        optimizer.build(trainable if new else [known[name] for name in root.trained])
+    for name in unlisted(optimizer).keys() & root.unlisted:
+        unlisted(optimizer)[name].assign(root.unlisted[name])
 
 
 def _continue_from(
-    optimizer: keras.optimizers.Optimizer, records: list[Record], old: int, new: int
+    optimizer: keras.optimizers.Optimizer, records: list[OptimizerRecord], old: int, new: int
 ) -> None:
-    """Let an optimizer continue with what this rank inherits of `old` ranks, now that there are
-    `new`.
+    """Let an optimizer continue with what this rank inherits of `old` ranks; now there are `new`.
+
+    With as many ranks as before, plans go on as they were. Otherwise they are taken apart.
     """
     exchanger = exchanger_in(optimizer)
-    factor = 1.0 if exchanger.operation == "sum" else new / old
-    lefts = [left for record in records for left in record.lefts]
-    unpacked = lefts if new != old else []
+    factor = 1.0 if exchanger.settings.operation == "sum" else new / old
+    states = [state for record in records for state in record.plan_states]
+    apart = states if new != old else []
+    residuals = [record.waiting_residuals for record in records]
+    residuals += [state.residuals_by_variable() for state in apart]
+    velocities = [record.waiting_velocities for record in records]
+    velocities += [state.velocities_by_variable() for state in apart]
     exchanger.continue_from(
-        sum_residuals(
-            [
-                *(kept.owed for kept in records),
-                *(residuals_by_variable(left.plan, left.residuals, left.rank) for left in unpacked),
-            ],
-            factor,
-        ),
-        sum_residuals(
-            [
-                *(kept.velocity for kept in records),
-                *(
-                    residuals_by_variable(left.plan, left.velocities, left.rank)
-                    for left in unpacked
-                ),
-            ],
-            factor,
-        ),
-        lefts if new == old else [],
+        sum_residuals(residuals, factor),
+        sum_residuals(velocities, factor),
+        states if new == old else [],
     )
-    sums = sum_residuals([kept.sums for kept in records], factor)
-    for path, variable in accumulated(optimizer).items():
-        variable.assign(
-            np.reshape(sums[path], variable.shape) if path in sums else np.zeros(variable.shape)
-        )
+    sums = sum_residuals([record.accumulated for record in records], factor)
+    for name, variable in accumulated(optimizer).items():
+        zeros = np.zeros(variable.shape)
+        variable.assign(np.reshape(sums[name], variable.shape) if name in sums else zeros)

@@ -1,0 +1,121 @@
+"""Strategies: what is refused, and the laws that every one of them keeps, with ranks as threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfcommx.comm.base import Comm
+from tfcommx.comm.threads import ThreadComm
+from tfcommx.planner.plan import Gradient, make_plan
+from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.strategies import (
+    STRATEGIES,
+    Rebroadcast,
+    Root,
+    Strategy,
+    Synchronous,
+    agree_on_strategy,
+    strategy_of,
+)
+from tfcommx.terms import Plan, PlanError, Scheme, Topology
+
+SHAPES = {"first/kernel": (7, 5), "last/kernel": (5, 9)}
+EVERY = [strategy_of(name) for name in STRATEGIES]
+
+
+def plan_for(strategy: Strategy, topology: Topology, scheme: Scheme | None = None) -> Plan:
+    return make_plan(
+        [Gradient(path, shape, "float32") for path, shape in SHAPES.items()],
+        {"*": scheme or Scheme()},
+        topology,
+        reduce_to_root=strategy.reduces_to_root,
+    )
+
+
+def train(strategy: Strategy, topology: Topology, scheme: Scheme) -> list[dict[str, np.ndarray]]:
+    """Six traced steps on every rank, by gradients of its own; return each rank's weights."""
+
+    def work(comm: Comm) -> dict[str, np.ndarray]:
+        plan = plan_for(strategy, topology, scheme)
+        strategy.check(plan)
+        run = strategy.start(PlanExecutor(plan, comm))
+        weights = {path: tf.Variable(tf.ones(shape)) for path, shape in SHAPES.items()}
+        numbers = np.random.default_rng(comm.rank)
+        for _ in range(6):
+            gradients = run.exchange(
+                {
+                    path: tf.constant(numbers.normal(size=shape), tf.float32)
+                    for path, shape in SHAPES.items()
+                }
+            )
+            run.update(_applier(gradients, weights), list(gradients.values()), weights)
+        return {path: variable.numpy() for path, variable in weights.items()}
+
+    return ThreadComm.run(topology, work)
+
+
+def _applier(
+    gradients: dict[str, tf.Tensor], weights: dict[str, tf.Variable]
+) -> Callable[[], None]:
+    def apply() -> None:
+        for path, gradient in gradients.items():
+            weights[path].assign_sub(0.1 * gradient)
+
+    return apply
+
+
+@pytest.mark.parametrize("route", ["allreduce", "pipeline", "torus"])
+@pytest.mark.parametrize("strategy", EVERY, ids=repr)
+def test_every_strategy_ends_with_the_weights_of_the_identity(
+    strategy: Strategy, route: str
+) -> None:
+    plain = train(Synchronous(), Topology(2, 2), Scheme(route, dense_below=0))
+    for weights in train(strategy, Topology(2, 2), Scheme(route, dense_below=0)):
+        for path in SHAPES:
+            assert weights[path].tobytes() == plain[0][path].tobytes()
+
+
+@pytest.mark.parametrize("strategy", EVERY, ids=repr)
+def test_the_table_makes_what_is_asked_for(strategy: Strategy) -> None:
+    (name,) = [name for name, cls in STRATEGIES.items() if isinstance(strategy, cls)]
+    assert strategy_of(name) == strategy and strategy_of(strategy) is strategy
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.5, True, "5"])
+def test_a_broadcast_comes_after_whole_steps(every: object) -> None:
+    with pytest.raises(PlanError, match=r"`every` must be an integer >= 1.*The paper has 5"):
+        Rebroadcast(every=every)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert repr(Rebroadcast(every=np.int64(3))) == "Rebroadcast(every=3)"
+
+
+def test_different_strategies_are_refused_on_every_rank_and_named() -> None:
+    def work(comm: Comm) -> str:
+        with pytest.raises(PlanError) as refused:
+            agree_on_strategy(Root() if comm.rank == 2 else Synchronous(), comm)
+        return str(refused.value)
+
+    for said in ThreadComm.run(Topology(3, 1), work):
+        assert "Rank 0 has Synchronous() and rank 2 has Root()" in said
+
+
+@pytest.mark.parametrize("strategy", [Synchronous(), Rebroadcast()], ids=repr)
+def test_a_plan_that_reduces_to_the_root_is_refused_if_all_ranks_update(
+    strategy: Strategy,
+) -> None:
+    plan = plan_for(Root(), Topology(2, 1), Scheme("tree", dense_below=0))
+    Root().check(plan)
+    with pytest.raises(PlanError, match="reduced to rank 0 alone"):
+        strategy.check(plan)
+
+
+def test_momentum_of_the_scheme_needs_the_sums_on_all_ranks() -> None:
+    scheme = Scheme("allgather", "exact", 0.5, dense_below=0, momentum=0.9)
+    with pytest.raises(PlanError, match="only rank 0 has the sums"):
+        Root().check(plan_for(Root(), Topology(2, 1), scheme))

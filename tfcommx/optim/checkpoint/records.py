@@ -1,0 +1,139 @@
+"""What one rank keeps beside the model: residuals, sums of gradients, seeds; as a file, and back.
+
+The file is NumPy's: arrays, and an index (JSON) with one entry for each wrapped optimizer, which
+says what each array is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from tfcommx.optim.checkpoint.files import put_in_place
+from tfcommx.optim.keras_internals import seed_generators, trainable_variables, unlisted
+from tfcommx.optim.wrapped import accumulated, exchanger_in, wrapped_optimizers
+from tfcommx.routes import read_plan
+from tfcommx.runtime.residuals import PlanState, Residuals
+
+
+class OptimizerRecord(NamedTuple):
+    """What one rank keeps of one wrapped optimizer."""
+
+    # Names of the variables that the optimizer was built for, in its order
+    trained: list[str]
+    # Of plans that are not used any more, until others take them over
+    waiting_residuals: Residuals
+    # Likewise
+    waiting_velocities: Residuals
+    # Sums of gradients that are being accumulated, at least float32
+    accumulated: Residuals
+    # Of plans in use
+    plan_states: list[PlanState]
+    # What the optimizer keeps and Keras does not save, by attribute
+    unlisted: dict[str, np.ndarray]
+    # Of the model's generators, in the order of its layers
+    seeds: list[list[int]]
+
+    @property
+    def variables(self) -> set[str]:
+        """The names of the variables that any of this belongs to."""
+        waiting = {*self.waiting_residuals, *self.waiting_velocities, *self.accumulated}
+        return waiting.union(*(state.variables for state in self.plan_states))
+
+
+def record_of(optimizer: keras.optimizers.Optimizer, seeds: list[list[int]]) -> OptimizerRecord:
+    """Return what this rank keeps of a wrapped optimizer; `seeds` are the model's."""
+    exchanger = exchanger_in(optimizer)
+    return OptimizerRecord(
+        trained=exchanger.names.of(trainable_variables(optimizer)),
+        waiting_residuals=exchanger.waiting_residuals,
+        waiting_velocities=exchanger.waiting_velocities,
+        accumulated={
+            name: _wide(np.ravel(total.numpy())) for name, total in accumulated(optimizer).items()
+        },
+        plan_states=exchanger.plan_states(),
+        unlisted={name: _wide(state.numpy()) for name, state in unlisted(optimizer).items()},
+        seeds=seeds,
+    )
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    """NumPy's files know no bfloat16: float32 holds it exactly."""
+    return array.astype(np.promote_types(array.dtype, np.float32))
+
+
+def write_residuals(model: keras.Model, path: Path) -> None:
+    """Write what this rank keeps of each of the model's wrapped optimizers."""
+    seeds = [generator.state.numpy().tolist() for generator in seed_generators(model)]
+    arrays: dict[str, np.ndarray] = {}
+    index = [
+        _index_of(record_of(optimizer, seeds), arrays) for optimizer in wrapped_optimizers(model)
+    ]
+    part = path.with_name(f".{path.name}")
+    with part.open("wb") as file:
+        np.savez(file, index=np.array(json.dumps(index)), **arrays)
+    put_in_place(part, path)
+
+
+def _index_of(record: OptimizerRecord, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Add a record's arrays to those of the file; return what says which is which."""
+
+    def put(kept: Mapping[str, np.ndarray]) -> dict[str, str]:
+        called = {name: f"array{number}" for number, name in enumerate(kept, len(arrays))}
+        arrays.update((called[name], array) for name, array in kept.items())
+        return called
+
+    return {
+        "trained": record.trained,
+        "waiting_residuals": put(record.waiting_residuals),
+        "waiting_velocities": put(record.waiting_velocities),
+        "accumulated": put(record.accumulated),
+        "unlisted": put(record.unlisted),
+        "seeds": record.seeds,
+        "plan_states": [
+            {
+                "plan": state.plan.to_json(),
+                "steps": state.steps,
+                "residuals": put(state.residuals),
+                "velocities": put(state.velocities),
+            }
+            for state in record.plan_states
+        ],
+    }
+
+
+def read_residuals(path: Path, rank: int) -> list[OptimizerRecord]:
+    """Return what `rank` kept, of each wrapped optimizer."""
+    with np.load(path) as stored:
+        return [_record_in(entry, stored, rank) for entry in json.loads(str(stored["index"]))]
+
+
+def _record_in(
+    entry: Mapping[str, Any], stored: Mapping[str, np.ndarray], rank: int
+) -> OptimizerRecord:
+    def get(called: Mapping[str, str]) -> dict[str, np.ndarray]:
+        return {name: stored[array] for name, array in called.items()}
+
+    return OptimizerRecord(
+        trained=entry["trained"],
+        waiting_residuals=get(entry["waiting_residuals"]),
+        waiting_velocities=get(entry["waiting_velocities"]),
+        accumulated=get(entry["accumulated"]),
+        plan_states=[
+            PlanState(
+                read_plan(state["plan"]),
+                state["steps"],
+                rank,
+                get(state["residuals"]),
+                get(state["velocities"]),
+            )
+            for state in entry["plan_states"]
+        ],
+        unlisted=get(entry["unlisted"]),
+        seeds=entry["seeds"],
+    )

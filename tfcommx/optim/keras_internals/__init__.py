@@ -1,0 +1,42 @@
+"""The only room that touches private members of Keras, for the versions that it was tested with.
+
+version      which versions those are
+step         takes part in the step of an optimizer: exchanges where Keras would clip
+optimizers   copies of optimizers, and state that Keras does not save
+models       layers, seeds and statistics of a model
+"""
+
+from tfcommx.optim.keras_internals.models import layers_of, seed_generators, statistics_of
+from tfcommx.optim.keras_internals.optimizers import (
+    accumulated_gradients,
+    copy_state,
+    copy_with,
+    inner_optimizer,
+    trainable_variables,
+    unlisted,
+    wrapped_class,
+)
+from tfcommx.optim.keras_internals.step import (
+    AgreedLossScale,
+    ExchangesGradients,
+    compiled_by_xla,
+)
+from tfcommx.optim.keras_internals.version import require_tested_keras
+
+__all__ = [
+    "AgreedLossScale",
+    "ExchangesGradients",
+    "accumulated_gradients",
+    "compiled_by_xla",
+    "copy_state",
+    "copy_with",
+    "inner_optimizer",
+    "layers_of",
+    "seed_generators",
+    "statistics_of",
+    "trainable_variables",
+    "unlisted",
+    "wrapped_class",
+]
+
+require_tested_keras()

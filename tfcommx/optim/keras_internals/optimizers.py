@@ -1,0 +1,116 @@
+"""Copies of Keras optimizers under a mixin, and the state that Keras neither lists nor saves."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+
+from tfcommx.terms import PlanError
+
+# Keras keeps them out of the config.
+_NOT_IN_CONFIG = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
+
+
+@functools.cache
+def wrapped_class(base: type, mixin: type) -> type:
+    """Make the subclass of an optimizer's class with a mixin, which Keras saves as its base.
+
+    It has its base's name and module, so a saved model holds the plain optimizer.
+    """
+    made = type(
+        base.__name__,
+        (mixin, base),
+        {"__module__": base.__module__, "__qualname__": base.__qualname__},
+    )
+    package, _, name = keras.saving.get_registered_name(base).rpartition(">")
+    if package:
+        for cls in (made, base):  # The last one is what the name loads.
+            keras.saving.register_keras_serializable(package, name)(cls)
+    return made
+
+
+def inner_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Return the optimizer inside of a LossScaleOptimizer; any other one itself."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def copy_with(
+    mixin: type, optimizer: keras.optimizers.Optimizer, **changed: Any
+) -> keras.optimizers.Optimizer:
+    """Make the same optimizer, without its state, as an instance of the subclass with the mixin.
+
+    Args:
+        mixin: goes before the optimizer's class.
+        optimizer: any Keras optimizer.
+        changed: arguments of its constructor that replace those of its config.
+
+    **Raises:** PlanError if the optimizer cannot be made from its own config.
+    """
+    cls = wrapped_class(type(optimizer), mixin)
+    rate = None if changed else optimizer._learning_rate
+    try:
+        # A schedule or a function goes over as it is: Keras need not know how to write it down.
+        if callable(rate):
+            optimizer._learning_rate = None
+        config = optimizer.get_config() | changed
+        if callable(rate):
+            config |= {"learning_rate": rate}
+        copy = cls(**config) if changed else cls.from_config(config)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise PlanError(
+            f"The optimizer {optimizer.name!r} ({type(optimizer).__name__}) is wrapped by a copy "
+            f"made from its get_config(), which failed: {error} Let get_config() return all "
+            "arguments of its constructor."
+        ) from error
+    finally:
+        if callable(rate):
+            optimizer._learning_rate = rate
+    for name in _NOT_IN_CONFIG:
+        if hasattr(optimizer, name):
+            setattr(copy, name, getattr(optimizer, name))
+    return copy
+
+
+def copy_state(copy: keras.optimizers.Optimizer, optimizer: keras.optimizers.Optimizer) -> None:
+    """Give a copy of an optimizer the state of the original, if that was built."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is not None and not optimizer.built:
+        copy_state(copy.inner_optimizer, inner)
+        return
+    if not optimizer.built:
+        return
+    # The inner one through the outer one: Keras does not list the same variables otherwise.
+    copy.build(optimizer._trainable_variables)
+    pairs = list(zip(copy.variables, optimizer.variables, strict=True))
+    pairs += [(unlisted(copy)[name], value) for name, value in unlisted(optimizer).items()]
+    for ours, theirs in pairs:
+        ours.assign(theirs)
+
+
+def unlisted(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variable]:
+    """Return, by attribute, the state that Keras neither lists nor saves.
+
+    Such as a product that Nadam keeps.
+    """
+    optimizer = inner_optimizer(optimizer)
+    listed = {id(variable) for variable in optimizer.variables}
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, keras.Variable) and id(value) not in listed
+    }
+
+
+def trainable_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Return the variables that an optimizer was built for, in its order."""
+    return inner_optimizer(optimizer)._trainable_variables
+
+
+def accumulated_gradients(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Return the sums of gradients that a rank accumulates, in the order of the variables.
+
+    Empty without `gradient_accumulation_steps`.
+    """
+    return getattr(inner_optimizer(optimizer), "_accumulated_gradients", [])

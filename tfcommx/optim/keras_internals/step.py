@@ -1,0 +1,130 @@
+"""Mixins that take part in the step of a Keras optimizer.
+
+apply -> unscale -> accumulate -> [exchange] -> clip -> [update: who applies it] -> EMA
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
+from tfcommx.terms import PlanError
+
+
+class StepExchange(Protocol):
+    """What the mixins need of an exchange over the ranks; `optim.exchanger.Exchanger` has it."""
+
+    # How an outer LossScaleOptimizer decides: "none" is there, "local" (alone) or "agreed"
+    loss_scale: str
+    # By the step that is under way
+    exchange_ran: bool
+    # Ranks in all, >= 1
+    ranks: int
+
+    def prepare_step(
+        self, variables: Sequence[keras.Variable], built: Sequence[keras.Variable]
+    ) -> None:
+        """Take note of whose gradients come next."""
+
+    def exchange(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Return the gradients over all ranks."""
+
+    def update(self, apply: Callable[[], None], gradients: Sequence[tf.Tensor]) -> None:
+        """Call `apply` on the ranks that update the weights."""
+
+    def check_exchange_ran(self, optimizer: str) -> None:
+        """Refuse a step that went past `exchange`."""
+
+    def all_ranks(self, finite: tf.Tensor) -> tf.Tensor:
+        """Tell whether `finite` holds on every rank."""
+
+
+def compiled_by_xla() -> bool:
+    """Tell whether what is traced now will be compiled by XLA."""
+    return not tf.executing_eagerly() and bool(
+        GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+    )
+
+
+class ExchangesGradients:
+    """Mixed into an optimizer's class: exchanges gradients where Keras would clip them."""
+
+    exchanger: StepExchange | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # LossScaleOptimizer sets this on the optimizer that it takes in: the only sign of a wrap
+        # that we did not make.
+        if (
+            name == "loss_scale_factor"
+            and value is None
+            and self.exchanger is not None
+            and self.exchanger.loss_scale == "none"
+        ):
+            self.exchanger.loss_scale = "local"
+        super().__setattr__(name, value)
+
+    def apply(
+        self, grads: list[tf.Tensor | None], trainable_variables: list[keras.Variable] | None = None
+    ) -> Any:
+        """Take a step as Keras does; refuse it if it went past the exchange."""
+        if self.exchanger is None:
+            raise PlanError(
+                f"{self.name!r} was made from a wrapped optimizer's class, and exchanges nothing. "
+                "Make it from the plain class, such as keras.optimizers.SGD, and wrap it."
+            )
+        self.exchanger.exchange_ran = False
+        result = super().apply(grads, trainable_variables)
+        # With accumulation only some steps exchange; a trace has both ways.
+        accumulates = self.gradient_accumulation_steps and tf.executing_eagerly()
+        if any(grad is not None for grad in grads) and not accumulates:
+            self.exchanger.check_exchange_ran(self.name)
+        return result
+
+    def _backend_apply_gradients(
+        self, grads: list[tf.Tensor], trainable_variables: list[keras.Variable]
+    ) -> None:
+        self.exchanger.prepare_step(trainable_variables, self._trainable_variables)
+        # Sparse gradients of embeddings become dense here: the accumulators and the exchange want
+        # one form.
+        super()._backend_apply_gradients(
+            [tf.convert_to_tensor(grad) for grad in grads], trainable_variables
+        )
+
+    def _overwrite_variables_directly_with_gradients(
+        self, grads: list[tf.Tensor], trainable_variables: list[keras.Variable]
+    ) -> Any:
+        odd = [
+            variable.path
+            for variable in trainable_variables
+            if getattr(variable, "overwrite_with_gradient", False)
+        ]
+        if odd and self.exchanger.ranks > 1:
+            raise PlanError(
+                "Variables that Keras overwrites with their gradients, as float8 training has "
+                f"them, are not exchanged: ranks would differ. Received {odd[0]!r}. Train without "
+                "float8."
+            )
+        return super()._overwrite_variables_directly_with_gradients(grads, trainable_variables)
+
+    def _clip_gradients(self, grads: list[tf.Tensor]) -> list[tf.Tensor]:
+        return super()._clip_gradients(self.exchanger.exchange(grads))
+
+    def _backend_update_step(
+        self, grads: list[tf.Tensor], trainable_variables: list[keras.Variable], learning_rate: Any
+    ) -> None:
+        apply = super()._backend_update_step
+        self.exchanger.update(lambda: apply(grads, trainable_variables, learning_rate), grads)
+
+
+class AgreedLossScale:
+    """Mixed into LossScaleOptimizer's class: a step is skipped by all ranks or by none."""
+
+    exchanger: StepExchange | None = None
+
+    def check_finite(self, grads: list[tf.Tensor | None]) -> tf.Tensor:
+        """Tell whether the gradients are finite on every rank."""
+        return self.exchanger.all_ranks(super().check_finite(grads))

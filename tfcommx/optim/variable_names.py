@@ -1,0 +1,37 @@
+"""What plans, residuals and checkpoints call the variables of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import keras
+
+
+class VariableNames:
+    """Unique names of Keras variables: their paths, with a number if another has the same path."""
+
+    def __init__(self) -> None:
+        # By id, which is the variable's own as long as the variable is held here
+        self._names: dict[int, tuple[str, keras.Variable]] = {}
+
+    def of(self, variables: Sequence[keras.Variable]) -> list[str]:
+        """Return the variables' names, made unique in the order of the first call.
+
+        Parts of a model may have layers of the same name, as two networks of keras.applications
+        have.
+        """
+        taken = {name for name, _ in self._names.values()}
+        for variable in variables:
+            if id(variable) not in self._names:
+                name, number = variable.path, 1
+                while name in taken:
+                    number += 1
+                    name = f"{variable.path}#{number}"
+                taken.add(name)
+                self._names[id(variable)] = name, variable
+        return [self._names[id(variable)][0] for variable in variables]
+
+    def rename(self, variables: Sequence[keras.Variable], names: Sequence[str]) -> None:
+        """Give the variables these names, which are unique."""
+        for variable, name in zip(variables, names, strict=True):
+            self._names[id(variable)] = (name, variable)

@@ -1,0 +1,76 @@
+"""One bucket's part of a step. What kind of bucket it is, is decided when the runner is made.
+
+The only file here that asks the table of routes for anything except shards and prices.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfcommx import routes
+from tfcommx.comm.base import Comm
+from tfcommx.runtime.flat import flatten, unflatten
+from tfcommx.runtime.residuals import BucketState
+from tfcommx.runtime.selector import Selector
+from tfcommx.terms import Plan
+from tfcommx.wire import codec
+
+
+class BucketRunner:
+    """Carries out one bucket of a plan on this rank: its route, selection and state, resolved."""
+
+    def __init__(self, plan: Plan, index: int, state: BucketState, comm: Comm) -> None:
+        """Decide how the plan's bucket number `index` travels.
+
+        `state` is what this rank keeps of it. A dense bucket that has a residual to add, from a
+        plan before, travels as a flat vector.
+        """
+        bucket = plan.buckets[index]
+        self.bucket, self.state, self._comm = bucket, state, comm
+        self._route = routes.get(bucket.route)
+        self._as_list = self._route.takes_list and state.pending is None and not bucket.momentum
+        self._average = plan.operation == "average"
+        # The sum over the ranks times this is the result.
+        self._factor = 1 / plan.topology.size if self._average else 1.0
+        self.selector = None if bucket.k is None else Selector(plan, index, state, comm)
+
+    def exchange(self, parts: Sequence[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
+        """Return the average (or sum) over the ranks of each of the bucket's tensors.
+
+        Args:
+            parts: this rank's gradients, in the order of the bucket's variables.
+            step: int64, the number of this step, from 1.
+
+        **Ranks:** all. **Cost:** one copy into and one out of the flat vector, and the route.
+        """
+        if self._as_list:
+            return self._exchange_list(parts)
+        total = self._sum(flatten(parts, self.bucket), step)
+        if self._factor != 1:
+            total = total * tf.constant(self._factor, total.dtype)
+        return unflatten(total, parts, self.bucket)
+
+    def broadcast(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Return rank 0's tensors, such as the weights of the bucket's variables, on every rank.
+
+        **Ranks:** all. **Cost:** one broadcast, by the route's own messages if it has such.
+        """
+        flat = self._route.broadcast(flatten(parts, self.bucket), self.bucket, self._comm)
+        return unflatten(flat, parts, self.bucket)
+
+    def _exchange_list(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        cast = [tf.cast(part, self.bucket.dtype) for part in parts]
+        totals = self._route.run_list(cast, self.bucket, self._comm, self._average)
+        return [tf.cast(total, part.dtype) for total, part in zip(totals, parts, strict=True)]
+
+    def _sum(self, flat: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        """Return the sum over the ranks of what is sent of the flat vector."""
+        if self.selector is None:
+            total = self._route.run(flat, self.bucket, self._comm, codec)
+            # Residuals of before come after momentum, which they have had.
+            return self.state.add_residual(self.state.add_velocity(total))
+        select = functools.partial(self.selector.select, seed=self.selector.seed(step))
+        return self._route.run(flat, self.bucket, self._comm, codec, select)

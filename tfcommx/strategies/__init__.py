@@ -1,0 +1,61 @@
+"""Who updates the weights: the table of strategies.
+
+    synchronous     gradients are exchanged, every rank applies them: the identity, as Horovod does
+    root            gradients are reduced to rank 0, which applies them and broadcasts the weights
+    rebroadcast     as synchronous, and every few steps rank 0's weights go to all ranks
+
+    >>> import tfcommx as cx
+    >>> cx.strategies.strategy_of("root")
+    Root()
+    >>> cx.strategies.Rebroadcast(every=5)
+    Rebroadcast(every=5)
+
+To add one: write one file with a frozen dataclass that fulfils `base.Strategy`, whose fields are
+its options, and a class that fulfils `base.StrategyRun`; add a row to `STRATEGIES`; list it above.
+The laws in tests/strategies run over the table: after a step all ranks hold the same weights (or,
+if it lets them drift, come together when it says so), and a mismatch between ranks is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tfcommx.strategies.base import Strategy, StrategyRun, agree_on_strategy
+from tfcommx.strategies.rebroadcast import Rebroadcast
+from tfcommx.strategies.root import Root
+from tfcommx.strategies.synchronous import Synchronous
+from tfcommx.terms import PlanError, check_name
+
+# Name -> class. Those whose options all have defaults can be asked for by name.
+STRATEGIES: dict[str, type[Strategy]] = {
+    "synchronous": Synchronous,
+    "root": Root,
+    "rebroadcast": Rebroadcast,
+}
+
+__all__ = [
+    "STRATEGIES",
+    "Rebroadcast",
+    "Root",
+    "Strategy",
+    "StrategyRun",
+    "Synchronous",
+    "agree_on_strategy",
+    "strategy_of",
+]
+
+
+def strategy_of(asked: str | Strategy) -> Strategy:
+    """Return the strategy that is asked for, by name or as an instance.
+
+    **Raises:** PlanError for an unknown name, with the nearest one, and for what is no strategy.
+    """
+    if isinstance(asked, str):
+        return STRATEGIES[check_name("strategy", asked, STRATEGIES)]()
+    is_instance = dataclasses.is_dataclass(asked) and not isinstance(asked, type)
+    if is_instance and isinstance(asked, Strategy):
+        return asked
+    raise PlanError(
+        f"`strategy` must be one of {', '.join(STRATEGIES)}, or an instance such as "
+        f"tfcommx.strategies.Rebroadcast(every=5). Received {asked!r}."
+    )

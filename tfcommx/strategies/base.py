@@ -1,0 +1,93 @@
+"""What a strategy is: what the ranks exchange, when, and who applies the update.
+
+model.fit -> optimizer.apply -> run.exchange(gradients) -> Keras clips -> run.update(...)
+                                [what is exchanged]                       [who applies it;
+                                                                           weights are shared]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Protocol, runtime_checkable
+
+import tensorflow as tf
+
+from tfcommx.comm.base import Comm
+from tfcommx.routes.messages import MessageOptions
+from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.terms import Plan, PlanError
+
+
+class StrategyRun(Protocol):
+    """A strategy at work on one plan: it may keep state of its own between steps."""
+
+    executor: PlanExecutor
+
+    def exchange(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Return the gradients that this rank goes on with, before Keras clips them.
+
+        Args:
+            gradients: variable path -> dense tensor, for exactly the variables of the plan.
+
+        **Ranks:** all.
+        """
+
+    def update(
+        self,
+        apply: Callable[[], None],
+        gradients: Sequence[tf.Tensor],
+        weights: Mapping[str, tf.Variable],
+    ) -> None:
+        """Call `apply`, which updates the weights, if this rank does; share weights if it is time.
+
+        Args:
+            apply: applies `gradients` to the weights.
+            gradients: what `exchange` returned, clipped by Keras.
+            weights: variable path -> variable, for exactly the variables of the plan.
+
+        **Ranks:** all.
+        """
+
+
+@runtime_checkable
+class Strategy(Protocol):
+    """What a user asks for: a frozen dataclass of options, equal (by its repr) on all ranks."""
+
+    # The sums of gradients are needed on rank 0 alone: routes that can, reduce to it.
+    reduces_to_root: ClassVar[bool]
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan that the strategy cannot work with. **Raises:** PlanError."""
+
+    def start(self, executor: PlanExecutor) -> StrategyRun:
+        """Get ready for the steps of one plan. **Ranks:** all, outside of traced code."""
+
+
+def agree_on_strategy(strategy: Strategy, comm: Comm) -> None:
+    """Refuse, on every rank, strategies that differ between ranks.
+
+    **Ranks:** all. **Cost:** one small exchange on the host, before training.
+    **Raises:** PlanError that names both strategies and the rank.
+    """
+    everyone = comm.gather_objects(repr(strategy))
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            raise PlanError(
+                f"The strategy must be the same on every rank. Rank 0 has {everyone[0]} and rank "
+                f"{rank} has {other}. Pass the same `strategy` on every rank."
+            )
+
+
+def require_sums_on_all_ranks(plan: Plan, strategy: Strategy) -> None:
+    """Refuse a plan that reduces to the root, for a strategy where every rank needs the sums.
+
+    **Raises:** PlanError.
+    """
+    for bucket in plan.buckets:
+        options = bucket.options
+        if isinstance(options, MessageOptions) and options.collective == "reduce":
+            raise PlanError(
+                f"With {strategy} every rank needs the sums of gradients. Received a plan whose "
+                f"{bucket.name} is reduced to rank 0 alone. Make it with reduce_to_root=False, or "
+                'take strategy="root".'
+            )
