@@ -1,21 +1,35 @@
 # make demo   set everything up, train, print and save a report
-# make test   set everything up, pass all tests
+# make test   set everything up, check the style, pass the tests: every law on every member of every
+#             family, real ranks under Gloo and MPI, faults, the README's commands; the same cases each
+#             time. At most 15 minutes on 2 idle cores
+# make test-all   the same, and what is marked `exhaustive`: whole products of parameters, all tests
+#             of ranks in all launches; random cases are new ones each time. At most 40 minutes
 # make setup  set everything up; TFCOMMX_SETUP="--gpu" for TensorFlow's GPU wheel and NCCL
 
 VENV := $(or $(TFCOMMX_VENV),.venv)
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
-.PHONY: setup demo test lint
+# Tests that only wait run beside others; those that measure time (`serial`) run alone, afterwards
+PYTEST = python -m pytest
+SIDE_BY_SIDE = -n 2 --dist loadgroup
+
+.PHONY: setup demo test test-all lint
 setup:
 	python3 scripts/bootstrap.py $(TFCOMMX_SETUP)
 
 demo: setup
-	TFCOMMX_TERMINAL=$$(tty -s && tty) horovodrun -np 4 --gloo tfcommx train configs/fashion_mnist.yaml
+	tfcommx train configs/fashion_mnist.yaml --processes 4
 
 test: setup lint
-	python -m pytest
+	$(PYTEST) $(SIDE_BY_SIDE) -m "not serial and not exhaustive"
+	$(PYTEST) -m "serial and not exhaustive"
+
+test-all: setup lint
+	$(PYTEST) $(SIDE_BY_SIDE) -m "not serial" --hypothesis-profile=random
+	$(PYTEST) -m serial --hypothesis-profile=random
 
 lint: setup
 	ruff check .
 	ruff format --check .
+	mypy
 	find ops scripts tests -name '*.cc' -o -name '*.cu' -o -name '*.h' -o -name '*.inl' | xargs clang-format --dry-run -Werror

@@ -1,143 +1,183 @@
-"""Builds the native op library tfcommx/lib/libtfcommx.so from ops/ against the installed
-TensorFlow.
+"""Build tfcommx with its native ops, tfcommx/lib/libtfcommx.so, against the installed TensorFlow.
 
-`pip install --no-build-isolation -e .` builds in place. Where nvcc is found (on PATH, or in
-/usr/local/cuda/bin) the CUDA kernels are built too, unless TFCOMMX_CUDA=0 is in the environment.
-Everything else about the package is in pyproject.toml.
+    pip install --no-build-isolation .       # into an environment with TensorFlow and Horovod
+    pip install --no-build-isolation -e .    # the same in place, as `make setup` does
+    pip wheel --no-build-isolation --no-deps -w dist .
+
+If nvcc is found (on PATH, or in /usr/local/cuda/bin) the CUDA kernels are built too, unless
+TFCOMMX_CUDA=0 is in the environment. A library that was built before from the same sources, by the
+same compilers, for the same TensorFlow is used again. Everything else about the package is in
+pyproject.toml.
 """
 
+from __future__ import annotations
+
+import hashlib
 import json
 import os
 import runpy
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-LIBRARY = "libtfcommx.so"
-# sm_80 and sm_90 as machine code; PTX for what comes after them.
-CUDA_TARGETS = [
+OPS = ROOT / "ops"
+LIBRARY, FACTS = "libtfcommx.so", "build.json"
+# Without contraction a product is rounded before it is added, alike on every instruction set.
+CPU_FLAGS = ["-ffp-contract=off", "-fPIC", "-Wall"]
+# sm_80 and sm_90 as machine code; PTX for later ones.
+CUDA_FLAGS = [
     "-gencode=arch=compute_80,code=sm_80",
     "-gencode=arch=compute_90,code=[sm_90,compute_90]",
+    "-Xcompiler",
+    "-fPIC",
 ]
 
 
+class Toolchain(NamedTuple):
+    """What the library is compiled with."""
+
+    # TensorFlow's version
+    tensorflow: str
+    # Flags for the files that include TensorFlow's headers
+    compile_flags: list[str]
+    link_flags: list[str]
+    # Path of nvcc; None: no CUDA kernels
+    nvcc: str | None
+
+    @property
+    def common(self) -> list[str]:
+        """Flags of every file."""
+        return ["-std=c++17", "-O3", f"-I{OPS}", *(["-DTFCOMMX_CUDA=1"] if self.nvcc else [])]
+
+    @property
+    def devices(self) -> str:
+        """The devices of the kernels, as kernels/loader reads them."""
+        if self.nvcc:
+            return "CPU and CUDA"
+        return "CPU only: nvcc was not found, or not wanted"
+
+    def fingerprint(self) -> str:
+        """Hash compilers, flags and TensorFlow's version, but not the folders they are in."""
+        versions = [
+            subprocess.run([name, "--version"], capture_output=True, text=True, check=True).stdout
+            for name in ("g++", self.nvcc)
+            if name
+        ]
+        flags = [*self.common, *self.compile_flags, *self.link_flags, *CPU_FLAGS, *CUDA_FLAGS]
+        kept = [flag for flag in flags if not flag.startswith(("-I", "-L"))]
+        return hashlib.sha256(repr((self.tensorflow, versions, kept)).encode()).hexdigest()[:16]
+
+
+def find_toolchain() -> Toolchain:
+    """Return what the library is compiled with here; stop if TensorFlow is missing."""
+    try:
+        import tensorflow as tf
+    except ImportError as error:
+        raise SystemExit(
+            "TensorFlow must be installed before the native ops are built, and pip be told to use "
+            "it: pip install --no-build-isolation . (scripts/bootstrap.py sets up all of it.)"
+        ) from error
+    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    return Toolchain(
+        tf.__version__,
+        tf.sysconfig.get_compile_flags(),
+        tf.sysconfig.get_link_flags(),
+        None if os.environ.get("TFCOMMX_CUDA") == "0" else nvcc,
+    )
+
+
 def compile_all(commands: list[list[str]]) -> None:
-    """Run compiler calls side by side, one per processor; stop with the first failure's
-    own words.
-    """
+    """Run compiler calls side by side, one per processor; stop with the first failure's output."""
     waiting, running = list(commands), []
     while waiting or running:
         while waiting and len(running) < (os.cpu_count() or 1):
             command = waiting.pop(0)
-            running.append(
-                (
-                    command,
-                    subprocess.Popen(
-                        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-                    ),
-                )
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )
+            running.append((command, process))
         command, process = running.pop(0)
         output, _ = process.communicate()
         if process.returncode:
             for _, other in running:
                 other.kill()
-            hint = (
-                "\nDo without the CUDA kernels: export TFCOMMX_CUDA=0"
-                if Path(command[0]).name == "nvcc"
-                else ""
-            )
+            of_cuda = Path(command[0]).name == "nvcc"
+            hint = "\nTo build without the CUDA kernels: export TFCOMMX_CUDA=0" if of_cuda else ""
             raise SystemExit(f"{' '.join(command)}\n{output}{hint}")
 
 
-class BuildOps(build_ext):
-    def build_extension(self, ext: Extension) -> None:
-        try:
-            import tensorflow as tf
-        except ImportError as error:
-            raise SystemExit(
-                "TensorFlow must be installed before the native ops are built: "
-                "scripts/bootstrap.py does both."
-            ) from error
-        target = Path(self.build_lib) / "tfcommx" / "lib"
-        objects = Path(self.build_temp)
-        target.mkdir(parents=True, exist_ok=True)
-        objects.mkdir(parents=True, exist_ok=True)
+def compile_library(tools: Toolchain, objects: Path, library: Path) -> None:
+    """Compile ops/ and link it to `library`."""
+    commands, outputs = [], []
+    for source in sorted(OPS.rglob("*.cc")):
+        outputs.append(str(objects / f"{source.stem}.o"))
+        flags = CPU_FLAGS + (tools.compile_flags if source.parent.name == "tf" else [])
+        commands.append(["g++", *tools.common, *flags, "-c", str(source), "-o", outputs[-1]])
+    for source in sorted((OPS / "kernels").glob("*.cu")) if tools.nvcc else []:
+        outputs.append(str(objects / f"{source.stem}_cu.o"))
+        commands.append(
+            [tools.nvcc, *tools.common, *CUDA_FLAGS, "-c", str(source), "-o", outputs[-1]]
+        )
+    compile_all(commands)
+    # nvcc adds the static CUDA runtime, so that the library also loads on machines without CUDA
+    linker = tools.nvcc or "g++"
+    compile_all([[linker, "-shared", *outputs, *tools.link_flags, "-o", str(library)]])
 
-        # Before they are compiled: what is changed meanwhile is not taken for built.
-        sources = runpy.run_path(str(ROOT / "tfcommx" / "kernels" / "build_digest.py"))["digest"](
-            ROOT / "ops"
-        )
-        cpu = sorted((ROOT / "ops").rglob("*.cc"))
-        found = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-        nvcc = found if os.environ.get("TFCOMMX_CUDA") != "0" else None
-        cuda = sorted((ROOT / "ops" / "kernels").glob("*.cu")) if nvcc else []
-        common = ["-std=c++17", "-O3", f"-I{ROOT / 'ops'}"] + (["-DTFCOMMX_CUDA=1"] if cuda else [])
-        commands, outputs = [], []
-        for source in cpu:
-            outputs.append(str(objects / f"{source.stem}.o"))
-            tensorflow = tf.sysconfig.get_compile_flags() if source.parent.name == "tf" else []
-            # Without contraction a product is rounded before it is added, on every instruction set
-            # alike.
-            commands.append(
-                [
-                    "g++",
-                    *common,
-                    "-ffp-contract=off",
-                    "-fPIC",
-                    "-Wall",
-                    *tensorflow,
-                    "-c",
-                    str(source),
-                    "-o",
-                    outputs[-1],
-                ]
-            )
-        for source in cuda:
-            outputs.append(str(objects / f"{source.stem}_cu.o"))
-            commands.append(
-                [
-                    nvcc,
-                    *common,
-                    *CUDA_TARGETS,
-                    "-Xcompiler",
-                    "-fPIC",
-                    "-c",
-                    str(source),
-                    "-o",
-                    outputs[-1],
-                ]
-            )
-        compile_all(commands)
-        part = target / f"{LIBRARY}.part"
-        # nvcc adds the static CUDA runtime: the library loads where no CUDA is
-        linker = nvcc if cuda else "g++"
-        compile_all(
-            [[linker, "-shared", *outputs, *tf.sysconfig.get_link_flags(), "-o", str(part)]]
-        )
-        part.rename(target / LIBRARY)
+
+def put(source: Path, target: Path) -> None:
+    """Copy a file; a process that has the old one open keeps it, because renaming is atomic."""
+    part = target.with_name(f"{target.name}.part")
+    shutil.copyfile(source, part)
+    part.rename(target)
+
+
+def is_built(folder: Path, facts: dict[str, Any]) -> bool:
+    """Tell whether a folder has the library, built from and with exactly this."""
+    found = folder / FACTS
+    return (
+        (folder / LIBRARY).is_file() and found.is_file() and json.loads(found.read_text()) == facts
+    )
+
+
+class BuildOps(build_ext):
+    """Builds the native library in place of a Python extension module."""
+
+    def build_extension(self, ext: Extension) -> None:
+        tools = find_toolchain()
+        digest = runpy.run_path(str(ROOT / "tfcommx" / "kernels" / "build_digest.py"))["digest"]
         facts = {
-            "tensorflow": tf.__version__,
-            "devices": "CPU and CUDA" if cuda else "CPU only: nvcc was not found, or not wanted",
-            "sources": sources,
+            "tensorflow": tools.tensorflow,
+            "devices": tools.devices,
+            # Before they are compiled: a file that changes meanwhile does not count as built.
+            "sources": digest(OPS),
+            "built_with": tools.fingerprint(),
         }
-        (target / "build.json").write_text(json.dumps(facts) + "\n")
+        target = Path(self.build_lib).resolve() / "tfcommx" / "lib"
+        target.mkdir(parents=True, exist_ok=True)
+        if is_built(target, facts):
+            return
+        in_place = ROOT / "tfcommx" / "lib"
+        if is_built(in_place, facts):
+            put(in_place / LIBRARY, target / LIBRARY)
+        else:
+            objects = Path(self.build_temp)
+            objects.mkdir(parents=True, exist_ok=True)
+            compile_library(tools, objects, objects / LIBRARY)
+            put(objects / LIBRARY, target / LIBRARY)
+        (target / FACTS).write_text(json.dumps(facts) + "\n")
 
     def copy_extensions_to_source(self) -> None:
-        """In-place builds: setuptools would look for a Python extension module, which this library
-        is not.
-        """
+        """Copy the library for in-place builds: setuptools would look for a Python extension."""
         target = ROOT / "tfcommx" / "lib"
         target.mkdir(parents=True, exist_ok=True)
-        # rename is atomic: a process that has the old library open keeps it
-        for name in (LIBRARY, "build.json"):
-            part = target / f"{name}.part"
-            shutil.copyfile(Path(self.build_lib) / "tfcommx" / "lib" / name, part)
-            part.rename(target / name)
+        for name in (LIBRARY, FACTS):
+            put(Path(self.build_lib) / "tfcommx" / "lib" / name, target / name)
 
     def get_outputs(self) -> list[str]:
         return []
@@ -146,4 +186,17 @@ class BuildOps(build_ext):
         return {}
 
 
-setup(ext_modules=[Extension("tfcommx.lib.tfcommx", [])], cmdclass={"build_ext": BuildOps})
+class BuildModules(build_py):
+    """Copies the modules, and none that an earlier build left and the sources no longer have."""
+
+    def run(self) -> None:
+        if not self.editable_mode:
+            for path in (Path(self.build_lib) / "tfcommx").rglob("*.py"):
+                path.unlink()
+        super().run()
+
+
+setup(
+    ext_modules=[Extension("tfcommx.lib.tfcommx", [])],
+    cmdclass={"build_ext": BuildOps, "build_py": BuildModules},
+)

@@ -135,7 +135,7 @@ def pipelines(source, resolution: int, store: int):
     """
     import tensorflow as tf
 
-    from tfcommx.data.sources.base import decode as decode_small
+    from tfcommx.data.sources.decode import decode as decode_small
 
     files = tf.constant([source.where(i) for i in range(source.count)])
     labels = tf.constant([source.label(i) for i in range(source.count)], tf.int64)
@@ -196,15 +196,17 @@ def pipelines(source, resolution: int, store: int):
     return decoded, *keeping
 
 
-def against_twin(cache, phase, epoch: int, step: int, images) -> None:
+def against_twin(cache, spec, epoch: int, step: int, images) -> None:
     """Check all pictures of one batch."""
-    from tfcommx.kernels.reference_augment import augment, window_of
+    from tfcommx.kernels.augment import augment_definition, window_of
 
     samples = cache.share(epoch)[step * BATCH : (step + 1) * BATCH].tolist()
     for image, sample in zip(images, samples, strict=True):
         pixels, _ = cache.slab.get(sample)
-        window = window_of(phase.rule(cache.options.seed), epoch, sample, *pixels.shape[:2])
-        want = augment(pixels, window, image.shape[:2], "float32", (0.0,) * 3, (1.0,) * 3).numpy()
+        window = window_of(spec.rule(cache.options.seed), epoch, sample, *pixels.shape[:2])
+        want = augment_definition(
+            pixels, window, image.shape[:2], "float32", (0.0,) * 3, (1.0,) * 3
+        ).numpy()
         worst = np.abs(image - want).max()
         assert worst <= 1 / 255, (
             f"sample {sample} differs from the twin by {worst * 255} grey levels"
@@ -217,20 +219,19 @@ def whole_samples() -> dict:
     """
     import tensorflow as tf
 
-    from tfcommx.data.cache.batches import Phase, read
-    from tfcommx.data.cache.cache import DataCache
-    from tfcommx.data.cache.options import Options
-    from tfcommx.data.sources.arrays import Arrays
+    import tfcommx as cx
+    from tfcommx.data.cache.batches import read
+    from tfcommx.data.sources import Arrays
 
     images = np.random.default_rng(0).integers(0, 256, (8192, 128, 128, 3), np.uint8)
-    cache = DataCache(Arrays(images, np.arange(8192)), options=Options(memory=ARGS.memory))
+    cache = cx.DataCache(Arrays(images, np.arange(8192)), memory=ARGS.memory)
     cache.warm()
     rng, none, at = np.random.default_rng(1), np.zeros(0, np.uint8), -np.ones(256, np.int64)
-    phase = Phase(batch=256, dtype="uint8")
+    spec = cx.BatchSpec(batch=256, dtype="uint8")
 
     # eager: calling a tf.function of nothing takes 0.2 ms of Python, a third of what the copy takes
     def call(indices):
-        return read(cache.slab, indices, none, at, tf.constant(0, tf.int64), phase, 3, 0)[0]
+        return read(cache.slab, indices, none, at, tf.constant(0, tf.int64), spec, 3, 0)[0]
 
     call(tf.constant(rng.permutation(8192)[:256]))  # maps the slab
     target, times = np.ones_like(images[:256]), []
@@ -260,10 +261,8 @@ def whole_samples() -> dict:
 def main() -> None:
     import tensorflow as tf
 
-    from tfcommx.data.cache.batches import Phase
-    from tfcommx.data.cache.cache import DataCache
-    from tfcommx.data.cache.options import Options
-    from tfcommx.data.sources.folder import Folder
+    import tfcommx as cx
+    from tfcommx.data.sources import Folder
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(ARGS.folder or scratch)
@@ -280,23 +279,23 @@ def main() -> None:
         rows, first = [whole_samples()], []
         for resolution in ARGS.resolutions:
             store = ARGS.store or resolution * 8 // 7
-            phase = Phase(BATCH, resolution, "random", True, drop_remainder=False)
-            options = Options(memory=ARGS.memory, store=store)
+            spec = cx.BatchSpec(BATCH, resolution, "random", True, drop_remainder=False)
+            options = dict(memory=ARGS.memory, store=store)
             fills = []  # first epochs alone: (of tfdata_decode, of the cache)
             for _ in range(ARGS.firsts):
-                cache = DataCache(source, options=options)
-                alone = (pipelines(source, resolution, store)[0], cache.dataset(phase, 0, 1))
+                cache = cx.DataCache(source, **options)
+                alone = (pipelines(source, resolution, store)[0], cache.dataset(spec, 0, 1))
                 fills.append([Run("first epoch", resolution, data, wanted, 0) for data in alone])
                 cache.close()
-            cache = DataCache(source, options=options)
+            cache = cx.DataCache(source, **options)
             names = ("tfdata_decode", "tfdata_cache", "tfdata_cache_same", "datacache")
-            fed = (*pipelines(source, resolution, store), cache.dataset(phase, 0, 1 + ARGS.repeats))
+            fed = (*pipelines(source, resolution, store), cache.dataset(spec, 0, 1 + ARGS.repeats))
             runs = [
                 Run(name, resolution, data, wanted, ARGS.repeats)
                 for name, data in zip(names, fed, strict=True)
             ]
             for kept in runs[3].kept:
-                against_twin(cache, phase, *kept)
+                against_twin(cache, spec, *kept)
             means = [run.mean() for run in runs]
             assert np.ptp(means) < 0.1, f"the pipelines disagree about the pictures: means {means}"
             assert cache.report(ARGS.repeats)["hit_memory"] == 1

@@ -1,52 +1,51 @@
 #!/usr/bin/env python3
-"""Claim: selection with error feedback costs at most 1.5 times the bare addition of the residual,
-and a tenth of a top-k.
+"""Claim: selection with error feedback costs at most 1.5 times the bare addition of the residual.
 
-    python scripts/bench_select.py                          # n = 25,000,000, densities 0.001 and
-    0.01, all cores python scripts/bench_select.py --json results.jsonl     # one object a line
-    python scripts/bench_select.py --dtypes float32 float16 bfloat16 python scripts/bench_select.py
-    --inputs equal zero one_bin sorted      # degenerate gradients: the kernels and the addition
-    only
+And a tenth of a top-k.
 
-Every contestant adds the gradient to a residual of its own (but algorithm1, which is timed on the
-sum), chooses k entries by magnitude and zeroes them in the residual. They take turns, round by
+    python scripts/bench_select.py        # n = 25,000,000, densities 0.001 and 0.01, all cores
+    python scripts/bench_select.py --json results.jsonl     # one object a line
+    python scripts/bench_select.py --dtypes float32 float16 bfloat16
+    python scripts/bench_select.py --inputs equal zero one_bin sorted
+                                          # degenerate gradients: only the kernels and the addition
+
+Every contestant adds the gradient to a residual of its own (except algorithm1, which is timed on
+the sum), chooses k entries by magnitude and zeroes them in the residual. They take turns, round by
 round, so that what else the machine does meets all alike; the median counts. `limit_seconds` is 1.5
 times the bare addition r += g of the same rounds on the same threads. Each result is verified
-(verify_selection.py). For GPUs: scripts/bench_select_gpu.py.
+(verify_selection.py). For GPUs: scripts/bench_select_gpu.py. Options and columns:
+scripts/benchmark_options.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import benchmark_options
 import numpy as np
 import tensorflow as tf
-from rich.console import Console
-from rich.table import Table
 from verify_selection import verified
 
 from tfcommx import selection
-from tfcommx.kernels import native, reference
+from tfcommx.kernels import loader
+from tfcommx.kernels.select import below
 from tfcommx.terms import Sparse
 
 ALLOWED = 1.5  # times the bare addition
 DTYPES = {"float32": tf.float32, "float16": tf.float16, "bfloat16": tf.bfloat16}
-# gradient [n] of a generator; all but the first begin with a residual of zeros
+# Gradient [n] of a generator; all except the first begin with a residual of zeros.
 INPUTS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
     "normal": lambda random, n: random.standard_normal(n, np.float32),
     "equal": lambda random, n: np.full(n, -1.5, np.float32),
     "zero": lambda random, n: np.zeros(n, np.float32),
-    # one exponent, 12 equal bits
+    # One exponent, 12 equal bits.
     "one_bin": lambda random, n: (1 + random.integers(64, size=n) * 2.0**-23).astype(np.float32),
     "sorted": lambda random, n: np.sort(random.standard_normal(n, np.float32)),
 }
@@ -73,8 +72,9 @@ def compiled(
 def contestants(
     gradient: tf.Tensor, start: np.ndarray, k: int, rounds: int, opponents: bool
 ) -> list[Contestant]:
-    """Make the contestants, each with a residual of its own that begins as `start`; without
-    opponents the kernels and the addition.
+    """Make the contestants, each with a residual of its own that begins as `start`.
+
+    Without opponents: the kernels and the addition.
     """
 
     def fresh() -> tf.Variable:
@@ -102,7 +102,7 @@ def contestants(
     if not opponents:
         return found
     summed = tf.constant(start) + tf.cast(gradient, tf.float32)
-    printed = tf.function(lambda seed: reference.algorithm1(summed, k, seed=seed))
+    printed = tf.function(lambda seed: algorithm1(summed, k, seed=seed))
     found.append(
         Contestant("algorithm1", lambda seed: printed(tf.constant(seed, tf.int64)), None, few)
     )
@@ -149,6 +149,38 @@ def contestants(
     return [*found, Contestant("torch_topk", torch_topk, kept, few)]
 
 
+def algorithm1(x: tf.Tensor, k: int, searches: int = 30, seed: int = 0) -> Sparse:
+    """Choose k entries by Algorithm 1 as printed: a pass over |x| for each threshold tried.
+
+    If no threshold with at most k entries is found, the upper one is infinite here (printed: 0,
+    which takes everything).
+
+    **Cost:** searches + 5 passes.
+    **Source:** Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud
+    Clusters, 2021, Algorithm 1.
+    """
+    a = tf.abs(tf.convert_to_tensor(x))
+    mean, largest = tf.reduce_mean(a), tf.reduce_max(a)
+    left, right = tf.constant(0.0), tf.constant(1.0)
+    k1, k2 = tf.constant(0), tf.size(a)
+    upper, lower = tf.constant(float("inf")), tf.constant(0.0)
+    for _ in range(searches):
+        ratio = left + (right - left) / 2
+        threshold = mean + ratio * (largest - mean)
+        reached = tf.math.count_nonzero(a >= threshold, dtype=tf.int32)
+        few = reached <= k
+        left, right = tf.where(few, left, ratio), tf.where(few, ratio, right)
+        better1, better2 = few & (reached > k1), ~few & (reached < k2)
+        k1, upper = tf.where(better1, reached, k1), tf.where(better1, threshold, upper)
+        k2, lower = tf.where(better2, reached, k2), tf.where(better2, threshold, lower)
+    above = tf.cast(tf.where(a >= upper)[:, 0], tf.int32)
+    inside = tf.cast(tf.where((a < upper) & (a >= lower))[:, 0], tf.int32)
+    need = k - tf.size(above)
+    offset = below(seed, tf.size(inside) - need + 1)
+    indices = tf.concat([above, inside[offset : offset + need]], 0)
+    return Sparse(indices, tf.gather(x, indices), int(a.shape[0]))
+
+
 def array(x: object) -> np.ndarray:
     return x.numpy() if hasattr(x, "numpy") else np.asarray(x)
 
@@ -162,13 +194,14 @@ def checked(contestant: Contestant, chosen: Sparse | None, total: np.ndarray, k:
 
 
 def measure(kind: str, n: int, density: float, dtype: str, rounds: int) -> list[dict]:
+    """Time all contestants on one setting; return a row for each."""
     random = np.random.default_rng(1)
     k = max(1, int(n * density))
     gradient = tf.cast(INPUTS[kind](random, n), DTYPES[dtype])
     added = tf.cast(gradient, tf.float32).numpy()
     start = random.standard_normal(n, np.float32) * (kind == "normal")
     field = contestants(gradient, start, k, rounds, opponents=kind == "normal")
-    # the first round: also traces and warms up
+    # The first round also traces and warms up.
     checks = {c.name: checked(c, c.run(0), start + added, k) for c in field}
     times: dict[str, list[float]] = {c.name: [] for c in field}
     for turn in range(rounds):
@@ -180,48 +213,38 @@ def measure(kind: str, n: int, density: float, dtype: str, rounds: int) -> list[
     limit = ALLOWED * statistics.median(times["residual_add"])
     threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
     return [
-        {
-            "name": name,
-            "device": "cpu",
-            "input": kind,
-            "dtype": dtype,
-            "n": n,
-            "k": k,
-            "threads": threads,
-            "seconds": statistics.median(seconds),
-            "limit_seconds": limit,
-            "verified": checks[name],
-        }
+        benchmark_options.row(
+            name,
+            n,
+            statistics.median(seconds),
+            checks[name],
+            density,
+            limit,
+            device="cpu",
+            input=kind,
+            dtype=dtype,
+            k=k,
+            threads=threads,
+        )
         for name, seconds in times.items()
     ]
 
 
-def show(rows: list[dict], console: Console) -> None:
+def show(rows: list[dict]) -> None:
+    """Print the table of one setting."""
     one = rows[0]
-    bare = next(row["seconds"] for row in rows if row["name"] == "residual_add")
     title = (
         f"{one['input']}, {one['dtype']}, n = {one['n']:,}, k = {one['k']:,}, "
         f"{one['threads']} threads"
     )
-    table = Table(title=title, title_justify="left")
-    for heading in ("name", "ms", "/ residual_add", "verified"):
-        table.add_column(heading, justify="left" if heading == "name" else "right")
-    for row in rows:
-        good = "yes" if row["verified"] else "NO"
-        table.add_row(
-            row["name"], f"{row['seconds'] * 1e3:.2f}", f"{row['seconds'] / bare:.2f}", good
-        )
+    benchmark_options.print_table(rows, title, base="residual_add")
     names = {row["name"] for row in rows}
     if "tf_top_k" in names and "torch_topk" not in names:
-        table.add_row("torch_topk", "not installed")
-    console.print(table)
+        print("torch_topk: not installed")
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument("--n", type=int, default=25_000_000, help="entries of the gradient")
+    options = benchmark_options.parser(__doc__, sizes=[25_000_000], repeats=21)
     options.add_argument("--density", type=float, nargs="+", default=[0.001, 0.01], help="k / n")
     options.add_argument(
         "--inputs", nargs="+", choices=list(INPUTS), default=["normal"], help="kinds of gradients"
@@ -229,25 +252,17 @@ def main() -> int:
     options.add_argument(
         "--dtypes", nargs="+", choices=sorted(DTYPES), default=["float32"], help="of the gradient"
     )
-    options.add_argument(
-        "--rounds",
-        type=int,
-        default=21,
-        help="of the fast contestants; the slow ones run a quarter of them",
-    )
-    options.add_argument("--json", type=Path, help="write one object a line to this file")
     chosen = options.parse_args()
-    if native.library() is None:
-        raise SystemExit(f"The native library is needed. {native.REBUILD}")
-    console, rows = Console(), []
+    if loader.library() is None:
+        raise SystemExit(f"The native library is needed. {loader.REBUILD}")
+    rows = []
+    settings = itertools.product(chosen.inputs, chosen.sizes, chosen.density, chosen.dtypes)
     with tf.device("/cpu:0"):
-        for kind, density, dtype in itertools.product(chosen.inputs, chosen.density, chosen.dtypes):
-            rows.append(measure(kind, chosen.n, density, dtype, chosen.rounds))
-            show(rows[-1], console)
-    everything = [row for group in rows for row in group]
-    if chosen.json:
-        chosen.json.write_text("".join(json.dumps(row) + "\n" for row in everything))
-    return 0 if all(row["verified"] for row in everything) else 1
+        for kind, n, density, dtype in settings:
+            found = measure(kind, n, density, dtype, chosen.repeats)
+            show(found)
+            rows += found
+    return benchmark_options.finish(rows, chosen)
 
 
 if __name__ == "__main__":

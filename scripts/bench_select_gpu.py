@@ -1,25 +1,27 @@
 #!/usr/bin/env python3
-"""Claim: on a GPU, selection with error feedback costs at most 1.25 times a copy that moves 16
-bytes an entry, and less than others.
+"""Claim: on a GPU, selection costs at most 1.25 times a copy that moves 16 bytes an entry.
 
-    python scripts/bench_select_gpu.py                        # n = 25,600,000 and 128,000,000, k =
-    0.001 n and 0.01 n python scripts/bench_select_gpu.py --json gpu.jsonl       # the rows go to a
-    file, too python scripts/bench_select_gpu.py --on-cpu --n 100000    # without a GPU: the same is
-    checked, but the times tell nothing
+With error feedback; and less than others.
 
-scripts/check_cuda times our kernels (mstopk, exact), the bare addition, the copy and, where the
-CUDA headers have it, CUB's DeviceTopK. Here those join that can be imported: PyTorch's topk,
-Algorithm 1 as printed (in PyTorch), CuPy's argpartition. Each adds the gradient to a residual of
-its own (but algorithm1, which is timed on the sum) and zeroes there what it chose. Each is verified
-in its first round (verify_selection.py); then rounds are queued one after another, as in training,
-and their mean counts.
+    python scripts/bench_select_gpu.py                    # n = 25,600,000 and 128,000,000,
+                                                          # k = 0.001 n and 0.01 n
+    python scripts/bench_select_gpu.py --json gpu.jsonl   # the rows go to a file, too
+    python scripts/bench_select_gpu.py --on-cpu -n 100000
+                                                          # without a GPU: the same is checked, but
+                                                          # the times tell nothing
+
+scripts/check_cuda times our kernels (mstopk, exact), the bare addition, the copy and, if the CUDA
+headers have it, CUB's DeviceTopK. Here those join that can be imported: PyTorch's topk, Algorithm 1
+as printed (in PyTorch), CuPy's argpartition. Each adds the gradient to a residual of its own
+(except algorithm1, which is timed on the sum) and zeroes there what it chose. Each is verified in
+its first round (verify_selection.py); then rounds are queued one after another, as in training, and
+their mean counts. Options and columns: scripts/benchmark_options.py.
 
 Needs nvcc, g++ and NumPy, no TensorFlow. No number of a GPU exists until this has run on one.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import benchmark_options
 import numpy as np
 from verify_selection import verified
 
@@ -147,7 +150,7 @@ def measure(n: int, rounds: int, on_cpu: bool) -> Iterator[dict]:
     gradient, start = random.standard_normal([2, n], np.float32)
     for k in sorted({row["k"] for row in kernels}):
         ours = [row for row in kernels if row["k"] == k]
-        yield from ours
+        yield from map(with_shared_columns, ours)
         for opponent in opponents(gradient, start, k, on_cpu):
             indices, values = map(opponent.host, opponent.run())
             kept = None if opponent.residual is None else opponent.host(opponent.residual)
@@ -157,32 +160,30 @@ def measure(n: int, rounds: int, on_cpu: bool) -> Iterator[dict]:
             for _ in range(rounds):
                 opponent.run()
             opponent.wait()
-            yield ours[0] | {
-                "name": opponent.name,
-                "seconds": (time.perf_counter() - begin) / rounds,
-                "verified": good,
-            }
+            seconds = (time.perf_counter() - begin) / rounds
+            theirs = {"name": opponent.name, "seconds": seconds, "verified": good}
+            yield with_shared_columns(ours[0] | theirs)
+
+
+def with_shared_columns(row: dict) -> dict:
+    """Put the columns that all benchmarks share before those of check_cuda."""
+    limit = row.get("limit_seconds")
+    shared = benchmark_options.row(
+        row["name"], row["n"], row["seconds"], row["verified"], row["k"] / row["n"], limit
+    )
+    return shared | {name: value for name, value in row.items() if name not in shared}
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument(
-        "--n", type=int, nargs="+", default=SIZES, help="entries of the gradient, float32"
-    )
-    options.add_argument("--rounds", type=int, default=51, help="that are timed")
+    options = benchmark_options.parser(__doc__, sizes=SIZES, repeats=51)
     options.add_argument("--on-cpu", action="store_true", help="check everything without a GPU")
-    options.add_argument("--json", type=Path, help="write one object a line to this file, too")
     chosen = options.parse_args()
     rows = []
-    for n in chosen.n:
-        for row in measure(n, chosen.rounds, chosen.on_cpu):
+    for n in chosen.sizes:
+        for row in measure(n, chosen.repeats, chosen.on_cpu):
             rows.append(row)
             print(json.dumps(row), flush=True)
-    if chosen.json:
-        chosen.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return 0 if all(row["verified"] for row in rows) else 1
+    return benchmark_options.finish(rows, chosen)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ void check_prediction(std::mt19937_64& random) {
 }
 #endif
 
-// ascending, unique
+// Ascending, unique.
 std::vector<int32_t> draw_indices(int64_t k, int64_t n, std::mt19937_64& random) {
   std::vector<int32_t> result;
   for (int64_t i = 0, left = k; left > 0; ++i) {
@@ -129,7 +129,7 @@ void check_wire(std::mt19937_64& random) {
   }
   const bool broken = layout.blocks && k && random() % 4 == 0,
              outside = !layout.blocks && k && random() % 4 == 0;
-  // of an index that is out of its shard
+  // Of an index that is out of its shard.
   const int64_t place = outside ? random() % (buffers * k) : 0;
   std::vector<int32_t> right(buffers * k);
   std::vector<float> right_values(buffers * k);

@@ -198,7 +198,7 @@ Result on_cpu(const Problem& p) {
   return result;
 }
 
-// Returns what the GPU chose; clears `good` where it wrote beyond its arrays.
+// Returns what the GPU chose; clears `good` if it wrote beyond its arrays.
 Result on_gpu(const Problem& p, size_t skip, bool* good) {
   const size_t entry = p.type == Float::float32 ? 4 : 2;
   OnDevice<char> gradient(p.gradient, skip * entry), workspace(select_cuda_workspace(p.n));
@@ -240,7 +240,7 @@ std::vector<float> make(const std::string& kind, int64_t n, uint64_t seed,
     if (kind == "sorted")
       x[i] = std::ldexp(1.0f + i % 1024 / 1024.0f, static_cast<int>(i / 1024 % 60) - 30);
   }
-  // large just where the kernel draws its sample, so that its threshold is far too high
+  // Large just where the kernel draws its sample, so that its threshold is far too high.
   if (kind == "misled") {
     const int64_t runs = std::min<int64_t>(n / 256, 4096), stretch = runs ? n / 8 / runs : 0;
     for (int64_t run = 0; run < runs; ++run)

@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""Claim: selection is right for a gradient of more than 2^31 entries, cut where the kernel's count
-of entries ends.
+"""Claim: selection is right for a gradient of more than 2^31 entries, cut at the kernel's limit.
 
     python scripts/check_large.py            # 22 GB of memory, a minute and a half
 
@@ -16,27 +15,27 @@ import os
 import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-# its allocator takes memory in doubling regions, more than there may be
+# oneDNN's allocator takes memory in doubling regions, more than there may be.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.kernels import native
+from tfcommx.kernels import loader, select
 
 LENGTHS = (2**31 - 1, 1001)
 DENSITY = 0.001
 
 
 def main() -> None:
-    if native.library() is None:
-        raise SystemExit(f"The native library is needed. {native.REBUILD}")
+    if loader.library() is None:
+        raise SystemExit(f"The native library is needed. {loader.REBUILD}")
     for length in LENGTHS:
-        # tf.random.normal makes two copies more
+        # tf.random.normal would make two more copies.
         gradient = tf.raw_ops.RandomStandardNormal(shape=[length], dtype=tf.float16, seed=1)
         residual, k = tf.Variable(tf.zeros([length])), max(1, int(DENSITY * length))
         start = time.perf_counter()
-        chosen = native.select_with_residual(gradient, residual, k, 1, "exact")
+        chosen = select.select_with_residual(gradient, residual, k, 1, "exact")
         seconds = time.perf_counter() - start
         indices, values = chosen.indices.numpy(), chosen.values.numpy()
         assert (
@@ -45,7 +44,7 @@ def main() -> None:
             and indices[0] >= 0
             and indices[-1] < length
         )
-        # so also where a signed product of 32 bits would have ended
+        # So also beyond the end of a signed product of 32 bits.
         assert k < 1000 or indices[-1] > 0.99 * length
         np.testing.assert_array_equal(
             values, tf.cast(tf.gather(gradient, chosen.indices), tf.float32)

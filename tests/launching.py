@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+WORKERS = ROOT / "tests" / "workers"  # programs that tests start
 LAUNCHERS = {
     "gloo": ["--gloo"],
     # more processes than cores, and a rank that waits sleeps (sched_yield may starve others:

@@ -112,7 +112,7 @@ void run_threads(int64_t turns, const std::function<void(int64_t)>& body) {
 
 }  // namespace
 
-// Takes n, and a kind where not all are wanted. Prints: kind, rule, states (0: none, 1: a residual,
+// Takes n, and a kind if not all are wanted. Prints: kind, rule, states (0: none, 1: a residual,
 // 2: a velocity too), n, k, entries read, peak bytes
 int main(int count, char** words) {
   const int64_t n = std::atoll(words[1]);

@@ -7,42 +7,53 @@ import re
 import pytest
 from launching import horovodrun
 
-CALLBACKS, CHECKPOINTS, USERS = (
-    f"--ignore=tests/ranks/test_{name}.py" for name in ("callbacks", "checkpoints", "users")
+OPTIMIZER, ROUTES, SWAP = (
+    f"tests/ranks/test_{name}.py" for name in ("optimizer", "routes", "swap")
 )
 
 
-# Time is short: what does not depend on the launcher, or on nodes of several slots, runs on two
-# ranks under Gloo. (Checkpoints of four ranks are in test_resize.py.)
+# What depends neither on the launcher nor on nodes of several slots runs on two ranks under Gloo.
+# (Checkpoints of four ranks are in test_resize.py.)
 @pytest.mark.parametrize(
-    ("ranks", "node_size", "launcher", "what"),
+    ("ranks", "node_size", "launcher", "files"),
     [
-        (2, "1", "mpi", f"tests/ranks {CALLBACKS} {CHECKPOINTS}"),
-        (2, "2", "gloo", "tests/ranks"),
-        (4, "2", "gloo", f"tests/ranks {CALLBACKS} {CHECKPOINTS} {USERS}"),
-        (4, "2", "mpi", "tests/ranks/test_routes.py"),
-        (3, "1", "mpi", "tests/ranks/test_routes.py"),
+        (2, "2", "gloo", ["tests/ranks"]),
+        (2, "1", "mpi", [OPTIMIZER, ROUTES, SWAP]),
+        (4, "2", "gloo", [OPTIMIZER, ROUTES, SWAP]),
+        (4, "2", "mpi", [ROUTES]),
+        (3, "1", "mpi", [ROUTES]),
     ],
+    ids=["2-gloo", "2-mpi", "4-gloo", "4-mpi", "3-mpi"],
 )
 def test_the_same_tests_on_several_ranks(
-    ranks: int, node_size: str, launcher: str, what: str
+    ranks: int, node_size: str, launcher: str, files: list[str], request: pytest.FixtureRequest
 ) -> None:
+    """Run tests marked `every_launch` in each launch, others on two ranks; all if exhaustive."""
+    only = [] if files == ["tests/ranks"] else ["every_launch"]
+    if "not exhaustive" in request.config.option.markexpr:
+        marks = " and ".join([*only, "not exhaustive"])
+    else:
+        marks = ""
     ended = horovodrun(
         ranks,
         [
             "-m",
             "pytest",
-            *what.split(),
+            *files,
             "-x",
             "-p",
             "no:cacheprovider",
+            "-p",
+            "no:xdist",
             "--color=no",
             "-o",
-            "addopts=-v",
+            f"addopts=-v -m '{marks}'",
         ],
         launcher,
         seconds=600,
         TFCOMMX_TEST_NODE_SIZE=node_size,
+        # ranks that share few cores look for work less often than every millisecond
+        HOROVOD_CYCLE_TIME="3",
     )
     assert ended.status == 0, ended.output[-8000:]
     assert len(re.findall(r"=+ \d+ passed", ended.output)) == ranks, ended.output[-8000:]

@@ -41,8 +41,8 @@ def make(kind: str, n: int, seed: int) -> np.ndarray:
     elif kind == "one_bin":  # so close together that only the last bits differ
         x = (1 + random.integers(0, 64, n) * 2.0**-23).astype(np.float32)
     elif kind == "not_finite":
-        where = random.random(n) < 10.0 ** -random.integers(0, 4)
-        x[where] = random.choice(np.array([np.nan, np.inf, -np.inf], np.float32), where.sum())
+        bad = random.random(n) < 10.0 ** -random.integers(0, 4)
+        x[bad] = random.choice(np.array([np.nan, np.inf, -np.inf], np.float32), bad.sum())
     elif kind == "all_nan":
         x = np.full(n, np.nan, np.float32)
     elif kind == "huge":  # sums overflow

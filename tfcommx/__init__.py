@@ -22,6 +22,8 @@ _PUBLIC = {
     "PlanError": "tfcommx.terms",
     "DistributedOptimizer": "tfcommx.optim.distributed_optimizer",
     "broadcast_variables": "tfcommx.optim.broadcast",
+    "DataCache": "tfcommx.data.cache.cache",
+    "BatchSpec": "tfcommx.data.cache.batch_spec",
 }
 _MODULES = {
     "callbacks": "tfcommx.optim.callbacks",

@@ -14,9 +14,9 @@
 namespace tfcommx {
 namespace {
 
-// values that a thread makes at once: 5 to 50 microseconds, far more than taking a turn
+// Values that a thread makes at once: 5 to 50 microseconds, far more than taking a turn.
 constexpr int64_t kTurn = 1 << 17;
-// bytes; a core's caches hold less, so its consumer reads it from memory in any case
+// Bytes; a core's caches hold less, so its consumer reads it from memory in any case.
 constexpr int64_t kLargeBatch = 8 << 20;
 
 uint64_t mix(uint64_t x) {  // splitmix64's finaliser
@@ -115,7 +115,7 @@ void fill_pixels(const Window& window, const Target& target, Columns* columns) {
 }
 
 #if defined(__x86_64__)
-// The tables by group, from those by pixel, for AVX-512; false where a group's neighbours lie too
+// The tables by group, from those by pixel, for AVX-512; false if a group's neighbours lie too
 // far apart.
 bool fill_groups(const Target& target, Columns* columns) {
   const int c = target.channels;
@@ -150,7 +150,7 @@ bool fill_groups(const Target& target, Columns* columns) {
 
 #if defined(__x86_64__)
 // Copies n bytes from one address divisible by 64 to another, past the caches; returns how many
-// were done, from the start. The next lines are asked for because no processor foresees where the
+// were done, from the start. The next lines are asked for because no processor predicts where the
 // next record lies.
 __attribute__((target("avx512f"))) int64_t copy_past_caches(const uint8_t* from, int64_t n,
                                                             uint8_t* to) {
@@ -178,113 +178,6 @@ const RowCode* choose(Code code, const Window& window, const Target& target, Col
 }
 
 }  // namespace
-
-const Record* record_at(const uint8_t* base, int64_t low, int64_t length, int64_t at,
-                        int64_t sample) {
-  const int64_t head = static_cast<int64_t>(sizeof(Record));
-  if (at < low || at % 64 || at > length - head) return nullptr;
-  const Record* record = reinterpret_cast<const Record*>(base + at);
-  if (record->sample != sample || record->height < 1 || record->width < 1 || record->channels < 1 ||
-      record->channels > 4)
-    return nullptr;
-  if (record->bytes != static_cast<int64_t>(record->height) * record->width * record->channels)
-    return nullptr;
-  return record->bytes <= length - head - at ? record : nullptr;
-}
-
-void foresee(const uint8_t* slab, int64_t sample) {
-  const SlabHeader* header = reinterpret_cast<const SlabHeader*>(slab);
-  const int64_t at = __atomic_load_n(
-      reinterpret_cast<const int64_t*>(slab + header->index_at) + sample, __ATOMIC_RELAXED);
-  if (at >= header->data_at && at < header->length) __builtin_prefetch(slab + at);
-}
-
-const Record* find(const uint8_t* slab, int64_t sample) {
-  const SlabHeader* header = reinterpret_cast<const SlabHeader*>(slab);
-  const int64_t* index = reinterpret_cast<const int64_t*>(slab + header->index_at);
-  const int64_t at = __atomic_load_n(index + sample, __ATOMIC_ACQUIRE);
-  return at ? record_at(slab, header->data_at, header->length, at, sample) : nullptr;
-}
-
-#if defined(__x86_64__)
-// Reduces n >= 64 bytes, a multiple of 16, to the 16 that leave the same remainder. `crc` is not
-// inverted here.
-// Source: Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction"
-// (2009), reflected.
-__attribute__((target("pclmul,sse4.1"))) void fold(uint32_t crc, const uint8_t* bytes, size_t n,
-                                                   uint8_t* rest) {
-  const __m128i by_four = _mm_set_epi64x(0x1c6e41596, 0x154442bd4),
-                by_one = _mm_set_epi64x(0xccaa009e, 0x1751997d0);
-  const auto load = [](const uint8_t* p) {
-    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  };
-  __m128i x[4];
-  for (int i = 0; i < 4; ++i) x[i] = load(bytes + 16 * i);
-  x[0] = _mm_xor_si128(x[0], _mm_cvtsi32_si128(static_cast<int>(crc)));
-  size_t at = 64;
-  for (; at + 64 <= n; at += 64) {
-    for (int i = 0; i < 4; ++i) {
-      const __m128i high = _mm_clmulepi64_si128(x[i], by_four, 0x11),
-                    low = _mm_clmulepi64_si128(x[i], by_four, 0x00);
-      x[i] = _mm_xor_si128(_mm_xor_si128(high, low), load(bytes + at + 16 * i));
-    }
-  }
-  __m128i one = x[0];
-  for (int i = 1; i < 4 || at < n; ++i) {
-    const __m128i high = _mm_clmulepi64_si128(one, by_one, 0x11),
-                  low = _mm_clmulepi64_si128(one, by_one, 0x00);
-    one = _mm_xor_si128(_mm_xor_si128(high, low), i < 4 ? x[i] : load(bytes + at));
-    if (i >= 4) at += 16;
-  }
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(rest), one);
-}
-#endif
-
-uint32_t crc32(uint32_t crc, const uint8_t* bytes, size_t length) {
-  struct Tables {
-    uint32_t t[8][256];
-    Tables() {
-      for (uint32_t i = 0; i < 256; ++i) {
-        uint32_t value = i;
-        for (int bit = 0; bit < 8; ++bit)
-          value = value & 1 ? 0xEDB88320u ^ (value >> 1) : value >> 1;
-        t[0][i] = value;
-      }
-      for (uint32_t i = 0; i < 256; ++i) {
-        for (int k = 1; k < 8; ++k) t[k][i] = t[0][t[k - 1][i] & 255] ^ (t[k - 1][i] >> 8);
-      }
-    }
-  };
-  static const Tables tables;
-  const auto& t = tables.t;
-  crc = ~crc;
-#if defined(__x86_64__)
-  static const bool folds = __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
-  if (folds && length >= 64) {
-    uint8_t rest[16];
-    fold(crc, bytes, length / 16 * 16, rest);
-    bytes += length / 16 * 16;
-    length %= 16;
-    crc = ~crc32(~0u, rest, sizeof(rest));
-  }
-#endif
-  for (; length >= 8; bytes += 8, length -= 8) {  // little-endian
-    uint32_t low, high;
-    std::memcpy(&low, bytes, 4);
-    std::memcpy(&high, bytes + 4, 4);
-    low ^= crc;
-    crc = t[7][low & 255] ^ t[6][(low >> 8) & 255] ^ t[5][(low >> 16) & 255] ^ t[4][low >> 24] ^
-          t[3][high & 255] ^ t[2][(high >> 8) & 255] ^ t[1][(high >> 16) & 255] ^ t[0][high >> 24];
-  }
-  for (; length; ++bytes, --length) crc = t[0][(crc ^ *bytes) & 255] ^ (crc >> 8);
-  return ~crc;
-}
-
-bool intact(const Record& record) {
-  const uint8_t* bytes = reinterpret_cast<const uint8_t*>(&record);
-  return crc32(crc32(0, bytes, offsetof(Record, crc)), bytes + sizeof(Record), record.bytes) ==
-         record.crc;
-}
 
 double uniform(uint64_t seed, uint64_t epoch, uint64_t sample, uint64_t draw) {
   return static_cast<double>(mix(mix(mix(mix(seed) + epoch) + sample) + draw) >> 11) * 0x1p-53;
@@ -367,7 +260,7 @@ void augment(const Image& image, const Window& window, const Target& wanted, voi
   for (float& scale : target.scale) scale *= 0x1p-20f;  // a power of two: exact
   const int64_t n = static_cast<int64_t>(window.width) * c, pitch = (n + kSlack + 31) / 32 * 32;
   blended.resize(pitch * kRows);
-  // read with weight 0
+  // Read with weight 0.
   for (int32_t y = 0; y < kRows; ++y) std::fill_n(blended.begin() + y * pitch + n, kSlack, 0);
   const RowCode* code = choose(most, window, target, &columns);
 
@@ -377,7 +270,7 @@ void augment(const Image& image, const Window& window, const Target& wanted, voi
       image.pixels + window.top * stride + static_cast<int64_t>(window.left) * c;
   for (int32_t y = 0, asked = 0; y < target.height; y += kRows) {
     const int32_t count = std::min(kRows, target.height - y);
-    // a window's rows are no stream that processors foresee: ask for those of the next turn
+    // A window's rows are no stream that processors predict: ask for those of the next turn.
     const int64_t wanted_rows =
         2 + static_cast<int64_t>(y + 2 * kRows) * window.height / target.height;
     for (; asked < std::min<int64_t>(wanted_rows, window.height); ++asked) {

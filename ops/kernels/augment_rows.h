@@ -15,9 +15,9 @@ namespace tfcommx {
 
 constexpr int32_t kGroup = 16;  // values of an output row that AVX-512 makes at once
 constexpr int32_t kReach = 64;  // elements of the blended row that one group can choose from
-// elements after a blended row that may be written, or read and count nothing
+// Elements after a blended row that may be written, or read and count nothing.
 constexpr int64_t kSlack = 64;
-// blended before they are read: a load that meets two stores on their way must wait for both
+// Blended before they are read: a load that meets two stores on their way must wait for both.
 constexpr int32_t kRows = 8;
 
 // The horizontal table of one image. AVX-512 takes values in groups; the others take pixels.

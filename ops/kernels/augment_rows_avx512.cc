@@ -56,7 +56,7 @@ TFCOMMX_AVX512 int32_t rows(const int16_t* blended, int64_t pitch, int32_t count
         continue;
       }
       __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(level), scale);
-      // or the compiler fuses it with the sum, which rounds once less than the other codes do
+      // Or the compiler fuses it with the sum, which rounds once less than the other codes do.
       asm("" : "+v"(scaled));
       const __m512 value = _mm512_add_ps(scaled, bias);
       if (kPixel == Pixel::kFloat) {

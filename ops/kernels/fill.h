@@ -1,4 +1,4 @@
-// Puts decoded samples into a slab (see augment.h), as tfcommx/data/slab.py and source.py do it.
+// Puts decoded samples into a slab (slab.h), as tfcommx/data/cache/slab.py does.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ struct FileHead {
   int32_t height, width;
 };
 
-// Reads the head of a JPEG or PNG; false where it is neither, or says no size.
+// Reads the head of a JPEG or PNG; false if it is neither, or says no size.
 bool read_head(const uint8_t* bytes, size_t length, FileHead* head);
 
 // The size at which an image is kept: its short side `store` pixels, the aspect kept, never

@@ -19,7 +19,7 @@
 namespace tfcommx {
 namespace {
 
-// the first of the 8 bytes that are locked: of the header, which nobody writes
+// The first of the 8 bytes that are locked: of the header, which nobody writes.
 enum class Lock : int64_t { kSpace = 0, kPwrite = 8 };
 
 bool lock(int file, Lock which, short kind, bool wait = false) {
@@ -31,7 +31,7 @@ bool lock(int file, Lock which, short kind, bool wait = false) {
   return fcntl(file, wait ? F_OFD_SETLKW : F_OFD_SETLK, &request) == 0;
 }
 
-// Finds where the `size` bytes of a sample may be written: kWritten where they may.
+// Finds where the `size` bytes of a sample may be written: kWritten if they may.
 Put take(const SlabFile& slab, int64_t sample, int64_t size, int64_t* at) {
   const std::lock_guard<std::mutex> threads(*slab.one_takes);
   if (!lock(slab.file, Lock::kSpace, F_WRLCK, true)) return Put::kNot;
@@ -48,10 +48,10 @@ Put take(const SlabFile& slab, int64_t sample, int64_t size, int64_t* at) {
   return found;
 }
 
-// Writes a record; false where the file system is full. pwrite is cheapest, but the kernel lets one
-// pwrite at a time into a file: who finds another at it makes the pages in the mapping and copies,
-// so that all cores fill side by side. The pages are asked for, and not just touched, because that
-// is an error on a full file system and not a fatal signal.
+// Writes a record; false if the file system is full. pwrite is cheapest, but the kernel lets one
+// pwrite at a time into a file: a thread that finds another one writing makes the pages in the
+// mapping and copies, so that all cores fill side by side. The pages are asked for, and not just
+// touched, because that is an error on a full file system and not a fatal signal.
 bool write(const SlabFile& slab, int64_t at, const Record& record, const uint8_t* pixels) {
   static const int64_t page = sysconf(_SC_PAGESIZE);
   const int64_t size = static_cast<int64_t>(sizeof(Record)) + record.bytes,
@@ -70,8 +70,8 @@ bool write(const SlabFile& slab, int64_t at, const Record& record, const uint8_t
   return done;
 }
 
-// Averages 2 x 2 pixels, rounded; an odd last row or column is left out. `to` may be where the
-// image is.
+// Averages 2 x 2 pixels, rounded; an odd last row or column is left out. `to` may be the
+// image's own memory.
 void halve(Image* image, uint8_t* to) {
   const int64_t c = image->channels, height = image->height / 2, width = image->width / 2,
                 stride = image->width * c;
@@ -104,7 +104,7 @@ bool read_head(const uint8_t* bytes, size_t length, FileHead* head) {
     const uint8_t marker = bytes[at + 1];
     if (marker == 0xFF) {  // filling
       ++at;
-      // a frame starts
+      // A frame starts.
     } else if (marker >= 0xC0 && marker <= 0xCF && marker != 0xC4 && marker != 0xC8 &&
                marker != 0xCC) {
       *head = {true, bytes[at + 5] << 8 | bytes[at + 6], bytes[at + 7] << 8 | bytes[at + 8]};
@@ -135,7 +135,7 @@ Put put(const SlabFile& slab, int64_t sample, int64_t label, Image image, int32_
   stored_size(image.height, image.width, store, &target.height, &target.width);
   const int64_t bytes = static_cast<int64_t>(target.height) * target.width * target.channels;
   thread_local std::vector<uint8_t> halves, small;
-  // interpolation by more than 2 would skip pixels
+  // Interpolation by more than 2 would skip pixels.
   while (store > 0 && std::min(image.height, image.width) / 2 >= store) {
     if (image.pixels != halves.data())
       halves.resize(static_cast<size_t>(image.height / 2) * (image.width / 2) * image.channels);

@@ -11,7 +11,7 @@ namespace tfcommx {
 class FlushDenormals {
 #if defined(__x86_64__)
  public:
-  // flush to zero, denormals are zero
+  // Flush to zero, denormals are zero.
   FlushDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040u); }
   ~FlushDenormals() { _mm_setcsr(before_); }
   FlushDenormals(const FlushDenormals&) = delete;

@@ -1,5 +1,5 @@
-// Stores to scattered places, each of which is a cache miss: the line is asked for now, and written
-// when it is likely to have come.
+// Stores to scattered addresses, each of which is a cache miss: the line is asked for now, and
+// written when it is likely to have come.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@ class LateStores {
     for (const Slot& slot : slots_) *slot.to = slot.value;
   }
 
-  // Each place once.
+  // Each address once.
   void put(float* to, float value) {
     __builtin_prefetch(to, 1);
     Slot& slot = slots_[next_++ % slots_.size()];

@@ -27,8 +27,8 @@ int64_t merge_cpu(const Merge& merge, const ParallelFor& parallel_for);
 
 // The same on a GPU, queued on the stream. (No GPU has run it yet.) The list is made of runs of
 // `run` pairs, one of each rank; in a run no index repeats. Nothing waits, so no position can be
-// returned: where an index is outside [0, n), dense[0] is NaN. Returns null, or CUDA's message
-// where a kernel could not be launched. Cost: dense written once, a launch for each run.
+// returned: if an index is outside [0, n), dense[0] is NaN. Returns null, or CUDA's message
+// if a kernel could not be launched. Cost: dense written once, a launch for each run.
 const char* merge_cuda(const Merge& merge, int64_t run, CUstream_st* stream);
 
 }  // namespace tfcommx

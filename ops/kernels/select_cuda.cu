@@ -1,28 +1,29 @@
 // Selection on GPUs. Compiled by nvcc, and run on CPUs by tests/cuda_on_cpu; no GPU has run it yet.
 //
-//   sample   a sample of the magnitudes gives a key that a little more than k entries should reach:
-//   the candidates
-//   add      the only pass over everything: r += g; marks the candidates, one bit each, and counts
-//   them in bins
-//   narrow   count the candidates of the band in bins, go to the bin where the k-th largest lies;
-//            returns at once where that is done already. Where the sample misled, all entries are
-//            candidates
-//   tally    the entries above the band and in it, for each warp's share; their running sums are
-//   where each warp will write
-//   emit     write what is above the band, and from the band the rest of k; zero them in r
+//   sample  a sample of the magnitudes gives a key that a little more than k entries should reach:
+//           the candidates
+//   add     the only pass over everything: r += g; marks the candidates, one bit each, and counts
+//           them in bins
+//   narrow  count the candidates of the band in bins, go to the bin in which the k-th largest lies;
+//           returns at once if that is done already. If the sample misled, all entries are
+//           candidates
+//   tally   the entries above the band and in it, for each warp's share; their running sums say
+//           where each warp will write
+//   emit    write what is above the band, and from the band the rest of k; zero them in r
 //
 // A warp takes a strip of 1024 entries at a time. While adding, its lanes hold neighbours, so that
 // memory is read in whole lines at any alignment and a ballot makes 32 marks in the order of the
 // entries; later each lane walks over the marks of one word. In a strip with entries that are not
-// finite the bits mark these instead, and all its entries are candidates: r cannot tell them, for
-// it keeps its old value there. What a kernel's last block does follows all that the others have
-// written, so no decision needs the host. The result depends on no order: sums of integers only,
-// and places from running sums.
+// finite the bits mark these instead, and all its entries are candidates: r cannot tell them apart,
+// because it keeps its old value there. What a kernel's last block does follows all that the others
+// have written, so no decision needs the host. The result depends on no order: sums of integers
+// only, and positions from running sums. What the kernels share is in select_band_cuda.h.
 #include <cmath>
 
 #include "kernels/cuda.h"
 #include "kernels/random.h"
 #include "kernels/select.h"
+#include "kernels/select_band_cuda.h"
 #include "kernels/select_scan.h"
 
 namespace tfcommx {
@@ -30,141 +31,8 @@ namespace {
 
 constexpr int kBlocksPerProcessor = 8;
 constexpr int kMostBlocks = 2048;
-constexpr int64_t kStrip = 1024;
-constexpr int kBatch = 8;  // entries of a lane that are on their way together
-constexpr uint32_t kBins = 2048;
-constexpr uint32_t kEnd = uint32_t{1} << 31;  // above all keys
-constexpr int kCoarseShift = 20;              // bins that cover all keys
-// a band of mstopk: equal exponent, equal first twelve mantissa bits
-constexpr int kBandShift = 11;
-constexpr int kFound = -1;
+constexpr int kBatch = 8;                      // entries of a lane that are on their way together
 constexpr int64_t kRun = 8, kMostRuns = 4096;  // of neighbours in the sample
-
-struct State {
-  uint32_t lower, upper;  // the band: keys in [lower, upper)
-  uint32_t inside;        // entries in the band
-  uint32_t need;          // of them to be chosen; all above the band are
-  int32_t shift;          // bins of 2^shift keys are counted next; kFound: the band is final
-  uint32_t all;           // every entry is a candidate
-  uint32_t blocks_done;   // of the kernel that runs
-};
-
-template <class T>
-struct Job {
-  Selection s;
-  int64_t strips;
-  State* state;
-  uint32_t* bins;  // [kBins]
-  // by warp: entries above the band << 32 | in it; then their sums over the warps before
-  uint64_t* tallies;
-  uint32_t* marks;  // [strips * 32]
-  uint8_t* flags;   // [strips]: are there entries that are not finite?
-
-  __device__ float gradient(int64_t i) const { return widen(static_cast<const T*>(s.gradient)[i]); }
-};
-
-struct Sum {
-  float velocity, acc;
-};
-
-__device__ Sum sum(bool with_residual, bool with_velocity, float momentum, float gradient,
-                   float residual, float velocity) {
-  const float moved = with_velocity ? add(multiply(momentum, velocity), gradient) : gradient;
-  return {moved, with_residual ? add(residual, moved) : moved};
-}
-
-template <class T>
-__device__ float sum_at(const Job<T>& job, int64_t i) {
-  const float *residual = job.s.residual, *velocity = job.s.velocity;
-  return sum(residual, velocity, job.s.momentum, job.gradient(i), residual ? residual[i] : 0,
-             velocity ? velocity[i] : 0)
-      .acc;
-}
-
-__device__ int64_t warp() { return static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; }
-__device__ int64_t warps() { return static_cast<int64_t>(gridDim.x) * kWarps; }
-
-__device__ uint32_t bin_of(uint32_t key, uint32_t lower, int shift) {
-  const uint32_t bin = ((key < kNotFinite ? key : kNotFinite) - lower) >> shift;
-  return bin < kBins ? bin : kBins - 1;
-}
-
-__device__ void clear(uint32_t* bins) {
-  for (uint32_t bin = threadIdx.x; bin < kBins; bin += kThreads) bins[bin] = 0;
-  __syncthreads();
-}
-
-// Adds the block's bins to all blocks'.
-__device__ void collect(const uint32_t* bins, uint32_t* all) {
-  __syncthreads();
-  for (uint32_t bin = threadIdx.x; bin < kBins; bin += kThreads)
-    if (bins[bin]) atomicAdd(&all[bin], bins[bin]);
-}
-
-// True in the block that comes here last; it sees what all blocks have written.
-__device__ bool last_block(State* state) {
-  __shared__ bool last;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    last = atomicAdd(&state->blocks_done, 1u) == gridDim.x - 1;
-    if (last) state->blocks_done = 0;
-  }
-  __syncthreads();
-  __threadfence();
-  return last;
-}
-
-struct Bin {
-  uint32_t place;   // kBins: there are fewer than `need` entries
-  uint32_t above;   // entries in the bins above
-  uint32_t inside;  // entries in this one
-};
-
-// The bin that holds the need-th entry from the top, 1 <= need; by a whole block.
-__device__ Bin find(const uint32_t* bins, uint32_t need) {
-  constexpr uint32_t kEach = kBins / kThreads;
-  __shared__ Bin found;
-  uint32_t place = kBins - 1 - threadIdx.x * kEach, mine = 0;
-  for (uint32_t j = 0; j < kEach; ++j) mine += bins[place - j];
-  if (threadIdx.x == 0) found = {kBins, 0, 0};
-  uint32_t above = exclusive_sum_of_block(mine);
-  if (above < need && need <= above + mine) {
-    for (; above + bins[place] < need; --place) above += bins[place];
-    found = {place, above, bins[place]};
-  }
-  __syncthreads();
-  const Bin result = found;
-  __syncthreads();  // it may be written again
-  return result;
-}
-
-// Makes the band the bin in which the last entry to be chosen lies, from the bins that were counted
-// as the state says. By the last block.
-template <class T>
-__device__ void descend(const Job<T>& job) {
-  State state = *job.state;
-  const Bin bin = find(job.bins, state.need);
-  clear(job.bins);
-  if (threadIdx.x != 0) return;
-  const uint64_t upper = state.lower + (static_cast<uint64_t>(bin.place + 1) << state.shift);
-  // too few, or in the bin of all that is larger
-  if (bin.place == kBins || (bin.place == kBins - 1 && upper < state.upper)) {
-    state.all = bin.place == kBins;
-    state.lower = 0;
-    state.shift = kCoarseShift;
-  } else {
-    state.lower += bin.place << state.shift;
-    if (upper < state.upper) state.upper = static_cast<uint32_t>(upper);
-    state.inside = bin.inside;
-    state.need -= bin.above;
-    const bool finer = job.s.rule == Rule::exact && bin.inside > state.need;
-    state.shift = state.shift == kCoarseShift          ? kBandShift
-                  : state.shift == kBandShift && finer ? 0
-                                                       : kFound;
-  }
-  *job.state = state;
-}
 
 // One entry is drawn by each thread; the neighbours of a run lie in one stretch of memory, which
 // costs as much as one entry.
@@ -189,14 +57,14 @@ __global__ void __launch_bounds__(kThreads) sample(Job<T> job, int64_t runs, uin
   const Bin coarse = find(job.bins, rank);
   clear(job.bins);
   uint32_t lower = 0;
-  if (coarse.place < kBins) {
+  if (coarse.position < kBins) {
     clear(bins);
     for (int64_t i = threadIdx.x; i < runs * kRun; i += kThreads)
-      if (keys[i] >> kCoarseShift == coarse.place)
+      if (keys[i] >> kCoarseShift == coarse.position)
         atomicAdd(&bins[keys[i] >> (kCoarseShift - kBandShift) & (kBins - 1)], 1u);
     __syncthreads();
-    lower = coarse.place << kCoarseShift | find(bins, rank - coarse.above).place
-                                               << (kCoarseShift - kBandShift);
+    lower = coarse.position << kCoarseShift | find(bins, rank - coarse.above).position
+                                                  << (kCoarseShift - kBandShift);
     lower = lower >> kBandShift << kBandShift;  // mstopk's band must be marked whole
   }
   if (threadIdx.x == 0)
@@ -221,23 +89,23 @@ __global__ void __launch_bounds__(kThreads) add_and_mark(Job<T> job) {
       float residual[kBatch] = {}, velocity[kBatch] = {};
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        const int place = (word + j) * 32 + lane();
-        // a branch would keep the loads from being under way together
-        const int i = place < length ? place : length - 1;
+        const int position = (word + j) * 32 + lane();
+        // A branch would keep the loads from being under way together.
+        const int i = position < length ? position : length - 1;
         gradient[j] = gradients[i];
         if (kResidual) residual[j] = residuals[i];
         if (kVelocity) velocity[j] = velocities[i];
       }
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        const int place = (word + j) * 32 + lane();
+        const int position = (word + j) * 32 + lane();
         const Sum total =
             sum(kResidual, kVelocity, s.momentum, widen(gradient[j]), residual[j], velocity[j]);
         const uint32_t key = key_of(total.acc);  // of a velocity that is not finite, neither is acc
-        const bool within = place < length;
+        const bool within = position < length;
         if (within && key < kNotFinite) {
-          if (kResidual) residuals[place] = total.acc;
-          if (kVelocity) velocities[place] = total.velocity;
+          if (kResidual) residuals[position] = total.acc;
+          if (kVelocity) velocities[position] = total.velocity;
         }
         const bool candidate = within && key >= lower;
         const uint32_t candidates = __ballot_sync(kAllLanes, candidate);
@@ -270,9 +138,9 @@ __device__ void visit(const Job<T>& job, bool all, int64_t strip, const Body& bo
   if (all || job.flags[strip])
     rest = first + 32 <= s.n ? kAllLanes : first < s.n ? (1u << (s.n - first)) - 1 : 0;
   for (; rest; rest &= rest - 1) {
-    const int place = __ffs(static_cast<int>(rest)) - 1;
-    const int64_t i = first + place;
-    if (bad >> place & 1) {
+    const int position = __ffs(static_cast<int>(rest)) - 1;
+    const int64_t i = first + position;
+    if (bad >> position & 1) {
       body(i, kNotFinite, sum_at(job, i));
     } else {
       const float value = s.residual ? s.residual[i] : s.velocity ? s.velocity[i] : job.gradient(i);

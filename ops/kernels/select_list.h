@@ -19,7 +19,7 @@ class CandidateList {
         start_(tiles),
         length_(tiles) {}
 
-  // Room for the tile's candidates; each tile once, from any thread. False where none is left: then
+  // Room for the tile's candidates; each tile once, from any thread. False if none remains: then
   // the list is not complete.
   bool reserve(int64_t tile, uint32_t count) {
     const int64_t start = used_.fetch_add(count, std::memory_order_relaxed);
@@ -32,7 +32,7 @@ class CandidateList {
   bool complete() const { return used_ <= capacity_; }
   int64_t size() const { return used_; }
   uint32_t length(int64_t tile) const { return length_[tile]; }
-  // in the tile, ascending
+  // In the tile, ascending.
   uint16_t* positions(int64_t tile) { return positions_.get() + start_[tile]; }
   float* values(int64_t tile) { return values_.get() + start_[tile]; }
 

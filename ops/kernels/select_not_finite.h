@@ -38,7 +38,7 @@ class NotFinite {
 
   int64_t count() const { return count_; }
 
-  // After sorted(), where count() <= k: all are known.
+  // After sorted(), if count() <= k: then all are known.
   bool contains(int64_t index) const {
     return !lowest_.empty() &&
            std::binary_search(lowest_.begin(), lowest_.end(), static_cast<int32_t>(index));

@@ -15,10 +15,10 @@
 namespace tfcommx {
 
 struct Window {
-  // almost surely the k-th largest key lies between them; both are starts of bands
+  // Almost surely the k-th largest key lies between them; both are starts of bands.
   uint32_t lower = 0, upper = kNotFinite;
   double reached = 0;  // at most so many entries reach lower, almost surely
-  // and so many lie strictly between the bands of lower and upper
+  // And so many lie strictly between the bands of lower and upper.
   double between = 0;
 };
 
@@ -47,7 +47,7 @@ Window predict(int64_t n, int64_t k, uint64_t seed, double width, int open, cons
     for (int64_t turn = first; turn < end; ++turn) {
       if (turn + kAhead < end) {  // every run is a cache miss: have several under way
         fetch(start_of(turn + kAhead));
-        // where the vector begins inside a line, a run has two
+        // If the vector begins inside a line, a run has two.
         fetch(start_of(turn + kAhead) + kRun - 1);
       }
       uint32_t keys[kRun];
@@ -82,7 +82,7 @@ Window predict(int64_t n, int64_t k, uint64_t seed, double width, int open, cons
 
   std::mutex mutex;
   std::vector<uint32_t> keys;  // those >= least
-  // how many reach the edge; the sum over runs of that number's square
+  // How many reach the edge; the sum over runs of that number's square.
   int64_t reaching = 0, squares = 0;
   each(kTurns, [&](int64_t turn) {
     std::vector<uint32_t> mine;
@@ -103,9 +103,9 @@ Window predict(int64_t n, int64_t k, uint64_t seed, double width, int open, cons
   });
   const double kept = static_cast<double>(keys.size());
   const auto key_at = [&](double rank) {  // 0: the largest
-    const auto place = keys.begin() + static_cast<int64_t>(rank);
-    std::nth_element(keys.begin(), place, keys.end(), std::greater<uint32_t>());
-    return *place >> open << open;
+    const auto position = keys.begin() + static_cast<int64_t>(rank);
+    std::nth_element(keys.begin(), position, keys.end(), std::greater<uint32_t>());
+    return *position >> open << open;
   };
 
   // Keys of one run may rise and fall together: then their number above varies as if so many fewer

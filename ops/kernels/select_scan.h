@@ -10,9 +10,9 @@
 
 namespace tfcommx {
 
-// entries; positions in a tile fit 16 bits, a tile's data fits the first cache
+// Entries; positions in a tile fit 16 bits, a tile's data fits the first cache.
 constexpr uint32_t kTile = 4096;
-// entries of a list that a scan fills: it may write past the last one found
+// Entries of a list that a scan fills: it may write past the last one found.
 constexpr uint32_t kRoom = kTile + 16;
 constexpr uint32_t kNotFinite = 0x7f800000u;  // keys of infinities and NaNs start here
 constexpr uint32_t kMagnitude = 0x7fffffffu;  // all bits but the sign
@@ -68,8 +68,9 @@ struct Found {
   uint32_t not_finite;  // entries whose acc is NaN or infinite
 };
 
-// u = momentum * u + g, r += u in place (not where that is not finite), and lists positions,
-// ascending. Without a velocity r += g; without a residual nothing is written but the lists.
+// u = momentum * u + g, r += u in place (except for entries that would not be finite), and lists
+// positions,
+// ascending. Without a velocity r += g; without a residual nothing is written except the lists.
 // threshold <= kNotFinite; count <= kTile; each list has kRoom entries.
 using Scan = Found (*)(const void* gradient, float* residual, float* velocity, float momentum,
                        uint32_t count, uint32_t threshold, uint16_t* candidates,

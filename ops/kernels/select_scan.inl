@@ -1,7 +1,8 @@
 // The tile loop, written once over a vector type V; included by one .cc file per instruction set,
-//   each of which defines V: lanes, Values, load(pointer to float / Half / Bfloat), store, add,
-//   multiply(values, float), at_least(values, key) -> one bit a lane, mix(bits, where set, where
-//   not), append(list, length, bits, position of lane 0) -> new length.
+// each of which defines V:
+//   lanes, Values, load(pointer to float / Half / Bfloat), store, add, multiply(values, float),
+//   at_least(values, key) -> one bit a lane, mix(bits, values for set bits, values for the others),
+//   append(list, length, bits, position of lane 0) -> new length.
 // Everything here has internal linkage: the same names are compiled for several instruction sets.
 
 namespace tfcommx {

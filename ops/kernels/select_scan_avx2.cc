@@ -25,7 +25,7 @@ struct Eight {
   static void store(float* p, __m256 x) { _mm256_storeu_ps(p, x); }
   static __m256 add(__m256 a, __m256 b) { return _mm256_add_ps(a, b); }
   static __m256 multiply(__m256 a, float b) { return _mm256_mul_ps(a, _mm256_set1_ps(b)); }
-  // both sides are below 2^31: the signed comparison is right
+  // Both sides are below 2^31: the signed comparison is right.
   static uint32_t at_least(__m256 x, uint32_t key) {
     const __m256i keys =
         _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(static_cast<int>(kMagnitude)));

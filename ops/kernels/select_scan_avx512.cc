@@ -31,7 +31,7 @@ struct Sixteen {
     const __m512i keys =
         _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(kMagnitude)));
     const __mmask16 mask = _mm512_cmpge_epu32_mask(keys, _mm512_set1_epi32(static_cast<int>(key)));
-    // widened by hand: where GCC 12 puts the mask on the stack, it writes 16 bits and reads 32
+    // Widened by hand: if GCC 12 puts the mask on the stack, it writes 16 bits and reads 32.
     uint32_t bits;
     asm("kmovw %1, %0" : "=r"(bits) : "k"(mask));
     return bits;
@@ -42,8 +42,8 @@ struct Sixteen {
   // Without a branch: whether an entry reaches the threshold is what a processor cannot predict.
   static uint32_t append(uint16_t* list, uint32_t length, uint32_t bits, uint32_t first) {
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i places = _mm512_add_epi32(lane, _mm512_set1_epi32(static_cast<int>(first)));
-    const __m512i packed = _mm512_maskz_compress_epi32(static_cast<__mmask16>(bits), places);
+    const __m512i positions = _mm512_add_epi32(lane, _mm512_set1_epi32(static_cast<int>(first)));
+    const __m512i packed = _mm512_maskz_compress_epi32(static_cast<__mmask16>(bits), positions);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(list + length), _mm512_cvtepi32_epi16(packed));
     return length + static_cast<uint32_t>(__builtin_popcount(bits));
   }

@@ -22,14 +22,14 @@ struct WireLayout {
   Float type;    // of the values
   bool blocks;   // block, else pair
 
-  // words of each part
+  // Words of each part.
   TFCOMMX_DEVICE int64_t counts() const { return blocks ? (size + 65535) / 65536 : 0; }
-  TFCOMMX_DEVICE int64_t places() const { return blocks ? (k + 1) / 2 : k; }
+  TFCOMMX_DEVICE int64_t positions() const { return blocks ? (k + 1) / 2 : k; }
   TFCOMMX_DEVICE int64_t values() const { return type == Float::float32 ? k : (k + 1) / 2; }
-  TFCOMMX_DEVICE int64_t words() const { return counts() + places() + values(); }
+  TFCOMMX_DEVICE int64_t words() const { return counts() + positions() + values(); }
 };
 
-// Writes indices[k], ascending where the layout has blocks, and values[k] to words[layout.words()].
+// Writes indices[k], ascending if the layout has blocks, and values[k] to words[layout.words()].
 // Returns the position of the first index that is outside [0, size) or out of order, and then
 // `words` is unspecified; -1: none is. Cost: one pass.
 int64_t wire_encode_cpu(const WireLayout& layout, const int32_t* indices, const float* values,
@@ -44,9 +44,9 @@ int64_t wire_decode_cpu(const WireLayout& layout, const int32_t* words, int64_t 
                         const ParallelFor& parallel_for);
 
 // The same on a GPU, queued on the stream. (No GPU has run it yet.) Nothing waits, so nothing can
-// be refused: where the indices to encode are out of range or order, `words` is unspecified;
+// be refused: if the indices to encode are out of range or order, `words` is unspecified;
 // indices that are not in [0, size), and all of a buffer whose counts do not add up to k, become
-// -1, which merge_cuda answers with NaN. Return null, or CUDA's message where a kernel could not be
+// -1, which merge_cuda answers with NaN. Return null, or CUDA's message if a kernel could not be
 // launched.
 const char* wire_encode_cuda(const WireLayout& layout, const int32_t* indices, const float* values,
                              int32_t* words, CUstream_st* stream);

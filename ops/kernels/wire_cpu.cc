@@ -23,9 +23,9 @@ void widen(const int32_t* words, int64_t k, float* values) {
   for (int64_t i = 0; i < k; ++i) values[i] = convert(narrowed[i]);
 }
 
-// Adds `first` to the indices of one buffer; false where they are not k in [0, size).
-bool decode_places(const WireLayout& layout, const int32_t* words, int64_t first,
-                   int32_t* indices) {
+// Adds `first` to the indices of one buffer; false if they are not k in [0, size).
+bool decode_positions(const WireLayout& layout, const int32_t* words, int64_t first,
+                      int32_t* indices) {
   bool outside = false;
   const auto put = [&](int64_t i, int64_t index) {
     outside |= index < 0 || index >= layout.size;
@@ -65,7 +65,7 @@ int64_t wire_encode_cpu(const WireLayout& layout, const int32_t* indices, const 
     }
   }
   if (layout.blocks && layout.k % 2) offsets[layout.k] = 0;
-  int32_t* last = words + layout.counts() + layout.places();
+  int32_t* last = words + layout.counts() + layout.positions();
   switch (layout.type) {
     case Float::float32:
       std::memcpy(last, values, 4 * layout.k);
@@ -86,10 +86,10 @@ int64_t wire_decode_cpu(const WireLayout& layout, const int32_t* words, int64_t 
   std::atomic<int64_t> bad{buffers};
   parallel_for(buffers, [&](int64_t buffer) {
     const int32_t* mine = words + buffer * layout.words();
-    const int32_t* last = mine + layout.counts() + layout.places();
+    const int32_t* last = mine + layout.counts() + layout.positions();
     float* to = values + buffer * layout.k;
     const int64_t first = buffer / (buffers / shards) * layout.size;
-    if (!decode_places(layout, mine, first, indices + buffer * layout.k)) {
+    if (!decode_positions(layout, mine, first, indices + buffer * layout.k)) {
       int64_t least = bad.load();
       while (buffer < least && !bad.compare_exchange_weak(least, buffer)) {
       }

@@ -31,7 +31,7 @@ __device__ uint32_t word_of_two(int64_t word, int64_t k, const Part& part) {
   return part(2 * word) | (2 * word + 1 < k ? static_cast<uint32_t>(part(2 * word + 1)) << 16 : 0);
 }
 
-// Where `index` of a shard is in the vector; -1 where it is outside of its shard.
+// Position in the vector of `index` of a shard; -1 if it is outside of its shard.
 __device__ int32_t placed(const WireLayout& layout, int64_t shard, uint32_t index) {
   return index < layout.size ? static_cast<int32_t>(shard * layout.size + index) : -1;
 }
@@ -44,12 +44,12 @@ __device__ uint16_t narrow(Float type, float value) {
 __global__ void __launch_bounds__(kThreads)
     encode(WireLayout layout, const int32_t* indices, const float* values, int32_t* words) {
   const int64_t i = thread(), k = layout.k;
-  int32_t *places = words + layout.counts(), *last = places + layout.places();
+  int32_t *positions = words + layout.counts(), *last = positions + layout.positions();
   if (i < layout.counts())
     words[i] = static_cast<int32_t>(count_below(indices, k, (i + 1) * 65536) -
                                     count_below(indices, k, i * 65536));
-  if (i < layout.places())
-    places[i] =
+  if (i < layout.positions())
+    positions[i] =
         layout.blocks
             ? word_of_two(i, k, [&](int64_t j) { return static_cast<uint16_t>(indices[j]); })
             : indices[i];
@@ -65,22 +65,22 @@ __global__ void __launch_bounds__(kThreads)
                    int32_t* indices, float* values) {
   const int64_t i = thread(), k = layout.k;
   if (i >= entries) return;
-  const int32_t* places = words + i / k * layout.words() + layout.counts();
+  const int32_t* positions = words + i / k * layout.words() + layout.counts();
   if (!layout.blocks)
-    indices[i] = placed(layout, i / k / each, static_cast<uint32_t>(places[i % k]));
-  const int32_t* last = places + layout.places();
+    indices[i] = placed(layout, i / k / each, static_cast<uint32_t>(positions[i % k]));
+  const int32_t* last = positions + layout.positions();
   const uint16_t* narrowed = reinterpret_cast<const uint16_t*>(last);
   values[i] = layout.type == Float::float32   ? float_of(last[i % k])
               : layout.type == Float::float16 ? from_float16(narrowed[i % k])
                                               : from_bfloat16(narrowed[i % k]);
 }
 
-// A stretch of 65,536 places of one buffer by each block of threads.
+// A stretch of 65,536 positions of one buffer by each block of threads.
 __global__ void __launch_bounds__(kThreads)
     decode_offsets(WireLayout layout, const int32_t* words, int64_t each, int32_t* indices) {
   __shared__ uint64_t start, total;
   const int64_t counts = layout.counts(), buffer = blockIdx.x / counts, mine = blockIdx.x % counts;
-  // what is negative becomes huge
+  // What is negative becomes huge.
   const uint32_t* count = reinterpret_cast<const uint32_t*>(words + buffer * layout.words());
   const uint16_t* offsets = reinterpret_cast<const uint16_t*>(count + counts);
   uint64_t before = 0, all = 0;

@@ -31,7 +31,7 @@ TFCOMMX_DEVICE inline uint16_t to_float16(float x) {
     return sign | (rebiased + 0xfff + (rebiased >> 13 & 1)) >> 13;
   }
   const int exponent = size >> 23;
-  // below half of the smallest denormal
+  // Below half of the smallest denormal.
   if (exponent < 102) return sign;
   const uint32_t mantissa = (size & 0x7fffff) | 0x800000, drop = 126 - exponent;
   const uint32_t kept = mantissa >> drop, rest = mantissa & ((1u << drop) - 1),

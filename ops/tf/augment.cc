@@ -67,7 +67,7 @@ REGISTER_OP("TfcommxSlabRead")
     .Attr("mean: list(float) = []")  // per channel, of values in [0, 1]; empty: zeros
     .Attr("std: list(float) = []")   // empty: ones
     .Attr("seed: int = 0")
-    // the most that may be used of the processor
+    // The most that may be used of the processor.
     .Attr("code: {'fastest', 'avx2', 'portable'} = 'fastest'")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
@@ -99,7 +99,7 @@ class SlabCheck : public OpKernel {
     OP_REQUIRES_OK(context, context->GetAttr("id", &id));
     OP_REQUIRES_OK(context, context->GetAttr("verify", &verify_));
     OP_REQUIRES_OK(context, context->GetAttr("seed", &seed));
-    // not the stream that draws the crops
+    // Not the stream that draws the crops.
     seed_ = static_cast<uint64_t>(seed) ^ 0x5EED0FC5C5EEDull;
     OP_REQUIRES_OK(context, slab_.open(path, id));
   }

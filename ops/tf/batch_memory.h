@@ -19,7 +19,7 @@ namespace tfcommx {
 class BatchMemory : public tensorflow::Allocator {
  public:
   static constexpr size_t kLeast = 1 << 20;  // bytes; what is smaller, malloc keeps
-  // bytes, or one block; a new size of batches pushes the old ones out
+  // Bytes, or one block; a new size of batches pushes the old ones out.
   static constexpr size_t kSpare = 256 << 20;
 
   // Lives for ever: tensors may outlive all else.
@@ -88,7 +88,7 @@ class BatchMemory : public tensorflow::Allocator {
   }
 
   // Not unmapped: the pipeline of the next epoch will probably want it, and has it for nothing
-  // where memory was not short.
+  // if memory was not short.
   static void offer(const Block& block) { madvise(block.at, block.size, MADV_FREE); }
 
   std::mutex mutex_;

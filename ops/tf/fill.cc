@@ -55,7 +55,7 @@ class SlabFill : public OpKernel {
     OP_REQUIRES_OK(context, context->GetAttr("id", &id));
     OP_REQUIRES_OK(context, context->GetAttr("channels", &channels_));
     OP_REQUIRES_OK(context, context->GetAttr("store", &store_));
-    // else the source gives pixels, or other files
+    // Else the source gives pixels, or other files.
     const bool can_decode = channels_ == 1 || channels_ == 3;
     for (int i = 0; can_decode && i < 4; ++i) {
       NodeDef node;
@@ -97,7 +97,7 @@ class SlabFill : public OpKernel {
   }
 
  private:
-  // Decodes a JPEG at 1/2, 1/4 or 1/8 where that is still as large as what is kept: less work.
+  // Decodes a JPEG at 1/2, 1/4 or 1/8 if that is still as large as what is kept: less work.
   Put bring(OpKernelContext* context, const tstring& file, int64_t sample, int64_t label) {
     if (decoders_[0] == nullptr) return Put::kNot;
     FileHead head;
@@ -119,7 +119,7 @@ class SlabFill : public OpKernel {
     params.inputs = {&input, 1};
     OpKernelContext inner(&params);
     decoders_[scale]->Compute(&inner);
-    // whoever asks for the sample reads it again, and says what is wrong
+    // Whoever asks for the sample reads it again, and says what is wrong.
     if (!inner.status().ok()) return Put::kNot;
     const Tensor& pixels = *inner.mutable_output(0);
     const Image image = {pixels.flat<uint8_t>().data(), static_cast<int32_t>(pixels.dim_size(0)),
@@ -130,7 +130,7 @@ class SlabFill : public OpKernel {
 
   Mapping slab_;
   std::mutex one_takes_, one_writes_;
-  // at 1/1, 1/2, 1/4, 1/8; none where they do not make so many channels
+  // At 1/1, 1/2, 1/4, 1/8; none if they do not make so many channels.
   std::unique_ptr<OpKernel> decoders_[4];
   int32_t channels_, store_;
 };

@@ -22,7 +22,7 @@ inline ParallelFor shared_with_pool(tensorflow::OpKernelContext* context) {
       context->device()->tensorflow_cpu_worker_threads()->workers;
   return [pool](int64_t turns, const std::function<void(int64_t)>& body) {
     struct Work {
-      // used by who has a turn only: until all turns are done the caller waits
+      // Used by who has a turn only: until all turns are done the caller waits.
       const std::function<void(int64_t)>& body;
       const int64_t turns;
       std::atomic<int64_t> next{0}, done{0};
@@ -37,7 +37,7 @@ inline ParallelFor shared_with_pool(tensorflow::OpKernelContext* context) {
       }
     };
     if (turns == 0) return;
-    // a helper that wakes up too late finds it, and no turn in it
+    // A helper that wakes up too late finds it, and no turn in it.
     const auto work = std::make_shared<Work>(body, turns);
     const int64_t helpers = std::min<int64_t>(pool->NumThreads(), turns) - 1;
     for (int64_t i = 0; i < helpers; ++i) pool->Schedule([work] { work->take_turns(); });

@@ -10,7 +10,7 @@
 #include <cstring>
 #include <string>
 
-#include "kernels/augment.h"
+#include "kernels/slab.h"
 #include "tensorflow/core/platform/errors.h"
 
 namespace tfcommx {

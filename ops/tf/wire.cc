@@ -12,7 +12,7 @@ constexpr char kFormats[] =
     "format: {'pair32', 'pair16/float16', 'pair16/bfloat16', 'block16/float32', 'block16/float16', "
     "'block16/bfloat16'}";
 
-// The layout that the attributes name, all but k.
+// The layout that the attributes name, all except k.
 template <class Context>
 absl::Status layout_of(Context* context, WireLayout* layout) {
   std::string format;

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from launching import ROOT, horovodrun
+from launching import ROOT, WORKERS, horovodrun
 
 from tfcommx.comm import horovod, launcher
 from tfcommx.terms import PlanError
@@ -27,11 +27,11 @@ def test_large_reduce_scatters_are_right_under_gloo() -> None:
     replicas shows nothing. HorovodComm sums the shards of an alltoall in its place. With Gloo's own
     (`self._gloo = False`) it could fail by chance only, and was not seen to.
     """
-    ended = horovodrun(4, [str(ROOT / "tests" / "worker_bugs.py")], seconds=240)
+    ended = horovodrun(4, [str(WORKERS / "bugs.py")], seconds=240)
     assert ended.status == 0 and ended.output.count("all right") == 4, ended.output[-4000:]
 
 
-@pytest.mark.parametrize("name", horovod.OTHERS_SIZES)
+@pytest.mark.parametrize("name", launcher.OTHER_LAUNCHERS_SIZES)
 def test_processes_of_another_launcher_do_not_train_alone(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -39,10 +39,10 @@ def test_processes_of_another_launcher_do_not_train_alone(
     same files, without a word.
     """
     monkeypatch.setenv(name, "4")
-    with pytest.raises(PlanError, match=f"{name}=4.*unset"), horovod._alone():
+    with pytest.raises(PlanError, match=f"{name}=4.*unset"), horovod.without_mpi():
         pass
     monkeypatch.setenv(name, "1")
-    with horovod._alone():
+    with horovod.without_mpi():
         pass
 
 
@@ -93,7 +93,9 @@ def test_a_source_distribution_holds_what_the_library_is_built_from(tmp_path: Pa
     shutil.copytree(
         ROOT,
         tree,
-        ignore=shutil.ignore_patterns(".*", "lib", "build", "runs", "tests", "docs", "*.egg-info"),
+        ignore=shutil.ignore_patterns(
+            ".*", "__pycache__", "lib", "build", "runs", "tests", "docs", "*.egg-info"
+        ),
     )
     subprocess.run(
         [sys.executable, "setup.py", "-q", "sdist"], cwd=tree, check=True, capture_output=True
@@ -104,7 +106,7 @@ def test_a_source_distribution_holds_what_the_library_is_built_from(tmp_path: Pa
     needed = {
         path.relative_to(tree).as_posix() for path in (tree / "ops").rglob("*") if path.is_file()
     }
-    assert needed and needed | {"requirements.txt", "setup.py"} <= held
+    assert needed and needed | {"requirements.txt", "requirements-dev.txt", "setup.py"} <= held
 
 
 @pytest.mark.parametrize(
@@ -123,6 +125,7 @@ def test_the_set_up_for_gpus_stays_one(
     CPUs, some ten minutes' work.
     """
     monkeypatch.setenv("TFCOMMX_VENV", str(tmp_path))
+    monkeypatch.syspath_prepend(ROOT / "scripts")
     seen = []
     script = runpy.run_path(str(ROOT / "scripts" / "bootstrap.py"))
     for name in (
@@ -190,7 +193,8 @@ def test_cuda_is_found_behind_a_script_that_calls_nvcc(
     for script in (cuda / "bin" / "nvcc", commands / "nvcc"):
         script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{commands}:/bin:/usr/bin")
-    cuda_home = runpy.run_path(str(ROOT / "scripts" / "bootstrap.py"))["cuda_home"]
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    cuda_home = runpy.run_path(str(ROOT / "scripts" / "setup_horovod.py"))["cuda_home"]
     assert cuda_home() is None  # no headers: its run-time part alone
     (cuda / "include" / "cuda_runtime.h").write_text("")
     assert cuda_home() == cuda

@@ -12,8 +12,10 @@ import pytest
 import tensorflow as tf
 from launching import ROOT
 
-from tfcommx.cli.cache import source_of
-from tfcommx.data.cache.slab import Slab, state_of
+from tfcommx.cli.main import main
+from tfcommx.data.cache.slab import Slab
+from tfcommx.data.cache.slab_files import state_of
+from tfcommx.data.sources.find import find_source
 from tfcommx.terms import PlanError
 
 
@@ -73,7 +75,7 @@ def test_warm_status_and_drop(tmp_path, monkeypatch):
     (memory / "tfcommx-x.slab").write_bytes(b"no slab")
     # as in most languages' locales: a name that is no UTF-8 ended the list
     monkeypatch.setenv("PYTHONIOENCODING", "utf-8:strict")
-    slab = Slab(memory, "tfcommx-y", "k", 4, lambda: 10**5, {"source": "\udcffphotos"})
+    slab = Slab(memory / "tfcommx-y.slab", "k", 4, lambda: 10**5, {"source": "\udcffphotos"})
     _, listed, said = run("status", *options)
     assert "no slab" in listed and "\\udcffphotos" in listed, said
     slab.close()
@@ -81,7 +83,8 @@ def test_warm_status_and_drop(tmp_path, monkeypatch):
     assert removed.count("removed") == 2 and list(memory.iterdir()) == list(disk.iterdir()) == []
 
 
-def test_warm_on_the_nodes_of_a_launch(tmp_path):
+@pytest.mark.parametrize("slots", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_warm_on_the_nodes_of_a_launch(tmp_path, slots):
     memory = tmp_path / "memory"
     memory.mkdir()
     for n in range(40):
@@ -92,10 +95,10 @@ def test_warm_on_the_nodes_of_a_launch(tmp_path):
     words = [
         "horovodrun",
         "-np",
-        "4",
+        str(2 * slots),
         "--gloo",
         "-H",
-        "localhost:2,127.0.0.1:2",
+        f"localhost:{slots},127.0.0.1:{slots}",
         sys.executable,
         "-m",
         "tfcommx.cli.main",
@@ -120,13 +123,13 @@ def test_warm_on_the_nodes_of_a_launch(tmp_path):
         for line in launch.stdout:
             lines.append(line)
             held += "until this command" in line
-            if held == 4:
+            if held == 2 * slots:
                 break
         slabs = sorted(memory.glob("*.slab"))
         shares = [state_of(slab)[:2] for slab in slabs]
         launch.send_signal(signal.SIGTERM)
         lines += launch.communicate(timeout=60)[0]
-    assert held == 4 and shares == [(40, 20), (40, 20)], lines
+    assert held == 2 * slots and shares == [(40, 20), (40, 20)], lines
     assert [slab.stem[-2:] for slab in slabs] == ["-0", "-1"] and list(memory.iterdir()) == [], (
         lines
     )
@@ -142,13 +145,14 @@ def test_warm_on_the_nodes_of_a_launch(tmp_path):
         ("drop", "--disk", "/nope"),
     ],
 )
-def test_a_folder_that_does_not_exist_is_named_in_one_line(words, tmp_path):
-    elsewhere = () if "--memory" in words else ("--memory", tmp_path)
-    status, printed, said = run(*words, *elsewhere)
-    assert (status, printed) == (2, "") and said.splitlines()[-1].startswith(
-        "tfcommx: The folder /nope does not exist"
-    ), said
-    assert "Traceback" not in said
+def test_a_folder_that_does_not_exist_is_named_in_one_line(words, tmp_path, monkeypatch, capsys):
+    elsewhere = () if "--memory" in words else ("--memory", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["tfcommx", "cache", *words, *elsewhere])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    printed, said = capsys.readouterr()
+    assert (ended.value.code, printed) == (2, "")
+    assert said == "tfcommx: The folder /nope does not exist. Check the path and its mount.\n"
 
 
 @pytest.mark.parametrize(
@@ -163,5 +167,5 @@ def test_a_folder_that_does_not_exist_is_named_in_one_line(words, tmp_path):
 )
 def test_a_source_that_does_not_exist_is_named_in_one_line(text, said):
     with pytest.raises(PlanError, match=re.escape(said)) as error:
-        source_of(text, "train")
+        find_source(text, "train")
     assert "\n" not in str(error.value)

@@ -66,3 +66,24 @@ def test_a_forked_child_is_not_the_rank(told) -> None:
         os._exit(0)
     os.waitpid(child, 0)
     assert told(ValueError("of the rank")) == "failed: ValueError: of the rank"
+
+
+def test_an_error_because_another_rank_is_gone_waits_for_the_alarm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The alarm ends the process with one line; the traceback is for the case that none comes."""
+    done: list[str] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *failure: done.append("traceback"))
+    monkeypatch.setattr(liveness.atexit, "register", lambda ends: None)
+    monkeypatch.setattr(liveness.time, "sleep", lambda seconds: done.append("wait"))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        failed = liveness._say_how_it_ends(ours)
+        error = RuntimeError(
+            f"{liveness.GONE}. This was caused by an exception on one of the ranks"
+        )
+        sys.excepthook(type(error), error, None)
+        theirs.setblocking(False)
+        with pytest.raises(BlockingIOError):  # the others are told nothing of this rank
+            theirs.recv(100)
+    assert done == ["wait", "traceback"] and not failed.is_set()

@@ -3,7 +3,7 @@
 //
 // Blocks run one after another, the threads of a block as fibers; both in an order that is drawn
 // anew each time. A fiber runs until it waits for others: at __syncthreads for the block, at a
-// ballot or a shuffle for its warp. Where all wait for each other, the program ends and says so.
+// ballot or a shuffle for its warp. If all wait for each other, the program ends and says so.
 // "Device" memory is ordinary memory, filled with noise when it is handed out.
 #pragma once
 

@@ -1,29 +1,73 @@
-"""The README's commands and code do what it says."""
+"""The commands and the code of the README and of docs/ do what they say."""
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import keras
+import numpy as np
 import pytest
 from launching import ROOT, horovodrun
 
 README = (ROOT / "README.md").read_text()
+DOCUMENTS = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
 
 
-def test_the_ten_lines_train(tmp_path: Path) -> None:
-    """The Python block, with a model, data and loss put in its place, on two ranks."""
-    (block,) = re.findall(r"```python\n(.*?)```", README, re.S)
+def blocks(name: str, *, run: bool) -> list[tuple[str, str]]:
+    """Return (name, code) of a document's Python blocks that are to be run, or that are not."""
+    found = re.findall(r"(<!-- not run: [^>]*-->\n)?```python\n(.*?)```", DOCUMENTS[name], re.S)
+    return [
+        (f"{name} block {number}", code)
+        for number, (excuse, code) in enumerate(found, start=1)
+        if bool(excuse) != run
+    ]
+
+
+def save_photos(folder: Path) -> None:
+    """Write 160 pictures in two class folders."""
+    random = np.random.default_rng(0)
+    for number in range(160):
+        path = folder / f"class{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        keras.utils.save_img(path, random.integers(0, 256, (12, 16, 3)), scale=False)
+
+
+def test_the_code_of_all_documents_trains_on_two_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One launch for all blocks; each has a model and data put in its place."""
+    todo = [
+        (name, code.replace("loss=...", "loss='mse'"))
+        for document in DOCUMENTS
+        for name, code in blocks(document, run=True)
+    ]
+    assert len(todo) >= 7
+    save_photos(tmp_path / "photos" / "train")
+    file = tmp_path / "blocks.json"
+    file.write_text(json.dumps(todo))
+    worker = str(ROOT / "tests" / "workers" / "run_blocks.py")
+    ended = horovodrun(2, [worker, str(file)], seconds=300)
+    assert ended.status == 0, ended.output[-6000:]
+    for name, _ in todo:
+        assert ended.output.count(f"{name}: sent True") == 2, (name, ended.output[-6000:])
+
+
+def test_the_ten_lines_are_a_whole_script(tmp_path: Path) -> None:
+    """README's block alone, in the order of a user's script: model and data come after init()."""
+    ((_, block),) = blocks("README.md", run=True)
     before, after = block.split("model.compile")
     code = (
-        before + "import numpy as np\n"
-        "model = keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(300), "
-        "keras.layers.Dense(300), keras.layers.Dense(1)])\n"
-        "x = np.random.default_rng(cx.rank()).normal(size=(64, 8)); data = "
-        "__import__('tensorflow').data.Dataset.from_tensor_slices("
-        "(x, x.sum(1))).batch(16)\n"
+        before
+        + "import sys; sys.path.insert(0, 'tests/workers'); from run_blocks import namespace\n"
+        "model, data = (namespace(False)[name] for name in ('model', 'data'))\n"
         "model.compile"
         + after.replace("loss=...", "loss='mse'")
         + "\nprint('sent', cx.comm.current().traffic().inside > 0)\n"
@@ -34,10 +78,17 @@ def test_the_ten_lines_train(tmp_path: Path) -> None:
     assert ended.status == 0 and ended.output.count("sent True") == 2, ended.output[-4000:]
 
 
-def test_every_scheme_in_the_table_can_be_made() -> None:
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_blocks_that_are_not_run_are_python(document: str) -> None:
+    for _, code in blocks(document, run=False):
+        ast.parse(code)
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/guide.md"])
+def test_every_scheme_in_the_table_can_be_made(document: str) -> None:
     from tfcommx import Scheme
 
-    schemes = re.findall(r"^\| `(Scheme\([^`]*\))`", README, re.M)
+    schemes = re.findall(r"^\| `(Scheme\([^`]*\))`", DOCUMENTS[document], re.M)
     assert len(schemes) >= 4
     for text in schemes:
         eval(text, {"Scheme": Scheme})
@@ -45,21 +96,41 @@ def test_every_scheme_in_the_table_can_be_made() -> None:
 
 @pytest.mark.parametrize("target", ["demo", "test", "setup"])
 def test_make_targets_exist(target: str) -> None:
-    assert f"make {target}" in README
+    assert f"make {target}" in README + DOCUMENTS["docs/guide.md"]
     assert subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True).returncode == 0
 
 
-def test_the_files_that_it_names_exist() -> None:
-    for name in re.findall(r"`((?:configs|scripts|tests|ops|docs)/[\w./]*)`", README):
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_the_files_that_it_names_exist(document: str) -> None:
+    for name in re.findall(r"`((?:configs|scripts|tests|ops|docs)/[\w./]*)`", DOCUMENTS[document]):
         assert (ROOT / name).exists(), name
+    for link in re.findall(r"\]\(([^)#:]+)", DOCUMENTS[document]):
+        assert (ROOT / document).parent.joinpath(link).exists(), link
+
+
+def test_the_readme_is_short() -> None:
+    assert README.count("\n") <= 110
+
+
+def test_the_readme_draws_the_floors_that_are_tested() -> None:
+    """A room that is missing from the picture, or on another floor there, is an error."""
+    from test_floors import FLOORS, MODULES
+
+    drawn = {}
+    for line in README.splitlines():
+        if found := re.match(r"    ( ?\d+)  (\S.*?)   ", f"{line}   "):
+            for room in re.findall(r"\b([a-z]+)(?:/|(?=  ))", found[2] + "  "):
+                drawn[room] = int(found[1])
+    there = {name.split(".")[0] for name in MODULES}
+    assert {room: FLOORS[room] for room in there} == drawn
 
 
 def test_the_command_line_answers_without_tensorflow() -> None:
-    code = "import sys, tfcommx.cli; sys.exit('tensorflow' in sys.modules)"
+    code = "import sys, tfcommx.cli.main; sys.exit('tensorflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_the_set_up_does_nothing_the_second_time(tmp_path: Path) -> None:
+def test_the_set_up_does_nothing_the_second_time() -> None:
     """`python3 scripts/bootstrap.py` in an environment that is ready says so within seconds."""
     ended = subprocess.run(
         [sys.executable, "scripts/bootstrap.py"],

@@ -1,5 +1,6 @@
-"""The CUDA kernels, as far as a machine without a GPU can tell: they compile, and on an emulated
-GPU they keep the contract.
+"""The CUDA kernels, as far as a machine without a GPU can tell.
+
+They compile, and on an emulated GPU they keep the contract.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from launching import ROOT
 from tensorflow.python.framework import kernels as registered
 from vectors import KINDS, make
 
-from tfcommx.kernels import native
+from tfcommx.kernels import loader, merge, select, wire
 
 needs_nvcc = pytest.mark.skipif(
     not shutil.which("nvcc"), reason="nvcc is not on PATH: the CUDA sources are not compiled here"
@@ -82,36 +83,37 @@ def test_kernels_keep_the_contract_on_a_gpu_or_the_check_says_that_there_is_none
         "TfcommxWireDecode",
     ],
 )
-def test_ops_have_gpu_kernels_where_the_library_was_built_with_nvcc(name):
-    assert native.library() is not None
+def test_ops_have_gpu_kernels_if_the_library_was_built_with_nvcc(name):
+    assert loader.library() is not None
     devices = {
         kernel.device_type for kernel in registered.get_registered_kernels_for_op(name).kernel
     }
-    assert devices == ({"CPU", "GPU"} if native.has_gpu_kernels() else {"CPU"})
+    assert devices == ({"CPU", "GPU"} if loader.has_gpu_kernels() else {"CPU"})
 
 
-def through_the_ops(device, kind, rule, wire):
-    """Select, encode, decode and merge on a device, twice: the second time from what the first
-    left. Return all as arrays.
+def through_the_ops(device, kind, rule, wire_format):
+    """Select, encode, decode and merge on a device, twice; return all as arrays.
+
+    The second time from what the first kept.
     """
     n, k, found = 300_007, 3_000, []
     with tf.device(device):
         residual = tf.Variable(make("laplace", n, 2))
         for seed in (3, 4):
             old = residual.read_value()  # must not change with the variable
-            chosen = native.select_with_residual(
+            chosen = select.select_with_residual(
                 tf.constant(make(kind, n, seed)), residual, k, seed, rule
             )
-            places, values = native.wire_decode(
-                tf.tile(native.wire_encode(chosen, wire), [2]), k, n, wire
+            indices, values = wire.decode(
+                tf.tile(wire.encode(chosen, wire_format), [2]), k, n, wire_format
             )
             found += [
                 old,
                 *chosen[:2],
                 residual.read_value(),
-                places,
+                indices,
                 values,
-                native.merge(places, values, n, k),
+                merge.merge(indices, values, n, k),
             ]
     return [one.numpy() for one in found]
 
@@ -120,14 +122,14 @@ def through_the_ops(device, kind, rule, wire):
     not tf.config.list_physical_devices("GPU"),
     reason="TensorFlow finds no GPU: its kernels were not run",
 )
-@pytest.mark.parametrize("wire", ["pair32", "block16/bfloat16"])
+@pytest.mark.parametrize("wire_format", ["pair32", "block16/bfloat16"])
 @pytest.mark.parametrize("rule", ["exact", "mstopk"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_ops_on_a_gpu_equal_those_on_the_cpu(kind, rule, wire):
-    assert native.has_gpu_kernels()
+def test_ops_on_a_gpu_equal_those_on_the_cpu(kind, rule, wire_format):
+    assert loader.has_gpu_kernels()
     for mine, right in zip(
-        through_the_ops("/gpu:0", kind, rule, wire),
-        through_the_ops("/cpu:0", kind, rule, wire),
+        through_the_ops("/gpu:0", kind, rule, wire_format),
+        through_the_ops("/cpu:0", kind, rule, wire_format),
         strict=True,
     ):
         np.testing.assert_array_equal(mine, right)

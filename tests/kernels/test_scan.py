@@ -1,5 +1,7 @@
-"""The tile loops of all instruction sets agree: a processor runs only the fastest, so the others
-need a test of their own. And selection reads and allocates no more than it says."""
+"""The tile loops of all instruction sets agree, and selection reads and allocates as it says.
+
+A processor runs only the fastest loops, so the others need a test of their own.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,9 @@ def compiled(folder: Path, main: str, *others: Path, optimise: tuple[str, ...] =
     "optimise", [("-O2",), ("-O3", "-fPIC"), ("-O1", "-finstrument-functions", "-w")], ids=" ".join
 )
 def test_all_instruction_sets_agree(tmp_path, optimise):
-    """With calls in between, which are instrumented in, the compiler runs out of registers and puts
-    masks on the stack.
+    """Compiled in three ways: with calls in between, registers run out.
+
+    Then the compiler puts masks on the stack; `-finstrument-functions` adds such calls.
     """
     done = subprocess.run(
         [compiled(tmp_path, "scan_check", optimise=optimise)], capture_output=True, text=True
@@ -51,7 +54,12 @@ def test_all_instruction_sets_agree(tmp_path, optimise):
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory) -> list[tuple]:
     """Selections from 2^23 entries: (kind, rule, states, n, k, entries read, peak bytes)."""
-    program = compiled(tmp_path_factory.mktemp("check"), "select_check", KERNELS / "select_cpu.cc")
+    program = compiled(
+        tmp_path_factory.mktemp("check"),
+        "select_check",
+        KERNELS / "select_cpu.cc",
+        KERNELS / "select_band_cpu.cc",
+    )
     lines = subprocess.run(
         [program, str(2**23)], check=True, capture_output=True, text=True
     ).stdout.splitlines()
@@ -60,9 +68,7 @@ def cases(tmp_path_factory) -> list[tuple]:
 
 
 def test_no_vector_is_read_more_than_twice(cases):
-    """Neither where all are alike, nor where few values are, nor where neighbours are: in no kind
-    and for no k.
-    """
+    """Neither if all are alike, nor if there are few values, nor if neighbours are alike."""
     assert len(cases) == 10 * 2 * 3 * 3
     for kind, rule, states, n, k, read, _ in cases:
         assert n <= read <= 2 * n, (kind, rule, states, k, read / n)

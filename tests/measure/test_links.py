@@ -15,6 +15,7 @@ from tfcommx import cost
 from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.measure import links
+from tfcommx.measure.fit import fit
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.terms import NOMINAL, Link, Links, PlanError, Scheme, Topology
 
@@ -33,14 +34,14 @@ def times_of(link: Link, ranks: int = 4, noise: float = 0.0) -> list[tuple[float
 
 @pytest.mark.parametrize("link", [NOMINAL.inside, NOMINAL.between, Link(1e-3, 4e-8)])
 def test_the_fit_finds_the_link(link: Link) -> None:
-    alpha, beta = links.fit(times_of(link))
+    alpha, beta = fit(times_of(link))
     assert (alpha, beta) == pytest.approx((link.alpha_s, link.beta_s_per_byte), rel=1e-6)
 
 
 def test_noise_of_a_tenth_moves_the_fit_by_about_a_tenth() -> None:
     """Also of alpha, a ten-thousandth of the largest message's time."""
     link = Link(5e-5, 8e-9)
-    alpha, beta = links.fit(times_of(link, noise=0.1))
+    alpha, beta = fit(times_of(link, noise=0.1))
     assert alpha == pytest.approx(link.alpha_s, rel=0.15) and beta == pytest.approx(
         link.beta_s_per_byte, rel=0.15
     )
@@ -48,14 +49,14 @@ def test_noise_of_a_tenth_moves_the_fit_by_about_a_tenth() -> None:
 
 def test_a_link_is_never_free_nor_ahead_of_time() -> None:
     # a line through these starts before 0
-    assert links.fit([(1, 1000, 1e-3), (1, 2000, 3e-3)])[0] == 0
-    assert links.fit([(1, 1000, 1e-3), (1, 2000, 0.5e-3)])[1] > 0
+    assert fit([(1, 1000, 1e-3), (1, 2000, 3e-3)])[0] == 0
+    assert fit([(1, 1000, 1e-3), (1, 2000, 0.5e-3)])[1] > 0
 
 
 @pytest.mark.parametrize("points", [[], [(1, 1000, 1.0)], [(1, 1000, 0.0), (1, 2000, 1.0)]])
 def test_what_cannot_be_fitted_is_refused(points: list) -> None:
     with pytest.raises(PlanError, match="two or more sizes"):
-        links.fit(points)
+        fit(points)
 
 
 @pytest.mark.parametrize(
@@ -117,11 +118,11 @@ def test_the_slots_of_a_node_share_its_port() -> None:
         comm.all_gather = timed
         return links.probe(comm, sizes=(1024, 65536), repeats=2, clock=lambda: clocks[comm.rank])
 
-    links = ThreadComm.run(Topology(2, 2), work)[0].links
-    assert links.between.beta_s_per_byte == pytest.approx(
+    found = ThreadComm.run(Topology(2, 2), work)[0].links
+    assert found.between.beta_s_per_byte == pytest.approx(
         8e-9
-    ) and links.inside.beta_s_per_byte == pytest.approx(1e-10)
-    assert links.between.alpha_s == pytest.approx(1e-4)
+    ) and found.inside.beta_s_per_byte == pytest.approx(1e-10)
+    assert found.between.alpha_s == pytest.approx(1e-4)
 
 
 def test_unequal_nodes_are_refused_by_name() -> None:
@@ -146,11 +147,11 @@ def test_messages_of_a_node_share_its_port_too() -> None:
         post.send = timed
         return links.probe(comm, sizes=(1024, 65536), repeats=2, clock=lambda: clocks[comm.rank])
 
-    links = ThreadComm.run(Topology(2, 2), work)[0].links
-    assert links.between.beta_s_per_byte == pytest.approx(
+    found = ThreadComm.run(Topology(2, 2), work)[0].links
+    assert found.between.beta_s_per_byte == pytest.approx(
         8e-9
-    ) and links.inside.beta_s_per_byte == pytest.approx(1e-10)
-    assert links.between.alpha_s == pytest.approx(1e-4) and links.inside.alpha_s == pytest.approx(
+    ) and found.inside.beta_s_per_byte == pytest.approx(1e-10)
+    assert found.between.alpha_s == pytest.approx(1e-4) and found.inside.alpha_s == pytest.approx(
         1e-4
     )
 
@@ -211,7 +212,7 @@ def test_the_command_writes_links_that_plans_are_made_with(tmp_path: Path, launc
         Topology(2, 1),
         links=links,
     )
-    assert plan.buckets[0].block_bytes == links.block_bytes
+    assert plan.buckets[0].options.block_bytes == links.block_bytes
 
 
 def test_the_command_refuses_a_file_that_it_could_not_write(tmp_path: Path) -> None:

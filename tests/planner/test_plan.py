@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfcommx.planner.merging.threshold import by_size
-from tfcommx.planner.plan import Gradient, check_scheme, make_plan
+from tfcommx.planner import merging
+from tfcommx.planner.check import check_scheme
+from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.terms import PlanError, Scheme, Topology
 
 GRADIENTS = [
@@ -21,14 +22,14 @@ SPARSE = Scheme(route="hitopk", selection="mstopk", density=0.01)
 
 @given(st.lists(st.integers(0, 50)), st.integers(1, 100))
 def test_merging_keeps_every_gradient_once_and_in_order(sizes: list[int], limit: int) -> None:
-    groups = by_size(sizes, limit)
+    groups = merging.get("threshold").groups(sizes, limit)
     assert [position for group in groups for position in group] == list(range(len(sizes)))
     for group in groups[:-1]:
         assert sum(sizes[i] for i in group) >= limit > sum(sizes[i] for i in group[:-1])
 
 
 def test_merging_as_drawn() -> None:
-    assert by_size([4, 4, 9, 1, 2, 2], 8) == [[0, 1], [2], [3, 4, 5]]
+    assert merging.get("threshold").groups([4, 4, 9, 1, 2, 2], 8) == [[0, 1], [2], [3, 4, 5]]
 
 
 def test_small_variables_stay_dense_and_order_is_backward() -> None:

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from drawing import drawn
 
 import tfcommx as cx
 from tfcommx import callbacks, routes
@@ -96,6 +97,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.every_launch
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_the_identity_equals_allreduce_by_hand(comm: Comm, kind: str) -> None:
     """Rule all on route allreduce against hvd.allreduce of each gradient and a plain optimizer: bit
@@ -121,14 +123,15 @@ def test_the_identity_equals_allreduce_by_hand(comm: Comm, kind: str) -> None:
             np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.every_launch
 @pytest.mark.parametrize("route", routes.ROUTES)
 def test_fit_trains_and_replicas_stay_identical(comm: Comm, route: str) -> None:
     scheme = (
         cx.Scheme(route, "mstopk", 0.2, dense_below=8)
-        if routes.info(route).sparse
+        if routes.get(route).sparse
         else cx.Scheme(route)
     )
-    if routes.info(route).messages and not comm.has_messages:
+    if routes.get(route).messages and not comm.has_messages:
         with pytest.raises(cx.PlanError, match="horovodrun --mpi"):
             cx.DistributedOptimizer(keras.optimizers.SGD(0.05), scheme)
         return
@@ -252,8 +255,8 @@ def test_embeddings_and_variables_without_gradients(comm: Comm) -> None:
     np.testing.assert_array_equal(unused.numpy(), 1)
 
 
-@pytest.mark.parametrize("made_by", ["user", "compile"])
-@pytest.mark.parametrize("bad_rank", [0, -1])
+@pytest.mark.every_launch
+@pytest.mark.parametrize(("made_by", "bad_rank"), drawn(["user", "compile"], [0, -1]))
 def test_a_non_finite_gradient_skips_the_step_on_all_ranks(
     comm: Comm, made_by: str, bad_rank: int
 ) -> None:
@@ -307,6 +310,7 @@ def test_a_loss_scale_that_nobody_agreed_on_is_refused(comm: Comm) -> None:
         optimizer.apply(gradients_of(net, batch(comm.rank)), net.trainable_variables)
 
 
+@pytest.mark.every_launch
 def test_switching_schemes_and_resolution_in_fit(comm: Comm) -> None:
     """Sparse, then dense: all residuals are sent, and the pictures grow."""
     resolution = tf.Variable(4)
@@ -505,6 +509,7 @@ def test_xla_is_refused_in_custom_loops_and_turned_off_in_fit(comm: Comm) -> Non
     assert compiled_net.jit_compile is False
 
 
+@pytest.mark.every_launch
 def test_different_plans_are_refused_before_anything_is_sent(comm: Comm) -> None:
     if comm.topology.size == 1:
         return
@@ -519,13 +524,17 @@ def test_different_plans_are_refused_before_anything_is_sent(comm: Comm) -> None
         wrapped.apply(gradients_of(net, batch(comm.rank)), net.trainable_variables)
 
 
-@pytest.mark.parametrize("route", ["allreduce", "pipeline", "hitopk"])
-@pytest.mark.parametrize("strategy", [Root(), Rebroadcast(every=2)], ids=["root", "every"])
+@pytest.mark.every_launch
+@pytest.mark.parametrize(
+    ("route", "strategy"),
+    drawn(["allreduce", "pipeline", "hitopk"], [Root(), Rebroadcast(every=2)]),
+    ids=str,
+)
 def test_the_steps_of_the_linear_pipeline_paper(comm: Comm, route: str, strategy: Strategy) -> None:
     """Algorithms 2 and 3 under `fit` give the weights of an update on all ranks; the root's
     optimizer has the whole state.
     """
-    if routes.info(route).messages and not comm.has_messages:
+    if routes.get(route).messages and not comm.has_messages:
         return
     scheme = cx.Scheme(
         route,

@@ -18,8 +18,10 @@ import tfcommx as cx
 from tfcommx import routes
 from tfcommx.comm import mpi
 from tfcommx.comm.base import Comm
-from tfcommx.planner.plan import Gradient, check_scheme, make_plan
+from tfcommx.planner.check import check_scheme
+from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.routes import moves, pipeline
+from tfcommx.routes.hitopk import HitopkOptions
 from tfcommx.runtime.executor import PlanExecutor
 
 SHAPES = {f"layer{i}/kernel": (50 + i, 41) for i in range(6)}
@@ -42,12 +44,13 @@ def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.every_launch
 @pytest.mark.parametrize(
     "scheme", WAYS, ids=lambda scheme: f"{scheme.route}-{scheme.wire}-{scheme.peer_route}"
 )
 def test_the_sum_of_all_ranks(comm: Comm, scheme: cx.Scheme) -> None:
     if (
-        any(routes.info(name).messages for name in (scheme.route, scheme.peer_route))
+        any(routes.get(name).messages for name in (scheme.route, scheme.peer_route))
         and not comm.has_messages
     ):
         with pytest.raises(cx.PlanError, match="horovodrun --mpi"):
@@ -76,12 +79,13 @@ def test_the_sum_of_all_ranks(comm: Comm, scheme: cx.Scheme) -> None:
             np.testing.assert_array_equal(result[path], total)
     sent = np.mean(comm.gather_objects(np.subtract(comm.traffic(), before)), axis=0)
     expected = np.sum(
-        [routes.route(bucket.route).wire_bytes(bucket, comm.topology) for bucket in plan.buckets],
+        [routes.get(bucket.route).wire_bytes(bucket, comm.topology) for bucket in plan.buckets],
         axis=0,
     )
     np.testing.assert_allclose(sent, 3 * expected, rtol=1e-9)
 
 
+@pytest.mark.every_launch
 def test_the_plan_in_hand_is_refused_too(comm: Comm) -> None:
     if comm.has_messages:
         return
@@ -92,6 +96,7 @@ def test_the_plan_in_hand_is_refused_too(comm: Comm) -> None:
         PlanExecutor(plan, comm)
 
 
+@pytest.mark.every_launch
 def test_messages_of_all_lengths_from_every_root(comm: Comm) -> None:
     if not comm.has_messages or comm.topology.size == 1:
         return
@@ -104,12 +109,9 @@ def test_messages_of_all_lengths_from_every_root(comm: Comm) -> None:
                 got = moves.carry_out(
                     operation,
                     mine,
-                    ranks,
-                    comm.rank,
-                    comm._point_to_point,
+                    moves.Participants(ranks, comm.rank, root, comm._point_to_point),
                     pipeline.schedule,
                     moves.run_when_ready,
-                    root,
                     block=1000,
                 )
                 total = sum(rank + 1 for rank in ranks)
@@ -153,10 +155,10 @@ def test_nothing_large_would_leave_a_gpu_on_its_way(
     """
     scheme = cx.Scheme(route, selection, 0.01)
     plan = make_plan([Gradient("w", (1000, 1000), "float32")], {"*": scheme}, comm.topology)
-    plan = dataclasses.replace(
-        plan,
-        buckets=tuple(dataclasses.replace(bucket, last_step=last_step) for bucket in plan.buckets),
-    )
+    if route == "hitopk":
+        options = HitopkOptions(last_step)
+        buckets = tuple(dataclasses.replace(bucket, options=options) for bucket in plan.buckets)
+        plan = dataclasses.replace(plan, buckets=buckets)
     running = PlanExecutor(plan, comm)
     graph = (
         tf.function(lambda given: running.exchange({"w": given})["w"])
@@ -220,6 +222,7 @@ def test_nothing_large_would_leave_a_gpu_on_its_way(
     assert scalars and not [op.name for op in scalars if "CPU:0" not in op.device]
 
 
+@pytest.mark.every_launch
 def test_an_all_gather_beyond_what_mpi_counts_is_refused_while_tracing(comm: Comm) -> None:
     if comm.topology.size == 1:
         return
@@ -228,6 +231,7 @@ def test_an_all_gather_beyond_what_mpi_counts_is_refused_while_tracing(comm: Com
         gather.get_concrete_function(tf.TensorSpec([2**30], tf.int32))
 
 
+@pytest.mark.every_launch
 def test_who_waits_long_for_a_message_says_so(
     comm: Comm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,7 +1,7 @@
-"""A recipe is refused with the place and the nearest key; the one that is shipped is read as it
-stands.
-"""
+"""A recipe is refused with the place and the nearest key; the shipped one is read as it stands."""
 
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,8 +9,12 @@ import pytest
 from launching import ROOT
 from pydantic import ValidationError
 
+from tfcommx.recipes.datasets import DATASETS
+from tfcommx.recipes.models import MODELS
+from tfcommx.recipes.optimizers import OPTIMIZERS
 from tfcommx.recipes.reader import RecipeError
 from tfcommx.recipes.recipe import LearningRate, read
+from tfcommx.recipes.tasks import TASKS
 from tfcommx.terms import Scheme
 
 SHIPPED = ROOT / "configs" / "fashion_mnist.yaml"
@@ -70,9 +74,25 @@ def test_a_phase_warms_up_its_density(write):
     [
         (
             "name: small",
-            "name: small\nlabel_smothing: 0.1",
-            "Unknown key 'label_smothing'. Did you mean 'label_smoothing'?",
+            "name: small\nbatch_per_rnk: 1",
+            "Unknown key 'batch_per_rnk'. Did you mean 'batch_per_rank'?",
         ),
+        (
+            "name: small",
+            "name: small\ntask: {label_smothing: 0.1}",
+            "task: Unknown key 'label_smothing'. Did you mean 'label_smoothing'?",
+        ),
+        (
+            "name: small",
+            "name: small\nmodel: {name: smal_cnn}",
+            "model: Unknown name 'smal_cnn'. Did you mean 'small_cnn'?",
+        ),
+        (
+            "name: small",
+            "name: small\nmodel: {filters: [8, 0]}",
+            "model.filters[1]: Input should be greater than or equal to 1. Received 0.",
+        ),
+        ("name: small", "name: small\ndata: images", "data: A mapping such as {name:"),
         ("{peak: 0.1}", "{peek: 0.1}", "learning_rate: Unknown key 'peek'. Did you mean 'peak'?"),
         (
             "route: torus",
@@ -186,6 +206,25 @@ def test_settings(write):
     ):
         with pytest.raises(RecipeError, match=message):
             read(write(SMALL), [setting])
+
+
+def test_every_member_is_built_of_its_name(write):
+    """What the tables hold is what YAML can name; without a name the default is meant."""
+    families = {"data": DATASETS, "model": MODELS, "task": TASKS, "optimizer": OPTIMIZERS}
+    for key, table in families.items():
+        assert type(getattr(read(write(SMALL)), key)) in table.values()
+        for name, kind in table.items():
+            chosen = getattr(read(write(f"{SMALL}{key}: {{name: {name}}}")), key)
+            assert type(chosen) is kind and chosen.name == name and callable(chosen.build)
+
+
+def test_reading_a_recipe_loads_no_tensorflow():
+    code = (
+        "import sys; from pathlib import Path; from tfcommx.recipes.recipe import read\n"
+        "read(Path('configs/fashion_mnist.yaml'))\n"
+        "assert not {'tensorflow', 'keras'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear"])

@@ -138,7 +138,7 @@ def test_progress_on_a_terminal_is_one_bar(summary, monkeypatch):
             progress.epoch(each)
     text = stream.getvalue()
     assert "━" in text and "4/4" in text and "\x1b" in text  # drawn over and over in place
-    assert text.count("test 0.9012") == 1 and "s left" not in text
+    assert text.count("test 0.9012") == 1 and "s remaining" not in text
 
 
 def test_other_ranks_are_silent(summary):
@@ -194,7 +194,7 @@ def test_user_errors_are_one_line(words, message):
 def test_report_command_and_help_need_no_tensorflow(summary, tmp_path):
     report.write(summary, tmp_path)
     code = (
-        "import sys; sys.argv = ['tfcommx', *sys.argv[1:]]; import tfcommx.cli as cli\n"
+        "import sys; sys.argv = ['tfcommx', *sys.argv[1:]]; import tfcommx.cli.main as cli\n"
         "try: cli.main()\n"
         "except SystemExit as end: assert not end.code\n"
         "assert 'tensorflow' not in sys.modules, 'tensorflow was imported'"

@@ -1,4 +1,4 @@
-"""Prices against cases worked out by hand, with links of round numbers; docs/exchange.md derives
+"""Prices against cases worked out by hand, with links of round numbers; docs/routes.md derives
 the formulas.
 """
 
@@ -8,22 +8,30 @@ import pytest
 
 from tfcommx import cost, routes
 from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.routes import hitopk
 from tfcommx.terms import NOMINAL, Bucket, Link, Links, Scheme, Topology, Traffic
 
 LINK = Link(alpha_s=10, beta_s_per_byte=2, gamma_s_per_byte=1)
 LINKS = Links(inside=Link(1, 0.5, 0.25), between=LINK)
 FOUR = Topology(4, 1)
+HITOPK = routes.get("hitopk")
 
 
-def bucket(route: str, entries: int = 250, **more: object) -> Bucket:
-    return Bucket("b", ("w",), (entries,), "float32", route, **more)
+def bucket(
+    route: str,
+    entries: int = 250,
+    peer_route: str = "allreduce",
+    block: int = 49152,
+    **more: object,
+) -> Bucket:
+    scheme = Scheme(peer_route=peer_route, block_bytes=block)
+    options = routes.get(route).options(scheme, NOMINAL)
+    return Bucket("b", ("w",), (entries,), "float32", route, options=options, **more)
 
 
 @pytest.mark.parametrize(
     ("price", "broadcast", "reduce", "allreduce"),
     [
-        # table 1, p = 4, n = 1000 B; the pipeline's 3 + 10 blocks of 100 B: 130 start-up, 1300 B
+        # table 1, p = 4, n = 1000 B; the pipeline's 3 + 10 blocks of 100 B: latency 130, 1300 B
         (
             lambda *a: cost.linear_pipeline(*a, block_bytes=100),
             130 + 1300 * 2,
@@ -56,9 +64,9 @@ def test_table_1(price: object, broadcast: float, reduce: float, allreduce: floa
     ],
 )
 def test_dense_routes_on_four_nodes(route: str, seconds: float) -> None:
-    assert routes.route(route).seconds(
-        bucket(route, block_bytes=100), FOUR, LINKS
-    ) == pytest.approx(seconds)
+    assert routes.get(route).seconds(bucket(route, block=100), FOUR, LINKS) == pytest.approx(
+        seconds
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,23 +92,23 @@ def test_what_the_busiest_port_carries(
     route: str, topology: Topology, megabytes: float, more: dict
 ) -> None:
     """1 MB of float32 in 16 blocks."""
-    one = bucket(route, 250_000, block_bytes=62_500, **more)
-    assert routes.port_bytes(one, topology) == pytest.approx(megabytes * 1e6)
+    one = bucket(route, 250_000, block=62_500, **more)
+    assert routes.get(route).port_bytes(one, topology) == pytest.approx(megabytes * 1e6)
 
 
 def test_asa_in_sixteen_bits_halves_what_travels_and_not_what_is_added() -> None:
-    assert routes.route("asa").seconds(bucket("asa", wire="float16"), FOUR, LINKS) == pytest.approx(
+    assert routes.get("asa").seconds(bucket("asa", wire="float16"), FOUR, LINKS) == pytest.approx(
         30 + 750 + 750 + 20 + 750
     )
-    assert routes.route("asa").wire_bytes(bucket("asa", wire="float16"), FOUR) == Traffic(0, 750)
-    assert routes.route("asa").wire_bytes(bucket("asa"), FOUR) == Traffic(0, 1500)
+    assert routes.get("asa").wire_bytes(bucket("asa", wire="float16"), FOUR) == Traffic(0, 750)
+    assert routes.get("asa").wire_bytes(bucket("asa"), FOUR) == Traffic(0, 1500)
 
 
 def test_asa_between_nodes_of_two() -> None:
     """4 ranks on 2 nodes: of a rank's 3 shards of 250 B one stays; all its gathered ones but those
     of one port stay.
     """
-    assert routes.route("asa").wire_bytes(bucket("asa"), Topology(2, 2)) == Traffic(
+    assert routes.get("asa").wire_bytes(bucket("asa"), Topology(2, 2)) == Traffic(
         250 + 375, 500 + 375
     )
 
@@ -113,11 +121,9 @@ def test_alltoall_on_unequal_nodes_is_a_mean() -> None:
 
 @pytest.mark.parametrize("route", routes.ROUTES)
 def test_one_rank_alone_pays_for_no_message(route: str) -> None:
-    one = bucket(
-        route, k=5 if routes.info(route).sparse else None, wire=routes.info(route).wires[0]
-    )
-    alone = routes.route(route).seconds(one, Topology(1, 1), Links(Link(1e9, 1e9), Link(1e9, 1e9)))
-    assert alone == 0 and routes.route(route).wire_bytes(one, Topology(1, 1)) == Traffic(0, 0)
+    one = bucket(route, k=5 if routes.get(route).sparse else None, wire=routes.get(route).wires[0])
+    alone = routes.get(route).seconds(one, Topology(1, 1), Links(Link(1e9, 1e9), Link(1e9, 1e9)))
+    assert alone == 0 and routes.get(route).wire_bytes(one, Topology(1, 1)) == Traffic(0, 0)
 
 
 def test_equation_3() -> None:
@@ -125,7 +131,7 @@ def test_equation_3() -> None:
     collective for both.
     """
     assert (
-        routes.route("allgather").seconds(bucket("allgather", k=20, wire="pair32"), FOUR, LINKS)
+        routes.get("allgather").seconds(bucket("allgather", k=20, wire="pair32"), FOUR, LINKS)
         == 2 * 10 + 8 * 3 * 2 * 20
     )
 
@@ -139,10 +145,10 @@ def test_equations_7_to_10() -> None:
     t2 = 400 * 0.25
     t3 = 10 * 1 + (2 - 1) * 2 * 80 * 2  # both slots of a node go through its port
     dense, pairs = 1 * 1 + 400 * 0.5 + 160 * 0.25, 1 * 1 + 160 * 0.5 + 2 * 160 * 0.25
-    assert hitopk.seconds(b, Topology(2, 2), LINKS) == pytest.approx(t1 + t2 + t3 + dense)
-    cheapest = hitopk.cheapest(b, Topology(2, 2), LINKS)
-    assert cheapest.last_step == "pairs"
-    assert hitopk.seconds(cheapest, Topology(2, 2), LINKS) == pytest.approx(t1 + t2 + t3 + pairs)
+    assert HITOPK.seconds(b, Topology(2, 2), LINKS) == pytest.approx(t1 + t2 + t3 + dense)
+    cheapest = HITOPK.cheapest(b, Topology(2, 2), LINKS)
+    assert cheapest.options.last_step == "pairs"
+    assert HITOPK.seconds(cheapest, Topology(2, 2), LINKS) == pytest.approx(t1 + t2 + t3 + pairs)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +169,7 @@ def test_the_last_step_is_planned_by_price(density: float, nodes: int, last_step
         {"*": Scheme("hitopk", "mstopk", density)},
         Topology(nodes, 8),
     )
-    assert [b.last_step for b in plan.buckets] == [last_step]
+    assert [b.options.last_step for b in plan.buckets] == [last_step]
 
 
 def test_the_last_step_follows_the_links_given() -> None:
@@ -173,11 +179,11 @@ def test_the_last_step_follows_the_links_given() -> None:
     plan = make_plan(
         gradients, {"*": Scheme("hitopk", "mstopk", 0.01)}, Topology(4, 8), links=slow_sums
     )
-    assert plan.buckets[0].last_step == "dense"
+    assert plan.buckets[0].options.last_step == "dense"
 
 
 def test_the_proposition() -> None:
-    """Proposition 1: without start-ups a long message goes log2 p times faster by the pipeline than
+    """Proposition 1: without latency a long message goes log2 p times faster by the pipeline than
     by the tree, and up to 2 times faster than by bidirectional exchange, whatever p."""
     fast = Link(0, 1e-9)
     for ranks in (4, 8, 16):

@@ -75,11 +75,11 @@ def test_select(tmp_path: Path) -> None:
         [
             sys.executable,
             "scripts/bench_select.py",
-            "--n",
+            "--sizes",
             "100000",
             "--density",
             "0.01",
-            "--rounds",
+            "--repeats",
             "4",
         ],
         tmp_path / "select.jsonl",
@@ -112,7 +112,7 @@ def test_select_on_a_gpu(tmp_path: Path, wrong: bool) -> None:
     """No GPU is here: check_cuda's rows are made up, and NumPy is CuPy. What is
     verified is real.
     """
-    for name in ("bench_select_gpu.py", "verify_selection.py"):
+    for name in ("bench_select_gpu.py", "benchmark_options.py", "verify_selection.py"):
         shutil.copy(ROOT / "scripts" / name, tmp_path)
     row = {"name": "mstopk", "n": 5000, "k": 50, "seconds": 1.0, "verified": True}
     (tmp_path / "check_cuda").write_text(f"#!/bin/sh\necho '{json.dumps(row)}'\n")
@@ -124,7 +124,7 @@ def test_select_on_a_gpu(tmp_path: Path, wrong: bool) -> None:
         "asarray = lambda given: array(given)  # a copy, as to a GPU\n"
         f"argpartition = lambda x, place: numpy.argpartition({'-x' if wrong else 'x'}, place)\n"
     )
-    command = [sys.executable, "bench_select_gpu.py", "--n", "5000", "--rounds", "2"]
+    command = [sys.executable, "bench_select_gpu.py", "--sizes", "5000", "--repeats", "2"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     rows = {row["name"]: row["verified"] for row in map(json.loads, done.stdout.splitlines())}
     assert (done.returncode, rows["cupy_argpartition"]) == (wrong, not wrong), done.stderr

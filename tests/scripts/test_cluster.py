@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launching import ROOT
+from launching import ROOT, WORKERS
 
 SCRIPT = str(ROOT / "scripts" / "cluster")
-WORKER = str(ROOT / "tests" / "worker_cluster.py")
+WORKER = str(WORKERS / "cluster.py")
 NAME = f"t{os.getpid()}"  # several test runs may share a machine
 RATE = 100  # Mbit/s
 HOSTS = "node0:1,node1:1,node2:2"  # ranks 2 and 3 are on node 2, which comes to harm
@@ -42,6 +42,7 @@ def why_not() -> str:
     return f"no network namespaces here: {refused.stderr.strip()}" if refused.returncode else ""
 
 
+pytestmark = pytest.mark.xdist_group("cluster")  # they share one
 REASON = why_not()
 needs_cluster = pytest.mark.skipif(bool(REASON), reason=REASON)
 
@@ -83,7 +84,7 @@ def nodes() -> Iterator[None]:
 
 
 class Training:
-    """worker_cluster.py on the cluster, started as a user does."""
+    """workers/cluster.py on the cluster, started as a user does."""
 
     def __init__(self, folder: Path, watch_seconds: float) -> None:
         self.folder, self.log = folder, folder / "log"
@@ -163,6 +164,7 @@ def test_ranks_see_nodes_and_slots(nodes: None, launcher: str) -> None:
 
 
 @needs_cluster
+@pytest.mark.serial
 def test_links_have_the_rate_that_was_asked_for_in_both_directions_at_once(nodes: None) -> None:
     code = (
         "import socket, sys, threading, time\n"

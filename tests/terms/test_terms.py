@@ -8,6 +8,10 @@ import json
 import numpy as np
 import pytest
 
+from tfcommx.routes import read_plan
+from tfcommx.routes.hitopk import HitopkOptions
+from tfcommx.routes.messages import MessageOptions
+from tfcommx.routes.torus import TorusOptions
 from tfcommx.terms import (
     Bucket,
     Link,
@@ -101,23 +105,29 @@ def test_numpys_numbers_are_numbers() -> None:
             Scheme("hitopk", "mstopk", **{"density": 0.1, **wrong})
 
 
-def plan(k: int = 3) -> Plan:
+def plan(k: int = 3, block_bytes: int = 600) -> Plan:
+    peers = TorusOptions("pipeline", MessageOptions(block_bytes))
+    pairs = HitopkOptions("pairs")
     return Plan(
         (
-            Bucket("b0", ("a", "b"), (4, 6), "float32", "hitopk", "mstopk", k, 2),
-            Bucket("b1", ("c",), (5,), "float16", "torus"),
+            Bucket("b0", ("a", "b"), (4, 6), "float32", "hitopk", "mstopk", k, 2, options=pairs),
+            Bucket("b1", ("c",), (5,), "float16", "torus", options=peers),
+            Bucket("b2", ("d",), (5,), "float16", "allreduce"),
         ),
         Topology(2, 3),
     )
 
 
 def test_a_plan_survives_json() -> None:
-    assert Plan.from_json(plan().to_json()) == plan()
+    assert read_plan(plan().to_json()) == plan()
 
 
 def test_the_first_difference_is_named() -> None:
     assert first_difference(plan(), plan()) is None
     assert first_difference(plan(), plan(k=4)) == "plan.buckets[0].k: 3 against 4"
+    assert first_difference(plan(), plan(block_bytes=8)) == (
+        "plan.buckets[1].options.peers.block_bytes: 600 against 8"
+    )
 
 
 def test_a_variable_in_two_buckets_is_refused() -> None:

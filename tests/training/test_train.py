@@ -14,6 +14,7 @@ from launching import ROOT, horovodrun
 
 from tfcommx import report
 
+pytestmark = pytest.mark.xdist_group("train")  # they share a run
 SHORT = [
     "batch_per_rank=1000",
     "model.filters=[4, 8]",
@@ -100,11 +101,13 @@ def test_a_killed_run_resumes_to_the_same_weights(run, tmp_path):
         np.testing.assert_array_equal(one.numpy(), other.numpy())
 
 
-def test_a_recipe_exchanges_parts_between_nodes(tmp_path):
+def test_a_recipe_reshuffles_samples_between_nodes(tmp_path):
     """A half of each node's 30,000 images is offered before an epoch, a half of that comes back:
     7,500 come from memory elsewhere.
     """
-    words = [word for setting in [*SHORT, "data.exchange=0.5"] for word in ("--set", setting)]
+    words = [
+        word for setting in [*SHORT, "data.reshuffle_fraction=0.5"] for word in ("--set", setting)
+    ]
     ended = horovodrun(
         2,
         [
@@ -143,7 +146,9 @@ def test_the_summary(run):
     assert [row["route"] for row in summary["rows"]] == ["hitopk", "hitopk", "torus"]
     assert all(value >= 0 for row in summary["rows"] for value in row["seconds"].values())
     assert sum(sum(row["seconds"].values()) for row in summary["rows"]) < summary["seconds"]
-    assert printed.count(" s left") == 3 and str(folder) in printed  # no terminal: a line per epoch
+    assert (
+        printed.count(" s remaining") == 3 and str(folder) in printed
+    )  # no terminal: a line per epoch
     assert json.loads((folder / "summary.json").read_text()) == summary
 
 

@@ -5,6 +5,7 @@ back.
 from __future__ import annotations
 
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,18 +13,23 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfcommx.kernels import native, reference
+from tfcommx.kernels import loader
+from tfcommx.kernels.wire import decode, decode_definition, encode, encode_definition
 from tfcommx.terms import SPARSE_WIRES, Sparse
-from tfcommx.wire import codec
+from tfcommx.terms.wire_formats import BLOCK, value_dtype, wire_words
+from tfcommx.wire import codec, formats
 
-DOORS = {"native": native, "reference": reference}
-every_door = pytest.mark.parametrize("door", DOORS)
+IMPLEMENTATIONS = {
+    "native": SimpleNamespace(encode=encode, decode=decode),
+    "definition": SimpleNamespace(encode=encode_definition, decode=decode_definition),
+}
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 every_wire = pytest.mark.parametrize("name", SPARSE_WIRES)
-NARROW = [name for name in SPARSE_WIRES if reference.value_dtype(name) != tf.float32]
+NARROW = [name for name in SPARSE_WIRES if value_dtype(name) != "float32"]
 
 
 def test_the_library_is_there() -> None:
-    assert native.library() is not None
+    assert loader.library() is not None
 
 
 def sparse(k: int, size: int, seed: int = 0) -> Sparse:
@@ -39,26 +45,30 @@ def sparse(k: int, size: int, seed: int = 0) -> Sparse:
     [(1, 1), (1, 200_000), (7, 65_536), (65_536, 65_536), (65_537, 65_537), (333, 300_001)],
 )
 @every_wire
-@every_door
-def test_what_is_written_is_read_back(door: str, name: str, k: int, size: int) -> None:
+@every_implementation
+def test_what_is_written_is_read_back(implementation: str, name: str, k: int, size: int) -> None:
     """Three ranks' buffers, one after another; k odd and even, blocks full and empty."""
     written = [codec.rounded(sparse(k, size, rank), name)[0] for rank in range(3)]
-    buffers = [DOORS[door].wire_encode(one, name) for one in written]
+    buffers = [IMPLEMENTATIONS[implementation].encode(one, name) for one in written]
     for buffer in buffers:
-        assert buffer.dtype == tf.int32 and 4 * len(buffer) == codec.size_bytes(k, size, name)
-    indices, values = DOORS[door].wire_decode(tf.concat(buffers, axis=0), k, size, name)
+        assert buffer.dtype == tf.int32 and 4 * len(buffer) == formats.size_bytes(k, size, name)
+    indices, values = IMPLEMENTATIONS[implementation].decode(
+        tf.concat(buffers, axis=0), k, size, name
+    )
     np.testing.assert_array_equal(indices, np.concatenate([one.indices for one in written]))
     np.testing.assert_array_equal(values, np.concatenate([one.values for one in written]))
 
 
 @every_wire
-@every_door
-def test_buffers_of_several_shards_point_into_the_whole(door: str, name: str) -> None:
+@every_implementation
+def test_buffers_of_several_shards_point_into_the_whole(implementation: str, name: str) -> None:
     """Three shards, two ranks' buffers of each."""
     k, size = 33, 70_001
     written = [codec.rounded(sparse(k, size, number), name)[0] for number in range(6)]
-    buffers = tf.concat([DOORS[door].wire_encode(one, name) for one in written], axis=0)
-    indices, values = DOORS[door].wire_decode(buffers, k, size, name, 3)
+    buffers = tf.concat(
+        [IMPLEMENTATIONS[implementation].encode(one, name) for one in written], axis=0
+    )
+    indices, values = IMPLEMENTATIONS[implementation].decode(buffers, k, size, name, 3)
     np.testing.assert_array_equal(
         indices,
         np.concatenate([one.indices + number // 2 * size for number, one in enumerate(written)]),
@@ -67,26 +77,30 @@ def test_buffers_of_several_shards_point_into_the_whole(door: str, name: str) ->
 
 
 @every_wire
-@every_door
-def test_no_entry_falls_off_the_ends_of_a_block(door: str, name: str) -> None:
-    size = 3 * reference.BLOCK + 5
+@every_implementation
+def test_no_entry_falls_off_the_ends_of_a_block(implementation: str, name: str) -> None:
+    size = 3 * BLOCK + 5
     edges = [0, 65_535, 65_536, 131_071, 131_072, 196_607, 196_608, size - 1]
     entries = Sparse(tf.constant(edges, tf.int32), tf.range(1.0, 9.0), size)
-    indices, values = DOORS[door].wire_decode(DOORS[door].wire_encode(entries, name), 8, size, name)
+    indices, values = IMPLEMENTATIONS[implementation].decode(
+        IMPLEMENTATIONS[implementation].encode(entries, name), 8, size, name
+    )
     assert indices.numpy().tolist() == edges and values.numpy().tolist() == list(range(1, 9))
 
 
 @every_wire
-@every_door
-def test_the_length_is_known_while_tracing(door: str, name: str) -> None:
+@every_implementation
+def test_the_length_is_known_while_tracing(implementation: str, name: str) -> None:
     """Else it would have to be stated by an EnsureShape, which takes int32 from the GPU to the host
     and back.
     """
 
     @tf.function
     def written(entries: Sparse) -> tf.Tensor:
-        words = DOORS[door].wire_encode(Sparse(entries.indices, entries.values, 70_000), name)
-        assert words.shape == [sum(codec.wire_words(7, 70_000, name))]
+        words = IMPLEMENTATIONS[implementation].encode(
+            Sparse(entries.indices, entries.values, 70_000), name
+        )
+        assert words.shape == [sum(wire_words(7, 70_000, name))]
         return words
 
     written(sparse(7, 70_000))
@@ -97,7 +111,7 @@ def test_bytes_by_hand() -> None:
     part.
     """
     sizes = {
-        name: (codec.size_bytes(1000, 200_000, name), codec.size_bytes(999, 200_000, name))
+        name: (formats.size_bytes(1000, 200_000, name), formats.size_bytes(999, 200_000, name))
         for name in SPARSE_WIRES
     }
     assert sizes == {
@@ -113,7 +127,7 @@ def test_bytes_by_hand() -> None:
 def test_block16_moves_at_most_six_tenths_of_pair32() -> None:
     for size, density in [(25_000_000, 0.01), (25_000_000, 0.001), (3_000_000, 0.01)]:
         k = int(size * density)
-        assert codec.size_bytes(k, size, "block16/float16") <= 0.6 * codec.size_bytes(
+        assert formats.size_bytes(k, size, "block16/float16") <= 0.6 * formats.size_bytes(
             k, size, "pair32"
         )
 
@@ -125,14 +139,14 @@ def test_rounding_loses_nothing(name: str, value: float) -> None:
     """Sent plus left equals the value, in exact arithmetic, whatever the value; from where float32
     can hold the difference.
     """
-    if reference.value_dtype(name) == tf.bfloat16 and 0 < abs(value) < 2.0**-102:
+    if value_dtype(name) == "bfloat16" and 0 < abs(value) < 2.0**-102:
         # the difference is below the smallest normal float32, and the processor may flush it
         return
     one, left = codec.rounded(Sparse(tf.constant([0]), tf.constant([value]), 1), name)
     sent = float(one.values[0])
     assert np.isfinite(sent)
     assert Fraction(sent) + Fraction(float(left[0])) == Fraction(float(np.float32(value)))
-    _, read = native.wire_decode(codec.encode(one, name), 1, 1, name)
+    _, read = decode(codec.encode(one, name), 1, 1, name)
     assert float(read[0]) == sent
 
 
@@ -140,18 +154,22 @@ def test_rounding_loses_nothing(name: str, value: float) -> None:
 def test_rounding_is_to_nearest_and_sees_that_something_is_left(name: str) -> None:
     values = np.random.default_rng(3).normal(size=1000).astype(np.float32)
     one, left = codec.rounded(Sparse(tf.range(1000), tf.constant(values), 1000), name)
-    bits = 11 if reference.value_dtype(name) == tf.float16 else 8
+    bits = 11 if value_dtype(name) == "float16" else 8
     assert np.count_nonzero(left) > 900
     assert (np.abs(left) <= np.abs(values) * 2.0**-bits).all()
     np.testing.assert_array_equal(one.values + left, values)
 
 
 @every_wire
-@every_door
-def test_values_that_are_not_finite_survive_and_leave_nothing(door: str, name: str) -> None:
+@every_implementation
+def test_values_that_are_not_finite_survive_and_leave_nothing(
+    implementation: str, name: str
+) -> None:
     values = tf.constant([np.nan, np.inf, -np.inf, 1.0])
     one, left = codec.rounded(Sparse(tf.range(4), values, 4), name)
-    _, read = DOORS[door].wire_decode(DOORS[door].wire_encode(one, name), 4, 4, name)
+    _, read = IMPLEMENTATIONS[implementation].decode(
+        IMPLEMENTATIONS[implementation].encode(one, name), 4, 4, name
+    )
     np.testing.assert_array_equal(read, values)
     assert left is None or not left.numpy().any()
 
@@ -167,7 +185,7 @@ def test_a_finite_value_beyond_float16_is_cut_and_the_rest_stays(value: float, s
 
 @every_wire
 @pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-7, 1e4, 1e30])
-def test_native_equals_reference_bit_for_bit(name: str, scale: float) -> None:
+def test_native_equals_definition_bit_for_bit(name: str, scale: float) -> None:
     """Values not rounded before, so that the kernel rounds: normal, denormal in float16, too large
     for it; all exponents.
     """
@@ -176,58 +194,54 @@ def test_native_equals_reference_bit_for_bit(name: str, scale: float) -> None:
     values = (numbers.normal(size=20_001) * scale).astype(np.float32)
     values[:6] = [0, -0.0, np.inf, -np.inf, 65519.996, 2.0**-25]
     entries = Sparse(tf.constant(indices), tf.constant(values), 1_000_000)
-    words = native.wire_encode(entries, name)
-    np.testing.assert_array_equal(words, reference.wire_encode(entries, name))
+    words = encode(entries, name)
+    np.testing.assert_array_equal(words, encode_definition(entries, name))
     for one, other in zip(
-        native.wire_decode(words, 20_001, 1_000_000, name),
-        reference.wire_decode(words, 20_001, 1_000_000, name),
+        decode(words, 20_001, 1_000_000, name),
+        decode_definition(words, 20_001, 1_000_000, name),
         strict=True,
     ):
         np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("name", ["block16/float16", "block16/bfloat16"])
-def test_every_16_bit_value_is_read_and_written_as_the_reference_does(name: str) -> None:
+def test_every_16_bit_value_is_read_and_written_as_the_definition_does(name: str) -> None:
     every = tf.constant(np.arange(65536, dtype=np.uint16).view(np.int32))
     words = tf.concat(
         [[65536], tf.constant(np.arange(65536, dtype=np.uint16).view(np.int32)), every], axis=0
     )
-    _, values = native.wire_decode(words, 65536, 65536, name)
-    _, expected = reference.wire_decode(words, 65536, 65536, name)
+    _, values = decode(words, 65536, 65536, name)
+    _, expected = decode_definition(words, 65536, 65536, name)
     np.testing.assert_array_equal(values, expected)
-    # smaller ones may be flushed by the reference
+    # smaller ones may be flushed by the definition
     finite = np.isfinite(expected) & (np.abs(expected) >= 2.0**-126)
-    again = (
-        native.wire_encode(Sparse(tf.range(65536), values, 65536), name)
-        .numpy()[-32768:]
-        .view(np.uint16)
-    )
+    again = encode(Sparse(tf.range(65536), values, 65536), name).numpy()[-32768:].view(np.uint16)
     np.testing.assert_array_equal(again[finite], np.arange(65536)[finite])
 
 
 @pytest.mark.parametrize("indices", [[0, 5], [-1, 2], [3, 2], [2, 2]])
 def test_indices_out_of_range_or_order_are_refused(indices: list[int]) -> None:
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"in \[0, 5\) and ascending"):
-        native.wire_encode(Sparse(tf.constant(indices), tf.ones(2), 5), "block16/float16")
+        encode(Sparse(tf.constant(indices), tf.ones(2), 5), "block16/float16")
 
 
 def test_a_buffer_of_another_plan_is_refused() -> None:
-    words = native.wire_encode(Sparse(tf.constant([1, 4]), tf.ones(2), 5), "block16/float16")
+    words = encode(Sparse(tf.constant([1, 4]), tf.ones(2), 5), "block16/float16")
     with pytest.raises(tf.errors.InvalidArgumentError, match="same plan"):
-        native.wire_decode(words, 5, 5, "block16/float16")
+        decode(words, 5, 5, "block16/float16")
     with pytest.raises(tf.errors.InvalidArgumentError, match="Buffer 1 does not"):
-        native.wire_decode(tf.concat([words, [1], words[1:]], axis=0), 2, 5, "block16/float16")
+        decode(tf.concat([words, [1], words[1:]], axis=0), 2, 5, "block16/float16")
     with pytest.raises(tf.errors.InvalidArgumentError, match="as many for each of 2 shards"):
-        native.wire_decode(words, 2, 5, "block16/float16", 2)
+        decode(words, 2, 5, "block16/float16", 2)
     with pytest.raises(tf.errors.InvalidArgumentError, match="must be below"):
-        native.wire_decode(words, 2, 2**30, "block16/float16", 2)
+        decode(words, 2, 2**30, "block16/float16", 2)
 
 
 @every_wire
 def test_an_index_outside_of_its_shard_is_refused(name: str) -> None:
     """It would be added to another shard's entry."""
-    words = native.wire_encode(Sparse(tf.constant([1, 5]), tf.ones(2), 6), name)
+    words = encode(Sparse(tf.constant([1, 5]), tf.ones(2), 6), name)
     with pytest.raises(
         tf.errors.InvalidArgumentError, match=r"2 indices in \[0, 5\). Buffer 0 does not"
     ):
-        native.wire_decode(words, 2, 5, name)
+        decode(words, 2, 5, name)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import signal
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tfcommx.terms import PlanError
 
 if TYPE_CHECKING:
-    from tfcommx.data.sources.base import Source
+    from tfcommx.comm.base import Comm
+    from tfcommx.data.cache.cache import DataCache
 
 Memory = Annotated[Path, typer.Option(help="Folder of shared memory.")]
 Disk = Annotated[Path | None, typer.Option(help="Folder of the local disk level.")]
@@ -22,31 +25,6 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Fill, list and remove what the data cache keeps on this machine.",
 )
-
-
-def _check_folders(*paths: Path | None) -> None:
-    for path in paths:
-        if path is not None and not path.is_dir():
-            what = f"{path} is no folder" if path.exists() else f"The folder {path} does not exist"
-            raise PlanError(f"{what}. Check the path and its mount.")
-
-
-def source_of(text: str, split: str) -> Source:
-    """Return the samples of a folder of class folders, of a folder of ImageNet's shards, or of a
-    TensorFlow data set by name.
-    """
-    from tfcommx.data.sources import folder, tfrecord
-
-    path = Path(text)
-    if text.startswith((os.sep, ".", "~")):
-        _check_folders(path)
-    elif not path.is_dir():  # names of data sets have a slash too, before the configuration
-        return tfrecord.tfds(text, split)
-    return (
-        tfrecord.imagenet(path, split)
-        if next(path.glob(f"{split}-*-of-*"), None)
-        else folder.Folder(path)
-    )
 
 
 @app.command()
@@ -73,8 +51,8 @@ def warm(
     seed: Annotated[
         int,
         typer.Option(
-            help="Of the runs to come: it says which samples are whose, where there is more than "
-            "one node."
+            help="Of the runs to come: it says which samples are whose, if there is more than one "
+            "node."
         ),
     ] = 0,
 ) -> None:
@@ -87,44 +65,17 @@ def warm(
         raise PlanError(
             "A place where the samples stay is required. Give --disk FOLDER, or --hold, or both."
         )
-    import tempfile
-
-    from rich.progress import track
-
     from tfcommx import init
     from tfcommx.data.cache.cache import DataCache
-    from tfcommx.data.cache.options import Options
+    from tfcommx.data.sources.find import find_source
 
-    samples, here = source_of(source, split), init()
-    # it ends in order, and leaves no slab
+    samples, comm = find_source(source, split), init()
+    # It ends in order, and leaves no slab.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # without --hold the slab has no room, and no run shares it
-    with tempfile.TemporaryDirectory() as nowhere:
-        place = (
-            dict(memory=str(memory)) if hold else dict(memory=nowhere, memory_bytes=1, partial=True)
-        )
-        options = Options(
-            seed=seed, store=store, disk=str(disk) if disk else None, on_error="skip", **place
-        )
-        cache = DataCache(samples, here.topology, here.rank, options)
+    with _room(memory, hold) as room:
+        cache = DataCache(samples, seed=seed, store=store, disk=disk, on_error="skip", **room)
         try:
-            for _ in track(
-                cache.warming(), "reading", total=cache.warming_steps, disable=here.rank > 0
-            ):
-                pass
-            for message in cache.filler.unreadable.values():
-                typer.echo(message, err=True)
-            read = here.gather_objects(
-                (cache.node, len(cache.share(0)) - len(cache.filler.unreadable))
-            )
-            if cache.slot == 0:
-                count = (
-                    cache.slab.filled
-                    if hold
-                    else sum(part for node, part in read if node == cache.node)
-                )
-                where = f"in memory, {cache.slab.used_bytes:,} bytes decoded" if hold else "on disk"
-                typer.echo(f"node {cache.node}: {count:,} of {samples.count:,} samples {where}")
+            _fill(cache, comm, hold)
             if hold:
                 print("They stay in memory until this command is interrupted.", flush=True)
                 signal.pause()
@@ -134,11 +85,43 @@ def warm(
             cache.close()
 
 
+@contextlib.contextmanager
+def _room(memory: Path, hold: bool) -> Iterator[dict[str, Any]]:
+    """Give the options of a slab to hold, or of one that has no room and that no run shares."""
+    if hold:
+        yield dict(memory=memory)
+        return
+    with tempfile.TemporaryDirectory() as nowhere:
+        yield dict(memory=nowhere, memory_bytes=1, partial=True)
+
+
+def _fill(cache: DataCache, comm: Comm, hold: bool) -> None:
+    """Bring the samples of this rank, and say on each node what is there."""
+    from rich.progress import track
+
+    steps = cache.warming_steps
+    for _ in track(cache.warming(), "reading", total=steps, disable=comm.rank > 0):
+        pass
+    unreadable = cache.filler.unreadable
+    for message in unreadable.values():
+        typer.echo(message, err=True)
+    read = comm.gather_objects((cache.node, len(cache.share(0)) - len(unreadable)))
+    if cache.slot > 0:
+        return
+    if hold:
+        count = cache.slab.filled
+        where = f"in memory, {cache.slab.used_bytes:,} bytes decoded"
+    else:
+        count = sum(part for node, part in read if node == cache.node)
+        where = "on disk"
+    typer.echo(f"node {cache.node}: {count:,} of {cache.source.count:,} samples {where}")
+
+
 @app.command()
 def status(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
     """List the slabs in memory and the data sets on the disk level."""
     from tfcommx.data.cache.disk import usage
-    from tfcommx.data.cache.slab import SlabError, facts_of, state_of
+    from tfcommx.data.cache.slab_files import SlabError, facts_of, state_of
 
     _check_folders(memory, disk)
     for path in sorted(memory.glob("tfcommx-*.slab")):
@@ -147,13 +130,11 @@ def status(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
         except (OSError, SlabError) as error:
             typer.echo(f"{path}: {error}")
             continue
+        source = facts_of(path).get("source", "an unknown source")
         typer.echo(
             f"{path}: {filled:,} of {count:,} samples, {used:,} bytes, "
-            f"{'in use' if alive else 'left by a run that died'}; "
-            + facts_of(path)
-            .get("source", "an unknown source")
-            .encode("utf-8", "backslashreplace")
-            .decode()
+            f"{'in use' if alive else 'of a run that died'}; "
+            + source.encode("utf-8", "backslashreplace").decode()
         )
     for path, samples, size in usage(disk) if disk else ():
         typer.echo(f"{path}: {samples:,} samples, {size:,} bytes")
@@ -163,8 +144,16 @@ def status(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
 def drop(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
     """Remove the slabs that no living process uses, and all data sets of the disk level."""
     from tfcommx.data.cache import disk as level
-    from tfcommx.data.cache.slab import reclaim
+    from tfcommx.data.cache.slab_files import reclaim
 
     _check_folders(memory, disk)  # before anything is removed
     for path in [*reclaim(memory), *(level.drop(disk) if disk else ())]:
         typer.echo(f"removed {path}")
+
+
+def _check_folders(*paths: Path | None) -> None:
+    from tfcommx.data.sources.folder import check_folder
+
+    for path in paths:
+        if path is not None:
+            check_folder(path)

@@ -1,1 +1,24 @@
-"""Collectives and messages between ranks, and how a process finds its place among them."""
+"""Collectives and messages between ranks, and how a process finds its rank among them.
+
+launcher    what the launcher's environment variables say           (reads os.environ)
+base        Comm and PointToPoint, the contracts, and their checks
+horovod     Comm on Horovod: NCCL, MPI or Gloo                       (the only `import horovod`)
+mpi         PointToPoint on MPI                                      (the only `import mpi4py`)
+threads     both contracts, for p ranks as threads of one process: law tests
+process     the process's own Comm, as init() made it
+liveness    ends this rank if another does not respond; its watcher process is watcher.py
+init        init(): all of this, in order
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """Return `current`, loaded at its first use: the launcher's part needs no TensorFlow."""
+    if name == "current":
+        from tfcommx.comm.process import current
+
+        return current
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,11 +1,16 @@
-"""Collectives on the groups of a topology. The only door to Horovod.
+"""Comm: the collectives and messages of one rank, whatever library carries them.
 
-Every collective takes a group (`world`, `node` or `peers`) and a name that must be equal on all
-members and not be in flight twice. All members of the group must call, with equal dtype and shape.
-A group of one returns its input.
+Every collective takes a group (`world`, `node` or `peers`) and a name. The name must be equal on
+all members and not be in flight twice. All members of the group must call, with equal dtype and
+shape.
+A group of one rank returns its input.
 
 Traffic is counted where it is sent: each call adds what the collective's ring moves for the buffer
-that it was given, and messages between two ranks add themselves.
+that it was given; messages between two ranks are counted one by one.
+
+To add a library, write a subclass of `Comm` in a file of its own: the methods that begin with `_`
+and are abstract here, and `gather_objects`. `comm/horovod.py` is the one that trains,
+`comm/threads.py` the one for tests; tests/laws walk over every route on the latter.
 """
 
 from __future__ import annotations
@@ -33,27 +38,52 @@ LARGEST_COUNT = 2**31 - 1  # entries; Gloo and NCCL count in int32
 
 
 class PointToPoint(Protocol):
-    """Messages between two ranks. A request is what `send` and `receive` return; buffers must live
-    until it is done.
+    """Messages between two ranks.
+
+    A request is what `send` and `receive` return: only `wait_any` of the same object knows what it
+    is. The array of a request must live, and not be changed, until the request is done. Messages
+    from one rank to another with one tag arrive in the order in which they were sent.
     """
 
     # Rank -> bytes sent to it so far
     sent: dict[int, int]
 
     def send(self, array: np.ndarray, target: int, tag: int) -> Any:
-        """Start to send a contiguous array to a rank of the world. Does not wait."""
+        """Start to send an array, without waiting.
+
+        Args:
+            array: any dtype and shape, contiguous.
+            target: a rank of the world.
+            tag: >= 0; the receiver gives the same.
+        Returns:
+            The request.
+        """
 
     def receive(self, array: np.ndarray, source: int, tag: int) -> Any:
-        """Start to receive into a contiguous array of equal length; messages of one pair and tag
-        arrive in order.
+        """Start to receive into an array, without waiting.
+
+        Args:
+            array: contiguous, of as many bytes as are sent.
+            source: a rank of the world.
+            tag: >= 0, as the sender gives it.
+        Returns:
+            The request.
         """
 
     def wait_any(self, requests: list[Any]) -> int:
-        """Wait until one of the requests is done; return its position."""
+        """Wait until one of the requests is done; return its position in the list.
+
+        **Raises:** RuntimeError that names the ranks awaited if nothing comes in time.
+        """
 
 
 class Comm(abc.ABC):
-    """One rank's view of the ranks it exchanges with."""
+    """One rank's view of the ranks that it exchanges with.
+
+    Args:
+        rank: this process's, in [0, topology.size).
+        topology: all ranks and their nodes.
+    """
 
     def __init__(self, rank: int, topology: Topology) -> None:
         self.rank = rank
@@ -63,32 +93,47 @@ class Comm(abc.ABC):
         self._scopes, self._scope = 0, ""
 
     def own_scope(self) -> str:
-        """Return a name that nobody else has, for `scope`. **Ranks:** all, in the same order."""
+        """Return a name that nobody else has, for `scope`.
+
+        **Ranks:** all, in the same order.
+        """
         self._scopes += 1
         return f"tfcommx{self._scopes}/"
 
     @contextlib.contextmanager
     def scope(self, own: str) -> Iterator[None]:
-        """Name the collectives within after `own`, and after nothing else.
+        """Name the collectives inside after `own`, and after no other scope.
 
-        Horovod knows a tensor in a graph by its name, and the scopes around it are not equal on all
-        ranks: Keras numbers its optimizers, so that one which is made on some ranks only would make
-        all ranks wait.
+        Horovod identifies a tensor in a graph by its name, and the scopes around it are not equal
+        on all ranks: Keras numbers its optimizers, so one that is made on some ranks only would
+        make all ranks wait.
         """
         before, self._scope = self._scope, own
         try:
-            # that ends in a slash: it stands alone, and what is named twice in it gets a number
+            # It ends in a slash: it stands alone, and what is named twice in it gets a number.
             with tf.name_scope(own):
                 yield
         finally:
             self._scope = before
 
     def members(self, group: str) -> tuple[int, ...]:
-        """Return the ranks of my group of that name, ascending."""
+        """Return the ranks of this rank's group of that name, ascending."""
         return self.topology.group(group, self.rank)
 
     def allreduce(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
-        """Sum over the group. **Cost:** 2 (p - 1)/p of the buffer sent."""
+        """Sum over the group.
+
+        Args:
+            tensor: any shape that is known while tracing.
+            group: world, node or peers.
+            name: equal on all members.
+        Returns:
+            The sum, on every member; same dtype and shape.
+
+        **Ranks:** all members. **Cost:** 2 (p - 1)/p of the buffer sent.
+        **Raises:** PlanError for an unknown shape and for more than 2^31 - 1 entries, as all
+        collectives.
+        """
         ranks = self._check(tensor, group)
         if len(ranks) == 1:
             return tensor
@@ -98,10 +143,10 @@ class Comm(abc.ABC):
         return self._allreduce(tensor, group, name)
 
     def allreduce_list(self, tensors: list[tf.Tensor], name: str, average: bool) -> list[tf.Tensor]:
-        """Sum or average each tensor over the world, as plain Horovod does: it merges and averages
-        in its own buffer.
+        """Sum or average each tensor over the world, as plain Horovod does.
 
-        **Cost:** as one allreduce of them all, without a flat copy.
+        Horovod merges the tensors, and averages them, in a buffer of its own.
+        **Ranks:** all. **Cost:** as one allreduce of them all, without a flat copy.
         """
         for tensor in tensors:
             self._check(tensor, "world")
@@ -112,10 +157,10 @@ class Comm(abc.ABC):
         return self._allreduce_list(tensors, name, average)
 
     def reduce_scatter(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
-        """Sum over the group; member i receives the i-th of p equal shards. **Cost:** (p - 1)/p of
-        the buffer sent.
+        """Sum over the group; member i receives the i-th of p equal shards.
 
-        **Raises:** PlanError where the first dimension cannot be cut into p equal shards.
+        **Ranks:** all members. **Cost:** (p - 1)/p of the buffer sent.
+        **Raises:** PlanError if the first dimension cannot be cut into p equal shards.
         """
         ranks = self._check(tensor, group)
         if len(ranks) == 1:
@@ -129,10 +174,10 @@ class Comm(abc.ABC):
     def all_gather(
         self, tensor: tf.Tensor, group: str, name: str, counted: bool = True
     ) -> tf.Tensor:
-        """Concatenate the members' tensors, in rank order, on every member. **Cost:** p - 1 times
-        the own buffer sent.
+        """Concatenate the members' tensors, in rank order, on every member; `counted` as traffic.
 
-        **Raises:** PlanError where the result has more entries than MPI can count.
+        **Ranks:** all members. **Cost:** p - 1 times the rank's own buffer sent.
+        **Raises:** PlanError if the result has more entries than MPI can count.
         """
         ranks = self._check(tensor, group)
         if len(ranks) == 1:
@@ -148,12 +193,11 @@ class Comm(abc.ABC):
         return self._all_gather(tensor, group, name)
 
     def alltoall(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
-        """Cut into p equal shards and send the i-th to member i; return the shards meant for me, in
-        rank order.
+        """Send the i-th of p equal shards to member i; return those for this rank, in rank order.
 
-        **Cost:** (p - 1)/p of the buffer sent, straight to where it is needed: the share between
-        nodes is what leaves them.
-        **Raises:** PlanError where the first dimension cannot be cut into p equal shards.
+        **Ranks:** all members. **Cost:** (p - 1)/p of the buffer sent, each shard directly to its
+        rank.
+        **Raises:** PlanError if the first dimension cannot be cut into p equal shards.
         """
         ranks = self._check(tensor, group)
         if len(ranks) == 1:
@@ -169,8 +213,13 @@ class Comm(abc.ABC):
     ) -> tf.Tensor:
         """Return the tensor of rank `root` on every rank of the world.
 
-        **Cost:** every other rank receives it once; counted, as along a chain, where it is part of
-        the training steps.
+        Args:
+            tensor: of equal dtype and shape on all ranks.
+            root: the rank whose tensor counts.
+            name: equal on all ranks.
+            counted: whether it is part of the training steps, and so of their traffic.
+
+        **Ranks:** all. **Cost:** every other rank receives it once, as along a chain.
         """
         if self.topology.size == 1:
             return tensor
@@ -180,13 +229,13 @@ class Comm(abc.ABC):
 
     @property
     def has_messages(self) -> bool:
-        """Tell whether messages between two ranks are possible here; one rank alone needs none."""
+        """Whether messages between two ranks are possible here; a single rank needs none."""
         return self._open_point_to_point is not None or self.topology.size == 1
 
     def open_point_to_point(self) -> PointToPoint | None:
-        """Get ready for messages; one rank alone has none. **Ranks:** all, outside of traced code.
+        """Get ready for messages; return None for a single rank, which has none.
 
-        **Raises:** PlanError without an MPI launch.
+        **Ranks:** all, outside of traced code. **Raises:** PlanError without an MPI launch.
         """
         if not self.has_messages:
             raise PlanError(MESSAGES_NEED_MPI)
@@ -194,11 +243,10 @@ class Comm(abc.ABC):
             self._point_to_point = self._open_point_to_point()
         return self._point_to_point
 
-    def by_messages(
+    def run_with_messages(
         self, work: Callable[[np.ndarray, PointToPoint], np.ndarray], tensor: tf.Tensor, name: str
     ) -> tf.Tensor:
-        """Return `work(array, post)`: on the host, with messages between ranks; dtype and shape as
-        the tensor's.
+        """Run `work(array, messages)` on the host, eagerly or as part of a graph.
 
         In traced code the calls follow each other in the order in which they were traced, which is
         the plan's and so the same on every rank, also from one `tf.cond` to the next: TensorFlow
@@ -206,8 +254,16 @@ class Comm(abc.ABC):
         threads could all wait in one bucket while another's wait in the next one, or take the
         messages of another optimizer for their own.
 
-        **Ranks:** as the messages need. `open_point_to_point` must have been called.
-        **Cost:** a copy to the host and back on GPUs.
+        Args:
+            work: takes the tensor as an array, and this rank's PointToPoint; returns an array of
+                the same dtype and shape.
+            tensor: its shape must be known while tracing.
+            name: of the operation in the graph.
+        Returns:
+            What `work` returned, as a tensor.
+
+        **Ranks:** as the messages need, after `open_point_to_point`.
+        **Cost:** on GPUs a copy to the host and back.
         """
 
         def call(array: np.ndarray) -> np.ndarray:
@@ -231,13 +287,15 @@ class Comm(abc.ABC):
 
     @abc.abstractmethod
     def gather_objects(self, item: Any) -> list[Any]:
-        """Return every rank's (picklable) item, in rank order. **Ranks:** all, outside of traced
-        code.
+        """Return the items of all ranks, in rank order; an item must be picklable.
+
+        **Ranks:** all, outside of traced code.
         """
 
     def traffic(self) -> Traffic:
-        """Return the bytes that this rank has sent so far: of collectives the mean over the ranks,
-        of messages its own.
+        """Return the bytes that this rank has sent so far, inside its node and to other nodes.
+
+        For collectives it is the mean over the ranks, for messages what this rank itself has sent.
         """
         inside, between = self._counted()
         for rank, amount in (self._point_to_point.sent if self._point_to_point else {}).items():
@@ -248,7 +306,8 @@ class Comm(abc.ABC):
         return Traffic(inside, between)
 
     @abc.abstractmethod
-    def _counted(self) -> Traffic: ...
+    def _counted(self) -> Traffic:
+        """Return the bytes of collectives so far."""
 
     def _check_shards(
         self, what: str, tensor: tf.Tensor, ranks: tuple[int, ...], name: str
@@ -266,7 +325,7 @@ class Comm(abc.ABC):
             raise PlanError(
                 "A collective needs a tensor whose shape is known while tracing: its bytes are "
                 "counted then. Received shape "
-                f"{tensor.shape} on rank {self.rank}. Say it: tf.ensure_shape."
+                f"{tensor.shape} on rank {self.rank}. Declare it with tf.ensure_shape."
             )
         if entries is not None and entries > LARGEST_COUNT:
             raise PlanError(
@@ -275,8 +334,12 @@ class Comm(abc.ABC):
             )
         return ranks
 
+    # What a library must provide. The arguments are checked, the group has more than one rank, and
+    # the traffic is counted; results are as the public methods say.
+
     @abc.abstractmethod
-    def _count(self, sent: Traffic) -> None: ...
+    def _count(self, sent: Traffic) -> None:
+        """Add the bytes of one call to the counters, also in traced code."""
 
     @abc.abstractmethod
     def _allreduce(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor: ...

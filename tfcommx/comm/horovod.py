@@ -6,36 +6,36 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import tensorflow as tf
 
 from tfcommx.comm.base import Comm, PointToPoint
-from tfcommx.comm.launcher import Launcher
+from tfcommx.comm.launcher import Launcher, check_alone, gloo_store
 from tfcommx.terms import PlanError, Topology, Traffic
 
-RENDEZVOUS_SECONDS = 60  # how long a rank waits for the others before Horovod starts
+# The release that is tested; its private functions are used.
+HOROVOD = "0.28."
+# How long a rank waits for the others before Horovod starts
+RENDEZVOUS_SECONDS = 60
 
 
 def gloo_hosts(here: Launcher) -> list[str]:
-    """Return every rank's host, in rank order, through the store that horovodrun keeps for a Gloo
-    launch.
+    """Return every rank's host, in rank order, through the store of a Gloo launch.
 
-    Needed before Horovod starts, since its static process sets must be the same on every rank. Rank
-    0 reads what each has written and writes the list for all: of p squared reads each took the
-    store, one Python process, 0.65 ms, which makes 11 s at 128 ranks.
+    Needed before Horovod starts, because its static process sets must be the same on every rank.
+    Rank 0 reads what each rank has written, and writes the list for all: with p squared reads,
+    each took the store, a single Python process, 0.65 ms, which makes 11 s at 128 ranks.
 
-    **Ranks:** all. **Raises:** PlanError that names the first missing rank after
-    RENDEZVOUS_SECONDS.
+    **Ranks:** all.
+    **Raises:** PlanError that names the first missing rank after RENDEZVOUS_SECONDS.
     """
     from horovod.runner.http import http_client
 
-    store = (
-        os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"],
-        os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"],
-        "tfcommx_hosts",
-    )
-    http_client.put_data_into_kvstore(*store, str(here.rank), os.environ["HOROVOD_HOSTNAME"])
+    found = gloo_store()
+    store = (found.address, found.port, "tfcommx_hosts")
+    http_client.put_data_into_kvstore(*store, str(here.rank), found.host)
     hosts, deadline = [], time.monotonic() + RENDEZVOUS_SECONDS
     while len(hosts) < here.size:
         late = time.monotonic() > deadline
@@ -51,50 +51,86 @@ def gloo_hosts(here: Launcher) -> list[str]:
                     f"{RENDEZVOUS_SECONDS} s "
                     f"(seen from rank {here.rank}). Does every rank call tfcommx.init()?"
                 ) from error
-            time.sleep(max(0.02, here.size / 500))  # all together at most 500 reads a second
+            time.sleep(max(0.02, here.size / 500))  # All together at most 500 reads a second.
     if here.rank == 0:
         http_client.put_data_into_kvstore(*store, "all", hosts)
     return hosts
 
 
-# How others than horovodrun and Open MPI's mpirun say of how many processes this is one: srun,
-# Hydra (MPICH, Intel MPI), torchrun.
-OTHERS_SIZES = ("SLURM_STEP_NUM_TASKS", "PMI_SIZE", "WORLD_SIZE")
+def import_horovod() -> tuple[ModuleType, ModuleType]:
+    """Import Horovod's module for TensorFlow, and its operations.
+
+    **Raises:** PlanError if Horovod is missing, of another release, or built for another
+    TensorFlow.
+    """
+    remedy = (
+        'Install it after TensorFlow: python scripts/bootstrap.py, or as docs/guide.md, "Install", '
+        "describes."
+    )
+    try:
+        import horovod
+        import horovod.tensorflow as hvd
+        from horovod.tensorflow import mpi_ops
+    except (ImportError, tf.errors.NotFoundError) as error:
+        raise PlanError(
+            f"Horovod {HOROVOD}x, built for TensorFlow {tf.__version__}, is required. Received: "
+            f"{error}. {remedy}"
+        ) from error
+    if not horovod.__version__.startswith(HOROVOD):
+        raise PlanError(f"Horovod {HOROVOD}x is required. Received {horovod.__version__}. {remedy}")
+    return hvd, mpi_ops
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Let Horovod start without MPI in a single process; the environment is as before afterwards,
-    for launches from here.
+def without_mpi() -> Iterator[None]:
+    """Let Horovod start without MPI in a single process; restore the environment afterwards.
 
-    **Raises:** PlanError where another launcher has started several: each would train alone, and
-    all would save as rank 0.
+    Launches that this process makes later must not inherit the change.
+    **Raises:** PlanError if another launcher has started several processes.
     """
-    before = dict(os.environ)
-    if found := [
-        f"{name}={before[name]}"
-        for name in OTHERS_SIZES
-        if before.get(name, "1") not in ("", "0", "1")
-    ]:
-        raise PlanError(
-            "Several processes must be started by horovodrun or by Open MPI's mpirun: by another "
-            "launcher each trains alone. "
-            f"Received {found[0]}. Start one of them in this allocation; to train in one "
-            "process, unset the variable."
-        )
-    os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+    check_alone()
+    names = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    os.environ |= dict.fromkeys(names, "gloo")
     try:
         yield
     finally:
-        for name in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"):
-            if name in before:
-                os.environ[name] = before[name]
-            else:
-                del os.environ[name]
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ |= before
+
+
+def smaller_groups(topology: Topology) -> list[tuple[int, ...]]:
+    """Return the groups that need a process set: some ranks, but neither one nor all."""
+    if topology.uneven:
+        return []
+    groups = {
+        topology.group(name, rank) for rank in range(topology.size) for name in ("node", "peers")
+    }
+    return sorted(ranks for ranks in groups if 1 < len(ranks) < topology.size)
+
+
+def nccl_scatters(hvd: ModuleType) -> bool:
+    """Tell whether Horovod reduce-scatters on a GPU: built without NCCL's, it uses the CPU."""
+    from tensorflow.python.framework.kernels import get_registered_kernels_for_op
+
+    if not hvd.nccl_built() or not tf.config.list_logical_devices("GPU"):
+        return False
+    kernels = get_registered_kernels_for_op("HorovodReducescatter").kernel
+    return any(kernel.device_type == "GPU" for kernel in kernels)
 
 
 class HorovodComm(Comm):
-    """Horovod's collectives on static process sets, over NCCL, MPI or Gloo."""
+    """Horovod's collectives on static process sets, over NCCL, MPI or Gloo.
+
+    Args:
+        here: what the launcher says.
+        topology: all ranks and their nodes.
+        open_point_to_point: makes this rank's messages; None if there can be none.
+
+    **Ranks:** all, with equal topologies. It starts Horovod.
+    **Raises:** PlanError if Horovod is missing, runs already, or counts other ranks.
+    """
 
     def __init__(
         self,
@@ -102,55 +138,33 @@ class HorovodComm(Comm):
         topology: Topology,
         open_point_to_point: Callable[[], PointToPoint] | None = None,
     ) -> None:
-        import horovod.tensorflow as hvd
-        from horovod.tensorflow import mpi_ops
-        from tensorflow.python.framework.kernels import get_registered_kernels_for_op
-
+        hvd, mpi_ops = import_horovod()
         super().__init__(here.rank, topology)
         self._hvd, self._ops, self._open_point_to_point = hvd, mpi_ops, open_point_to_point
-        wanted = (
-            ()
-            if topology.uneven
-            else tuple(
-                sorted(
-                    {
-                        ranks
-                        for rank in range(topology.size)
-                        for group in ("node", "peers")
-                        if len(ranks := topology.group(group, rank)) > 1
-                        and len(ranks) < topology.size
-                    }
-                )
-            )
-        )
-        sets = {ranks: hvd.ProcessSet(ranks) for ranks in wanted}
-        if hvd.is_initialized():
-            raise PlanError(
-                "tfcommx.init() starts Horovod itself, with its node and peer groups. Received "
-                "an initialised Horovod. "
-                "Call tfcommx.init() in place of hvd.init()."
-            )
-        with _alone() if here.kind == "none" else contextlib.nullcontext():
-            hvd.init(process_sets=list(sets.values()))
-        if (hvd.rank(), hvd.size()) != (here.rank, topology.size):
-            raise PlanError(
-                f"Horovod sees rank {hvd.rank()} of {hvd.size()}, the launcher said {here.rank} "
-                f"of {topology.size}. "
-                "Start the script with horovodrun (or mpirun)."
-            )
-        gpus = hvd.nccl_built() and tf.config.list_logical_devices("GPU")
-        # A Horovod built without NCCL's reduce-scatter does it on the CPU, by MPI or Gloo.
-        on_gpu = gpus and any(
-            kernel.device_type == "GPU"
-            for kernel in get_registered_kernels_for_op("HorovodReducescatter").kernel
-        )
-        self._gloo_scatters = here.kind != "mpi" and not on_gpu
+        sets = {ranks: hvd.ProcessSet(ranks) for ranks in smaller_groups(topology)}
+        self._start(here, list(sets.values()))
+        self._gloo_scatters = here.kind != "mpi" and not nccl_scatters(hvd)
         self._sets = {tuple(range(topology.size)): hvd.global_process_set, **sets}
         with tf.device("/cpu:0"):
             self._sent = {
                 kind: tf.Variable(0.0, dtype=tf.float64, trainable=False, name=f"bytes_{kind}")
                 for kind in Traffic._fields
             }
+
+    def _start(self, here: Launcher, sets: list[Any]) -> None:
+        hvd, size = self._hvd, self.topology.size
+        if hvd.is_initialized():
+            raise PlanError(
+                "tfcommx.init() starts Horovod itself, with its node and peer groups. Received "
+                "an initialised Horovod. Call tfcommx.init() instead of hvd.init()."
+            )
+        with without_mpi() if here.kind == "none" else contextlib.nullcontext():
+            hvd.init(process_sets=sets)
+        if (hvd.rank(), hvd.size()) != (here.rank, size):
+            raise PlanError(
+                f"Horovod counts rank {hvd.rank()} of {hvd.size()}, the launcher rank {here.rank} "
+                f"of {size}. Start the script with horovodrun (or mpirun)."
+            )
 
     def gather_objects(self, item: Any) -> list[Any]:
         if self.topology.size == 1:
@@ -167,8 +181,10 @@ class HorovodComm(Comm):
                 self._sent[kind].assign_add(amount)
 
     def _named(self, name: str) -> dict[str, Any]:
-        """What follows the last slash of a name is what Horovod goes by; TensorFlow puts more
-        before it when it inlines functions.
+        """Return the arguments that name a collective.
+
+        Horovod reads only what follows the last slash, because TensorFlow puts more before it when
+        it inlines functions; so the name has none.
         """
         return {"name": (self._scope + name).replace("/", "."), "ignore_name_scope": True}
 
@@ -189,8 +205,8 @@ class HorovodComm(Comm):
 
     def _reduce_scatter(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
         ranks = len(self.members(group))
-        # its own gives wrong sums for large vectors now and then, without a word
-        # (tests/bugs/test_bugs.py)
+        # Gloo's own sometimes gives wrong sums for large vectors, without an error
+        # (tests/bugs/test_bugs.py).
         if self._gloo_scatters:
             shards = tf.reshape(self._alltoall(tensor, group, name), [ranks, -1, *tensor.shape[1:]])
             return tf.ensure_shape(
@@ -221,8 +237,7 @@ class HorovodComm(Comm):
 
 
 def _sized(result: tf.Tensor, tensor: tf.Tensor, factor: float) -> tf.Tensor:
-    """Horovod's shape functions forget the first dimension of gathered and scattered tensors: say
-    it again.
+    """Restore the first dimension, which Horovod's shape functions forget.
 
     Not by an op: TensorFlow's would take int32, which wire buffers are, from a GPU to the host and
     back.

@@ -1,6 +1,4 @@
-"""init(): from what the launcher says to a running Horovod with its node and peer groups, and one
-GPU per process.
-"""
+"""init(): from what the launcher says to a running Horovod with its node and peer groups."""
 
 from __future__ import annotations
 
@@ -15,58 +13,52 @@ from tfcommx.terms import PlanError, Topology
 def init(
     node_size: int | None = None, watch_seconds: float | None = liveness.LIMIT_SECONDS
 ) -> base.Comm:
-    """Start Horovod with the groups that the routes need; call it in place of `hvd.init()`.
+    """Start Horovod with the groups that the routes need; call it instead of `hvd.init()`.
 
-    Works under horovodrun (Gloo or MPI), under mpirun, and alone without a launcher. On GPUs each
-    process keeps the one with the number of its local rank, with memory growth. A second call
-    returns the same Comm.
+    Works under horovodrun (Gloo or MPI), under mpirun, and in a single process without a launcher.
+    On GPUs each process keeps the one with the number of its local rank, with memory growth. A
+    second call returns the same Comm.
 
     Args:
-        node_size: ranks that stand for one node, where that is not what the hosts say (>= 1,
-            divides the number of ranks); None: as the launcher placed them.
-        watch_seconds: a rank that is not heard of for so long (> 0) makes all others end with an
-            error that names it, also when they wait for it in a collective; None turns this watch
-            off. See liveness.py.
+        node_size: ranks that stand for one node, if that is not what the hosts say (>= 1, divides
+            the number of ranks); None: as the launcher placed them.
+        watch_seconds: a rank that does not respond for this long (> 0) makes all others end with an
+            error that names it, also if they wait for it in a collective; None: nothing watches.
+            See comm/liveness.py.
+    Returns:
+        The Comm of this rank; `tfcommx.comm.current()` returns it too.
 
-    **Ranks:** all, with equal node_size.
+    **Ranks:** all, with equal `node_size`.
     **Cost:** one exchange of host names before Horovod starts; static process sets, so nothing per
     step.
     **Raises:** PlanError for a node_size that does not divide the number of ranks, for ranks of a
-    host that are not consecutive, and when a rank does not come.
+    host that are not consecutive, for more ranks than GPUs on a host, if Horovod is missing, and if
+    a rank does not come.
     """
     if watch_seconds is not None and not watch_seconds > 0:
         raise PlanError(
             f"`watch_seconds` must be > 0, or None for no watch. Received {watch_seconds!r}."
         )
     if process.started():
-        slots = process.current().topology.slots
-        if node_size not in (None, slots):
-            raise PlanError(
-                f"init() was called before, with {slots} ranks to a node. Received "
-                f"node_size={node_size}. Call it once."
-            )
-        return process.current()
+        return _started_before(node_size)
     here = launcher.launcher()
     topology = _topology(here, node_size)
-    gpus = tf.config.list_physical_devices("GPU")
-    if gpus:
-        if here.local_rank >= len(gpus):
-            raise PlanError(
-                f"One GPU per process is required. Rank {here.rank} has local rank "
-                f"{here.local_rank} and sees {len(gpus)} "
-                "GPUs. Launch at most that many processes on this host."
-            )
-        tf.config.set_visible_devices(gpus[here.local_rank], "GPU")
-        tf.config.experimental.set_memory_growth(gpus[here.local_rank], True)
-    open_point_to_point = (
-        functools.partial(mpi.MpiPointToPoint, watched=watch_seconds is not None)
-        if here.kind == "mpi"
-        else None
-    )
-    process.set_current(horovod.HorovodComm(here, topology, open_point_to_point))
+    _keep_one_gpu(here)
+    comm = horovod.HorovodComm(here, topology, _messages(here, watch_seconds is not None))
+    process.set_current(comm)
     if here.size > 1:
-        liveness.start(process.current(), watch_seconds, launcher.launch_interfaces())
-    return process.current()
+        liveness.start(comm, watch_seconds, launcher.launch_interfaces())
+    return comm
+
+
+def _started_before(node_size: int | None) -> base.Comm:
+    comm = process.current()
+    if node_size not in (None, comm.topology.slots):
+        raise PlanError(
+            f"init() was called before, with {comm.topology.slots} ranks to a node. Received "
+            f"node_size={node_size}. Call it once."
+        )
+    return comm
 
 
 def _topology(here: launcher.Launcher, node_size: int | None) -> Topology:
@@ -80,3 +72,23 @@ def _topology(here: launcher.Launcher, node_size: int | None) -> Topology:
     if here.size == 1:
         return Topology(1, 1)
     return Topology.of_hosts(horovod.gloo_hosts(here) if here.kind == "gloo" else mpi.mpi_hosts())
+
+
+def _keep_one_gpu(here: launcher.Launcher) -> None:
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return
+    if here.local_rank >= len(gpus):
+        raise PlanError(
+            f"One GPU per process is required. Rank {here.rank} has local rank {here.local_rank} "
+            f"and sees {len(gpus)} GPUs. Launch at most that many processes on this host."
+        )
+    tf.config.set_visible_devices(gpus[here.local_rank], "GPU")
+    tf.config.experimental.set_memory_growth(gpus[here.local_rank], True)
+
+
+def _messages(
+    here: launcher.Launcher, watched: bool
+) -> functools.partial[mpi.MpiPointToPoint] | None:
+    """Return what opens messages between two ranks; None without MPI."""
+    return functools.partial(mpi.MpiPointToPoint, watched=watched) if here.kind == "mpi" else None

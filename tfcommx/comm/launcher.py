@@ -1,4 +1,4 @@
-"""What the launcher's environment variables say of this process."""
+"""What the launcher's environment variables say about this process."""
 
 from __future__ import annotations
 
@@ -8,68 +8,103 @@ from typing import NamedTuple
 
 from tfcommx.terms import PlanError
 
+# Where launchers other than horovodrun and Open MPI's mpirun say how many processes they started:
+# srun, Hydra (MPICH, Intel MPI), torchrun.
+OTHER_LAUNCHERS_SIZES = ("SLURM_STEP_NUM_TASKS", "PMI_SIZE", "WORLD_SIZE")
+# What makes all processes of one launch recognise each other.
+NAMES_OF_A_LAUNCH = {
+    "gloo": ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+    "mpi": ("PMIX_NAMESPACE",),
+}
+
 
 class Launcher(NamedTuple):
-    """What the environment says of the process's place before Horovod starts."""
+    """What the launcher says about this process, before Horovod starts."""
 
     # "gloo", "mpi" or "none"
     kind: str
     rank: int
     size: int
-    # Place on its host: chooses the GPU
+    # Number of the process on its host, from 0: chooses the GPU
     local_rank: int
 
 
+class GlooStore(NamedTuple):
+    """The key-value store that horovodrun keeps for a Gloo launch, and this process's host."""
+
+    address: str
+    port: str
+    # As the other ranks know it
+    host: str
+
+
 def launcher() -> Launcher:
-    """Read the launcher's environment variables; a process that none started is alone."""
-    env = os.environ
-    if "HOROVOD_RANK" in env:
-        return Launcher(
-            "gloo",
-            int(env["HOROVOD_RANK"]),
-            int(env["HOROVOD_SIZE"]),
-            int(env["HOROVOD_LOCAL_RANK"]),
-        )
-    if "OMPI_COMM_WORLD_RANK" in env:
-        return Launcher(
-            "mpi",
-            int(env["OMPI_COMM_WORLD_RANK"]),
-            int(env["OMPI_COMM_WORLD_SIZE"]),
-            int(env["OMPI_COMM_WORLD_LOCAL_RANK"]),
-        )
+    """Read the launcher's environment variables; without any the process is alone.
+
+    **Ranks:** local. Needs neither TensorFlow nor Horovod.
+    """
+    for kind, prefix in (("gloo", "HOROVOD"), ("mpi", "OMPI_COMM_WORLD")):
+        if f"{prefix}_RANK" in os.environ:
+            rank, size, local_rank = (
+                int(os.environ[f"{prefix}_{name}"]) for name in ("RANK", "SIZE", "LOCAL_RANK")
+            )
+            return Launcher(kind, rank, size, local_rank)
     return Launcher("none", 0, 1, 0)
 
 
-def run_name() -> str:
-    """Return a name that all processes of this run have, and no other run that lives on the
-    machine.
+def gloo_store() -> GlooStore:
+    """Read where the store of a Gloo launch is."""
+    return GlooStore(
+        os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"],
+        os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"],
+        os.environ["HOROVOD_HOSTNAME"],
+    )
 
-    Of the launch; in a process that none started, of the process.
-    **Raises:** PlanError where the launcher gives none.
+
+def check_alone() -> None:
+    """Refuse a process that is one of several which an unsupported launcher has started.
+
+    **Raises:** PlanError: each would train alone, and all would save as rank 0.
+    """
+    for name in OTHER_LAUNCHERS_SIZES:
+        if os.environ.get(name, "1") not in ("", "0", "1"):
+            raise PlanError(
+                "Several processes must be started by horovodrun or by Open MPI's mpirun: by "
+                "another launcher each trains alone. "
+                f"Received {name}={os.environ[name]}. Start one of them in this allocation; to "
+                "train in one process, unset the variable."
+            )
+
+
+def message_timeout(default: float) -> float:
+    """Return the seconds that a rank waits for a message before it gives up."""
+    return float(os.environ.get("TFCOMMX_MESSAGE_TIMEOUT_SECONDS", default))
+
+
+def run_name() -> str:
+    """Return a name that all processes of this run have, and no other run on the machine.
+
+    It is the launch's; of a process that no launcher started, it is made of the process.
+    **Raises:** PlanError if the launcher gives none.
     """
     kind = launcher().kind
-    # a process number may come again, and another container may have it: with its start it is one
-    # process
     if kind == "none":
-        return f"{os.getpid()} {Path('/proc/self/stat').read_text().rpartition(')')[2].split()[19]}"
-    words = {
-        "gloo": ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
-        "mpi": ("PMIX_NAMESPACE",),
-    }[kind]
-    if missing := [word for word in words if word not in os.environ]:
+        # A process number may come again, and another container may have it: together with the
+        # time of its start it means one process.
+        stat = Path("/proc/self/stat").read_text()
+        return f"{os.getpid()} {stat.rpartition(')')[2].split()[19]}"
+    names = NAMES_OF_A_LAUNCH[kind]
+    if missing := [name for name in names if name not in os.environ]:
         raise PlanError(
-            f"A name of the run is required in {' and '.join(words)}, as horovodrun and mpirun "
-            "set them. "
-            f"Received none in {' and '.join(missing)}. Launch with one of them, or set it, "
-            "equal on all ranks."
+            f"A name of the run is required in {' and '.join(names)}, as horovodrun and mpirun "
+            f"set them. Received none in {' and '.join(missing)}. Launch with one of them, or set "
+            "it, equal on all ranks."
         )
-    return " ".join(os.environ[word] for word in words)
+    return " ".join(os.environ[name] for name in names)
 
 
 def launch_interfaces() -> list[str]:
-    """Return the network interfaces that the launcher gave to the engine; none where it leaves the
-    choice to it.
-    """
+    """Return the network interfaces that the launcher gave to Horovod; none if it gave none."""
     of_gloo, of_open_mpi = "HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include"
     names = os.environ.get(of_gloo) or os.environ.get(of_open_mpi) or ""
     return [name for name in names.split(",") if name]

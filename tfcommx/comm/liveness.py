@@ -1,20 +1,22 @@
-"""Law 7, "no hang": when a rank is missing, every other rank ends within a bounded time, with an
-error that names it.
+"""Law 7, "no hang": if a rank is missing, every other rank ends soon, with an error that names it.
 
 Horovod's collectives wait for a rank that was stopped, or whose machine or network is gone, and
 their own time limits name nobody. Beside each rank runs a small process (watcher.py) that exchanges
-heart-beats with the other ranks' over TCP; a thread of the rank waits for its alarm. A rank that
-ends as it should, early or late, says so and is no longer missed. A rank that computes, traces or
-compiles for however long is not missed: only one that is stopped, dead or cut off.
+heartbeats with the watchers of the other ranks over TCP; a thread of the rank waits for its alarm.
+A rank that ends as it should, early or late, says so and is no longer missed. A rank that computes,
+traces or compiles for however long is not missed: only one that is stopped, dead or cut off.
 
     what happens to a rank             noticed                      said of it
     its process is killed or crashes   at once                      its process has ended
     it fails with an exception         at once                      failed: RuntimeError: ...
-    it is stopped, its machine or      after `limit` seconds        not heard of for 20 s
+    it is stopped, its machine or      after `limit` seconds        no response for 20 s
     network is gone
 
-**Cost:** one process of about 10 MB per rank, asleep but for 10 messages of 2 bytes to each other
-rank per `limit` seconds.
+The rank that fails prints its traceback; every other rank prints one line, also if Horovod has
+raised an error there because the failed rank is gone.
+
+**Cost:** one process of about 10 MB per rank, asleep except for 10 messages of 2 bytes to each
+other rank per `limit` seconds.
 """
 
 from __future__ import annotations
@@ -33,22 +35,31 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-# less than the 30 s after which Gloo gives up; more than TCP needs to go on after a link was away
+if TYPE_CHECKING:
+    from tfcommx.comm.base import Comm
+
+# Less than the 30 s after which Gloo gives up; more than TCP needs to go on after a link was away
 # for 5 s
 LIMIT_SECONDS = 20.0
-# between the error and the end: the launcher names the rank that ended first, let it be the culprit
+# Seconds between the error and the end. The launcher names the rank that ended first, which should
+# be the one that failed.
 LAUNCHER_SECONDS = 2.0
-# in the error of Horovod's collectives after one of the ranks is gone
+# In the error of Horovod's collectives after one of the ranks is gone
 GONE = "Horovod has been shut down"
 LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 def addresses(interfaces: list[str]) -> list[str]:
-    """Return this host's IPv4 addresses, of the given interfaces where they are there, else of all;
-    loopback comes last.
+    """Return this host's IPv4 addresses, loopback last.
+
+    Args:
+        interfaces: whose addresses count, if this host has any of them; otherwise all count.
+
+    Returns:
+        the addresses, such as `192.168.0.2`.
     """
     found: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
@@ -62,14 +73,14 @@ def addresses(interfaces: list[str]) -> list[str]:
     return [address for address in chosen if address != LOOPBACK] + [LOOPBACK]
 
 
-def start(comm: Any, limit: float | None, interfaces: list[str]) -> None:
-    """Start this rank's watcher, and the thread that ends the process when it raises the alarm.
+def start(comm: Comm, limit: float | None, interfaces: list[str]) -> None:
+    """Start this rank's watcher, and the thread that ends the process at its alarm.
 
     Args:
         comm: the Comm of this rank.
         limit: seconds without a sign of life after which a rank is missing, > 0; None: no watch.
             Rank 0's counts.
-        interfaces: of the network that the ranks were launched on; empty: any.
+        interfaces: network interfaces that the ranks were launched on; empty: any.
 
     **Ranks:** all. **Cost:** one exchange of addresses. An alarm writes one line to stderr, flushes
     and ends with status 1.
@@ -86,18 +97,6 @@ def start(comm: Any, limit: float | None, interfaces: list[str]) -> None:
     if every[0]["limit"] is None:
         listening.close()
         return
-    ours, theirs = socket.socketpair()
-    fds = [theirs.fileno(), listening.fileno()]
-    words = [
-        sys.executable,
-        "-I",
-        "-S",
-        str(Path(__file__).with_name("watcher.py")),
-        *map(str, fds),
-    ]
-    subprocess.Popen(words, pass_fds=fds, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    theirs.close()
-    listening.close()
     job = {
         "rank": comm.rank,
         "pid": os.getpid(),
@@ -106,11 +105,28 @@ def start(comm: Any, limit: float | None, interfaces: list[str]) -> None:
         **{f"{name}s": [row[name] for row in every] for name in ("port", "host")},
         "addresses": [row["addresses"] for row in every],
     }
-    ours.sendall(json.dumps(job).encode() + b"\n")
+    ours = _start_watcher(listening, job)
     failed = _say_how_it_ends(ours)
     threading.Thread(
         target=_wait, args=(ours, comm.rank, failed), name="tfcommx-watch", daemon=True
     ).start()
+
+
+def _start_watcher(listening: socket.socket, job: dict[str, Any]) -> socket.socket:
+    """Start the watcher's process; return the socket that leads to it."""
+    ours, theirs = socket.socketpair()
+    fds = [theirs.fileno(), listening.fileno()]
+    program = str(Path(__file__).with_name("watcher.py"))
+    subprocess.Popen(
+        [sys.executable, "-I", "-S", program, *map(str, fds)],
+        pass_fds=fds,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    theirs.close()
+    listening.close()
+    ours.sendall(json.dumps(job).encode() + b"\n")
+    return ours
 
 
 def _wait(ours: socket.socket, rank: int, failed: threading.Event) -> None:
@@ -131,8 +147,9 @@ def _wait(ours: socket.socket, rank: int, failed: threading.Event) -> None:
 
 
 def _cause_first(text: str) -> str:
-    """Return an error's text in one line, its last line first: TensorFlow tells the cause after the
-    whole stack, before `[[nodes]]`.
+    """Return an error's text in one line, its last line first.
+
+    TensorFlow tells the cause after the whole stack, before `[[nodes]]`.
     """
     lines = [
         " ".join(line.split())
@@ -143,22 +160,31 @@ def _cause_first(text: str) -> str:
 
 
 def _say_how_it_ends(ours: socket.socket) -> threading.Event:
-    """At the interpreter's end say bye; after an uncaught exception tell the others instead, and
-    set the returned event.
+    """Say bye at the interpreter's end; after an uncaught exception tell the other ranks instead.
 
-    Horovod raises on every rank when one is gone. That is not this rank's failure: it waits a
-    little for the alarm, which names the one that is.
+    Horovod raises on every rank if one is gone. That is not this rank's failure: it waits a little
+    for the alarm, which names the rank that has failed, and prints its own error only if none
+    comes.
+
+    Args:
+        ours: leads to this rank's watcher.
+
+    Returns:
+        an event that is set if this rank has failed.
     """
     pid, failed, no_bye, before = os.getpid(), threading.Event(), threading.Event(), sys.excepthook
 
     def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
-        if os.getpid() != pid:  # a forked child is not the rank
+        # A forked child is not the rank
+        if os.getpid() != pid:
+            before(kind, error, trace)
             return
         no_bye.set()
         if GONE in str(error):
             time.sleep(2 * LAUNCHER_SECONDS)
+            before(kind, error, trace)
             return
+        before(kind, error, trace)
         failed.set()
         with contextlib.suppress(OSError):
             ours.send(f"failed: {kind.__name__}: {_cause_first(str(error))}"[:300].encode())

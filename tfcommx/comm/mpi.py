@@ -1,20 +1,22 @@
-"""Point-to-point messages between ranks. The only door to mpi4py; needs an MPI launch."""
+"""Point-to-point messages between ranks, over MPI. The only module that imports mpi4py."""
 
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from typing import Any
 
 import numpy as np
 
+from tfcommx.comm.launcher import message_timeout
+
 log = logging.getLogger("tfcommx")
 
-# How long a rank waits for a message; TFCOMMX_MESSAGE_TIMEOUT_SECONDS changes it.
-TIMEOUT_SECONDS = 50.0  # more than Gloo's own limit, 30
-# with the watch, which ends who waits for a missing rank: what is late is only busy
+# A rank warns after so long without a message, and gives up then if nothing watches the ranks: more
+# than Gloo's own limit, 30. launcher.message_timeout changes when it gives up.
+TIMEOUT_SECONDS = 50.0
+# With a watch it gives up later: the watch reports missing ranks, so a late one is only busy.
 WATCHED_SECONDS = 6 * 3600.0
 
 
@@ -30,19 +32,19 @@ def mpi_hosts() -> list[str]:
 
 
 class MpiPointToPoint:
-    """Non-blocking messages on a communicator of our own, so that none is mistaken for one of
-    Horovod's.
+    """Non-blocking messages on a communicator of our own, so none is mistaken for Horovod's.
 
-    mpi4py starts MPI with full thread support, so Horovod's background thread may be in MPI at the
+    mpi4py starts MPI with full thread support, so Horovod's background thread may use MPI at the
     same time.
 
     From then on an exception that nothing catches ends the launch: the other ranks may be waiting
-    for this one's messages, and Horovod's orderly end would wait for them.
+    for this one's messages, and Horovod's orderly shutdown would wait for them.
 
     Args:
-        watched: whether the watch of ranks is on.
-    **Ranks:** all make it together, in the same order. **Raises:** RuntimeError where MPI has less
-    thread support.
+        watched: whether liveness.py watches the ranks.
+
+    **Ranks:** all make it together, in the same order.
+    **Raises:** RuntimeError if MPI supports threads less.
     """
 
     def __init__(self, watched: bool) -> None:
@@ -56,11 +58,10 @@ class MpiPointToPoint:
         self._mpi = MPI
         self._world = MPI.COMM_WORLD.Dup()
         self.sent: dict[int, int] = {}
-        self._timeout = float(
-            os.environ.get(
-                "TFCOMMX_MESSAGE_TIMEOUT_SECONDS", WATCHED_SECONDS if watched else TIMEOUT_SECONDS
-            )
-        )
+        self._timeout = message_timeout(WATCHED_SECONDS if watched else TIMEOUT_SECONDS)
+        self._end_the_launch_after_an_exception()
+
+    def _end_the_launch_after_an_exception(self) -> None:
         report = sys.excepthook
 
         def report_and_end(*failure: Any) -> None:
@@ -81,19 +82,19 @@ class MpiPointToPoint:
         return self._world.Irecv([array.view(np.uint8), self._mpi.BYTE], source, tag), source
 
     def wait_any(self, requests: list[Any]) -> int:
-        """Wait until one of the requests is done; return its position. Other threads of this
-        process run meanwhile.
+        """Wait until one of the requests is done; return its position in the list.
 
-        **Raises:** RuntimeError that names the ranks awaited, where none of them comes in time.
+        Other threads of this process run meanwhile.
+        **Raises:** RuntimeError that names the ranks awaited if nothing comes in time.
         """
         pending = [request for request, _ in requests]
         start, turns, late = time.monotonic(), 0, TIMEOUT_SECONDS
         while True:
-            place, done = self._mpi.Request.Testany(pending)
+            position, done = self._mpi.Request.Testany(pending)
             if done:
-                return place
+                return position
             turns += 1
-            time.sleep(0 if turns < 100 else 5e-5)  # messages come in bursts: look often at first
+            time.sleep(0 if turns < 100 else 5e-5)  # Messages come in bursts: look often at first.
             waited = time.monotonic() - start if turns % 1000 == 0 else 0.0
             awaited = sorted({rank for _, rank in requests}) if waited else []
             if waited > late:
@@ -109,6 +110,6 @@ class MpiPointToPoint:
                 raise RuntimeError(
                     f"A message must come within {self._timeout:.0f} s. Rank {self._world.rank} "
                     "has waited longer for "
-                    f"ranks {awaited}. Are they alive, and is the network? Slow ones need "
-                    "TFCOMMX_MESSAGE_TIMEOUT_SECONDS."
+                    f"ranks {awaited}. Are they alive, and does the network work? If they are "
+                    "only slow, raise TFCOMMX_MESSAGE_TIMEOUT_SECONDS."
                 )

@@ -1,4 +1,4 @@
-"""The process's own Comm, as `init` made it."""
+"""The process's own Comm, as init() made it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ _current: Comm | None = None
 
 
 def current() -> Comm:
-    """Return the Comm that init() made. **Raises:** RuntimeError before init()."""
+    """Return the Comm that init() made.
+
+    **Raises:** RuntimeError before init().
+    """
     if _current is None:
         raise RuntimeError(
             "tfcommx.init() must be called first, once, at the start of the script on every rank."
@@ -38,5 +41,5 @@ def size() -> int:
 
 
 def is_chief() -> bool:
-    """Tell whether this is rank 0, the one that prints and saves."""
+    """Tell whether this is rank 0, which prints and saves."""
     return rank() == 0

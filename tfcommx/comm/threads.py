@@ -15,22 +15,20 @@ from tfcommx.terms import Topology, Traffic
 
 
 class _Meeting:
-    """Where the threads of ThreadComm hand each other their tensors."""
+    """Through which the threads of ThreadComm give each other their tensors."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self.lock = threading.Condition()
         self.rooms: dict[Any, dict[int, Any]] = {}
-        # (source, target, tag) -> messages, oldest first
-        self.letters: dict[tuple[int, int, int], deque[np.ndarray]] = {}
+        # (source, target, tag) -> messages that were sent and not received, oldest first
+        self.mailbox: dict[tuple[int, int, int], deque[np.ndarray]] = {}
         self.failure: BaseException | None = None
 
     def exchange(
         self, ranks: tuple[int, ...], turn: int, rank: int, label: str, item: Any
     ) -> list[Any]:
-        """Wait until all of `ranks` are here for the same turn; return their items in rank
-        order.
-        """
+        """Wait until all of `ranks` are here for the same turn; return their items by rank."""
         with self.lock:
             room = self.rooms.setdefault((ranks, turn), {})
             room[rank] = (label, item)
@@ -51,9 +49,11 @@ class _Meeting:
         return [room[member][1] for member in ranks]
 
 
-class _ThreadPost:
-    """Messages between threads: a send leaves a copy, so it is done at once; a request to receive
-    is (array, letters).
+class _ThreadPointToPoint:
+    """Messages between threads.
+
+    A send puts a copy into the mailbox and is done at once: its request is None. A request to
+    receive is (array, source, the messages of this pair and tag).
     """
 
     def __init__(self, rank: int, meeting: _Meeting) -> None:
@@ -63,51 +63,55 @@ class _ThreadPost:
     def send(self, array: np.ndarray, target: int, tag: int) -> None:
         self.sent[target] = self.sent.get(target, 0) + array.nbytes
         with self.meeting.lock:
-            self.meeting.letters.setdefault((self.rank, target, tag), deque()).append(array.copy())
+            messages = self.meeting.mailbox.setdefault((self.rank, target, tag), deque())
+            messages.append(array.copy())
             self.meeting.lock.notify_all()
 
     def receive(
         self, array: np.ndarray, source: int, tag: int
     ) -> tuple[np.ndarray, int, deque[np.ndarray]]:
         with self.meeting.lock:
-            return array, source, self.meeting.letters.setdefault((source, self.rank, tag), deque())
+            return array, source, self.meeting.mailbox.setdefault((source, self.rank, tag), deque())
 
     def wait_any(self, requests: list[Any]) -> int:
-        meeting = self.meeting
-        with meeting.lock:
-
-            def ready() -> list[int]:
-                return [
-                    place for place, request in enumerate(requests) if request is None or request[2]
-                ]
-
-            if not meeting.lock.wait_for(
-                lambda: meeting.failure is not None or ready(), timeout=60
-            ):
-                awaited = sorted({request[1] for request in requests})
-                meeting.failure = TimeoutError(
-                    f"Rank {self.rank} waited for messages of ranks {awaited}."
-                )
-            if meeting.failure is not None:
-                raise RuntimeError(
-                    f"Rank {self.rank} was left alone: {meeting.failure}"
-                ) from meeting.failure
-            place = ready()[0]
-            if requests[place] is not None:
-                array, source, letters = requests[place]
-                letter = letters.popleft()
-                if letter.shape != array.shape:
+        with self.meeting.lock:
+            position = self._wait(requests)
+            if requests[position] is not None:
+                array, source, messages = requests[position]
+                message = messages.popleft()
+                if message.shape != array.shape:
                     raise RuntimeError(
                         f"Rank {self.rank} expected {array.shape} from rank {source}. Received "
-                        f"{letter.shape}."
+                        f"{message.shape}."
                     )
-                array[...] = letter
-            return place
+                array[...] = message
+            return position
+
+    def _wait(self, requests: list[Any]) -> int:
+        """Return the first position whose request is a send, or has a message."""
+        meeting = self.meeting
+
+        def ready() -> list[int]:
+            return [
+                position
+                for position, request in enumerate(requests)
+                if request is None or request[2]
+            ]
+
+        if not meeting.lock.wait_for(lambda: meeting.failure is not None or ready(), timeout=60):
+            awaited = sorted({request[1] for request in requests})
+            meeting.failure = TimeoutError(
+                f"Rank {self.rank} waited for messages of ranks {awaited}."
+            )
+        if meeting.failure is not None:
+            raise RuntimeError(
+                f"Rank {self.rank} was left alone: {meeting.failure}"
+            ) from meeting.failure
+        return ready()[0]
 
 
 class ThreadComm(Comm):
-    """p ranks as p threads of one process, in eager mode: for law tests and corner cases, not for
-    speed.
+    """p ranks as p threads of one process, in eager mode: for tests of laws, not for speed.
 
     Sums are taken in rank order, in the tensor's own dtype. Ranks that meet in collectives of
     different names are an error.
@@ -118,12 +122,17 @@ class ThreadComm(Comm):
         self._meeting = meeting
         self._turns: dict[tuple[int, ...], int] = {}
         self._sent = Traffic(0.0, 0.0)
-        self._open_point_to_point = lambda: _ThreadPost(rank, meeting)
+        self._open_point_to_point = lambda: _ThreadPointToPoint(rank, meeting)
 
     @staticmethod
     def run(topology: Topology, work: Callable[[Comm], Any]) -> list[Any]:
-        """Call `work(comm)` as every rank of the topology; return the results in rank order, or
-        raise the first failure.
+        """Call `work(comm)` as every rank of the topology; return the results in rank order.
+
+        >>> from tfcommx.terms import Topology
+        >>> ThreadComm.run(Topology(2, 2), lambda comm: comm.members("peers"))
+        [(0, 2), (1, 3), (0, 2), (1, 3)]
+
+        **Raises:** the first failure of a rank.
         """
         meeting, results = _Meeting(topology), [None] * topology.size
         failures: list[tuple[int, BaseException]] = []

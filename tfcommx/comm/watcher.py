@@ -1,19 +1,19 @@
-"""The watcher: a small process beside each rank that says "alive" for it and notices when another
-rank is missing.
+"""The watcher: a small process beside each rank that notices if another rank is missing.
 
 A process of its own, because the rank may hold Python's lock for long (tracing, compilation)
-without being in trouble, and because a stopped rank cannot speak for itself. Started by watch.py
+without being in trouble, and because a stopped rank cannot speak for itself. Started by liveness.py
 with this file's path; knows only the standard library.
 
-    rank 0 -- watcher 0 ===== TCP, every pair ===== watcher 1 -- rank 1        lines on the wire:
-       socket pair                                                             .      alive
-                                                                               bye    ends as it
-                                                                               should lost   JSON:
-                                                                               what was noticed
+    rank 0 -- watcher 0 ===== TCP, every pair ===== watcher 1 -- rank 1
+       socket pair
 
-A watcher says "alive" while its rank's process exists and is not stopped. It raises the alarm when
-it has not heard of a rank for `limit` seconds, or at once when a rank's connection ends without a
-bye, or when another watcher raises it.
+    lines between watchers     .            alive
+                               bye          the rank ends as it should
+                               lost JSON    which ranks are missing, and what was noticed
+
+A watcher says "alive" while its rank's process exists and is not stopped. It raises the alarm if it
+has had no message of a rank for `limit` seconds, or at once if a rank's connection ends without a
+bye, or if another watcher raises the alarm.
 """
 
 from __future__ import annotations
@@ -29,12 +29,16 @@ import threading
 import time
 from typing import Any
 
-BEATS = 10  # in `limit` seconds
-# from the first sign to the alarm: ranks of a node that dies are named together
+# Messages "alive" in `limit` seconds
+BEATS = 10
+# From the first sign to the alarm: ranks of a node that dies are named together
 GATHER_SECONDS = 0.3
-LAST_WORDS_SECONDS = 8.0  # for the rank to end by itself after an alarm, before it is killed
-LINGER_SECONDS = 3.0  # after the rank's end, for a bye to those that have not connected yet
-DIAL_SECONDS = 2.0  # for one address to answer, and for who calls to say who it is
+# For the rank to end by itself after an alarm, before it is killed
+LAST_WORDS_SECONDS = 8.0
+# After the rank's end, for a bye to those that have not connected yet
+LINGER_SECONDS = 3.0
+# For one address to answer, and for whoever connects to say who it is
+DIAL_SECONDS = 2.0
 
 
 class Peer:
@@ -43,11 +47,14 @@ class Peer:
     def __init__(self, rank: int, now: float) -> None:
         self.rank, self.heard = rank, now
         self.socket: socket.socket | None = None
-        # by the thread that dials, until the loop takes it over
+        # Made by the thread that connects, until the loop takes it over
         self.dialled: socket.socket | None = None
-        self.rest = b""  # of a line
-        self.done = False  # it said bye
-        self.sign: str | None = None  # what is wrong with it
+        # The beginning of a line whose end has not come yet
+        self.rest = b""
+        # Whether it said bye
+        self.done = False
+        # What is wrong with it
+        self.sign: str | None = None
 
 
 class Watcher:
@@ -62,11 +69,12 @@ class Watcher:
             job["limit"],
             job["pid"],
         )
-        self.addresses: list[list[str]] = job["addresses"]  # of every rank, best first
+        # Of every rank, best first
+        self.addresses: list[list[str]] = job["addresses"]
         self.ports, self.hosts = job["ports"], job["hosts"]
         now = time.monotonic()
         self.peers = {rank: Peer(rank, now) for rank in range(len(self.ports)) if rank != self.rank}
-        # what they have said so far, and until when they may speak
+        # Who has connected but not said who it is: what came so far, and until when it may come
         self.callers: dict[socket.socket, tuple[bytes, float]] = {}
         self.to_rank, self.leaving, self.ended = to_rank, False, 0.0
         self.alarm_at: float | None = None
@@ -84,9 +92,7 @@ class Watcher:
     # --- connections --------------------------------------------------------------------
 
     def dial_all(self) -> None:
-        """Connect to the lower ranks, again until it works: the rank with the higher number calls.
-        In a thread: it waits.
-        """
+        """Connect to the lower ranks, again until it works. In a thread, because it waits."""
         while waiting := [
             peer
             for rank, peer in self.peers.items()
@@ -103,7 +109,7 @@ class Watcher:
                     (address, self.ports[peer.rank]), timeout=DIAL_SECONDS
                 )
                 link.sendall(self.hello(self.rank))
-                # another host may have the same address and port
+                # Another host may have the same address and port
                 if _line(link) == self.hello(peer.rank):
                     peer.dialled = link
                     self.wake.send(b"w")
@@ -117,10 +123,12 @@ class Watcher:
                 self.connected(peer, peer.dialled)
 
     def accept(self, listening: socket.socket) -> None:
-        """Let someone call. Who it is comes when it comes: nobody may keep this loop from its
-        beats.
+        """Accept a connection; who it is comes later.
+
+        Nobody may keep this loop from saying that its rank is alive.
         """
-        with contextlib.suppress(OSError):  # it has hung up already, or there are too many of them
+        # It may be closed already, or there are too many of them
+        with contextlib.suppress(OSError):
             link, _ = listening.accept()
             link.setblocking(False)
             self.callers[link] = b"", time.monotonic() + DIAL_SECONDS
@@ -163,7 +171,7 @@ class Watcher:
 
     def say(self, peer: Peer, line: bytes) -> None:
         if peer.socket:
-            # what does not fit now is a beat that nobody reads; a failure is heard
+            # What does not fit now is an "alive" that nobody reads; `hear` notices a failure
             with contextlib.suppress(OSError):
                 peer.socket.send(line)
 
@@ -223,7 +231,8 @@ class Watcher:
         )
         with contextlib.suppress(OSError):
             self.to_rank.send(f"{names}.{by}".encode())
-        stopped = _state_of(self.pid) == "T"  # it has no last words
+        # A stopped process cannot end by itself
+        stopped = _state_of(self.pid) == "T"
         self.kill_at = time.monotonic() + (0 if stopped else LAST_WORDS_SECONDS)
 
     def look(self, now: float) -> None:
@@ -238,7 +247,7 @@ class Watcher:
                         else ", and no connection: does a firewall close the ports between the "
                         "hosts?"
                     )
-                    self.sign(peer, f"not heard of for {silence:.0f} s{never}")
+                    self.sign(peer, f"no response for {silence:.0f} s{never}")
 
     def run(self) -> None:
         """Beat, listen and look until the rank has ended."""
@@ -256,7 +265,7 @@ class Watcher:
                 self.dismiss(link)
                 link.close()
             late = now - last_turn - beat_seconds
-            # this process was itself kept from running: it knows nothing of the others in that time
+            # This process was itself kept from running: it knows nothing of the others in that time
             if late > 0:
                 for peer in self.peers.values():
                     peer.heard = min(now, peer.heard + late)
@@ -280,8 +289,9 @@ class Watcher:
                 return
 
     def _may_leave(self, now: float) -> bool:
-        """After the rank's end: at once, unless it said bye and someone has not connected yet to
-        hear it.
+        """Tell whether the watcher may end after its rank.
+
+        At once, unless the rank said bye and someone has not connected yet to be told.
         """
         waiting = self.leaving and any(
             not peer.socket and not peer.done and not peer.sign for peer in self.peers.values()
@@ -300,7 +310,7 @@ def _line(link: socket.socket) -> bytes:
 
 
 def _state_of(pid: int) -> str:
-    """One letter of proc(5): T is stopped, Z and X are dead; empty: gone."""
+    """Return one letter of proc(5): T is stopped, Z and X are dead; empty if it is gone."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0]
@@ -310,9 +320,9 @@ def _state_of(pid: int) -> str:
 
 def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends with its rank
+        signal.signal(number, signal.SIG_IGN)  # the watcher ends with its rank
     to_rank, listening = (socket.socket(fileno=int(word)) for word in sys.argv[1:3])
-    # what follows the line is for the loop
+    # What follows the line is for the loop
     with open(os.dup(to_rank.fileno()), "rb", buffering=0) as file:
         job = json.loads(file.readline())
     Watcher(job, listening, to_rank).run()

@@ -1,1 +1,1 @@
-"""What a cluster and a model cost, by measurement."""
+"""What a plan is made from, measured: the links of the cluster."""

@@ -1,8 +1,7 @@
-"""Measure the links of the cluster that this runs on: alpha and beta by least squares over message
-sizes, gamma by adding.
+"""Measures the links of the cluster that this runs on: alpha and beta by messages, gamma by adding.
 
 Under MPI each rank sends s bytes to the next one of its group while it receives as many: alpha + s
-beta. Elsewhere the engine gathers s bytes from each of p ranks, priced at log2(p) alpha + (p - 1) s
+beta. Otherwise the engine gathers s bytes from each of p ranks, priced at log2(p) alpha + (p - 1) s
 beta (`cost.all_gather`); what it needs besides (Horovod's cycle, waking its thread) is then in
 alpha: it is paid per collective, too. Times of several sizes give alpha and beta. Among peers all
 slots of a node send at once and share its port, so there s is the node's bytes.
@@ -24,38 +23,36 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm.base import Comm
-from tfcommx.routes import moves, pipeline
-from tfcommx.terms import NOMINAL, Bucket, Link, Links, PlanError
+from tfcommx.measure.fit import fit
+from tfcommx.routes import pipeline
+from tfcommx.routes.messages import MessageOptions, tag_of
+from tfcommx.terms import NOMINAL, Bucket, Link, Links
 
-SIZES = tuple(4**power for power in range(5, 13))  # bytes from each rank: 1 KB to 16 MB
-# bytes of the pipeline's blocks that are tried
+# Bytes from each rank: 1 KB to 16 MB.
+SIZES = tuple(4**power for power in range(5, 13))
+# Bytes of the pipeline's blocks that are tried.
 BLOCKS = (16384, 32768, 49152, 65536, 131072, 262144)
-# messages go in a row until so many bytes have come through the port, at most MOST: shapers let a
-# burst pass
+# Messages are repeated until this many bytes have come through the port, at most MOST of them:
+# traffic shapers let a burst pass.
 STEADY, MOST = 2**22, 16
-SMALLEST_BETA = 1e-13  # seconds per byte: faster than any memory; noise must not make a link free
 
 
 class Probed(NamedTuple):
     """What was measured, equal on all ranks."""
 
     links: Links
-    # "inside", "between" -> (start-ups, bytes that come in, seconds)
+    # "inside", "between" -> (latency terms, bytes that come in, seconds).
     points: dict[str, list[tuple[float, float, float]]]
-    # (bytes of a block, seconds of the pipeline); empty where messages are not possible
+    # (bytes of a block, seconds of the pipeline); empty if messages are not possible.
     blocks: list[tuple[int, float]]
 
     def to_json(self) -> str:
-        """Write all as JSON. A kind of link that this cluster does not have has no points, and
-        nominal values.
+        """Write all as JSON.
+
+        A kind of link that this cluster does not have has no points, and nominal values.
         """
-        return (
-            json.dumps(
-                {"links": self.links.to_dict(), "points": self.points, "blocks": self.blocks},
-                indent=1,
-            )
-            + "\n"
-        )
+        found = {"links": self.links.to_dict(), "points": self.points, "blocks": self.blocks}
+        return json.dumps(found, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> Probed:
@@ -67,29 +64,6 @@ class Probed(NamedTuple):
         )
 
 
-def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Return alpha (s, >= 0) and beta (s per byte, > 0) of points (start-ups, bytes, seconds).
-
-    Least squares of the relative error: a small message counts as much as a large one, or alpha
-    would drown in beta's noise.
-
-    **Raises:** PlanError for fewer than two sizes or times that are not positive.
-    """
-    starts, sizes, seconds = np.array(points, np.float64).reshape(-1, 3).T
-    if len(set(sizes)) < 2 or (seconds <= 0).any():
-        raise PlanError(
-            "A fit of alpha and beta needs times > 0 of two or more sizes. Received "
-            f"{list(points)}."
-        )
-    rows = np.stack([starts, sizes], axis=1) / seconds[:, None]
-    alpha, beta = np.linalg.lstsq(rows, np.ones(len(seconds)), rcond=None)[0]
-    if alpha < 0:  # the best fit with no start-up at all
-        alpha, beta = 0.0, rows[:, 1].sum() / (rows[:, 1] ** 2).sum()
-    if beta < SMALLEST_BETA:
-        alpha, beta = rows[:, 0].sum() / (rows[:, 0] ** 2).sum(), SMALLEST_BETA
-    return float(alpha), float(beta)
-
-
 def probe(
     comm: Comm,
     sizes: Sequence[int] = SIZES,
@@ -97,10 +71,10 @@ def probe(
     clock: Callable[[], float] = time.perf_counter,
     blocks: Sequence[int] = BLOCKS,
 ) -> Probed:
-    """Measure this cluster's links; where messages are possible, tune the pipeline's blocks to
-    them.
+    """Measure this cluster's links; if messages are possible, tune the pipeline's blocks to them.
 
     Args:
+        comm: this rank's view of the others.
         sizes: bytes that each rank sends, multiples of 4, >= 4.
         repeats: of each size; the fastest counts, as the slower ones met something else. >= 1.
         clock: seconds from any start.
@@ -113,7 +87,7 @@ def probe(
     **Ranks:** all, outside of traced code, with equal arguments. **Cost:** (repeats + 1) times 1 to
     16 exchanges of each size and group, small ones more often, and (repeats + 1) allreduces for
     each size of block.
-    **Raises:** PlanError where the nodes have unequal numbers of slots.
+    **Raises:** PlanError if the nodes have unequal numbers of slots.
     """
     topology = comm.topology
     topology.require_even("probing the links")
@@ -139,15 +113,18 @@ def _time(
     together: int,
     clock: Callable[[], float],
 ) -> list[tuple[float, float, float]]:
-    """Return (start-ups, bytes that come in through one port, seconds) of exchanges in a group;
-    none in a group of one.
+    """Time exchanges in a group; a group of one has none.
+
+    Returns:
+        (latency terms, bytes that come in through one port, seconds) of each size.
     """
     members = comm.members(group)
     if len(members) == 1:
         return []
-    place, starts, parts = members.index(comm.rank), math.log2(len(members)), len(members) - 1
+    latencies, parts = math.log2(len(members)), len(members) - 1
     if comm.has_messages:
-        post, starts, parts = comm.open_point_to_point(), 1.0, 1
+        point_to_point, latencies, parts = comm.open_point_to_point(), 1.0, 1
+    position = members.index(comm.rank)
 
     def exchange(entries: int, name: str, times: int) -> None:
         for _ in range(times):
@@ -157,55 +134,47 @@ def _time(
         if not comm.has_messages:
             comm.all_gather(tf.zeros([entries]), group, name)
             return
-        tag, after, before = (
-            moves.tag_of(name),
-            members[(place + 1) % len(members)],
-            members[place - 1],
-        )
+        after, before = members[(position + 1) % len(members)], members[position - 1]
         requests = [
-            post.receive(np.empty(entries, np.float32), before, tag),
-            post.send(np.zeros(entries, np.float32), after, tag),
+            point_to_point.receive(np.empty(entries, np.float32), before, tag_of(name)),
+            point_to_point.send(np.zeros(entries, np.float32), after, tag_of(name)),
         ]
         while requests:
-            requests.pop(post.wait_any(requests))
+            requests.pop(point_to_point.wait_any(requests))
 
     points = []
     for size in sizes:
         through = parts * size * together
         times = min(MOST, max(1, STEADY // through))
         work = functools.partial(exchange, size // 4, f"tfcommx/probe/{group}/{size}", times)
-        points.append((starts, float(through), _fastest(comm, work, repeats, clock) / times))
+        points.append((latencies, float(through), _fastest(comm, work, repeats, clock) / times))
     return points
 
 
 def _time_blocks(
     comm: Comm, entries: int, blocks: Sequence[int], repeats: int, clock: Callable[[], float]
 ) -> list[tuple[int, float]]:
-    """Return (bytes, seconds) of the pipeline's allreduce for each size of block; nothing where it
-    cannot run.
+    """Time the pipeline's allreduce with each size of block; nothing if it cannot run.
+
+    Returns:
+        (bytes of a block, seconds) of each.
     """
     if not comm.has_messages or comm.topology.size == 1:
         return []
     comm.open_point_to_point()
-    vector = tf.zeros([entries])
-    buckets = [
-        Bucket(
+    vector, found = tf.zeros([entries]), []
+    for block in blocks:
+        bucket = Bucket(
             f"tfcommx/probe/blocks/{block}",
             (),
             (entries,),
             "float32",
-            "pipeline",
-            block_bytes=block,
+            pipeline.ROUTE.name,
+            options=MessageOptions(block),
         )
-        for block in blocks
-    ]
-    return [
-        (
-            bucket.block_bytes,
-            _fastest(comm, functools.partial(pipeline.run, vector, bucket, comm), repeats, clock),
-        )
-        for bucket in buckets
-    ]
+        work = functools.partial(pipeline.ROUTE.run_in_group, vector, bucket, comm, "world")
+        found.append((block, _fastest(comm, work, repeats, clock)))
+    return found
 
 
 def _fastest(

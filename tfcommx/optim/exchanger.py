@@ -17,7 +17,8 @@ import tensorflow as tf
 from tfcommx.comm.base import Comm
 from tfcommx.optim.keras_internals import compiled_by_xla
 from tfcommx.optim.variable_names import VariableNames
-from tfcommx.planner.plan import Gradient, check_scheme, make_plan
+from tfcommx.planner.check import check_scheme
+from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.replica_guard import ReplicaGuard
 from tfcommx.runtime.residuals import PlanState, Residuals, sum_residuals

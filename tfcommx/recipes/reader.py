@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
 
 class RecipeError(ValueError):
@@ -15,11 +22,12 @@ class RecipeError(ValueError):
 
 
 class YamlLoader(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number, as YAML 1.2 has it (PyYAML: text), and no key comes twice
-    (PyYAML: the last one counts).
+    """Read YAML in which 1e-3 is a number and no key comes twice.
+
+    As YAML 1.2 has it; PyYAML alone takes 1e-3 for text, and the last one of equal keys counts.
     """
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
@@ -30,15 +38,23 @@ class YamlLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def refuse_unknown(keys: Iterable[str], known: Sequence[str]) -> None:
-    for key in keys:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def refuse_unknown(given: Iterable[str], known: Sequence[str], what: str = "key") -> None:
+    """Check that all given words are known. **Raises:** ValueError with the nearest known word."""
+    for word in given:
+        if word not in known:
+            near = difflib.get_close_matches(str(word), known, n=1, cutoff=0.5)
             hint = f"Did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"Unknown key {key!r}. {hint}Known: {', '.join(known)}.")
+            raise ValueError(f"Unknown {what} {word!r}. {hint}Known: {', '.join(known)}.")
 
 
 class Part(BaseModel):
+    """A part of a recipe: frozen, checked, without unknown keys."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     @model_validator(mode="before")
@@ -49,8 +65,46 @@ class Part(BaseModel):
         return given
 
 
+def member_of(table: Mapping[str, type[Any]], default: str) -> PlainValidator:
+    """Make the annotation of a field that holds one member of a family.
+
+    In YAML it is a mapping with the member's `name` and its settings: `{name: sgd, momentum: 0}`.
+
+    Args:
+        table: the members, `Part`s, by name.
+        default: name of the member that is meant if none is given.
+
+    Returns:
+        a validator that reads the mapping into the member's class.
+    """
+
+    def read(value: Any) -> Any:
+        if isinstance(value, tuple(table.values())):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError(
+                f"A mapping such as {{name: {default}}} is required. Received {value!r}."
+            )
+        name = value.get("name", default)
+        refuse_unknown([name], list(table), "name")
+        try:
+            return table[name].model_validate(value)
+        except ValidationError as error:
+            # `error_lines` says each of them, with its place
+            raise ValueError(str(error)) from error
+
+    return PlainValidator(read)
+
+
 def change(tree: dict[str, Any], setting: str) -> None:
-    """Carry out `a.0.b=value` in place."""
+    """Carry out `a.0.b=value` in place.
+
+    Args:
+        tree: what the YAML file holds.
+        setting: keys and positions, joined by dots; `=`; the new value, as YAML.
+
+    **Raises:** RecipeError if the tree has no such place, or the value is not YAML.
+    """
     place, equals, text = setting.partition("=")
     keys = [int(key) if key.isdecimal() else key for key in place.split(".")]
     if not equals or not all(str(key) for key in keys):
@@ -58,8 +112,9 @@ def change(tree: dict[str, Any], setting: str) -> None:
             "A setting needs the form place=value, such as phases.0.epochs=1. Received "
             f"{setting!r}."
         )
+    inner: Any = tree
     try:
-        value, inner = yaml.load(text, YamlLoader), tree
+        value = yaml.load(text, YamlLoader)
         for key in keys[:-1]:
             inner = inner.setdefault(key, {}) if isinstance(inner, dict) else inner[key]
         inner[keys[-1]] = value
@@ -71,16 +126,31 @@ def change(tree: dict[str, Any], setting: str) -> None:
         raise RecipeError(f"The recipe has no place {place!r} for {setting!r}: {error}.") from error
 
 
-def error_line(detail: Mapping[str, Any]) -> str:
-    """Say one of pydantic's errors as `place: what was required. Received ...`."""
-    place = (
-        "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in detail["loc"]).lstrip(
-            "."
-        )
-        or "recipe"
-    )
+def error_lines(error: ValidationError, place: str = "") -> list[str]:
+    """Say pydantic's errors, each as `place: what was required. Received ...`.
+
+    Args:
+        error: what pydantic raised.
+        place: of the part that it was raised for; empty: the whole recipe.
+
+    Returns:
+        one line for each wrong setting, those of the members included.
+    """
+    lines: list[str] = []
+    for detail in error.errors():
+        keys = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in detail["loc"])
+        inner = (place + "".join(keys)).lstrip(".")
+        ours = detail.get("ctx", {}).get("error")
+        if isinstance(ours, Exception) and isinstance(ours.__cause__, ValidationError):
+            lines += error_lines(ours.__cause__, inner)
+        else:
+            lines.append(f"{inner or 'recipe'}: {_what_is_wrong(detail)}")
+    return lines
+
+
+def _what_is_wrong(detail: Mapping[str, Any]) -> str:
     if detail["type"] == "value_error":  # our own messages, complete as they are
-        return f"{place}: {detail['ctx']['error']}"
+        return str(detail["ctx"]["error"])
     if detail["type"] == "missing":
-        return f"{place}: required, and missing."
-    return f"{place}: {detail['msg']}. Received {detail['input']!r}."
+        return "required, and missing."
+    return f"{detail['msg']}. Received {detail['input']!r}."

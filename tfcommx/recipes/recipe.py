@@ -1,12 +1,12 @@
-"""Recipes: a YAML file read into frozen, checked models, so that a bad setting is refused before
-any process is busy.
+"""Recipes: a YAML file read into frozen, checked models.
+
+A bad setting is refused before any process is busy.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,13 +14,22 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, PlainValidator, ValidationError, model_validator
 
-from tfcommx.planner.plan import check_scheme
-from tfcommx.recipes.reader import Part, RecipeError, YamlLoader, change, error_line, refuse_unknown
-from tfcommx.terms import Scheme, Topology
-
-YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+from tfcommx.planner.check import check_scheme
+from tfcommx.recipes.base import Dataset, Model, OptimizerRecipe, Task
+from tfcommx.recipes.datasets import DATASETS
+from tfcommx.recipes.models import MODELS
+from tfcommx.recipes.optimizers import OPTIMIZERS
+from tfcommx.recipes.reader import (
+    Part,
+    RecipeError,
+    YamlLoader,
+    change,
+    error_lines,
+    member_of,
+    refuse_unknown,
 )
+from tfcommx.recipes.tasks import TASKS
+from tfcommx.terms import Scheme, Topology
 
 
 def _scheme(value: Any) -> Scheme:
@@ -32,38 +41,9 @@ def _scheme(value: Any) -> Scheme:
         )
     refuse_unknown(value, [field.name for field in dataclasses.fields(Scheme)])
     scheme = Scheme(**value)
-    # names and what fits what; the cluster is checked when it is known
+    # Names, and what fits what; the cluster is checked when it is known
     check_scheme(scheme, Topology(1, 1))
     return scheme
-
-
-class Data(Part):
-    """Which images, and how they are varied."""
-
-    set: Literal["fashion_mnist"] = "fashion_mnist"
-    # Where its files are; None: found or fetched
-    folder: Path | None = None
-    # Pixels of the full picture; the largest random shift of a batch, 0 for none
-    shift: int = Field(1, ge=0, le=8)
-    # Mirror each image left to right with probability 1/2: clothes have no left and right
-    flip: bool = True
-    # Folder of shared memory that holds one copy for all ranks of a node
-    memory: Path = Path("/dev/shm")
-    # Share of each node's images that is dealt out anew before each epoch but the first, sent from
-    # memory to memory. Then nothing is loaded ahead over the end of an epoch.
-    exchange: float = Field(0.0, ge=0, le=1)
-
-
-class Model(Part):
-    """A small convolutional network that takes any resolution, because it averages over all
-    positions at its end.
-    """
-
-    # Filters of the 3x3 convolutions; after the first two a pooling halves the sides, where most of
-    # the time would go.
-    filters: tuple[Annotated[int, Field(ge=1)], ...] = Field((16, 32, 64), min_length=1)
-    # Blocks with a short cut after them, with as many filters as the last
-    residual: int = Field(1, ge=0)
 
 
 class Phase(Part):
@@ -91,21 +71,12 @@ class Phase(Part):
         return self
 
 
-class Optimizer(Part):
-    """Stochastic gradient descent with momentum."""
-
-    momentum: float = Field(0.9, ge=0, lt=1)
-    nesterov: bool = True
-    # Part of a weight that lr = 1 takes away in a step; not for biases and batch norm
-    weight_decay: float = Field(5e-4, ge=0)
-
-
 class LearningRate(Part):
     """Linear warm-up to a peak, then decay to zero at the end of the run."""
 
     # The peak itself; this or the next
     peak: float | None = Field(None, gt=0, allow_inf_nan=False)
-    # The peak for 256 images a step; grows with the batch
+    # The peak for 256 samples a step; grows with the batch
     peak_per_256: float | None = Field(None, gt=0, allow_inf_nan=False)
     # Large batches diverge when they start at the peak
     warm_up_epochs: float = Field(1, ge=0)
@@ -126,10 +97,13 @@ class LearningRate(Part):
         Args:
             step: in [0, steps); counted over the whole run.
             steps_per_epoch: >= 1.
-            steps: of the whole run.
-            global_batch: images a step over all ranks.
+            steps: of the whole run, >= 1.
+            global_batch: samples a step over all ranks, >= 1.
+
+        Returns:
+            the learning rate, >= 0.
         """
-        peak = self.peak if self.peak is not None else self.peak_per_256 * global_batch / 256
+        peak = self.peak or (self.peak_per_256 or 0.0) * global_batch / 256
         warm_up = self.warm_up_epochs * steps_per_epoch
         if step < warm_up:
             return peak * (step + 1) / (warm_up + 1)
@@ -140,17 +114,21 @@ class LearningRate(Part):
 class Recipe(Part):
     """All that a training run is made of."""
 
-    # Of the folder below runs/
+    # Of the run's folder in runs/
     name: str = Field(min_length=1, pattern=r"^\w[\w.-]*$")
-    data: Data = Data()
-    model: Model = Model()
-    # Images a step on one rank
+    data: Annotated[Dataset, member_of(DATASETS, "fashion_mnist")] = Field(
+        {}, validate_default=True
+    )
+    model: Annotated[Model, member_of(MODELS, "small_cnn")] = Field({}, validate_default=True)
+    task: Annotated[Task, member_of(TASKS, "classify")] = Field({}, validate_default=True)
+    # Samples a step on one rank
     batch_per_rank: int = Field(ge=1)
     phases: tuple[Phase, ...] = Field(min_length=1)
-    optimizer: Optimizer = Optimizer()
+    optimizer: Annotated[OptimizerRecipe, member_of(OPTIMIZERS, "sgd")] = Field(
+        {}, validate_default=True
+    )
     learning_rate: LearningRate
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
-    # As NumPy takes it; of the initial weights, the order of the images and their variation
+    # As NumPy takes it; of the initial weights, the order of the samples and their variation
     seed: int = Field(0, ge=0, lt=2**32)
     # What `tfcommx probe` wrote, on every node; None: nominal prices
     links: Path | None = None
@@ -174,9 +152,8 @@ class Recipe(Part):
         if self.optimizer.momentum and any(phase.scheme.momentum for phase in self.phases):
             raise ValueError(
                 "Momentum must be applied once: the optimizer's or the schemes'. Received "
-                "optimizer.momentum="
-                f"{self.optimizer.momentum} (0.9 where left out). Set it to 0, or leave momentum "
-                "out of the schemes."
+                f"optimizer.momentum={self.optimizer.momentum} (0.9 if it is not given). Set it to "
+                "0, or leave momentum out of the schemes."
             )
         return self
 
@@ -203,7 +180,11 @@ def read(path: Path, settings: Sequence[str] = ()) -> Recipe:
     """Read a recipe from a YAML file.
 
     Args:
+        path: the file.
         settings: changes such as `phases.0.epochs=1`, in the file's terms; values are YAML.
+
+    Returns:
+        the recipe, checked.
 
     **Raises:** RecipeError that names the file, the place, what is wrong and the nearest key.
     """
@@ -222,6 +203,5 @@ def read(path: Path, settings: Sequence[str] = ()) -> Recipe:
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        raise RecipeError(
-            "\n".join(f"{path}: {error_line(detail)}" for detail in error.errors())
-        ) from error
+        lines = [f"{path}: {line}" for line in error_lines(error)]
+        raise RecipeError("\n".join(lines)) from error

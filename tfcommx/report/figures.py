@@ -1,89 +1,97 @@
-"""Figures of a run and of measured links."""
+"""Pictures of a run and of measured links."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tfcommx.report.summary import PARTS, scheme_text
+from tfcommx.terms import Links
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# The files that `draw` writes into a run's folder
+PICTURES = ("learning_curve.png", "time_breakdown.png")
 
 
 def draw(summary: dict[str, Any], folder: Path) -> None:
-    """Draw learning_curve.png and time_breakdown.png into `folder`."""
+    """Draw the pictures of a run into its folder: how it learned, and where the time went."""
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
 
+    for name, plot in zip(PICTURES, (_learning_curve, _time_breakdown), strict=True):
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        plot(summary, figure.subplots())
+        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+        figure.savefig(folder / name, dpi=120)
+
+
+def _learning_curve(summary: dict[str, Any], axes: Axes) -> None:
+    """Plot the accuracies over the epochs, with a line where resolution or scheme change."""
     rows = summary["rows"]
     epochs = [row["epoch"] for row in rows]
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
     axes.plot(epochs, [row["train_accuracy"] for row in rows], "o--", label="train (varied images)")
     axes.plot(epochs, [row["test_accuracy"] for row in rows], "o-", label="test")
-    for before, row in zip([None, *rows[:-1]], rows, strict=True):
-        if before is None or (before["resolution"], scheme_text(before)) != (
-            row["resolution"],
-            scheme_text(row),
-        ):
-            axes.axvline(row["epoch"] - 0.5, color="0.8", zorder=0)
+    texts = [f"{row['resolution']} px, {scheme_text(row)}" for row in rows]
+    for before, text, epoch in zip([None, *texts[:-1]], texts, epochs, strict=True):
+        if before != text:
+            axes.axvline(epoch - 0.5, color="0.8", zorder=0)
             axes.annotate(
-                f"{row['resolution']} px, {scheme_text(row)}",
-                (row["epoch"] - 0.45, 0.02),
+                text,
+                (epoch - 0.45, 0.02),
                 xycoords=("data", "axes fraction"),
                 rotation=90,
                 fontsize=8,
                 color="0.4",
             )
-    axes.set(
-        xlabel="epoch",
-        ylabel="accuracy",
-        xticks=epochs,
-        title=f"{summary.get('name', 'run')}: test accuracy {summary['test_accuracy']:.4f}",
-    )
-    figure.legend(loc="outside lower center", ncols=2)
-    figure.savefig(folder / "learning_curve.png", dpi=120)
+    title = f"{summary.get('name', 'run')}: test accuracy {summary['test_accuracy']:.4f}"
+    axes.set(xlabel="epoch", ylabel="accuracy", xticks=epochs, title=title)
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
+
+def _time_breakdown(summary: dict[str, Any], axes: Axes) -> None:
+    """Stack the parts of each epoch's time."""
+    rows = summary["rows"]
+    epochs = [row["epoch"] for row in rows]
     bottom = [0.0] * len(rows)
     for part, meaning in PARTS.items():
         heights = [row["seconds"][part] for row in rows]
         axes.bar(epochs, heights, bottom=bottom, label=meaning)
         bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
     axes.set(xlabel="epoch", ylabel="seconds on rank 0", xticks=epochs, title="where the time went")
-    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
-    figure.savefig(folder / "time_breakdown.png", dpi=120)
 
 
-def draw_links(probed: Any, path: Path) -> None:
-    """Draw the times that `schedule.probe` measured, and the lines that it fitted, over the size of
-    the message.
-    """
-    import matplotlib
+class Probed(Protocol):
+    """Measured links, as `measure.links.probe` returns them."""
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    @property
+    def links(self) -> Links:
+        """The links that were fitted to the times."""
 
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    @property
+    def points(self) -> Mapping[str, Sequence[tuple[float, float, float]]]:
+        """By kind of link: latency terms, bytes and seconds of every measured size."""
+
+
+def draw_links(probed: Probed, path: Path) -> None:
+    """Draw the measured times over the size of the message, and the lines fitted to them."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
     for kind, colour in (("inside", "tab:blue"), ("between", "tab:orange")):
         link, points = getattr(probed.links, kind), probed.points[kind]
-        if points:
-            sizes = [size for _, size, _ in points]
-            axes.plot(
-                sizes,
-                [seconds for _, _, seconds in points],
-                "o",
-                color=colour,
-                label=f"{kind} nodes, measured",
-            )
-            axes.plot(
-                sizes,
-                [starts * link.alpha_s + size * link.beta_s_per_byte for starts, size, _ in points],
-                color=colour,
-                label=f"{link.alpha_s * 1e6:.0f} us + {link.beta_s_per_byte * 1e9:.3g} ns per byte",
-            )
+        if not points:
+            continue
+        sizes = [size for _, size, _ in points]
+        seconds = [seconds for _, _, seconds in points]
+        fitted = [terms * link.alpha_s + size * link.beta_s_per_byte for terms, size, _ in points]
+        text = f"{link.alpha_s * 1e6:.0f} us + {link.beta_s_per_byte * 1e9:.3g} ns per byte"
+        axes.plot(sizes, seconds, "o", color=colour, label=f"{kind} nodes, measured")
+        axes.plot(sizes, fitted, color=colour, label=text)
     axes.set(
         xscale="log", yscale="log", xlabel="bytes that come in through a port", ylabel="seconds"
     )
     if any(probed.points.values()):
         axes.legend()
     figure.savefig(path, dpi=120)
-    plt.close(figure)

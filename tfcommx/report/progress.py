@@ -23,11 +23,15 @@ from tfcommx.report.summary import scheme_text
 
 
 class Progress:
-    """One bar over all steps of a run on a terminal; elsewhere one plain line per epoch. Silent
-    unless `shown`.
+    """One bar over all steps of a run on a terminal; elsewhere one plain line per epoch.
 
-    Under horovodrun the output is a pipe; the bar then goes to the device file `terminal`, where
-    that is one.
+    Args:
+        steps: of the whole run, >= 1.
+        epochs: of the whole run, >= 1.
+        shown: whether anything is shown; on rank 0 only.
+        stream: where to; None: stdout.
+        terminal: device file of a terminal. Under horovodrun stdout is a pipe; the bar then goes
+            to this device, if it is a terminal that may be written to.
     """
 
     def __init__(
@@ -38,12 +42,17 @@ class Progress:
         stream: IO[str] | None = None,
         terminal: str | None = None,
     ) -> None:
+        width = None
         if shown and stream is None and terminal and not sys.stdout.isatty():
-            with contextlib.suppress(OSError):  # no such device, or not ours: plain lines then
+            # No such device, or not ours: plain lines then
+            with contextlib.suppress(OSError):
                 device = os.open(terminal, os.O_WRONLY | os.O_NOCTTY)
                 stream = os.fdopen(device, "w") if os.isatty(device) else None
+                width = os.get_terminal_size(device).columns or None
         self.steps, self.epochs, self.shown, self.done = steps, epochs, shown, 0
-        self.console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self.console = Console(
+            file=stream or sys.stdout, highlight=False, soft_wrap=True, width=width
+        )
         self.started = time.monotonic()
         self.bar: Bar | None = None
 
@@ -82,7 +91,7 @@ class Progress:
         if not self.shown:
             return
         gone = time.monotonic() - self.started
-        left = gone / self.done * (self.steps - self.done) if self.done else 0.0
+        remaining = gone / self.done * (self.steps - self.done) if self.done else 0.0
         line = (
             f"epoch {row['epoch']:2}/{self.epochs}  {row['resolution']:3} px  "
             f"{scheme_text(row):24}  loss {row['loss']:.3f}  "
@@ -95,6 +104,5 @@ class Progress:
                 self.task, description=f"epoch {min(row['epoch'] + 1, self.epochs)}/{self.epochs}"
             )
         else:
-            self.console.print(
-                f"{line}  {100 * self.done // self.steps:3} %, {gone:.0f} s gone, {left:.0f} s left"
-            )
+            percent = 100 * self.done // self.steps
+            self.console.print(f"{line}  {percent:3} %, {gone:.0f} s, {remaining:.0f} s remaining")

@@ -14,8 +14,7 @@ PARTS = {
     "evaluation": "evaluation",
     "other": "averaging, comparing, reporting",
 }
-
-
+# What a summary must hold so that it can be shown
 REQUIRED = (
     "test_accuracy",
     "ranks",
@@ -37,16 +36,23 @@ class ReportError(ValueError):
 def scheme_text(row: dict[str, Any]) -> str:
     """Return the route and, of a sparse scheme, the rule and density of an epoch's row."""
     sparse = "" if row["selection"] == "all" else f" {row['selection']} {row['density']:g}"
-    return row["route"] + sparse
+    return f"{row['route']}{sparse}"
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Read a run's summary.json. **Raises:** ReportError where there is none or where it lacks a
-    key.
+    """Read a run's summary.json.
+
+    Args:
+        folder: of the run.
+
+    Returns:
+        the summary, as `training.train` made it.
+
+    **Raises:** ReportError if there is none, or if it lacks a key.
     """
     path = Path(folder) / "summary.json"
     try:
-        summary = json.loads(path.read_text())
+        summary: dict[str, Any] = json.loads(path.read_text())
     except OSError as error:
         raise ReportError(
             f"A run folder with a summary.json is required. {path}: {error.strerror}."

@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from tfcommx.report.summary import PARTS, scheme_text
+from tfcommx.report.figures import PICTURES
+from tfcommx.report.summary import PARTS, read, scheme_text
+
+# Columns if the output is a pipe or a file, which has no width of its own: the widest table fits
+WIDE = 120
+
+
+def show_run(folder: Path) -> None:
+    """Print the report of a run and the paths of its files.
+
+    **Raises:** ReportError if the folder holds no summary that can be shown.
+    """
+    show(read(folder))
+    pictures = [str(folder / name) for name in PICTURES if (folder / name).exists()]
+    for what, paths in (("pictures", pictures), ("all files", [str(folder)])):
+        if paths:
+            print(f"{what}: {', '.join(paths)}")
 
 
 def show(summary: dict[str, Any], console: Console | None = None) -> None:
-    """Print the report to the terminal."""
+    """Print the tables of the report to the terminal."""
     if console is None:
-        # horovodrun's pipes have no width, and 80 columns would break the table
-        wide = None if sys.stdout.isatty() else 120
+        wide = None if sys.stdout.isatty() else WIDE
         console = Console(highlight=False, width=wide)
-    epochs = Table(title=f"{summary.get('name', 'run')}: epochs", title_justify="left")
+    for table in (_epochs(summary), _totals(summary), _breakdown(summary)):
+        console.print(table)
+
+
+def _epochs(summary: dict[str, Any]) -> Table:
+    table = Table(title=f"{summary.get('name', 'run')}: epochs", title_justify="left")
     for heading in ("epoch", "pixels", "exchange", "loss", "train", "test", "images/s", "seconds"):
-        epochs.add_column(heading, justify="left" if heading == "exchange" else "right")
+        table.add_column(heading, justify="left" if heading == "exchange" else "right")
     for row in summary["rows"]:
-        epochs.add_row(
+        table.add_row(
             str(row["epoch"]),
             str(row["resolution"]),
             scheme_text(row),
@@ -31,51 +52,46 @@ def show(summary: dict[str, Any], console: Console | None = None) -> None:
             f"{row['images_per_second']:.0f}",
             f"{sum(row['seconds'].values()):.1f}",
         )
-    console.print(epochs)
+    return table
 
-    total = Table(show_header=False)
+
+def _totals(summary: dict[str, Any]) -> Table:
     dense, sent = summary["bytes_between_nodes_dense"], summary["bytes_between_nodes"]
     saved = (
         f", {dense / sent:.1f} times less than the {_bytes(dense)} of dense gradients"
         if dense > sent > 0
         else ""
     )
-    identical = summary["replicas_identical"]
+    rate = f"{summary['images_per_second']:.0f} images/s in training steps"
+    replicas = (
+        "identical at the end of every epoch"
+        if summary["replicas_identical"]
+        else "[bold red]NOT IDENTICAL: the result is not sound[/]"
+    )
+    table = Table(show_header=False)
     for name, text in (
         ("test accuracy", f"{summary['test_accuracy']:.4f}"),
         ("processes", f"{summary['ranks']} on {summary['nodes']} nodes"),
-        (
-            "time",
-            f"{summary['seconds']:.0f} s, {summary['images_per_second']:.0f} images/s in "
-            "training steps",
-        ),
+        ("time", f"{summary['seconds']:.0f} s, {rate}"),
         ("sent between nodes", f"{_bytes(sent)} per rank{saved}"),
         *_loader(summary["rows"]),
-        (
-            "replicas",
-            "identical at the end of every epoch"
-            if identical
-            else "[bold red]NOT IDENTICAL: the result is not sound[/]",
-        ),
+        ("replicas", replicas),
     ):
-        total.add_row(name, text)
-    console.print(total)
+        table.add_row(name, text)
+    return table
 
-    breakdown = Table(title="where rank 0's time went", title_justify="left", show_header=False)
+
+def _breakdown(summary: dict[str, Any]) -> Table:
+    table = Table(title="where rank 0's time went", title_justify="left", show_header=False)
     seconds = {part: sum(row["seconds"][part] for row in summary["rows"]) for part in PARTS}
+    whole = sum(seconds.values()) or 1
     for part, meaning in PARTS.items():
-        breakdown.add_row(
-            meaning,
-            f"{seconds[part]:.1f} s",
-            f"{100 * seconds[part] / (sum(seconds.values()) or 1):.0f} %",
-        )
-    console.print(breakdown)
+        table.add_row(meaning, f"{seconds[part]:.1f} s", f"{100 * seconds[part] / whole:.0f} %")
+    return table
 
 
 def _loader(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Say how the cache served rank 0; nothing of a summary that was written before there was a
-    cache.
-    """
+    """Say how the cache served rank 0; nothing if the summary is older than the cache."""
     seen = [row["loader"] for row in rows if "loader" in row]
     if not seen:
         return []

@@ -12,8 +12,11 @@ from tfcommx.report.figures import draw
 
 
 def write(summary: dict[str, Any], folder: Path) -> None:
-    """Write summary.json, learning_curve.png, time_breakdown.png and TensorBoard events into
-    `folder`.
+    """Write summary.json, the pictures and TensorBoard events into the run's folder.
+
+    Args:
+        summary: as `training.train` made it.
+        folder: of the run; made if it is not there.
 
     **Ranks:** rank 0 only.
     """

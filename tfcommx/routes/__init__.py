@@ -1,107 +1,69 @@
-"""Who sends to whom: the table of routes. A new route is one file here and one row.
+"""Who sends to whom: one route a file, and the table of them.
 
-Each module has, in this order:
-    shard(bucket, topology, rank) -> (start, stop): the part of the flat vector whose residual this
-    rank keeps run(flat, bucket, comm, select) -> flat: the sum over all ranks, in the dtype that
-    came wire_bytes(bucket, topology) -> Traffic: what one rank sends in a step, exactly, as the
-    mean over ranks seconds(bucket, topology, links) -> float: the price
-Routes of messages have before these a `schedule`: which message is sent when, a pure function.
-Routes that do not load all nodes alike have `port_bytes(bucket, topology)`: the bytes through the
-busiest port of a node.
+`allreduce` is the identity: with the rule `all` it is plain Horovod.
+
+Each file has, in this order: its options, if it has any; the class with `options`, `shard`, `run`
+and the prices `wire_bytes`, `port_bytes` and `seconds`, as `base.Route` says; and `ROUTE`, the one
+object of that class. A route made of messages has a `schedule`, which is a pure function, and a
+price; `messages.MessageRoute` makes a route of them. Routes are given a communicator, a codec and a
+selection, and import none of these: prices and plans need no TensorFlow.
+
+To add one:
+    1. Write the file: a class derived from `base.RouteBase`, or a schedule for a `MessageRoute`.
+       The price stands beside what it prices; docs/routes.md derives it.
+    2. Add its ROUTE to `_ALL` below.
+    3. If it needs something that no other route needs, give it a frozen class of options and
+       `options(scheme, links)`. A bucket carries them.
+    The laws (tests/laws), the planner, the benchmark (scripts/bench_routes.py) and the tests of
+    the prices walk over the table.
 """
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-from tfcommx.terms import (
-    PLAIN,
-    SPARSE_WIRES,
-    VALUE_DTYPES,
-    Bucket,
-    PlanError,
-    Scheme,
-    Topology,
-    check_name,
+from tfcommx.routes import (
+    allgather,
+    allreduce,
+    asa,
+    bidirectional,
+    hitopk,
+    pipeline,
+    torus,
+    tree,
 )
+from tfcommx.routes.base import Route
+from tfcommx.terms import Plan, RouteOptions, check_name
+
+_ALL: tuple[Route, ...] = (
+    allreduce.ROUTE,
+    torus.ROUTE,
+    asa.ROUTE,
+    pipeline.ROUTE,
+    tree.ROUTE,
+    bidirectional.ROUTE,
+    allgather.ROUTE,
+    hitopk.ROUTE,
+)
+ROUTES: dict[str, Route] = {route.name: route for route in _ALL}
 
 
-class RouteInfo(NamedTuple):
-    """What the planner must know of a route without loading it."""
+def get(name: str) -> Route:
+    """Return the route of a name.
 
-    # Sends selected entries; else the whole vector
-    sparse: bool
-    # 2: works on node and peer groups, and needs equally many slots on every node
-    levels: int
-    # Formats that it can write; the first one is its plain form
-    wires: tuple[str, ...] = (PLAIN,)
-    # How many equal parts the flat vector is cut into: none, slots or ranks
-    shards: str = "none"
-    # `run_list` takes the gradients as they are, without a flat copy
-    whole: bool = False
-    # Made of messages between two ranks, which need an MPI launch
-    messages: bool = False
+    >>> get("hitopk").sparse
+    True
 
-
-ROUTES = {
-    "allreduce": RouteInfo(sparse=False, levels=1, whole=True),
-    "torus": RouteInfo(sparse=False, levels=2, shards="slots"),
-    "asa": RouteInfo(sparse=False, levels=1, wires=(PLAIN, *VALUE_DTYPES), shards="ranks"),
-    "pipeline": RouteInfo(sparse=False, levels=1, messages=True),
-    "tree": RouteInfo(sparse=False, levels=1, messages=True),
-    "bidirectional": RouteInfo(sparse=False, levels=1, messages=True),
-    "allgather": RouteInfo(sparse=True, levels=1, wires=SPARSE_WIRES),
-    "hitopk": RouteInfo(sparse=True, levels=2, wires=SPARSE_WIRES, shards="slots"),
-}
-
-
-def info(name: str) -> RouteInfo:
-    """Return what the planner must know of the route; refuse an unknown name with the
-    nearest one.
+    **Raises:** PlanError for an unknown name; it names the nearest one.
     """
     return ROUTES[check_name("route", name, ROUTES)]
 
 
-def route(name: str) -> ModuleType:
-    """Return the route's module; refuse an unknown name with the nearest one."""
-    return importlib.import_module(f"{__name__}.{check_name('route', name, ROUTES)}")
+def read_plan(text: str) -> Plan:
+    """Read what `Plan.to_json` wrote, with the options of every route."""
+    return Plan.from_json(text, _read_options)
 
 
-def padding(name: str, size: int, topology: Topology) -> int:
-    """Return how many zeros must follow `size` entries so that the route can cut them in equal
-    parts.
-    """
-    return -size % {"none": 1, "slots": topology.slots, "ranks": topology.size}[info(name).shards]
-
-
-def port_bytes(bucket: Bucket, topology: Topology) -> float:
-    """Return the bytes that a step sends through the busiest port of a node, in its busier
-    direction.
-
-    Rings and alltoalls load all nodes alike; where the nodes have unequal numbers of slots, this is
-    their mean.
-    """
-    chosen = route(bucket.route)
-    if hasattr(chosen, "port_bytes"):
-        return chosen.port_bytes(bucket, topology)
-    return chosen.wire_bytes(bucket, topology).between * topology.size / topology.nodes
-
-
-def wire_of(scheme: Scheme, name: str) -> str:
-    """Return the format that the route `name` writes under a scheme: the scheme's own on its route,
-    else the plain one.
-
-    **Raises:** PlanError for a format that the scheme's route cannot write.
-    """
-    known = info(name).wires
-    if scheme.wire == PLAIN or name != scheme.route:
-        return known[0]
-    if scheme.wire not in known:
-        raise PlanError(
-            f"The route {name!r} writes {', '.join(known)}. Received wire={scheme.wire!r}. "
-            f"Use one of these, or a route that writes it: "
-            f"{', '.join(other for other, found in ROUTES.items() if scheme.wire in found.wires)}."
-        )
-    return scheme.wire
+def _read_options(name: str, found: Mapping[str, Any]) -> RouteOptions:
+    return get(name).options_type.from_dict(found)

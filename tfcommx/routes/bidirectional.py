@@ -1,105 +1,115 @@
-"""Bidirectional exchange: pairs swap halves, then quarters, ...: recursive halving adds, recursive
-doubling collects.
+"""Bidirectional exchange: pairs swap halves, then quarters: recursive halving and doubling.
 
-Allreduce at 4 places, 4 parts; what each place holds summed so far:
+Halving adds, doubling collects. Allreduce at 4 positions, 4 parts; what each position holds summed
+so far:
 
-    place         0       1       2       3
-    tick 0       ab--    ab--    --cd    --cd     0 <-> 2, 1 <-> 3 swap halves and add
-    tick 1       a---    -b--    --c-    ---d     0 <-> 1, 2 <-> 3 swap quarters and add
-    tick 2       ab--    ab--    --cd    --cd     0 <-> 1, 2 <-> 3 collect
-    tick 3       abcd    abcd    abcd    abcd     0 <-> 2, 1 <-> 3
+    position      0       1       2       3
+    round 0      ab--    ab--    --cd    --cd     0 <-> 2, 1 <-> 3 swap halves and add
+    round 1      a---    -b--    --c-    ---d     0 <-> 1, 2 <-> 3 swap quarters and add
+    round 2      ab--    ab--    --cd    --cd     0 <-> 1, 2 <-> 3 collect
+    round 3      abcd    abcd    abcd    abcd     0 <-> 2, 1 <-> 3
 
-Reduce ends with a gather to place 0 along the same pairs; broadcast is a scatter (its mirror) and
-ticks 2 and 3. With p no power of two, the places beyond the largest one first add their vectors to
-those of the lowest places, and get the result from them: the price is then higher than table 1's by
-a message of n bytes each way.
+Reduce ends with a gather to position 0 along the same pairs; broadcast is a scatter (its mirror)
+and rounds 2 and 3. If p is not a power of two, the positions beyond the largest one first add their
+vectors to those of the lowest positions, and get the result from them: the price is then higher
+than table 1's by a message of n bytes each way.
 
 Source: Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016),
 section 3.2, after Thakur et al., "Optimization of Collective Communication Operations in MPICH"
-(2005). Their broadcast collects around a ring (p - 1 start-ups); ours by recursive doubling (log2
-p).
+(2005). Their broadcast collects around a ring (p - 1 latency terms); ours by recursive doubling
+(log2 p).
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 from tfcommx import cost
-from tfcommx.routes import moves
-from tfcommx.routes.moves import Move
+from tfcommx.routes.base import slowest_link
+from tfcommx.routes.messages import MessageRoute
+from tfcommx.routes.moves import Move, run_when_ready
 from tfcommx.terms import Bucket, Links, Topology
 
 
-def schedule(operation: str, places: int, entries: int, block: int) -> list[Move]:
-    """Return who sends what to whom at which tick, as drawn above; ticks ascending. Empty parts are
-    left out.
+def schedule(operation: str, positions: int, entries: int, block: int) -> list[Move]:
+    """Return who sends what to whom in which round, as drawn above.
 
-    Parts are cut in blocks, at the same entries at every tick, so that a block can go on while the
-    rest of its part comes.
+    Parts are cut into blocks, at the same entries in every round, so that a block can go on while
+    the rest of its part comes.
+
+    Args:
+        operation: broadcast (from position 0), reduce (to position 0) or allreduce.
+        positions: ranks that take part, >= 1.
+        entries: length of the vector.
+        block: entries of a block, >= 1.
+
+    Returns:
+        The moves, rounds ascending; empty parts are left out.
     """
-    steps = places.bit_length() - 1
-    core = 1 << steps  # the places that swap; the others lean on one of these
+    # Positions that swap; each of the others leans on one of these.
+    core = 1 << (positions.bit_length() - 1)
     cut = [entries * part // core for part in range(core + 1)]
-    halves, collects, gathers = [], [], []
-    for step in range(steps):
-        reach = core >> (step + 1)
-        for place in range(core):
-            # first: of the `reach` parts that the place holds after this step
-            other, first = place ^ reach, place & -reach
-            partner = other & -reach
-            halves.append(Move(step, place, other, cut[partner], cut[partner + reach], True))
-            collects.append(
-                Move(steps - 1 - step, place, other, cut[first], cut[first + reach], False)
-            )
-            if place % (2 * reach) == reach:
-                gathers.append(
-                    Move(
-                        steps - 1 - step,
-                        place,
-                        place - reach,
-                        cut[place],
-                        cut[place + reach],
-                        False,
-                    )
-                )
+    halves, collects, gathers = _swaps(core, cut)
+    last = core.bit_length() - 2
     scatters = [
-        Move(steps - 1 - move.tick, move.target, move.source, move.start, move.stop, False)
+        Move(last - move.round, move.target, move.source, move.start, move.stop, False)
         for move in gathers
     ]
-    fold = [Move(0, place, place - core, 0, entries, True) for place in range(core, places)]
+    fold = [Move(0, other, other - core, 0, entries, True) for other in range(core, positions)]
     unfold = [Move(0, move.target, move.source, 0, entries, False) for move in fold]
     phases = {
         "broadcast": [scatters, collects, unfold],
         "reduce": [fold, halves, gathers],
         "allreduce": [fold, halves, collects, unfold],
     }[operation]
-    found, now = [], 0
+    found: list[Move] = []
+    now = 0
     for phase in phases:
-        found += sorted(
-            Move(
-                now + move.tick, move.source, move.target, start, min(start + block, stop), move.add
-            )
-            for move in phase
-            for first, stop in itertools.pairwise(cut)
-            if move.start <= first and stop <= move.stop
-            for start in range(first, stop, block)
-        )
-        now += max((move.tick + 1 for move in phase), default=0)
+        found += sorted(_in_blocks(phase, cut, block, now))
+        now += max((move.round + 1 for move in phase), default=0)
     return found
 
 
-shard = moves.shard
-run = functools.partial(moves.run, schedule=schedule, carry=moves.run_when_ready)
-wire_bytes = functools.partial(moves.traffic, schedule=schedule)
-port_bytes = functools.partial(moves.port_bytes, schedule=schedule)
+def _swaps(core: int, cut: list[int]) -> tuple[list[Move], list[Move], list[Move]]:
+    """Return the moves that halve and add, those that collect, and those that gather at 0.
+
+    Args:
+        core: positions, a power of two.
+        cut: where each of as many parts starts, and the end.
+    """
+    steps = core.bit_length() - 1
+    halves, collects, gathers = [], [], []
+    for step, position in itertools.product(range(steps), range(core)):
+        reach, back = core >> (step + 1), steps - 1 - step
+        # `first`: of the `reach` parts that the position holds after this step.
+        other, first = position ^ reach, position & -reach
+        partner = other & -reach
+        kept, given = (cut[first], cut[first + reach]), (cut[partner], cut[partner + reach])
+        halves.append(Move(step, position, other, *given, True))
+        collects.append(Move(back, position, other, *kept, False))
+        if position % (2 * reach) == reach:
+            gathers.append(Move(back, position, position - reach, *kept, False))
+    return halves, collects, gathers
+
+
+def _in_blocks(phase: list[Move], cut: list[int], block: int, now: int) -> list[Move]:
+    """Cut each move into blocks that do not cross the border of a part, `now` rounds later."""
+    return [
+        Move(now + move.round, move.source, move.target, start, min(start + block, stop), move.add)
+        for move in phase
+        for first, stop in itertools.pairwise(cut)
+        if move.start <= first and stop <= move.stop
+        for start in range(first, stop, block)
+    ]
 
 
 def seconds(bucket: Bucket, topology: Topology, links: Links) -> float:
-    """Return the price, table 1: 2 log2 p alpha + 2 (p - 1)/p n beta + (p - 1)/p n gamma, where
-    each rank has its own link.
+    """Return the price, table 1: 2 log2 p alpha + 2 (p - 1)/p n beta + (p - 1)/p n gamma.
+
+    Each rank has its own link in it.
     """
-    link = links.between if topology.nodes > 1 else links.inside
-    return cost.bidirectional_exchange(
-        "allreduce", bucket.padded * bucket.entry_bytes, topology.size, link
-    )
+    link = slowest_link(topology, links)
+    return cost.bidirectional_exchange("allreduce", bucket.padded_bytes, topology.size, link)
+
+
+ROUTE = MessageRoute("bidirectional", schedule, run_when_ready, seconds)

@@ -1,283 +1,243 @@
-"""Routes made of messages: a schedule is a list of moves between places 0 .. p - 1, a pure
-function; two ways to carry it out.
+"""Schedules of messages as lists of moves between positions 0 .. p - 1, and two ways to run them.
 
-Place 0 is the root, and place i the i-th rank after it, around the end. A move sends part of the
-sender's vector; it is added to the receiver's (`add`) or takes its place. Ticks say what may happen
-at once when all messages take equally long.
+Position 0 is the root, and position i the i-th rank after it, around the end. A move sends part of
+the sender's vector; it is added to the receiver's (`add`) or replaces it. Rounds say what may
+happen at once if all messages take equally long.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tfcommx.terms import Bucket, PlanError, Topology, Traffic, check_name
+from tfcommx.terms import PlanError, check_name
 
-# messages that each direction has under way: hides the start-up, bounds what waits in memory
+if TYPE_CHECKING:
+    from tfcommx.comm.base import PointToPoint
+
+OPERATIONS = ("broadcast", "reduce", "allreduce")
+# Messages that each direction has under way: hides the latency, bounds what waits in memory.
 WINDOW = 8
 
 
 class Move(NamedTuple):
     """One message of a schedule."""
 
-    tick: int
-    # Place
+    # >= 0; a schedule lists its moves with ascending rounds.
+    round: int
+    # Position of the sender.
     source: int
-    # Place
+    # Position of the receiver.
     target: int
-    # First entry
+    # First entry of the vector that is sent.
     start: int
-    # After the last entry; > start
+    # After the last entry; > start.
     stop: int
+    # Is it added to the receiver's entries? Otherwise it replaces them.
     add: bool
 
 
-# (operation, places, entries, block) -> moves, ticks ascending
+# (operation, positions, entries, entries of a block) -> moves, rounds ascending
 Schedule = Callable[[str, int, int, int], list[Move]]
-OPERATIONS = ("broadcast", "reduce", "allreduce")
 
 
-def shard(bucket: Bucket, topology: Topology, rank: int) -> tuple[int, int]:
-    """Every rank keeps what it owes of the whole vector."""
-    return 0, bucket.padded
+class Participants(NamedTuple):
+    """The ranks that carry out one collective, and how this one reaches the others."""
+
+    # All that take part, in the order of their positions except that the root has position 0.
+    ranks: Sequence[int]
+    # This rank, one of them.
+    rank: int
+    # One of them.
+    root: int
+    # Sends and receives.
+    point_to_point: PointToPoint
+    # Of the messages, in [0, 2**15); different for collectives that may be under way at once.
+    tag: int = 0
+
+    @property
+    def position(self) -> int:
+        """Return this rank's position."""
+        return (self.ranks.index(self.rank) - self.ranks.index(self.root)) % len(self.ranks)
+
+    def rank_at(self, position: int) -> int:
+        """Return the rank at a position."""
+        return self.ranks[(position + self.ranks.index(self.root)) % len(self.ranks)]
+
+    def start(self, way: str, buffer: np.ndarray[Any, Any], position: int) -> Any:
+        """Start to receive a buffer "from" a position, or to send it "to" one.
+
+        Returns:
+            The request, for `wait_any`.
+        """
+        begin = self.point_to_point.receive if way == "from" else self.point_to_point.send
+        return begin(buffer, self.rank_at(position), self.tag)
+
+    def wait_any(self, requests: list[Any]) -> int:
+        """Wait until one of the requests is done; return its position in the list."""
+        return self.point_to_point.wait_any(requests)
 
 
-def run(
-    flat: Any,
-    bucket: Bucket,
-    comm: Any,
-    select: None = None,
-    *,
-    schedule: Schedule,
-    carry: Callable[..., None],
-    group: str = "world",
-    collective: str | None = None,
-) -> Any:
-    """Return the sum of `flat` over a group, by messages, with the same bits on all of it.
-
-    `collective` is one of OPERATIONS, the bucket's own by default; after a "reduce" only rank 0 has
-    the sum, and a "broadcast" returns rank 0's vector. **Ranks:** all of the group, with the same
-    bucket.
-    """
-    if len(comm.members(group)) == 1:
-        return flat
-    return comm.by_messages(
-        lambda array, post: carry_out(
-            collective or bucket.collective,
-            array,
-            comm.members(group),
-            comm.rank,
-            post,
-            schedule,
-            carry,
-            block=entries_per_block(bucket),
-            tag=tag_of(bucket.name),
-        ),
-        flat,
-        f"{bucket.name}/{collective or bucket.collective}",
-    )
+# (the moves of one position, the vector that they change, who takes part)
+RunMoves = Callable[[Sequence[Move], "np.ndarray[Any, Any]", Participants], None]
 
 
 def carry_out(
     operation: str,
-    array: np.ndarray,
-    ranks: Sequence[int],
-    rank: int,
-    post: Any,
+    array: np.ndarray[Any, Any],
+    participants: Participants,
     schedule: Schedule,
-    carry: Callable[..., None],
-    root: int | None = None,
+    run_moves: RunMoves,
     block: int = 16384,
-    tag: int = 0,
-) -> np.ndarray:
+) -> np.ndarray[Any, Any]:
     """Carry out one broadcast, reduce or allreduce.
 
     Args:
-        operation: "broadcast" returns the root's vector on all ranks, "reduce" the sum on the root
-            (elsewhere the own vector comes back), "allreduce" the sum on all, with the same bits.
+        operation: one of OPERATIONS.
         array: one-dimensional, of any length, the same length and dtype on every rank; not changed.
-        ranks: the ranks that take part, and `rank` among them.
-        root: a member of `ranks`; None: the first.
-        block: entries of a block, >= 1, where the schedule uses blocks.
-        tag: of the messages; different for collectives that may be under way at once.
+        participants: the ranks, the same on each of them except for `rank`.
+        schedule: says which message is sent when.
+        run_moves: `run_by_round` or `run_when_ready`.
+        block: entries of a block, >= 1.
 
-    **Ranks:** all of `ranks`. **Raises:** PlanError for an unknown operation or a root that does
-    not take part.
+    Returns:
+        "broadcast": the root's vector on all ranks; "reduce": the sum on the root, elsewhere the
+        own vector; "allreduce": the sum on all, with the same bits.
+
+    **Ranks:** all participants.
+    **Raises:** PlanError for an unknown operation or a root that does not take part.
     """
     check_name("operation", operation, OPERATIONS)
-    root = ranks[0] if root is None else root
+    ranks, root = participants.ranks, participants.root
     if root not in ranks:
         raise PlanError(
             f"The root of a {operation} must take part. Received root={root}, "
-            f"ranks={list(ranks)} (rank {rank})."
+            f"ranks={list(ranks)} (rank {participants.rank})."
         )
-    shift, result = ranks.index(root), array.copy()
-    place = (ranks.index(rank) - shift) % len(ranks)
+    result, position = array.copy(), participants.position
     if len(ranks) > 1 and len(array):
-        moves = _own(schedule, operation, len(ranks), len(array), block, place)
-        carry(moves, result, place, lambda other: ranks[(other + shift) % len(ranks)], post, tag)
-    return array.copy() if operation == "reduce" and place else result
-
-
-def run_by_round(
-    moves: Sequence[Move],
-    vector: np.ndarray,
-    place: int,
-    rank_of: Callable[[int], int],
-    post: Any,
-    tag: int,
-) -> None:
-    """Carry out the moves of one place, tick after tick; within a tick it sends and receives at
-    once.
-
-    Needs a schedule where no place sends in a tick what it receives in the same one.
-    """
-    for _, now in itertools.groupby(moves, key=lambda move: move.tick):
-        run_when_ready(list(now), vector, place, rank_of, post, tag)
-
-
-def run_when_ready(
-    moves: Sequence[Move],
-    vector: np.ndarray,
-    place: int,
-    rank_of: Callable[[int], int],
-    post: Any,
-    tag: int,
-) -> None:
-    """Carry out the moves of one place as soon as their data are there: neither directions nor
-    ticks wait for each other.
-
-    A block leaves when all moves that bring it by earlier ticks have come, and what comes is
-    applied in the order of the ticks, so that sums are the same every time. Blocks to one place
-    leave in the order of their ticks, in which they are awaited there. Needs a schedule that cuts
-    the vector in the same blocks for all moves.
-    **Cost:** one copy of each block that is sent, since the vector goes on changing meanwhile.
-    """
-    # moves from and to each other place that are not under way yet, in order
-    waiting: dict[tuple[str, int], deque[Move]] = {}
-    turn: dict[Move, int] = {}  # how many moves must have brought the same block before
-    awaited: Counter[int] = Counter()  # by the start of a block
-    for move in moves:
-        comes = move.target == place
-        waiting.setdefault(("from", move.source) if comes else ("to", move.target), deque()).append(
-            move
-        )
-        turn[move] = awaited[move.start]
-        awaited[move.start] += comes
-    under_way: dict[tuple[str, int], deque[_UnderWay]] = {line: deque() for line in waiting}
-    came: Counter[int] = Counter()  # as `awaited`
-    # (start of a block, turn) -> what has come before its turn
-    early: dict[tuple[int, int], tuple[Move, np.ndarray]] = {}
-
-    def go_on() -> None:
-        for (way, other), queue in waiting.items():
-            while (
-                queue
-                and len(under_way[way, other]) < WINDOW
-                and (way == "from" or turn[queue[0]] <= came[queue[0].start])
-            ):
-                move = queue.popleft()
-                part = vector[move.start : move.stop]
-                buffer = np.empty_like(part) if way == "from" else part.copy()
-                request = (post.receive if way == "from" else post.send)(
-                    buffer, rank_of(other), tag
-                )
-                under_way[way, other].append(_UnderWay(request, move, buffer))
-
-    go_on()
-    while fronts := [queue for queue in under_way.values() if queue]:
-        _, move, buffer = fronts[post.wait_any([queue[0].request for queue in fronts])].popleft()
-        if move.target == place:
-            early[move.start, turn[move]] = move, buffer
-            while ready := early.pop((move.start, came[move.start]), None):
-                _apply(*ready, vector)
-                came[move.start] += 1
-        go_on()
-
-
-class _UnderWay(NamedTuple):
-    request: Any
-    move: Move
-    # Must live until the request is done
-    buffer: np.ndarray
-
-
-def traffic(
-    bucket: Bucket, topology: Topology, *, schedule: Schedule, collective: str | None = None
-) -> Traffic:
-    """Count the bytes of one collective of the bucket over all ranks: what one rank sends, as the
-    mean over the ranks.
-    """
-    inside = between = 0
-    for source, target, amount in _messages(bucket, topology, schedule, collective):
-        if source == target:
-            inside += amount
-        else:
-            between += amount
-    return Traffic(inside / topology.size, between / topology.size)
-
-
-def port_bytes(bucket: Bucket, topology: Topology, *, schedule: Schedule) -> float:
-    """Return the bytes through the busiest port of a node, in its busier direction."""
-    ports: Counter[tuple[str, int]] = Counter()
-    for source, target, amount in _messages(bucket, topology, schedule, None):
-        if source != target:
-            ports["out", source] += amount
-            ports["in", target] += amount
-    return float(max(ports.values(), default=0))
-
-
-def _messages(
-    bucket: Bucket, topology: Topology, schedule: Schedule, collective: str | None
-) -> Iterator[tuple[int, int, int]]:
-    """Yield (node of the sender, node of the receiver, bytes) of every message."""
-    moves = schedule(
-        collective or bucket.collective, topology.size, bucket.padded, entries_per_block(bucket)
-    )
-    for move in moves if topology.size > 1 else []:
-        yield (
-            topology.node_of(move.source),
-            topology.node_of(move.target),
-            (move.stop - move.start) * bucket.entry_bytes,
-        )
-
-
-def entries_per_block(bucket: Bucket) -> int:
-    """Return the entries of a block, >= 1."""
-    return bucket.block_bytes // bucket.entry_bytes
-
-
-def tag_of(name: str) -> int:
-    """Return the tag of a collective's messages: the same on every rank, in [0, 2**15), which every
-    MPI allows.
-    """
-    return zlib.crc32(name.encode()) % 2**15
+        moves = own_moves(schedule, operation, len(ranks), len(array), block, position)
+        run_moves(moves, result, participants)
+    return array.copy() if operation == "reduce" and position else result
 
 
 @functools.lru_cache(maxsize=256)
-def _own(
-    schedule: Schedule, operation: str, places: int, entries: int, block: int, place: int
+def own_moves(
+    schedule: Schedule, operation: str, positions: int, entries: int, block: int, position: int
 ) -> tuple[Move, ...]:
-    """Return the moves of one place, the same ones every step, in messages of at most a block.
+    """Return the moves of one position, the same ones every step, in messages of at most a block.
 
     Two long messages that meet on a link wait for each other in Open MPI's TCP: short ones use both
     directions.
     """
     return tuple(
         move._replace(start=start, stop=min(start + block, move.stop))
-        for move in schedule(operation, places, entries, block)
-        if place in (move.source, move.target)
+        for move in schedule(operation, positions, entries, block)
+        if position in (move.source, move.target)
         for start in range(move.start, move.stop, block)
     )
 
 
-def _apply(move: Move, buffer: np.ndarray, vector: np.ndarray) -> None:
+def run_by_round(
+    moves: Sequence[Move], vector: np.ndarray[Any, Any], participants: Participants
+) -> None:
+    """Run the moves of one position, round after round; within a round it sends and receives.
+
+    Needs a schedule in which no position sends in a round what it receives in the same one.
+    """
+    for _, now in itertools.groupby(moves, key=lambda move: move.round):
+        run_when_ready(list(now), vector, participants)
+
+
+def run_when_ready(
+    moves: Sequence[Move], vector: np.ndarray[Any, Any], participants: Participants
+) -> None:
+    """Run the moves of one position as soon as their data are there.
+
+    Neither directions nor rounds wait for each other. A block is sent when all moves that bring it
+    in earlier rounds have come, and what comes is applied in the order of the rounds, so that sums
+    are the same every time. Blocks to one position are sent in the order of their rounds, in which
+    they are awaited there. Needs a schedule that cuts the vector into the same blocks for all
+    moves.
+
+    **Cost:** one copy of each block that is sent, because the vector goes on changing meanwhile.
+    """
+    queues = _Queues(moves, vector, participants)
+    queues.start_what_is_ready()
+    while queues.finish_one():
+        queues.start_what_is_ready()
+
+
+class _UnderWay(NamedTuple):
+    request: Any
+    move: Move
+    # Must live until the request is done.
+    buffer: np.ndarray[Any, Any]
+
+
+class _Queues:
+    """The moves of one position: waiting, under way, and come before their turn.
+
+    The turn of a move is the number of moves that must have brought the same block before.
+    """
+
+    def __init__(
+        self, moves: Sequence[Move], vector: np.ndarray[Any, Any], participants: Participants
+    ) -> None:
+        self.vector, self.participants = vector, participants
+        self.position = participants.position
+        # ("from" or "to", other position) -> moves that are not under way yet, in order
+        self.waiting: dict[tuple[str, int], deque[Move]] = {}
+        self.turn: dict[Move, int] = {}
+        awaited: Counter[int] = Counter()  # moves by the start of the block that they bring
+        for move in moves:
+            comes = move.target == self.position
+            line = ("from", move.source) if comes else ("to", move.target)
+            self.waiting.setdefault(line, deque()).append(move)
+            self.turn[move] = awaited[move.start]
+            awaited[move.start] += comes
+        self.under_way: dict[tuple[str, int], deque[_UnderWay]] = {
+            line: deque() for line in self.waiting
+        }
+        self.came: Counter[int] = Counter()  # as `awaited`: moves that have been applied
+        # (start of a block, turn) -> what has come before its turn
+        self.early: dict[tuple[int, int], tuple[Move, np.ndarray[Any, Any]]] = {}
+
+    def start_what_is_ready(self) -> None:
+        """Start every move whose data are there, up to WINDOW in each direction."""
+        for (way, other), queue in self.waiting.items():
+            line = self.under_way[way, other]
+            while queue and len(line) < WINDOW and (way == "from" or self._has_come(queue[0])):
+                move = queue.popleft()
+                part = self.vector[move.start : move.stop]
+                buffer = np.empty_like(part) if way == "from" else part.copy()
+                request = self.participants.start(way, buffer, other)
+                line.append(_UnderWay(request, move, buffer))
+
+    def finish_one(self) -> bool:
+        """Wait for one move and apply what can be applied; False if none is under way."""
+        fronts = [line for line in self.under_way.values() if line]
+        if not fronts:
+            return False
+        done = self.participants.wait_any([line[0].request for line in fronts])
+        _, move, buffer = fronts[done].popleft()
+        if move.target == self.position:
+            self.early[move.start, self.turn[move]] = move, buffer
+            while ready := self.early.pop((move.start, self.came[move.start]), None):
+                _apply(*ready, self.vector)
+                self.came[move.start] += 1
+        return True
+
+    def _has_come(self, move: Move) -> bool:
+        return self.turn[move] <= self.came[move.start]
+
+
+def _apply(move: Move, buffer: np.ndarray[Any, Any], vector: np.ndarray[Any, Any]) -> None:
     part = vector[move.start : move.stop]
     if move.add:
         np.add(part, buffer, out=part)

@@ -11,59 +11,117 @@ Public Cloud Clusters" (2021), section 5.3.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from tfcommx import cost, routes
-from tfcommx.terms import Bucket, Link, Links, Topology, Traffic
+from tfcommx import cost
+from tfcommx.routes import allreduce, bidirectional, pipeline, tree
+from tfcommx.routes.base import Codec, PeerRoute, RouteBase, Select, Tensor, own_options
+from tfcommx.terms import (
+    Bucket,
+    Link,
+    Links,
+    NoOptions,
+    RouteOptions,
+    Scheme,
+    Topology,
+    Traffic,
+    check_name,
+)
 
+if TYPE_CHECKING:
+    from tfcommx.comm.base import Comm
 
-def shard(bucket: Bucket, topology: Topology, rank: int) -> tuple[int, int]:
-    """Every rank keeps what it owes of the whole vector."""
-    return 0, bucket.padded
-
-
-def run(flat: Any, bucket: Bucket, comm: Any, select: None = None) -> Any:
-    """Return the sum of `flat` over all ranks. **Ranks:** all. **Cost:** three collectives."""
-    part = comm.reduce_scatter(flat, "node", f"{bucket.name}/scatter")
-    part = routes.route(bucket.peer_route).run(part, bucket, comm, group="peers")
-    return comm.all_gather(part, "node", f"{bucket.name}/gather")
-
-
-def wire_bytes(bucket: Bucket, topology: Topology) -> Traffic:
-    """Return what one rank sends in a step: 2 (n - 1)/n of the vector in its node, and its shard by
-    the peers' route.
-    """
-    n, total = topology.slots, bucket.padded * bucket.entry_bytes
-    part, peers = _of_peers(bucket, topology)
-    return Traffic(
-        2 * (n - 1) / n * total, routes.route(part.route).wire_bytes(part, peers).between
-    )
-
-
-def port_bytes(bucket: Bucket, topology: Topology) -> float:
-    """Return the bytes through the busiest port of a node: the shards of all its slots."""
-    return topology.slots * routes.port_bytes(*_of_peers(bucket, topology))
+_PEERS: tuple[PeerRoute, ...] = (
+    allreduce.ROUTE,
+    pipeline.ROUTE,
+    tree.ROUTE,
+    bidirectional.ROUTE,
+)
+# What can sum among peers, by name.
+PEER_ROUTES: dict[str, PeerRoute] = {route.name: route for route in _PEERS}
 
 
-def seconds(bucket: Bucket, topology: Topology, links: Links) -> float:
-    """Return the price: the three steps follow each other; the n slots of a node share its link to
-    the others.
-    """
-    n, total = topology.slots, bucket.padded * bucket.entry_bytes
-    inside = cost.reduce_scatter(total, n, links.inside) + cost.all_gather(
-        total / n, n, links.inside
-    )
-    port = links.between
-    part, peers = _of_peers(bucket, topology)
-    shared = links._replace(
-        between=Link(port.alpha_s, n * port.beta_s_per_byte, port.gamma_s_per_byte)
-    )
-    return inside + routes.route(part.route).seconds(part, peers, shared)
+@dataclass(frozen=True)
+class TorusOptions(RouteOptions):
+    """The options of the torus."""
+
+    # Among peers; a name of PEER_ROUTES.
+    peer_route: str = "allreduce"
+    # Of that route.
+    peers: RouteOptions = field(default_factory=NoOptions)
+
+    def __post_init__(self) -> None:
+        check_name("peer route", self.peer_route, PEER_ROUTES)
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> TorusOptions:
+        """Make the options from what `dataclasses.asdict` returned of them."""
+        peers = PEER_ROUTES[check_name("peer route", found["peer_route"], PEER_ROUTES)]
+        return cls(peers.name, peers.options_type.from_dict(found["peers"]))
+
+
+class Torus(RouteBase):
+    """Two levels: the node, and the peers of each slot."""
+
+    name = "torus"
+    levels = 2
+    shards = "slots"
+    options_type = TorusOptions
+
+    def options(self, scheme: Scheme, links: Links) -> TorusOptions:
+        """Return the scheme's route among peers, with what that one needs."""
+        peers = PEER_ROUTES[check_name("peer route", scheme.peer_route, PEER_ROUTES)]
+        return TorusOptions(peers.name, peers.options(scheme, links))
+
+    def needs_messages(self, bucket: Bucket) -> bool:
+        """Tell whether the route among peers is made of messages."""
+        return _peer_route(bucket).messages
+
+    def run(
+        self, flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec, select: Select | None = None
+    ) -> Tensor:
+        """Return the sum of `flat` over all ranks. **Ranks:** all. **Cost:** three collectives."""
+        peers, _ = _of_peers(bucket, comm.topology)
+        part = comm.reduce_scatter(flat, "node", f"{bucket.name}/scatter")
+        part = _peer_route(bucket).run_in_group(part, peers, comm, "peers")
+        return comm.all_gather(part, "node", f"{bucket.name}/gather")
+
+    def wire_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:
+        """Count what one rank sends: 2 (n - 1)/n of the vector in its node, its shard by peers."""
+        n = topology.slots
+        peers = _peer_route(bucket).wire_bytes(*_of_peers(bucket, topology))
+        return Traffic(2 * (n - 1) / n * bucket.padded_bytes, peers.between)
+
+    def port_bytes(self, bucket: Bucket, topology: Topology) -> float:
+        """Count the bytes through the busiest port of a node: the shards of all its slots."""
+        return topology.slots * _peer_route(bucket).port_bytes(*_of_peers(bucket, topology))
+
+    def seconds(self, bucket: Bucket, topology: Topology, links: Links) -> float:
+        """Return the price: the three steps follow each other.
+
+        The n slots of a node share its link to the others.
+        """
+        n, total, port = topology.slots, bucket.padded_bytes, links.between
+        inside = cost.reduce_scatter(total, n, links.inside)
+        inside += cost.all_gather(total / n, n, links.inside)
+        shared = Link(port.alpha_s, n * port.beta_s_per_byte, port.gamma_s_per_byte)
+        part, peers = _of_peers(bucket, topology)
+        return inside + _peer_route(bucket).seconds(part, peers, links._replace(between=shared))
+
+
+def _peer_route(bucket: Bucket) -> PeerRoute:
+    return PEER_ROUTES[own_options(bucket, TorusOptions).peer_route]
 
 
 def _of_peers(bucket: Bucket, topology: Topology) -> tuple[Bucket, Topology]:
     """Return one slot's shard as a bucket of the peers' route, and its peers, one to a node."""
-    entries = bucket.padded // topology.slots
-    return dataclasses.replace(
-        bucket, route=bucket.peer_route, sizes=(entries,), padding=0
-    ), Topology(topology.nodes, 1)
+    options, entries = own_options(bucket, TorusOptions), bucket.padded // topology.slots
+    part = dataclasses.replace(
+        bucket, route=options.peer_route, sizes=(entries,), padding=0, options=options.peers
+    )
+    return part, Topology(topology.nodes, 1)
+
+
+ROUTE = Torus()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tfcommx.comm.base import Comm
+from tfcommx.routes import read_plan
 from tfcommx.terms import Plan, PlanError, first_difference
 
 
@@ -15,7 +16,7 @@ def agree_on_plan(plan: Plan, comm: Comm) -> None:
     texts = comm.gather_objects(plan.to_json())
     for rank, text in enumerate(texts):
         if text != texts[0]:
-            found = first_difference(Plan.from_json(texts[0]), Plan.from_json(text))
+            found = first_difference(read_plan(texts[0]), read_plan(text))
             raise PlanError(
                 f"The plan must be the same on every rank. Rank 0 and rank {rank} differ first "
                 f"in {found}. "

@@ -15,12 +15,8 @@ from tfcommx.comm.base import Comm
 from tfcommx.runtime.flat import flatten, unflatten
 from tfcommx.runtime.residuals import BucketState
 from tfcommx.runtime.selector import Selector
-from tfcommx.terms import Bucket, Plan
-
-
-def needs_messages(bucket: Bucket) -> bool:
-    """Tell whether a bucket travels by messages between two ranks, at least among peers."""
-    return any(routes.info(name).messages for name in (bucket.route, bucket.peer_route))
+from tfcommx.terms import Plan
+from tfcommx.wire import codec
 
 
 class BucketRunner:
@@ -29,15 +25,13 @@ class BucketRunner:
     def __init__(self, plan: Plan, index: int, state: BucketState, comm: Comm) -> None:
         """Decide how the plan's bucket number `index` travels.
 
-        `state` is what this rank keeps of it. A dense bucket that has a residual to add, because
-        another plan was left with some, is not sent list-wise.
+        `state` is what this rank keeps of it. A dense bucket that has a residual to add, from a
+        plan before, travels as a flat vector.
         """
         bucket = plan.buckets[index]
-        info = routes.info(bucket.route)
         self.bucket, self.state, self._comm = bucket, state, comm
-        self._route = routes.route(bucket.route)
-        self._by_messages = info.messages
-        self._as_list = info.whole and state.pending is None and not bucket.momentum
+        self._route = routes.get(bucket.route)
+        self._as_list = self._route.takes_list and state.pending is None and not bucket.momentum
         self._average = plan.operation == "average"
         # The sum over the ranks times this is the result.
         self._factor = 1 / plan.topology.size if self._average else 1.0
@@ -64,11 +58,7 @@ class BucketRunner:
 
         **Ranks:** all. **Cost:** one broadcast, by the route's own messages if it has such.
         """
-        flat = flatten(parts, self.bucket)
-        if self._by_messages:
-            flat = self._route.run(flat, self.bucket, self._comm, collective="broadcast")
-        else:
-            flat = self._comm.broadcast(flat, 0, f"{self.bucket.name}/weights", counted=True)
+        flat = self._route.broadcast(flatten(parts, self.bucket), self.bucket, self._comm)
         return unflatten(flat, parts, self.bucket)
 
     def _exchange_list(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -79,8 +69,8 @@ class BucketRunner:
     def _sum(self, flat: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """Return the sum over the ranks of what is sent of the flat vector."""
         if self.selector is None:
-            total = self._route.run(flat, self.bucket, self._comm, None)
+            total = self._route.run(flat, self.bucket, self._comm, codec)
             # Residuals of before come after momentum, which they have had.
             return self.state.add_residual(self.state.add_velocity(total))
         select = functools.partial(self.selector.select, seed=self.selector.seed(step))
-        return self._route.run(flat, self.bucket, self._comm, select)
+        return self._route.run(flat, self.bucket, self._comm, codec, select)

@@ -19,8 +19,8 @@ def clip_before_accumulation(
     of ranks afterwards. If the joint norm is NaN or infinite, all pass unchanged.
 
     >>> (clipped,) = clip_before_accumulation([tf.constant([3.0, 4.0])], norm=1.0, ranks=4)
-    >>> clipped.numpy().round(3).tolist()
-    [0.3, 0.4]
+    >>> print(clipped.numpy().round(3))
+    [0.3 0.4]
 
     Args:
         gradients: float, any shapes.
@@ -33,8 +33,8 @@ def clip_before_accumulation(
 
     **Ranks:** local. **Cost:** two passes; no gradient leaves before the last one is there.
     **Raises:** PlanError for a norm or a number of ranks out of range.
-    **Source:** Lin et al., "Deep Gradient Compression" (2018), section 3.3, where the sum is of
-    gradients divided by the number of ranks.
+    **Source:** Lin et al., "Deep Gradient Compression" (2018), section 3.3; there, what is summed
+    are gradients divided by the number of ranks.
     """
     if norm <= 0 or ranks < 1:
         raise PlanError(

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import tensorflow as tf
 
+from tfcommx import routes
 from tfcommx.comm.base import Comm
-from tfcommx.routes import allreduce
 from tfcommx.runtime.agreement import agree_on_plan
-from tfcommx.runtime.bucket_runner import BucketRunner, needs_messages
+from tfcommx.runtime.bucket_runner import BucketRunner
 from tfcommx.runtime.clipping import clip_buckets
 from tfcommx.runtime.flat import cut, join
 from tfcommx.runtime.residuals import PlanState, Residuals, ResidualStore
@@ -35,7 +35,7 @@ class PlanExecutor:
         differ, or for routes of messages without an MPI launch.
         """
         agree_on_plan(plan, comm)
-        if any(map(needs_messages, plan.buckets)):
+        if any(routes.get(bucket.route).needs_messages(bucket) for bucket in plan.buckets):
             comm.open_point_to_point()
         self.plan, self.comm, self._scope = plan, comm, comm.own_scope()
         with tf.device("/cpu:0"):  # Seeds and conditions are read on the host.
@@ -90,7 +90,8 @@ class PlanExecutor:
         """
         topology, steps = self.plan.topology, int(self.steps.numpy()) - self._steps_before
         return float(steps) * sum(
-            allreduce.wire_bytes(bucket, topology).between for bucket in self.plan.buckets
+            routes.get("allreduce").wire_bytes(bucket, topology).between
+            for bucket in self.plan.buckets
         )
 
     def state(self) -> PlanState:

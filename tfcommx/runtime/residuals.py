@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfcommx import routes
 from tfcommx.comm.base import Comm
-from tfcommx.kernels import native
+from tfcommx.kernels.device import residual_device
 from tfcommx.terms import Bucket, Piece, Plan, Topology
 
 # Variable path -> float32 [its size]: what this rank has not sent yet
@@ -55,7 +55,7 @@ class PlanState(NamedTuple):
 
 def shard_of(bucket: Bucket, topology: Topology, rank: int) -> slice:
     """Return the part of the bucket's flat vector of which a rank keeps residual and velocity."""
-    return slice(*routes.route(bucket.route).shard(bucket, topology, rank))
+    return slice(*routes.get(bucket.route).shard(bucket, topology, rank))
 
 
 def residuals_by_variable(plan: Plan, kept: Mapping[str, np.ndarray], rank: int) -> Residuals:
@@ -122,7 +122,7 @@ class BucketState:
         self.pending: tf.Variable | None = None
 
     def _zeros(self, what: str) -> tf.Variable:
-        with tf.device(native.device()):
+        with tf.device(residual_device()):
             return tf.Variable(
                 tf.zeros(self.shard.stop - self.shard.start),
                 trainable=False,

@@ -13,6 +13,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import tensorflow as tf
 
 from tfcommx.comm.base import Comm
+from tfcommx.routes.messages import MessageOptions
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.terms import Plan, PlanError
 
@@ -85,7 +86,8 @@ def require_sums_on_all_ranks(plan: Plan, strategy: Strategy) -> None:
     **Raises:** PlanError.
     """
     for bucket in plan.buckets:
-        if bucket.collective == "reduce":
+        options = bucket.options
+        if isinstance(options, MessageOptions) and options.collective == "reduce":
             raise PlanError(
                 f"With {strategy} every rank needs the sums of gradients. Received a plan whose "
                 f"{bucket.name} is reduced to rank 0 alone. Make it with reduce_to_root=False, or "

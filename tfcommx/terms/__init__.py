@@ -4,17 +4,11 @@ All are frozen and checked when they are made, so that a bad setting is refused 
 collective starts.
 """
 
+from tfcommx.terms.bucket import Bucket, NoOptions, RouteOptions
 from tfcommx.terms.checks import PlanError, check_name, check_whole
 from tfcommx.terms.links import NOMINAL, Link, Links, Traffic
-from tfcommx.terms.plan import (
-    LARGEST,
-    LAST_STEPS,
-    OPERATIONS,
-    Bucket,
-    Piece,
-    Plan,
-    first_difference,
-)
+from tfcommx.terms.piece import LARGEST, Piece
+from tfcommx.terms.plan import OPERATIONS, Plan, ReadOptions, first_difference
 from tfcommx.terms.scheme import (
     DGC_WARM_UP,
     MPI_LAUNCH,
@@ -31,7 +25,6 @@ __all__ = [
     "DGC_WARM_UP",
     "GROUPS",
     "LARGEST",
-    "LAST_STEPS",
     "MPI_LAUNCH",
     "NOMINAL",
     "OPERATIONS",
@@ -42,9 +35,12 @@ __all__ = [
     "Bucket",
     "Link",
     "Links",
+    "NoOptions",
     "Piece",
     "Plan",
     "PlanError",
+    "ReadOptions",
+    "RouteOptions",
     "Scheme",
     "Sparse",
     "Topology",

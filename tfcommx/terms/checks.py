@@ -13,7 +13,18 @@ class PlanError(ValueError):
 
 
 def check_name(what: str, name: str, known: Iterable[str]) -> str:
-    """Return `name` if it is known, else refuse it and name the nearest known one."""
+    """Return `name` if it is known; refuse it otherwise, and name the nearest known one.
+
+    >>> check_name("route", "torus", ["allreduce", "torus"])
+    'torus'
+
+    Args:
+        what: what the name is of, for the message.
+        name: as the user gave it.
+        known: all names that are allowed.
+
+    **Raises:** PlanError.
+    """
     names = sorted(known)
     if name in names:
         return name
@@ -23,7 +34,13 @@ def check_name(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def check_whole(what: str, value: Any) -> int:
-    """Return a whole number, such as NumPy's or 1e9, as Python's own; refuse anything else."""
+    """Return a whole number, such as NumPy's or 1e9, as Python's own; refuse anything else.
+
+    >>> check_whole("entries", 1e9)
+    1000000000
+
+    **Raises:** PlanError.
+    """
     if isinstance(value, bool) or not (
         isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
     ):

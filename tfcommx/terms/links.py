@@ -15,15 +15,16 @@ from tfcommx.terms.checks import PlanError
 
 @dataclass(frozen=True)
 class Link:
-    """One kind of connection: a message of b bytes takes alpha + b * beta seconds, reducing b bytes
-    takes b * gamma.
+    """One kind of connection: what a message costs on it.
+
+    A message of b bytes takes alpha + b * beta seconds, and reducing b bytes takes b * gamma.
     """
 
-    # Seconds before the first byte arrives, >= 0
+    # Seconds before the first byte arrives, >= 0.
     alpha_s: float
-    # Seconds per byte sent, > 0
+    # Seconds per byte sent, > 0.
     beta_s_per_byte: float
-    # Seconds per byte reduced, >= 0
+    # Seconds per byte reduced, >= 0.
     gamma_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
@@ -37,12 +38,12 @@ class Link:
 class Links(NamedTuple):
     """The two kinds of link of a cluster, and what was tuned to them."""
 
-    # Between ranks of one node
+    # Between ranks of one node.
     inside: Link
-    # Between nodes
+    # Between nodes.
     between: Link
-    # Of the linear pipeline: fills the pipe soon. From 64 KB on (the paper's size) Open MPI shakes
-    # hands per block over TCP.
+    # Bytes of a block of the linear pipeline, >= 8. The default fills the pipe soon: from 64 KB on
+    # (the paper's size) Open MPI over TCP agrees with the receiver before it sends each block.
     block_bytes: int = 49152
 
     def to_dict(self) -> dict[str, Any]:
@@ -55,7 +56,10 @@ class Links(NamedTuple):
 
     @staticmethod
     def from_dict(found: Mapping[str, Any]) -> Links:
-        """Read what `to_dict` returned."""
+        """Read what `to_dict` returned.
+
+        **Raises:** ValueError, KeyError or TypeError for anything else.
+        """
         links = Links(Link(**found["inside"]), Link(**found["between"]), found["block_bytes"])
         numbers = [*dataclasses.astuple(links.inside), *dataclasses.astuple(links.between)]
         if (
@@ -70,16 +74,17 @@ class Links(NamedTuple):
 
     @staticmethod
     def read(path: str | Path) -> Links:
-        """Read what `tfcommx probe` wrote. **Raises:** PlanError where the file is missing or says
-        something else.
+        """Read what `tfcommx probe` wrote.
+
+        **Raises:** PlanError if the file is missing or says something else.
         """
         try:
             return Links.from_dict(json.loads(Path(path).read_text())["links"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise PlanError(
                 "A file of links, as `horovodrun ... tfcommx probe` writes it, is required on "
-                f"every node. Received {path}: "
-                f"{type(error).__name__}: {error}."
+                f"every node. "
+                f"Received {path}: {type(error).__name__}: {error}."
             ) from error
 
 
@@ -91,7 +96,7 @@ NOMINAL = Links(inside=Link(5e-6, 1e-10, 1e-11), between=Link(5e-5, 8e-10, 1e-11
 class Traffic(NamedTuple):
     """Bytes that one rank sends, as the mean over the ranks."""
 
-    # To ranks of its own node
+    # To ranks of its own node.
     inside: float
-    # To ranks of other nodes
+    # To ranks of other nodes.
     between: float

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from tfcommx.terms.checks import PlanError, check_name, plain_number
 
-PLAIN = "plain"  # the wire format of a dense route that sends the gradient's own dtype
+# The wire format of a dense route that sends the gradient's own dtype.
+PLAIN = "plain"
 
+# Of values on the wire.
+VALUE_DTYPES = ("float32", "float16", "bfloat16")
 
-VALUE_DTYPES = ("float32", "float16", "bfloat16")  # of values on the wire
-
-
+# Formats of selected entries; tfcommx.wire says what they are.
 SPARSE_WIRES = (
     "pair32",
     "pair16/float16",
@@ -21,55 +22,63 @@ SPARSE_WIRES = (
     *(f"block16/{dtype}" for dtype in VALUE_DTYPES),
 )
 
-
 WIRES = (PLAIN, *VALUE_DTYPES, *SPARSE_WIRES)
 
+# Densities of the first epochs; deep gradient compression (DGC) then stays at 0.001.
+DGC_WARM_UP = (0.25, 0.063, 0.015, 0.004)
 
-DGC_WARM_UP = (0.25, 0.063, 0.015, 0.004)  # densities of the first epochs; DGC then stays at 0.001
-
-
-# One dash too few in what Horovod 0.28 adds by itself keeps Open MPI 5 from starting; these words
-# take its place.
+# Horovod 0.28 adds an option to mpirun that has one dash too few, and Open MPI 5 does not start
+# with it; these words replace that option.
 MPI_LAUNCH = 'horovodrun --mpi --binding-args="--bind-to none --map-by slot" ... (or mpirun)'
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How gradients travel: what a user asks for, for all variables or for those that match a
-    pattern.
+    """How gradients travel: what a user asks for, for all variables or those that match a pattern.
+
+    >>> scheme = Scheme("hitopk", "mstopk", density=0.01)
+    >>> scheme.wire
+    'plain'
     """
 
-    # Who sends to whom; a name of the table in tfcommx.exchange
+    # Who sends to whom; a name of the table in tfcommx.routes.
     route: str = "allreduce"
-    # Which entries travel; a name of the table in tfcommx.selection
+    # Which entries travel; a name of the table in tfcommx.selection.
     selection: str = "all"
-    # Entries sent / entries, in (0, 1]; 1 for selection "all"
+    # Entries sent / entries, in (0, 1]; 1 with selection "all".
     density: float = 1.0
-    # The route of variables that a sparse scheme leaves dense
+    # The route of variables that a sparse scheme leaves dense.
     dense_route: str = "allreduce"
-    # Entries; smaller variables, and one-dimensional ones, are sent dense: they are cheap and
-    # sensitive
+    # Entries, >= 0; smaller variables and one-dimensional ones are sent dense, because they are
+    # cheap and sensitive.
     dense_below: int = 1024
-    # Gradients are merged into buckets of about this size: one start-up cost for many
+    # Gradients are merged into buckets of about this size, >= 1: one latency term for many.
     bucket_bytes: int = 32 * 2**20
-    # Of the rules that choose at random; each bucket and step draws its own numbers
+    # Of the rules that choose at random; each bucket and step draws its own numbers.
     seed: int = 0
-    # How entries are written, one of WIRES; "plain": pair32 on sparse routes, dense ones as they
-    # are
+    # How entries are written, one of WIRES; "plain": pair32 on sparse routes, the gradient's own
+    # dtype on dense ones.
     wire: str = PLAIN
-    # Of the torus, among peers; with MPI also a route of messages
+    # How the torus sums among peers; with MPI also a route of messages.
     peer_route: str = "allreduce"
-    # Of the linear pipeline, >= 8; None: as the links say
+    # Bytes of a block on routes of messages, >= 8; None: as the links say.
     block_bytes: int | None = None
-    # In [0, 1), corrected for what waits in the residual; in place of the optimizer's own. 0: none
+    # In [0, 1), replaces the optimizer's own and is corrected for what waits in the residual.
+    # 0: none.
     momentum: float = 0.0
-    # > 0, of all gradients together; each rank clips its own before they are accumulated
+    # > 0, of all gradients together; each rank clips its own before they are accumulated.
     clip_norm: float | None = None
 
     def __post_init__(self) -> None:
-        # NumPy's numbers become Python's, which JSON can write
+        # NumPy's numbers become Python's, which JSON can write.
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, plain_number(getattr(self, field.name)))
+        self._check_density()
+        self._check_sizes()
+        check_name("wire format", self.wire, WIRES)
+        self._check_momentum_and_clipping()
+
+    def _check_density(self) -> None:
         if not isinstance(self.density, int | float) or not 0 < self.density <= 1:
             raise PlanError(
                 f"`density` must be in (0, 1]. Received density={self.density!r}. Use 1 to send "
@@ -78,16 +87,14 @@ class Scheme:
         if self.selection == "all" and self.density != 1:
             raise PlanError(
                 "Selection 'all' sends every entry: its density is 1. Received "
-                f"density={self.density}. "
-                "Choose a rule such as 'mstopk', or leave density out."
+                f"density={self.density}. Choose a rule such as 'mstopk', or leave density out."
             )
+
+    def _check_sizes(self) -> None:
         for name, least in (("dense_below", 0), ("bucket_bytes", 1), ("seed", None)):
             value = getattr(self, name)
-            if (
-                not isinstance(value, int)
-                or isinstance(value, bool)
-                or (least is not None and value < least)
-            ):
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole or (least is not None and value < least):
                 raise PlanError(
                     f"`{name}` must be an integer{'' if least is None else f' >= {least}'}. "
                     f"Received {name}={value!r}."
@@ -99,7 +106,8 @@ class Scheme:
                 "`block_bytes` must be an integer >= 8, one entry of the widest dtype, or None. "
                 f"Received {self.block_bytes!r}. 49152 is usual."
             )
-        check_name("wire format", self.wire, WIRES)
+
+    def _check_momentum_and_clipping(self) -> None:
         if not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
             raise PlanError(
                 f"`momentum` must be in [0, 1). Received momentum={self.momentum!r}. 0.9 is "
@@ -115,19 +123,25 @@ class Scheme:
         if self.selection == "all" and (self.momentum or self.clip_norm is not None):
             raise PlanError(
                 "`momentum` and `clip_norm` of a scheme correct for what waits in a residual: "
-                "they need a sparse route and a "
-                f"selection other than 'all'. Received route={self.route!r}, "
-                f"momentum={self.momentum}, "
-                f"clip_norm={self.clip_norm}. Give them to the Keras optimizer (momentum, "
-                "global_clipnorm)."
+                "they need a sparse route and a selection other than 'all'. Received "
+                f"route={self.route!r}, momentum={self.momentum}, clip_norm={self.clip_norm}. "
+                "Give them to the Keras optimizer (momentum, global_clipnorm)."
             )
 
     def warm_up(self, densities: Iterable[float] = DGC_WARM_UP) -> dict[int, Scheme]:
-        """Return epoch (from 0) -> Scheme: one density an epoch, then this scheme for good;
-        SwitchScheme takes it.
+        """Return one density an epoch, then this scheme for good: what SwitchScheme takes.
+
+        >>> sorted(Scheme("hitopk", "mstopk", 0.01).warm_up([0.25, 0.05]))
+        [0, 1, 2]
+
+        Args:
+            densities: of the first epochs, each in (0, 1].
+
+        Returns:
+            Epoch, from 0 -> Scheme.
 
         **Raises:** PlanError for a density outside (0, 1].
-        **Source:** Lin et al., Deep Gradient Compression, 2018, section 3.3.
+        **Source:** Lin et al., "Deep Gradient Compression" (2018), section 3.3.
         """
         ladder = [dataclasses.replace(self, density=density) for density in densities]
         return dict(enumerate([*ladder, self]))

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 class Sparse(NamedTuple):
     """k selected entries of a flat vector; the indices are unique and in [0, size)."""
 
-    # int32 [k]
+    # Tensor of int32 [k].
     indices: Any
-    # Float [k]
+    # Tensor of float [k].
     values: Any
-    # Length of the vector that they were selected from
+    # Length of the vector that they were selected from.
     size: int

@@ -15,15 +15,19 @@ class Topology:
     """m nodes of n processes; rank r is slot r % n of node r // n.
 
     Groups: `world` is all ranks, `node` the n ranks of one node, `peers` the m ranks with the same
-    slot. Where nodes have unequal numbers of slots, `uneven` lists (host, slots): only one-level
-    routes work then.
+    slot.
+
+    >>> topology = Topology(nodes=2, slots=3)
+    >>> topology.size, topology.group("node", rank=4), topology.group("peers", rank=4)
+    (6, (3, 4, 5), (1, 4))
     """
 
-    # >= 1
+    # >= 1.
     nodes: int
-    # Processes per node, >= 1; the largest number where the nodes differ
+    # Processes per node, >= 1; the largest number if the nodes differ.
     slots: int
-    # Empty when all nodes have equally many slots
+    # (host, slots) of every node if nodes have unequal numbers of slots: only one-level routes work
+    # then. Empty if all nodes have equally many.
     uneven: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -35,7 +39,7 @@ class Topology:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Count the ranks."""
         return sum(slots for _, slots in self.uneven) if self.uneven else self.nodes * self.slots
 
     def group(self, name: str, rank: int) -> tuple[int, ...]:
@@ -51,16 +55,15 @@ class Topology:
 
     def node_of(self, rank: int) -> int:
         """Return the number of the node that holds `rank`."""
+        if not self.uneven:
+            return rank // self.slots
         ends = itertools.accumulate(slots for _, slots in self.uneven)
-        return (
-            next(node for node, end in enumerate(ends) if rank < end)
-            if self.uneven
-            else rank // self.slots
-        )
+        return next(node for node, end in enumerate(ends) if rank < end)
 
     def require_even(self, what: str) -> None:
-        """Refuse `what` (a phrase for the message) where the nodes have unequal numbers of
-        slots.
+        """Refuse `what`, a phrase for the message, if the nodes have unequal numbers of slots.
+
+        **Raises:** PlanError that names the hosts.
         """
         if self.uneven:
             hosts = ", ".join(f"{host}:{slots}" for host, slots in self.uneven)
@@ -72,8 +75,12 @@ class Topology:
 
     @staticmethod
     def of_hosts(hosts: list[str]) -> Topology:
-        """Make the topology from the host of every rank, in rank order; ranks of a host must be
-        consecutive.
+        """Make the topology from the host of every rank, in rank order.
+
+        >>> Topology.of_hosts(["red", "red", "blue", "blue"])
+        Topology(nodes=2, slots=2, uneven=())
+
+        **Raises:** PlanError if the ranks of a host are not consecutive.
         """
         counts: dict[str, int] = {}
         for rank, host in enumerate(hosts):

@@ -1,1 +1,1 @@
-"""What carries a recipe out."""
+"""Carries a recipe out: train, timing, evaluation, history, learning rate."""

@@ -18,7 +18,8 @@ class LearningRate(keras.callbacks.Callback):
         super().__init__()
         self.rate = recipe.learning_rate
         self.sizes = (steps_per_epoch, steps_per_epoch * recipe.epochs, global_batch)
-        self.before = 0  # steps before this epoch
+        # Steps before this epoch
+        self.before = 0
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self.before = epoch * self.sizes[0]

@@ -24,13 +24,13 @@ class Timing(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        # seconds since 1970 when the batch was there
+        # Seconds since 1970 when the batch had arrived
         self.arrived = tf.Variable(0.0, dtype=tf.float64, trainable=False)
         self.seconds: dict[str, float] = {}
         self.epoch_start = 0.0
 
     def watch(self, model: keras.Model) -> None:
-        """Make the model's training step record when its batch has arrived."""
+        """Make the model's training step note when its batch has arrived."""
         train_step = model.train_step
 
         def timed(data: Any) -> Any:

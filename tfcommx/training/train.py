@@ -5,27 +5,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 import tfcommx as cx
 from tfcommx import report
-from tfcommx.data.cache.batches import Phase
-from tfcommx.data.cache.cache import DataCache
-from tfcommx.data.cache.options import Options
-from tfcommx.data.sources.arrays import Arrays
 from tfcommx.optim import callbacks, checkpoint
-from tfcommx.recipes.datasets import fashion_mnist
-from tfcommx.recipes.datasets.shift import training_batches
-from tfcommx.recipes.models.small_cnn import small_cnn
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.training.evaluation import Evaluation
 from tfcommx.training.history import EpochHistory
 from tfcommx.training.learning_rate import LearningRate
+from tfcommx.training.run import Run, prepare
 from tfcommx.training.timing import Timing
 
 log = logging.getLogger("tfcommx")
@@ -34,170 +28,164 @@ log = logging.getLogger("tfcommx")
 def train(
     recipe: Recipe, output_folder: Path, resume: bool = False, terminal: str | None = None
 ) -> dict[str, Any]:
-    """Train as the recipe says; write a checkpoint after every epoch and, at the end, the report
-    into `output_folder`.
+    """Train as the recipe says; write a checkpoint after every epoch and the report at the end.
 
     Args:
+        recipe: what to train.
+        output_folder: where checkpoint and report go.
         resume: continue after the last whole checkpoint in `output_folder`, if there is one, with
             its residuals. The summary then covers the epochs since.
-        terminal: device file of a terminal for the progress bar, where rank 0's own output is a
-            pipe.
+        terminal: device file of a terminal for the progress bar, if rank 0's own output is a pipe.
 
-    Returns: the summary, as in `summary.json`. `seconds` is the wall-clock time of this call, all
-        but the report's files; `images_per_second` counts training images of all ranks over the
+    Returns:
+        the summary, as in `summary.json`. `seconds` is the wall-clock time of this call, except
+        for the report's files; `images_per_second` counts training images of all ranks over the
         time in steps, tracing and waiting for data included, evaluation not; bytes are per rank,
         the whole run; `rows` has the epochs. Times are this rank's own.
 
     **Ranks:** all, with the same recipe. **Raises:** PlanError and DataError before the first step.
     """
     start = time.time()
-    if recipe.threads:  # must be said before TensorFlow runs anything
-        tf.config.threading.set_intra_op_parallelism_threads(recipe.threads)
-        tf.config.threading.set_inter_op_parallelism_threads(recipe.threads)
-    comm = cx.init(node_size=recipe.node_size)
-    ranks = comm.topology.size
-    train_x, train_y, test_x, test_y = fashion_mnist.load(fashion_mnist.fetch(recipe.data.folder))
-    classes = len(fashion_mnist.CLASSES)
-    global_batch = recipe.batch_per_rank * ranks
-    cache = DataCache(
-        Arrays(train_x, train_y, fashion_mnist.CLASSES, recipe.data.set),
-        comm.topology,
-        comm.rank,
-        Options(
-            seed=recipe.seed,
-            memory=str(recipe.data.memory),
-            partial=True,
-            exchange=recipe.data.exchange,
-            # partial: what finds no room is at hand in the arrays
-            threads=recipe.threads,
-        ),
-    )
-    steps = cache.steps(Phase(recipe.batch_per_rank))
-    if not steps:
-        raise cx.PlanError(
-            f"A step needs batch_per_rank * ranks <= {len(train_x)} images. Received "
-            f"{recipe.batch_per_rank} "
-            f"* {ranks}. Lower batch_per_rank."
-        )
-
+    run = prepare(recipe, output_folder)
     keras.utils.set_random_seed(recipe.seed)
-    model = small_cnn(recipe.model.filters, recipe.model.residual, classes)
-    saved = output_folder / "checkpoint"
-    held = checkpoint.next_epoch(saved)
-    if held and not resume and comm.rank == 0:
-        log.warning(
-            "The first epoch replaces the checkpoint of %d epochs in %s. Stop now and add "
-            "--resume to continue it.",
-            held,
-            saved,
-        )
-    first = held if resume else 0
-    if first >= recipe.epochs:
-        raise cx.PlanError(
-            f"A resumed run needs epochs left to train. {saved} holds {first} of {recipe.epochs}."
-        )
-    schemes = recipe.scheme_of_epoch()
-    optimizer = compiled(model, recipe, schemes[first])
+    model = recipe.model.build(run.objective.outputs)
+    first = first_epoch(run, resume)
+    optimizer = compile_model(model, run, recipe.scheme_of_epoch()[first])
     if resume:
-        checkpoint.restore(model, saved)
-
-    timing, compare = Timing(), callbacks.CompareReplicas()
-    timing.watch(model)
-    evaluation = Evaluation(comm, test_x, test_y, timing)
-    progress = report.Progress(
-        steps * (recipe.epochs - first), recipe.epochs, shown=cx.is_chief(), terminal=terminal
-    )
-    rows = EpochHistory(recipe, timing, compare, cache, steps * global_batch, progress)
-    first_epochs = np.cumsum([0, *(phase.epochs for phase in recipe.phases)])
-    later = range(first + 1, recipe.epochs)
-    switch = callbacks.SwitchScheme(
-        {epoch: schemes[epoch] for epoch in later if schemes[epoch] != schemes[epoch - 1]}
-    )
-    every_phase = [
-        timing,
-        LearningRate(recipe, steps, global_batch),
-        switch,
-        callbacks.AverageMetrics(),
-        callbacks.AverageBatchNorm(),
-        compare,
-        evaluation,
-        checkpoint.Checkpoint(saved),
-        rows,
-    ]
-    begin = [callbacks.BroadcastState()]
-    if comm.rank == 0:
-        # of a run before: `tfcommx report` would show it for this one
+        checkpoint.restore(model, run.checkpoint)
+    if run.comm.rank == 0:
+        # Of an earlier run: `tfcommx report` would take it for the report of this one
         with contextlib.suppress(OSError):
             (output_folder / "summary.json").unlink()
-
-    with progress:
-        for number, phase in enumerate(recipe.phases):
-            epochs = range(max(first, int(first_epochs[number])), int(first_epochs[number + 1]))
-            if not epochs:
-                continue
-            # 0 to 255
-            served = Phase(
-                recipe.batch_per_rank, phase.resolution, flip=recipe.data.flip, std=(1 / 255,)
-            )
-            shift = round(recipe.data.shift * phase.resolution / train_x.shape[1])
-            evaluation.at(phase.resolution)
-            for piece in served_in_one_go(epochs, recipe.data.exchange):
-                if piece.start > first:
-                    cache.swap(comm, piece.start)
-                batches = training_batches(cache, served, piece, classes, shift)
-                model.fit(
-                    batches,
-                    initial_epoch=piece.start,
-                    epochs=piece.stop,
-                    steps_per_epoch=steps,
-                    verbose=0,
-                    shuffle=False,
-                    callbacks=[*begin, *every_phase],
-                )
-                begin = []
-
-    cache.close()
-    busy = sum(row["seconds"][kind] for row in rows.rows for kind in ("data", "step", "first_step"))
-    summary = {
-        "name": recipe.name,
-        "test_accuracy": rows.rows[-1]["test_accuracy"],
-        "ranks": ranks,
-        "nodes": comm.topology.nodes,
-        "epochs": recipe.epochs,
-        "parameters": model.count_params(),
-        "seconds": round(time.time() - start, 1),
-        "images_per_second": round(steps * global_batch * len(rows.rows) / busy, 1),
-        **{key: round(value) for key, value in optimizer.exchanger.traffic().items()},
-        "replicas_identical": all(row["replicas_identical"] for row in rows.rows),
-        "rows": rows.rows,
-    }
+    run_callbacks = make_callbacks(run, first, terminal)
+    run_callbacks.timing.watch(model)
+    with run_callbacks.history.progress:
+        fit_phases(model, run, first, run_callbacks)
+    run.cache.close()
+    summary = summarise(run, model, run_callbacks.history.rows)
+    summary |= {key: round(value) for key, value in optimizer.exchanger.traffic().items()}
+    summary["seconds"] = round(time.time() - start, 1)
     if cx.is_chief():
         report.write(summary, output_folder)
     return summary
 
 
-def served_in_one_go(epochs: range, exchange: float) -> list[range]:
-    """Cut epochs where parts are exchanged: nothing may read ahead into the next epoch then."""
-    return [range(epoch, epoch + 1) for epoch in epochs] if exchange else [epochs]
+def first_epoch(run: Run, resume: bool) -> int:
+    """Return the epoch to begin with.
+
+    A checkpoint that the run will replace is told of first.
+
+    **Raises:** PlanError if a resumed run has no epochs left to train.
+    """
+    saved = checkpoint.next_epoch(run.checkpoint)
+    if saved and not resume and run.comm.rank == 0:
+        log.warning(
+            "The first epoch replaces the checkpoint of %d epochs in %s. Stop now and add "
+            "--resume to continue it.",
+            saved,
+            run.checkpoint,
+        )
+    first = saved if resume else 0
+    if first >= run.recipe.epochs:
+        raise cx.PlanError(
+            f"A resumed run needs epochs left to train. {run.checkpoint} holds {first} of "
+            f"{run.recipe.epochs}."
+        )
+    return first
 
 
-def compiled(model: keras.Model, recipe: Recipe, scheme: cx.Scheme) -> keras.optimizers.Optimizer:
+def compile_model(model: keras.Model, run: Run, scheme: cx.Scheme) -> keras.optimizers.Optimizer:
     """Compile the model with the recipe's optimizer, made distributed; return the optimizer."""
-    chosen = recipe.optimizer
     optimizer = cx.DistributedOptimizer(
-        keras.optimizers.SGD(
-            0.0,
-            momentum=chosen.momentum,
-            nesterov=chosen.nesterov,
-            weight_decay=chosen.weight_decay or None,
-        ),
-        scheme=scheme,
-        links=recipe.links,
+        run.recipe.optimizer.build(), scheme=scheme, links=run.recipe.links
     )
-    # Decay pulls weights to zero; scales, offsets and biases have no reason to be small.
-    optimizer.exclude_from_weight_decay(var_names=["gamma", "beta", "bias"])
-    loss = keras.losses.CategoricalCrossentropy(
-        from_logits=True, label_smoothing=recipe.label_smoothing
+    model.compile(
+        optimizer,
+        loss=run.objective.loss(),
+        metrics=list(run.objective.metrics()),
+        jit_compile=False,
     )
-    model.compile(optimizer, loss=loss, metrics=["accuracy"], jit_compile=False)
     return optimizer
+
+
+class RunCallbacks(NamedTuple):
+    """The callbacks of a run, in the order in which Keras calls them."""
+
+    timing: Timing
+    learning_rate: LearningRate
+    switch: callbacks.SwitchScheme
+    metrics: callbacks.AverageMetrics
+    batch_norm: callbacks.AverageBatchNorm
+    compare: callbacks.CompareReplicas
+    evaluation: Evaluation
+    checkpoint: checkpoint.Checkpoint
+    # Last: it reads what the others put into the logs
+    history: EpochHistory
+
+
+def make_callbacks(run: Run, first: int, terminal: str | None) -> RunCallbacks:
+    """Make the callbacks of a run that begins with the epoch `first`."""
+    recipe, timing, compare = run.recipe, Timing(), callbacks.CompareReplicas()
+    schemes = pairwise(recipe.scheme_of_epoch())
+    changes = {epoch: new for epoch, (old, new) in enumerate(schemes, 1) if new != old}
+    progress = report.Progress(
+        run.steps * (recipe.epochs - first), recipe.epochs, shown=cx.is_chief(), terminal=terminal
+    )
+    return RunCallbacks(
+        timing,
+        LearningRate(recipe, run.steps, run.global_batch),
+        callbacks.SwitchScheme({epoch: new for epoch, new in changes.items() if epoch > first}),
+        callbacks.AverageMetrics(),
+        callbacks.AverageBatchNorm(),
+        compare,
+        Evaluation(run, timing),
+        checkpoint.Checkpoint(run.checkpoint),
+        EpochHistory(run, timing, compare, progress),
+    )
+
+
+def fit_phases(model: keras.Model, run: Run, first: int, run_callbacks: RunCallbacks) -> None:
+    """Train the phases one after the other, from the epoch `first` on."""
+    data = run.recipe.data
+    begin: list[keras.callbacks.Callback] = [callbacks.BroadcastState()]
+    ends = np.cumsum([phase.epochs for phase in run.recipe.phases])
+    for phase, end in zip(run.recipe.phases, map(int, ends), strict=True):
+        epochs = range(max(first, end - phase.epochs), end)
+        serving = data.serving(run.recipe.batch_per_rank, phase.resolution)
+        run_callbacks.evaluation.at(phase.resolution)
+        for piece in served_in_one_go(epochs, data.reshuffle_fraction):
+            if piece.start > first:
+                run.cache.reshuffle(piece.start, run.comm)
+            model.fit(
+                run.objective.targets(data.batches(run.cache, serving, piece)),
+                initial_epoch=piece.start,
+                epochs=piece.stop,
+                steps_per_epoch=run.steps,
+                verbose=0,
+                shuffle=False,
+                callbacks=[*begin, *run_callbacks],
+            )
+            begin = []
+
+
+def served_in_one_go(epochs: range, reshuffle_fraction: float) -> list[range]:
+    """Cut epochs if samples are redistributed between them: nothing may read ahead then."""
+    if not epochs:
+        return []
+    return [range(epoch, epoch + 1) for epoch in epochs] if reshuffle_fraction else [epochs]
+
+
+def summarise(run: Run, model: keras.Model, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the summary of a run from the rows of its epochs, without its traffic and its time."""
+    busy = sum(row["seconds"][kind] for row in rows for kind in ("data", "step", "first_step"))
+    return {
+        "name": run.recipe.name,
+        "test_accuracy": rows[-1]["test_accuracy"],
+        "ranks": run.comm.topology.size,
+        "nodes": run.comm.topology.nodes,
+        "epochs": run.recipe.epochs,
+        "parameters": model.count_params(),
+        "images_per_second": round(run.steps * run.global_batch * len(rows) / busy, 1),
+        "replicas_identical": all(row["replicas_identical"] for row in rows),
+        "rows": rows,
+    }

@@ -1,1 +1,16 @@
-"""How selected entries are written."""
+"""How entries are written on the wire: `formats` counts the bytes, `codec` writes and reads.
+
+A Sparse becomes one flat buffer of exact size, so that it takes one collective:
+
+    pair32          k int32 indices, k float32 values                             8 B an entry
+    pair16/DTYPE    k int32 indices, k 16-bit values                              6 B
+    block16/DTYPE   one int32 count per block of 65,536 entries of the vector,
+                    k uint16 offsets into their blocks, k values                  4 B, or 6 B
+                                                                                  with float32
+
+Buffers are int32 words, which every engine carries (NCCL knows no 16-bit integers); 16-bit parts of
+odd length end in two zero bytes. The size depends on k and the vector's length only, so that
+Horovod's cache of all-gathers stays valid.
+
+A dense route may write its entries narrower than they are added: in float32, float16 or bfloat16.
+"""

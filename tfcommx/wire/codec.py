@@ -1,48 +1,39 @@
-"""How selected entries are written: a Sparse as one flat buffer of exact size, and back. One
-buffer, so one collective.
+"""Writes entries for the wire and reads them: the implementation of `routes.base.Codec`.
 
-    pair32          k int32 indices, k float32 values
-    8 B per entry pair16/DTYPE    k int32 indices, k 16-bit values
-    6 B block16/DTYPE   one int32 count per block of 65,536 entries of the vector, k uint16 offsets
-                    into their blocks, k values
-                    4 B, or 6 B with float32
-
-Buffers are int32 words, which every engine carries (NCCL knows no 16-bit integers); 16-bit parts of
-odd length end in two zero bytes. The size depends on k and the vector's length only, so that
-Horovod's cache of all-gathers holds.
+The module itself is what routes receive as their codec; `tfcommx.wire` has the formats.
 """
 
 from __future__ import annotations
 
 import tensorflow as tf
 
-from tfcommx.kernels import native
-from tfcommx.kernels.reference import value_dtype, wire_words
+from tfcommx.kernels import merge as merge_kernel
+from tfcommx.kernels import wire as wire_kernel
 from tfcommx.terms import Sparse
+from tfcommx.terms.wire_formats import value_dtype
+from tfcommx.wire.formats import sum_dtype
 
 FLOAT16_LARGEST = 65504.0
 
 
-def size_bytes(k: int, size: int, wire: str) -> int:
-    """Return the bytes of k entries of a vector of `size` entries."""
-    return 4 * sum(wire_words(k, size, wire))
-
-
 def rounded(sparse: Sparse, wire: str) -> tuple[Sparse, tf.Tensor | None]:
-    """Round values to what the format can write; return them with what is left: float32[k], None
-    where nothing can be.
+    """Round values to what the format can write; return them and the rounding error.
 
-    What is left belongs into the residual at the same indices: `value == rounded + left` holds
-    exactly, so nothing is lost (but for differences below 1e-38, which the processor may flush to
-    zero). NaN and Inf stay as they are and leave nothing. A finite value beyond float16 is cut to
-    its largest, 65504; from 2**29 on to 2**15, and from 2**39 on to 0, since float32 cannot hold
-    the difference to more.
+    The rounding error belongs into the residual at the same indices: `value == rounded + error`
+    holds exactly, so nothing is lost (except differences below 1e-38, which the processor may flush
+    to zero). NaN and Inf stay as they are and have no error. A finite value beyond float16 is cut
+    to its largest, 65504; from 2**29 on to 2**15, and from 2**39 on to 0, because float32 cannot
+    hold the difference to more.
 
     Args:
-        sparse: values float32[k].
+        sparse: values float32 [k].
         wire: one of terms.SPARSE_WIRES.
+
+    Returns:
+        The same indices with rounded values, float32 [k], and the error, float32 [k]; None if the
+        format writes float32.
     """
-    values, dtype = sparse.values, value_dtype(wire)
+    values, dtype = sparse.values, tf.as_dtype(value_dtype(wire))
     if dtype == tf.float32:
         return sparse, None
     finite = tf.math.is_finite(values)
@@ -53,35 +44,98 @@ def rounded(sparse: Sparse, wire: str) -> tuple[Sparse, tf.Tensor | None]:
         largest = tf.cast(tf.bfloat16.max, tf.float32)
     cut = tf.where(finite, tf.minimum(size, largest) * tf.sign(values), values)
     written = tf.cast(tf.cast(cut, dtype), tf.float32)
-    left = tf.where(finite, tf.where(written == 0, values, values - written), tf.zeros_like(values))
-    return Sparse(sparse.indices, written, sparse.size), left
+    difference = tf.where(written == 0, values, values - written)
+    error = tf.where(finite, difference, tf.zeros_like(values))
+    return Sparse(sparse.indices, written, sparse.size), error
 
 
 def encode(sparse: Sparse, wire: str) -> tf.Tensor:
-    """Write k entries as int32 words. **Cost:** one pass over the entries.
+    """Write k entries as int32 words.
 
     Args:
-        sparse: indices int32[k], ascending for block16; values float32[k], as `rounded` returned
+        sparse: indices int32 [k], ascending for block16; values float32 [k], as `rounded` returned
             them.
         wire: one of terms.SPARSE_WIRES.
+
+    Returns:
+        int32 [words], `4 * words == formats.size_bytes(k, size, wire)`.
+
+    **Cost:** one pass over the entries.
     """
-    return native.wire_encode(sparse, wire)
+    return wire_kernel.encode(sparse, wire)
 
 
 def merge(buffers: tf.Tensor, k: int, size: int, wire: str, shards: int = 1) -> tf.Tensor:
-    """Add the entries of all gathered buffers into a dense vector, in rank order, so that every
-    rank gets the same bits.
+    """Add the entries of all gathered buffers into a dense vector.
+
+    They are added in rank order, so that every rank gets the same bits.
 
     Args:
-        buffers: int32[shards * p * words], the buffers of p ranks one after another, for each shard
-            in turn.
+        buffers: int32 [shards * p * words], the buffers of p ranks one after another, for each
+            shard in turn.
         k: entries in each buffer.
         size: length of the shard that the indices point into.
         wire: the format in which they were encoded.
         shards: equal parts of the result, >= 1.
 
-    Returns: float32[shards * size]. **Cost:** one write of the result, whatever the number of
-    shards.
+    Returns:
+        float32 [shards * size].
+
+    **Cost:** one write of the result, whatever the number of shards.
     """
-    indices, values = native.wire_decode(buffers, k, size, wire, shards)
-    return tf.ensure_shape(native.merge(indices, values, shards * size, k), [shards * size])
+    indices, values = wire_kernel.decode(buffers, k, size, wire, shards)
+    return tf.ensure_shape(merge_kernel.merge(indices, values, shards * size, k), [shards * size])
+
+
+def write_dense(entries: tf.Tensor, dtype: str) -> tf.Tensor:
+    """Write a dense vector for the wire.
+
+    A finite number that float16 cannot hold becomes the largest that it can. Horovod has no
+    bfloat16 and NCCL no 16-bit integers, so the bits of bfloat16 travel as float16's.
+
+    Args:
+        entries: float [n].
+        dtype: in which they travel: float16, bfloat16, float32 or float64.
+
+    Returns:
+        float [n]; float16 for bfloat16.
+    """
+    wanted = tf.as_dtype(dtype)
+    if wanted == tf.float16 and entries.dtype != wanted:
+        clipped = tf.clip_by_value(entries, wanted.min, wanted.max)
+        entries = tf.where(tf.math.is_finite(entries), clipped, entries)
+    written = tf.cast(entries, wanted)
+    return tf.bitcast(written, tf.float16) if wanted == tf.bfloat16 else written
+
+
+def read_dense(written: tf.Tensor, dtype: str, into: tf.DType) -> tf.Tensor:
+    """Read what `write_dense` wrote.
+
+    Args:
+        written: [n], as `write_dense` returned it.
+        dtype: in which it travelled.
+        into: dtype of the result.
+    """
+    return tf.cast(_bits(written, dtype), into)
+
+
+def add_dense(written: tf.Tensor, dtype: str, parts: int) -> tf.Tensor:
+    """Add equal parts of what `write_dense` wrote, in their order.
+
+    Args:
+        written: [parts * n].
+        dtype: in which it travelled.
+        parts: >= 1.
+
+    Returns:
+        float32 [n]; float64 if it travelled as float64.
+    """
+    wide = tf.as_dtype(sum_dtype(dtype))
+    total, *others = [tf.cast(part, wide) for part in tf.split(_bits(written, dtype), parts)]
+    for other in others:
+        total += other
+    return total
+
+
+def _bits(written: tf.Tensor, dtype: str) -> tf.Tensor:
+    return tf.bitcast(written, tf.bfloat16) if dtype == "bfloat16" else written

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tfcommx.data.cache import batches
-from tfcommx.data.cache.batches import Phase
-from tfcommx.data.cache.slab import Slab, pack
-from tfcommx.data.sources.base import decode
-from tfcommx.kernels import native
-from tfcommx.kernels.reference_augment import Rule, Window, window_of
-from tfcommx.kernels.reference_augment import augment as twin
+from tfcommx.data.cache.batch_spec import BatchSpec
+from tfcommx.data.cache.record import pack
+from tfcommx.data.cache.slab import Slab
+from tfcommx.data.sources.decode import decode, resize
+from tfcommx.kernels import loader
+from tfcommx.kernels.augment import Rule, Window, augment_definition, window_of
 from tfcommx.terms import PlanError
 
-LIBRARY = native.library()
-assert LIBRARY is not None, native.REBUILD
+LIBRARY = loader.library()
+assert LIBRARY is not None, loader.REBUILD
 SHAPES = [(1, 1), (2, 5), (37, 64), (160, 213), (300, 90), (90, 900)]
 
 
@@ -70,7 +70,7 @@ def test_native_equals_twin(channels, crop, dtype):
         for i, image in enumerate(images):
             window = window_of(rule, 3, i, *image.shape[:2])
             assert tuple(windows[i].numpy()) == window
-            want = twin(image, window, (resolution, resolution), dtype, mean, std)
+            want = augment_definition(image, window, (resolution, resolution), dtype, mean, std)
             unit = 1.0 if dtype == "uint8" else 1 / 255 / min(std)
             error = np.abs(
                 got[i].numpy().astype(np.float64) - want.numpy().astype(np.float64)
@@ -109,18 +109,18 @@ def test_random_windows_cover_area_and_aspect():
 
 def test_slab_read_refuses_damage(tmp_path):
     image = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
-    slab = Slab(tmp_path, "tfcommx-a", "k", 3, lambda: 10**6)
+    slab = Slab(tmp_path / "tfcommx-a.slab", "k", 3, lambda: 10**6)
     assert slab.put(1, 7, image)
-    phase = Phase(batch=1, dtype="uint8")
+    spec = BatchSpec(batch=1, dtype="uint8")
     none = (np.zeros(0, np.uint8), [-1])
-    got, labels, _ = batches.read(slab, [1], *none, 0, phase, 3, 0)
+    got, labels, _ = batches.read(slab, [1], *none, 0, spec, 3, 0)
     np.testing.assert_array_equal(got[0], image)
     assert labels.numpy() == [7]
     for bad, error in (([2], "not in memory"), ([3], r"\[0, 3\)"), ([-1], r"\[0, 3\)")):
         with pytest.raises(tf.errors.OpError, match=error):
-            batches.read(slab, bad, *none, 0, phase, 3, 0)
+            batches.read(slab, bad, *none, 0, spec, 3, 0)
     with pytest.raises(tf.errors.OpError, match="channels"):
-        batches.read(slab, [1], *none, 0, phase, 1, 0)
+        batches.read(slab, [1], *none, 0, spec, 1, 0)
     slab.index[2] = slab.length - 64  # a damaged index must not read past the end
     slab.index[0] = 12345
     assert batches.check(slab, [0, 1, 2], 0, 1.0, 0).numpy().tolist() == [1, 0, 1]
@@ -136,39 +136,37 @@ def test_slab_read_refuses_damage(tmp_path):
 
 def test_without_library_the_twin_serves_the_same(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
-    slab = Slab(tmp_path, "tfcommx-a", "k", 8, lambda: 10**6)
+    slab = Slab(tmp_path / "tfcommx-a.slab", "k", 8, lambda: 10**6)
     for i in range(6):
         slab.put(i, i, rng.integers(0, 256, (20 + i, 30, 3), np.uint8))
     loose = np.frombuffer(pack(6, 6, rng.integers(0, 256, (9, 9, 3), np.uint8)), np.uint8)
     indices, at = np.arange(7), np.array([-1] * 6 + [0])
-    phase = Phase(batch=7, resolution=16, crop="random", flip=True)
-    fast = batches.read(slab, indices, loose, at, 2, phase, 3, 1)
-    monkeypatch.setattr(native, "library", lambda: None)
-    slow = batches.read(slab, indices, loose, at, 2, phase, 3, 1)
+    spec = BatchSpec(batch=7, resolution=16, crop="random", flip=True)
+    fast = batches.read(slab, indices, loose, at, 2, spec, 3, 1)
+    monkeypatch.setattr(loader, "library", lambda: None)
+    slow = batches.read(slab, indices, loose, at, 2, spec, 3, 1)
     np.testing.assert_allclose(fast[0], slow[0], atol=0.25 / 255)
     np.testing.assert_array_equal(fast[1], slow[1])
     np.testing.assert_array_equal(fast[2], slow[2])
     slab._map[slab.index[2] + 70] ^= 1
     assert batches.check(slab, np.arange(8), 0, 1.0, 0).numpy().tolist() == [0, 0, 2, 0, 0, 0, 1, 1]
     image = rng.integers(0, 256, (40, 30, 3), np.uint8)
-    small = batches.resize(image, (20, 15))
+    small = resize(image, (20, 15))
     monkeypatch.undo()
-    assert np.abs(small.astype(int) - batches.resize(image, (20, 15))).max() <= 1
+    assert np.abs(small.astype(int) - resize(image, (20, 15))).max() <= 1
     slab.close()
 
 
 def test_a_mean_of_values_up_to_255_is_refused():
     """It was taken from values up to 1, so that all pixels were about the same."""
     with pytest.raises(PlanError, match=r"Received mean=\(123.68,\).*by 255"):
-        Phase(2, mean=(123.68,), std=(58.4,))
+        BatchSpec(2, mean=(123.68,), std=(58.4,))
 
 
-def test_a_phase_takes_arrays(tmp_path):
+def test_a_spec_takes_arrays(tmp_path):
     """Their truth was asked for, inside TensorFlow's tracing."""
-    phase = Phase(2, mean=np.array([0.5, 0.25]), std=[1, 2], area=np.array([0.5, 1]))
-    assert (phase.mean, phase.std, phase.area) == ((0.5, 0.25), (1.0, 2.0), (0.5, 1.0)) and hash(
-        phase
-    )
+    spec = BatchSpec(2, mean=np.array([0.5, 0.25]), std=[1, 2], area=np.array([0.5, 1]))
+    assert (spec.mean, spec.std, spec.area) == ((0.5, 0.25), (1.0, 2.0), (0.5, 1.0)) and hash(spec)
 
 
 def hold_pwrite(slab):
@@ -227,7 +225,7 @@ def test_the_native_fill_puts_what_python_would(tmp_path, busy):
     ]
     n = len(files) + len(damaged)
     for store in (None, 48):
-        slab = Slab(tmp_path, "tfcommx-a", "k", n, lambda: 10**8)
+        slab = Slab(tmp_path / "tfcommx-a.slab", "k", n, lambda: 10**8)
         other = hold_pwrite(slab) if busy else None
         state = np.ones(n, np.uint8)
         state[3] = 0  # said to be there already
@@ -242,7 +240,7 @@ def test_the_native_fill_puts_what_python_would(tmp_path, busy):
         slab.close()
         if busy:
             os.close(other)
-    small = Slab(tmp_path, "tfcommx-b", "k", n, lambda: 20_000)
+    small = Slab(tmp_path / "tfcommx-b.slab", "k", n, lambda: 20_000)
     left = batches.fill(
         small, [files[0], files[1], files[5]], [0, 1, 2], [0, 1, 2], [1, 1, 1], 3, None
     ).numpy()

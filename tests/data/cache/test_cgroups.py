@@ -2,6 +2,7 @@
 real group where one can be made.
 """
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,11 +10,12 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
-from tfcommx.data.cache.cgroups import left_bytes
+from tfcommx.data.cache.cgroups import remaining_bytes
 
 MIB = 1 << 20
 ASK = (
-    "from tfcommx.data.cache.capacity import left_bytes, offered_bytes; print(left_bytes(), "
+    "from tfcommx.data.cache.capacity import offered_bytes, remaining_bytes; "
+    "print(remaining_bytes(), "
     "offered_bytes('/dev/shm', None))"
 )
 
@@ -60,15 +62,17 @@ def lay_out(folder, kind, group, root, groups):
     ],
 )
 def test_the_least_that_any_group_leaves(tmp_path, kind, group, root, groups, want):
-    assert left_bytes(lay_out(tmp_path, kind, group, root, groups)) == want
+    assert remaining_bytes(lay_out(tmp_path, kind, group, root, groups)) == want
 
 
 def test_a_group_without_a_limit(tmp_path):
-    assert left_bytes(lay_out(tmp_path, "cgroup2", "/a", "/", {"a": ("max", 600, 100)})) is None
+    assert (
+        remaining_bytes(lay_out(tmp_path, "cgroup2", "/a", "/", {"a": ("max", 600, 100)})) is None
+    )
 
 
 def test_a_kernel_without_groups(tmp_path):
-    assert left_bytes(tmp_path) is None
+    assert remaining_bytes(tmp_path) is None
 
 
 def test_in_a_real_group():
@@ -76,7 +80,7 @@ def test_in_a_real_group():
         ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
         ("/sys/fs/cgroup", "memory.max"),
     ):
-        group = Path(mount, "tfcommx-test")
+        group = Path(mount, f"tfcommx-test-{os.getpid()}")
         try:
             group.mkdir()
             (group / limit).write_text(str(700 * MIB))
@@ -95,7 +99,7 @@ def test_in_a_real_group():
             timeout=120,
         )
         assert done.returncode == 0, done.stderr
-        left, offered = map(int, done.stdout.split())
-        assert 100 * MIB < left < 700 * MIB and 100 * MIB < offered <= 700 * MIB
+        remaining, offered = map(int, done.stdout.split())
+        assert 100 * MIB < remaining < 700 * MIB and 100 * MIB < offered <= 700 * MIB
     finally:
         group.rmdir()

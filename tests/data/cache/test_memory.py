@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from launching import ROOT
 
-from tfcommx.data.cache.batches import Phase
+from tfcommx.data.cache.batch_spec import BatchSpec
 from tfcommx.data.cache.cache import DataCache
-from tfcommx.data.cache.options import Options
 from tfcommx.data.sources.arrays import Arrays
 
 ALONE = "TFCOMMX_TEST_ALONE"  # in the environment of a test that runs in a process of its own
@@ -32,7 +31,7 @@ def smaps(word):
 @pytest.fixture
 def opened(tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (80, 16, 16, 3), np.uint8)
-    cache = DataCache(Arrays(images, np.arange(80)), options=Options(memory=str(tmp_path)))
+    cache = DataCache(Arrays(images, np.arange(80)), memory=tmp_path)
     cache.warm()
     yield cache
     cache.close()
@@ -43,10 +42,10 @@ def test_batches_are_written_to_memory_that_was_used_before(opened, monkeypatch)
     while the queue grew.
     """
     monkeypatch.setattr("tfcommx.data.cache.cache.READ_AHEAD", 4 * BATCH_BYTES)
-    phase = Phase(BATCH, SIDE)
-    batches = iter(opened.dataset(phase, epochs=100))
+    spec = BatchSpec(BATCH, SIDE)
+    batches = iter(opened.dataset(spec, epochs=100))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for step in range(100 * opened.steps(phase)):
+    for step in range(100 * opened.steps(spec)):
         next(batches)
         if step % 100 < 10:
             time.sleep(0.02)  # the queue fills, then runs empty: so it grows
@@ -65,7 +64,7 @@ def test_what_batches_used_is_offered_back_when_the_pipeline_is_gone(opened, req
         )
         assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
         return
-    batches = iter(opened.dataset(Phase(BATCH, SIDE), epochs=2))
+    batches = iter(opened.dataset(BatchSpec(BATCH, SIDE), epochs=2))
     for _ in range(12):
         next(batches)
     before = smaps("LazyFree")  # what this pipeline did not need of an earlier one's
@@ -78,7 +77,7 @@ def test_what_batches_used_is_offered_back_when_the_pipeline_is_gone(opened, req
 
 
 def test_a_consumer_that_lets_many_batches_go_leaves_a_bounded_rest(opened):
-    batches = iter(opened.dataset(Phase(BATCH, SIDE), epochs=10))
+    batches = iter(opened.dataset(BatchSpec(BATCH, SIDE), epochs=10))
     before = smaps("Rss")
     kept = [next(batches) for _ in range(80)]
     assert smaps("Rss") > before + 70 * BATCH_BYTES

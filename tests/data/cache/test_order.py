@@ -1,6 +1,4 @@
-"""The order of samples: every one once, the same for the same seed, independent of
-everything else.
-"""
+"""The order of samples: every one once, and the same for the same seed."""
 
 import numpy as np
 import pytest
@@ -66,7 +64,7 @@ def test_shuffle_is_uniform_enough():
     assert np.bincount(first, minlength=10).min() > 140  # 200 expected, 4.5 standard deviations
 
 
-def test_a_node_keeps_its_part_unless_a_fraction_is_exchanged():
+def test_a_node_keeps_its_part_unless_a_fraction_is_redistributed():
     slots = (2, 2)
     start = order.parts(1000, slots, 5, 0)
     for epoch in (1, 4):
@@ -80,9 +78,9 @@ def test_a_node_keeps_its_part_unless_a_fraction_is_exchanged():
 
 def test_parts_of_late_epochs_go_on_from_those_that_are_known(monkeypatch):
     late = order.parts(40, (1, 1), 5, 1500, 0.5)
-    exchanged, made = order._exchanged, []
+    redistributed, made = order._redistributed, []
     monkeypatch.setattr(
-        order, "_exchanged", lambda *args: (made.append(args[2]), exchanged(*args))[1]
+        order, "_redistributed", lambda *args: (made.append(args[2]), redistributed(*args))[1]
     )
     order.parts(40, (1, 1), 5, 1502, 0.5)
     order.parts(40, (1, 1), 5, 1501, 0.5)
@@ -97,8 +95,13 @@ def test_parts_of_late_epochs_go_on_from_those_that_are_known(monkeypatch):
         ]
 
 
-def test_place_counts_through_uneven_nodes():
+def test_node_and_slot_count_through_uneven_nodes():
     topology = Topology(2, 3, (("a", 1), ("b", 3)))
-    assert [order.place(topology, rank) for rank in range(4)] == [(0, 0), (1, 0), (1, 1), (1, 2)]
+    assert [order.node_and_slot(topology, rank) for rank in range(4)] == [
+        (0, 0),
+        (1, 0),
+        (1, 1),
+        (1, 2),
+    ]
     with pytest.raises(PlanError, match=r"\[0, 4\).*rank=4"):
-        order.place(topology, 4)
+        order.node_and_slot(topology, 4)

@@ -1,4 +1,4 @@
-"""Pictures of all sizes that change nodes: their places are used again."""
+"""Pictures of all sizes that change nodes: their room is used again."""
 
 import threading
 import warnings
@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from tfcommx.data.cache import order
-from tfcommx.data.cache.reshuffle import swap
-from tfcommx.data.cache.slab import Slab, overhead_bytes, record_bytes
+from tfcommx.data.cache.record import record_bytes
+from tfcommx.data.cache.reshuffle import reshuffle
+from tfcommx.data.cache.slab import Slab
+from tfcommx.data.cache.slab_files import overhead_bytes
 from tfcommx.terms import Topology
 
 COUNT, SEED, FRACTION = 300, 1, 0.4
@@ -52,16 +54,17 @@ def picture(sample):
     return np.full((12, WIDTH[sample], 3), sample % 251, np.uint8)
 
 
-def swapped(folder, nodes, slots, epochs, room, ranks=None):
-    """Swap before each of the epochs; return (bytes used, bytes needed, samples that are absent) of
-    each node, after each.
+def reshuffled(folder, nodes, slots, epochs, room, ranks=None):
+    """Reshuffle before each of the epochs.
+
+    Returns (bytes used, bytes needed, samples that are absent) of each node, after each epoch.
     """
     sizes = np.array([record_bytes(picture(sample).nbytes) for sample in range(COUNT)])
     first = order.parts(COUNT, (slots,) * nodes, SEED)
     length = [int(sizes[part].sum() * room) // 64 * 64 + overhead_bytes(COUNT) for part in first]
     slabs = [
         [
-            Slab(folder, f"tfcommx-{node}", "k", COUNT, lambda node=node: length[node])
+            Slab(folder / f"tfcommx-{node}.slab", "k", COUNT, lambda node=node: length[node])
             for _ in range(slots)
         ]
         for node in range(nodes)
@@ -72,7 +75,7 @@ def swapped(folder, nodes, slots, epochs, room, ranks=None):
 
     def one(rank, epoch):
         slab = slabs[rank // slots][rank % slots]
-        swap(slab, ranks.rank(rank), Topology(nodes, slots), rank, SEED, FRACTION, epoch)
+        reshuffle(slab, ranks.rank(rank), Topology(nodes, slots), rank, SEED, FRACTION, epoch)
 
     for epoch in range(1, epochs + 1):
         threads = [
@@ -105,12 +108,12 @@ def swapped(folder, nodes, slots, epochs, room, ranks=None):
 
 @pytest.mark.parametrize(("nodes", "slots"), [(2, 1), (2, 2)])
 def test_the_memory_stays_what_it_was(tmp_path, nodes, slots):
-    """Places that no record of just their size came to were lost: after 14 epochs the slab was full
+    """Holes that no record of just their size came to were lost: after 14 epochs the slab was full
     and the cache kept nothing.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        rows = swapped(tmp_path, nodes, slots, 60, 1.5)
+        rows = reshuffled(tmp_path, nodes, slots, 60, 1.5)
     assert all(absent == 0 for _, _, absent in rows)
     # small numbers; 1.06 with 4000 pictures
     assert max(used / needed for used, needed, _ in rows[-20:]) < 1.4
@@ -122,20 +125,20 @@ def test_a_round_sends_no_more_where_there_are_more_nodes(tmp_path, monkeypatch)
     """
     monkeypatch.setattr("tfcommx.data.cache.reshuffle.ROUND_BYTES", 8192)
     ranks = Threads(4, 1)
-    assert all(absent == 0 for _, _, absent in swapped(tmp_path, 4, 1, 1, 1.5, ranks))
+    assert all(absent == 0 for _, _, absent in reshuffled(tmp_path, 4, 1, 1, 1.5, ranks))
     assert 4096 < max(ranks.sent) <= 8192 + 4 * record_bytes(picture(int(WIDTH.argmax())).nbytes)
 
 
 def test_an_arrival_without_room_is_announced(tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        rows = swapped(tmp_path, 2, 1, 12, 1.0)
+        rows = reshuffled(tmp_path, 2, 1, 12, 1.0)
     assert sum(absent for _, _, absent in rows) > 0
     assert ["found no room in the slab" in str(w.message) for w in caught] == [True]
 
 
 def test_the_room_between_samples(tmp_path):
-    slab = Slab(tmp_path, "tfcommx-a", "k", 4, lambda: 10**5)
+    slab = Slab(tmp_path / "tfcommx-a.slab", "k", 4, lambda: 10**5)
     for sample in range(4):
         assert slab.put(sample, 0, picture(0))
     size, start = record_bytes(picture(0).nbytes), slab.data_at

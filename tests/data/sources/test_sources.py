@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tfcommx.data.cache.batches import Phase
+from tfcommx.data.cache.batch_spec import BatchSpec
 from tfcommx.data.cache.cache import DataCache
 from tfcommx.data.cache.disk import Disk, drop
-from tfcommx.data.cache.options import Options
 from tfcommx.data.sources.arrays import Arrays
-from tfcommx.data.sources.base import SampleError, decode
+from tfcommx.data.sources.base import SampleError
+from tfcommx.data.sources.decode import decode
 from tfcommx.data.sources.folder import Folder
 from tfcommx.terms import PlanError
 
@@ -64,16 +64,16 @@ def test_hidden_folders_and_pipes_are_no_images(photos):
 @pytest.mark.parametrize("name", ["a/dead.jpg", "a/folder", "class"])
 def test_a_link_to_nowhere_is_named(photos, name):
     (photos / name).symlink_to("/nowhere")
-    with pytest.raises(PlanError, match=rf"{name}: .* link to /nowhere. Mend or remove it"):
+    with pytest.raises(PlanError, match=rf"{name}: .* link to /nowhere. Fix or remove it"):
         Folder(photos)
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])
 def test_arrays_of_any_channels_are_served(tmp_path, channels):
     pixels = np.random.default_rng(channels).integers(0, 256, (6, 5, 4, channels), np.uint8)
-    cache = DataCache(Arrays(pixels, np.arange(6)), options=Options(memory=str(tmp_path)))
+    cache = DataCache(Arrays(pixels, np.arange(6)), memory=tmp_path)
     try:
-        for images, labels in cache.dataset(Phase(batch=3, dtype="uint8")):
+        for images, labels in cache.dataset(BatchSpec(batch=3, dtype="uint8")):
             assert np.array_equal(images, pixels[labels])
     finally:
         cache.close()

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfcommx.data.sources.base import SampleError, decode
-from tfcommx.data.sources.tfrecord import TFRecords, imagenet, scan, tfds
-from tfcommx.kernels import native, reference
+from tfcommx.data.sources.base import SampleError
+from tfcommx.data.sources.decode import decode
+from tfcommx.data.sources.tfrecord import ImageFeatures, TFRecords, imagenet, scan, tfds
+from tfcommx.kernels.crc32c import crc32c, crc32c_definition
 from tfcommx.terms import PlanError
 
 
@@ -42,7 +43,7 @@ def test_imagenet_shards_are_numbered_in_order_and_broken_ones_named(tmp_path):
     skipping = imagenet(tmp_path, skip=True)
     assert skipping.count == 3 and list(skipping.broken) == [str(last)]
     with pytest.raises(SampleError, match="'other'"):
-        TFRecords([tmp_path / "train-00000-of-00003"], image="other").read(0)
+        TFRecords([tmp_path / "train-00000-of-00003"], ImageFeatures(image="other")).read(0)
 
 
 def test_a_missing_shard_is_named(tmp_path):
@@ -87,20 +88,20 @@ def test_labels_outside_the_classes_are_named(tmp_path):
     write(tmp_path / "shard", range(3))
     # its letters were taken for files: "Is a directory: '/'"
     assert TFRecords(str(tmp_path / "shard")).count == 3
-    source = TFRecords([tmp_path / "shard"], classes=("a", "b"))
+    source = TFRecords([tmp_path / "shard"], ImageFeatures(classes=("a", "b")))
     assert source.read(1)[1] == 1
     with pytest.raises(SampleError, match=r"\[1, 3\) is required, the record has 3"):
         source.read(2)
     with pytest.raises(SampleError, match="has 1"):
-        TFRecords([tmp_path / "shard"], first_label=2, classes=("a", "b")).read(0)
+        TFRecords([tmp_path / "shard"], ImageFeatures(first_label=2, classes=("a", "b"))).read(0)
     # and not -1 for a loss
     with pytest.raises(
         SampleError, match=r"in \[2, \.\.\.\) is required, the record has 1; `first_label`"
     ):
-        TFRecords([tmp_path / "shard"], first_label=2).read(0)
+        TFRecords([tmp_path / "shard"], ImageFeatures(first_label=2)).read(0)
     # what the disk level keeps is not checked again: other classes are other data
     keys = {
-        TFRecords([tmp_path / "shard"], classes=names).key
+        TFRecords([tmp_path / "shard"], ImageFeatures(classes=names)).key
         for names in ((), ("a", "b"), ("a", "b", "c"))
     }
     assert len(keys) == 3
@@ -109,9 +110,9 @@ def test_labels_outside_the_classes_are_named(tmp_path):
 @pytest.mark.parametrize("length", [0, 8, 63, 64, 5003])
 def test_crc32c_of_the_library_and_of_the_reference(length):
     # the check value of CRC-32C
-    assert native.crc32c(b"123456789") == reference.crc32c(b"123456789") == 0xE3069283
+    assert crc32c(b"123456789") == crc32c_definition(b"123456789") == 0xE3069283
     data = os.urandom(length)
-    assert native.crc32c(data) == reference.crc32c(data)
+    assert crc32c(data) == crc32c_definition(data)
 
 
 def test_a_tensorflow_data_set_by_name(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launching import ROOT, horovodrun
+from launching import WORKERS, horovodrun
 
 
 def test_residuals_survive_other_numbers_of_ranks(tmp_path: Path) -> None:
@@ -12,7 +12,7 @@ def test_residuals_survive_other_numbers_of_ranks(tmp_path: Path) -> None:
     for launch, (ranks, node_size) in enumerate([(4, 2), (2, 1), (3, 1), (4, 4)]):
         ended = horovodrun(
             ranks,
-            [str(ROOT / "tests" / "worker_resize.py"), str(tmp_path), str(node_size)],
+            [str(WORKERS / "resize.py"), str(tmp_path), str(node_size)],
             seconds=240,
         )
         assert ended.status == 0 and ended.output.count(f"conserved {launch}") == ranks, (

@@ -1,16 +1,14 @@
-"""Every rank is served its own part of the images, and all that is random is a function of its
-seed.
-"""
+"""Every rank is served its own part of the images; all that is random is a function of its seed."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfcommx.data.cache.batches import Phase
+from tfcommx.data.cache.batch_spec import BatchSpec
 from tfcommx.data.cache.cache import DataCache
-from tfcommx.data.cache.options import Options
 from tfcommx.data.sources.arrays import Arrays
 from tfcommx.recipes.datasets.shift import resize, shifted, training_batches
+from tfcommx.recipes.tasks.classify import Classification
 from tfcommx.terms import Topology
 
 COUNT, BATCH = 103, 4
@@ -20,11 +18,12 @@ LABELS = np.arange(COUNT) % 10
 
 def batches(memory, rank=0, epochs=range(2), resolution=14, shift=1, flip=True) -> list:
     cache = DataCache(
-        Arrays(PICTURES, LABELS), Topology(1, 2), rank, Options(seed=1, memory=str(memory))
+        Arrays(PICTURES, LABELS), topology=Topology(1, 2), rank=rank, seed=1, memory=memory
     )
-    phase = Phase(BATCH, resolution, flip=flip, std=(1 / 255,))
-    got = list(training_batches(cache, phase, epochs, 10, shift).as_numpy_iterator())
-    assert len(got) == len(epochs) * cache.steps(phase) == len(epochs) * (COUNT // 2 // BATCH)
+    spec = BatchSpec(BATCH, resolution, flip=flip, std=(1 / 255,))
+    served = training_batches(cache, spec, epochs, shift)
+    got = list(Classification(10, 0.0).targets(served).as_numpy_iterator())
+    assert len(got) == len(epochs) * cache.steps(spec) == len(epochs) * (COUNT // 2 // BATCH)
     rows = [cache.share(epoch) for epoch in epochs]
     cache.close()
     return got, rows

@@ -6,49 +6,41 @@ import hashlib
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tfcommx.data.cache.cgroups import left_bytes
+from tfcommx.data.cache.cgroups import remaining_bytes
 from tfcommx.data.cache.disk import Disk
+from tfcommx.data.cache.options import Options
 from tfcommx.data.cache.order import shuffled
-from tfcommx.data.cache.slab import (
-    Slab,
-    SlabError,
-    facts_of,
-    overhead_bytes,
-    record_bytes,
-    reserved_bytes,
-)
-from tfcommx.data.sources.base import SampleError, Source, decode
+from tfcommx.data.cache.record import record_bytes
+from tfcommx.data.cache.slab import Slab
+from tfcommx.data.cache.slab_files import SlabError, facts_of, overhead_bytes, reserved_bytes
+from tfcommx.data.sources.base import SampleError, Source
+from tfcommx.data.sources.decode import decode
 
-if TYPE_CHECKING:
-    from tfcommx.data.cache.options import Options
-
-PROBES = 64  # samples that are decoded for the estimate
-# bytes, and at most an eighth, of a shared memory that no slab takes: MPI and NCCL need some, and
-# on a full one they die
+# Samples that are decoded for the estimate.
+PROBES = 64
+# Bytes, and at most an eighth, of a shared memory that no slab takes: MPI and NCCL need some, and
+# if it is full they die.
 SPARED = 1 << 30
 
 
 def sample_bytes(source: Source, disk: Disk | None, part: np.ndarray, store: int | None) -> float:
-    """Estimate the bytes that a sample of `part` takes in a slab: the mean size and three standard
-    errors, from 64 of them.
+    """Estimate the bytes that a sample of `part` takes in a slab.
 
-    Exact for samples of one size. Samples that cannot be read count nothing.
-    **Raises:** SlabError where none of the 64 can be read, as the source cannot be reached: a slab
+    The mean size and three standard errors, from 64 of them; exact for samples of one size. Samples
+    that cannot be read count nothing.
+
+    **Raises:** SlabError if none of the 64 can be read because the source cannot be reached: a slab
     of no room would follow.
     """
     sizes, away = [], None
     for sample in shuffled(part, 0)[:PROBES].tolist():
         try:
             kept = disk.read(sample) if disk is not None else None
-            sizes.append(
-                record_bytes(
-                    decode((kept or source.read(sample))[0], source.channels, store).nbytes
-                )
-            )
+            data, _ = kept or source.read(sample)
+            sizes.append(record_bytes(decode(data, source.channels, store).nbytes))
         except SampleError:
             continue
         except OSError as error:
@@ -63,8 +55,11 @@ def sample_bytes(source: Source, disk: Disk | None, part: np.ndarray, store: int
 
 
 def reserved_elsewhere(folder: str, own: str = "") -> dict[str, int]:
-    """Return the bytes that each slab in `folder`, but that of the name `own`, has reserved and not
-    yet taken.
+    """Return the bytes that each slab in `folder` has reserved and not yet taken.
+
+    Args:
+        folder: of shared memory.
+        own: name of a slab that is left out.
     """
     reserved = {
         path.name: reserved_bytes(path)
@@ -75,23 +70,23 @@ def reserved_elsewhere(folder: str, own: str = "") -> dict[str, int]:
 
 
 def offered_bytes(folder: str, limit: int | None, own: str = "") -> int:
-    """Return the bytes that a slab in `folder` may take: the least of what is free there, but some
-    for others, in the node's memory, in this process's control groups, and `limit`.
+    """Return the bytes that a slab in `folder` may take.
 
-    What other slabs there have reserved and not yet taken is not free; that of the name `own` is
-    not another.
+    The least of what is free there, except some for others, in the node's memory, in this
+    process's control groups, and `limit`. What other slabs there have reserved and not yet taken
+    is not free; the slab of the name `own` is not another.
     """
     free = os.statvfs(folder)
     spared = min(SPARED, free.f_blocks * free.f_frsize // 8)
-    # a tmpfs without a limit has no blocks
+    # A tmpfs without a limit has no blocks.
     offers = [free.f_bavail * free.f_frsize - spared] if free.f_blocks else []
-    if (left := left_bytes()) is not None:
-        offers.append(left)
+    if (remaining := remaining_bytes()) is not None:
+        offers.append(remaining)
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             offers.append(int(line.split()[1]) * 1024)
-    left = max(0, min(offers) - sum(reserved_elsewhere(folder, own).values()))
-    return left if limit is None else min(left, limit)
+    offered = max(0, min(offers) - sum(reserved_elsewhere(folder, own).values()))
+    return offered if limit is None else min(offered, limit)
 
 
 def part_key(part: np.ndarray) -> str:
@@ -102,14 +97,22 @@ def part_key(part: np.ndarray) -> str:
 def slab_bytes(
     source: Source, disk: Disk | None, part: np.ndarray, options: Options, name: str
 ) -> tuple[int, dict[str, str]]:
-    """Return the length of the slab to make, of that name, and facts of it: `need`, bytes; `part`,
-    whose samples it can hold.
+    """Return the length of the slab to make, and facts of it.
 
-    **Raises:** SlabError where the need is above the offer and `options.partial` is False.
+    Args:
+        source: of the samples.
+        disk: the local disk level, or None.
+        part: the node's samples, int64 [n].
+        options: how samples are kept.
+        name: of the slab.
+
+    Returns:
+        bytes; and `need`, the bytes that are required, and `part`, whose samples it can hold.
+
+    **Raises:** SlabError if more is needed than offered and `options.partial` is False.
     """
-    needed = math.ceil(
-        sample_bytes(source, disk, part, options.store) * len(part)
-    ) + overhead_bytes(source.count)
+    mean = sample_bytes(source, disk, part, options.store)
+    needed = math.ceil(mean * len(part)) + overhead_bytes(source.count)
     offered = offered_bytes(options.memory, options.memory_bytes, name)
     if needed > offered and not options.partial:
         others = reserved_elsewhere(options.memory, name)
@@ -118,27 +121,25 @@ def slab_bytes(
         )
         raise SlabError(
             f"About {needed:,} bytes of memory are required for {len(part):,} samples of "
-            f"{source.name}. {options.memory}, the memory of "
-            f"this node or container, and `memory_bytes` offer {offered:,}{beside}. Lower "
-            "`store`, use more nodes, or set partial=True to "
-            "keep as much as fits."
+            f"{source.name}. {options.memory}, the memory of this node or container, and "
+            f"`memory_bytes` offer {offered:,}{beside}. Lower `store`, use more nodes, or set "
+            "partial=True to keep as much as fits."
         )
-    # memory is taken as it fills: room for the estimate's error, which no other slab is denied
+    # Memory is taken as it fills: room for the estimate's error, which no other slab is denied.
     length = min(offered, needed if options.partial else needed + needed // 2)
-    return length, {
-        "need": str(min(needed, length)),
-        "part": part_key(part) if needed <= offered else "",
-    }
+    fits = part_key(part) if needed <= offered else ""
+    return length, {"need": str(min(needed, length)), "part": fits}
 
 
 def check_length(
     slab: Slab, source: Source, disk: Disk | None, part: np.ndarray, options: Options
 ) -> None:
-    """Refuse a slab that another process made where it has too little room for this run, beside
-    what it was made for.
+    """Refuse a slab that another process made if it has too little room for this run.
 
-    **Cost:** none where it was made for the same part, as by the other processes of a run; else
-    that of `sample_bytes`.
+    Room is what it has beside what it was made for.
+
+    **Cost:** none if it was made for the same part, as by the other processes of a run; else that
+    of `sample_bytes`.
     **Raises:** SlabError.
     """
     facts = facts_of(slab.path)
@@ -150,8 +151,7 @@ def check_length(
     if needed > offered:
         raise SlabError(
             f"About {needed:,} bytes of memory are required for {absent:,} samples of "
-            f"{source.name}. {slab.path}, which "
-            f"another run made and uses, offers {offered:,} beside its own. Give both runs the "
-            "same seed, nodes and options, give this one "
+            f"{source.name}. {slab.path}, which another run made and uses, offers {offered:,} "
+            "beside its own. Give both runs the same seed, nodes and options, give this one "
             "another `memory` folder, or set partial=True to keep as much as fits."
         )

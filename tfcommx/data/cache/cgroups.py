@@ -1,5 +1,4 @@
-"""Memory that the control groups of this process leave it: the limit of a container, or of a batch
-system's job.
+"""Memory that the control groups of this process still allow: a container's limit, or a job's.
 
 **Source:** Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
 """
@@ -15,7 +14,7 @@ class Version(NamedTuple):
 
     limit: str
     used: str
-    # Of memory.stat: what the kernel drops before it refuses or kills
+    # In memory.stat: what the kernel drops before it refuses or kills.
     files: tuple[str, str]
 
 
@@ -29,9 +28,8 @@ VERSIONS = {
 }
 
 
-def left_bytes(proc: Path = Path("/proc/self")) -> int | None:
-    """Return the bytes of memory that this process may still take; None where no group of it has a
-    limit.
+def remaining_bytes(proc: Path = Path("/proc/self")) -> int | None:
+    """Return the bytes of memory that this process may still take; None without any limit.
 
     Shared memory counts for the group that first touches it, and a group above its limit is killed.
     """
@@ -39,33 +37,28 @@ def left_bytes(proc: Path = Path("/proc/self")) -> int | None:
     for folder, top, version in _folders(proc):
         for group in (folder, *(parent for parent in folder.parents if parent.is_relative_to(top))):
             try:
-                limit, used = (
-                    (group / version.limit).read_text().strip(),
-                    int((group / version.used).read_text()),
-                )
-                stat = dict(
-                    line.split(" ", 1) for line in (group / "memory.stat").read_text().splitlines()
-                )
+                limit = (group / version.limit).read_text().strip()
+                used = int((group / version.used).read_text())
+                lines = (group / "memory.stat").read_text().splitlines()
+                stat = dict(line.split(" ", 1) for line in lines)
             except (OSError, ValueError):  # the root of a hierarchy has no limit
                 continue
             if limit != "max":
-                offers.append(
-                    max(
-                        0, int(limit) - used + sum(int(stat.get(name, 0)) for name in version.files)
-                    )
-                )
+                dropped = sum(int(stat.get(name, 0)) for name in version.files)
+                offers.append(max(0, int(limit) - used + dropped))
     return min(offers, default=None)
 
 
 def _folders(proc: Path) -> list[tuple[Path, Path, Version]]:
-    """Find (the folder of this process's group, the folder of the highest group that can be seen,
-    the version), where mounted.
+    """Find the groups of this process that are mounted.
+
+    Returns:
+        For each: the group's folder, the folder of the highest group that can be seen, and the
+        version.
     """
     try:
-        own, mounts = (
-            (proc / "cgroup").read_text().splitlines(),
-            (proc / "mountinfo").read_text().splitlines(),
-        )
+        own = (proc / "cgroup").read_text().splitlines()
+        mounts = (proc / "mountinfo").read_text().splitlines()
     except OSError:  # a kernel without control groups
         return []
     groups = {}
@@ -75,10 +68,10 @@ def _folders(proc: Path) -> list[tuple[Path, Path, Version]]:
             groups["cgroup" if controllers else "cgroup2"] = group
     found = []
     for line in mounts:
-        place, _, system = line.partition(" - ")
-        (root, mount), (kind, _, options) = place.split(" ")[3:5], system.split(" ", 2)
+        location, _, system = line.partition(" - ")
+        (root, mount), (kind, _, options) = location.split(" ")[3:5], system.split(" ", 2)
         if kind in groups and (kind == "cgroup2" or "memory" in options.split(",")):
-            # a container may see no more than its own group, as the root of the mount
+            # A container may see no more than its own group, as the root of the mount.
             inside = (
                 groups[kind].removeprefix(root).lstrip("/") if groups[kind].startswith(root) else ""
             )

@@ -21,10 +21,12 @@ from pathlib import Path
 
 import numpy as np
 
+# Of an index: where a sample stands in the pack.
 _ENTRY = np.dtype(
     [("sample", "<i8"), ("label", "<i8"), ("at", "<i8"), ("length", "<i4"), ("crc", "<u4")]
 )
-_REFRESH_S = 1.0  # how often, at most, a miss looks at what other processes have written
+# Seconds, at least, between two looks at what other processes have written.
+_REFRESH_S = 1.0
 
 
 def _crc(sample: int, label: int, data: bytes) -> int:
@@ -34,12 +36,13 @@ def _crc(sample: int, label: int, data: bytes) -> int:
 class Disk:
     """One process's hold on the disk level of a data set.
 
-    Args:
-      folder: on a local disk.
-      key: the source's; another key is another folder.
-      count: samples of the data set.
     A folder that cannot be written serves what it has; the first failure to write is announced by a
     warning, and nothing more is written. `corrupt` counts reads whose CRC did not hold.
+
+    Args:
+        folder: on a local disk.
+        key: the source's; another key is another folder.
+        count: samples of the data set.
     """
 
     def __init__(self, folder: str | Path, key: str, count: int) -> None:
@@ -47,13 +50,14 @@ class Disk:
         self.corrupt = 0
         self.trouble: str | None = None
         self._lock = threading.Lock()
-        # opened for each read: many runs leave more of them than a process may have open
+        # Opened for each read: many runs leave more of them than a process may have open.
         self._packs: list[Path] = []
-        # index file -> (its pack's number, entries read)
+        # Index file -> (its pack's number, entries read).
         self._indices: dict[Path, tuple[int, int]] = {}
         self._pack_of = np.full(count, -1, np.int32)
         self._entry_of = np.zeros(count, _ENTRY)
-        self._out: tuple[int, int] | None = None  # pack, index
+        # Descriptors of this process's own pack and index.
+        self._out: tuple[int, int] | None = None
         self._end = 0
         self._looked = -_REFRESH_S
         self._refresh()
@@ -67,7 +71,7 @@ class Disk:
         for path in self.folder.glob("*.idx"):
             with contextlib.suppress(OSError):  # dropped meanwhile
                 indices.append((path.stat().st_mtime_ns, path))
-        # the latest entry counts: one that was written again mends a damaged one
+        # The latest entry counts: one that was written again replaces a damaged one.
         for _, path in sorted(indices):
             pack, seen = self._indices.get(path, (len(self._packs), 0))
             try:
@@ -88,9 +92,7 @@ class Disk:
         return int(np.count_nonzero(self._pack_of >= 0))
 
     def read(self, sample: int) -> tuple[bytes, int] | None:
-        """Return (encoded bytes, label), or None where the sample is not kept or its CRC does not
-        hold.
-        """
+        """Return (encoded bytes, label); None if the sample is not kept or its CRC is wrong."""
         with self._lock:
             if self._pack_of[sample] < 0:
                 self._refresh()
@@ -111,7 +113,7 @@ class Disk:
         return None
 
     def write(self, sample: int, label: int, data: bytes) -> None:
-        """Keep a sample."""
+        """Keep a sample, unless a write has failed before."""
         with self._lock:
             if self.trouble is not None:
                 return
@@ -122,17 +124,16 @@ class Disk:
                 entry = np.array(
                     (sample, label, self._end, len(data), _crc(sample, label, data)), _ENTRY
                 ).tobytes()
-                if os.pwrite(pack, data, self._end) != len(data) or os.write(index, entry) != len(
-                    entry
-                ):
+                written = os.pwrite(pack, data, self._end)
+                if written != len(data) or os.write(index, entry) != len(entry):
                     raise OSError("no space left on the device")
                 self._end += len(data)
             except OSError as error:
                 self.trouble = str(error)
                 warnings.warn(
                     f"The disk level {self.folder} takes no more samples: {error}. Training goes "
-                    "on; the next run will read "
-                    "more from the source. Give `disk` a folder with room that can be written.",
+                    "on; the next run will read more from the source. Give `disk` a folder with "
+                    "room that can be written.",
                     stacklevel=2,
                 )
 
@@ -140,9 +141,8 @@ class Disk:
         self.folder.mkdir(parents=True, exist_ok=True)
         stem = self.folder / f"{os.getpid()}-{secrets.token_hex(4)}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        return os.open(stem.with_suffix(".pack"), flags, 0o600), os.open(
-            stem.with_suffix(".idx"), flags | os.O_APPEND, 0o600
-        )
+        pack = os.open(stem.with_suffix(".pack"), flags, 0o600)
+        return pack, os.open(stem.with_suffix(".idx"), flags | os.O_APPEND, 0o600)
 
     def close(self) -> None:
         """Close the files. May be called twice."""
@@ -156,9 +156,7 @@ class Disk:
 
 
 def usage(folder: str | Path) -> list[tuple[Path, int, int]]:
-    """Return (folder, samples with repetitions, bytes) of every data set that is kept below
-    `folder`.
-    """
+    """Return (folder, samples with repetitions, bytes) of every data set kept below `folder`."""
     rows = []
     for kept in sorted(Path(folder).glob("tfcommx-*/")):
         entries = sum(path.stat().st_size // _ENTRY.itemsize for path in kept.glob("*.idx"))
@@ -167,8 +165,9 @@ def usage(folder: str | Path) -> list[tuple[Path, int, int]]:
 
 
 def drop(folder: str | Path) -> list[Path]:
-    """Remove every data set that is kept below `folder`; return their folders. Processes that use
-    them go on with the source.
+    """Remove every data set that is kept below `folder`; return their folders.
+
+    Processes that use them continue with the source.
     """
     kept = sorted(Path(folder).glob("tfcommx-*/"))
     for path in kept:

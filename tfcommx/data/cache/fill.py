@@ -1,78 +1,27 @@
-"""Samples that are not in memory: fetched from the disk or the source, decoded by several threads,
-put into the slab.
+"""Samples that are not in memory: fetched from the disk level or the source, decoded by several
+threads, put into the slab.
 """
 
 from __future__ import annotations
 
-import functools
-import os
 import threading
-import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 
+from tfcommx.data.cache.batches import ABSENT, DAMAGED, THERE
+from tfcommx.data.cache.calls import until_exit
 from tfcommx.data.cache.disk import Disk
-from tfcommx.data.cache.slab import Slab, pack
-from tfcommx.data.sources.base import JPEG, PNG, SampleError, Source, decode
+from tfcommx.data.cache.options import Options
+from tfcommx.data.cache.record import pack
+from tfcommx.data.cache.slab import Slab
+from tfcommx.data.sources.base import SampleError, Source
+from tfcommx.data.sources.decode import JPEG, PNG, decode
 
-EXIT_SECONDS = 5  # that the end of a process waits for samples that are being read
-# what `augment.check` says of a sample that is not there, and of one whose CRC does not hold
-ABSENT, CORRUPT = 1, 2
-THERE = 3  # what `augment.fill` says of one that another process has put there meanwhile
-
-_calls = threading.Condition()
-_inside = 0  # calls of TensorFlow's threads that are under way
-_ended = False
-
-
-def until_exit(work: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `work` for TensorFlow's threads: at the end of the process those under way are waited
-    for, and others raise.
-
-    A thread that came to Python later would stop there for good, and with it the end of its
-    pipeline, so that of the process.
-    """
-
-    @functools.wraps(work)
-    def call(*args: Any) -> Any:
-        global _inside
-        with _calls:
-            if _ended:
-                raise RuntimeError("The process ends.")
-            _inside += 1
-        try:
-            return work(*args)
-        finally:
-            with _calls:
-                _inside -= 1
-                _calls.notify_all()
-
-    return call
-
-
-def _end() -> None:
-    global _ended
-    with _calls:
-        _ended = True
-        _calls.wait_for(lambda: not _inside, EXIT_SECONDS)
-    # they return through TensorFlow, and those that raise fill the pipeline's queue
-    time.sleep(0.1)
-
-
-def _forget_calls() -> None:
-    """In a forked child there are none of the threads whose calls are under way here."""
-    global _calls, _inside
-    _calls, _inside = threading.Condition(), 0
-
-
-os.register_at_fork(after_in_child=_forget_calls)
-# before the pools end, which calls under way need; `atexit` would come after
-threading._register_atexit(_end)
+# Where `read` found a sample's file.
+FROM_DISK, FROM_SOURCE = 1, 2
 
 
 class Filler:
@@ -82,35 +31,27 @@ class Filler:
     training already runs.
 
     Args:
-      skip: a sample that cannot be read is left out of its batch, and counted; else it is an error
-          that names the file.
-      partial: that samples find no room is no surprise; else the first one is announced by a
-          warning.
-      threads: that read and decode, >= 1.
-    **Raises:** SampleError, from `fetch`, without `skip`.
+        source: of the samples.
+        slab: the node's memory.
+        disk: the local disk level, or None.
+        options: `store`; `on_error`: with "skip", a sample that cannot be read is left out of its
+            batch and counted, else it is an error that names the file; without `partial`, the first
+            sample that finds no room is announced by a warning.
+        threads: that read and decode, >= 1.
+
+    **Raises:** SampleError, from `fetch`, without "skip".
     """
 
     def __init__(
-        self,
-        source: Source,
-        slab: Slab,
-        disk: Disk | None,
-        store: int | None,
-        skip: bool,
-        partial: bool,
-        threads: int,
+        self, source: Source, slab: Slab, disk: Disk | None, options: Options, threads: int
     ) -> None:
-        self.source, self.slab, self.disk, self.store, self.skip, self.partial = (
-            source,
-            slab,
-            disk,
-            store,
-            skip,
-            partial,
-        )
-        # per epoch: disk, source, repaired, unreadable, overflow
+        self.source, self.slab, self.disk, self.store = source, slab, disk, options.store
+        self.skip, self.partial = options.on_error == "skip", options.partial
+        # Epoch -> how many came from "disk" and "source", were "repaired" or "unreadable", or found
+        # no room ("overflow").
         self.counts: dict[int, Counter[str]] = {}
-        self.unreadable: dict[int, str] = {}  # sample -> what was wrong
+        # Sample -> what was wrong.
+        self.unreadable: dict[int, str] = {}
         self._lock = threading.Lock()
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "tfcommx-fill")
@@ -119,66 +60,78 @@ class Filler:
     def read(
         self, samples: np.ndarray, state: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Read the JPEGs and PNGs among a batch's absent samples, for the native fill. All else is
-        left to `fetch`, errors too.
+        """Read the JPEGs and PNGs among a batch's absent samples, for the native fill.
+
+        All else is for `fetch`, errors too.
+
+        Args:
+            samples: int64 [b].
+            state: uint8 [b], of `batches.check`.
 
         Returns:
-          encoded bytes [b], empty where they are left; labels int64 [b]; level uint8 [b]: 1 disk, 2
-          source.
+            encoded bytes [b], empty for what is left to `fetch`; labels int64 [b]; level uint8 [b]:
+            FROM_DISK, FROM_SOURCE or 0.
         """
-        encoded, labels, level = (
-            np.full(len(samples), b"", object),
-            np.zeros(len(samples), np.int64),
-            np.zeros(len(samples), np.uint8),
-        )
+        encoded = np.full(len(samples), b"", object)
+        labels = np.zeros(len(samples), np.int64)
+        level = np.zeros(len(samples), np.uint8)
 
-        def bring(places: np.ndarray) -> None:
-            for i in places.tolist():
-                sample = int(samples[i])
-                # another process was faster, or it cannot be read
-                if int(self.slab.index[sample]) != 0:
-                    continue
-                try:
-                    kept = self.disk.read(sample) if self.disk is not None else None
-                    data, label = kept or self.source.read(sample)
-                except (SampleError, OSError):
-                    continue
-                if isinstance(data, bytes) and data.startswith((JPEG, PNG)):
-                    encoded[i], labels[i], level[i] = data, label, 1 if kept else 2
+        def bring(positions: np.ndarray) -> None:
+            for i in positions.tolist():
+                if found := self._file(int(samples[i])):
+                    encoded[i], labels[i], level[i] = found
 
         if not self.slab.full:
-            # a share per thread: a task per sample costs as much Python as its reading
+            # A share per thread: a task per sample costs as much Python as its reading.
             absent = np.flatnonzero(state == ABSENT)
-            list(
-                self._pool.map(
-                    bring, [absent[first :: self._threads] for first in range(self._threads)]
-                )
-            )
+            shares = [absent[first :: self._threads] for first in range(self._threads)]
+            list(self._pool.map(bring, shares))
         return encoded, labels, level
+
+    def _file(self, sample: int) -> tuple[bytes, int, int] | None:
+        """Return (encoded bytes, label, level) of a JPEG or PNG that is not in memory, or None."""
+        # Another process was faster, or the sample cannot be read.
+        if int(self.slab.index[sample]) != 0:
+            return None
+        try:
+            kept = self.disk.read(sample) if self.disk is not None else None
+            data, label = kept or self.source.read(sample)
+        except (SampleError, OSError):
+            return None
+        if not isinstance(data, bytes) or not data.startswith((JPEG, PNG)):
+            return None
+        return data, label, FROM_DISK if kept else FROM_SOURCE
 
     @until_exit
     def settle(
         self,
         samples: np.ndarray,
         state: np.ndarray,
-        left: np.ndarray,
+        remaining: np.ndarray,
         epoch: int,
         encoded: np.ndarray,
         labels: np.ndarray,
         level: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Count and keep on disk what the native fill has put into the slab, and `fetch` what it
-        has left.
+        """Count and keep on disk what the native fill has brought, and `fetch` what it has not.
 
         Args:
-          left: uint8 [b], of `augment.fill`. The others: of `read`, or its arguments.
+            samples: int64 [b].
+            state: uint8 [b], of `batches.check`.
+            remaining: uint8 [b], of `batches.fill`.
+            epoch: that is charged.
+            encoded: of `read`, as `labels` and `level`.
+
+        Returns:
+            As `fetch`.
         """
-        for i in np.flatnonzero((state != 0) & ((left == 0) | (left == THERE))).tolist():
-            self._count(int(epoch), "disk" if level[i] == 1 else "source")
-            # else whoever was faster does
-            if self.disk is not None and level[i] == 2 and left[i] == 0:
+        brought = (remaining == 0) | (remaining == THERE)
+        for i in np.flatnonzero((state != 0) & brought).tolist():
+            self._count(int(epoch), "disk" if level[i] == FROM_DISK else "source")
+            # If another process was faster, it keeps the sample.
+            if self.disk is not None and level[i] == FROM_SOURCE and remaining[i] == 0:
                 self.disk.write(int(samples[i]), int(labels[i]), encoded[i])
-        return self.fetch(samples, np.where(left == THERE, 0, left), epoch)
+        return self.fetch(samples, np.where(remaining == THERE, 0, remaining), epoch)
 
     def fetch(
         self, samples: np.ndarray, state: np.ndarray, epoch: int
@@ -186,16 +139,17 @@ class Filler:
         """Bring a batch's missing samples, of any kind.
 
         Args:
-          samples: int64 [b].
-          state: uint8 [b], of `augment.check`: 0 ready, 1 absent, 2 damaged.
-          epoch: that is charged.
+            samples: int64 [b].
+            state: uint8 [b], of `batches.check`: 0 ready, 1 absent, 2 damaged.
+            epoch: that is charged.
+
         Returns:
-          The samples that can be read, int64 [b' <= b]; the records of those that found no room in
-          the slab, uint8 [m]; and where each sample's begins in them, int64 [b'], -1 for those in
-          the slab.
+            The samples that can be read, int64 [b' <= b]; the records of those that found no room
+            in the slab, uint8 [m]; and where each sample's begins in them, int64 [b'], -1 for those
+            in the slab.
         """
         missing = np.flatnonzero(state)
-        work = [(int(samples[i]), state[i] == CORRUPT, int(epoch)) for i in missing]
+        work = [(int(samples[i]), state[i] == DAMAGED, int(epoch)) for i in missing]
         records = list(self._pool.map(lambda args: self._bring(*args), work))
         at, loose, length = np.full(len(samples), -1, np.int64), [], 0
         keep = np.ones(len(samples), bool)
@@ -209,8 +163,10 @@ class Filler:
         return samples[keep], np.frombuffer(b"".join(loose), np.uint8), at[keep]
 
     def _bring(self, sample: int, damaged: bool, epoch: int) -> bytes | None:
-        """Return b"" where the sample is in the slab now, its record where it found no room, None
-        where it cannot be read.
+        """Bring one sample.
+
+        Returns:
+            b"" if it is in the slab now, its record if it found no room, None if it cannot be read.
         """
         if self.slab.unreadable(sample) and self.skip:
             self._count(epoch, "unreadable")
@@ -220,45 +176,20 @@ class Filler:
         try:
             pixels, label, data = self._decoded(sample, epoch)
         except (SampleError, OSError) as error:
-            if damaged:  # or a read that checks no CRC would serve it
-                self.slab.forget(sample)
-            message = f"Sample {sample} cannot be read: {self.source.where(sample)}: {error}."
-            # a name that is no UTF-8 would empty it in TensorFlow
-            message = message.encode("utf-8", "backslashreplace").decode()
-            if not self.skip:
-                raise SampleError(
-                    f"{message} Mend or remove it, or set on_error='skip'."
-                ) from error
-            with self._lock:
-                self.unreadable[sample] = message
-            self._count(epoch, "unreadable")
-            # what the system could not read now, it may read later
-            if isinstance(error, SampleError):
-                self.slab.mark_unreadable(sample)
+            self._give_up(sample, damaged, epoch, error)
             return None
-        # another process was faster after all
+        # Another process was faster after all.
         if not damaged and self.slab.get(sample) is not None:
             return b""
         if self.disk is not None and data is not None:
             self.disk.write(sample, label, data)
         if damaged:
             self._count(epoch, "repaired")
-        if (
-            self.slab.repair(sample, label, pixels)
-            if damaged
-            else self.slab.put(sample, label, pixels)
-        ):
+        put = self.slab.repair if damaged else self.slab.put
+        if put(sample, label, pixels):
             return b""
         self._count(epoch, "overflow")
-        if not self.partial:
-            self.partial = True
-            warnings.warn(
-                f"{self.slab.path} has no room for all samples, though it was made for them: "
-                "others have filled the shared memory, or "
-                "parts are exchanged without `swap`. The rest is read and decoded in every "
-                "epoch, which is slow.",
-                stacklevel=2,
-            )
+        self._warn_of_no_room()
         return pack(sample, label, pixels)
 
     def _decoded(self, sample: int, epoch: int) -> tuple[np.ndarray, int, bytes | None]:
@@ -270,11 +201,39 @@ class Filler:
                 self._count(epoch, "disk")
                 return pixels, kept[1], None
             except SampleError:
-                pass  # the source may have been mended since
+                pass  # the source may have been fixed since
         data, label = self.source.read(sample)
         pixels = decode(data, self.source.channels, self.store)
         self._count(epoch, "source")
         return pixels, label, data if isinstance(data, bytes) else None
+
+    def _give_up(self, sample: int, damaged: bool, epoch: int, error: Exception) -> None:
+        """Raise for a sample that cannot be read; with `skip`, remember and count it."""
+        if damaged:  # or a read that checks no CRC would serve it
+            self.slab.forget(sample)
+        message = f"Sample {sample} cannot be read: {self.source.where(sample)}: {error}."
+        # A name that is no UTF-8 would empty the message in TensorFlow.
+        message = message.encode("utf-8", "backslashreplace").decode()
+        if not self.skip:
+            raise SampleError(f"{message} Fix or remove it, or set on_error='skip'.") from error
+        with self._lock:
+            self.unreadable[sample] = message
+        self._count(epoch, "unreadable")
+        # What the system could not read now, it may read later.
+        if isinstance(error, SampleError):
+            self.slab.mark_unreadable(sample)
+
+    def _warn_of_no_room(self) -> None:
+        """Warn once that memory is too small, if that was not expected."""
+        if self.partial:
+            return
+        self.partial = True
+        warnings.warn(
+            f"{self.slab.path} has no room for all samples, though it was made for them: others "
+            "have filled the shared memory, or `reshuffle_fraction` is used without `reshuffle`. "
+            "The rest is read and decoded in every epoch, which is slow.",
+            stacklevel=3,
+        )
 
     def _count(self, epoch: int, what: str) -> None:
         with self._lock:

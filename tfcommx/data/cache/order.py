@@ -1,12 +1,11 @@
-"""Which sample comes when: pure functions of (seed, epoch), the same on every rank, independent of
-timing.
+"""Which sample comes when: pure functions of (seed, epoch), the same on every rank.
 
     all samples --part--> a node's samples --share--> a rank's samples, shuffled --batches--> its
     batches
 
 Every sample is in exactly one node's part, one rank's share and, unless the remainder is dropped,
-one batch of an epoch. Nothing here reads a clock, a file or another rank, so that resuming at
-(epoch, step) needs no saved state.
+one batch of an epoch. The order does not depend on timing: nothing here reads a clock, a file or
+another rank, so that resuming at (epoch, step) needs no saved state.
 """
 
 from __future__ import annotations
@@ -18,12 +17,13 @@ import threading
 
 import numpy as np
 
-from tfcommx.kernels.reference_augment import draws
+from tfcommx.kernels.draws import draws
 from tfcommx.terms import PlanError, Topology
 
-_PART, _OFFER, _DEAL, _SHUFFLE = range(4)  # streams of random numbers that must not coincide
-# epochs but the first whose parts are kept: one that is served, one that is loaded ahead, the one
-# before a swap
+# Streams of random numbers that must not coincide.
+_PART, _OFFER, _POOL, _SHUFFLE = range(4)
+# Epochs whose parts are kept, besides the first: one that is served, one that is loaded ahead, and
+# the one before a reshuffle.
 KEPT = 3
 _lock = threading.Lock()
 
@@ -33,7 +33,7 @@ def slots_of(topology: Topology) -> tuple[int, ...]:
     return tuple(slots for _, slots in topology.uneven) or (topology.slots,) * topology.nodes
 
 
-def place(topology: Topology, rank: int) -> tuple[int, int]:
+def node_and_slot(topology: Topology, rank: int) -> tuple[int, int]:
     """Return (node, slot) of a rank."""
     if not 0 <= rank < topology.size:
         raise PlanError(
@@ -48,16 +48,15 @@ def place(topology: Topology, rank: int) -> tuple[int, int]:
 
 
 def shuffled(samples: np.ndarray, *stream: int) -> np.ndarray:
-    """Return int64 [n]: the samples in an order that depends only on their set and the integers
-    `stream`.
-    """
+    """Return the samples, int64 [n], in an order that depends on their set and `stream` alone."""
     samples = np.sort(samples)
     return samples[np.argsort(draws(*stream, of=samples), kind="stable")]
 
 
 def _cut(samples: np.ndarray, weights: tuple[int, ...]) -> list[np.ndarray]:
-    """Cut an array into consecutive pieces in proportion to the weights; lengths per weight differ
-    by one at most.
+    """Cut an array into consecutive pieces in proportion to the weights.
+
+    Lengths per weight differ by one at most.
     """
     ends = np.cumsum(weights)
     bounds = [0, *(len(samples) * ends // ends[-1])]
@@ -68,9 +67,7 @@ def _cut(samples: np.ndarray, weights: tuple[int, ...]) -> list[np.ndarray]:
 def _known(
     count: int, slots: tuple[int, ...], seed: int, fraction: float
 ) -> dict[int, tuple[np.ndarray, ...]]:
-    """Return the parts of the first epoch, and of those that `parts` has been asked for last: epoch
-    -> parts.
-    """
+    """Return epoch -> parts: of the first, and of those that `parts` has been asked for last."""
     return {
         0: tuple(np.sort(piece) for piece in _cut(shuffled(np.arange(count), seed, _PART), slots))
     }
@@ -82,13 +79,16 @@ def parts(
     """Return each node's part of the samples 0 to count - 1 in `epoch`.
 
     Args:
-      count: samples of the data set, >= 0.
-      slots: ranks on each node; parts are in proportion.
-      fraction: share of each part, in [0, 1], that changes hands before every epoch but the first.
-        The offered samples of all nodes are shuffled and dealt out again, so that some come back:
-        the expected move is fraction * (1 - 1 / nodes).
+        count: samples of the data set, >= 0.
+        slots: ranks on each node; parts are in proportion.
+        seed: in [0, 2^63).
+        epoch: >= 0.
+        fraction: share of each part, in [0, 1], that is redistributed before every epoch except the
+            first. The offered samples of all nodes are shuffled together, so that some come back:
+            the expected move is fraction * (1 - 1 / nodes).
+
     Returns:
-      One int64 array per node, ascending.
+        One int64 array per node, ascending.
 
     **Ranks:** pure; equal arguments give equal parts everywhere.
     **Cost:** one sort of `count` numbers; with a fraction, one per epoch since the newest of those
@@ -100,24 +100,24 @@ def parts(
         known = _known(count, slots, seed, fraction)
         newest = max(number for number in known if number <= epoch)
         for number in range(newest + 1, epoch + 1):
-            known[number] = _exchanged(known[number - 1], seed, number, fraction)
+            known[number] = _redistributed(known[number - 1], seed, number, fraction)
             for old in list(known)[1:-KEPT]:  # the first epoch stays: all others come from it
                 del known[old]
         return known[epoch]
 
 
-def _exchanged(
+def _redistributed(
     before: tuple[np.ndarray, ...], seed: int, epoch: int, fraction: float
 ) -> tuple[np.ndarray, ...]:
     """Return the parts of `epoch`, made of those of the epoch before."""
     offers = [shuffled(part, seed, _OFFER, epoch)[: round(fraction * len(part))] for part in before]
-    pool = shuffled(np.concatenate(offers), seed, _DEAL, epoch)
-    dealt = np.split(pool, np.cumsum([len(offer) for offer in offers])[:-1])
+    pool = shuffled(np.concatenate(offers), seed, _POOL, epoch)
+    received = np.split(pool, np.cumsum([len(offer) for offer in offers])[:-1])
     kept = [
         np.setdiff1d(part, offer, assume_unique=True)
         for part, offer in zip(before, offers, strict=True)
     ]
-    return tuple(np.sort(np.concatenate(pair)) for pair in zip(kept, dealt, strict=True))
+    return tuple(np.sort(np.concatenate(pair)) for pair in zip(kept, received, strict=True))
 
 
 def share(
@@ -129,10 +129,11 @@ def share(
     fraction: float = 0.0,
     shuffle: bool = True,
 ) -> np.ndarray:
-    """Return int64 [n]: the samples of a rank in an epoch, in order. Lengths differ by one at most
-    between ranks.
+    """Return int64 [n]: the samples of a rank in an epoch, in order.
+
+    Lengths differ by one at most between ranks.
     """
-    node, slot = place(topology, rank)
+    node, slot = node_and_slot(topology, rank)
     slots = slots_of(topology)
     part = parts(count, slots, seed, epoch, fraction)[node]
     return _cut(shuffled(part, seed, _SHUFFLE, epoch) if shuffle else part, (1,) * slots[node])[
@@ -141,26 +142,33 @@ def share(
 
 
 def steps(count: int, topology: Topology, batch: int, drop: bool) -> int:
-    """Return the number of batches of an epoch, the same on every rank. With `drop`, of batches
-    that are full on every rank.
+    """Return the batches of an epoch, the same on every rank; with `drop`, of full ones only.
+
+    >>> steps(100, Topology(1, 2), 16, drop=True), steps(100, Topology(1, 2), 16, drop=False)
+    (3, 4)
     """
-    return (
-        count // topology.size // batch
-        if drop
-        else math.ceil(math.ceil(count / topology.size) / batch)
-    )
+    if drop:
+        return count // topology.size // batch
+    return math.ceil(math.ceil(count / topology.size) / batch)
 
 
 def bounds(length: int, batch: int, count: int) -> np.ndarray:
     """Return int64 [count + 1]: where the batches of a share begin and end.
 
-    Full batches; where the remainder is kept, the last one is smaller, but not empty: it borrows
-    from the one before, as all ranks take `count` steps. Only a share with fewer samples than steps
-    (a batch of 1, an almost empty data set) gives empty ones.
+    Batches are full. If the remainder is kept, the last one is smaller, but not empty: it borrows
+    from the one before, because all ranks take `count` steps. Only a share with fewer samples than
+    steps (a batch of 1, an almost empty data set) gives empty ones.
+
+    >>> bounds(17, 8, 3).tolist(), bounds(16, 8, 3).tolist()
+    ([0, 8, 16, 17], [0, 8, 15, 16])
+
+    Args:
+        length: samples of the share.
+        batch: samples of a full batch.
+        count: batches.
     """
     ends = [0]
-    for left in range(count, 0, -1):
-        ends.append(
-            ends[-1] + max(0, min(batch, length - ends[-1] - (left - 1), length - ends[-1]))
-        )
+    for later in range(count - 1, -1, -1):  # steps after this one
+        remaining = length - ends[-1]
+        ends.append(ends[-1] + max(0, min(batch, remaining - later, remaining)))
     return np.array(ends, np.int64)

@@ -1,12 +1,12 @@
-"""Samples that change nodes between two epochs: sent from memory to memory, into the places of
-those that left.
+"""Samples that change nodes between two epochs: sent from memory to memory, into the room of those
+that have gone.
 
     node 0: a b c d      node 1: e f g h        before
-    node 0: a b c g      node 1: e f d h        after: d and g crossed, each into the other's place
+    node 0: a b c g      node 1: e f d h        after: d and g crossed, each into the other's room
 
-Pictures differ in size: each takes the smallest place that is large enough, and leaves the rest of
-it. What lies between samples is a place too, and neighbours have become one by the next swap, so
-that the memory stays what it was, within a tenth.
+Pictures differ in size: each takes the smallest hole that is large enough, and leaves the rest of
+it. What lies between samples is a hole too, and neighbours have become one by the next reshuffle,
+so that the memory stays what it was, within a tenth.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.data.cache import order
-from tfcommx.data.cache.batches import unpack
-from tfcommx.data.cache.slab import RECORD, Slab, pack, record_bytes
+from tfcommx.data.cache.record import is_record, pack, record_bytes, sample_of, unpack
+from tfcommx.data.cache.slab import Slab
 from tfcommx.terms import Topology
 
-# sent by a rank at once, to all nodes together: bounds the memory, and counts stay below 2^31 on
-# any engine
+# Sent by a rank in one message, to all nodes together: bounds the memory, and counts stay below
+# 2^31 on any engine.
 ROUND_BYTES = 64 * 2**20
 
 
@@ -32,8 +32,9 @@ class Transport(Protocol):
     """What is needed of a communicator."""
 
     def alltoall(self, tensor: Any, group: str, name: str) -> Any:
-        """Cut uint8 [m * n] into m shards, one for each rank of my slot, in the order of the nodes;
-        return those for me.
+        """Cut uint8 [m * n] into m shards, one for each rank of my slot; return those for me.
+
+        Shards are in the order of the nodes.
         """
         ...
 
@@ -42,7 +43,7 @@ class Transport(Protocol):
         ...
 
 
-def swap(
+def reshuffle(
     slab: Slab,
     transport: Transport,
     topology: Topology,
@@ -51,29 +52,24 @@ def swap(
     fraction: float,
     epoch: int,
 ) -> int:
-    """Send this rank's share of the samples that leave its node for `epoch`, and put what arrives
-    into their places.
+    """Send this rank's share of the samples that leave its node for `epoch`, and keep what arrives.
 
-    Returns: the samples that arrived. What no slab held is read from disk or source when its turn
-    comes.
+    What no slab held is read from disk or source when its turn comes.
+
+    Returns:
+        The samples that arrived and found room.
+
     **Ranks:** all, with equal slots, while no rank reads the slab: between the dataset of one epoch
     and that of the next.
     **Cost:** each sample that moves is copied three times and sent once, fraction * (1 - 1 / nodes)
     of the part.
     """
-    node, slot = order.place(topology, rank)
-    slots = order.slots_of(topology)
-    before, after = (
-        order.parts(slab.count, slots, seed, number, fraction) for number in (epoch - 1, epoch)
-    )
-    queues = [
-        np.intersect1d(before[node], part, assume_unique=True)[slot :: slots[node]].tolist()
-        for part in after
-    ]
-    queues[node] = []
+    queues = _leaving(slab.count, topology, rank, seed, fraction, epoch)
+    node, slot = order.node_and_slot(topology, rank)
+    slots = order.slots_of(topology)[node]
     transport.gather_objects(None)  # all ranks are here: nobody reads or fills any more
-    # each rank of a node has its own, and later the places of those that it has sent
-    free = slab.holes()[slot :: slots[node]]
+    # Each rank of a node has its own holes, and later those of the samples that it has sent.
+    free = slab.holes()[slot::slots]
     transport.gather_objects(None)  # all have looked: now samples may leave
     arrived, lost = 0, 0
     while True:
@@ -84,29 +80,53 @@ def swap(
         sent = np.zeros((len(shards), longest), np.uint8)
         for row, shard in zip(sent, shards, strict=True):
             row[: len(shard)] = np.frombuffer(shard, np.uint8)
-        received = transport.alltoall(tf.constant(sent.reshape(-1)), "peers", "tfcommx_swap")
+        received = transport.alltoall(tf.constant(sent.reshape(-1)), "peers", "tfcommx_reshuffle")
         for row in np.asarray(received).reshape(sent.shape):
-            at = 0
-            # an empty record ends the shard
-            while at + RECORD <= longest and row[at + 16 : at + 24].view(np.int64)[0]:
-                pixels, label = unpack(row, at)
-                size = record_bytes(pixels.nbytes)
-                kept = slab.put(
-                    int(row[at : at + 8].view(np.int64)[0]), label, pixels, _place(free, size)
-                )
-                arrived, lost, at = arrived + kept, lost + (not kept), at + size
+            kept, refused = _keep(slab, row, free)
+            arrived, lost = arrived + kept, lost + refused
     if lost:
         warnings.warn(
-            "Samples that came from other nodes found no room in the slab: they are read from "
-            "the disk level or the source in every "
-            "epoch. Give the node more memory, or raise `memory_bytes`.",
+            "Samples that came from other nodes found no room in the slab: they are read from the "
+            "disk level or the source in every epoch. Give the node more memory, or raise "
+            "`memory_bytes`.",
             stacklevel=3,
         )
     return arrived
 
 
-def _place(free: list[tuple[int, int]], size: int) -> int | None:
-    """Take `size` bytes out of the smallest free place that has as many; None where none has."""
+def _leaving(
+    count: int, topology: Topology, rank: int, seed: int, fraction: float, epoch: int
+) -> list[list[int]]:
+    """Return, for each node, the samples that this rank sends to it before `epoch`."""
+    node, slot = order.node_and_slot(topology, rank)
+    slots = order.slots_of(topology)
+    before, after = (
+        order.parts(count, slots, seed, number, fraction) for number in (epoch - 1, epoch)
+    )
+    queues = [
+        np.intersect1d(before[node], part, assume_unique=True)[slot :: slots[node]].tolist()
+        for part in after
+    ]
+    queues[node] = []
+    return queues
+
+
+def _keep(slab: Slab, records: np.ndarray, free: list[tuple[int, int]]) -> tuple[int, int]:
+    """Put the records of uint8 [n] into the slab; return how many found room, and how many none."""
+    kept, refused, at = 0, 0, 0
+    while is_record(records, at):  # zeros end the shard
+        pixels, label = unpack(records, at)
+        size = record_bytes(pixels.nbytes)
+        if slab.put(sample_of(records, at), label, pixels, _take_hole(free, size)):
+            kept += 1
+        else:
+            refused += 1
+        at += size
+    return kept, refused
+
+
+def _take_hole(free: list[tuple[int, int]], size: int) -> int | None:
+    """Take `size` bytes out of the smallest hole that has as many; None if none has."""
     found = bisect.bisect_left(free, (size, 0))
     if found == len(free):
         return None
@@ -117,8 +137,10 @@ def _place(free: list[tuple[int, int]], size: int) -> int | None:
 
 
 def _take(slab: Slab, queue: list[int], free: list[tuple[int, int]], enough: int) -> bytes:
-    """Take samples from the queue and out of the slab; return their records, `enough` bytes and
-    less than one more record.
+    """Take samples from the queue and out of the slab.
+
+    Returns:
+        Their records: `enough` bytes, and less than one more record.
     """
     records: list[bytes] = []
     size = 0

@@ -13,10 +13,16 @@ from tfcommx.terms import PlanError
 class Arrays:
     """Images and labels as arrays.
 
+    >>> source = Arrays(np.zeros((10, 8, 8), np.uint8), np.arange(10) % 2)
+    >>> source.count, source.channels, source.shape
+    (10, 1, (8, 8))
+
     Args:
-      images: uint8 [n, h, w, c], or [n, h, w] for one channel.
-      labels: whole numbers [n].
-      classes: names of the labels.
+        images: uint8 [n, h, w, c], or [n, h, w] for one channel.
+        labels: whole numbers [n].
+        classes: names of the labels.
+        name: for people.
+
     **Cost:** one hash over the images.
     """
 
@@ -38,21 +44,16 @@ class Arrays:
         ):
             raise PlanError(
                 "Images uint8 [n, h, w, c] with c in [1, 4] and labels [n] are required. "
-                f"Received {images.dtype} "
-                f"{list(images.shape)} and {list(labels.shape)}. Convert the images, or give one "
-                "label for each."
+                f"Received {images.dtype} {list(images.shape)} and {list(labels.shape)}. "
+                "Convert the images, or give one label for each."
             )
         if labels.dtype.kind not in "biuf" or np.any(labels % 1 != 0):
             raise PlanError(
                 f"Labels that are whole numbers are required. Received {labels.dtype}, such as "
                 f"{labels.flat[0]}. Convert them."
             )
-        self.images, self.labels, self.classes, self.name = (
-            images,
-            labels.astype(np.int64),
-            tuple(classes),
-            name,
-        )
+        self.images, self.labels = images, labels.astype(np.int64)
+        self.classes, self.name = tuple(classes), name
         self.count, self.channels = len(images), images.shape[3]
         self.shape = images.shape[1:3]
         digest = hashlib.sha256(np.ascontiguousarray(images).data if images.size else b"")
@@ -60,7 +61,9 @@ class Arrays:
         self.key = key_of(("arrays", images.shape, digest.hexdigest()))
 
     def read(self, sample: int) -> tuple[np.ndarray, int]:
+        """Return (pixels uint8 [h, w, c], label)."""
         return self.images[sample], int(self.labels[sample])
 
     def where(self, sample: int) -> str:
+        """Say where a sample comes from."""
         return f"{self.name}[{sample}]"

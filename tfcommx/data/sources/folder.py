@@ -12,13 +12,20 @@ from tfcommx.terms import PlanError
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
 
 
+def check_folder(path: Path) -> None:
+    """Refuse a path that is no folder."""
+    if not path.is_dir():
+        what = f"{path} is no folder" if path.exists() else f"The folder {path} does not exist"
+        raise PlanError(f"{what}. Check the path and its mount.")
+
+
 def _refuse(error: OSError) -> None:
     link = (
         f"; it is a link to {os.readlink(error.filename)}" if os.path.islink(error.filename) else ""
     )
     raise PlanError(
         f"Images and folders that can be read are required. {error.filename}: "
-        f"{error.strerror}{link}. Mend or remove it."
+        f"{error.strerror}{link}. Fix or remove it."
     ) from error
 
 
@@ -30,13 +37,14 @@ def _facts(path: str) -> os.stat_result:
 
 
 def _images(top: Path) -> list[tuple[str, os.stat_result]]:
-    """Return path and facts of the images below a folder, in alphabetical order; linked folders are
-    followed, each once.
+    """Return path and facts of the images below a folder, in alphabetical order.
+
+    Linked folders are followed, each once.
     """
     found, visited = [], set()
     for folder, below, files in os.walk(top, onerror=_refuse, followlinks=True):
         facts = _facts(folder)
-        # a link has led here: a circle, or the same images again
+        # A link has led here: a circle, or the same images again.
         if (facts.st_dev, facts.st_ino) in visited:
             below.clear()
             continue
@@ -46,25 +54,29 @@ def _images(top: Path) -> list[tuple[str, os.stat_result]]:
             path = os.path.join(folder, file)
             if file.startswith(".") or not (file.lower().endswith(ENDINGS) or os.path.islink(path)):
                 continue
-            # of a link also where it has another ending: it may have been a folder, and lead
-            # nowhere
+            # Of a link also if it has another ending: it may have been a folder, and lead nowhere.
             facts = _facts(path)
-            # reading a pipe would wait for ever
+            # Reading a pipe would wait for ever.
             if stat.S_ISREG(facts.st_mode) and file.lower().endswith(ENDINGS):
                 found.append((path, facts))
     return found
 
 
 class Folder:
-    """One folder per class, images anywhere below it; the labels are the class folders' ranks in
-    alphabetical order.
+    """One folder per class, images anywhere below it.
 
-    An empty class folder is a class without samples. Links are followed. Hidden files and folders,
-    other endings and what is no regular file are left out. The key is made of the files' relative
-    paths, sizes and times of change: a file that is replaced makes new caches.
+    Labels number the class folders in alphabetical order. An empty class folder is a class without
+    samples. Links are followed. Hidden files and folders, other endings and what is no regular file
+    are left out. The key is made of the files' relative paths, sizes and times of change: a file
+    that is replaced makes new caches.
+
+    Args:
+        path: of the folder that holds the class folders.
+        classes: names of the class folders to take, in the order of their labels; by default all.
+
     **Cost:** one walk over the folder with one stat per file.
-    **Raises:** PlanError where there is no class folder or no image, a folder cannot be listed, or
-    a link leads nowhere.
+    **Raises:** PlanError if there is no class folder or no image, a folder cannot be listed, or a
+    link leads nowhere.
     """
 
     channels = 3
@@ -96,18 +108,21 @@ class Folder:
         if not self.count:
             raise PlanError(
                 f"Images ({', '.join(ENDINGS)}) in class folders are required. {self.path} has "
-                f"{len(found)} folders and no "
-                "such image in them. Give the folder that holds the class folders."
+                f"{len(found)} folders and no such image in them. Give the folder that holds the "
+                "class folders."
             )
         self.key = key_of(facts)
 
     def read(self, sample: int) -> tuple[bytes, int]:
+        """Return (encoded image, label)."""
         path, label = self._files[sample]
         with open(path, "rb") as file:
             return file.read(), label
 
     def where(self, sample: int) -> str:
+        """Return the path of a sample."""
         return self._files[sample][0]
 
     def label(self, sample: int) -> int:
+        """Return the label of a sample."""
         return self._files[sample][1]

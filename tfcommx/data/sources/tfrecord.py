@@ -1,6 +1,4 @@
-"""Samples from TFRecord files of tf.train.Example: ImageNet's usual 1024 + 128 shards, and prepared
-TensorFlow Datasets.
-"""
+"""Samples from TFRecord files: ImageNet's usual 1024 + 128 shards, prepared TensorFlow Datasets."""
 
 from __future__ import annotations
 
@@ -9,20 +7,22 @@ import re
 import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from tfcommx.data.sources.base import SampleError, key_of
-from tfcommx.kernels import native
+from tfcommx.kernels.crc32c import crc32c
 from tfcommx.terms import PlanError
 
-# length of the record, its masked CRC; then the record, then the masked CRC of the record
+# Length of the record, its masked CRC; then follow the record and the masked CRC of the record.
 _FRAME = struct.Struct("<QI")
 
 
 def _masked_crc(data: bytes) -> int:
-    crc = native.crc32c(data)
+    crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
@@ -30,8 +30,8 @@ def scan(path: str | os.PathLike) -> np.ndarray:
     """Return int64 [n, 2]: byte offset and length of every record of a TFRecord file.
 
     **Cost:** one read of 12 bytes per record, and their CRC.
-    **Raises:** SampleError where the CRC of a length does not hold, where the file ends inside a
-    record, or is no TFRecord file.
+    **Raises:** SampleError if the CRC of a length does not hold, if the file ends inside a record,
+    or is no TFRecord file.
     """
     rows, at = [], 0
     with open(path, "rb", buffering=0) as file:
@@ -55,22 +55,37 @@ def scan(path: str | os.PathLike) -> np.ndarray:
     return np.array(rows, np.int64).reshape(-1, 2)
 
 
+@dataclass(frozen=True)
+class ImageFeatures:
+    """Where an image and its label stand in a tf.train.Example; the defaults are ImageNet's."""
+
+    # Name of the feature with the encoded image.
+    image: str = "image/encoded"
+    # Name of the feature with the label.
+    label: str = "image/class/label"
+    # What the files call class 0; ImageNet's files count from 1.
+    first_label: int = 1
+    # Names of the labels; empty if unknown.
+    classes: tuple[str, ...] = ()
+    # Of the decoded pixels, in [1, 4].
+    channels: int = 3
+
+
 class TFRecords:
-    """Records with an encoded image and an integer label, in one or many uncompressed TFRecord
-    files.
+    """Records with an encoded image and an integer label, in uncompressed TFRecord files.
+
+    A record with a label below `first_label`, or beyond the classes if they are known, is a
+    SampleError when it is read. The key is made of the files' names, sizes and times of change, the
+    features and the classes. Every record is checked against its CRC when it is read.
 
     Args:
-      files: one, or several in the order that numbers the samples.
-      image, label: the features' names; the defaults are ImageNet's.
-      first_label: what the files call class 0; ImageNet's files count from 1.
-      classes: names of the labels. A record with a label below `first_label`, or beyond the classes
-        where they are known, is a SampleError when it is read.
-      skip: files that are cut off or have a damaged length are left out, and listed in `broken`;
-          else they are an error.
-    The key is made of the files' names, sizes and times of change, the features and the classes.
-    Every record is checked against its CRC when it is read.
+        files: one, or several in the order that numbers the samples.
+        features: where images and labels stand in a record.
+        skip: whether files that are cut off or have a damaged length are left out, and listed in
+            `broken`; else they are an error.
+
     **Cost:** a scan over all records' frames, 16 files at a time, when it is made.
-    **Raises:** SampleError for a broken file, without `skip`; PlanError where there is no record.
+    **Raises:** SampleError for a broken file, without `skip`; PlanError if there is no record.
     """
 
     shape = None
@@ -78,36 +93,18 @@ class TFRecords:
     def __init__(
         self,
         files: str | os.PathLike | Sequence[str | os.PathLike],
-        image: str = "image/encoded",
-        label: str = "image/class/label",
-        first_label: int = 1,
-        classes: tuple[str, ...] = (),
-        channels: int = 3,
+        features: ImageFeatures | None = None,
         skip: bool = False,
     ) -> None:
         self.files = [
             str(file) for file in ([files] if isinstance(files, str | os.PathLike) else files)
         ]
-        self.image, self.label, self.first_label, self.classes, self.channels = (
-            image,
-            label,
-            first_label,
-            tuple(classes),
-            channels,
-        )
+        self.features = features or ImageFeatures()
+        self.classes = tuple(self.features.classes)
+        self.channels = self.features.channels
         self.broken: dict[str, str] = {}
-
-        def scanned(file: str) -> np.ndarray:
-            try:
-                return scan(file)
-            except SampleError as error:
-                if not skip:
-                    raise
-                self.broken[file] = str(error)
-                return np.zeros((0, 2), np.int64)
-
         with ThreadPoolExecutor(16) as pool:
-            rows = list(pool.map(scanned, self.files))
+            rows = list(pool.map(lambda file: self._scanned(file, skip), self.files))
         self._starts = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
         self._rows = np.concatenate([*rows, np.zeros((0, 2), np.int64)])
         self.count = len(self._rows)
@@ -115,63 +112,92 @@ class TFRecords:
         if not self.count:
             raise PlanError(
                 f"TFRecord files with records are required. Received {len(self.files)} files "
-                f"without any: {self.name}. "
-                "Check the path and the pattern."
+                f"without any: {self.name}. Check the path and the pattern."
             )
+        self.key = self._key()
+
+    def _scanned(self, file: str, skip: bool) -> np.ndarray:
+        """Scan a file; with `skip`, a broken one has no records and is noted."""
+        try:
+            return scan(file)
+        except SampleError as error:
+            if not skip:
+                raise
+            self.broken[file] = str(error)
+            return np.zeros((0, 2), np.int64)
+
+    def _key(self) -> str:
+        """Return the hash of what identifies the contents."""
         stats = [os.stat(file) for file in self.files]
         facts = [
             (Path(file).name, stat.st_size, stat.st_mtime_ns)
             for file, stat in zip(self.files, stats, strict=True)
         ]
-        self.key = key_of(("tfrecords", image, label, first_label, *self.classes, *facts))
+        known = self.features
+        return key_of(
+            ("tfrecords", known.image, known.label, known.first_label, *self.classes, *facts)
+        )
 
     def _find(self, sample: int) -> tuple[str, int]:
         file = int(np.searchsorted(self._starts, sample, "right")) - 1
         return self.files[file], sample - int(self._starts[file])
 
     def read(self, sample: int) -> tuple[bytes, int]:
+        """Return (encoded image, label)."""
         import tensorflow as tf
 
-        start, length = self._rows[sample].tolist()
-        with open(self._find(sample)[0], "rb", buffering=0) as file:
-            data, crc = (
-                os.pread(file.fileno(), length, start),
-                os.pread(file.fileno(), 4, start + length),
-            )
-        if len(data) != length or len(crc) != 4:
-            raise SampleError(f"{len(data)} of {length} bytes are left of the record")
-        if int.from_bytes(crc, "little") != _masked_crc(data):
-            raise SampleError("the record is damaged: its CRC does not hold")
+        data = self._record(sample)
         try:
             features = tf.train.Example.FromString(data).features.feature
         except Exception as error:  # protobuf's own class differs between its implementations
             raise SampleError(f"no tf.train.Example: {error}") from error
-        image, label = features[self.image].bytes_list.value, features[self.label].int64_list.value
+        names = self.features
+        image = features[names.image].bytes_list.value
+        label = features[names.label].int64_list.value
         if len(image) != 1 or len(label) != 1:
             raise SampleError(
-                f"one image {self.image!r} and one label {self.label!r} are required, the record "
-                "has the "
-                f"features {sorted(features)}"
+                f"one image {names.image!r} and one label {names.label!r} are required, the record "
+                f"has the features {sorted(features)}"
             )
-        number = label[0] - self.first_label
+        number = label[0] - names.first_label
         if number < 0 or (self.classes and number >= len(self.classes)):
-            end = f", {self.first_label + len(self.classes)})" if self.classes else ", ...)"
+            end = f", {names.first_label + len(self.classes)})" if self.classes else ", ...)"
             raise SampleError(
-                f"a label in [{self.first_label}{end} is required, the record has {label[0]}; "
+                f"a label in [{names.first_label}{end} is required, the record has {label[0]}; "
                 "`first_label` says what class 0 is called"
             )
         return image[0], number
 
+    def _record(self, sample: int) -> bytes:
+        """Read the bytes of a record and check their CRC."""
+        start, length = self._rows[sample].tolist()
+        with open(self._find(sample)[0], "rb", buffering=0) as file:
+            data = os.pread(file.fileno(), length, start)
+            crc = os.pread(file.fileno(), 4, start + length)
+        if len(data) != length or len(crc) != 4:
+            raise SampleError(f"{len(data)} of {length} bytes of the record are there")
+        if int.from_bytes(crc, "little") != _masked_crc(data):
+            raise SampleError("the record is damaged: its CRC does not hold")
+        return data
+
     def where(self, sample: int) -> str:
+        """Say where a sample comes from: a record of a file."""
         file, record = self._find(sample)
         return f"{file} record {record}"
 
 
 def imagenet(folder: str | os.PathLike, split: str = "train", skip: bool = False) -> TFRecords:
-    """Return ImageNet's samples from a folder of shards `train-00000-of-01024`,
-    `validation-00000-of-00128`; labels 0 to 999.
+    """Return ImageNet's samples from a folder of shards such as `train-00000-of-01024`.
 
-    **Raises:** as TFRecords; PlanError where a shard is missing.
+    Args:
+        folder: with all shards of the split.
+        split: how their names begin, `train` or `validation`.
+        skip: as in TFRecords.
+
+    Returns:
+        a source with labels 0 to 999.
+
+    **Raises:** as TFRecords; PlanError if a shard is missing.
     """
     name = re.compile(rf"{re.escape(split)}-(\d+)-of-(\d+)")
     files = sorted(
@@ -187,9 +213,9 @@ def imagenet(folder: str | os.PathLike, split: str = "train", skip: bool = False
             else f"{split}-{missing:05d}-of-{total:05d} is missing"
         )
         raise PlanError(
-            f"All shards of one set, {total}, are required. {folder} has {len(files)} of "
-            f"{split}. {what}. Bring what is missing, "
-            "remove what does not belong, or name the files yourself: TFRecords(files)."
+            f"All shards of one set, {total}, are required. {folder} has {len(files)} of {split}. "
+            f"{what}. Bring what is missing, remove what does not belong, or name the files "
+            "yourself: TFRecords(files)."
         )
     return TFRecords(files, skip=skip)
 
@@ -198,10 +224,11 @@ def tfds(name: str, split: str = "train", data_dir: str | os.PathLike | None = N
     """Return a split of an image classification data set of TensorFlow Datasets.
 
     Args:
-      name: of the builder, with its configuration and version where wanted: `imagenette/160px-v2`.
-      split: a whole split, such as `train`.
-      data_dir: where it is, or will be, prepared; None: TensorFlow Datasets' own choice.
-    **Cost:** where it has not been prepared, it is downloaded and prepared, by every process that
+        name: of the builder, with its configuration and version if wanted: `imagenette/160px-v2`.
+        split: a whole split, such as `train`.
+        data_dir: where it is, or will be, prepared; None: TensorFlow Datasets' own choice.
+
+    **Cost:** if it has not been prepared, it is downloaded and prepared, by every process that
     asks: prepare it first.
     **Raises:** PlanError for unknown data sets and splits, data sets that are no images with
     labels, and other file formats than TFRecord.
@@ -211,16 +238,22 @@ def tfds(name: str, split: str = "train", data_dir: str | os.PathLike | None = N
 
         builder = tensorflow_datasets.builder(name, data_dir=data_dir)
     except (ImportError, ValueError, AssertionError) as error:
-        # an unknown version is an AssertionError
-        reason = str(error).strip().partition("\n")[0].rstrip(".")  # below it, hundreds of names
+        # An unknown version is an AssertionError. Below the first line stand hundreds of names.
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise PlanError(
             f"A data set that TensorFlow Datasets can load is required. Received {name!r}: "
-            f"{reason}. Check its name, or, where a "
-            "folder was meant, its path."
+            f"{reason}. Check its name, or, if a folder was meant, its path."
         ) from error
     builder.download_and_prepare()
-    keys = builder.info.supervised_keys
-    features = builder.info.features
+    features = _image_features(builder, name)
+    return TFRecords(_files_of(builder, name, split), features)
+
+
+def _image_features(builder: Any, name: str) -> ImageFeatures:
+    """Return where a prepared data set has its images and labels, or refuse it."""
+    import tensorflow_datasets
+
+    keys, features = builder.info.supervised_keys, builder.info.features
     if (
         keys is None
         or not isinstance(features[keys[0]], tensorflow_datasets.features.Image)
@@ -228,9 +261,16 @@ def tfds(name: str, split: str = "train", data_dir: str | os.PathLike | None = N
     ):
         raise PlanError(
             f"A data set of images and class labels is required. {name} has the features "
-            f"{features} and the supervised keys "
-            f"{keys}. Choose another, or give its samples as arrays."
+            f"{features} and the supervised keys {keys}. Choose another, or give its samples as "
+            "arrays."
         )
+    image, label = keys
+    channels = features[image].shape[-1] or 3
+    return ImageFeatures(image, label, 0, tuple(features[label].names), channels)
+
+
+def _files_of(builder: Any, name: str, split: str) -> list[str]:
+    """Return the TFRecord files of a split, or refuse it."""
     if split not in builder.info.splits:
         raise PlanError(
             f"Unknown split {split!r} of {name}. Known: "
@@ -242,12 +282,4 @@ def tfds(name: str, split: str = "train", data_dir: str | os.PathLike | None = N
             f"{builder.info.file_format.value}. "
             "Prepare it with file_format='tfrecord' in another data_dir."
         )
-    image, label = keys[0], keys[1]
-    return TFRecords(
-        builder.info.splits[split].filepaths,
-        image,
-        label,
-        0,
-        tuple(features[label].names),
-        features[image].shape[-1] or 3,
-    )
+    return builder.info.splits[split].filepaths

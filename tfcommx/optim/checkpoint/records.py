@@ -17,8 +17,8 @@ import numpy as np
 from tfcommx.optim.checkpoint.files import put_in_place
 from tfcommx.optim.keras_internals import seed_generators, trainable_variables, unlisted
 from tfcommx.optim.wrapped import accumulated, exchanger_in, wrapped_optimizers
+from tfcommx.routes import read_plan
 from tfcommx.runtime.residuals import PlanState, Residuals
-from tfcommx.terms import Plan
 
 
 class OptimizerRecord(NamedTuple):
@@ -126,7 +126,7 @@ def _record_in(
         accumulated=get(entry["accumulated"]),
         plan_states=[
             PlanState(
-                Plan.from_json(state["plan"]),
+                read_plan(state["plan"]),
                 state["steps"],
                 rank,
                 get(state["residuals"]),

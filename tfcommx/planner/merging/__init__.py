@@ -1,1 +1,29 @@
-"""Which gradients travel together: one solver a file."""
+"""Which gradients travel together: one solver a file, and the table of them.
+
+Merging saves latency terms and costs overlap: a bucket is sent when its last gradient is ready.
+
+To add one: write a file with a frozen class that has what `base.Merging` says, and `SOLVER`, its
+one object; a pure function of its arguments without TensorFlow, whose docstring draws the timeline
+and cites the paper. Add it to `_ALL` below. A solver that must know more of the gradients than
+their sizes gets it by a further argument of `groups`, which is then given to all.
+"""
+
+from __future__ import annotations
+
+from tfcommx.planner.merging import threshold
+from tfcommx.planner.merging.base import Merging
+from tfcommx.terms import check_name
+
+_ALL: tuple[Merging, ...] = (threshold.SOLVER,)
+MERGINGS: dict[str, Merging] = {solver.name: solver for solver in _ALL}
+
+
+def get(name: str) -> Merging:
+    """Return the solver of a name.
+
+    >>> get("threshold").groups([4, 4, 9], 8)
+    [[0, 1], [2]]
+
+    **Raises:** PlanError for an unknown name; it names the nearest one.
+    """
+    return MERGINGS[check_name("merging", name, MERGINGS)]

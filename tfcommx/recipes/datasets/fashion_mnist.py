@@ -1,269 +1,72 @@
-"""Fashion-MNIST: find or get the original IDX files, and read them.
-
-Files are taken from the cache folder, then from Debian's package where it is installed, then from
-that package by `apt-get download` (which needs no root), then from TensorFlow Datasets' download.
-
-**Source:** H. Xiao, K. Rasul, R. Vollgraf, "Fashion-MNIST: a novel image dataset for benchmarking
-machine learning algorithms", 2017. 60,000 training and 10,000 test images of 10 kinds of clothing;
-MIT licence.
-"""
+"""Fashion-MNIST as the data set of a recipe."""
 
 from __future__ import annotations
 
-import gzip
-import math
-import os
-import shutil
-import struct
-import subprocess
-import sys
-import tempfile
-import zlib
-from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
+from pydantic import Field
 
-FILES = (
-    "train-images-idx3-ubyte.gz",
-    "train-labels-idx1-ubyte.gz",
-    "t10k-images-idx3-ubyte.gz",
-    "t10k-labels-idx1-ubyte.gz",
-)
-CLASSES = (
-    "T-shirt",
-    "trouser",
-    "pullover",
-    "dress",
-    "coat",
-    "sandal",
-    "shirt",
-    "sneaker",
-    "bag",
-    "ankle boot",
-)
-TRAIN_IMAGES, TEST_IMAGES, SIDE = 60_000, 10_000, 28
-DEBIAN_PACKAGE = "dataset-fashion-mnist"
-DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
-DOWNLOAD_SECONDS = 120  # longest wait for one command that downloads
+from tfcommx.recipes.base import Samples
+from tfcommx.recipes.datasets.cached import Cached
+from tfcommx.recipes.datasets.fashion_mnist_files import CLASSES, SIDE, fetch, load
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+    from tfcommx.data.cache.batch_spec import BatchSpec
+    from tfcommx.data.cache.cache import DataCache
 
 
-class DataError(RuntimeError):
-    """Data that is missing or damaged; the message ends with what to do."""
+class FashionMnist(Cached):
+    """60,000 + 10,000 pictures of clothes, 28 x 28 pixels in grey, and how they are varied."""
 
+    name: Literal["fashion_mnist"] = "fashion_mnist"
+    # Where its files are; None: found or fetched
+    folder: Path | None = None
+    # Pixels of the full picture; the largest random shift of a batch, 0 for none
+    shift: int = Field(1, ge=0, le=8)
+    # Mirror each image left to right with probability 1/2: clothes have no left and right
+    flip: bool = True
 
-# --- find or get the files --------------------------------------------------------------
+    def fetch(self) -> Path:
+        """Return the folder of the files; fetch them first if they are not on this machine."""
+        return fetch(self.folder)
 
+    def build(self) -> Samples:
+        """Read the files, which are fetched first if they are not on this machine.
 
-def fetch(folder: Path | None = None) -> Path:
-    """Return a folder that holds the four files, getting them first where they are nowhere.
+        **Raises:** DataError for files that are missing or damaged.
+        """
+        from tfcommx.data.sources.arrays import Arrays
 
-    Each file appears whole, by a rename, so a killed fetch leaves no half file and several
-    processes may call at once.
+        train_x, train_y, test_x, test_y = load(self.fetch())
+        return Samples(Arrays(train_x, train_y, CLASSES, self.name), test_x, test_y, CLASSES)
 
-    Args:
-        folder: where to keep the files; by default `~/.cache/tfcommx/fashion-mnist`.
+    def serving(self, batch: int, resolution: int) -> BatchSpec:
+        """Return how the cache serves a batch for training: mirrored, scaled, 0 to 255."""
+        from tfcommx.data.cache.batch_spec import BatchSpec
 
-    **Raises:** DataError that lists what was tried and the command that installs the package.
-    """
-    target = (
-        Path(folder) if folder is not None else Path.home() / ".cache" / "tfcommx" / "fashion-mnist"
-    )
-    for there in (target, DEBIAN_FOLDER):
-        if _complete(there):
-            return there
-    tried = []
-    for source, get in (
-        ("Debian's package", _from_debian),
-        ("TensorFlow Datasets", _from_tensorflow_datasets),
-    ):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as work:
-            try:
-                _put_in_place(get(Path(work)), target)
-                return target
-            except (DataError, OSError, subprocess.SubprocessError) as failure:
-                tried.append(f"{source}: {failure}")
-    raise DataError(
-        f"Fashion-MNIST is required in {target} or {DEBIAN_FOLDER}, and could not be fetched.\n  "
-        + "\n  ".join(tried)
-        + f"\nInstall it (`apt-get install {DEBIAN_PACKAGE}`), or put these files into {target}: "
-        f"{', '.join(FILES)}."
-    )
+        return BatchSpec(batch, resolution, flip=self.flip, std=(1 / 255,))
 
+    def batches(self, cache: DataCache, spec: BatchSpec, epochs: range) -> tf.data.Dataset:
+        """Return the training batches of some epochs: served by the cache, then shifted.
 
-def _complete(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in FILES)
+        Args:
+            cache: holds the training images.
+            spec: as `serving` returned it.
+            epochs: numbers of the epochs, counted over the whole run: they decide the order.
 
+        Returns:
+            (float32 [batch, h, w, 1] in [0, 255], labels [batch]), one for every step.
+        """
+        from tfcommx.recipes.datasets.shift import training_batches
 
-def _put_in_place(found: Path, target: Path) -> None:
-    """Check the files in `found`, a folder on the same file system, and rename each to its place in
-    `target`.
-    """
-    load(found)
-    target.mkdir(exist_ok=True)
-    for name in FILES:
-        os.replace(found / name, target / name)
+        resolution = spec.resolution or SIDE
+        return training_batches(cache, spec, epochs, round(self.shift * resolution / SIDE))
 
+    def test_inputs(self, pictures: tf.Tensor, resolution: int) -> tf.Tensor:
+        """Return test pictures as the network is trained on them: float32, scaled, 0 to 255."""
+        from tfcommx.recipes.datasets.shift import resize
 
-def _from_debian(work: Path) -> Path:
-    """Download Debian's package with the lists that are there, or else with lists of our own;
-    unpack it without root.
-    """
-    for tool in ("apt-get", "dpkg"):
-        if shutil.which(tool) is None:
-            raise DataError(f"{tool} is not on this machine")
-    lists, cache, unpacked = work / "lists", work / "cache", work / "unpacked"
-    for needed in (lists / "partial", cache / "archives" / "partial"):
-        needed.mkdir(parents=True)
-    private = ["-o", f"Dir::State::Lists={lists}", "-o", f"Dir::Cache={cache}"]
-    # As root, apt would fetch as the user _apt, who cannot write here.
-    download = ["apt-get", "-q", "-o", "APT::Sandbox::User=root"]
-    _try_in_turn(
-        lambda: _run([*download, "download", DEBIAN_PACKAGE], work),
-        lambda: (
-            _run([*download, *private, "update"], work),
-            _run([*download, *private, "download", DEBIAN_PACKAGE], work),
-        ),
-    )
-    packages = list(work.glob(f"{DEBIAN_PACKAGE}_*.deb"))
-    if not packages:
-        raise DataError(f"apt-get downloaded no {DEBIAN_PACKAGE}_*.deb")
-    _run(["dpkg", "-x", str(packages[0]), str(unpacked)], work)
-    return _only_the_files(unpacked / DEBIAN_FOLDER.relative_to("/"), work / "files")
-
-
-def _from_tensorflow_datasets(work: Path) -> Path:
-    """Let TensorFlow Datasets download its own copy, and keep the IDX files that it downloaded."""
-    code = (
-        "import shutil, sys, tensorflow_datasets as tfds\n"
-        "manager = tfds.download.DownloadManager(download_dir=sys.argv[1])\n"
-        "url = tfds.builder_cls('fashion_mnist').URL\n"
-        "for name in sys.argv[3:]: shutil.copyfile(manager.download(url + name), "
-        "f'{sys.argv[2]}/{name}')\n"
-    )
-    (work / "named").mkdir()
-    # In a process of its own: it imports TensorFlow, and it can be ended when the network does not
-    # answer.
-    _run([sys.executable, "-c", code, str(work / "downloads"), str(work / "named"), *FILES], work)
-    return _only_the_files(work / "named", work / "files")
-
-
-def _only_the_files(source: Path, target: Path) -> Path:
-    if not _complete(source):
-        raise DataError(
-            f"{', '.join(name for name in FILES if not (source / name).is_file())} missing in "
-            "what was downloaded"
-        )
-    target.mkdir()
-    for name in FILES:
-        os.replace(source / name, target / name)
-    return target
-
-
-def _try_in_turn(first: Callable[[], object], second: Callable[[], object]) -> None:
-    try:
-        first()
-    except DataError:
-        second()
-
-
-def _run(command: Sequence[str], folder: Path) -> str:
-    """Run a command in `folder`; return its output, or raise DataError with the
-    output's last line.
-    """
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        text=True,
-        timeout=DOWNLOAD_SECONDS,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    if done.returncode:
-        last = (done.stdout.strip().splitlines() or ["no output"])[-1]
-        raise DataError(f"`{command[0]}` ended with status {done.returncode}: {last}")
-    return done.stdout
-
-
-# --- read them --------------------------------------------------------------------------
-
-
-def load(
-    folder: Path, train_images: int = TRAIN_IMAGES, test_images: int = TEST_IMAGES
-) -> tuple[np.ndarray, ...]:
-    """Read the four files.
-
-    Returns:
-        train images uint8 [60000, 28, 28, 1], train labels uint8 [60000] in [0, 9], test images
-        uint8 [10000, 28, 28, 1], test labels uint8 [10000]. Other counts of images are for tests.
-
-    **Raises:** DataError that names the file which is missing, truncated or of another kind.
-    """
-    arrays: list[np.ndarray] = []
-    for images, labels, count in (
-        (FILES[0], FILES[1], train_images),
-        (FILES[2], FILES[3], test_images),
-    ):
-        arrays.append(read_idx(Path(folder) / images, (count, SIDE, SIDE))[..., np.newaxis])
-        arrays.append(read_idx(Path(folder) / labels, (count,)))
-        if arrays[-1].max(initial=0) >= len(CLASSES):
-            raise DataError(
-                _damaged(
-                    Path(folder) / labels,
-                    f"labels in [0, {len(CLASSES) - 1}]",
-                    f"{arrays[-1].max()}",
-                )
-            )
-    return tuple(arrays)
-
-
-def read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """Read one gzipped IDX file of unsigned bytes: 2 zero bytes, type 8, number of dimensions,
-    sizes (big-endian), entries.
-
-    Returns: uint8 array of `shape`, which the sizes in the file must equal.
-
-    **Raises:** DataError that names the file, what was required and what came.
-    """
-    try:
-        content = gzip.decompress(path.read_bytes())
-    except FileNotFoundError:
-        raise DataError(
-            f"{path} is missing. Run `python -m tfcommx.data.fashion_mnist` to fetch it."
-        ) from None
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(_damaged(path, "a whole gzip file", str(error))) from error
-    start = 4 + 4 * len(shape)
-    magic = bytes([0, 0, 8, len(shape)])
-    if content[:4] != magic:
-        raise DataError(
-            _damaged(
-                path, f"the first bytes {magic.hex(' ')}", content[:4].hex(" ") or "an empty file"
-            )
-        )
-    if len(content) < start:
-        raise DataError(_damaged(path, f"a header of {start} bytes", f"{len(content)} bytes"))
-    sizes = struct.unpack(f">{len(shape)}I", content[4:start])
-    if sizes != shape:
-        raise DataError(_damaged(path, f"sizes {shape}", f"{sizes}"))
-    if len(content) - start != math.prod(shape):
-        raise DataError(
-            _damaged(path, f"{math.prod(shape)} bytes of entries", f"{len(content) - start}")
-        )
-    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
-
-
-def _damaged(path: Path, required: str, came: str) -> str:
-    return (
-        f"{path} is damaged: {required} required, received {came}. Delete it and run `python "
-        "-m tfcommx.data.fashion_mnist`."
-    )
-
-
-if __name__ == "__main__":
-    try:
-        print(f"Fashion-MNIST, {TRAIN_IMAGES} + {TEST_IMAGES} images: {fetch()}")
-    except DataError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+        return resize(pictures, resolution)

@@ -1,18 +1,41 @@
-"""The network of the image recipes."""
+"""The network of the small image recipes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import keras
-from keras import layers
+from pydantic import Field
 
-MEAN, DEVIATION = 0.286, 0.353  # of Fashion-MNIST's training pixels, as parts of 255
+from tfcommx.recipes.reader import Part
+
+if TYPE_CHECKING:
+    import keras
+
+# Mean and standard deviation of Fashion-MNIST's training pixels, in parts of 255
+MEAN, DEVIATION = 0.286, 0.353
+
+
+class SmallCnn(Part):
+    """A small convolutional network that takes any resolution.
+
+    It can, because it averages over all positions at its end.
+    """
+
+    name: Literal["small_cnn"] = "small_cnn"
+    # Filters of the 3x3 convolutions; after the first two a pooling halves the sides, because they
+    # would take most of the time
+    filters: tuple[Annotated[int, Field(ge=1)], ...] = Field((16, 32, 64), min_length=1)
+    # Blocks with a short cut after them, with as many filters as the last convolution
+    residual: int = Field(1, ge=0)
+
+    def build(self, outputs: int) -> keras.Model:
+        """Build the network with that many outputs."""
+        return small_cnn(self.filters, self.residual, outputs)
 
 
 def small_cnn(filters: Sequence[int], residual: int, classes: int) -> keras.Model:
-    """Build a convolutional network that takes pictures of any size, because it averages over all
-    positions at its end.
+    """Build a convolutional network that takes pictures of any size.
 
     Args:
         filters: of each 3x3 convolution; after the first two, max pooling halves the sides.
@@ -20,23 +43,32 @@ def small_cnn(filters: Sequence[int], residual: int, classes: int) -> keras.Mode
             the last.
         classes: number of outputs, which are logits.
 
-    Returns: a model of float32 [n, h, w, 1] in [0, 255] -> float32 [n, classes].
+    Returns:
+        a model of float32 [n, h, w, 1] in [0, 255] -> float32 [n, classes].
     """
+    import keras
+    from keras import layers
+
     inputs = keras.Input((None, None, 1))
     flow = layers.Rescaling(1 / (255 * DEVIATION), -MEAN / DEVIATION)(inputs)
-    for place, count in enumerate(filters):
+    for position, count in enumerate(filters):
         flow = layers.Conv2D(count, 3, padding="same", use_bias=False)(flow)
-        if place < 2:
-            flow = layers.MaxPooling2D()(flow)  # before the normalisation: a quarter of its work
+        if position < 2:
+            # Before the normalisation, which then has a quarter of the work
+            flow = layers.MaxPooling2D()(flow)
         flow = layers.ReLU()(_normalised(flow))
     for _ in range(residual):
         branch = layers.Conv2D(filters[-1], 3, padding="same", use_bias=False)(flow)
         flow = layers.Add()([flow, layers.ReLU()(_normalised(branch))])
-    return keras.Model(
-        inputs, layers.Dense(classes)(layers.GlobalAveragePooling2D()(flow)), name="small_cnn"
-    )
+    outputs = layers.Dense(classes)(layers.GlobalAveragePooling2D()(flow))
+    return keras.Model(inputs, outputs, name="small_cnn")
 
 
 def _normalised(flow: keras.KerasTensor) -> keras.KerasTensor:
-    # runs are short: Keras's 0.99 would lag behind by an epoch
+    """Normalise with statistics that follow quickly.
+
+    Runs are short: with Keras's 0.99 the statistics would lag behind by an epoch.
+    """
+    from keras import layers
+
     return layers.BatchNormalization(momentum=0.9)(flow)

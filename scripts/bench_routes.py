@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Time every route of tfcommx.exchange on a slow network, and check each answer while it is timed.
+r"""Time every route of tfcommx.routes on a slow network, and check each answer while it is timed.
 
 Claim: where the network between nodes is slow, the routes for slow networks beat Horovod's
 allreduce (route `allreduce`).
 
-    python scripts/bench_exchange.py --nodes 4 --slots 2 --rate 200mbit --sizes 25000000 --density
-    0.01 --probe --json routes.json python scripts/bench_exchange.py --sizes 1000000 --launcher mpi
-    # quick; MPI in place of Gloo python scripts/bench_exchange.py --hosts a:8,b:8 --sizes 25000000
-    # real machines: no virtual cluster, no root python scripts/bench_exchange.py --figure
-    docs/exchange.png --json f.json   # routes of messages: measured and predicted
+    python scripts/bench_routes.py --nodes 4 --slots 2 --rate 200mbit --sizes 25000000 \
+        --density 0.01 --probe --json routes.json
+    python scripts/bench_routes.py --sizes 1000000 --launcher mpi        # quick; MPI, not Gloo
+    python scripts/bench_routes.py --hosts a:8,b:8 --sizes 25000000      # real machines, no root
+    python scripts/bench_routes.py --figure docs/routes.png --json f.json  # messages: predicted too
 
 Makes a virtual cluster (scripts/cluster: needs root and iproute2), runs itself on its ranks,
 removes it. One gradient of n float32 is exchanged as training does it, in a compiled step.
@@ -118,11 +118,12 @@ def measure(comm: Any, route: str, wire: str, n: int, args: argparse.Namespace) 
 
     import tfcommx as cx
     from tfcommx import routes
-    from tfcommx.planner.plan import Gradient, check_scheme, make_plan
+    from tfcommx.planner.check import check_scheme
+    from tfcommx.planner.plan import Gradient, make_plan
     from tfcommx.runtime.executor import PlanExecutor
 
     name, _, among_peers = route.partition("+")
-    sparse = routes.info(name).sparse
+    sparse = routes.get(name).sparse
     how = {"selection": args.selection, "density": args.density} if sparse else {}
     scheme = cx.Scheme(
         route=name, wire=wire, dense_below=0, peer_route=among_peers or "allreduce", **how
@@ -159,7 +160,7 @@ def measure(comm: Any, route: str, wire: str, n: int, args: argparse.Namespace) 
             (comm.traffic().between - before.between) / steps,
         )
     )
-    promised = routes.route(name).wire_bytes(bucket, comm.topology).between
+    promised = routes.get(name).wire_bytes(bucket, comm.topology).between
     verified = (
         len({row[0] for row in rows}) == 1
         and rows[0][0] + sum(row[1] for row in rows) == steps * sum(row[2] for row in rows)
@@ -175,11 +176,11 @@ def measure(comm: Any, route: str, wire: str, n: int, args: argparse.Namespace) 
         "density": args.density if sparse else 1.0,
         "seconds": statistics.median(seconds),
         "wire_bytes": promised,
-        "limit_seconds": routes.port_bytes(bucket, comm.topology) / args.socket_rate,
+        "limit_seconds": routes.get(name).port_bytes(bucket, comm.topology) / args.socket_rate,
         "verified": verified,
     }
     if args.probe:
-        found["predicted_seconds"] = routes.route(name).seconds(bucket, comm.topology, args.links)
+        found["predicted_seconds"] = routes.get(name).seconds(bucket, comm.topology, args.links)
     return found
 
 
@@ -187,7 +188,7 @@ def work(args: argparse.Namespace) -> None:
     """Measure all that was asked for; rank 0 writes one line of JSON per result as it comes."""
     import tfcommx as cx
     from tfcommx.measure.links import probe
-    from tfcommx.routes import ROUTES, row
+    from tfcommx.routes import ROUTES, get
     from tfcommx.terms import NOMINAL, PlanError
 
     # nodes of a virtual cluster share one machine, which may be slow
@@ -203,7 +204,7 @@ def work(args: argparse.Namespace) -> None:
         for route in args.routes or [*ROUTES, "torus+pipeline"]:
             for wire in [
                 wire
-                for wire in row(route.partition("+")[0]).wires
+                for wire in get(route.partition("+")[0]).wires
                 if not args.wires or wire in args.wires
             ]:
                 try:

@@ -1,10 +1,11 @@
-"""What the native augmentation does, in plain Python and TensorFlow: the readable specification,
-and the way without a library.
+"""Augment: cut, resize, mirror and normalise images. The definition in plain Python and TensorFlow.
 
-The windows are exact; the pixels of the native op (ops/kernels/augment.h) agree within 1/255 per
-value.
-Source: He et al. and the Inception papers' random-resized-crop as torchvision draws it (ten
-attempts, then a centre crop). `tf.image.sample_distorted_bounding_box` draws the crop's height, and
+The native ops that do it on a slab are called in `tfcommx.data.cache.batches`, which uses what is
+here if there is no library. The windows are exact; the pixels of the native op
+(ops/kernels/augment.h) agree within 1/255 per value.
+
+**Source:** random-resized-crop of He et al. and the Inception papers as torchvision draws it: ten
+attempts, then a centre crop. `tf.image.sample_distorted_bounding_box` draws the crop's height, and
 not its area, uniformly: its crops are smaller (of a picture of 375 x 500 with the same bounds 0.38
 of the area in the mean, where these have 0.43). It gives up at the whole image.
 """
@@ -16,13 +17,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tfcommx.kernels.draws import uniform
+
 
 class Rule(NamedTuple):
     """How windows are drawn."""
 
-    # Random, center or whole
+    # "random", "center" or "whole"
     crop: str = "whole"
-    # PlanState-right, for every second sample
+    # Mirror every second sample, left-right
     flip: bool = False
     # Of the image, in (0, 1]
     area: tuple[float, float] = (0.08, 1.0)
@@ -30,6 +33,7 @@ class Rule(NamedTuple):
     aspect: tuple[float, float] = (3 / 4, 4 / 3)
     # Side of the centre crop / short side of the image, in (0, 1]
     center: float = 0.875
+    # Of the draws, any int
     seed: int = 0
 
 
@@ -43,45 +47,30 @@ class Window(NamedTuple):
     flip: int = 0
 
 
-def mix(x: np.ndarray) -> np.ndarray:
-    """Hash uint64 values to uint64 values: splitmix64's finaliser. Same shape; wraps
-    modulo 2^64.
-    """
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def draws(*stream: int, of: np.ndarray) -> np.ndarray:
-    """Return a uint64 for every entry of `of`, a pure function of the integers `stream` and the
-    entry.
-    """
-    state = np.zeros(1, np.uint64)
-    for number in stream:
-        state = mix(state + np.array([number % 2**64], np.uint64))
-    return mix(state + of.astype(np.uint64))
-
-
-def uniform(seed: int, epoch: int, sample: int, draw: int) -> float:
-    """Return draw number `draw` of the stream of (seed, epoch, sample): a float in [0, 1)."""
-    return int(draws(seed, epoch, sample, of=np.array([draw]))[0] >> np.uint64(11)) * 2.0**-53
-
-
 def window_of(rule: Rule, epoch: int, sample: int, height: int, width: int) -> Window:
-    """Draw the window of one sample of height x width pixels: a pure function of its arguments."""
+    """Draw the window of one sample of height x width pixels: a pure function of its arguments.
+
+    >>> window_of(Rule(crop="center", center=0.5), epoch=0, sample=7, height=100, width=200)
+    Window(top=25, left=75, height=50, width=50, flip=0)
+    """
     flip = int(rule.flip and uniform(rule.seed, epoch, sample, 0) < 0.5)
-
-    def centered(h: int, w: int) -> Window:
-        h, w = min(max(h, 1), height), min(max(w, 1), width)
-        return Window((height - h) // 2, (width - w) // 2, h, w, flip)
-
     if rule.crop == "whole":
         return Window(0, 0, height, width, flip)
     if rule.crop == "center":
         side = round(min(height, width) * rule.center)
-        return centered(side, side)
-    # the native op holds its bounds as float32
+        return _centered(side, side, height, width, flip)
+    return _random_window(rule, epoch, sample, height, width, flip)
+
+
+def _centered(h: int, w: int, height: int, width: int, flip: int) -> Window:
+    h, w = min(max(h, 1), height), min(max(w, 1), width)
+    return Window((height - h) // 2, (width - w) // 2, h, w, flip)
+
+
+def _random_window(
+    rule: Rule, epoch: int, sample: int, height: int, width: int, flip: int
+) -> Window:
+    # The native op holds its bounds as float32.
     area_low, area_high, aspect_low, aspect_high = (
         float(np.float32(bound)) for bound in (*rule.area, *rule.aspect)
     )
@@ -97,13 +86,13 @@ def window_of(rule: Rule, epoch: int, sample: int, height: int, width: int) -> W
         if 0 < w <= width and 0 < h <= height:
             return Window(int(down * (height - h + 1)), int(right * (width - w + 1)), h, w, flip)
     if width / height < aspect_low:
-        return centered(round(width / aspect_low), width)
+        return _centered(round(width / aspect_low), width, height, width, flip)
     if width / height > aspect_high:
-        return centered(height, round(height * aspect_high))
+        return _centered(height, round(height * aspect_high), height, width, flip)
     return Window(0, 0, height, width, flip)
 
 
-def augment(
+def augment_definition(
     image: Any,
     window: Window,
     size: tuple[int, int],
@@ -114,13 +103,14 @@ def augment(
     """Cut, resize, mirror and normalise one image.
 
     Args:
-      image: uint8 [h, w, c].
-      window: inside the image.
-      size: height and width of the result, pixels.
-      dtype: uint8 (values 0 to 255, rounded; mean and std unused), float16, bfloat16 or float32.
-      mean, std: per channel, of values in [0, 1].
+        image: uint8 [h, w, c].
+        window: inside the image.
+        size: height and width of the result, pixels.
+        dtype: uint8 (values 0 to 255, rounded; mean and std unused), float16, bfloat16 or float32.
+        mean, std: per channel, of values in [0, 1].
+
     Returns:
-      dtype [*size, c]: (value / 255 - mean) / std.
+        dtype [*size, c]: (value / 255 - mean) / std.
     """
     import tensorflow as tf
 

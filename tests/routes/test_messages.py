@@ -18,62 +18,58 @@ from tfcommx import routes
 from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.routes import bidirectional, moves, pipeline, tree
+from tfcommx.routes.messages import MessageRoute
 from tfcommx.routes.moves import Move
 from tfcommx.terms import PlanError, Topology
 
-ROUTES = [
-    name
-    for name, row in routes.ROUTES.items()
-    if row.messages and hasattr(routes.route(name), "schedule")
-]
-CARRY = {
-    "pipeline": moves.run_when_ready,
-    "tree": moves.run_by_round,
-    "bidirectional": moves.run_when_ready,
-}
+ROUTES = [name for name, route in routes.ROUTES.items() if isinstance(route, MessageRoute)]
+BY_ROUND = [name for name in ROUTES if routes.get(name).run_moves is moves.run_by_round]
+WHEN_READY = [name for name in ROUTES if routes.get(name).run_moves is moves.run_when_ready]
 every_route = pytest.mark.parametrize("route", ROUTES)
 every_operation = pytest.mark.parametrize("operation", moves.OPERATIONS)
 
 
 def test_the_pipeline_is_as_drawn() -> None:
-    """Read the drawing in the source, and hold the schedule against it."""
+    """Read the drawing in the source, and compare the schedule with it."""
     drawn = {}
     for source, target, line in re.findall(
         r"^ +(\d) -> (\d)  (.*)$", pipeline.__doc__, re.MULTILINE
     ):
-        for tick, letter in enumerate(line[2::3]):
+        for round_, letter in enumerate(line[2::3]):
             if letter != " ":
-                drawn[tick, int(source), int(target)] = letter
+                drawn[round_, int(source), int(target)] = letter
     found = {
-        (move.tick, move.source, move.target): "abcdef"[move.start]
+        (move.round, move.source, move.target): "abcdef"[move.start]
         if move.add
         else "ABCDEF"[move.start]
-        for move in pipeline.schedule("allreduce", places=3, entries=6, block=1)
+        for move in pipeline.schedule("allreduce", positions=3, entries=6, block=1)
     }
     assert found == drawn and len(drawn) == 24
 
 
 def test_the_tree_is_as_drawn() -> None:
     drawn = {
-        (int(tick), int(source), int(target))
-        for tick, line in re.findall(r"tick (\d) (.*)", tree.__doc__)
+        (int(round_), int(source), int(target))
+        for round_, line in re.findall(r"round (\d) (.*)", tree.__doc__)
         for source, target in re.findall(r"(\d) -> (\d)", line)
     }
     assert {
-        (move.tick, move.source, move.target) for move in tree.schedule("broadcast", 5, 10)
+        (move.round, move.source, move.target) for move in tree.schedule("broadcast", 5, 10)
     } == drawn and len(drawn) == 4
 
 
 def test_the_bidirectional_exchange_is_as_drawn() -> None:
-    """Play the sums of four parts, and hold what each place has summed so far against
+    """Play the sums of four parts, and compare what each position has summed so far with
     the drawing.
     """
     drawn = re.findall(
-        r"tick \d +([abcd-]{4}) +([abcd-]{4}) +([abcd-]{4}) +([abcd-]{4})", bidirectional.__doc__
+        r"round \d +([abcd-]{4}) +([abcd-]{4}) +([abcd-]{4}) +([abcd-]{4})", bidirectional.__doc__
     )
     holds = [set("abcd") for _ in range(4)]
-    for tick, expected in enumerate(drawn):
-        now = [move for move in bidirectional.schedule("allreduce", 4, 4, 4) if move.tick == tick]
+    for round_, expected in enumerate(drawn):
+        now = [
+            move for move in bidirectional.schedule("allreduce", 4, 4, 4) if move.round == round_
+        ]
         for move in now:
             parts = set("abcd"[move.start : move.stop])
             holds[move.source] -= parts if move.add else set()
@@ -85,27 +81,29 @@ def test_the_bidirectional_exchange_is_as_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("operation", "ticks"), [("broadcast", 5), ("reduce", 5), ("allreduce", 6)]
+    ("operation", "rounds"), [("broadcast", 5), ("reduce", 5), ("allreduce", 6)]
 )
-def test_ticks_of_the_pipeline_by_hand(operation: str, ticks: int) -> None:
-    """3 places, 4 blocks; the paper's chain takes 9 for the allreduce (section 3), reduce then
+def test_ticks_of_the_pipeline_by_hand(operation: str, rounds: int) -> None:
+    """3 positions, 4 blocks; the paper's chain takes 9 for the allreduce (section 3), reduce then
     broadcast 10.
     """
-    assert 1 + max(move.tick for move in pipeline.schedule(operation, 3, 4, 1)) == ticks
+    assert 1 + max(move.round for move in pipeline.schedule(operation, 3, 4, 1)) == rounds
 
 
 @every_route
 @every_operation
-@pytest.mark.parametrize("places", [1, 2, 3, 4, 5, 7, 8, 16])
-def test_nothing_meets_on_a_link(route: str, operation: str, places: int) -> None:
-    """One message per tick and port, in the bidirectional exchange all blocks of one part or more
-    to one place; in the pipeline's allreduce one per tick and direction of a link: there its two
-    ways cross."""
-    found: list[Move] = routes.route(route).schedule(operation, places, 40, 3)
+@pytest.mark.parametrize("positions", [1, 2, 3, 4, 5, 7, 8, 16])
+def test_nothing_meets_on_a_link(route: str, operation: str, positions: int) -> None:
+    """One message per round and port.
+
+    In the bidirectional exchange these are all blocks of one part or more to one position; in the
+    pipeline's allreduce there is one per round and direction of a link, where its two ways cross.
+    """
+    found: list[Move] = routes.get(route).schedule(operation, positions, 40, 3)
     crossing = route == "pipeline" and operation == "allreduce"
     for port in ("source", "target"):
         used = [
-            (move.tick, getattr(move, port), crossing and (move.source, move.target))
+            (move.round, getattr(move, port), crossing and (move.source, move.target))
             for move in found
         ]
         if route == "bidirectional":
@@ -116,45 +114,44 @@ def test_nothing_meets_on_a_link(route: str, operation: str, places: int) -> Non
                 }
             ]
         assert len(used) == len(set(used))
-    assert [move.tick for move in found] == sorted(move.tick for move in found)
+    assert [move.round for move in found] == sorted(move.round for move in found)
     assert all(0 <= move.start < move.stop <= 40 and move.source != move.target for move in found)
 
 
-@pytest.mark.parametrize("route", [route for route in ROUTES if CARRY[route] is moves.run_by_round])
+@pytest.mark.parametrize("route", BY_ROUND)
 @every_operation
-@pytest.mark.parametrize("places", [2, 3, 4, 7, 8])
+@pytest.mark.parametrize("positions", [2, 3, 4, 7, 8])
 def test_no_place_sends_in_a_tick_what_it_receives_in_it(
-    route: str, operation: str, places: int
+    route: str, operation: str, positions: int
 ) -> None:
     """As `run_by_round` needs it: it changes the vector while it sends."""
-    found: list[Move] = routes.route(route).schedule(operation, places, 40, 3)
+    found: list[Move] = routes.get(route).schedule(operation, positions, 40, 3)
     assert not [
         (sent, came)
         for sent in found
         for came in found
-        if (sent.tick, sent.source) == (came.tick, came.target)
+        if (sent.round, sent.source) == (came.round, came.target)
         and sent.start < came.stop
         and came.start < sent.stop
     ]
 
 
-@pytest.mark.parametrize(
-    "route", [route for route in ROUTES if CARRY[route] is moves.run_when_ready]
-)
+@pytest.mark.parametrize("route", WHEN_READY)
 @every_operation
-@pytest.mark.parametrize("places", [2, 3, 4, 7, 8])
+@pytest.mark.parametrize("positions", [2, 3, 4, 7, 8])
 def test_all_moves_cut_the_vector_in_the_same_blocks(
-    route: str, operation: str, places: int
+    route: str, operation: str, positions: int
 ) -> None:
     """As `run_when_ready` needs it: it knows blocks by where they start."""
-    found: list[Move] = routes.route(route).schedule(operation, places, 40, 3)
+    found: list[Move] = routes.get(route).schedule(operation, positions, 40, 3)
     blocks = sorted({(move.start, move.stop) for move in found})
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(blocks))
 
 
 def test_what_comes_early_is_added_in_its_turn() -> None:
-    """Sums must not depend on who is faster: the last place's block comes first here, and is added
-    last, as its tick says.
+    """Sums must not depend on who is faster.
+
+    The last position's block comes first here, and is added last, as its round says.
     """
 
     class PointToPoint:
@@ -167,12 +164,9 @@ def test_what_comes_early_is_added_in_its_turn() -> None:
 
     vector = np.zeros(1, np.float32)
     moves.run_when_ready(
-        [Move(tick, tick + 1, 0, 0, 1, True) for tick in range(3)],
+        [Move(round_, round_ + 1, 0, 0, 1, True) for round_ in range(3)],
         vector,
-        0,
-        lambda place: place,
-        PointToPoint(),
-        0,
+        moves.Participants(range(4), 0, 0, PointToPoint()),
     )
     assert vector[0] == 1  # the other way around the 1 is lost beside 1e8
 
@@ -181,17 +175,17 @@ def test_what_comes_early_is_added_in_its_turn() -> None:
 @every_operation
 def test_no_message_is_longer_than_a_block(route: str, operation: str) -> None:
     """Cutting leaves out nothing and doubles nothing."""
-    schedule = routes.route(route).schedule
-    for place in range(5):
+    schedule = routes.get(route).schedule
+    for position in range(5):
         whole = [
             (move, entry)
             for move in schedule(operation, 5, 40, 7)
-            if place in move[1:3]
+            if position in move[1:3]
             for entry in range(*move[3:5])
         ]
         cut = [
             (move, entry)
-            for move in moves._own(schedule, operation, 5, 40, 7, place)
+            for move in moves.own_moves(schedule, operation, 5, 40, 7, position)
             for entry in range(*move[3:5])
         ]
         assert [(*move[:3], move.add, entry) for move, entry in whole] == [
@@ -218,12 +212,9 @@ def test_any_number_of_ranks_root_and_length(
         return moves.carry_out(
             operation,
             given_[comm.rank],
-            range(ranks),
-            comm.rank,
-            comm._point_to_point,
-            routes.route(route).schedule,
-            CARRY[route],
-            root,
+            moves.Participants(range(ranks), comm.rank, root, comm._point_to_point),
+            routes.get(route).schedule,
+            routes.get(route).run_moves,
             block,
         )
 
@@ -242,9 +233,8 @@ def test_any_number_of_ranks_root_and_length(
 
 def test_a_root_that_does_not_take_part_is_refused() -> None:
     with pytest.raises(PlanError, match=r"root=5, ranks=\[0, 1\] \(rank 1\)"):
-        moves.carry_out(
-            "reduce", np.zeros(3), [0, 1], 1, None, tree.schedule, moves.run_by_round, root=5
-        )
+        nobody = moves.Participants([0, 1], 1, 5, None)
+        moves.carry_out("reduce", np.zeros(3), nobody, tree.schedule, moves.run_by_round)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +255,7 @@ def test_messages_in_a_graph_follow_each_other_in_the_order_of_the_plan(inside: 
     def send(name: str, tensor: tf.Tensor) -> tf.Tensor:
         # of its own: TensorFlow itself orders only those that change nothing or the same
         steps[name].assign_add(1)
-        return comm.by_messages(lambda array, post: seen.append(name) or array, tensor, "b0")
+        return comm.run_with_messages(lambda array, post: seen.append(name) or array, tensor, "b0")
 
     @tf.function
     def step(a: tf.Tensor, b: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

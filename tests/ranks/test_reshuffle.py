@@ -8,34 +8,34 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tfcommx.data.cache.batches import Phase
+from tfcommx.data.cache.batch_spec import BatchSpec
 from tfcommx.data.cache.cache import DataCache
-from tfcommx.data.cache.options import Options
 from tfcommx.data.sources.arrays import Arrays
 
 COUNT = 203
 
 
+@pytest.mark.every_launch
 @pytest.mark.parametrize("over_messages", [True, False])
 def test_every_sample_once_while_parts_mix(comm, over_messages):
     # of the launcher: all ranks have the same
-    folder = Path("/dev/shm") / f"tfcommx-swap-{os.getppid()}-{over_messages}"
+    folder = Path("/dev/shm") / f"tfcommx-reshuffle-{os.getppid()}-{over_messages}"
     folder = Path(comm.gather_objects(str(folder))[0])
     folder.mkdir(exist_ok=True)
     images = np.stack([np.full((6, 5, 3), n, np.uint8) for n in range(COUNT)])
     cache = DataCache(
         Arrays(images, np.arange(COUNT)),
-        comm.topology,
-        comm.rank,
-        Options(seed=3, memory=str(folder), exchange=0.5),
+        seed=3,
+        memory=folder,
+        reshuffle_fraction=0.5,
     )
-    phase = Phase(8, dtype="uint8", drop_remainder=False)
+    spec = BatchSpec(8, dtype="uint8", drop_remainder=False)
     homes = []
     for epoch in range(3):
-        arrived = cache.swap(comm, epoch) if epoch and over_messages else 0
+        arrived = cache.reshuffle(epoch) if epoch and over_messages else 0
         room = cache.slab.used_bytes
         got = []
-        for pictures, labels in cache.dataset(phase, epoch):
+        for pictures, labels in cache.dataset(spec, epoch):
             np.testing.assert_array_equal(pictures, images[labels.numpy()])
             got += labels.numpy().tolist()
         everywhere = comm.gather_objects(

@@ -13,7 +13,7 @@ members = comm.members("node")
 place = members.index(comm.rank)
 for call in range(4):
     parts = [
-        np.random.default_rng([rank, call]).integers(-99, 99, ENTRIES).astype(np.float32)
+        np.random.default_rng([rank, call]).integers(-99, 99, ENTRIES, np.int8).astype(np.float32)
         for rank in members
     ]
     found = comm.reduce_scatter(tf.constant(parts[place]), "node", "large").numpy()

@@ -39,7 +39,7 @@ def bench(folder: Path, *words: str) -> list[dict]:
     json_file, png = folder / "found.jsonl", folder / "found.png"
     command = [
         sys.executable,
-        "scripts/bench_exchange.py",
+        "scripts/bench_routes.py",
         "--sizes",
         "8000",
         "--steps",

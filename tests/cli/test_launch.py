@@ -1,0 +1,147 @@
+"""What is shown of the output of horovodrun: an error once, with its rank."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+
+import pytest
+from launching import ROOT
+
+from tfcommx.cli.launch import LaunchError, Output
+
+TRACE = """\
+Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+    raise RuntimeError("no memory")
+RuntimeError: no memory
+"""
+MISSING = (
+    "tfcommx: rank {} ends, because ranks are missing: rank 1 on node1 ({}). Noticed by rank 1. "
+    "Start again from the last checkpoint.\n"
+)
+HOROVODRUN = """\
+Process {rank} exit with status code {status}.
+Terminating remaining workers after failure of Process {rank}.
+Traceback (most recent call last):
+  File "launch.py", line 837, in run_commandline
+RuntimeError: Horovod detected that one or more processes exited with non-zero status, thus causing
+Process name: {rank}
+Exit code: {status}
+
+"""
+
+
+def written_by(rank: int, text: str, stream: str = "stderr") -> str:
+    """Mark every line as horovodrun does."""
+    return "".join(f"[{rank}]<{stream}>:{line}" for line in text.splitlines(keepends=True))
+
+
+def shown(text: str, capsys: pytest.CaptureFixture[str], status: int = 1) -> tuple[str, str, str]:
+    """Return what is shown on stdout and stderr, and the error of a launch that has failed."""
+    output = Output()
+    output.relay(io.StringIO(text))
+    output.finish()
+    said = ""
+    if status:
+        with pytest.raises((LaunchError, SystemExit)) as ended:
+            output.refuse(status)
+        said = str(ended.value)
+    return (*capsys.readouterr(), said)
+
+
+def test_rank_0_speaks_for_itself_and_others_are_marked(capsys):
+    text = written_by(0, "epoch 1\n", "stdout") + written_by(2, "look\n", "stdout")
+    text += written_by(0, "be warned\n") + written_by(3, "be warned\n") + "of horovodrun\n"
+    assert shown(text, capsys, 0) == ("epoch 1\n", "rank 2: look\nrank 0: be warned\n", "")
+
+
+def test_an_error_of_one_rank_is_shown_once(capsys):
+    reason = "failed: RuntimeError: no memory"
+    text = written_by(1, TRACE) + "".join(
+        written_by(rank, MISSING.format(rank, reason)) for rank in (0, 2)
+    )
+    text += written_by(2, "Terminated\n") + HOROVODRUN.format(rank=1, status=1)
+    printed, told, said = shown(text, capsys)
+    assert (printed, told) == ("", f"rank 1: {TRACE}")
+    assert said.startswith("Rank 1 failed; all others were ended.") and "no memory" not in said
+
+
+def test_an_error_of_all_ranks_is_shown_once_also_if_they_write_together(capsys):
+    lines = [written_by(rank, TRACE).splitlines(keepends=True) for rank in (2, 0, 1)]
+    text = "".join(line for together in zip(*lines, strict=True) for line in together)
+    assert shown(text + HOROVODRUN.format(rank=2, status=1), capsys)[1] == f"rank 2: {TRACE}"
+
+
+def test_a_rank_that_was_killed_is_named(capsys):
+    text = written_by(1, "Killed\n") + HOROVODRUN.format(rank=1, status=137)
+    text += written_by(0, MISSING.format(0, "its process has ended"))
+    printed, told, said = shown(text, capsys)
+    assert printed == told == "" and "Rank 1 was killed by SIGKILL" in said and "node1" not in said
+
+
+def test_a_rank_that_was_stopped_is_named_by_the_others(capsys):
+    reason = "no response for 20 s"
+    text = "".join(written_by(rank, MISSING.format(rank, reason)) for rank in (0, 2))
+    said = shown(text + HOROVODRUN.format(rank=0, status=1), capsys)[2]
+    assert said.count("rank 1 on node1 (no response for 20 s)") == 1
+
+
+def test_an_error_of_horovodrun_itself_is_shown_as_it_is(capsys):
+    told, said = shown("could not connect to some hosts via ssh\n", capsys)[1:]
+    assert "via ssh" in told and "horovodrun ended with status 1" in said
+
+
+SHORT = {
+    "batch_per_rank": "1000",
+    "model.filters": "[4, 8]",
+    "phases.0.epochs": "1",
+    "phases.0.resolution": "8",
+    "phases.1.epochs": "1",
+    "phases.1.resolution": "8",
+    "phases.2.epochs": "1",
+    "phases.2.resolution": "10",
+}
+
+
+def train(folder, ranks: int, **settings: str) -> subprocess.CompletedProcess:
+    """Train the demo's recipe, cut short, as `make demo` does."""
+    command = [sys.executable, "-m", "tfcommx.cli.main", "train", "configs/fashion_mnist.yaml"]
+    command += ["--processes", str(ranks), "--output", str(folder)]
+    for place, value in {**SHORT, **settings}.items():
+        command += ["--set", f"{place}={value}"]
+    # As a user has it: nothing that tests set to quiet TensorFlow
+    return subprocess.run(
+        ["env", "-u", "TF_CPP_MIN_LOG_LEVEL", "-u", "TF_ENABLE_ONEDNN_OPTS", *command],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
+
+
+def test_the_demo_prints_what_a_user_wants_and_nothing_else(tmp_path):
+    ended = train(tmp_path, 4)
+    assert ended.returncode == 0 and ended.stderr == "", ended.stderr
+    lines = [line.rstrip() for line in ended.stdout.splitlines()]
+    epochs, rest = lines[:3], lines[3:]
+    for number, line in enumerate(epochs, 1):
+        assert re.fullmatch(
+            rf"epoch  {number}/3 .* loss \d.* test 0\.\d+ .* images/s .* \d+ s remaining", line
+        ), line
+    assert rest[0] == "fashion_mnist: epochs" and rest.count("where rank 0's time went") == 1
+    # Otherwise tables: their frames, and rows between them
+    tables = [line for line in rest[:-2] if line not in (rest[0], "where rank 0's time went")]
+    assert all(line[0] in "┏┡├└│┃┌" for line in tables), tables
+    assert rest[-2:] == [
+        f"pictures: {tmp_path}/learning_curve.png, {tmp_path}/time_breakdown.png",
+        f"all files: {tmp_path}",
+    ]
+
+
+def test_an_error_that_all_ranks_find_is_one_line(tmp_path):
+    ended = train(tmp_path, 2, batch_per_rank="50000")
+    assert ended.returncode == 2 and ended.stdout == ""
+    assert re.fullmatch(r"tfcommx: A step needs batch_per_rank .*\n", ended.stderr), ended.stderr

@@ -1,0 +1,22 @@
+"""The examples in the docstrings of kernels and wire formats give what they say."""
+
+from __future__ import annotations
+
+import doctest
+from types import ModuleType
+
+import pytest
+
+from tfcommx.kernels import augment, crc32c, draws, loader, merge, select, wire
+from tfcommx.terms import wire_formats
+
+
+@pytest.mark.parametrize("with_library", [True, False], ids=["native", "definition"])
+@pytest.mark.parametrize(
+    "module", [augment, crc32c, draws, merge, select, wire, wire_formats], ids=lambda m: m.__name__
+)
+def test_examples(module: ModuleType, with_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not with_library:
+        monkeypatch.setattr(loader, "library", lambda: None)
+    tried = doctest.testmod(module)
+    assert tried.attempted > 0 and tried.failed == 0

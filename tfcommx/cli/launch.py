@@ -1,0 +1,171 @@
+"""Start processes with horovodrun on this machine, and show of their output what a user wants.
+
+horovodrun marks each line with its rank, such as `[0]<stdout>:`, and adds lines of its own. Here
+rank 0's output is shown as it is, that of other ranks with their number, and an error once:
+
+    what is written                                        what is shown
+    rank 0, stdout                                         the line
+    rank r, otherwise                                      rank r: the line
+    our own messages (`tfcommx: ...`)                      the line
+    a line or a traceback that another rank wrote too      that of the first rank
+    ranks that say which rank they miss                    once, if that rank has not told why
+    horovodrun's messages and its traceback at the end     which rank ended first, and how
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import IO
+
+from tfcommx.cli.environment import quiet_horovod
+
+MARK = re.compile(r"\[(\d+)\]<(stdout|stderr)>:(.*)", re.DOTALL)
+MISSING = re.compile(r"tfcommx: rank \d+ ends, because ranks are missing: (.*)", re.DOTALL)
+# What a shell writes if its rank was ended; how is said at the end
+ENDED = ("Terminated\n", "Killed\n")
+TRACEBACK = "Traceback (most recent call last):"
+# Exit status of a rank that has told what the user can put right
+USER_ERROR = 2
+FIRST = re.compile(r"Process name: (\d+)\s+Exit code: (\d+)")
+
+
+class LaunchError(RuntimeError):
+    """A launch that has failed; the message says which rank ended first."""
+
+
+class Output:
+    """What is shown of the lines that horovodrun forwards."""
+
+    def __init__(self) -> None:
+        # horovodrun's own lines, and what ranks say of missing ranks: shown only if needed
+        self.own: list[str] = []
+        self.missing: list[str] = []
+        # What was shown on stderr, and the first rank that wrote it
+        self.writers: dict[str, str] = {}
+        # By rank: a traceback that is not whole yet
+        self.tracebacks: dict[str, str] = {}
+
+    def relay(self, stream: IO[str]) -> None:
+        """Show all lines of a stream."""
+        for line in stream:
+            marked = MARK.match(line)
+            if not marked:
+                self.own.append(line)
+            elif marked[1] == "0" and marked[2] == "stdout":
+                print(marked[3], end="", flush=True)
+            else:
+                self.collect(marked[1], marked[3])
+
+    def collect(self, rank: str, text: str) -> None:
+        """Put a rank's traceback together; show every other line at once."""
+        begun = self.tracebacks.pop(rank, "")
+        if text.startswith(TRACEBACK) or (begun and (text[:1].isspace() or text.endswith(":\n"))):
+            self.tracebacks[rank] = begun + text
+        else:
+            self.show(rank, begun + text)
+
+    def show(self, rank: str, text: str) -> None:
+        """Show what a rank has written, if no other rank has written the same."""
+        if missing := MISSING.match(text):
+            self.missing.append(missing[1])
+        elif text.strip() and text not in ENDED and self.writers.setdefault(text, rank) == rank:
+            by = "" if text.startswith("tfcommx: ") else f"rank {rank}: "
+            print(f"{by}{text}", end="", file=sys.stderr, flush=True)
+
+    def finish(self) -> None:
+        """Show the tracebacks that were cut off."""
+        for rank, text in self.tracebacks.items():
+            self.show(rank, text)
+
+    def refuse(self, status: int) -> None:
+        """End a launch that has failed.
+
+        **Raises:** LaunchError; SystemExit with status 2 if a rank told a user error.
+        """
+        first = FIRST.search("".join(self.own))
+        if not first:
+            sys.stderr.writelines(self.own)
+            raise LaunchError(f"horovodrun ended with status {status}.")
+        rank, status = int(first[1]), int(first[2])
+        if status == USER_ERROR:
+            sys.exit(USER_ERROR)
+        signals = {128 + number: number.name for number in signal.Signals}
+        how = f"was killed by {signals[status]}" if status in signals else "failed"
+        # What the others say of ranks that could not speak for themselves
+        known = ("(failed: ", f"rank {rank} on ")
+        told = [f"{text.strip()} " for text in self.missing if not any(map(text.count, known))]
+        raise LaunchError(
+            f"Rank {rank} {how}; all others were ended. {''.join(told[:1])}"
+            "Add --resume to continue from the last checkpoint."
+        )
+
+
+def horovodrun(processes: int, words: list[str]) -> None:
+    """Run `tfcommx WORDS...` in several processes on this machine, and wait for their end.
+
+    Args:
+        processes: number of ranks, >= 1.
+        words: command and options of `tfcommx`; `--terminal` is added if there is one.
+
+    **Raises:** LaunchError if a rank fails; SystemExit if a rank told what the user can put right.
+    """
+    if sys.stdout.isatty():
+        words = [*words, "--terminal", os.ttyname(sys.stdout.fileno())]
+    quiet_horovod()
+    process = subprocess.Popen(
+        [*_launcher(processes), sys.executable, "-m", "tfcommx.cli.main", *words],
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    signal.signal(signal.SIGTERM, lambda number, frame: process.terminate())
+    output = Output()
+    status = _follow(process, output)
+    output.finish()
+    if status:
+        output.refuse(status)
+
+
+def _launcher(processes: int) -> list[str]:
+    """Return the beginning of the command that starts the ranks."""
+    program = shutil.which("horovodrun", path=f"{Path(sys.executable).parent}:{os.defpath}")
+    if program is None:
+        raise LaunchError(
+            f"horovodrun is required beside {sys.executable}. Install Horovod in this environment."
+        )
+    # Horovod 0.28 starts a rank on every slot, whatever -np says
+    return [program, "-np", str(processes), "-H", f"localhost:{processes}", "--gloo"]
+
+
+def _follow(process: subprocess.Popen[str], output: Output) -> int:
+    """Show a process's output until it ends; return its exit status."""
+
+    def relay(stream: IO[str]) -> None:
+        try:
+            output.relay(stream)
+        except OSError:  # nobody reads what is shown
+            process.terminate()
+
+    threads = [
+        threading.Thread(target=relay, args=[stream], daemon=True)
+        for stream in (process.stdout, process.stderr)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        # The terminal has sent it to horovodrun too, which ends the ranks
+        process.wait()
+        sys.exit(128 + signal.SIGINT)
+    for thread in threads:
+        thread.join()
+    return status

@@ -1,0 +1,48 @@
+"""`tfcommx probe`: measure the links of a cluster."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tfcommx.terms import PlanError
+
+
+def probe(
+    output: Annotated[
+        Path, typer.Option(help="File of the links; the figure goes beside it, as .png.")
+    ] = Path("links.json"),
+    largest: Annotated[
+        int, typer.Option(min=4096, help="Bytes of the largest message; less for slow networks.")
+    ] = 2**24,
+    repeats: Annotated[int, typer.Option(min=1, help="Of each size; the fastest counts.")] = 5,
+) -> None:
+    """Measure the links of this cluster: `horovodrun -np 8 -H ... tfcommx probe`.
+
+    Schemes are then planned by what they cost.
+    """
+    from tfcommx import init, is_chief
+    from tfcommx.measure import links
+    from tfcommx.report import figures
+
+    comm = init()
+    # Rank 0 writes; all ranks must know if it cannot
+    if not comm.gather_objects(output.parent.is_dir() and os.access(output.parent, os.W_OK))[0]:
+        raise PlanError(
+            f"`--output` must be in a folder that rank 0 can write to. Received {output}. Make "
+            "the folder, or give another."
+        )
+    found = links.probe(comm, [size for size in links.SIZES if size <= largest], repeats)
+    if is_chief():
+        output.write_text(found.to_json())
+        figures.draw_links(found, output.with_suffix(".png"))
+        for kind, link in found.links._asdict().items():
+            print(f"{kind}: {link}")
+        print(
+            f"{output}, {output.with_suffix('.png')}. Use it: DistributedOptimizer(..., "
+            f"links={str(output)!r}), or links: in a recipe."
+        )
+    comm.gather_objects("done")

@@ -1,0 +1,85 @@
+"""Calls from TensorFlow's threads into Python: none outlives its process, none keeps its owner.
+
+A thread that came to Python after its end would stop there for ever, and with it the end of its
+tf.data pipeline, and so the end of the process.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+# Seconds that the end of a process waits for calls that are under way.
+EXIT_SECONDS = 5
+
+_calls = threading.Condition()
+# Calls of TensorFlow's threads that are under way.
+_inside = 0
+_ended = False
+
+
+def until_exit(work: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `work` for TensorFlow's threads: the end of the process waits for it.
+
+    Calls that are under way then are waited for; others raise.
+    """
+
+    @functools.wraps(work)
+    def call(*args: Any) -> Any:
+        global _inside
+        with _calls:
+            if _ended:
+                raise RuntimeError("The process ends.")
+            _inside += 1
+        try:
+            return work(*args)
+        finally:
+            with _calls:
+                _inside -= 1
+                _calls.notify_all()
+
+    return call
+
+
+def weakly(owner: object, work: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `work`, whose first argument is `owner`, for TensorFlow, without a hold on `owner`.
+
+    TensorFlow keeps the functions that it is given for ever, and would keep `owner` with them.
+    """
+    here = weakref.ref(owner)
+
+    def call(*args: Any) -> Any:
+        living = here()
+        if living is None:
+            raise RuntimeError(
+                "The DataCache is gone. Keep it, or the dataset that it made, as long as "
+                "batches are asked for."
+            )
+        return work(living, *args)
+
+    return until_exit(call)
+
+
+def _end() -> None:
+    global _ended
+    with _calls:
+        _ended = True
+        _calls.wait_for(lambda: not _inside, EXIT_SECONDS)
+    # They return through TensorFlow, and those that raise fill the pipeline's queue.
+    time.sleep(0.1)
+
+
+def _forget_calls() -> None:
+    """Start anew in a forked child, which has none of the threads whose calls are under way."""
+    global _calls, _inside
+    _calls, _inside = threading.Condition(), 0
+
+
+os.register_at_fork(after_in_child=_forget_calls)
+# Before the thread pools end, which calls under way need; `atexit` would come after them.
+threading._register_atexit(_end)

@@ -1,0 +1,224 @@
+"""The files of slabs: how they are made, who uses them, and their removal if nobody does.
+
+Every process that uses a slab holds a shared flock on its file, which the kernel drops even at
+kill -9 and at a restart of the machine: a slab that can be locked exclusively has no living owner.
+It is then removed, never reused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import secrets
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tfcommx.terms import PlanError
+
+MAGIC = b"TFCXSLB1"
+PAGE = 4096
+# Magic, samples, byte offset of the index, of the data, length, next free byte, id.
+HEADER = struct.Struct("<8sqqqqqq")
+# Byte offset of the next free byte's number.
+NEXT_AT = 40
+# Byte offset of the facts, a JSON text that ends with a zero byte.
+FACTS_AT = 256
+# FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+_PUNCH_HOLE = 1 | 2
+
+
+class SlabError(RuntimeError):
+    """A slab that cannot be made or used."""
+
+
+def overhead_bytes(count: int) -> int:
+    """Return the bytes that a slab for `count` samples takes for its header and its index."""
+    return PAGE + -(-8 * count // PAGE) * PAGE
+
+
+@contextlib.contextmanager
+def allocation_lock(file: int) -> Iterator[None]:
+    """Hold the lock under which space of a slab is taken.
+
+    The lock belongs to the open file: it is dropped at the holder's death, and by no other close.
+    """
+
+    def ask(command: int, kind: int) -> None:
+        fcntl.fcntl(file, command, struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 8, 0))
+
+    ask(fcntl.F_OFD_SETLKW, fcntl.F_WRLCK)
+    try:
+        yield
+    finally:
+        ask(fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
+
+
+def lock_alone(file: int) -> bool:
+    """Try to lock a slab exclusively; True if no other process uses it.
+
+    A shared lock that this process held on the file is lost either way.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def free_memory(file: int) -> None:
+    """Give back the memory of a slab except its header.
+
+    A mapping that lives on, as TensorFlow's may, would keep all of it.
+    """
+    length = os.fstat(file).st_size - PAGE
+    # If this fails, the memory is freed with the last mapping.
+    ctypes.CDLL(None).fallocate(file, _PUNCH_HOLE, ctypes.c_long(PAGE), ctypes.c_long(length))
+
+
+def still_at(path: Path, file: int) -> bool:
+    """Tell whether an open file is still the one at `path`."""
+    try:
+        return os.stat(path).st_ino == os.fstat(file).st_ino
+    except FileNotFoundError:
+        return False
+
+
+def remove_if_unused(path: Path) -> bool:
+    """Remove a slab without a living owner; True if it was removed."""
+    try:
+        file = os.open(path, os.O_RDWR)
+    except (FileNotFoundError, PermissionError):
+        return False
+    try:
+        # A process that does not hold the lock must not: the holder may have made a new one by now.
+        if lock_alone(file) and still_at(path, file):
+            path.unlink(missing_ok=True)
+            return True
+        return False
+    finally:
+        os.close(file)
+
+
+def attach_or_make(
+    path: Path, key: str, count: int, length: Callable[[], int], facts: dict[str, str]
+) -> tuple[int, bool]:
+    """Open the slab at `path`, or make it; hold its shared lock.
+
+    Args:
+        path: ends with `.slab`.
+        key: hash of the contents.
+        count: samples of the data set, >= 0.
+        length: returns the bytes of a new file, or raises; it may add to `facts`.
+        facts: strings for `facts_of`.
+
+    Returns:
+        The file's descriptor, and whether this process made the slab.
+    """
+    while True:
+        remove_if_unused(path)
+        try:
+            file = os.open(path, os.O_RDWR)
+        except FileNotFoundError:
+            made = _make(path, key, count, length(), facts)
+            if made is not None:
+                return made, True
+            continue
+        fcntl.flock(file, fcntl.LOCK_SH)
+        if still_at(path, file):
+            return file, False
+        os.close(file)
+
+
+def _make(path: Path, key: str, count: int, length: int, facts: dict[str, str]) -> int | None:
+    """Make a slab under another name, then publish it; None if another process was first."""
+    part = path.with_suffix(f".{os.getpid()}-{secrets.token_hex(4)}.part")
+    file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        _write_header(file, key, count, length, facts)
+        # It fails if the name is taken; a rename would replace the other process's slab.
+        os.link(part, path)
+        return file
+    except (FileExistsError, FileNotFoundError):
+        os.close(file)
+        return None
+    except BaseException:
+        os.close(file)
+        raise
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _write_header(file: int, key: str, count: int, length: int, facts: dict[str, str]) -> None:
+    """Give a new file its length, header and facts."""
+    data_at = overhead_bytes(count)
+    length = max(length, data_at)
+    os.ftruncate(file, length)
+    os.posix_fallocate(file, 0, data_at)
+    text = json.dumps({"key": key, "pid": os.getpid(), "created": time.time(), **facts}).encode()
+    if len(text) >= PAGE - FACTS_AT:
+        raise PlanError(
+            f"The facts of a slab must fit {PAGE - FACTS_AT} bytes. Received {len(text)}."
+        )
+    identity = secrets.randbits(63)
+    os.pwrite(file, HEADER.pack(MAGIC, count, PAGE, data_at, length, data_at, identity), 0)
+    os.pwrite(file, text + b"\0", FACTS_AT)
+
+
+def reclaim(folder: Path) -> list[Path]:
+    """Remove all slabs in `folder`, complete or half made, that no living process uses.
+
+    Returns:
+        The paths of those that were removed.
+    """
+    found = [*folder.glob("tfcommx-*.slab"), *folder.glob("tfcommx-*.part")]
+    return [path for path in sorted(found) if remove_if_unused(path)]
+
+
+def facts_of(path: Path) -> dict[str, Any]:
+    """Read what a slab says about itself: key, source, pid, created; {} if that is not legible."""
+    try:
+        with path.open("rb") as file:
+            page = file.read(PAGE)
+        return json.loads(page[FACTS_AT:].split(b"\0", 1)[0]) if page[:8] == MAGIC else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def reserved_bytes(path: Path) -> int:
+    """Return the bytes that a slab has reserved and not yet taken; 0 if it is gone.
+
+    What it reserves is its fact `need`, or its length if it has none.
+    """
+    try:
+        with path.open("rb") as file:
+            magic, *_, length, used, _ = HEADER.unpack(file.read(HEADER.size))
+    except (OSError, struct.error):
+        return 0
+    return max(0, int(facts_of(path).get("need", length)) - used) if magic == MAGIC else 0
+
+
+def state_of(path: Path) -> tuple[int, int, int, bool]:
+    """Return what a slab holds, and whether it is in use.
+
+    Returns:
+        samples of the data set, samples that are present, bytes given out, and whether a living
+        process uses the slab.
+
+    **Raises:** SlabError if the file is no slab.
+    """
+    with path.open("rb") as file:
+        page = file.read(HEADER.size)
+        if len(page) < HEADER.size or page[: len(MAGIC)] != MAGIC:
+            raise SlabError(f"{path} is no slab. Remove it by hand if nothing needs it.")
+        _, count, index_at, _, _, used, _ = HEADER.unpack(page)
+        index = np.fromfile(path, np.int64, count, offset=index_at)
+        return count, int(np.count_nonzero(index > 0)), used, not lock_alone(file.fileno())

@@ -1,0 +1,92 @@
+"""The native op library, loaded at the first use. The only module that loads it.
+
+`TFCOMMX_NATIVE=0` in the environment keeps it from being loaded: plain TensorFlow does its work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+from tfcommx.kernels import build_digest
+
+FOLDER = Path(__file__).resolve().parent.parent / "lib"
+SOURCES = FOLDER.parent.parent / "ops"  # if the package is used from its source tree
+GPU_DEVICES = "CPU and CUDA"  # as setup.py writes it
+REBUILD = (
+    "Rebuild it: python scripts/bootstrap.py, or python setup.py build_ext --inplace in an "
+    "environment that is set up."
+)
+
+
+class NativeLibraryError(RuntimeError):
+    """The native op library cannot be used with this TensorFlow, or with this Python code."""
+
+
+@functools.cache
+def library() -> Any | None:
+    """Load the op library once; say once if there is none.
+
+    Returns:
+        The module of its ops; None if there is no library or TFCOMMX_NATIVE=0.
+
+    **Raises:** NativeLibraryError, before anything is loaded, if it was built for another
+    TensorFlow, or from other sources than those beside the package.
+    """
+    if os.environ.get("TFCOMMX_NATIVE", "1") == "0":
+        return None
+    import tensorflow as tf
+
+    path = FOLDER / "libtfcommx.so"
+    if not path.is_file():
+        warnings.warn(
+            f"tfcommx has no native library at {path}: plain TensorFlow does its work. {REBUILD}",
+            stacklevel=2,
+        )
+        return None
+    _check_build(path, tf.__version__)
+    return tf.load_op_library(str(path))
+
+
+def _check_build(path: Path, tensorflow_version: str) -> None:
+    """Refuse a library of another TensorFlow, or of other sources than those beside it."""
+    facts = _facts()
+    built = facts.get("tensorflow", "an unknown TensorFlow")
+    if built != tensorflow_version:
+        raise NativeLibraryError(
+            "The native library must be built for the TensorFlow that loads it, "
+            f"{tensorflow_version}. Received one built for {built} ({path}). {REBUILD}"
+        )
+    in_source_tree = (SOURCES.parent / "setup.py").is_file()
+    if in_source_tree and facts.get("sources") != build_digest.digest(SOURCES):
+        raise NativeLibraryError(
+            f"The native library must be built from the sources beside it, {SOURCES}. "
+            f"Received one built from others ({path}). {REBUILD}"
+        )
+
+
+def _facts() -> dict[str, str]:
+    """Read what setup.py noted of the build."""
+    path = FOLDER / "build.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def plain_function(name: str) -> Any | None:
+    """Return a C function of the library that is no TensorFlow op; None if there is no library."""
+    if library() is None:
+        return None
+    return getattr(ctypes.CDLL(str(FOLDER / "libtfcommx.so")), name)
+
+
+def has_gpu_kernels() -> bool:
+    """Tell whether the library's ops, except `augment`'s, also run on GPUs.
+
+    They do if nvcc was there when the library was built. No GPU has run them yet: until
+    scripts/check_cuda has passed on one, they are compiled and emulated, not proven.
+    """
+    return library() is not None and _facts()["devices"] == GPU_DEVICES

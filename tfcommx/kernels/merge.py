@@ -1,0 +1,49 @@
+"""Merge: (index, value) pairs, added into zeros in the order of the list."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import tensorflow as tf
+
+from tfcommx.kernels import host, loader
+
+
+def merge(indices: Any, values: Any, size: int, k: int = 0) -> tf.Tensor:
+    """Add (index, value) pairs into zeros, each entry's values in the order of the list.
+
+    >>> merge(tf.constant([2, 0, 2]), tf.constant([1.0, 4.0, 0.5]), size=4).numpy().tolist()
+    [4.0, 0.0, 1.5, 0.0]
+
+    Args:
+        indices: int32 [pairs] in [0, size), repeats allowed.
+        values: float32 [pairs].
+        size: length of the result, in [0, 2^31).
+        k: the list is made of runs of k pairs without a repeated index, as ranks send them; 0: any
+            list, which CPUs merge.
+
+    Returns:
+        float32 [size].
+
+    **Ranks:** local; equal lists give bit-identical results on every rank.
+    **Cost:** one write of the result, the pairs read once by each of at most 16 threads; no sort.
+    On a GPU one launch for each run.
+    **Raises:** InvalidArgumentError if an index is outside [0, size); a GPU returns NaN in entry 0
+    instead.
+    """
+    ops = loader.library()
+    if ops is None:
+        with tf.device("/cpu:0"):  # a GPU adds in any order, and ranks would differ
+            return merge_definition(indices, values, size)
+    with contextlib.nullcontext() if k else tf.device("/cpu:0"):
+        return ops.tfcommx_merge(indices=indices, values=values, size=host.int64(size), k=k)
+
+
+def merge_definition(indices: tf.Tensor, values: tf.Tensor, size: int) -> tf.Tensor:
+    """Define `merge` in plain TensorFlow.
+
+    Only CPUs add in the order of the list here; elsewhere the order, and so the last bit, is
+    TensorFlow's choice.
+    """
+    return tf.math.unsorted_segment_sum(values, indices, size)

@@ -1,0 +1,123 @@
+"""Wire: selected entries as one buffer of int32 words, and back.
+
+`terms.wire_formats` counts the words, ops/kernels/wire.h has their layout, and the module
+`tfcommx.wire.codec` says what each format is for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfcommx.kernels import host, loader
+from tfcommx.terms import Sparse
+from tfcommx.terms.wire_formats import BLOCK, value_dtype, wire_words
+
+
+def encode(sparse: Sparse, wire: str) -> tf.Tensor:
+    """Write k entries as one buffer.
+
+    >>> chosen = Sparse(tf.constant([1, 4]), tf.constant([-5.0, 3.0]), 6)
+    >>> encode(chosen, "block16/float16").numpy().size
+    3
+
+    Args:
+        sparse: indices int32 [k] in [0, size), ascending for the block formats; values float32
+            [k], rounded to nearest even if the format's are narrower; size an int.
+        wire: one of `terms.SPARSE_WIRES`.
+
+    Returns:
+        int32 [words].
+
+    **Ranks:** local.
+    **Cost:** one pass.
+    **Raises:** InvalidArgumentError if an index is out of range or order.
+    """
+    ops = loader.library()
+    if ops is None:
+        return encode_definition(sparse, wire)
+    return ops.tfcommx_wire_encode(
+        indices=sparse.indices, values=sparse.values, size=sparse.size, format=wire
+    )
+
+
+def decode(
+    words: Any, k: int, size: int, wire: str, shards: int = 1
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Read the entries of p buffers, one after another.
+
+    >>> chosen = Sparse(tf.constant([1, 4]), tf.constant([-5.0, 3.0]), 6)
+    >>> indices, values = decode(encode(chosen, "pair32"), k=2, size=6, wire="pair32")
+    >>> indices.numpy().tolist(), values.numpy().tolist()
+    ([1, 4], [-5.0, 3.0])
+
+    Args:
+        words: int32 [p * words], what p ranks encoded with the same k, size and wire.
+        k: entries in each buffer.
+        size: length of the vector, or of each shard, that the indices point into.
+        wire: one of `terms.SPARSE_WIRES`.
+        shards: divides p: as many of the buffers are of each equal part of a vector of
+            shards * size < 2^31 entries.
+
+    Returns:
+        indices int32 [p * k] into that vector and values float32 [p * k], in the order of the
+        buffers.
+
+    **Ranks:** local.
+    **Cost:** one pass, the buffers side by side.
+    **Raises:** InvalidArgumentError if the length, a buffer's counts or its indices do not fit k
+    and size; a GPU returns indices of -1 instead.
+    """
+    ops = loader.library()
+    if ops is None:
+        return decode_definition(words, k, size, wire, shards)
+    return tuple(ops.tfcommx_wire_decode(words=words, k=k, size=size, shards=shards, format=wire))
+
+
+def encode_definition(sparse: Sparse, wire: str) -> tf.Tensor:
+    """Define `encode` in plain TensorFlow."""
+    values = _to_words(tf.cast(sparse.values, value_dtype(wire)))
+    if not wire.startswith("block16"):
+        return tf.concat([sparse.indices, values], axis=0)
+    last = _block_starts(sparse.size) + (BLOCK - 1)
+    ends = tf.searchsorted(sparse.indices, last, side="right", out_type=tf.int32)
+    counts = ends - tf.concat([[0], ends[:-1]], axis=0)
+    offsets = tf.cast(tf.bitwise.bitwise_and(sparse.indices, BLOCK - 1), tf.uint16)
+    return tf.concat([counts, _to_words(offsets), values], axis=0)
+
+
+def decode_definition(
+    words: tf.Tensor, k: int, size: int, wire: str, shards: int = 1
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Define `decode` in plain TensorFlow."""
+    parts = wire_words(k, size, wire)
+    counts, positions, last = tf.split(tf.reshape(words, [-1, sum(parts)]), parts, axis=1)
+    dtype = tf.as_dtype(value_dtype(wire))
+    values = tf.reshape(tf.cast(_from_words(last, k, dtype), tf.float32), [-1])
+    indices = tf.reshape(positions, [-1])
+    if wire.startswith("block16"):
+        starts = tf.tile(_block_starts(size), [tf.shape(counts)[0]])
+        offsets = tf.reshape(tf.cast(_from_words(positions, k, tf.uint16), tf.int32), [-1])
+        indices = tf.repeat(starts, tf.reshape(counts, [-1])) + offsets
+    by_shard = tf.reshape(indices, [shards, -1]) + size * tf.range(shards)[:, None]
+    return tf.reshape(by_shard, [-1]), values
+
+
+def _block_starts(size: int) -> tf.Tensor:
+    return tf.range(0, size, BLOCK, dtype=tf.int32)
+
+
+def _to_words(entries: tf.Tensor) -> tf.Tensor:
+    if entries.dtype.size == 4:
+        return tf.bitcast(entries, tf.int32)
+    padding = [[0, host.length(entries) % 2]]
+    halves = tf.pad(tf.bitcast(entries, tf.int16), padding)
+    return tf.bitcast(tf.reshape(halves, [-1, 2]), tf.int32)
+
+
+def _from_words(words: tf.Tensor, k: int, dtype: tf.DType) -> tf.Tensor:
+    if dtype.size == 4:
+        return tf.bitcast(words, dtype)
+    halves = tf.reshape(tf.bitcast(words, tf.int16), [-1, 2 * words.shape[1]])
+    return tf.bitcast(halves[:, :k], dtype)

@@ -1,0 +1,84 @@
+"""Refuses schemes that cannot be carried out, before anything is sent."""
+
+from __future__ import annotations
+
+from tfcommx import routes, selection
+from tfcommx.routes.base import Route
+from tfcommx.routes.torus import PEER_ROUTES
+from tfcommx.terms import MPI_LAUNCH, PLAIN, PlanError, Scheme, Topology, check_name
+
+
+def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> None:
+    """Refuse a scheme whose names are unknown, or do not fit each other, the topology, the launch.
+
+    Args:
+        scheme: what the user asks for.
+        topology: of the ranks that will carry it out.
+        messages: can the launch send messages between two ranks? An MPI launch can.
+
+    **Raises:** PlanError.
+    """
+    route = routes.get(scheme.route)
+    check_name("selection rule", scheme.selection, selection.RULES)
+    _check_kinds(scheme, route)
+    _check_peers(scheme)
+    for name in (scheme.route, scheme.dense_route, scheme.peer_route):
+        _check_cluster(routes.get(name), topology, messages)
+    wire_of(scheme, route)
+
+
+def wire_of(scheme: Scheme, route: Route) -> str:
+    """Return the format that a route writes: the scheme's own on its route, else the plain one.
+
+    **Raises:** PlanError for a format that the scheme's route cannot write.
+    """
+    if scheme.wire == PLAIN or route.name != scheme.route:
+        return route.wires[0]
+    if scheme.wire not in route.wires:
+        others = [name for name, other in routes.ROUTES.items() if scheme.wire in other.wires]
+        raise PlanError(
+            f"The route {route.name!r} writes {', '.join(route.wires)}. Received "
+            f"wire={scheme.wire!r}. Use one of these, or a route that writes it: "
+            f"{', '.join(others)}."
+        )
+    return scheme.wire
+
+
+def _check_kinds(scheme: Scheme, route: Route) -> None:
+    """Check which of the scheme's routes are sparse."""
+    if routes.get(scheme.dense_route).sparse:
+        dense = ", ".join(name for name, other in routes.ROUTES.items() if not other.sparse)
+        raise PlanError(
+            f"`dense_route` must be a dense route ({dense}). Received {scheme.dense_route!r}."
+        )
+    if scheme.selection != "all" and not route.sparse:
+        sparse = ", ".join(name for name, other in routes.ROUTES.items() if other.sparse)
+        raise PlanError(
+            f"Selection {scheme.selection!r} needs a sparse route ({sparse}). Received "
+            f"route={scheme.route!r}."
+        )
+
+
+def _check_peers(scheme: Scheme) -> None:
+    routes.get(scheme.peer_route)
+    if scheme.peer_route not in PEER_ROUTES:
+        raise PlanError(
+            f"`peer_route` must be one of {', '.join(PEER_ROUTES)}. Received {scheme.peer_route!r}."
+        )
+    if scheme.peer_route != "allreduce" and "torus" not in (scheme.route, scheme.dense_route):
+        raise PlanError(
+            f"`peer_route` is the torus's. Received peer_route={scheme.peer_route!r} with "
+            f"route={scheme.route!r}."
+        )
+
+
+def _check_cluster(route: Route, topology: Topology, messages: bool) -> None:
+    """Check that the nodes and the launch can carry a route out."""
+    if route.levels == 2:
+        topology.require_even(f"the two-level route {route.name!r}")
+    if route.messages and not messages:
+        raise PlanError(
+            f"The route {route.name!r} sends messages between two ranks, which needs an MPI "
+            f"launch: {MPI_LAUNCH}. Received a Gloo launch. Launch with MPI, or use allreduce, "
+            "torus or asa."
+        )

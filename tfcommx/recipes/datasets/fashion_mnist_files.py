@@ -1,0 +1,221 @@
+"""The files of Fashion-MNIST: find or fetch the original IDX files, and read them.
+
+Files are taken from the cache folder, then from Debian's package if it is installed, then from
+that package by `apt-get download` (which needs no root), then from TensorFlow Datasets' download.
+
+**Source:** H. Xiao, K. Rasul, R. Vollgraf, "Fashion-MNIST: a novel image dataset for benchmarking
+machine learning algorithms", 2017. 60,000 training and 10,000 test images of 10 kinds of clothing;
+MIT licence.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tfcommx.recipes.datasets.idx import DataError, damaged, read_idx
+
+FILES = (
+    "train-images-idx3-ubyte.gz",
+    "train-labels-idx1-ubyte.gz",
+    "t10k-images-idx3-ubyte.gz",
+    "t10k-labels-idx1-ubyte.gz",
+)
+CLASSES = (
+    "T-shirt",
+    "trouser",
+    "pullover",
+    "dress",
+    "coat",
+    "sandal",
+    "shirt",
+    "sneaker",
+    "bag",
+    "ankle boot",
+)
+TRAIN_IMAGES, TEST_IMAGES, SIDE = 60_000, 10_000, 28
+DEBIAN_PACKAGE = "dataset-fashion-mnist"
+DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
+# Longest wait for one command that downloads
+DOWNLOAD_SECONDS = 120
+
+
+# --- find or get the files --------------------------------------------------------------
+
+
+def fetch(folder: Path | None = None) -> Path:
+    """Return a folder that holds the four files; fetch them first if no folder does.
+
+    Each file appears whole, by a rename, so a killed fetch leaves no half file and several
+    processes may call at once.
+
+    Args:
+        folder: where to keep the files; by default `~/.cache/tfcommx/fashion-mnist`.
+
+    Returns:
+        the folder.
+
+    **Raises:** DataError that lists what was tried and the command that installs the package.
+    """
+    target = (
+        Path(folder) if folder is not None else Path.home() / ".cache" / "tfcommx" / "fashion-mnist"
+    )
+    for there in (target, DEBIAN_FOLDER):
+        if _complete(there):
+            return there
+    tried = []
+    for source, get in (
+        ("Debian's package", _from_debian),
+        ("TensorFlow Datasets", _from_tensorflow_datasets),
+    ):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as work:
+            try:
+                _put_in_place(get(Path(work)), target)
+                return target
+            except (DataError, OSError, subprocess.SubprocessError) as failure:
+                tried.append(f"{source}: {failure}")
+    raise DataError(
+        f"Fashion-MNIST is required in {target} or {DEBIAN_FOLDER}, and could not be fetched.\n  "
+        + "\n  ".join(tried)
+        + f"\nInstall it (`apt-get install {DEBIAN_PACKAGE}`), or put these files into {target}: "
+        f"{', '.join(FILES)}."
+    )
+
+
+def _complete(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in FILES)
+
+
+def _put_in_place(found: Path, target: Path) -> None:
+    """Check the files in `found`, on the same file system, and rename each into `target`."""
+    load(found)
+    target.mkdir(exist_ok=True)
+    for name in FILES:
+        os.replace(found / name, target / name)
+
+
+def _from_debian(work: Path) -> Path:
+    """Download and unpack Debian's package without root.
+
+    The machine's package lists are tried first, then lists of our own.
+    """
+    for tool in ("apt-get", "dpkg"):
+        if shutil.which(tool) is None:
+            raise DataError(f"{tool} is not on this machine")
+    lists, cache, unpacked = work / "lists", work / "cache", work / "unpacked"
+    for needed in (lists / "partial", cache / "archives" / "partial"):
+        needed.mkdir(parents=True)
+    private = ["-o", f"Dir::State::Lists={lists}", "-o", f"Dir::Cache={cache}"]
+    # As root, apt would fetch as the user _apt, who cannot write here.
+    download = ["apt-get", "-q", "-o", "APT::Sandbox::User=root"]
+    _try_in_turn(
+        lambda: _run([*download, "download", DEBIAN_PACKAGE], work),
+        lambda: (
+            _run([*download, *private, "update"], work),
+            _run([*download, *private, "download", DEBIAN_PACKAGE], work),
+        ),
+    )
+    packages = list(work.glob(f"{DEBIAN_PACKAGE}_*.deb"))
+    if not packages:
+        raise DataError(f"apt-get downloaded no {DEBIAN_PACKAGE}_*.deb")
+    _run(["dpkg", "-x", str(packages[0]), str(unpacked)], work)
+    return _only_the_files(unpacked / DEBIAN_FOLDER.relative_to("/"), work / "files")
+
+
+def _from_tensorflow_datasets(work: Path) -> Path:
+    """Let TensorFlow Datasets download its own copy, and keep the IDX files that it downloaded."""
+    code = (
+        "import shutil, sys, tensorflow_datasets as tfds\n"
+        "manager = tfds.download.DownloadManager(download_dir=sys.argv[1])\n"
+        "url = tfds.builder_cls('fashion_mnist').URL\n"
+        "for name in sys.argv[3:]: shutil.copyfile(manager.download(url + name), "
+        "f'{sys.argv[2]}/{name}')\n"
+    )
+    (work / "named").mkdir()
+    # In a process of its own: it imports TensorFlow, and it can be ended if the network does not
+    # answer.
+    _run([sys.executable, "-c", code, str(work / "downloads"), str(work / "named"), *FILES], work)
+    return _only_the_files(work / "named", work / "files")
+
+
+def _only_the_files(source: Path, target: Path) -> Path:
+    if not _complete(source):
+        raise DataError(
+            f"{', '.join(name for name in FILES if not (source / name).is_file())} missing in "
+            "what was downloaded"
+        )
+    target.mkdir()
+    for name in FILES:
+        os.replace(source / name, target / name)
+    return target
+
+
+def _try_in_turn(first: Callable[[], object], second: Callable[[], object]) -> None:
+    try:
+        first()
+    except DataError:
+        second()
+
+
+def _run(command: Sequence[str], folder: Path) -> str:
+    """Run a command in `folder`; return its output.
+
+    **Raises:** DataError with the last line of the output.
+    """
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        text=True,
+        timeout=DOWNLOAD_SECONDS,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    if done.returncode:
+        last = (done.stdout.strip().splitlines() or ["no output"])[-1]
+        raise DataError(f"`{command[0]}` ended with status {done.returncode}: {last}")
+    return done.stdout
+
+
+# --- read them --------------------------------------------------------------------------
+
+
+def load(
+    folder: Path, train_images: int = TRAIN_IMAGES, test_images: int = TEST_IMAGES
+) -> tuple[np.ndarray, ...]:
+    """Read the four files.
+
+    Args:
+        folder: holds the four files.
+        train_images: number of training images; other numbers than the real one are for tests.
+        test_images: number of test images.
+
+    Returns:
+        train images uint8 [60000, 28, 28, 1], train labels uint8 [60000] in [0, 9], test images
+        uint8 [10000, 28, 28, 1], test labels uint8 [10000].
+
+    **Raises:** DataError that names the file which is missing, truncated or of another kind.
+    """
+    arrays: list[np.ndarray] = []
+    for images, labels, count in (
+        (FILES[0], FILES[1], train_images),
+        (FILES[2], FILES[3], test_images),
+    ):
+        arrays.append(read_idx(Path(folder) / images, (count, SIDE, SIDE))[..., np.newaxis])
+        arrays.append(read_idx(Path(folder) / labels, (count,)))
+        if arrays[-1].max(initial=0) >= len(CLASSES):
+            raise DataError(
+                damaged(
+                    Path(folder) / labels,
+                    f"labels in [0, {len(CLASSES) - 1}]",
+                    f"{arrays[-1].max()}",
+                )
+            )
+    return tuple(arrays)

@@ -1,0 +1,11 @@
+"""Optimizers of the recipes: one a file.
+
+To add one: write a file with a frozen `Part` that satisfies `recipes.base.OptimizerRecipe` (its
+settings, a `name`, `momentum` and `build`), and add a row here. Keras is imported inside its
+functions only: reading a recipe must not load it.
+"""
+
+from tfcommx.recipes.base import OptimizerRecipe
+from tfcommx.recipes.optimizers.sgd import Sgd
+
+OPTIMIZERS: dict[str, type[OptimizerRecipe]] = {"sgd": Sgd}

@@ -1,0 +1,11 @@
+"""Tasks of the recipes: what a network learns, one a file.
+
+To add one: write a file with a frozen `Part` that satisfies `recipes.base.Task` (its settings, a
+`name` and `build`) and what it builds, a `recipes.base.Objective`; add a row here. TensorFlow is
+imported inside its functions only: reading a recipe must not load it.
+"""
+
+from tfcommx.recipes.base import Task
+from tfcommx.recipes.tasks.classify import Classify
+
+TASKS: dict[str, type[Task]] = {"classify": Classify}

@@ -1,0 +1,36 @@
+"""Rules of the native selection kernel, which fuses the choice with error feedback in one pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from tfcommx.kernels import select as kernel
+from tfcommx.terms import Sparse
+
+
+@dataclass(frozen=True)
+class FusedRule:
+    """A rule of `kernels.select`; a `Rule`."""
+
+    # As the kernel names it: "exact" or "mstopk"
+    name: str
+
+    def select(self, gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
+        """Choose k entries; see `kernels.select.select`."""
+        return kernel.select(gradient, k, seed, self.name)
+
+    def select_with_residual(
+        self,
+        gradient: tf.Tensor,
+        residual: tf.Variable,
+        k: int,
+        seed: int = 0,
+        velocity: tf.Variable | None = None,
+        momentum: float = 0.0,
+    ) -> Sparse:
+        """Choose from gradient + residual; see `kernels.select.select_with_residual`."""
+        return kernel.select_with_residual(
+            gradient, residual, k, seed, self.name, velocity, momentum
+        )

@@ -1,0 +1,108 @@
+"""Bucket: variables whose gradients travel together; RouteOptions: what their route must know."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tfcommx.terms.scheme import PLAIN
+
+
+@dataclass(frozen=True)
+class RouteOptions:
+    """What one route must know of a bucket and no other route; each route has a class of its own.
+
+    Fields are numbers, strings, or the options of another route, so that a plan can be written as
+    JSON.
+    """
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> RouteOptions:
+        """Make the options from what `dataclasses.asdict` returned of them.
+
+        Args:
+            found: field -> value, as JSON has it.
+
+        **Raises:** TypeError for a field that the options don't have.
+        """
+        return cls(**found)
+
+
+@dataclass(frozen=True)
+class NoOptions(RouteOptions):
+    """The options of a route that needs none."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Variables whose gradients travel together as one flat vector, in backward order.
+
+    >>> bucket = Bucket("b", ("bias", "kernel"), (10, 25), "float16", "torus", padding=1)
+    >>> bucket.size, bucket.padded, bucket.entry_bytes
+    (35, 36, 2)
+    """
+
+    # Unique in its plan; collectives are named after it.
+    name: str
+    # Variable paths, or the names of pieces of a variable that is cut.
+    variables: tuple[str, ...]
+    # Entries of each variable.
+    sizes: tuple[int, ...]
+    # Of the flat vector: float16, float32 or float64.
+    dtype: str
+    # A name of the table in tfcommx.routes.
+    route: str
+    # A name of the table in tfcommx.selection.
+    selection: str = "all"
+    # Entries that one rank selects, >= 1; None on dense routes.
+    k: int | None = None
+    # Zeros that are appended so that the route can cut the vector into equal shards, >= 0.
+    padding: int = 0
+    # Of rules that choose at random.
+    seed: int = 0
+    # How entries are written, one of WIRES.
+    wire: str = PLAIN
+    # The route's own, of the class that the route names.
+    options: RouteOptions = field(default_factory=NoOptions)
+    # In [0, 1): applied before the selection, or on dense routes to the sum over the ranks.
+    momentum: float = 0.0
+    # > 0: of the gradients of all buckets with the same value, on each rank; None: not clipped.
+    clip_norm: float | None = None
+
+    @property
+    def size(self) -> int:
+        """Count the entries of the variables, without padding."""
+        return sum(self.sizes)
+
+    @property
+    def entry_bytes(self) -> int:
+        """Return the bytes of one entry of the flat vector."""
+        return {"float16": 2, "float32": 4, "float64": 8}[self.dtype]
+
+    @property
+    def padded(self) -> int:
+        """Count the entries of the flat vector, with padding."""
+        return self.size + self.padding
+
+    @property
+    def padded_bytes(self) -> int:
+        """Return the bytes of the flat vector, with padding."""
+        return self.padded * self.entry_bytes
+
+    @property
+    def selected(self) -> int:
+        """Return k of a bucket on a sparse route.
+
+        **Raises:** ValueError on a dense route, which selects nothing.
+        """
+        if self.k is None:
+            raise ValueError(
+                f"A bucket on a sparse route needs k. Received k=None in {self.name!r}."
+            )
+        return self.k
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON can write, the options as a mapping."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,45 @@
+"""Bytes and dtypes of what travels: pure arithmetic, so that prices need no TensorFlow."""
+
+from __future__ import annotations
+
+from tfcommx.terms import PLAIN, Bucket
+from tfcommx.terms.wire_formats import wire_words
+
+_ENTRY_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def size_bytes(k: int, size: int, wire: str) -> int:
+    """Count the bytes of k selected entries of a vector.
+
+    >>> size_bytes(1000, 200_000, "pair32"), size_bytes(1000, 200_000, "block16/float16")
+    (8000, 4016)
+
+    Args:
+        k: entries, >= 0.
+        size: length of the vector, >= 0.
+        wire: one of terms.SPARSE_WIRES.
+    """
+    return 4 * sum(wire_words(k, size, wire))
+
+
+def dense_dtype(bucket: Bucket) -> str:
+    """Name the dtype in which a dense bucket's entries travel.
+
+    >>> dense_dtype(Bucket("b", ("w",), (4,), "float32", "asa", wire="float16"))
+    'float16'
+    """
+    return bucket.dtype if bucket.wire == PLAIN else bucket.wire
+
+
+def sum_dtype(dtype: str) -> str:
+    """Name the dtype in which entries that travel as `dtype` are added.
+
+    >>> sum_dtype("float16"), sum_dtype("float64")
+    ('float32', 'float64')
+    """
+    return "float64" if dtype == "float64" else "float32"
+
+
+def entry_bytes(dtype: str) -> int:
+    """Return the bytes of one entry: of float16, bfloat16, float32 or float64."""
+    return _ENTRY_BYTES[dtype]
