@@ -26,6 +26,7 @@ from test_optimizer import (
 import tfcommx as cx
 from tfcommx import callbacks
 from tfcommx.comm.base import Comm
+from tfcommx.comm.unwrapped import UnwrappedOptimizers
 from tfcommx.optim.wrapped import exchanger_in
 from tfcommx.runtime import replica_guard
 
@@ -217,3 +218,31 @@ def test_the_standard_callback_averages_before_and_agrees_after(comm: Comm) -> N
     assert len(seen) == 2 and int(net.optimizer.iterations) == 8
     assert all(other == seen for other in comm.gather_objects(seen))
     assert same_on_all_ranks(comm, net)
+
+
+def test_a_model_made_on_one_rank_more_does_not_break_a_loop(comm: Comm) -> None:
+    """Keras numbers what it makes: the ranks call the same variables by other paths."""
+
+    def net() -> keras.Model:
+        return keras.Sequential([keras.layers.Input((12,)), keras.layers.Dense(3)])
+
+    if comm.rank:
+        net()
+    own, optimizer = net(), wrapped()
+    cx.broadcast_variables(own.weights)
+    optimizer.apply(gradients_of(own, batch(comm.rank)), own.trainable_variables)
+    assert same_on_all_ranks(comm, own)
+
+
+def test_an_optimizer_that_is_not_wrapped_is_warned_of(
+    comm: Comm, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks, net = UnwrappedOptimizers(comm.rank), model()
+    plain, ours = keras.optimizers.SGD(0.1), wrapped()
+    looks.look()
+    ours.apply(gradients_of(net, batch(comm.rank)), net.trainable_variables)
+    looks.look()
+    assert not looks.warned
+    plain.apply(gradients_of(net, batch(comm.rank)), net.trainable_variables)
+    looks.look()
+    assert looks.warned and "is not wrapped and takes steps" in caplog.text

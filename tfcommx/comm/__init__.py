@@ -7,6 +7,7 @@ mpi         PointToPoint on MPI                                      (the only `
 threads     both contracts, for p ranks as threads of one process: law tests
 process     the process's own Comm, as init() made it
 liveness    ends this rank if another does not respond; its watcher process is watcher.py
+unwrapped   warns of optimizers that take steps without an exchange
 init        init(): all of this, in order
 """
 

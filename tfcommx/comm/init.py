@@ -7,6 +7,7 @@ import functools
 import tensorflow as tf
 
 from tfcommx.comm import base, horovod, launcher, liveness, mpi, process
+from tfcommx.comm.unwrapped import UnwrappedOptimizers
 from tfcommx.terms import PlanError, Topology
 
 
@@ -48,6 +49,7 @@ def init(
     process.set_current(comm)
     if here.size > 1:
         liveness.start(comm, watch_seconds, launcher.launch_interfaces())
+        UnwrappedOptimizers(here.rank).watch()
     return comm
 
 

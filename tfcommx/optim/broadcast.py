@@ -25,7 +25,8 @@ def broadcast_variables(variables: Iterable[keras.Variable], root: int = 0) -> N
 
     For custom loops, as `callbacks.BroadcastState` is for `fit`: after everything is built and
     restored, before the first step. `model.variables` has the seeds of dropout, too: ranks that
-    drop the same entries learn less from a batch.
+    drop the same entries learn less from a batch. Plans and checkpoints then call the variables
+    what rank `root` calls them: a rank that made another model before has other paths.
 
     >>> import keras
     >>> import tfcommx as cx
@@ -46,7 +47,10 @@ def broadcast_variables(variables: Iterable[keras.Variable], root: int = 0) -> N
     here, variables = process.current(), list(variables)
     if not 0 <= root < here.topology.size:
         raise PlanError(f"`root` must be a rank in [0, {here.topology.size}). Received {root!r}.")
-    _require_equal_variables(variables)
+    names = _require_equal_variables(variables)[root]
+    for variable, name in zip(variables, names, strict=True):
+        if name != variable.path:
+            variable.tfcommx_name = name  # Read by VariableNames
     for number, variable in enumerate(variables):
         value = tf.convert_to_tensor(variable)
         carried = tf.cast(value, _CARRIED_AS.get(value.dtype, value.dtype))
@@ -54,14 +58,19 @@ def broadcast_variables(variables: Iterable[keras.Variable], root: int = 0) -> N
         variable.assign(tf.cast(received, value.dtype))
 
 
-def _require_equal_variables(variables: Sequence[keras.Variable]) -> None:
-    """Compare shapes and dtypes: Horovod would wait for what other ranks do not have."""
+def _require_equal_variables(variables: Sequence[keras.Variable]) -> list[list[str]]:
+    """Compare shapes and dtypes: Horovod would wait for what other ranks do not have.
+
+    Returns:
+        Of every rank the paths of its variables.
+    """
     here = process.current()
     mine = [
         (variable.path, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))
         for variable in variables
     ]
-    for rank, theirs in enumerate(here.gather_objects(mine)):
+    everyone = here.gather_objects(mine)
+    for rank, theirs in enumerate(everyone):
         for one, other in itertools.zip_longest(mine, theirs):
             if one is None or other is None or one[1:] != other[1:]:
                 raise PlanError(
@@ -69,3 +78,4 @@ def _require_equal_variables(variables: Sequence[keras.Variable]) -> None:
                     f"{here.rank} there is {one or 'nothing more'} where rank {rank} has "
                     f"{other or 'nothing more'}."
                 )
+    return [[path for path, _, _ in theirs] for theirs in everyone]

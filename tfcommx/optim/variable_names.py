@@ -17,16 +17,18 @@ class VariableNames:
     def of(self, variables: Sequence[keras.Variable]) -> list[str]:
         """Return the variables' names, made unique in the order of the first call.
 
+        A variable whose name broadcast_variables has agreed on with the other ranks has that one.
         Parts of a model may have layers of the same name, as two networks of keras.applications
         have.
         """
         taken = {name for name, _ in self._names.values()}
         for variable in variables:
             if id(variable) not in self._names:
-                name, number = variable.path, 1
+                path = getattr(variable, "tfcommx_name", variable.path)
+                name, number = path, 1
                 while name in taken:
                     number += 1
-                    name = f"{variable.path}#{number}"
+                    name = f"{path}#{number}"
                 taken.add(name)
                 self._names[id(variable)] = name, variable
         return [self._names[id(variable)][0] for variable in variables]
