@@ -129,7 +129,8 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     if type(optimizer).__module__.startswith("tf_keras"):
         raise PlanError(
             "An optimizer of Keras 3 is required. Received "
-            f"{type(optimizer).__name__} of tf_keras, which is Keras 2. Unset TF_USE_LEGACY_KERAS, and import keras, not tf_keras."
+            f"{type(optimizer).__name__} of tf_keras, which is Keras 2. Unset "
+            "TF_USE_LEGACY_KERAS, and import keras, not tf_keras."
         )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise PlanError(
