@@ -2,7 +2,7 @@
 """Claim: the replica guard costs less than 0.5 % of a step, at its default of a check in 100 steps.
 
     horovodrun -np 2 -H localhost:2 --gloo python scripts/bench_guard.py
-    horovodrun -np 2 -H localhost:2 --gloo python scripts/bench_guard.py -n 2000000 --json guard.jsonl
+    horovodrun -np 2 -H localhost:2 --gloo python scripts/bench_guard.py -n 2000000 --json g.jsonl
 
 A step is the exchange and the update of one dense matrix a layer, without forward and backward
 pass, so the share is an upper bound. Steps without a check and with one take turns; `share` is the
