@@ -15,7 +15,6 @@ import pytest
 from launching import ROOT
 from test_cluster import ENVIRONMENT
 
-
 # scripts/benchmark_options.py
 COLUMNS = ["name", "n", "density", "seconds", "limit_seconds", "times_limit", "verified"]
 
