@@ -11,14 +11,15 @@ It also costs at most a tenth of a top-k.
 
 Every contestant adds the gradient to a residual of its own (except algorithm1, which is timed on
 the sum), chooses k entries by magnitude and zeroes them in the residual. They take turns, round by
-round, so that whatever else the machine does slows all of them alike; the median counts. `limit_seconds` is 1.5
-times the bare addition r += g of the same rounds on the same threads. Each result is verified
-(verify_selection.py). For GPUs: scripts/bench_select_gpu.py. Options and columns:
-scripts/benchmark_options.py.
+round, so that whatever else the machine does slows all of them alike; the median counts.
+`limit_seconds` is 1.5 times the bare addition r += g of the same rounds on the same threads. Each
+result is verified (verify_selection.py). For GPUs: scripts/bench_select_gpu.py. Options and
+columns: scripts/benchmark_options.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import statistics
@@ -151,10 +152,8 @@ def contestants(
         tf_top_k(gradient, start, k, few),
         numpy_argpartition(added, start, k, few),
     ]
-    try:
+    with contextlib.suppress(ImportError):  # `show` says so
         found.append(torch_topk(added, start, k, few))
-    except ImportError:
-        pass  # `show` says so
     return found
 
 
