@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Claim: selection with error feedback costs at most 1.5 times the bare addition of the residual.
+"""Claim: selection with error feedback costs at most 1.5 times the residual's bare addition.
 
-And a tenth of a top-k.
+It also costs at most a tenth of a top-k.
 
     python scripts/bench_select.py        # n = 25,000,000, densities 0.001 and 0.01, all cores
     python scripts/bench_select.py --json results.jsonl     # one object a line
@@ -11,14 +11,15 @@ And a tenth of a top-k.
 
 Every contestant adds the gradient to a residual of its own (except algorithm1, which is timed on
 the sum), chooses k entries by magnitude and zeroes them in the residual. They take turns, round by
-round, so that what else the machine does meets all alike; the median counts. `limit_seconds` is 1.5
-times the bare addition r += g of the same rounds on the same threads. Each result is verified
-(verify_selection.py). For GPUs: scripts/bench_select_gpu.py. Options and columns:
-scripts/benchmark_options.py.
+round, so that whatever else the machine does slows all of them alike; the median counts.
+`limit_seconds` is 1.5 times the bare addition r += g of the same rounds on the same threads. Each
+result is verified (verify_selection.py). For GPUs: scripts/bench_select_gpu.py. Options and
+columns: scripts/benchmark_options.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import statistics
@@ -69,6 +70,67 @@ def compiled(
     return lambda seed: function(tf.constant(seed, tf.int64))
 
 
+def addition(gradient: tf.Tensor, start: np.ndarray, rounds: int) -> Contestant:
+    """Make the bare addition of the gradient to a residual."""
+    bare, wide = tf.Variable(start), tf.cast(gradient, tf.float32)
+
+    @tf.function
+    def add() -> None:
+        bare.assign_add(wide, read_value=False)
+
+    return Contestant("residual_add", lambda seed: add(), bare, rounds)
+
+
+def printed_algorithm1(gradient: tf.Tensor, start: np.ndarray, k: int, rounds: int) -> Contestant:
+    summed = tf.constant(start) + tf.cast(gradient, tf.float32)
+    printed = tf.function(lambda seed: algorithm1(summed, k, seed=seed))
+    return Contestant("algorithm1", lambda seed: printed(tf.constant(seed, tf.int64)), None, rounds)
+
+
+def tf_top_k(gradient: tf.Tensor, start: np.ndarray, k: int, rounds: int) -> Contestant:
+    residual = tf.Variable(start)
+
+    @tf.function
+    def add_and_top_k() -> Sparse:
+        acc = residual.assign_add(tf.cast(gradient, tf.float32)).read_value()
+        indices = tf.math.top_k(tf.abs(acc), k, sorted=False).indices
+        chosen = Sparse(indices, tf.gather(acc, indices), acc.shape[0])
+        residual.scatter_update(tf.IndexedSlices(tf.zeros([k]), chosen.indices))
+        return chosen
+
+    return Contestant("tf_top_k", lambda seed: add_and_top_k(), residual, rounds)
+
+
+def numpy_argpartition(added: np.ndarray, start: np.ndarray, k: int, rounds: int) -> Contestant:
+    residual = start.copy()
+
+    def argpartition(seed: int) -> Sparse:
+        np.add(residual, added, out=residual)
+        indices = np.argpartition(np.abs(residual), residual.size - k)[residual.size - k :]
+        values = residual[indices]
+        residual[indices] = 0
+        return Sparse(indices, values, residual.size)
+
+    return Contestant("numpy_argpartition", argpartition, residual, rounds)
+
+
+def torch_topk(added: np.ndarray, start: np.ndarray, k: int, rounds: int) -> Contestant:
+    """Make PyTorch's contestant. **Raises:** ImportError if it is not installed."""
+    import torch
+
+    residual = start.copy()
+    kept, new = torch.from_numpy(residual), torch.from_numpy(added)
+
+    def topk(seed: int) -> Sparse:
+        kept.add_(new)
+        indices = torch.topk(kept.abs(), k, sorted=False).indices
+        values = kept[indices]
+        kept[indices] = 0
+        return Sparse(indices.numpy(), values.numpy(), residual.size)
+
+    return Contestant("torch_topk", topk, residual, rounds)
+
+
 def contestants(
     gradient: tf.Tensor, start: np.ndarray, k: int, rounds: int, opponents: bool
 ) -> list[Contestant]:
@@ -76,77 +138,23 @@ def contestants(
 
     Without opponents: the kernels and the addition.
     """
-
-    def fresh() -> tf.Variable:
-        return tf.Variable(start)
-
     few = max(2, rounds // 4)
-    bare, wide = fresh(), tf.cast(gradient, tf.float32)
-
-    @tf.function
-    def add() -> None:
-        bare.assign_add(wide, read_value=False)
-
-    found = [Contestant("residual_add", lambda seed: add(), bare, rounds)]
+    found = [addition(gradient, start, rounds)]
     for rule in ("mstopk", "exact", "dgc") if opponents else ("mstopk", "exact"):
-        residual = fresh()
-        found.append(
-            Contestant(
-                rule,
-                compiled(rule, gradient, residual, k),
-                residual,
-                rounds if rule != "dgc" else few,
-            )
-        )
-
+        residual = tf.Variable(start)
+        choose = compiled(rule, gradient, residual, k)
+        found.append(Contestant(rule, choose, residual, few if rule == "dgc" else rounds))
     if not opponents:
         return found
-    summed = tf.constant(start) + tf.cast(gradient, tf.float32)
-    printed = tf.function(lambda seed: algorithm1(summed, k, seed=seed))
-    found.append(
-        Contestant("algorithm1", lambda seed: printed(tf.constant(seed, tf.int64)), None, few)
-    )
-
-    def top_k(acc: tf.Tensor) -> Sparse:
-        indices = tf.math.top_k(tf.abs(acc), k, sorted=False).indices
-        return Sparse(indices, tf.gather(acc, indices), acc.shape[0])
-
-    mine = fresh()
-
-    @tf.function
-    def add_and_top_k() -> Sparse:
-        acc = mine.assign_add(tf.cast(gradient, tf.float32)).read_value()
-        chosen = top_k(acc)
-        mine.scatter_update(tf.IndexedSlices(tf.zeros([k]), chosen.indices))
-        return chosen
-
-    found.append(Contestant("tf_top_k", lambda seed: add_and_top_k(), mine, few))
-
-    plain, added = start.copy(), tf.cast(gradient, tf.float32).numpy()
-
-    def argpartition(seed: int) -> Sparse:
-        np.add(plain, added, out=plain)
-        indices = np.argpartition(np.abs(plain), plain.size - k)[plain.size - k :]
-        values = plain[indices]
-        plain[indices] = 0
-        return Sparse(indices, values, plain.size)
-
-    found.append(Contestant("numpy_argpartition", argpartition, plain, few))
-    try:
-        import torch
-    except ImportError:
-        return found
-    kept = start.copy()
-    kept_torch, added_torch = torch.from_numpy(kept), torch.from_numpy(added)
-
-    def torch_topk(seed: int) -> Sparse:
-        kept_torch.add_(added_torch)
-        indices = torch.topk(kept_torch.abs(), k, sorted=False).indices
-        values = kept_torch[indices]
-        kept_torch[indices] = 0
-        return Sparse(indices.numpy(), values.numpy(), kept.size)
-
-    return [*found, Contestant("torch_topk", torch_topk, kept, few)]
+    added = tf.cast(gradient, tf.float32).numpy()
+    found += [
+        printed_algorithm1(gradient, start, k, few),
+        tf_top_k(gradient, start, k, few),
+        numpy_argpartition(added, start, k, few),
+    ]
+    with contextlib.suppress(ImportError):  # `show` says so
+        found.append(torch_topk(added, start, k, few))
+    return found
 
 
 def algorithm1(x: tf.Tensor, k: int, searches: int = 30, seed: int = 0) -> Sparse:

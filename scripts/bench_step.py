@@ -1,72 +1,60 @@
 #!/usr/bin/env python3
-"""Claim: exchanging dense gradients through a plan is not slower than plain Horovod's allreduce of
-each gradient.
+"""Claim: dense gradients through a plan take no longer than plain Horovod's allreduce of each.
 
-    horovodrun -np 2 --gloo python scripts/bench_step.py                  # 25.6 M entries in the
-    sizes of a ResNet-50 horovodrun -np 2 --gloo python scripts/bench_step.py --entries 2000000
-    --json step.jsonl
+    horovodrun -np 2 --gloo python scripts/bench_step.py
+                                          # 25.6 M entries in the sizes of a ResNet-50
+    horovodrun -np 2 --gloo python scripts/bench_step.py -n 2000000 --json step.jsonl
 
 Both run inside one tf.function each and take turns, round by round; the median counts. Results are
-verified against each other. `ratio` is time over plain Horovod's in the same run; `limit` is 1.05.
+verified against each other on every rank. `ratio` is the median, over the rounds, of the time over
+plain Horovod's time in the same round. `limit_seconds` is 1.05 times plain Horovod's median.
+Options and columns: scripts/benchmark_options.py.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import time
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import benchmark_options
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from rich.console import Console
-from rich.table import Table
 
 import tfcommx as cx
+from tfcommx.comm.base import Comm
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
 
-LIMIT = 1.05
+ALLOWED = 1.05  # times plain Horovod
 WIDTHS = (64, 128, 256, 512)  # of ResNet-50's stages, with their numbers of blocks
 BLOCKS = (3, 4, 6, 3)
 
 
-def sizes(entries: int) -> list[int]:
-    """The gradient sizes of a ResNet-50, forward order, scaled to about `entries` in all."""
+def gradient_sizes(entries: int) -> list[int]:
+    """Return the gradient sizes of a ResNet-50, forward order, scaled to about `entries` in all."""
     found = [7 * 7 * 3 * 64, 64, 64]
     for width, blocks in zip(WIDTHS, BLOCKS, strict=True):
         for block in range(blocks):
             inner = width * 4 if block else width * 2
-            found += [
-                inner * width,
-                width,
-                width,
-                9 * width * width,
-                width,
-                width,
-                width * width * 4,
-                width * 4,
-                width * 4,
-            ]
+            found += [inner * width, width, width]
+            found += [9 * width * width, width, width]
+            found += [width * width * 4, width * 4, width * 4]
     found += [2048 * 1000, 1000]
     return [max(1, round(size * entries / sum(found))) for size in found]
 
 
-def main() -> None:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument("--entries", type=int, default=25_600_000)
-    options.add_argument("--rounds", type=int, default=15)
-    options.add_argument("--json", type=Path, help="write one object a line")
-    chosen = options.parse_args()
-    comm = cx.init()
-    shapes = {f"w{i}": (size,) for i, size in enumerate(sizes(chosen.entries))}
+def contestants(comm: Comm, sizes: list[int]) -> dict[str, Callable[[], list[tf.Tensor]]]:
+    """Return a step of each: the averages of the same gradients, in the same order.
+
+    **Ranks:** all, with the same sizes.
+    """
+    shapes = {f"w{i}": (size,) for i, size in enumerate(sizes)}
     numbers = np.random.default_rng(comm.rank)
     gradients = {
         path: tf.constant(numbers.standard_normal(shape, np.float32))
@@ -91,45 +79,57 @@ def main() -> None:
             for path in bucket.variables
         ]
 
-    for mine, theirs in zip(ours(), plain(), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
-    seconds: dict[str, list[float]] = {"tfcommx": [], "horovod": []}
-    for _ in range(chosen.rounds):
-        for name, function in (("tfcommx", ours), ("horovod", plain)):
+    return {"tfcommx": ours, "horovod": plain}
+
+
+def measure(comm: Comm, n: int, repeats: int) -> list[dict[str, Any]]:
+    """Time both on gradients of n entries in all; return a row for each. **Ranks:** all."""
+    sizes = gradient_sizes(n)
+    steps = contestants(comm, sizes)
+    # The first round also traces.
+    pairs = zip(steps["tfcommx"](), steps["horovod"](), strict=True)
+    alike = all(np.allclose(mine, theirs, rtol=1e-5, atol=1e-6) for mine, theirs in pairs)
+    verified = all(comm.gather_objects(alike))
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repeats):
+        for name, step in steps.items():
             comm.gather_objects("ready")
             start = time.perf_counter()
-            function()[-1].numpy()
+            step()[-1].numpy()
             comm.gather_objects("done")
             seconds[name].append(time.perf_counter() - start)
-    median = {name: statistics.median(rows) for name, rows in seconds.items()}
-    ratio = statistics.median(
-        a / b for a, b in zip(seconds["tfcommx"], seconds["horovod"], strict=True)
-    )
-    if comm.rank == 0:
-        table = Table(
-            title=f"{sum(sizes(chosen.entries)):,} entries, {len(shapes)} gradients, "
-            f"{comm.topology.size} ranks"
+    plain = seconds["horovod"]
+    return [
+        benchmark_options.row(
+            name,
+            n,
+            statistics.median(seconds[name]),
+            verified,
+            limit_seconds=ALLOWED * statistics.median(plain),
+            ranks=comm.topology.size,
+            gradients=len(sizes),
+            ratio=statistics.median(a / b for a, b in zip(seconds[name], plain, strict=True)),
         )
-        for heading in ("name", "seconds", "ratio", "limit"):
-            table.add_column(heading)
-        table.add_row("horovod", f"{median['horovod']:.4f}", "1", "")
-        table.add_row("tfcommx", f"{median['tfcommx']:.4f}", f"{ratio:.3f}", f"{LIMIT}")
-        Console(width=100).print(table)
-        if chosen.json:
-            rows = [
-                {
-                    "name": name,
-                    "entries": chosen.entries,
-                    "ranks": comm.topology.size,
-                    "seconds": median[name],
-                    "ratio": ratio if name == "tfcommx" else 1.0,
-                    "limit": LIMIT,
-                    "verified": True,
-                }
-                for name in median
-            ]
-            chosen.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for name in ("horovod", "tfcommx")
+    ]
+
+
+def main() -> int:
+    options = benchmark_options.parser(__doc__, sizes=[25_600_000], repeats=15)
+    chosen = options.parse_args()
+    comm = cx.init()
+    rows = []
+    for n in chosen.sizes:
+        found = measure(comm, n, chosen.repeats)
+        rows += found
+        if comm.rank == 0:
+            title = f"{n:,} entries, {found[0]['gradients']} gradients, {comm.topology.size} ranks"
+            own = {"ratio": lambda one: f"{one['ratio']:.3f}"}
+            benchmark_options.print_table(found, title, base="horovod", own=own)
+    if comm.rank == 0:
+        return benchmark_options.finish(rows, chosen)
+    return 0 if all(one["verified"] for one in rows) else 1
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

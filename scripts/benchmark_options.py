@@ -1,14 +1,15 @@
 """The options, columns and outputs that the benchmarks share. Every result is verified, always.
 
 Options (`parser`)
-    -n, --sizes N ...    entries of what is measured
+    -n, --sizes N ...    sizes of what is measured: entries, or what the benchmark's help says
     --repeats N          timed rounds
     --json FILE          write one object a line
-    --png FILE           draw the seconds of each name as bars
+    --png FILE           draw one column (the seconds, unless the benchmark says otherwise) as bars
 
-Columns (`row`), in every line of the JSON file; a benchmark adds its own after them
+Columns (`row`), in every table and in every line of the JSON file; a benchmark adds its own after
+them
     name            what was measured
-    n               its entries
+    n               its size, one of --sizes
     density         entries that travel / entries; 1 if all do
     seconds         of one round
     limit_seconds   what the claim allows; null if it says nothing
@@ -23,19 +24,26 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 COLUMNS = ("name", "n", "density", "seconds", "limit_seconds", "times_limit", "verified")
 
 
-def parser(description: str | None, sizes: Sequence[int], repeats: int) -> argparse.ArgumentParser:
+def parser(
+    description: str | None,
+    sizes: Sequence[int],
+    repeats: int,
+    meaning_of_sizes: str = "entries",
+    meaning_of_repeats: str = "timed rounds",
+) -> argparse.ArgumentParser:
     """Make a parser of the shared options; a benchmark adds its own to it.
 
     Args:
         description: of the benchmark, its module's docstring.
         sizes, repeats: the defaults.
+        meaning_of_sizes, meaning_of_repeats: for the help.
     """
     options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -46,13 +54,13 @@ def parser(description: str | None, sizes: Sequence[int], repeats: int) -> argpa
         type=int,
         nargs="+",
         default=list(sizes),
-        help="entries; default: %(default)s",
+        help=f"{meaning_of_sizes}; default: %(default)s",
     )
     options.add_argument(
-        "--repeats", type=int, default=repeats, help="timed rounds; default: %(default)s"
+        "--repeats", type=int, default=repeats, help=f"{meaning_of_repeats}; default: %(default)s"
     )
     options.add_argument("--json", type=Path, help="write one object a line to this file")
-    options.add_argument("--png", type=Path, help="draw the seconds of each name into this file")
+    options.add_argument("--png", type=Path, help="draw the rows as bars into this file")
     return options
 
 
@@ -75,50 +83,82 @@ def row(
     return dict(zip(COLUMNS, shared, strict=True)) | more
 
 
-def finish(rows: Sequence[dict[str, Any]], chosen: argparse.Namespace) -> int:
+def finish(
+    rows: Sequence[dict[str, Any]], chosen: argparse.Namespace, drawn: str = "seconds"
+) -> int:
     """Write the files that were asked for; return the exit code, 1 if anything is not verified."""
     if chosen.json:
         chosen.json.write_text("".join(json.dumps(one) + "\n" for one in rows))
-    if chosen.png:
-        save_picture(rows, chosen.png)
+    if chosen.png and rows:
+        save_picture(rows, chosen.png, drawn)
     return 0 if all(one["verified"] for one in rows) else 1
 
 
-def print_table(rows: Sequence[dict[str, Any]], title: str, base: str) -> None:
-    """Print rows of one setting, with their seconds over those of the row named `base`."""
+def shared_cells(one: dict[str, Any]) -> list[str]:
+    """Return a row's cells of the shared columns."""
+    limit = one["limit_seconds"]
+    return [
+        one["name"],
+        f"{one['n']:,}",
+        f"{one['density']:g}",
+        f"{one['seconds'] * 1e3:.2f}",
+        "" if limit is None else f"{limit * 1e3:.2f}",
+        "" if limit is None else f"{one['times_limit']:.2f}",
+        "yes" if one["verified"] else "NO",
+    ]
+
+
+def print_table(
+    rows: Sequence[dict[str, Any]],
+    title: str,
+    base: str | None = None,
+    own: Mapping[str, Callable[[dict[str, Any]], str]] | None = None,
+) -> None:
+    """Print the shared columns of some rows, then the benchmark's own.
+
+    Args:
+        rows: of one setting, if there is a base.
+        title: of the table.
+        base: the name of a row; the seconds of each row over its seconds are a column.
+        own: heading -> what makes a row's cell.
+    """
     from rich.console import Console
     from rich.table import Table
 
-    base_seconds = next(one["seconds"] for one in rows if one["name"] == base)
+    more = dict(own or {})
+    if base is not None:
+        base_seconds = next(one["seconds"] for one in rows if one["name"] == base)
+        more = {f"/ {base}": lambda one: f"{one['seconds'] / base_seconds:.2f}"} | more
     table = Table(title=title, title_justify="left")
-    for heading in ("name", "ms", f"/ {base}", "/ limit", "verified"):
+    shared = ("name", "n", "density", "ms", "limit, ms", "/ limit", "verified")
+    for heading in (*shared, *more):
         table.add_column(heading, justify="left" if heading == "name" else "right")
     for one in rows:
-        table.add_row(
-            one["name"],
-            f"{one['seconds'] * 1e3:.2f}",
-            f"{one['seconds'] / base_seconds:.2f}",
-            "" if one["times_limit"] is None else f"{one['times_limit']:.2f}",
-            "yes" if one["verified"] else "NO",
-        )
-    Console().print(table)
+        table.add_row(*shared_cells(one), *(make(one) for make in more.values()))
+    Console(width=130).print(table)
 
 
-def save_picture(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the seconds of each name as bars, one panel for each size and density."""
+def save_picture(rows: Sequence[dict[str, Any]], path: Path, drawn: str = "seconds") -> None:
+    """Draw a column as bars, one panel for each size and density; seconds with their limits."""
     from matplotlib.figure import Figure
 
     panels = sorted({(one["n"], one["density"]) for one in rows})
-    figure = Figure(figsize=(8, 0.6 + 2.4 * len(panels)), layout="constrained")
-    for number, (n, density) in enumerate(panels, 1):
+    heights = [sum((one["n"], one["density"]) == panel for one in rows) for panel in panels]
+    size = (8, 0.6 + sum(1.2 + 0.25 * height for height in heights))
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[3 + h for h in heights])
+    for axes, (n, density) in zip(grid[:, 0], panels, strict=True):
         group = [one for one in rows if (one["n"], one["density"]) == (n, density)]
-        axes = figure.add_subplot(len(panels), 1, number)
-        axes.barh([one["name"] for one in group][::-1], [one["seconds"] for one in group][::-1])
-        limits = [one["limit_seconds"] for one in group if one["limit_seconds"] is not None]
-        if limits:
-            axes.axvline(max(limits), color="black", linestyle=":", label="limit")
+        # By position: rows of several settings may have the same name.
+        axes.barh(range(len(group)), [one[drawn] for one in group])
+        axes.set_yticks(range(len(group)), [one["name"] for one in group])
+        axes.invert_yaxis()
+        limits = [(one["limit_seconds"], position) for position, one in enumerate(group)]
+        limits = [limit for limit in limits if limit[0] is not None]
+        if limits and drawn == "seconds":
+            axes.plot(*zip(*limits, strict=True), "k|", markersize=14, label="limit")
             axes.legend()
         axes.set_xscale("log")
-        axes.set_xlabel("seconds")
+        axes.set_xlabel(drawn.replace("_", " "))
         axes.set_title(f"n = {n:,}, density {density:g}", loc="left")
     figure.savefig(path, dpi=150)

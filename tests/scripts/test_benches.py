@@ -1,5 +1,6 @@
-"""The benchmarks that need no cluster still run on small input, verify what they time, and write
-the rows that they promise.
+"""The benchmarks that need no cluster still run on small input, and verify what they time.
+
+All write the same first columns, in the same order, then the rows that they promise.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 from test_cluster import ENVIRONMENT
+
+# scripts/benchmark_options.py
+COLUMNS = ["name", "n", "density", "seconds", "limit_seconds", "times_limit", "verified"]
 
 
 def rows_of(command: list[str], json_file: Path) -> list[dict]:
@@ -29,6 +33,7 @@ def rows_of(command: list[str], json_file: Path) -> list[dict]:
     assert ended.returncode == 0, ended.stdout[-4000:]
     rows = [json.loads(line) for line in json_file.read_text().splitlines()]
     assert all(row["verified"] for row in rows), rows
+    assert all(list(row)[: len(COLUMNS)] == COLUMNS for row in rows), rows
     return rows
 
 
@@ -40,7 +45,7 @@ def test_data(tmp_path: Path) -> None:
             "scripts/bench_data.py",
             "--images",
             "130",
-            "--resolutions",
+            "--sizes",
             "32",
             "--repeats",
             "3",
@@ -60,13 +65,13 @@ def test_data(tmp_path: Path) -> None:
         "datacache",
     ]
     assert set(rows[0]) == {
-        "name",
-        "resolution",
+        *COLUMNS,
+        "images",
         "images_per_second",
         "images_per_cpu_second",
         "limit_images_per_second",
-        "verified",
     }
+    assert [row["n"] for row in rows] == [128, 32, 32, 32, 32]
     assert png.stat().st_size > 10_000
 
 
@@ -94,17 +99,7 @@ def test_select(tmp_path: Path) -> None:
         "numpy_argpartition",
     }
     assert names <= {row["name"] for row in rows} <= names | {"torch_topk"}
-    assert set(rows[0]) >= {
-        "name",
-        "device",
-        "dtype",
-        "n",
-        "k",
-        "threads",
-        "seconds",
-        "limit_seconds",
-        "verified",
-    }
+    assert set(rows[0]) >= {*COLUMNS, "device", "dtype", "k", "threads"}
 
 
 @pytest.mark.parametrize("wrong", [False, True])
@@ -139,11 +134,12 @@ def test_step(tmp_path: Path) -> None:
             "--gloo",
             sys.executable,
             "scripts/bench_step.py",
-            "--entries",
+            "--sizes",
             "100000",
-            "--rounds",
+            "--repeats",
             "2",
         ],
         tmp_path / "step.jsonl",
     )
     assert {row["name"] for row in rows} == {"horovod", "tfcommx"}
+    assert all(row["n"] == 100_000 and row["ranks"] == 2 and row["ratio"] > 0 for row in rows)
