@@ -1,9 +1,10 @@
-"""Shared by all tests: quiet TensorFlow, and where hypothesis takes its cases from."""
+"""Shared by all tests: quiet TensorFlow, where hypothesis takes its cases from, what begins first."""
 
 from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import settings
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -14,3 +15,8 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("random", deadline=None, print_blob=True)
 settings.load_profile("same")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest, mostly waiting: at the end all workers have something to do."""
+    items.sort(key=lambda item: item.get_closest_marker("long_wait") is None)

@@ -7,19 +7,20 @@ import re
 import pytest
 from launching import horovodrun
 
-OPTIMIZER, ROUTES, SWAP = (
-    f"tests/ranks/test_{name}.py" for name in ("optimizer", "routes", "swap")
+OPTIMIZER, ROUTES, RESHUFFLE = (
+    f"tests/ranks/test_{name}.py" for name in ("optimizer", "routes", "reshuffle_ranks")
 )
 
 
 # What depends neither on the launcher nor on nodes of several slots runs on two ranks under Gloo.
 # (Checkpoints of four ranks are in test_resize.py.)
+@pytest.mark.long_wait
 @pytest.mark.parametrize(
     ("ranks", "node_size", "launcher", "files"),
     [
         (2, "2", "gloo", ["tests/ranks"]),
-        (2, "1", "mpi", [OPTIMIZER, ROUTES, SWAP]),
-        (4, "2", "gloo", [OPTIMIZER, ROUTES, SWAP]),
+        (2, "1", "mpi", [OPTIMIZER, ROUTES, RESHUFFLE]),
+        (4, "2", "gloo", [OPTIMIZER, ROUTES, RESHUFFLE]),
         (4, "2", "mpi", [ROUTES]),
         (3, "1", "mpi", [ROUTES]),
     ],

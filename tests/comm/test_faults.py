@@ -21,7 +21,10 @@ from tfcommx.comm.init import init
 from tfcommx.terms import PlanError
 
 WORKER = str(WORKERS / "faults.py")
-pytestmark = pytest.mark.xdist_group("faults")  # they mostly wait: one launch at a time
+pytestmark = [
+    pytest.mark.long_wait,
+    pytest.mark.xdist_group("faults"),
+]  # they mostly wait: one launch at a time
 NAMES = {
     # by the launcher if rank 2's process ends first; by the watchers if it takes its time to end
     "gloo": r"Process (name: )?2\b|rank 2 on \S+ \(",

@@ -42,7 +42,7 @@ def why_not() -> str:
     return f"no network namespaces here: {refused.stderr.strip()}" if refused.returncode else ""
 
 
-pytestmark = pytest.mark.xdist_group("cluster")  # they share one
+pytestmark = [pytest.mark.long_wait, pytest.mark.xdist_group("cluster")]  # they share one
 REASON = why_not()
 needs_cluster = pytest.mark.skipif(bool(REASON), reason=REASON)
 

@@ -14,7 +14,7 @@ from launching import ROOT, horovodrun
 
 from tfcommx import report
 
-pytestmark = pytest.mark.xdist_group("train")  # they share a run
+pytestmark = [pytest.mark.long_wait, pytest.mark.xdist_group("train")]  # they share a run
 SHORT = [
     "batch_per_rank=1000",
     "model.filters=[4, 8]",
