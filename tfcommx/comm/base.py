@@ -55,6 +55,7 @@ class PointToPoint(Protocol):
             array: any dtype and shape, contiguous.
             target: a rank of the world.
             tag: >= 0; the receiver gives the same.
+
         Returns:
             The request.
         """
@@ -66,6 +67,7 @@ class PointToPoint(Protocol):
             array: contiguous, of as many bytes as are sent.
             source: a rank of the world.
             tag: >= 0, as the sender gives it.
+
         Returns:
             The request.
         """
@@ -127,6 +129,7 @@ class Comm(abc.ABC):
             tensor: any shape that is known while tracing.
             group: world, node or peers.
             name: equal on all members.
+
         Returns:
             The sum, on every member; same dtype and shape.
 
@@ -256,6 +259,7 @@ class Comm(abc.ABC):
                 the same dtype and shape.
             tensor: its shape must be known while tracing.
             name: of the operation in the graph.
+
         Returns:
             What `work` returned, as a tensor.
 

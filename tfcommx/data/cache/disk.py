@@ -88,7 +88,7 @@ class Disk:
             self._pack_of[entries["sample"]] = pack
 
     def __len__(self) -> int:
-        """Number of samples that are kept, as far as this process knows."""
+        """Count the samples that are kept, as far as this process knows."""
         return int(np.count_nonzero(self._pack_of >= 0))
 
     def read(self, sample: int) -> tuple[bytes, int] | None:

@@ -1,5 +1,6 @@
-"""Samples that are not in memory: fetched from the disk level or the source, decoded by several
-threads, put into the slab.
+"""Samples that are not in memory: fetched, decoded by several threads, put into the slab.
+
+They come from the disk level or, if it does not have them, from the source.
 """
 
 from __future__ import annotations

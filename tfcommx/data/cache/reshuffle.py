@@ -1,5 +1,6 @@
-"""Samples that change nodes between two epochs: sent from memory to memory, into the room of those
-that have gone.
+"""Samples that change nodes between two epochs: sent from one node's memory to another's.
+
+They are put into the room of the samples that were sent away:
 
     node 0: a b c d      node 1: e f g h        before
     node 0: a b c g      node 1: e f d h        after: d and g crossed, each into the other's room
