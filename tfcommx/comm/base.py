@@ -34,7 +34,7 @@ MESSAGES_NEED_MPI = (
 )
 
 
-LARGEST_COUNT = 2**31 - 1  # entries; Gloo and NCCL count in int32
+LARGEST_COUNT = 2**31 - 1  # Entries; Gloo and NCCL count in int32
 
 
 class PointToPoint(Protocol):
@@ -112,7 +112,7 @@ class Comm(abc.ABC):
         """
         before, self._scope = self._scope, own
         try:
-            # It ends in a slash: it stands alone, and what is named twice in it gets a number.
+            # A name that ends in a slash is taken as it is; equal names inside it get numbers.
             with tf.name_scope(own):
                 yield
         finally:

@@ -30,7 +30,7 @@ ROUND_BYTES = 64 * 2**20
 
 
 class Transport(Protocol):
-    """What is needed of a communicator."""
+    """What a reshuffle needs of a communicator."""
 
     def alltoall(self, tensor: Any, group: str, name: str) -> Any:
         """Cut uint8 [m * n] into m shards, one for each rank of my slot; return those for me.
@@ -68,10 +68,10 @@ def reshuffle(
     queues = _leaving(slab.count, topology, rank, seed, fraction, epoch)
     node, slot = order.node_and_slot(topology, rank)
     slots = order.slots_of(topology)[node]
-    transport.gather_objects(None)  # all ranks are here: nobody reads or fills any more
+    transport.gather_objects(None)  # All ranks are here: nobody reads or fills now
     # Each rank of a node has its own holes, and later those of the samples that it has sent.
     free = slab.holes()[slot::slots]
-    transport.gather_objects(None)  # all have looked: now samples may leave
+    transport.gather_objects(None)  # All have found their holes: now samples may be removed
     arrived, lost = 0, 0
     while True:
         shards = [_take(slab, queue, free, ROUND_BYTES // len(queues)) for queue in queues]
@@ -115,7 +115,7 @@ def _leaving(
 def _keep(slab: Slab, records: np.ndarray, free: list[tuple[int, int]]) -> tuple[int, int]:
     """Put the records of uint8 [n] into the slab; return how many found room, and how many none."""
     kept, refused, at = 0, 0, 0
-    while is_record(records, at):  # zeros end the shard
+    while is_record(records, at):  # Zeros end the shard
         pixels, label = unpack(records, at)
         size = record_bytes(pixels.nbytes)
         if slab.put(sample_of(records, at), label, pixels, _take_hole(free, size)):

@@ -70,7 +70,7 @@ class Checkpoint(keras.callbacks.Callback):
         wrapped_optimizers(self.model)
         try:
             json.dumps(keras.saving.serialize_keras_object(self.model))
-        except Exception as error:  # Of any kind: it comes from a get_config() of the user's.
+        except Exception as error:  # Of any kind: it is raised by a get_config() of the user.
             raise PlanError(
                 "A checkpoint needs a model that model.save can write down, with its optimizer "
                 f"and its loss. Received {self.model.name!r}, for which Keras says: {error} Give "
