@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WORKERS = ROOT / "tests" / "workers"  # programs that tests start
 LAUNCHERS = {
     "gloo": ["--gloo"],
-    # more processes than cores, and a rank that waits sleeps (sched_yield may starve others:
+    # More processes than cores, and a rank that waits sleeps (sched_yield may starve others:
     # scripts/cluster)
     "mpi": [
         "--mpi",

@@ -1,4 +1,4 @@
-"""The floors of the house: imports point down only, and each foreign library has one module."""
+"""The floors of the package: imports point down only, and each foreign library has one module."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def test_imports_only_from_floors_below(name: str) -> None:
 def test_no_two_files_import_each_other_in_a_circle() -> None:
     """Also not inside functions, and not for types."""
     remaining = {name: own_modules(name) - {name} for name in MODULES}
-    while leaves := [name for name, needs in remaining.items() if not needs & set(remaining)]:
-        for name in leaves:
+    while free := [name for name, needs in remaining.items() if not needs & set(remaining)]:
+        for name in free:
             del remaining[name]
     circle = {name: sorted(needs & set(remaining)) for name, needs in remaining.items()}
     assert not circle, f"these files import each other, or import such: {circle}"

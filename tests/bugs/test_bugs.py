@@ -168,8 +168,8 @@ def test_a_path_that_horovod_cannot_be_built_in_is_refused_at_once(tmp_path: Pat
 def test_an_nvcc_that_cannot_build_the_kernels_does_not_keep_a_cpu_from_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One too old for sm_90 is on many machines without a GPU, as Ubuntu's own: the set-up ended
-    with its words alone.
+    """One too old for sm_90 is on many machines without a GPU, such as Ubuntu's: the set-up ended
+    with its message alone.
     """
     monkeypatch.setattr(sys, "argv", ["setup.py", "--version"])
     monkeypatch.chdir(ROOT)

@@ -1,5 +1,5 @@
-"""Law 7, on real processes: who dies is named, and the others end; bad launches are refused before
-anything hangs.
+"""Law 7, on real processes: a rank that dies is named, and the others end; bad launches are refused
+before anything hangs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from tfcommx.terms import PlanError
 WORKER = str(WORKERS / "faults.py")
 pytestmark = pytest.mark.xdist_group("faults")  # they mostly wait: one launch at a time
 NAMES = {
-    # by the launcher if rank 2's process ends first; by the watchers if it takes its time to end
+    # By the launcher if rank 2's process ends first; by the watchers if it takes its time to end
     "gloo": r"Process (name: )?2\b|rank 2 on \S+ \(",
     "mpi": r"process rank 2 with|rank 2 on \S+ \(|,2\]|\[1,2\]<stderr>: RuntimeError",
 }
 
 
 def seconds_since_the_fault(output: str) -> float:
-    """Call it when the launch has ended; its start may take long where ranks share few cores, and
-    is not meant.
+    """Call it when the launch has ended; its start may take long if ranks share few cores, and is
+    not counted.
     """
     found = re.search(r"now (\d+\.\d+)", output)
     assert found, output[-4000:]
@@ -53,7 +53,7 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(how: str, launcher: str) 
     ended, seconds = without_rank_2(how, launcher)
     assert ended.status != 0
     assert seconds < 60, ended.output[-4000:]
-    # anywhere: launchers forward stdout and stderr each for itself
+    # Anywhere: launchers forward stdout and stderr each for itself
     assert re.search(NAMES[launcher], ended.output), ended.output[-4000:]
     assert ("this rank gives up" in ended.output) == (how == "raise"), ended.output[-4000:]
 
@@ -112,7 +112,7 @@ def test_messages_end_too_when_a_rank_does_not_come(how: str, said: str) -> None
     )
     assert "now" in ended.output and ended.status != 0, ended.output[-4000:]
     assert ended.seconds < 60, f"{ended.seconds:.0f} s\n{ended.output[-4000:]}"
-    # not after "now": mpirun forwards stdout and stderr each for itself
+    # Not after "now": mpirun forwards stdout and stderr each for itself
     assert re.search(said, ended.output), ended.output[-4000:]
     if how == "stop":
         assert re.search(r"has waited longer for ranks \[", ended.output), ended.output[-4000:]
@@ -162,7 +162,7 @@ def test_a_watcher_whose_rank_was_killed_with_an_alarm_unread_ends_in_order() ->
 
 
 def test_a_stranger_who_calls_does_not_keep_a_watcher_from_its_beats() -> None:
-    """Two watchers, each of a process of its own; one caller says a letter now and then, others
+    """Two watchers, each of a process of its own; one caller sends a byte now and then, others
     nothing.
     """
     ranks = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Callbacks where ranks are unlike each other: unbuilt models, a rank that stops, validates or
+"""Callbacks on ranks that are unlike each other: unbuilt models, a rank that stops, validates or
 begins alone, odd metrics.
 """
 
@@ -169,7 +169,7 @@ def test_keras_callbacks_that_stop_one_rank(comm: Comm) -> None:
     )
     assert int(net.optimizer.iterations) == 3  # the loss of the last rank alone was NaN
     net = small()
-    # of a loss that falls
+    # Of a loss that falls
     early = [keras.callbacks.EarlyStopping("loss", mode="max", patience=0)] if last else []
     net.fit(
         x,

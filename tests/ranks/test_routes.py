@@ -167,8 +167,8 @@ def test_nothing_large_would_leave_a_gpu_on_its_way(
     )
 
     def by_the_host(op: tf.Operation) -> list[str]:
-        """Return the inputs and outputs that are large and lie in the host's memory where a GPU
-        does the op.
+        """Return the inputs and outputs that are large and lie in the host's memory if a GPU does
+        the op.
         """
         places = [
             (arg.name, tensor)

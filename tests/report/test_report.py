@@ -208,7 +208,7 @@ def test_report_command_and_help_need_no_tensorflow(summary, tmp_path):
 
 def test_the_bar_goes_to_the_terminal_that_is_named(tmp_path, capsys):
     """Under horovodrun stdout is a pipe; a device that is a terminal gets the bar, anything else is
-    left alone.
+    not touched.
     """
     leader, follower = os.openpty()
     with Progress(steps=2, epochs=1, terminal=os.ttyname(follower)) as progress:

@@ -83,7 +83,7 @@ def test_the_bidirectional_exchange_is_as_drawn() -> None:
 @pytest.mark.parametrize(
     ("operation", "rounds"), [("broadcast", 5), ("reduce", 5), ("allreduce", 6)]
 )
-def test_ticks_of_the_pipeline_by_hand(operation: str, rounds: int) -> None:
+def test_rounds_of_the_pipeline_by_hand(operation: str, rounds: int) -> None:
     """3 positions, 4 blocks; the paper's chain takes 9 for the allreduce (section 3), reduce then
     broadcast 10.
     """
@@ -121,7 +121,7 @@ def test_nothing_meets_on_a_link(route: str, operation: str, positions: int) -> 
 @pytest.mark.parametrize("route", BY_ROUND)
 @every_operation
 @pytest.mark.parametrize("positions", [2, 3, 4, 7, 8])
-def test_no_place_sends_in_a_tick_what_it_receives_in_it(
+def test_no_position_sends_in_a_round_what_it_receives_in_it(
     route: str, operation: str, positions: int
 ) -> None:
     """As `run_by_round` needs it: it changes the vector while it sends."""
@@ -253,7 +253,7 @@ def test_messages_in_a_graph_follow_each_other_in_the_order_of_the_plan(inside: 
     steps = {name: tf.Variable(0) for name in ("first", "second")}
 
     def send(name: str, tensor: tf.Tensor) -> tf.Tensor:
-        # of its own: TensorFlow itself orders only those that change nothing or the same
+        # Of its own: TensorFlow itself orders only those that change nothing or the same
         steps[name].assign_add(1)
         return comm.run_with_messages(lambda array, post: seen.append(name) or array, tensor, "b0")
 

@@ -31,7 +31,7 @@ def bucket(
 @pytest.mark.parametrize(
     ("price", "broadcast", "reduce", "allreduce"),
     [
-        # table 1, p = 4, n = 1000 B; the pipeline's 3 + 10 blocks of 100 B: latency 130, 1300 B
+        # Table 1, p = 4, n = 1000 B; the pipeline's 3 + 10 blocks of 100 B: latency 130, 1300 B
         (
             lambda *a: cost.linear_pipeline(*a, block_bytes=100),
             130 + 1300 * 2,
@@ -72,7 +72,7 @@ def test_dense_routes_on_four_nodes(route: str, seconds: float) -> None:
 @pytest.mark.parametrize(
     ("route", "topology", "megabytes", "more"),
     [
-        # a ring over 8 ranks, 2 * 7/8 of the vector on each line
+        # A ring over 8 ranks, 2 * 7/8 of the vector on each line
         ("allreduce", Topology(4, 2), 1.75, {}),
         ("torus", Topology(4, 2), 1.5, {}),
         ("torus", Topology(4, 2), 1.5, {"peer_route": "pipeline"}),
@@ -83,7 +83,7 @@ def test_dense_routes_on_four_nodes(route: str, seconds: float) -> None:
         ("tree", Topology(4, 1), 2, {}),  # the root sends the vector twice
         ("tree", Topology(8, 1), 3, {}),
         ("bidirectional", Topology(8, 1), 1.75, {}),
-        # the ring's line from node to node carries 7 of 8 buffers
+        # The ring's line from node to node carries 7 of 8 buffers
         ("allgather", Topology(4, 2), 7 * 0.08, {"k": 10_000, "wire": "pair32"}),
         ("hitopk", Topology(4, 2), 3 * 2 * 0.04, {"k": 5_000, "wire": "pair32"}),
     ],
@@ -173,7 +173,7 @@ def test_the_last_step_is_planned_by_price(density: float, nodes: int, last_step
 
 
 def test_the_last_step_follows_the_links_given() -> None:
-    # where merging n shards costs more than sending one
+    # Merging n shards costs more than sending one here
     slow_sums = Links(Link(1e-6, 1e-10, 1e-8), NOMINAL.between)
     gradients = [Gradient("w", (1000, 1000), "float32")]
     plan = make_plan(

@@ -23,7 +23,7 @@ SCRIPT = str(ROOT / "scripts" / "cluster")
 WORKER = str(WORKERS / "cluster.py")
 NAME = f"t{os.getpid()}"  # several test runs may share a machine
 RATE = 100  # Mbit/s
-HOSTS = "node0:1,node1:1,node2:2"  # ranks 2 and 3 are on node 2, which comes to harm
+HOSTS = "node0:1,node1:1,node2:2"  # Ranks 2 and 3 are on node 2, which is cut off or killed
 ENVIRONMENT = {
     **os.environ,
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -32,7 +32,7 @@ ENVIRONMENT = {
 
 
 def why_not() -> str:
-    """The reason why there can be no cluster here; empty where there can."""
+    """Return the reason why there can be no cluster here; empty if there can."""
     missing = [tool for tool in ("ip", "tc", "unshare", "hostname") if not shutil.which(tool)]
     if missing:
         return f"a virtual cluster needs {', '.join(missing)}"

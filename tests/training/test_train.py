@@ -75,9 +75,10 @@ def saved_model(folder):
 
 def test_a_killed_run_resumes_to_the_same_weights(run, tmp_path):
     """kill -9 in the second epoch, then --resume: the weights and the accuracy of the run that was
-    left alone.
+    not killed.
 
-    Of a run before it: what it would lose is said, and its report is not shown for this one.
+    If there was a run before, what it would lose is reported, and its report is not shown for this
+    one.
     """
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "checkpoint.json").write_text('{"save": 4, "epoch": 4, "ranks": 1}')
@@ -139,7 +140,7 @@ def test_the_summary(run):
         summary["bytes_between_nodes"] == summary["bytes_between_nodes_dense"] == 0
         and summary["replicas_identical"] is True
     )
-    # guessing gives 0.1
+    # Guessing gives 0.1
     assert summary["test_accuracy"] == summary["rows"][-1]["test_accuracy"] > 0.3
     right = summary["test_accuracy"] * 10_000
     assert round(right) == pytest.approx(right)  # counted over all 10,000

@@ -136,11 +136,11 @@ def test_block16_moves_at_most_six_tenths_of_pair32() -> None:
 @settings(deadline=None, max_examples=300)
 @given(value=st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False))
 def test_rounding_loses_nothing(name: str, value: float) -> None:
-    """Sent plus left equals the value, in exact arithmetic, whatever the value; from where float32
-    can hold the difference.
+    """What is sent plus the rounding error is the value, in exact arithmetic, for all values whose
+    difference float32 can hold.
     """
     if value_dtype(name) == "bfloat16" and 0 < abs(value) < 2.0**-102:
-        # the difference is below the smallest normal float32, and the processor may flush it
+        # The difference is below the smallest normal float32, and the processor may flush it
         return
     one, left = codec.rounded(Sparse(tf.constant([0]), tf.constant([value]), 1), name)
     sent = float(one.values[0])
@@ -213,7 +213,7 @@ def test_every_16_bit_value_is_read_and_written_as_the_definition_does(name: str
     _, values = decode(words, 65536, 65536, name)
     _, expected = decode_definition(words, 65536, 65536, name)
     np.testing.assert_array_equal(values, expected)
-    # smaller ones may be flushed by the definition
+    # Smaller ones may be flushed by the definition
     finite = np.isfinite(expected) & (np.abs(expected) >= 2.0**-126)
     again = encode(Sparse(tf.range(65536), values, 65536), name).numpy()[-32768:].view(np.uint16)
     np.testing.assert_array_equal(again[finite], np.arange(65536)[finite])

@@ -19,6 +19,6 @@ for call in range(4):
     found = comm.reduce_scatter(tf.constant(parts[place]), "node", "large").numpy()
     wrong = np.count_nonzero(found != np.split(sum(parts), len(parts))[place])
     assert wrong == 0, f"rank {comm.rank}, call {call}: {wrong} of {found.size} entries are wrong"
-# a rank that leaves earlier takes the other node's process sets with it
+# A rank that leaves earlier takes the other node's process sets with it
 comm.gather_objects("done")
 print("all right", flush=True)

@@ -1,4 +1,4 @@
-"""The native read-and-augment op against its plain-TensorFlow twin, and the slab beneath it."""
+"""The native read-and-augment op equals its definition in plain TensorFlow; the slab beneath."""
 
 import fcntl
 import io
@@ -53,7 +53,7 @@ def read_loose(
 @pytest.mark.parametrize("channels", [1, 3, 4])
 @pytest.mark.parametrize("crop", ["random", "center", "whole"])
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "bfloat16", "float32"])
-def test_native_equals_twin(channels, crop, dtype):
+def test_native_equals_definition(channels, crop, dtype):
     rng = np.random.default_rng(channels)
     images = [rng.integers(0, 256, (*shape, channels), np.uint8) for shape in SHAPES * 2]
     mean, std = (0.4, 0.5, 0.3, 0.2)[:channels], (0.25, 0.2, 0.3, 1.0)[:channels]
@@ -158,13 +158,13 @@ def test_without_library_the_twin_serves_the_same(tmp_path, monkeypatch):
 
 
 def test_a_mean_of_values_up_to_255_is_refused():
-    """It was taken from values up to 1, so that all pixels were about the same."""
+    """It was subtracted from values up to 1, so that all pixels were about the same."""
     with pytest.raises(PlanError, match=r"Received mean=\(123.68,\).*by 255"):
         BatchSpec(2, mean=(123.68,), std=(58.4,))
 
 
 def test_a_spec_takes_arrays(tmp_path):
-    """Their truth was asked for, inside TensorFlow's tracing."""
+    """Their truth value was needed while TensorFlow traced, which raised an error."""
     spec = BatchSpec(2, mean=np.array([0.5, 0.25]), std=[1, 2], area=np.array([0.5, 1]))
     assert (spec.mean, spec.std, spec.area) == ((0.5, 0.25), (1.0, 2.0), (0.5, 1.0)) and hash(spec)
 
@@ -213,7 +213,7 @@ def test_the_native_fill_puts_what_python_would(tmp_path, busy):
         written(noise(100, 97, 3)),
         written(noise(99, 197, 1)[..., 0]),
     ]
-    # are halved once or twice where kept smaller
+    # Images are halved once or twice if they are kept smaller
     files += [tf.io.encode_jpeg(noise(800, 777, 3)).numpy(), written(noise(401, 199, 3))]
     damaged = [
         files[0][: len(files[0]) // 2],
@@ -244,5 +244,5 @@ def test_the_native_fill_puts_what_python_would(tmp_path, busy):
     left = batches.fill(
         small, [files[0], files[1], files[5]], [0, 1, 2], [0, 1, 2], [1, 1, 1], 3, None
     ).numpy()
-    assert left.tolist() == [1, 0, 1] and small.get(0) is None  # no room but for the small one
+    assert left.tolist() == [1, 0, 1] and small.get(0) is None  # No room except for the small one
     small.close()

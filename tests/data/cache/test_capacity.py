@@ -62,10 +62,8 @@ def test_a_slab_that_another_run_made_too_small_is_refused(shm):
         OpenCache(source, shm, whole)
 
 
-def test_a_run_of_another_seed_is_refused_where_its_part_finds_no_room(shm):
-    """It was accepted where it had as many samples; then neither ever had all of its part in
-    memory.
-    """
+def test_a_run_of_another_seed_is_refused_if_its_part_finds_no_room(shm):
+    """It was accepted if it had as many samples; then neither ever had all of its part in memory."""
     source = Arrays(np.zeros((200, 16, 16, 3), np.uint8), np.arange(200))
     with OpenCache(source, shm, Topology(2, 1)) as first:
         with pytest.raises(
@@ -73,7 +71,7 @@ def test_a_run_of_another_seed_is_refused_where_its_part_finds_no_room(shm):
         ):
             OpenCache(source, shm, Topology(2, 1), seed=1)
         first.warm()
-        # a half is there, which needs no room
+        # A half is there, which needs no room
         with OpenCache(source, shm, Topology(2, 1), seed=1) as second:
             second.warm()
             assert not second.slab.full and second.wait_filled(0)
@@ -104,7 +102,7 @@ def test_the_room_for_an_error_of_the_estimate_is_not_reserved(shm, monkeypatch)
     assert capacity.offered_bytes(str(shm), None) > 0  # a tmpfs of size=0
     small = SimpleNamespace(f_bavail=200, f_blocks=800, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda _: small)
-    # a full one ends other programs, such as MPI, with a fatal signal
+    # A full one ends other programs, such as MPI, with a fatal signal
     assert capacity.offered_bytes(str(shm), None) == 100 * 4096
 
 
@@ -146,7 +144,7 @@ def test_what_another_run_puts_there_meanwhile_takes_no_room_twice(folder, tmp_p
         one.slab.forget(7)
         read, two.source.read = two.source.read, lambda sample: (one.warm(), read(sample))[1]
         two.filler.fetch(np.array([7]), np.array([1], np.uint8), 0)
-        # once, by the other
+        # Once, by the other
         assert two.slab.used_bytes == used + record_bytes(two.slab.get(7)[0].nbytes)
         assert (
             two.slab.put(7, 7 % 3, two.slab.get(7)[0])
@@ -159,7 +157,7 @@ def test_what_other_slabs_have_reserved_is_not_offered_again(shm):
     size = capacity.offered_bytes(str(shm), None) // 2
     slab = Slab(shm / "tfcommx-a.slab", "k", 1, lambda: size)
     assert capacity.offered_bytes(str(shm), None) == pytest.approx(size, rel=0.1)
-    # the first made it meanwhile
+    # The first made it meanwhile
     assert capacity.offered_bytes(str(shm), None, "tfcommx-a") == pytest.approx(2 * size, rel=0.1)
     assert capacity.offered_bytes(str(shm), 1000) == 1000
     slab.close()

@@ -1,5 +1,5 @@
-"""Memory that the control groups of a process leave it: as the kernel's files say it, and with a
-real group where one can be made.
+"""Memory that the control groups of a process allow: as the kernel's files say it, and with a real
+group if one can be made.
 """
 
 import os
@@ -54,7 +54,7 @@ def lay_out(folder, kind, group, root, groups):
     [
         ("/", "/", {"": (1000, 600, 100)}, 500),  # a container that sees its own group as the root
         ("/docker/abc", "/docker/abc", {"": (1000, 600, 100)}, 500),
-        # the group above has less
+        # The group above has less
         ("/docker/abc", "/", {"docker/abc": (1000, 600, 100), "docker": (700, 650, 10)}, 60),
         ("/a/b", "/", {"a/b": (1000, 1200, 100)}, 0),
         ("/gone", "/", {"": (1000, 600, 100)}, 500),

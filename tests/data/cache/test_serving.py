@@ -115,7 +115,7 @@ def test_keras_trains_and_the_wait_is_reported(shm):
             verbose=0,
         )
         first, *others = (cache.report(epoch)["samples"] for epoch in range(3))
-        # the look above took one batch, or had the next one ready
+        # The look above took one batch, or had the next one ready
         assert others == [64, 64] and first in (64 + 16, 64 + 32)
         for _ in cache.dataset(spec, 5):
             time.sleep(0.1)  # a slow consumer does not wait
@@ -132,7 +132,7 @@ def test_keras_trains_and_the_wait_is_reported(shm):
 
 
 def test_operations_that_must_be_deterministic_cost_the_clock(folder, shm):
-    # there is no public way back
+    # There is no public way back
     from tensorflow.python.framework.config import disable_op_determinism
 
     tf.config.experimental.enable_op_determinism()
@@ -154,7 +154,7 @@ def test_a_dataset_is_not_made_inside_a_function(folder, shm):
 
 
 def test_batches_can_be_sent_ahead_to_a_device(folder, shm):
-    """As the README says for a GPU; this machine may have a CPU only, which takes the same way."""
+    """As docs/guide.md says for a GPU; a machine with a CPU only goes the same way."""
     with OpenCache(folder, shm) as cache:
         ahead = cache.dataset(WHOLE, 0, 2).apply(tf.data.experimental.prefetch_to_device("/cpu:0"))
         assert served(ahead) == served(cache.dataset(WHOLE, 0, 2))

@@ -146,7 +146,7 @@ def test_a_damaged_record_of_another_size_is_unpublished_where_there_is_no_room(
     slab = Slab(shm / "tfcommx-a.slab", "k", 2, lambda: overhead_bytes(2) + 2 * record_bytes(48))
     images = [np.full((4, 4, 3), n, np.uint8) for n in range(2)]
     assert all(slab.put(n, n, image) for n, image in enumerate(images))
-    # bytes and height: legible, and wrong
+    # Bytes and height: legible, and wrong
     struct.pack_into("<qi", slab._map, int(slab.index[1]) + 16, 24, 2)
     assert slab.get(1)[0].shape == (2, 4, 3) and not slab.repair(1, 1, images[1])
     assert slab.get(1) is None and slab.intact(0)

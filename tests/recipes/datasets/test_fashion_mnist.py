@@ -106,7 +106,7 @@ def test_fetch_uses_the_next_source_and_leaves_nothing_of_a_failed_one(
     assert list((tmp_path / "cache").iterdir()) == []
 
     monkeypatch.setattr(fashion_mnist_files, "_from_tensorflow_datasets", works)
-    # the tiny files are not the data set: they are checked before they are kept
+    # The tiny files are not the data set: they are checked before they are kept
     with pytest.raises(DataError, match="sizes"):
         fetch(target)
     assert not target.exists()
