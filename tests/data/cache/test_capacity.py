@@ -63,7 +63,7 @@ def test_a_slab_that_another_run_made_too_small_is_refused(shm):
 
 
 def test_a_run_of_another_seed_is_refused_if_its_part_finds_no_room(shm):
-    """It was accepted if it had as many samples; then neither ever had all of its part in memory."""
+    """It was accepted if it had as many samples; then neither had all of its part in memory."""
     source = Arrays(np.zeros((200, 16, 16, 3), np.uint8), np.arange(200))
     with OpenCache(source, shm, Topology(2, 1)) as first:
         with pytest.raises(
