@@ -45,7 +45,7 @@ def warm(
     hold: Annotated[
         bool,
         typer.Option(
-            help="Keep the memory until interrupted: runs that start meanwhile find all in it."
+            help="Keep the memory until interrupted: runs that start meanwhile find all samples."
         ),
     ] = False,
     seed: Annotated[

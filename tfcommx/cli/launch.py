@@ -100,9 +100,9 @@ class Output:
         how = f"was killed by {signals[status]}" if status in signals else "failed"
         # What other ranks report of ranks that could not print anything themselves
         known = ("(failed: ", f"rank {rank} on ")
-        told = [f"{text.strip()} " for text in self.missing if not any(map(text.count, known))]
+        reports = [f"{text.strip()} " for text in self.missing if not any(map(text.count, known))]
         raise LaunchError(
-            f"Rank {rank} {how}; all others were ended. {''.join(told[:1])}"
+            f"Rank {rank} {how}; all others were ended. {''.join(reports[:1])}"
             "Add --resume to continue from the last checkpoint."
         )
 

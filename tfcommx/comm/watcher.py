@@ -135,19 +135,19 @@ class Watcher:
             self.select.register(link, selectors.EVENT_READ, self.greet)
 
     def greet(self, link: socket.socket) -> None:
-        said, until = self.callers[link]
+        received, until = self.callers[link]
         try:
             more = link.recv(200)
         except BlockingIOError:
             return
         except OSError:
             more = b""
-        self.callers[link] = said + more, until
-        if more and b"\n" not in said + more and len(said + more) < 200:
+        self.callers[link] = received + more, until
+        if more and b"\n" not in received + more and len(received + more) < 200:
             return
         self.dismiss(link)
         try:
-            token, rank = (said + more).decode().split()
+            token, rank = (received + more).decode().split()
             peer = self.peers[int(rank)]
             if token != self.token or peer.socket:
                 raise ValueError(token)

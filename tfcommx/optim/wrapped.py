@@ -98,7 +98,7 @@ def agree_on_loss_scale(optimizer: keras.optimizers.LossScaleOptimizer) -> None:
 
     Keras makes it in `model.compile` under a float16 policy. By itself it decides from the
     gradients of its own rank whether to take the step, and ranks that decide differently would wait
-    for each other for ever. Nothing else changes.
+    for each other forever. Nothing else changes.
     """
     optimizer.__class__ = wrapped_class(type(optimizer), AgreedLossScale)
     optimizer.exchanger = optimizer.inner_optimizer.exchanger

@@ -180,7 +180,7 @@ class RouteBase(abc.ABC):
         return bucket
 
     def needs_messages(self, bucket: Bucket) -> bool:
-        """Return what is true of the route."""
+        """Return whether the route is one of messages."""
         return self.messages
 
     def shard(self, bucket: Bucket, topology: Topology, rank: int) -> tuple[int, int]:

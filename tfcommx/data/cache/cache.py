@@ -42,7 +42,7 @@ from tfcommx.terms import PlanError, Topology
 READ_AHEAD = 64 << 20
 # Bytes of the source's name among the facts of a slab, whose page is 4096.
 NAME_BYTES = 2000
-# Of what is kept in memory: raised if decoding or the layout changes.
+# Version of what is kept in memory: raised if decoding or the layout changes.
 FORMAT = 1
 
 SERVED_AGAIN = (

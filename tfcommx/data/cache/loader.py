@@ -31,7 +31,7 @@ class Loader:
     Args:
         source: what the samples are of.
         slab: the node's memory.
-        filler: brings what is not in it.
+        filler: loads the samples that are not in it.
         options: how samples are kept.
     """
 

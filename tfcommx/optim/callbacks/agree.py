@@ -20,7 +20,7 @@ log = logging.getLogger("tfcommx")
 class AgreeOnStop(keras.callbacks.Callback):
     """Stop on all ranks, after the same step, if a callback on any rank stops the training.
 
-    Such as TerminateOnNaN, EarlyStopping, your own. Without it the other ranks would wait for ever
+    Such as TerminateOnNaN, EarlyStopping, your own. Without it the other ranks would wait forever
     for the one that has stopped. It must be the last in the list: it reads what the callbacks
     before it have decided. Not needed if all decide alike, as EarlyStopping does on what
     AverageMetrics has averaged.

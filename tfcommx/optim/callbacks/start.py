@@ -47,7 +47,7 @@ class BroadcastState(keras.callbacks.Callback):
         root: the rank whose state all begin with.
 
     **Ranks:** all. **Cost:** one broadcast per variable, once; twice if a layer was not built.
-    **Raises:** PlanError if ranks would wait for each other for ever: with unequal numbers of
+    **Raises:** PlanError if ranks would wait for each other forever: with unequal numbers of
     steps in an epoch, unequal first epochs or unequal last ones.
     """
 

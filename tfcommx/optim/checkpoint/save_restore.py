@@ -247,7 +247,7 @@ def _build_optimizer(
     """Build an optimizer for the variables that it had, and set what Keras does not save.
 
     If the model trains others too, it is built for all of `trainable`; then Keras says that the
-    optimizer's state begins anew.
+    optimizer's state begins again.
     """
     if root.trained and not optimizer.built:
         new = set(exchanger_in(optimizer).names.of(trainable)) - set(root.trained)
@@ -261,7 +261,7 @@ def _continue_from(
 ) -> None:
     """Let an optimizer continue with what this rank inherits of `old` ranks; now there are `new`.
 
-    With as many ranks as before, plans go on as they were. Otherwise they are taken apart.
+    With as many ranks as before, plans continue as they were. Otherwise they are taken apart.
     """
     exchanger = exchanger_in(optimizer)
     factor = 1.0 if exchanger.settings.operation == "sum" else new / old
