@@ -39,9 +39,7 @@ def horovodrun(
     hosts: str | None = None,
     **environment: str,
 ) -> Ended:
-    """Run a Python command (without `python`) on several ranks; end the whole tree when it takes
-    too long.
-    """
+    """Run a Python command (without `python`) on several ranks; end all if it takes too long."""
     # Horovod 0.28 starts a rank on every slot, whatever -np says
     where = ["-H", hosts or f"localhost:{ranks}"]
     words = [

@@ -138,8 +138,9 @@ def test_foreign_libraries_have_one_importer(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in MODULES if within(name, NO_TENSORFLOW)])
 def test_no_tensorflow_is_loaded_by(name: str) -> None:
-    """Imports inside functions may load it; those at the top of a file, and of what they import,
-    may not.
+    """Imports inside functions may load it.
+
+    Those at the top of a file, and of what they import, may not.
     """
     names = imported(MODULES[name], also_inside_functions=False)
     assert not {dotted.split(".")[0] for dotted in names} & {"tensorflow", "keras"}

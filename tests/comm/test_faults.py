@@ -1,5 +1,6 @@
-"""Law 7, on real processes: a rank that dies is named, and the others end; bad launches are refused
-before anything hangs.
+"""Law 7, on real processes: a rank that dies is named, and the others end.
+
+Bad launches are refused before anything hangs.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ NAMES = {
 
 
 def seconds_since_the_fault(output: str) -> float:
-    """Call it when the launch has ended; its start may take long if ranks share few cores, and is
-    not counted.
+    """Return the seconds since the fault; call it when the launch has ended.
+
+    The start of a launch may take long if ranks share few cores, and is not counted.
     """
     found = re.search(r"now (\d+\.\d+)", output)
     assert found, output[-4000:]
@@ -40,8 +42,9 @@ def seconds_since_the_fault(output: str) -> float:
 
 @functools.cache
 def without_rank_2(how: str, launcher: str) -> tuple[Ended, float]:
-    """Launch 3 ranks of which one dies, once for all tests that read it; return the end, and how
-    long it took to come.
+    """Launch 3 ranks of which one dies, once for all tests that read it.
+
+    Returns the finished process, and the seconds that it took to end.
     """
     ended = horovodrun(3, [WORKER, how, "2"], launcher, seconds=120)
     return ended, seconds_since_the_fault(ended.output)
@@ -100,8 +103,9 @@ def test_a_watch_that_cannot_be_is_refused() -> None:
     ],
 )
 def test_messages_end_too_when_a_rank_does_not_come(how: str, said: str) -> None:
-    """Who waits in MPI for a message is out of Horovod's reach: an uncaught error ends the launch,
-    and waiting has an end.
+    """A rank that waits in MPI for a message is out of Horovod's reach.
+
+    An uncaught error ends the launch, and waiting has an end.
     """
     ended = horovodrun(
         3,
@@ -162,8 +166,9 @@ def test_a_watcher_whose_rank_was_killed_with_an_alarm_unread_ends_in_order() ->
 
 
 def test_a_stranger_who_calls_does_not_keep_a_watcher_from_its_beats() -> None:
-    """Two watchers, each of a process of its own; one caller sends a byte now and then, others
-    nothing.
+    """Two watchers, each of a process of its own, and callers from elsewhere.
+
+    One caller sends a byte now and then, others nothing.
     """
     ranks = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     listening = [socket.create_server(("127.0.0.1", 0)) for _ in ranks]

@@ -58,8 +58,9 @@ def test_other_errors_are_said_whole(told, text: str, said: str) -> None:
 
 
 def test_a_forked_child_is_not_the_rank(told) -> None:
-    """A worker process that a data pipeline forks fails: the rank goes on, and nobody may be told
-    that it has failed.
+    """A worker process that a data pipeline forks fails: the rank continues.
+
+    No other rank may receive a report that it has failed.
     """
     if not (child := os.fork()):
         sys.excepthook(ValueError, ValueError("of the child"), None)

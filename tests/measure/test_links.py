@@ -98,8 +98,9 @@ def test_all_ranks_agree_and_links_that_are_not_there_stay_nominal(
 
 
 def test_the_slots_of_a_node_share_its_port() -> None:
-    """A clock that counts what comes through the port finds the port's beta, not a slot's share of
-    it.
+    """The clock counts what comes through the port.
+
+    So the fit finds the beta of the port, and not a slot's share of it.
     """
     clocks: dict[int, float] = {}
 
@@ -157,8 +158,9 @@ def test_messages_of_a_node_share_its_port_too() -> None:
 
 
 def test_a_burst_that_a_link_lets_pass_hardly_counts() -> None:
-    """A shaped link sends the first 200 kB of a turn at once: a single message of 64 kB would seem
-    to take no time.
+    """A shaped link sends the first 200 kB of a turn at once.
+
+    A single message of 64 kB would seem to take no time.
     """
     clocks, bucket = {}, {}
 

@@ -1,6 +1,4 @@
-"""Samples that change nodes: every one once per epoch, with its own pixels, from memory and not
-from the source.
-"""
+"""Samples that change nodes: every one once per epoch, with its own pixels, from memory."""
 
 import os
 from pathlib import Path

@@ -1,5 +1,6 @@
-"""Schedules of messages are what is drawn above them, and carry out broadcast, reduce and allreduce
-for any p, root, length.
+"""Schedules of messages are what is drawn above them.
+
+They carry out broadcast, reduce and allreduce for any p, root and length.
 """
 
 from __future__ import annotations
@@ -59,9 +60,7 @@ def test_the_tree_is_as_drawn() -> None:
 
 
 def test_the_bidirectional_exchange_is_as_drawn() -> None:
-    """Play the sums of four parts, and compare what each position has summed so far with
-    the drawing.
-    """
+    """Play the sums of four parts, and compare them with the drawing."""
     drawn = re.findall(
         r"round \d +([abcd-]{4}) +([abcd-]{4}) +([abcd-]{4}) +([abcd-]{4})", bidirectional.__doc__
     )
@@ -84,8 +83,9 @@ def test_the_bidirectional_exchange_is_as_drawn() -> None:
     ("operation", "rounds"), [("broadcast", 5), ("reduce", 5), ("allreduce", 6)]
 )
 def test_rounds_of_the_pipeline_by_hand(operation: str, rounds: int) -> None:
-    """3 positions, 4 blocks; the paper's chain takes 9 for the allreduce (section 3), reduce then
-    broadcast 10.
+    """3 positions, 4 blocks.
+
+    The paper's chain takes 9 rounds for the allreduce (section 3), reduce then broadcast 10.
     """
     assert 1 + max(move.round for move in pipeline.schedule(operation, 3, 4, 1)) == rounds
 

@@ -14,8 +14,9 @@ from tfcommx.terms import PlanError, Scheme
 
 
 def distance_to_the_solution(rule: str, density: float, feedback: bool) -> float:
-    """Descend a least-squares problem whose 8 ranks disagree; return the distance to the dense
-    solution, relative.
+    """Descend a least-squares problem whose 8 ranks disagree.
+
+    Returns the relative distance to the dense solution.
     """
     ranks, n = 8, 40
     random = np.random.default_rng(0)

@@ -1,6 +1,4 @@
-"""The benchmark of the routes still runs, and what it says is verified: a few small steps of each
-route.
-"""
+"""The benchmark of the routes still runs, and its results are verified: a few small steps."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The virtual cluster is what it says, cleans up after itself, and shows law 7 on several nodes:
-nobody hangs, nothing is lost.
+"""The virtual cluster is what it says, and cleans up after itself.
+
+It shows law 7 on several nodes: nobody hangs, nothing is lost.
 
 Needs root, iproute2 and network namespaces; elsewhere these tests are skipped and say why.
 """

@@ -1,5 +1,6 @@
-"""One process trains a shipped recipe, cut short, through the command line, and leaves all that a
-report needs.
+"""One process trains a shipped recipe, cut short, through the command line.
+
+It writes all that a report needs.
 """
 
 import json
@@ -74,8 +75,9 @@ def saved_model(folder):
 
 
 def test_a_killed_run_resumes_to_the_same_weights(run, tmp_path):
-    """kill -9 in the second epoch, then --resume: the weights and the accuracy of the run that was
-    not killed.
+    """kill -9 in the second epoch, then --resume: as the run that was not killed.
+
+    Weights and accuracy are equal.
 
     If there was a run before, what it would lose is reported, and its report is not shown for this
     one.
@@ -103,8 +105,9 @@ def test_a_killed_run_resumes_to_the_same_weights(run, tmp_path):
 
 
 def test_a_recipe_reshuffles_samples_between_nodes(tmp_path):
-    """A half of each node's 30,000 images is offered before an epoch, a half of that comes back:
-    7,500 come from memory elsewhere.
+    """A half of each node's 30,000 images is offered before an epoch, a half of that comes back.
+
+    So 7,500 come from the memory of the other node.
     """
     words = [
         word for setting in [*SHORT, "data.reshuffle_fraction=0.5"] for word in ("--set", setting)

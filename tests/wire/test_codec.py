@@ -1,5 +1,6 @@
-"""What is written is read back, in exactly the bytes promised, and what rounding loses is handed
-back.
+"""What is written is read back, in exactly the bytes promised.
+
+What rounding loses is returned.
 """
 
 from __future__ import annotations
@@ -91,8 +92,9 @@ def test_no_entry_falls_off_the_ends_of_a_block(implementation: str, name: str) 
 @every_wire
 @every_implementation
 def test_the_length_is_known_while_tracing(implementation: str, name: str) -> None:
-    """Else it would have to be stated by an EnsureShape, which takes int32 from the GPU to the host
-    and back.
+    """Otherwise an EnsureShape would have to state it.
+
+    That op takes int32 from the GPU to the host and back.
     """
 
     @tf.function
@@ -107,8 +109,9 @@ def test_the_length_is_known_while_tracing(implementation: str, name: str) -> No
 
 
 def test_bytes_by_hand() -> None:
-    """1,000 of 200,000 entries, which are 4 blocks; 999 need a half word of padding in each 16-bit
-    part.
+    """1,000 of 200,000 entries, which are 4 blocks.
+
+    999 need a half word of padding in each 16-bit part.
     """
     sizes = {
         name: (formats.size_bytes(1000, 200_000, name), formats.size_bytes(999, 200_000, name))
@@ -136,8 +139,9 @@ def test_block16_moves_at_most_six_tenths_of_pair32() -> None:
 @settings(deadline=None, max_examples=300)
 @given(value=st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False))
 def test_rounding_loses_nothing(name: str, value: float) -> None:
-    """What is sent plus the rounding error is the value, in exact arithmetic, for all values whose
-    difference float32 can hold.
+    """What is sent plus the rounding error is the value, in exact arithmetic.
+
+    For all values whose difference float32 can hold.
     """
     if value_dtype(name) == "bfloat16" and 0 < abs(value) < 2.0**-102:
         # The difference is below the smallest normal float32, and the processor may flush it
@@ -186,8 +190,9 @@ def test_a_finite_value_beyond_float16_is_cut_and_the_rest_stays(value: float, s
 @every_wire
 @pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-7, 1e4, 1e30])
 def test_native_equals_definition_bit_for_bit(name: str, scale: float) -> None:
-    """Values not rounded before, so that the kernel rounds: normal, denormal in float16, too large
-    for it; all exponents.
+    """Values that were not rounded before, so that the kernel rounds.
+
+    Normal ones, denormal in float16, too large for it; all exponents.
     """
     numbers = np.random.default_rng(5)
     indices = np.sort(numbers.choice(1_000_000, 20_001, replace=False)).astype(np.int32)

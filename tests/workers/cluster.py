@@ -1,5 +1,6 @@
-"""Training whose every bit can be computed afterwards; started by test_cluster.py on the nodes of a
-virtual cluster.
+"""Training whose every bit can be computed afterwards.
+
+Started by test_cluster.py on the nodes of a virtual cluster.
 
 Gradients are small integers, so that float32 sums are exact whatever their order, and the learning
 rate is 1: what the weights received and the ranks' residuals must add up to all gradients so far.

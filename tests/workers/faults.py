@@ -1,5 +1,6 @@
-"""A few steps of training in which one rank fails, or seems to; started by test_faults.py on real
-ranks.
+"""A few steps of training in which one rank fails, or seems to.
+
+Started by test_faults.py on real ranks.
 """
 
 from __future__ import annotations

@@ -170,9 +170,7 @@ def test_a_spec_takes_arrays(tmp_path):
 
 
 def hold_pwrite(slab):
-    """Take the lock of who writes the slab with pwrite, as another process would; return the file
-    that holds it.
-    """
+    """Take the lock under which a process writes the slab with pwrite; return its file."""
     file = os.open(slab.path, os.O_RDWR)
     fcntl.fcntl(
         file, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 8, 8, 0)

@@ -78,8 +78,9 @@ def test_a_run_of_another_seed_is_refused_if_its_part_finds_no_room(shm):
 
 
 def test_the_room_for_an_error_of_the_estimate_is_not_reserved(shm, monkeypatch):
-    """A cache of validation pictures found no memory beside the training's, which was to take a
-    half more than it ever did.
+    """A cache of validation pictures found no memory beside that of the training.
+
+    The latter had reserved half as much again as it ever used.
     """
     train, other = (
         Arrays(np.full((100, 20, 20, 1), n, np.uint8), np.zeros(100, int)) for n in range(2)
@@ -122,8 +123,9 @@ def test_a_source_that_cannot_be_reached_is_no_reason_for_a_slab_of_no_room(fold
 
 
 def test_what_another_run_puts_there_meanwhile_takes_no_room_twice(folder, tmp_path, shm):
-    """Two runs at once wrote every sample twice, until the slab was full and read from the source
-    in every epoch.
+    """Two runs at once wrote every sample twice, until the slab was full.
+
+    Then they read from the source in every epoch.
     """
     with (
         OpenCache(folder, shm) as one,

@@ -62,9 +62,7 @@ def in_own_mounts(test):
 
 @in_own_mounts
 def test_a_full_tmpfs_keeps_what_fits_and_the_rest_is_read(folder, tmp_path):
-    """A real one, of 400 kB: the slab's length is within it, but another file takes the room while
-    it fills.
-    """
+    """A real tmpfs of 400 kB: the slab is shorter, but another file takes room while it fills."""
     small = tmp_path / "small"
     small.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(small)], check=True)

@@ -108,8 +108,9 @@ def reshuffled(folder, nodes, slots, epochs, room, ranks=None):
 
 @pytest.mark.parametrize(("nodes", "slots"), [(2, 1), (2, 2)])
 def test_the_memory_stays_what_it_was(tmp_path, nodes, slots):
-    """Holes were lost if no record of exactly their size arrived: after 14 epochs the slab was full
-    and the cache kept nothing.
+    """Holes were lost if no record of exactly their size arrived.
+
+    After 14 epochs the slab was full and the cache kept nothing.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -120,8 +121,9 @@ def test_the_memory_stays_what_it_was(tmp_path, nodes, slots):
 
 
 def test_a_round_sends_no_more_with_more_nodes(tmp_path, monkeypatch):
-    """The bound held for each node: to 32 of them a rank sent 2^31 bytes at once, more than Gloo
-    and NCCL can count.
+    """The bound was one for each node, not for all of them.
+
+    To 32 nodes a rank sent 2^31 bytes at once, more than Gloo and NCCL can count.
     """
     monkeypatch.setattr("tfcommx.data.cache.reshuffle.ROUND_BYTES", 8192)
     ranks = Threads(4, 1)

@@ -36,9 +36,7 @@ def test_resume_gives_the_batches_of_an_uninterrupted_run(folder, shm):
 
 
 def test_an_epoch_that_is_served_again_is_announced(folder, shm):
-    """`fit(cache.dataset(spec), epochs=90)` served the same order and the same crops 90 times, and
-    said nothing.
-    """
+    """`fit(cache.dataset(spec), epochs=90)` served the same crops 90 times, without a warning."""
     with OpenCache(folder, shm, store=10) as cache:
         with pytest.warns(
             UserWarning,
@@ -189,9 +187,7 @@ def test_warm_brings_all_and_another_process_can_wait_for_it(folder, shm):
 
 
 def test_a_turned_photograph_is_served_as_it_was_stored(tmp_path, shm):
-    """EXIF orientation is not applied: torchvision's ImageFolder and TensorFlow's decoder do not
-    either.
-    """
+    """EXIF orientation is not applied, as in torchvision's ImageFolder and TensorFlow's decoder."""
     photo = np.zeros((32, 32, 3), np.uint8)
     photo[:16] = 255  # the upper half is white; orientation 6 would put it to the right
     exif = Image.Exif()
@@ -204,8 +200,9 @@ def test_a_turned_photograph_is_served_as_it_was_stored(tmp_path, shm):
 
 
 def test_the_end_of_the_process_waits_for_calls_under_way_and_lets_none_begin(monkeypatch):
-    """Else TensorFlow's threads may come to a Python that has ended, and the process hangs: now and
-    then, after an error.
+    """Otherwise TensorFlow's threads may call a Python that has ended, and the process hangs.
+
+    It happened now and then, after an error.
     """
     monkeypatch.setattr(calls, "_ended", False)
     begun, done = threading.Event(), []

@@ -102,8 +102,9 @@ def test_pictures_that_are_kept_at_another_size_have_another_slab(folder, shm):
 
 
 def test_a_slab_that_another_process_is_looking_at_is_left_to_it(shm):
-    """Also one of another boot: two that removed it at once removed what the first had
-    made anew.
+    """Also a slab of another boot: two processes removed it at once.
+
+    The second one removed what the first had made again.
     """
     stale = shm / "tfcommx-old.slab"
     page = bytearray(4096)
