@@ -170,8 +170,8 @@ def test_nothing_large_would_leave_a_gpu_on_its_way(
     )
 
     def by_the_host(op: tf.Operation) -> list[str]:
-        """Return the large inputs and outputs that are in the host's memory if a GPU does the op."""
-        places = [
+        """Return large inputs and outputs that are in the host's memory if a GPU does the op."""
+        operands = [
             (arg.name, tensor)
             for arg, tensor in [
                 *zip(_spread(op, op.op_def.input_arg), op.inputs, strict=True),
@@ -190,7 +190,7 @@ def test_nothing_large_would_leave_a_gpu_on_its_way(
         ]
         return [
             f"{name} of {op.type}"
-            for name, _ in places
+            for name, _ in operands
             if op.type in INT32_BY_THE_HOST
             or any(name in kernel.host_memory_arg for kernel in kernels)
         ]
