@@ -243,7 +243,7 @@ def test_a_root_that_does_not_take_part_is_refused() -> None:
     ids=["bare", "cond"],
 )
 def test_messages_in_a_graph_follow_each_other_in_the_order_of_the_plan(inside: Callable) -> None:
-    """Without the order, the threads of two ranks could wait in different buckets for ever.
+    """Without the order, the threads of two ranks could wait in different buckets forever.
 
     Two optimizers that accumulate, or whose loss is scaled, have theirs in a cond each: there one
     took the other's messages.

@@ -224,15 +224,15 @@ def test_down_removes_what_killed_runs_have_left() -> None:
         wait_until(lambda: bool(asleep()), 30, "the process on node 1")
         run.kill()
         run.wait()
-        left = asleep()
-        assert left
+        asleep_now = asleep()
+        assert asleep_now
         shutil.rmtree(f"/run/tfcommx-{name}")  # also without the state file
     finally:
         assert cluster("down", name=name).returncode == 0
     assert not namespaces(name)
     assert not [
         pid
-        for pid in left
+        for pid in asleep_now
         if Path(f"/proc/{pid}").exists() and "1234" in Path(f"/proc/{pid}/cmdline").read_text()
     ]
     assert not list(Path("/etc/netns").glob(f"tfcommx-{name}-*"))

@@ -146,10 +146,10 @@ def test_rounding_loses_nothing(name: str, value: float) -> None:
     if value_dtype(name) == "bfloat16" and 0 < abs(value) < 2.0**-102:
         # The difference is below the smallest normal float32, and the processor may flush it
         return
-    one, left = codec.rounded(Sparse(tf.constant([0]), tf.constant([value]), 1), name)
+    one, error = codec.rounded(Sparse(tf.constant([0]), tf.constant([value]), 1), name)
     sent = float(one.values[0])
     assert np.isfinite(sent)
-    assert Fraction(sent) + Fraction(float(left[0])) == Fraction(float(np.float32(value)))
+    assert Fraction(sent) + Fraction(float(error[0])) == Fraction(float(np.float32(value)))
     _, read = decode(codec.encode(one, name), 1, 1, name)
     assert float(read[0]) == sent
 
@@ -157,11 +157,11 @@ def test_rounding_loses_nothing(name: str, value: float) -> None:
 @pytest.mark.parametrize("name", NARROW)
 def test_rounding_is_to_nearest_and_sees_that_something_is_left(name: str) -> None:
     values = np.random.default_rng(3).normal(size=1000).astype(np.float32)
-    one, left = codec.rounded(Sparse(tf.range(1000), tf.constant(values), 1000), name)
+    one, error = codec.rounded(Sparse(tf.range(1000), tf.constant(values), 1000), name)
     bits = 11 if value_dtype(name) == "float16" else 8
-    assert np.count_nonzero(left) > 900
-    assert (np.abs(left) <= np.abs(values) * 2.0**-bits).all()
-    np.testing.assert_array_equal(one.values + left, values)
+    assert np.count_nonzero(error) > 900
+    assert (np.abs(error) <= np.abs(values) * 2.0**-bits).all()
+    np.testing.assert_array_equal(one.values + error, values)
 
 
 @every_wire
@@ -170,12 +170,12 @@ def test_values_that_are_not_finite_survive_and_leave_nothing(
     implementation: str, name: str
 ) -> None:
     values = tf.constant([np.nan, np.inf, -np.inf, 1.0])
-    one, left = codec.rounded(Sparse(tf.range(4), values, 4), name)
+    one, error = codec.rounded(Sparse(tf.range(4), values, 4), name)
     _, read = IMPLEMENTATIONS[implementation].decode(
         IMPLEMENTATIONS[implementation].encode(one, name), 4, 4, name
     )
     np.testing.assert_array_equal(read, values)
-    assert left is None or not left.numpy().any()
+    assert error is None or not error.numpy().any()
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_values_that_are_not_finite_survive_and_leave_nothing(
     [(65_519.0, 65_504), (1e6, 65_504), (-1e6, -65_504), (2.0**29, 2**15), (2.0**39, 0), (3e38, 0)],
 )
 def test_a_finite_value_beyond_float16_is_cut_and_the_rest_stays(value: float, sent: float) -> None:
-    one, left = codec.rounded(Sparse(tf.constant([0]), tf.constant([value]), 1), "pair16/float16")
-    assert (float(one.values[0]), float(left[0])) == (sent, float(np.float32(value)) - sent)
+    one, error = codec.rounded(Sparse(tf.constant([0]), tf.constant([value]), 1), "pair16/float16")
+    assert (float(one.values[0]), float(error[0])) == (sent, float(np.float32(value)) - sent)
 
 
 @every_wire

@@ -227,10 +227,10 @@ def test_the_native_fill_puts_what_python_would(tmp_path, busy):
         other = hold_pwrite(slab) if busy else None
         state = np.ones(n, np.uint8)
         state[3] = 0  # said to be there already
-        left = batches.fill(
+        after = batches.fill(
             slab, files + damaged, np.arange(n), np.arange(n) + 5, state, 3, store
         ).numpy()
-        assert np.flatnonzero(left).tolist() == list(range(len(files), n)) and slab.get(3) is None
+        assert np.flatnonzero(after).tolist() == list(range(len(files), n)) and slab.get(3) is None
         for i in set(range(len(files))) - {3}:
             pixels, label = slab.get(i)
             np.testing.assert_array_equal(pixels, decode(files[i], 3, store))
@@ -239,8 +239,8 @@ def test_the_native_fill_puts_what_python_would(tmp_path, busy):
         if busy:
             os.close(other)
     small = Slab(tmp_path / "tfcommx-b.slab", "k", n, lambda: 20_000)
-    left = batches.fill(
+    after = batches.fill(
         small, [files[0], files[1], files[5]], [0, 1, 2], [0, 1, 2], [1, 1, 1], 3, None
     ).numpy()
-    assert left.tolist() == [1, 0, 1] and small.get(0) is None  # No room except for the small one
+    assert after.tolist() == [1, 0, 1] and small.get(0) is None  # No room except for the small one
     small.close()

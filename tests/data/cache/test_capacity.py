@@ -135,9 +135,9 @@ def test_what_another_run_puts_there_meanwhile_takes_no_room_twice(folder, tmp_p
         files, labels, level = two.filler.read(samples, absent)
         one.warm()
         used = one.slab.used_bytes
-        left = batches.fill(two.slab, files, samples, labels, absent, 3, None).numpy()
-        assert left.tolist() == [batches.THERE] * 50 and two.slab.used_bytes == used
-        got, loose, _ = two.filler.settle(samples, absent, left, epoch, files, labels, level)
+        remaining = batches.fill(two.slab, files, samples, labels, absent, 3, None).numpy()
+        assert remaining.tolist() == [batches.THERE] * 50 and two.slab.used_bytes == used
+        got, loose, _ = two.filler.settle(samples, absent, remaining, epoch, files, labels, level)
         assert got.tolist() == samples.tolist() and loose.size == 0
         assert (
             two.filler.counts[0] == {"source": 50}

@@ -62,7 +62,7 @@ def test_four_processes_share_one_copy_in_memory(tmp_path, shm, processes):
     assert [worker.wait() for worker in workers] == [0] * 4
     one_copy = 16 * 2_100_064
     assert [result["filled"] for result in results] == [16] * 4
-    # A sample that two processes fill at once takes its place twice
+    # A sample that two processes fill at once takes its room twice
     assert one_copy <= results[0]["used"] <= one_copy * 1.3
     # From below: every page is counted; from above: once
     assert one_copy <= sum(result["pss"] for result in results) <= results[0]["used"] * 1.02

@@ -155,7 +155,7 @@ def test_a_damaged_record_of_another_size_is_unpublished_where_there_is_no_room(
 
 
 def test_a_cache_that_nobody_has_any_more_is_freed(shm):
-    """TensorFlow keeps the functions that it calls for ever."""
+    """TensorFlow keeps the functions that it calls forever."""
 
     def held():
         files = [
