@@ -146,7 +146,7 @@ def is_built(folder: Path, facts: dict[str, Any]) -> bool:
 
 
 class BuildOps(build_ext):
-    """Builds the native library in place of a Python extension module."""
+    """Builds the native library instead of a Python extension module."""
 
     def build_extension(self, ext: Extension) -> None:
         tools = find_toolchain()

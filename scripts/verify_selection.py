@@ -1,4 +1,4 @@
-"""The check of a contestant's first round, before its time counts in a benchmark of selection."""
+"""Checks a contestant's first round, before its time counts in a benchmark of selection."""
 
 from __future__ import annotations
 

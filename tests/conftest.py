@@ -1,4 +1,4 @@
-"""Shared by all tests: quiet TensorFlow, where hypothesis takes its cases from, what begins first."""
+"""Shared by all tests: quiet TensorFlow, hypothesis's cases, which tests begin first."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ settings.load_profile("same")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest, mostly waiting: at the end all workers have something to do."""
+    """Begin with the tests that take longest, so that all workers end at about the same time."""
     items.sort(key=lambda item: item.get_closest_marker("long_wait") is None)

@@ -26,10 +26,10 @@ def drawn(rows: Sequence[Any], *groups: Sequence[Any]) -> list[Any]:
     [('a', 1), ('a', 8), ('b', 2), ('b', 9), ('c', 1), ('c', 8)]
     """
     return [
-        case(row, member, kept=place == number % len(group))
+        case(row, member, kept=position == number % len(group))
         for number, row in enumerate(rows)
         for group in groups
-        for place, member in enumerate(group)
+        for position, member in enumerate(group)
     ]
 
 
@@ -40,8 +40,8 @@ def squares(rows: Sequence[Any], ones: Sequence[Any], others: Sequence[Any]) -> 
     [('a', 1, 8), ('a', 2, 9), ('b', 1, 9), ('b', 2, 8)]
     """
     return [
-        case(row, one, other, kept=place == (number + turn) % len(others))
+        case(row, one, other, kept=position == (number + turn) % len(others))
         for number, row in enumerate(rows)
         for turn, one in enumerate(ones)
-        for place, other in enumerate(others)
+        for position, other in enumerate(others)
     ]

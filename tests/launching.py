@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WORKERS = ROOT / "tests" / "workers"  # programs that tests start
 LAUNCHERS = {
     "gloo": ["--gloo"],
-    # more processes than cores, and a rank that waits sleeps (sched_yield may starve others:
+    # More processes than cores, and a rank that waits sleeps (sched_yield may starve others:
     # scripts/cluster)
     "mpi": [
         "--mpi",
@@ -39,9 +39,7 @@ def horovodrun(
     hosts: str | None = None,
     **environment: str,
 ) -> Ended:
-    """Run a Python command (without `python`) on several ranks; end the whole tree when it takes
-    too long.
-    """
+    """Run a Python command (without `python`) on several ranks; end all if it takes too long."""
     # Horovod 0.28 starts a rank on every slot, whatever -np says
     where = ["-H", hosts or f"localhost:{ranks}"]
     words = [

@@ -1,4 +1,4 @@
-"""The floors of the house: imports point down only, and each foreign library has one module."""
+"""The floors of the package: imports point down only, and each foreign library has one module."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def test_imports_only_from_floors_below(name: str) -> None:
 def test_no_two_files_import_each_other_in_a_circle() -> None:
     """Also not inside functions, and not for types."""
     remaining = {name: own_modules(name) - {name} for name in MODULES}
-    while leaves := [name for name, needs in remaining.items() if not needs & set(remaining)]:
-        for name in leaves:
+    while free := [name for name, needs in remaining.items() if not needs & set(remaining)]:
+        for name in free:
             del remaining[name]
     circle = {name: sorted(needs & set(remaining)) for name, needs in remaining.items()}
     assert not circle, f"these files import each other, or import such: {circle}"
@@ -138,8 +138,9 @@ def test_foreign_libraries_have_one_importer(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in MODULES if within(name, NO_TENSORFLOW)])
 def test_no_tensorflow_is_loaded_by(name: str) -> None:
-    """Imports inside functions may load it; those at the top of a file, and of what they import,
-    may not.
+    """Imports inside functions may load it.
+
+    Those at the top of a file, and of what they import, may not.
     """
     names = imported(MODULES[name], also_inside_functions=False)
     assert not {dotted.split(".")[0] for dotted in names} & {"tensorflow", "keras"}

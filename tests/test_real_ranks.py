@@ -53,7 +53,7 @@ def test_the_same_tests_on_several_ranks(
         launcher,
         seconds=600,
         TFCOMMX_TEST_NODE_SIZE=node_size,
-        # ranks that share few cores look for work less often than every millisecond
+        # Ranks that share few cores look for work less often than every millisecond
         HOROVOD_CYCLE_TIME="3",
     )
     assert ended.status == 0, ended.output[-8000:]

@@ -1,6 +1,4 @@
-"""tfcommx: gradient exchange for Horovod and Keras 3 where machines are strong and the network
-between them is not.
-"""
+"""tfcommx: gradient exchange for Horovod and Keras 3 over slow networks."""
 
 from __future__ import annotations
 

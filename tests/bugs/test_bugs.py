@@ -19,8 +19,7 @@ from tfcommx.terms import PlanError
 
 
 def test_large_reduce_scatters_are_right_under_gloo() -> None:
-    """Gloo's reduce-scatter in Horovod 0.28.1 now and then returns wrong sums for vectors of 25
-    million entries.
+    """Gloo's reduce-scatter in Horovod 0.28.1 sometimes returns wrong sums for 25 million entries.
 
     Four ranks on one machine saw 10,152,933 wrong entries in one call of six, none in the others;
     no error, and the torus then spreads the same wrong bits to every rank, so that comparing
@@ -35,8 +34,9 @@ def test_large_reduce_scatters_are_right_under_gloo() -> None:
 def test_processes_of_another_launcher_do_not_train_alone(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`srun -n 4 python train.py` trained four models, each as rank 0 of 1, and all saved to the
-    same files, without a word.
+    """`srun -n 4 python train.py` trained four models without a warning.
+
+    Each process was rank 0 of 1, and all saved to the same files.
     """
     monkeypatch.setenv(name, "4")
     with pytest.raises(PlanError, match=f"{name}=4.*unset"), horovod.without_mpi():
@@ -49,8 +49,9 @@ def test_processes_of_another_launcher_do_not_train_alone(
 def test_hosts_are_told_in_few_requests_and_who_is_missing_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each rank read every one's host from the launcher's store: 16,384 requests at 128 ranks, and
-    6,400 a second while one is late.
+    """Each rank read every rank's host from the launcher's store.
+
+    These were 16,384 requests at 128 ranks, and 6,400 a second while one was late.
     """
     from horovod.runner.http import http_client
 
@@ -86,8 +87,9 @@ def test_hosts_are_told_in_few_requests_and_who_is_missing_is_named(
 
 
 def test_a_source_distribution_holds_what_the_library_is_built_from(tmp_path: Path) -> None:
-    """Without MANIFEST.in it held no native sources: what was built from it was a library without
-    ops.
+    """Without MANIFEST.in it held no native sources.
+
+    What was built from it was a library without ops.
     """
     tree = tmp_path / "tree"
     shutil.copytree(
@@ -121,8 +123,9 @@ def test_a_source_distribution_holds_what_the_library_is_built_from(tmp_path: Pa
 def test_the_set_up_for_gpus_stays_one(
     asked: str, then: list[str], made: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After `make setup TFCOMMX_SETUP=--gpu`, `make demo` emptied the environment and filled it for
-    CPUs, some ten minutes' work.
+    """After `make setup TFCOMMX_SETUP=--gpu`, `make demo` set everything up again for CPUs.
+
+    It emptied the environment first, and took some ten minutes.
     """
     monkeypatch.setenv("TFCOMMX_VENV", str(tmp_path))
     monkeypatch.syspath_prepend(ROOT / "scripts")
@@ -151,8 +154,9 @@ def test_the_set_up_for_gpus_stays_one(
 
 
 def test_a_path_that_horovod_cannot_be_built_in_is_refused_at_once(tmp_path: Path) -> None:
-    """In a folder with a space in its name CMake does not find Open MPI, some minutes of downloads
-    later.
+    """In a folder with a space in its name CMake does not find Open MPI.
+
+    The error came after some minutes of downloads.
     """
     ended = subprocess.run(
         [sys.executable, ROOT / "scripts" / "bootstrap.py"],
@@ -168,8 +172,9 @@ def test_a_path_that_horovod_cannot_be_built_in_is_refused_at_once(tmp_path: Pat
 def test_an_nvcc_that_cannot_build_the_kernels_does_not_keep_a_cpu_from_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One too old for sm_90 is on many machines without a GPU, as Ubuntu's own: the set-up ended
-    with its words alone.
+    """An nvcc that is too old for sm_90 ended the set-up with its message alone.
+
+    Many machines without a GPU have one, such as Ubuntu's.
     """
     monkeypatch.setattr(sys, "argv", ["setup.py", "--version"])
     monkeypatch.chdir(ROOT)

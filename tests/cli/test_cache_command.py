@@ -48,7 +48,7 @@ def test_warm_status_and_drop(tmp_path, monkeypatch):
 
     status, _, said = run("warm", photos, "--memory", memory)
     assert status == 2 and "--disk FOLDER, or --hold" in said
-    # takes no shared memory: it would be for nobody
+    # Takes no shared memory: nobody would use it
     status, printed, said = run("warm", photos, "--memory", "/proc", "--disk", disk)
     assert status == 0 and "70 of 71 samples on disk" in printed and "broken.jpg" in said, said
     holding = start("warm", photos, "--memory", memory, "--disk", disk, "--store", 20, "--hold")
@@ -73,7 +73,7 @@ def test_warm_status_and_drop(tmp_path, monkeypatch):
     assert list(memory.iterdir()) == []
 
     (memory / "tfcommx-x.slab").write_bytes(b"no slab")
-    # as in most languages' locales: a name that is no UTF-8 ended the list
+    # As in most languages' locales: a name that is no UTF-8 ended the list
     monkeypatch.setenv("PYTHONIOENCODING", "utf-8:strict")
     slab = Slab(memory / "tfcommx-y.slab", "k", 4, lambda: 10**5, {"source": "\udcffphotos"})
     _, listed, said = run("status", *options)

@@ -64,9 +64,11 @@ def test_an_error_of_one_rank_is_shown_once(capsys):
         written_by(rank, MISSING.format(rank, reason)) for rank in (0, 2)
     )
     text += written_by(2, "Terminated\n") + HOROVODRUN.format(rank=1, status=1)
-    printed, told, said = shown(text, capsys)
-    assert (printed, told) == ("", f"rank 1: {TRACE}")
-    assert said.startswith("Rank 1 failed; all others were ended.") and "no memory" not in said
+    printed, errors, failure = shown(text, capsys)
+    assert (printed, errors) == ("", f"rank 1: {TRACE}")
+    assert (
+        failure.startswith("Rank 1 failed; all others were ended.") and "no memory" not in failure
+    )
 
 
 def test_an_error_of_all_ranks_is_shown_once_also_if_they_write_together(capsys):
@@ -78,20 +80,24 @@ def test_an_error_of_all_ranks_is_shown_once_also_if_they_write_together(capsys)
 def test_a_rank_that_was_killed_is_named(capsys):
     text = written_by(1, "Killed\n") + HOROVODRUN.format(rank=1, status=137)
     text += written_by(0, MISSING.format(0, "its process has ended"))
-    printed, told, said = shown(text, capsys)
-    assert printed == told == "" and "Rank 1 was killed by SIGKILL" in said and "node1" not in said
+    printed, errors, failure = shown(text, capsys)
+    assert (
+        printed == errors == ""
+        and "Rank 1 was killed by SIGKILL" in failure
+        and "node1" not in failure
+    )
 
 
 def test_a_rank_that_was_stopped_is_named_by_the_others(capsys):
     reason = "no response for 20 s"
     text = "".join(written_by(rank, MISSING.format(rank, reason)) for rank in (0, 2))
-    said = shown(text + HOROVODRUN.format(rank=0, status=1), capsys)[2]
-    assert said.count("rank 1 on node1 (no response for 20 s)") == 1
+    failure = shown(text + HOROVODRUN.format(rank=0, status=1), capsys)[2]
+    assert failure.count("rank 1 on node1 (no response for 20 s)") == 1
 
 
 def test_an_error_of_horovodrun_itself_is_shown_as_it_is(capsys):
-    told, said = shown("could not connect to some hosts via ssh\n", capsys)[1:]
-    assert "via ssh" in told and "horovodrun ended with status 1" in said
+    errors, failure = shown("could not connect to some hosts via ssh\n", capsys)[1:]
+    assert "via ssh" in errors and "horovodrun ended with status 1" in failure
 
 
 SHORT = {
@@ -110,8 +116,8 @@ def train(folder, ranks: int, **settings: str) -> subprocess.CompletedProcess:
     """Train the demo's recipe, cut short, as `make demo` does."""
     command = [sys.executable, "-m", "tfcommx.cli.main", "train", "configs/fashion_mnist.yaml"]
     command += ["--processes", str(ranks), "--output", str(folder)]
-    for place, value in {**SHORT, **settings}.items():
-        command += ["--set", f"{place}={value}"]
+    for key, value in {**SHORT, **settings}.items():
+        command += ["--set", f"{key}={value}"]
     # As a user has it: nothing that tests set to quiet TensorFlow
     return subprocess.run(
         ["env", "-u", "TF_CPP_MIN_LOG_LEVEL", "-u", "TF_ENABLE_ONEDNN_OPTS", *command],

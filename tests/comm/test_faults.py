@@ -1,5 +1,6 @@
-"""Law 7, on real processes: who dies is named, and the others end; bad launches are refused before
-anything hangs.
+"""Law 7, on real processes: a rank that dies is named, and the others end.
+
+Bad launches are refused before anything hangs.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ pytestmark = [
     pytest.mark.xdist_group("faults"),
 ]  # they mostly wait: one launch at a time
 NAMES = {
-    # by the launcher if rank 2's process ends first; by the watchers if it takes its time to end
+    # By the launcher if rank 2's process ends first; by the watchers if it takes its time to end
     "gloo": r"Process (name: )?2\b|rank 2 on \S+ \(",
     "mpi": r"process rank 2 with|rank 2 on \S+ \(|,2\]|\[1,2\]<stderr>: RuntimeError",
 }
 
 
 def seconds_since_the_fault(output: str) -> float:
-    """Call it when the launch has ended; its start may take long where ranks share few cores, and
-    is not meant.
+    """Return the seconds since the fault; call it when the launch has ended.
+
+    The start of a launch may take long if ranks share few cores, and is not counted.
     """
     found = re.search(r"now (\d+\.\d+)", output)
     assert found, output[-4000:]
@@ -43,8 +45,9 @@ def seconds_since_the_fault(output: str) -> float:
 
 @functools.cache
 def without_rank_2(how: str, launcher: str) -> tuple[Ended, float]:
-    """Launch 3 ranks of which one dies, once for all tests that read it; return the end, and how
-    long it took to come.
+    """Launch 3 ranks of which one dies, once for all tests that read it.
+
+    Returns the finished process, and the seconds that it took to end.
     """
     ended = horovodrun(3, [WORKER, how, "2"], launcher, seconds=120)
     return ended, seconds_since_the_fault(ended.output)
@@ -56,7 +59,7 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(how: str, launcher: str) 
     ended, seconds = without_rank_2(how, launcher)
     assert ended.status != 0
     assert seconds < 60, ended.output[-4000:]
-    # anywhere: launchers forward stdout and stderr each for itself
+    # Anywhere: launchers forward stdout and stderr each for itself
     assert re.search(NAMES[launcher], ended.output), ended.output[-4000:]
     assert ("this rank gives up" in ended.output) == (how == "raise"), ended.output[-4000:]
 
@@ -103,8 +106,9 @@ def test_a_watch_that_cannot_be_is_refused() -> None:
     ],
 )
 def test_messages_end_too_when_a_rank_does_not_come(how: str, said: str) -> None:
-    """Who waits in MPI for a message is out of Horovod's reach: an uncaught error ends the launch,
-    and waiting has an end.
+    """A rank that waits in MPI for a message is out of Horovod's reach.
+
+    An uncaught error ends the launch, and waiting has an end.
     """
     ended = horovodrun(
         3,
@@ -115,7 +119,7 @@ def test_messages_end_too_when_a_rank_does_not_come(how: str, said: str) -> None
     )
     assert "now" in ended.output and ended.status != 0, ended.output[-4000:]
     assert ended.seconds < 60, f"{ended.seconds:.0f} s\n{ended.output[-4000:]}"
-    # not after "now": mpirun forwards stdout and stderr each for itself
+    # Not after "now": mpirun forwards stdout and stderr each for itself
     assert re.search(said, ended.output), ended.output[-4000:]
     if how == "stop":
         assert re.search(r"has waited longer for ranks \[", ended.output), ended.output[-4000:]
@@ -165,8 +169,9 @@ def test_a_watcher_whose_rank_was_killed_with_an_alarm_unread_ends_in_order() ->
 
 
 def test_a_stranger_who_calls_does_not_keep_a_watcher_from_its_beats() -> None:
-    """Two watchers, each of a process of its own; one caller says a letter now and then, others
-    nothing.
+    """Two watchers, each of a process of its own, and callers from elsewhere.
+
+    One caller sends a byte now and then, others nothing.
     """
     ranks = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     listening = [socket.create_server(("127.0.0.1", 0)) for _ in ranks]

@@ -14,8 +14,8 @@ from tfcommx.comm import liveness
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch):
-    """Let an error go uncaught; return what the watcher is told."""
+def reported(monkeypatch: pytest.MonkeyPatch):
+    """Let an error go uncaught; return what the watcher receives."""
     monkeypatch.setattr(sys, "excepthook", lambda *failure: None)
     monkeypatch.setattr(liveness.atexit, "register", lambda ends: None)
     ours, theirs = socket.socketpair()
@@ -29,7 +29,7 @@ def told(monkeypatch: pytest.MonkeyPatch):
         yield tell
 
 
-def test_the_cause_of_an_error_in_a_graph_comes_first(told) -> None:
+def test_the_cause_of_an_error_in_a_graph_comes_first(reported) -> None:
     net = keras.Sequential(
         [
             keras.layers.Input((3,)),
@@ -41,31 +41,32 @@ def test_the_cause_of_an_error_in_a_graph_comes_first(told) -> None:
     net.compile("sgd", loss="mse", jit_compile=False)
     with pytest.raises(Exception, match="Graph execution error") as failed:
         net.fit(np.full((4, 3), 9), np.zeros((4, 1)), verbose=0)
-    said = told(failed.value)
+    text = reported(failed.value)
     assert (
-        said.startswith("failed: InvalidArgumentError: indices[")
-        and "is not in [0, 4) Graph execution error" in said
+        text.startswith("failed: InvalidArgumentError: indices[")
+        and "is not in [0, 4) Graph execution error" in text
     )
-    assert len(said) <= 300 and "\n" not in said
+    assert len(text) <= 300 and "\n" not in text
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [("one line", "one line"), ("", ""), ("why\n\n  where\tit was \n", "where it was why")],
 )
-def test_other_errors_are_said_whole(told, text: str, said: str) -> None:
-    assert told(ValueError(text)) == f"failed: ValueError: {said}"
+def test_other_errors_are_reported_whole(reported, text: str, expected: str) -> None:
+    assert reported(ValueError(text)) == f"failed: ValueError: {expected}"
 
 
-def test_a_forked_child_is_not_the_rank(told) -> None:
-    """A worker process that a data pipeline forks fails: the rank goes on, and nobody may be told
-    that it has failed.
+def test_a_forked_child_is_not_the_rank(reported) -> None:
+    """A worker process that a data pipeline forks fails: the rank continues.
+
+    No other rank may receive a report that it has failed.
     """
     if not (child := os.fork()):
         sys.excepthook(ValueError, ValueError("of the child"), None)
         os._exit(0)
     os.waitpid(child, 0)
-    assert told(ValueError("of the rank")) == "failed: ValueError: of the rank"
+    assert reported(ValueError("of the rank")) == "failed: ValueError: of the rank"
 
 
 def test_an_error_because_another_rank_is_gone_waits_for_the_alarm(
@@ -84,6 +85,6 @@ def test_an_error_because_another_rank_is_gone_waits_for_the_alarm(
         )
         sys.excepthook(type(error), error, None)
         theirs.setblocking(False)
-        with pytest.raises(BlockingIOError):  # the others are told nothing of this rank
+        with pytest.raises(BlockingIOError):  # The others receive nothing about this rank
             theirs.recv(100)
     assert done == ["wait", "traceback"] and not failed.is_set()

@@ -48,7 +48,7 @@ def test_noise_of_a_tenth_moves_the_fit_by_about_a_tenth() -> None:
 
 
 def test_a_link_is_never_free_nor_ahead_of_time() -> None:
-    # a line through these starts before 0
+    # A line through these starts before 0
     assert fit([(1, 1000, 1e-3), (1, 2000, 3e-3)])[0] == 0
     assert fit([(1, 1000, 1e-3), (1, 2000, 0.5e-3)])[1] > 0
 
@@ -98,8 +98,9 @@ def test_all_ranks_agree_and_links_that_are_not_there_stay_nominal(
 
 
 def test_the_slots_of_a_node_share_its_port() -> None:
-    """A clock that counts what comes through the port finds the port's beta, not a slot's share of
-    it.
+    """The clock counts what comes through the port.
+
+    So the fit finds the beta of the port, and not a slot's share of it.
     """
     clocks: dict[int, float] = {}
 
@@ -157,8 +158,9 @@ def test_messages_of_a_node_share_its_port_too() -> None:
 
 
 def test_a_burst_that_a_link_lets_pass_hardly_counts() -> None:
-    """A shaped link sends its first 200 kB of a turn at once: a single message of 64 kB would seem
-    to cost no time.
+    """A shaped link sends the first 200 kB of a turn at once.
+
+    A single message of 64 kB would seem to take no time.
     """
     clocks, bucket = {}, {}
 

@@ -92,7 +92,7 @@ def test_a_wheel_trains_beside_an_existing_tensorflow_and_horovod(
     call(sys.executable, "-m", "venv", "--without-pip", venv, folder=tmp_path)
     install = ("install", "--no-deps", "--no-index", wheel)
     call(sys.executable, "-m", "pip", "--python", python, *install, folder=tmp_path)
-    # After the installation, so that pip leaves alone what is installed here.
+    # After the installation, so that pip does not change what is installed here.
     (packages,) = venv.glob("lib/python*/site-packages")
     (packages / "existing.pth").write_text(sysconfig.get_path("purelib") + "\n")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -86,8 +86,9 @@ def test_a_variable_without_scheme_is_named() -> None:
 
 
 def test_a_bucket_too_small_for_its_density_sends_one_entry() -> None:
-    """Which variable is left alone in a bucket depends on the cluster: training must
-    not end at it.
+    """Which variable is alone in a bucket depends on the cluster.
+
+    Training must not fail because of it.
     """
     plan = make_plan(GRADIENTS, {"*": Scheme("hitopk", "mstopk", 1e-6)}, Topology(2, 2))
     assert {bucket.k for bucket in plan.buckets if bucket.route == "hitopk"} == {1}

@@ -1,6 +1,4 @@
-"""Tests in this folder run on however many ranks there are: alone under pytest, on several under
-horovodrun.
-"""
+"""Tests in this folder run on any number of ranks: one under pytest, more under horovodrun."""
 
 from __future__ import annotations
 
@@ -17,8 +15,9 @@ tf.config.threading.set_inter_op_parallelism_threads(2)
 
 @pytest.fixture(scope="session")
 def comm() -> cx.comm.Comm:
-    """The real Comm of this process. NODE_SIZE in the test's environment says how many ranks stand
-    for a node.
+    """Return the real Comm of this process.
+
+    NODE_SIZE in the test's environment says how many ranks stand for a node.
     """
     size = os.environ.get("TFCOMMX_TEST_NODE_SIZE")
     return cx.init(node_size=int(size) if size else None)

@@ -1,5 +1,6 @@
-"""Callbacks where ranks are unlike each other: unbuilt models, a rank that stops, validates or
-begins alone, odd metrics.
+"""Callbacks on ranks that are unlike each other.
+
+Unbuilt models, odd metrics, a rank that stops, validates or begins alone.
 """
 
 from __future__ import annotations
@@ -128,8 +129,9 @@ def test_ranks_that_begin_or_end_at_unequal_epochs_are_told(comm: Comm) -> None:
 
 @pytest.mark.parametrize(("every", "steps"), [(1, 2), (3, 3), (9, 4)])
 def test_all_ranks_stop_at_the_same_step(comm: Comm, every: int, steps: int) -> None:
-    """The last rank meets a NaN in its second step. With every=9 the epoch's end, after 4 steps,
-    comes first.
+    """The last rank meets a NaN in its second step.
+
+    With every=9 the epoch's end, after 4 steps, comes first.
     """
     last, net, seen = comm.rank == comm.topology.size - 1, small(), []
 
@@ -169,7 +171,7 @@ def test_keras_callbacks_that_stop_one_rank(comm: Comm) -> None:
     )
     assert int(net.optimizer.iterations) == 3  # the loss of the last rank alone was NaN
     net = small()
-    # of a loss that falls
+    # Of a loss that falls
     early = [keras.callbacks.EarlyStopping("loss", mode="max", patience=0)] if last else []
     net.fit(
         x,

@@ -329,9 +329,7 @@ def test_a_model_must_be_built_and_have_its_names(comm: Comm, folder: Path) -> N
 
 
 def test_dropout_goes_on_where_it_was(comm: Comm, folder: Path) -> None:
-    """Keras saves no seeds: a run that was resumed dropped the entries of its first
-    epochs again.
-    """
+    """Keras saves no seeds: a resumed run dropped the entries of its first epochs again."""
 
     def dropping(seed: int) -> keras.Model:
         keras.utils.set_random_seed(seed)
@@ -362,8 +360,9 @@ def test_dropout_goes_on_where_it_was(comm: Comm, folder: Path) -> None:
 
 
 def test_what_keras_does_not_save_is_saved(comm: Comm, folder: Path) -> None:
-    """Under a LossScaleOptimizer, Nadam's product: from one again, the first steps after a restore
-    are several times too long.
+    """Under a LossScaleOptimizer, the product that Nadam keeps.
+
+    If it starts from one again, the first steps after a restore are several times too long.
     """
 
     def nadam() -> keras.Model:

@@ -1,6 +1,4 @@
-"""Samples that change nodes: every one once per epoch, with its own pixels, from memory and not
-from the source.
-"""
+"""Samples that change nodes: every one once per epoch, with its own pixels, from memory."""
 
 import os
 from pathlib import Path
@@ -18,7 +16,7 @@ COUNT = 203
 @pytest.mark.every_launch
 @pytest.mark.parametrize("over_messages", [True, False])
 def test_every_sample_once_while_parts_mix(comm, over_messages):
-    # of the launcher: all ranks have the same
+    # Of the launcher: all ranks have the same
     folder = Path("/dev/shm") / f"tfcommx-reshuffle-{os.getppid()}-{over_messages}"
     folder = Path(comm.gather_objects(str(folder))[0])
     folder.mkdir(exist_ok=True)
@@ -48,7 +46,7 @@ def test_every_sample_once_while_parts_mix(comm, over_messages):
             assert 25 < moved < 80  # a half is offered, a half of that comes back to where it was
             if over_messages:
                 assert sum(row[2] for row in everywhere) == moved
-                # no reading, no new room
+                # No reading, no new room
                 assert all(row[3]["hit_memory"] == 1 and row[4] == 0 for row in everywhere)
             elif epoch == 1:  # later some come home, and are still there
                 assert (

@@ -1,5 +1,6 @@
-"""Every route and wire format on real ranks: several buckets in flight in one graph, the sum, its
-bits, its bytes.
+"""Every route and wire format on real ranks: the sum, its bits, its bytes.
+
+Several buckets are in flight in one graph.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ WAYS.append(dataclasses.replace(WAYS[0], route="torus", peer_route="pipeline"))
 
 
 def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
-    """Integers over 64, less than 8 bits long: no format rounds them, and sums are exact in any
-    order.
+    """Return integers over 64, less than 8 bits long.
+
+    No format rounds them, and sums are exact in any order.
     """
     numbers = np.random.default_rng([rank, step])
     return {
@@ -150,8 +152,9 @@ def _spread(op: tf.Operation, args: Any) -> list[Any]:
 def test_nothing_large_would_leave_a_gpu_on_its_way(
     comm: Comm, route: str, last_step: str, selection: str
 ) -> None:
-    """TensorFlow's own int32 kernels for GPUs mostly work in the host's memory: none may touch what
-    is exchanged.
+    """TensorFlow's own int32 kernels for GPUs mostly work in the host's memory.
+
+    None of them may touch what is exchanged.
     """
     scheme = cx.Scheme(route, selection, 0.01)
     plan = make_plan([Gradient("w", (1000, 1000), "float32")], {"*": scheme}, comm.topology)
@@ -167,10 +170,8 @@ def test_nothing_large_would_leave_a_gpu_on_its_way(
     )
 
     def by_the_host(op: tf.Operation) -> list[str]:
-        """Return the inputs and outputs that are large and lie in the host's memory where a GPU
-        does the op.
-        """
-        places = [
+        """Return large inputs and outputs that are in the host's memory if a GPU does the op."""
+        operands = [
             (arg.name, tensor)
             for arg, tensor in [
                 *zip(_spread(op, op.op_def.input_arg), op.inputs, strict=True),
@@ -189,7 +190,7 @@ def test_nothing_large_would_leave_a_gpu_on_its_way(
         ]
         return [
             f"{name} of {op.type}"
-            for name, _ in places
+            for name, _ in operands
             if op.type in INT32_BY_THE_HOST
             or any(name in kernel.host_memory_arg for kernel in kernels)
         ]

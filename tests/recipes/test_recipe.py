@@ -229,9 +229,7 @@ def test_reading_a_recipe_loads_no_tensorflow():
 
 @pytest.mark.parametrize("decay", ["cosine", "linear"])
 def test_learning_rate(decay):
-    """Up in a straight line to the peak, then down, never up again, to (nearly) zero at the last
-    step.
-    """
+    """Up in a straight line to the peak, then down, never up again, to (nearly) zero at the end."""
     rate = LearningRate(peak_per_256=0.25, warm_up_epochs=2, decay=decay)
     values = [rate.at(step, 10, 100, 512) for step in range(100)]
     assert max(values) == values[20] == 0.5 and values[0] == pytest.approx(0.5 / 21)

@@ -1,5 +1,6 @@
-"""The report shows what the summary holds; the command line tells user errors in one line with exit
-code 2.
+"""The report shows what the summary holds.
+
+The command line prints user errors in one line, with exit code 2.
 """
 
 import io
@@ -207,8 +208,9 @@ def test_report_command_and_help_need_no_tensorflow(summary, tmp_path):
 
 
 def test_the_bar_goes_to_the_terminal_that_is_named(tmp_path, capsys):
-    """Under horovodrun stdout is a pipe; a device that is a terminal gets the bar, anything else is
-    left alone.
+    """Under horovodrun stdout is a pipe.
+
+    A device that is a terminal gets the bar, anything else is not touched.
     """
     leader, follower = os.openpty()
     with Progress(steps=2, epochs=1, terminal=os.ttyname(follower)) as progress:

@@ -1,5 +1,6 @@
-"""Schedules of messages are what is drawn above them, and carry out broadcast, reduce and allreduce
-for any p, root, length.
+"""Schedules of messages are what is drawn above them.
+
+They carry out broadcast, reduce and allreduce for any p, root and length.
 """
 
 from __future__ import annotations
@@ -59,9 +60,7 @@ def test_the_tree_is_as_drawn() -> None:
 
 
 def test_the_bidirectional_exchange_is_as_drawn() -> None:
-    """Play the sums of four parts, and compare what each position has summed so far with
-    the drawing.
-    """
+    """Play the sums of four parts, and compare them with the drawing."""
     drawn = re.findall(
         r"round \d +([abcd-]{4}) +([abcd-]{4}) +([abcd-]{4}) +([abcd-]{4})", bidirectional.__doc__
     )
@@ -83,9 +82,10 @@ def test_the_bidirectional_exchange_is_as_drawn() -> None:
 @pytest.mark.parametrize(
     ("operation", "rounds"), [("broadcast", 5), ("reduce", 5), ("allreduce", 6)]
 )
-def test_ticks_of_the_pipeline_by_hand(operation: str, rounds: int) -> None:
-    """3 positions, 4 blocks; the paper's chain takes 9 for the allreduce (section 3), reduce then
-    broadcast 10.
+def test_rounds_of_the_pipeline_by_hand(operation: str, rounds: int) -> None:
+    """3 positions, 4 blocks.
+
+    The paper's chain takes 9 rounds for the allreduce (section 3), reduce then broadcast 10.
     """
     assert 1 + max(move.round for move in pipeline.schedule(operation, 3, 4, 1)) == rounds
 
@@ -121,7 +121,7 @@ def test_nothing_meets_on_a_link(route: str, operation: str, positions: int) -> 
 @pytest.mark.parametrize("route", BY_ROUND)
 @every_operation
 @pytest.mark.parametrize("positions", [2, 3, 4, 7, 8])
-def test_no_place_sends_in_a_tick_what_it_receives_in_it(
+def test_no_position_sends_in_a_round_what_it_receives_in_it(
     route: str, operation: str, positions: int
 ) -> None:
     """As `run_by_round` needs it: it changes the vector while it sends."""
@@ -243,7 +243,7 @@ def test_a_root_that_does_not_take_part_is_refused() -> None:
     ids=["bare", "cond"],
 )
 def test_messages_in_a_graph_follow_each_other_in_the_order_of_the_plan(inside: Callable) -> None:
-    """Without the order, the threads of two ranks could wait in different buckets for ever.
+    """Without the order, the threads of two ranks could wait in different buckets forever.
 
     Two optimizers that accumulate, or whose loss is scaled, have theirs in a cond each: there one
     took the other's messages.
@@ -253,7 +253,7 @@ def test_messages_in_a_graph_follow_each_other_in_the_order_of_the_plan(inside: 
     steps = {name: tf.Variable(0) for name in ("first", "second")}
 
     def send(name: str, tensor: tf.Tensor) -> tf.Tensor:
-        # of its own: TensorFlow itself orders only those that change nothing or the same
+        # Of its own: TensorFlow itself orders only those that change nothing or the same
         steps[name].assign_add(1)
         return comm.run_with_messages(lambda array, post: seen.append(name) or array, tensor, "b0")
 

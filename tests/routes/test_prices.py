@@ -1,5 +1,6 @@
-"""Prices against cases worked out by hand, with links of round numbers; docs/routes.md derives
-the formulas.
+"""Prices against cases worked out by hand, with links of round numbers.
+
+docs/routes.md derives the formulas.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def bucket(
 @pytest.mark.parametrize(
     ("price", "broadcast", "reduce", "allreduce"),
     [
-        # table 1, p = 4, n = 1000 B; the pipeline's 3 + 10 blocks of 100 B: latency 130, 1300 B
+        # Table 1, p = 4, n = 1000 B; the pipeline's 3 + 10 blocks of 100 B: latency 130, 1300 B
         (
             lambda *a: cost.linear_pipeline(*a, block_bytes=100),
             130 + 1300 * 2,
@@ -72,7 +73,7 @@ def test_dense_routes_on_four_nodes(route: str, seconds: float) -> None:
 @pytest.mark.parametrize(
     ("route", "topology", "megabytes", "more"),
     [
-        # a ring over 8 ranks, 2 * 7/8 of the vector on each line
+        # A ring over 8 ranks, 2 * 7/8 of the vector on each line
         ("allreduce", Topology(4, 2), 1.75, {}),
         ("torus", Topology(4, 2), 1.5, {}),
         ("torus", Topology(4, 2), 1.5, {"peer_route": "pipeline"}),
@@ -83,7 +84,7 @@ def test_dense_routes_on_four_nodes(route: str, seconds: float) -> None:
         ("tree", Topology(4, 1), 2, {}),  # the root sends the vector twice
         ("tree", Topology(8, 1), 3, {}),
         ("bidirectional", Topology(8, 1), 1.75, {}),
-        # the ring's line from node to node carries 7 of 8 buffers
+        # The ring's line from node to node carries 7 of 8 buffers
         ("allgather", Topology(4, 2), 7 * 0.08, {"k": 10_000, "wire": "pair32"}),
         ("hitopk", Topology(4, 2), 3 * 2 * 0.04, {"k": 5_000, "wire": "pair32"}),
     ],
@@ -105,8 +106,9 @@ def test_asa_in_sixteen_bits_halves_what_travels_and_not_what_is_added() -> None
 
 
 def test_asa_between_nodes_of_two() -> None:
-    """4 ranks on 2 nodes: of a rank's 3 shards of 250 B one stays; all its gathered ones but those
-    of one port stay.
+    """4 ranks on 2 nodes: of a rank's 3 shards of 250 B one stays in the node.
+
+    All its gathered ones stay, except those of one port.
     """
     assert routes.get("asa").wire_bytes(bucket("asa"), Topology(2, 2)) == Traffic(
         250 + 375, 500 + 375
@@ -127,8 +129,9 @@ def test_one_rank_alone_pays_for_no_message(route: str) -> None:
 
 
 def test_equation_3() -> None:
-    """alpha log P + 4 (P - 1) beta k, once for values and once for indices: P = 4, k = 20, one
-    collective for both.
+    """alpha log P + 4 (P - 1) beta k, once for values and once for indices.
+
+    P = 4, k = 20, one collective for both.
     """
     assert (
         routes.get("allgather").seconds(bucket("allgather", k=20, wire="pair32"), FOUR, LINKS)
@@ -137,8 +140,9 @@ def test_equation_3() -> None:
 
 
 def test_equations_7_to_10() -> None:
-    """m = 2, n = 2, d = 200, k = rho d / n = 10 pairs of 8 B; with gamma for the additions, which
-    the paper leaves out.
+    """m = 2, n = 2, d = 200, k = rho d / n = 10 pairs of 8 B.
+
+    With gamma for the additions, which the paper does not count.
     """
     b = bucket("hitopk", 200, k=10, wire="pair32")
     t1 = (2 - 1) * 1 + 400 * (0.5 + 0.25)
@@ -161,9 +165,7 @@ def test_equations_7_to_10() -> None:
     ],
 )
 def test_the_last_step_is_planned_by_price(density: float, nodes: int, last_step: str) -> None:
-    """8 m k bytes of pairs against 4 d / n of the shard: the more nodes, the more pairs come
-    together.
-    """
+    """8 m k bytes of pairs against 4 d / n of the shard: with more nodes come more pairs."""
     plan = make_plan(
         [Gradient("w", (1000, 1000), "float32")],
         {"*": Scheme("hitopk", "mstopk", density)},
@@ -173,7 +175,7 @@ def test_the_last_step_is_planned_by_price(density: float, nodes: int, last_step
 
 
 def test_the_last_step_follows_the_links_given() -> None:
-    # where merging n shards costs more than sending one
+    # Merging n shards costs more than sending one here
     slow_sums = Links(Link(1e-6, 1e-10, 1e-8), NOMINAL.between)
     gradients = [Gradient("w", (1000, 1000), "float32")]
     plan = make_plan(
@@ -183,8 +185,10 @@ def test_the_last_step_follows_the_links_given() -> None:
 
 
 def test_the_proposition() -> None:
-    """Proposition 1: without latency a long message goes log2 p times faster by the pipeline than
-    by the tree, and up to 2 times faster than by bidirectional exchange, whatever p."""
+    """Proposition 1: without latency the pipeline is the fastest for a long message, for all p.
+
+    It is log2 p times faster than the tree, and up to 2 times faster than bidirectional exchange.
+    """
     fast = Link(0, 1e-9)
     for ranks in (4, 8, 16):
         pipeline, tree, both = (

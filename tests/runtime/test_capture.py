@@ -1,5 +1,6 @@
-"""What mstopk captures of real gradients: those of the demo's network on its own pictures, at the
-start and after some steps.
+"""What mstopk captures of real gradients.
+
+Those of the demo's network on its own pictures, at the start and after some steps.
 """
 
 from __future__ import annotations

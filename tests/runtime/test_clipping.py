@@ -14,13 +14,14 @@ from tfcommx.terms import PlanError, Scheme
 
 
 def distance_to_the_solution(rule: str, density: float, feedback: bool) -> float:
-    """Descend a least-squares problem whose 8 ranks disagree; return the distance to the dense
-    solution, relative.
+    """Descend a least-squares problem whose 8 ranks disagree.
+
+    Returns the relative distance to the dense solution.
     """
     ranks, n = 8, 40
     random = np.random.default_rng(0)
     matrices = random.standard_normal((ranks, 60, n)).astype(np.float32) / 60**0.5
-    # no common solution: local gradients never vanish
+    # No common solution: local gradients never vanish
     targets = random.standard_normal((ranks, 60)).astype(np.float32) * 3
     best = np.linalg.lstsq(matrices.reshape(-1, n), targets.reshape(-1), rcond=None)[0]
     module, k = selection.rule(rule), max(1, int(density * n))
@@ -74,7 +75,7 @@ def test_momentum_correction_keeps_nan_out_of_its_state():
 
 def test_clipping():
     clip = clip_before_accumulation
-    # the norm of all together
+    # The norm of all together
     parts = clip([tf.constant([3.0]), tf.constant([[4.0]], tf.float16)], 2.0, 4)
     np.testing.assert_allclose(parts[0], [0.6], rtol=1e-6)
     np.testing.assert_allclose(parts[1], [[0.8]], rtol=1e-3)
@@ -124,7 +125,7 @@ def test_random_is_uniform_and_dgc_is_near_exact():
     counts = np.zeros(20)
     for seed in range(500):
         counts[selection.rule("random").select(tf.zeros(20), 5, seed).indices.numpy()] += 1
-    # chi-square, 19 degrees of freedom: fails once in 5,000
+    # Chi-square, 19 degrees of freedom: fails once in 5,000
     assert ((counts - 125) ** 2 / 125).sum() < 48
     x = tf.random.stateless_normal([100_000], [1, 2])
     exact = np.abs(selection.rule("exact").select(x, 1000, 0).values).sum()

@@ -104,8 +104,9 @@ def test_select(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_select_on_a_gpu(tmp_path: Path, wrong: bool) -> None:
-    """No GPU is here: check_cuda's rows are made up, and NumPy is CuPy. What is
-    verified is real.
+    """No GPU is here: check_cuda's rows are made up, and NumPy stands in for CuPy.
+
+    What is verified is real.
     """
     for name in ("bench_select_gpu.py", "benchmark_options.py", "verify_selection.py"):
         shutil.copy(ROOT / "scripts" / name, tmp_path)

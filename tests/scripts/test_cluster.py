@@ -1,5 +1,6 @@
-"""The virtual cluster is what it says, cleans up after itself, and shows law 7 on several nodes:
-nobody hangs, nothing is lost.
+"""The virtual cluster is what it says, and cleans up after itself.
+
+It shows law 7 on several nodes: nobody hangs, nothing is lost.
 
 Needs root, iproute2 and network namespaces; elsewhere these tests are skipped and say why.
 """
@@ -23,7 +24,7 @@ SCRIPT = str(ROOT / "scripts" / "cluster")
 WORKER = str(WORKERS / "cluster.py")
 NAME = f"t{os.getpid()}"  # several test runs may share a machine
 RATE = 100  # Mbit/s
-HOSTS = "node0:1,node1:1,node2:2"  # ranks 2 and 3 are on node 2, which comes to harm
+HOSTS = "node0:1,node1:1,node2:2"  # Ranks 2 and 3 are on node 2, which is cut off or killed
 ENVIRONMENT = {
     **os.environ,
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -32,7 +33,7 @@ ENVIRONMENT = {
 
 
 def why_not() -> str:
-    """The reason why there can be no cluster here; empty where there can."""
+    """Return the reason why there can be no cluster here; empty if there can."""
     missing = [tool for tool in ("ip", "tc", "unshare", "hostname") if not shutil.which(tool)]
     if missing:
         return f"a virtual cluster needs {', '.join(missing)}"
@@ -223,15 +224,15 @@ def test_down_removes_what_killed_runs_have_left() -> None:
         wait_until(lambda: bool(asleep()), 30, "the process on node 1")
         run.kill()
         run.wait()
-        left = asleep()
-        assert left
+        asleep_now = asleep()
+        assert asleep_now
         shutil.rmtree(f"/run/tfcommx-{name}")  # also without the state file
     finally:
         assert cluster("down", name=name).returncode == 0
     assert not namespaces(name)
     assert not [
         pid
-        for pid in left
+        for pid in asleep_now
         if Path(f"/proc/{pid}").exists() and "1234" in Path(f"/proc/{pid}/cmdline").read_text()
     ]
     assert not list(Path("/etc/netns").glob(f"tfcommx-{name}-*"))

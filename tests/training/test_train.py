@@ -1,5 +1,6 @@
-"""One process trains a shipped recipe, cut short, through the command line, and leaves all that a
-report needs.
+"""One process trains a shipped recipe, cut short, through the command line.
+
+It writes all that a report needs.
 """
 
 import json
@@ -74,10 +75,12 @@ def saved_model(folder):
 
 
 def test_a_killed_run_resumes_to_the_same_weights(run, tmp_path):
-    """kill -9 in the second epoch, then --resume: the weights and the accuracy of the run that was
-    left alone.
+    """kill -9 in the second epoch, then --resume: as the run that was not killed.
 
-    Of a run before it: what it would lose is said, and its report is not shown for this one.
+    Weights and accuracy are equal.
+
+    If there was a run before, what it would lose is reported, and its report is not shown for this
+    one.
     """
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "checkpoint.json").write_text('{"save": 4, "epoch": 4, "ranks": 1}')
@@ -102,8 +105,9 @@ def test_a_killed_run_resumes_to_the_same_weights(run, tmp_path):
 
 
 def test_a_recipe_reshuffles_samples_between_nodes(tmp_path):
-    """A half of each node's 30,000 images is offered before an epoch, a half of that comes back:
-    7,500 come from memory elsewhere.
+    """A half of each node's 30,000 images is offered before an epoch, a half of that comes back.
+
+    So 7,500 come from the memory of the other node.
     """
     words = [
         word for setting in [*SHORT, "data.reshuffle_fraction=0.5"] for word in ("--set", setting)
@@ -139,7 +143,7 @@ def test_the_summary(run):
         summary["bytes_between_nodes"] == summary["bytes_between_nodes_dense"] == 0
         and summary["replicas_identical"] is True
     )
-    # guessing gives 0.1
+    # Guessing gives 0.1
     assert summary["test_accuracy"] == summary["rows"][-1]["test_accuracy"] > 0.3
     right = summary["test_accuracy"] * 10_000
     assert round(right) == pytest.approx(right)  # counted over all 10,000

@@ -1,5 +1,6 @@
-"""What is written is read back, in exactly the bytes promised, and what rounding loses is handed
-back.
+"""What is written is read back, in exactly the bytes promised.
+
+What rounding loses is returned.
 """
 
 from __future__ import annotations
@@ -91,8 +92,9 @@ def test_no_entry_falls_off_the_ends_of_a_block(implementation: str, name: str) 
 @every_wire
 @every_implementation
 def test_the_length_is_known_while_tracing(implementation: str, name: str) -> None:
-    """Else it would have to be stated by an EnsureShape, which takes int32 from the GPU to the host
-    and back.
+    """Otherwise an EnsureShape would have to state it.
+
+    That op takes int32 from the GPU to the host and back.
     """
 
     @tf.function
@@ -107,8 +109,9 @@ def test_the_length_is_known_while_tracing(implementation: str, name: str) -> No
 
 
 def test_bytes_by_hand() -> None:
-    """1,000 of 200,000 entries, which are 4 blocks; 999 need a half word of padding in each 16-bit
-    part.
+    """1,000 of 200,000 entries, which are 4 blocks.
+
+    999 need a half word of padding in each 16-bit part.
     """
     sizes = {
         name: (formats.size_bytes(1000, 200_000, name), formats.size_bytes(999, 200_000, name))
@@ -136,16 +139,17 @@ def test_block16_moves_at_most_six_tenths_of_pair32() -> None:
 @settings(deadline=None, max_examples=300)
 @given(value=st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False))
 def test_rounding_loses_nothing(name: str, value: float) -> None:
-    """Sent plus left equals the value, in exact arithmetic, whatever the value; from where float32
-    can hold the difference.
+    """What is sent plus the rounding error is the value, in exact arithmetic.
+
+    For all values whose difference float32 can hold.
     """
     if value_dtype(name) == "bfloat16" and 0 < abs(value) < 2.0**-102:
-        # the difference is below the smallest normal float32, and the processor may flush it
+        # The difference is below the smallest normal float32, and the processor may flush it
         return
-    one, left = codec.rounded(Sparse(tf.constant([0]), tf.constant([value]), 1), name)
+    one, error = codec.rounded(Sparse(tf.constant([0]), tf.constant([value]), 1), name)
     sent = float(one.values[0])
     assert np.isfinite(sent)
-    assert Fraction(sent) + Fraction(float(left[0])) == Fraction(float(np.float32(value)))
+    assert Fraction(sent) + Fraction(float(error[0])) == Fraction(float(np.float32(value)))
     _, read = decode(codec.encode(one, name), 1, 1, name)
     assert float(read[0]) == sent
 
@@ -153,11 +157,11 @@ def test_rounding_loses_nothing(name: str, value: float) -> None:
 @pytest.mark.parametrize("name", NARROW)
 def test_rounding_is_to_nearest_and_sees_that_something_is_left(name: str) -> None:
     values = np.random.default_rng(3).normal(size=1000).astype(np.float32)
-    one, left = codec.rounded(Sparse(tf.range(1000), tf.constant(values), 1000), name)
+    one, error = codec.rounded(Sparse(tf.range(1000), tf.constant(values), 1000), name)
     bits = 11 if value_dtype(name) == "float16" else 8
-    assert np.count_nonzero(left) > 900
-    assert (np.abs(left) <= np.abs(values) * 2.0**-bits).all()
-    np.testing.assert_array_equal(one.values + left, values)
+    assert np.count_nonzero(error) > 900
+    assert (np.abs(error) <= np.abs(values) * 2.0**-bits).all()
+    np.testing.assert_array_equal(one.values + error, values)
 
 
 @every_wire
@@ -166,12 +170,12 @@ def test_values_that_are_not_finite_survive_and_leave_nothing(
     implementation: str, name: str
 ) -> None:
     values = tf.constant([np.nan, np.inf, -np.inf, 1.0])
-    one, left = codec.rounded(Sparse(tf.range(4), values, 4), name)
+    one, error = codec.rounded(Sparse(tf.range(4), values, 4), name)
     _, read = IMPLEMENTATIONS[implementation].decode(
         IMPLEMENTATIONS[implementation].encode(one, name), 4, 4, name
     )
     np.testing.assert_array_equal(read, values)
-    assert left is None or not left.numpy().any()
+    assert error is None or not error.numpy().any()
 
 
 @pytest.mark.parametrize(
@@ -179,15 +183,16 @@ def test_values_that_are_not_finite_survive_and_leave_nothing(
     [(65_519.0, 65_504), (1e6, 65_504), (-1e6, -65_504), (2.0**29, 2**15), (2.0**39, 0), (3e38, 0)],
 )
 def test_a_finite_value_beyond_float16_is_cut_and_the_rest_stays(value: float, sent: float) -> None:
-    one, left = codec.rounded(Sparse(tf.constant([0]), tf.constant([value]), 1), "pair16/float16")
-    assert (float(one.values[0]), float(left[0])) == (sent, float(np.float32(value)) - sent)
+    one, error = codec.rounded(Sparse(tf.constant([0]), tf.constant([value]), 1), "pair16/float16")
+    assert (float(one.values[0]), float(error[0])) == (sent, float(np.float32(value)) - sent)
 
 
 @every_wire
 @pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-7, 1e4, 1e30])
 def test_native_equals_definition_bit_for_bit(name: str, scale: float) -> None:
-    """Values not rounded before, so that the kernel rounds: normal, denormal in float16, too large
-    for it; all exponents.
+    """Values that were not rounded before, so that the kernel rounds.
+
+    Normal ones, denormal in float16, too large for it; all exponents.
     """
     numbers = np.random.default_rng(5)
     indices = np.sort(numbers.choice(1_000_000, 20_001, replace=False)).astype(np.int32)
@@ -213,7 +218,7 @@ def test_every_16_bit_value_is_read_and_written_as_the_definition_does(name: str
     _, values = decode(words, 65536, 65536, name)
     _, expected = decode_definition(words, 65536, 65536, name)
     np.testing.assert_array_equal(values, expected)
-    # smaller ones may be flushed by the definition
+    # Smaller ones may be flushed by the definition
     finite = np.isfinite(expected) & (np.abs(expected) >= 2.0**-126)
     again = encode(Sparse(tf.range(65536), values, 65536), name).numpy()[-32768:].view(np.uint16)
     np.testing.assert_array_equal(again[finite], np.arange(65536)[finite])

@@ -1,9 +1,9 @@
-"""Training whose every bit can be computed afterwards; started by test_cluster.py on the nodes of a
-virtual cluster.
+"""Training whose every bit can be computed afterwards.
+
+Started by test_cluster.py on the nodes of a virtual cluster.
 
 Gradients are small integers, so that float32 sums are exact whatever their order, and the learning
-rate is 1: what the weights received and what the ranks still owe must add up to all gradients so
-far.
+rate is 1: what the weights received and the ranks' residuals must add up to all gradients so far.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def gradient(rank: int, step: int) -> np.ndarray:
     return np.random.default_rng([rank, step]).integers(-8, 9, SHAPE).astype(np.float32)
 
 
-def missing(model: keras.Model, owed: list[dict], ranks: int, steps: int) -> float:
+def missing(model: keras.Model, residuals: list[dict], ranks: int, steps: int) -> float:
     """What is lost of the gradients of `steps` steps: 0 when nothing is."""
     sent = -model.trainable_variables[0].numpy()
     total = sum(gradient(rank, step) for rank in range(ranks) for step in range(steps))
     return float(
         np.abs(
-            total - sent - sum(part.reshape(SHAPE) for row in owed for part in row.values())
+            total - sent - sum(part.reshape(SHAPE) for row in residuals for part in row.values())
         ).sum()
     )
 

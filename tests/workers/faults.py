@@ -1,5 +1,6 @@
-"""A few steps of training in which one rank comes to harm, or seems to; started by test_faults.py
-on real ranks.
+"""A few steps of training in which one rank fails, or seems to.
+
+Started by test_faults.py on real ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ how, victim = sys.argv[1], int(sys.argv[2])
 route = sys.argv[4] if len(sys.argv) > 4 else "allgather"
 comm = cx.init(watch_seconds=float(sys.argv[3])) if len(sys.argv) > 3 else cx.init()
 
-# nobody is in trouble: one rank ends at once, one holds Python's lock for long, the others take
+# Nobody is in trouble: one rank ends at once, one holds Python's lock for long, the others take
 # their time
 if how == "apart":
     if comm.rank == 0:

@@ -38,14 +38,14 @@ def warm(
     disk: Disk = None,
     store: Annotated[
         int | None,
-        typer.Option(help="Short side at which images are kept, pixels; by default as they come."),
+        typer.Option(help="Short side at which images are kept, pixels; by default their own."),
     ] = None,
     split: Annotated[str, typer.Option(help="Of shards and of TensorFlow data sets.")] = "train",
     memory: Memory = Path("/dev/shm"),
     hold: Annotated[
         bool,
         typer.Option(
-            help="Keep the memory until interrupted: runs that start meanwhile find all in it."
+            help="Keep the memory until interrupted: runs that start meanwhile find all samples."
         ),
     ] = False,
     seed: Annotated[
@@ -63,14 +63,14 @@ def warm(
     """
     if disk is None and not hold:
         raise PlanError(
-            "A place where the samples stay is required. Give --disk FOLDER, or --hold, or both."
+            "A level that keeps the samples is required. Give --disk FOLDER, or --hold, or both."
         )
     from tfcommx import init
     from tfcommx.data.cache.cache import DataCache
     from tfcommx.data.sources.find import find_source
 
     samples, comm = find_source(source, split), init()
-    # It ends in order, and leaves no slab.
+    # The process ends normally and removes its slab.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _room(memory, hold) as room:
         cache = DataCache(samples, seed=seed, store=store, disk=disk, on_error="skip", **room)
@@ -87,7 +87,7 @@ def warm(
 
 @contextlib.contextmanager
 def _room(memory: Path, hold: bool) -> Iterator[dict[str, Any]]:
-    """Give the options of a slab to hold, or of one that has no room and that no run shares."""
+    """Yield the options of a slab to hold, or of one without room that no run shares."""
     if hold:
         yield dict(memory=memory)
         return
@@ -96,7 +96,7 @@ def _room(memory: Path, hold: bool) -> Iterator[dict[str, Any]]:
 
 
 def _fill(cache: DataCache, comm: Comm, hold: bool) -> None:
-    """Bring the samples of this rank, and say on each node what is there."""
+    """Load the samples of this rank, and print on each node how many are there."""
     from rich.progress import track
 
     steps = cache.warming_steps
@@ -146,7 +146,7 @@ def drop(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
     from tfcommx.data.cache import disk as level
     from tfcommx.data.cache.slab_files import reclaim
 
-    _check_folders(memory, disk)  # before anything is removed
+    _check_folders(memory, disk)  # Before anything is removed
     for path in [*reclaim(memory), *(level.drop(disk) if disk else ())]:
         typer.echo(f"removed {path}")
 

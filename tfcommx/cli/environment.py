@@ -9,14 +9,14 @@ def quiet_tensorflow() -> None:
     """Let TensorFlow, oneDNN and absl print no start-up messages; call it before they are loaded.
 
     Processes that are started from here inherit it: horovodrun loads TensorFlow too. Errors still
-    come as exceptions. Who sets TF_CPP_MIN_LOG_LEVEL gets the messages of that level.
+    come as exceptions. If the user has set TF_CPP_MIN_LOG_LEVEL, that level stays.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
 def quiet_horovod() -> None:
-    """Let Horovod print no messages of its own if a rank is gone; the launcher says which one is.
+    """Let Horovod print no messages of its own if a rank is gone; the launcher names that rank.
 
-    Who sets HOROVOD_LOG_LEVEL gets the messages of that level.
+    If the user has set HOROVOD_LOG_LEVEL, that level stays.
     """
     os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")

@@ -1,4 +1,4 @@
-"""Start processes with horovodrun on this machine, and show of their output what a user wants.
+"""Start processes with horovodrun on this machine; show what a user wants of their output.
 
 horovodrun marks each line with its rank, such as `[0]<stdout>:`, and adds lines of its own. Here
 rank 0's output is shown as it is, that of other ranks with their number, and an error once:
@@ -8,7 +8,7 @@ rank 0's output is shown as it is, that of other ranks with their number, and an
     rank r, otherwise                                      rank r: the line
     our own messages (`tfcommx: ...`)                      the line
     a line or a traceback that another rank wrote too      that of the first rank
-    ranks that say which rank they miss                    once, if that rank has not told why
+    ranks that say which rank they miss                    once, if that rank gave no reason
     horovodrun's messages and its traceback at the end     which rank ended first, and how
 """
 
@@ -28,10 +28,10 @@ from tfcommx.cli.environment import quiet_horovod
 
 MARK = re.compile(r"\[(\d+)\]<(stdout|stderr)>:(.*)", re.DOTALL)
 MISSING = re.compile(r"tfcommx: rank \d+ ends, because ranks are missing: (.*)", re.DOTALL)
-# What a shell writes if its rank was ended; how is said at the end
+# What a shell writes if its rank was ended; the message at the end says how
 ENDED = ("Terminated\n", "Killed\n")
 TRACEBACK = "Traceback (most recent call last):"
-# Exit status of a rank that has told what the user can put right
+# Exit status of a rank that has printed an error that the user can fix
 USER_ERROR = 2
 FIRST = re.compile(r"Process name: (\d+)\s+Exit code: (\d+)")
 
@@ -44,12 +44,12 @@ class Output:
     """What is shown of the lines that horovodrun forwards."""
 
     def __init__(self) -> None:
-        # horovodrun's own lines, and what ranks say of missing ranks: shown only if needed
+        # Lines of horovodrun itself, and ranks' reports of missing ranks: shown only if needed
         self.own: list[str] = []
         self.missing: list[str] = []
         # What was shown on stderr, and the first rank that wrote it
         self.writers: dict[str, str] = {}
-        # By rank: a traceback that is not whole yet
+        # By rank: a traceback whose end has not come yet
         self.tracebacks: dict[str, str] = {}
 
     def relay(self, stream: IO[str]) -> None:
@@ -87,7 +87,7 @@ class Output:
     def refuse(self, status: int) -> None:
         """End a launch that has failed.
 
-        **Raises:** LaunchError; SystemExit with status 2 if a rank told a user error.
+        **Raises:** LaunchError; SystemExit with status 2 if a rank printed a user error.
         """
         first = FIRST.search("".join(self.own))
         if not first:
@@ -98,11 +98,11 @@ class Output:
             sys.exit(USER_ERROR)
         signals = {128 + number: number.name for number in signal.Signals}
         how = f"was killed by {signals[status]}" if status in signals else "failed"
-        # What the others say of ranks that could not speak for themselves
+        # What other ranks report of ranks that could not print anything themselves
         known = ("(failed: ", f"rank {rank} on ")
-        told = [f"{text.strip()} " for text in self.missing if not any(map(text.count, known))]
+        reports = [f"{text.strip()} " for text in self.missing if not any(map(text.count, known))]
         raise LaunchError(
-            f"Rank {rank} {how}; all others were ended. {''.join(told[:1])}"
+            f"Rank {rank} {how}; all others were ended. {''.join(reports[:1])}"
             "Add --resume to continue from the last checkpoint."
         )
 
@@ -114,7 +114,8 @@ def horovodrun(processes: int, words: list[str]) -> None:
         processes: number of ranks, >= 1.
         words: command and options of `tfcommx`; `--terminal` is added if there is one.
 
-    **Raises:** LaunchError if a rank fails; SystemExit if a rank told what the user can put right.
+    **Raises:** LaunchError if a rank fails; SystemExit if a rank printed an error that the user can
+    fix.
     """
     if sys.stdout.isatty():
         words = [*words, "--terminal", os.ttyname(sys.stdout.fileno())]
@@ -151,7 +152,7 @@ def _follow(process: subprocess.Popen[str], output: Output) -> int:
     def relay(stream: IO[str]) -> None:
         try:
             output.relay(stream)
-        except OSError:  # nobody reads what is shown
+        except OSError:  # Nobody reads the output
             process.terminate()
 
     threads = [

@@ -21,8 +21,8 @@ from tfcommx.report.summary import ReportError
 from tfcommx.terms import PlanError
 
 USER_ERRORS = (PlanError, RecipeError, DataError, ReportError, SampleError, SlabError)
-# How long a rank keeps an error to itself that rank 0 most likely has too. Then the launcher ends
-# all ranks after rank 0 has told it.
+# How long other ranks wait before they print an error, which rank 0 most likely has too. The
+# launcher ends all ranks after rank 0 has printed it.
 RANK_0_FIRST_SECONDS = 5.0
 
 app = typer.Typer(
@@ -40,8 +40,8 @@ for command in (train.train, report.report, probe.probe):
 def main() -> None:
     """Run the command line; its exit status is 1 if a rank has failed.
 
-    What the user can put right is told without a traceback, with exit status 2; by rank 0 alone if
-    all ranks find it.
+    An error that the user can fix is printed without a traceback, with exit status 2; by rank 0
+    alone if all ranks have it.
     """
     quiet_tensorflow()
     try:
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def tell(error: Exception) -> None:
-    """Print an error that the user can put right, with its rank if it is not that of all ranks."""
+    """Print an error that the user can fix; with the rank, except on rank 0."""
     rank = launcher().rank
     if rank:
         time.sleep(RANK_0_FIRST_SECONDS)

@@ -34,7 +34,7 @@ MESSAGES_NEED_MPI = (
 )
 
 
-LARGEST_COUNT = 2**31 - 1  # entries; Gloo and NCCL count in int32
+LARGEST_COUNT = 2**31 - 1  # Entries; Gloo and NCCL count in int32
 
 
 class PointToPoint(Protocol):
@@ -55,6 +55,7 @@ class PointToPoint(Protocol):
             array: any dtype and shape, contiguous.
             target: a rank of the world.
             tag: >= 0; the receiver gives the same.
+
         Returns:
             The request.
         """
@@ -66,6 +67,7 @@ class PointToPoint(Protocol):
             array: contiguous, of as many bytes as are sent.
             source: a rank of the world.
             tag: >= 0, as the sender gives it.
+
         Returns:
             The request.
         """
@@ -110,7 +112,7 @@ class Comm(abc.ABC):
         """
         before, self._scope = self._scope, own
         try:
-            # It ends in a slash: it stands alone, and what is named twice in it gets a number.
+            # A name that ends in a slash is taken as it is; equal names inside it get numbers.
             with tf.name_scope(own):
                 yield
         finally:
@@ -127,6 +129,7 @@ class Comm(abc.ABC):
             tensor: any shape that is known while tracing.
             group: world, node or peers.
             name: equal on all members.
+
         Returns:
             The sum, on every member; same dtype and shape.
 
@@ -259,6 +262,7 @@ class Comm(abc.ABC):
                 the same dtype and shape.
             tensor: its shape must be known while tracing.
             name: of the operation in the graph.
+
         Returns:
             What `work` returned, as a tensor.
 

@@ -47,7 +47,7 @@ def gloo_hosts(here: Launcher) -> list[str]:
         except RuntimeError as error:
             if late:
                 raise PlanError(
-                    f"Rank {len(hosts)} of {here.size} has not come to init() within "
+                    f"Rank {len(hosts)} of {here.size} has not called init() within "
                     f"{RENDEZVOUS_SECONDS} s "
                     f"(seen from rank {here.rank}). Does every rank call tfcommx.init()?"
                 ) from error

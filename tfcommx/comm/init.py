@@ -26,6 +26,7 @@ def init(
         watch_seconds: a rank that does not respond for this long (> 0) makes all others end with an
             error that names it, also if they wait for it in a collective; None: nothing watches.
             See comm/liveness.py.
+
     Returns:
         The Comm of this rank; `tfcommx.comm.current()` returns it too.
 

@@ -3,8 +3,8 @@
 Horovod's collectives wait for a rank that was stopped, or whose machine or network is gone, and
 their own time limits name nobody. Beside each rank runs a small process (watcher.py) that exchanges
 heartbeats with the watchers of the other ranks over TCP; a thread of the rank waits for its alarm.
-A rank that ends as it should, early or late, says so and is no longer missed. A rank that computes,
-traces or compiles for however long is not missed: only one that is stopped, dead or cut off.
+A rank that ends normally, early or late, says so and is not reported as missing. Nor is a rank that
+computes, traces or compiles, however long: only one that is stopped, dead or cut off.
 
     what happens to a rank             noticed                      said of it
     its process is killed or crashes   at once                      its process has ended
@@ -40,8 +40,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfcommx.comm.base import Comm
 
-# Less than the 30 s after which Gloo gives up; more than TCP needs to go on after a link was away
-# for 5 s
+# Seconds: less than the 30 after which Gloo gives up; more than TCP needs to recover after a link
+# was down for 5 s
 LIMIT_SECONDS = 20.0
 # Seconds between the error and the end. The launcher names the rank that ended first, which should
 # be the one that failed.
@@ -59,14 +59,14 @@ def addresses(interfaces: list[str]) -> list[str]:
         interfaces: whose addresses count, if this host has any of them; otherwise all count.
 
     Returns:
-        the addresses, such as `192.168.0.2`.
+        The addresses, such as `192.168.0.2`.
     """
     found: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
-            except OSError:  # no IPv4 address on this one
+            except OSError:  # No IPv4 address on this one
                 continue
             found[name] = socket.inet_ntoa(answer[20:24])
     chosen = [found[name] for name in interfaces if name in found] or list(found.values())
@@ -149,7 +149,7 @@ def _wait(ours: socket.socket, rank: int, failed: threading.Event) -> None:
 def _cause_first(text: str) -> str:
     """Return an error's text in one line, its last line first.
 
-    TensorFlow tells the cause after the whole stack, before `[[nodes]]`.
+    TensorFlow gives the cause after the whole stack, before `[[nodes]]`.
     """
     lines = [
         " ".join(line.split())
@@ -170,7 +170,7 @@ def _say_how_it_ends(ours: socket.socket) -> threading.Event:
         ours: leads to this rank's watcher.
 
     Returns:
-        an event that is set if this rank has failed.
+        An event that is set if this rank has failed.
     """
     pid, failed, no_bye, before = os.getpid(), threading.Event(), threading.Event(), sys.excepthook
 

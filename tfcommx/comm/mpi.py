@@ -13,8 +13,8 @@ from tfcommx.comm.launcher import message_timeout
 
 log = logging.getLogger("tfcommx")
 
-# A rank warns after so long without a message, and gives up then if nothing watches the ranks: more
-# than Gloo's own limit, 30. launcher.message_timeout changes when it gives up.
+# Seconds without a message after which a rank warns, and gives up if nothing watches the ranks:
+# more than Gloo's own limit, 30. launcher.message_timeout changes when it gives up.
 TIMEOUT_SECONDS = 50.0
 # With a watch it gives up later: the watch reports missing ranks, so a late one is only busy.
 WATCHED_SECONDS = 6 * 3600.0
@@ -44,7 +44,7 @@ class MpiPointToPoint:
         watched: whether liveness.py watches the ranks.
 
     **Ranks:** all make it together, in the same order.
-    **Raises:** RuntimeError if MPI supports threads less.
+    **Raises:** RuntimeError if MPI supports threads at a lower level.
     """
 
     def __init__(self, watched: bool) -> None:

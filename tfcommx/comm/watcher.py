@@ -74,7 +74,7 @@ class Watcher:
         self.ports, self.hosts = job["ports"], job["hosts"]
         now = time.monotonic()
         self.peers = {rank: Peer(rank, now) for rank in range(len(self.ports)) if rank != self.rank}
-        # Who has connected but not said who it is: what came so far, and until when it may come
+        # Connections that have not said who they are: the bytes so far, and the deadline
         self.callers: dict[socket.socket, tuple[bytes, float]] = {}
         self.to_rank, self.leaving, self.ended = to_rank, False, 0.0
         self.alarm_at: float | None = None
@@ -123,7 +123,7 @@ class Watcher:
                 self.connected(peer, peer.dialled)
 
     def accept(self, listening: socket.socket) -> None:
-        """Accept a connection; who it is comes later.
+        """Accept a connection; the other side says later who it is.
 
         Nobody may keep this loop from saying that its rank is alive.
         """
@@ -135,24 +135,24 @@ class Watcher:
             self.select.register(link, selectors.EVENT_READ, self.greet)
 
     def greet(self, link: socket.socket) -> None:
-        said, until = self.callers[link]
+        received, until = self.callers[link]
         try:
             more = link.recv(200)
         except BlockingIOError:
             return
         except OSError:
             more = b""
-        self.callers[link] = said + more, until
-        if more and b"\n" not in said + more and len(said + more) < 200:
+        self.callers[link] = received + more, until
+        if more and b"\n" not in received + more and len(received + more) < 200:
             return
         self.dismiss(link)
         try:
-            token, rank = (said + more).decode().split()
+            token, rank = (received + more).decode().split()
             peer = self.peers[int(rank)]
             if token != self.token or peer.socket:
                 raise ValueError(token)
             link.send(self.hello(self.rank))
-        except (OSError, ValueError, KeyError):  # a stranger
+        except (OSError, ValueError, KeyError):  # Not a watcher of this run
             link.close()
             return
         self.connected(peer, link)
@@ -202,7 +202,7 @@ class Watcher:
     def hear_rank(self, to_rank: socket.socket) -> None:
         try:
             data = to_rank.recv(1024)
-        except ConnectionResetError:  # it was killed before it read an alarm
+        except ConnectionResetError:  # It was killed before it read an alarm
             data = b""
         if data.startswith(b"bye"):
             self.leaving = True
@@ -291,7 +291,7 @@ class Watcher:
     def _may_leave(self, now: float) -> bool:
         """Tell whether the watcher may end after its rank.
 
-        At once, unless the rank said bye and someone has not connected yet to be told.
+        At once, unless the rank said bye and a watcher that must be told has not connected yet.
         """
         waiting = self.leaving and any(
             not peer.socket and not peer.done and not peer.sign for peer in self.peers.values()
@@ -320,7 +320,7 @@ def _state_of(pid: int) -> str:
 
 def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the watcher ends with its rank
+        signal.signal(number, signal.SIG_IGN)  # The watcher ends with its rank
     to_rank, listening = (socket.socket(fileno=int(word)) for word in sys.argv[1:3])
     # What follows the line is for the loop
     with open(os.dup(to_rank.fileno()), "rb", buffering=0) as file:

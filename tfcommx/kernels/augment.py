@@ -7,7 +7,7 @@ here if there is no library. The windows are exact; the pixels of the native op
 **Source:** random-resized-crop of He et al. and the Inception papers as torchvision draws it: ten
 attempts, then a centre crop. `tf.image.sample_distorted_bounding_box` draws the crop's height, and
 not its area, uniformly: its crops are smaller (of a picture of 375 x 500 with the same bounds 0.38
-of the area in the mean, where these have 0.43). It gives up at the whole image.
+of the area in the mean, ours 0.43). After its last attempt it takes the whole image.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Which sources the native library was built from. Standard library only: set-up and setup.py run
-this file before there is more.
+"""Which sources the native library was built from.
+
+Standard library only: set-up and setup.py run this file before anything is installed.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ SUFFIXES = {".cc", ".cu", ".h", ".inl"}
 
 
 def digest(folder: Path) -> str:
-    """Hash the names and contents of the native sources below a folder. **Cost:** reads some 200
-    kB.
+    """Hash the names and contents of the native sources below a folder.
+
+    **Cost:** reads some 200 kB.
     """
     total = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES):

@@ -26,7 +26,7 @@ def residual_device() -> str:
 
 
 def compare_with_cpu(device: str) -> None:
-    """Refuse a device whose kernels do not give the very bits that the CPU's give, here and now.
+    """Refuse a device whose kernels do not give the same bits as the CPU's on this machine.
 
     Drivers and GPUs differ.
 

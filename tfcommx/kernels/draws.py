@@ -11,7 +11,7 @@ import numpy as np
 
 def mix(x: np.ndarray) -> np.ndarray:
     """Hash uint64 values to uint64 values of the same shape: splitmix64's finaliser."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)  # wraps modulo 2^64
+    x = x + np.uint64(0x9E3779B97F4A7C15)  # Wraps modulo 2^64
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: np.ndarray = x ^ (x >> np.uint64(31))

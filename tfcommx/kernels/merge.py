@@ -34,7 +34,7 @@ def merge(indices: Any, values: Any, size: int, k: int = 0) -> tf.Tensor:
     """
     ops = loader.library()
     if ops is None:
-        with tf.device("/cpu:0"):  # a GPU adds in any order, and ranks would differ
+        with tf.device("/cpu:0"):  # A GPU adds in any order, and ranks would differ
             return merge_definition(indices, values, size)
     with contextlib.nullcontext() if k else tf.device("/cpu:0"):
         return ops.tfcommx_merge(indices=indices, values=values, size=host.int64(size), k=k)

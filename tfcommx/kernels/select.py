@@ -17,7 +17,7 @@ from tfcommx.terms import Sparse
 # A band of mstopk: keys that agree above this bit, so equal exponent and first twelve mantissa bits
 BAND_SHIFT = 11
 BANDS = 2 ** (31 - BAND_SHIFT)
-NOT_FINITE = 0x7F800000  # keys of infinities and NaNs start here
+NOT_FINITE = 0x7F800000  # Keys of infinities and NaNs start here
 
 
 def select(gradient: Any, k: int, seed: int, rule: str) -> Sparse:
@@ -235,7 +235,7 @@ def _choose_mstopk(key: tf.Tensor, k: tf.Tensor, seed: int) -> tf.Tensor:
     bins = tf.bitwise.right_shift(key, BAND_SHIFT)
     # Entries in this bin and above.
     reached = tf.cumsum(tf.math.bincount(bins, minlength=BANDS, maxlength=BANDS), reverse=True)
-    band = tf.reduce_max(tf.where(reached >= k)[:, 0])  # the bin of the k-th largest
+    band = tf.reduce_max(tf.where(reached >= k)[:, 0])  # The bin of the k-th largest
     above = tf.cast(tf.where(bins > tf.cast(band, tf.int32))[:, 0], tf.int32)
     inside = tf.cast(tf.where(tf.equal(bins, tf.cast(band, tf.int32)))[:, 0], tf.int32)
     need = k - tf.size(above)

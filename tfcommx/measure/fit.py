@@ -38,7 +38,7 @@ def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
         )
     rows = np.stack([latencies, sizes], axis=1) / seconds[:, None]
     alpha, beta = np.linalg.lstsq(rows, np.ones(len(seconds)), rcond=None)[0]
-    if alpha < 0:  # then the best fit without any latency
+    if alpha < 0:  # Then the best fit without any latency
         alpha, beta = 0.0, rows[:, 1].sum() / (rows[:, 1] ** 2).sum()
     if beta < SMALLEST_BETA:
         alpha, beta = rows[:, 0].sum() / (rows[:, 0] ** 2).sum(), SMALLEST_BETA

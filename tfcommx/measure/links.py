@@ -76,7 +76,7 @@ def probe(
     Args:
         comm: this rank's view of the others.
         sizes: bytes that each rank sends, multiples of 4, >= 4.
-        repeats: of each size; the fastest counts, as the slower ones met something else. >= 1.
+        repeats: of each size; the fastest counts, because the slower ones were disturbed. >= 1.
         clock: seconds from any start.
         blocks: bytes of a block of the pipeline, multiples of 4, >= 4; tried on a vector of half
             the largest of `sizes`.
@@ -183,11 +183,11 @@ def _fastest(
     """Return the seconds of the slowest rank, in the fastest of `repeats` turns."""
     seconds = math.inf
     for turn in range(repeats + 1):
-        comm.gather_objects(None)  # all start together
+        comm.gather_objects(None)  # All start together
         start = clock()
         work()
         slowest = max(comm.gather_objects(clock() - start))
-        seconds = min(seconds, slowest) if turn else math.inf  # the first one makes connections
+        seconds = min(seconds, slowest) if turn else math.inf  # The first one makes connections
     return seconds
 
 

@@ -30,7 +30,7 @@ log = logging.getLogger("tfcommx")
 
 @dataclass(frozen=True)
 class ExchangeSettings:
-    """What an exchanger keeps to, whichever scheme it exchanges by."""
+    """The settings of an exchanger that a change of scheme does not change."""
 
     # "average" or "sum" over the ranks
     operation: str = "average"
@@ -81,11 +81,11 @@ class Exchanger:
         self.restored: list[PlanState] = []
         # How `copy` and `pickle` make the wrapped optimizer again; the wrap sets it
         self.reduce: Callable[[keras.optimizers.Optimizer], tuple[Any, ...]] | None = None
-        # How an outer LossScaleOptimizer decides: none is there, local (alone) or agreed
+        # How an outer LossScaleOptimizer decides: "none" is there, "local" (alone) or "agreed"
         self.loss_scale = "none"
-        # By the step that is under way
+        # Whether the step that is under way has exchanged its gradients
         self.exchange_ran = False
-        # Of plans that are not used any more
+        # Bytes between nodes of plain Horovod, for the steps of plans that are not used any more
         self._dense_bytes = 0.0
         # Whose gradients come next. Kept here: Keras would count a list of variables on the
         # optimizer as part of its state.
@@ -145,7 +145,7 @@ class Exchanger:
     def exchange(
         self, gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor, steps: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Return the gradients that the optimizer goes on with, as the strategy says.
+        """Return the gradients that the optimizer continues with, as the strategy says.
 
         With a synchronous one: averaged (or summed) over the ranks, bit-identical on all.
 
@@ -181,7 +181,7 @@ class Exchanger:
 
     @tf.autograph.experimental.do_not_convert
     def check_exchange_ran(self, optimizer: str) -> None:
-        """Refuse an optimizer whose step has gone past `exchange`. **Raises:** PlanError."""
+        """Refuse an optimizer whose step has bypassed `exchange`. **Raises:** PlanError."""
         if not self.exchange_ran:
             raise PlanError(
                 f"A wrapped optimizer must take its step as Keras's own do. {optimizer!r} has "
@@ -207,7 +207,7 @@ class Exchanger:
     def switch(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
         """Exchange by other schemes from now on; what was not sent yet is sent under the new ones.
 
-        Velocities go on under the new schemes, their sum over the ranks conserved; under schemes
+        Velocities continue under the new schemes, their sum over the ranks conserved; under schemes
         without momentum they wait until others with momentum follow. Functions that were traced
         before must be traced again (the callback SwitchScheme does it).
 
@@ -275,12 +275,13 @@ class Exchanger:
         return self.runs[names]
 
     def _take_from_overlapping(self, names: set[str]) -> None:
-        """Let other plans give up what they keep of these variables: their gradients moved."""
+        """Take what other plans keep of these variables: another plan exchanges their gradients."""
         for others, run in self.runs.items():
             if names & set(others):
                 log.warning(
                     "Gradients of another set of variables are exchanged from now on: %r, for "
-                    "one, came or went. All ranks must change alike, or they wait for each other.",
+                    "example, was added or removed. All ranks must change alike, or they wait for "
+                    "each other.",
                     sorted(names ^ set(others))[0],
                 )
                 self._keep_waiting(*run.executor.export_residuals(names))

@@ -41,7 +41,7 @@ def wrapped_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 def find_exchanger(optimizer: keras.optimizers.Optimizer | None) -> Exchanger | None:
     """Return the exchanger of an optimizer; None if it is not wrapped."""
     found = getattr(optimizer, "exchanger", None)
-    if found is None and optimizer is not None:  # inside of a LossScaleOptimizer that Keras made
+    if found is None and optimizer is not None:  # Inside of a LossScaleOptimizer that Keras made
         found = getattr(inner_optimizer(optimizer), "exchanger", None)
     return found
 
@@ -96,9 +96,9 @@ def agree_on_names(model: keras.Model, root: int) -> None:
 def agree_on_loss_scale(optimizer: keras.optimizers.LossScaleOptimizer) -> None:
     """Let a LossScaleOptimizer that Keras put around a wrapped optimizer agree with other ranks.
 
-    Keras makes it in `model.compile` under a float16 policy. Left alone it decides from the
+    Keras makes it in `model.compile` under a float16 policy. By itself it decides from the
     gradients of its own rank whether to take the step, and ranks that decide differently would wait
-    for each other for ever. Nothing else changes.
+    for each other forever. Nothing else changes.
     """
     optimizer.__class__ = wrapped_class(type(optimizer), AgreedLossScale)
     optimizer.exchanger = optimizer.inner_optimizer.exchanger

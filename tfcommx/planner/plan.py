@@ -48,7 +48,7 @@ class Gradient(NamedTuple):
 
     @property
     def entries(self) -> int:
-        """Count the entries."""
+        """Number of entries."""
         return math.prod(self.shape)
 
 
@@ -172,7 +172,7 @@ def _scheme_of(path: str, schemes: Mapping[str, Scheme]) -> Scheme:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Tell whether a pattern means a variable.
+    """Tell whether a pattern matches a variable.
 
     A variable whose path another one has, too, has a number after its name.
     """

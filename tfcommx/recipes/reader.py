@@ -75,7 +75,7 @@ def member_of(table: Mapping[str, type[Any]], default: str) -> PlainValidator:
         default: name of the member that is meant if none is given.
 
     Returns:
-        a validator that reads the mapping into the member's class.
+        A validator that reads the mapping into the member's class.
     """
 
     def read(value: Any) -> Any:
@@ -90,7 +90,7 @@ def member_of(table: Mapping[str, type[Any]], default: str) -> PlainValidator:
         try:
             return table[name].model_validate(value)
         except ValidationError as error:
-            # `error_lines` says each of them, with its place
+            # `error_lines` describes each of them, with its place
             raise ValueError(str(error)) from error
 
     return PlainValidator(read)
@@ -127,14 +127,14 @@ def change(tree: dict[str, Any], setting: str) -> None:
 
 
 def error_lines(error: ValidationError, place: str = "") -> list[str]:
-    """Say pydantic's errors, each as `place: what was required. Received ...`.
+    """Describe pydantic's errors, each as `place: what was required. Received ...`.
 
     Args:
         error: what pydantic raised.
         place: of the part that it was raised for; empty: the whole recipe.
 
     Returns:
-        one line for each wrong setting, those of the members included.
+        One line for each wrong setting, those of the members included.
     """
     lines: list[str] = []
     for detail in error.errors():
@@ -149,7 +149,7 @@ def error_lines(error: ValidationError, place: str = "") -> list[str]:
 
 
 def _what_is_wrong(detail: Mapping[str, Any]) -> str:
-    if detail["type"] == "value_error":  # our own messages, complete as they are
+    if detail["type"] == "value_error":  # Our own messages, complete as they are
         return str(detail["ctx"]["error"])
     if detail["type"] == "missing":
         return "required, and missing."

@@ -101,7 +101,7 @@ class LearningRate(Part):
             global_batch: samples a step over all ranks, >= 1.
 
         Returns:
-            the learning rate, >= 0.
+            The learning rate, >= 0.
         """
         peak = self.peak or (self.peak_per_256 or 0.0) * global_batch / 256
         warm_up = self.warm_up_epochs * steps_per_epoch
@@ -184,7 +184,7 @@ def read(path: Path, settings: Sequence[str] = ()) -> Recipe:
         settings: changes such as `phases.0.epochs=1`, in the file's terms; values are YAML.
 
     Returns:
-        the recipe, checked.
+        The recipe, checked.
 
     **Raises:** RecipeError that names the file, the place, what is wrong and the nearest key.
     """

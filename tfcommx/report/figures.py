@@ -18,7 +18,7 @@ PICTURES = ("learning_curve.png", "time_breakdown.png")
 
 def draw(summary: dict[str, Any], folder: Path) -> None:
     """Draw the pictures of a run into its folder: how it learned, and where the time went."""
-    from matplotlib.figure import Figure  # without pyplot: no display, no global state
+    from matplotlib.figure import Figure  # Without pyplot: no display, no global state
 
     for name, plot in zip(PICTURES, (_learning_curve, _time_breakdown), strict=True):
         figure = Figure(figsize=(8, 4.5), layout="constrained")

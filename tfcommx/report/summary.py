@@ -46,7 +46,7 @@ def read(folder: Path) -> dict[str, Any]:
         folder: of the run.
 
     Returns:
-        the summary, as `training.train` made it.
+        The summary, as `training.train` made it.
 
     **Raises:** ReportError if there is none, or if it lacks a key.
     """

@@ -91,7 +91,7 @@ def _breakdown(summary: dict[str, Any]) -> Table:
 
 
 def _loader(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Say how the cache served rank 0; nothing if the summary is older than the cache."""
+    """Describe how the cache served rank 0; nothing if the summary is older than the cache."""
     seen = [row["loader"] for row in rows if "loader" in row]
     if not seen:
         return []

@@ -1,4 +1,4 @@
-"""Everything that a run leaves in its folder."""
+"""Everything that a run writes into its folder at its end."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ class Codec(Protocol):
 class Route(Protocol):
     """Who sends to whom: takes each rank's flat gradient and returns the sum over all ranks.
 
-    What a route is, is told by properties that the planner reads; `run` carries it out; the rest
-    are prices, which need neither TensorFlow nor a running cluster.
+    Properties describe the route to the planner; `run` carries it out; the rest are prices, which
+    need neither TensorFlow nor a running cluster.
     """
 
     @property
@@ -161,7 +161,7 @@ class PeerRoute(Route, Protocol):
 
 
 class RouteBase(abc.ABC):
-    """What holds for a route unless it says otherwise: one level, dense, no options, rings."""
+    """The defaults of a route: one level, dense, no options, rings."""
 
     sparse: bool = False
     levels: int = 1
@@ -180,7 +180,7 @@ class RouteBase(abc.ABC):
         return bucket
 
     def needs_messages(self, bucket: Bucket) -> bool:
-        """Return what is true of the route."""
+        """Return whether the route is one of messages."""
         return self.messages
 
     def shard(self, bucket: Bucket, topology: Topology, rank: int) -> tuple[int, int]:

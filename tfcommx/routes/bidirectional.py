@@ -46,7 +46,7 @@ def schedule(operation: str, positions: int, entries: int, block: int) -> list[M
     Returns:
         The moves, rounds ascending; empty parts are left out.
     """
-    # Positions that swap; each of the others leans on one of these.
+    # Positions that swap; each of the others depends on one of these.
     core = 1 << (positions.bit_length() - 1)
     cut = [entries * part // core for part in range(core + 1)]
     halves, collects, gathers = _swaps(core, cut)

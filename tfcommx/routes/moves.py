@@ -62,7 +62,7 @@ class Participants(NamedTuple):
 
     @property
     def position(self) -> int:
-        """Return this rank's position."""
+        """This rank's position."""
         return (self.ranks.index(self.rank) - self.ranks.index(self.root)) % len(self.ranks)
 
     def rank_at(self, position: int) -> int:
@@ -194,7 +194,7 @@ class _Queues:
         # ("from" or "to", other position) -> moves that are not under way yet, in order
         self.waiting: dict[tuple[str, int], deque[Move]] = {}
         self.turn: dict[Move, int] = {}
-        awaited: Counter[int] = Counter()  # moves by the start of the block that they bring
+        awaited: Counter[int] = Counter()  # Moves by the start of the block that they bring
         for move in moves:
             comes = move.target == self.position
             line = ("from", move.source) if comes else ("to", move.target)
@@ -204,7 +204,7 @@ class _Queues:
         self.under_way: dict[tuple[str, int], deque[_UnderWay]] = {
             line: deque() for line in self.waiting
         }
-        self.came: Counter[int] = Counter()  # as `awaited`: moves that have been applied
+        self.came: Counter[int] = Counter()  # As `awaited`: moves that have been applied
         # (start of a block, turn) -> what has come before its turn
         self.early: dict[tuple[int, int], tuple[Move, np.ndarray[Any, Any]]] = {}
 

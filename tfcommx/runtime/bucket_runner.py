@@ -1,4 +1,4 @@
-"""One bucket's part of a step. What kind of bucket it is, is decided when the runner is made.
+"""One bucket's part of a step. The kind of the bucket is decided when the runner is made.
 
 The only file here that asks the table of routes for anything except shards and prices.
 """
@@ -70,7 +70,7 @@ class BucketRunner:
         """Return the sum over the ranks of what is sent of the flat vector."""
         if self.selector is None:
             total = self._route.run(flat, self.bucket, self._comm, codec)
-            # Residuals of before come after momentum, which they have had.
+            # Earlier residuals are added after momentum, which has been applied to them already.
             return self.state.add_residual(self.state.add_velocity(total))
         select = functools.partial(self.selector.select, seed=self.selector.seed(step))
         return self._route.run(flat, self.bucket, self._comm, codec, select)

@@ -31,7 +31,7 @@ def clip_before_accumulation(
     Returns:
         The gradients, scaled by one factor in (0, 1]; shapes and dtypes as they came.
 
-    **Ranks:** local. **Cost:** two passes; no gradient leaves before the last one is there.
+    **Ranks:** local. **Cost:** two passes; no gradient is returned before the last one is there.
     **Raises:** PlanError for a norm or a number of ranks out of range.
     **Source:** Lin et al., "Deep Gradient Compression" (2018), section 3.3; there, what is summed
     are gradients divided by the number of ranks.

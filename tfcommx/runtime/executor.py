@@ -40,7 +40,7 @@ class PlanExecutor:
         self.plan, self.comm, self._scope = plan, comm, comm.own_scope()
         with tf.device("/cpu:0"):  # Seeds and conditions are read on the host.
             self.steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/steps")
-        # Steps of the process that wrote the checkpoint this one goes on from.
+        # Steps of the process that wrote the checkpoint which this one continues from.
         self._steps_before = 0
         self._store = ResidualStore(plan, comm)
         self._make_runners()

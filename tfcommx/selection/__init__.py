@@ -11,7 +11,7 @@ Laws: the indices are unique, ascending and in range; k of them, always; sent + 
 residual, entry by entry; NaN and Inf are chosen before all else, and never enter a residual or a
 velocity. The result depends on the inputs and the seed alone.
 
-To add one
+To add one:
     1. A file here with a class that has `select` (see `base.Selector`), and its one object, RULE.
        A rule says nothing of residuals: `error_feedback` wraps any. A rule whose kernel fuses both
        defines `select_with_residual` too (see `base.Rule`); then nothing is wrapped around it.
@@ -79,7 +79,7 @@ RULES: dict[str, Callable[[], Selector]] = {
 def rule(name: str) -> Rule:
     """Return a rule of the table, with error feedback around it.
 
-    **Raises:** PlanError for an unknown name; it tells the nearest one.
+    **Raises:** PlanError for an unknown name; it names the nearest one.
     """
     from tfcommx.selection.error_feedback import with_error_feedback
 

@@ -35,7 +35,7 @@ class Dgc:
         """
         acc = tf.cast(gradient, tf.float32)
         magnitude = _magnitude(acc)
-        # int64: a GPU's int32 would go by the host
+        # Int64: TensorFlow moves a GPU's int32 through the host
         reaching = tf.where(magnitude >= self._threshold(magnitude, k, seed))[:, 0]
         reaching = tf.cond(
             tf.size(reaching) >= k,

@@ -43,7 +43,7 @@ class Threshold:
 
 
 def _positions(mask: tf.Tensor) -> tf.Tensor:
-    return tf.where(mask)[:, 0]  # int64: a GPU's int32 would go by the host
+    return tf.where(mask)[:, 0]  # Int64: TensorFlow moves a GPU's int32 through the host
 
 
 RULE = Threshold()

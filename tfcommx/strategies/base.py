@@ -24,7 +24,7 @@ class StrategyRun(Protocol):
     executor: PlanExecutor
 
     def exchange(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Return the gradients that this rank goes on with, before Keras clips them.
+        """Return the gradients that this rank continues with, before Keras clips them.
 
         Args:
             gradients: variable path -> dense tensor, for exactly the variables of the plan.

@@ -1,4 +1,4 @@
-"""Rebroadcast: synchronous, and now and then rank 0's weights replace those of all ranks.
+"""Rebroadcast: synchronous, and every few steps rank 0's weights replace those of all ranks.
 
 **Source:** Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016),
 Algorithm 3.

@@ -3,7 +3,7 @@
     ranks 0 to 3     gradients -> reduce -> rank 0 updates -> broadcast -> weights on all ranks
 
 **Source:** Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016),
-Algorithm 2. Routes of messages reduce to rank 0; others bring the sums to all ranks, as ever.
+Algorithm 2. Routes of messages reduce to rank 0; others bring the sums to all ranks, as always.
 """
 
 from __future__ import annotations

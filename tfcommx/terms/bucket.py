@@ -73,27 +73,27 @@ class Bucket:
 
     @property
     def size(self) -> int:
-        """Count the entries of the variables, without padding."""
+        """Entries of the variables, without padding."""
         return sum(self.sizes)
 
     @property
     def entry_bytes(self) -> int:
-        """Return the bytes of one entry of the flat vector."""
+        """Bytes of one entry of the flat vector."""
         return {"float16": 2, "float32": 4, "float64": 8}[self.dtype]
 
     @property
     def padded(self) -> int:
-        """Count the entries of the flat vector, with padding."""
+        """Entries of the flat vector, with padding."""
         return self.size + self.padding
 
     @property
     def padded_bytes(self) -> int:
-        """Return the bytes of the flat vector, with padding."""
+        """Bytes of the flat vector, with padding."""
         return self.padded * self.entry_bytes
 
     @property
     def selected(self) -> int:
-        """Return k of a bucket on a sparse route.
+        """The k of a bucket on a sparse route.
 
         **Raises:** ValueError on a dense route, which selects nothing.
         """

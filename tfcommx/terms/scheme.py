@@ -129,7 +129,7 @@ class Scheme:
             )
 
     def warm_up(self, densities: Iterable[float] = DGC_WARM_UP) -> dict[int, Scheme]:
-        """Return one density an epoch, then this scheme for good: what SwitchScheme takes.
+        """Return schemes of rising sparsity, one an epoch, then this one: what SwitchScheme takes.
 
         >>> sorted(Scheme("hitopk", "mstopk", 0.01).warm_up([0.25, 0.05]))
         [0, 1, 2]

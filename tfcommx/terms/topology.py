@@ -39,7 +39,7 @@ class Topology:
 
     @property
     def size(self) -> int:
-        """Count the ranks."""
+        """Number of ranks."""
         return sum(slots for _, slots in self.uneven) if self.uneven else self.nodes * self.slots
 
     def group(self, name: str, rank: int) -> tuple[int, ...]:

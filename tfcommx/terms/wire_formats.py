@@ -1,11 +1,11 @@
 """How many words each sparse wire format takes: the layout's arithmetic, without TensorFlow.
 
-What the formats are is told in `tfcommx.wire`; ops/kernels/wire.h has the layout of the words.
+`tfcommx.wire` describes the formats; ops/kernels/wire.h has the layout of the words.
 """
 
 from __future__ import annotations
 
-BLOCK = 65536  # entries that a uint16 offset can tell apart
+BLOCK = 65536  # Entries that a uint16 offset can tell apart
 
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 

@@ -48,13 +48,13 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
         folder: where checkpoint and report go.
 
     Returns:
-        the run.
+        The run.
 
     **Ranks:** all, with the same recipe.
     **Raises:** DataError for samples that are missing, PlanError if there are too few for a step.
     """
     if recipe.threads:
-        # Must be said before TensorFlow runs anything
+        # Must be set before TensorFlow runs anything
         tf.config.threading.set_intra_op_parallelism_threads(recipe.threads)
         tf.config.threading.set_inter_op_parallelism_threads(recipe.threads)
     comm = cx.init(node_size=recipe.node_size)
@@ -78,7 +78,7 @@ def open_cache(recipe: Recipe, comm: Comm, samples: Samples) -> DataCache:
         rank=comm.rank,
         seed=recipe.seed,
         memory=recipe.data.memory,
-        # What finds no room in memory is still at hand in the source
+        # Samples that find no room in memory can still be read from the source
         partial=True,
         reshuffle_fraction=recipe.data.reshuffle_fraction,
         threads=recipe.threads,

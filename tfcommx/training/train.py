@@ -38,7 +38,7 @@ def train(
         terminal: device file of a terminal for the progress bar, if rank 0's own output is a pipe.
 
     Returns:
-        the summary, as in `summary.json`. `seconds` is the wall-clock time of this call, except
+        The summary, as in `summary.json`. `seconds` is the wall-clock time of this call, except
         for the report's files; `images_per_second` counts training images of all ranks over the
         time in steps, tracing and waiting for data included, evaluation not; bytes are per rank,
         the whole run; `rows` has the epochs. Times are this rank's own.
@@ -73,7 +73,7 @@ def train(
 def first_epoch(run: Run, resume: bool) -> int:
     """Return the epoch to begin with.
 
-    A checkpoint that the run will replace is told of first.
+    It warns first if the run will replace a checkpoint.
 
     **Raises:** PlanError if a resumed run has no epochs left to train.
     """

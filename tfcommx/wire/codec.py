@@ -19,7 +19,7 @@ FLOAT16_LARGEST = 65504.0
 def rounded(sparse: Sparse, wire: str) -> tuple[Sparse, tf.Tensor | None]:
     """Round values to what the format can write; return them and the rounding error.
 
-    The rounding error belongs into the residual at the same indices: `value == rounded + error`
+    The rounding error belongs in the residual at the same indices: `value == rounded + error`
     holds exactly, so nothing is lost (except differences below 1e-38, which the processor may flush
     to zero). NaN and Inf stay as they are and have no error. A finite value beyond float16 is cut
     to its largest, 65504; from 2**29 on to 2**15, and from 2**39 on to 0, because float32 cannot

@@ -1,4 +1,4 @@
-"""The native read-and-augment op against its plain-TensorFlow twin, and the slab beneath it."""
+"""The native read-and-augment op equals its definition in plain TensorFlow; the slab beneath."""
 
 import fcntl
 import io
@@ -53,7 +53,7 @@ def read_loose(
 @pytest.mark.parametrize("channels", [1, 3, 4])
 @pytest.mark.parametrize("crop", ["random", "center", "whole"])
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "bfloat16", "float32"])
-def test_native_equals_twin(channels, crop, dtype):
+def test_native_equals_definition(channels, crop, dtype):
     rng = np.random.default_rng(channels)
     images = [rng.integers(0, 256, (*shape, channels), np.uint8) for shape in SHAPES * 2]
     mean, std = (0.4, 0.5, 0.3, 0.2)[:channels], (0.25, 0.2, 0.3, 1.0)[:channels]
@@ -158,21 +158,19 @@ def test_without_library_the_twin_serves_the_same(tmp_path, monkeypatch):
 
 
 def test_a_mean_of_values_up_to_255_is_refused():
-    """It was taken from values up to 1, so that all pixels were about the same."""
+    """It was subtracted from values up to 1, so that all pixels were about the same."""
     with pytest.raises(PlanError, match=r"Received mean=\(123.68,\).*by 255"):
         BatchSpec(2, mean=(123.68,), std=(58.4,))
 
 
 def test_a_spec_takes_arrays(tmp_path):
-    """Their truth was asked for, inside TensorFlow's tracing."""
+    """Their truth value was needed while TensorFlow traced, which raised an error."""
     spec = BatchSpec(2, mean=np.array([0.5, 0.25]), std=[1, 2], area=np.array([0.5, 1]))
     assert (spec.mean, spec.std, spec.area) == ((0.5, 0.25), (1.0, 2.0), (0.5, 1.0)) and hash(spec)
 
 
 def hold_pwrite(slab):
-    """Take the lock of who writes the slab with pwrite, as another process would; return the file
-    that holds it.
-    """
+    """Take the lock under which a process writes the slab with pwrite; return its file."""
     file = os.open(slab.path, os.O_RDWR)
     fcntl.fcntl(
         file, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 8, 8, 0)
@@ -213,7 +211,7 @@ def test_the_native_fill_puts_what_python_would(tmp_path, busy):
         written(noise(100, 97, 3)),
         written(noise(99, 197, 1)[..., 0]),
     ]
-    # are halved once or twice where kept smaller
+    # Images are halved once or twice if they are kept smaller
     files += [tf.io.encode_jpeg(noise(800, 777, 3)).numpy(), written(noise(401, 199, 3))]
     damaged = [
         files[0][: len(files[0]) // 2],
@@ -229,10 +227,10 @@ def test_the_native_fill_puts_what_python_would(tmp_path, busy):
         other = hold_pwrite(slab) if busy else None
         state = np.ones(n, np.uint8)
         state[3] = 0  # said to be there already
-        left = batches.fill(
+        after = batches.fill(
             slab, files + damaged, np.arange(n), np.arange(n) + 5, state, 3, store
         ).numpy()
-        assert np.flatnonzero(left).tolist() == list(range(len(files), n)) and slab.get(3) is None
+        assert np.flatnonzero(after).tolist() == list(range(len(files), n)) and slab.get(3) is None
         for i in set(range(len(files))) - {3}:
             pixels, label = slab.get(i)
             np.testing.assert_array_equal(pixels, decode(files[i], 3, store))
@@ -241,8 +239,8 @@ def test_the_native_fill_puts_what_python_would(tmp_path, busy):
         if busy:
             os.close(other)
     small = Slab(tmp_path / "tfcommx-b.slab", "k", n, lambda: 20_000)
-    left = batches.fill(
+    after = batches.fill(
         small, [files[0], files[1], files[5]], [0, 1, 2], [0, 1, 2], [1, 1, 1], 3, None
     ).numpy()
-    assert left.tolist() == [1, 0, 1] and small.get(0) is None  # no room but for the small one
+    assert after.tolist() == [1, 0, 1] and small.get(0) is None  # No room except for the small one
     small.close()

@@ -62,10 +62,8 @@ def test_a_slab_that_another_run_made_too_small_is_refused(shm):
         OpenCache(source, shm, whole)
 
 
-def test_a_run_of_another_seed_is_refused_where_its_part_finds_no_room(shm):
-    """It was accepted where it had as many samples; then neither ever had all of its part in
-    memory.
-    """
+def test_a_run_of_another_seed_is_refused_if_its_part_finds_no_room(shm):
+    """It was accepted if it had as many samples; then neither had all of its part in memory."""
     source = Arrays(np.zeros((200, 16, 16, 3), np.uint8), np.arange(200))
     with OpenCache(source, shm, Topology(2, 1)) as first:
         with pytest.raises(
@@ -73,15 +71,16 @@ def test_a_run_of_another_seed_is_refused_where_its_part_finds_no_room(shm):
         ):
             OpenCache(source, shm, Topology(2, 1), seed=1)
         first.warm()
-        # a half is there, which needs no room
+        # A half is there, which needs no room
         with OpenCache(source, shm, Topology(2, 1), seed=1) as second:
             second.warm()
             assert not second.slab.full and second.wait_filled(0)
 
 
 def test_the_room_for_an_error_of_the_estimate_is_not_reserved(shm, monkeypatch):
-    """A cache of validation pictures found no memory beside the training's, which was to take a
-    half more than it ever did.
+    """A cache of validation pictures found no memory beside that of the training.
+
+    The latter had reserved half as much again as it ever used.
     """
     train, other = (
         Arrays(np.full((100, 20, 20, 1), n, np.uint8), np.zeros(100, int)) for n in range(2)
@@ -104,7 +103,7 @@ def test_the_room_for_an_error_of_the_estimate_is_not_reserved(shm, monkeypatch)
     assert capacity.offered_bytes(str(shm), None) > 0  # a tmpfs of size=0
     small = SimpleNamespace(f_bavail=200, f_blocks=800, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda _: small)
-    # a full one ends other programs, such as MPI, with a fatal signal
+    # A full one ends other programs, such as MPI, with a fatal signal
     assert capacity.offered_bytes(str(shm), None) == 100 * 4096
 
 
@@ -124,8 +123,9 @@ def test_a_source_that_cannot_be_reached_is_no_reason_for_a_slab_of_no_room(fold
 
 
 def test_what_another_run_puts_there_meanwhile_takes_no_room_twice(folder, tmp_path, shm):
-    """Two runs at once wrote every sample twice, until the slab was full and read from the source
-    in every epoch.
+    """Two runs at once wrote every sample twice, until the slab was full.
+
+    Then they read from the source in every epoch.
     """
     with (
         OpenCache(folder, shm) as one,
@@ -135,9 +135,9 @@ def test_what_another_run_puts_there_meanwhile_takes_no_room_twice(folder, tmp_p
         files, labels, level = two.filler.read(samples, absent)
         one.warm()
         used = one.slab.used_bytes
-        left = batches.fill(two.slab, files, samples, labels, absent, 3, None).numpy()
-        assert left.tolist() == [batches.THERE] * 50 and two.slab.used_bytes == used
-        got, loose, _ = two.filler.settle(samples, absent, left, epoch, files, labels, level)
+        remaining = batches.fill(two.slab, files, samples, labels, absent, 3, None).numpy()
+        assert remaining.tolist() == [batches.THERE] * 50 and two.slab.used_bytes == used
+        got, loose, _ = two.filler.settle(samples, absent, remaining, epoch, files, labels, level)
         assert got.tolist() == samples.tolist() and loose.size == 0
         assert (
             two.filler.counts[0] == {"source": 50}
@@ -146,7 +146,7 @@ def test_what_another_run_puts_there_meanwhile_takes_no_room_twice(folder, tmp_p
         one.slab.forget(7)
         read, two.source.read = two.source.read, lambda sample: (one.warm(), read(sample))[1]
         two.filler.fetch(np.array([7]), np.array([1], np.uint8), 0)
-        # once, by the other
+        # Once, by the other
         assert two.slab.used_bytes == used + record_bytes(two.slab.get(7)[0].nbytes)
         assert (
             two.slab.put(7, 7 % 3, two.slab.get(7)[0])
@@ -159,7 +159,7 @@ def test_what_other_slabs_have_reserved_is_not_offered_again(shm):
     size = capacity.offered_bytes(str(shm), None) // 2
     slab = Slab(shm / "tfcommx-a.slab", "k", 1, lambda: size)
     assert capacity.offered_bytes(str(shm), None) == pytest.approx(size, rel=0.1)
-    # the first made it meanwhile
+    # The first made it meanwhile
     assert capacity.offered_bytes(str(shm), None, "tfcommx-a") == pytest.approx(2 * size, rel=0.1)
     assert capacity.offered_bytes(str(shm), 1000) == 1000
     slab.close()

@@ -1,5 +1,6 @@
-"""Memory that the control groups of a process leave it: as the kernel's files say it, and with a
-real group where one can be made.
+"""Memory that the control groups of a process allow: as the kernel's files say it.
+
+Also with a real group, if one can be made.
 """
 
 import os
@@ -21,8 +22,9 @@ ASK = (
 
 
 def lay_out(folder, kind, group, root, groups):
-    """Write what /proc/self says of a process in `group`, and a mount at `folder`/mount that shows
-    (limit, used, files) per group.
+    """Write what /proc/self says of a process in `group`, and a mount at `folder`/mount.
+
+    The mount shows (limit, used, files) of each group.
     """
     mount = folder / "mount"
     for name, (limit, used, files) in groups.items():
@@ -54,7 +56,7 @@ def lay_out(folder, kind, group, root, groups):
     [
         ("/", "/", {"": (1000, 600, 100)}, 500),  # a container that sees its own group as the root
         ("/docker/abc", "/docker/abc", {"": (1000, 600, 100)}, 500),
-        # the group above has less
+        # The group above has less
         ("/docker/abc", "/", {"docker/abc": (1000, 600, 100), "docker": (700, 650, 10)}, 60),
         ("/a/b", "/", {"a/b": (1000, 1200, 100)}, 0),
         ("/gone", "/", {"": (1000, 600, 100)}, 500),

@@ -38,8 +38,9 @@ def opened(tmp_path):
 
 
 def test_batches_are_written_to_memory_that_was_used_before(opened, monkeypatch):
-    """Fresh pages cost more than the pixels: epochs of 38 MB batches took up to 2.2 times as long
-    while the queue grew.
+    """Fresh pages cost more than the pixels.
+
+    Epochs of 38 MB batches took up to 2.2 times as long while the queue grew.
     """
     monkeypatch.setattr("tfcommx.data.cache.cache.READ_AHEAD", 4 * BATCH_BYTES)
     spec = BatchSpec(BATCH, SIDE)
@@ -54,8 +55,9 @@ def test_batches_are_written_to_memory_that_was_used_before(opened, monkeypatch)
 
 
 def test_what_batches_used_is_offered_back_when_the_pipeline_is_gone(opened, request):
-    """In a process of its own: an op that was called eagerly, as other tests do, stays in
-    TensorFlow's cache.
+    """Runs in a process of its own.
+
+    An op that was called eagerly, as in other tests, stays in TensorFlow's cache.
     """
     if ALONE not in os.environ:
         again = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", request.node.nodeid]

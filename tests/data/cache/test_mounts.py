@@ -26,7 +26,7 @@ def ended(tmp_path_factory):
     No root is needed, but user namespaces.
     """
     folder = tmp_path_factory.mktemp("mounts")
-    for kind in (["--map-root-user"], []):  # the second: root, where users may not make namespaces
+    for kind in (["--map-root-user"], []):  # The second: root, if users may not make namespaces
         alone = ["unshare", *kind, "--mount"]
         mount = [*alone, "mount", "-t", "tmpfs", "tmpfs", str(folder)]
         if subprocess.run(mount, capture_output=True).returncode == 0:
@@ -62,13 +62,11 @@ def in_own_mounts(test):
 
 @in_own_mounts
 def test_a_full_tmpfs_keeps_what_fits_and_the_rest_is_read(folder, tmp_path):
-    """A real one, of 400 kB: the slab's length is within it, but another file takes the room while
-    it fills.
-    """
+    """A real tmpfs of 400 kB: the slab is shorter, but another file takes room while it fills."""
     small = tmp_path / "small"
     small.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(small)], check=True)
-    # then another process is at its pwrite, and the fill writes through its mapping
+    # Then another process is at its pwrite, and the fill writes through its mapping
     for busy in (False, True):
         with OpenCache(folder, small) as cache, open(cache.slab.path, "r+b") as other:
             if busy:

@@ -42,8 +42,9 @@ def test_bad_options_are_refused(bad):
 
 
 def test_whole_numbers_of_any_kind_are_taken_and_other_things_named():
-    """NumPy's seed was an OverflowError, a resolution of two numbers a TypeError that named
-    neither, and a seed of 1.5 was 1.
+    """NumPy's seed was an OverflowError, and a seed of 1.5 was 1.
+
+    A resolution of two numbers was a TypeError that named neither.
     """
     assert repr(Options(seed=np.int64(3), memory_bytes=2e9)) == repr(
         Options(seed=3, memory_bytes=2 * 10**9)

@@ -55,7 +55,7 @@ def test_same_seed_same_order_other_seed_or_epoch_another():
     np.testing.assert_array_equal(*same)
     assert same[0].tolist() != order.share(1000, topology, 1, 8, 3).tolist()
     assert same[0].tolist() != order.share(1000, topology, 1, 7, 4).tolist()
-    # this very order, on any machine and version of NumPy
+    # This very order, on any machine and version of NumPy
     assert order.share(1000, topology, 1, 7, 3)[:6].tolist() == [768, 816, 564, 4, 605, 884]
 
 

@@ -33,7 +33,7 @@ def test_every_sample_once_per_epoch_from_one_copy(folder, shm, nodes, slots, pr
     for node in range(nodes):
         assert len({result["filled"] for result in results[node * slots : (node + 1) * slots]}) == 1
     assert sum(result["filled"] for result in results) == 50 * slots
-    # each sample is read once; twice only where two processes want it at the same moment
+    # Each sample is read once; twice only if two processes want it at the same moment
     read = sum(
         report["hit_source"] * report["samples"]
         for result in results
@@ -62,9 +62,9 @@ def test_four_processes_share_one_copy_in_memory(tmp_path, shm, processes):
     assert [worker.wait() for worker in workers] == [0] * 4
     one_copy = 16 * 2_100_064
     assert [result["filled"] for result in results] == [16] * 4
-    # a sample that two processes fill at once takes its place twice
+    # A sample that two processes fill at once takes its room twice
     assert one_copy <= results[0]["used"] <= one_copy * 1.3
-    # from below: every page is counted; from above: once
+    # From below: every page is counted; from above: once
     assert one_copy <= sum(result["pss"] for result in results) <= results[0]["used"] * 1.02
 
 

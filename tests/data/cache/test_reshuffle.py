@@ -108,20 +108,22 @@ def reshuffled(folder, nodes, slots, epochs, room, ranks=None):
 
 @pytest.mark.parametrize(("nodes", "slots"), [(2, 1), (2, 2)])
 def test_the_memory_stays_what_it_was(tmp_path, nodes, slots):
-    """Holes that no record of just their size came to were lost: after 14 epochs the slab was full
-    and the cache kept nothing.
+    """Holes were lost if no record of exactly their size arrived.
+
+    After 14 epochs the slab was full and the cache kept nothing.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rows = reshuffled(tmp_path, nodes, slots, 60, 1.5)
     assert all(absent == 0 for _, _, absent in rows)
-    # small numbers; 1.06 with 4000 pictures
+    # Small numbers; 1.06 with 4000 pictures
     assert max(used / needed for used, needed, _ in rows[-20:]) < 1.4
 
 
-def test_a_round_sends_no_more_where_there_are_more_nodes(tmp_path, monkeypatch):
-    """The bound held for each node: to 32 of them a rank sent 2^31 bytes at once, more than Gloo
-    and NCCL can count.
+def test_a_round_sends_no_more_with_more_nodes(tmp_path, monkeypatch):
+    """The bound was one for each node, not for all of them.
+
+    To 32 nodes a rank sent 2^31 bytes at once, more than Gloo and NCCL can count.
     """
     monkeypatch.setattr("tfcommx.data.cache.reshuffle.ROUND_BYTES", 8192)
     ranks = Threads(4, 1)

@@ -36,9 +36,7 @@ def test_resume_gives_the_batches_of_an_uninterrupted_run(folder, shm):
 
 
 def test_an_epoch_that_is_served_again_is_announced(folder, shm):
-    """`fit(cache.dataset(spec), epochs=90)` served the same order and the same crops 90 times, and
-    said nothing.
-    """
+    """`fit(cache.dataset(spec), epochs=90)` served the same crops 90 times, without a warning."""
     with OpenCache(folder, shm, store=10) as cache:
         with pytest.warns(
             UserWarning,
@@ -115,7 +113,7 @@ def test_keras_trains_and_the_wait_is_reported(shm):
             verbose=0,
         )
         first, *others = (cache.report(epoch)["samples"] for epoch in range(3))
-        # the look above took one batch, or had the next one ready
+        # The look above took one batch, or had the next one ready
         assert others == [64, 64] and first in (64 + 16, 64 + 32)
         for _ in cache.dataset(spec, 5):
             time.sleep(0.1)  # a slow consumer does not wait
@@ -132,7 +130,7 @@ def test_keras_trains_and_the_wait_is_reported(shm):
 
 
 def test_operations_that_must_be_deterministic_cost_the_clock(folder, shm):
-    # there is no public way back
+    # There is no public way back
     from tensorflow.python.framework.config import disable_op_determinism
 
     tf.config.experimental.enable_op_determinism()
@@ -154,7 +152,7 @@ def test_a_dataset_is_not_made_inside_a_function(folder, shm):
 
 
 def test_batches_can_be_sent_ahead_to_a_device(folder, shm):
-    """As the README says for a GPU; this machine may have a CPU only, which takes the same way."""
+    """As docs/guide.md says for a GPU; a machine with a CPU only goes the same way."""
     with OpenCache(folder, shm) as cache:
         ahead = cache.dataset(WHOLE, 0, 2).apply(tf.data.experimental.prefetch_to_device("/cpu:0"))
         assert served(ahead) == served(cache.dataset(WHOLE, 0, 2))
@@ -189,9 +187,7 @@ def test_warm_brings_all_and_another_process_can_wait_for_it(folder, shm):
 
 
 def test_a_turned_photograph_is_served_as_it_was_stored(tmp_path, shm):
-    """EXIF orientation is not applied: torchvision's ImageFolder and TensorFlow's decoder do not
-    either.
-    """
+    """EXIF orientation is not applied, as in torchvision's ImageFolder and TensorFlow's decoder."""
     photo = np.zeros((32, 32, 3), np.uint8)
     photo[:16] = 255  # the upper half is white; orientation 6 would put it to the right
     exif = Image.Exif()
@@ -204,8 +200,9 @@ def test_a_turned_photograph_is_served_as_it_was_stored(tmp_path, shm):
 
 
 def test_the_end_of_the_process_waits_for_calls_under_way_and_lets_none_begin(monkeypatch):
-    """Else TensorFlow's threads may come to a Python that has ended, and the process hangs: now and
-    then, after an error.
+    """Otherwise TensorFlow's threads may call a Python that has ended, and the process hangs.
+
+    It happened now and then, after an error.
     """
     monkeypatch.setattr(calls, "_ended", False)
     begun, done = threading.Event(), []

@@ -102,8 +102,9 @@ def test_pictures_that_are_kept_at_another_size_have_another_slab(folder, shm):
 
 
 def test_a_slab_that_another_process_is_looking_at_is_left_to_it(shm):
-    """Also one of another boot: two that removed it at once removed what the first had
-    made anew.
+    """Also a slab of another boot: two processes removed it at once.
+
+    The second one removed what the first had made again.
     """
     stale = shm / "tfcommx-old.slab"
     page = bytearray(4096)
@@ -146,7 +147,7 @@ def test_a_damaged_record_of_another_size_is_unpublished_where_there_is_no_room(
     slab = Slab(shm / "tfcommx-a.slab", "k", 2, lambda: overhead_bytes(2) + 2 * record_bytes(48))
     images = [np.full((4, 4, 3), n, np.uint8) for n in range(2)]
     assert all(slab.put(n, n, image) for n, image in enumerate(images))
-    # bytes and height: legible, and wrong
+    # Bytes and height: legible, and wrong
     struct.pack_into("<qi", slab._map, int(slab.index[1]) + 16, 24, 2)
     assert slab.get(1)[0].shape == (2, 4, 3) and not slab.repair(1, 1, images[1])
     assert slab.get(1) is None and slab.intact(0)
@@ -154,7 +155,7 @@ def test_a_damaged_record_of_another_size_is_unpublished_where_there_is_no_room(
 
 
 def test_a_cache_that_nobody_has_any_more_is_freed(shm):
-    """TensorFlow keeps the functions that it calls for ever."""
+    """TensorFlow keeps the functions that it calls forever."""
 
     def held():
         files = [

@@ -122,8 +122,9 @@ def test_a_sample_that_was_written_again_is_read_by_later_runs(tmp_path, monkeyp
 
 
 def test_packs_of_many_runs_are_read_one_by_one(tmp_path):
-    """Each was held open: 8 processes and 128 runs that ended early left no descriptor for anything
-    else.
+    """Each pack was held open.
+
+    8 processes and 128 runs that ended early left no descriptor for anything else.
     """
     for sample in range(20):
         disk = Disk(tmp_path, "key", 20)

@@ -86,7 +86,7 @@ def test_a_flipped_bit_is_found(tmp_path):
 
 def test_labels_outside_the_classes_are_named(tmp_path):
     write(tmp_path / "shard", range(3))
-    # its letters were taken for files: "Is a directory: '/'"
+    # Its characters were taken for files: "Is a directory: '/'"
     assert TFRecords(str(tmp_path / "shard")).count == 3
     source = TFRecords([tmp_path / "shard"], ImageFeatures(classes=("a", "b")))
     assert source.read(1)[1] == 1
@@ -94,12 +94,12 @@ def test_labels_outside_the_classes_are_named(tmp_path):
         source.read(2)
     with pytest.raises(SampleError, match="has 1"):
         TFRecords([tmp_path / "shard"], ImageFeatures(first_label=2, classes=("a", "b"))).read(0)
-    # and not -1 for a loss
+    # And not -1 for a loss
     with pytest.raises(
         SampleError, match=r"in \[2, \.\.\.\) is required, the record has 1; `first_label`"
     ):
         TFRecords([tmp_path / "shard"], ImageFeatures(first_label=2)).read(0)
-    # what the disk level keeps is not checked again: other classes are other data
+    # What the disk level keeps is not checked again: other classes are other data
     keys = {
         TFRecords([tmp_path / "shard"], ImageFeatures(classes=names)).key
         for names in ((), ("a", "b"), ("a", "b", "c"))
@@ -109,7 +109,7 @@ def test_labels_outside_the_classes_are_named(tmp_path):
 
 @pytest.mark.parametrize("length", [0, 8, 63, 64, 5003])
 def test_crc32c_of_the_library_and_of_the_reference(length):
-    # the check value of CRC-32C
+    # The check value of CRC-32C
     assert crc32c(b"123456789") == crc32c_definition(b"123456789") == 0xE3069283
     data = os.urandom(length)
     assert crc32c(data) == crc32c_definition(data)

@@ -83,8 +83,9 @@ def test_a_missing_file_and_a_label_out_of_range_are_named(folder):
 def test_fetch_uses_the_next_source_and_leaves_nothing_of_a_failed_one(
     folder, tmp_path, monkeypatch
 ):
-    """A source that dies half way must not leave a file in the folder that a later call takes for
-    the data set.
+    """A source that fails half way must not leave a file in the folder.
+
+    A later call would take it for the data set.
     """
 
     def dies(work: Path) -> Path:
@@ -106,7 +107,7 @@ def test_fetch_uses_the_next_source_and_leaves_nothing_of_a_failed_one(
     assert list((tmp_path / "cache").iterdir()) == []
 
     monkeypatch.setattr(fashion_mnist_files, "_from_tensorflow_datasets", works)
-    # the tiny files are not the data set: they are checked before they are kept
+    # The tiny files are not the data set: they are checked before they are kept
     with pytest.raises(DataError, match="sizes"):
         fetch(target)
     assert not target.exists()

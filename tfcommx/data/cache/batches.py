@@ -16,7 +16,7 @@ from tfcommx.kernels import loader
 from tfcommx.kernels.augment import augment_definition, window_of
 from tfcommx.kernels.draws import uniform
 
-# States of a sample besides 0, ready: absent, in memory with a CRC that does not hold, and (after
+# States of a sample besides 0, ready: absent, in memory with a wrong CRC, and (after
 # `fill`) brought by another process meanwhile.
 ABSENT, DAMAGED, THERE = 1, 2, 3
 # Sets the draws of `check` apart from those of windows.
@@ -24,7 +24,7 @@ _CHECK_STREAM = 0x5EED0FC5C5EED
 
 
 def check(slab: Slab, indices: Any, epoch: Any, verify: float, seed: int) -> Any:
-    """Look which samples of a batch are in memory.
+    """Find out which samples of a batch are in memory.
 
     Args:
         slab: the node's memory.
@@ -34,7 +34,7 @@ def check(slab: Slab, indices: Any, epoch: Any, verify: float, seed: int) -> Any
         seed: of that draw.
 
     Returns:
-        uint8 [b]: 0 if a sample is in memory, ABSENT, or DAMAGED if its CRC does not hold.
+        uint8 [b]: 0 if a sample is in memory, ABSENT, or DAMAGED if its CRC is wrong.
     """
     import tensorflow as tf
 
@@ -81,7 +81,7 @@ def fill(
         labels: int64 [b].
         state: uint8 [b], of `check`; entries of 0 are passed over.
         channels: of the pixels, in [1, 4].
-        store: short side at which images are kept, pixels; None: as they come.
+        store: short side at which images are kept, pixels; None: their own size.
 
     Returns:
         uint8 [b]: 0 if this call has put the sample into the slab, THERE if another process has

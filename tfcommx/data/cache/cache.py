@@ -42,7 +42,7 @@ from tfcommx.terms import PlanError, Topology
 READ_AHEAD = 64 << 20
 # Bytes of the source's name among the facts of a slab, whose page is 4096.
 NAME_BYTES = 2000
-# Of what is kept in memory: raised if decoding or the layout changes.
+# Version of what is kept in memory: raised if decoding or the layout changes.
 FORMAT = 1
 
 SERVED_AGAIN = (
@@ -160,10 +160,10 @@ class DataCache:
         """Return the batches of some epochs, one epoch after the other, as a `tf.data.Dataset`.
 
         Loading runs ahead in the background; tf.data measures how far it must, up to 64 MB
-        (`autotune.ram_budget`, which holds for all stages that are added; your own options replace
+        (`autotune.ram_budget`, which applies to all stages that are added; your own options replace
         it). The order is a pure function of the seed, the epoch, the ranks and this rank: datasets
-        of the same arguments give the same batches, and so does one that is iterated again, which
-        a warning announces if the spec shuffles.
+        of the same arguments give the same batches, and so does one that is iterated again, which a
+        warning announces if the spec shuffles.
 
         Args:
             spec: how the samples are served.
@@ -265,7 +265,7 @@ class DataCache:
             repaired, unreadable, overflow: samples whose damage in memory was repaired, that could
                 not be read, and that found no room in memory.
             arrived: samples that came from other nodes, by `reshuffle`.
-            corrupt_disk: reads from the disk level whose CRC did not hold, since the start.
+            corrupt_disk: reads from the disk level whose CRC was wrong, since the start.
             loader_wait_seconds: that the consumer waited for batches; NaN under
                 `enable_op_determinism`, which has no clock.
         """
@@ -345,10 +345,10 @@ class DataCache:
         return True
 
     def close(self) -> None:
-        """Let go of memory and files; the last process of the node removes the slab.
+        """Release memory and files; the last process of the node removes the slab.
 
         Also done at the end of the process. No batch may be asked for afterwards: it ends in an
-        error, and one that was on its way may be black.
+        error, and one that was being read may be black.
         """
         self._closed()
 

@@ -1,7 +1,7 @@
-"""Calls from TensorFlow's threads into Python: none outlives its process, none keeps its owner.
+"""Calls from TensorFlow's threads into Python: they end with the process, and keep no owner alive.
 
-A thread that came to Python after its end would stop there for ever, and with it the end of its
-tf.data pipeline, and so the end of the process.
+A thread that called Python after Python's end would hang there; its tf.data pipeline would wait for
+it, and the process would never end.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def until_exit(work: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def weakly(owner: object, work: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `work`, whose first argument is `owner`, for TensorFlow, without a hold on `owner`.
+    """Return `work` for TensorFlow; its first argument is `owner`, of which it keeps no reference.
 
-    TensorFlow keeps the functions that it is given for ever, and would keep `owner` with them.
+    TensorFlow never drops the functions that it is given, and would keep `owner` with them.
     """
     here = weakref.ref(owner)
 

@@ -107,7 +107,7 @@ def slab_bytes(
         name: of the slab.
 
     Returns:
-        bytes; and `need`, the bytes that are required, and `part`, whose samples it can hold.
+        Bytes; and `need`, the bytes that are required, and `part`, whose samples it can hold.
 
     **Raises:** SlabError if more is needed than offered and `options.partial` is False.
     """

@@ -41,7 +41,7 @@ def remaining_bytes(proc: Path = Path("/proc/self")) -> int | None:
                 used = int((group / version.used).read_text())
                 lines = (group / "memory.stat").read_text().splitlines()
                 stat = dict(line.split(" ", 1) for line in lines)
-            except (OSError, ValueError):  # the root of a hierarchy has no limit
+            except (OSError, ValueError):  # The root of a hierarchy has no limit
                 continue
             if limit != "max":
                 dropped = sum(int(stat.get(name, 0)) for name in version.files)
@@ -59,7 +59,7 @@ def _folders(proc: Path) -> list[tuple[Path, Path, Version]]:
     try:
         own = (proc / "cgroup").read_text().splitlines()
         mounts = (proc / "mountinfo").read_text().splitlines()
-    except OSError:  # a kernel without control groups
+    except OSError:  # A kernel without control groups
         return []
     groups = {}
     for line in own:

@@ -34,10 +34,10 @@ def _crc(sample: int, label: int, data: bytes) -> int:
 
 
 class Disk:
-    """One process's hold on the disk level of a data set.
+    """One process's access to the disk level of a data set.
 
     A folder that cannot be written serves what it has; the first failure to write is announced by a
-    warning, and nothing more is written. `corrupt` counts reads whose CRC did not hold.
+    warning, and nothing more is written. `corrupt` counts reads whose CRC was wrong.
 
     Args:
         folder: on a local disk.
@@ -69,7 +69,7 @@ class Disk:
         self._looked = time.monotonic()
         indices = []
         for path in self.folder.glob("*.idx"):
-            with contextlib.suppress(OSError):  # dropped meanwhile
+            with contextlib.suppress(OSError):  # Dropped meanwhile
                 indices.append((path.stat().st_mtime_ns, path))
         # The latest entry counts: one that was written again replaces a damaged one.
         for _, path in sorted(indices):
@@ -88,7 +88,7 @@ class Disk:
             self._pack_of[entries["sample"]] = pack
 
     def __len__(self) -> int:
-        """Number of samples that are kept, as far as this process knows."""
+        """Count the samples that are kept, as far as this process knows."""
         return int(np.count_nonzero(self._pack_of >= 0))
 
     def read(self, sample: int) -> tuple[bytes, int] | None:
@@ -103,7 +103,7 @@ class Disk:
         try:
             with open(self._packs[pack], "rb", buffering=0) as file:
                 data = os.pread(file.fileno(), max(length, 0), at)
-        except OSError:  # dropped meanwhile
+        except OSError:  # Dropped meanwhile
             return None
         if len(data) == length and _crc(sample, label, data) == crc:
             return data, label

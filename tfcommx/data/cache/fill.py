@@ -1,5 +1,6 @@
-"""Samples that are not in memory: fetched from the disk level or the source, decoded by several
-threads, put into the slab.
+"""Samples that are not in memory: fetched, decoded by several threads, put into the slab.
+
+They come from the disk level or, if it does not have them, from the source.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Filler:
             state: uint8 [b], of `batches.check`.
 
         Returns:
-            encoded bytes [b], empty for what is left to `fetch`; labels int64 [b]; level uint8 [b]:
+            Encoded bytes [b], empty for what is left to `fetch`; labels int64 [b]; level uint8 [b]:
             FROM_DISK, FROM_SOURCE or 0.
         """
         encoded = np.full(len(samples), b"", object)
@@ -171,7 +172,7 @@ class Filler:
         if self.slab.unreadable(sample) and self.skip:
             self._count(epoch, "unreadable")
             return None
-        if not damaged and self.slab.get(sample) is not None:  # another process was faster
+        if not damaged and self.slab.get(sample) is not None:  # Another process was faster
             return b""
         try:
             pixels, label, data = self._decoded(sample, epoch)
@@ -201,7 +202,7 @@ class Filler:
                 self._count(epoch, "disk")
                 return pixels, kept[1], None
             except SampleError:
-                pass  # the source may have been fixed since
+                pass  # The source may have been fixed since
         data, label = self.source.read(sample)
         pixels = decode(data, self.source.channels, self.store)
         self._count(epoch, "source")
@@ -209,7 +210,7 @@ class Filler:
 
     def _give_up(self, sample: int, damaged: bool, epoch: int, error: Exception) -> None:
         """Raise for a sample that cannot be read; with `skip`, remember and count it."""
-        if damaged:  # or a read that checks no CRC would serve it
+        if damaged:  # Otherwise a read that checks no CRC would serve it
             self.slab.forget(sample)
         message = f"Sample {sample} cannot be read: {self.source.where(sample)}: {error}."
         # A name that is no UTF-8 would empty the message in TensorFlow.

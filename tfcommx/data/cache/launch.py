@@ -1,4 +1,4 @@
-"""Where this process stands: its rank, the node it is on, and the run it belongs to."""
+"""The position of this process: its rank, its node, and the run that it belongs to."""
 
 from __future__ import annotations
 

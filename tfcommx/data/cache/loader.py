@@ -2,7 +2,7 @@
 
     check -> (read files -> native fill -> settle the rest) -> read
 
-What stands in brackets runs only if a sample is absent or damaged.
+The steps in brackets run only if a sample is absent or damaged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Loader:
     Args:
         source: what the samples are of.
         slab: the node's memory.
-        filler: brings what is not in it.
+        filler: loads the samples that are not in it.
         options: how samples are kept.
     """
 
@@ -124,7 +124,7 @@ def warming_steps(count: int) -> int:
 def _traced(work: Callable[..., Any], *kinds: Any) -> Callable[..., np.ndarray]:
     """Return `work` on vectors of these dtypes as a function of its own.
 
-    TensorFlow keeps the ops that are called outside of functions for ever, with their hold on the
+    TensorFlow never drops the ops that are called outside of functions, nor their reference to the
     slab.
     """
     import tensorflow as tf

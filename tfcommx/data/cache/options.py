@@ -23,8 +23,8 @@ class Options:
 
     # Of parts, order and augmentation, in [0, 2^63).
     seed: int = 0
-    # Short side, pixels, at which images are kept: the largest resolution to come. None: the size
-    # at which they come.
+    # Short side, pixels, at which images are kept: the largest resolution to come. None: their own
+    # size.
     store: int | None = None
     # Folder of the slab, in shared memory.
     memory: str = "/dev/shm"
@@ -52,7 +52,7 @@ class Options:
         for name in ("seed", "store", "memory_bytes", "threads"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, check_whole(name, getattr(self, name)))
-        for name in ("memory", "disk"):  # paths are taken too
+        for name in ("memory", "disk"):  # Paths are taken too
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, str(getattr(self, name)))
         if not 0 <= self.seed < 2**63:

@@ -101,7 +101,7 @@ def parts(
         newest = max(number for number in known if number <= epoch)
         for number in range(newest + 1, epoch + 1):
             known[number] = _redistributed(known[number - 1], seed, number, fraction)
-            for old in list(known)[1:-KEPT]:  # the first epoch stays: all others come from it
+            for old in list(known)[1:-KEPT]:  # The first epoch stays: all others are made from it
                 del known[old]
         return known[epoch]
 
@@ -168,7 +168,7 @@ def bounds(length: int, batch: int, count: int) -> np.ndarray:
         count: batches.
     """
     ends = [0]
-    for later in range(count - 1, -1, -1):  # steps after this one
+    for later in range(count - 1, -1, -1):  # Steps after this one
         remaining = length - ends[-1]
         ends.append(ends[-1] + max(0, min(batch, remaining - later, remaining)))
     return np.array(ends, np.int64)

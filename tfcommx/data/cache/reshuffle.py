@@ -1,5 +1,6 @@
-"""Samples that change nodes between two epochs: sent from memory to memory, into the room of those
-that have gone.
+"""Samples that change nodes between two epochs: sent from one node's memory to another's.
+
+They are put into the room of the samples that were sent away:
 
     node 0: a b c d      node 1: e f g h        before
     node 0: a b c g      node 1: e f d h        after: d and g crossed, each into the other's room
@@ -29,7 +30,7 @@ ROUND_BYTES = 64 * 2**20
 
 
 class Transport(Protocol):
-    """What is needed of a communicator."""
+    """What a reshuffle needs of a communicator."""
 
     def alltoall(self, tensor: Any, group: str, name: str) -> Any:
         """Cut uint8 [m * n] into m shards, one for each rank of my slot; return those for me.
@@ -67,10 +68,10 @@ def reshuffle(
     queues = _leaving(slab.count, topology, rank, seed, fraction, epoch)
     node, slot = order.node_and_slot(topology, rank)
     slots = order.slots_of(topology)[node]
-    transport.gather_objects(None)  # all ranks are here: nobody reads or fills any more
+    transport.gather_objects(None)  # All ranks are here: nobody reads or fills now
     # Each rank of a node has its own holes, and later those of the samples that it has sent.
     free = slab.holes()[slot::slots]
-    transport.gather_objects(None)  # all have looked: now samples may leave
+    transport.gather_objects(None)  # All have found their holes: now samples may be removed
     arrived, lost = 0, 0
     while True:
         shards = [_take(slab, queue, free, ROUND_BYTES // len(queues)) for queue in queues]
@@ -114,7 +115,7 @@ def _leaving(
 def _keep(slab: Slab, records: np.ndarray, free: list[tuple[int, int]]) -> tuple[int, int]:
     """Put the records of uint8 [n] into the slab; return how many found room, and how many none."""
     kept, refused, at = 0, 0, 0
-    while is_record(records, at):  # zeros end the shard
+    while is_record(records, at):  # Zeros end the shard
         pixels, label = unpack(records, at)
         size = record_bytes(pixels.nbytes)
         if slab.put(sample_of(records, at), label, pixels, _take_hole(free, size)):

@@ -43,7 +43,7 @@ UNREADABLE = -1
 
 
 class Slab:
-    """One process's hold on the slab of its node.
+    """One process's access to the slab of its node.
 
     Args:
         path: of the file, in shared memory, ending with `.slab`; the same on all processes of the
@@ -164,7 +164,7 @@ class Slab:
         )
 
     def repair(self, sample: int, label: int, pixels: np.ndarray) -> bool:
-        """Write a sample again whose CRC does not hold.
+        """Write a sample again whose CRC is wrong.
 
         If its size is legible, it is written over the damaged one, so that it is never absent.
 
@@ -197,7 +197,7 @@ class Slab:
         return np.frombuffer(self._map, np.uint8, size, at + RECORD).reshape(shape), label
 
     def intact(self, sample: int) -> bool:
-        """Tell whether a sample is present and its CRC holds. One pass over its bytes."""
+        """Tell whether a sample is present and its CRC is right. One pass over its bytes."""
         got = self.get(sample)
         if got is None:
             return False
@@ -228,7 +228,7 @@ class Slab:
         return struct.unpack_from("<q", self._map, NEXT_AT)[0]
 
     def close(self) -> None:
-        """Let go; the last process of the node removes the slab and frees its memory.
+        """Close the slab; the last process of the node removes the slab and frees its memory.
 
         May be called twice. Mappings stay valid, views of `get` too, but then all samples are
         absent and all pixels 0. A forked child only closes its descriptor: the slab stays its

@@ -210,7 +210,7 @@ def state_of(path: Path) -> tuple[int, int, int, bool]:
     """Return what a slab holds, and whether it is in use.
 
     Returns:
-        samples of the data set, samples that are present, bytes given out, and whether a living
+        Samples of the data set, samples that are present, bytes given out, and whether a living
         process uses the slab.
 
     **Raises:** SlabError if the file is no slab.

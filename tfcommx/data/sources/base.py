@@ -1,7 +1,7 @@
 """What a source of samples is.
 
-A source numbers its samples 0 to count - 1 for good, gives the encoded bytes of any of them in any
-order and from any thread, and names its contents by a key that changes when they do.
+A source numbers its samples 0 to count - 1 and never renumbers them, gives the encoded bytes of any
+of them in any order and from any thread, and names its contents by a key that changes when they do.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ JPEG, PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 def decode(data: bytes | np.ndarray, channels: int, store: int | None = None) -> np.ndarray:
     """Decode an image to uint8 [h, w, channels], at `stored_size`.
 
-    The format (JPEG, PNG, GIF, BMP) is told by the bytes and not by a name. JPEGs are decoded by
-    TensorFlow at 1/2, 1/4 or 1/8 of their size if that is still large enough: less work. Grey and
-    CMYK become RGB. EXIF orientation is not applied, as in TensorFlow's and torchvision's
+    The format (JPEG, PNG, GIF, BMP) is recognised by the bytes and not by a name. JPEGs are decoded
+    by TensorFlow at 1/2, 1/4 or 1/8 of their size if that is still large enough: less work. Grey
+    and CMYK become RGB. EXIF orientation is not applied, as in TensorFlow's and torchvision's
     pipelines. Pixels pass through. A BMP with a table of colours is refused: TensorFlow would take
     its indices for greys.
 

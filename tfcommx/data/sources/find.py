@@ -23,7 +23,7 @@ def find_source(text: str | os.PathLike, split: str = "train") -> Source:
     path = Path(text).expanduser()
     if isinstance(text, os.PathLike) or text.startswith((os.sep, ".", "~")):
         check_folder(path)
-    elif not path.is_dir():  # names of data sets have a slash too, before the configuration
+    elif not path.is_dir():  # Names of data sets have a slash too, before the configuration
         return tfds(text, split)
     shards = next(path.glob(f"{split}-*-of-*"), None)
     return imagenet(path, split) if shards is not None else Folder(path)

@@ -56,7 +56,7 @@ def _images(top: Path) -> list[tuple[str, os.stat_result]]:
                 continue
             # Of a link also if it has another ending: it may have been a folder, and lead nowhere.
             facts = _facts(path)
-            # Reading a pipe would wait for ever.
+            # Reading a pipe would wait forever.
             if stat.S_ISREG(facts.st_mode) and file.lower().endswith(ENDINGS):
                 found.append((path, facts))
     return found

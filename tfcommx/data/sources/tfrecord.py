@@ -30,7 +30,7 @@ def scan(path: str | os.PathLike) -> np.ndarray:
     """Return int64 [n, 2]: byte offset and length of every record of a TFRecord file.
 
     **Cost:** one read of 12 bytes per record, and their CRC.
-    **Raises:** SampleError if the CRC of a length does not hold, if the file ends inside a record,
+    **Raises:** SampleError if the CRC of a length is wrong, if the file ends inside a record,
     or is no TFRecord file.
     """
     rows, at = [], 0
@@ -149,7 +149,7 @@ class TFRecords:
         data = self._record(sample)
         try:
             features = tf.train.Example.FromString(data).features.feature
-        except Exception as error:  # protobuf's own class differs between its implementations
+        except Exception as error:  # Protobuf's own class differs between its implementations
             raise SampleError(f"no tf.train.Example: {error}") from error
         names = self.features
         image = features[names.image].bytes_list.value
@@ -177,7 +177,7 @@ class TFRecords:
         if len(data) != length or len(crc) != 4:
             raise SampleError(f"{len(data)} of {length} bytes of the record are there")
         if int.from_bytes(crc, "little") != _masked_crc(data):
-            raise SampleError("the record is damaged: its CRC does not hold")
+            raise SampleError("the record is damaged: its CRC is wrong")
         return data
 
     def where(self, sample: int) -> str:
@@ -195,7 +195,7 @@ def imagenet(folder: str | os.PathLike, split: str = "train", skip: bool = False
         skip: as in TFRecords.
 
     Returns:
-        a source with labels 0 to 999.
+        A source with labels 0 to 999.
 
     **Raises:** as TFRecords; PlanError if a shard is missing.
     """

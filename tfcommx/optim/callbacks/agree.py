@@ -20,10 +20,10 @@ log = logging.getLogger("tfcommx")
 class AgreeOnStop(keras.callbacks.Callback):
     """Stop on all ranks, after the same step, if a callback on any rank stops the training.
 
-    Such as TerminateOnNaN, EarlyStopping, your own. Without it the other ranks would wait for ever
-    for the one that has stopped. It comes last in the list: it reads what the callbacks before it
-    have decided. Not needed if all decide alike, as EarlyStopping does on what AverageMetrics has
-    averaged.
+    Such as TerminateOnNaN, EarlyStopping, your own. Without it the other ranks would wait forever
+    for the one that has stopped. It must be the last in the list: it reads what the callbacks
+    before it have decided. Not needed if all decide alike, as EarlyStopping does on what
+    AverageMetrics has averaged.
 
     >>> import keras
     >>> import tfcommx as cx
@@ -32,7 +32,7 @@ class AgreeOnStop(keras.callbacks.Callback):
     Args:
         every: steps (calls of Keras, if `steps_per_execution` is more than 1) after which the ranks
             ask each other, >= 1; they also ask at each epoch's end. With more than 1, a rank that
-            wants to stop goes on with the others until they ask.
+            wants to stop continues with the others until they ask.
 
     **Ranks:** all, with equal `every`. **Cost:** an allreduce of 4 bytes each time; Keras waits for
     every step.
@@ -82,7 +82,7 @@ class CompareReplicas(keras.callbacks.Callback):
     True
 
     Args:
-        strict: raise an error; otherwise log it and go on.
+        strict: raise an error; otherwise log it and continue.
 
     **Ranks:** all. **Cost:** the weights are copied to the host and hashed.
     **Raises:** RuntimeError that names the ranks that differ from rank 0.

@@ -27,16 +27,16 @@ class AverageMetrics(keras.callbacks.Callback):
             arrays = {name: np.asarray(value) for name, value in logs.items()}
             mine = {name: array for name, array in arrays.items() if array.dtype.kind in "biuf"}
             parts = process.current().gather_objects(mine)
-            # A rank that alone validates has metrics that the others do not have.
+            # If one rank alone validates, it has metrics that the others do not have.
             for name, array in mine.items():
                 mean = np.mean([part[name] for part in parts if name in part], axis=0)
                 logs[name] = mean if array.ndim else float(mean)
 
 
 class AverageBatchNorm(keras.callbacks.Callback):
-    """Average over the ranks what layers keep beside what they train, such as batch norm's means.
+    """Average over the ranks what layers keep besides what they train, such as batch norm's means.
 
-    Done after the last step of an epoch, so that what is validated is the same model on all ranks,
+    Done after the last step of an epoch, so that the validated model is the same on all ranks,
     whichever ranks validate. If Keras does not know the number of steps (`steps_per_epoch`), it is
     done at the epoch's end: each rank validates with its own. Trained weights of frozen layers
     stay.

@@ -34,8 +34,8 @@ class BroadcastState(keras.callbacks.Callback):
 
     What Keras builds in the first training step only, as layers without an input shape, is
     broadcast after that step, with all else: the step was taken with gradients from different
-    weights, but leaves all ranks with rank `root`'s. To begin with the same weights, or with those
-    that one rank alone has loaded, build the model before `fit`.
+    weights, but afterwards all ranks have rank `root`'s. To begin with the same weights, or with
+    those that one rank alone has loaded, build the model before `fit`.
 
     Sums of gradients that are being accumulated stay, and residuals: each rank has its own. Wrapped
     optimizers that are attributes of the model, as a GAN has two, count as its optimizer does.
@@ -47,16 +47,16 @@ class BroadcastState(keras.callbacks.Callback):
         root: the rank whose state all begin with.
 
     **Ranks:** all. **Cost:** one broadcast per variable, once; twice if a layer was not built.
-    **Raises:** PlanError if ranks would wait for each other for ever: with unequal numbers of
+    **Raises:** PlanError if ranks would wait for each other forever: with unequal numbers of
     steps in an epoch, unequal first epochs or unequal last ones.
     """
 
     def __init__(self, root: int = 0) -> None:
         super().__init__()
         self.root = root
-        # A layer is: it is broadcast after the first step
+        # Whether a layer is unbuilt: it is broadcast after the first step
         self.unbuilt = False
-        # An epoch has, in this run
+        # Whether an epoch has begun in this run
         self.begun = False
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -114,7 +114,7 @@ class BroadcastState(keras.callbacks.Callback):
             self._broadcast_built()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Compare the first epoch, if none remained on this rank."""
+        """Compare the first epoch, if this rank had none to train."""
         if not self.begun:
             self._compare_first(None)
 

@@ -93,8 +93,8 @@ class SwitchScheme(keras.callbacks.Callback):
 
     **Ranks:** all, with equal arguments. **Cost:** the training step is traced again after a change
     of scheme.
-    **Raises:** ValueError without a `resolution` for `resolutions`; PlanError for what is no epoch,
-    and, before the first step, for a scheme that cannot be carried out.
+    **Raises:** ValueError without a `resolution` for `resolutions`; PlanError for a key that is no
+    epoch, and, before the first step, for a scheme that cannot be carried out.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: their names, and how they come to lie on the disk as a whole."""
+"""The files of a checkpoint: their names, and how each is written as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Head(NamedTuple):
 
     # Number of the save, >= 0
     save: int
-    # Saved at its end, from 0
+    # The epoch that had ended when it was saved, from 0
     epoch: int
     # Number of ranks that saved, >= 1
     ranks: int
@@ -85,7 +85,8 @@ def residuals_name(save: int, rank: int) -> str:
 def remove_other_saves(folder: Path, save: int, rank: int, ranks: int) -> None:
     """Delete this rank's files of all saves except one; files of other makers stay.
 
-    Files of ranks that are not there any more, of a larger run before, are shared out.
+    Files of ranks that no longer exist, from an earlier run with more ranks, are divided among the
+    ranks.
     """
     for old in folder.iterdir():
         found = _OURS.fullmatch(old.name)

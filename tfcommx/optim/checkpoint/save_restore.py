@@ -70,7 +70,7 @@ class Checkpoint(keras.callbacks.Callback):
         wrapped_optimizers(self.model)
         try:
             json.dumps(keras.saving.serialize_keras_object(self.model))
-        except Exception as error:  # Of any kind: it comes from a get_config() of the user's.
+        except Exception as error:  # Of any kind: it is raised by a get_config() of the user.
             raise PlanError(
                 "A checkpoint needs a model that model.save can write down, with its optimizer "
                 f"and its loss. Received {self.model.name!r}, for which Keras says: {error} Give "
@@ -247,7 +247,7 @@ def _build_optimizer(
     """Build an optimizer for the variables that it had, and set what Keras does not save.
 
     If the model trains others too, it is built for all of `trainable`; then Keras says that the
-    optimizer's state begins anew.
+    optimizer's state begins again.
     """
     if root.trained and not optimizer.built:
         new = set(exchanger_in(optimizer).names.of(trainable)) - set(root.trained)
@@ -261,7 +261,7 @@ def _continue_from(
 ) -> None:
     """Let an optimizer continue with what this rank inherits of `old` ranks; now there are `new`.
 
-    With as many ranks as before, plans go on as they were. Otherwise they are taken apart.
+    With as many ranks as before, plans continue as they were. Otherwise they are taken apart.
     """
     exchanger = exchanger_in(optimizer)
     factor = 1.0 if exchanger.settings.operation == "sum" else new / old

@@ -20,7 +20,7 @@ class StepExchange(Protocol):
 
     # How an outer LossScaleOptimizer decides: "none" is there, "local" (alone) or "agreed"
     loss_scale: str
-    # By the step that is under way
+    # Whether the step that is under way has exchanged its gradients
     exchange_ran: bool
     # Ranks in all, >= 1
     ranks: int
@@ -41,7 +41,7 @@ class StepExchange(Protocol):
         """Call `apply` on the ranks that update the weights."""
 
     def check_exchange_ran(self, optimizer: str) -> None:
-        """Refuse a step that went past `exchange`."""
+        """Refuse a step that bypassed `exchange`."""
 
     def all_ranks(self, finite: tf.Tensor) -> tf.Tensor:
         """Tell whether `finite` holds on every rank."""
@@ -79,7 +79,7 @@ class ExchangesGradients:
     def apply(
         self, grads: list[tf.Tensor | None], trainable_variables: list[keras.Variable] | None = None
     ) -> Any:
-        """Take a step as Keras does; refuse it if it went past the exchange."""
+        """Take a step as Keras does; refuse it if it bypassed the exchange."""
         if self.exchanger is None:
             raise PlanError(
                 f"{self.name!r} was made from a wrapped optimizer's class, and exchanges nothing. "

@@ -43,7 +43,7 @@ CLASSES = (
 TRAIN_IMAGES, TEST_IMAGES, SIDE = 60_000, 10_000, 28
 DEBIAN_PACKAGE = "dataset-fashion-mnist"
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
-# Longest wait for one command that downloads
+# Longest wait for one command that downloads, seconds
 DOWNLOAD_SECONDS = 120
 
 
@@ -60,7 +60,7 @@ def fetch(folder: Path | None = None) -> Path:
         folder: where to keep the files; by default `~/.cache/tfcommx/fashion-mnist`.
 
     Returns:
-        the folder.
+        The folder.
 
     **Raises:** DataError that lists what was tried and the command that installs the package.
     """
@@ -198,7 +198,7 @@ def load(
         test_images: number of test images.
 
     Returns:
-        train images uint8 [60000, 28, 28, 1], train labels uint8 [60000] in [0, 9], test images
+        Train images uint8 [60000, 28, 28, 1], train labels uint8 [60000] in [0, 9], test images
         uint8 [10000, 28, 28, 1], test labels uint8 [10000].
 
     **Raises:** DataError that names the file which is missing, truncated or of another kind.

@@ -44,7 +44,7 @@ def small_cnn(filters: Sequence[int], residual: int, classes: int) -> keras.Mode
         classes: number of outputs, which are logits.
 
     Returns:
-        a model of float32 [n, h, w, 1] in [0, 255] -> float32 [n, classes].
+        A model of float32 [n, h, w, 1] in [0, 255] -> float32 [n, classes].
     """
     import keras
     from keras import layers
