@@ -7,8 +7,8 @@ import re
 import pytest
 from launching import horovodrun
 
-OPTIMIZER, ROUTES, SWAP = (
-    f"tests/ranks/test_{name}.py" for name in ("optimizer", "routes", "swap")
+OPTIMIZER, ROUTES, RESHUFFLE = (
+    f"tests/ranks/{name}" for name in ("optimizer", "test_routes.py", "test_reshuffle_on_ranks.py")
 )
 
 
@@ -18,8 +18,8 @@ OPTIMIZER, ROUTES, SWAP = (
     ("ranks", "node_size", "launcher", "files"),
     [
         (2, "2", "gloo", ["tests/ranks"]),
-        (2, "1", "mpi", [OPTIMIZER, ROUTES, SWAP]),
-        (4, "2", "gloo", [OPTIMIZER, ROUTES, SWAP]),
+        (2, "1", "mpi", [OPTIMIZER, ROUTES, RESHUFFLE]),
+        (4, "2", "gloo", [OPTIMIZER, ROUTES, RESHUFFLE]),
         (4, "2", "mpi", [ROUTES]),
         (3, "1", "mpi", [ROUTES]),
     ],
@@ -52,7 +52,7 @@ def test_the_same_tests_on_several_ranks(
         launcher,
         seconds=600,
         TFCOMMX_TEST_NODE_SIZE=node_size,
-        # ranks that share few cores look for work less often than every millisecond
+        # Ranks that share few cores look for work less often than every millisecond
         HOROVOD_CYCLE_TIME="3",
     )
     assert ended.status == 0, ended.output[-8000:]

@@ -1,10 +1,9 @@
-"""Tests in this folder run on however many ranks there are: alone under pytest, on several under
-horovodrun.
-"""
+"""Tests of this folder run on as many ranks as launched them: pytest alone, or horovodrun."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import tensorflow as tf
@@ -17,8 +16,12 @@ tf.config.threading.set_inter_op_parallelism_threads(2)
 
 @pytest.fixture(scope="session")
 def comm() -> cx.comm.Comm:
-    """The real Comm of this process. NODE_SIZE in the test's environment says how many ranks stand
-    for a node.
-    """
+    """The real Comm of this process; TFCOMMX_TEST_NODE_SIZE ranks stand for a node."""
     size = os.environ.get("TFCOMMX_TEST_NODE_SIZE")
     return cx.init(node_size=int(size) if size else None)
+
+
+@pytest.fixture
+def folder(comm: cx.comm.Comm, tmp_path: Path) -> Path:
+    """A folder that all ranks see."""
+    return Path(comm.gather_objects(str(tmp_path))[0])
