@@ -8,7 +8,7 @@ import pytest
 from launching import horovodrun
 
 OPTIMIZER, ROUTES, RESHUFFLE = (
-    f"tests/ranks/test_{name}.py" for name in ("optimizer", "routes", "reshuffle_ranks")
+    f"tests/ranks/{name}" for name in ("optimizer", "test_routes.py", "test_reshuffle_on_ranks.py")
 )
 
 

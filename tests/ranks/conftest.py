@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import tensorflow as tf
@@ -21,3 +22,9 @@ def comm() -> cx.comm.Comm:
     """
     size = os.environ.get("TFCOMMX_TEST_NODE_SIZE")
     return cx.init(node_size=int(size) if size else None)
+
+
+@pytest.fixture
+def folder(comm: cx.comm.Comm, tmp_path: Path) -> Path:
+    """A folder that all ranks see."""
+    return Path(comm.gather_objects(str(tmp_path))[0])

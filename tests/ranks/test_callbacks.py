@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from test_optimizer import SPARSE, weights
+from rank_helpers import SPARSE, weights
 
 import tfcommx as cx
 from tfcommx import callbacks

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from test_optimizer import SPARSE, batch, compiled, fit, gradients_of
+from rank_helpers import SPARSE, batch, compiled, fit, gradients_of
 
 import tfcommx as cx
 from tfcommx import callbacks
@@ -22,12 +22,6 @@ from tfcommx.comm.base import Comm
 from tfcommx.optim import checkpoint
 from tfcommx.optim.checkpoint import save_restore
 from tfcommx.optim.wrapped import accumulated, wrapped_optimizers
-
-
-@pytest.fixture
-def folder(comm: Comm, tmp_path: Path) -> Path:
-    """One that all ranks see."""
-    return Path(comm.gather_objects(str(tmp_path))[0])
 
 
 def wrapped(scheme: cx.Scheme = SPARSE) -> keras.Model:

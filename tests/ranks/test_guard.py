@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from test_optimizer import (
+from rank_helpers import (
     SPARSE,
     batch,
     compiled,

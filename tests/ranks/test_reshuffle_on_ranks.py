@@ -1,4 +1,6 @@
-"""Samples that change nodes: every one once per epoch, with its own pixels, from memory."""
+"""Samples that change nodes: every one once per epoch, with its own pixels, from memory and not
+from the source.
+"""
 
 import os
 from pathlib import Path
@@ -16,7 +18,7 @@ COUNT = 203
 @pytest.mark.every_launch
 @pytest.mark.parametrize("over_messages", [True, False])
 def test_every_sample_once_while_parts_mix(comm, over_messages):
-    # Of the launcher: all ranks have the same
+    # of the launcher: all ranks have the same
     folder = Path("/dev/shm") / f"tfcommx-reshuffle-{os.getppid()}-{over_messages}"
     folder = Path(comm.gather_objects(str(folder))[0])
     folder.mkdir(exist_ok=True)
@@ -46,7 +48,7 @@ def test_every_sample_once_while_parts_mix(comm, over_messages):
             assert 25 < moved < 80  # a half is offered, a half of that comes back to where it was
             if over_messages:
                 assert sum(row[2] for row in everywhere) == moved
-                # No reading, no new room
+                # no reading, no new room
                 assert all(row[3]["hit_memory"] == 1 and row[4] == 0 for row in everywhere)
             elif epoch == 1:  # later some come home, and are still there
                 assert (

@@ -1,0 +1,65 @@
+"""Laws 3 and 5: all ranks get the same bits, and a NaN or Inf in the same step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from drawing import squares
+from laws_helpers import (
+    LOSSY,
+    SCHEMES,
+    SHAPES,
+    WIRED,
+    gradients,
+    name_of,
+    plan_for,
+    play,
+    with_topologies,
+)
+
+from tfcommx import routes
+from tfcommx.terms import Scheme, Topology
+
+
+@with_topologies(SCHEMES + WIRED + LOSSY)
+def test_law_3_agreement(scheme: Scheme, topology: Topology) -> None:
+    """All ranks get the same bits, also for numbers whose sum depends on the order."""
+
+    def normal(rank: int, step: int) -> dict[str, np.ndarray]:
+        numbers = np.random.default_rng([7, rank, step])
+        return {
+            path: numbers.normal(size=shape).astype(np.float32) for path, shape in SHAPES.items()
+        }
+
+    logs = play(plan_for(scheme, topology, "average"), steps=2, source=normal)
+    for log in logs[1:]:
+        for step in range(2):
+            for path in SHAPES:
+                assert log[step][1][path].tobytes() == logs[0][step][1][path].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "topology", "bad"),
+    squares(
+        SCHEMES + WIRED + LOSSY,
+        [Topology(1, 1), Topology(2, 2), Topology(3, 1)],
+        [np.nan, np.inf, -np.inf],
+    ),
+    ids=name_of,
+)
+def test_law_5_non_finite(scheme: Scheme, topology: Topology, bad: float) -> None:
+    """A NaN or Inf of one rank reaches all ranks in the same step, and never enters a residual."""
+
+    def poisoned(rank: int, step: int) -> dict[str, np.ndarray]:
+        given = gradients(rank, step)
+        if step == 1 and rank == topology.size - 1:
+            for path in given:
+                given[path].flat[given[path].size // 2] = bad
+        return given
+
+    for log in play(plan_for(scheme, topology), steps=3, source=poisoned):
+        for path in SHAPES:
+            assert np.isfinite(log[0][1][path]).all() and not np.isfinite(log[1][1][path]).all()
+            assert all(np.isfinite(log[step][2][path]).all() for step in range(3))
+            if scheme.selection != "all" or not routes.get(scheme.route).sparse:
+                assert np.isfinite(log[2][1][path]).all()

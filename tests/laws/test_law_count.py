@@ -1,0 +1,81 @@
+"""Law 4: what travels is what the plan says, entry by entry and byte by byte."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from laws_helpers import (
+    every_scheme,
+    every_topology,
+    plan_for,
+)
+
+from tfcommx import routes
+from tfcommx.comm.base import Comm
+from tfcommx.comm.threads import ThreadComm
+from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.terms import PlanError, Scheme, Topology
+from tfcommx.wire import codec
+
+
+@every_topology
+@every_scheme
+def test_law_4_count(scheme: Scheme, topology: Topology) -> None:
+    """Exactly k entries travel, and the bytes counted equal wire_bytes()."""
+    plan = plan_for(scheme, topology)
+
+    def work(comm: Comm) -> tuple:
+        running, counted, sent = PlanExecutor(plan, comm), [], []
+        for bucket, runner in zip(plan.buckets, running.runners, strict=True):
+            selector = runner.selector
+            select = (
+                None
+                if selector is None
+                else lambda part, selector=selector: (
+                    counted.append(selector.select(part, selector.seed(tf.constant(1, tf.int64))))
+                    or counted[-1]
+                )
+            )
+            start = comm.traffic()
+            flat = tf.random.normal([bucket.padded])
+            routes.get(bucket.route).run(flat, bucket, comm, codec, select)
+            sent.append(np.subtract(comm.traffic(), start))
+        return sent, [
+            (bucket.k, sparse)
+            for bucket, sparse in zip([b for b in plan.buckets if b.k], counted, strict=True)
+        ]
+
+    found = ThreadComm.run(topology, work)
+    for position, bucket in enumerate(plan.buckets):
+        by_rank = [sent[position] for sent, _ in found]
+        expected = routes.get(bucket.route).wire_bytes(bucket, topology)
+        np.testing.assert_allclose(np.mean(by_rank, axis=0), expected, rtol=1e-12)
+        # Collectives count the mean, on every rank
+        if not routes.get(bucket.route).needs_messages(bucket):
+            np.testing.assert_array_equal(by_rank, [by_rank[0]] * topology.size)
+    for _, chosen in found:
+        for k, sparse in chosen:
+            indices = sparse.indices.numpy()
+            assert len(indices) == len(set(indices.tolist())) == k == len(sparse.values)
+            assert indices.min() >= 0 and indices.max() < sparse.size
+
+
+def test_a_buffer_of_unknown_shape_is_refused_where_it_would_be_sent() -> None:
+    """Its bytes are counted while tracing. A rank that is alone sends nothing."""
+
+    def traced(comm: Comm) -> tf.Tensor:
+        gather = tf.function(
+            lambda entries: comm.all_gather(entries, "world", "pairs"),
+            [tf.TensorSpec([None])],
+            autograph=False,
+        )
+        return gather(tf.ones([3]))
+
+    with pytest.raises(
+        PlanError,
+        match=r"shape is known while tracing.*Received shape \(None,\) on rank "
+        r"\d.*tf\.ensure_shape",
+    ):
+        ThreadComm.run(Topology(2, 1), traced)
+    assert ThreadComm.run(Topology(1, 1), traced)[0].shape == (3,)

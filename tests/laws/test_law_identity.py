@@ -1,0 +1,44 @@
+"""Law 1: with rule `all` every route gives the plain sum, in the dtype that came."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from laws_helpers import (
+    SHAPES,
+    every_topology,
+    gradients,
+    plan_for,
+    play,
+    scheme,
+)
+
+from tfcommx import routes
+from tfcommx.terms import Topology
+
+
+@every_topology
+@pytest.mark.parametrize("operation", ["average", "sum"])
+@pytest.mark.parametrize("route", routes.ROUTES)
+def test_law_1_identity(route: str, operation: str, topology: Topology) -> None:
+    """Rule `all` gives what the plain sum gives, on every route."""
+    for rank_log in play(plan_for(scheme(route), topology, operation), steps=2):
+        for step, (_, result, residuals) in enumerate(rank_log):
+            for path in SHAPES:
+                total = sum(
+                    gradients(rank, step)[path].astype(np.float64) for rank in range(topology.size)
+                )
+                expected = total / topology.size if operation == "average" else total
+                np.testing.assert_allclose(result[path], expected, rtol=2e-7, atol=0)
+                assert not residuals[path].any()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("route", routes.ROUTES)
+def test_dtypes_come_back(route: str, dtype: str) -> None:
+    for log in play(
+        plan_for(scheme(route), Topology(2, 2), "sum", dtype),
+        steps=1,
+        source=lambda rank, step: gradients(rank, step, dtype),
+    ):
+        assert {str(value.dtype) for value in log[0][1].values()} == {dtype}

@@ -1,0 +1,114 @@
+"""A switch of plans loses neither residuals nor velocities."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from drawing import drawn
+from laws_helpers import (
+    MOVING,
+    RULES,
+    SCHEMES,
+    SHAPES,
+    SPARSE,
+    UNLIKE,
+    gradients,
+    name_of,
+    plan_for,
+    residuals_of,
+    scheme,
+    velocities,
+)
+
+from tfcommx import routes
+from tfcommx.comm.base import Comm
+from tfcommx.comm.threads import ThreadComm
+from tfcommx.planner.plan import Gradient, make_plan
+from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.terms import Scheme, Topology
+
+
+@pytest.mark.parametrize(("after", "topology"), drawn(SCHEMES, UNLIKE), ids=name_of)
+@pytest.mark.parametrize("before", [scheme(route, RULES[0], 0.1) for route in SPARSE], ids=name_of)
+def test_a_switch_loses_nothing(before: Scheme, after: Scheme, topology: Topology) -> None:
+    """Residuals of one plan are sent under the next: sums over ranks and steps are exact."""
+
+    def work(comm: Comm) -> tuple[dict, dict]:
+        sent = {path: 0 for path in SHAPES}
+        residuals: dict = {}
+        for part, current in enumerate((before, after)):
+            running = PlanExecutor(plan_for(current, topology), comm)
+            running.import_residuals(residuals)
+            for step in range(2):
+                result = running.exchange(
+                    {
+                        path: tf.constant(value)
+                        for path, value in gradients(comm.rank, 2 * part + step).items()
+                    }
+                )
+                sent = {path: sent[path] + value.numpy() for path, value in result.items()}
+            residuals = residuals_of(running)
+        return sent, residuals
+
+    ends = ThreadComm.run(topology, work)
+    for path in SHAPES:
+        came = sum(
+            gradients(rank, step)[path] for rank in range(topology.size) for step in range(4)
+        )
+        residuals = sum(residuals[path] for _, residuals in ends)
+        np.testing.assert_array_equal(ends[0][0][path].ravel() + residuals, came.ravel())
+        if not routes.get(after.route).sparse:
+            assert not residuals.any()
+
+
+@pytest.mark.parametrize("topology", UNLIKE, ids=name_of)
+@pytest.mark.parametrize("after", MOVING, ids=name_of)
+@pytest.mark.parametrize("before", MOVING, ids=name_of)
+def test_a_switch_keeps_the_sum_of_velocities(
+    before: Scheme, after: Scheme, topology: Topology
+) -> None:
+    """Also if the new density makes other buckets, and if a sparse variable becomes dense."""
+    after = dataclasses.replace(after, density=0.3, dense_below=500)
+
+    def work(comm: Comm) -> tuple[dict, dict]:
+        first = PlanExecutor(plan_for(before, topology), comm)
+        first.exchange(
+            {path: tf.constant(value) for path, value in gradients(comm.rank, 0).items()}
+        )
+        second, had = PlanExecutor(plan_for(after, topology), comm), velocities(first)
+        second.import_residuals(residuals_of(first), had)
+        return had, velocities(second)
+
+    ends = ThreadComm.run(topology, work)
+    for path in SHAPES:
+        had = sum(had[path] for had, _ in ends)
+        assert had.any()
+        np.testing.assert_allclose(sum(has[path] for _, has in ends), had, rtol=1e-6)
+
+
+def test_a_residual_that_momentum_made_is_not_moved_again() -> None:
+    """One sparse step, then dense steps without a gradient: a residual is sent once.
+
+    100 entries of gradient 1, momentum 0.9.
+    """
+    given = [Gradient("a", (10, 10), "float32")]
+    topology, zeros = Topology(2, 1), {"a": tf.zeros([10, 10])}
+
+    def work(comm: Comm) -> float:
+        sparse = Scheme("allgather", "exact", 0.1, dense_below=0, momentum=0.9)
+        first = PlanExecutor(make_plan(given, {"*": sparse}, topology, "sum"), comm)
+        sent = float(tf.reduce_sum(first.exchange({"a": tf.ones([10, 10])})["a"]))
+        plan = make_plan(
+            given, {"*": dataclasses.replace(sparse, dense_below=10**6)}, topology, "sum"
+        )
+        second = PlanExecutor(plan, comm)
+        kept = first.state()
+        second.import_residuals(kept.residuals_by_variable(), kept.velocities_by_variable())
+        return sent + sum(float(tf.reduce_sum(second.exchange(zeros)["a"])) for _ in range(200))
+
+    for total in ThreadComm.run(topology, work):
+        # As in the sparse kernel: what was sent has no velocity left, the rest keeps moving
+        np.testing.assert_allclose(total, 2 * (10 + 90 * 10), rtol=1e-4)

@@ -1,0 +1,79 @@
+"""Kinds of gradients: averages and sums, embeddings, none, and two optimizers in one step."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from rank_helpers import (
+    SPARSE,
+    batch,
+    gradients_of,
+    model,
+    same_on_all_ranks,
+    weights,
+)
+
+import tfcommx as cx
+from tfcommx.comm.base import Comm
+
+
+@pytest.mark.parametrize("operation", ["average", "sum"])
+def test_operation(comm: Comm, operation: str) -> None:
+    variable = keras.Variable(np.zeros(3, "float32"), name="w")
+    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(1.0), op=operation)
+    optimizer.apply([tf.fill([3], float(comm.rank + 1))], [variable])
+    total = comm.topology.size * (comm.topology.size + 1) / 2
+    np.testing.assert_allclose(
+        variable.numpy(), -(total / comm.topology.size if operation == "average" else total)
+    )
+
+
+def test_embeddings_and_variables_without_gradients(comm: Comm) -> None:
+    table = keras.Variable(np.zeros((5, 2), "float32"), name="table")
+    unused = keras.Variable(np.ones(2, "float32"), name="unused")
+    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(1.0))
+
+    @tf.function
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table.value, tf.constant([comm.rank % 5, 4])))
+        grads = tape.gradient(loss, [table.value, unused.value])
+        assert isinstance(grads[0], tf.IndexedSlices) and grads[1] is None
+        optimizer.apply_gradients(zip(grads, [table, unused], strict=True))
+
+    step()
+    expected = np.zeros((5, 2), "float32")
+    for rank in range(comm.topology.size):
+        expected[rank % 5] -= 1 / comm.topology.size
+        expected[4] -= 1 / comm.topology.size
+    np.testing.assert_allclose(table.numpy(), expected)
+    np.testing.assert_array_equal(unused.numpy(), 1)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_two_optimizers_in_one_step(comm: Comm, scaled: bool) -> None:
+    """As in a GAN: two plans with the same names of buckets and variables in one traced step."""
+    nets = [model(seed=2), model(seed=3)]
+    plain = [keras.optimizers.SGD(0.1) for _ in nets]
+    wrapped = [
+        cx.DistributedOptimizer(
+            keras.optimizers.LossScaleOptimizer(one, initial_scale=2.0) if scaled else one, SPARSE
+        )
+        for one in plain
+    ]
+    for optimizer, net in zip(wrapped, nets, strict=True):
+        optimizer.build(net.trainable_variables)
+
+    @tf.function
+    def step(first: list[tf.Tensor], second: list[tf.Tensor]) -> None:
+        for optimizer, net, grads in zip(wrapped, nets, (first, second), strict=True):
+            optimizer.apply(grads, net.trainable_variables)
+
+    before = [weights(net) for net in nets]
+    for number in range(8):
+        step(*([2 * grad for grad in gradients_of(net, batch(comm.rank, number))] for net in nets))
+    for net, old in zip(nets, before, strict=True):
+        assert same_on_all_ranks(comm, net)
+        assert all((one != other).any() for one, other in zip(old, weights(net), strict=True))

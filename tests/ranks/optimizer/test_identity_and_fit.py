@@ -1,0 +1,95 @@
+"""The wrapped optimizer trains as the plain one does, and replicas stay identical."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from rank_helpers import (
+    OPTIMIZERS,
+    batch,
+    compiled,
+    fit,
+    gradients_of,
+    model,
+    weights,
+)
+
+import tfcommx as cx
+from tfcommx import routes
+from tfcommx.comm.base import Comm
+
+
+@pytest.mark.every_launch
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_identity_equals_allreduce_by_hand(comm: Comm, kind: str) -> None:
+    """The same bits, on two ranks, as hvd.allreduce of each gradient and a plain optimizer."""
+    import horovod.tensorflow as hvd
+
+    ours, by_hand = model(), model()
+    wrapped, plain = cx.DistributedOptimizer(OPTIMIZERS[kind]()), OPTIMIZERS[kind]()
+    for step in range(4):
+        wrapped.apply_gradients(
+            zip(gradients_of(ours, batch(comm.rank, step)), ours.trainable_variables, strict=True)
+        )
+        reduced = [
+            hvd.allreduce(grad, op=hvd.Average)
+            for grad in gradients_of(by_hand, batch(comm.rank, step))
+        ]
+        plain.apply_gradients(zip(reduced, by_hand.trainable_variables, strict=True))
+    for mine, theirs in zip(weights(ours), weights(by_hand), strict=True):
+        if comm.topology.size <= 2:
+            assert mine.tobytes() == theirs.tobytes()
+        else:
+            np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.every_launch
+@pytest.mark.parametrize("route", routes.ROUTES)
+def test_fit_trains_and_replicas_stay_identical(comm: Comm, route: str) -> None:
+    scheme = (
+        cx.Scheme(route, "mstopk", 0.2, dense_below=8)
+        if routes.get(route).sparse
+        else cx.Scheme(route)
+    )
+    if routes.get(route).messages and not comm.has_messages:
+        with pytest.raises(cx.PlanError, match="horovodrun --mpi"):
+            cx.DistributedOptimizer(keras.optimizers.SGD(0.05), scheme)
+        return
+    net = compiled(
+        cx.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), scheme), seed=comm.rank
+    )
+    assert fit(net, comm, epochs=3).identical
+    history = net.history.history["loss"]
+    assert history[-1] < history[0]
+    assert comm.gather_objects(history) == [history] * comm.topology.size
+
+
+def test_replicas_that_drift_are_reported(comm: Comm) -> None:
+    """The check can fail: a plain optimizer reduces nothing."""
+    if comm.topology.size == 1:
+        return
+    net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+
+    class Drift(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            net.trainable_variables[0].assign_add(
+                tf.ones_like(net.trainable_variables[0]) * comm.rank
+            )
+
+    with pytest.raises(RuntimeError, match=r"ranks \[1"):
+        fit(net, comm, extra=(Drift(),))
+
+
+def test_batch_norm_statistics_are_averaged(comm: Comm) -> None:
+    net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    fit(net, comm, epochs=1)
+    statistics = [
+        variable.numpy().tobytes()
+        for variable in net.non_trainable_variables
+        if variable.dtype == "float32"
+    ]
+    assert statistics and comm.gather_objects(statistics) == [statistics] * comm.topology.size

@@ -1,0 +1,82 @@
+"""Options of Keras's optimizers under the wrap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from rank_helpers import (
+    batch,
+    compiled,
+    fit,
+    gradients_of,
+    model,
+    same_on_all_ranks,
+    weights,
+)
+
+import tfcommx as cx
+from tfcommx.comm.base import Comm
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clipnorm": 0.01},
+        {"clipvalue": 0.001},
+        {"global_clipnorm": 0.01},
+        {"use_ema": True, "ema_overwrite_frequency": 2},
+        {"gradient_accumulation_steps": 2},
+        {"weight_decay": 0.01},
+        {"loss_scale_factor": 8.0},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_keras_optimizers(comm: Comm, options: dict[str, Any]) -> None:
+    """Each option acts on the average: a plain optimizer that is given it has the same weights."""
+    net, reference = model(), model()
+    wrapped = cx.DistributedOptimizer(keras.optimizers.SGD(0.1, **options))
+    plain = keras.optimizers.SGD(0.1, **options)
+
+    def apply(
+        optimizer: keras.optimizers.Optimizer, net: keras.Model, grads: list[tf.Tensor]
+    ) -> None:
+        optimizer.apply(grads, net.trainable_variables)
+
+    step = tf.function(lambda *grads: apply(wrapped, net, list(grads)))
+    for number in range(4):
+        every = [gradients_of(reference, batch(rank, number)) for rank in range(comm.topology.size)]
+        step(*every[comm.rank])
+        apply(
+            plain,
+            reference,
+            [sum(parts) / comm.topology.size for parts in zip(*every, strict=True)],
+        )
+    for mine, theirs in zip(weights(net), weights(reference), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert same_on_all_ranks(comm, net)
+
+
+@pytest.mark.parametrize("excluded", [["bias"], None])
+def test_what_the_config_leaves_out_survives_the_wrap(
+    comm: Comm, excluded: list[str] | None
+) -> None:
+    plain = keras.optimizers.SGD(1.0, weight_decay=0.5)
+    if excluded:
+        plain.exclude_from_weight_decay(var_names=excluded)
+    bias = keras.Variable(np.ones(2, "float32"), name="bias")
+    cx.DistributedOptimizer(plain).apply([tf.zeros(2)], [bias])
+    np.testing.assert_allclose(bias.numpy(), 1.0 if excluded else 0.5)
+
+
+def test_accumulated_steps_are_exchanged_once(comm: Comm) -> None:
+    net = compiled(
+        cx.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=4))
+    )
+    fit(net, comm, epochs=2)
+    (run,) = net.optimizer.exchanger.runs.values()
+    assert run.executor.steps.numpy() == 2
+    assert net.optimizer._iterations.numpy() == 8

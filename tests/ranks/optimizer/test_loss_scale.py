@@ -1,0 +1,75 @@
+"""Non-finite gradients under a LossScaleOptimizer: all ranks decide alike."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from drawing import drawn
+from rank_helpers import (
+    SPARSE,
+    batch,
+    compiled,
+    gradients_of,
+    model,
+    same_on_all_ranks,
+    weights,
+)
+
+import tfcommx as cx
+from tfcommx import callbacks
+from tfcommx.comm.base import Comm
+from tfcommx.optim.wrapped import exchanger_of
+
+
+@pytest.mark.every_launch
+@pytest.mark.parametrize(("made_by", "bad_rank"), drawn(["user", "compile"], [0, -1]))
+def test_a_non_finite_gradient_skips_the_step_on_all_ranks(
+    comm: Comm, made_by: str, bad_rank: int
+) -> None:
+    """With a LossScaleOptimizer no rank steps, the scale halves on all, residuals stay."""
+    inner = keras.optimizers.SGD(0.05)
+    given = (
+        keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0)
+        if made_by == "user"
+        else inner
+    )
+    optimizer = cx.DistributedOptimizer(given, SPARSE)
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        net = compiled(optimizer)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    x, y = batch(comm.rank, rows=8)
+
+    def run(x: np.ndarray) -> None:
+        net.fit(x, y, batch_size=8, verbose=0, callbacks=[callbacks.BroadcastState()])
+
+    run(x)
+    exchanger = exchanger_of(net)
+    before, scale, residuals = (
+        weights(net),
+        float(net.optimizer.dynamic_scale.numpy()),
+        exchanger.all_residuals(),
+    )
+    steps = int(exchanger.plan_states()[0].steps)
+    run(np.full_like(x, np.nan) if comm.rank == bad_rank % comm.topology.size else x)
+    for old, new in zip(before, weights(net), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert net.optimizer.dynamic_scale.numpy() == scale / 2
+    assert int(exchanger.plan_states()[0].steps) == steps
+    for path, part in exchanger.all_residuals().items():
+        np.testing.assert_array_equal(part, residuals[path])
+    run(x)
+    assert same_on_all_ranks(comm, net) and int(exchanger.plan_states()[0].steps) == steps + 1
+
+
+def test_a_loss_scale_that_nobody_agreed_on_is_refused(comm: Comm) -> None:
+    if comm.topology.size == 1:
+        return
+    net = model()
+    optimizer = keras.optimizers.LossScaleOptimizer(
+        cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    )
+    with pytest.raises(cx.PlanError, match="LossScaleOptimizer"):
+        optimizer.apply(gradients_of(net, batch(comm.rank)), net.trainable_variables)

@@ -1,0 +1,79 @@
+"""Calls of the wrapped optimizer that are refused, in words."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from rank_helpers import (
+    SPARSE,
+    batch,
+    compiled,
+    fit,
+    gradients_of,
+    model,
+)
+
+import tfcommx as cx
+from tfcommx.comm.base import Comm
+
+
+def test_momentum_twice_is_refused(comm: Comm) -> None:
+    scheme = dataclasses.replace(SPARSE, momentum=0.9)
+    for optimizer in (keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.Adam(0.1)):
+        with pytest.raises(cx.PlanError, match="Momentum must be applied once"):
+            cx.DistributedOptimizer(optimizer, scheme)
+        with pytest.raises(cx.PlanError, match="Momentum must be applied once"):
+            cx.DistributedOptimizer(optimizer, SPARSE).exchanger.switch(scheme)
+
+
+def test_bad_calls(comm: Comm) -> None:
+    wrapped = cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    with pytest.raises(cx.PlanError, match="wrapped already"):
+        cx.DistributedOptimizer(wrapped)
+    remade = type(wrapped).from_config(wrapped.get_config())
+    with pytest.raises(cx.PlanError, match="exchanges nothing"):
+        remade.apply([tf.ones(2)], [keras.Variable(np.ones(2, "float32"))])
+    with pytest.raises(cx.PlanError, match="plain optimizer is required"):
+        cx.DistributedOptimizer(remade)
+    with pytest.raises(cx.PlanError, match="Did you mean 'average'"):
+        cx.DistributedOptimizer(keras.optimizers.SGD(0.1), op="averag")
+    with pytest.raises(cx.PlanError, match="Did you mean 'hitopk'"):
+        cx.DistributedOptimizer(keras.optimizers.SGD(0.1), cx.Scheme("hitpk", "mstopk", 0.1))
+    with pytest.raises(cx.PlanError, match="node_size"):
+        cx.init(node_size=comm.topology.slots + 1)
+
+
+def test_xla_is_refused_in_custom_loops_and_turned_off_in_fit(comm: Comm) -> None:
+    net = model()
+    wrapped = cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    grads = gradients_of(net, batch(comm.rank))
+    wrapped.build(net.trainable_variables)
+
+    @tf.function(jit_compile=True)
+    def step() -> None:
+        wrapped.apply(grads, net.trainable_variables)
+
+    with pytest.raises(Exception, match="jit_compile"):
+        step()
+    compiled_net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=True)
+    assert fit(compiled_net, comm).identical
+    assert compiled_net.jit_compile is False
+
+
+@pytest.mark.every_launch
+def test_different_plans_are_refused_before_anything_is_sent(comm: Comm) -> None:
+    if comm.topology.size == 1:
+        return
+    wrapped = cx.DistributedOptimizer(
+        keras.optimizers.SGD(0.1),
+        cx.Scheme("allgather", "mstopk", 0.1 if comm.rank else 0.2, dense_below=1),
+    )
+    net = model()
+    with pytest.raises(
+        cx.PlanError, match=r"Rank 0 and rank 1 differ first in plan.buckets\[\d\].k"
+    ):
+        wrapped.apply(gradients_of(net, batch(comm.rank)), net.trainable_variables)

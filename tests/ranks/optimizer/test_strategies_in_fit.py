@@ -1,0 +1,88 @@
+"""Strategies under `fit`: Algorithms 2 and 3 of the linear pipeline paper."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+from drawing import drawn
+from rank_helpers import (
+    OPTIMIZERS,
+    SPARSE,
+    batch,
+    compiled,
+    fit,
+    gradients_of,
+    model,
+    same_on_all_ranks,
+    weights,
+)
+
+import tfcommx as cx
+from tfcommx import routes
+from tfcommx.comm.base import Comm
+from tfcommx.strategies import Rebroadcast, Root, Strategy
+
+
+@pytest.mark.every_launch
+@pytest.mark.parametrize(
+    ("route", "strategy"),
+    drawn(["allreduce", "pipeline", "hitopk"], [Root(), Rebroadcast(every=2)]),
+    ids=str,
+)
+def test_the_steps_of_the_linear_pipeline_paper(comm: Comm, route: str, strategy: Strategy) -> None:
+    """Algorithms 2 and 3 under `fit` give the weights of an update on all ranks.
+
+    The root's optimizer has the whole state.
+    """
+    if routes.get(route).messages and not comm.has_messages:
+        return
+    scheme = cx.Scheme(
+        route,
+        **({"selection": "mstopk", "density": 0.2} if route == "hitopk" else {}),
+        dense_below=8,
+    )
+    plain, other = (
+        compiled(cx.DistributedOptimizer(OPTIMIZERS["clipped_sgd"](), scheme, strategy=one))
+        for one in ("synchronous", strategy)
+    )
+    for net in (plain, other):
+        fit(net, comm)
+        assert same_on_all_ranks(comm, net)
+    for mine, expected in zip(weights(other), weights(plain), strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
+    if comm.rank == 0:
+        for mine, expected in zip(
+            other.optimizer.variables, plain.optimizer.variables, strict=True
+        ):
+            np.testing.assert_allclose(mine.numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
+    assert int(other.optimizer.iterations.numpy()) == int(plain.optimizer.iterations.numpy())
+
+
+def test_strategies_that_cannot_be_are_refused(comm: Comm) -> None:
+    for wrong, words in (
+        ("rot", "Did you mean 'root'"),
+        (Root, "strategy` must be one of synchronous, root, rebroadcast"),
+        (5, "Received 5"),
+    ):
+        with pytest.raises(cx.PlanError, match=words):
+            cx.DistributedOptimizer(keras.optimizers.SGD(0.1), strategy=wrong)
+    net = model()
+    scheme = dataclasses.replace(SPARSE, momentum=0.9)
+    wrapped = cx.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme, strategy="root")
+    with pytest.raises(cx.PlanError, match="only rank 0 has the sums"):
+        wrapped.apply(gradients_of(net, batch(comm.rank)), net.trainable_variables)
+
+
+def test_different_strategies_are_refused_before_anything_is_sent(comm: Comm) -> None:
+    if comm.topology.size == 1:
+        return
+    strategy = Root() if comm.rank else Rebroadcast(every=3)
+    wrapped = cx.DistributedOptimizer(keras.optimizers.SGD(0.1), strategy=strategy)
+    net = model()
+    with pytest.raises(
+        cx.PlanError, match=r"Rank 0 has Rebroadcast\(every=3\) and rank 1 has Root\(\)"
+    ):
+        wrapped.apply(gradients_of(net, batch(comm.rank)), net.trainable_variables)

@@ -1,0 +1,83 @@
+"""What changes during `fit`: schemes, resolution, density, learning rate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from rank_helpers import (
+    SPARSE,
+    compiled,
+    fit,
+)
+
+import tfcommx as cx
+from tfcommx import callbacks
+from tfcommx.comm.base import Comm
+
+
+@pytest.mark.every_launch
+def test_switching_schemes_and_resolution_in_fit(comm: Comm) -> None:
+    """Sparse, then dense: all residuals are sent, and the pictures grow."""
+    resolution = tf.Variable(4)
+    net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.05), SPARSE))
+    seen: dict[int, tuple[int, bool]] = {}
+
+    class Watch(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            waiting = any(comm.gather_objects(bool(net.optimizer.exchanger.all_residuals())))
+            seen[epoch] = (int(resolution.numpy()), waiting)
+
+    switch = callbacks.SwitchScheme({2: cx.Scheme("torus")}, {2: 8}, resolution)
+    assert fit(net, comm, epochs=4, extra=(switch, Watch())).identical
+    assert seen == {0: (4, True), 1: (4, True), 2: (8, False), 3: (8, False)}
+    traffic = net.optimizer.exchanger.traffic()
+    per_step = traffic["bytes_between_nodes_dense"] / 16
+    assert (per_step > 0) == (comm.topology.nodes > 1)
+
+
+def test_the_density_warms_up_with_momentum(comm: Comm) -> None:
+    scheme = cx.Scheme("hitopk", "mstopk", 0.05, dense_below=8, momentum=0.9)
+    net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.01), scheme))
+    sent: list[int] = []
+    kept: list[float] = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            exchanger = net.optimizer.exchanger
+            sent.append(
+                sum(
+                    bucket.k or 0
+                    for state in exchanger.plan_states()
+                    for bucket in state.plan.buckets
+                )
+            )
+            kept.append(
+                max(float(np.abs(part).max()) for part in exchanger.all_velocities().values())
+            )
+
+    assert fit(
+        net, comm, epochs=4, extra=(callbacks.SwitchScheme(scheme.warm_up([0.25, 0.1])), Watch())
+    ).identical
+    assert sent[0] > sent[1] > sent[2] == sent[3] and min(kept) > 0
+    moving = comm.gather_objects(net.optimizer.exchanger.all_velocities())
+    net.optimizer.exchanger.switch(cx.Scheme("torus"))  # no momentum: the velocity rests
+    fit(net, comm, epochs=1)
+    assert {
+        path: part.tobytes() for path, part in net.optimizer.exchanger.all_velocities().items()
+    } == {path: part.tobytes() for path, part in moving[comm.rank].items()}
+
+
+def test_warm_up(comm: Comm) -> None:
+    net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.5)))
+    rates: list[float] = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+            rates.append(float(net.optimizer.learning_rate.numpy()))
+
+    fit(net, comm, epochs=2, extra=(callbacks.WarmUp(0.4, steps=4, start=0.0), Watch()))
+    np.testing.assert_allclose(rates, [0, 0.1, 0.2, 0.3, 0.4, 0.4, 0.4, 0.4], rtol=1e-6)

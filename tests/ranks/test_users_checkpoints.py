@@ -1,0 +1,145 @@
+"""What users do with saved state that once went wrong without a word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import keras
+import numpy as np
+from rank_helpers import SPARSE, compiled, fit, model, one_weight, weights
+
+import tfcommx as cx
+from tfcommx import callbacks
+from tfcommx.comm.base import Comm
+from tfcommx.optim import checkpoint
+
+
+def test_a_checkpoint_leaves_the_users_files_alone(comm: Comm, folder: Path) -> None:
+    net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.05), SPARSE))
+    fit(net, comm, epochs=1)
+    if comm.rank == 0:
+        (folder / "run-0001").mkdir()
+        for name in (
+            "notes-2025.txt",
+            "model-best-20251104.keras",
+            "model-0000.keras.bak",
+            f"residuals-0000-rank-{comm.topology.size:04d}.npz",
+        ):
+            (folder / name).write_text("")
+    comm.gather_objects("written")
+    for epoch in (0, 1):
+        checkpoint.save(net, folder, epoch)
+    comm.gather_objects("saved")
+    assert sorted(path.name for path in folder.iterdir() if "residuals" not in path.name) == [
+        "checkpoint.json",
+        "model-0000.keras.bak",
+        "model-0001.keras",
+        "model-best-20251104.keras",
+        "notes-2025.txt",
+        "run-0001",
+    ]
+    # None of epoch 0, nor of a larger run
+    residuals = [f"residuals-0001-rank-{rank:04d}.npz" for rank in range(comm.topology.size)]
+    assert sorted(path.name for path in folder.glob("residuals-*")) == residuals
+
+
+def test_a_roll_back_in_a_running_model_forgets_its_residuals(comm: Comm, folder: Path) -> None:
+    def wrapped() -> keras.Model:
+        return compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.05), SPARSE))
+
+    rolled, fresh = wrapped(), wrapped()
+    fit(rolled, comm, epochs=1)
+    checkpoint.save(rolled, folder, 0)
+    fit(rolled, comm, epochs=2, initial_epoch=1)
+    for net in (rolled, fresh):
+        assert checkpoint.restore(net, folder) == 1
+        fit(net, comm, epochs=2, initial_epoch=1)
+        assert net.optimizer.exchanger.runs and not net.optimizer.exchanger.restored
+    for one, other in zip(weights(rolled), weights(fresh), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_sums_that_each_rank_accumulates_stay_its_own(comm: Comm, folder: Path) -> None:
+    """Two `fit`s of one step, saved and restored in between: the update has both, of all ranks."""
+    ranks = comm.topology.size
+    net, again = (
+        one_weight(keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)) for _ in range(2)
+    )
+
+    def take(step_of: keras.Model, slope: float) -> None:
+        step_of.fit(
+            np.full((2, 1), slope * 10.0**comm.rank, np.float32),
+            np.zeros((2, 1)),
+            batch_size=2,
+            verbose=0,
+            callbacks=[callbacks.BroadcastState()],
+        )
+
+    take(net, 1)
+    checkpoint.save(net, folder, 0)
+    take(net, 3)
+    checkpoint.restore(again, folder)
+    take(again, 3)
+    wanted = -sum(10.0**rank * (1 + 3) / 2 for rank in range(ranks))
+    np.testing.assert_allclose([weights(net)[0].item(), weights(again)[0].item()], wanted)
+
+
+def test_a_model_that_one_rank_alone_has_loaded(comm: Comm, folder: Path) -> None:
+    """Keras gives its variables other paths than those of a model that is built."""
+    net = compiled(cx.DistributedOptimizer(keras.optimizers.Adam(0.01), SPARSE))
+    if comm.rank == 0:
+        net.save(folder / "first.keras")
+    for begun in (0, 1):
+        net, plain = model(seed=9), keras.optimizers.Adam(0.01)
+        if comm.rank == 0:
+            net = keras.models.load_model(folder / "first.keras")
+            plain = net.optimizer
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        net.compile(cx.DistributedOptimizer(plain, SPARSE), loss=loss, jit_compile=False)
+        assert checkpoint.restore(net, folder) == begun
+        assert fit(
+            net,
+            comm,
+            epochs=begun + 1,
+            initial_epoch=begun,
+            extra=(checkpoint.Checkpoint(folder),),
+        ).identical
+
+
+def test_parts_of_a_model_may_have_layers_of_the_same_name(comm: Comm, folder: Path) -> None:
+    def part(name: str) -> keras.Model:
+        layers = [
+            keras.layers.Input((12,)),
+            keras.layers.Dense(16, name="dense"),
+            keras.layers.Dense(3, name="out"),
+        ]
+        return keras.Sequential(layers, name=name)
+
+    def both() -> keras.Model:
+        whole = keras.Input((12,))
+        net = keras.Model(whole, part("one")(whole) + part("two")(whole), name="net")
+        net.compile(
+            cx.DistributedOptimizer(keras.optimizers.SGD(0.05), SPARSE), "mse", jit_compile=False
+        )
+        return net
+
+    x = np.random.default_rng(comm.rank).normal(size=(16, 12)).astype(np.float32)
+    net, again = both(), both()
+    net.fit(
+        x,
+        x[:, :3],
+        batch_size=8,
+        verbose=0,
+        callbacks=[callbacks.BroadcastState(), callbacks.CompareReplicas()],
+    )
+    (plan,) = [one.plan for one in net.optimizer.exchanger.runs.values()]
+    named = {name for bucket in plan.buckets for name in bucket.variables}
+    assert len(named) == 8 and {name.partition("#")[0] for name in named} == {
+        variable.path for variable in net.trainable_variables
+    }
+    checkpoint.save(net, folder, 0)
+    assert checkpoint.restore(again, folder) == 1
+    for trained in (net, again):
+        trained.fit(x, x[:, :3], batch_size=8, verbose=0, callbacks=[callbacks.BroadcastState()])
+    for one, other in zip(weights(net), weights(again), strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -1,0 +1,139 @@
+"""Optimizers and arguments of users that once went wrong without a word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from rank_helpers import compiled, fit, model, one_weight, weights
+
+import tfcommx as cx
+from tfcommx.comm.base import Comm
+
+
+class Steps(keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step: tf.Tensor) -> tf.Tensor:
+        return 0.1 / (1.0 + tf.cast(step, tf.float32))
+
+
+@keras.saving.register_keras_serializable("tests")
+class Registered(keras.optimizers.SGD):
+    pass
+
+
+class Forgetful(keras.optimizers.SGD):
+    def __init__(self, needed: int, **more: Any) -> None:
+        super().__init__(**more)
+
+
+def test_optimizers_that_keras_cannot_write_down(comm: Comm, tmp_path: Path) -> None:
+    for rate in (Steps(), lambda: 0.1):
+        net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(rate)))
+        fit(net, comm, epochs=1)
+        assert net.optimizer._learning_rate is rate
+    with pytest.raises(cx.PlanError, match=r"Forgetful.*get_config"):
+        cx.DistributedOptimizer(Forgetful(1, learning_rate=0.1))
+    net = compiled(cx.DistributedOptimizer(Registered(0.1)))
+    net.save(tmp_path / "model.keras")
+    assert type(keras.models.load_model(tmp_path / "model.keras").optimizer) is Registered
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        ("sgd", {}),
+        (keras.optimizers.SGD, {}),
+        (None, {}),
+        (keras.Sequential(), {}),
+        ("good", {"scheme": "torus"}),
+        ("good", {"scheme": {"*": "torus"}}),
+        ("good", {"scheme": {0: cx.Scheme()}}),
+        ("good", {"plan": "x"}),
+    ],
+)
+def test_wrong_arguments_are_refused_in_words(
+    comm: Comm, optimizer: Any, options: dict[str, Any]
+) -> None:
+    with pytest.raises(cx.PlanError, match="Received"):
+        cx.DistributedOptimizer(
+            keras.optimizers.SGD(0.1) if optimizer == "good" else optimizer, **options
+        )
+
+
+def test_float8_state_is_refused(comm: Comm) -> None:
+    net = model()
+    net.trainable_variables[0].overwrite_with_gradient = True
+    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    if comm.topology.size > 1:
+        with pytest.raises(cx.PlanError, match="overwrites with their gradients"):
+            optimizer.apply(
+                [tf.ones(variable.shape) for variable in net.trainable_variables],
+                net.trainable_variables,
+            )
+
+
+def test_a_sum_that_float16_cannot_hold_stays_finite(comm: Comm) -> None:
+    net = one_weight(keras.optimizers.SGD(1e-6))
+    net.compile(
+        cx.DistributedOptimizer(
+            keras.optimizers.SGD(1e-6), cx.Scheme("asa", wire="float16"), op="sum"
+        ),
+        loss="mse",
+        jit_compile=False,
+    )
+    net.optimizer.apply([tf.constant([[4e4]])], net.trainable_variables)
+    assert -0.07 < weights(net)[0].item() < 0
+
+
+class Relays(keras.optimizers.SGD):
+    """As optimizers around others are written: the inner one takes the step."""
+
+    def apply(
+        self, grads: list[tf.Tensor], trainable_variables: list[keras.Variable] | None = None
+    ) -> None:
+        keras.optimizers.SGD(0.1).apply(grads, trainable_variables)
+
+
+class StepsByItself(keras.optimizers.SGD):
+    """Passes Keras's own step, as every optimizer would if a later Keras renamed its parts."""
+
+    def _backend_apply_gradients(
+        self, grads: list[tf.Tensor], trainable_variables: list[keras.Variable]
+    ) -> None:
+        for grad, variable in zip(grads, trainable_variables, strict=True):
+            variable.assign_sub(0.1 * grad)
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_an_optimizer_that_goes_past_the_exchange_is_refused(comm: Comm, eagerly: bool) -> None:
+    each = keras.optimizers.OptimizerMap(
+        keras.optimizers.SGD(0.1), {".*out.*": keras.optimizers.Adam()}
+    )
+    for optimizer in (keras.optimizers.MultiOptimizer(each), Relays(), StepsByItself()):
+        net = compiled(cx.DistributedOptimizer(optimizer))
+        net.run_eagerly = eagerly
+        with pytest.raises(cx.PlanError, match="without an exchange"):
+            fit(net, comm, epochs=1)
+
+
+@pytest.mark.parametrize("kind", [keras.optimizers.Adafactor, keras.optimizers.Nadam])
+def test_a_built_optimizer_with_loss_scaling_is_copied_whole(comm: Comm, kind: type) -> None:
+    def built() -> keras.optimizers.Optimizer:
+        variables = [keras.Variable(np.ones(shape, np.float32)) for shape in ((12, 30), (30,))]
+        optimizer = keras.optimizers.LossScaleOptimizer(kind(0.1))
+        for _ in range(3):
+            optimizer.apply(
+                [tf.ones(variable.shape) * 2.0**15 for variable in variables], variables
+            )
+        return optimizer
+
+    plain, wrapped = built(), cx.DistributedOptimizer(built())
+    variables = plain._trainable_variables, wrapped._trainable_variables
+    for optimizer, own in zip((plain, wrapped), variables, strict=True):
+        optimizer.apply([tf.ones(variable.shape) * 2.0**15 for variable in own], own)
+    for one, other in zip(*variables, strict=True):
+        np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-6)

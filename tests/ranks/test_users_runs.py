@@ -1,0 +1,233 @@
+"""Runs of users that once went wrong without a word: unlike ranks, changing variables."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from rank_helpers import SPARSE, compiled, fit, model, weights
+
+import tfcommx as cx
+from tfcommx import callbacks
+from tfcommx.comm.base import Comm
+
+
+def test_a_run_that_begins_late_begins_with_what_earlier_epochs_set(comm: Comm) -> None:
+    net, resolution = (
+        compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.05), SPARSE)),
+        tf.Variable(4),
+    )
+    switch = callbacks.SwitchScheme(
+        {1: cx.Scheme("allgather", "exact", 0.5), 2: cx.Scheme("torus"), 9: SPARSE},
+        {2: 8, 9: 16},
+        resolution,
+    )
+    net.optimizer.build(net.trainable_variables)
+    net.optimizer.iterations.assign(100)
+    rates: list[float] = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            rates.append(float(net.optimizer.learning_rate))
+
+    fit(
+        net, comm, epochs=4, extra=(switch, callbacks.WarmUp(0.4, 4, 0.0), Watch()), initial_epoch=3
+    )
+    assert resolution.numpy() == 8 and net.optimizer.exchanger.schemes == {"*": cx.Scheme("torus")}
+    np.testing.assert_allclose(rates, 0.05)  # the warm-up was over
+
+
+def test_ranks_that_would_wait_for_each_other_are_told(comm: Comm) -> None:
+    if comm.topology.size == 1:
+        return
+    x, y = np.zeros((24, 12), np.float32), np.zeros(24, np.int32)
+    net, rows = (
+        compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1))),
+        24 if comm.rank == 0 else 16,
+    )
+    with pytest.raises(cx.PlanError, match=r"same number of steps.*\[3, 2"):
+        net.fit(x[:rows], y[:rows], batch_size=8, verbose=0, callbacks=[callbacks.BroadcastState()])
+    kind = keras.optimizers.SGD if comm.rank == 0 else keras.optimizers.Adam
+    net = compiled(cx.DistributedOptimizer(kind(0.1)))
+    with pytest.raises(cx.PlanError, match=r"same variables on every rank.*rank"):
+        net.fit(x, y, batch_size=8, verbose=0, callbacks=[callbacks.BroadcastState()])
+
+
+def test_an_optimizer_that_one_rank_alone_makes(comm: Comm) -> None:
+    """Keras's numbers of optimizers are in names of operations, by which Horovod knows tensors."""
+    if comm.rank == 0:
+        keras.optimizers.SGD()
+    fit(
+        compiled(
+            cx.DistributedOptimizer(
+                keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), SPARSE
+            )
+        ),
+        comm,
+        epochs=1,
+    )
+
+
+def test_metrics_of_one_rank_alone(comm: Comm) -> None:
+    logs = {"loss": float(comm.rank), **({"val_loss": 5.0} if comm.rank == 0 else {})}
+    callbacks.AverageMetrics().on_epoch_end(0, logs)
+    assert logs == {
+        "loss": (comm.topology.size - 1) / 2,
+        **({"val_loss": 5.0} if comm.rank == 0 else {}),
+    }
+
+
+def test_unsigned_state_is_broadcast(comm: Comm) -> None:
+    class Counts(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.count = self.add_weight(
+                shape=(2,), dtype="uint32", trainable=False, initializer="zeros", name="count"
+            )
+
+        def call(self, inputs: tf.Tensor) -> tf.Tensor:
+            return inputs
+
+    net = keras.Sequential([keras.layers.Input((12,)), counts := Counts(), keras.layers.Dense(3)])
+    net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse", jit_compile=False)
+    counts.count.assign([7 + comm.rank, 2**32 - 1])
+    net.fit(np.zeros((2, 12)), np.zeros((2, 3)), verbose=0, callbacks=[callbacks.BroadcastState()])
+    assert counts.count.numpy().tolist() == [7, 2**32 - 1]
+
+
+def test_a_pattern_that_matches_nothing_is_said(
+    comm: Comm, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = compiled(
+        cx.DistributedOptimizer(
+            keras.optimizers.SGD(0.1), {"hidden*": SPARSE, "*out*": SPARSE, "*": cx.Scheme()}
+        )
+    )
+    with caplog.at_level(logging.WARNING, "tfcommx"):
+        fit(net, comm, epochs=1)
+    assert [record.args[0] for record in caplog.records] == ["hidden*"]
+
+
+def test_a_gradient_that_comes_no_more_is_said(
+    comm: Comm, caplog: pytest.LogCaptureFixture
+) -> None:
+    net, optimizer = model(), cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    grads = [tf.ones(variable.shape) for variable in net.trainable_variables]
+    with caplog.at_level(logging.WARNING, "tfcommx"):
+        optimizer.apply(grads, net.trainable_variables)
+        assert not caplog.records
+        optimizer.apply([None, *grads[1:]], net.trainable_variables)
+    assert [record.args[0] for record in caplog.records] == [net.trainable_variables[0].path]
+
+
+class Adversaries(keras.Model):
+    """Two networks, two optimizers, a training step of its own: as Keras's GAN examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.judge = keras.layers.Dense(12), keras.layers.Dense(1)
+        self.maker.build((None, 4))
+        self.judge.build((None, 12))
+
+    def compile(
+        self,
+        maker_optimizer: keras.optimizers.Optimizer,
+        judge_optimizer: keras.optimizers.Optimizer,
+    ) -> None:
+        super().compile(jit_compile=False)
+        self.maker_optimizer, self.judge_optimizer = maker_optimizer, judge_optimizer
+
+    def train_step(self, x: tf.Tensor) -> dict[str, tf.Tensor]:
+        noise = x[:, :4]
+        with tf.GradientTape(persistent=True) as tape:
+            made, real = (
+                tf.reduce_mean(self.judge(self.maker(noise))),
+                tf.reduce_mean(self.judge(x)),
+            )
+            one, other = made - real, (made - 1.0) ** 2
+        for optimizer, loss, layer in (
+            (self.judge_optimizer, one, self.judge),
+            (self.maker_optimizer, other, self.maker),
+        ):
+            optimizer.apply(
+                tape.gradient(loss, layer.trainable_variables), layer.trainable_variables
+            )
+        return {"loss": one}
+
+
+def test_two_optimizers_of_one_model(comm: Comm) -> None:
+    keras.utils.set_random_seed(comm.rank)
+    net = Adversaries()
+    net.compile(
+        cx.DistributedOptimizer(keras.optimizers.Adam(0.01), SPARSE),
+        cx.DistributedOptimizer(keras.optimizers.SGD(0.01)),
+    )
+    net.fit(
+        np.random.default_rng(comm.rank).normal(size=(32, 12)).astype(np.float32),
+        batch_size=8,
+        epochs=2,
+        verbose=0,
+        callbacks=[callbacks.BroadcastState()],
+    )
+    for theirs in comm.gather_objects(weights(net)):
+        for one, other in zip(weights(net), theirs, strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert net.maker_optimizer.exchanger.runs and net.judge_optimizer.exchanger.runs
+
+
+def test_variables_of_a_custom_loop_are_broadcast(comm: Comm) -> None:
+    last = comm.topology.size - 1
+    variables = [
+        keras.Variable(np.full(shape, comm.rank, dtype))
+        for shape, dtype in (((3,), "float32"), ((), "int64"), ((2, 2), "bool"))
+    ]
+    cx.broadcast_variables(variables, root=last)
+    for variable in variables:
+        np.testing.assert_array_equal(
+            variable.numpy(), np.full(variable.shape, last, variable.dtype)
+        )
+    with pytest.raises(cx.PlanError, match="must be a rank"):
+        cx.broadcast_variables(variables, root=last + 1)
+    if last:
+        with pytest.raises(cx.PlanError, match="same variables on every rank"):
+            cx.broadcast_variables(variables if comm.rank else variables[1:])
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_residuals_move_on_when_layers_are_frozen_and_thawed(comm: Comm, traced: bool) -> None:
+    """Each weight gets all that was computed for it, whichever variables train beside it."""
+    variables = [
+        keras.Variable(np.zeros((20, 20), np.float32), name=name)
+        for name in ("base", "head", "tail")
+    ]
+    optimizer = cx.DistributedOptimizer(
+        keras.optimizers.SGD(1.0), cx.Scheme("allgather", "mstopk", 0.1, dense_below=0), op="sum"
+    )
+    gradients = [
+        tf.constant(
+            np.random.default_rng([comm.rank, n]).integers(-60, 61, (20, 20)) / 64, tf.float32
+        )
+        for n in range(3)
+    ]
+    zeros = [tf.zeros([20, 20])] * 3
+
+    def steps(number: int, *arguments: Any) -> None:
+        step = (
+            tf.function(lambda: optimizer.apply(*arguments))
+            if traced
+            else lambda: optimizer.apply(*arguments)
+        )
+        for _ in range(number):
+            step()
+
+    steps(1, gradients, variables)  # a tenth of it travels
+    steps(12, zeros[1:], variables[1:])
+    assert list(optimizer.exchanger.all_residuals()) == ["base"]
+    steps(12, zeros, variables)
+    assert not optimizer.exchanger.all_residuals()
+    for number, variable in enumerate(variables):
+        total = sum(comm.gather_objects(gradients[number].numpy()))
+        np.testing.assert_array_equal(variable.numpy(), -total)
