@@ -132,7 +132,7 @@ def test_parts_of_a_model_may_have_layers_of_the_same_name(comm: Comm, folder: P
         verbose=0,
         callbacks=[callbacks.BroadcastState(), callbacks.CompareReplicas()],
     )
-    (plan,) = [one.plan for one in net.optimizer.exchanger.runs.values()]
+    (plan,) = [one.executor.plan for one in net.optimizer.exchanger.runs.values()]
     named = {name for bucket in plan.buckets for name in bucket.variables}
     assert len(named) == 8 and {name.partition("#")[0] for name in named} == {
         variable.path for variable in net.trainable_variables
