@@ -11,7 +11,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 # Tests that only wait run beside others; those that measure time (`serial`) run alone, afterwards
 PYTEST = python -m pytest
-SIDE_BY_SIDE = -n 4 --dist loadgroup
+SIDE_BY_SIDE = -n 2 --dist loadgroup
 
 .PHONY: setup demo test test-all lint
 setup:
