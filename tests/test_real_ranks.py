@@ -12,6 +12,13 @@ OPTIMIZER, ROUTES, RESHUFFLE = (
 )
 
 
+def what_failed(output: str) -> str:
+    """Return the lines of all ranks that name a failure, then the end of the output."""
+    lines = output.splitlines()
+    named = [line for line in lines if re.search(r"FAILED|: ?E  |Error|tfcommx: ", line)]
+    return "\n".join([*named[:60], "...", *lines[-40:]])
+
+
 # What depends neither on the launcher nor on nodes of several slots runs on two ranks under Gloo.
 # (Checkpoints of four ranks are in test_resize.py.)
 @pytest.mark.long_wait
@@ -20,7 +27,7 @@ OPTIMIZER, ROUTES, RESHUFFLE = (
     [
         (2, "2", "gloo", ["tests/ranks"]),
         (2, "1", "mpi", [OPTIMIZER, ROUTES, RESHUFFLE]),
-        (4, "2", "gloo", [OPTIMIZER, ROUTES, RESHUFFLE]),
+        (4, "2", "gloo", [OPTIMIZER, RESHUFFLE]),
         (4, "2", "mpi", [ROUTES]),
         (3, "1", "mpi", [ROUTES]),
     ],
@@ -56,5 +63,5 @@ def test_the_same_tests_on_several_ranks(
         # Ranks that share few cores look for work less often than every millisecond
         HOROVOD_CYCLE_TIME="3",
     )
-    assert ended.status == 0, ended.output[-8000:]
-    assert len(re.findall(r"=+ \d+ passed", ended.output)) == ranks, ended.output[-8000:]
+    assert ended.status == 0, what_failed(ended.output)
+    assert len(re.findall(r"=+ \d+ passed", ended.output)) == ranks, what_failed(ended.output)

@@ -18,6 +18,7 @@ from tfcommx.comm import horovod, launcher
 from tfcommx.terms import PlanError
 
 
+@pytest.mark.exhaustive
 def test_large_reduce_scatters_are_right_under_gloo() -> None:
     """Gloo's reduce-scatter in Horovod 0.28.1 sometimes returns wrong sums for 25 million entries.
 

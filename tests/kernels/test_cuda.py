@@ -57,12 +57,15 @@ def test_kernels_keep_the_contract_on_an_emulated_gpu(tmp_path):
     } and all(row["verified"] for row in timed)
 
 
+# `make test` builds the library with nvcc already
+@pytest.mark.exhaustive
 @needs_nvcc
 def test_kernels_compile_without_warnings(tmp_path):
     done = check_cuda(tmp_path, "--build")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.exhaustive
 @needs_nvcc
 def test_kernels_keep_the_contract_on_a_gpu_or_the_check_says_that_there_is_none(tmp_path):
     done = check_cuda(tmp_path, "--cases", "120", "--largest", "1000000", "--rounds", "0")

@@ -14,6 +14,20 @@ tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(2)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let one rank alone run in `make test` what every launch runs, and in `make test-all` all.
+
+    On two ranks all run; a rank alone has nobody to differ from.
+    """
+    if "TFCOMMX_TEST_NODE_SIZE" in os.environ:  # set by test_real_ranks.py
+        return
+    for item in items:
+        here = Path(__file__).parent in item.path.parents
+        if here and not item.get_closest_marker("every_launch"):
+            item.add_marker("exhaustive")
+
+
 @pytest.fixture(scope="session")
 def comm() -> cx.comm.Comm:
     """Return the real Comm of this process.

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from drawing import case
 from rank_helpers import SPARSE, weights
 
 import tfcommx as cx
@@ -63,8 +64,8 @@ def small(**options: Any) -> keras.Model:
     [
         (Subclassed, {}, 32),
         (built_backbone, {}, 32),
-        (unbuilt, {"steps_per_execution": 2}, 32),
-        (unbuilt, {}, 8),
+        case(unbuilt, {"steps_per_execution": 2}, 32, kept=False),
+        case(unbuilt, {}, 8, kept=False),
         (unbuilt, {"run_eagerly": True}, 16),
     ],
     ids=["subclassed", "backbone", "two steps a call", "one call an epoch", "eagerly"],

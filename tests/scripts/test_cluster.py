@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from drawing import case
 from launching import ROOT, WORKERS
 
 SCRIPT = str(ROOT / "scripts" / "cluster")
@@ -257,7 +258,7 @@ def test_a_link_away_for_5_seconds_costs_time_and_nothing_else(nodes: None, tmp_
 
 
 @needs_cluster
-@pytest.mark.parametrize(("fault", "watch_seconds"), [("cut", 20), ("kill", 5)])
+@pytest.mark.parametrize(("fault", "watch_seconds"), [("cut", 20), case("kill", 5, kept=False)])
 def test_a_node_that_is_gone_ends_the_others_and_its_ranks_are_named(
     nodes: None, tmp_path: Path, fault: str, watch_seconds: float
 ) -> None:

@@ -23,7 +23,6 @@ from tfcommx import routes
 from tfcommx.comm.base import Comm
 
 
-@pytest.mark.every_launch
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_the_identity_equals_allreduce_by_hand(comm: Comm, kind: str) -> None:
     """The same bits, on two ranks, as hvd.allreduce of each gradient and a plain optimizer."""

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from drawing import case
 from rank_helpers import (
     batch,
     compiled,
@@ -25,12 +26,12 @@ from tfcommx.comm.base import Comm
 @pytest.mark.parametrize(
     "options",
     [
-        {"clipnorm": 0.01},
-        {"clipvalue": 0.001},
+        case({"clipnorm": 0.01}, kept=False),
+        case({"clipvalue": 0.001}, kept=False),
         {"global_clipnorm": 0.01},
         {"use_ema": True, "ema_overwrite_frequency": 2},
         {"gradient_accumulation_steps": 2},
-        {"weight_decay": 0.01},
+        case({"weight_decay": 0.01}, kept=False),
         {"loss_scale_factor": 8.0},
     ],
     ids=lambda options: next(iter(options)),

@@ -22,7 +22,6 @@ from tfcommx.comm.base import Comm
 from tfcommx.optim.wrapped import exchanger_of
 
 
-@pytest.mark.every_launch
 @pytest.mark.parametrize(("made_by", "bad_rank"), drawn(["user", "compile"], [0, -1]))
 def test_a_non_finite_gradient_skips_the_step_on_all_ranks(
     comm: Comm, made_by: str, bad_rank: int
