@@ -23,7 +23,9 @@ def reported(monkeypatch: pytest.MonkeyPatch):
 
     def tell(error: BaseException) -> str:
         sys.excepthook(type(error), error, error.__traceback__)
-        return theirs.recv(65536).decode()
+        line = theirs.recv(65536).decode()
+        assert line.endswith("\n")
+        return line[:-1]
 
     with ours, theirs:
         yield tell
