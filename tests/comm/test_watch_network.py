@@ -22,8 +22,8 @@ MANY = 4096
 LARGEST_DEGREE = 7
 LIMIT = 20.0
 BEAT = 2.0
-# Up and down the tree of MANY is 12; the rest is for ways around dead ranks. A hop takes about 1 ms,
-# and a rank is told after GATHER_SECONDS.
+# Up and down the tree of MANY is 12; the rest is for ways around dead ranks. A hop takes some
+# milliseconds, and a rank is told after GATHER_SECONDS.
 LARGEST_HOPS = 25
 
 

@@ -40,7 +40,7 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tfcommx.comm.watch_member import neighbours
 
@@ -52,9 +52,13 @@ log = logging.getLogger("tfcommx")
 # Seconds: less than the 30 after which Gloo gives up; more than TCP needs to recover after a link
 # was down for 5 s
 LIMIT_SECONDS = 20.0
+# Evaluating and saving on one rank may take some time
+STALL_SECONDS = 60.0
 # Seconds between the error and the end. The launcher names the rank that ended first, which should
 # be the one that failed.
 LAUNCHER_SECONDS = 2.0
+# At most between two looks at what this rank does
+LOOK_SECONDS = 2.0
 # In the error of Horovod's collectives after one of the ranks is gone
 GONE = "Horovod has been shut down"
 LOOPBACK = "127.0.0.1"
@@ -84,23 +88,24 @@ def addresses(interfaces: list[str]) -> list[str]:
     return [address for address in chosen if address != LOOPBACK] + [LOOPBACK]
 
 
-def start(
-    comm: Comm,
-    limit: float | None,
-    interfaces: list[str],
-    stall_seconds: float | None = None,
-    stall_limit: float | None = None,
-) -> None:
+class Limits(NamedTuple):
+    """After which seconds what is done."""
+
+    # Without a sign of life: the rank is missing, > 0; None: no watch
+    limit: float | None
+    # Of a wait for ranks that are alive: it is reported, > 0; None: none is
+    stall_seconds: float | None = STALL_SECONDS
+    # Of such a wait: the job ends, > 0; None: none ends it
+    stall_limit: float | None = None
+
+
+def start(comm: Comm, interfaces: list[str], limits: Limits) -> None:
     """Start this rank's watcher, and the thread that ends the process at its alarm.
 
     Args:
         comm: the Comm of this rank.
-        limit: seconds without a sign of life after which a rank is missing, > 0; None: no watch.
         interfaces: network interfaces that the ranks were launched on; empty: any.
-        stall_seconds: a wait for ranks that are alive which is reported, > 0; None: none is.
-        stall_limit: such a wait that ends the job, > 0; None: none does.
-
-    Rank 0's settings count.
+        limits: rank 0's count.
 
     **Ranks:** all. **Cost:** one exchange of addresses. An alarm writes one line to stderr, flushes
     and ends with status 1.
@@ -111,9 +116,7 @@ def start(
         "port": listening.getsockname()[1],
         "host": socket.gethostname(),
         "token": secrets.token_hex(8),
-        "limit": limit,
-        "stall_seconds": stall_seconds,
-        "stall_limit": stall_limit,
+        **limits._asdict(),
     }
     every = comm.gather_objects(mine)
     if every[0]["limit"] is None:
@@ -122,6 +125,9 @@ def start(
     job = make_job(comm.rank, os.getpid(), every)
     ours = start_watcher(listening, job)
     failed = _say_how_it_ends(ours)
+    periods = [seconds for seconds in (job["stall_seconds"], job["stall_limit"]) if seconds]
+    if periods:
+        comm.activity.watch(ours.send, min(LOOK_SECONDS, *(one / 5 for one in periods)))
     threading.Thread(
         target=_wait, args=(ours, comm.rank, failed), name="tfcommx-watch", daemon=True
     ).start()
@@ -176,7 +182,7 @@ def _wait(ours: socket.socket, rank: int, failed: threading.Event) -> None:
             kind, _, text = line.strip().partition(" ")
             if kind != "stall":
                 break
-            log.warning("Rank %d: %s", rank, text)
+            log.warning("Log of rank %d: %s", rank, text)
             kind, text = "lost", "the watcher of this rank, a process of its own, has ended."
     if not failed.is_set():
         why = "ranks are missing" if kind == "lost" else "ranks wait for each other"

@@ -144,13 +144,12 @@ class StallWatch:
     """Decides, at rank 0's watcher, whether ranks wait for others.
 
     Args:
-        size: number of ranks.
         seconds: a wait that is reported, > 0; None: none is.
         limit: a wait that ends the job, > 0; None: none does.
     """
 
-    def __init__(self, size: int, seconds: float | None, limit: float | None) -> None:
-        self.size, self.seconds, self.limit = size, seconds, limit
+    def __init__(self, seconds: float | None, limit: float | None) -> None:
+        self.seconds, self.limit = seconds, limit
         self.on = seconds is not None or limit is not None
         # The next wait that is reported; whether one is under way that was
         self._report_at, self._reported = seconds, False

@@ -118,7 +118,7 @@ class Member:
         # The parent knows that all have ended here and below; all ranks have ended
         self.said_ended, self.over = False, False
         self.position, self.position_at = position(self.rank, 0, UNKNOWN, ""), now
-        self.stalls = StallWatch(self.size, job["stall_seconds"], job["stall_limit"])
+        self.stalls = StallWatch(job["stall_seconds"], job["stall_limit"])
 
     @property
     def finished(self) -> bool:
