@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 
 import pytest
@@ -151,6 +152,30 @@ def test_where_a_rank_is_in_python(watched: activity.Activity) -> None:
     step, doing, what = watched.look()
     assert (step, doing) == (1, PYTHON)
     assert re.fullmatch(r"test_stalls\.py:\d+ in test_where_a_rank_is_in_python \(.*look\)", what)
+
+
+def test_a_collective_that_a_callback_calls_is_named(watched: activity.Activity) -> None:
+    """As in AverageMetrics: not part of a traced step."""
+    found = {"look": watched.look}
+    library = os.path.join(activity.HERE, "horovod.py")
+    exec(compile("def gather(): return look()", library, "exec"), found)
+
+    class Averages:
+        def on_epoch_end(self) -> tuple[int, str, str]:
+            return found["gather"]()
+
+    watched.look()
+    step, doing, what = Averages().on_epoch_end()
+    assert (step, doing) == (0, WAITS)
+    assert what.startswith("a collective of ") and what.endswith("Averages.on_epoch_end")
+
+
+def test_a_rank_that_has_been_in_fit_has_left_it(watched: activity.Activity) -> None:
+    found = {"look": watched.look}
+    exec(compile("def fit(): return look()", "/lib/keras/trainer.py", "exec"), found)
+    watched.look()
+    assert found["fit"]()[1] == PYTHON
+    assert watched.look()[1] == LEFT
 
 
 def test_nothing_is_added_to_a_step_that_nobody_watches() -> None:

@@ -5,6 +5,7 @@ Thousands of watchers are simulated by their decisions alone; 64 are real proces
 
 from __future__ import annotations
 
+import json
 import random
 import select
 import socket
@@ -72,8 +73,8 @@ class Simulated:
                 if other in self.members:
                     self.members[other].broken(rank, "its process has ended", self.now)
 
-    def beat(self, silent: frozenset[int] = frozenset()) -> None:
-        self.now += BEAT
+    def beat(self, silent: frozenset[int] = frozenset(), seconds: float = BEAT) -> None:
+        self.now += seconds
         for rank, member in self.members.items():
             if rank not in silent:
                 member.beat(self.now)
@@ -183,6 +184,33 @@ def test_watchers_that_are_killed_after_their_ranks_end_keep_nobody() -> None:
     network.hops()
     assert all(member.finished for member in network.members.values())
     assert not any(member.lost for member in network.members.values())
+
+
+def test_all_are_told_of_a_stall_and_what_is_sent_for_it_stays_small() -> None:
+    network = Simulated(MANY, stall_seconds=60.0, stall_limit=100.0)
+    waits = f"at {json.dumps([118, 'waits', 'the exchange of bucket 2'])}"
+    for rank, member in network.members.items():
+        # Each at a line of its own
+        left = f"at {json.dumps([117, 'left', f'train.py:{rank} in main'])}"
+        member.rank_says(left if rank in (77, 3000) else waits, network.now)
+    while not network.members[0].to_rank:
+        network.sent = dict.fromkeys(network.sent, 0)
+        network.beat(seconds=6.0)
+        assert network.now <= 70
+    assert network.now >= 60
+    # To the parent, and what is said to the children
+    assert max(network.sent.values()) <= LARGEST_DEGREE + 1 + 4
+    assert network.longest_line < 2000
+    for member in network.members.values():
+        (said,) = member.to_rank
+        assert said.startswith("stall Ranks 0, 1, 2 and 4091 more have waited 6")
+        assert "Ranks 77, 3000 have left `fit`, after step 117: train.py:77 in main." in said
+    while len(network.members[0].to_rank) == 1:
+        network.beat(seconds=6.0)
+        assert network.now <= 114
+    for member in network.members.values():
+        assert len(member.to_rank) == 2 and member.to_rank[1].startswith("end Ranks 0, 1, 2 and")
+        assert member.kill_at is not None
 
 
 def test_64_watchers_have_few_connections_and_an_alarm_reaches_all() -> None:

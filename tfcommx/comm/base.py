@@ -94,7 +94,7 @@ class Comm(abc.ABC):
         self._open_point_to_point: Callable[[], PointToPoint] | None = None
         self._point_to_point: PointToPoint | None = None
         self._scopes, self._scope = 0, ""
-        # What the watch over the ranks is told of this one
+        # What its watcher is told of this rank
         self.activity = Activity()
 
     def own_scope(self) -> str:

@@ -42,6 +42,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tfcommx.comm.stalls import CAUSES
 from tfcommx.comm.watch_member import neighbours
 
 if TYPE_CHECKING:
@@ -233,6 +234,8 @@ def _say_how_it_ends(ours: socket.socket) -> threading.Event:
         if GONE in str(error):
             time.sleep(2 * LAUNCHER_SECONDS)
             before(kind, error, trace)
+            # No alarm has ended this process: nobody is missing
+            sys.stderr.write(f"tfcommx: A rank has ended while this one waited for it. {CAUSES}\n")
             return
         before(kind, error, trace)
         failed.set()
