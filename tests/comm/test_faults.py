@@ -176,7 +176,8 @@ def test_a_watcher_whose_rank_was_killed_with_an_alarm_unread_ends_in_order() ->
 def test_a_stranger_who_calls_does_not_keep_a_watcher_from_its_beats() -> None:
     """Two watchers, each of a process of its own, and callers from elsewhere.
 
-    One caller sends a byte now and then, others nothing.
+    One caller sends a byte now and then, others nothing. One is rank 1's watcher, which has waited
+    too long to be accepted and tried again.
     """
     ranks = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     listening = [socket.create_server(("127.0.0.1", 0)) for _ in ranks]
@@ -188,6 +189,8 @@ def test_a_stranger_who_calls_does_not_keep_a_watcher_from_its_beats() -> None:
     ]
     threads = [threading.Thread(target=one.run) for one in watchers]
     try:
+        with socket.create_connection(("127.0.0.1", ports[0])) as given_up:
+            given_up.sendall(b"t 1\n")
         callers = [socket.create_connection(("127.0.0.1", ports[0])) for _ in range(8)]
         for thread in threads:
             thread.start()

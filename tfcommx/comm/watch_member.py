@@ -129,12 +129,18 @@ class Member:
         """Take note of a connection to a neighbour."""
         one = self.neighbours[other]
         one.connected, one.heard = True, now
+        if not self.stopped:
+            self.outbox.append((other, "."))
         if self.leaving:
             self.outbox.append((other, "bye"))
         if self.said_ended and other == self.parent:
             self.outbox.append((other, "ended"))
         if self.lost and not self.told:
             self.outbox.append((other, f"lost {json.dumps(self.lost)}"))
+
+    def disconnected(self, other: int) -> None:
+        """Take note that the connection to a neighbour never worked."""
+        self.neighbours[other].connected = False
 
     def broken(self, other: int, what: str, now: float) -> None:
         """Take note that a neighbour's connection has ended; `what` says how, for people."""

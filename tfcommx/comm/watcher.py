@@ -49,6 +49,10 @@ class Watcher:
         places = zip(job["addresses"], job["ports"], strict=True)
         self.places = dict(zip(self.member.neighbours, places, strict=True))
         self.links: dict[int, socket.socket] = {}
+        # Those that have said something on their connection: until then it may be one that was
+        # given up while it waited to be accepted
+        self.greeted: set[int] = set()
+        self.redial = threading.Event()
         # Made by the thread that connects, until the loop takes them over
         self.dialled: dict[int, socket.socket] = {}
         # Of each neighbour the beginning of a line whose end has not come, and what is to be sent
@@ -73,25 +77,28 @@ class Watcher:
 
     def dial_all(self) -> None:
         """Connect to the lower neighbours, again until it works. In a thread, because it waits."""
-        while waiting := [
-            other for other in self.places if other < self.member.rank and other not in self.dialled
-        ]:
-            for other in waiting:
-                self.dial(other)
-            time.sleep(0.2)
+        lower = [other for other in self.places if other < self.member.rank]
+        while True:
+            while waiting := [other for other in lower if other not in self.dialled]:
+                for other in waiting:
+                    self.dial(other)
+                time.sleep(0.2)
+            self.redial.wait()
+            self.redial.clear()
 
     def dial(self, other: int) -> None:
         addresses, port = self.places[other]
         for address in addresses:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), contextlib.ExitStack() as unless_kept:
                 link = socket.create_connection((address, port), timeout=DIAL_SECONDS)
+                unless_kept.callback(link.close)
                 link.sendall(self.hello(self.member.rank))
                 # Another host may have the same address and port
                 if _line(link) == self.hello(other):
+                    unless_kept.pop_all()
                     self.dialled[other] = link
                     self.wake.send(b"w")
                     return
-                link.close()
 
     def take_dialled(self, woken: socket.socket) -> None:
         woken.recv(64)
@@ -145,6 +152,13 @@ class Watcher:
         self.select.register(link, selectors.EVENT_READ, lambda link: self.hear(other))
         self.member.connected(other, time.monotonic())
 
+    def forget(self, other: int) -> None:
+        """Connect again: the other side may have given the connection up and tried another."""
+        self.member.disconnected(other)
+        self.rests.pop(other)
+        if self.dialled.pop(other, None):
+            self.redial.set()
+
     def send_all(self) -> None:
         """Send what the member has said, as far as it can be sent now."""
         for other, line in self.member.outbox:
@@ -180,8 +194,12 @@ class Watcher:
             self.select.unregister(link)
             link.close()
             del self.links[other]
-            self.member.broken(other, what, now)
+            if other in self.greeted:
+                self.member.broken(other, what, now)
+            else:
+                self.forget(other)
             return
+        self.greeted.add(other)
         *lines, self.rests[other] = (self.rests[other] + data).split(b"\n")
         for line in lines:
             self.member.received(other, line.decode(errors="replace"), now)
