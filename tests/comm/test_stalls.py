@@ -86,6 +86,13 @@ def test_a_summary_stays_small_and_keeps_the_longest_wait_and_who_does_not_wait(
     assert len(json.dumps([one._replace(what="x" * activity.LONGEST) for one in found])) < 2000
 
 
+def test_ranks_that_do_the_same_are_one_group_with_the_longest_time() -> None:
+    ones = [Group(3, WAITS, "b", 2, [4, 9], 5.0), Group(3, WAITS, "b", 3, [1, 2, 3], 8.0)]
+    assert merge([*ones, Group(3, WAITS, "b", 1, [7], 6.0)]) == [
+        Group(3, WAITS, "b", 6, [1, 2, 3], 8.0)
+    ]
+
+
 def test_a_wait_is_reported_once_and_a_later_one_if_it_is_twice_as_long() -> None:
     watch = StallWatch(60.0, 500.0)
     waits = [0, 59, 61, 130, 300, 0, 61, 110, 121, 300, 499, 500]
