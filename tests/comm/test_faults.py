@@ -13,12 +13,13 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 from drawing import case
 from launching import WORKERS, Ended, horovodrun
 
-from tfcommx.comm import watcher
+from tfcommx.comm import liveness, watcher
 from tfcommx.comm.init import init
 from tfcommx.terms import PlanError
 
@@ -156,48 +157,48 @@ def test_without_init_the_error_says_so() -> None:
     assert ended.returncode != 0 and "tfcommx.init() must be called first" in ended.stderr
 
 
+def job_of(rank: int, pid: int, ports: list[int]) -> dict[str, Any]:
+    """Return what a watcher must know, as liveness makes it."""
+    told = {
+        "addresses": ["127.0.0.1"],
+        "host": "here",
+        "token": "t",
+        "limit": 2.0,
+        "stall_seconds": None,
+        "stall_limit": None,
+    }
+    return liveness.make_job(rank, pid, [{**told, "port": port} for port in ports])
+
+
 def test_a_watcher_whose_rank_was_killed_with_an_alarm_unread_ends_in_order() -> None:
     mine, theirs = socket.socketpair()
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        job = {
-            "rank": 0,
-            "pid": 1,
-            "token": "t",
-            "limit": 2.0,
-            "addresses": [[]],
-            "ports": [0],
-            "hosts": ["here"],
-        }
-        one = watcher.Watcher(job, listening, theirs)
+        one = watcher.Watcher(job_of(0, 1, [0]), listening, theirs)
         theirs.send(b"an alarm")
         mine.close()
         one.hear_rank(theirs)
-    assert one.ended
+    assert one.member.finished
     theirs.close()
 
 
 def test_a_stranger_who_calls_does_not_keep_a_watcher_from_its_beats() -> None:
     """Two watchers, each of a process of its own, and callers from elsewhere.
 
-    One caller sends a byte now and then, others nothing.
+    One caller sends a byte now and then, others nothing. One is rank 1's watcher, which has waited
+    too long to be accepted and tried again.
     """
     ranks = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     listening = [socket.create_server(("127.0.0.1", 0)) for _ in ranks]
     ports = [one.getsockname()[1] for one in listening]
     ends = [socket.socketpair() for _ in ranks]
-    job = {
-        "token": "t",
-        "limit": 2.0,
-        "addresses": [["127.0.0.1"]] * 2,
-        "ports": ports,
-        "hosts": ["here"] * 2,
-    }
     watchers = [
-        watcher.Watcher({**job, "rank": rank, "pid": process.pid}, listening[rank], ends[rank][1])
+        watcher.Watcher(job_of(rank, process.pid, ports), listening[rank], ends[rank][1])
         for rank, process in enumerate(ranks)
     ]
     threads = [threading.Thread(target=one.run) for one in watchers]
     try:
+        with socket.create_connection(("127.0.0.1", ports[0])) as given_up:
+            given_up.sendall(b"t 1\n")
         callers = [socket.create_connection(("127.0.0.1", ports[0])) for _ in range(8)]
         for thread in threads:
             thread.start()
@@ -210,11 +211,11 @@ def test_a_stranger_who_calls_does_not_keep_a_watcher_from_its_beats() -> None:
             mine.setblocking(False)
             with pytest.raises(BlockingIOError):  # an alarm would be there to read
                 mine.recv(100)
-        assert all(peer.socket for one in watchers for peer in one.peers.values())
+        assert [list(one.links) for one in watchers] == [[1], [0]]
         assert not watchers[0].callers
     finally:
         for (mine, _), process in zip(ends, ranks, strict=True):
-            mine.send(b"bye")
+            mine.send(b"bye\n")
             mine.close()
             process.kill()
             process.wait()

@@ -23,7 +23,9 @@ def reported(monkeypatch: pytest.MonkeyPatch):
 
     def tell(error: BaseException) -> str:
         sys.excepthook(type(error), error, error.__traceback__)
-        return theirs.recv(65536).decode()
+        line = theirs.recv(65536).decode()
+        assert line.endswith("\n")
+        return line[:-1]
 
     with ours, theirs:
         yield tell
@@ -70,9 +72,12 @@ def test_a_forked_child_is_not_the_rank(reported) -> None:
 
 
 def test_an_error_because_another_rank_is_gone_waits_for_the_alarm(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The alarm ends the process with one line; the traceback is for the case that none comes."""
+    """The alarm ends the process with one line; the traceback is for the case that none comes.
+
+    Then a rank has ended in order, too early for this one.
+    """
     done: list[str] = []
     monkeypatch.setattr(sys, "excepthook", lambda *failure: done.append("traceback"))
     monkeypatch.setattr(liveness.atexit, "register", lambda ends: None)
@@ -88,3 +93,5 @@ def test_an_error_because_another_rank_is_gone_waits_for_the_alarm(
         with pytest.raises(BlockingIOError):  # The others receive nothing about this rank
             theirs.recv(100)
     assert done == ["wait", "traceback"] and not failed.is_set()
+    assert "A rank has ended while this one waited for it." in (said := capsys.readouterr().err)
+    assert "AgreeOnStop" in said

@@ -6,7 +6,10 @@ horovod     Comm on Horovod: NCCL, MPI or Gloo                       (the only `
 mpi         PointToPoint on MPI                                      (the only `import mpi4py`)
 threads     both contracts, for p ranks as threads of one process: law tests
 process     the process's own Comm, as init() made it
-liveness    ends this rank if another does not respond; its watcher process is watcher.py
+liveness    ends this rank if another does not respond; its watcher process is watcher.py, which
+            decides by watch_member.py
+activity    what this rank does, as its watcher is told
+stalls      who waits for whom, from what all ranks do
 unwrapped   warns of optimizers that take steps without an exchange
 init        init(): all of this, in order
 """

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
+from tfcommx.comm.activity import Activity
 from tfcommx.cost import alltoall_traffic, broadcast_traffic, ring_traffic
 from tfcommx.terms import MPI_LAUNCH, PlanError, Topology, Traffic
 
@@ -93,6 +94,8 @@ class Comm(abc.ABC):
         self._open_point_to_point: Callable[[], PointToPoint] | None = None
         self._point_to_point: PointToPoint | None = None
         self._scopes, self._scope = 0, ""
+        # What its watcher is told of this rank
+        self.activity = Activity()
 
     def own_scope(self) -> str:
         """Return a name that nobody else has, for `scope`.

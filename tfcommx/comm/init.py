@@ -12,7 +12,10 @@ from tfcommx.terms import PlanError, Topology
 
 
 def init(
-    node_size: int | None = None, watch_seconds: float | None = liveness.LIMIT_SECONDS
+    node_size: int | None = None,
+    watch_seconds: float | None = liveness.LIMIT_SECONDS,
+    stall_seconds: float | None = liveness.STALL_SECONDS,
+    stall_limit_seconds: float | None = None,
 ) -> base.Comm:
     """Start Horovod with the groups that the routes need; call it instead of `hvd.init()`.
 
@@ -26,6 +29,12 @@ def init(
         watch_seconds: a rank that does not respond for this long (> 0) makes all others end with an
             error that names it, also if they wait for it in a collective; None: nothing watches.
             See comm/liveness.py.
+        stall_seconds: if ranks have waited this long (> 0) for others that are alive, every rank
+            logs who waits for whom, where, and what the others do; None: it does not. See
+            comm/stalls.py. The environment variable TFCOMMX_STALL_SECONDS counts more; 0 is off.
+        stall_limit_seconds: if they have waited this long (> 0), all end with that message; None:
+            they wait on. TFCOMMX_STALL_LIMIT_SECONDS counts more. Nothing watches for stalls
+            without `watch_seconds`.
 
     Returns:
         The Comm of this rank; `tfcommx.comm.current()` returns it too.
@@ -33,14 +42,18 @@ def init(
     **Ranks:** all, with equal `node_size`.
     **Cost:** one exchange of host names before Horovod starts; static process sets, so nothing per
     step.
-    **Raises:** PlanError for a node_size that does not divide the number of ranks, for ranks of a
-    host that are not consecutive, for more ranks than GPUs on a host, if Horovod is missing, and if
-    a rank does not come.
+    **Raises:** PlanError for seconds that are not > 0, for a node_size that does not divide the
+    number of ranks, for ranks of a host that are not consecutive, for more ranks than GPUs on a
+    host, if Horovod is missing, and if a rank does not come.
     """
-    if watch_seconds is not None and not watch_seconds > 0:
-        raise PlanError(
-            f"`watch_seconds` must be > 0, or None for no watch. Received {watch_seconds!r}."
-        )
+    for name, seconds in (
+        ("watch_seconds", watch_seconds),
+        ("stall_seconds", stall_seconds),
+        ("stall_limit_seconds", stall_limit_seconds),
+    ):
+        if seconds is not None and not seconds > 0:
+            raise PlanError(f"`{name}` must be > 0, or None for no watch. Received {seconds!r}.")
+    stall_seconds, stall_limit_seconds = launcher.stall_times(stall_seconds, stall_limit_seconds)
     if process.started():
         return _started_before(node_size)
     here = launcher.launcher()
@@ -49,7 +62,11 @@ def init(
     comm = horovod.HorovodComm(here, topology, _messages(here, watch_seconds is not None))
     process.set_current(comm)
     if here.size > 1:
-        liveness.start(comm, watch_seconds, launcher.launch_interfaces())
+        liveness.start(
+            comm,
+            launcher.launch_interfaces(),
+            liveness.Limits(watch_seconds, stall_seconds, stall_limit_seconds),
+        )
         UnwrappedOptimizers(here.rank).watch()
     return comm
 

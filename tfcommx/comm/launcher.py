@@ -81,6 +81,29 @@ def message_timeout(default: float) -> float:
     return float(os.environ.get("TFCOMMX_MESSAGE_TIMEOUT_SECONDS", default))
 
 
+def stall_times(seconds: float | None, limit: float | None) -> tuple[float | None, float | None]:
+    """Return the seconds of a wait that is reported, and of one that ends the job.
+
+    Those of the environment, where it has any, in place of the arguments; 0 there turns one off.
+
+    **Raises:** PlanError for what is no number, or negative.
+    """
+    found: list[float | None] = []
+    names = ("TFCOMMX_STALL_SECONDS", "TFCOMMX_STALL_LIMIT_SECONDS")
+    for name, default in zip(names, (seconds, limit), strict=True):
+        word = os.environ.get(name)
+        try:
+            value = default if word is None else float(word) or None
+        except ValueError:
+            value = -1.0
+        if value is not None and not value > 0:
+            raise PlanError(
+                f"{name} must be a number of seconds > 0, or 0 for off. Received {word!r}."
+            )
+        found.append(value)
+    return found[0], found[1]
+
+
 def run_name() -> str:
     """Return a name that all processes of this run have, and no other run on the machine.
 

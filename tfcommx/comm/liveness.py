@@ -2,7 +2,8 @@
 
 Horovod's collectives wait for a rank that was stopped, or whose machine or network is gone, and
 their own time limits name nobody. Beside each rank runs a small process (watcher.py) that exchanges
-heartbeats with the watchers of the other ranks over TCP; a thread of the rank waits for its alarm.
+heartbeats with a few other watchers over TCP (watch_member.py); a thread of the rank waits for its
+alarm.
 A rank that ends normally, early or late, says so and is not reported as missing. Nor is a rank that
 computes, traces or compiles, however long: only one that is stopped, dead or cut off.
 
@@ -15,8 +16,11 @@ computes, traces or compiles, however long: only one that is stopped, dead or cu
 The rank that fails prints its traceback; every other rank prints one line, also if Horovod has
 raised an error there because the failed rank is gone.
 
-**Cost:** one process of about 10 MB per rank, asleep except for 10 messages of 2 bytes to each
-other rank per `limit` seconds.
+If all ranks are alive, but some wait long for others, every rank logs who waits for whom
+(stalls.py); activity.py sees what this rank does.
+
+**Cost:** one process of about 10 MB per rank, asleep except for 10 messages of 2 bytes to each of
+at most 7 other watchers per `limit` seconds, and one of at most 2 kB to one of them.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import atexit
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import secrets
 import socket
@@ -35,20 +40,31 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tfcommx.comm.stalls import CAUSES
+from tfcommx.comm.watch_member import neighbours
 
 if TYPE_CHECKING:
     from tfcommx.comm.base import Comm
 
+log = logging.getLogger("tfcommx")
+
 # Seconds: less than the 30 after which Gloo gives up; more than TCP needs to recover after a link
 # was down for 5 s
 LIMIT_SECONDS = 20.0
+# Evaluating and saving on one rank may take some time
+STALL_SECONDS = 60.0
 # Seconds between the error and the end. The launcher names the rank that ended first, which should
 # be the one that failed.
 LAUNCHER_SECONDS = 2.0
+# At most between two looks at what this rank does
+LOOK_SECONDS = 2.0
 # In the error of Horovod's collectives after one of the ranks is gone
 GONE = "Horovod has been shut down"
 LOOPBACK = "127.0.0.1"
+# The folder that holds the package
+PACKAGES = Path(__file__).resolve().parents[2]
 SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
@@ -73,52 +89,82 @@ def addresses(interfaces: list[str]) -> list[str]:
     return [address for address in chosen if address != LOOPBACK] + [LOOPBACK]
 
 
-def start(comm: Comm, limit: float | None, interfaces: list[str]) -> None:
+class Limits(NamedTuple):
+    """After which seconds what is done."""
+
+    # Without a sign of life: the rank is missing, > 0; None: no watch
+    limit: float | None
+    # Of a wait for ranks that are alive: it is reported, > 0; None: none is
+    stall_seconds: float | None = STALL_SECONDS
+    # Of such a wait: the job ends, > 0; None: none ends it
+    stall_limit: float | None = None
+
+
+def start(comm: Comm, interfaces: list[str], limits: Limits) -> None:
     """Start this rank's watcher, and the thread that ends the process at its alarm.
 
     Args:
         comm: the Comm of this rank.
-        limit: seconds without a sign of life after which a rank is missing, > 0; None: no watch.
-            Rank 0's counts.
         interfaces: network interfaces that the ranks were launched on; empty: any.
+        limits: rank 0's count.
 
     **Ranks:** all. **Cost:** one exchange of addresses. An alarm writes one line to stderr, flushes
     and ends with status 1.
     """
-    listening = socket.create_server(("", 0), backlog=comm.topology.size)
+    listening = socket.create_server(("", 0), backlog=16)
     mine = {
         "addresses": addresses(interfaces),
         "port": listening.getsockname()[1],
         "host": socket.gethostname(),
         "token": secrets.token_hex(8),
-        "limit": limit,
+        **limits._asdict(),
     }
     every = comm.gather_objects(mine)
     if every[0]["limit"] is None:
         listening.close()
         return
-    job = {
-        "rank": comm.rank,
-        "pid": os.getpid(),
-        "token": every[0]["token"],
-        "limit": every[0]["limit"],
-        **{f"{name}s": [row[name] for row in every] for name in ("port", "host")},
-        "addresses": [row["addresses"] for row in every],
-    }
-    ours = _start_watcher(listening, job)
+    job = make_job(comm.rank, os.getpid(), every)
+    ours = start_watcher(listening, job)
     failed = _say_how_it_ends(ours)
+    periods = [seconds for seconds in (job["stall_seconds"], job["stall_limit"]) if seconds]
+    if periods:
+        comm.activity.watch(ours.send, min(LOOK_SECONDS, *(one / 5 for one in periods)))
     threading.Thread(
         target=_wait, args=(ours, comm.rank, failed), name="tfcommx-watch", daemon=True
     ).start()
 
 
-def _start_watcher(listening: socket.socket, job: dict[str, Any]) -> socket.socket:
+def make_job(rank: int, pid: int, every: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what a rank's watcher must know.
+
+    Args:
+        rank: whose watcher it is.
+        pid: of the rank's process.
+        every: what each rank has told the others, in rank order.
+    """
+    others = [every[other] for other in neighbours(rank, len(every))]
+    return {
+        "rank": rank,
+        "size": len(every),
+        "pid": pid,
+        "host": every[rank]["host"],
+        **{name: every[0][name] for name in ("token", "limit", "stall_seconds", "stall_limit")},
+        **{f"{name}s": [row[name] for row in others] for name in ("host", "port")},
+        "addresses": [row["addresses"] for row in others],
+    }
+
+
+def start_watcher(listening: socket.socket, job: dict[str, Any]) -> socket.socket:
     """Start the watcher's process; return the socket that leads to it."""
     ours, theirs = socket.socketpair()
     fds = [theirs.fileno(), listening.fileno()]
-    program = str(Path(__file__).with_name("watcher.py"))
+    # Without the user's environment and packages, which may do anything at the start
+    program = (
+        f"import sys; sys.path.insert(0, {str(PACKAGES)!r}); "
+        "from tfcommx.comm.watcher import main; main()"
+    )
     subprocess.Popen(
-        [sys.executable, "-I", "-S", program, *map(str, fds)],
+        [sys.executable, "-I", "-S", "-c", program, *map(str, fds)],
         pass_fds=fds,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -130,14 +176,19 @@ def _start_watcher(listening: socket.socket, job: dict[str, Any]) -> socket.sock
 
 
 def _wait(ours: socket.socket, rank: int, failed: threading.Event) -> None:
-    """Wait for the alarm, then end the process, whatever its other threads wait for."""
-    missing = (
-        ours.recv(65536).decode() or "the watcher of this rank, a process of its own, has ended."
-    )
+    """Log stalls; wait for the alarm, then end the process, whatever its other threads wait for."""
+    kind, text = "lost", "the watcher of this rank, a process of its own, has ended."
+    with contextlib.suppress(OSError), ours.makefile(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            kind, _, text = line.strip().partition(" ")
+            if kind != "stall":
+                break
+            log.warning("Log of rank %d: %s", rank, text)
+            kind, text = "lost", "the watcher of this rank, a process of its own, has ended."
     if not failed.is_set():
+        why = "ranks are missing" if kind == "lost" else "ranks wait for each other"
         sys.stderr.write(
-            f"tfcommx: rank {rank} ends, because ranks are missing: {missing} "
-            "If all other ranks are named, this one was cut off. Start again from the last "
+            f"tfcommx: rank {rank} ends, because {why}: {text} Start again from the last "
             "checkpoint.\n"
         )
         sys.stderr.flush()
@@ -183,16 +234,19 @@ def _say_how_it_ends(ours: socket.socket) -> threading.Event:
         if GONE in str(error):
             time.sleep(2 * LAUNCHER_SECONDS)
             before(kind, error, trace)
+            # No alarm has ended this process: nobody is missing
+            sys.stderr.write(f"tfcommx: A rank has ended while this one waited for it. {CAUSES}\n")
             return
         before(kind, error, trace)
         failed.set()
+        said = f"failed: {kind.__name__}: {_cause_first(str(error))}"[:300]
         with contextlib.suppress(OSError):
-            ours.send(f"failed: {kind.__name__}: {_cause_first(str(error))}"[:300].encode())
+            ours.send(f"{said}\n".encode())
 
     def bye() -> None:
         if os.getpid() == pid and not no_bye.is_set():
             with contextlib.suppress(OSError):
-                ours.send(b"bye")
+                ours.send(b"bye\n")
 
     sys.excepthook = fail
     atexit.register(bye)

@@ -1,19 +1,12 @@
 """The watcher: a small process beside each rank that notices if another rank is missing.
 
 A process of its own, because the rank may hold Python's lock for long (tracing, compilation)
-without being in trouble, and because a stopped rank cannot speak for itself. Started by liveness.py
-with this file's path; knows only the standard library.
+without being in trouble, and because a stopped rank cannot speak for itself. Started by
+liveness.py; knows only the standard library. It has at most 7 connections: what it says on them,
+and what it concludes, is in watch_member.py; here are the sockets and the clock.
 
-    rank 0 -- watcher 0 ===== TCP, every pair ===== watcher 1 -- rank 1
+    rank 0 -- watcher 0 ===== TCP, neighbours ===== watcher 1 -- rank 1
        socket pair
-
-    lines between watchers     .            alive
-                               bye          the rank ends as it should
-                               lost JSON    which ranks are missing, and what was noticed
-
-A watcher says "alive" while its rank's process exists and is not stopped. It raises the alarm if it
-has had no message of a rank for `limit` seconds, or at once if a rank's connection ends without a
-bye, or if another watcher raises the alarm.
 """
 
 from __future__ import annotations
@@ -29,56 +22,47 @@ import threading
 import time
 from typing import Any
 
-# Messages "alive" in `limit` seconds
+from tfcommx.comm.watch_member import GATHER_SECONDS, Member
+
+# Messages "alive" in `limit` seconds, and what the ranks do in `stall_seconds`
 BEATS = 10
-# From the first sign to the alarm: ranks of a node that dies are named together
-GATHER_SECONDS = 0.3
-# For the rank to end by itself after an alarm, before it is killed
-LAST_WORDS_SECONDS = 8.0
-# After the rank's end, for a bye to those that have not connected yet
-LINGER_SECONDS = 3.0
 # For one address to answer, and for whoever connects to say who it is
 DIAL_SECONDS = 2.0
-
-
-class Peer:
-    """Another rank, as this watcher sees it."""
-
-    def __init__(self, rank: int, now: float) -> None:
-        self.rank, self.heard = rank, now
-        self.socket: socket.socket | None = None
-        # Made by the thread that connects, until the loop takes it over
-        self.dialled: socket.socket | None = None
-        # The beginning of a line whose end has not come yet
-        self.rest = b""
-        # Whether it said bye
-        self.done = False
-        # What is wrong with it
-        self.sign: str | None = None
+# What is kept for a neighbour that does not read; more is dropped
+LARGEST_PENDING = 65536
 
 
 class Watcher:
-    """The state of one watcher; `run` is its loop."""
+    """The sockets of one watcher; `run` is its loop.
+
+    Args:
+        job: what Member takes, and pid, token; addresses (best first) and ports of the neighbours.
+        listening: the socket whose port the neighbours know.
+        to_rank: leads to the rank's process.
+    """
 
     def __init__(
         self, job: dict[str, Any], listening: socket.socket, to_rank: socket.socket
     ) -> None:
-        self.rank, self.token, self.limit, self.pid = (
-            job["rank"],
-            job["token"],
-            job["limit"],
-            job["pid"],
-        )
-        # Of every rank, best first
-        self.addresses: list[list[str]] = job["addresses"]
-        self.ports, self.hosts = job["ports"], job["hosts"]
-        now = time.monotonic()
-        self.peers = {rank: Peer(rank, now) for rank in range(len(self.ports)) if rank != self.rank}
+        self.token, self.pid = job["token"], job["pid"]
+        self.member = Member(job, time.monotonic())
+        places = zip(job["addresses"], job["ports"], strict=True)
+        self.places = dict(zip(self.member.neighbours, places, strict=True))
+        self.links: dict[int, socket.socket] = {}
+        # Those that have said something on their connection: until then it may be one that was
+        # given up while it waited to be accepted
+        self.greeted: set[int] = set()
+        self.redial = threading.Event()
+        # Made by the thread that connects, until the loop takes them over
+        self.dialled: dict[int, socket.socket] = {}
+        # Of each neighbour the beginning of a line whose end has not come, and what is to be sent
+        self.rests: dict[int, bytes] = {}
+        self.pending: dict[int, bytes] = {}
         # Connections that have not said who they are: the bytes so far, and the deadline
         self.callers: dict[socket.socket, tuple[bytes, float]] = {}
-        self.to_rank, self.leaving, self.ended = to_rank, False, 0.0
-        self.alarm_at: float | None = None
-        self.kill_at: float | None = None
+        self.to_rank, self.rank_rest = to_rank, b""
+        periods = (job["limit"], job["stall_seconds"], job["stall_limit"])
+        self.beat_seconds = min(period for period in periods if period) / BEATS
         self.select = selectors.DefaultSelector()
         listening.setblocking(False)
         woken, self.wake = socket.socketpair()
@@ -92,35 +76,35 @@ class Watcher:
     # --- connections --------------------------------------------------------------------
 
     def dial_all(self) -> None:
-        """Connect to the lower ranks, again until it works. In a thread, because it waits."""
-        while waiting := [
-            peer
-            for rank, peer in self.peers.items()
-            if rank < self.rank and not (peer.socket or peer.dialled)
-        ]:
-            for peer in waiting:
-                self.dial(peer)
-            time.sleep(0.2)
+        """Connect to the lower neighbours, again until it works. In a thread, because it waits."""
+        lower = [other for other in self.places if other < self.member.rank]
+        while True:
+            while waiting := [other for other in lower if other not in self.dialled]:
+                for other in waiting:
+                    self.dial(other)
+                time.sleep(0.2)
+            self.redial.wait()
+            self.redial.clear()
 
-    def dial(self, peer: Peer) -> None:
-        for address in self.addresses[peer.rank]:
-            with contextlib.suppress(OSError):
-                link = socket.create_connection(
-                    (address, self.ports[peer.rank]), timeout=DIAL_SECONDS
-                )
-                link.sendall(self.hello(self.rank))
+    def dial(self, other: int) -> None:
+        addresses, port = self.places[other]
+        for address in addresses:
+            with contextlib.suppress(OSError), contextlib.ExitStack() as unless_kept:
+                link = socket.create_connection((address, port), timeout=DIAL_SECONDS)
+                unless_kept.callback(link.close)
+                link.sendall(self.hello(self.member.rank))
                 # Another host may have the same address and port
-                if _line(link) == self.hello(peer.rank):
-                    peer.dialled = link
+                if _line(link) == self.hello(other):
+                    unless_kept.pop_all()
+                    self.dialled[other] = link
                     self.wake.send(b"w")
                     return
-                link.close()
 
     def take_dialled(self, woken: socket.socket) -> None:
         woken.recv(64)
-        for peer in self.peers.values():
-            if peer.dialled and not peer.socket:
-                self.connected(peer, peer.dialled)
+        for other, link in list(self.dialled.items()):
+            if other not in self.rests:
+                self.connected(other, link)
 
     def accept(self, listening: socket.socket) -> None:
         """Accept a connection; the other side says later who it is.
@@ -147,156 +131,122 @@ class Watcher:
             return
         self.dismiss(link)
         try:
-            token, rank = (received + more).decode().split()
-            peer = self.peers[int(rank)]
-            if token != self.token or peer.socket:
+            token, word = (received + more).decode().split()
+            other = int(word)
+            if token != self.token or other not in self.places or other in self.rests:
                 raise ValueError(token)
-            link.send(self.hello(self.rank))
-        except (OSError, ValueError, KeyError):  # Not a watcher of this run
+            link.send(self.hello(self.member.rank))
+        except (OSError, ValueError):  # Not a watcher of this run
             link.close()
             return
-        self.connected(peer, link)
+        self.connected(other, link)
 
     def dismiss(self, link: socket.socket) -> None:
         self.select.unregister(link)
         del self.callers[link]
 
-    def connected(self, peer: Peer, link: socket.socket) -> None:
+    def connected(self, other: int, link: socket.socket) -> None:
         link.setblocking(False)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer.socket, peer.heard = link, time.monotonic()
-        self.select.register(link, selectors.EVENT_READ, lambda link: self.hear(peer))
-        if self.leaving:
-            self.say(peer, b"bye\n")
+        self.links[other], self.rests[other] = link, b""
+        self.select.register(link, selectors.EVENT_READ, lambda link: self.hear(other))
+        self.member.connected(other, time.monotonic())
 
-    def say(self, peer: Peer, line: bytes) -> None:
-        if peer.socket:
-            # What does not fit now is an "alive" that nobody reads; `hear` notices a failure
+    def forget(self, other: int) -> None:
+        """Connect again: the other side may have given the connection up and tried another."""
+        self.member.disconnected(other)
+        self.rests.pop(other)
+        if self.dialled.pop(other, None):
+            self.redial.set()
+
+    def send_all(self) -> None:
+        """Send what the member has said, as far as it can be sent now."""
+        for other, line in self.member.outbox:
+            before = self.pending.get(other, b"")
+            if other in self.links and len(before) < LARGEST_PENDING:
+                self.pending[other] = before + line.encode() + b"\n"
+        for other, data in list(self.pending.items()):
+            # `hear` notices a failure
             with contextlib.suppress(OSError):
-                peer.socket.send(line)
+                data = data[self.links[other].send(data) :] if other in self.links else b""
+            self.pending[other] = data
+            if not data:
+                del self.pending[other]
+        for line in self.member.to_rank:
+            with contextlib.suppress(OSError):
+                self.to_rank.send(line.encode() + b"\n")
+        self.member.outbox, self.member.to_rank = [], []
 
-    def hear(self, peer: Peer) -> None:
+    # --- what comes in ------------------------------------------------------------------
+
+    def hear(self, other: int) -> None:
+        link = self.links[other]
         try:
-            data = peer.socket.recv(65536)
+            data = link.recv(65536)
         except BlockingIOError:
             return
         except OSError as error:  # such as a connection that TCP gave up
             data, what = b"", f"its connection failed ({error.strerror})"
         else:
             what = "its process has ended"
+        now = time.monotonic()
         if not data:
-            self.select.unregister(peer.socket)
-            peer.socket.close()
-            peer.socket = None
-            if not peer.done:
-                self.sign(peer, what)
+            self.select.unregister(link)
+            link.close()
+            del self.links[other]
+            if other in self.greeted:
+                self.member.broken(other, what, now)
+            else:
+                self.forget(other)
             return
-        peer.heard = time.monotonic()
-        *lines, peer.rest = (peer.rest + data).split(b"\n")
+        self.greeted.add(other)
+        *lines, self.rests[other] = (self.rests[other] + data).split(b"\n")
         for line in lines:
-            if line == b"bye":
-                peer.done = True
-            elif line.startswith(b"lost "):
-                self.alarm(json.loads(line[5:]), f" Noticed by rank {peer.rank}.")
+            self.member.received(other, line.decode(errors="replace"), now)
 
     def hear_rank(self, to_rank: socket.socket) -> None:
         try:
-            data = to_rank.recv(1024)
+            data = to_rank.recv(65536)
         except ConnectionResetError:  # It was killed before it read an alarm
             data = b""
-        if data.startswith(b"bye"):
-            self.leaving = True
-            for peer in self.peers.values():
-                self.say(peer, b"bye\n")
-        elif data:
-            self.alarm({str(self.rank): data.decode(errors="replace")})
+        *lines, self.rank_rest = (self.rank_rest + data).split(b"\n")
+        for line in lines:
+            self.member.rank_says(line.decode(errors="replace"), time.monotonic())
+        if b"bye" in lines:
+            _close_stderr()
         if not data:
             self.select.unregister(to_rank)
-            self.ended = time.monotonic()
-
-    # --- the alarm ----------------------------------------------------------------------
-
-    def sign(self, peer: Peer, what: str) -> None:
-        peer.sign = what
-        self.alarm_at = self.alarm_at or time.monotonic() + GATHER_SECONDS
-
-    def alarm(self, lost: dict[str, str], by: str = "") -> None:
-        """Tell my rank, and every other watcher, who is missing; only the first alarm counts."""
-        if self.kill_at or self.ended:
-            return
-        for peer in self.peers.values():
-            self.say(peer, b"lost " + json.dumps(lost).encode() + b"\n")
-        names = ", ".join(
-            f"rank {rank} on {self.hosts[int(rank)]} ({what})" for rank, what in lost.items()
-        )
-        with contextlib.suppress(OSError):
-            self.to_rank.send(f"{names}.{by}".encode())
-        # A stopped process cannot end by itself
-        stopped = _state_of(self.pid) == "T"
-        self.kill_at = time.monotonic() + (0 if stopped else LAST_WORDS_SECONDS)
-
-    def look(self, now: float) -> None:
-        """Find the ranks that have been silent for too long."""
-        if any(not peer.done and now - peer.heard > self.limit for peer in self.peers.values()):
-            for peer in self.peers.values():
-                silence = now - peer.heard
-                if not peer.done and not peer.sign and silence > self.limit / 2:
-                    never = (
-                        ""
-                        if peer.socket
-                        else ", and no connection: does a firewall close the ports between the "
-                        "hosts?"
-                    )
-                    self.sign(peer, f"no response for {silence:.0f} s{never}")
+            self.member.gone = True
 
     def run(self) -> None:
-        """Beat, listen and look until the rank has ended."""
+        """Beat, listen and look until there is nothing to watch any more."""
         threading.Thread(target=self.dial_all, daemon=True).start()
-        beat_seconds = self.limit / BEATS
         next_beat = last_turn = time.monotonic()
         while True:
-            wait = (
-                min(beat_seconds, GATHER_SECONDS) if self.alarm_at or self.ended else beat_seconds
-            )
-            for key, _ in self.select.select(max(0.0, min(wait, next_beat - time.monotonic()))):
+            member = self.member
+            wait = next_beat - time.monotonic()
+            for key, _ in self.select.select(
+                max(0.0, min(wait, GATHER_SECONDS) if member.lost or self.pending else wait)
+            ):
                 key.data(key.fileobj)
             now = time.monotonic()
             for link in [link for link, (_, until) in self.callers.items() if now > until]:
                 self.dismiss(link)
                 link.close()
-            late = now - last_turn - beat_seconds
-            # This process was itself kept from running: it knows nothing of the others in that time
-            if late > 0:
-                for peer in self.peers.values():
-                    peer.heard = min(now, peer.heard + late)
-            last_turn = now
             if now >= next_beat:
-                next_beat = now + beat_seconds
-                state = _state_of(self.pid)
-                if state in ("", "Z", "X"):
-                    self.ended = self.ended or now
-                elif state != "T":
-                    for peer in self.peers.values():
-                        self.say(peer, b".\n")
-                if not self.ended:
-                    self.look(now)
-            if self.alarm_at and now >= self.alarm_at and not self.kill_at:
-                self.alarm({str(peer.rank): peer.sign for peer in self.peers.values() if peer.sign})
-            if self.ended and self._may_leave(now):
+                next_beat = now + self.beat_seconds
+                state = _state_of(self.pid) if not member.gone else ""
+                member.gone = state in ("", "Z", "X")
+                member.stopped = state == "T"
+                member.beat(now, max(0.0, now - last_turn - self.beat_seconds))
+            last_turn = now
+            member.turn(now)
+            self.send_all()
+            if member.finished:
                 return
-            if self.kill_at and now >= self.kill_at:
+            if member.kill_at is not None and now >= member.kill_at and not member.gone:
                 os.kill(self.pid, signal.SIGKILL)
                 return
-
-    def _may_leave(self, now: float) -> bool:
-        """Tell whether the watcher may end after its rank.
-
-        At once, unless the rank said bye and a watcher that must be told has not connected yet.
-        """
-        waiting = self.leaving and any(
-            not peer.socket and not peer.done and not peer.sign for peer in self.peers.values()
-        )
-        return not waiting or now - self.ended > LINGER_SECONDS
 
 
 def _line(link: socket.socket) -> bytes:
@@ -318,15 +268,18 @@ def _state_of(pid: int) -> str:
         return ""
 
 
+def _close_stderr() -> None:
+    """Let go of the launcher's stderr: it waits for its end, and the watcher may stay for long."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+
+
 def main() -> None:
+    """Run the watcher; the arguments are its two sockets, the first of which gives the job."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # The watcher ends with its rank
+        signal.signal(number, signal.SIG_IGN)  # The watcher ends with its ranks
     to_rank, listening = (socket.socket(fileno=int(word)) for word in sys.argv[1:3])
     # What follows the line is for the loop
     with open(os.dup(to_rank.fileno()), "rb", buffering=0) as file:
         job = json.loads(file.readline())
     Watcher(job, listening, to_rank).run()
-
-
-if __name__ == "__main__":
-    main()

@@ -91,6 +91,7 @@ class Exchanger:
         # optimizer as part of its state.
         self._variables: list[keras.Variable] = []
         self._finite_scope = ""
+        self._finite_waits = comm.activity.waits(["the agreement on finite gradients"], False)
 
     @property
     def ranks(self) -> int:
@@ -201,8 +202,11 @@ class Exchanger:
             return finite
         bad = tf.reshape(tf.cast(tf.logical_not(finite), tf.float32), [1])
         self._finite_scope = self._finite_scope or self.comm.own_scope()
+        number = self._finite_waits.begin([bad])
         with self.comm.scope(self._finite_scope):
-            return tf.equal(self.comm.allreduce(bad, "world", "finite")[0], 0)
+            bad = self.comm.allreduce(bad, "world", "finite")
+        self._finite_waits.end(0, [bad], number)
+        return tf.equal(bad[0], 0)
 
     def switch(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
         """Exchange by other schemes from now on; what was not sent yet is sent under the new ones.

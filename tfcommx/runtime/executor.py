@@ -22,7 +22,7 @@ from tfcommx.runtime.bucket_runner import BucketRunner
 from tfcommx.runtime.clipping import clip_buckets
 from tfcommx.runtime.flat import cut, join
 from tfcommx.runtime.residuals import PlanState, Residuals, ResidualStore
-from tfcommx.terms import Plan
+from tfcommx.terms import Bucket, Plan
 
 
 class PlanExecutor:
@@ -44,6 +44,7 @@ class PlanExecutor:
         self._steps_before = 0
         self._store = ResidualStore(plan, comm)
         self._make_runners()
+        self._waits = comm.activity.waits([_in_words(bucket) for bucket in plan.buckets])
 
     def _make_runners(self) -> None:
         """Decide what kind of bucket each one is; again after residuals came from elsewhere."""
@@ -76,10 +77,12 @@ class PlanExecutor:
         with self.scope():
             step = self.steps.assign_add(1)
             pieces = clip_buckets(cut(gradients, self.plan), self.plan)
+            number = self._waits.begin(pieces.values())
             result: dict[str, tf.Tensor] = {}
-            for runner in self.runners:
+            for place, runner in enumerate(self.runners):
                 names = runner.bucket.variables
                 exchanged = runner.exchange([pieces[name] for name in names], step)
+                self._waits.end(place, exchanged, number)
                 result |= zip(names, exchanged, strict=True)
             return join(result, gradients)
 
@@ -130,3 +133,8 @@ class PlanExecutor:
         **Ranks:** all, outside of traced code.
         """
         return self._store.export_residuals(paths)
+
+
+def _in_words(bucket: Bucket) -> str:
+    first, *more = bucket.variables
+    return f"the exchange of {first!r}{f' and {len(more)} more' if more else ''} ({bucket.name})"

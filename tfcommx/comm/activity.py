@@ -1,0 +1,202 @@
+"""What this rank does, as the stall watch is told: at which step, and whether it waits for others.
+
+    graph of a step     all gradients are there --> begun = n
+                        bucket's result is there --> ended[bucket] = n
+
+    thread, every 2 s   n is another one than before?        the rank takes steps
+                        a bucket has not ended?              it waits in its exchange
+                        else: where is the main thread?      in a collective, in `fit`, beyond it
+
+The thread needs Python's lock for its look; while another thread holds that, what it has said last
+stands.
+
+**Cost:** in each step one small operation on the host and one per bucket, which nothing waits for;
+of the thread some 0.1 ms per look.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
+
+import tensorflow as tf
+
+from tfcommx.comm.stalls import COMPUTES, LEFT, PYTHON, WAITS
+
+# For the last look to end
+END_SECONDS = 2.0
+# Of what is said of one rank; longer is cut
+LONGEST = 120
+HERE = os.path.dirname(__file__)
+PACKAGE = os.path.dirname(HERE)
+# In the paths of files that users have not written
+LIBRARIES = (PACKAGE, "site-packages", "dist-packages", os.path.dirname(os.__file__), "<")
+
+
+class Waits:
+    """Where one exchange of this rank is: whether it has begun, and which parts have ended."""
+
+    def __init__(self, parts: Sequence[str], counted: bool) -> None:
+        """Make the counters of an exchange of these parts; `counted`: it makes a step."""
+        self.parts, self.counted = parts, counted
+        with tf.init_scope(), tf.device("/cpu:0"):
+            self._begun = tf.Variable(0, dtype=tf.int64, trainable=False, name="begun")
+            self._ended = [
+                tf.Variable(0, dtype=tf.int64, trainable=False, name="ended") for _ in parts
+            ]
+
+    def begin(self, inputs: Iterable[tf.Tensor]) -> tf.Tensor:
+        """Note, when all inputs are there, that the exchange has begun; return its number."""
+        with tf.control_dependencies([tf.group(*inputs)]), tf.device("/cpu:0"):
+            return self._begun.assign_add(1).read_value()
+
+    def end(self, part: int, outputs: Iterable[tf.Tensor], number: tf.Tensor) -> None:
+        """Note, when all outputs are there, that this part of exchange `number` has ended."""
+        with tf.control_dependencies([tf.group(*outputs)]), tf.device("/cpu:0"):
+            self._ended[part].assign(number)
+
+    def begun(self) -> int:
+        """Return how many exchanges have begun."""
+        return int(self._begun.numpy())
+
+    def waiting(self) -> str:
+        """Return the first part that has begun and not ended; empty if there is none."""
+        begun = self.begun()
+        for part, ended in zip(self.parts, self._ended, strict=True):
+            if int(ended.numpy()) < begun:
+                return part
+        return ""
+
+
+class NoWaits(Waits):
+    """An exchange that nobody watches: nothing is added to the step."""
+
+    def __init__(self) -> None:
+        """Make no counters."""
+
+    def begin(self, inputs: Iterable[tf.Tensor]) -> tf.Tensor:
+        """Do nothing."""
+        return None
+
+    def end(self, part: int, outputs: Iterable[tf.Tensor], number: tf.Tensor) -> None:
+        """Do nothing."""
+
+
+class Activity:
+    """What this rank does, seen from a thread of its own."""
+
+    def __init__(self) -> None:
+        self.watched, self._saw_fit, self._step = False, False, -1
+        self._waits: list[Waits] = []
+
+    def waits(self, parts: Sequence[str], counted: bool = True) -> Waits:
+        """Return what an exchange tells where it is.
+
+        Args:
+            parts: what ranks wait in, for people, such as "the exchange of bucket 3".
+            counted: whether the exchange makes a step.
+        """
+        if not self.watched:
+            return NoWaits()
+        self._saw_fit = self._saw_fit or _in_fit(_frames(sys._getframe()))
+        self._waits.append(Waits(parts, counted))
+        return self._waits[-1]
+
+    def watch(self, send: Callable[[bytes], object], period: float) -> None:
+        """Tell the watcher from now on.
+
+        Args:
+            send: takes a line for the watcher.
+            period: seconds between two looks, > 0.
+        """
+        self.watched, stop = True, threading.Event()
+
+        def look() -> None:
+            said = None
+            while not stop.wait(period):
+                found = self.look()
+                if found != said:
+                    said = found
+                    with contextlib.suppress(OSError):
+                        send(b"at " + json.dumps(found).encode() + b"\n")
+
+        thread = threading.Thread(target=look, name="tfcommx-activity", daemon=True)
+        thread.start()
+
+        def end() -> None:
+            # TensorFlow must not be taken down under it
+            stop.set()
+            thread.join(END_SECONDS)
+
+        atexit.register(end)
+
+    def look(self) -> tuple[int, str, str]:
+        """Return the number of steps begun, what the rank does, and in what or where."""
+        step = sum(one.begun() for one in self._waits if one.counted)
+        before, self._step = self._step, step
+        if step != before:
+            return step, COMPUTES, ""
+        frames = _frames(sys._current_frames().get(threading.main_thread().ident or 0))
+        doing, what = self._doing(frames)
+        return step, doing, what[:LONGEST]
+
+    def _doing(self, frames: list[FrameType]) -> tuple[str, str]:
+        in_fit = _in_fit(frames)
+        self._saw_fit = self._saw_fit or in_fit
+        in_library = bool(frames) and _is_in(frames[0], "tensorflow", "horovod")
+        if in_library and (parts := [part for one in self._waits if (part := one.waiting())]):
+            return WAITS, parts[0]
+        if calls := [frame for frame in frames if _is_collective(frame)]:
+            return WAITS, _caller(frames[frames.index(calls[-1]) + 1 :])
+        if self._saw_fit and not in_fit:
+            return LEFT, _where(frames)
+        return (COMPUTES, "") if in_library else (PYTHON, _where(frames))
+
+
+def _frames(frame: FrameType | None) -> list[FrameType]:
+    """Return the frames of a thread, the innermost first."""
+    found = []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def _is_in(frame: FrameType, *packages: str) -> bool:
+    return any(f"{os.sep}{name}{os.sep}" in frame.f_code.co_filename for name in packages)
+
+
+def _in_fit(frames: list[FrameType]) -> bool:
+    return any(frame.f_code.co_name == "fit" and _is_in(frame, "keras") for frame in frames)
+
+
+def _is_collective(frame: FrameType) -> bool:
+    """Tell whether it is one of Horovod's functions that wait, or one of Comm's."""
+    own = frame.f_code.co_filename == os.path.join(HERE, "horovod.py")
+    return own or _is_in(frame, "horovod")
+
+
+def _caller(frames: list[FrameType]) -> str:
+    """Return who has called a collective: the first function outside of this room."""
+    for frame in frames:
+        name = frame.f_code.co_filename
+        if os.path.dirname(name) != HERE and not _is_in(frame, "tensorflow"):
+            return f"a collective of {frame.f_code.co_qualname}"
+    return "a collective"
+
+
+def _where(frames: list[FrameType]) -> str:
+    """Return the line of the user's that a thread is at, and the function that it has called."""
+    for frame in frames:
+        code = frame.f_code
+        if not any(part in code.co_filename for part in LIBRARIES):
+            line = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+            inner = frames[0].f_code.co_qualname
+            return line if frame is frames[0] else f"{line} ({inner})"
+    return frames[0].f_code.co_qualname if frames else ""

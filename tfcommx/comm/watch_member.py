@@ -1,0 +1,326 @@
+"""What one watcher knows and decides: no sockets, no clock of its own, so it can be simulated.
+
+Each watcher is connected to at most 7 others, however many ranks there are: a tree with 4 children
+to a rank, and a ring, which keeps what is below a dead rank connected with the rest.
+
+    0 --+-- 1 --+-- 5        tree: the parent of r is (r - 1) // 4
+        |       +-- 6
+        |       +-- 7        ring: 0 -- 1 -- 2 -- ... -- p-1 -- 0
+        |       +-- 8
+        +-- 2 --+-- 9 ...
+        +-- 3
+        +-- 4
+
+    lines between watchers     .            alive
+                               bye          the rank ends as it should; its watcher stays
+                               ended        to the parent: all ranks below have ended
+                               over         to the children: all ranks have ended
+                               lost JSON    which ranks are missing: rank -> [host, what, by whom]
+                               at JSON      to the parent: what the ranks below do (stalls.py)
+                               stall JSON   to the children: who waits for whom
+                               end JSON     the same, and it has lasted too long: all end
+
+A watcher says "alive" while its rank's process exists and is not stopped. It raises the alarm if it
+has heard nothing of a neighbour for `limit` seconds, or at once if a neighbour's connection ends
+without a bye. Who hears an alarm for the first time passes it on to all neighbours. A neighbour
+that dies does not stop it: each of its other neighbours notices the death itself.
+
+A watcher whose rank has ended in order still passes on what it hears, until all ranks have ended.
+
+**Cost:** per beat one message of 2 bytes to each neighbour and one to the parent; per alarm at most
+NAMES ranks to each neighbour.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tfcommx.comm.stalls import ENDED, UNKNOWN, Group, StallWatch, later, merge, position
+
+CHILDREN = 4
+# From the first sign to what the rank is told: ranks of a node that die are named together
+GATHER_SECONDS = 0.3
+# For the rank to end by itself after an alarm, before it is killed
+LAST_WORDS_SECONDS = 8.0
+# Missing ranks that one alarm names
+NAMES = 8
+
+
+def parent(rank: int) -> int | None:
+    """Return the rank above in the tree; None for rank 0."""
+    return (rank - 1) // CHILDREN if rank else None
+
+
+def children(rank: int, size: int) -> list[int]:
+    """Return the ranks below in the tree."""
+    first = CHILDREN * rank + 1
+    return list(range(first, min(first + CHILDREN, size)))
+
+
+def neighbours(rank: int, size: int) -> list[int]:
+    """Return the ranks whose watchers this rank's watcher is connected to, ascending.
+
+    >>> neighbours(0, 2), neighbours(1, 100), neighbours(99, 100)
+    ([1], [0, 2, 5, 6, 7, 8], [0, 24, 98])
+    """
+    above = [] if rank == 0 else [(rank - 1) // CHILDREN]
+    ring = [(rank - 1) % size, (rank + 1) % size]
+    return sorted({*above, *children(rank, size), *ring} - {rank})
+
+
+class Neighbour:
+    """Another watcher, as this one sees it."""
+
+    def __init__(self, host: str, now: float) -> None:
+        self.host, self.connected, self.heard = host, False, now
+        # Its rank has said bye; all ranks below it have
+        self.leaving, self.ended = False, False
+        # What the ranks below it do, and when it said so
+        self.groups: list[Group] = []
+        self.groups_at = now
+
+    @property
+    def gone(self) -> bool:
+        """Whether it has left after a bye."""
+        return self.leaving and not self.connected
+
+
+class Member:
+    """The state of one watcher. Whoever drives it sends what it puts into `outbox` and `to_rank`.
+
+    Args:
+        job: rank, size, host, limit (seconds of silence); hosts, of `neighbours`, in that order;
+            stall_seconds and stall_limit, as StallWatch takes them.
+        now: seconds, on a clock that never goes back; as in all methods.
+    """
+
+    def __init__(self, job: dict[str, Any], now: float) -> None:
+        self.rank, self.size = job["rank"], job["size"]
+        self.host, self.limit = job["host"], job["limit"]
+        others = neighbours(self.rank, self.size)
+        self.neighbours = {
+            other: Neighbour(host, now) for other, host in zip(others, job["hosts"], strict=True)
+        }
+        self.parent = parent(self.rank)
+        self.children = children(self.rank, self.size)
+        # (neighbour, line), and lines for this rank's process
+        self.outbox: list[tuple[int, str]] = []
+        self.to_rank: list[str] = []
+        # Missing rank -> [host, what, by whom]
+        self.lost: dict[int, list[Any]] = {}
+        # When this rank's process is told of them; None once it was told, or if nothing is wrong
+        self.alarm_at: float | None = None
+        self.told = False
+        self.kill_at: float | None = None
+        # This rank has said bye; its process is stopped; it is gone
+        self.leaving, self.stopped, self.gone = False, False, False
+        # The parent knows that all have ended here and below; all ranks have ended
+        self.said_ended, self.over = False, False
+        self.position, self.position_at = position(self.rank, 0, UNKNOWN, ""), now
+        self.stalls = StallWatch(job["stall_seconds"], job["stall_limit"])
+
+    @property
+    def finished(self) -> bool:
+        """Whether the watcher has nothing to do any more."""
+        return self.gone and (self.over or self.told or not self.leaving)
+
+    def connected(self, other: int, now: float) -> None:
+        """Take note of a connection to a neighbour."""
+        one = self.neighbours[other]
+        one.connected, one.heard = True, now
+        if not self.stopped:
+            self.outbox.append((other, "."))
+        if self.leaving:
+            self.outbox.append((other, "bye"))
+        if self.said_ended and other == self.parent:
+            self.outbox.append((other, "ended"))
+        if self.lost and not self.told:
+            self.outbox.append((other, f"lost {json.dumps(self.lost)}"))
+
+    def disconnected(self, other: int) -> None:
+        """Take note that the connection to a neighbour never worked."""
+        self.neighbours[other].connected = False
+
+    def broken(self, other: int, what: str, now: float) -> None:
+        """Take note that a neighbour's connection has ended; `what` says how, for people."""
+        one = self.neighbours[other]
+        one.connected = False
+        if one.leaving:
+            self._see_whether_all_ended()
+        else:
+            self._sign(other, what, now)
+
+    def received(self, other: int, line: str, now: float) -> None:
+        """Take a neighbour's line in."""
+        one = self.neighbours[other]
+        one.heard = now
+        kind, _, text = line.partition(" ")
+        if kind == "bye":
+            one.leaving = True
+        elif kind == "ended":
+            one.ended = True
+            self._see_whether_all_ended()
+        elif kind == "over":
+            self._pass_over()
+        elif kind == "lost":
+            self._learn({int(rank): row for rank, row in json.loads(text).items()}, other, now)
+        elif kind == "at":
+            one.groups, one.groups_at = [Group(*row) for row in json.loads(text)], now
+        elif kind == "stall":
+            self._pass_down(line)
+        elif kind == "end":
+            self._end(line, other, now)
+
+    def rank_says(self, line: str, now: float) -> None:
+        """Take in what this watcher's own rank says: `bye`, `failed: ...`, or `at JSON`."""
+        kind, _, text = line.partition(" ")
+        if kind == "at":
+            self.position, self.position_at = position(self.rank, *json.loads(text)), now
+        elif kind == "bye":
+            self.leaving = True
+            self.position, self.position_at = position(self.rank, 0, ENDED, ""), now
+            self._say_to_all("bye")
+            self._see_whether_all_ended()
+        elif line:
+            self._learn({self.rank: [self.host, line, self.rank]}, None, now)
+
+    def beat(self, now: float, late: float = 0.0) -> None:
+        """Say that the rank is alive, what it and those below do, and look who is silent.
+
+        Args:
+            now: seconds.
+            late: seconds that this process was itself kept from running: it knows nothing of the
+                others in that time.
+        """
+        for one in self.neighbours.values():
+            one.heard = min(now, one.heard + late)
+        if not self.stopped:
+            self._say_to_all(".")
+        self._look(now)
+        if self.stalls.on and not self.told:
+            self._tell_what_ranks_do(now)
+
+    def turn(self, now: float) -> None:
+        """Do what is due: tell the rank of the alarm. Call it after each event, and often."""
+        if self.alarm_at is None or self.told or now < self.alarm_at:
+            return
+        self._tell_rank(f"lost {self._sentence()}", now)
+
+    # --- the alarm ----------------------------------------------------------------------
+
+    def _look(self, now: float) -> None:
+        """Find the neighbours that have been silent for too long."""
+        if any(
+            not one.leaving and now - one.heard > self.limit for one in self.neighbours.values()
+        ):
+            for other in self._silent(now):
+                self._sign(other, self._silence(other, now), now)
+
+    def _silent(self, now: float) -> list[int]:
+        """Return the neighbours that seem to have been missing for a while."""
+        return [
+            other
+            for other, one in self.neighbours.items()
+            if not one.leaving and now - one.heard > self.limit / 2
+        ]
+
+    def _silence(self, other: int, now: float) -> str:
+        one = self.neighbours[other]
+        never = (
+            ""
+            if one.connected
+            else ", and no connection: does a firewall close the ports between the hosts?"
+        )
+        return f"no response for {now - one.heard:.0f} s{never}"
+
+    def _sign(self, other: int, what: str, now: float) -> None:
+        self._learn({other: [self.neighbours[other].host, what, self.rank]}, None, now)
+
+    def _learn(self, found: dict[int, list[Any]], source: int | None, now: float) -> None:
+        """Take note of missing ranks, and pass on what is new, until the rank has been told.
+
+        What ends after that, ends because of the alarm.
+        """
+        new = {rank: row for rank, row in found.items() if rank not in self.lost}
+        new = dict(list(new.items())[: NAMES - len(self.lost)])
+        if self.told or not new:
+            return
+        self.lost |= new
+        for other in self.neighbours:
+            if other != source:
+                self.outbox.append((other, f"lost {json.dumps(new)}"))
+        if self.alarm_at is None:
+            self.alarm_at = now + GATHER_SECONDS
+            # What died together with the first is named with it
+            for other in self._silent(now):
+                self._sign(other, self._silence(other, now), now)
+
+    def _sentence(self) -> str:
+        names = ", ".join(
+            f"rank {rank} on {host} ({what})" for rank, (host, what, _) in sorted(self.lost.items())
+        )
+        more = " At least these." if len(self.lost) == NAMES else ""
+        by = sorted({by for _, _, by in self.lost.values()} - {self.rank} - set(self.lost))
+        noticed = f" Noticed by rank {', '.join(map(str, by[:3]))}." if by else ""
+        alone = set(self.neighbours) <= set(self.lost) and len(self.neighbours) > 1
+        cut = " No neighbour of this rank responds: it may have been cut off." if alone else ""
+        return f"{names}.{more}{noticed}{cut}"
+
+    def _tell_rank(self, line: str, now: float) -> None:
+        self.told = True
+        self.to_rank.append(line)
+        # A stopped process cannot end by itself
+        self.kill_at = now + (0 if self.stopped else LAST_WORDS_SECONDS)
+
+    # --- the end ------------------------------------------------------------------------
+
+    def _see_whether_all_ended(self) -> None:
+        """Tell the parent, once, that all ranks from here down have ended."""
+        below = [self.neighbours[child] for child in self.children]
+        if not self.leaving or not all(one.ended or one.gone for one in below):
+            return
+        if self.parent is None or self.neighbours[self.parent].gone:
+            self._pass_over()
+        elif not self.said_ended:
+            self.said_ended = True
+            self.outbox.append((self.parent, "ended"))
+
+    def _pass_over(self) -> None:
+        self.over = True
+        for child in self.children:
+            self.outbox.append((child, "over"))
+
+    # --- stalls -------------------------------------------------------------------------
+
+    def _tell_what_ranks_do(self, now: float) -> None:
+        """Send up what the ranks from here down do; rank 0 sees whether some wait for others."""
+        groups = later([self.position], now - self.position_at)
+        for child in self.children:
+            one = self.neighbours[child]
+            groups += later(one.groups, now - one.groups_at)
+        groups = merge(groups)
+        if self.parent is not None:
+            self.outbox.append((self.parent, f"at {json.dumps(groups)}"))
+            return
+        kind, text = self.stalls.look(groups)
+        if kind == "stall":
+            self._pass_down(f"stall {json.dumps(text)}")
+        elif kind == "end":
+            self._end(f"end {json.dumps(text)}", None, now)
+
+    def _pass_down(self, line: str) -> None:
+        self.to_rank.append(f"stall {json.loads(line.partition(' ')[2])}")
+        for child in self.children:
+            self.outbox.append((child, line))
+
+    def _end(self, line: str, source: int | None, now: float) -> None:
+        if self.told:
+            return
+        for other in self.neighbours:
+            if other != source:
+                self.outbox.append((other, line))
+        self._tell_rank(f"end {json.loads(line.partition(' ')[2])}", now)
+
+    def _say_to_all(self, line: str) -> None:
+        self.outbox += [(other, line) for other, one in self.neighbours.items() if one.connected]
