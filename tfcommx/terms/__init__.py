@@ -6,9 +6,11 @@ collective starts.
 
 from tfcommx.terms.bucket import Bucket, NoOptions, RouteOptions
 from tfcommx.terms.checks import PlanError, check_name, check_whole
+from tfcommx.terms.layers import Layer, LayerTable
 from tfcommx.terms.links import NOMINAL, Link, Links, Traffic
 from tfcommx.terms.piece import LARGEST, Piece
 from tfcommx.terms.plan import OPERATIONS, Plan, ReadOptions, first_difference
+from tfcommx.terms.profile import Profile, VariableProfile
 from tfcommx.terms.scheme import (
     DGC_WARM_UP,
     MPI_LAUNCH,
@@ -33,18 +35,22 @@ __all__ = [
     "VALUE_DTYPES",
     "WIRES",
     "Bucket",
+    "Layer",
+    "LayerTable",
     "Link",
     "Links",
     "NoOptions",
     "Piece",
     "Plan",
     "PlanError",
+    "Profile",
     "ReadOptions",
     "RouteOptions",
     "Scheme",
     "Sparse",
     "Topology",
     "Traffic",
+    "VariableProfile",
     "check_name",
     "check_whole",
     "first_difference",
