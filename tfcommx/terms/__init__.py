@@ -21,16 +21,19 @@ from tfcommx.terms.scheme import (
     Scheme,
 )
 from tfcommx.terms.sparse import Sparse
+from tfcommx.terms.timeline import KINDS, RESOURCES, Span, Timeline
 from tfcommx.terms.topology import GROUPS, Topology
 
 __all__ = [
     "DGC_WARM_UP",
     "GROUPS",
+    "KINDS",
     "LARGEST",
     "MPI_LAUNCH",
     "NOMINAL",
     "OPERATIONS",
     "PLAIN",
+    "RESOURCES",
     "SPARSE_WIRES",
     "VALUE_DTYPES",
     "WIRES",
@@ -47,7 +50,9 @@ __all__ = [
     "ReadOptions",
     "RouteOptions",
     "Scheme",
+    "Span",
     "Sparse",
+    "Timeline",
     "Topology",
     "Traffic",
     "VariableProfile",
