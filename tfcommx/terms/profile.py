@@ -187,8 +187,9 @@ class Profile:
 
     @staticmethod
     def of_sizes(model: str, variables: tuple[VariableProfile, ...]) -> Profile:
-        """Make a profile that knows sizes only: mergings that need times refuse it."""
-        return Profile(model, variables, 0.0, 0.0, batch=1)
+        """Make a profile that keeps sizes only: mergings that need times refuse it."""
+        rows = tuple(VariableProfile(row.name, row.shape, row.dtype) for row in variables)
+        return Profile(model, rows, 0.0, 0.0, batch=1)
 
     @staticmethod
     def from_throughput(
