@@ -156,8 +156,9 @@ def draw_sweep(
     whole = [row[column] / row["scaling_efficiency"] for row in rows]
     left.plot(values, whole, "--", color="0.7", label="without exchange")
     left.plot(values, [row[column] for row in rows], "o-", label="simulated")
-    left.set(xlabel=swept, ylabel="samples per second", xscale="log", yscale="log")
+    scale = "linear" if any(isinstance(value, str) for value in values) else "log"
+    left.set(xlabel=swept, ylabel="samples per second", xscale=scale, yscale="log")
     left.legend()
     right.plot(values, [row["scaling_efficiency"] for row in rows], "o-")
-    right.set(xlabel=swept, ylabel="scaling efficiency", xscale="log", ylim=(0, 1.05))
+    right.set(xlabel=swept, ylabel="scaling efficiency", xscale=scale, ylim=(0, 1.05))
     figure.savefig(path, dpi=120)
