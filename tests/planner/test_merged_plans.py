@@ -49,10 +49,14 @@ def test_the_papers_five_methods_are_schemes_with_a_merging() -> None:
 
 @pytest.mark.parametrize("name", merging.MERGINGS)
 def test_a_plan_is_a_pure_function_and_survives_json(name: str) -> None:
-    scheme = Scheme("hitopk", "mstopk", 0.01, dense_route="torus", merging=name)
-    plan = plan_of(scheme)
-    assert plan == plan_of(scheme) == routes.read_plan(plan.to_json())
-    assert simulate(plan, PROFILE, SLOW).step_s > PROFILE.compute_s
+    profile = Profile.from_throughput(models.get("lstm_ptb"), 100, batch=16)
+    gradients = [Gradient(row.name, row.shape, row.dtype) for row in reversed(profile.variables)]
+    scheme = {"*": Scheme("hitopk", "mstopk", 0.01, dense_route="torus", merging=name)}
+    plan, again = (
+        make_plan(gradients, scheme, FOUR, links=SLOW, profile=profile) for _ in range(2)
+    )
+    assert plan == again == routes.read_plan(plan.to_json())
+    assert simulate(plan, profile, SLOW).step_s > profile.compute_s
 
 
 @pytest.mark.parametrize("route", ["allreduce", "torus", "asa", "pipeline", "allgather", "hitopk"])
