@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from tfcommx.planner import merging
 from tfcommx.planner.check import check_scheme
+from tfcommx.planner.merging.base import Prices
 from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.terms import PlanError, Scheme, Topology
+from tfcommx.terms import PlanError, Profile, Scheme, Topology, VariableProfile
 
 GRADIENTS = [
     Gradient("conv/kernel", (3, 3, 8, 64), "float32"),
@@ -20,16 +21,22 @@ GRADIENTS = [
 SPARSE = Scheme(route="hitopk", selection="mstopk", density=0.01)
 
 
+def threshold(sizes: list[int], limit: int) -> list[list[int]]:
+    rows = tuple(VariableProfile(f"v{i}", (size,)) for i, size in enumerate(sizes))
+    prices = Prices(lambda entries: 1.0, entry_bytes=1, bucket_bytes=limit)
+    return merging.get("threshold").groups(Profile.of_sizes("m", rows), prices)
+
+
 @given(st.lists(st.integers(0, 50)), st.integers(1, 100))
 def test_merging_keeps_every_gradient_once_and_in_order(sizes: list[int], limit: int) -> None:
-    groups = merging.get("threshold").groups(sizes, limit)
+    groups = threshold(sizes, limit)
     assert [position for group in groups for position in group] == list(range(len(sizes)))
     for group in groups[:-1]:
         assert sum(sizes[i] for i in group) >= limit > sum(sizes[i] for i in group[:-1])
 
 
 def test_merging_as_drawn() -> None:
-    assert merging.get("threshold").groups([4, 4, 9, 1, 2, 2], 8) == [[0, 1], [2], [3, 4, 5]]
+    assert threshold([4, 4, 9, 1, 2, 2], 8) == [[0, 1], [2], [3, 4, 5]]
 
 
 def test_small_variables_stay_dense_and_order_is_backward() -> None:

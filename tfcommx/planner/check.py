@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tfcommx import routes, selection
+from tfcommx.planner import merging
 from tfcommx.routes.base import Route
 from tfcommx.routes.torus import PEER_ROUTES
 from tfcommx.terms import MPI_LAUNCH, PLAIN, PlanError, Scheme, Topology, check_name
@@ -20,6 +21,7 @@ def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> N
     """
     route = routes.get(scheme.route)
     check_name("selection rule", scheme.selection, selection.RULES)
+    merging.get(scheme.merging)
     _check_kinds(scheme, route)
     _check_peers(scheme)
     for name in (scheme.route, scheme.dense_route, scheme.peer_route):

@@ -17,8 +17,11 @@ from typing import NamedTuple
 from tfcommx import routes
 from tfcommx.planner import merging
 from tfcommx.planner.check import check_scheme, wire_of
+from tfcommx.planner.prices import prices_of, sub_profile
 from tfcommx.routes.base import Route
 from tfcommx.routes.messages import MessageOptions
+from tfcommx.simulator.conditions import Conditions
+from tfcommx.simulator.step import UNDISTURBED
 from tfcommx.terms import (
     LARGEST,
     NOMINAL,
@@ -27,6 +30,7 @@ from tfcommx.terms import (
     Piece,
     Plan,
     PlanError,
+    Profile,
     Scheme,
     Topology,
 )
@@ -61,6 +65,14 @@ class _Stream(NamedTuple):
     dtype: str
 
 
+class _Cluster(NamedTuple):
+    """What a step costs depends on."""
+
+    topology: Topology
+    links: Links
+    conditions: Conditions
+
+
 # Position of a variable in backward order, and its gradient or a piece of it.
 _Member = tuple[int, Gradient]
 
@@ -73,8 +85,10 @@ def make_plan(
     links: Links = NOMINAL,
     reduce_to_root: bool = False,
     largest: int = LARGEST,
+    profile: Profile | None = None,
+    conditions: Conditions = UNDISTURBED,
 ) -> Plan:
-    """Put each gradient into one bucket: in backward order, by scheme, merged up to a size.
+    """Put each gradient into one bucket: in backward order, by scheme, merged as it says.
 
     >>> plan = make_plan([Gradient("w", (8, 8), "float32")], {"*": Scheme()}, Topology(2, 2))
     >>> [(bucket.route, bucket.variables) for bucket in plan.buckets]
@@ -92,6 +106,9 @@ def make_plan(
         largest: entries at which a bucket on a sparse route is closed, because indices are int32. A
             longer variable is cut into pieces of equal length; each selects and keeps its residual
             for itself.
+        profile: when gradients are ready, the same on every rank; a merging that goes by time
+            needs it.
+        conditions: what selections and the engine take, for such a merging.
 
     Returns:
         The plan; a pure function of the arguments, so equal on every rank that asks the same.
@@ -99,10 +116,12 @@ def make_plan(
     **Raises:** PlanError for what cannot be carried out, naming the scheme, variable or hosts.
     """
     _check_schemes(schemes, gradients, topology)
+    _check_times(schemes, profile)
+    cluster = _Cluster(topology, links, conditions)
     # (position of its last gradient in backward order, bucket)
     ready: list[tuple[int, Bucket]] = []
     for stream, members in _streams(gradients, schemes, largest).items():
-        for chosen in _merged(stream, members, largest):
+        for chosen in _merged(stream, members, largest, cluster, profile):
             bucket = _bucket([gradient for _, gradient in chosen], stream, topology, links)
             ready.append((chosen[-1][0], bucket))
     ready.sort(key=lambda pair: pair[0])
@@ -130,6 +149,19 @@ def _check_schemes(
                 pattern,
                 len(gradients),
                 gradients[0].path,
+            )
+
+
+def _check_times(schemes: Mapping[str, Scheme], profile: Profile | None) -> None:
+    """Refuse a merging that goes by time if nobody knows the times."""
+    for pattern, scheme in schemes.items():
+        if merging.get(scheme.merging).needs_times and (profile is None or not profile.timed):
+            by_size = [name for name, solver in merging.MERGINGS.items() if not solver.needs_times]
+            raise PlanError(
+                f"The merging {scheme.merging!r} (scheme of {pattern!r}) needs a profile that says "
+                "when gradients are ready: give `profile=`, with links that were measured. "
+                f"Received {'none' if profile is None else 'one with sizes only'}. Without it "
+                f"gradients can be merged by size: {', '.join(by_size)}."
             )
 
 
@@ -192,14 +224,42 @@ def _cut(gradient: Gradient, largest: int) -> list[Gradient]:
     ]
 
 
-def _merged(stream: _Stream, members: list[_Member], largest: int) -> list[list[_Member]]:
+def _merged(
+    stream: _Stream,
+    members: list[_Member],
+    largest: int,
+    cluster: _Cluster,
+    profile: Profile | None,
+) -> list[list[_Member]]:
     """Decide which gradients of a stream travel together."""
-    entry_bytes, limit = DENSE_DTYPES[stream.dtype], stream.scheme.bucket_bytes
+    limit = stream.scheme.bucket_bytes
     if stream.route.sparse:
-        limit = min(limit, entry_bytes * largest)
-    sizes = [entry_bytes * gradient.entries for _, gradient in members]
-    groups = merging.get("threshold").groups(sizes, limit)
-    return [[members[position] for position in group] for group in groups]
+        limit = min(limit, DENSE_DTYPES[stream.dtype] * largest)
+
+    def make_bucket(entries: int) -> Bucket:
+        group = [Gradient("group", (entries,), stream.dtype)]
+        return _bucket(group, stream, cluster.topology, cluster.links)
+
+    rows = sub_profile([gradient for _, gradient in members], profile)
+    prices = prices_of(make_bucket, *cluster, limit)
+    found = merging.get(stream.scheme.merging).groups(rows, prices)
+    groups = [[members[position] for position in group] for group in found]
+    if not stream.route.sparse or stream.scheme.merging == "threshold":
+        return groups
+    return [part for group in groups for part in _short(group, largest)]
+
+
+def _short(group: list[_Member], largest: int) -> list[list[_Member]]:
+    """Close a group on a sparse route where the next gradient would make it too long."""
+    parts: list[list[_Member]] = [[]]
+    size = 0
+    for member in group:
+        if parts[-1] and size + member[1].entries > largest:
+            parts.append([])
+            size = 0
+        parts[-1].append(member)
+        size += member[1].entries
+    return parts
 
 
 def _bucket(gradients: list[Gradient], stream: _Stream, topology: Topology, links: Links) -> Bucket:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from tfcommx import cost
 from tfcommx.terms import (
@@ -30,6 +30,18 @@ Tensor = Any
 Select = Callable[[Tensor], Sparse]
 
 OwnOptions = TypeVar("OwnOptions", bound=RouteOptions)
+
+
+# The resource of a stage that selects; its place is on the rank, its price the simulator's.
+SELECT = "select"
+
+
+class Stage(NamedTuple):
+    """A part of a route's price: what is busy, and how long."""
+
+    # A port of the node, "inside" or "between", or SELECT.
+    resource: str
+    seconds: float
 
 
 class Codec(Protocol):
@@ -143,6 +155,12 @@ class Route(Protocol):
     def seconds(self, bucket: Bucket, topology: Topology, links: Links) -> float:
         """Return the price of a step."""
 
+    def stages(self, bucket: Bucket, topology: Topology, links: Links) -> list[Stage]:
+        """Split the price by what is busy, in the order in which it is.
+
+        The seconds add up to `seconds`, without what a SELECT of a one-level route takes.
+        """
+
 
 class ListRoute(Route, Protocol):
     """A route that can take the gradients as they are."""
@@ -198,6 +216,16 @@ class RouteBase(abc.ABC):
     @abc.abstractmethod
     def wire_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:
         """Count what one rank sends in a step; each route has its own."""
+
+    @abc.abstractmethod
+    def seconds(self, bucket: Bucket, topology: Topology, links: Links) -> float:
+        """Return the price of a step; each route has its own."""
+
+    def stages(self, bucket: Bucket, topology: Topology, links: Links) -> list[Stage]:
+        """Return one stage at the port of the slowest link, after the selection if it is sparse."""
+        port = "between" if topology.nodes > 1 else "inside"
+        sent = Stage(port, self.seconds(bucket, topology, links))
+        return [Stage(SELECT, 0.0), sent] if self.sparse else [sent]
 
     def port_bytes(self, bucket: Bucket, topology: Topology) -> float:
         """Count the bytes through a node's port if all nodes are loaded alike.

@@ -20,7 +20,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tfcommx import cost
-from tfcommx.routes.base import Codec, RouteBase, Select, Tensor, needed, own_options
+from tfcommx.routes.base import (
+    SELECT,
+    Codec,
+    RouteBase,
+    Select,
+    Stage,
+    Tensor,
+    needed,
+    own_options,
+)
 from tfcommx.terms import (
     SPARSE_WIRES,
     Bucket,
@@ -116,12 +125,18 @@ class Hitopk(RouteBase):
         The n slots of a node share its link to the others; the paper gives each a stream of its
         own. Equation 8, the selection, is priced at the link's gamma per byte.
         """
+        return sum(stage.seconds for stage in self.stages(bucket, topology, links))
+
+    def stages(self, bucket: Bucket, topology: Topology, links: Links) -> list[Stage]:
+        """Split the price: inside, the selection, the peers between, inside."""
         n, total = topology.slots, bucket.padded_bytes
-        scatter = cost.reduce_scatter(total, n, links.inside)
-        selection = total / n * links.inside.gamma_s_per_byte
         own = n * _pairs_bytes(bucket, topology)
-        peers = cost.all_gather(own, topology.nodes, links.between)
-        return scatter + selection + peers + _last_seconds(bucket, topology, links)
+        return [
+            Stage("inside", cost.reduce_scatter(total, n, links.inside)),
+            Stage(SELECT, total / n * links.inside.gamma_s_per_byte),
+            Stage("between", cost.all_gather(own, topology.nodes, links.between)),
+            Stage("inside", _last_seconds(bucket, topology, links)),
+        ]
 
 
 def _last_seconds(bucket: Bucket, topology: Topology, links: Links) -> float:

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from tfcommx import cost
 from tfcommx.routes import allreduce, bidirectional, pipeline, tree
-from tfcommx.routes.base import Codec, PeerRoute, RouteBase, Select, Tensor, own_options
+from tfcommx.routes.base import (
+    Codec,
+    PeerRoute,
+    RouteBase,
+    Select,
+    Stage,
+    Tensor,
+    own_options,
+)
 from tfcommx.terms import (
     Bucket,
     Link,
@@ -103,12 +111,19 @@ class Torus(RouteBase):
 
         The n slots of a node share its link to the others.
         """
+        return sum(stage.seconds for stage in self.stages(bucket, topology, links))
+
+    def stages(self, bucket: Bucket, topology: Topology, links: Links) -> list[Stage]:
+        """Split the price: reduce-scatter inside, the peers between, all-gather inside."""
         n, total, port = topology.slots, bucket.padded_bytes, links.between
-        inside = cost.reduce_scatter(total, n, links.inside)
-        inside += cost.all_gather(total / n, n, links.inside)
         shared = Link(port.alpha_s, n * port.beta_s_per_byte, port.gamma_s_per_byte)
         part, peers = _of_peers(bucket, topology)
-        return inside + _peer_route(bucket).seconds(part, peers, links._replace(between=shared))
+        summed = _peer_route(bucket).seconds(part, peers, links._replace(between=shared))
+        return [
+            Stage("inside", cost.reduce_scatter(total, n, links.inside)),
+            Stage("between", summed),
+            Stage("inside", cost.all_gather(total / n, n, links.inside)),
+        ]
 
 
 def _peer_route(bucket: Bucket) -> PeerRoute:

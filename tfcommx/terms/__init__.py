@@ -6,9 +6,11 @@ collective starts.
 
 from tfcommx.terms.bucket import Bucket, NoOptions, RouteOptions
 from tfcommx.terms.checks import PlanError, check_name, check_whole
+from tfcommx.terms.layers import Layer, LayerTable
 from tfcommx.terms.links import NOMINAL, Link, Links, Traffic
 from tfcommx.terms.piece import LARGEST, Piece
 from tfcommx.terms.plan import OPERATIONS, Plan, ReadOptions, first_difference
+from tfcommx.terms.profile import Profile, VariableProfile
 from tfcommx.terms.scheme import (
     DGC_WARM_UP,
     MPI_LAUNCH,
@@ -19,32 +21,41 @@ from tfcommx.terms.scheme import (
     Scheme,
 )
 from tfcommx.terms.sparse import Sparse
+from tfcommx.terms.timeline import KINDS, RESOURCES, Span, Timeline
 from tfcommx.terms.topology import GROUPS, Topology
 
 __all__ = [
     "DGC_WARM_UP",
     "GROUPS",
+    "KINDS",
     "LARGEST",
     "MPI_LAUNCH",
     "NOMINAL",
     "OPERATIONS",
     "PLAIN",
+    "RESOURCES",
     "SPARSE_WIRES",
     "VALUE_DTYPES",
     "WIRES",
     "Bucket",
+    "Layer",
+    "LayerTable",
     "Link",
     "Links",
     "NoOptions",
     "Piece",
     "Plan",
     "PlanError",
+    "Profile",
     "ReadOptions",
     "RouteOptions",
     "Scheme",
+    "Span",
     "Sparse",
+    "Timeline",
     "Topology",
     "Traffic",
+    "VariableProfile",
     "check_name",
     "check_whole",
     "first_difference",

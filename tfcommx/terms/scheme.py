@@ -52,7 +52,7 @@ class Scheme:
     # Entries, >= 0; smaller variables and one-dimensional ones are sent dense, because they are
     # cheap and sensitive.
     dense_below: int = 1024
-    # Gradients are merged into buckets of about this size, >= 1: one latency term for many.
+    # With merging "threshold", gradients are merged into buckets of about this size, >= 1.
     bucket_bytes: int = 32 * 2**20
     # Of the rules that choose at random; each bucket and step draws its own numbers.
     seed: int = 0
@@ -68,6 +68,9 @@ class Scheme:
     momentum: float = 0.0
     # > 0, of all gradients together; each rank clips its own before they are accumulated.
     clip_norm: float | None = None
+    # Which gradients travel together, so that they share a latency term; a name of the table in
+    # tfcommx.planner.merging.
+    merging: str = "threshold"
 
     def __post_init__(self) -> None:
         # NumPy's numbers become Python's, which JSON can write.

@@ -4,25 +4,33 @@ Merging saves latency terms and costs overlap: a bucket is sent when its last gr
 
 To add one: write a file with a frozen class that has what `base.Merging` says, and `SOLVER`, its
 one object; a pure function of its arguments without TensorFlow, whose docstring draws the timeline
-and cites the paper. Add it to `_ALL` below. A solver that must know more of the gradients than
-their sizes gets it by a further argument of `groups`, which is then given to all.
+and cites the paper. Add it to `_ALL` below. tests/planner/merging compares every member with all
+merges of small models. `single`, `each` and `threshold` need sizes only; the others ask the profile
+when gradients are ready.
 """
 
 from __future__ import annotations
 
-from tfcommx.planner.merging import threshold
+from tfcommx.planner.merging import each, mg_wfbp, omgs, optimal, single, threshold
 from tfcommx.planner.merging.base import Merging
 from tfcommx.terms import check_name
 
-_ALL: tuple[Merging, ...] = (threshold.SOLVER,)
+_ALL: tuple[Merging, ...] = (
+    threshold.SOLVER,
+    single.SOLVER,
+    each.SOLVER,
+    mg_wfbp.SOLVER,
+    omgs.SOLVER,
+    optimal.SOLVER,
+)
 MERGINGS: dict[str, Merging] = {solver.name: solver for solver in _ALL}
 
 
 def get(name: str) -> Merging:
     """Return the solver of a name.
 
-    >>> get("threshold").groups([4, 4, 9], 8)
-    [[0, 1], [2]]
+    >>> get("threshold").needs_times, get("optimal").needs_times
+    (False, True)
 
     **Raises:** PlanError for an unknown name; it names the nearest one.
     """

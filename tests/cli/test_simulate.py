@@ -1,0 +1,157 @@
+"""`tfcommx simulate`: its rows by hand, its files, what it refuses; without TensorFlow."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+from typer.testing import CliRunner
+
+from tfcommx.cli.main import app
+from tfcommx.simulator import models
+from tfcommx.terms import NOMINAL, PlanError, Profile
+
+KEYS = [
+    "scheme",
+    "merging",
+    "nodes",
+    "slots",
+    "step_seconds",
+    "compute_seconds",
+    "exposed_seconds",
+    "throughput",
+    "scaling_efficiency",
+]
+COMMAND = (
+    "--model resnet50 --batch 64 --throughput 253.1 --nodes 8 --slots 4 --between-gbit 10 "
+    "--between-alpha 5e-5 --inside-gbytes 10 --inside-alpha 1e-5 --efficiency 0.9 "
+    "--scheme allreduce"
+)
+FLAGS = COMMAND.split()
+
+
+def run(*words: str) -> str:
+    ended = CliRunner().invoke(app, ["simulate", *words])
+    if ended.exception is not None and not isinstance(ended.exception, SystemExit):
+        raise ended.exception
+    assert ended.exit_code == 0, ended.output
+    return ended.output
+
+
+def rows(folder: Path, *words: str) -> list[dict[str, object]]:
+    run(*words, "--json", str(folder / "rows.json"))
+    return [json.loads(line) for line in (folder / "rows.json").read_text().splitlines()]
+
+
+def test_a_step_as_worked_out_by_hand(tmp_path: Path) -> None:
+    """Everything after the backward pass: a ring of 32 ranks, 2 x 31 latencies, 2 x 31/32 bytes."""
+    (row,) = rows(tmp_path, *FLAGS, "--merging", "single", "--gamma", "0")
+    assert list(row) == KEYS
+    compute = 64 / 253.1
+    sent = 62 * 5e-5 + 2 * 31 / 32 * 4 * 25_557_032 * 8e-9 / 10 / 0.9
+    assert row["compute_seconds"] == pytest.approx(compute)
+    assert row["exposed_seconds"] == pytest.approx(sent)
+    assert row["throughput"] == pytest.approx(32 * 64 / (compute + sent))
+    assert row["scaling_efficiency"] == pytest.approx(compute / (compute + sent))
+    assert [row[name] for name in KEYS[:4]] == ["allreduce", "single", 8, 4]
+
+
+def test_merging_and_links_matter_as_they_should(tmp_path: Path) -> None:
+    names = "single,each,threshold,mg_wfbp,optimal"
+    swept = rows(tmp_path, *FLAGS, "--sweep", f"merging={names}")
+    steps = {row["merging"]: row["step_seconds"] for row in swept}
+    assert list(steps) == names.split(",") and min(steps, key=steps.get) == "optimal"
+    assert steps["mg_wfbp"] < steps["single"]
+    (probed,) = rows(tmp_path, *FLAGS, "--merging", "single", "--links", links(tmp_path))
+    assert probed["exposed_seconds"] == pytest.approx(62 * 5e-5 + 31 / 16 * 102.2e6 * 8e-10, 0.01)
+
+
+def links(folder: Path) -> str:
+    (folder / "links.json").write_text(json.dumps({"links": NOMINAL.to_dict()}))
+    return str(folder / "links.json")
+
+
+def test_a_yaml_file_of_the_same_and_flags_before_it(tmp_path: Path) -> None:
+    pairs = zip(FLAGS[::2], FLAGS[1::2], strict=True)
+    text = "".join(f"{flag[2:]}: {value}\n" for flag, value in pairs)
+    (tmp_path / "a.yaml").write_text(text + "merging: single\n")
+    file = str(tmp_path / "a.yaml")
+    assert rows(tmp_path, file) == rows(tmp_path, *FLAGS, "--merging", "single")
+    assert rows(tmp_path, file, "--nodes", "2")[0]["nodes"] == 2
+
+
+def test_a_sweep_goes_on_as_it_began(tmp_path: Path) -> None:
+    words = [*FLAGS, "--sweep", "nodes=1,2,4,...,32", "--png", str(tmp_path / "a.png")]
+    swept = rows(tmp_path, *words)
+    assert [row["nodes"] for row in swept] == [1, 2, 4, 8, 16, 32]
+    steps = [row["step_seconds"] for row in swept]
+    assert steps == sorted(steps) and (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+    swept = rows(tmp_path, *FLAGS[:-2], "--sweep", "spread=0,0.1,...,0.3")
+    assert [row["spread"] for row in swept] == pytest.approx([0, 0.1, 0.2, 0.3])
+
+
+def test_a_timeline_is_drawn_and_exported(tmp_path: Path) -> None:
+    png, trace = tmp_path / "a.png", tmp_path / "a.json"
+    output = run(*FLAGS, "--scheme", "hitopk", "--png", str(png), "--trace", str(trace))
+    assert "port inside" in output and "port between" in output and "hitopk" in output
+    assert json.loads(trace.read_text())["traceEvents"] and png.stat().st_size > 1000
+
+
+def test_a_measured_profile_counts_more_than_a_model(tmp_path: Path) -> None:
+    profile = Profile.from_throughput(models.get("lstm_ptb"), 20, batch=10)
+    (tmp_path / "profile.json").write_text(profile.to_json())
+    (row,) = rows(tmp_path, *FLAGS, "--profile", str(tmp_path / "profile.json"))
+    assert row["compute_seconds"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "resnet"], "Did you mean 'resnet50'"),
+        (["--scheme", "allreduc"], "Did you mean 'allreduce'"),
+        (["--merging", "optimum"], "Did you mean 'optimal'"),
+        (["--efficiency", "2"], r"`efficiency` must be in \(0, 1\]"),
+        (["--between-gbit", "0"], "`between_gbit` must be > 0"),
+        (["--nodes", "0"], "nodes >= 1"),
+        (["--throughput", "-1"], "`samples_per_second`"),
+        (["--sweep", "node=1,2"], "Did you mean 'nodes'"),
+        (["--sweep", "nodes=1,...,x"], "Numbers are required, as nodes=1,2,4"),
+        (["--sweep", "nodes"], "needs values"),
+        (["--sweep", "nodes=1,2.5"], "`nodes` must be a whole number"),
+        (["--sweep", "nodes=1,2", "--trace", "t"], "writes one timeline"),
+        (["nowhere.yaml"], "nowhere.yaml"),
+        (["--profile", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_what_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        run(*words)
+
+
+def test_unknown_keys_of_a_file_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("batches: 3\n")
+    with pytest.raises(PlanError, match="Did you mean 'batch'"):
+        run(str(tmp_path / "a.yaml"))
+    (tmp_path / "a.yaml").write_text("batch: many\n")
+    with pytest.raises(PlanError, match="`batch` must be a whole number"):
+        run(str(tmp_path / "a.yaml"))
+
+
+def test_simulating_loads_no_tensorflow() -> None:
+    code = (
+        "import sys; sys.argv = ['tfcommx', *sys.argv[1:]]; import tfcommx.cli.main as cli\n"
+        "try: cli.main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert not {'tensorflow', 'keras'} & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "simulate", *FLAGS, "--merging", "mg_wfbp"],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 0 and "scaling efficiency" in done.stdout, done.stderr

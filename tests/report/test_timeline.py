@@ -1,0 +1,67 @@
+"""A timeline drawn as text, as a picture and as trace events."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tfcommx.report.timeline import draw_sweep, draw_text, draw_timeline, trace_events
+from tfcommx.terms import Span, Timeline
+
+SPANS = (
+    Span("host", "load", "batch", 0, 4),
+    Span("compute", "forward", "f", 0, 2),
+    Span("compute", "backward", "a", 2, 4),
+    Span("between", "message", "bucket12", 4, 9, 12),
+    Span("compute", "select", "bucket3", 4, 5, 3),
+    Span("compute", "backward", "b", 5, 8),
+    Span("between", "message", "bucket3", 9.6, 10, 3),
+)
+TIMELINE = Timeline(SPANS, 10.0, 7.0, batch=8, ranks=2)
+
+
+def test_a_lane_for_each_resource_as_drawn() -> None:
+    assert draw_text(TIMELINE, 10) == (
+        "host         |llll      |\n"
+        "compute      |ffbb3bbb  |\n"
+        "port between |    22222 |\n"
+        "0 to 10000.00 ms; l load, f forward, b backward; digits: messages and selections of "
+        "buckets"
+    )
+
+
+def test_a_cell_shows_what_takes_most_of_it() -> None:
+    """In 5 cells of 2 s: 1 s each of selection and backward pass shows the first; 5 s in 2.5."""
+    lines = draw_text(TIMELINE, 5).splitlines()
+    assert lines[1:3] == ["compute      |fb3b |", "port between |  222|"]
+
+
+def test_trace_events_have_every_span_in_microseconds() -> None:
+    events = json.loads(trace_events(TIMELINE))["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert list(names.values()) == ["host", "compute", "port between"]
+    assert len(spans) == len(SPANS)
+    assert [spans[3][key] for key in ("name", "cat", "ts", "dur")] == [
+        "message bucket12",
+        "message",
+        4e6,
+        5e6,
+    ]
+    assert names[spans[3]["tid"]] == "port between" and spans[3]["args"]["bucket"] == 12
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_pictures_are_written(tmp_path: Path, empty: bool) -> None:
+    timeline = Timeline((), 0.0, 0.0, 1, 1) if empty else TIMELINE
+    draw_timeline(timeline, tmp_path / "step.png", "a step")
+    assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
+    assert draw_text(timeline, 4).count("\n") == (0 if empty else 3)
+
+
+def test_a_sweep_is_drawn(tmp_path: Path) -> None:
+    rows = [{"nodes": n, "throughput": 10.0 * n, "scaling_efficiency": 0.9} for n in (1, 2, 4)]
+    draw_sweep(rows, "nodes", tmp_path / "sweep.png")
+    assert (tmp_path / "sweep.png").read_bytes()[:4] == b"\x89PNG"

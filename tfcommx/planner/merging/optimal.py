@@ -1,0 +1,236 @@
+"""The merging with the shortest step: dynamic programming over (compute delay, port free) states.
+
+After position j every way of grouping what came before is one point; only those on the lower left
+border can lead to the shortest step, because both times only ever add:
+
+    port free
+      |  x
+      |     .  x          x  kept: neither is reached earlier at both times
+      |  .    .           .  dominated
+      |        .   x
+      +----------------- delay of the backward pass by selection
+
+The delay is 0 where nothing is selected, so one point is kept. With a stream beside for the
+selection, the first coordinate is the time at which that stream is free.
+
+Source: dynamic programming with dominance; what it minimizes is equations 17 and 18 of Shi et al.,
+"Communication-Efficient Distributed Deep Learning with Merged Gradient Sparsification on GPUs"
+(2020), with any prices. Their Algorithm 1 does not always reach it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tfcommx.planner.merging import each, mg_wfbp, omgs, single
+from tfcommx.planner.merging.base import Groups, Prices, Seconds, finish_s, ready_times
+from tfcommx.terms import Profile
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+# Two sums of the same seconds in another order differ by less, relatively.
+ROUNDING = 1e-12
+# Sizes at which bounds of a price are known, for each factor of 2.
+STEPS = 512
+
+
+# Weights of the bounds, from all on the backward pass to all on the port.
+WEIGHTS = 21
+# States kept after a position: in a coarse search, and at most.
+BORDERS = (8, 32)
+
+
+class Optimal:
+    """The exact optimum of the simulated step over all merges of consecutive gradients."""
+
+    name = "optimal"
+    needs_times = True
+
+    def groups(self, profile: Profile, prices: Prices) -> Groups:
+        """Return groups with the smallest `finish_s`, to rounding.
+
+        It is the optimum of `simulator.step.simulate` on one stream of gradients without contention
+        and spread, if a longer message never costs less. Where more than 32 states are kept after
+        a position (hundreds of gradients, an exact selection on the compute stream and messages
+        that need tens of milliseconds each), 32 of them are followed: then it is exact only up to
+        what lies between two of these.
+
+        **Cost:** for 500 gradients a few seconds at most; some thousand prices.
+        """
+        if not profile.variables:
+            return []
+        simple = (single.SOLVER, each.SOLVER, mg_wfbp.SOLVER, omgs.SOLVER)
+        tried = [solver.groups(profile, prices) for solver in simple]
+        limit = min(finish_s(groups, profile, prices) for groups in tried)
+        bounds = _Bounds(profile, prices)
+        # A coarse search first: a good limit makes the other one short
+        for border in BORDERS:
+            groups = _Search(bounds, limit, border).groups()
+            limit = min(limit, finish_s(groups, profile, prices))
+        return groups
+
+
+def _border(first: Floats, port: Floats) -> Integers:
+    """Return the places of the states of which no other one is as early at both times."""
+    order = np.lexsort((port, first))
+    smallest = np.minimum.accumulate(port[order])
+    kept = np.ones(len(order), bool)
+    kept[1:] = port[order][1:] < smallest[:-1] * (1 - ROUNDING)
+    found: Integers = order[kept]
+    return found
+
+
+class _Bounded:
+    """A price that rises with the size: bounds for many sizes at once, exact values one by one."""
+
+    def __init__(self, price: Seconds, smallest: int, largest: int) -> None:
+        self.price = price
+        self.known: dict[int, float] = {}
+        count = int(STEPS * math.log2(2 * largest / smallest)) if largest else 0
+        steps = np.geomspace(smallest, max(largest, 1), count)
+        self.sizes = np.unique(np.concatenate([[0], steps.astype(np.int64), [largest]]))
+        self.values = np.array([self(int(size)) for size in self.sizes], np.float64)
+
+    def __call__(self, size: int) -> float:
+        if size not in self.known:
+            self.known[size] = self.price(size)
+        return self.known[size]
+
+    def bounds(self, sizes: Integers) -> tuple[Floats, Floats]:
+        above = np.searchsorted(self.sizes, sizes)
+        exact = self.sizes[above] == sizes
+        below = np.where(exact, above, above - 1)
+        return self.values[below], self.values[above]
+
+
+class _Bounds:
+    """What the gradients after a position cost at least, however they are grouped.
+
+    The step ends with the port, after all messages to come, and it ends with the last message,
+    after the backward pass, its delay and all selections to come. So it is no shorter than any mean
+    of both, and the smallest mean over all groupings is a sum over groups: one dynamic program for
+    each weight.
+    """
+
+    def __init__(self, profile: Profile, prices: Prices) -> None:
+        self.ready, self.beside = ready_times(profile), prices.selection_on == "beside"
+        self.ends = np.cumsum([0, *(row.size for row in profile.variables)])
+        self.backward = profile.backward_s
+        smallest = min((row.size for row in profile.variables if row.size), default=1)
+        self.message = _Bounded(prices.message_s, smallest, int(self.ends[-1]))
+        self.selection = _Bounded(prices.selection_s, smallest, int(self.ends[-1]))
+        # With a stream beside, selections delay nothing: the port alone counts
+        self.weights = np.ones(1) if self.beside else np.linspace(0, 1, WEIGHTS)
+        self.rest = self._rest()
+
+    def _rest(self) -> Floats:
+        count, port = len(self.ready), self.weights[:, None]
+        found = np.zeros((len(self.weights), count + 1))
+        for start in reversed(range(count)):
+            sizes = self.ends[start + 1 :] - self.ends[start]
+            sent, selected = self.message.bounds(sizes)[0], self.selection.bounds(sizes)[0]
+            costs = port * sent + (1 - port) * selected + found[:, start + 1 :]
+            # The last message follows the backward pass whole
+            costs[:, -1] += (1 - port[:, 0]) * sent[-1]
+            found[:, start] = costs.min(axis=1)
+        return found
+
+    def end(self, first: Floats, port: Floats, stop: int) -> Floats:
+        """Bound from below when a step ends that is in these states after position `stop`."""
+        if stop == len(self.ready):
+            return port if self.beside else np.maximum(port, self.backward + first)
+        weights = self.weights[:, None]
+        means = weights * port + (1 - weights) * (self.ready[-1] + first)
+        found: Floats = (means + self.rest[:, stop, None]).max(axis=0)
+        return found
+
+
+class _Search:
+    """Extends the kept states of all earlier positions by one group, position by position."""
+
+    def __init__(self, bounds: _Bounds, limit: float, border: int) -> None:
+        self.bounds, self.border = bounds, border
+        self.ready, self.beside, self.ends = bounds.ready, bounds.beside, bounds.ends
+        self.message, self.selection = bounds.message, bounds.selection
+        # A state that is kept for an equal one may be later by as much for each position
+        self.limit = limit * (1 + 1000 * ROUNDING)
+        # Of every kept state: position after its last group, both times, the state before it
+        self.position: Integers = np.zeros(1, np.int64)
+        self.first: Floats = np.zeros(1)
+        self.port: Floats = np.zeros(1)
+        self.before: Integers = np.full(1, -1)
+
+    def groups(self) -> Groups:
+        count = len(self.ready)
+        for stop in range(1, count + 1):
+            self._extend(stop)
+        last = np.flatnonzero(self.position == count)
+        delay = 0.0 if self.beside else self.first[last]
+        state = int(last[np.argmin(np.maximum(self.port[last], self.bounds.backward + delay))])
+        groups: Groups = []
+        while state:
+            previous = int(self.before[state])
+            groups.append(list(range(self.position[previous], self.position[state])))
+            state = previous
+        return groups[::-1]
+
+    def _extend(self, stop: int) -> None:
+        """Add the states in which a group ends before position `stop`."""
+        sizes = self.ends[stop] - self.ends[self.position]
+        lows, highs = (
+            self._times(self.first, self.port, stop, selected, sent)
+            for selected, sent in zip(
+                self.selection.bounds(sizes), self.message.bounds(sizes), strict=True
+            )
+        )
+        candidates = np.flatnonzero(self._promising(lows, highs, stop))
+        starts, which = np.unique(self.position[candidates], return_inverse=True)
+        lengths = (self.ends[stop] - self.ends[starts]).tolist()
+        selected = np.array([self.selection(size) for size in lengths], np.float64)[which]
+        sent = np.array([self.message(size) for size in lengths], np.float64)[which]
+        first, port = self._times(
+            self.first[candidates], self.port[candidates], stop, selected, sent
+        )
+        kept = _border(first, port)
+        kept = kept[self.bounds.end(first[kept], port[kept], stop) <= self.limit]
+        if len(kept) > self.border:
+            kept = kept[np.linspace(0, len(kept) - 1, self.border).astype(int)]
+        self.position = np.append(self.position, np.full(len(kept), stop))
+        self.first = np.append(self.first, first[kept])
+        self.port = np.append(self.port, port[kept])
+        self.before = np.append(self.before, candidates[kept])
+
+    def _times(
+        self, first: Floats, port: Floats, stop: int, selected: Floats, sent: Floats
+    ) -> tuple[Floats, Floats]:
+        """Return both times after a group that ends before `stop`.
+
+        Times that are earlier than the next group can use are moved there: so more are equal.
+        """
+        ready = self.ready[stop - 1]
+        following = self.ready[stop] if stop < len(self.ready) else 0.0
+        if self.beside:
+            start = np.maximum(first, ready) + selected
+            return np.maximum(start, following), np.maximum(
+                np.maximum(port, start) + sent, following
+            )
+        delay = first + selected
+        return delay, np.maximum(np.maximum(port, ready + delay) + sent, following + delay)
+
+    def _promising(
+        self, lows: tuple[Floats, Floats], highs: tuple[Floats, Floats], stop: int
+    ) -> NDArray[np.bool_]:
+        """Tell which states may be kept: not certainly dominated, and not certainly too late."""
+        order = np.argsort(highs[0], kind="stable")
+        smallest = np.minimum.accumulate(highs[1][order])
+        places = np.searchsorted(highs[0][order], lows[0], side="right") - 1
+        beaten = np.where(places >= 0, smallest[np.maximum(places, 0)], np.inf)
+        end = self.bounds.end(lows[0], lows[1], stop)
+        found: NDArray[np.bool_] = (lows[1] <= beaten) & (end <= self.limit)
+        return found
+
+
+SOLVER = Optimal()

@@ -1,0 +1,95 @@
+"""What a merging solver is told: the prices of a stream of gradients, and when they are ready."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+from tfcommx import routes
+from tfcommx.planner.merging.base import Prices
+from tfcommx.routes.base import SELECT
+from tfcommx.simulator.conditions import Conditions
+from tfcommx.simulator.step import selection_seconds, stages_of
+from tfcommx.terms import (
+    Bucket,
+    Links,
+    Piece,
+    PlanError,
+    Profile,
+    Topology,
+    VariableProfile,
+)
+
+
+def prices_of(
+    make_bucket: Callable[[int], Bucket],
+    topology: Topology,
+    links: Links,
+    conditions: Conditions,
+    bucket_bytes: int,
+) -> Prices:
+    """Price groups of a stream of gradients as the simulator does.
+
+    A selection in the middle of a route, such as HiTopKComm's, is counted as part of its message.
+
+    Args:
+        make_bucket: entries of a group -> its bucket.
+        topology: of the ranks.
+        links: what messages cost.
+        conditions: what selections and the engine take.
+        bucket_bytes: what the user asks for.
+    """
+
+    @functools.cache
+    def stages(entries: int) -> tuple[float, float]:
+        """Return the seconds of the selection before the message, and of the message."""
+        bucket = make_bucket(entries)
+        found = stages_of(bucket, topology, links, conditions)
+        total = sum(stage.seconds for stage in found)
+        first = found[0].seconds if found and found[0].resource == SELECT else 0.0
+        return first, total - first
+
+    sample = make_bucket(1)
+    selects_first = routes.get(sample.route).stages(sample, topology, links)[0].resource == SELECT
+
+    def selection_s(entries: int) -> float:
+        if not selects_first:
+            return 0.0
+        return selection_seconds(make_bucket(entries), topology, links, conditions)
+
+    return Prices(
+        message_s=lambda entries: stages(entries)[1],
+        selection_s=functools.cache(selection_s),
+        selection_on=conditions.selection_on,
+        entry_bytes=sample.entry_bytes,
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def sub_profile(
+    variables: Sequence[tuple[str, tuple[int, ...], str]], profile: Profile | None
+) -> Profile:
+    """Return the profile of some gradients in backward order; of their sizes if there is none.
+
+    Args:
+        variables: path, or name of a piece, then shape and dtype of each.
+        profile: of the whole model.
+
+    **Raises:** PlanError for a profile of another model, naming a variable.
+    """
+    if profile is None:
+        rows = tuple(VariableProfile(*variable) for variable in variables)
+        return Profile.of_sizes("these gradients", rows)
+    known, timed = {row.name: row for row in profile.variables}, []
+    for name, shape, dtype in variables:
+        path = Piece.of(name).path
+        found = known.get(path)
+        if found is None or (path == name and found.shape != tuple(shape)):
+            other = "does not have it" if found is None else f"has {found.shape}"
+            raise PlanError(
+                f"A profile of this model is required. The model has {path!r} of shape "
+                f"{tuple(shape)}; the profile of {profile.model!r} {other}. Measure this model."
+            )
+        timed.append(VariableProfile(name, shape, dtype, found.ready_s, found.ready_spread_s))
+    return dataclasses.replace(profile, variables=tuple(timed))

@@ -1,0 +1,164 @@
+"""A step's timeline as text, as a picture, and for chrome://tracing and Perfetto."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tfcommx.terms import RESOURCES, Span, Timeline
+
+MEANINGS = {
+    "host": "host",
+    "compute": "compute",
+    "beside": "beside it",
+    "inside": "port inside",
+    "between": "port between",
+}
+# In the text; a message and a selection are drawn as the last digit of their bucket's number.
+SIGNS = {"load": "l", "forward": "f", "backward": "b", "update": "u"}
+COLOURS = {
+    "load": "tab:gray",
+    "forward": "tab:blue",
+    "backward": "tab:cyan",
+    "select": "tab:red",
+    "message": "tab:orange",
+    "update": "tab:green",
+}
+
+
+def draw_text(timeline: Timeline, width: int = 80) -> str:
+    """Draw a lane for each resource that does something, from the start of the step to its end.
+
+    >>> spans = (Span("compute", "forward", "f", 0, 1), Span("compute", "backward", "w", 1, 3),
+    ...          Span("between", "message", "w", 3, 4, 0))
+    >>> print(draw_text(Timeline(spans, 4.0, 3.0, batch=8, ranks=2), width=8))
+    compute      |ffbbbb  |
+    port between |      00|
+    0 to 4000.00 ms; f forward, b backward; digits: messages and selections of buckets
+
+    A cell shows what takes most of its time; it is empty if nothing takes half of it.
+    """
+    lines = []
+    for resource in _lanes(timeline):
+        spans = [span for span in timeline.spans if span.resource == resource]
+        lines.append(f"{MEANINGS[resource]:<12} |{_cells(spans, timeline.step_s, width)}|")
+    used = {span.kind for span in timeline.spans}
+    signs = ", ".join(f"{sign} {kind}" for kind, sign in SIGNS.items() if kind in used)
+    digits = "; digits: messages and selections of buckets" if used - set(SIGNS) else ""
+    lines.append(f"0 to {timeline.step_s * 1e3:.2f} ms; {signs}{digits}")
+    return "\n".join(lines)
+
+
+def _lanes(timeline: Timeline) -> list[str]:
+    used = {span.resource for span in timeline.spans}
+    return [resource for resource in RESOURCES if resource in used]
+
+
+def _cells(spans: list[Span], step_s: float, width: int) -> str:
+    """Draw what takes most of each of `width` equal parts of the step."""
+    if step_s <= 0:
+        return " " * width
+    cell = step_s / width
+    parts: list[Counter[str]] = [Counter() for _ in range(width)]
+    for span in spans:
+        sign = SIGNS.get(span.kind) or str(span.bucket % 10)
+        first = min(int(span.start_s / cell), width - 1)
+        last = min(int(span.end_s / cell), width - 1)
+        for place in range(first, last + 1):
+            start, end = max(span.start_s, place * cell), min(span.end_s, (place + 1) * cell)
+            if end > start:
+                parts[place][sign] += end - start  # type: ignore[assignment]
+    return "".join(_sign(part, cell) for part in parts)
+
+
+def _sign(part: Counter[str], cell: float) -> str:
+    if sum(part.values()) < cell / 2 * (1 - 1e-9):
+        return " "
+    return max(part, key=lambda sign: part[sign])
+
+
+def draw_timeline(timeline: Timeline, path: Path, title: str = "") -> None:
+    """Draw the same lanes as a picture."""
+    from matplotlib.figure import Figure  # Without pyplot: no display, no global state
+
+    lanes = _lanes(timeline)
+    figure = Figure(figsize=(10, 1.2 + 0.6 * len(lanes)), layout="constrained")
+    axes = figure.subplots()
+    for kind, colour in COLOURS.items():
+        found = [span for span in timeline.spans if span.kind == kind]
+        if found:
+            axes.barh(
+                [lanes.index(span.resource) for span in found],
+                [1e3 * (span.end_s - span.start_s) for span in found],
+                left=[1e3 * span.start_s for span in found],
+                height=0.7,
+                color=colour,
+                edgecolor="white",
+                linewidth=0.3,
+                label=kind,
+            )
+    axes.set(
+        xlabel="ms",
+        yticks=range(len(lanes)),
+        yticklabels=[MEANINGS[lane] for lane in lanes],
+        xlim=(0, 1e3 * timeline.step_s or 1),
+        title=title,
+    )
+    axes.invert_yaxis()
+    if lanes:
+        figure.legend(loc="outside lower center", ncols=len(COLOURS), fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def trace_events(timeline: Timeline) -> str:
+    """Write the timeline in the trace-event format, which chrome://tracing and Perfetto read.
+
+    Source: Google, "Trace Event Format": complete events (ph X), microseconds.
+    """
+    lanes = _lanes(timeline)
+    events: list[dict[str, Any]] = [
+        {
+            "name": "thread_name",
+            "ph": "M",
+            "pid": 0,
+            "tid": number,
+            "args": {"name": MEANINGS[lane]},
+        }
+        for number, lane in enumerate(lanes)
+    ]
+    events += [
+        {
+            "name": f"{span.kind} {span.name}",
+            "cat": span.kind,
+            "ph": "X",
+            "ts": span.start_s * 1e6,
+            "dur": (span.end_s - span.start_s) * 1e6,
+            "pid": 0,
+            "tid": lanes.index(span.resource),
+            "args": {"bucket": span.bucket},
+        }
+        for span in timeline.spans
+    ]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
+
+
+def draw_sweep(
+    rows: list[dict[str, Any]], swept: str, path: Path, column: str = "throughput"
+) -> None:
+    """Draw a column of simulated steps over what was swept, beside perfect scaling."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    values = [row[swept] for row in rows]
+    whole = [row[column] / row["scaling_efficiency"] for row in rows]
+    left.plot(values, whole, "--", color="0.7", label="without exchange")
+    left.plot(values, [row[column] for row in rows], "o-", label="simulated")
+    scale = "linear" if any(isinstance(value, str) for value in values) else "log"
+    left.set(xlabel=swept, ylabel="samples per second", xscale=scale, yscale="log")
+    left.legend()
+    right.plot(values, [row["scaling_efficiency"] for row in rows], "o-")
+    right.set(xlabel=swept, ylabel="scaling efficiency", xscale=scale, ylim=(0, 1.05))
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,61 @@
+"""Models by name, as tables of layers: one family a file, and the table of them.
+
+A table says how many multiply-adds each layer takes and which variables it has, so that a profile
+follows from one measured throughput (`Profile.from_throughput`) without the model.
+
+To add one: write a function from the size of a sample to a `LayerTable`, from the architecture, in
+the file of its family, which names its paper; add it to `_ALL` below; add the published numbers of
+parameters and tensors to tests/simulator/test_models.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tfcommx.simulator.models import (
+    alexnet,
+    bert,
+    googlenet,
+    inception_v4,
+    lstm,
+    resnet,
+    transformer,
+    vgg,
+)
+from tfcommx.terms import LayerTable, PlanError, check_name, check_whole
+
+_ALL: tuple[Callable[..., LayerTable], ...] = (
+    resnet.resnet50,
+    vgg.vgg16,
+    vgg.vgg19,
+    vgg.vgg16_cifar,
+    alexnet.alexnet,
+    googlenet.googlenet,
+    inception_v4.inception_v4,
+    bert.bert_base,
+    bert.bert_large,
+    transformer.transformer_base,
+    transformer.transformer_big,
+    lstm.lstm_ptb,
+)
+MODELS: dict[str, Callable[..., LayerTable]] = {make.__name__: make for make in _ALL}
+
+
+def get(name: str, size: int | None = None) -> LayerTable:
+    """Return the layers of a model.
+
+    >>> get("resnet50").parameters, get("resnet50").tensors
+    (25557032, 161)
+
+    Args:
+        name: a name of the table.
+        size: of a sample: pixels of a side, or words; None: the model's usual one.
+
+    **Raises:** PlanError for an unknown name, with the nearest one, and a size that is too small.
+    """
+    make = MODELS[check_name("model", name, MODELS)]
+    if size is None:
+        return make()
+    if check_whole("size", size) < 1:
+        raise PlanError(f"The size of a sample must be >= 1. Received {size}.")
+    return make(check_whole("size", size))

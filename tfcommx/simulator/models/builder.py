@@ -1,0 +1,113 @@
+"""Builder: writes down the layers of a model as its architecture describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tfcommx.terms import Layer, LayerTable, PlanError
+
+# (name, shape) of the variables of a layer.
+Variables = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class Builder:
+    """Follows the shape of one sample through a model of images, and lists its layers.
+
+    >>> model = Builder(8, 3)
+    >>> model.convolve("conv", 16, 3, stride=2, bias=True)
+    >>> model.height, model.width, model.channels
+    (4, 4, 16)
+    >>> model.dense("top", 10)
+    >>> [(layer.name, layer.operations) for layer in model.layers]
+    [('conv', 6912), ('top', 2560)]
+
+    Operations are multiply-adds. Those of normalization are two for each entry; pooling,
+    activations and additions are not counted.
+    """
+
+    def __init__(self, size: int, channels: int, layers: list[Layer] | None = None) -> None:
+        """Begin with an input of size x size x channels; branches share their model's `layers`."""
+        self.height = self.width = size
+        self.channels = channels
+        self.layers: list[Layer] = [] if layers is None else layers
+
+    def convolve(
+        self,
+        name: str,
+        filters: int,
+        kernel: int | tuple[int, int],
+        *,
+        stride: int = 1,
+        valid: bool = False,
+        groups: int = 1,
+        bias: bool = False,
+        norm: bool = False,
+    ) -> None:
+        """Add a convolution, padded unless `valid`, and a normalization after it if `norm`."""
+        high, wide = (kernel, kernel) if isinstance(kernel, int) else kernel
+        self._shrink(high, wide, stride, valid)
+        shape = (high, wide, self.channels // groups, filters)
+        variables: Variables = (("kernel", shape),)
+        if bias:
+            variables += (("bias", (filters,)),)
+        each = high * wide * (self.channels // groups) * filters
+        self.layers.append(Layer(name, each * self.height * self.width, variables))
+        self.channels = filters
+        if norm:
+            entries = self.height * self.width * filters
+            self.layers.append(normalization(f"{name}/norm", filters, entries))
+
+    def pool(self, size: int, stride: int, *, valid: bool = False) -> None:
+        """Take the largest or the mean of each window."""
+        self._shrink(size, size, stride, valid)
+
+    def pool_all(self) -> None:
+        """Take the mean over the whole image."""
+        self.height = self.width = 1
+
+    def dense(self, name: str, units: int) -> None:
+        """Add a dense layer with a bias on all entries."""
+        inputs = self.height * self.width * self.channels
+        self.layers.append(dense(name, inputs, units))
+        self.height = self.width = 1
+        self.channels = units
+
+    def branch(self) -> Builder:
+        """Return a builder that goes on from here; its layers are those of this one."""
+        copy = Builder(1, self.channels, self.layers)
+        copy.height, copy.width = self.height, self.width
+        return copy
+
+    def join(self, branches: Sequence[Builder]) -> None:
+        """Go on with the channels of all branches, one after another."""
+        self.height, self.width = branches[0].height, branches[0].width
+        self.channels = sum(branch.channels for branch in branches)
+
+    def table(self, name: str, sample: str) -> LayerTable:
+        """Return the layers."""
+        return LayerTable(name, tuple(self.layers), sample)
+
+    def _shrink(self, high: int, wide: int, stride: int, valid: bool) -> None:
+        if valid:
+            self.height -= high - 1
+            self.width -= wide - 1
+        if self.height < 1 or self.width < 1:
+            raise PlanError(
+                f"This model needs larger images: a window of {high} x {wide} does not fit into "
+                "what is left of them. Leave `size` out for the usual ones."
+            )
+        self.height = -(-self.height // stride)
+        self.width = -(-self.width // stride)
+
+
+def dense(name: str, inputs: int, units: int, *, times: int = 1, bias: bool = True) -> Layer:
+    """Make a dense layer that is applied to `times` vectors of a sample."""
+    variables: Variables = (("kernel", (inputs, units)),)
+    if bias:
+        variables += (("bias", (units,)),)
+    return Layer(name, inputs * units * times, variables)
+
+
+def normalization(name: str, channels: int, entries: int) -> Layer:
+    """Make a normalization with a scale and an offset, over `entries` entries of a sample."""
+    return Layer(name, 2 * entries, (("scale", (channels,)), ("offset", (channels,))))

@@ -1,0 +1,68 @@
+"""Timeline: what the resources of one node do in a training step, simulated or measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+# The lanes of a drawing, from above: input pipeline, accelerator, a second stream or the cores
+# beside it, the port inside the node, the port to the other nodes.
+RESOURCES = ("host", "compute", "beside", "inside", "between")
+# What a resource does.
+KINDS = ("load", "forward", "backward", "select", "message", "update")
+
+
+class Span(NamedTuple):
+    """A stretch of time in which a resource does one thing."""
+
+    # One of RESOURCES.
+    resource: str
+    # One of KINDS.
+    kind: str
+    # Of the variable or bucket.
+    name: str
+    # Seconds from the start of the step.
+    start_s: float
+    end_s: float
+    # Number of the bucket in its plan; -1 if it is of none.
+    bucket: int = -1
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step of the slowest rank; all nodes of a cluster are loaded alike.
+
+    >>> spans = (Span("compute", "backward", "w", 0, 2), Span("between", "message", "w", 2, 3))
+    >>> timeline = Timeline(spans, step_s=3.0, compute_s=2.0, batch=8, ranks=4)
+    >>> timeline.exposed_s, timeline.throughput, round(timeline.scaling_efficiency, 3)
+    (1.0, 10.666666666666666, 0.667)
+    """
+
+    # In the order in which they begin.
+    spans: tuple[Span, ...]
+    # Of the whole step.
+    step_s: float
+    # Of a rank alone, without exchange: forward pass, backward pass, update.
+    compute_s: float
+    # Samples of one rank.
+    batch: int
+    ranks: int
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that the exchange adds to the step: messages, selection, waiting for others."""
+        return self.step_s - self.compute_s
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second of all ranks together."""
+        return self.ranks * self.batch / self.step_s
+
+    @property
+    def scaling_efficiency(self) -> float:
+        """Throughput over that of as many ranks without exchange, in (0, 1]."""
+        return self.compute_s / self.step_s
+
+    def busy_s(self, kind: str) -> float:
+        """Add the seconds of all spans of a kind."""
+        return sum(span.end_s - span.start_s for span in self.spans if span.kind == kind)
