@@ -8,7 +8,9 @@ import pytest
 
 from tfcommx import routes
 from tfcommx.planner import merging
+from tfcommx.planner.merging.base import finish_s
 from tfcommx.planner.plan import Gradient, make_plan
+from tfcommx.planner.prices import prices_of
 from tfcommx.simulator import models
 from tfcommx.simulator.conditions import Conditions, sorting
 from tfcommx.simulator.step import simulate
@@ -49,10 +51,14 @@ def test_the_papers_five_methods_are_schemes_with_a_merging() -> None:
 
 @pytest.mark.parametrize("name", merging.MERGINGS)
 def test_a_plan_is_a_pure_function_and_survives_json(name: str) -> None:
-    scheme = Scheme("hitopk", "mstopk", 0.01, dense_route="torus", merging=name)
-    plan = plan_of(scheme)
-    assert plan == plan_of(scheme) == routes.read_plan(plan.to_json())
-    assert simulate(plan, PROFILE, SLOW).step_s > PROFILE.compute_s
+    profile = Profile.from_throughput(models.get("lstm_ptb"), 100, batch=16)
+    gradients = [Gradient(row.name, row.shape, row.dtype) for row in reversed(profile.variables)]
+    scheme = {"*": Scheme("hitopk", "mstopk", 0.01, dense_route="torus", merging=name)}
+    plan, again = (
+        make_plan(gradients, scheme, FOUR, links=SLOW, profile=profile) for _ in range(2)
+    )
+    assert plan == again == routes.read_plan(plan.to_json())
+    assert simulate(plan, profile, SLOW).step_s > profile.compute_s
 
 
 @pytest.mark.parametrize("route", ["allreduce", "torus", "asa", "pipeline", "allgather", "hitopk"])
@@ -77,6 +83,37 @@ def test_the_optimal_merging_has_the_shortest_simulated_step(route: str) -> None
         steps[name] = simulate(plan, profile, SLOW, conditions).step_s
     assert min(steps.values()) == pytest.approx(steps["optimal"], rel=1e-9), steps
     assert steps["each"] > steps["optimal"]
+
+
+@pytest.mark.parametrize("place", ["compute", "beside"])
+@pytest.mark.parametrize("route", ["allreduce", "allgather"])
+def test_what_solvers_minimize_is_the_simulated_step(route: str, place: str) -> None:
+    """Selections of milliseconds, so that they wait for each other on a stream beside."""
+    rows = tuple(row for row in PROFILE.variables if len(row.shape) > 1)
+    profile = dataclasses.replace(PROFILE, variables=rows)
+    gradients = [Gradient(row.name, row.shape, row.dtype) for row in reversed(rows)]
+    conditions = Conditions(lambda entries: 0.004, place, engine_s=1e-3)
+    sparse = {"selection": "exact", "density": 0.01} if routes.get(route).sparse else {}
+    for name in ("each", "threshold"):
+        scheme = Scheme(route, dense_below=0, merging=name, bucket_bytes=2**22, **sparse)
+        plan = make_plan(gradients, {"*": scheme}, FOUR, links=SLOW, profile=profile)
+        prices = prices_of(
+            lambda entries, plan=plan: dataclasses.replace(
+                plan.buckets[0],
+                variables=("all",),
+                sizes=(entries,),
+                k=plan.buckets[0].k and max(1, round(0.01 * entries)),
+            ),
+            FOUR,
+            SLOW,
+            conditions,
+            1,
+        )
+        places = {row.name: number for number, row in enumerate(rows)}
+        groups = [[places[path] for path in bucket.variables] for bucket in plan.buckets]
+        step = simulate(plan, profile, SLOW, conditions).step_s
+        found = profile.forward_s + finish_s(groups, profile, prices)
+        assert found == pytest.approx(step, rel=1e-9)
 
 
 def test_solvers_without_what_they_need_are_refused() -> None:

@@ -126,6 +126,15 @@ def test_stages_add_up_to_the_price_of_every_route() -> None:
                 assert (sum(stage.resource == "select" for stage in stages) == 1) == route.sparse
 
 
+def test_stages_of_the_torus_by_hand() -> None:
+    """16 bytes on 2 x 2: 1 + 8 inside; two shards of 8 share the port: 2 + 16; 1 + 8 inside."""
+    torus = routes.get("torus")
+    one = bucket("0", "a", size=4, route="torus", options=torus.options(Scheme(), LINKS))
+    stages = torus.stages(one, Topology(2, 2), LINKS)
+    assert stages == [("inside", 9), ("between", 18), ("inside", 9)]
+    assert torus.seconds(one, Topology(2, 2), LINKS) == 36
+
+
 def test_contention_slows_messages_while_the_backward_pass_runs() -> None:
     """From 14 to 20 at half speed: 3 of 10 s are done, 7 remain; then 6 s at full speed."""
     assert found(AB_C, contention=1.0) == [

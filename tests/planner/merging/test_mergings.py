@@ -105,16 +105,16 @@ def test_unknown_names_and_prices_are_refused() -> None:
         Prices(lambda entries: 1.0, selection_on="gpu")
 
 
-@pytest.mark.parametrize("gamma", [0.0, 2e-10])
-def test_the_optimum_of_500_gradients_is_found_fast(gamma: float) -> None:
-    """Ten times the goal of 2 s, because other processes may run."""
+@pytest.mark.parametrize(("gamma", "alpha"), [(0.0, 1e-3), (2e-10, 1e-3), (2e-10, 0.02)])
+def test_the_optimum_of_500_gradients_is_found_fast(gamma: float, alpha: float) -> None:
+    """Some times the goal of 2 s, because other processes may run; the last case is the hardest."""
     draw = random.Random(1)
     sizes = [draw.choice([256, 2048, 65_536, 1_000_000]) for _ in range(500)]
     profile = profile_of(sizes, [0.3 / 500 * draw.random() * 2 for _ in range(500)])
-    prices = Prices(lambda n: 1e-3 + n * 1e-9, sorting(gamma))
-    start = time.perf_counter()
+    prices = Prices(lambda n: alpha + n * 1e-9, sorting(gamma))
+    start = time.process_time()
     groups = merging.get("optimal").groups(profile, prices)
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
     found = finish_s(groups, profile, prices)
     for name in ("single", "each", "threshold", "mg_wfbp", "omgs"):
         assert found <= finish_s(merging.get(name).groups(profile, prices), profile, prices)

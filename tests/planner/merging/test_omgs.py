@@ -70,6 +70,17 @@ def test_one_pass_equals_the_printed_algorithm(seed: int) -> None:
     assert merged == algorithm_1(profile, prices)[::-1]
 
 
+def test_condition_q3_where_a_selection_is_mostly_launching() -> None:
+    """Q5 implies Q3 where merged selections cost more; here one costs 2 s however long it is.
+
+    a is selected and sent before b could be: b does not wait, so it is not merged.
+    """
+    profile = profile_of([1, 1], [1.0, 0.5])
+    prices = Prices(lambda entries: 1.0 + 0.01 * entries, lambda entries: 2.0)
+    assert merging.get("omgs").groups(profile, prices) == [[0], [1]]
+    assert not any(algorithm_1(profile, prices))
+
+
 def test_cases_c1_to_c3_of_the_paper() -> None:
     """Two gradients: b late (C1), the port busy until after both (C2), in between (C3)."""
     prices = Prices(lambda entries: 1.0 + 0.1 * entries)

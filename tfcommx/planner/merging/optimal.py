@@ -21,8 +21,6 @@ Source: dynamic programming with dominance; what it minimizes is equations 17 an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +37,12 @@ ROUNDING = 1e-12
 STEPS = 512
 
 
+# Weights of the bounds, from all on the backward pass to all on the port.
+WEIGHTS = 21
+# States kept after a position: in a coarse search, and at most.
+BORDERS = (8, 32)
+
+
 class Optimal:
     """The exact optimum of the simulated step over all merges of consecutive gradients."""
 
@@ -49,26 +53,34 @@ class Optimal:
         """Return groups with the smallest `finish_s`, to rounding.
 
         It is the optimum of `simulator.step.simulate` on one stream of gradients without contention
-        and spread, if a longer message never costs less.
+        and spread, if a longer message never costs less. Where more than 32 states are kept after
+        a position (hundreds of gradients, an exact selection on the compute stream and messages
+        that need tens of milliseconds each), 32 of them are followed: then it is exact only up to
+        what lies between two of these.
 
-        **Cost:** for 500 gradients about a second; some thousand prices.
+        **Cost:** for 500 gradients a few seconds at most; some thousand prices.
         """
         if not profile.variables:
             return []
         simple = (single.SOLVER, each.SOLVER, mg_wfbp.SOLVER, omgs.SOLVER)
         tried = [solver.groups(profile, prices) for solver in simple]
         limit = min(finish_s(groups, profile, prices) for groups in tried)
-        return _Search(profile, prices, limit).groups()
+        bounds = _Bounds(profile, prices)
+        # A coarse search first: a good limit makes the other one short
+        for border in BORDERS:
+            groups = _Search(bounds, limit, border).groups()
+            limit = min(limit, finish_s(groups, profile, prices))
+        return groups
 
 
-# Both times after a group, and the number of the state before it.
-_State = tuple[float, float, int]
-
-
-def _dominated(kept: list[_State], first: float, port: float) -> bool:
-    """Tell whether one of the states is as early at both times, to rounding."""
-    first, port = first * (1 + ROUNDING), port * (1 + ROUNDING)
-    return any(one[0] <= first and one[1] <= port for one in kept)
+def _border(first: Floats, port: Floats) -> Integers:
+    """Return the places of the states of which no other one is as early at both times."""
+    order = np.lexsort((port, first))
+    smallest = np.minimum.accumulate(port[order])
+    kept = np.ones(len(order), bool)
+    kept[1:] = port[order][1:] < smallest[:-1] * (1 - ROUNDING)
+    found: Integers = order[kept]
+    return found
 
 
 class _Bounded:
@@ -94,23 +106,62 @@ class _Bounded:
         return self.values[below], self.values[above]
 
 
-class _Search:
-    """Extends the kept states of all earlier positions by one group, position by position."""
+class _Bounds:
+    """What the gradients after a position cost at least, however they are grouped.
 
-    def __init__(self, profile: Profile, prices: Prices, limit: float) -> None:
+    The step ends with the port, after all messages to come, and it ends with the last message,
+    after the backward pass, its delay and all selections to come. So it is no shorter than any mean
+    of both, and the smallest mean over all groupings is a sum over groups: one dynamic program for
+    each weight.
+    """
+
+    def __init__(self, profile: Profile, prices: Prices) -> None:
         self.ready, self.beside = ready_times(profile), prices.selection_on == "beside"
         self.ends = np.cumsum([0, *(row.size for row in profile.variables)])
         self.backward = profile.backward_s
         smallest = min((row.size for row in profile.variables if row.size), default=1)
         self.message = _Bounded(prices.message_s, smallest, int(self.ends[-1]))
         self.selection = _Bounded(prices.selection_s, smallest, int(self.ends[-1]))
+        # With a stream beside, selections delay nothing: the port alone counts
+        self.weights = np.ones(1) if self.beside else np.linspace(0, 1, WEIGHTS)
+        self.rest = self._rest()
+
+    def _rest(self) -> Floats:
+        count, port = len(self.ready), self.weights[:, None]
+        found = np.zeros((len(self.weights), count + 1))
+        for start in reversed(range(count)):
+            sizes = self.ends[start + 1 :] - self.ends[start]
+            sent, selected = self.message.bounds(sizes)[0], self.selection.bounds(sizes)[0]
+            costs = port * sent + (1 - port) * selected + found[:, start + 1 :]
+            # The last message follows the backward pass whole
+            costs[:, -1] += (1 - port[:, 0]) * sent[-1]
+            found[:, start] = costs.min(axis=1)
+        return found
+
+    def end(self, first: Floats, port: Floats, stop: int) -> Floats:
+        """Bound from below when a step ends that is in these states after position `stop`."""
+        if stop == len(self.ready):
+            return port if self.beside else np.maximum(port, self.backward + first)
+        weights = self.weights[:, None]
+        means = weights * port + (1 - weights) * (self.ready[-1] + first)
+        found: Floats = (means + self.rest[:, stop, None]).max(axis=0)
+        return found
+
+
+class _Search:
+    """Extends the kept states of all earlier positions by one group, position by position."""
+
+    def __init__(self, bounds: _Bounds, limit: float, border: int) -> None:
+        self.bounds, self.border = bounds, border
+        self.ready, self.beside, self.ends = bounds.ready, bounds.beside, bounds.ends
+        self.message, self.selection = bounds.message, bounds.selection
         # A state that is kept for an equal one may be later by as much for each position
         self.limit = limit * (1 + 1000 * ROUNDING)
         # Of every kept state: position after its last group, both times, the state before it
         self.position: Integers = np.zeros(1, np.int64)
         self.first: Floats = np.zeros(1)
         self.port: Floats = np.zeros(1)
-        self.before = [-1]
+        self.before: Integers = np.full(1, -1)
 
     def groups(self) -> Groups:
         count = len(self.ready)
@@ -118,10 +169,10 @@ class _Search:
             self._extend(stop)
         last = np.flatnonzero(self.position == count)
         delay = 0.0 if self.beside else self.first[last]
-        state = int(last[np.argmin(np.maximum(self.port[last], self.backward + delay))])
+        state = int(last[np.argmin(np.maximum(self.port[last], self.bounds.backward + delay))])
         groups: Groups = []
         while state:
-            previous = self.before[state]
+            previous = int(self.before[state])
             groups.append(list(range(self.position[previous], self.position[state])))
             state = previous
         return groups[::-1]
@@ -136,45 +187,38 @@ class _Search:
             )
         )
         candidates = np.flatnonzero(self._promising(lows, highs, stop))
-        kept: list[_State] = []
-        for state in candidates[np.argsort(lows[1][candidates], kind="stable")].tolist():
-            # By exact prices it may be dominated, though by bounds it was not
-            if not _dominated(kept, float(lows[0][state]), float(lows[1][state])):
-                size = int(sizes[state])
-                times = float(self.first[state]), float(self.port[state])
-                found = (
-                    *self._times(*times, stop, self.selection(size), self.message(size), max),
-                    state,
-                )
-                if not _dominated(kept, found[0], found[1]):
-                    kept = [one for one in kept if not _dominated([found], one[0], one[1])]
-                    kept.append(found)
-        kept.sort()
+        starts, which = np.unique(self.position[candidates], return_inverse=True)
+        lengths = (self.ends[stop] - self.ends[starts]).tolist()
+        selected = np.array([self.selection(size) for size in lengths], np.float64)[which]
+        sent = np.array([self.message(size) for size in lengths], np.float64)[which]
+        first, port = self._times(
+            self.first[candidates], self.port[candidates], stop, selected, sent
+        )
+        kept = _border(first, port)
+        kept = kept[self.bounds.end(first[kept], port[kept], stop) <= self.limit]
+        if len(kept) > self.border:
+            kept = kept[np.linspace(0, len(kept) - 1, self.border).astype(int)]
         self.position = np.append(self.position, np.full(len(kept), stop))
-        self.first = np.append(self.first, [first for first, _, _ in kept])
-        self.port = np.append(self.port, [port for _, port, _ in kept])
-        self.before += [state for _, _, state in kept]
+        self.first = np.append(self.first, first[kept])
+        self.port = np.append(self.port, port[kept])
+        self.before = np.append(self.before, candidates[kept])
 
     def _times(
-        self,
-        first: Any,
-        port: Any,
-        stop: int,
-        selected: Any,
-        sent: Any,
-        larger: Callable[[Any, Any], Any] = np.maximum,
-    ) -> tuple[Any, Any]:
-        """Return both times after a group that ends before `stop`, of one state or of many.
+        self, first: Floats, port: Floats, stop: int, selected: Floats, sent: Floats
+    ) -> tuple[Floats, Floats]:
+        """Return both times after a group that ends before `stop`.
 
         Times that are earlier than the next group can use are moved there: so more are equal.
         """
         ready = self.ready[stop - 1]
         following = self.ready[stop] if stop < len(self.ready) else 0.0
         if self.beside:
-            start = larger(first, ready) + selected
-            return larger(start, following), larger(larger(port, start) + sent, following)
+            start = np.maximum(first, ready) + selected
+            return np.maximum(start, following), np.maximum(
+                np.maximum(port, start) + sent, following
+            )
         delay = first + selected
-        return delay, larger(larger(port, ready + delay) + sent, following + delay)
+        return delay, np.maximum(np.maximum(port, ready + delay) + sent, following + delay)
 
     def _promising(
         self, lows: tuple[Floats, Floats], highs: tuple[Floats, Floats], stop: int
@@ -184,9 +228,7 @@ class _Search:
         smallest = np.minimum.accumulate(highs[1][order])
         places = np.searchsorted(highs[0][order], lows[0], side="right") - 1
         beaten = np.where(places >= 0, smallest[np.maximum(places, 0)], np.inf)
-        end = lows[1]
-        if not self.beside:
-            end = np.maximum(end, self.backward + lows[0])
+        end = self.bounds.end(lows[0], lows[1], stop)
         found: NDArray[np.bool_] = (lows[1] <= beaten) & (end <= self.limit)
         return found
 

@@ -1,0 +1,64 @@
+"""The reproductions keep their protocol, and what docs/reproduction.md says is what they print."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+
+FOLDER = ROOT / "scripts" / "reproduce"
+REPORT = (ROOT / "docs" / "reproduction.md").read_text()
+
+
+def run(name: str, folder: Path, *words: str) -> tuple[str, list[dict[str, object]]]:
+    file = folder / f"{name}.json"
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / f"{name}.py"), "--json", str(file), *words],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT)},
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_tables_of_omgs_as_reported(tmp_path: Path) -> None:
+    output, rows = run("omgs", tmp_path)
+    for line in output.splitlines():
+        assert line in REPORT
+    assert "13 (13), resnet50 53 (53), inception_v4 150 (150), lstm_ptb 9 (9)" in output
+    roles = [row["role"] for row in rows]
+    assert (roles.count("scored"), roles.count("calibrated")) == (8, 4)
+    for row in rows:
+        if row["role"] == "calibrated":
+            assert row["calibrated_s"] == pytest.approx(row["published_s"], rel=1e-3)
+    scored = [abs(row["error"]) for row in rows if row["role"] == "scored"]
+    assert max(scored) < 0.25
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "scored", "calibrated"), [("horovod", 26, 1), ("commlib", 6 + 2 + 1, 3)]
+)
+def test_other_tables_as_reported(name: str, scored: int, calibrated: int, tmp_path: Path) -> None:
+    output, rows = run(name, tmp_path)
+    for line in output.splitlines():
+        assert line in REPORT or line.startswith("- not scored")
+    roles = [row["role"] for row in rows]
+    assert (roles.count("scored"), roles.count("calibrated")) == (scored, calibrated)
+    assert all(row["reason"] for row in rows if row["role"] == "not scored")
+
+
+def test_what_mergings_leave_for_the_lstm(tmp_path: Path) -> None:
+    output, rows = run("merging", tmp_path, "--models", "lstm_ptb", "--gbit", "1")
+    for line in output.splitlines()[2:]:
+        assert line in REPORT
+    assert all(row["over_optimal"] >= 1 - 1e-9 for row in rows)
+    assert {row["merging"] for row in rows} == {
+        "threshold", "single", "each", "mg_wfbp", "omgs", "optimal"
+    }  # fmt: skip
