@@ -22,6 +22,7 @@ _PUBLIC = {
     "broadcast_variables": "tfcommx.optim.broadcast",
     "DataCache": "tfcommx.data.cache.cache",
     "BatchSpec": "tfcommx.data.cache.batch_spec",
+    "profile": "tfcommx.measure.layers",
 }
 _MODULES = {
     "callbacks": "tfcommx.optim.callbacks",

@@ -1,4 +1,4 @@
-"""The command line: `tfcommx train`, `report`, `probe`, `simulate`, `cache`.
+"""The command line: `tfcommx train`, `report`, `probe`, `profile`, `plan`, `simulate`, `cache`.
 
 TensorFlow is imported only if a command needs it.
 """
@@ -10,7 +10,7 @@ import time
 
 import typer
 
-from tfcommx.cli import cache, launch, probe, report, simulate, train
+from tfcommx.cli import cache, launch, plan, probe, profile, report, simulate, train
 from tfcommx.cli.environment import quiet_tensorflow
 from tfcommx.comm.launcher import launcher
 from tfcommx.data.cache.slab_files import SlabError
@@ -33,7 +33,14 @@ app = typer.Typer(
     help="Data-parallel training where machines are strong and the network between them is slow.",
 )
 app.add_typer(cache.app)
-for command in (train.train, report.report, probe.probe, simulate.simulate):
+for command in (
+    train.train,
+    report.report,
+    probe.probe,
+    profile.profile,
+    plan.plan,
+    simulate.simulate,
+):
     app.command()(command)
 
 

@@ -5,6 +5,7 @@
     wire      selected entries as one buffer of words, and back
     augment   cut, resize, mirror and normalise images
     crc32c    the checksum of TFRecord files
+    stamp     when a tensor is there
     loader    finds and loads the native library: the only file that does
     device    where residuals live, and the comparison of that device's kernels with the CPU's
     build_digest  which sources the library was built from

@@ -1,0 +1,70 @@
+"""`tfcommx plan`: its table, its files, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tfcommx import routes
+from tfcommx.cli.main import app
+from tfcommx.terms import NOMINAL, PlanError, Profile, Topology, VariableProfile
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    """A measured profile, and links."""
+    rows = tuple(
+        VariableProfile(f"layer{number}/kernel", (256, 256), ready_s=0.01 * (number + 1))
+        for number in range(6)
+    )
+    (tmp_path / "profile.json").write_text(Profile("small", rows, 0.03, 0.06, 16).to_json())
+    (tmp_path / "links.json").write_text(json.dumps({"links": NOMINAL.to_dict()}))
+    return str(tmp_path / "profile.json"), str(tmp_path / "links.json")
+
+
+def run(*words: str) -> str:
+    ended = CliRunner().invoke(app, ["plan", *words])
+    if ended.exception is not None and not isinstance(ended.exception, SystemExit):
+        raise ended.exception
+    assert ended.exit_code == 0, ended.output
+    return ended.output
+
+
+def test_the_table_and_the_plan_of_its_first_row(files: tuple[str, str], tmp_path: Path) -> None:
+    profile, links = files
+    words = ["--nodes", "2", "--slots", "2", "--selection", "mstopk", "--density", "0.05"]
+    written = ["--output", str(tmp_path / "plan.json"), "--json", str(tmp_path / "rows.json")]
+    printed = run(profile, "--links", links, *words, *written)
+    rows = [json.loads(line) for line in (tmp_path / "rows.json").read_text().splitlines()]
+    steps = [row["step_seconds"] for row in rows]
+    assert steps == sorted(steps) and {"hitopk", "allreduce"} <= {row["scheme"] for row in rows}
+    chosen = routes.read_plan((tmp_path / "plan.json").read_text())
+    assert chosen.topology == Topology(2, 2) and len(chosen.buckets) == rows[0]["buckets"]
+    assert f"Scheme('{rows[0]['scheme']}'" in printed and "twice the rate between nodes" in printed
+
+
+def test_a_model_by_name(files: tuple[str, str]) -> None:
+    assert "allreduce, threshold" in run("alexnet", "--links", files[1], "--nodes", "2")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["resnet"], "or a model .*resnet50.* is required. Received 'resnet'"),
+        (["alexnet", "--selection", "mstop"], "Did you mean 'mstopk'"),
+        (["alexnet", "--selection", "mstopk", "--density", "2"], r"`density` must be in \(0, 1\]"),
+        (["alexnet", "--nodes", "0"], "nodes >= 1"),
+        (["alexnet", "--throughput", "0"], "`samples_per_second` must be > 0"),
+    ],
+)
+def test_what_is_refused(files: tuple[str, str], words: list[str], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        run(*words, "--links", files[1])
+
+
+def test_links_that_are_none_are_refused(files: tuple[str, str]) -> None:
+    with pytest.raises(PlanError, match="A file of links"):
+        run("alexnet", "--links", "nowhere.json")

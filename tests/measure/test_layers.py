@@ -1,0 +1,109 @@
+"""A profile says when gradients are ready: of layers whose passes take a known time."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfcommx as cx
+from tfcommx.measure.layers import measure, profile
+from tfcommx.terms import PlanError, Profile
+
+FORWARD_S, BACKWARD_S = 0.03, 0.06
+
+
+def waits(tensor: tf.Tensor, seconds: float) -> tf.Tensor:
+    """Return the tensor, after some time."""
+
+    def wait(value: np.ndarray) -> np.ndarray:
+        time.sleep(seconds)
+        return value
+
+    return tf.ensure_shape(tf.numpy_function(wait, [tensor], tensor.dtype), tensor.shape)
+
+
+class Slow(keras.layers.Layer):
+    """A layer without weights whose passes take known times."""
+
+    def call(self, inputs: Any) -> Any:
+        @tf.custom_gradient
+        def slow(value: tf.Tensor) -> Any:
+            return waits(value, FORWARD_S), lambda up: waits(up, BACKWARD_S)
+
+        return slow(inputs)
+
+
+def model() -> keras.Model:
+    net = keras.Sequential(
+        [
+            keras.layers.Input((16,)),
+            keras.layers.Dense(64, name="first"),
+            keras.layers.BatchNormalization(name="norm"),
+            Slow(),
+            keras.layers.Dense(4, name="last"),
+        ],
+        name="net",
+    )
+    net.compile(keras.optimizers.Adam(0.01), loss="mse", jit_compile=False)
+    return net
+
+
+DATA = [(np.ones((8, 16), "float32"), np.ones((8, 4), "float32"))]
+
+
+def test_gradients_are_ready_when_their_layers_are_done_and_nothing_changes() -> None:
+    net = model()
+    before = [variable.numpy() for variable in (*net.variables, *net.optimizer.variables)]
+    found = measure(net, DATA, steps=4)
+    ready = {row.name: row.ready_s for row in found.profile.variables}
+    # Backward order: the last layer's first, before the slow layer's backward pass
+    assert list(ready) == [variable.path for variable in reversed(net.trainable_variables)]
+    early = [seconds for name, seconds in ready.items() if "last" in name]
+    late = [seconds for name, seconds in ready.items() if "last" not in name]
+    assert max(early) + 0.8 * BACKWARD_S < min(late) <= found.profile.backward_s
+    assert min(late) >= BACKWARD_S
+    assert found.profile.forward_s >= FORWARD_S and found.profile.steps == 4
+    assert found.profile.batch == 8 and found.profile.update_s > 0
+    # The parts are the step
+    parts = found.profile.forward_s + found.profile.backward_s
+    assert found.plain_s >= FORWARD_S + BACKWARD_S and parts <= 1.5 * found.stamped_s
+    after = [variable.numpy() for variable in (*net.variables, *net.optimizer.variables)]
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_profile_of_a_wrapped_model_fits_its_plan() -> None:
+    from tfcommx.planner.plan import Gradient, make_plan
+
+    cx.init()
+    inputs = keras.Input((5,), dtype="int32")
+    outputs = keras.layers.Dense(3)(keras.layers.Embedding(50, 8)(inputs))
+    net = keras.Model(inputs, outputs)
+    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    net.compile(optimizer, loss="mse", jit_compile=False)
+    batch = (np.zeros((4, 5), "int32"), np.zeros((4, 5, 3), "float32"))
+    found = cx.profile(net, [batch, batch], steps=2, rule="mstopk", density=0.1)
+    assert found.timed and found.density == 0.1
+    assert all(row.selection_s is not None for row in found.variables)
+    assert Profile.from_json(found.to_json()) == found
+    gradients = [Gradient(one.path, tuple(one.shape), "float32") for one in net.trainable_variables]
+    scheme = cx.Scheme(merging="mg_wfbp")
+    plan = make_plan(gradients, {"*": scheme}, cx.Topology(2, 1), profile=found)
+    assert sum(len(bucket.variables) for bucket in plan.buckets) == 3
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    net = model()
+    with pytest.raises(PlanError, match="Batches to measure with"):
+        profile(net, [])
+    with pytest.raises(PlanError, match="Steps >= 1"):
+        profile(net, DATA, steps=0)
+    with pytest.raises(PlanError, match="which is not compiled"):
+        profile(keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)]), DATA)
+    with pytest.raises(PlanError, match="Did you mean 'mstopk'"):
+        profile(net, DATA, steps=1, rule="mstop")

@@ -1,0 +1,113 @@
+"""Which schemes are tried, in which order, and what would help: checked against make_plan."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tfcommx.planner.choose import candidates, name_of, what_helps
+from tfcommx.planner.what_if import what_if
+from tfcommx.simulator.conditions import Conditions
+from tfcommx.terms import NOMINAL, Links, PlanError, Profile, Scheme, Topology, VariableProfile
+
+SPARSE = Scheme("allgather", "mstopk", density=0.01, wire="block16/float16")
+
+
+def profile(variables: int = 6, seconds: float = 0.1) -> Profile:
+    rows = tuple(
+        VariableProfile(
+            f"layer{number}/kernel", (512, 512), ready_s=seconds * (number + 1) / variables
+        )
+        for number in range(variables)
+    )
+    return Profile("dense layers", rows, seconds / 2, seconds, batch=32)
+
+
+def slow(factor: float) -> Links:
+    """Links between nodes that are slower than the nominal ones."""
+    beta = factor * NOMINAL.between.beta_s_per_byte
+    return NOMINAL._replace(between=dataclasses.replace(NOMINAL.between, beta_s_per_byte=beta))
+
+
+def test_lossless_means_dense_routes_in_float32_and_the_fastest_comes_first() -> None:
+    found = candidates(profile(), Topology(2, 2), NOMINAL)
+    steps = [candidate.timeline.step_s for candidate in found]
+    assert steps == sorted(steps)
+    assert {one.scheme.route for one in found} == {"allreduce", "torus", "asa"}  # no MPI launch
+    assert {(one.scheme.selection, one.scheme.wire) for one in found} == {("all", "plain")}
+    assert all(one.residual_bytes == 0 for one in found)
+    for one in found:
+        assert one.timeline == what_if(profile(), one.scheme, Topology(2, 2), NOMINAL)
+
+
+def test_plain_horovod_is_always_among_them() -> None:
+    for topology in (Topology(1, 2), Topology(4, 1), Topology(2, 2)):
+        plain = [one for one in candidates(profile(), topology, NOMINAL) if one.scheme == Scheme()]
+        assert len(plain) == 1
+
+
+def test_an_mpi_launch_has_routes_of_messages_too() -> None:
+    found = {one.scheme.route for one in candidates(profile(), Topology(4, 1), NOMINAL, None, True)}
+    assert found == {"allreduce", "asa", "pipeline", "tree", "bidirectional"}
+    peers = {
+        one.scheme.peer_route
+        for one in candidates(profile(), Topology(2, 2), NOMINAL, None, True)
+        if one.scheme.route == "torus"
+    }
+    assert "pipeline" in peers and "allreduce" in peers
+
+
+def test_selection_wins_on_a_slow_network_and_loses_on_a_fast_one() -> None:
+    takes = Conditions(selection=lambda entries: 2e-9 * entries)
+    sparse = candidates(profile(), Topology(4, 2), slow(50), SPARSE, conditions=takes)
+    assert sparse[0].scheme.selection == "mstopk" and sparse[0].scheme.wire == SPARSE.wire
+    assert sparse[0].residual_bytes > 0
+    assert sparse[0].bytes_between < 0.1 * max(one.bytes_between for one in sparse)
+    dense = candidates(profile(), Topology(1, 2), NOMINAL, SPARSE, conditions=takes)
+    assert dense[0].scheme.selection == "all"
+
+
+def test_what_is_kept_is_counted_as_the_executor_keeps_it() -> None:
+    """All-gather: every entry of every bucket; HiTopKComm: the rank's shard of the node's sum."""
+    found = candidates(profile(), Topology(2, 2), slow(50), SPARSE)
+    kept = {one.scheme.route: one.residual_bytes for one in found if one.scheme.selection != "all"}
+    entries = 6 * 512 * 512
+    assert kept == {"allgather": 4 * entries, "hitopk": 2 * entries}
+    doubled = candidates(
+        profile(), Topology(2, 2), slow(50), dataclasses.replace(SPARSE, momentum=0.9)
+    )
+    assert max(one.residual_bytes for one in doubled) == 8 * entries
+
+
+def test_uneven_clusters_are_left_the_routes_of_one_level() -> None:
+    uneven = Topology(2, 2, (("red", 2), ("blue", 1)))
+    found = candidates(profile(), uneven, NOMINAL, SPARSE)
+    assert {one.scheme.route for one in found} <= {"allreduce", "asa", "allgather"}
+
+
+def test_what_would_help_where_the_network_is_slow() -> None:
+    changes = what_helps(Scheme(), profile(), Topology(4, 2), slow(50))
+    step = {change.what: change.step_s for change in changes}
+    now = step.pop("as it is")
+    assert now == what_if(profile(), Scheme(), Topology(4, 2), slow(50)).step_s
+    assert step["twice the rate between nodes"] < 0.7 * now
+    assert step["twice the rate inside nodes"] == pytest.approx(now, rel=0.01)
+    twice = next(change for change in changes if change.what == "twice the batch")
+    assert twice.throughput > 1.2 * changes[0].throughput  # the exchange costs as much as before
+    assert "half the density" not in step
+    sparse = {
+        change.what: change for change in what_helps(SPARSE, profile(), Topology(4, 2), slow(50))
+    }
+    assert sparse["half the density"].step_s < sparse["as it is"].step_s
+
+
+def test_a_profile_without_times_is_refused() -> None:
+    sizes = Profile.of_sizes("sizes", profile().variables)
+    with pytest.raises(PlanError, match="with sizes only"):
+        candidates(sizes, Topology(2, 1), NOMINAL)
+
+
+def test_names() -> None:
+    assert name_of(Scheme()) == "allreduce, threshold"
+    assert name_of(SPARSE) == "allgather + allreduce, threshold"

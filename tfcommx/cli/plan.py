@@ -1,0 +1,161 @@
+"""`tfcommx plan`: which scheme a model should travel by on a cluster, and what would help most."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tfcommx.terms import Links, PlanError, Profile, Scheme, Topology, check_name
+
+if TYPE_CHECKING:
+    from tfcommx.planner.choose import Candidate, Change
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="File of a measured profile, or a name: resnet50, vgg16, ...")
+    ],
+    links: Annotated[Path, typer.Option(help="File that `tfcommx probe` wrote.")],
+    nodes: Annotated[int, typer.Option(help="Nodes of the cluster.")] = 4,
+    slots: Annotated[int, typer.Option(help="Ranks on each node.")] = 1,
+    selection: Annotated[
+        str, typer.Option(help="all: nothing is lost; or a rule, such as mstopk.")
+    ] = "all",
+    density: Annotated[float, typer.Option(help="Entries sent / entries, of a rule.")] = 0.01,
+    wire: Annotated[str, typer.Option(help="Format of selected entries: block16/float16.")] = (
+        "plain"
+    ),
+    mpi: Annotated[bool, typer.Option(help="Will it be an MPI launch?")] = False,
+    batch: Annotated[int, typer.Option(help="Samples of a rank in a step, of a name.")] = 64,
+    throughput: Annotated[
+        float, typer.Option(help="Samples per second of one rank alone, of a name.")
+    ] = 250.0,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the chosen plan: DistributedOptimizer(plan=...).")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the table, one object a line.")
+    ] = None,
+) -> None:
+    """Rank the schemes for a model on a cluster by the predicted time of a step."""
+    from tfcommx.planner import choose
+    from tfcommx.simulator.conditions import Conditions, measured_in
+
+    profile = _profile(model, throughput, batch)
+    topology, known = Topology(nodes, slots), Links.read(links)
+    asked = Scheme() if selection == "all" else _sparse(selection, density, wire)
+    conditions = Conditions(measured_in(profile))
+    found = choose.candidates(profile, topology, known, asked, mpi, conditions)
+    best = found[0]
+    changes = choose.what_helps(best.scheme, profile, topology, known, conditions)
+    _show([_row(candidate) for candidate in found], changes)
+    print(f"\n{_advice(best)}")
+    if json_file:
+        json_file.write_text("".join(json.dumps(_row(one)) + "\n" for one in found))
+    if output:
+        output.write_text(best.plan.to_json())
+        print(f"{output}: its plan, of {len(best.plan.buckets)} buckets.")
+
+
+def _sparse(selection: str, density: float, wire: str) -> Scheme:
+    from tfcommx.selection import RULES
+
+    check_name("selection rule", selection, RULES)
+    return Scheme("allgather", selection, density, wire=wire)
+
+
+def _profile(model: str, throughput: float, batch: int) -> Profile:
+    from tfcommx.simulator import models
+
+    if model in models.MODELS:
+        return Profile.from_throughput(models.get(model), throughput, batch=batch)
+    if not Path(model).is_file():
+        raise PlanError(
+            f"A file of a profile, or a model ({', '.join(models.MODELS)}), is required. Received "
+            f"{model!r}."
+        )
+    return Profile.read(model)
+
+
+def _row(candidate: Candidate) -> dict[str, Any]:
+    scheme, timeline = candidate.scheme, candidate.timeline
+    return {
+        "scheme": scheme.route,
+        "peer_route": scheme.peer_route,
+        "dense_route": scheme.dense_route,
+        "merging": scheme.merging,
+        "selection": scheme.selection,
+        "density": scheme.density,
+        "buckets": len(candidate.plan.buckets),
+        "step_seconds": timeline.step_s,
+        "exposed_seconds": timeline.exposed_s,
+        "throughput": timeline.throughput,
+        "scaling_efficiency": timeline.scaling_efficiency,
+        "bytes_between": candidate.bytes_between,
+        "residual_bytes": candidate.residual_bytes,
+    }
+
+
+def _show(rows: list[dict[str, Any]], changes: list[Change]) -> None:
+    """Print the tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from tfcommx.report.terminal import WIDE
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
+    table = Table(box=None)
+    numbers = (
+        "buckets",
+        "step ms",
+        "exposed ms",
+        "samples/s",
+        "efficiency",
+        "MB between",
+        "MB kept",
+    )
+    table.add_column("scheme")
+    for name in numbers:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            _words(row),
+            str(row["buckets"]),
+            f"{1e3 * row['step_seconds']:.1f}",
+            f"{1e3 * row['exposed_seconds']:.1f}",
+            f"{row['throughput']:.4g}",
+            f"{row['scaling_efficiency']:.1%}",
+            f"{row['bytes_between'] / 1e6:.2f}",
+            f"{row['residual_bytes'] / 1e6:.1f}",
+            style="bold" if row is rows[0] else None,
+        )
+    console.print(table)
+    helps = Table(box=None, title="what would help", title_justify="left")
+    for name in ("change", "step ms", "samples/s"):
+        helps.add_column(name, justify="left" if name == "change" else "right")
+    for change in changes:
+        helps.add_row(change.what, f"{1e3 * change.step_s:.1f}", f"{change.throughput:.4g}")
+    console.print(helps)
+
+
+def _words(row: dict[str, Any]) -> str:
+    peers = f" ({row['peer_route']})" if row["scheme"] == "torus" else ""
+    share = "" if row["selection"] == "all" else f", {row['selection']} {row['density']:g}"
+    return f"{row['scheme']}{peers}{share}, {row['merging']}"
+
+
+def _advice(best: Candidate) -> str:
+    """Return the line of code that the best scheme is."""
+    scheme = best.scheme
+    words = [repr(scheme.route)]
+    if scheme.selection != "all":
+        words += [repr(scheme.selection), f"density={scheme.density:g}"]
+    default = Scheme()
+    for name in ("dense_route", "wire", "peer_route", "merging"):
+        if getattr(scheme, name) != getattr(default, name):
+            words.append(f"{name}={getattr(scheme, name)!r}")
+    return f"predicted to be the fastest: Scheme({', '.join(words)})"

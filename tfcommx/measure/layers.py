@@ -1,0 +1,228 @@
+"""Measures a model's step on this rank: when each gradient is ready, what the parts take.
+
+    step    | forward |  grad z  | grad y |   grad x   |
+    stamps            |          |        |            |
+
+The step is Keras's own: the model's call, its `compute_loss`, its gradients. A stamp reads the
+clock when one entry of a tensor is on the host. What the stamps add is measured, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfcommx import selection
+from tfcommx.kernels.stamp import stamp
+from tfcommx.terms import PlanError, Profile, VariableProfile
+
+# Vectors that the selection is timed on; times between are read off the curve.
+SELECTION_SIZES = 6
+
+
+class Measured(NamedTuple):
+    """A profile, and how far its stamps disturb what they measure."""
+
+    profile: Profile
+    # Median seconds of forward and backward pass without stamps
+    plain_s: float
+    # The same with stamps, measured in turn
+    stamped_s: float
+
+
+def profile(
+    model: keras.Model,
+    data: Iterable[Any],
+    steps: int = 10,
+    rule: str | None = None,
+    density: float = 0.01,
+) -> Profile:
+    """Measure when the gradients of a compiled model are ready; nothing of it is changed.
+
+    >>> model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2, name="out")])
+    >>> model.compile("sgd", loss="mse")
+    >>> found = profile(model, [(np.ones((8, 4)), np.ones((8, 2)))], steps=2)
+    >>> found.model, found.batch, [row.name.rpartition("/")[2] for row in found.variables]
+    ('sequential', 8, ['bias', 'kernel'])
+
+    Args:
+        model: compiled, and built.
+        data: batches (inputs, targets) or (inputs, targets, weights), of one shape; taken again
+            from the start if there are too few.
+        steps: that count, >= 1; two before them do not.
+        rule: a name of the table in tfcommx.selection, whose time is measured; None: none is.
+        density: entries selected / entries, in (0, 1].
+
+    Returns:
+        Variables in backward order; mean and standard deviation over the steps.
+
+    **Ranks:** local; the plan of a launch needs one profile, the same on all ranks.
+    **Cost:** twice `steps` + 2 steps, two tracings, an optimizer's state for a moment.
+    **Raises:** PlanError for a model that is not compiled or not built, or without data.
+    """
+    return measure(model, data, steps, rule, density).profile
+
+
+def measure(
+    model: keras.Model,
+    data: Iterable[Any],
+    steps: int = 10,
+    rule: str | None = None,
+    density: float = 0.01,
+) -> Measured:
+    """Do what `profile` does, and tell how far the stamps disturb the step."""
+    variables = _check(model, steps)
+    batches = [_tensors(batch) for batch in itertools.islice(data, steps + 2)]
+    if not batches:
+        raise PlanError("Batches to measure with are required. Received none.")
+    kept = [variable.numpy() for variable in model.non_trainable_variables]
+    stamped, plain = _step(model, stamps=True), _step(model, stamps=False)
+    rows, stamped_s, plain_s = [], [], []
+    for number in range(steps + 2):
+        batch = batches[number % len(batches)]
+        start = time.perf_counter()
+        found = stamped(*batch).numpy() - start
+        stamped_s.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        plain(*batch).numpy()
+        plain_s.append(time.perf_counter() - start)
+        rows.append(found)
+    for variable, value in zip(model.non_trainable_variables, kept, strict=True):
+        variable.assign(value)
+    model.reset_metrics()
+    update_s = _update_seconds(model, variables)
+    select = _selection_times(variables, rule, density) if rule else lambda size: None
+    found = _profile(model, variables, np.array(rows[2:]), update_s, select)
+    samples = int(tf.nest.flatten(batches[0][0])[0].shape[0])
+    return Measured(
+        Profile(batch=samples, steps=steps, density=density if rule else None, **found),
+        statistics.median(plain_s[2:]),
+        statistics.median(stamped_s[2:]),
+    )
+
+
+def _check(model: keras.Model, steps: int) -> list[keras.Variable]:
+    if not model.compiled or not model.built:
+        raise PlanError(
+            f"A compiled model that is built is required. Received {model.name!r}, which is not "
+            f"{'compiled' if model.built else 'built'}. Call model.compile(...), and give it an "
+            "Input or call it once."
+        )
+    if steps < 1 or not model.trainable_variables:
+        raise PlanError(
+            f"Steps >= 1 and trainable variables are required. Received steps={steps} and "
+            f"{len(model.trainable_variables)} variables."
+        )
+    return list(model.trainable_variables)
+
+
+def _tensors(batch: Any) -> tuple[Any, Any, Any]:
+    """Return inputs, targets and weights of a batch as tensors."""
+    parts = keras.utils.unpack_x_y_sample_weight(batch)
+    return tf.nest.map_structure(
+        lambda one: None if one is None else tf.convert_to_tensor(one), parts
+    )
+
+
+def _step(model: keras.Model, stamps: bool) -> Callable[..., tf.Tensor]:
+    """Return a traced step, without update: [loss, gradients...] as times, or the loss."""
+
+    @tf.function(autograph=False)
+    def step(x: Any, y: Any, weights: Any) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            outputs = model(x, training=True)
+            loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weights)
+        values = [one.value for one in model.trainable_variables]
+        gradients = [
+            gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+            for gradient in tape.gradient(
+                loss, values, unconnected_gradients=tf.UnconnectedGradients.ZERO
+            )
+        ]
+        if stamps:
+            return tf.stack([stamp(one) for one in (loss, *gradients)])
+        with tf.control_dependencies(gradients):
+            return tf.identity(loss)
+
+    return step
+
+
+def _profile(
+    model: keras.Model,
+    variables: Sequence[keras.Variable],
+    stamps: np.ndarray,
+    update_s: float,
+    select: Callable[[int], float | None],
+) -> dict[str, Any]:
+    """Turn stamps [steps, 1 + variables], in seconds from the start, into a profile's fields."""
+    entries = sum(int(np.prod(one.shape)) for one in variables)
+    # The stamp of the loss may come late: the backward pass does not wait for it
+    forward = stamps.min(axis=1, keepdims=True)
+    ready = stamps[:, 1:] - forward
+    mean, spread = ready.mean(axis=0), ready.std(axis=0)
+    rows = []
+    for place in reversed(range(len(variables))):
+        variable = variables[place]
+        size = int(np.prod(variable.shape))
+        rows.append(
+            VariableProfile(
+                variable.path,
+                tuple(variable.shape),
+                keras.backend.standardize_dtype(variable.dtype),
+                ready_s=float(mean[place]),
+                ready_spread_s=float(spread[place]),
+                selection_s=select(size),
+                update_s=update_s * size / entries,
+            )
+        )
+    return {
+        "model": model.name,
+        "variables": tuple(rows),
+        "forward_s": float(forward.mean()),
+        "backward_s": float(ready.max(axis=1).mean()),
+    }
+
+
+def _update_seconds(model: keras.Model, variables: Sequence[keras.Variable]) -> float:
+    """Time a copy of the optimizer on copies of the variables."""
+    optimizer = keras.optimizers.deserialize(keras.optimizers.serialize(model.optimizer))
+    copies = [keras.Variable(one, dtype=one.dtype) for one in variables]
+    optimizer.build(copies)
+    gradients = [tf.zeros(one.shape, one.dtype) for one in copies]
+    update = tf.function(lambda: optimizer.apply(gradients, copies), autograph=False)
+    return _median(lambda: (update(), copies[0].numpy()))
+
+
+def _selection_times(
+    variables: Sequence[keras.Variable], rule: str, density: float
+) -> Callable[[int], float]:
+    """Time a rule on vectors from the smallest variable's length to the largest one's."""
+    chosen = selection.rule(rule)
+    lengths = [int(np.prod(one.shape)) for one in variables]
+    sizes = np.unique(np.geomspace(min(lengths), max(lengths), SELECTION_SIZES).round())
+    seconds = []
+    for size in map(int, sizes):
+        vector, k = tf.random.stateless_normal([size], [1, size]), max(1, round(density * size))
+        residual = tf.Variable(tf.zeros([size]))
+        select = tf.function(
+            lambda one, residual=residual, k=k: chosen.select_with_residual(one, residual, k, 7)
+        )
+        seconds.append(_median(lambda: [part.numpy() for part in select(vector)[:2]]))  # noqa: B023
+    return lambda size: float(np.interp(size, sizes, seconds))
+
+
+def _median(work: Callable[[], Any], repeats: int = 5) -> float:
+    """Return the median seconds of some work; the first time it is traced."""
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
