@@ -3,6 +3,7 @@
     select    k entries of a gradient by magnitude, with and without error feedback
     merge     (index, value) pairs added into zeros
     wire      selected entries as one buffer of words, and back
+    norms     squared norms of many tensors in one pass
     augment   cut, resize, mirror and normalise images
     crc32c    the checksum of TFRecord files
     loader    finds and loads the native library: the only file that does
