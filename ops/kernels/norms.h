@@ -12,20 +12,21 @@
 
 #include <cstdint>
 
+#include "kernels/chunks.h"
 #include "kernels/device.h"
 #include "kernels/parallel.h"
 #include "kernels/select.h"
 
 namespace tfcommx {
 
-constexpr int64_t kLanes = 64, kChunk = 4096;
+constexpr int64_t kLanes = 64;
 
 struct Vector {
   const void* data;
   int64_t entries;
   Float type;
 
-  TFCOMMX_DEVICE int64_t chunks() const { return (entries + kChunk - 1) / kChunk; }
+  TFCOMMX_DEVICE int64_t chunks() const { return chunks_of(entries); }
 };
 
 // squares[count]: the squared norm of each vector. sums: room for a float of every chunk of every

@@ -46,16 +46,7 @@ __global__ void __launch_bounds__(kThreads) sum_chunks(Table table, float* sums)
   const bool inside = chunk < table.firsts[table.count];
   float sum = 0;
   if (inside) {
-    int which = 0;  // the last vector whose first chunk is not after this one
-    for (int rest = table.count; rest > 1;) {
-      const int half = rest / 2;
-      if (table.firsts[which + half] <= chunk) {
-        which += half;
-        rest -= half;
-      } else {
-        rest = half;
-      }
-    }
+    const int which = vector_of(table.firsts, table.count, chunk);
     const int64_t start = (chunk - table.firsts[which]) * kChunk, first = start + lane_of_chunk,
                   stop = start + kChunk,
                   end = stop < table.entries[which] ? stop : table.entries[which];

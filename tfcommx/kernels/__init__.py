@@ -4,6 +4,7 @@
     merge     (index, value) pairs added into zeros
     wire      selected entries as one buffer of words, and back
     norms     squared norms of many tensors in one pass
+    lars      the update of LARS for all variables in one pass
     augment   cut, resize, mirror and normalise images
     crc32c    the checksum of TFRecord files
     loader    finds and loads the native library: the only file that does
