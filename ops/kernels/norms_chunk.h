@@ -2,10 +2,10 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 
 #include "kernels/device.h"
 #include "kernels/norms.h"
+#include "kernels/wire_float.h"
 
 namespace tfcommx {
 
@@ -18,9 +18,7 @@ inline void fold(float* a, int64_t count) {
 }
 
 // Whatever NaN it was.
-TFCOMMX_DEVICE inline float one_nan(float x) {
-  return x == x ? x : std::numeric_limits<float>::quiet_NaN();
-}
+TFCOMMX_DEVICE inline float one_nan(float x) { return x == x ? x : float_of(0x7fc00000u); }
 
 // The sum of the squares of count entries of a chunk, 1 <= count <= kChunk.
 using ChunkSum = float (*)(const void* entries, int64_t count);

@@ -45,6 +45,7 @@ class LAMB(LayerwiseOptimizer):
         decay_in_ratio: whether weight decay is part of the update and its norm, as in the paper;
             otherwise the weights lose learning_rate weight_decay w before it, as in Keras.
         exclude: patterns of variable paths, as in file names.
+        norms: as of `LARS`.
         keras_options: as of `LARS`.
 
     **Ranks:** local; `cx.DistributedOptimizer` wraps it as any other. Equal gradients give equal
@@ -65,9 +66,10 @@ class LAMB(LayerwiseOptimizer):
         weight_decay: float | None = None,
         decay_in_ratio: bool = True,
         exclude: Sequence[str] = EXCLUDED,
+        norms: str = "local",
         **keras_options: Any,
     ) -> None:
-        super().__init__(learning_rate, weight_decay, exclude, **keras_options)
+        super().__init__(learning_rate, weight_decay, exclude, norms, **keras_options)
         self.beta_1 = check_fraction("beta_1", beta_1)
         self.beta_2 = check_fraction("beta_2", beta_2)
         self.epsilon = check_positive("epsilon", epsilon)

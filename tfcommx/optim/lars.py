@@ -39,6 +39,9 @@ class LARS(LayerwiseOptimizer):
         weight_decay: >= 0; part of the gradient and of the ratio. None: none.
         trust_coefficient: above 0.
         exclude: patterns of variable paths, as in file names.
+        norms: "local", "parallel" or "auto": who computes the norms, as `cx.parallel_operator`. One
+            native operation computes them fast enough that sharing seldom pays; where a rank's
+            weights may differ from others', or only one updates, they are local.
         keras_options: name, clipnorm, clipvalue, global_clipnorm, use_ema, ema_momentum,
             ema_overwrite_frequency, loss_scale_factor, gradient_accumulation_steps.
 
@@ -60,9 +63,10 @@ class LARS(LayerwiseOptimizer):
         weight_decay: float | None = None,
         trust_coefficient: float = 0.001,
         exclude: Sequence[str] = EXCLUDED,
+        norms: str = "local",
         **keras_options: Any,
     ) -> None:
-        super().__init__(learning_rate, weight_decay, exclude, **keras_options)
+        super().__init__(learning_rate, weight_decay, exclude, norms, **keras_options)
         self.momentum = check_fraction("momentum", momentum)
         self.nesterov = bool(nesterov)
         self.trust_coefficient = check_positive("trust_coefficient", trust_coefficient)
