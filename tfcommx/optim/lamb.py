@@ -33,8 +33,8 @@ class LAMB(LayerwiseOptimizer):
     >>> optimizer = cx.optimizers.LAMB(0.01, weight_decay=0.01)
     >>> weight = keras.Variable([3.0, 4.0])
     >>> optimizer.apply([tf.constant([1.0, 1.0])], [weight])
-    >>> weight.numpy().round(3).tolist()
-    [2.965, 3.965]
+    >>> [round(float(one), 3) for one in weight.numpy()]
+    [2.965, 3.964]
 
     Args:
         learning_rate: a number, a schedule or a function, as for every Keras optimizer.

@@ -29,7 +29,7 @@ class LARS(LayerwiseOptimizer):
     >>> optimizer = cx.optimizers.LARS(2.0, weight_decay=1e-4)
     >>> weight = keras.Variable([3.0, 4.0])
     >>> optimizer.apply([tf.constant([1.0, 0.0])], [weight])
-    >>> weight.numpy().round(4).tolist()
+    >>> [round(float(one), 4) for one in weight.numpy()]
     [2.99, 4.0]
 
     Args:
