@@ -133,8 +133,8 @@ def parallel_operator(
 
     Returns:
         The results in the order of the items, or one tensor; equal on every rank of the group, and
-        to the local form bit by bit. (If op is made of several operations, TensorFlow's graph
-        optimizer may merge some where the local form is traced; a share is computed one by one.)
+        to the local form bit by bit. (A share is computed operation by operation; where op is made
+        of several, TensorFlow's graph optimizer may merge some of the traced local form's.)
 
     **Ranks:** all of the world, with equal arguments and tensors of equal shapes; the choice is
     agreed on the first call.
@@ -242,7 +242,11 @@ class ParallelOperator:
         return results
 
     def _share(self, own: list[Item], width: int) -> tf.Tensor:
-        """Compute op of this rank's items; return its outcome and its results as bytes."""
+        """Compute op of this rank's items; return its outcome and its results as bytes.
+
+        Operation by operation: a compiled function inside of an operation of the step would wait
+        for threads that the step may keep, forever.
+        """
         try:
             results = list(self.op(own)) if own else []
             return tf.concat([head_of(""), pack(results, width)], axis=0)
@@ -284,7 +288,8 @@ class ParallelOperator:
 
     def _results(self, specs: list[Item], ranges: bool) -> tuple[tf.TensorSpec, ...]:
         """Return what op makes of the items, found by tracing it."""
-        results = self._traced().get_concrete_function(specs)
+        traced = tf.function(lambda items: list(self.op(items)), autograph=False)
+        results = traced.get_concrete_function(specs)
         found = tuple(map(_spec, results.structured_outputs))
         if len(found) != len(specs) or (
             ranges
@@ -296,15 +301,18 @@ class ParallelOperator:
             )
         return found
 
-    def _traced(self) -> Callable[[list[Item]], Any]:
-        return tf.function(lambda items: list(self.op(items)), autograph=False)
-
     def _choose(self, shares: Shares, specs: list[Item], ranges: bool, traced: bool) -> Choice:
         """Compare the prices of both forms, the same on every rank."""
         whole = [_joined(specs)] if ranges else specs
         samples = tf.nest.map_structure(_sample, whole)
-        local = self._traced() if traced else self.op
-        local_s = self._seconds(lambda: local(samples))
+
+        def compute_all() -> tf.Tensor:
+            results = list(self.op(samples))
+            with tf.control_dependencies(results if traced else []):
+                return tf.constant(0)
+
+        local = tf.function(compute_all, autograph=False) if traced else compute_all
+        local_s = self._seconds(local)
         mine = shares.positions[self.members.index(self.comm.rank)]
         own = [tf.nest.map_structure(_sample, specs[i]) for i in mine]
         share_s = self._seconds(lambda: self._share(own, shares.width))
@@ -326,14 +334,13 @@ class ParallelOperator:
         )
         return Choice(form, reason, local_s, share_s + gather_s)
 
-    def _seconds(self, work: Callable[[], Any]) -> float:
+    def _seconds(self, work: Callable[[], tf.Tensor]) -> float:
         """Time some work on all ranks at once, as it will run."""
         times = []
         for _ in range(REPEATS + 1):
             self.comm.gather_objects(None)  # All start together
             start = time.perf_counter()
-            for result in tf.nest.flatten(work()):
-                result.numpy()
+            work().numpy()
             times.append(time.perf_counter() - start)
         return statistics.median(times[1:])  # The first one makes connections
 
