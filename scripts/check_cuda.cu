@@ -3,7 +3,8 @@
 // scripts/check_cuda; needs neither TensorFlow nor Python.
 //
 // Checks, on fresh random inputs: selection against its definition, computed with sums and
-// magnitudes in float64, and against the CPU kernel; merge and wire against the CPU kernels; every
+// magnitudes in float64, and against the CPU kernel; merge, wire, norms and the update of LARS against the CPU
+// kernels; every
 // array lies between guards that must stay untouched. Then times selection in turns with a copy of
 // 8 bytes an entry (which moves 16) and with the bare addition r += g. Prints one JSON object a
 // line: {"name": "check", "cases", "failures"}, then those of scripts/bench_select.py.
@@ -16,7 +17,9 @@
 #include <cub/device/device_topk.cuh>
 #endif
 
+#include "kernels/lars.h"
 #include "kernels/merge.h"
+#include "kernels/norms.h"
 #include "kernels/select_scan.h"
 #include "kernels/wire.h"
 
@@ -150,6 +153,80 @@ void check_wire(std::mt19937_64& random) {
   report(indices.get() == right && same(values.get(), right_values) && indices.untouched &&
              values.untouched,
          what + ": decode");
+}
+
+// Up to 2,000 vectors, so that they need several launches; any alignment and type.
+void check_norms(std::mt19937_64& random) {
+  const int64_t count = random() % 8 ? 1 + random() % 9 : 1 + random() % 2000;
+  const int64_t largest = count > 9 ? 70 : 20000;
+  std::vector<std::unique_ptr<OnDevice<char>>> on_device;
+  std::vector<std::vector<char>> on_host;
+  std::vector<Vector> vectors, others;
+  int64_t chunks = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const Float type = static_cast<Float>(random() % 3);
+    const int64_t entries = random() % 8 ? random() % largest : 0;
+    const char* const kind = kKinds[random() % std::size(kKinds)];
+    const std::vector<float> wide =
+        make(std::string(kind) == "misled" ? "normal" : kind, entries, 0, random);
+    std::vector<char> data(entries * (type == Float::float32 ? 4 : 2));
+    for (int64_t j = 0; j < entries; ++j) {
+      const uint16_t bits = type == Float::float16 ? to_float16(wide[j]) : to_bfloat16(wide[j]);
+      if (type == Float::float32)
+        std::memcpy(&data[4 * j], &wide[j], 4);
+      else
+        std::memcpy(&data[2 * j], &bits, 2);
+    }
+    on_device.push_back(std::make_unique<OnDevice<char>>(data, 4 * (random() % 8)));
+    on_host.push_back(std::move(data));
+    vectors.push_back({on_device.back()->data(), entries, type});
+    chunks += vectors.back().chunks();
+  }
+  for (int64_t i = 0; i < count; ++i)
+    others.push_back({on_host[i].data(), vectors[i].entries, vectors[i].type});
+  std::vector<float> room(chunks), right(count);
+  norms_cpu(others.data(), count, room.data(), right.data(), in_turn);
+  OnDevice<float> sums(chunks), squares(count);
+  need(norms_cuda(vectors.data(), count, sums.data(), squares.data(), stream), "norms_cuda");
+  const std::vector<float> mine = squares.get();
+  sums.get();
+  report(
+      std::memcmp(mine.data(), right.data(), 4 * count) == 0 && squares.untouched && sums.untouched,
+      "norms of " + std::to_string(count) + " vectors");
+}
+
+void check_lars(std::mt19937_64& random) {
+  const int64_t count = random() % 8 ? 1 + random() % 5 : 1 + random() % 900;
+  const int64_t largest = count > 5 ? 20 : 12000;
+  const LarsOptions options{random() % 2 ? 0.9f : 0.0f, random() % 2 == 0};
+  // Weights, momenta, gradients of each vector.
+  std::vector<std::vector<float>> host;
+  std::vector<std::unique_ptr<OnDevice<float>>> device;
+  std::vector<LarsVector> on_host, on_device;
+  std::vector<float> rates(count);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t entries = random() % largest;
+    for (const char* kind : {"normal", "octaves", random() % 4 ? "laplace" : "bits"}) {
+      host.push_back(make(kind, entries, 0, random));
+      device.push_back(std::make_unique<OnDevice<float>>(host.back(), random() % 8));
+    }
+    rates[i] = static_cast<float>(random() % 100) / 64;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const float decay = random() % 2 ? 0.01f : 0.0f;
+    const int64_t entries = static_cast<int64_t>(host[3 * i].size());
+    on_host.push_back(
+        {host[3 * i].data(), host[3 * i + 1].data(), host[3 * i + 2].data(), entries, decay});
+    on_device.push_back({device[3 * i]->data(), device[3 * i + 1]->data(),
+                         device[3 * i + 2]->data(), entries, decay});
+  }
+  OnDevice<float> device_rates(rates);
+  need(lars_cuda(on_device.data(), device_rates.data(), count, options, stream), "lars_cuda");
+  lars_cpu(on_host.data(), rates.data(), count, options, in_turn);
+  bool good = true;
+  for (size_t i = 0; i < host.size(); ++i)
+    good = same(device[i]->get(), host[i]) && device[i]->untouched && good;
+  report(good, "lars of " + std::to_string(count) + " vectors");
 }
 
 // r += g and nothing else: 12 bytes an entry.
@@ -341,6 +418,8 @@ int main(int count, char** words) {
     check_selection(number, largest, random);
     check_merge(random);
     check_wire(random);
+    check_norms(random);
+    check_lars(random);
   }
 #ifndef __CUDACC__
   check_prediction(random);

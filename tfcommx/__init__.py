@@ -20,6 +20,7 @@ _PUBLIC = {
     "PlanError": "tfcommx.terms",
     "DistributedOptimizer": "tfcommx.optim.distributed_optimizer",
     "broadcast_variables": "tfcommx.optim.broadcast",
+    "parallel_operator": "tfcommx.optim.parallel_operator",
     "DataCache": "tfcommx.data.cache.cache",
     "BatchSpec": "tfcommx.data.cache.batch_spec",
     "profile": "tfcommx.measure.layers",
@@ -27,6 +28,7 @@ _PUBLIC = {
 _MODULES = {
     "callbacks": "tfcommx.optim.callbacks",
     "checkpoint": "tfcommx.optim.checkpoint",
+    "optimizers": "tfcommx.optim.optimizers",
     "strategies": "tfcommx.strategies",
 }
 

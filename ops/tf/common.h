@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <limits>
 
@@ -37,6 +38,23 @@ absl::Status select_on_device(tensorflow::OpKernelContext* context, const Select
     select_cpu(selection, shared_with_pool(context));
     return absl::OkStatus();
   }
+}
+
+// A tensor that others still read (a value read from the variable before) must not change under
+// them.
+template <bool kGpu>
+absl::Status make_own(tensorflow::OpKernelContext* context, tensorflow::Tensor* tensor) {
+  if (tensor->RefCountIsOne()) return absl::OkStatus();
+  tensorflow::Tensor own;
+  TF_RETURN_IF_ERROR(context->allocate_temp(tensorflow::DT_FLOAT, tensor->shape(), &own));
+  if constexpr (kGpu) {
+    TF_RETURN_IF_ERROR(launched(
+        context, copy_cuda(own.data(), tensor->data(), tensor->TotalBytes(), stream_of(context))));
+  } else {
+    std::memcpy(own.data(), tensor->data(), tensor->TotalBytes());
+  }
+  *tensor = own;
+  return absl::OkStatus();
 }
 
 template <class T>

@@ -83,23 +83,6 @@ values: float32 [k].
 momentum: in [0, 1).
 )");
 
-// A tensor that others still read (a value read from the variable before) must not change under
-// them.
-template <bool kGpu>
-absl::Status make_own(tensorflow::OpKernelContext* context, tensorflow::Tensor* tensor) {
-  if (tensor->RefCountIsOne()) return absl::OkStatus();
-  tensorflow::Tensor own;
-  TF_RETURN_IF_ERROR(context->allocate_temp(tensorflow::DT_FLOAT, tensor->shape(), &own));
-  if constexpr (kGpu) {
-    TF_RETURN_IF_ERROR(launched(
-        context, copy_cuda(own.data(), tensor->data(), tensor->TotalBytes(), stream_of(context))));
-  } else {
-    std::memcpy(own.data(), tensor->data(), tensor->TotalBytes());
-  }
-  *tensor = own;
-  return absl::OkStatus();
-}
-
 // The entries of a variable, which the caller has locked.
 template <bool kGpu>
 absl::Status open_state(tensorflow::OpKernelContext* context, const char* name,

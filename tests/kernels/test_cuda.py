@@ -84,6 +84,8 @@ def test_kernels_keep_the_contract_on_a_gpu_or_the_check_says_that_there_is_none
         "TfcommxMerge",
         "TfcommxWireEncode",
         "TfcommxWireDecode",
+        "TfcommxSquaredNorms",
+        "TfcommxLarsUpdate",
     ],
 )
 def test_ops_have_gpu_kernels_if_the_library_was_built_with_nvcc(name):

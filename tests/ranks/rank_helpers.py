@@ -93,6 +93,8 @@ def fit(
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
     "adam": lambda: keras.optimizers.Adam(0.01),
+    "lars": lambda: cx.optimizers.LARS(0.1, weight_decay=0.01, trust_coefficient=0.1),
+    "lamb": lambda: cx.optimizers.LAMB(0.01, weight_decay=0.01),
     "clipped_sgd": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.05),
 }
 

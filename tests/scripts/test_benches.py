@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT
+from launching import ROOT, horovodrun
 from test_cluster import ENVIRONMENT
 
 # scripts/benchmark_options.py
@@ -144,3 +144,25 @@ def test_step(tmp_path: Path) -> None:
     )
     assert {row["name"] for row in rows} == {"horovod", "tfcommx"}
     assert all(row["n"] == 100_000 and row["ranks"] == 2 and row["ratio"] > 0 for row in rows)
+
+
+def test_norms(tmp_path: Path) -> None:
+    script = [sys.executable, "scripts/bench_norms.py", "--models", "resnet50", "--repeats", "1"]
+    rows = rows_of(script, tmp_path / "norms.jsonl")
+    assert [row["name"] for row in rows] == [
+        *("norms", "tf_norm", "read"),
+        *("lars", "lars_plain", "sgd", "add", "read"),
+    ]
+    assert {row["n"] for row in rows} == {2 * 25_557_032, 25_557_032}
+
+
+@pytest.mark.exhaustive
+def test_parallel_operator(tmp_path: Path) -> None:
+    """The same script on two ranks; rank 0 writes."""
+    json_file = tmp_path / "operator.jsonl"
+    command = ["scripts/bench_norms.py", "--repeats", "1", "--json", str(json_file)]
+    ended = horovodrun(2, command)
+    assert ended.status == 0, ended.output[-4000:]
+    rows = [json.loads(line) for line in json_file.read_text().splitlines()]
+    assert len(rows) == 9 and all(row["verified"] and row["ranks"] == 2 for row in rows)
+    assert {row["form"] for row in rows} <= {"local", "parallel"}

@@ -3,6 +3,8 @@
     select    k entries of a gradient by magnitude, with and without error feedback
     merge     (index, value) pairs added into zeros
     wire      selected entries as one buffer of words, and back
+    norms     squared norms of many tensors in one pass
+    lars      the update of LARS for all variables in one pass
     augment   cut, resize, mirror and normalise images
     crc32c    the checksum of TFRecord files
     stamp     when a tensor is there

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.kernels import loader, merge, select, wire
+from tfcommx.kernels import loader, merge, norms, select, wire
 from tfcommx.kernels.loader import NativeLibraryError
 
 
@@ -53,7 +53,7 @@ def compare_with_cpu(device: str) -> None:
 
 
 def _results_on(device: str) -> dict[str, Any]:
-    """Select, encode, decode and merge once on a device."""
+    """Select, encode, decode, merge and take norms once on a device."""
     n, k, wire_format = 100_003, 1_000, "block16/float16"
     old, gradient = np.random.default_rng(1).standard_normal([2, n], np.float32)
     with tf.device(device):
@@ -66,5 +66,6 @@ def _results_on(device: str) -> dict[str, Any]:
             "residual": residual,
             "decoded values": values,
             "merged": merge.merge(indices, values, n, k),
+            "squared norms": norms.squared_norms([residual.read_value(), values]),
         }
         return {name: tensor.numpy() for name, tensor in found.items()}

@@ -4,6 +4,8 @@ distributed_optimizer   wraps an optimizer
 exchanger               what a wrapped optimizer knows of the other ranks
 keras_internals         the only room that touches private members of Keras
 wrapped                 finds the wrapped optimizers of a model
+optimizers              LARS (lars) and LAMB (lamb); layerwise has what they share
+parallel_operator       computes on shares what every rank would; result_bytes carries it
 broadcast               one rank's variables on every rank
 callbacks, checkpoint   for `fit`
 """

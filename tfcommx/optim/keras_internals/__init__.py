@@ -3,6 +3,7 @@
 version      which versions those are
 step         takes part in the step of an optimizer: exchanges where Keras would clip
 optimizers   copies of optimizers, and state that Keras does not save
+updates      updates all variables of an optimizer together
 models       layers, seeds and statistics of a model
 """
 
@@ -23,11 +24,13 @@ from tfcommx.optim.keras_internals.step import (
     ExchangesGradients,
     compiled_by_xla,
 )
+from tfcommx.optim.keras_internals.updates import UpdatesTogether
 from tfcommx.optim.keras_internals.version import require_tested_keras
 
 __all__ = [
     "AgreedLossScale",
     "ExchangesGradients",
+    "UpdatesTogether",
     "accumulated_gradients",
     "compiled_by_xla",
     "copy_state",

@@ -6,6 +6,8 @@ functions only: reading a recipe must not load it.
 """
 
 from tfcommx.recipes.base import OptimizerRecipe
+from tfcommx.recipes.optimizers.lamb import Lamb
+from tfcommx.recipes.optimizers.lars import Lars
 from tfcommx.recipes.optimizers.sgd import Sgd
 
-OPTIMIZERS: dict[str, type[OptimizerRecipe]] = {"sgd": Sgd}
+OPTIMIZERS: dict[str, type[OptimizerRecipe]] = {"sgd": Sgd, "lars": Lars, "lamb": Lamb}

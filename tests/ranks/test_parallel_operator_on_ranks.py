@@ -1,0 +1,100 @@
+"""The parallel operator in real processes: eagerly, traced, in `fit`; and an op that fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from rank_helpers import batch, compiled, fit, gradients_of, model, weights
+
+import tfcommx as cx
+from tfcommx.comm.base import Comm
+from tfcommx.kernels.norms import squared_norms
+
+
+def tensors() -> list[tf.Tensor]:
+    random = np.random.default_rng(2)
+    shapes = ((400, 30), (3,), (), (7000,), (5, 5, 5), (2,))
+    return [tf.constant(random.normal(size=shape).astype("f")) for shape in shapes]
+
+
+def norms(items: list[tf.Tensor]) -> list[tf.Tensor]:
+    return tf.unstack(squared_norms(items))
+
+
+def roots(items: list[tf.Tensor]) -> list[tf.Tensor]:
+    return [tf.sqrt(tf.abs(item)) for item in items]
+
+
+@pytest.mark.parametrize("group", ["world", "node"])
+@pytest.mark.parametrize("mode", ["auto", "local", "parallel"])
+def test_every_mode_gives_the_same_bits(comm: Comm, mode: str, group: str) -> None:
+    """Twice in one step, under a condition, on results of whole tensors, and on one long one."""
+
+    @tf.function
+    def step(*items: tf.Tensor) -> list[Any]:
+        first = cx.parallel_operator(norms, list(items), mode, group)
+        whole = cx.parallel_operator(roots, list(items), mode, group)
+        rows = tf.cond(
+            tf.size(items[0]) > 0,
+            lambda: cx.parallel_operator(roots, items[3], mode, group),
+            lambda: items[3],
+        )
+        return [*first, *whole, rows]
+
+    items = tensors()
+    right = [one.numpy().tobytes() for one in [*norms(items), *roots(items), *roots([items[3]])]]
+    eagerly = [
+        *cx.parallel_operator(norms, items, mode, group),
+        *cx.parallel_operator(roots, items, mode, group),
+        cx.parallel_operator(roots, items[3], mode, group),
+    ]
+    for found in (step(*items), step(*items), eagerly):
+        assert [one.numpy().tobytes() for one in found] == right
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_an_error_on_one_rank_ends_all_with_it(comm: Comm, traced: bool) -> None:
+    last = comm.topology.size - 1
+
+    def checked(items: list[tf.Tensor]) -> list[tf.Tensor]:
+        if comm.rank == last:
+            items = [item / 0.0 for item in items]
+        return [tf.debugging.check_numerics(item, "not finite here") for item in items]
+
+    def step() -> list[tf.Tensor]:
+        return cx.parallel_operator(checked, tensors()[:2], "parallel")
+
+    if comm.topology.size > 1:
+        with pytest.raises(tf.errors.InvalidArgumentError, match=rf"rank {last}.*not finite here"):
+            tf.function(step)() if traced else step()
+    assert comm.gather_objects(comm.rank) == list(range(comm.topology.size))
+
+
+@pytest.mark.parametrize("kind", [cx.optimizers.LARS, cx.optimizers.LAMB])
+@pytest.mark.parametrize("mode", ["parallel", "auto"])
+def test_norms_may_be_shared(comm: Comm, kind: type, mode: str) -> None:
+    """With the same bits as local ones, in a step of one's own and in `fit`."""
+    found = []
+    for norms_of in ("local", mode):
+        optimizer = cx.DistributedOptimizer(kind(0.05, weight_decay=0.01, norms=norms_of))
+        net = compiled(optimizer)
+        step = tf.function(
+            lambda *grads, own=optimizer, of=net: own.apply(list(grads), of.trainable_variables)
+        )
+        for number in range(2):
+            step(*gradients_of(net, batch(comm.rank, number)))
+        assert fit(net, comm, epochs=1).identical
+        found.append([one.tobytes() for one in weights(net)])
+    assert found[0] == found[1]
+
+
+def test_norms_are_local_where_one_rank_alone_updates(comm: Comm) -> None:
+    optimizer = cx.optimizers.LARS(0.05, norms="parallel")
+    assert fit(compiled(cx.DistributedOptimizer(optimizer, strategy="root")), comm, 1).identical
+    plain, net = cx.optimizers.LARS(0.05, norms="parallel"), model()
+    plain.apply(gradients_of(net, batch(comm.rank)), net.trainable_variables)
+    assert isinstance(plain, keras.optimizers.Optimizer)

@@ -1,0 +1,80 @@
+"""Results of any dtypes as one vector of bytes, with a head that says whether there are any."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+HEAD = 512  # Bytes of the head: the text of an error, padded with zeros; all zeros: none
+
+
+def size_bytes(spec: tf.TensorSpec) -> int:
+    """Return the bytes of a result."""
+    return spec.shape.num_elements() * spec.dtype.size
+
+
+def head_of(text: str) -> tf.Tensor:
+    """Return the head, uint8 [HEAD], of a share that failed with this text; "": that did not."""
+    written = text.encode("ascii", "replace").replace(b"\0", b" ")[:HEAD]
+    return tf.constant(np.frombuffer(written.ljust(HEAD, b"\0"), np.uint8))
+
+
+def outcome_of(heads: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return whether any share failed, and the text of the first that did.
+
+    Args:
+        heads: uint8 [shares, HEAD].
+    """
+    failed = heads[:, 0] != 0
+    first = tf.gather(heads, tf.argmax(tf.cast(failed, tf.int32)))
+    letters = tf.cast(tf.boolean_mask(first, first != 0), tf.int32)
+    return tf.reduce_any(failed), tf.strings.unicode_encode(letters, "UTF-8")
+
+
+def pack(results: Sequence[tf.Tensor], width: int) -> tf.Tensor:
+    """Return the bytes of some results one after another, padded to uint8 [width].
+
+    **Cost:** few operations: neighbours of one dtype are joined first, those of one shape at once.
+    """
+    parts = []
+    for dtype, run in itertools.groupby(map(tf.convert_to_tensor, results), lambda one: one.dtype):
+        same = list(run)
+        alike = all(one.shape == same[0].shape for one in same)
+        joined = (
+            tf.reshape(tf.stack(same), [-1])
+            if alike
+            else tf.concat([tf.reshape(one, [-1]) for one in same], axis=0)
+        )
+        written = tf.cast(joined, tf.uint8) if dtype == tf.bool else tf.bitcast(joined, tf.uint8)
+        parts.append(tf.reshape(written, [-1]))
+    used = sum(part.shape[0] for part in parts)
+    return tf.concat([*parts, tf.zeros([width - used], tf.uint8)], axis=0)
+
+
+def unpack(row: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
+    """Return the results of these shapes and dtypes that `pack` made a row of."""
+    results, start = [], 0
+    for dtype, run in itertools.groupby(specs, lambda spec: spec.dtype):
+        same = list(run)
+        counts = [spec.shape.num_elements() for spec in same]
+        end = start + sum(counts) * dtype.size
+        joined, start = _from_bytes(row[start:end], dtype), end
+        if all(spec.shape == same[0].shape for spec in same):
+            results += tf.unstack(tf.reshape(joined, [len(same), *same[0].shape]))
+        else:
+            parts = tf.split(joined, counts)
+            results += [
+                tf.reshape(part, spec.shape) for part, spec in zip(parts, same, strict=True)
+            ]
+    return results
+
+
+def _from_bytes(part: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    if dtype == tf.bool:
+        return part != 0
+    if dtype.size == 1:
+        return tf.bitcast(part, dtype)
+    return tf.bitcast(tf.reshape(part, [-1, dtype.size]), dtype)
