@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import keras
@@ -61,8 +62,8 @@ def copy_with(
     except (TypeError, ValueError, NotImplementedError) as error:
         raise PlanError(
             f"The optimizer {optimizer.name!r} ({type(optimizer).__name__}) is wrapped by a copy "
-            f"made from its get_config(), which failed: {error} Let get_config() return all "
-            "arguments of its constructor."
+            f"made from its get_config(), which failed: {error} {_odd_arguments(optimizer)}"
+            "Let get_config() return all arguments of its constructor, and nothing else."
         ) from error
     finally:
         if callable(rate):
@@ -71,6 +72,27 @@ def copy_with(
         if hasattr(optimizer, name):
             setattr(copy, name, getattr(optimizer, name))
     return copy
+
+
+def _odd_arguments(optimizer: keras.optimizers.Optimizer) -> str:
+    """Name what an optimizer's config has and its constructor does not take, and the reverse."""
+    _, *taken = inspect.signature(type(optimizer).__init__).parameters.values()
+    named = {
+        one.name: one for one in taken if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    }
+    try:
+        config = optimizer.get_config()
+    except (TypeError, ValueError, NotImplementedError):
+        return ""
+    # What a `**rest` takes is named in the error of whoever refuses it.
+    takes_all = any(one.kind == one.VAR_KEYWORD for one in taken)
+    too_many = [] if takes_all else sorted(config.keys() - named.keys())
+    missing = [
+        name for name, one in named.items() if one.default is one.empty and name not in config
+    ]
+    said = [f"The config has {name!r}, which the constructor does not take." for name in too_many]
+    said += [f"The config lacks {name!r}, which the constructor needs." for name in missing]
+    return " ".join([*said, ""])
 
 
 def plain_copy(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
