@@ -13,9 +13,10 @@ names it). Starts it with horovodrun on 2 or 4 ranks of this machine, and judges
     silent drift    all ended in order, with different weights
     unnamed error   it failed with another error
     hang            nothing named it within the limit, counted from the first step of the last rank
+    silent wait     likewise, and a rank that lives takes fewer steps than the others
     late            it was named, but did not end within the limit
 
-The last four are findings. Exit status: 1 if there are any.
+All but the first two are findings. Exit status: 1 if there are any.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 # A rank has ended or does not respond: the watch, Horovod, or (once it is there) the stall watch
@@ -30,7 +30,7 @@ MISUSES: dict[str, str] = {
     "an exception in the data": r"misuse: these data fail",
     "a rank is killed": r"ranks are missing: rank \d|exited with|Process name: \d",
     "a rank is stopped": r"ranks are missing: rank \d|no response",
-    "not wrapped": r"is not wrapped and takes steps",
+    "not wrapped": r"is not wrapped and takes steps|A wrapped optimizer is required",
     "compiled again, not wrapped": r"is not wrapped and takes steps",
     "wrapped twice": r"wrapped already",
     "one rank has another scheme": r"[Pp]lans? .*(differ|same)|same on every rank",
@@ -39,6 +39,13 @@ MISUSES: dict[str, str] = {
     "a deep copy of the optimizer": r"(?!)",
     "a pickle of the optimizer": r"(?!)",
     "one rank loads the model": _DIFFER,
+}
+# Those in which ranks wait for one that lives
+UNEQUAL = {
+    "one rank stops",
+    "one rank has fewer batches",
+    "unknown numbers of batches",
+    "one rank begins later",
 }
 # Callbacks that may stand in the list, in the order in which most would put them
 LISTED = (
@@ -72,13 +79,17 @@ class Case:
     scheme: str
     # Whether each rank makes its model from a seed of its own
     own_seeds: bool
-    # The mishap's other options
-    more: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def broadcasts(self) -> bool:
         """Whether the ranks begin with the same weights."""
         return bool({"BroadcastState", "Standard"} & set(self.callbacks))
+
+    @property
+    def unequal(self) -> bool:
+        """Whether ranks may take unequal numbers of steps while all live."""
+        own = not self.broadcasts and "EarlyStopping" in self.callbacks
+        return own or self.misuse in UNEQUAL
 
     def texts(self) -> str:
         """Return the regular expression of what names the misuse in the output."""
@@ -138,17 +149,20 @@ class Outcome:
 def judge(case: Case, outcome: Outcome) -> tuple[str, str]:
     """Return the verdict, and the text that counted.
 
-    Verdicts that are right: "equal", "named". Findings: "silent drift", "hang", "unnamed error",
-    and "late", a named error after more than the limit.
+    Verdicts that are right: "equal", "named". Findings: "silent drift", "unnamed error", "hang",
+    "silent wait", a hang in which ranks wait for one that lives, and "late", an error that is named
+    and does not end the run.
     """
     found = re.search(case.texts(), outcome.output)
     said = _line_of(outcome.output, found) if found else ""
     everyone = len(outcome.fingerprints) == case.ranks
     equal = everyone and len(set(outcome.fingerprints.values())) == 1
-    if outcome.status is None:
-        return ("late", said) if found else ("hang", outcome.output[-600:])
+    if outcome.status is None and not found:
+        return "silent wait" if case.unequal else "hang", outcome.output[-600:]
     if found:
-        return "named", said
+        # What waits for others is said, and the user decides.
+        ended = outcome.status is not None or "waits for" in outcome.output
+        return "named" if ended else "late", said
     if equal and outcome.status == 0:
         return "equal", ""
     if everyone and not equal:

@@ -174,7 +174,9 @@ def main() -> None:
     if case.misuse == "one rank loads the model" and here:
         net(np.zeros((1, 8), "float32"))
         net.set_weights([weight * 0.5 for weight in net.get_weights()])
-    callbacks = [*callbacks_of(case, folder), Mishap(case, here, folder)]
+    callbacks = callbacks_of(case, folder)
+    # Behind the others, or before the last, which may be AgreeOnStop
+    callbacks.insert(max(0, len(callbacks) - case.step % 2), Mishap(case, here, folder))
     begin = 1 if case.misuse == "one rank begins later" and here else 0
     arguments: dict[str, Any] = {"verbose": 0, "callbacks": callbacks}
     net.fit(data_of(case, here), epochs=EPOCHS, initial_epoch=begin, **arguments)

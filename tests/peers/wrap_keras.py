@@ -91,7 +91,8 @@ def wrap_all() -> None:
         finally:
             _plain = False
         if isinstance(made, keras.optimizers.LossScaleOptimizer):
-            wrapped.agree_on_loss_scale(made)  # what is inside is wrapped already
+            if wrapped.find_exchanger(made) is not None:
+                wrapped.agree_on_loss_scale(made)  # what is inside is wrapped already
             return made
         return cx.DistributedOptimizer(made)
 
@@ -104,11 +105,20 @@ def wrap_all() -> None:
     for mixin in mixins:
         mixin.__init__ = functools.partialmethod(functools.partial(initialize, mixin))
 
-    # Copies and pickles make a plain optimizer and wrap it: here it is wrapped when it is made.
-    real = distributed_optimizer._wrap
+    # Copies and pickles make a plain optimizer, and wrap it where they are loaded: there it is
+    # wrapped as soon as it is made.
+    real, plain_copy = distributed_optimizer._wrap, distributed_optimizer.plain_copy
+
+    def copy(optimizer: Any) -> Any:
+        global _plain
+        _plain = True
+        try:
+            return plain_copy(optimizer)
+        finally:
+            _plain = False
 
     @functools.wraps(real)
     def wrap(optimizer: Any, *rest: Any) -> Any:
         return optimizer if isinstance(optimizer, mixins) else real(optimizer, *rest)
 
-    distributed_optimizer._wrap = wrap
+    distributed_optimizer._wrap, distributed_optimizer.plain_copy = wrap, copy

@@ -61,11 +61,14 @@ def test_variables_that_gradients_overwrite_train_on_one_rank_alone(comm: Comm) 
 
 
 class Extra(keras.optimizers.SGD):
-    def __init__(self, learning_rate: float = 0.1, name: str = "extra") -> None:
-        super().__init__(learning_rate, name=name)
+    """Its constructor takes less than Keras's config has."""
+
+    def __init__(self) -> None:
+        super().__init__(0.5)
+        self.born = "here"
 
     def get_config(self) -> dict[str, Any]:
-        return {"learning_rate": 0.1, "name": self.name, "born": "today"}
+        return {**super().get_config(), "born": self.born}
 
 
 class Needy(keras.optimizers.SGD):
@@ -77,10 +80,20 @@ class Needy(keras.optimizers.SGD):
 
 
 def test_a_config_that_is_not_the_constructors_is_named(comm: Comm) -> None:
-    with pytest.raises(cx.PlanError, match=r"has 'born', which the constructor does not take"):
-        cx.DistributedOptimizer(Extra())
+    changed = Extra()
+    changed.born = "elsewhere"  # A copy would not know.
+    with pytest.raises(cx.PlanError, match=r"has 'born'.*, which the constructor does not take"):
+        cx.DistributedOptimizer(changed)
     with pytest.raises(cx.PlanError, match=r"lacks 'needed', which the constructor needs"):
         cx.DistributedOptimizer(Needy(3))
+
+
+def test_a_constructor_that_takes_less_than_the_config_has_will_do_if_the_copy_is_equal(
+    comm: Comm,
+) -> None:
+    optimizer = cx.DistributedOptimizer(Extra())
+    assert optimizer.exchanger is not None and isinstance(optimizer, Extra)
+    assert float(optimizer.learning_rate) == 0.5 and optimizer.born == "here"
 
 
 def test_horovods_elastic_state_is_refused_in_words(comm: Comm) -> None:

@@ -29,6 +29,8 @@ DIFFERENT, SAME = {0: "a", 1: "b"}, {0: "a", 1: "a"}
         ("one rank assigns a weight", 1, "x\nReplicas differ at step 5.\n", {}, "named"),
         ("a rank is killed", 1, "ranks are missing: rank 1 on here", {}, "named"),
         ("a rank is killed", None, "", {}, "hang"),
+        ("one rank stops", None, "", {0: "a"}, "silent wait"),
+        ("one rank stops", None, "rank 0 waits for rank 1 in bucket 2", {0: "a"}, "named"),
         ("a rank is killed", None, "ranks are missing: rank 1 on here", {}, "late"),
         ("not wrapped", 0, "", DIFFERENT, "silent drift"),
         ("not wrapped", 0, "'sgd' is not wrapped and takes steps", DIFFERENT, "named"),
