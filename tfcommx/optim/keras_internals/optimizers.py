@@ -60,7 +60,7 @@ def copy_with(
             config |= {"learning_rate": rate}
         copy = cls(**config) if changed else cls.from_config(config)
     except (TypeError, ValueError, NotImplementedError) as error:
-        copy = None if changed else _copy_without_surplus(cls, type(optimizer), optimizer)
+        copy = None if changed else _copy_without_surplus(cls, optimizer)
         if copy is None:
             raise PlanError(
                 f"The optimizer {optimizer.name!r} ({type(optimizer).__name__}) is wrapped by a "
@@ -86,17 +86,11 @@ def _named_arguments(cls: type) -> tuple[dict[str, inspect.Parameter], bool]:
 
 
 def _copy_without_surplus(
-    cls: type, own_class: type, optimizer: keras.optimizers.Optimizer
+    cls: type, optimizer: keras.optimizers.Optimizer
 ) -> keras.optimizers.Optimizer | None:
-    """Make a copy without what its constructor does not take, if its config is the same then.
-
-    Args:
-        cls: the class of the copy.
-        own_class: the class that was written, whose constructor tells what it takes.
-        optimizer: the original.
-    """
+    """Make the copy without what its constructor does not take, if its config is the same then."""
     try:
-        config, (named, takes_all) = optimizer.get_config(), _named_arguments(own_class)
+        config, (named, takes_all) = optimizer.get_config(), _named_arguments(type(optimizer))
         if takes_all:
             return None
         copy = cls(**{name: value for name, value in config.items() if name in named})
