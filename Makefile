@@ -4,6 +4,7 @@
 #             time. At most 15 minutes on 2 idle cores
 # make test-all   the same, and what is marked `exhaustive`: whole products of parameters, all tests
 #             of ranks in all launches; random cases are new ones each time. At most 40 minutes
+# make test-peers   Keras's own tests of optimizers, trainer and callbacks, with all optimizers wrapped
 # make setup  set everything up; TFCOMMX_SETUP="--gpu" for TensorFlow's GPU wheel and NCCL
 
 VENV := $(or $(TFCOMMX_VENV),.venv)
@@ -13,7 +14,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 PYTEST = python -m pytest
 SIDE_BY_SIDE = -n 2 --dist loadgroup
 
-.PHONY: setup demo test test-all lint
+.PHONY: setup demo test test-all test-peers lint
 setup:
 	python3 scripts/bootstrap.py $(TFCOMMX_SETUP)
 
@@ -27,6 +28,9 @@ test: setup lint
 test-all: setup lint
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not serial" --hypothesis-profile=random
 	$(PYTEST) -m serial --hypothesis-profile=random
+
+test-peers: setup
+	python tests/peers/run.py
 
 lint: setup
 	ruff check .

@@ -63,8 +63,10 @@ def _plain_optimizers() -> list[Any]:
     """Return the optimizers that are not wrapped, and are not inside of one that is."""
     import keras
 
-    kinds = keras.optimizers.Optimizer
-    found = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
+    kinds = _with_subclasses(keras.optimizers.Optimizer)
+    # Not gc.get_objects(): for a moment it holds every object of the process, and a tuple that
+    # another thread is making can then not grow, which is a SystemError there
+    found = [one for one in gc.get_referrers(*kinds) if type(one) in kinds]
     inside = {id(getattr(one, "inner_optimizer", None)) for one in found}
     return [
         one
@@ -73,3 +75,7 @@ def _plain_optimizers() -> list[Any]:
         and getattr(getattr(one, "inner_optimizer", None), "exchanger", None) is None
         and id(one) not in inside
     ]
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))

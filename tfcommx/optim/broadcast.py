@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfcommx.comm import process
+from tfcommx.optim.variable_names import path_of
 from tfcommx.terms import PlanError
 
 # Horovod does not have these dtypes itself.
@@ -20,7 +21,7 @@ _CARRIED_AS = {
 }
 
 
-def broadcast_variables(variables: Iterable[keras.Variable], root: int = 0) -> None:
+def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root: int = 0) -> None:
     """Give every rank the values that rank `root` has: weights, an optimizer's state.
 
     For custom loops, as `callbacks.BroadcastState` is for `fit`: after everything is built and
@@ -37,8 +38,8 @@ def broadcast_variables(variables: Iterable[keras.Variable], root: int = 0) -> N
     >>> cx.broadcast_variables([*model.weights, *optimizer.variables])
 
     Args:
-        variables: Keras variables of any shape and dtype, equally many on all ranks, in the same
-            order.
+        variables: Keras's or TensorFlow's, of any shape and dtype, equally many on all ranks, in
+            the same order.
         root: a rank, in [0, number of ranks).
 
     **Ranks:** all. **Cost:** one broadcast per variable.
@@ -49,7 +50,7 @@ def broadcast_variables(variables: Iterable[keras.Variable], root: int = 0) -> N
         raise PlanError(f"`root` must be a rank in [0, {here.topology.size}). Received {root!r}.")
     names = _require_equal_variables(variables)[root]
     for variable, name in zip(variables, names, strict=True):
-        if name != variable.path:
+        if name != path_of(variable):
             variable.tfcommx_name = name  # Read by VariableNames
     for number, variable in enumerate(variables):
         value = tf.convert_to_tensor(variable)
@@ -66,7 +67,7 @@ def _require_equal_variables(variables: Sequence[keras.Variable]) -> list[list[s
     """
     here = process.current()
     mine = [
-        (variable.path, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))
+        (path_of(variable), tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))
         for variable in variables
     ]
     everyone = here.gather_objects(mine)

@@ -85,6 +85,8 @@ class Exchanger:
         self.loss_scale = "none"
         # Whether the step that is under way has exchanged its gradients
         self.exchange_ran = False
+        # Whether the optimizer is where Keras would clip the gradients
+        self.in_step = False
         # Bytes between nodes of plain Horovod, for the steps of plans that are not used any more
         self._dense_bytes = 0.0
         # Whose gradients come next. Kept here: Keras would count a list of variables on the
@@ -120,12 +122,6 @@ class Exchanger:
         each rank alone.
         """
         self._variables = list(variables)
-        odd = [variable for variable in self._variables if not isinstance(variable, keras.Variable)]
-        if odd:
-            raise PlanError(
-                "keras.Variable is required, as layers have them. Received a "
-                f"{type(odd[0]).__name__} ({odd[0].name!r})."
-            )
         self.names.of([*built, *variables])
         if compiled_by_xla():
             raise PlanError(
@@ -178,7 +174,8 @@ class Exchanger:
 
     def _weights(self) -> dict[str, tf.Variable]:
         names = self.names.of(self._variables)
-        return {name: variable.value for name, variable in zip(names, self._variables, strict=True)}
+        values = [one if isinstance(one, tf.Variable) else one.value for one in self._variables]
+        return dict(zip(names, values, strict=True))
 
     @tf.autograph.experimental.do_not_convert
     def check_exchange_ran(self, optimizer: str) -> None:

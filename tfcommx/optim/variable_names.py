@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import keras
+import tensorflow as tf
+
+
+def path_of(variable: keras.Variable | tf.Variable) -> str:
+    """Return a variable's path; of one of TensorFlow's its name.
+
+    >>> import tensorflow as tf
+    >>> path_of(tf.Variable(0.0, name="scale"))
+    'scale'
+    """
+    return variable.name.partition(":")[0] if isinstance(variable, tf.Variable) else variable.path
 
 
 class VariableNames:
-    """Unique names of Keras variables: their paths, with a number if another has the same path."""
+    """Unique names of variables: their paths, with a number if another has the same path."""
 
     def __init__(self) -> None:
         # By id, which is the variable's own as long as the variable is held here
@@ -24,7 +35,7 @@ class VariableNames:
         taken = {name for name, _ in self._names.values()}
         for variable in variables:
             if id(variable) not in self._names:
-                path = getattr(variable, "tfcommx_name", variable.path)
+                path = getattr(variable, "tfcommx_name", None) or path_of(variable)
                 name, number = path, 1
                 while name in taken:
                     number += 1

@@ -12,11 +12,23 @@ from tfcommx.comm import process
 from tfcommx.optim.keras_internals import statistics_of
 
 
+def average_over_ranks(logs: dict[str, Any]) -> None:
+    """Replace the numbers in `logs` by their averages over the ranks. **Ranks:** all."""
+    arrays = {name: np.asarray(value) for name, value in logs.items()}
+    mine = {name: array for name, array in arrays.items() if array.dtype.kind in "biuf"}
+    parts = process.current().gather_objects(mine)
+    # If one rank alone validates, it has metrics that the others do not have.
+    for name, array in mine.items():
+        mean = np.mean([part[name] for part in parts if name in part], axis=0)
+        logs[name] = mean if array.ndim else float(mean)
+
+
 class AverageMetrics(keras.callbacks.Callback):
     """Replace each epoch's metrics by their average over the ranks.
 
-    Put it before callbacks that read them. Metrics of several numbers, such as an F1Score of each
-    class, are averaged number by number; what is no number stays.
+    Put it before callbacks that read them; not needed behind BroadcastState, which does the same.
+    Metrics of several numbers, such as an F1Score of each class, are averaged number by number;
+    what is no number stays.
 
     **Ranks:** all. **Cost:** one small exchange on the host, an epoch.
     """
@@ -24,13 +36,7 @@ class AverageMetrics(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Average."""
         if logs:
-            arrays = {name: np.asarray(value) for name, value in logs.items()}
-            mine = {name: array for name, array in arrays.items() if array.dtype.kind in "biuf"}
-            parts = process.current().gather_objects(mine)
-            # If one rank alone validates, it has metrics that the others do not have.
-            for name, array in mine.items():
-                mean = np.mean([part[name] for part in parts if name in part], axis=0)
-                logs[name] = mean if array.ndim else float(mean)
+            average_over_ranks(logs)
 
 
 class AverageBatchNorm(keras.callbacks.Callback):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 
 from tfcommx.optim.callbacks.agree import AgreeOnStop
-from tfcommx.optim.callbacks.average import AverageBatchNorm, AverageMetrics
+from tfcommx.optim.callbacks.average import AverageBatchNorm
 from tfcommx.optim.callbacks.start import BroadcastState
 
 
@@ -29,5 +29,5 @@ class Standard(keras.callbacks.CallbackList):
     """
 
     def __init__(self, *callbacks: keras.callbacks.Callback, root: int = 0) -> None:
-        parts = [BroadcastState(root), AverageBatchNorm(), AverageMetrics()]
+        parts = [BroadcastState(root), AverageBatchNorm()]  # the former averages metrics
         super().__init__([*parts, *callbacks, AgreeOnStop()])

@@ -10,6 +10,7 @@ import keras
 
 from tfcommx.comm import process
 from tfcommx.optim.broadcast import broadcast_variables
+from tfcommx.optim.callbacks.average import average_over_ranks
 from tfcommx.optim.keras_internals import layers_of, seed_generators, unlisted
 from tfcommx.optim.wrapped import (
     accumulated,
@@ -37,6 +38,11 @@ class BroadcastState(keras.callbacks.Callback):
     weights, but afterwards all ranks have rank `root`'s. To begin with the same weights, or with
     those that one rank alone has loaded, build the model before `fit`.
 
+    At each epoch's end it replaces the metrics by their averages over the ranks, so that what comes
+    behind it in the list (EarlyStopping, ReduceLROnPlateau, ModelCheckpoint) decides alike on all
+    ranks. Keras shows no callback the others: BroadcastState cannot tell whether AverageMetrics is
+    there. Put it first.
+
     Sums of gradients that are being accumulated stay, and residuals: each rank has its own. Wrapped
     optimizers that are attributes of the model, as a GAN has two, count as its optimizer does.
 
@@ -46,7 +52,8 @@ class BroadcastState(keras.callbacks.Callback):
     Args:
         root: the rank whose state all begin with.
 
-    **Ranks:** all. **Cost:** one broadcast per variable, once; twice if a layer was not built.
+    **Ranks:** all. **Cost:** one broadcast per variable, once; twice if a layer was not built; one
+    small exchange on the host, an epoch.
     **Raises:** PlanError if ranks would wait for each other forever: with unequal numbers of
     steps in an epoch, unequal first epochs or unequal last ones.
     """
@@ -108,10 +115,11 @@ class BroadcastState(keras.callbacks.Callback):
         if self.unbuilt and batch:
             self._broadcast_built()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Broadcast what the first step has built, if the epoch had one alone."""
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Broadcast what the first step has built, if the epoch had one alone; average metrics."""
         if self.unbuilt:
             self._broadcast_built()
+        average_over_ranks({} if logs is None else logs)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Compare the first epoch, if this rank had none to train."""

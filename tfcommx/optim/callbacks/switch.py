@@ -31,15 +31,15 @@ class WarmUp(keras.callbacks.Callback):
     In the step after the last one the full rate is set, unless something else, such as a
     LearningRateScheduler, has set another one by then.
 
-    **Raises:** ValueError for a rate or a number of steps out of range; PlanError, before the first
-    step, for an optimizer whose rate is a schedule.
+    **Raises:** PlanError for a rate or a number of steps out of range, and, before the first step,
+    for an optimizer whose rate is a schedule.
     **Source:** Goyal et al., "Accurate, Large Minibatch SGD" (2017), section 2.2.
     """
 
     def __init__(self, learning_rate: float, steps: int, start: float | None = None) -> None:
         super().__init__()
         if not isinstance(learning_rate, Real) or learning_rate <= 0 or steps < 1:
-            raise ValueError(
+            raise PlanError(
                 f"`learning_rate` must be a number > 0 and `steps` >= 1. Received {learning_rate} "
                 f"and {steps}."
             )
@@ -93,8 +93,8 @@ class SwitchScheme(keras.callbacks.Callback):
 
     **Ranks:** all, with equal arguments. **Cost:** the training step is traced again after a change
     of scheme.
-    **Raises:** ValueError without a `resolution` for `resolutions`; PlanError for a key that is no
-    epoch, and, before the first step, for a scheme that cannot be carried out.
+    **Raises:** PlanError without a `resolution` for `resolutions`, for a key that is no epoch, and,
+    before the first step, for a scheme that cannot be carried out.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class SwitchScheme(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         if resolutions and resolution is None:
-            raise ValueError(
+            raise PlanError(
                 "`resolution`, the variable that the input pipeline reads, is required with "
                 "`resolutions`. Received None."
             )

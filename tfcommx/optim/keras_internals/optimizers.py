@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import keras
@@ -59,11 +60,14 @@ def copy_with(
             config |= {"learning_rate": rate}
         copy = cls(**config) if changed else cls.from_config(config)
     except (TypeError, ValueError, NotImplementedError) as error:
-        raise PlanError(
-            f"The optimizer {optimizer.name!r} ({type(optimizer).__name__}) is wrapped by a copy "
-            f"made from its get_config(), which failed: {error} Let get_config() return all "
-            "arguments of its constructor."
-        ) from error
+        copy = None if changed else _copy_without_surplus(cls, optimizer)
+        if copy is None:
+            raise PlanError(
+                f"The optimizer {optimizer.name!r} ({type(optimizer).__name__}) is wrapped by a "
+                f"copy made from its get_config(), which failed: {error} "
+                f"{_odd_arguments(optimizer)}Let get_config() return all arguments of its "
+                "constructor, and nothing else."
+            ) from error
     finally:
         if callable(rate):
             optimizer._learning_rate = rate
@@ -71,6 +75,48 @@ def copy_with(
         if hasattr(optimizer, name):
             setattr(copy, name, getattr(optimizer, name))
     return copy
+
+
+def _named_arguments(cls: type) -> tuple[dict[str, inspect.Parameter], bool]:
+    """Return what a constructor takes by name, and whether it takes anything else."""
+    _, *taken = inspect.signature(cls.__init__).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {one.name: one for one in taken if one.kind in kinds}
+    return named, any(one.kind == one.VAR_KEYWORD for one in taken)
+
+
+def _copy_without_surplus(
+    cls: type, optimizer: keras.optimizers.Optimizer
+) -> keras.optimizers.Optimizer | None:
+    """Make the copy without what its constructor does not take, if its config is the same then."""
+    try:
+        config, (named, takes_all) = optimizer.get_config(), _named_arguments(type(optimizer))
+        if takes_all:
+            return None
+        copy = cls(**{name: value for name, value in config.items() if name in named})
+        copy.name = optimizer.name  # Keras numbers those that it names
+        return copy if copy.get_config() == config else None
+    except (TypeError, ValueError, NotImplementedError):
+        return None
+
+
+def _odd_arguments(optimizer: keras.optimizers.Optimizer) -> str:
+    """Name what an optimizer's config has and its constructor does not take, and the reverse."""
+    try:
+        config, (named, takes_all) = optimizer.get_config(), _named_arguments(type(optimizer))
+    except (TypeError, ValueError, NotImplementedError):
+        return ""
+    # What a `**rest` takes is named in the error of whoever refuses it.
+    too_many = [] if takes_all else map(repr, sorted(config.keys() - named.keys()))
+    missing = [
+        repr(name) for name, one in named.items() if one.default is one.empty and name not in config
+    ]
+    said = ""
+    if listed := ", ".join(too_many):
+        said += f"The config has {listed}, which the constructor does not take. "
+    if missing:
+        said += f"The config lacks {', '.join(missing)}, which the constructor needs. "
+    return said
 
 
 def plain_copy(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:

@@ -22,6 +22,8 @@ class StepExchange(Protocol):
     loss_scale: str
     # Whether the step that is under way has exchanged its gradients
     exchange_ran: bool
+    # Whether the optimizer is where Keras would clip the gradients, and not called from elsewhere
+    in_step: bool
     # Ranks in all, >= 1
     ranks: int
     # How `copy` and `pickle` make the wrapped optimizer again
@@ -54,10 +56,28 @@ def compiled_by_xla() -> bool:
     )
 
 
+class Listed(list):
+    """The variables of a wrapped optimizer: a list, as in Keras 3."""
+
+    def __call__(self) -> None:
+        """Refuse what calls it, as a method of Keras 2."""
+        raise PlanError(
+            "`optimizer.variables` is a list in Keras 3. Received a call of it, as Horovod's "
+            "elastic states (KerasState, TensorFlowKerasState) make, which need Keras 2 and are "
+            "not available here. Start again from a checkpoint (cx.checkpoint), also with another "
+            "number of ranks; in code of your own leave out the parentheses."
+        )
+
+
 class ExchangesGradients:
     """Mixed into an optimizer's class: exchanges gradients where Keras would clip them."""
 
     exchanger: StepExchange | None = None
+
+    @property
+    def variables(self) -> Listed:
+        """The optimizer's variables."""
+        return Listed(super().variables)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # LossScaleOptimizer sets this on the optimizer that it takes in: the only sign of a wrap
@@ -97,11 +117,15 @@ class ExchangesGradients:
         self, grads: list[tf.Tensor], trainable_variables: list[keras.Variable]
     ) -> None:
         self.exchanger.prepare_step(trainable_variables, self._trainable_variables)
-        # Sparse gradients of embeddings become dense here: the accumulators and the exchange want
-        # one form.
-        super()._backend_apply_gradients(
-            [tf.convert_to_tensor(grad) for grad in grads], trainable_variables
-        )
+        self.exchanger.in_step = True
+        try:
+            # Sparse gradients of embeddings become dense here: the accumulators and the exchange
+            # want one form.
+            super()._backend_apply_gradients(
+                [tf.convert_to_tensor(grad) for grad in grads], trainable_variables
+            )
+        finally:
+            self.exchanger.in_step = False
 
     def _overwrite_variables_directly_with_gradients(
         self, grads: list[tf.Tensor], trainable_variables: list[keras.Variable]
@@ -117,9 +141,16 @@ class ExchangesGradients:
                 f"them, are not exchanged: ranks would differ. Received {odd[0]!r}. Train without "
                 "float8."
             )
-        return super()._overwrite_variables_directly_with_gradients(grads, trainable_variables)
+        grads, others = super()._overwrite_variables_directly_with_gradients(
+            grads, trainable_variables
+        )
+        # Nothing is left to exchange.
+        self.exchanger.exchange_ran = self.exchanger.exchange_ran or not others
+        return grads, others
 
     def _clip_gradients(self, grads: list[tf.Tensor]) -> list[tf.Tensor]:
+        if not self.exchanger.in_step:  # Somebody wants gradients clipped, and no step.
+            return super()._clip_gradients(grads)
         exchanged = self.exchanger.exchange(
             grads, tf.convert_to_tensor(self.learning_rate), self._iterations.value
         )
@@ -136,6 +167,11 @@ class AgreedLossScale:
     """Mixed into LossScaleOptimizer's class: a step is skipped by all ranks or by none."""
 
     exchanger: StepExchange | None = None
+
+    @property
+    def variables(self) -> Listed:
+        """The optimizer's variables."""
+        return Listed(super().variables)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self.exchanger.reduce(self)
