@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from rank_helpers import SPARSE, compiled, fit, model, weights
+from rank_helpers import SPARSE, batch, compiled, fit, model, weights
 
 import tfcommx as cx
 from tfcommx import callbacks
@@ -231,3 +232,28 @@ def test_residuals_move_on_when_layers_are_frozen_and_thawed(comm: Comm, traced:
     for number, variable in enumerate(variables):
         total = sum(comm.gather_objects(gradients[number].numpy()))
         np.testing.assert_array_equal(variable.numpy(), -total)
+
+
+def test_the_end_of_data_of_unknown_length_is_no_step(comm: Comm) -> None:
+    """Keras finds the end in a run of the step, which carries out all that waits for no data.
+
+    Counting the step and decaying the weights did, on some ranks perhaps and on others not.
+    """
+    x, y = batch(comm.rank, rows=24)
+    signature = (tf.TensorSpec((8, 12), tf.float32), tf.TensorSpec((8,), tf.int64))
+
+    def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for start in (0, 8, 16):
+            yield x[start : start + 8], y[start : start + 8]
+
+    unknown = tf.data.Dataset.from_generator(batches, output_signature=signature)
+    nets = []
+    for data in (unknown, tf.data.Dataset.from_tensor_slices((x, y)).batch(8)):
+        plain = keras.optimizers.SGD(0.1, weight_decay=0.1)
+        net = compiled(cx.DistributedOptimizer(plain, check_replicas_every=2))
+        net.fit(data, epochs=2, verbose=0, shuffle=False)
+        (run,) = net.optimizer.exchanger.runs.values()
+        assert int(net.optimizer.iterations) == int(run.executor.steps) == 6
+        nets.append(net)
+    for one, other in zip(*map(weights, nets), strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -5,6 +5,7 @@ Kept out of Keras's variables.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -87,6 +88,9 @@ class Exchanger:
         self.exchange_ran = False
         # Whether the optimizer is where Keras would clip the gradients
         self.in_step = False
+        # While it is there: a gradient of this step, and what is open until its end
+        self.a_gradient: list[tf.Tensor] = []
+        self.step_scope = contextlib.ExitStack()
         # Bytes between nodes of plain Horovod, for the steps of plans that are not used any more
         self._dense_bytes = 0.0
         # Whose gradients come next. Kept here: Keras would count a list of variables on the
@@ -156,7 +160,8 @@ class Exchanger:
         variables, self.exchange_ran = self._variables, True
         names = self.names.of(variables)
         run = self._run_for(variables)
-        self.guard.check(self._weights(), learning_rate, steps)
+        with tf.control_dependencies(list(gradients[-1:])):  # No data: no step
+            self.guard.check(self._weights(), learning_rate, steps)
         gradients = [
             tf.ensure_shape(gradient, variable.shape)
             for gradient, variable in zip(gradients, variables, strict=True)

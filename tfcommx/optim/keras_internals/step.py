@@ -5,6 +5,7 @@ apply -> unscale -> accumulate -> [exchange] -> clip -> [update: who applies it]
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -24,6 +25,9 @@ class StepExchange(Protocol):
     exchange_ran: bool
     # Whether the optimizer is where Keras would clip the gradients, and not called from elsewhere
     in_step: bool
+    # While it is there: a gradient of this step, and what is open until its end
+    a_gradient: list[tf.Tensor]
+    step_scope: contextlib.ExitStack
     # Ranks in all, >= 1
     ranks: int
     # How `copy` and `pickle` make the wrapped optimizer again
@@ -106,7 +110,8 @@ class ExchangesGradients:
                 "Make it from the plain class, such as keras.optimizers.SGD, and wrap it."
             )
         self.exchanger.exchange_ran = False
-        result = super().apply(grads, trainable_variables)
+        with contextlib.ExitStack() as self.exchanger.step_scope:
+            result = super().apply(grads, trainable_variables)
         # With accumulation only some steps exchange; a trace has both ways.
         accumulates = self.gradient_accumulation_steps and tf.executing_eagerly()
         if any(grad is not None for grad in grads) and not accumulates:
@@ -117,15 +122,21 @@ class ExchangesGradients:
         self, grads: list[tf.Tensor], trainable_variables: list[keras.Variable]
     ) -> None:
         self.exchanger.prepare_step(trainable_variables, self._trainable_variables)
-        self.exchanger.in_step = True
+        # Sparse gradients of embeddings become dense here: the accumulators and the exchange want
+        # one form.
+        grads = [tf.convert_to_tensor(grad) for grad in grads]
+        # The run that finds no more data carries out what does not wait for data, on some ranks and
+        # not on others: weight decay, and the count of steps, wait for a gradient.
+        self.exchanger.a_gradient, self.exchanger.in_step = grads[-1:], True
         try:
-            # Sparse gradients of embeddings become dense here: the accumulators and the exchange
-            # want one form.
-            super()._backend_apply_gradients(
-                [tf.convert_to_tensor(grad) for grad in grads], trainable_variables
-            )
+            super()._backend_apply_gradients(grads, trainable_variables)
+            self.exchanger.step_scope.enter_context(tf.control_dependencies(grads[-1:]))
         finally:
-            self.exchanger.in_step = False
+            self.exchanger.a_gradient, self.exchanger.in_step = [], False
+
+    def _apply_weight_decay(self, variables: list[keras.Variable]) -> None:
+        with tf.control_dependencies(self.exchanger.a_gradient):
+            super()._apply_weight_decay(variables)
 
     def _overwrite_variables_directly_with_gradients(
         self, grads: list[tf.Tensor], trainable_variables: list[keras.Variable]
