@@ -109,7 +109,7 @@ def test_a_watch_that_cannot_be_is_refused() -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("kill", r"rank 2\b"),
+        case("kill", r"rank 2\b", kept=False),
         case("raise", "rank 2 gives up", kept=False),
         ("stop", r"rank [01] gives up"),
     ],

@@ -107,3 +107,15 @@ def test_what_cannot_be_measured_is_refused() -> None:
         profile(keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)]), DATA)
     with pytest.raises(PlanError, match="Did you mean 'mstopk'"):
         profile(net, DATA, steps=1, rule="mstop")
+
+
+def test_variables_that_the_loss_does_not_depend_on_are_left_out() -> None:
+    """Keras exchanges none of their gradients; a constant in their place would be ready at once."""
+    inputs = keras.Input((16,))
+    outputs = keras.layers.Dense(4, name="used")(inputs)
+    unused = keras.layers.Dense(4, name="unused")(inputs)
+    net = keras.Model(inputs, [outputs, unused])
+    net.compile("sgd", loss=["mse", None], jit_compile=False)
+    found = profile(net, DATA, steps=2)
+    assert [row.name for row in found.variables] == ["used/bias", "used/kernel"]
+    assert found.forward_s > 0

@@ -279,3 +279,16 @@ def test_several_replicas_in_one_process_are_refused() -> None:
         patch.setattr(tf.distribute, "get_strategy", TwoReplicas)
         with pytest.raises(cx.PlanError, match=r"tf\.distribute strategy of 2"):
             optimizer.apply([tf.ones(1)], [weight])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_keras_excludes_from_weight_decay_does_not_decay(kind: str) -> None:
+    """Keras's own way, beside `exclude`: the ratio stays, the decay goes."""
+    without = KINDS[kind]()
+    without.exclude_from_weight_decay(var_names=["kernel", "out", "still"])
+    none = KINDS[kind]()
+    none.weight_decay = None
+    found = trained(without, 5)
+    for mine, expected in zip(found, trained(none, 5), strict=True):
+        np.testing.assert_array_equal(mine, expected)
+    assert not np.array_equal(found[0], trained(KINDS[kind](), 5)[0])

@@ -86,7 +86,7 @@ def test_the_optimal_merging_has_the_shortest_simulated_step(route: str) -> None
 
 
 @pytest.mark.parametrize("place", ["compute", "beside"])
-@pytest.mark.parametrize("route", ["allreduce", "allgather"])
+@pytest.mark.parametrize("route", ["allreduce", "allgather", "hitopk"])
 def test_what_solvers_minimize_is_the_simulated_step(route: str, place: str) -> None:
     """Selections of milliseconds, so that they wait for each other on a stream beside."""
     rows = tuple(row for row in PROFILE.variables if len(row.shape) > 1)

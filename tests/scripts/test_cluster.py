@@ -151,7 +151,7 @@ def test_without_its_tools_it_says_so_in_one_line(tmp_path: Path) -> None:
 
 
 @needs_cluster
-@pytest.mark.parametrize("launcher", ["--gloo", "--mpi"])
+@pytest.mark.parametrize("launcher", [case("--gloo", kept=False), "--mpi"])
 def test_ranks_see_nodes_and_slots(nodes: None, launcher: str) -> None:
     code = (
         "import socket, tfcommx as cx; c = cx.init(); print(c.topology, c.rank, 'on', "

@@ -150,6 +150,8 @@ def _words(row: dict[str, Any]) -> str:
 
 def _advice(best: Candidate) -> str:
     """Return the line of code that the best scheme is."""
+    from tfcommx.planner import merging
+
     scheme = best.scheme
     words = [repr(scheme.route)]
     if scheme.selection != "all":
@@ -158,4 +160,10 @@ def _advice(best: Candidate) -> str:
     for name in ("dense_route", "wire", "peer_route", "merging"):
         if getattr(scheme, name) != getattr(default, name):
             words.append(f"{name}={getattr(scheme, name)!r}")
-    return f"predicted to be the fastest: Scheme({', '.join(words)})"
+    found = f"predicted to be the fastest: Scheme({', '.join(words)})"
+    if not merging.get(scheme.merging).needs_times:
+        return found
+    return (
+        f"{found}. Its merging goes by time: write the plan with --output, and give "
+        "DistributedOptimizer(plan=tfcommx.routes.read_plan(text)) what is in the file"
+    )

@@ -186,7 +186,9 @@ def simulate(
     for value in values:
         chosen = dataclasses.replace(settings, **{swept: value}) if swept else settings
         timeline, row = _step(chosen)
-        rows.append({swept: value, **row} if swept and swept not in row else row)
+        rows.append(_with(swept, value, row))
+    if swept:
+        swept = next(name for name in rows[0] if name in (swept, f"rank_{swept}"))
     _show(rows, swept)
     if json_file:
         json_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -204,6 +206,13 @@ def simulate(
         report.draw_timeline(timeline, png, f"{title}, {settings.merging}")
     if trace:
         trace.write_text(report.trace_events(timeline))
+
+
+def _with(swept: str | None, value: Any, row: dict[str, Any]) -> dict[str, Any]:
+    """Add the swept setting to a row; `throughput`, of one rank, beside that of all ranks."""
+    if swept == "throughput":
+        return {"rank_throughput": value, **row}
+    return {swept: value, **row} if swept and swept not in row else row
 
 
 def _settings(file: Path | None, given: dict[str, Any]) -> Settings:

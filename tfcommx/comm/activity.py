@@ -22,6 +22,7 @@ import json
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 
@@ -93,7 +94,10 @@ class Activity:
 
     def __init__(self) -> None:
         self.watched, self._saw_fit, self._step = False, False, -1
-        self._waits: list[Waits] = []
+        # Of exchanges that are still there, each with its steps at the last look
+        self._waits: dict[weakref.ref[Waits], int] = {}
+        # Of those that are gone
+        self._steps_before = 0
 
     def waits(self, parts: Sequence[str], counted: bool = True) -> Waits:
         """Return what an exchange tells where it is.
@@ -105,8 +109,9 @@ class Activity:
         if not self.watched:
             return NoWaits()
         self._saw_fit = self._saw_fit or _in_fit(_frames(sys._getframe()))
-        self._waits.append(Waits(parts, counted))
-        return self._waits[-1]
+        made = Waits(parts, counted)
+        self._waits[weakref.ref(made)] = 0
+        return made
 
     def watch(self, send: Callable[[bytes], object], period: float) -> None:
         """Tell the watcher from now on.
@@ -138,19 +143,32 @@ class Activity:
 
     def look(self) -> tuple[int, str, str]:
         """Return the number of steps begun, what the rank does, and in what or where."""
-        step = sum(one.begun() for one in self._waits if one.counted)
+        there = self._still_there()
+        step = self._steps_before + sum(self._waits.values())
         before, self._step = self._step, step
         if step != before:
             return step, COMPUTES, ""
         frames = _frames(sys._current_frames().get(threading.main_thread().ident or 0))
-        doing, what = self._doing(frames)
+        doing, what = self._doing(frames, there)
         return step, doing, what[:LONGEST]
 
-    def _doing(self, frames: list[FrameType]) -> tuple[str, str]:
+    def _still_there(self) -> list[Waits]:
+        """Return the exchanges that somebody still has, and count their steps."""
+        there = []
+        for found in list(self._waits):
+            one = found()
+            if one is None:
+                self._steps_before += self._waits.pop(found)
+                continue
+            there.append(one)
+            self._waits[found] = one.begun() if one.counted else 0
+        return there
+
+    def _doing(self, frames: list[FrameType], there: list[Waits]) -> tuple[str, str]:
         in_fit = _in_fit(frames)
         self._saw_fit = self._saw_fit or in_fit
         in_library = bool(frames) and _is_in(frames[0], "tensorflow", "horovod")
-        if in_library and (parts := [part for one in self._waits if (part := one.waiting())]):
+        if in_library and (parts := [part for one in there if (part := one.waiting())]):
             return WAITS, parts[0]
         if calls := [frame for frame in frames if _is_collective(frame)]:
             return WAITS, _caller(frames[frames.index(calls[-1]) + 1 :])
@@ -169,7 +187,15 @@ def _frames(frame: FrameType | None) -> list[FrameType]:
 
 
 def _is_in(frame: FrameType, *packages: str) -> bool:
-    return any(f"{os.sep}{name}{os.sep}" in frame.f_code.co_filename for name in packages)
+    """Tell whether a frame's code is of one of these packages, by the folder of the package."""
+    places = [getattr(sys.modules.get(name), "__file__", None) for name in packages]
+    folders = tuple(os.path.join(os.path.dirname(place), "") for place in places if place)
+    return frame.f_code.co_filename.startswith(folders)
+
+
+def _name(frame: FrameType) -> str:
+    code = frame.f_code
+    return getattr(code, "co_qualname", code.co_name)  # From Python 3.11 on
 
 
 def _in_fit(frames: list[FrameType]) -> bool:
@@ -187,7 +213,7 @@ def _caller(frames: list[FrameType]) -> str:
     for frame in frames:
         name = frame.f_code.co_filename
         if os.path.dirname(name) != HERE and not _is_in(frame, "tensorflow"):
-            return f"a collective of {frame.f_code.co_qualname}"
+            return f"a collective of {_name(frame)}"
     return "a collective"
 
 
@@ -197,6 +223,6 @@ def _where(frames: list[FrameType]) -> str:
         code = frame.f_code
         if not any(part in code.co_filename for part in LIBRARIES):
             line = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
-            inner = frames[0].f_code.co_qualname
+            inner = _name(frames[0])
             return line if frame is frames[0] else f"{line} ({inner})"
-    return frames[0].f_code.co_qualname if frames else ""
+    return _name(frames[0]) if frames else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import tensorflow as tf
 
@@ -51,8 +52,10 @@ def init(
         ("stall_seconds", stall_seconds),
         ("stall_limit_seconds", stall_limit_seconds),
     ):
-        if seconds is not None and not seconds > 0:
-            raise PlanError(f"`{name}` must be > 0, or None for no watch. Received {seconds!r}.")
+        if seconds is not None and not 0 < seconds < math.inf:
+            raise PlanError(
+                f"`{name}` must be > 0 and finite, or None for no watch. Received {seconds!r}."
+            )
     stall_seconds, stall_limit_seconds = launcher.stall_times(stall_seconds, stall_limit_seconds)
     if process.started():
         return _started_before(node_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -96,7 +97,7 @@ def stall_times(seconds: float | None, limit: float | None) -> tuple[float | Non
             value = default if word is None else float(word) or None
         except ValueError:
             value = -1.0
-        if value is not None and not value > 0:
+        if value is not None and not 0 < value < math.inf:
             raise PlanError(
                 f"{name} must be a number of seconds > 0, or 0 for off. Received {word!r}."
             )

@@ -135,7 +135,7 @@ class Member:
             self.outbox.append((other, "bye"))
         if self.said_ended and other == self.parent:
             self.outbox.append((other, "ended"))
-        if self.lost and not self.told:
+        if self.lost:
             self.outbox.append((other, f"lost {json.dumps(self.lost)}"))
 
     def disconnected(self, other: int) -> None:
@@ -154,9 +154,10 @@ class Member:
     def received(self, other: int, line: str, now: float) -> None:
         """Take a neighbour's line in."""
         one = self.neighbours[other]
-        one.heard = now
         kind, _, text = line.partition(" ")
-        if kind == "bye":
+        if kind == ".":  # The other lines come from the watcher, also of a rank that is stopped
+            one.heard = now
+        elif kind == "bye":
             one.leaving = True
         elif kind == "ended":
             one.ended = True

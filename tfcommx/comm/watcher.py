@@ -236,7 +236,10 @@ class Watcher:
             if now >= next_beat:
                 next_beat = now + self.beat_seconds
                 state = _state_of(self.pid) if not member.gone else ""
-                member.gone = state in ("", "Z", "X")
+                if state in ("", "Z", "X"):  # It may have said bye a moment ago
+                    for key, _ in self.select.select(0):
+                        key.data(key.fileobj)
+                    member.gone = True
                 member.stopped = state == "T"
                 member.beat(now, max(0.0, now - last_turn - self.beat_seconds))
             last_turn = now

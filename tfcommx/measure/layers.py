@@ -83,7 +83,9 @@ def measure(
     if not batches:
         raise PlanError("Batches to measure with are required. Received none.")
     kept = [variable.numpy() for variable in model.non_trainable_variables]
-    stamped, plain = _step(model, stamps=True), _step(model, stamps=False)
+    # Positions of the variables that the loss depends on: Keras exchanges no others
+    connected: list[int] = []
+    stamped, plain = _step(model, connected, stamps=True), _step(model, connected, stamps=False)
     rows, stamped_s, plain_s = [], [], []
     for number in range(steps + 2):
         batch = batches[number % len(batches)]
@@ -97,6 +99,7 @@ def measure(
     for variable, value in zip(model.non_trainable_variables, kept, strict=True):
         variable.assign(value)
     model.reset_metrics()
+    variables = [variables[position] for position in connected]
     update_s = _update_seconds(model, variables)
     select = _selection_times(variables, rule, density) if rule else lambda size: None
     found = _profile(model, variables, np.array(rows[2:]), update_s, select)
@@ -131,8 +134,11 @@ def _tensors(batch: Any) -> tuple[Any, Any, Any]:
     )
 
 
-def _step(model: keras.Model, stamps: bool) -> Callable[..., tf.Tensor]:
-    """Return a traced step, without update: [loss, gradients...] as times, or the loss."""
+def _step(model: keras.Model, connected: list[int], stamps: bool) -> Callable[..., tf.Tensor]:
+    """Return a traced step, without update: [loss, gradients...] as times, or the loss.
+
+    Tracing it puts the positions of the variables that have gradients into `connected`.
+    """
 
     @tf.function(autograph=False)
     def step(x: Any, y: Any, weights: Any) -> tf.Tensor:
@@ -140,11 +146,11 @@ def _step(model: keras.Model, stamps: bool) -> Callable[..., tf.Tensor]:
             outputs = model(x, training=True)
             loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weights)
         values = [one.value for one in model.trainable_variables]
+        found = tape.gradient(loss, values)
+        connected[:] = [place for place, one in enumerate(found) if one is not None]
         gradients = [
-            gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-            for gradient in tape.gradient(
-                loss, values, unconnected_gradients=tf.UnconnectedGradients.ZERO
-            )
+            found[place].values if isinstance(found[place], tf.IndexedSlices) else found[place]
+            for place in connected
         ]
         if stamps:
             return tf.stack([stamp(one) for one in (loss, *gradients)])
@@ -193,6 +199,9 @@ def _profile(
 def _update_seconds(model: keras.Model, variables: Sequence[keras.Variable]) -> float:
     """Time a copy of the optimizer on copies of the variables."""
     optimizer = keras.optimizers.deserialize(keras.optimizers.serialize(model.optimizer))
+    for one in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+        if one is not None:  # Each step updates then
+            one.gradient_accumulation_steps = None
     copies = [keras.Variable(one, dtype=one.dtype) for one in variables]
     optimizer.build(copies)
     gradients = [tf.zeros(one.shape, one.dtype) for one in copies]

@@ -94,10 +94,10 @@ class LAMB(LayerwiseOptimizer):
         """Update all variables, once all updates and their norms are known."""
         step = tf.cast(self.iterations, tf.float32) + 1.0
         corrections = [1.0 - tf.pow(beta, step) for beta in (self.beta_1, self.beta_2)]
-        decay, updates = self.weight_decay or 0.0, []
+        updates = []
         for gradient, variable, position in zip(gradients, variables, positions, strict=True):
             update = self._adam(tf.cast(gradient, variable.dtype), position, corrections)
-            if decay and self.adapted[position]:
+            if decay := self.decay_of(position):
                 if self.decay_in_ratio:
                     update += decay * variable
                 else:
@@ -108,7 +108,7 @@ class LAMB(LayerwiseOptimizer):
             positions,
             [tf.convert_to_tensor(variable) for variable in variables],
             updates,
-            lambda weight, update: weight / update,
+            lambda weight, update, _: weight / update,
         )
         rates = tf.unstack(tf.cast(learning_rate, tf.float32) * ratios)
         for variable, update, rate in zip(variables, updates, rates, strict=True):

@@ -86,15 +86,15 @@ class LARS(LayerwiseOptimizer):
         learning_rate: Any,
     ) -> None:
         """Update all variables, the ratios first."""
-        decay, trust = self.weight_decay or 0.0, self.trust_coefficient
+        trust = self.trust_coefficient
         ratios = self.ratios(
             positions,
             [tf.convert_to_tensor(variable) for variable in variables],
             gradients,
-            lambda weight, gradient: trust * weight / (gradient + decay * weight),
+            lambda weight, gradient, decay: trust * weight / (gradient + decay * weight),
         )
         rates = tf.cast(learning_rate, tf.float32) * ratios
-        decays = [decay if self.adapted[position] else 0.0 for position in positions]
+        decays = [self.decay_of(position) for position in positions]
         momenta = [self.momentums[position].value for position in positions]
         options = (decays, self.momentum, self.nesterov)
         if not compiled_by_xla() and all(one.dtype == tf.float32 for one in variables):

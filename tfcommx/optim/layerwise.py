@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfcommx.kernels.norms import squared_norms, squared_norms_definition
 from tfcommx.optim.keras_internals import UpdatesTogether, compiled_by_xla
 from tfcommx.optim.parallel_operator import MODES, parallel_operator
+from tfcommx.optim.variable_names import path_of
 from tfcommx.terms import PlanError, check_name
 
 # Biases, and the scales and offsets of normalisation: few, near 0 or 1, and not scale-free.
@@ -25,7 +26,7 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         learning_rate: as Keras's optimizers take it.
         weight_decay: >= 0; None: none.
         exclude: patterns of variable paths, as in file names: such variables have the ratio 1 and
-            no weight decay.
+            no weight decay. Keras's `exclude_from_weight_decay` takes others from the decay alone.
         norms: who computes the norms. "local": every rank all. "parallel": a share each, by
             `parallel_operator`; "auto": what takes less time. Both need a wrapped optimizer on
             several ranks whose weights stay equal and which all update (not strategy="root");
@@ -56,8 +57,12 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Make the state for these variables."""
         super().build(variables)
-        # Of each variable: whether it has a ratio of its own, and weight decay
-        self.adapted = tuple(not self.excludes(variable.path) for variable in variables)
+        # Of each variable: whether it has a ratio of its own, and whether it decays
+        self.adapted = tuple(not self.excludes(path_of(variable)) for variable in variables)
+        self.decays = tuple(
+            adapted and self.uses_weight_decay(variable)
+            for adapted, variable in zip(self.adapted, variables, strict=True)
+        )
 
     def excludes(self, path: str) -> bool:
         """Tell whether a variable of this path has the ratio 1 and no weight decay.
@@ -67,12 +72,16 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         """
         return any(fnmatch.fnmatchcase(path, pattern) for pattern in self.exclude)
 
+    def decay_of(self, position: int) -> float:
+        """Return the weight decay of a variable: 0 if it is excluded here or in Keras's way."""
+        return (self.weight_decay or 0.0) if self.decays[position] else 0.0
+
     def ratios(
         self,
         positions: Sequence[int],
         weights: Sequence[tf.Tensor],
         updates: Sequence[tf.Tensor],
-        formula: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
+        formula: Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor],
     ) -> tf.Tensor:
         """Return the trust ratio of each variable.
 
@@ -80,8 +89,8 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
             positions: of the variables, among those that the optimizer was built for.
             weights: their values.
             updates: what the ratio compares them with, of the same shapes.
-            formula: (norms of the weights, norms of the updates) -> the ratios where both norms
-                are above 0; they are 1 elsewhere.
+            formula: (norms of the weights, norms of the updates, weight decay of each) -> the
+                ratios where both norms are above 0; they are 1 elsewhere.
 
         Returns:
             float32 [number of variables].
@@ -98,7 +107,8 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
             squares = tf.stack(parallel_operator(_rows_of_squares, pairs, self.norms))
         weight_norms, update_norms = tf.unstack(tf.sqrt(squares), axis=1)
         known = (weight_norms > 0) & (update_norms > 0)
-        found = tf.where(known, formula(weight_norms, update_norms), 1.0)
+        decays = tf.constant([self.decay_of(positions[i]) for i in mine], tf.float32)
+        found = tf.where(known, formula(weight_norms, update_norms, decays), 1.0)
         order = [mine.index(i) if i in mine else len(mine) for i in range(len(positions))]
         return tf.gather(tf.concat([found, [1.0]], axis=0), order)
 

@@ -15,11 +15,13 @@ import logging
 import math
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+from tensorflow.python.framework.func_graph import FuncGraph
 
 from tfcommx import cost
 from tfcommx.comm import process
@@ -63,6 +65,8 @@ class Shares(NamedTuple):
     # Of each item
     results: tuple[tf.TensorSpec, ...]
     choice: Choice
+    # Names the all-gathers
+    scope: str
 
     @property
     def width(self) -> int:
@@ -175,6 +179,8 @@ class ParallelOperator:
         self._cost_of = cost_of or _entries
         # Shapes of the items, and whether it is traced -> who computes what
         self._shares: dict[Any, Shares] = {}
+        # All-gathers in each graph that was traced
+        self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     @property
     def choices(self) -> list[Choice]:
@@ -225,10 +231,11 @@ class ParallelOperator:
         if tf.executing_eagerly():
             sent = compute(*flat)
         else:  # In Python, where an error can be caught
-            sent = tf.ensure_shape(tf.py_function(compute, flat, tf.uint8), [HEAD + width])
-        own_scope = self.comm.own_scope()
-        with self.comm.scope(own_scope):
-            gathered = self.comm.all_gather(sent, self.group, "parallel_operator")
+            # A rank whose share is empty takes part when the others do
+            with tf.control_dependencies(tf.nest.flatten(items)[-1:]):
+                sent = tf.ensure_shape(tf.py_function(compute, flat, tf.uint8), [HEAD + width])
+        with self.comm.scope(shares.scope):
+            gathered = self.comm.all_gather(sent, self.group, self._next_name())
         rows = tf.reshape(gathered, [len(self.members), HEAD + width])
         failed, message = outcome_of(rows[:, :HEAD])
         check = tf.debugging.Assert(tf.logical_not(failed), [message])
@@ -240,6 +247,17 @@ class ParallelOperator:
             for position, result in zip(positions, found, strict=True):
                 results[position] = result
         return results
+
+    def _next_name(self) -> str:
+        """Return a name that no other all-gather of this trace has, the same in every trace.
+
+        One rank alone may trace again, as for a last batch that is shorter.
+        """
+        graph = tf.compat.v1.get_default_graph()
+        while isinstance(getattr(graph, "outer_graph", None), FuncGraph):
+            graph = graph.outer_graph  # Branches are graphs of their own
+        number = self._calls[graph] = self._calls.get(graph, 0) + 1
+        return f"parallel_operator{0 if tf.executing_eagerly() else number}"
 
     def _share(self, own: list[Item], width: int) -> tf.Tensor:
         """Compute op of this rank's items; return its outcome and its results as bytes.
@@ -278,7 +296,8 @@ class ParallelOperator:
             if ranges
             else longest_first(costs, len(self.members))
         )
-        shares = Shares(positions, results, Choice("parallel", "as asked for"))
+        asked = Choice("parallel", "as asked for")
+        shares = Shares(positions, results, asked, self.comm.own_scope())
         if self.mode == "auto":
             shares = shares._replace(choice=self._choose(shares, specs, ranges, traced))
         if self.comm.rank == 0:
@@ -304,16 +323,16 @@ class ParallelOperator:
     def _choose(self, shares: Shares, specs: list[Item], ranges: bool, traced: bool) -> Choice:
         """Compare the prices of both forms, the same on every rank."""
         whole = [_joined(specs)] if ranges else specs
-        samples = tf.nest.map_structure(_sample, whole)
+        samples = functools.cache(lambda: tf.nest.map_structure(_sample, whole))
 
         def compute_all() -> list[tf.Tensor]:
-            return list(self.op(samples))
+            return list(self.op(samples()))
 
         local = tf.function(compute_all, autograph=False) if traced else compute_all
         local_s = self._seconds(lambda: local()[-1])
         mine = shares.positions[self.members.index(self.comm.rank)]
-        own = [tf.nest.map_structure(_sample, specs[i]) for i in mine]
-        share_s = self._seconds(lambda: self._share(own, shares.width))
+        own = functools.cache(lambda: [tf.nest.map_structure(_sample, specs[i]) for i in mine])
+        share_s = self._seconds(lambda: self._share(own(), shares.width))
         sent = tf.zeros([HEAD + shares.width], tf.uint8)
         if self.links is None:
             gather_s = self._seconds(
@@ -325,6 +344,8 @@ class ParallelOperator:
             gather_s = cost.all_gather(HEAD + shares.width, len(self.members), link)
         measured = self.comm.gather_objects((local_s, share_s, gather_s))
         local_s, share_s, gather_s = map(max, zip(*measured, strict=True))
+        if math.inf in (local_s, share_s):
+            return Choice("local", "op fails on random numbers, so that it cannot be timed")
         form = "parallel" if share_s + gather_s < local_s else "local"
         reason = (
             f"all locally {local_s * 1e3:.2f} ms; in parallel {share_s * 1e3:.2f} ms for the "
@@ -333,13 +354,17 @@ class ParallelOperator:
         return Choice(form, reason, local_s, share_s + gather_s)
 
     def _seconds(self, work: Callable[[], tf.Tensor]) -> float:
-        """Time some work on all ranks at once, as it will run."""
+        """Time some work on all ranks at once, as it will run; infinity if it fails on this one."""
         times = []
         for _ in range(REPEATS + 1):
             self.comm.gather_objects(None)  # All start together
             start = time.perf_counter()
-            work().numpy()
-            times.append(time.perf_counter() - start)
+            try:
+                work().numpy()
+                times.append(time.perf_counter() - start)
+            except tf.errors.OpError as error:  # The others are at the next start
+                log.info("parallel_operator: this work cannot be timed: %s", error)
+                times.append(math.inf)
         return statistics.median(times[1:])  # The first one makes connections
 
 

@@ -159,7 +159,9 @@ def _check_times(schemes: Mapping[str, Scheme], profile: Profile | None) -> None
             by_size = [name for name, solver in merging.MERGINGS.items() if not solver.needs_times]
             raise PlanError(
                 f"The merging {scheme.merging!r} (scheme of {pattern!r}) needs a profile that says "
-                "when gradients are ready: give `profile=`, with links that were measured. "
+                "when gradients are ready, and links that were measured: make the plan from "
+                "them (`tfcommx plan PROFILE --links FILE --output PLAN`) and give the optimizer "
+                "that, or give make_plan `profile=`. "
                 f"Received {'none' if profile is None else 'one with sizes only'}. Without it "
                 f"gradients can be merged by size: {', '.join(by_size)}."
             )

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
-from tfcommx import routes
 from tfcommx.planner.merging.base import Prices
 from tfcommx.routes.base import SELECT
 from tfcommx.simulator.conditions import Conditions
@@ -51,7 +50,9 @@ def prices_of(
         return first, total - first
 
     sample = make_bucket(1)
-    selects_first = routes.get(sample.route).stages(sample, topology, links)[0].resource == SELECT
+    # Of a route whose first collective is in a group of one rank, the selection comes first, too
+    begins = stages_of(sample, topology, links, conditions)[:1]
+    selects_first = [stage.resource for stage in begins] == [SELECT]
 
     def selection_s(entries: int) -> float:
         if not selects_first:

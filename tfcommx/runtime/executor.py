@@ -75,9 +75,10 @@ class PlanExecutor:
         **Cost:** per bucket one copy into and one out of the flat vector, and the route.
         """
         with self.scope():
+            step = self.steps.read_value() + 1
             # The run that finds no more data carries out what does not wait for data: no step
-            with tf.control_dependencies(list(gradients.values())[-1:]):  # Ready first
-                step = self.steps.assign_add(1)
+            with tf.control_dependencies(list(gradients.values())[-1:]):
+                self.steps.assign_add(1)
             pieces = clip_buckets(cut(gradients, self.plan), self.plan)
             number = self._waits.begin(pieces.values())
             result: dict[str, tf.Tensor] = {}

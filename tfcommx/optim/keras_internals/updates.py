@@ -33,12 +33,19 @@ class UpdatesTogether:
                 f"tf.distribute strategy of {replicas}. Start one process for each GPU: "
                 "horovodrun, cx.init(), cx.DistributedOptimizer."
             )
-        self.update_together(
-            [tf.convert_to_tensor(grad) for grad in grads],
-            [getattr(variable, "value", variable) for variable in trainable_variables],
-            [self._get_variable_index(variable) for variable in trainable_variables],
-            learning_rate,
-        )
+        values = [
+            variable if isinstance(variable, tf.Variable) else variable.value
+            for variable in trainable_variables
+        ]
+        positions = [self._get_variable_index(variable) for variable in trainable_variables]
+        gradients = [tf.convert_to_tensor(grad) for grad in grads]
+        # The run that finds no more data has no gradients, and updates nothing
+        with tf.control_dependencies(gradients[-1:]):
+            self.update_together(gradients, values, positions, learning_rate)
+
+    def uses_weight_decay(self, variable: keras.Variable | tf.Variable) -> bool:
+        """Tell whether `exclude_from_weight_decay` has left the variable in."""
+        return self._use_weight_decay(variable)
 
     def _apply_weight_decay(self, variables: Sequence[keras.Variable]) -> None:
         """Leave weight decay to `update_together`."""

@@ -64,13 +64,15 @@ class Optimal:
             return []
         simple = (single.SOLVER, each.SOLVER, mg_wfbp.SOLVER, omgs.SOLVER)
         tried = [solver.groups(profile, prices) for solver in simple]
-        limit = min(finish_s(groups, profile, prices) for groups in tried)
+        best = min(tried, key=lambda groups: finish_s(groups, profile, prices))
+        limit = finish_s(best, profile, prices)
         bounds = _Bounds(profile, prices)
         # A coarse search first: a good limit makes the other one short
         for border in BORDERS:
             groups = _Search(bounds, limit, border).groups()
-            limit = min(limit, finish_s(groups, profile, prices))
-        return groups
+            if groups and finish_s(groups, profile, prices) <= limit:
+                best, limit = groups, finish_s(groups, profile, prices)
+        return best
 
 
 def _border(first: Floats, port: Floats) -> Integers:
@@ -164,10 +166,13 @@ class _Search:
         self.before: Integers = np.full(1, -1)
 
     def groups(self) -> Groups:
+        """Return the best groups; none if no state within the limit is left at the end."""
         count = len(self.ready)
         for stop in range(1, count + 1):
             self._extend(stop)
         last = np.flatnonzero(self.position == count)
+        if not len(last):
+            return []
         delay = 0.0 if self.beside else self.first[last]
         state = int(last[np.argmin(np.maximum(self.port[last], self.bounds.backward + delay))])
         groups: Groups = []
