@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from drawing import case, drawn
 from rank_helpers import batch, compiled, fit, gradients_of, model, weights
 
 import tfcommx as cx
@@ -29,8 +30,7 @@ def roots(items: list[tf.Tensor]) -> list[tf.Tensor]:
     return [tf.sqrt(tf.abs(item)) for item in items]
 
 
-@pytest.mark.parametrize("group", ["world", "node"])
-@pytest.mark.parametrize("mode", ["auto", "local", "parallel"])
+@pytest.mark.parametrize(("mode", "group"), drawn(["auto", "parallel", "local"], ["world", "node"]))
 def test_every_mode_gives_the_same_bits(comm: Comm, mode: str, group: str) -> None:
     """Twice in one step, under a condition, on results of whole tensors, and on one long one."""
 
@@ -56,7 +56,7 @@ def test_every_mode_gives_the_same_bits(comm: Comm, mode: str, group: str) -> No
         assert [one.numpy().tobytes() for one in found] == right
 
 
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", [case(False, kept=False), True])
 def test_an_error_on_one_rank_ends_all_with_it(comm: Comm, traced: bool) -> None:
     last = comm.topology.size - 1
 
@@ -74,8 +74,14 @@ def test_an_error_on_one_rank_ends_all_with_it(comm: Comm, traced: bool) -> None
     assert comm.gather_objects(comm.rank) == list(range(comm.topology.size))
 
 
-@pytest.mark.parametrize("kind", [cx.optimizers.LARS, cx.optimizers.LAMB])
-@pytest.mark.parametrize("mode", ["parallel", "auto"])
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [
+        case(mode, kind, kept=(mode, kind) == ("parallel", cx.optimizers.LARS))
+        for mode in ("parallel", "auto")
+        for kind in (cx.optimizers.LARS, cx.optimizers.LAMB)
+    ],
+)
 def test_norms_may_be_shared(comm: Comm, kind: type, mode: str) -> None:
     """With the same bits as local ones, in a step of one's own and in `fit`."""
     found = []
@@ -90,6 +96,19 @@ def test_norms_may_be_shared(comm: Comm, kind: type, mode: str) -> None:
         assert fit(net, comm, epochs=1).identical
         found.append([one.tobytes() for one in weights(net)])
     assert found[0] == found[1]
+
+
+def test_one_rank_alone_may_trace_again(comm: Comm) -> None:
+    """As for a last batch that is shorter there: its all-gather keeps its name."""
+
+    @tf.function
+    def step(inputs: tf.Tensor, *items: tf.Tensor) -> list[tf.Tensor]:
+        return cx.parallel_operator(norms, [*items[:-1], items[-1] + inputs[0]], "parallel")
+
+    right = [one.numpy() for one in norms(tensors())]
+    for rows in (4, 4 - (comm.rank == 0), 4):
+        for mine, expected in zip(step(tf.zeros([rows]), *tensors()), right, strict=True):
+            np.testing.assert_array_equal(mine, expected)
 
 
 def test_norms_are_local_where_one_rank_alone_updates(comm: Comm) -> None:

@@ -104,6 +104,7 @@ def test_a_killed_run_resumes_to_the_same_weights(run, tmp_path):
         np.testing.assert_array_equal(one.numpy(), other.numpy())
 
 
+@pytest.mark.exhaustive
 def test_a_recipe_reshuffles_samples_between_nodes(tmp_path):
     """A half of each node's 30,000 images is offered before an epoch, a half of that comes back.
 
