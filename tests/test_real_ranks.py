@@ -64,7 +64,7 @@ def test_the_same_tests_on_several_ranks(
             f"addopts=-v -m '{marks}'",
         ],
         launcher,
-        seconds=600,
+        seconds=1500,
         TFCOMMX_TEST_NODE_SIZE=node_size,
         # Ranks that share few cores look for work less often than every millisecond
         HOROVOD_CYCLE_TIME="3",
