@@ -252,7 +252,7 @@ def test_64_watchers_have_few_connections_and_an_alarm_reaches_all() -> None:
             ends[rank].close()
         waiting = {ends[rank]: rank for rank in range(size) if rank not in killed}
         while waiting:
-            ready, _, _ = select.select(list(waiting), [], [], 20)
+            ready, _, _ = select.select(list(waiting), [], [], 60)
             assert ready, f"ranks {sorted(waiting.values())} have heard nothing"
             for end in ready:
                 line = end.recv(4096).decode()
@@ -260,7 +260,7 @@ def test_64_watchers_have_few_connections_and_an_alarm_reaches_all() -> None:
                 # All of them, unless this machine is too busy to end them within GATHER_SECONDS
                 named = re.findall(r"rank (\d+) on host\1 \(", line)
                 assert named and set(map(int, named)) <= set(killed), line
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < 60
     finally:
         for process, end in zip(ranks, ends, strict=True):
             process.kill()

@@ -31,7 +31,7 @@ def test_a_stamp_is_the_time_at_which_its_tensor_is_made(native: bool, dtype: st
     @tf.function(autograph=False)
     def step(value: tf.Tensor) -> tf.Tensor:
         first = tf.cast(value, dtype)
-        second = tf.cast(late(value, 0.2), dtype)
+        second = tf.cast(late(value, 0.5), dtype)
         # The later one first: a stamp does not wait for the one before it
         return tf.stack([read(second), read(first)])
 
@@ -39,4 +39,4 @@ def test_a_stamp_is_the_time_at_which_its_tensor_is_made(native: bool, dtype: st
     before = time.perf_counter()
     slow, fast = step(tf.ones([3, 2])).numpy()
     assert before <= fast and slow <= time.perf_counter()
-    assert slow - before >= 0.2 and slow - fast >= 0.1
+    assert slow - before >= 0.5 and fast < slow
