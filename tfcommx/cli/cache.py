@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tfcommx.cli.environment import load_tensorflow
 from tfcommx.terms import PlanError
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def warm(
         raise PlanError(
             "A level that keeps the samples is required. Give --disk FOLDER, or --hold, or both."
         )
+    load_tensorflow()
     from tfcommx import init
     from tfcommx.data.cache.cache import DataCache
     from tfcommx.data.sources.find import find_source

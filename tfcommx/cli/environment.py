@@ -1,17 +1,58 @@
-"""What the commands set before TensorFlow and Horovod are loaded."""
+"""What the commands set before TensorFlow and Horovod are loaded, and how they load TensorFlow."""
 
 from __future__ import annotations
 
 import os
+import re
+import sys
+import tempfile
+
+# What TensorFlow's libraries write while they are loaded, before they read TF_CPP_MIN_LOG_LEVEL:
+# messages of absl's level INFO, and one that says where messages go
+START_UP_MESSAGE = re.compile(
+    r"I\d{4} \d\d:\d\d:.*\] |WARNING: All log messages before absl::InitializeLog\(\)"
+)
 
 
 def quiet_tensorflow() -> None:
-    """Let TensorFlow, oneDNN and absl print no start-up messages; call it before they are loaded.
+    """Let TensorFlow and absl print no messages while they run; call it before they are loaded.
 
     Processes that are started from here inherit it: horovodrun loads TensorFlow too. Errors still
     come as exceptions. If the user has set TF_CPP_MIN_LOG_LEVEL, that level stays.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+def load_tensorflow() -> None:
+    """Import TensorFlow without its start-up messages.
+
+    On processors where oneDNN is on by default it says so whatever the level is. What else is
+    written meanwhile, by any thread, is shown afterwards.
+    """
+    if "tensorflow" in sys.modules or sys.stderr is None:
+        return
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as written:
+        os.dup2(written.fileno(), 2)
+        try:
+            import tensorflow  # noqa: F401
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            written.seek(0)
+            shown = without_start_up_messages(written.read().decode(errors="replace"))
+            sys.stderr.write(shown)
+
+
+def without_start_up_messages(text: str) -> str:
+    r"""Return the lines that are no start-up messages of TensorFlow's libraries.
+
+    >>> without_start_up_messages("I0000 00:00:17.45  25 port.cc:153] oneDNN is on.\nMind this\n")
+    'Mind this\n'
+    """
+    lines = text.splitlines(keepends=True)
+    return "".join(line for line in lines if not START_UP_MESSAGE.match(line))
 
 
 def quiet_horovod() -> None:

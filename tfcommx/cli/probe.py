@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from tfcommx.cli.environment import load_tensorflow
 from tfcommx.terms import PlanError
 
 
@@ -24,6 +25,7 @@ def probe(
 
     Schemes are then planned by what they cost.
     """
+    load_tensorflow()
     from tfcommx import init, is_chief
     from tfcommx.measure import links
     from tfcommx.report import figures

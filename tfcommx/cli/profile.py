@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tfcommx.cli.environment import load_tensorflow
 from tfcommx.cli.train import SET_HELP
 from tfcommx.recipes.recipe import read as read_recipe
 
@@ -20,6 +21,7 @@ def profile(
     ] = None,
 ) -> None:
     """Measure a recipe's model in this process: `tfcommx plan profile.json ...` reads the file."""
+    load_tensorflow()
     from tfcommx.training.profile import measure_recipe
 
     found = measure_recipe(read_recipe(config, settings or []), steps)

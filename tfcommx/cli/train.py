@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tfcommx.cli.environment import load_tensorflow
 from tfcommx.cli.launch import horovodrun
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
@@ -54,6 +55,7 @@ def train(
 
 def train_here(recipe: Recipe, folder: Path, resume: bool, terminal: str | None) -> bool:
     """Train in this process, one of those that the launcher started; tell whether it is rank 0."""
+    load_tensorflow()
     from tfcommx import is_chief
     from tfcommx.training.train import train as run
 

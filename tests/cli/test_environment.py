@@ -1,0 +1,36 @@
+"""TensorFlow is loaded without its start-up messages, and nothing else is held back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+LOUD = """
+import os
+os.write(2, b"I0000 00:00:17.45  25 port.cc:153] oneDNN custom operations are on.\\n")
+os.write(2, b"WARNING: All log messages before absl::InitializeLog() is called ...\\n")
+os.write(2, b"the disk is full\\n")
+"""
+
+
+def test_what_else_is_written_meanwhile_is_shown(tmp_path):
+    (tmp_path / "tensorflow.py").write_text(LOUD)
+    ended = subprocess.run(
+        [sys.executable, "-c", "from tfcommx.cli import environment as e; e.load_tensorflow()"],
+        env={"PYTHONPATH": f"{tmp_path}:{':'.join(sys.path)}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stderr == "the disk is full\n"
+
+
+def test_an_import_that_fails_shows_everything_that_was_written(tmp_path):
+    (tmp_path / "tensorflow.py").write_text(f"{LOUD}\nraise ImportError('no library')\n")
+    ended = subprocess.run(
+        [sys.executable, "-c", "from tfcommx.cli import environment as e; e.load_tensorflow()"],
+        env={"PYTHONPATH": f"{tmp_path}:{':'.join(sys.path)}"},
+        capture_output=True,
+        text=True,
+    )
+    assert "the disk is full" in ended.stderr and "no library" in ended.stderr
