@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-# A rank has ended or does not respond: the watch, Horovod, or (once it is there) the stall watch
-_GONE = r"ranks are missing|has been shut ?down|waits for"
+# Ranks wait for others that are alive: the stall watch says for whom
+_WAITED = r"ha(?:s|ve) waited \d+ s in "
+# A rank has ended or does not respond, or others wait for it. Horovod's own words name no rank
+_GONE = rf"ranks are missing|{_WAITED}"
 _DIFFER = r"Replicas differ"
 
 # Misuse -> a text of the output that names it, if the ranks do not end equal
@@ -161,7 +163,7 @@ def judge(case: Case, outcome: Outcome) -> tuple[str, str]:
         return "silent wait" if case.unequal else "hang", outcome.output[-600:]
     if found:
         # What waits for others is said, and the user decides.
-        ended = outcome.status is not None or "waits for" in outcome.output
+        ended = outcome.status is not None or re.search(_WAITED, outcome.output)
         return "named" if ended else "late", said
     if equal and outcome.status == 0:
         return "equal", ""

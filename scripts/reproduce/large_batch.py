@@ -2,6 +2,7 @@
 """Claim: at a joint batch of 4,096 LARS reaches what tuned SGD reaches, and LAMB what AdamW does.
 
     python scripts/reproduce/large_batch.py --json large_batch.jsonl          # 2 to 3 CPU hours
+    python scripts/reproduce/large_batch.py --json large_batch.jsonl   # goes on where it was ended
     python scripts/reproduce/large_batch.py --epochs 2 --train 8192 --seeds 1 --pairs lars   # a try
 
 Fashion-MNIST, the small network of `make demo`, 15 epochs; warm-up over the first 2 epochs, then
@@ -90,38 +91,51 @@ def accuracies(
     return kept, test
 
 
-def compare(pair: str, data: tuple[np.ndarray, ...], chosen: argparse.Namespace) -> list[dict]:
-    """Tune and run both of a pair; return a row for each run."""
+class Runs:
+    """The runs of this call, and those that the file of an earlier one holds."""
+
+    def __init__(self, data: tuple[np.ndarray, ...], chosen: argparse.Namespace) -> None:
+        self.data, self.chosen, self.file = data, chosen, chosen.json
+        text = self.file.read_text() if self.file and self.file.exists() else ""
+        self.done = [json.loads(line) for line in text.splitlines()]
+
+    def row(self, name: str, make: Make, peak: float, seed: int) -> dict:
+        """Train, if the file has no such run; return what it reached."""
+        what = {"name": name, "rate": peak, "seed": seed}
+        what |= {key: getattr(self.chosen, key) for key in ("batch", "epochs", "train")}
+        for row in self.done:
+            if what.items() <= row.items():
+                return row
+        kept, test = accuracies(make, peak, seed, self.data, self.chosen)
+        row = {**what, "kept_back": kept, "test": test}
+        self.done.append(row)
+        print(json.dumps(row), flush=True)
+        if self.file:
+            with self.file.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        return row
+
+
+def compare(pair: str, runs: Runs) -> dict[str, list[dict]]:
+    """Tune and run both of a pair; return the runs at the chosen rate of each."""
     rates, both = PAIRS[pair]
-    rows = []
+    best = {}
     for name, make in both.items():
-        tried = {}
-        for peak in rates:
-            kept, test = accuracies(make, peak, 0, data, chosen)
-            tried[peak] = kept
-            rows.append({"name": name, "rate": peak, "seed": 0, "kept_back": kept, "test": test})
-            print(json.dumps(rows[-1]), flush=True)
-        best = max(tried, key=lambda peak: tried[peak])
-        for seed in range(1, chosen.seeds):
-            kept, test = accuracies(make, best, seed, data, chosen)
-            rows.append({"name": name, "rate": best, "seed": seed, "kept_back": kept, "test": test})
-            print(json.dumps(rows[-1]), flush=True)
-        for row in rows:
-            if row["name"] == name:
-                row["chosen"] = row["rate"] == best
-    return rows
+        tried = [runs.row(name, make, peak, 0) for peak in rates]
+        rate = max(tried, key=lambda row: row["kept_back"])["rate"]
+        best[name] = [runs.row(name, make, rate, seed) for seed in range(runs.chosen.seeds)]
+    return best
 
 
-def show(rows: list[dict], pair: str) -> None:
+def show(best: dict[str, list[dict]], pair: str) -> None:
     """Print the mean test accuracy of each one's best rate."""
     table = Table(title=f"{pair}: test accuracy at the rate chosen")
     for heading in ("optimizer", "rate", "mean", "of seeds"):
         table.add_column(heading)
-    for name in PAIRS[pair][1]:
-        mine = [row for row in rows if row["name"] == name and row["chosen"]]
-        tests = [row["test"] for row in mine]
+    for name, rows in best.items():
+        tests = [row["test"] for row in rows]
         each = ", ".join(f"{one:.4f}" for one in tests)
-        table.add_row(name, f"{mine[0]['rate']:g}", f"{statistics.mean(tests):.4f}", each)
+        table.add_row(name, f"{rows[0]['rate']:g}", f"{statistics.mean(tests):.4f}", each)
     Console().print(table)
 
 
@@ -134,7 +148,9 @@ def main() -> None:
     options.add_argument("--train", type=int, default=55000, help="training images, at most 55,000")
     options.add_argument("--seeds", type=int, default=3)
     options.add_argument("--pairs", nargs="+", choices=list(PAIRS), default=list(PAIRS))
-    options.add_argument("--json", type=Path, help="write one object a line to this file")
+    options.add_argument(
+        "--json", type=Path, help="add one object a line; runs that it holds are not run again"
+    )
     chosen = options.parse_args()
     x, y, test_x, test_y = load(fetch(None))
     order = np.random.default_rng(0).permutation(len(x))
@@ -142,13 +158,9 @@ def main() -> None:
         one.reshape(-1, 28, 28, 1).astype(np.float32) if one.ndim > 1 else one
         for one in (x[order], y[order], test_x, test_y)
     )
-    rows = []
+    runs = Runs(data, chosen)
     for pair in chosen.pairs:
-        found = compare(pair, data, chosen)
-        show(found, pair)
-        rows += found
-    if chosen.json:
-        chosen.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        show(compare(pair, runs), pair)
 
 
 if __name__ == "__main__":
