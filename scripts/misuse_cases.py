@@ -14,8 +14,8 @@ from typing import Any
 
 # Ranks wait for others that are alive: the stall watch says for whom
 _WAITED = r"ha(?:s|ve) waited \d+ s in "
-# A rank has ended or does not respond, or others wait for it. Horovod's own words name no rank
-_GONE = rf"ranks are missing|{_WAITED}"
+# A rank has ended or does not respond, or others wait for it; Horovod's own words do not count
+_GONE = rf"ranks are missing|A rank has ended while this one waited for it|{_WAITED}"
 _DIFFER = r"Replicas differ"
 
 # Misuse -> a text of the output that names it, if the ranks do not end equal
