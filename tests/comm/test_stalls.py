@@ -34,10 +34,12 @@ from tfcommx.terms import PlanError
 
 @pytest.mark.long_wait
 @pytest.mark.xdist_group("faults")
-def test_ranks_that_wait_for_others_that_live_on_are_told_and_end() -> None:
+@pytest.mark.parametrize("engine", ["gloo", pytest.param("mpi", marks=pytest.mark.exhaustive)])
+def test_ranks_that_wait_for_others_that_live_on_are_told_and_end(engine: str) -> None:
     ended = horovodrun(
         2,
         [str(WORKERS / "stalls.py")],
+        engine,
         seconds=200,
         TFCOMMX_STALL_SECONDS="3",
         TFCOMMX_STALL_LIMIT_SECONDS="15",
