@@ -161,7 +161,7 @@ class Exchanger:
         names = self.names.of(variables)
         run = self._run_for(variables)
         with tf.control_dependencies(list(gradients[-1:])):  # No data: no step
-            self.guard.check(self._weights(), learning_rate, steps)
+            self.guard.check(self._weights(), learning_rate, steps, run.weights_are_equal())
         gradients = [
             tf.ensure_shape(gradient, variable.shape)
             for gradient, variable in zip(gradients, variables, strict=True)

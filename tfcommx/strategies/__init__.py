@@ -11,7 +11,8 @@
     Rebroadcast(every=5)
 
 To add one: write one file with a frozen dataclass that fulfils `base.Strategy`, whose fields are
-its options, and a class that fulfils `base.StrategyRun`; add a row to `STRATEGIES`; list it above.
+its options, and a subclass of `base.StrategyRun`, which itself is synchronous training; add a row
+to `STRATEGIES`; list it above.
 The laws in tests/strategies run over the table: after a step all ranks hold the same weights (or,
 if it lets them drift, become equal when it says so), and a mismatch between ranks is refused.
 """
