@@ -3,6 +3,8 @@
     synchronous     gradients are exchanged, every rank applies them: the identity, as Horovod does
     root            gradients are reduced to rank 0, which applies them and broadcasts the weights
     rebroadcast     as synchronous, and every few steps rank 0's weights go to all ranks
+    sharded         each rank updates 1/p of the weights, and pulls the others' parts
+    weight_averaging  each rank applies its own gradients; every few steps weights are averaged
 
     >>> import tfcommx as cx
     >>> cx.strategies.strategy_of("root")
@@ -24,7 +26,10 @@ import dataclasses
 from tfcommx.strategies.base import Strategy, StrategyRun, agree_on_strategy
 from tfcommx.strategies.rebroadcast import Rebroadcast
 from tfcommx.strategies.root import Root
+from tfcommx.strategies.sharded import Sharded, ShardedRun
+from tfcommx.strategies.shards import Shards
 from tfcommx.strategies.synchronous import Synchronous
+from tfcommx.strategies.weight_averaging import WeightAveraging
 from tfcommx.terms import PlanError, check_name
 
 # Name -> class. Those whose options all have defaults can be asked for by name.
@@ -32,15 +37,21 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "synchronous": Synchronous,
     "root": Root,
     "rebroadcast": Rebroadcast,
+    "sharded": Sharded,
+    "weight_averaging": WeightAveraging,
 }
 
 __all__ = [
     "STRATEGIES",
     "Rebroadcast",
     "Root",
+    "Sharded",
+    "ShardedRun",
+    "Shards",
     "Strategy",
     "StrategyRun",
     "Synchronous",
+    "WeightAveraging",
     "agree_on_strategy",
     "strategy_of",
 ]

@@ -3,6 +3,7 @@
 version      which versions those are
 step         takes part in the step of an optimizer: exchanges where Keras would clip
 optimizers   copies of optimizers, and state that Keras does not save
+shards       an optimizer that updates this rank's shards of the weights
 updates      updates all variables of an optimizer together
 models       layers, seeds and statistics of a model
 """
@@ -19,6 +20,7 @@ from tfcommx.optim.keras_internals.optimizers import (
     unlisted,
     wrapped_class,
 )
+from tfcommx.optim.keras_internals.shards import UpdatesShards, require_elementwise
 from tfcommx.optim.keras_internals.step import (
     AgreedLossScale,
     ExchangesGradients,
@@ -30,6 +32,7 @@ from tfcommx.optim.keras_internals.version import require_tested_keras
 __all__ = [
     "AgreedLossScale",
     "ExchangesGradients",
+    "UpdatesShards",
     "UpdatesTogether",
     "accumulated_gradients",
     "compiled_by_xla",
@@ -39,6 +42,7 @@ __all__ = [
     "inner_optimizer",
     "layers_of",
     "plain_copy",
+    "require_elementwise",
     "seed_generators",
     "statistics_of",
     "trainable_variables",
