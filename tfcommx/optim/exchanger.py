@@ -19,7 +19,7 @@ from tfcommx.comm.base import Comm
 from tfcommx.optim.keras_internals import compiled_by_xla
 from tfcommx.optim.sharding import Sharding
 from tfcommx.optim.variable_names import VariableNames
-from tfcommx.planner.check import check_scheme
+from tfcommx.planner.check import check_scheme, require_coverage
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.replica_guard import ReplicaGuard
@@ -166,7 +166,8 @@ class Exchanger:
             self.sharding.require_all(names)
         run = self.run_for(variables)
         with tf.control_dependencies(list(gradients[-1:])):  # No data: no step
-            self.guard.check(self._weights(), learning_rate, steps, run.weights_are_equal())
+            weights, equal = self.weights_of(variables), run.weights_are_equal()
+            self.guard.check(weights, learning_rate, steps, equal)
         gradients = [
             tf.ensure_shape(gradient, variable.shape)
             for gradient, variable in zip(gradients, variables, strict=True)
@@ -185,15 +186,13 @@ class Exchanger:
 
         **Ranks:** all.
         """
-        self.run_for(self._variables).update(apply, gradients, self._weights(), state)
+        weights = self.weights_of(self._variables)
+        self.run_for(self._variables).update(apply, gradients, weights, state)
 
     def settle(self) -> None:
         """Make the weights whole and equal. **Ranks:** all, outside of traced code."""
         for run in self.runs.values():
             run.settle()
-
-    def _weights(self) -> dict[str, tf.Variable]:
-        return self.weights_of(self._variables)
 
     def weights_of(self, variables: Sequence[keras.Variable]) -> dict[str, tf.Variable]:
         """Return name -> TensorFlow's variable."""
@@ -371,7 +370,7 @@ class Exchanger:
         """
         names = self.names.of(variables)
         if self._given_plan:
-            _require_coverage(self._given_plan, set(names))
+            require_coverage(self._given_plan, set(names))
             return self._given_plan
         gradients = [
             Gradient(name, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))
@@ -390,17 +389,6 @@ class Exchanger:
 def by_pattern(schemes: Scheme | Mapping[str, Scheme]) -> dict[str, Scheme]:
     """Return pattern of variable paths -> Scheme; a single Scheme is for all."""
     return dict(schemes) if isinstance(schemes, Mapping) else {"*": schemes}
-
-
-def _require_coverage(plan: Plan, names: set[str]) -> None:
-    """Refuse a plan unless its variables are exactly these."""
-    covered = {Piece.of(name).path for bucket in plan.buckets for name in bucket.variables}
-    if covered != names:
-        odd = sorted(covered ^ names)[0]
-        raise PlanError(
-            f"The plan must cover exactly the variables with gradients. {odd!r} is only in "
-            f"{'the plan' if odd in covered else 'the model'}. Make the plan from this model."
-        )
 
 
 def _without(kept: Residuals, paths: set[str]) -> Residuals:

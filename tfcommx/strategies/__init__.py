@@ -4,7 +4,7 @@
     root            gradients are reduced to rank 0, which applies them and broadcasts the weights
     rebroadcast     as synchronous, and every few steps rank 0's weights go to all ranks
     sharded         each rank updates 1/p of the weights, and pulls the others' parts
-    weight_averaging  each rank applies its own gradients; every few steps weights are averaged
+    weight_averaging   each rank applies its own gradients; every few steps weights are averaged
 
     >>> import tfcommx as cx
     >>> cx.strategies.strategy_of("root")

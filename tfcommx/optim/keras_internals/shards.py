@@ -54,8 +54,6 @@ class UpdatesShards(ExchangesGradients):
         sharding = self.exchanger.sharding
         return None if sharding is None else sharding.variables
 
-    # Keras would count lists of variables on an optimizer as part of its state.
-    @no_automatic_dependency_tracking
     def build(self, variables: list[keras.Variable]) -> None:
         """Make the shards of these variables, and the state of the shards."""
         if self.built:
@@ -78,10 +76,7 @@ class UpdatesShards(ExchangesGradients):
         for place, variable in enumerate(variables):
             self._trainable_variables_indices[self._var_key(variable)] = place
         if steps:
-            self._accumulated_gradients = [
-                self.add_variable_from_reference(variable, name="gradient_accumulator")
-                for variable in variables
-            ]
+            self._add_accumulators(variables)
         # A pull at the next step's beginning knows neither accumulated steps nor constraints, and
         # has nothing to overlap if all comes at once.
         sharding.may_begin = (
@@ -89,6 +84,14 @@ class UpdatesShards(ExchangesGradients):
             and all(one.constraint is None for one in variables)
             and self.exchanger.settings.strategy.pull != "at_once"
         )
+
+    # Keras counts a list on an optimizer as part of its state, and these are in it already.
+    @no_automatic_dependency_tracking
+    def _add_accumulators(self, variables: list[keras.Variable]) -> None:
+        self._accumulated_gradients = [
+            self.add_variable_from_reference(variable, name="gradient_accumulator")
+            for variable in variables
+        ]
 
     def apply(
         self, grads: list[tf.Tensor | None], trainable_variables: list[keras.Variable] | None = None
