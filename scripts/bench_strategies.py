@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Claim: batched pulls hide behind the forward pass; sharded steps are no slower than synchronous.
 
-    scripts/cluster up --nodes 4 --rate 200mbit
+    scripts/cluster up --nodes 4 --rate 200mbit --slots 1
     scripts/cluster run -- horovodrun -np 4 --gloo python scripts/bench_strategies.py --json s.jsonl
     scripts/cluster down
 
@@ -21,6 +21,7 @@ at the start, at two sizes. Options and columns: scripts/benchmark_options.py.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -82,7 +83,7 @@ class Net:
         self.weights = [
             keras.Variable(
                 numbers.normal(size=(width, columns), scale=0.02).astype("float32"),
-                name=f"layer{place}/kernel",
+                name="kernel",
             )
             for place, columns in enumerate(self.columns)
         ]
@@ -125,7 +126,7 @@ class Contestant:
         if isinstance(strategy, Sharded):
             self.optimizer.exchanger.run_for(net.weights)
 
-        @tf.function
+        @tf.function(autograph=False)
         def step(inputs: tf.Tensor) -> tf.Tensor:
             cx.begin_step(self.optimizer, inputs)
             with tf.GradientTape() as tape:
@@ -135,7 +136,7 @@ class Contestant:
             self.optimizer.apply(gradients, net.weights)
             return loss
 
-        @tf.function
+        @tf.function(autograph=False)
         def beginning(inputs: tf.Tensor) -> tf.Tensor:
             if not isinstance(strategy, Sharded):
                 return net.forward(inputs)
@@ -160,10 +161,12 @@ class Contestant:
 def measure_gathers(comm: Comm, n: int) -> Links:
     """Return a link that prices all-gathers as they were measured at two sizes. **Ranks:** all."""
     seconds = []
-    sizes = [n // 100 // comm.topology.size, n // 4 // comm.topology.size]
+    sizes = [n // 50 // comm.topology.size, n // 2 // comm.topology.size]
     for size in sizes:
         own, taken = tf.ones([size]), []
-        gather = tf.function(lambda one, size=size: comm.all_gather(one, "world", f"probe{size}"))
+        gather = tf.function(
+            lambda one, size=size: comm.all_gather(one, "world", f"probe{size}"), autograph=False
+        )
         for _ in range(6):
             comm.gather_objects("ready")
             start = time.perf_counter()
@@ -171,9 +174,9 @@ def measure_gathers(comm: Comm, n: int) -> Links:
             taken.append(max(comm.gather_objects(time.perf_counter() - start)))
         seconds.append(statistics.median(taken[1:]))
     others = comm.topology.size - 1
-    slope = max(seconds[1] - seconds[0], 0.0) / (4 * (sizes[1] - sizes[0]))
+    slope = max(seconds[1] - seconds[0], 1e-9) / (4 * (sizes[1] - sizes[0]))
     startup = max(seconds[0] - slope * 4 * sizes[0], 0.0)
-    link = Link(startup / np.log2(comm.topology.size), slope / others)
+    link = Link(startup / math.log2(comm.topology.size), slope / others)
     return Links(link, link)
 
 
