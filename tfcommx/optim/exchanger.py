@@ -162,8 +162,6 @@ class Exchanger:
         """
         variables, self.exchange_ran = self._variables, True
         names = self.names.of(variables)
-        if self.sharding is not None:
-            self.sharding.require_all(names)
         run = self.run_for(variables)
         with tf.control_dependencies(list(gradients[-1:])):  # No data: no step
             weights, equal = self.weights_of(variables), run.weights_are_equal()

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfcommx.optim.keras_internals import steps_of
 from tfcommx.optim.wrapped import exchanger_in
 
 
@@ -34,12 +35,7 @@ def settle(optimizer: keras.optimizers.Optimizer) -> None:
     exchanger = exchanger_in(optimizer)
     exchanger.settle()
     if exchanger.sharding is not None:
-        exchanger.sharding.gather_state(int(_counter(optimizer)))
-
-
-def _counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
-    """Return the steps taken, accumulated ones included."""
-    return getattr(optimizer, "inner_optimizer", optimizer)._iterations
+        exchanger.sharding.gather_state(steps_of(optimizer))
 
 
 @tf.autograph.experimental.do_not_convert

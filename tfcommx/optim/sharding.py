@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -52,15 +52,6 @@ class Sharding:
         self.shards.rename(names)
         self.run = run
         run.attach(self.shards)
-
-    def require_all(self, names: Iterable[str]) -> None:
-        """Refuse a step of other variables than all. **Raises:** PlanError."""
-        if odd := sorted(set(names) ^ set(self.shards.weights)):
-            raise PlanError(
-                'strategy="sharded" needs a gradient for every variable that the optimizer was '
-                f"built for, and no other. Received {odd[0]!r} on one side only. Freeze it before "
-                'the optimizer is built, or take strategy="synchronous".'
-            )
 
     @property
     def state(self) -> list[keras.Variable]:

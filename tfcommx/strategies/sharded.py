@@ -173,7 +173,16 @@ class ShardedRun(StrategyRun):
     # What follows is a graph already, also in a caller's loop.
     @tf.autograph.experimental.do_not_convert
     def exchange(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Push: return the average (or sum) over all ranks of this rank's shards."""
+        """Push: return the average (or sum) over all ranks of this rank's shards.
+
+        **Raises:** PlanError for gradients of other variables than all.
+        """
+        if odd := sorted(gradients.keys() ^ self.shards.weights.keys()):
+            raise PlanError(
+                'strategy="sharded" needs a gradient for every variable that the optimizer was '
+                f"built for, and no other. Received {odd[0]!r} on one side only. Freeze it before "
+                'the optimizer is built, or take strategy="synchronous".'
+            )
         if not self.shards.pulls_first:
             with tf.control_dependencies(list(gradients.values())[-1:]):
                 self.shards.take_from_weights()

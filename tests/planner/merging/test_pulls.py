@@ -97,6 +97,8 @@ def test_what_the_paper_leaves_open() -> None:
 
 def test_equation_4_chooses_and_may_choose_the_slower_one() -> None:
     """It is the finish under constraint 5 only; the drawing decides in `choose`."""
+    times = PullTimes(1.0, (1.0, 1.0, 1.0), (2.0, 2.0, 2.0))
+    assert execution_s([(0, 1), (1, 3)], times) == (1 + 1) + (1 + 2) + (2 + 2)
     worse = 0
     for seed in range(300):
         draw = random.Random(seed)

@@ -187,6 +187,11 @@ def accumulated_gradients(optimizer: keras.optimizers.Optimizer) -> list[keras.V
     return getattr(inner_optimizer(optimizer), "_accumulated_gradients", [])
 
 
+def steps_of(optimizer: keras.optimizers.Optimizer) -> int:
+    """Return how many steps an optimizer has taken; each one counts that accumulates."""
+    return int(inner_optimizer(optimizer)._iterations)
+
+
 def slots_of(optimizer: keras.optimizers.Optimizer) -> dict[str, list[keras.Variable]]:
     """Return what an optimizer keeps of each variable that it was built for, by attribute.
 
