@@ -362,10 +362,7 @@ class Exchanger:
         return run
 
     def plan_of(self, variables: Sequence[keras.Variable]) -> Plan:
-        """Return the plan for these variables: that given, or one made from the schemes.
-
-        **Raises:** PlanError for a given plan that does not cover exactly these.
-        """
+        """Return the plan given, if it is for these variables, or one made from the schemes."""
         names = self.names.of(variables)
         if self._given_plan:
             require_coverage(self._given_plan, set(names))
