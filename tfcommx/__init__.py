@@ -20,6 +20,8 @@ _PUBLIC = {
     "PlanError": "tfcommx.terms",
     "DistributedOptimizer": "tfcommx.optim.distributed_optimizer",
     "broadcast_variables": "tfcommx.optim.broadcast",
+    "settle": "tfcommx.optim.settle",
+    "begin_step": "tfcommx.optim.settle",
     "parallel_operator": "tfcommx.optim.parallel_operator",
     "DataCache": "tfcommx.data.cache.cache",
     "BatchSpec": "tfcommx.data.cache.batch_spec",

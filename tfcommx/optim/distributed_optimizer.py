@@ -21,9 +21,11 @@ from tfcommx.optim.exchanger import Exchanger, ExchangeSettings
 from tfcommx.optim.keras_internals import (
     AgreedLossScale,
     ExchangesGradients,
+    UpdatesShards,
     copy_state,
     copy_with,
     plain_copy,
+    require_elementwise,
 )
 from tfcommx.strategies import Strategy, strategy_of
 from tfcommx.terms import NOMINAL, Links, Plan, PlanError, Scheme
@@ -69,7 +71,8 @@ def DistributedOptimizer(
             None: nominal ones.
         strategy: who updates the weights. "synchronous": every rank applies the gradients. "root":
             rank 0 alone, which then broadcasts the weights. "rebroadcast": every rank, and every
-            few steps rank 0's weights are broadcast. Or an instance, with options of your own.
+            few steps rank 0's weights are broadcast. "sharded": each rank 1/p of the weights, which
+            all then pull. Or an instance, with options of your own.
         check_replicas_every: steps, >= 1, after which the ranks compare weights, learning rate and
             step count, the first step among them; None: never. A difference ends all ranks with an
             error that names what differs, where, and the usual cause.
@@ -94,6 +97,8 @@ def DistributedOptimizer(
         check_replicas_every=check_replicas_every,
         own_momentum=getattr(inner, "momentum", 0.0) or getattr(inner, "beta_1", 0.0),
     )
+    if settings.strategy.shards_weights:
+        require_elementwise(inner)
     return _wrap(optimizer, Scheme() if scheme is None else scheme, settings)
 
 
@@ -106,7 +111,8 @@ def _wrap(
     inner = _inner(optimizer)
     exchanger = Exchanger(process.current(), schemes, settings)
     exchanger.reduce = _reduce
-    wrapped = copy_with(ExchangesGradients, inner)
+    mixin = UpdatesShards if settings.strategy.shards_weights else ExchangesGradients
+    wrapped = copy_with(mixin, inner)
     wrapped.exchanger = exchanger
     if inner is not optimizer:
         wrapped = copy_with(AgreedLossScale, optimizer, inner_optimizer=wrapped)

@@ -17,8 +17,9 @@ import tensorflow as tf
 
 from tfcommx.comm.base import Comm
 from tfcommx.optim.keras_internals import compiled_by_xla
+from tfcommx.optim.sharding import Sharding
 from tfcommx.optim.variable_names import VariableNames
-from tfcommx.planner.check import check_scheme
+from tfcommx.planner.check import check_scheme, require_coverage
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.replica_guard import ReplicaGuard
@@ -96,6 +97,8 @@ class Exchanger:
         # Whose gradients come next. Kept here: Keras would count a list of variables on the
         # optimizer as part of its state.
         self._variables: list[keras.Variable] = []
+        # The shards of a strategy that has them, from the optimizer's build on
+        self.sharding: Sharding | None = None
         self._finite_scope = ""
         self._finite_waits = comm.activity.waits(["the agreement on finite gradients"], False)
 
@@ -159,28 +162,40 @@ class Exchanger:
         """
         variables, self.exchange_ran = self._variables, True
         names = self.names.of(variables)
-        run = self._run_for(variables)
+        run = self.run_for(variables)
         with tf.control_dependencies(list(gradients[-1:])):  # No data: no step
-            self.guard.check(self._weights(), learning_rate, steps)
+            weights, equal = self.weights_of(variables), run.weights_are_equal()
+            self.guard.check(weights, learning_rate, steps, equal)
         gradients = [
             tf.ensure_shape(gradient, variable.shape)
             for gradient, variable in zip(gradients, variables, strict=True)
         ]
         result = run.exchange(dict(zip(names, gradients, strict=True)))
-        return [result[name] for name in names]
+        return list(result.values()) if self.sharding else [result[name] for name in names]
 
     @tf.autograph.experimental.do_not_convert
-    def update(self, apply: Callable[[], None], gradients: Sequence[tf.Tensor]) -> None:
+    def update(
+        self,
+        apply: Callable[[], None],
+        gradients: Sequence[tf.Tensor],
+        state: Sequence[tf.Variable],
+    ) -> None:
         """Call `apply` on the ranks that update the weights, and share them, as the strategy says.
 
         **Ranks:** all.
         """
-        self._run_for(self._variables).update(apply, gradients, self._weights())
+        weights = self.weights_of(self._variables)
+        self.run_for(self._variables).update(apply, gradients, weights, state)
 
-    def _weights(self) -> dict[str, tf.Variable]:
-        names = self.names.of(self._variables)
-        values = [one if isinstance(one, tf.Variable) else one.value for one in self._variables]
-        return dict(zip(names, values, strict=True))
+    def settle(self) -> None:
+        """Make the weights whole and equal. **Ranks:** all, outside of traced code."""
+        for run in self.runs.values():
+            run.settle()
+
+    def weights_of(self, variables: Sequence[keras.Variable]) -> dict[str, tf.Variable]:
+        """Return name -> TensorFlow's variable."""
+        values = [one if isinstance(one, tf.Variable) else one.value for one in variables]
+        return dict(zip(self.names.of(variables), values, strict=True))
 
     @tf.autograph.experimental.do_not_convert
     def check_exchange_ran(self, optimizer: str) -> None:
@@ -270,7 +285,7 @@ class Exchanger:
         self.waiting_residuals = sum_residuals([self.waiting_residuals, residuals])
         self.waiting_velocities = sum_residuals([self.waiting_velocities, velocities])
 
-    def _run_for(self, variables: Sequence[keras.Variable]) -> StrategyRun:
+    def run_for(self, variables: Sequence[keras.Variable]) -> StrategyRun:
         """Return the strategy at work on the plan of these variables; start it if it is new."""
         names = tuple(self.names.of(variables))
         if names not in self.runs:
@@ -321,8 +336,7 @@ class Exchanger:
 
     def _start(self, variables: Sequence[keras.Variable], names: tuple[str, ...]) -> StrategyRun:
         """Plan, agree, and take over what waits for these variables. **Ranks:** all."""
-        plan = self._given_plan or self._make_plan(variables, names)
-        covered = _require_coverage(plan, set(names))
+        plan, covered = self.plan_of(variables), set(names)
         strategy = self.settings.strategy
         agree_on_strategy(strategy, self.comm)
         strategy.check(plan)
@@ -342,9 +356,17 @@ class Exchanger:
         }
         self.waiting_residuals = _without(self.waiting_residuals, covered)
         self.waiting_velocities = _without(self.waiting_velocities, moving)
-        return strategy.start(executor)
+        run = strategy.start(executor)
+        if self.sharding is not None:
+            self.sharding.attach(run, self.names.of(self.sharding.variables))
+        return run
 
-    def _make_plan(self, variables: Sequence[keras.Variable], names: tuple[str, ...]) -> Plan:
+    def plan_of(self, variables: Sequence[keras.Variable]) -> Plan:
+        """Return the plan given, if it is for these variables, or one made from the schemes."""
+        names = self.names.of(variables)
+        if self._given_plan:
+            require_coverage(self._given_plan, set(names))
+            return self._given_plan
         gradients = [
             Gradient(name, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))
             for name, variable in zip(names, variables, strict=True)
@@ -362,18 +384,6 @@ class Exchanger:
 def by_pattern(schemes: Scheme | Mapping[str, Scheme]) -> dict[str, Scheme]:
     """Return pattern of variable paths -> Scheme; a single Scheme is for all."""
     return dict(schemes) if isinstance(schemes, Mapping) else {"*": schemes}
-
-
-def _require_coverage(plan: Plan, names: set[str]) -> set[str]:
-    """Return the variables of a plan; refuse it unless they are exactly these."""
-    covered = {Piece.of(name).path for bucket in plan.buckets for name in bucket.variables}
-    if covered != names:
-        odd = sorted(covered ^ names)[0]
-        raise PlanError(
-            f"The plan must cover exactly the variables with gradients. {odd!r} is only in "
-            f"{'the plan' if odd in covered else 'the model'}. Make the plan from this model."
-        )
-    return covered
 
 
 def _without(kept: Residuals, paths: set[str]) -> Residuals:

@@ -122,8 +122,7 @@ def shares_norms(optimizer: keras.optimizers.Optimizer) -> bool:
     exchanger = getattr(optimizer, "exchanger", None)
     if exchanger is None or exchanger.ranks == 1:
         return False
-    strategy = exchanger.settings.strategy
-    return strategy.keeps_weights_equal and not strategy.reduces_to_root
+    return exchanger.settings.strategy.updates_alike
 
 
 def check_fraction(what: str, value: float) -> float:

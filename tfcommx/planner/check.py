@@ -6,7 +6,7 @@ from tfcommx import routes, selection
 from tfcommx.planner import merging
 from tfcommx.routes.base import Route
 from tfcommx.routes.torus import PEER_ROUTES
-from tfcommx.terms import MPI_LAUNCH, PLAIN, PlanError, Scheme, Topology, check_name
+from tfcommx.terms import MPI_LAUNCH, PLAIN, Piece, Plan, PlanError, Scheme, Topology, check_name
 
 
 def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> None:
@@ -83,4 +83,15 @@ def _check_cluster(route: Route, topology: Topology, messages: bool) -> None:
             f"The route {route.name!r} sends messages between two ranks, which needs an MPI "
             f"launch: {MPI_LAUNCH}. Received a Gloo launch. Launch with MPI, or use allreduce, "
             "torus or asa."
+        )
+
+
+def require_coverage(plan: Plan, names: set[str]) -> None:
+    """Refuse a plan unless its variables are exactly these. **Raises:** PlanError."""
+    covered = {Piece.of(name).path for bucket in plan.buckets for name in bucket.variables}
+    if covered != names:
+        odd = sorted(covered ^ names)[0]
+        raise PlanError(
+            f"The plan must cover exactly the variables with gradients. {odd!r} is only in "
+            f"{'the plan' if odd in covered else 'the model'}. Make the plan from this model."
         )

@@ -31,10 +31,11 @@ class BucketRunner:
         bucket = plan.buckets[index]
         self.bucket, self.state, self._comm = bucket, state, comm
         self._route = routes.get(bucket.route)
-        self._as_list = self._route.takes_list and state.pending is None and not bucket.momentum
+        # Its sum is the engine's allreduce of what comes, and nothing else
+        self.is_plain = self._route.takes_list and state.pending is None and not bucket.momentum
         self._average = plan.operation == "average"
         # The sum over the ranks times this is the result.
-        self._factor = 1 / plan.topology.size if self._average else 1.0
+        self.factor = 1 / plan.topology.size if self._average else 1.0
         self.selector = None if bucket.k is None else Selector(plan, index, state, comm)
 
     def exchange(self, parts: Sequence[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
@@ -46,11 +47,11 @@ class BucketRunner:
 
         **Ranks:** all. **Cost:** one copy into and one out of the flat vector, and the route.
         """
-        if self._as_list:
+        if self.is_plain:
             return self._exchange_list(parts)
         total = self._sum(flatten(parts, self.bucket), step)
-        if self._factor != 1:
-            total = total * tf.constant(self._factor, total.dtype)
+        if self.factor != 1:
+            total = total * tf.constant(self.factor, total.dtype)
         return unflatten(total, parts, self.bucket)
 
     def broadcast(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:

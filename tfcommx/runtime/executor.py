@@ -10,7 +10,7 @@ while others are computed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -23,6 +23,9 @@ from tfcommx.runtime.clipping import clip_buckets
 from tfcommx.runtime.flat import cut, join
 from tfcommx.runtime.residuals import PlanState, Residuals, ResidualStore
 from tfcommx.terms import Bucket, Plan
+
+# (runner of a bucket, its tensors, number of the step) -> what is made of them
+ExchangeBucket = Callable[[BucketRunner, Sequence[tf.Tensor], tf.Tensor], list[tf.Tensor]]
 
 
 class PlanExecutor:
@@ -74,6 +77,29 @@ class PlanExecutor:
         **Ranks:** all, with the same plan; in traced code, or eagerly in the same order.
         **Cost:** per bucket one copy into and one out of the flat vector, and the route.
         """
+        done = self.exchange_buckets(gradients, BucketRunner.exchange)
+        pieces = {
+            name: tensor
+            for runner, tensors in zip(self.runners, done, strict=True)
+            for name, tensor in zip(runner.bucket.variables, tensors, strict=True)
+        }
+        return join(pieces, gradients)
+
+    @tf.autograph.experimental.do_not_convert
+    def exchange_buckets(
+        self, gradients: Mapping[str, tf.Tensor], work: ExchangeBucket
+    ) -> list[list[tf.Tensor]]:
+        """Take a step: let `work` exchange each bucket in the order of the plan.
+
+        Args:
+            gradients: as `exchange` takes them.
+            work: (runner of the bucket, its tensors, number of the step) -> what it makes of them.
+
+        Returns:
+            What `work` returned, bucket by bucket.
+
+        **Ranks:** all, with work that exchanges alike.
+        """
         with self.scope():
             step = self.steps.read_value() + 1
             # The run that finds no more data carries out what does not wait for data: no step
@@ -81,13 +107,11 @@ class PlanExecutor:
                 self.steps.assign_add(1)
             pieces = clip_buckets(cut(gradients, self.plan), self.plan)
             number = self._waits.begin(pieces.values())
-            result: dict[str, tf.Tensor] = {}
+            done = []
             for place, runner in enumerate(self.runners):
-                names = runner.bucket.variables
-                exchanged = runner.exchange([pieces[name] for name in names], step)
-                self._waits.end(place, exchanged, number)
-                result |= zip(names, exchanged, strict=True)
-            return join(result, gradients)
+                done.append(work(runner, [pieces[name] for name in runner.bucket.variables], step))
+                self._waits.end(place, done[-1], number)
+            return done
 
     def dense_bytes_between_nodes(self) -> float:
         """Return the bytes plain Horovod would have sent between nodes for this process's steps.

@@ -74,7 +74,11 @@ class ReplicaGuard:
             self._remaining.assign(0 if armed else -1)
 
     def check(
-        self, weights: Mapping[str, tf.Variable], learning_rate: tf.Tensor, steps: tf.Tensor
+        self,
+        weights: Mapping[str, tf.Variable],
+        learning_rate: tf.Tensor,
+        steps: tf.Tensor,
+        weights_are_equal: tf.Tensor | bool = True,
     ) -> None:
         """Compare with the other ranks, if it is time.
 
@@ -82,6 +86,8 @@ class ReplicaGuard:
             weights: variable path -> variable, as they are before this step's update.
             learning_rate: float scalar, of this step.
             steps: integer scalar, steps that the optimizer has taken.
+            weights_are_equal: bool scalar, whether they must be in this step: a check that is due
+                waits for it.
 
         **Ranks:** all, in each step. **Cost:** of a step with a check two passes over the weights
         and an all-gather of 24 bytes a rank, for which no update waits; of others one untaken
@@ -94,9 +100,10 @@ class ReplicaGuard:
         self._scope = self._scope or self._comm.own_scope()
         with tf.device("/cpu:0"):
             remaining = self._remaining.value()
-            due = tf.equal(remaining, 0)
-            after = tf.where(due, tf.cast(self._every, tf.int64), remaining)
-            self._remaining.assign(tf.maximum(after - 1, -1))
+            waits = tf.equal(remaining, 0)
+            due = tf.logical_and(waits, weights_are_equal)
+            after = tf.where(due, tf.cast(self._every, tf.int64) - 1, remaining - 1)
+            self._remaining.assign(tf.where(waits & ~due, remaining, tf.maximum(after, -1)))
         # Reading the weights stands apart from comparing: the update waits for the reading alone.
         sums = tf.cond(
             due,

@@ -3,6 +3,8 @@
     synchronous     gradients are exchanged, every rank applies them: the identity, as Horovod does
     root            gradients are reduced to rank 0, which applies them and broadcasts the weights
     rebroadcast     as synchronous, and every few steps rank 0's weights go to all ranks
+    sharded         each rank updates 1/p of the weights, and pulls the others' parts
+    weight_averaging   each rank applies its own gradients; every few steps weights are averaged
 
     >>> import tfcommx as cx
     >>> cx.strategies.strategy_of("root")
@@ -11,7 +13,8 @@
     Rebroadcast(every=5)
 
 To add one: write one file with a frozen dataclass that fulfils `base.Strategy`, whose fields are
-its options, and a class that fulfils `base.StrategyRun`; add a row to `STRATEGIES`; list it above.
+its options, and a subclass of `base.StrategyRun`, which itself is synchronous training; add a row
+to `STRATEGIES`; list it above.
 The laws in tests/strategies run over the table: after a step all ranks hold the same weights (or,
 if it lets them drift, become equal when it says so), and a mismatch between ranks is refused.
 """
@@ -23,7 +26,10 @@ import dataclasses
 from tfcommx.strategies.base import Strategy, StrategyRun, agree_on_strategy
 from tfcommx.strategies.rebroadcast import Rebroadcast
 from tfcommx.strategies.root import Root
+from tfcommx.strategies.sharded import Sharded, ShardedRun
+from tfcommx.strategies.shards import Shards
 from tfcommx.strategies.synchronous import Synchronous
+from tfcommx.strategies.weight_averaging import WeightAveraging
 from tfcommx.terms import PlanError, check_name
 
 # Name -> class. Those whose options all have defaults can be asked for by name.
@@ -31,15 +37,21 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "synchronous": Synchronous,
     "root": Root,
     "rebroadcast": Rebroadcast,
+    "sharded": Sharded,
+    "weight_averaging": WeightAveraging,
 }
 
 __all__ = [
     "STRATEGIES",
     "Rebroadcast",
     "Root",
+    "Sharded",
+    "ShardedRun",
+    "Shards",
     "Strategy",
     "StrategyRun",
     "Synchronous",
+    "WeightAveraging",
     "agree_on_strategy",
     "strategy_of",
 ]

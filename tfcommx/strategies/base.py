@@ -3,12 +3,14 @@
 model.fit -> optimizer.apply -> run.exchange(gradients) -> Keras clips -> run.update(...)
                                 [what is exchanged]                       [who applies it;
                                                                            weights are shared]
+          -> epoch ends      -> run.settle()
+                                [weights become whole and equal]
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import tensorflow as tf
 
@@ -18,10 +20,14 @@ from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.terms import Plan, PlanError
 
 
-class StrategyRun(Protocol):
-    """A strategy at work on one plan: it may keep state of its own between steps."""
+class StrategyRun:
+    """A strategy at work on one plan: it may keep state of its own between steps.
 
-    executor: PlanExecutor
+    What this class does is the identity, synchronous training.
+    """
+
+    def __init__(self, executor: PlanExecutor) -> None:
+        self.executor = executor
 
     def exchange(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Return the gradients that this rank continues with, before Keras clips them.
@@ -29,14 +35,20 @@ class StrategyRun(Protocol):
         Args:
             gradients: variable path -> dense tensor, for exactly the variables of the plan.
 
+        Returns:
+            Variable path -> tensor; with a strategy that `shards_weights`, name of a shard ->
+            tensor, in the order of the shards.
+
         **Ranks:** all.
         """
+        return self.executor.exchange(gradients)
 
     def update(
         self,
         apply: Callable[[], None],
         gradients: Sequence[tf.Tensor],
         weights: Mapping[str, tf.Variable],
+        state: Sequence[tf.Variable] = (),
     ) -> None:
         """Call `apply`, which updates the weights, if this rank does; share weights if it is time.
 
@@ -44,8 +56,20 @@ class StrategyRun(Protocol):
             apply: applies `gradients` to the weights.
             gradients: what `exchange` returned, clipped by Keras.
             weights: variable path -> variable, for exactly the variables of the plan.
+            state: what the optimizer keeps for each entry of the weights, such as momentum.
 
         **Ranks:** all.
+        """
+        apply()
+
+    def weights_are_equal(self) -> tf.Tensor | bool:
+        """Tell whether all ranks have the same weights before this step; asked once a step."""
+        return True
+
+    def settle(self) -> None:
+        """Make the weights whole and equal on all ranks, for an evaluation or a file.
+
+        Does nothing if they are. **Ranks:** all, outside of traced code, between the same steps.
         """
 
 
@@ -53,10 +77,21 @@ class StrategyRun(Protocol):
 class Strategy(Protocol):
     """What a user asks for: a frozen dataclass of options, equal (by its repr) on all ranks."""
 
-    # All ranks have the same weights before each step, to the bit.
-    keeps_weights_equal: ClassVar[bool]
-    # The sums of gradients are needed on rank 0 alone: routes that can, reduce to it.
-    reduces_to_root: ClassVar[bool]
+    @property
+    def keeps_weights_equal(self) -> bool:
+        """All ranks have the same weights, to the bit, in steps where the run says so."""
+
+    @property
+    def updates_alike(self) -> bool:
+        """Every rank applies the same gradients to the same weights: ranks may share its parts."""
+
+    @property
+    def reduces_to_root(self) -> bool:
+        """The sums of gradients are needed on rank 0 alone: routes that can, reduce to it."""
+
+    @property
+    def shards_weights(self) -> bool:
+        """The optimizer updates this rank's shards of the weights, and keeps state for no more."""
 
     def check(self, plan: Plan) -> None:
         """Refuse a plan that the strategy cannot work with. **Raises:** PlanError."""

@@ -31,6 +31,8 @@ class Rebroadcast:
     every: int = 5
 
     keeps_weights_equal: ClassVar[bool] = False
+    updates_alike: ClassVar[bool] = False
+    shards_weights: ClassVar[bool] = False
     reduces_to_root: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -50,15 +52,12 @@ class Rebroadcast:
         return RebroadcastRun(executor, self.every)
 
 
-class RebroadcastRun:
+class RebroadcastRun(StrategyRun):
     """The strategy at work on one plan."""
 
     def __init__(self, executor: PlanExecutor, every: int) -> None:
-        self.executor, self._every = executor, every
-
-    def exchange(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Return the average (or sum) of the gradients over all ranks."""
-        return self.executor.exchange(gradients)
+        super().__init__(executor)
+        self._every = every
 
     # What follows is a graph already, also in a caller's loop.
     @tf.autograph.experimental.do_not_convert
@@ -67,6 +66,7 @@ class RebroadcastRun:
         apply: Callable[[], None],
         gradients: Sequence[tf.Tensor],
         weights: Mapping[str, tf.Variable],
+        state: Sequence[tf.Variable] = (),
     ) -> None:
         """Apply the update here, as on every rank; broadcast the weights if it is time."""
         apply()

@@ -29,6 +29,8 @@ class Root:
     """
 
     keeps_weights_equal: ClassVar[bool] = True
+    updates_alike: ClassVar[bool] = False
+    shards_weights: ClassVar[bool] = False
     reduces_to_root: ClassVar[bool] = True
 
     def check(self, plan: Plan) -> None:
@@ -44,16 +46,12 @@ class Root:
         return RootRun(executor)
 
 
-class RootRun:
+class RootRun(StrategyRun):
     """The strategy at work on one plan."""
 
     def __init__(self, executor: PlanExecutor) -> None:
-        self.executor = executor
+        super().__init__(executor)
         self._forced = ForcedExecution()
-
-    def exchange(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Return the average (or sum) of the gradients over all ranks, at least on rank 0."""
-        return self.executor.exchange(gradients)
 
     # What follows is a graph already, also in a caller's loop.
     @tf.autograph.experimental.do_not_convert
@@ -62,6 +60,7 @@ class RootRun:
         apply: Callable[[], None],
         gradients: Sequence[tf.Tensor],
         weights: Mapping[str, tf.Variable],
+        state: Sequence[tf.Variable] = (),
     ) -> None:
         """Apply the update on rank 0 and broadcast the weights; elsewhere only take part."""
         if self.executor.comm.rank == 0:

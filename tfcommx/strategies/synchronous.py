@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
-
-import tensorflow as tf
 
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies.base import StrategyRun, require_sums_on_all_ranks
@@ -21,6 +18,8 @@ class Synchronous:
     """
 
     keeps_weights_equal: ClassVar[bool] = True
+    updates_alike: ClassVar[bool] = True
+    shards_weights: ClassVar[bool] = False
     reduces_to_root: ClassVar[bool] = False
 
     def check(self, plan: Plan) -> None:
@@ -29,24 +28,4 @@ class Synchronous:
 
     def start(self, executor: PlanExecutor) -> StrategyRun:
         """Get ready for the steps of one plan."""
-        return SynchronousRun(executor)
-
-
-class SynchronousRun:
-    """The synchronous strategy at work on one plan."""
-
-    def __init__(self, executor: PlanExecutor) -> None:
-        self.executor = executor
-
-    def exchange(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Return the average (or sum) of the gradients over all ranks."""
-        return self.executor.exchange(gradients)
-
-    def update(
-        self,
-        apply: Callable[[], None],
-        gradients: Sequence[tf.Tensor],
-        weights: Mapping[str, tf.Variable],
-    ) -> None:
-        """Apply the update here, as on every rank."""
-        apply()
+        return StrategyRun(executor)

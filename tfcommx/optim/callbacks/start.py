@@ -12,6 +12,7 @@ from tfcommx.comm import process
 from tfcommx.optim.broadcast import broadcast_variables
 from tfcommx.optim.callbacks.average import average_over_ranks
 from tfcommx.optim.keras_internals import layers_of, seed_generators, unlisted
+from tfcommx.optim.settle import begin_step, may_begin_steps, settle
 from tfcommx.optim.wrapped import (
     accumulated,
     agree_on_loss_scale,
@@ -37,6 +38,10 @@ class BroadcastState(keras.callbacks.Callback):
     broadcast after that step, with all else: the step was taken with gradients from different
     weights, but afterwards all ranks have rank `root`'s. To begin with the same weights, or with
     those that one rank alone has loaded, build the model before `fit`.
+
+    With a strategy that leaves weights incomplete or unequal between steps, it makes them whole
+    before each evaluation and at each epoch's end, before what comes behind it saves them; with
+    "sharded" the pulls overlap the forward pass while it is there.
 
     At each epoch's end it replaces the metrics by their averages over the ranks, so that what comes
     behind it in the list (EarlyStopping, ReduceLROnPlateau, ModelCheckpoint) decides alike on all
@@ -65,6 +70,8 @@ class BroadcastState(keras.callbacks.Callback):
         self.unbuilt = False
         # Whether an epoch has begun in this run
         self.begun = False
+        # Of a model whose steps begin with a pull: what its attribute `train_step` was, if any
+        self.replaced: list[Any] | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Compare what all ranks are about to do, and broadcast what is built."""
@@ -81,12 +88,33 @@ class BroadcastState(keras.callbacks.Callback):
         )
         _require_equal(epochs, "train until the same epoch", "Pass the same `epochs`.")
         self.unbuilt, self.begun = not all(map(all, builts)), False
+        for optimizer in wrapped_optimizers(self.model):
+            exchanger_in(optimizer).settle()
         self._prepare_optimizers()
         self._turn_off_xla()
         if not self.unbuilt or all(theirs == built for theirs in builts):
             self._broadcast()
         # What the first step builds is equal after it.
         self._arm_guards(not self.unbuilt)
+        if all(map(all, builts)):
+            self._begin_steps_with_pulls()
+
+    def _begin_steps_with_pulls(self) -> None:
+        """Let steps begin with the pulls of shards, where there are such."""
+        found = [one for one in wrapped_optimizers(self.model) if may_begin_steps(one)]
+        if not found:
+            return
+        step = self.model.train_step
+
+        def train_step(data: Any) -> Any:
+            for optimizer in found:
+                begin_step(optimizer, data)
+            return step(data)
+
+        held = vars(self.model)
+        self.replaced = [held["train_step"]] if "train_step" in held else []
+        self.model.train_step = train_step
+        self.model.make_train_function(force=True)
 
     def _prepare_optimizers(self) -> None:
         """Agree on a loss scale that Keras made; build what can be built."""
@@ -119,12 +147,24 @@ class BroadcastState(keras.callbacks.Callback):
         """Broadcast what the first step has built, if the epoch had one alone; average metrics."""
         if self.unbuilt:
             self._broadcast_built()
+        for optimizer in wrapped_optimizers(self.model):
+            settle(optimizer)
         average_over_ranks({} if logs is None else logs)
 
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Make the weights whole. A rank that does not evaluate meets the others at the end."""
+        for optimizer in wrapped_optimizers(self.model):
+            exchanger_in(optimizer).settle()
+
     def on_train_end(self, logs: Any = None) -> None:
-        """Compare the first epoch, if this rank had none to train."""
+        """Compare the first epoch, if this rank had none to train; steps are as they were."""
         if not self.begun:
             self._compare_first(None)
+        if self.replaced is not None:
+            del self.model.train_step
+            for step in self.replaced:
+                self.model.train_step = step
+            self.model.train_function, self.replaced = None, None
 
     def _compare_first(self, epoch: int | None) -> None:
         self.begun = True
@@ -149,6 +189,9 @@ class BroadcastState(keras.callbacks.Callback):
         state: list[keras.Variable] = []
         for optimizer in wrapped_optimizers(self.model):
             each_ranks_own |= {id(variable) for variable in accumulated(optimizer).values()}
+            if sharding := exchanger_in(optimizer).sharding:
+                each_ranks_own |= {id(variable) for variable in sharding.state}
+                sharding.share_loaded(self.root)
             state += [*optimizer.variables, *unlisted(optimizer).values()]
         agree_on_names(self.model, self.root)  # While the order is that of the whole model
         broadcast_variables(

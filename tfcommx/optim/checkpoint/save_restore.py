@@ -35,6 +35,7 @@ from tfcommx.optim.checkpoint.files import (
 )
 from tfcommx.optim.checkpoint.records import OptimizerRecord, read_residuals, write_residuals
 from tfcommx.optim.keras_internals import seed_generators, unlisted
+from tfcommx.optim.settle import settle
 from tfcommx.optim.wrapped import accumulated, agree_on_names, exchanger_in, wrapped_optimizers
 from tfcommx.runtime.residuals import sum_residuals
 from tfcommx.terms import PlanError
@@ -96,6 +97,8 @@ def save(model: keras.Model, folder: str | Path, epoch: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     heads = read_heads(folder)
     number = max((head.save + 1 for head in heads if head is not None), default=0)
+    for optimizer in wrapped_optimizers(model):
+        settle(optimizer)
     if here.rank == 0:
         part = folder / f".{model_name(number)}"
         model.save(part)

@@ -3,6 +3,7 @@
 version      which versions those are
 step         takes part in the step of an optimizer: exchanges where Keras would clip
 optimizers   copies of optimizers, and state that Keras does not save
+shards       an optimizer that updates this rank's shards of the weights
 updates      updates all variables of an optimizer together
 models       layers, seeds and statistics of a model
 """
@@ -15,10 +16,13 @@ from tfcommx.optim.keras_internals.optimizers import (
     has_schedule,
     inner_optimizer,
     plain_copy,
+    slots_of,
+    steps_of,
     trainable_variables,
     unlisted,
     wrapped_class,
 )
+from tfcommx.optim.keras_internals.shards import UpdatesShards, require_elementwise
 from tfcommx.optim.keras_internals.step import (
     AgreedLossScale,
     ExchangesGradients,
@@ -30,6 +34,7 @@ from tfcommx.optim.keras_internals.version import require_tested_keras
 __all__ = [
     "AgreedLossScale",
     "ExchangesGradients",
+    "UpdatesShards",
     "UpdatesTogether",
     "accumulated_gradients",
     "compiled_by_xla",
@@ -39,8 +44,11 @@ __all__ = [
     "inner_optimizer",
     "layers_of",
     "plain_copy",
+    "require_elementwise",
     "seed_generators",
+    "slots_of",
     "statistics_of",
+    "steps_of",
     "trainable_variables",
     "unlisted",
     "wrapped_class",

@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfcommx.terms import PlanError
 
@@ -121,7 +122,11 @@ def _odd_arguments(optimizer: keras.optimizers.Optimizer) -> str:
 
 def plain_copy(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """Make a wrapped optimizer as it was before the wrap, without its state."""
-    plain_class = type(optimizer).__mro__[2]  # After the subclass with the mixin, and the mixin
+    here = __name__.rpartition(".")[0]
+    # After the subclass that was made, and the mixins
+    plain_class = next(
+        cls for cls in type(optimizer).__mro__[1:] if not cls.__module__.startswith(here)
+    )
     return plain_class.from_config(optimizer.get_config())
 
 
@@ -135,6 +140,13 @@ def copy_state(copy: keras.optimizers.Optimizer, optimizer: keras.optimizers.Opt
         return
     # The inner one through the outer one: Keras does not list the same variables otherwise.
     copy.build(optimizer._trainable_variables)
+    sharded = inner_optimizer(copy)
+    if hasattr(sharded, "import_state"):
+        sharded.import_state(inner_optimizer(optimizer))
+        if inner is not None:
+            for ours, theirs in zip(copy._variables, optimizer._variables, strict=True):
+                ours.assign(theirs)
+        return
     pairs = list(zip(copy.variables, optimizer.variables, strict=True))
     pairs += [(unlisted(copy)[name], value) for name, value in unlisted(optimizer).items()]
     for ours, theirs in pairs:
@@ -161,8 +173,10 @@ def has_schedule(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def trainable_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Return the variables that an optimizer was built for, in its order."""
-    return inner_optimizer(optimizer)._trainable_variables
+    """Return the variables that an optimizer was built for, in its order; whole ones, no shards."""
+    optimizer = inner_optimizer(optimizer)
+    whole = getattr(optimizer, "whole_variables", None)
+    return optimizer._trainable_variables if whole is None else whole
 
 
 def accumulated_gradients(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
@@ -171,3 +185,33 @@ def accumulated_gradients(optimizer: keras.optimizers.Optimizer) -> list[keras.V
     Empty without `gradient_accumulation_steps`.
     """
     return getattr(inner_optimizer(optimizer), "_accumulated_gradients", [])
+
+
+def steps_of(optimizer: keras.optimizers.Optimizer) -> int:
+    """Return how many steps an optimizer has taken; each one counts that accumulates."""
+    return int(inner_optimizer(optimizer)._iterations)
+
+
+def slots_of(optimizer: keras.optimizers.Optimizer) -> dict[str, list[keras.Variable]]:
+    """Return what an optimizer keeps of each variable that it was built for, by attribute.
+
+    Such as momentum; in the order of these variables. Moving averages of the weights are among
+    them, accumulated gradients are not.
+    """
+    listed = {id(variable) for variable in optimizer.variables}
+    count = len(optimizer._trainable_variables)
+    return {
+        name: list(value)
+        for name, value in vars(optimizer).items()
+        if name not in ("_variables", "_accumulated_gradients")
+        and isinstance(value, list)
+        and len(value) == count
+        and all(id(one) in listed for one in value)
+    }
+
+
+def state_of_weights(optimizer: keras.optimizers.Optimizer) -> list[tf.Variable]:
+    """Return what an optimizer keeps for each entry of the weights, such as momentum."""
+    slots = slots_of(optimizer)
+    slots.pop("_model_variables_moving_average", None)
+    return [variable.value for slot in slots.values() for variable in slot]

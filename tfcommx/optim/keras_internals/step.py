@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+from tfcommx.optim.keras_internals.optimizers import state_of_weights
 from tfcommx.terms import PlanError
 
 
@@ -43,8 +44,16 @@ class StepExchange(Protocol):
     ) -> list[tf.Tensor]:
         """Return the gradients over all ranks."""
 
-    def update(self, apply: Callable[[], None], gradients: Sequence[tf.Tensor]) -> None:
+    def update(
+        self,
+        apply: Callable[[], None],
+        gradients: Sequence[tf.Tensor],
+        state: Sequence[tf.Variable],
+    ) -> None:
         """Call `apply` on the ranks that update the weights."""
+
+    def settle(self) -> None:
+        """Make the weights whole and equal on all ranks."""
 
     def check_exchange_ran(self, optimizer: str) -> None:
         """Refuse a step that bypassed `exchange`."""
@@ -165,13 +174,23 @@ class ExchangesGradients:
         exchanged = self.exchanger.exchange(
             grads, tf.convert_to_tensor(self.learning_rate), self._iterations.value
         )
-        return super()._clip_gradients(exchanged)
+        return self._clip_exchanged(exchanged)
+
+    def _clip_exchanged(self, grads: list[tf.Tensor]) -> list[tf.Tensor]:
+        return super()._clip_gradients(grads)
 
     def _backend_update_step(
         self, grads: list[tf.Tensor], trainable_variables: list[keras.Variable], learning_rate: Any
     ) -> None:
         apply = super()._backend_update_step
-        self.exchanger.update(lambda: apply(grads, trainable_variables, learning_rate), grads)
+        self.exchanger.update(
+            lambda: apply(grads, trainable_variables, learning_rate), grads, state_of_weights(self)
+        )
+
+    def finalize_variable_values(self, var_list: list[keras.Variable]) -> None:
+        """End a `fit` as Keras does, with weights that are whole and equal on all ranks."""
+        self.exchanger.settle()
+        super().finalize_variable_values(var_list)
 
 
 class AgreedLossScale:
@@ -190,3 +209,21 @@ class AgreedLossScale:
     def check_finite(self, grads: list[tf.Tensor | None]) -> tf.Tensor:
         """Tell whether the gradients are finite on every rank."""
         return self.exchanger.all_ranks(super().check_finite(grads))
+
+    def save_own_variables(self, store: dict[str, Any]) -> None:
+        """Save as Keras does, the inner optimizer's shards as whole variables."""
+        if not hasattr(self.inner_optimizer, "whole_values"):
+            return super().save_own_variables(store)
+        own = [variable.numpy() for variable in self._variables]
+        for place, value in enumerate([*own, *self.inner_optimizer.whole_values()]):
+            store[str(place)] = value
+
+    def load_own_variables(self, store: dict[str, Any]) -> None:
+        """Load as Keras does, the inner optimizer's shards from whole variables."""
+        if not hasattr(self.inner_optimizer, "whole_values"):
+            return super().load_own_variables(store)
+        own = len(self._variables)
+        for place, variable in enumerate(self._variables):
+            variable.assign(store[str(place)])
+        inner = {str(place - own): store[str(place)] for place in range(own, len(store.keys()))}
+        self.inner_optimizer.load_own_variables(inner)

@@ -1,0 +1,121 @@
+"""Batches of pulls: the greedy algorithms as printed, and the optimum against all batches."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfcommx.planner.merging import pulls
+from tfcommx.planner.merging.pulls import PULLS, PullTimes, execution_s, finish_s
+from tfcommx.terms import PlanError
+
+
+def all_batches(layers: int) -> list[list[tuple[int, int]]]:
+    """Return every way to cut the layers into batches: 2^(layers - 1)."""
+    found = []
+    for cuts in itertools.product((False, True), repeat=layers - 1):
+        ends = [0, *(i for i, cut in enumerate(cuts, start=1) if cut), layers]
+        found.append(list(itertools.pairwise(ends)))
+    return found
+
+
+def best_s(times: PullTimes) -> float:
+    return min(finish_s(batches, times) for batches in all_batches(times.layers))
+
+
+def random_times(draw: random.Random, layers: int) -> PullTimes:
+    """A model in which neither pulls nor computation always wait for the other."""
+    return PullTimes(
+        draw.choice([0.0, 0.1, 1.0, 3.0]),
+        tuple(draw.choice([0.0, 0.1, 1.0, 5.0]) * draw.random() for _ in range(layers)),
+        tuple(draw.choice([0.0, 0.1, 1.0, 5.0]) * draw.random() for _ in range(layers)),
+    )
+
+
+seconds = st.floats(0, 5)
+
+
+@settings(max_examples=60)
+@given(st.floats(0, 3), st.lists(st.tuples(seconds, seconds), min_size=1, max_size=8))
+def test_optimal_is_the_best_of_all_batches(startup: float, rows: list) -> None:
+    times = PullTimes(startup, *map(tuple, zip(*rows, strict=True)))
+    best = best_s(times)
+    assert finish_s(pulls.optimal(times), times) == pytest.approx(best, rel=1e-9, abs=1e-12)
+    for name, solve in PULLS.items():
+        batches = solve(times)
+        assert [at for one in batches for at in range(*one)] == list(range(len(rows))), name
+        assert all(start < stop for start, stop in batches), name
+        assert finish_s(batches, times) >= best * (1 - 1e-9) - 1e-12, name
+        # Equation 4 leaves out the time that gathers wait for nobody: never too long
+        assert execution_s(batches, times) <= finish_s(batches, times) + 1e-9, name
+
+
+@pytest.mark.parametrize("layers", [11, 12])
+def test_optimal_is_the_best_of_all_batches_of_twelve_layers(layers: int) -> None:
+    for seed in range(3):
+        times = random_times(random.Random(f"{layers} {seed}"), layers)
+        found = finish_s(pulls.optimal(times), times)
+        assert found == pytest.approx(best_s(times), rel=1e-9)
+
+
+def test_optimal_takes_the_fewest_gathers_of_equals() -> None:
+    """Without computation to overlap, and without start-up time, all batches finish alike."""
+    assert pulls.optimal(PullTimes(0.0, (1.0, 1.0), (0.0, 0.0))) == [(0, 2)]
+
+
+def test_the_first_algorithm_as_printed() -> None:
+    """By hand, with T_s = 1 and transfers of 1: a gather of n layers takes n + 1."""
+    # C1 + C2 = 5 is the most that a second gather can cover: that of the 4 layers left.
+    times = PullTimes(1.0, (1.0,) * 6, (2.5, 2.5, 1.5, 1.0, 1.0, 1.0))
+    assert pulls.from_first(times) == [(0, 2), (2, 6)]
+    # C1 + C2 = 5.5 is too much, C1 is covered by 2 layers; C2 + C3 = 4 by what is left or never.
+    times = PullTimes(1.0, (1.0,) * 5, (2.5, 3.0, 1.0, 1.0, 1.0))
+    assert pulls.from_first(times) == [(0, 1), (1, 3), (3, 5)]
+
+
+def test_the_second_algorithm_as_printed() -> None:
+    """By hand: the gather of layers 4 and 5 takes 5 and covers C2 + C3 = 5; that of 2 and 3 C1."""
+    times = PullTimes(1.0, (1.0, 1.0, 1.0, 1.0, 3.0), (2.0, 3.0, 2.0, 2.0, 1.0))
+    assert pulls.from_last(times) == [(0, 1), (1, 3), (3, 5)]
+
+
+def test_what_the_paper_leaves_open() -> None:
+    # No pair meets constraint 5: the gather of one layer never covers a computation
+    assert pulls.from_first(PullTimes(0.0, (1.0, 1.0), (9.0, 9.0))) == [(0, 2)]
+    assert pulls.from_last(PullTimes(0.0, (1.0, 1.0), (9.0, 9.0))) == [(0, 2)]
+    # Step one has two batches or more; later nothing covers: what remains is one batch
+    slow = PullTimes(0.0, (1.0, 1.0, 0.1, 0.1), (1.0, 9.0, 9.0, 9.0))
+    assert pulls.from_first(slow) == [(0, 1), (1, 2), (2, 4)]
+    # One layer
+    assert [solve(PullTimes(1.0, (1.0,), (1.0,))) for solve in PULLS.values()] == [[(0, 1)]] * 6
+    assert [solve(PullTimes(1.0, (), ())) for solve in PULLS.values()] == [[]] * 6
+
+
+def test_equation_4_chooses_and_may_choose_the_slower_one() -> None:
+    """It is the finish under constraint 5 only; the drawing decides in `choose`."""
+    times = PullTimes(1.0, (1.0, 1.0, 1.0), (2.0, 2.0, 2.0))
+    assert execution_s([(0, 1), (1, 3)], times) == (1 + 1) + (1 + 2) + (2 + 2)
+    worse = 0
+    for seed in range(300):
+        draw = random.Random(seed)
+        times = random_times(draw, draw.randint(3, 8))
+        both = [pulls.from_first(times), pulls.from_last(times)]
+        chosen = pulls.ibatch(times)
+        assert execution_s(chosen, times) == min(execution_s(one, times) for one in both)
+        worse += finish_s(chosen, times) > min(finish_s(one, times) for one in both) + 1e-9
+        found = pulls.choose(times)
+        assert found.finish_s == pytest.approx(finish_s(pulls.optimal(times), times))
+        assert found.ibatch_finish_s == finish_s(chosen, times)
+    assert 0 < worse < 100
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_times_are_seconds(bad: float) -> None:
+    with pytest.raises(PlanError, match="seconds >= 0"):
+        PullTimes(1.0, (1.0, bad), (1.0, 1.0))
+    with pytest.raises(PlanError, match="1 and 2 times"):
+        PullTimes(1.0, (1.0,), (1.0, 1.0))

@@ -1,0 +1,316 @@
+"""Sharded weights: equal to synchronous training, 1/p of the state, whole files; refusals."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from threaded_optimizers import SHAPES, gradients, new_weights, train, wrap
+
+from tfcommx.comm.base import Comm
+from tfcommx.comm.threads import ThreadComm
+from tfcommx.optim.keras_internals import require_elementwise, unlisted
+from tfcommx.optim.lars import LARS
+from tfcommx.optim.settle import settle
+from tfcommx.strategies import Sharded
+from tfcommx.strategies.shards import lay_out
+from tfcommx.terms import PlanError, Profile, Scheme, Topology, VariableProfile
+
+K = keras.optimizers
+
+
+def adamw() -> K.Optimizer:
+    optimizer = K.AdamW(0.01, weight_decay=0.1)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
+def l2_sum() -> K.Optimizer:
+    return K.SGD(0.1, weight_decay=0.01, gradient_accumulation_steps=2)
+
+
+ELEMENTWISE = {
+    "sgd": lambda: K.SGD(0.1),
+    "momentum": lambda: K.SGD(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: K.Adam(0.01, amsgrad=True),
+    "adamw": adamw,
+    "rmsprop": lambda: K.RMSprop(0.01, momentum=0.5, centered=True),
+    "adagrad": lambda: K.Adagrad(0.1),
+    "adamax": lambda: K.Adamax(0.01),
+    "nadam": lambda: K.Nadam(0.01),
+    "lion": lambda: K.Lion(0.001, weight_decay=0.01),
+    "adadelta": lambda: K.Adadelta(1.0),
+    "ftrl": lambda: K.Ftrl(0.1),
+    "clipvalue": lambda: K.SGD(0.1, clipvalue=0.05),
+    "average": lambda: K.SGD(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3),
+    "accumulation": l2_sum,
+}
+PROFILE = Profile(
+    "m",
+    tuple(
+        VariableProfile(path, shape, ready_s=1.0, forward_s=1.0)
+        for path, shape in reversed(SHAPES.items())
+    ),
+    4.0,
+    2.0,
+    batch=1,
+)
+PULLS = [Sharded(), Sharded("layers"), Sharded("batched", PROFILE)]
+
+
+def equal(one: list[list[np.ndarray]], other: list[list[np.ndarray]]) -> bool:
+    return all(
+        a.tobytes() == b.tobytes()
+        for mine, theirs in zip(one, other, strict=True)
+        for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_optimizers_are_equal_to_synchronous_training_to_the_bit(name: str) -> None:
+    """Law 1 and 3. Four ranks, whose average is exact; entries do not divide evenly."""
+    topology = Topology(2, 2)
+    plain = train(ELEMENTWISE[name], "synchronous", topology)
+    assert equal([plain[0]] * 4, plain)
+    for strategy in PULLS:
+        found = train(ELEMENTWISE[name], strategy, topology)
+        if name == "ftrl":
+            # Its powers: TensorFlow computes the last entries of a vector by other instructions
+            assert equal([found[0]] * 4, found)
+            for mine, theirs in zip(found[0], plain[0], strict=True):
+                np.testing.assert_allclose(mine, theirs, atol=1e-6)
+        else:
+            assert equal(found, plain), strategy
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        Scheme(),
+        Scheme("pipeline", dense_below=0),
+        Scheme("allgather", "exact", 0.2, dense_below=0),
+        {"last*": Scheme("allgather", "mstopk", 0.2, dense_below=0), "*": Scheme()},
+    ],
+    ids=["dense", "messages", "sparse", "mixed"],
+)
+def test_every_scheme_may_carry_the_gradients(scheme: object, ranks: int) -> None:
+    """With op "sum", which is exact on any number of ranks; what is not sent is kept."""
+    topology = Topology(ranks, 1)
+    plain = train(adamw, "synchronous", topology, scheme, "sum")
+    assert equal(train(adamw, Sharded("layers"), topology, scheme, "sum"), plain)
+
+
+@pytest.mark.parametrize("option", ["clipnorm", "global_clipnorm"])
+def test_norms_are_those_of_whole_variables(option: str) -> None:
+    """A rank has parts of variables alone: equal but for the order of the sums of squares."""
+    plain = train(lambda: K.SGD(0.1, **{option: 0.5}), "synchronous", Topology(3, 1))
+    clipped = train(lambda: K.SGD(0.1, **{option: 0.5}), Sharded("layers"), Topology(3, 1))
+    free = train(lambda: K.SGD(0.1), "synchronous", Topology(3, 1))
+    assert equal([clipped[0]] * 3, clipped)
+    for mine, theirs, unclipped in zip(clipped[0], plain[0], free[0], strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+        assert np.abs(mine - unclipped).max() > 0.01
+
+
+def test_the_bytes_are_those_of_an_allreduce() -> None:
+    """Law 4: (p - 1)/p of the vector pushed, and as much pulled, with the padding of p shards."""
+
+    def sent(optimizer: K.Optimizer, weights: list[keras.Variable]) -> float:
+        return optimizer.exchanger.comm.traffic().between
+
+    entries = sum(int(np.prod(shape)) for shape in SHAPES.values())  # 94: padded to 96
+    for strategy in (Sharded(), "synchronous"):
+        padded = 96 if strategy == Sharded() else entries
+        for got in train(lambda: K.SGD(0.1), strategy, Topology(4, 1), steps=3, after=sent):
+            assert got == pytest.approx(3 * 2 * 3 / 4 * 4 * padded)
+
+
+def test_a_rank_keeps_its_part_of_the_state() -> None:
+    """Within 5 % of 1/p, and the shard itself."""
+
+    def kept(comm: Comm) -> tuple[int, int]:
+        optimizer = wrap(K.Adam(0.01), comm, "sharded", Scheme(), "average")
+        weights = [keras.Variable(np.zeros(shape, "float32")) for shape in [(999, 50), (50,), (7,)]]
+        optimizer.build(weights)
+        state = sum(int(np.prod(one.shape)) * 4 for one in optimizer.variables)
+        shards = optimizer.exchanger.sharding.shards.variables
+        return state, sum(int(np.prod(one.shape)) * 4 for one in shards)
+
+    entries = 999 * 50 + 50 + 7
+    for state, shard in ThreadComm.run(Topology(4, 1), kept):
+        assert state <= 1.05 * (2 * 4 * entries / 4)
+        assert shard <= 1.05 * (4 * entries / 4)
+
+
+def plain_state(ranks: int, make: object) -> list[np.ndarray]:
+    """Return what the synchronous optimizer keeps after four steps."""
+    return train(
+        make,
+        "synchronous",
+        Topology(ranks, 1),
+        after=lambda opt, _: [v.numpy() for v in opt.variables],
+    )[0]
+
+
+@pytest.mark.parametrize("name", ["adamw", "nadam", "average", "accumulation"])
+def test_a_file_has_the_whole_state_and_any_number_of_ranks_continues_from_it(name: str) -> None:
+    make = ELEMENTWISE[name]
+
+    def save(optimizer: K.Optimizer, weights: list[keras.Variable]) -> dict[str, np.ndarray]:
+        store: dict[str, np.ndarray] = {}
+        settle(optimizer)
+        if optimizer.exchanger.comm.rank == 0:
+            optimizer.save_own_variables(store)
+            store["weights"] = [one.numpy() for one in weights]
+        return store
+
+    store = train(make, Sharded("layers"), Topology(4, 1), after=save)[0]
+    weights = store.pop("weights")
+    state = plain_state(4, make)
+    assert [store[str(i)].tobytes() for i in range(len(store))] == [v.tobytes() for v in state]
+
+    def go_on(comm: Comm) -> list[np.ndarray]:
+        optimizer = wrap(make(), comm, strategies[comm.topology.size], Scheme(), "average")
+        mine = new_weights()
+        optimizer.build(mine)
+        if comm.rank == 0:  # As a restored checkpoint: BroadcastState brings it to the others
+            optimizer.load_own_variables(store)
+        for one, value in zip(mine, weights, strict=True):
+            one.assign(value)
+        sharding = optimizer.exchanger.sharding
+        sharding.share_loaded(0)
+        apart = {id(one) for one in sharding.state}
+        rest = [one for one in optimizer.variables if id(one) not in apart]
+        rest += unlisted(optimizer).values()
+        of_root = comm.gather_objects([one.numpy() for one in rest])[0]
+        for one, value in zip(rest, of_root, strict=True):
+            one.assign(value)
+        for step in range(4):
+            optimizer.apply(gradients(comm.rank % 2, step), mine)
+        return [one.numpy() for one in mine]
+
+    # Two ranks of shards against one rank that has their average
+    strategies = {2: Sharded(), 4: Sharded("layers")}
+    two, four = (ThreadComm.run(Topology(ranks, 1), go_on) for ranks in (2, 4))
+    assert equal([two[0]] * 2, two) and equal([four[0]] * 4, four)
+    for one, other, before in zip(two[0], four[0], weights, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+        assert np.abs(one - before).max() > 1e-3
+
+
+def test_state_that_was_not_gathered_is_not_written() -> None:
+    def save(optimizer: K.Optimizer, _: object) -> str:
+        settle(optimizer)
+        optimizer.apply(gradients(optimizer.exchanger.comm.rank, 9))
+        with pytest.raises(PlanError) as refused:
+            optimizer.save_own_variables({})
+        return str(refused.value)
+
+    for said in train(lambda: K.Adam(0.1), "sharded", Topology(2, 1), after=save):
+        assert "after step 5. Call cx.settle(optimizer) on all ranks" in said
+
+
+def test_steps_that_begin_with_the_pull_are_equal_and_settle() -> None:
+    """Between them the weights are one update old; `settle` brings them up to date."""
+
+    def work(comm: Comm) -> tuple[list[bytes], list[bytes], list[bytes]]:
+        strategy = Sharded("layers")
+        optimizer, weights = wrap(adamw(), comm, strategy, Scheme(), "average"), new_weights()
+        optimizer.build(weights)
+        run = optimizer.exchanger.run_for(weights)
+        seen = []
+        for step in range(4):
+            run.begin([tf.zeros([])])
+            seen.append([one.numpy().tobytes() for one in weights])
+            optimizer.apply(gradients(comm.rank, step), weights)
+        old = [one.numpy().tobytes() for one in weights]
+        assert old == seen[-1]
+        settle(optimizer)
+        new = [one.numpy().tobytes() for one in weights]
+        weights[0].assign(weights[0] + 1)  # Somebody sets weights between steps: they count
+        run.begin([tf.zeros([])])
+        assert weights[0].numpy().tobytes() != new[0]
+        return seen[-1], new, [one.numpy().tobytes() for one in weights]
+
+    topology = Topology(2, 1)
+    three, four = (
+        [one.tobytes() for one in train(adamw, "synchronous", topology, steps=steps)[0]]
+        for steps in (3, 4)
+    )
+    results = ThreadComm.run(topology, work)
+    assert all(result[:2] == (three, four) for result in results)
+    assert results[0][2] == results[1][2]
+
+
+def test_a_change_of_scheme_keeps_the_shards() -> None:
+    """Dense, then sparse with buckets of its own: as synchronous training under the same change."""
+    sparse = Scheme("allgather", "exact", 0.3, dense_below=0, bucket_bytes=64)
+
+    def work(strategy: object) -> list[list[np.ndarray]]:
+        def go(comm: Comm) -> list[np.ndarray]:
+            optimizer, weights = wrap(adamw(), comm, strategy, Scheme(), "average"), new_weights()
+            for step in range(4):
+                if step == 2:
+                    optimizer.exchanger.switch(sparse)
+                optimizer.apply(gradients(comm.rank, step), weights)
+            return [one.numpy() for one in weights]
+
+        return ThreadComm.run(Topology(2, 1), go)
+
+    assert equal(work(Sharded("layers")), work("synchronous"))
+
+
+class OwnSGD(K.SGD):
+    """What a user may write: its update may look at whole variables."""
+
+
+@pytest.mark.parametrize(
+    "optimizer", [K.Lamb(), K.Adafactor(), K.Muon(), LARS(0.1), OwnSGD()], ids=lambda o: o.name
+)
+def test_optimizers_of_whole_variables_are_refused_by_name(optimizer: K.Optimizer) -> None:
+    with pytest.raises(PlanError, match=f"Received {type(optimizer).__name__}"):
+        require_elementwise(optimizer)
+
+
+def test_a_step_of_some_variables_is_refused() -> None:
+    def work(comm: Comm) -> None:
+        optimizer, weights = wrap(K.SGD(0.1), comm, "sharded", Scheme(), "average"), new_weights()
+        optimizer.build(weights)
+        with pytest.raises(PlanError, match=r"a gradient for every variable.*first_kernel"):
+            optimizer.apply(gradients(0, 0)[1:], weights[1:])
+
+    ThreadComm.run(Topology(2, 1), work)
+
+
+def test_ranks_that_cut_differently_are_refused() -> None:
+    def work(comm: Comm) -> None:
+        make = K.SGD(0.1, weight_decay=0.1)
+        if comm.rank:
+            make.exclude_from_weight_decay(var_names=["bias"])
+        optimizer, weights = wrap(make, comm, "sharded", Scheme(), "average"), new_weights()
+        with pytest.raises(PlanError, match="0 has 1 segments and rank 1 2"):
+            optimizer.apply(gradients(0, 0), weights)
+
+    ThreadComm.run(Topology(2, 1), work)
+
+
+def test_batches_need_times_of_this_model() -> None:
+    with pytest.raises(PlanError, match='pull="batched" needs a `profile`'):
+        Sharded("batched")
+    with pytest.raises(PlanError, match="no other pull does"):
+        Sharded("layers", PROFILE)
+    other = Profile("other", PROFILE.variables[1:], 4.0, 2.0, batch=1)
+    sizes = Profile.of_sizes("sizes", PROFILE.variables)
+    for profile, said in ((other, r"None where the model has \(9,\)"), (sizes, "one of 'sizes'")):
+        with pytest.raises(PlanError, match=said):
+            train(lambda: K.SGD(0.1), Sharded("batched", profile), Topology(2, 1))
+
+
+def test_bfloat16_is_refused() -> None:
+    with pytest.raises(PlanError, match="Received bfloat16 of 'a'"):
+        from tfcommx.planner.plan import Gradient, make_plan
+
+        plan = make_plan([Gradient("a", (4,), "bfloat16")], {"*": Scheme()}, Topology(2, 1))
+        lay_out(plan, ["a"], ["bfloat16"], [False], [(0, 1)])

@@ -1,0 +1,193 @@
+"""Mixin of optimizers that update this rank's shards of the weights, and not the weights.
+
+apply -> unscale -> accumulate (whole) -> [push: shards of the gradients] -> clip -> decay
+      -> update of the shards, with state for no more -> [pull] -> EMA of the shards
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.utils.tracking import no_automatic_dependency_tracking
+
+from tfcommx.optim.keras_internals.optimizers import plain_copy, slots_of
+from tfcommx.optim.keras_internals.step import ExchangesGradients
+from tfcommx.optim.sharding import Sharding
+from tfcommx.terms import PlanError
+
+# Keras's own whose update of an entry depends on that entry alone
+ELEMENTWISE = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "RMSprop",
+    "Adagrad",
+    "Adamax",
+    "Nadam",
+    "Lion",
+    "Adadelta",
+    "Ftrl",
+)
+
+
+def require_elementwise(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuse an optimizer that would be another algorithm on shards. **Raises:** PlanError."""
+    cls = type(optimizer)
+    if cls is not getattr(keras.optimizers, cls.__name__, None) or cls.__name__ not in ELEMENTWISE:
+        raise PlanError(
+            'strategy="sharded" cuts variables into parts, and needs an optimizer of Keras that '
+            f"updates each entry by itself: {', '.join(ELEMENTWISE)}. Received {cls.__name__}, "
+            "which may need whole variables, as LARS, LAMB, Adafactor and Muon do. Take another "
+            'optimizer, or strategy="synchronous".'
+        )
+
+
+class UpdatesShards(ExchangesGradients):
+    """Mixed into an optimizer's class: state and update of this rank's shards alone."""
+
+    @property
+    def whole_variables(self) -> list[keras.Variable] | None:
+        """The weights that it was built for; None before."""
+        sharding = self.exchanger.sharding
+        return None if sharding is None else sharding.variables
+
+    def build(self, variables: list[keras.Variable]) -> None:
+        """Make the shards of these variables, and the state of the shards."""
+        if self.built:
+            return
+        decaying = self.weight_decay is not None
+        # As Keras asks: TensorFlow's variables
+        decays = [decaying and self._use_weight_decay(variable.value) for variable in variables]
+        sharding = self.exchanger.sharding = Sharding.make(self.exchanger, variables, decays)
+        shards = sharding.shards.variables
+        if decaying:
+            for shard, segment in zip(shards, sharding.shards.segments, strict=True):
+                self._exclude_from_weight_decay_cache[self._var_key(shard)] = segment.decays
+        # What a rank accumulates are whole gradients: they are exchanged once a step.
+        steps, self.gradient_accumulation_steps = self.gradient_accumulation_steps, None
+        try:
+            super().build(shards)
+        finally:
+            self.gradient_accumulation_steps = steps
+        sharding.slots = slots_of(self)
+        for place, variable in enumerate(variables):
+            self._trainable_variables_indices[self._var_key(variable)] = place
+        if steps:
+            self._add_accumulators(variables)
+        # A pull at the next step's beginning knows neither accumulated steps nor constraints, and
+        # has nothing to overlap if all comes at once.
+        sharding.may_begin = (
+            not steps
+            and all(one.constraint is None for one in variables)
+            and self.exchanger.settings.strategy.pull != "at_once"
+        )
+
+    # Keras counts a list on an optimizer as part of its state, and these are in it already.
+    @no_automatic_dependency_tracking
+    def _add_accumulators(self, variables: list[keras.Variable]) -> None:
+        self._accumulated_gradients = [
+            self.add_variable_from_reference(variable, name="gradient_accumulator")
+            for variable in variables
+        ]
+
+    def apply(
+        self, grads: list[tf.Tensor | None], trainable_variables: list[keras.Variable] | None = None
+    ) -> Any:
+        """Take a step, of all variables that the optimizer was built for."""
+        if trainable_variables is None and self.built:
+            trainable_variables = self.whole_variables
+        try:
+            return super().apply(grads, trainable_variables)
+        finally:
+            if self.exchanger is not None and self.exchanger.sharding is not None:
+                self.exchanger.sharding.shards.pulls_first = False
+
+    def _clip_exchanged(self, grads: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Clip by norms of whole variables, whose parts other ranks have."""
+        if not (self.clipnorm or self.global_clipnorm):
+            return super()._clip_exchanged(grads)
+        sharding = self.exchanger.sharding
+        squares = sharding.run.squares(grads)
+        limit = self.clipnorm or self.global_clipnorm
+        if not self.clipnorm:
+            squares = dict.fromkeys(squares, tf.add_n(list(squares.values())))
+        factors = {path: limit / tf.maximum(tf.sqrt(one), limit) for path, one in squares.items()}
+        return sharding.shards.scale(grads, factors)
+
+    def _apply_weight_decay(self, variables: list[keras.Variable]) -> None:
+        super()._apply_weight_decay(self.exchanger.sharding.shards.variables)
+
+    def _backend_update_step(
+        self, grads: list[tf.Tensor], trainable_variables: list[keras.Variable], learning_rate: Any
+    ) -> None:
+        shards = self.exchanger.sharding.shards.variables
+        super()._backend_update_step(grads, shards, learning_rate)
+
+    def _overwrite_model_variables_with_average_value(self, variables: Any) -> None:
+        sharding = self.exchanger.sharding
+        super()._overwrite_model_variables_with_average_value(sharding.shards.variables)
+        if sharding.run is not None and not sharding.shards.pulls_first:
+            sharding.run.pull("average")
+
+    # --- files, and copies of plain optimizers ---------------------------------------------
+
+    def whole_values(self) -> list[np.ndarray]:
+        """Return what the plain optimizer would save, from the state that was gathered before.
+
+        **Raises:** PlanError if no state was gathered since the last step.
+        """
+        sharding = self.exchanger.sharding
+        plain = self._plain()
+        if sharding is None:  # Not built: no state
+            return [variable.numpy() for variable in self.variables]
+        whole = sharding.gathered_at(int(self._iterations))
+        arrays = {
+            id(variable): array
+            for name, slot in slots_of(plain).items()
+            for variable, array in zip(slot, whole[name], strict=True)
+        }
+        arrays |= {id(theirs): ours.numpy() for ours, theirs in self._pairs(plain)}
+        return [arrays[id(variable)] for variable in plain.variables]
+
+    def import_state(self, plain: keras.optimizers.Optimizer) -> None:
+        """Take the state of a plain optimizer that was built for the same whole variables."""
+        for ours, theirs in self._pairs(plain):
+            ours.assign(theirs)
+        self.exchanger.sharding.set_state(
+            {name: [one.numpy() for one in slot] for name, slot in slots_of(plain).items()}
+        )
+
+    def _plain(self) -> keras.optimizers.Optimizer:
+        """Make the plain optimizer, built for the whole variables."""
+        plain = plain_copy(self)
+        if self.whole_variables is not None:
+            plain.build(self.whole_variables)
+        return plain
+
+    def _pairs(
+        self, plain: keras.optimizers.Optimizer
+    ) -> list[tuple[keras.Variable, keras.Variable]]:
+        """Return (variable here, variable there) of what is not kept entry by entry of a shard."""
+        rests: list[list[keras.Variable]] = []
+        for optimizer in (self, plain):
+            accumulated = getattr(optimizer, "_accumulated_gradients", [])
+            apart = {id(one) for slot in slots_of(optimizer).values() for one in slot}
+            apart |= {id(one) for one in accumulated}
+            rest = [one for one in optimizer.variables if id(one) not in apart]
+            rests.append([*rest, *accumulated])
+        return list(zip(*rests, strict=True))
+
+    def save_own_variables(self, store: dict[str, Any]) -> None:
+        """Save what the plain optimizer would save. **Raises:** as `whole_values`."""
+        for place, value in enumerate(self.whole_values()):
+            store[str(place)] = value
+
+    def load_own_variables(self, store: dict[str, Any]) -> None:
+        """Load what a plain optimizer has saved, this rank's shards of it."""
+        plain = self._plain()
+        plain.load_own_variables(store)  # Keras warns of another number of variables
+        if len(store.keys()) == len(plain.variables) and self.built:
+            self.import_state(plain)

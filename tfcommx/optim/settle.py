@@ -1,0 +1,72 @@
+"""Between steps: weights that are whole and equal on all ranks, and a step's beginning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfcommx.optim.keras_internals import steps_of
+from tfcommx.optim.wrapped import exchanger_in
+
+
+def settle(optimizer: keras.optimizers.Optimizer) -> None:
+    """Make a model ready to be evaluated or saved, under any strategy.
+
+    Weights become whole and equal on all ranks; the state of shards is gathered on rank 0. `fit`
+    does it with the callback BroadcastState at the end of each epoch, and the weights before each
+    evaluation.
+
+    >>> import keras
+    >>> import tfcommx as cx
+    >>> _ = cx.init()
+    >>> optimizer = cx.DistributedOptimizer(keras.optimizers.Adam(0.1), strategy="sharded")
+    >>> cx.settle(optimizer)
+
+    Args:
+        optimizer: wrapped.
+
+    **Ranks:** all, between the same two steps, outside of traced code. **Cost:** nothing where
+    weights are whole and equal after each step; otherwise as the strategy says, and an all-gather
+    of the state of shards.
+    **Raises:** RuntimeError if the optimizer is not wrapped.
+    """
+    exchanger = exchanger_in(optimizer)
+    exchanger.settle()
+    if exchanger.sharding is not None:
+        exchanger.sharding.gather_state(steps_of(optimizer))
+
+
+@tf.autograph.experimental.do_not_convert
+def begin_step(optimizer: keras.optimizers.Optimizer, inputs: Any) -> None:
+    """Begin a training step of your own with the pull, which the forward pass then overlaps.
+
+    Call it first in the function of the step. Without it, or with a strategy that pulls nothing,
+    steps end with whole weights; with it the weights are one update old between steps, until
+    `settle`. `fit` does both with the callback BroadcastState.
+
+    >>> import keras
+    >>> import tfcommx as cx
+    >>> _ = cx.init()
+    >>> optimizer = cx.DistributedOptimizer(keras.optimizers.Adam(0.1), strategy="sharded")
+    >>> cx.begin_step(optimizer, inputs=[])
+
+    Args:
+        optimizer: wrapped.
+        inputs: of the step: tensors, or a structure of them.
+
+    **Ranks:** all, in each step. **Cost:** the all-gathers of the strategy.
+    **Raises:** RuntimeError if the optimizer is not wrapped.
+    """
+    exchanger = exchanger_in(optimizer)
+    if may_begin_steps(optimizer):
+        found = [one for one in tf.nest.flatten(inputs) if tf.is_tensor(one)]
+        exchanger.run_for(exchanger.sharding.variables).begin(found[:1])
+
+
+def may_begin_steps(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Tell whether steps of a wrapped optimizer can begin with a pull; not before it is built."""
+    exchanger = exchanger_in(optimizer)
+    sharding = exchanger.sharding
+    return sharding is not None and sharding.may_begin and exchanger.ranks > 1

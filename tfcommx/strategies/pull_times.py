@@ -1,0 +1,69 @@
+"""What pulls are planned by: layers of variables, and their times from a profile and links."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from tfcommx import cost
+from tfcommx.planner.merging.pulls import PullTimes
+from tfcommx.routes.base import slowest_link
+from tfcommx.terms import Links, PlanError, Profile, Topology
+
+
+def layers_of(paths: Sequence[str]) -> list[tuple[int, int]]:
+    """Return [start, stop) of consecutive variables of the same layer.
+
+    >>> layers_of(["net/first/kernel", "net/first/bias", "net/last/kernel"])
+    [(0, 2), (2, 3)]
+    """
+    lengths = [
+        len(list(members))
+        for _, members in itertools.groupby(paths, key=lambda path: path.rpartition("/")[0])
+    ]
+    return list(itertools.pairwise(itertools.accumulate(lengths, initial=0)))
+
+
+def pull_times(
+    profile: Profile,
+    layers: Sequence[tuple[int, int]],
+    weights: Sequence[Any],
+    topology: Topology,
+    links: Links,
+) -> PullTimes:
+    """Return what pulls and the forward pass of each layer take.
+
+    Args:
+        profile: of this model, with times; matched by order and shape, as names may differ.
+        layers: [start, stop) of the variables of each, in forward order.
+        weights: in forward order, each with `shape` and `dtype`.
+        topology, links: price an all-gather.
+
+    **Raises:** PlanError for a profile of other variables, or without times.
+    """
+    rows = profile.variables[::-1]
+    ours, theirs = [tuple(one.shape) for one in weights], [row.shape for row in rows]
+    if ours != theirs or not profile.timed:
+        differs = next(
+            (pair for pair in itertools.zip_longest(ours, theirs) if pair[0] != pair[1]), None
+        )
+        raise PlanError(
+            'pull="batched" needs a profile of this model with times. Received one of '
+            f"{profile.model!r} "
+            + (f"with {differs[1]} where the model has {differs[0]}." if differs else "of sizes.")
+            + " Measure the model with `tfcommx profile` or cx.profile."
+        )
+    link, ranks = slowest_link(topology, links), topology.size
+    seconds_per_byte = cost.all_gather(1, ranks, link) - cost.all_gather(0, ranks, link)
+    entry_bytes = [
+        2 if "16" in str(one.dtype) else 8 if "64" in str(one.dtype) else 4 for one in weights
+    ]
+    return PullTimes(
+        cost.all_gather(0, ranks, link),
+        tuple(
+            sum(rows[i].size * entry_bytes[i] for i in range(*layer)) / ranks * seconds_per_byte
+            for layer in layers
+        ),
+        tuple(sum(rows[i].forward_s for i in range(*layer)) for layer in layers),
+    )

@@ -1,0 +1,305 @@
+"""Sharded: every rank is worker and server of 1/p of the weights.
+
+    gradients -> reduce-scatter -> each rank updates its shard -> all-gather -> weights on all ranks
+                 [push]            [1/p of the optimizer's state]  [pull]
+
+The pull of a step goes in batches of consecutive layers, one after another. Where the step function
+says when it begins (`begin`), it is put off to the beginning of the next step, so that the pull of
+later layers overlaps the forward pass of earlier ones:
+
+    engine    | pull a |   pull b   |  pull c  |
+    compute            | forward a  | forward b | forward c | backward ... | update of the shard |
+
+**Source:** Wang, Pi, Zhou, "Scalable Distributed DL Training: Batching Communication and
+Computation" (2019), on the parameter servers of BigDL. There a server is a thread of its own beside
+each worker; here ranks exchange by collectives.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from tfcommx.planner.merging import pulls
+from tfcommx.runtime.bucket_runner import BucketRunner
+from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.runtime.flat import join
+from tfcommx.strategies.base import StrategyRun, require_sums_on_all_ranks
+from tfcommx.strategies.pull_times import layers_of, pull_times
+from tfcommx.strategies.shards import Segment, Shards, lay_out
+from tfcommx.terms import Links, Plan, PlanError, Profile, Topology, check_name
+
+log = logging.getLogger("tfcommx")
+
+PULLS = ("at_once", "layers", "batched")
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """Let every rank update 1/p of the weights, with 1/p of the optimizer's state.
+
+    Buckets that travel by a plain allreduce are reduce-scattered; others, such as sparse ones, go
+    their route, and each rank keeps its part of the sum.
+    """
+
+    # "at_once": one all-gather; "layers": one for each layer; "batched": by times of the layers
+    pull: str = "at_once"
+    # Of the model, or the file of it; "batched" needs it. `tfcommx profile` and cx.profile make it.
+    profile: Profile | str | Path | None = None
+    # How "batched" chooses: a solver of tfcommx.planner.merging.pulls; "best" simulates all
+    solver: str = "best"
+
+    keeps_weights_equal: ClassVar[bool] = True
+    updates_alike: ClassVar[bool] = False
+    shards_weights: ClassVar[bool] = True
+    reduces_to_root: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_name("pull", self.pull, PULLS)
+        check_name("solver", self.solver, ("best", *pulls.PULLS))
+        if (self.pull == "batched") != (self.profile is not None):
+            raise PlanError(
+                'pull="batched" needs a `profile`, whose times say which layers are pulled '
+                f"together, and no other pull does. Received pull={self.pull!r} and "
+                f"profile={'None' if self.profile is None else '...'}. Make one with `tfcommx "
+                "profile` or cx.profile."
+            )
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan that brings the sums to rank 0 alone. **Raises:** PlanError."""
+        require_sums_on_all_ranks(plan, self)
+
+    def start(self, executor: PlanExecutor) -> ShardedRun:
+        """Get ready for the steps of one plan; `attach` gives it the shards."""
+        return ShardedRun(executor)
+
+    def batches(
+        self, paths: Sequence[str], weights: Sequence[Any], topology: Topology, links: Links
+    ) -> list[tuple[int, int]]:
+        """Return which variables are pulled together: [start, stop) in forward order.
+
+        Args:
+            paths, weights: of the variables in forward order.
+            topology, links: what a gather costs.
+
+        **Raises:** PlanError for a profile of another model, or without times.
+        """
+        layers = layers_of(paths)
+        if self.pull == "at_once":
+            return [(0, len(paths))]
+        if self.pull == "layers":
+            return layers
+        profile = self.profile if isinstance(self.profile, Profile) else Profile.read(self.profile)
+        times = pull_times(profile, layers, weights, topology, links)
+        solvers = tuple(pulls.PULLS) if self.solver == "best" else (self.solver,)
+        chosen = pulls.choose(times, solvers)
+        log.info(
+            "Weights are pulled in %d batches (%s): the forward pass ends after %.4g s. The "
+            "paper's own choice of batches: %.4g s.",
+            len(chosen.batches),
+            chosen.solver,
+            chosen.finish_s,
+            chosen.ibatch_finish_s,
+        )
+        return [(layers[start][0], layers[stop - 1][1]) for start, stop in chosen.batches]
+
+    def make_shards(
+        self,
+        plan: Plan,
+        weights: Mapping[str, tf.Variable],
+        decays: Sequence[bool],
+        rank: int,
+        links: Links,
+    ) -> Shards:
+        """Make this rank's shards. Local: a pure function of the arguments, and memory.
+
+        Args:
+            plan: covers exactly these variables.
+            weights: path -> variable, in forward order.
+            decays: whether the optimizer's weight decay applies to each.
+            rank: this rank.
+            links: what a gather costs.
+        """
+        return Shards(self.segments(plan, weights, decays, links), weights, rank)
+
+    def segments(
+        self,
+        plan: Plan,
+        weights: Mapping[str, tf.Variable],
+        decays: Sequence[bool],
+        links: Links,
+    ) -> list[Segment]:
+        """Return the segments of these weights; arguments as of `make_shards`."""
+        paths = list(weights)
+        batches = self.batches(paths, list(weights.values()), plan.topology, links)
+        dtypes = [variable.dtype.name for variable in weights.values()]
+        return lay_out(plan, paths, dtypes, decays, batches)
+
+
+class ShardedRun(StrategyRun):
+    """The strategy at work on one plan."""
+
+    shards: Shards
+
+    def attach(self, shards: Shards) -> None:
+        """Take the shards that the optimizer was built for.
+
+        **Ranks:** all. **Raises:** PlanError if those of two ranks differ.
+        """
+        everyone = self.executor.comm.gather_objects(shards.segments)
+        for rank, other in enumerate(everyone):
+            if other != everyone[0]:
+                raise PlanError(
+                    "All ranks must cut the weights into the same shards. Rank 0 has "
+                    f"{len(everyone[0])} segments and rank {rank} {len(other)}, or others. Give "
+                    "all ranks the same model, profile and weight decay."
+                )
+        self.shards = shards
+        # Buckets whose variables are exactly those of some segments, in which they follow each
+        # other: reduce-scattered.
+        self._segments: dict[str, list[Segment]] = {}
+        for bucket in self.executor.plan.buckets:
+            mine = [one for one in shards.segments if one.bucket == bucket.name]
+            if sorted(path for one in mine for path in one.paths) == sorted(bucket.variables):
+                self._segments[bucket.name] = mine
+        gathers = [f"the pull of batch {number}" for number in range(len(shards.batches()))]
+        self._waits = self.executor.comm.activity.waits(gathers, counted=False)
+
+    # What follows is a graph already, also in a caller's loop.
+    @tf.autograph.experimental.do_not_convert
+    def exchange(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Push: return the average (or sum) over all ranks of this rank's shards.
+
+        **Raises:** PlanError for gradients of other variables than all.
+        """
+        if odd := sorted(gradients.keys() ^ self.shards.weights.keys()):
+            raise PlanError(
+                'strategy="sharded" needs a gradient for every variable that the optimizer was '
+                f"built for, and no other. Received {odd[0]!r} on one side only. Freeze it before "
+                'the optimizer is built, or take strategy="synchronous".'
+            )
+        if not self.shards.pulls_first:
+            with tf.control_dependencies(list(gradients.values())[-1:]):
+                self.shards.take_from_weights()
+        done = self.executor.exchange_buckets(gradients, self._push)
+        shards: dict[str, tf.Tensor] = {}
+        pieces: dict[str, tf.Tensor] = {}
+        for runner, tensors in zip(self.executor.runners, done, strict=True):
+            if self._scatters(runner):
+                names = [one.name for one in self._segments[runner.bucket.name]]
+                shards |= zip(names, tensors, strict=True)
+            else:
+                pieces |= zip(runner.bucket.variables, tensors, strict=True)
+        whole = join(pieces, gradients)
+        for segment in self.shards.segments:
+            if segment.name not in shards:
+                shards[segment.name] = segment.shard_of(whole, self.shards.rank)
+        return {one.name: shards[one.name] for one in self.shards.segments}
+
+    def _scatters(self, runner: BucketRunner) -> bool:
+        return runner.is_plain and runner.bucket.name in self._segments
+
+    def _push(
+        self, runner: BucketRunner, parts: Sequence[tf.Tensor], step: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """Return this rank's shards of a bucket, or its whole tensors if it goes by a route."""
+        if not self._scatters(runner):
+            return runner.exchange(parts, step)
+        bucket, segments = runner.bucket, self._segments[runner.bucket.name]
+        tensors = dict(zip(bucket.variables, parts, strict=True))
+        # Rank r's part of the vector holds the r-th part of each segment.
+        rows = [
+            tf.reshape(one.flatten(tensors, bucket.dtype), [one.ranks, one.length])
+            for one in segments
+        ]
+        flat = tf.reshape(tf.concat(rows, axis=1) if len(rows) > 1 else rows[0], [-1])
+        mine = self.executor.comm.reduce_scatter(flat, "world", bucket.name)
+        if runner.factor != 1:
+            mine = mine * tf.constant(runner.factor, mine.dtype)
+        shards = tf.split(mine, [one.length for one in segments])
+        return [tf.cast(shard, one.dtype) for shard, one in zip(shards, segments, strict=True)]
+
+    @tf.autograph.experimental.do_not_convert
+    def update(
+        self,
+        apply: Callable[[], None],
+        gradients: Sequence[tf.Tensor],
+        weights: Mapping[str, tf.Variable],
+        state: Sequence[tf.Variable] = (),
+    ) -> None:
+        """Update this rank's shards; pull, unless the next step begins with it."""
+        apply()
+        if self.shards.pulls_first:
+            with tf.control_dependencies(list(gradients)[-1:]):
+                self.shards.current.assign(False)
+        else:
+            self.pull("pull", list(gradients)[-1:])
+
+    @tf.autograph.experimental.do_not_convert
+    def begin(self, inputs: Sequence[tf.Tensor]) -> None:
+        """Begin a step, in its function: pull, and put off the pull that would end the step.
+
+        Args:
+            inputs: of the step; without them there is no step, and nothing is pulled.
+
+        **Ranks:** all. **Cost:** the all-gathers, which the forward pass of each layer waits for as
+        far as its own weights.
+        """
+        self.shards.pulls_first = True
+        with tf.control_dependencies(list(inputs)):
+            self.shards.take_from_weights()
+        self.pull("begin", inputs)
+
+    @tf.autograph.experimental.do_not_convert
+    def pull(self, label: str, after: Sequence[tf.Tensor] = ()) -> None:
+        """Set the weights to what the shards of all ranks are, batch by batch.
+
+        Args:
+            label: names the collectives; another one for each pull in a function.
+            after: tensors that there must be before.
+
+        **Ranks:** all. **Cost:** (p - 1)/p of the weights received, one all-gather a batch.
+        """
+        shards, comm = self.shards, self.executor.comm
+        before: Sequence[tf.Tensor] = list(after)
+        number = self._waits.begin(before)
+        for place, members in enumerate(shards.batches()):
+            segments = [shards.segments[i] for i in members]
+            with self.executor.scope():
+                # One after another: the engine would fuse them, or take them in any order.
+                with tf.control_dependencies(before):
+                    mine = tf.concat([shards.variables[i].value for i in members], axis=0)
+                whole = comm.all_gather(mine, "world", f"{label}{place}")
+            self._waits.end(place, [whole], number)
+            before = [whole]
+            rows = tf.reshape(whole, [comm.topology.size, -1])
+            columns = tf.split(rows, [one.length for one in segments], axis=1)
+            for segment, column in zip(segments, columns, strict=True):
+                found = segment.unflatten(tf.reshape(column, [-1]), shards.shapes)
+                for path, value in found.items():
+                    shards.weights[path].assign(value)
+        with tf.control_dependencies(before):
+            shards.current.assign(True)
+
+    def settle(self) -> None:
+        """Pull, if the weights are one update old."""
+        if not bool(self.shards.current.numpy()):
+            self.pull("settle")
+
+    def squares(self, gradients: Sequence[tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Return path -> sum of squares of the whole gradient, float32, equal on all ranks.
+
+        Args:
+            gradients: of this rank's shards.
+
+        **Ranks:** all. **Cost:** one allreduce of 4 bytes a variable.
+        """
+        mine = self.shards.squares(gradients)
+        with self.executor.scope():
+            both = self.executor.comm.allreduce(tf.stack(list(mine.values())), "world", "squares")
+        return dict(zip(mine, tf.unstack(both), strict=True))

@@ -1,0 +1,176 @@
+"""Weight averaging: every rank updates by its own gradients, then the weights are averaged.
+
+    every = 3    update | update | update | average || update | update | update | average || ...
+
+Every step it is AWAGD; every few steps local SGD. Averaging the weights after an update that is
+linear in the gradient (SGD, also with momentum) equals synchronous training, to float32 rounding,
+if `every` is 1: the average of w - r g_i is w - r times the average of g_i, and likewise for the
+velocities. It does not with clipping, or with Adam and other rules that are not linear, and never
+with `every` above 1. (Weight decay reads the weights, which are equal, so it may be there.)
+
+**Source:** Ma, Mao, Taylor, "Theano-MPI: a Theano-based Distributed Training Framework" (2016),
+section on AWAGD (average weights after gradient descent) and SUBGD (sum of updates before gradient
+descent; it is `op="sum"` with the strategy "synchronous", or with sends="updates" here).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import tensorflow as tf
+
+from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.strategies.base import StrategyRun, require_sums_on_all_ranks
+from tfcommx.terms import Plan, PlanError, check_name
+from tfcommx.terms.checks import plain_number
+
+SENDS = ("weights", "updates")
+MOMENTUM = ("keep", "average", "reset")
+
+
+@dataclass(frozen=True)
+class WeightAveraging:
+    """Update by each rank's own gradients; average the weights every some steps.
+
+    Between averages the ranks' weights differ; at the end of an epoch, before an evaluation and
+    before a checkpoint they are averaged (cx.settle).
+    """
+
+    # Steps, an integer >= 1, after which weights are averaged: tau
+    every: int = 1
+    # "weights", by dense schemes; or "updates", the sum of a rank's updates since the last average,
+    # by any scheme, whose residuals hold what was not sent
+    sends: str = "weights"
+    # Of the optimizer's state at an average: each rank keeps its own, all average, or all begin
+    # again from 0
+    momentum: str = "keep"
+
+    updates_alike: ClassVar[bool] = False
+    shards_weights: ClassVar[bool] = False
+    reduces_to_root: ClassVar[bool] = False
+    # In the steps that begin with an average; `WeightAveragingRun.weights_are_equal` says which
+    keeps_weights_equal: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "every", plain_number(self.every))
+        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+            raise PlanError(f"`every` must be an integer >= 1, in steps. Received {self.every!r}.")
+        check_name("sends", self.sends, SENDS)
+        check_name("momentum", self.momentum, MOMENTUM)
+
+    def check(self, plan: Plan) -> None:
+        """Refuse what cannot carry weights: sums, selections, momentum. **Raises:** PlanError."""
+        require_sums_on_all_ranks(plan, self)
+        if self.sends == "updates":
+            return
+        odd = next((one for one in plan.buckets if one.k is not None or one.momentum), None)
+        if plan.operation != "average" or odd is not None:
+            what = f"{odd.name} on the route {odd.route!r}" if odd else f"op={plan.operation!r}"
+            raise PlanError(
+                'Weights travel whole, and are averaged: sends="weights" needs dense schemes '
+                f'without momentum, and op="average". Received {what}. Take sends="updates", or '
+                "other schemes."
+            )
+
+    def start(self, executor: PlanExecutor) -> StrategyRun:
+        """Get ready for the steps of one plan."""
+        return WeightAveragingRun(executor, self)
+
+
+class WeightAveragingRun(StrategyRun):
+    """The strategy at work on one plan."""
+
+    def __init__(self, executor: PlanExecutor, options: WeightAveraging) -> None:
+        super().__init__(executor)
+        self._options = options
+        with tf.device("/cpu:0"):
+            # Steps since the last average
+            self._steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/since")
+        # The weights at the last average, if updates are sent
+        self._anchors: dict[str, tf.Variable] = {}
+        # Of the last step
+        self._weights: Mapping[str, tf.Variable] = {}
+        self._state: Sequence[tf.Variable] = ()
+
+    def exchange(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Return this rank's own gradients."""
+        return dict(gradients)
+
+    def weights_are_equal(self) -> tf.Tensor | bool:
+        """Tell whether the last step ended with an average."""
+        return self._options.every == 1 or tf.equal(self._steps.value(), 0)
+
+    # What follows is a graph already, also in a caller's loop.
+    @tf.autograph.experimental.do_not_convert
+    def update(
+        self,
+        apply: Callable[[], None],
+        gradients: Sequence[tf.Tensor],
+        weights: Mapping[str, tf.Variable],
+        state: Sequence[tf.Variable] = (),
+    ) -> None:
+        """Apply the update of this rank; average if it is time."""
+        self._weights, self._state = weights, state
+        every = self._options.every
+        # Without data there is no step
+        with tf.control_dependencies(list(gradients)[-1:]):
+            before = self._steps.read_value()
+        if self._options.sends == "updates":
+            self._make_anchors(weights)
+            self._when(before, 0, self._set_anchors)
+        with tf.control_dependencies([before]):
+            apply()
+            after = self._steps.assign((before + 1) % every).read_value()
+        self._when(after, 0, self._average)
+
+    def _when(self, steps: tf.Tensor, value: int, work: Callable[[], None]) -> None:
+        """Do some work in the steps that have the value; in all if each step averages."""
+        if self._options.every == 1:
+            with tf.control_dependencies([steps]):
+                work()
+        else:
+            tf.cond(tf.equal(steps, value), work, lambda: None)
+
+    def _make_anchors(self, weights: Mapping[str, tf.Variable]) -> None:
+        if not self._anchors:
+            with tf.init_scope():
+                self._anchors = {
+                    path: tf.Variable(tf.zeros_like(weight), trainable=False, name="tfcommx/anchor")
+                    for path, weight in weights.items()
+                }
+
+    def _set_anchors(self) -> None:
+        for path, anchor in self._anchors.items():
+            anchor.assign(self._weights[path])
+
+    def _average(self) -> None:
+        """Average what is sent, by the plan. **Ranks:** all."""
+        sent = {path: tf.convert_to_tensor(weight) for path, weight in self._weights.items()}
+        if self._options.sends == "updates":
+            sent = {path: value - self._anchors[path] for path, value in sent.items()}
+        for path, value in self.executor.exchange(sent).items():
+            if self._options.sends == "updates":
+                value = self._anchors[path] + value
+            self._weights[path].assign(value)
+        self._average_state()
+
+    def _average_state(self) -> None:
+        """Do with the optimizer's state what the option says."""
+        comm = self.executor.comm
+        for place, slot in enumerate(self._state):
+            if not slot.dtype.is_floating or self._options.momentum == "keep":
+                continue
+            if self._options.momentum == "reset":
+                slot.assign(tf.zeros_like(slot))
+                continue
+            with self.executor.scope():
+                total = comm.allreduce(tf.convert_to_tensor(slot), "world", f"state{place}")
+            slot.assign(total / tf.cast(comm.topology.size, total.dtype))
+
+    def settle(self) -> None:
+        """Average now, if steps were taken since the last time."""
+        if int(self._steps.numpy()):
+            self._average()
+            self._steps.assign(0)
