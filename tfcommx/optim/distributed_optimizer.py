@@ -26,7 +26,7 @@ from tfcommx.optim.keras_internals import (
     plain_copy,
 )
 from tfcommx.strategies import Strategy, strategy_of
-from tfcommx.terms import NOMINAL, Links, Plan, PlanError, Scheme
+from tfcommx.terms import AUTO, Links, Plan, PlanError, Profile, Scheme, Topology
 
 
 def DistributedOptimizer(
@@ -37,6 +37,7 @@ def DistributedOptimizer(
     links: Links | str | Path | None = None,
     strategy: str | Strategy = "synchronous",
     check_replicas_every: int | None = 100,
+    profile: Profile | str | Path | None = None,
 ) -> keras.optimizers.Optimizer:
     """Wrap a Keras optimizer so that every rank trains with the gradients of all ranks.
 
@@ -89,12 +90,13 @@ def DistributedOptimizer(
     settings = ExchangeSettings(
         operation=op,
         plan=plan,
-        links=_links_of(links),
+        links=_links_of(links, process.current().topology),
         strategy=strategy_of(strategy),
         check_replicas_every=check_replicas_every,
+        profile=_profile_of(profile),
         own_momentum=getattr(inner, "momentum", 0.0) or getattr(inner, "beta_1", 0.0),
     )
-    return _wrap(optimizer, Scheme() if scheme is None else scheme, settings)
+    return _wrap(optimizer, Scheme(AUTO) if scheme is None else scheme, settings)
 
 
 def _wrap(
@@ -150,7 +152,15 @@ def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     return optimizer
 
 
-def _links_of(links: Links | str | Path | None) -> Links:
-    if links is None:
-        return NOMINAL
-    return links if isinstance(links, Links) else Links.read(links)
+def _links_of(links: Links | str | Path | None, topology: Topology) -> Links | None:
+    if not isinstance(links, str | Path):
+        return links
+    return Links.read(links, topology)
+
+
+def _profile_of(profile: Profile | str | Path | None) -> Profile | None:
+    if isinstance(profile, str | Path):
+        return Profile.read(profile)
+    if not isinstance(profile, Profile | None):
+        raise PlanError(f"`profile` must be a Profile, its file, or None. Received {profile!r}.")
+    return profile

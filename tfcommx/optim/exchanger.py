@@ -16,15 +16,27 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm.base import Comm
+from tfcommx.optim.automatic import executor_for
 from tfcommx.optim.keras_internals import compiled_by_xla
 from tfcommx.optim.variable_names import VariableNames
-from tfcommx.planner.check import check_scheme
-from tfcommx.planner.plan import Gradient, make_plan
+from tfcommx.planner.automatic import Asked, auto_of
+from tfcommx.planner.check import check_scheme, require_coverage
+from tfcommx.planner.plan import Gradient
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.replica_guard import ReplicaGuard
 from tfcommx.runtime.residuals import PlanState, Residuals, sum_residuals
+from tfcommx.runtime.trial import TrialExecutor
 from tfcommx.strategies import Strategy, StrategyRun, Synchronous, agree_on_strategy
-from tfcommx.terms import NOMINAL, OPERATIONS, Links, Piece, Plan, PlanError, Scheme, check_name
+from tfcommx.terms import (
+    OPERATIONS,
+    Links,
+    Piece,
+    Plan,
+    PlanError,
+    Profile,
+    Scheme,
+    check_name,
+)
 
 log = logging.getLogger("tfcommx")
 
@@ -37,8 +49,10 @@ class ExchangeSettings:
     operation: str = "average"
     # Who updates the weights
     strategy: Strategy = field(default_factory=Synchronous)
-    # What messages cost, for routes that can go several ways
-    links: Links = NOMINAL
+    # What messages cost, for routes that can go several ways; None: nominal, or as "auto" measures
+    links: Links | None = None
+    # When gradients are ready, for what goes by time
+    profile: Profile | None = None
     # Made before, in place of one that is made from the scheme
     plan: Plan | None = None
     # Steps between two comparisons of the replicas, >= 1; None: never
@@ -115,6 +129,7 @@ class Exchanger:
             check_scheme(scheme, self.comm.topology, self.comm.has_messages)
             if scheme.momentum and self.settings.own_momentum:
                 raise PlanError(_momentum_twice(self.settings.own_momentum))
+        auto_of(by_pattern(schemes))
 
     @tf.autograph.experimental.do_not_convert
     def prepare_step(
@@ -221,6 +236,7 @@ class Exchanger:
         be carried out.
         """
         self.check(schemes)
+        self.waiting_residuals = self.residuals_outside_plans()
         for state in self._running():
             self._keep_waiting(state.residuals_by_variable(), state.velocities_by_variable())
         self._dense_bytes = self.traffic()["bytes_between_nodes_dense"]
@@ -240,7 +256,12 @@ class Exchanger:
     def all_residuals(self) -> Residuals:
         """Return what this rank has not sent yet, over all plans."""
         kept = [state.residuals_by_variable() for state in self.plan_states()]
-        return sum_residuals([self.waiting_residuals, *kept])
+        return sum_residuals([self.residuals_outside_plans(), *kept])
+
+    def residuals_outside_plans(self) -> Residuals:
+        """Return what this rank has not sent yet and no plan keeps."""
+        waiting = [run.executor.waiting() for run in self.runs.values()]
+        return sum_residuals([self.waiting_residuals, *waiting])
 
     def all_velocities(self) -> Residuals:
         """Return this rank's part of the velocities, over all plans."""
@@ -252,7 +273,7 @@ class Exchanger:
         return self._running() + self.restored
 
     def _running(self) -> list[PlanState]:
-        return [run.executor.state() for run in self.runs.values()]
+        return [state for run in self.runs.values() for state in run.executor.states()]
 
     def traffic(self) -> dict[str, float]:
         """Return the bytes between nodes of this process so far, and of plain Horovod.
@@ -321,17 +342,12 @@ class Exchanger:
 
     def _start(self, variables: Sequence[keras.Variable], names: tuple[str, ...]) -> StrategyRun:
         """Plan, agree, and take over what waits for these variables. **Ranks:** all."""
-        plan = self._given_plan or self._make_plan(variables, names)
-        covered = _require_coverage(plan, set(names))
-        strategy = self.settings.strategy
-        agree_on_strategy(strategy, self.comm)
-        strategy.check(plan)
-        executor = PlanExecutor(plan, self.comm)
+        agree_on_strategy(self.settings.strategy, self.comm)
+        executor = self._make_executor(variables, names)
+        plan, covered = executor.plan, executor.plan.paths
         for state in [state for state in self.restored if state.variables & covered]:
             self.restored.remove(state)
-            if state.plan == plan:
-                executor.continue_from(state.steps, state.residuals, state.velocities)
-            else:  # The model or the scheme has changed since.
+            if not executor.restore(state):  # The model or the scheme has changed since.
                 self._keep_waiting(state.residuals_by_variable(), state.velocities_by_variable())
         executor.import_residuals(self.waiting_residuals, self.waiting_velocities)
         moving = {
@@ -342,38 +358,28 @@ class Exchanger:
         }
         self.waiting_residuals = _without(self.waiting_residuals, covered)
         self.waiting_velocities = _without(self.waiting_velocities, moving)
-        return strategy.start(executor)
+        return self.settings.strategy.start(executor)
 
-    def _make_plan(self, variables: Sequence[keras.Variable], names: tuple[str, ...]) -> Plan:
+    def _make_executor(
+        self, variables: Sequence[keras.Variable], names: tuple[str, ...]
+    ) -> PlanExecutor | TrialExecutor:
+        given, settings = self._given_plan, self.settings
+        if given is not None:
+            require_coverage(given, set(names))
+            settings.strategy.check(given)
+            return PlanExecutor(given, self.comm)
         gradients = [
             Gradient(name, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))
             for name, variable in zip(names, variables, strict=True)
         ]
-        return make_plan(
-            gradients,
-            self.schemes,
-            self.comm.topology,
-            self.settings.operation,
-            self.settings.links,
-            reduce_to_root=self.settings.strategy.reduces_to_root,
-        )
+        measured = settings.links, settings.profile
+        asked = Asked(gradients, self.comm.topology, settings.operation, *measured)
+        return executor_for(self.schemes, asked, self.comm, settings.strategy)
 
 
 def by_pattern(schemes: Scheme | Mapping[str, Scheme]) -> dict[str, Scheme]:
     """Return pattern of variable paths -> Scheme; a single Scheme is for all."""
     return dict(schemes) if isinstance(schemes, Mapping) else {"*": schemes}
-
-
-def _require_coverage(plan: Plan, names: set[str]) -> set[str]:
-    """Return the variables of a plan; refuse it unless they are exactly these."""
-    covered = {Piece.of(name).path for bucket in plan.buckets for name in bucket.variables}
-    if covered != names:
-        odd = sorted(covered ^ names)[0]
-        raise PlanError(
-            f"The plan must cover exactly the variables with gradients. {odd!r} is only in "
-            f"{'the plan' if odd in covered else 'the model'}. Make the plan from this model."
-        )
-    return covered
 
 
 def _without(kept: Residuals, paths: set[str]) -> Residuals:

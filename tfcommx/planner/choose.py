@@ -80,6 +80,7 @@ def candidates(
     asked: Scheme | None = None,
     messages: bool = False,
     conditions: Conditions = UNDISTURBED,
+    thorough: bool = True,
 ) -> list[Candidate]:
     """Plan and simulate every scheme that is as good as what is asked for; the fastest first.
 
@@ -97,6 +98,7 @@ def candidates(
             With another one: gradients may be selected by it at the scheme's density.
         messages: can the launch send messages between two ranks? An MPI launch can.
         conditions: what else is assumed.
+        thorough: also the merging `optimal`, of the best routes, which takes most of the time.
 
     Returns:
         At least one; equal predictions in the order of the table of routes, plain Horovod first.
@@ -110,7 +112,7 @@ def candidates(
             f"{profile.model!r} with sizes only. Measure it."
         )
     asked = asked or Scheme()
-    work = _Work(profile, topology, links, conditions)
+    work = _Work(profile, topology, links, conditions, ROUTES_FOR_OPTIMAL if thorough else 0)
     dense = _ranked(work, _dense(asked, topology, messages))
     if asked.selection == "all":
         return dense
@@ -127,6 +129,7 @@ class _Work(NamedTuple):
     topology: Topology
     links: Links
     conditions: Conditions
+    routes_for_optimal: int = ROUTES_FOR_OPTIMAL
 
     def predict(self, scheme: Scheme) -> Candidate:
         """Plan and simulate."""
@@ -153,7 +156,7 @@ def _ranked(work: _Work, schemes: Sequence[Scheme]) -> list[Candidate]:
     best: list[Scheme] = []
     for candidate in sorted(found, key=_step_s):
         plain = dataclasses.replace(candidate.scheme, merging="optimal")
-        if plain not in best and len(best) < ROUTES_FOR_OPTIMAL:
+        if plain not in best and len(best) < work.routes_for_optimal:
             best.append(plain)
     return sorted([*found, *map(work.predict, best)], key=_step_s)
 
