@@ -55,6 +55,7 @@ class TrialExecutor:
             self._waits = tf.Variable(False, trainable=False, name="tfcommx/waits")
         # Variable path -> float32 [its size]: what losing plans, and those before, have not sent
         self._waiting: dict[str, tf.Variable] = {}
+        self.import_residuals({})
 
     @property
     def chosen(self) -> PlanExecutor | None:
@@ -94,15 +95,19 @@ class TrialExecutor:
         return dict(zip(names, results, strict=True))
 
     def _record(self, results: Sequence[tf.Tensor], place: tf.Tensor) -> None:
-        entry = next(one for one in results if one.shape.num_elements())
-        with tf.control_dependencies([self._last.read_value(), *results]):
-            now = stamp(tf.reshape(entry, [-1])[:1])
+        now = self._now(results)
         with tf.device("/cpu:0"):
             ends = tf.where(tf.range(len(self.executors) + 1) == place + 1, now, self._ends)
             self._ends.assign(ends)
             self._place.assign(place + 1)
             last = tf.equal(place + 1, self._steps_of_round)
             tf.cond(last, lambda: self._end_round(ends), lambda: None)
+
+    def _now(self, results: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Return when a turn has ended: its results are there, and what it keeps is written."""
+        entry = next(one for one in results if one.shape.num_elements())
+        with tf.control_dependencies([self._last.read_value(), *results]):
+            return stamp(tf.reshape(entry, [-1])[:1])
 
     def _end_round(self, ends: tf.Tensor) -> None:
         """Let all ranks draw the same conclusion from the slowest rank's times."""
