@@ -54,18 +54,12 @@ def test_plain_horovod_wins_ties_and_what_is_within_noise(share: float) -> None:
 
 def test_plain_horovod_stays_if_the_other_is_not_faster_in_nearly_every_round() -> None:
     def hiccups(count: int) -> int | None:
-        slow = {2 * number + 2 for number in range(count)}
-        rounds: dict[int, int] = {0: 0, 1: 0}
-
-        def seconds(plan: int, _: int) -> float:
-            rounds[plan] += 1
-            return (
-                1.4
-                if plan and 2 * rounds[plan] in {step + 2 for step in slow}
-                else 1.0 - 0.1 * plan
-            )
-
-        return play(2, seconds)[0].chosen
+        turns = Turns(2)
+        while turns.chosen is None:
+            counted = turns.steps // 2 - 1
+            other = 1.4 if 0 <= counted < count else 0.9
+            turns.record([other if plan else 1.0 for plan in turns.order])
+        return turns.chosen
 
     assert [hiccups(count) for count in (0, EXCEPT, EXCEPT + 1)] == [1, 1, 0]
 

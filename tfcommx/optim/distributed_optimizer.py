@@ -59,27 +59,47 @@ def DistributedOptimizer(
     ...     keras.optimizers.SGD(0.1), strategy=cx.strategies.Rebroadcast(every=100)
     ... )
 
+    By default, `Scheme("auto")`, the first steps are a trial: plain Horovod and the two plans that
+    are predicted to be fastest take turns, and the fastest stays. All of it is in the graph of one
+    step: nothing is traced again, and the steps count as training. Predictions go by the links,
+    which rank 0 has kept from a run before or which are measured before the first step, and by
+    `profile`; without one by the exchange alone, and by as much computing as that. Plain Horovod
+    stays unless another plan's median step is at least 3 % faster, and faster in every round but
+    one. Rank 0 keeps the choice on its disk (`TFCOMMX_CACHE`, or ~/.cache/tfcommx) by model,
+    cluster, versions and what is asked; the next run begins with it. The optimizer does not know
+    the batch: after another one give its `profile`, or delete the file. With one rank, less than
+    256 KiB of gradients, nodes whose prediction promises nothing, or a strategy other than
+    "synchronous", it is plain Horovod, and nothing is tried.
+
     Args:
         optimizer: any Keras optimizer; its state, if it has some, is copied.
         scheme: how gradients travel; a Scheme for all variables, or a mapping from patterns of
-            variable paths (as in file names, the first match counts) to Schemes. None: everything,
-            by Horovod's allreduce.
+            variable paths (as in file names, the first match counts) to Schemes. `Scheme()` is
+            plain Horovod: everything, by its allreduce. `Scheme("auto")`: the fastest of those that
+            lose nothing; `Scheme("auto", "mstopk", density=0.01)`: it may select. None:
+            `Scheme("auto")`.
         op: "average" or "sum" over the ranks.
         plan: a plan made before, in place of the one that the scheme and what follows give.
         links: what messages cost on this cluster, or the file of it that `tfcommx probe` wrote;
-            None: nominal ones.
+            None: nominal ones, or what "auto" measures.
         strategy: who updates the weights. "synchronous": every rank applies the gradients. "root":
             rank 0 alone, which then broadcasts the weights. "rebroadcast": every rank, and every
             few steps rank 0's weights are broadcast. Or an instance, with options of your own.
         check_replicas_every: steps, >= 1, after which the ranks compare weights, learning rate and
             step count, the first step among them; None: never. A difference ends all ranks with an
             error that names what differs, where, and the usual cause.
+        profile: when the gradients of this model are ready, as `cx.profile` or the file that
+            `tfcommx profile` wrote says it; the same on all ranks. For "auto", and for mergings
+            that go by time.
 
     Returns:
         A new optimizer of a subclass of the same class. `optimizer.exchanger` holds the residuals
         and the counters.
 
     **Ranks:** all, with equal arguments; plan and strategy are agreed on the first step.
+    **Cost:** of "auto" in a run without a kept choice: a quick measurement of the links (1 MB
+    through each port, twice), some tenths of a second of planning, at most 18 steps of the trial,
+    and the tracing of three exchanges in place of one.
     **Raises:** RuntimeError before init(). PlanError for a scheme that cannot be carried out,
     momentum in both the scheme and the optimizer, or an optimizer wrapped twice.
     """
