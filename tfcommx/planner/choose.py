@@ -3,7 +3,7 @@
     asked for               tried
     selection "all"         every dense route of the cluster x mergings; nothing is lost
     "mstopk" at a density   these, and every sparse route x mergings, with what stays dense on the
-                            dense route that is fastest for it alone
+                            dense route that is notably faster alone, or Horovod's
 
 Predictions only propose: measured times decide.
 """
@@ -26,6 +26,9 @@ from tfcommx.terms import Links, Plan, PlanError, Profile, Scheme, Timeline, Top
 # Tried for every route; `optimal` takes seconds for a large model, and follows for the best routes.
 QUICK_MERGINGS = ("threshold", "mg_wfbp", "single")
 ROUTES_FOR_OPTIMAL = 2
+# What sparse schemes leave dense travels by another route than plain Horovod's if a dense step is
+# predicted to take at most this share of the best one by that
+NOTABLY = 0.97
 
 
 class Candidate(NamedTuple):
@@ -116,7 +119,8 @@ def candidates(
     dense = _ranked(work, _dense(asked, topology, messages))
     if asked.selection == "all":
         return dense
-    quickest = dense[0].scheme
+    plain_s = next(one.timeline.step_s for one in dense if one.scheme.route == Scheme().route)
+    quickest = dense[0].scheme if dense[0].timeline.step_s <= NOTABLY * plain_s else Scheme()
     return sorted(
         [*dense, *_ranked(work, _sparse(asked, quickest, topology, messages))], key=_step_s
     )
