@@ -109,12 +109,12 @@ def test_the_slots_of_a_node_share_its_port() -> None:
         gather = comm.all_gather
         clocks[comm.rank] = 0.0
 
-        def timed(tensor: object, group: str, name: str) -> object:
+        def timed(tensor: object, group: str, name: str, **more: object) -> object:
             bytes_in = (len(comm.members(group)) - 1) * 4 * len(tensor)
             clocks[comm.rank] += 1e-4 + (
                 bytes_in * comm.topology.slots * 8e-9 if group == "peers" else bytes_in * 1e-10
             )
-            return gather(tensor, group, name)
+            return gather(tensor, group, name, **more)
 
         comm.all_gather = timed
         return links.probe(comm, sizes=(1024, 65536), repeats=2, clock=lambda: clocks[comm.rank])

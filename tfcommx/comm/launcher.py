@@ -132,3 +132,13 @@ def launch_interfaces() -> list[str]:
     of_gloo, of_open_mpi = "HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include"
     names = os.environ.get(of_gloo) or os.environ.get(of_open_mpi) or ""
     return [name for name in names.split(",") if name]
+
+
+def cache_folder() -> Path:
+    """Return where measurements are kept from one run to the next, on the machine of rank 0.
+
+    TFCOMMX_CACHE; without it `tfcommx` in XDG_CACHE_HOME, or in ~/.cache.
+    """
+    if own := os.environ.get("TFCOMMX_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tfcommx"

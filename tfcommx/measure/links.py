@@ -32,7 +32,7 @@ from tfcommx.terms import NOMINAL, Bucket, Link, Links
 SIZES = tuple(4**power for power in range(5, 13))
 # Bytes of the pipeline's blocks that are tried.
 BLOCKS = (16384, 32768, 49152, 65536, 131072, 262144)
-# Messages are repeated until this many bytes have come through the port, at most MOST of them:
+# Messages are repeated until STEADY bytes have come through the port, at most MOST of them:
 # traffic shapers let a burst pass.
 STEADY, MOST = 2**22, 16
 
@@ -70,6 +70,7 @@ def probe(
     repeats: int = 5,
     clock: Callable[[], float] = time.perf_counter,
     blocks: Sequence[int] = BLOCKS,
+    steady: int = STEADY,
 ) -> Probed:
     """Measure this cluster's links; if messages are possible, tune the pipeline's blocks to them.
 
@@ -80,6 +81,7 @@ def probe(
         clock: seconds from any start.
         blocks: bytes of a block of the pipeline, multiples of 4, >= 4; tried on a vector of half
             the largest of `sizes`.
+        steady: messages are repeated until so many bytes have come through a port.
 
     Returns:
         The same on every rank: of each message the slowest rank's time.
@@ -92,8 +94,8 @@ def probe(
     topology = comm.topology
     topology.require_even("probing the links")
     points = {
-        "inside": _time(comm, "node", sizes, repeats, 1, clock),
-        "between": _time(comm, "peers", sizes, repeats, topology.slots, clock),
+        "inside": _time(comm, "node", sizes, repeats, 1, clock, steady),
+        "between": _time(comm, "peers", sizes, repeats, topology.slots, clock, steady),
     }
     gamma = max(comm.gather_objects(_gamma(max(sizes), repeats, clock)))
     links = {
@@ -112,6 +114,7 @@ def _time(
     repeats: int,
     together: int,
     clock: Callable[[], float],
+    steady: int,
 ) -> list[tuple[float, float, float]]:
     """Time exchanges in a group; a group of one has none.
 
@@ -132,7 +135,7 @@ def _time(
 
     def once(entries: int, name: str) -> None:
         if not comm.has_messages:
-            comm.all_gather(tf.zeros([entries]), group, name)
+            comm.all_gather(tf.zeros([entries]), group, name, counted=False)
             return
         after, before = members[(position + 1) % len(members)], members[position - 1]
         requests = [
@@ -145,7 +148,7 @@ def _time(
     points = []
     for size in sizes:
         through = parts * size * together
-        times = min(MOST, max(1, STEADY // through))
+        times = min(MOST, max(1, steady // through))
         work = functools.partial(exchange, size // 4, f"tfcommx/probe/{group}/{size}", times)
         points.append((latencies, float(through), _fastest(comm, work, repeats, clock) / times))
     return points

@@ -16,16 +16,28 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm.base import Comm
+from tfcommx.optim.automatic import executor_for
 from tfcommx.optim.keras_internals import compiled_by_xla
 from tfcommx.optim.sharding import Sharding
 from tfcommx.optim.variable_names import VariableNames
+from tfcommx.planner.automatic import Asked, auto_of, with_auto_plain
 from tfcommx.planner.check import check_scheme, require_coverage
-from tfcommx.planner.plan import Gradient, make_plan
+from tfcommx.planner.plan import Gradient
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.replica_guard import ReplicaGuard
 from tfcommx.runtime.residuals import PlanState, Residuals, sum_residuals
+from tfcommx.runtime.trial import TrialExecutor
 from tfcommx.strategies import Strategy, StrategyRun, Synchronous, agree_on_strategy
-from tfcommx.terms import NOMINAL, OPERATIONS, Links, Piece, Plan, PlanError, Scheme, check_name
+from tfcommx.terms import (
+    OPERATIONS,
+    Links,
+    Piece,
+    Plan,
+    PlanError,
+    Profile,
+    Scheme,
+    check_name,
+)
 
 log = logging.getLogger("tfcommx")
 
@@ -38,8 +50,10 @@ class ExchangeSettings:
     operation: str = "average"
     # Who updates the weights
     strategy: Strategy = field(default_factory=Synchronous)
-    # What messages cost, for routes that can go several ways
-    links: Links = NOMINAL
+    # What messages cost, for routes that can go several ways; None: nominal, or as "auto" measures
+    links: Links | None = None
+    # When gradients are ready, for what goes by time
+    profile: Profile | None = None
     # Made before, in place of one that is made from the scheme
     plan: Plan | None = None
     # Steps between two comparisons of the replicas, >= 1; None: never
@@ -118,6 +132,7 @@ class Exchanger:
             check_scheme(scheme, self.comm.topology, self.comm.has_messages)
             if scheme.momentum and self.settings.own_momentum:
                 raise PlanError(_momentum_twice(self.settings.own_momentum))
+        auto_of(by_pattern(schemes))
 
     @tf.autograph.experimental.do_not_convert
     def prepare_step(
@@ -236,6 +251,7 @@ class Exchanger:
         be carried out.
         """
         self.check(schemes)
+        self.waiting_residuals = self.residuals_outside_plans()
         for state in self._running():
             self._keep_waiting(state.residuals_by_variable(), state.velocities_by_variable())
         self._dense_bytes = self.traffic()["bytes_between_nodes_dense"]
@@ -255,7 +271,12 @@ class Exchanger:
     def all_residuals(self) -> Residuals:
         """Return what this rank has not sent yet, over all plans."""
         kept = [state.residuals_by_variable() for state in self.plan_states()]
-        return sum_residuals([self.waiting_residuals, *kept])
+        return sum_residuals([self.residuals_outside_plans(), *kept])
+
+    def residuals_outside_plans(self) -> Residuals:
+        """Return what this rank has not sent yet and no plan keeps."""
+        waiting = [run.executor.waiting() for run in self.runs.values()]
+        return sum_residuals([self.waiting_residuals, *waiting])
 
     def all_velocities(self) -> Residuals:
         """Return this rank's part of the velocities, over all plans."""
@@ -267,7 +288,7 @@ class Exchanger:
         return self._running() + self.restored
 
     def _running(self) -> list[PlanState]:
-        return [run.executor.state() for run in self.runs.values()]
+        return [state for run in self.runs.values() for state in run.executor.states()]
 
     def traffic(self) -> dict[str, float]:
         """Return the bytes between nodes of this process so far, and of plain Horovod.
@@ -336,16 +357,12 @@ class Exchanger:
 
     def _start(self, variables: Sequence[keras.Variable], names: tuple[str, ...]) -> StrategyRun:
         """Plan, agree, and take over what waits for these variables. **Ranks:** all."""
-        plan, covered = self.plan_of(variables), set(names)
-        strategy = self.settings.strategy
-        agree_on_strategy(strategy, self.comm)
-        strategy.check(plan)
-        executor = PlanExecutor(plan, self.comm)
+        agree_on_strategy(self.settings.strategy, self.comm)
+        executor = self._make_executor(variables)
+        plan, covered = executor.plan, executor.plan.paths
         for state in [state for state in self.restored if state.variables & covered]:
             self.restored.remove(state)
-            if state.plan == plan:
-                executor.continue_from(state.steps, state.residuals, state.velocities)
-            else:  # The model or the scheme has changed since.
+            if not executor.restore(state):  # The model or the scheme has changed since.
                 self._keep_waiting(state.residuals_by_variable(), state.velocities_by_variable())
         executor.import_residuals(self.waiting_residuals, self.waiting_velocities)
         moving = {
@@ -356,29 +373,38 @@ class Exchanger:
         }
         self.waiting_residuals = _without(self.waiting_residuals, covered)
         self.waiting_velocities = _without(self.waiting_velocities, moving)
-        run = strategy.start(executor)
+        run = self.settings.strategy.start(executor)
         if self.sharding is not None:
             self.sharding.attach(run, self.names.of(self.sharding.variables))
         return run
 
     def plan_of(self, variables: Sequence[keras.Variable]) -> Plan:
-        """Return the plan given, if it is for these variables, or one made from the schemes."""
-        names = self.names.of(variables)
+        """Return the plan given, or one made from the schemes, with "auto" as plain Horovod.
+
+        **Raises:** PlanError for a given plan of other variables.
+        """
         if self._given_plan:
-            require_coverage(self._given_plan, set(names))
+            require_coverage(self._given_plan, set(self.names.of(variables)))
             return self._given_plan
+        to_root = self.settings.strategy.reduces_to_root
+        return self._asked(variables).plan(with_auto_plain(self.schemes), to_root)
+
+    def _make_executor(self, variables: Sequence[keras.Variable]) -> PlanExecutor | TrialExecutor:
+        strategy = self.settings.strategy
+        if self._given_plan is None:
+            return executor_for(self.schemes, self._asked(variables), self.comm, strategy)
+        plan = self.plan_of(variables)
+        strategy.check(plan)
+        return PlanExecutor(plan, self.comm)
+
+    def _asked(self, variables: Sequence[keras.Variable]) -> Asked:
         gradients = [
-            Gradient(name, tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype))
-            for name, variable in zip(names, variables, strict=True)
+            Gradient(name, tuple(one.shape), keras.backend.standardize_dtype(one.dtype))
+            for name, one in zip(self.names.of(variables), variables, strict=True)
         ]
-        return make_plan(
-            gradients,
-            self.schemes,
-            self.comm.topology,
-            self.settings.operation,
-            self.settings.links,
-            reduce_to_root=self.settings.strategy.reduces_to_root,
-        )
+        settings = self.settings
+        measured = settings.links, settings.profile
+        return Asked(gradients, self.comm.topology, settings.operation, *measured)
 
 
 def by_pattern(schemes: Scheme | Mapping[str, Scheme]) -> dict[str, Scheme]:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfcommx.comm.base import Comm
 from tfcommx.strategies import ShardedRun, Shards, StrategyRun
-from tfcommx.terms import PlanError
+from tfcommx.terms import NOMINAL, PlanError
 
 # State by attribute of the optimizer, then by variable in forward order
 WholeState = dict[str, list[np.ndarray]]
@@ -42,7 +42,7 @@ class Sharding:
 
         Local: what ranks must agree on, they compare at the first step.
         """
-        strategy, links = exchanger.settings.strategy, exchanger.settings.links
+        strategy, links = exchanger.settings.strategy, exchanger.settings.links or NOMINAL
         plan, weights = exchanger.plan_of(variables), exchanger.weights_of(variables)
         shards = strategy.make_shards(plan, weights, decays, exchanger.comm.rank, links)
         return Sharding(variables, shards, exchanger.comm)

@@ -6,7 +6,7 @@ from tfcommx import routes, selection
 from tfcommx.planner import merging
 from tfcommx.routes.base import Route
 from tfcommx.routes.torus import PEER_ROUTES
-from tfcommx.terms import MPI_LAUNCH, PLAIN, Piece, Plan, PlanError, Scheme, Topology, check_name
+from tfcommx.terms import AUTO, MPI_LAUNCH, PLAIN, Plan, PlanError, Scheme, Topology, check_name
 
 
 def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> None:
@@ -19,14 +19,27 @@ def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> N
 
     **Raises:** PlanError.
     """
-    route = routes.get(scheme.route)
     check_name("selection rule", scheme.selection, selection.RULES)
+    if scheme.route == AUTO:
+        _check_auto(scheme)
+        return
+    route = routes.get(scheme.route)
     merging.get(scheme.merging)
     _check_kinds(scheme, route)
     _check_peers(scheme)
     for name in (scheme.route, scheme.dense_route, scheme.peer_route):
         _check_cluster(routes.get(name), topology, messages)
     wire_of(scheme, route)
+
+
+def require_coverage(plan: Plan, names: set[str]) -> None:
+    """Refuse a plan unless it is for exactly these variables. **Raises:** PlanError."""
+    if plan.paths != names:
+        odd = sorted(plan.paths ^ names)[0]
+        raise PlanError(
+            f"The plan must cover exactly the variables with gradients. {odd!r} is only in "
+            f"{'the plan' if odd in plan.paths else 'the model'}. Make the plan from this model."
+        )
 
 
 def wire_of(scheme: Scheme, route: Route) -> str:
@@ -44,6 +57,31 @@ def wire_of(scheme: Scheme, route: Route) -> str:
             f"{', '.join(others)}."
         )
     return scheme.wire
+
+
+def _check_auto(scheme: Scheme) -> None:
+    """Refuse what `auto` chooses itself, and what plain Horovod, which it may choose, cannot do."""
+    plain = Scheme()
+    for name in ("dense_route", "peer_route", "merging"):
+        if getattr(scheme, name) != getattr(plain, name):
+            raise PlanError(
+                f'Scheme("auto") chooses `{name}` itself. Received {name}='
+                f"{getattr(scheme, name)!r}. Leave it out, or name a route."
+            )
+    if scheme.momentum or scheme.clip_norm is not None:
+        raise PlanError(
+            'Scheme("auto") may choose to send everything, which needs no `momentum` and no '
+            f"`clip_norm`. Received momentum={scheme.momentum}, clip_norm={scheme.clip_norm}. Give "
+            "them to the Keras optimizer, or name a route."
+        )
+    sparse = [route for route in routes.ROUTES.values() if route.sparse]
+    wires = {wire for route in sparse for wire in route.wires} if scheme.selection != "all" else ()
+    if scheme.wire != PLAIN and scheme.wire not in wires:
+        raise PlanError(
+            'Scheme("auto") writes selected entries in a format of sparse routes, and everything '
+            f"else as it is. Received selection={scheme.selection!r} with wire={scheme.wire!r}. "
+            f"Leave it out{'' if wires else ', or name a selection'}."
+        )
 
 
 def _check_kinds(scheme: Scheme, route: Route) -> None:
@@ -83,15 +121,4 @@ def _check_cluster(route: Route, topology: Topology, messages: bool) -> None:
             f"The route {route.name!r} sends messages between two ranks, which needs an MPI "
             f"launch: {MPI_LAUNCH}. Received a Gloo launch. Launch with MPI, or use allreduce, "
             "torus or asa."
-        )
-
-
-def require_coverage(plan: Plan, names: set[str]) -> None:
-    """Refuse a plan unless its variables are exactly these. **Raises:** PlanError."""
-    covered = {Piece.of(name).path for bucket in plan.buckets for name in bucket.variables}
-    if covered != names:
-        odd = sorted(covered ^ names)[0]
-        raise PlanError(
-            f"The plan must cover exactly the variables with gradients. {odd!r} is only in "
-            f"{'the plan' if odd in covered else 'the model'}. Make the plan from this model."
         )

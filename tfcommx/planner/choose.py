@@ -3,7 +3,7 @@
     asked for               tried
     selection "all"         every dense route of the cluster x mergings; nothing is lost
     "mstopk" at a density   these, and every sparse route x mergings, with what stays dense on the
-                            dense route that is fastest for it alone
+                            dense route that is notably faster alone, or Horovod's
 
 Predictions only propose: measured times decide.
 """
@@ -26,6 +26,9 @@ from tfcommx.terms import Links, Plan, PlanError, Profile, Scheme, Timeline, Top
 # Tried for every route; `optimal` takes seconds for a large model, and follows for the best routes.
 QUICK_MERGINGS = ("threshold", "mg_wfbp", "single")
 ROUTES_FOR_OPTIMAL = 2
+# What sparse schemes leave dense travels by another route than plain Horovod's if a dense step is
+# predicted to take at most this share of the best one by that
+NOTABLY = 0.97
 
 
 class Candidate(NamedTuple):
@@ -80,6 +83,7 @@ def candidates(
     asked: Scheme | None = None,
     messages: bool = False,
     conditions: Conditions = UNDISTURBED,
+    thorough: bool = True,
 ) -> list[Candidate]:
     """Plan and simulate every scheme that is as good as what is asked for; the fastest first.
 
@@ -97,6 +101,7 @@ def candidates(
             With another one: gradients may be selected by it at the scheme's density.
         messages: can the launch send messages between two ranks? An MPI launch can.
         conditions: what else is assumed.
+        thorough: also the merging `optimal`, of the best routes, which takes most of the time.
 
     Returns:
         At least one; equal predictions in the order of the table of routes, plain Horovod first.
@@ -110,11 +115,12 @@ def candidates(
             f"{profile.model!r} with sizes only. Measure it."
         )
     asked = asked or Scheme()
-    work = _Work(profile, topology, links, conditions)
+    work = _Work(profile, topology, links, conditions, ROUTES_FOR_OPTIMAL if thorough else 0)
     dense = _ranked(work, _dense(asked, topology, messages))
     if asked.selection == "all":
         return dense
-    quickest = dense[0].scheme
+    plain_s = next(one.timeline.step_s for one in dense if one.scheme.route == Scheme().route)
+    quickest = dense[0].scheme if dense[0].timeline.step_s <= NOTABLY * plain_s else Scheme()
     return sorted(
         [*dense, *_ranked(work, _sparse(asked, quickest, topology, messages))], key=_step_s
     )
@@ -127,6 +133,7 @@ class _Work(NamedTuple):
     topology: Topology
     links: Links
     conditions: Conditions
+    routes_for_optimal: int = ROUTES_FOR_OPTIMAL
 
     def predict(self, scheme: Scheme) -> Candidate:
         """Plan and simulate."""
@@ -153,7 +160,7 @@ def _ranked(work: _Work, schemes: Sequence[Scheme]) -> list[Candidate]:
     best: list[Scheme] = []
     for candidate in sorted(found, key=_step_s):
         plain = dataclasses.replace(candidate.scheme, merging="optimal")
-        if plain not in best and len(best) < ROUTES_FOR_OPTIMAL:
+        if plain not in best and len(best) < work.routes_for_optimal:
             best.append(plain)
     return sorted([*found, *map(work.predict, best)], key=_step_s)
 

@@ -23,6 +23,7 @@ from tfcommx.routes.messages import MessageOptions
 from tfcommx.simulator.conditions import Conditions
 from tfcommx.simulator.step import UNDISTURBED
 from tfcommx.terms import (
+    AUTO,
     LARGEST,
     NOMINAL,
     Bucket,
@@ -140,6 +141,12 @@ def _check_schemes(
     """Refuse what cannot be carried out; warn of a pattern that matches no variable."""
     for pattern, scheme in schemes.items():
         check_scheme(scheme, topology)
+        if scheme.route == AUTO:
+            raise PlanError(
+                f"A plan is made of schemes that name a route. Received {AUTO!r} for {pattern!r}, "
+                "which DistributedOptimizer resolves. Give it the scheme, or see what "
+                "`tfcommx plan` proposes."
+            )
         if pattern == "*" or not gradients:
             continue
         if not any(_matches(gradient.path, pattern) for gradient in gradients):
@@ -173,7 +180,7 @@ def _streams(
     """Sort the gradients, in backward order, by what may travel together."""
     streams: dict[_Stream, list[_Member]] = {}
     for order, gradient in enumerate(reversed(gradients)):
-        stream = _stream_of(gradient, _scheme_of(gradient.path, schemes))
+        stream = _stream_of(gradient, scheme_of(gradient.path, schemes))
         pieces = _cut(gradient, largest) if stream.route.sparse else [gradient]
         streams.setdefault(stream, []).extend((order, piece) for piece in pieces)
     return streams
@@ -195,7 +202,14 @@ def _stream_of(gradient: Gradient, scheme: Scheme) -> _Stream:
     return _Stream(scheme, route, dtype)
 
 
-def _scheme_of(path: str, schemes: Mapping[str, Scheme]) -> Scheme:
+def scheme_of(path: str, schemes: Mapping[str, Scheme]) -> Scheme:
+    """Return the scheme of the first pattern that matches a variable's path.
+
+    >>> scheme_of("dense/kernel", {"*kernel": Scheme("asa"), "*": Scheme()}).route
+    'asa'
+
+    **Raises:** PlanError if none matches.
+    """
     for pattern, scheme in schemes.items():
         if _matches(path, pattern):
             return scheme

@@ -6,4 +6,5 @@ selector        which entries of a bucket travel on a sparse route
 residuals       what a rank keeps of a plan's buckets, how it is saved and redistributed
 flat, clipping  gradients to flat vectors and back; the joint norm of a rank's gradients
 agreement       all ranks carry out the same plan
+trial, turns    several plans take turns, and the fastest stays; who is next, and which one it is
 """

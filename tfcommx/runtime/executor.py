@@ -128,6 +128,20 @@ class PlanExecutor:
         """Return a copy of what this rank keeps of the plan. Outside of traced code."""
         return self._store.export_state(int(self.steps.numpy()))
 
+    def states(self) -> list[PlanState]:
+        """Return copies of what this rank keeps of all plans that take turns: of this one."""
+        return [self.state()]
+
+    def waiting(self) -> Residuals:
+        """Return what waits outside of the plans: nothing."""
+        return {}
+
+    def restore(self, state: PlanState) -> bool:
+        """Continue from a state if it is one of an equal plan; tell whether it is."""
+        if state.plan == self.plan:
+            self.continue_from(state.steps, state.residuals, state.velocities)
+        return state.plan == self.plan
+
     def continue_from(
         self, steps: int, residuals: Mapping[str, np.ndarray], velocities: Mapping[str, np.ndarray]
     ) -> None:

@@ -42,7 +42,7 @@ class PlanState(NamedTuple):
     @property
     def variables(self) -> set[str]:
         """The paths of the plan's variables."""
-        return {Piece.of(name).path for bucket in self.plan.buckets for name in bucket.variables}
+        return self.plan.paths
 
     def residuals_by_variable(self) -> Residuals:
         """Return the rank's part of the residuals by variable, without zeros."""
@@ -110,6 +110,22 @@ def sum_residuals(parts: Sequence[Residuals], factor: float = 1.0) -> Residuals:
     return total
 
 
+def send_with_residual(gradient: tf.Tensor, residual: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return gradient plus residual, in the gradient's dtype, and what that dtype cannot carry.
+
+    Where the sum is NaN or infinite the residual stays as it is.
+
+    >>> sent, stays = send_with_residual(tf.constant([2.0, 4.0]), tf.constant([1.0, 0.0]))
+    >>> sent.numpy().tolist(), stays.numpy().tolist()
+    ([3.0, 4.0], [0.0, 0.0])
+    """
+    wide = tf.float64 if gradient.dtype == tf.float64 else tf.float32
+    whole = tf.cast(gradient, wide) + tf.cast(residual, wide)
+    sent = tf.cast(whole, gradient.dtype)
+    rounding_error = tf.cast(whole - tf.cast(sent, wide), tf.float32)
+    return sent, tf.where(tf.math.is_finite(sent), rounding_error, residual)
+
+
 class BucketState:
     """What this rank keeps of one bucket between steps."""
 
@@ -159,11 +175,7 @@ class BucketState:
         return tf.cond(self.pending, lambda: self._flushed(flat), lambda: tf.identity(flat))
 
     def _flushed(self, flat: tf.Tensor) -> tf.Tensor:
-        kept, wide = self.residual.value(), tf.float64 if flat.dtype == tf.float64 else tf.float32
-        whole = tf.cast(flat, wide) + tf.cast(kept, wide)
-        sent = tf.cast(whole, flat.dtype)
-        rounding_error = tf.cast(whole - tf.cast(sent, wide), tf.float32)
-        stays = tf.where(tf.math.is_finite(sent), rounding_error, kept)
+        sent, stays = send_with_residual(flat, self.residual.value())
         with tf.control_dependencies([stays]):
             self.residual.assign(stays)
             self.pending.assign(tf.reduce_any(stays != 0))

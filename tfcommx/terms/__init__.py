@@ -12,6 +12,7 @@ from tfcommx.terms.piece import LARGEST, Piece
 from tfcommx.terms.plan import OPERATIONS, Plan, ReadOptions, first_difference
 from tfcommx.terms.profile import Profile, VariableProfile
 from tfcommx.terms.scheme import (
+    AUTO,
     DGC_WARM_UP,
     MPI_LAUNCH,
     PLAIN,
@@ -25,6 +26,7 @@ from tfcommx.terms.timeline import KINDS, RESOURCES, Span, Timeline
 from tfcommx.terms.topology import GROUPS, Topology
 
 __all__ = [
+    "AUTO",
     "DGC_WARM_UP",
     "GROUPS",
     "KINDS",

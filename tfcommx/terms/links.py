@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tfcommx.terms.checks import PlanError
+from tfcommx.terms.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -73,19 +74,39 @@ class Links(NamedTuple):
         return links
 
     @staticmethod
-    def read(path: str | Path) -> Links:
+    def read(path: str | Path, topology: Topology | None = None) -> Links:
         """Read what `tfcommx probe` wrote.
 
-        **Raises:** PlanError if the file is missing or says something else.
+        Args:
+            path: of the file.
+            topology: of the cluster that it must have been measured on; None: of any.
+
+        **Raises:** PlanError if the file is missing or says something else, or if it was measured
+        on a cluster without a kind of link that this topology has.
         """
         try:
-            return Links.from_dict(json.loads(Path(path).read_text())["links"])
+            found = json.loads(Path(path).read_text())
+            links, points = Links.from_dict(found["links"]), dict(found.get("points", {}))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise PlanError(
                 "A file of links, as `horovodrun ... tfcommx probe` writes it, is required on "
                 f"every node. "
                 f"Received {path}: {type(error).__name__}: {error}."
             ) from error
+        if topology is not None:
+            _check_kinds(path, points, topology)
+        return links
+
+
+def _check_kinds(path: str | Path, points: Mapping[str, Any], topology: Topology) -> None:
+    """Refuse links of another cluster; a file without points, written by hand, says nothing."""
+    for kind, ranks in (("inside", topology.slots), ("between", topology.nodes)):
+        if ranks > 1 and points.get(kind) == []:
+            raise PlanError(
+                f"Links of this cluster, {topology}, are required. Received {path}, which was "
+                f"measured without links {kind} nodes. Measure them: `horovodrun ... tfcommx "
+                "probe`."
+            )
 
 
 # Before anything was measured: NVLink or shared memory inside, 10 Gbit/s Ethernet between. Only

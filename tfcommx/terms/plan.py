@@ -10,6 +10,7 @@ from typing import Any
 
 from tfcommx.terms.bucket import Bucket, RouteOptions
 from tfcommx.terms.checks import PlanError, check_name
+from tfcommx.terms.piece import Piece
 from tfcommx.terms.topology import Topology
 
 OPERATIONS = ("average", "sum")
@@ -43,6 +44,11 @@ class Plan:
                         f"{bucket.name}."
                     )
                 seen[path] = bucket.name
+
+    @property
+    def paths(self) -> set[str]:
+        """The paths of the plan's variables."""
+        return {Piece.of(name).path for bucket in self.buckets for name in bucket.variables}
 
     def to_json(self) -> str:
         """Write the plan as JSON, one bucket a line, so that plans can be compared line by line."""

@@ -11,6 +11,9 @@ from tfcommx.terms.checks import PlanError, check_name, plain_number
 # The wire format of a dense route that sends the gradient's own dtype.
 PLAIN = "plain"
 
+# In place of a route: the optimizer tries several schemes, and keeps the fastest.
+AUTO = "auto"
+
 # Of values on the wire.
 VALUE_DTYPES = ("float32", "float16", "bfloat16")
 
@@ -41,7 +44,7 @@ class Scheme:
     'plain'
     """
 
-    # Who sends to whom; a name of the table in tfcommx.routes.
+    # Who sends to whom; a name of the table in tfcommx.routes, or "auto".
     route: str = "allreduce"
     # Which entries travel; a name of the table in tfcommx.selection.
     selection: str = "all"

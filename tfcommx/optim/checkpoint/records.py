@@ -51,7 +51,7 @@ def record_of(optimizer: keras.optimizers.Optimizer, seeds: list[list[int]]) -> 
     exchanger = exchanger_in(optimizer)
     return OptimizerRecord(
         trained=exchanger.names.of(trainable_variables(optimizer)),
-        waiting_residuals=exchanger.waiting_residuals,
+        waiting_residuals=exchanger.residuals_outside_plans(),
         waiting_velocities=exchanger.waiting_velocities,
         accumulated={
             name: _wide(np.ravel(total.numpy())) for name, total in accumulated(optimizer).items()

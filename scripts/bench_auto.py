@@ -1,0 +1,160 @@
+#!/usr/bin/env python3
+"""Claim: a step of `Scheme("auto")` takes at most 1.02 times plain Horovod's, and 1.05 of the best.
+
+    horovodrun -np 2 --gloo python scripts/bench_auto.py -n 2000000          # loses nothing
+    scripts/cluster up --nodes 4 --rate 200mbit --slots 1
+    scripts/cluster run -- horovodrun -np 4 --gloo \\
+        python scripts/bench_auto.py -n 10000000 --density 0.01              # may select
+
+Each scheme trains a network of its own, of dense layers with n parameters in all. First each takes
+its first steps, which are the trial of "auto" (`begin_seconds` is all of them, with tracing, links
+and planning). Then they take turns, round by round; the median counts, and `ratio` is the median,
+over the rounds, of the time over plain Horovod's in the same round. Verified: replicas are equal on
+all ranks, and without selection the weights are plain Horovod's. What earlier runs have kept is not
+used. Options and columns: scripts/benchmark_options.py.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import benchmark_options
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfcommx as cx
+from tfcommx.comm.base import Comm
+from tfcommx.runtime.turns import STEPS
+
+ALLOWED = 1.02  # times plain Horovod
+LAYERS, BATCH, STEPS_A_ROUND = 8, 8, 2
+BEFORE = STEPS + 4
+
+
+class Contestant(NamedTuple):
+    net: keras.Model
+    optimizer: keras.optimizers.Optimizer
+    step: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+
+
+def schemes_of(density: float) -> dict[str, cx.Scheme]:
+    """Return plain Horovod, "auto", and, if it may select, what one would choose by hand."""
+    if density == 1:
+        return {"plain": cx.Scheme(), "auto": cx.Scheme("auto")}
+    found = {"plain": cx.Scheme(), "auto": cx.Scheme("auto", "mstopk", density)}
+    for wire in ("pair32", "block16/float32"):
+        for merging in ("threshold", "single"):
+            name = f"allgather, {wire}, {merging}"
+            found[name] = cx.Scheme("allgather", "mstopk", density, wire=wire, merging=merging)
+    return found
+
+
+def contestant(n: int, scheme: cx.Scheme) -> Contestant:
+    """Return a network of about n parameters, its optimizer and a traced step."""
+    keras.utils.set_random_seed(1)
+    width = round((n / LAYERS) ** 0.5)
+    layers = [keras.layers.Dense(width, activation="relu") for _ in range(LAYERS)]
+    net = keras.Sequential([keras.layers.Input((width,)), *layers])
+    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.01), scheme)
+    optimizer.build(net.trainable_variables)
+
+    @tf.function
+    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(net(x) - y))
+        values = [one.value for one in net.trainable_variables]
+        optimizer.apply(tape.gradient(loss, values), net.trainable_variables)
+        return loss
+
+    return Contestant(net, optimizer, step)
+
+
+def run(comm: Comm, one: Contestant, numbers: range) -> float:
+    """Take steps; return their seconds."""
+    width = one.net.input_shape[-1]
+    batches = []
+    for number in numbers:
+        drawn = np.random.default_rng([comm.rank, number]).random((2, BATCH, width), np.float32)
+        batches.append((tf.constant(drawn[0]), tf.constant(drawn[1])))
+    comm.gather_objects("ready")
+    start = time.perf_counter()
+    for x, y in batches:
+        one.step(x, y).numpy()
+    comm.gather_objects("done")
+    return time.perf_counter() - start
+
+
+def verified(comm: Comm, one: Contestant, plain: Contestant, lossless: bool) -> bool:
+    weights = one.net.get_weights()
+    digests = comm.gather_objects([value.tobytes() for value in weights])
+    close = not lossless or all(
+        np.allclose(mine, theirs, rtol=1e-3, atol=1e-5)
+        for mine, theirs in zip(weights, plain.net.get_weights(), strict=True)
+    )
+    return all(comm.gather_objects(close and all(other == digests[0] for other in digests)))
+
+
+def measure(comm: Comm, n: int, density: float, repeats: int) -> list[dict[str, Any]]:
+    """Return a row for each scheme. **Ranks:** all."""
+    contestants, begin = {}, {}
+    for name, scheme in schemes_of(density).items():
+        contestants[name] = contestant(n, scheme)
+        begin[name] = run(comm, contestants[name], range(BEFORE))
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for turn in range(repeats):
+        first = BEFORE + turn * STEPS_A_ROUND
+        for name, one in contestants.items():
+            taken = run(comm, one, range(first, first + STEPS_A_ROUND))
+            seconds[name].append(taken / STEPS_A_ROUND)
+    plain = statistics.median(seconds["plain"])
+    return [
+        benchmark_options.row(
+            name,
+            n,
+            statistics.median(seconds[name]),
+            verified(comm, one, contestants["plain"], density == 1),
+            density,
+            limit_seconds=ALLOWED * plain,
+            ranks=comm.topology.size,
+            ratio=statistics.median(
+                mine / other for mine, other in zip(seconds[name], seconds["plain"], strict=True)
+            ),
+            begin_seconds=begin[name],
+        )
+        for name, one in contestants.items()
+    ]
+
+
+def main() -> int:
+    options = benchmark_options.parser(__doc__, sizes=[2_000_000], repeats=15)
+    options.add_argument("--density", type=float, default=1.0, help="1: nothing is selected")
+    chosen = options.parse_args()
+    comm = cx.init()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for n in chosen.sizes:
+            os.environ["TFCOMMX_CACHE"] = os.path.join(folder, str(n))
+            found = measure(comm, n, chosen.density, chosen.repeats)
+            rows += found
+            if comm.rank == 0:
+                own = {
+                    "ratio": lambda one: f"{one['ratio']:.3f}",
+                    "begin, s": lambda one: f"{one['begin_seconds']:.1f}",
+                }
+                title = f"{n:,} parameters, {comm.topology}"
+                benchmark_options.print_table(found, title, base="plain", own=own)
+    if comm.rank == 0:
+        return benchmark_options.finish(rows, chosen)
+    return 0 if all(one["verified"] for one in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

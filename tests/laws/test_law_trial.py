@@ -1,0 +1,145 @@
+"""The laws hold while plans take turns, and when one of them stays."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from laws_helpers import RULES, SHAPES, gradients, name_of, plan_for, scheme
+
+from tfcommx.comm.base import Comm
+from tfcommx.comm.threads import ThreadComm
+from tfcommx.runtime.residuals import Residuals, sum_residuals
+from tfcommx.runtime.trial import TrialExecutor
+from tfcommx.runtime.turns import STEPS, Turns
+from tfcommx.terms import Plan, Topology
+
+TOPOLOGIES = [Topology(3, 1), Topology(2, 2)]
+
+
+def plans(topology: Topology, operation: str = "sum", dtype: str = "float32") -> list[Plan]:
+    """Return plain Horovod's plan and two sparse ones, with unlike buckets and shards."""
+    schemes = [
+        scheme("allreduce"),
+        *(scheme(name, RULES[0], 0.1) for name in ("allgather", "hitopk")),
+    ]
+    return [plan_for(one, topology, operation, dtype) for one in schemes]
+
+
+def kept(running: TrialExecutor) -> Residuals:
+    """Return all that this rank has not sent yet."""
+    states = [state.residuals_by_variable() for state in running.states()]
+    return sum_residuals([running.waiting(), *states])
+
+
+def stays(monkeypatch: pytest.MonkeyPatch, chosen: int) -> None:
+    """Let this plan be chosen after all turns."""
+    monkeypatch.setattr(Turns, "_drop_hopeless", lambda self: None)
+    monkeypatch.setattr(Turns, "_choose", lambda self: chosen)
+
+
+@pytest.mark.parametrize("chosen", [0, 1, 2])
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=name_of)
+def test_nothing_is_lost_whichever_plan_stays(
+    topology: Topology, chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each step: all that was sent plus all that is kept is all that came, to the bit."""
+    stays(monkeypatch, chosen)
+    before = {"first/kernel": np.full(37 * 11, 0.25, np.float32)}
+
+    def work(comm: Comm) -> list[tuple[dict, Residuals, int | None]]:
+        running, log = TrialExecutor(plans(topology), comm), []
+        running.import_residuals({**before, "of another model": np.ones(3, np.float32)})
+        for step in range(STEPS + 3):
+            given = {path: tf.constant(one) for path, one in gradients(comm.rank, step).items()}
+            result = running.exchange(given)
+            sent = {path: one.numpy() for path, one in result.items()}
+            log.append((sent, kept(running), running.turns.chosen))
+        return log
+
+    ranks = ThreadComm.run(topology, work)
+    came = {path: np.zeros(np.prod(shape)) for path, shape in SHAPES.items()}
+    came["first/kernel"] += topology.size * 0.25
+    sent = {path: np.zeros(np.prod(shape)) for path, shape in SHAPES.items()}
+    for step, of_ranks in enumerate(zip(*ranks, strict=True)):
+        for path in SHAPES:
+            results = [result[path].ravel() for result, _, _ in of_ranks]
+            assert all((one == results[0]).all() for one in results)  # agreement
+            came[path] += sum(gradients(rank, step)[path].ravel() for rank in range(topology.size))
+            sent[path] += results[0]
+            residual = sum(left.get(path, 0) for _, left, _ in of_ranks)
+            np.testing.assert_array_equal(sent[path] + residual, came[path], f"{path}, {step}")
+        assert [one for _, _, one in of_ranks] == [
+            chosen if step >= STEPS - 1 else None
+        ] * topology.size
+    if chosen == 0:  # plain Horovod has sent what the others had kept
+        assert not any(left for _, left, _ in of_ranks)
+
+
+def test_gradients_that_are_not_finite_reach_all_and_enter_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A NaN in the very step that sends what waits: it waits on."""
+    stays(monkeypatch, 0)
+    topology = Topology(2, 1)
+
+    def work(comm: Comm) -> tuple[Residuals, dict, Residuals]:
+        running = TrialExecutor(plans(topology), comm)
+        for step in range(STEPS):
+            running.exchange(
+                {path: tf.constant(one) for path, one in gradients(comm.rank, step).items()}
+            )
+        before = kept(running)
+        bad = gradients(comm.rank, STEPS)
+        if comm.rank == 1:
+            bad["first/kernel"][:] = np.nan
+        result = running.exchange({path: tf.constant(one) for path, one in bad.items()})
+        return before, {path: one.numpy() for path, one in result.items()}, kept(running)
+
+    for rank, (before, result, after) in enumerate(ThreadComm.run(topology, work)):
+        assert np.isnan(result["first/kernel"]).all() and np.isfinite(result["last/kernel"]).all()
+        assert before["first/kernel"].any()
+        waits = before["first/kernel"] if rank == 1 else 0
+        np.testing.assert_array_equal(after.get("first/kernel", 0), waits)
+
+
+def test_float16_gradients_lose_nothing_by_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    stays(monkeypatch, 0)
+    topology = Topology(2, 1)
+    tiny = {"first/kernel": np.full(37 * 11, 2.0**-14, np.float32)}
+
+    def work(comm: Comm) -> tuple[dict, Residuals]:
+        running = TrialExecutor(plans(topology, dtype="float16"), comm)
+        running.import_residuals(tiny)
+        ones = {path: tf.ones(shape, tf.float16) for path, shape in SHAPES.items()}
+        return running.exchange(ones), running.waiting()
+
+    for result, left in ThreadComm.run(topology, work):
+        assert (result["first/kernel"].numpy() == 2).all()
+        np.testing.assert_array_equal(left["first/kernel"], tiny["first/kernel"])
+
+
+def test_ranks_that_measure_differently_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slowest rank counts: rank 1 alone finds plain Horovod slow."""
+    topology = Topology(2, 1)
+
+    def work(comm: Comm) -> tuple[int | None, list[int]]:
+        running, told = TrialExecutor(plans(topology)[:2], comm, lambda turns: told.append(1)), []
+        for step in itertools.count():
+            if running.turns.chosen is not None:
+                return running.turns.chosen, told
+            running.exchange(
+                {path: tf.constant(one) for path, one in gradients(comm.rank, step).items()}
+            )
+
+    clocks: dict[int, float] = {}
+
+    def now(self: TrialExecutor, results: list[tf.Tensor]) -> tf.Tensor:
+        rank, plan = self.comm.rank, int(self._last.numpy())
+        clocks[rank] = clocks.get(rank, 0.0) + (0.01 if plan or rank == 0 else 0.014)
+        return tf.constant(clocks[rank], tf.float64)
+
+    monkeypatch.setattr(TrialExecutor, "_now", now)
+    assert ThreadComm.run(topology, work) == [(1, [1]), (1, [1])]

@@ -1,0 +1,66 @@
+"""Measurements kept on disk: found again, by what they depend on; damaged ones are ignored."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from tfcommx.comm.launcher import cache_folder
+from tfcommx.optim import kept_measurements
+
+KEY = {"model": "abc", "hosts": ["red", "blue"], "batch": None}
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TFCOMMX_CACHE", str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+def test_a_measurement_is_found_by_its_kind_and_key(kept: Path) -> None:
+    assert kept_measurements.read("choice", KEY) is None
+    kept_measurements.write("choice", KEY, {"chosen": "torus"})
+    kept_measurements.write("choice", KEY, {"chosen": "asa"})
+    assert kept_measurements.read("choice", KEY) == {"chosen": "asa"}
+    assert kept_measurements.read("links", KEY) is None
+    assert kept_measurements.read("choice", {**KEY, "batch": 32}) is None
+    assert [path.suffix for path in kept.iterdir()] == [".json"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"value": {}}', '{"key": 1}', "\x00"])
+def test_a_damaged_file_is_ignored_with_a_warning(
+    kept: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept_measurements.write("choice", KEY, {})
+    (path,) = kept.iterdir()
+    path.write_text(text)
+    assert kept_measurements.read("choice", KEY) is None
+    assert (path.name in caplog.text) == (text != '{"key": 1}')
+
+
+def test_a_file_of_another_key_is_not_taken(kept: Path) -> None:
+    """Two keys whose names on disk are equal by chance."""
+    kept_measurements.write("choice", KEY, {"chosen": "torus"})
+    (path,) = kept.iterdir()
+    path.write_text(json.dumps({"key": {**KEY, "model": "xyz"}, "value": {}}))
+    assert kept_measurements.read("choice", KEY) is None
+
+
+def test_a_folder_that_cannot_be_written_stops_nothing(
+    kept: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept.write_text("a file where the folder should be")
+    with caplog.at_level(logging.WARNING):
+        kept_measurements.write("choice", KEY, {})
+    assert "not kept" in caplog.text
+
+
+def test_where_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TFCOMMX_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache_folder() == Path("/somewhere/tfcommx")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache" / "tfcommx"

@@ -1,0 +1,139 @@
+"""What `Scheme("auto")` proposes beside plain Horovod, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tfcommx.planner.automatic import (
+    LEAST_BYTES,
+    TRIED,
+    Asked,
+    auto_of,
+    check_profile,
+    is_worth_it,
+    propose,
+    with_auto_plain,
+)
+from tfcommx.planner.check import check_scheme
+from tfcommx.planner.plan import Gradient, make_plan
+from tfcommx.terms import (
+    NOMINAL,
+    Bucket,
+    Link,
+    Links,
+    PlanError,
+    Profile,
+    Scheme,
+    Topology,
+    VariableProfile,
+)
+
+LAYERS = [Gradient(f"layer{number}/kernel", (512, 512), "float32") for number in range(6)]
+SLOW = NOMINAL._replace(between=Link(1e-4, 4e-8))
+LOSSY = Scheme("auto", "mstopk", 0.01)
+
+
+def profile(seconds: float) -> Profile:
+    rows = tuple(
+        VariableProfile(one.path, one.shape, ready_s=seconds * (place + 1) / len(LAYERS))
+        for place, one in enumerate(reversed(LAYERS))
+    )
+    return Profile("dense layers", rows, seconds / 2, seconds, batch=32)
+
+
+def sparse(buckets: tuple[Bucket, ...]) -> bool:
+    return any(bucket.k is not None for bucket in buckets)
+
+
+def test_a_lossless_auto_proposes_lossless_plans_other_than_plain_horovods() -> None:
+    asked = Asked(LAYERS, Topology(4, 2), "sum", SLOW)
+    found = propose({"*": Scheme("auto")}, asked)
+    plain = asked.plan(with_auto_plain({"*": Scheme("auto")}))
+    assert 1 <= len(found) <= TRIED
+    plans = [plain, *(one.plan for one in found)]
+    assert len({one.buckets for one in plans}) == len(plans)
+    for one in plans:
+        assert one.operation == "sum" and one.paths == plain.paths
+        assert not sparse(one.buckets) and {bucket.wire for bucket in one.buckets} == {"plain"}
+
+
+def test_routes_of_messages_need_an_mpi_launch() -> None:
+    def routes_of(messages: bool) -> set[str]:
+        found = propose({"*": Scheme("auto")}, Asked(LAYERS, Topology(4, 1)), messages)
+        return {bucket.route for one in found for bucket in one.plan.buckets}
+
+    assert routes_of(True) & {"pipeline", "tree", "bidirectional"}
+    assert not routes_of(False) & {"pipeline", "tree", "bidirectional"}
+
+
+def test_a_lossy_auto_sparsifies_on_slow_links_in_the_shortest_format() -> None:
+    first, *_ = propose({"*": LOSSY}, Asked(LAYERS, Topology(4, 1), links=SLOW))
+    assert sparse(first.plan.buckets) and "block16/float32" in first.name
+    asked = dataclasses.replace(LOSSY, wire="pair32")
+    first, *_ = propose({"*": asked}, Asked(LAYERS, Topology(4, 1), links=SLOW))
+    assert {bucket.wire for bucket in first.plan.buckets} == {"pair32"}
+
+
+def test_a_clear_prediction_is_tried_alone_and_a_hopeless_one_not_at_all() -> None:
+    """Where the backward pass hides every exchange, nothing can be faster."""
+    clear = Asked(LAYERS, Topology(4, 1), links=SLOW, profile=profile(0.01))
+    assert len(propose({"*": LOSSY}, clear)) == 1
+    assert len(propose({"*": LOSSY}, clear._replace(links=None))) == TRIED
+    fast = Links(Link(1e-9, 1e-15), Link(1e-9, 1e-15))
+    assert propose({"*": LOSSY}, clear._replace(links=fast, profile=profile(10.0))) == []
+
+
+def test_auto_for_some_patterns_leaves_the_others_as_asked() -> None:
+    schemes = {"layer0/*": Scheme("asa"), "*": LOSSY}
+    for one in propose(schemes, Asked(LAYERS, Topology(4, 1), links=SLOW)):
+        (bucket,) = [one for one in one.plan.buckets if "layer0/kernel" in one.variables]
+        assert (bucket.route, bucket.k) == ("asa", None)
+        assert sparse(one.plan.buckets)
+
+
+def test_what_is_worth_it() -> None:
+    entries = LEAST_BYTES // 4
+    schemes = {"small": Scheme("asa"), "*": Scheme("auto")}
+    large, small = Gradient("large", (entries,), "float32"), Gradient("small", (9,), "float32")
+    assert is_worth_it(schemes, Asked([large, small], Topology(2, 1)))
+    assert not is_worth_it(schemes, Asked([large, small], Topology(1, 1)))
+    almost = Gradient("large", (entries - 1,), "float32")
+    assert not is_worth_it(schemes, Asked([almost, small], Topology(2, 1)))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "names"),
+    [
+        (Scheme("auto", merging="single"), "merging"),
+        (Scheme("auto", dense_route="asa"), "dense_route"),
+        (Scheme("auto", peer_route="tree"), "peer_route"),
+        (Scheme("auto", "mstopk", 0.01, momentum=0.9), "momentum"),
+        (Scheme("auto", "mstopk", 0.01, clip_norm=1.0), "clip_norm"),
+        (Scheme("auto", wire="float16"), "wire"),
+        (Scheme("auto", "mstopk", 0.01, wire="float16"), "wire"),
+        (Scheme("auto", "largest", 0.01), "largest"),
+    ],
+)
+def test_an_auto_that_asks_for_what_it_cannot_keep_is_refused(scheme: Scheme, names: str) -> None:
+    with pytest.raises(PlanError, match=names):
+        check_scheme(scheme, Topology(2, 1))
+
+
+def test_what_cannot_be_combined_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"share one.*a\*"):
+        auto_of({"a*": Scheme("auto"), "*": LOSSY})
+    moving = Scheme("allgather", "mstopk", 0.01, momentum=0.9)
+    with pytest.raises(PlanError, match="velocity"):
+        auto_of({"a*": moving, "*": LOSSY})
+    assert auto_of({"a*": LOSSY, "*": LOSSY}) == LOSSY and auto_of({"*": moving}) is None
+    with pytest.raises(PlanError, match="DistributedOptimizer"):
+        make_plan(LAYERS, {"*": LOSSY}, Topology(2, 1))
+
+
+def test_a_profile_of_another_model_is_refused_by_name() -> None:
+    asked = Asked([*LAYERS, Gradient("head/bias", (9,), "float32")], Topology(4, 1))
+    with pytest.raises(PlanError, match=r"head/bias.*'dense layers' does not have it"):
+        check_profile({"*": LOSSY}, asked._replace(profile=profile(0.1)))
+    check_profile({"*": LOSSY}, Asked(LAYERS, Topology(4, 1), profile=profile(0.1)))

@@ -1,0 +1,151 @@
+"""`Scheme("auto")` on real ranks: in `fit` and in a loop, kept, and never in the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from rank_helpers import batch, gradients_of, same_on_all_ranks, weights
+
+import tfcommx as cx
+from tfcommx import callbacks
+from tfcommx.comm.base import Comm
+from tfcommx.optim import automatic
+from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.runtime.trial import TrialExecutor
+from tfcommx.runtime.turns import STEPS
+from tfcommx.terms import Link, Links
+
+# So slow that predictions find several schemes faster than plain Horovod
+SLOW = Links(Link(1e-6, 1e-7), Link(1e-6, 1e-7))
+LOSSY = cx.Scheme("auto", "mstopk", 0.05)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TFCOMMX_CACHE", str(folder / "kept"))
+    return folder / "kept"
+
+
+def wide() -> keras.Model:
+    """Return a network that is large enough for a trial."""
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(units, activation="relu") for units in (192,) * 4]
+    return keras.Sequential([keras.layers.Input((12,)), *layers, keras.layers.Dense(3)])
+
+
+def trained(comm: Comm, epochs: int, **wrap: Any) -> keras.Model:
+    """Train on this rank's four batches of 8, two of them in each call."""
+    net = wide()
+    net.compile(
+        cx.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), **wrap),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        jit_compile=False,
+        steps_per_execution=2,
+    )
+    same = callbacks.CompareReplicas()
+    x, y = batch(comm.rank, rows=32)
+    every = [callbacks.BroadcastState(), same]
+    net.fit(x, y, batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=every)
+    assert same.identical
+    return net
+
+
+def executor_of(optimizer: keras.optimizers.Optimizer) -> PlanExecutor | TrialExecutor:
+    (run,) = optimizer.exchanger.runs.values()
+    return run.executor
+
+
+@pytest.mark.every_launch
+def test_the_default_trains_as_plain_horovod_does_and_keeps_its_choice(
+    comm: Comm, own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    epochs = STEPS // 4 + 1
+    plain = trained(comm, epochs, scheme=cx.Scheme())
+    net = trained(comm, epochs, links=SLOW)
+    for mine, theirs in zip(weights(net), weights(plain), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+    running = executor_of(net.optimizer)
+    if comm.topology.size == 1:
+        assert isinstance(running, PlanExecutor) and not own_cache.exists()
+        return
+    assert running.turns.chosen is not None and running.turns.steps <= STEPS
+    assert [state.plan for state in net.optimizer.exchanger.plan_states()] == [running.plan]
+    assert sum(int(one.steps) for one in running.executors) == 4 * epochs
+    said = [one for one in caplog.messages if "How gradients travel" in one]
+    assert len(said) == (comm.rank == 0)
+    (kept,) = own_cache.iterdir()  # the links were given
+    assert kept.name.startswith("choice-")
+    comm.gather_objects("seen")
+    again = trained(comm, 1, links=SLOW)
+    assert isinstance(executor_of(again.optimizer), PlanExecutor)
+    assert executor_of(again.optimizer).plan == running.plan
+
+
+def test_a_run_of_a_few_steps_decides_nothing(comm: Comm, own_cache: Path) -> None:
+    """It measures the links in a moment, or tries a few plans, and ends."""
+    net = trained(comm, 1, links=SLOW)
+    running = executor_of(net.optimizer)
+    assert running.turns.chosen is None and not own_cache.exists()
+    plans = [state.plan for state in net.optimizer.exchanger.plan_states()]
+    assert plans == [one.plan for one in running.executors]
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_lossy_auto_loses_nothing_in_a_loop_with_a_loss_scale(
+    comm: Comm, traced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is chosen: what was sent plus what waits is the sum of all gradients."""
+    net = wide()
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0)
+    optimizer = cx.DistributedOptimizer(scaled, LOSSY, op="sum", links=SLOW)
+    optimizer.build(net.trainable_variables)
+    before, came = weights(net), [np.zeros(one.shape) for one in net.trainable_variables]
+
+    def step(*gradients: tf.Tensor) -> None:
+        scale = optimizer.dynamic_scale
+        pairs = zip([scale * one for one in gradients], net.trainable_variables, strict=True)
+        optimizer.apply_gradients(pairs)
+
+    step = tf.function(step) if traced else step
+    for number in range(STEPS + 4):
+        gradients = [1e-3 * one for one in gradients_of(net, batch(comm.rank, number))]
+        step(*gradients)
+        came = [one + mine.numpy() for one, mine in zip(came, gradients, strict=True)]
+    assert same_on_all_ranks(comm, net)
+    exchanger = optimizer.exchanger
+    assert executor_of(optimizer).turns.chosen is not None
+    waits = exchanger.all_residuals()
+    names = exchanger.names.of(net.trainable_variables)
+    mine = [
+        one + 0.0 - waits.get(name, np.zeros(one.size)).reshape(one.shape)
+        for name, one in zip(names, came, strict=True)
+    ]
+    every = comm.gather_objects(mine)
+    for place, (first, last) in enumerate(zip(before, weights(net), strict=True)):
+        total = sum(one[place] for one in every)
+        np.testing.assert_allclose(first - last, total, rtol=1e-3, atol=1e-5)
+
+
+def test_other_strategies_have_plain_horovod_and_refuse_to_lose_anything(comm: Comm) -> None:
+    net = trained(comm, 1, strategy="rebroadcast", links=SLOW)
+    assert isinstance(executor_of(net.optimizer), PlanExecutor)
+    with pytest.raises(cx.PlanError, match="synchronous"):
+        trained(comm, 1, scheme=LOSSY, strategy="root")
+
+
+def test_a_damaged_choice_is_made_again(comm: Comm, own_cache: Path) -> None:
+    monkey = automatic.kept_measurements
+    if comm.rank == 0:
+        original = monkey.read
+        monkey.read = lambda kind, key: {"chosen": "x", "said": "", "plan": "{}"}
+    try:
+        net = trained(comm, 1, links=SLOW)
+    finally:
+        if comm.rank == 0:
+            monkey.read = original
+    assert isinstance(executor_of(net.optimizer), TrialExecutor)

@@ -1,0 +1,98 @@
+"""Who is next in a trial of plans, and which one stays: fixed times in, decision out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tfcommx.runtime.turns import EXCEPT, STEPS, Turns
+
+
+def play(plans: int, seconds: Callable[[int, int], float]) -> tuple[Turns, list[int]]:
+    """Take turns until one plan is chosen; `seconds(plan, step)`. Return also who had each turn."""
+    turns, taken = Turns(plans), []
+    while turns.chosen is None:
+        times = []
+        for plan in turns.order:
+            times.append(seconds(plan, len(taken)))
+            taken.append(plan)
+        turns.record(times)
+    return turns, taken
+
+
+@pytest.mark.parametrize("plans", [2, 3])
+def test_the_fastest_stays_after_at_most_so_many_steps(plans: int) -> None:
+    for fastest in range(plans):
+        turns, taken = play(plans, lambda plan, _, best=fastest: 0.9 if plan == best else 1.0)
+        assert turns.chosen == fastest
+        assert turns.steps == len(taken) == STEPS
+        assert {taken.count(plan) for plan in range(plans)} == {STEPS // plans}
+
+
+def test_each_round_begins_with_another_plan() -> None:
+    _, taken = play(3, lambda plan, _: 1.0)
+    rounds = [taken[start : start + 3] for start in range(0, STEPS, 3)]
+    assert all(sorted(one) == [0, 1, 2] for one in rounds)
+    assert [one[0] for one in rounds] == [0, 1, 2, 0, 1, 2]
+
+
+def test_the_first_use_does_not_count() -> None:
+    """Opening connections may take seconds."""
+    turns, _ = play(3, lambda plan, step: 0.8 if plan == 1 else 1.0 + 10 * (step < 3))
+    assert (turns.chosen, turns.median(0)) == (1, 1.0)
+    turns, _ = play(3, lambda plan, step: (10.0 if step < 3 else 0.8) if plan == 1 else 1.0)
+    assert turns.chosen == 1
+
+
+@pytest.mark.parametrize("share", [1.0, 0.98])
+def test_plain_horovod_wins_ties_and_what_is_within_noise(share: float) -> None:
+    turns, _ = play(3, lambda plan, _: share if plan else 1.0)
+    assert turns.chosen == 0
+
+
+def test_plain_horovod_stays_if_the_other_is_not_faster_in_nearly_every_round() -> None:
+    def hiccups(count: int) -> int | None:
+        turns = Turns(2)
+        while turns.chosen is None:
+            counted = turns.steps // 2 - 1
+            other = 1.4 if 0 <= counted < count else 0.9
+            turns.record([other if plan else 1.0 for plan in turns.order])
+        return turns.chosen
+
+    assert [hiccups(count) for count in (0, EXCEPT, EXCEPT + 1)] == [1, 1, 0]
+
+
+def test_a_machine_that_becomes_slower_changes_nothing() -> None:
+    for factor, chosen in ((0.9, 1), (1.0, 0)):
+        turns, _ = play(2, lambda plan, step, f=factor: (f if plan else 1.0) * (1 + 0.002 * step))
+        assert turns.chosen == chosen
+
+
+def test_noise_seldom_makes_an_equal_plan_win() -> None:
+    """Of 500 trials of equal plans with 10 % noise; and one that is 15 % faster is mostly found."""
+    numbers = np.random.default_rng(1)
+    chosen = [play(3, lambda *_: numbers.normal(1, 0.1))[0].chosen for _ in range(500)]
+    assert sum(map(bool, chosen)) < 0.25 * 500
+    better = [
+        play(2, lambda plan, _: numbers.normal(0.75 if plan else 1, 0.1))[0].chosen
+        for _ in range(500)
+    ]
+    assert sum(map(bool, better)) > 0.8 * 500
+
+
+def test_a_hopelessly_slow_plan_takes_few_turns() -> None:
+    turns, taken = play(3, lambda plan, _: 5.0 if plan == 2 else 1.0 - 0.2 * plan)
+    assert turns.chosen == 1 and taken.count(2) == 3
+    assert turns.remaining == [0, 1] and len(taken) <= STEPS
+
+
+def test_one_slow_step_makes_no_plan_hopeless() -> None:
+    turns, _ = play(2, lambda plan, step: 0.8 + 9 * (step == 3) if plan else 1.0)
+    assert turns.chosen == 1
+
+
+def test_a_hopeless_plain_horovod_ends_the_trial_early() -> None:
+    turns, taken = play(2, lambda plan, _: 0.1 if plan else 1.0)
+    assert turns.chosen == 1 and len(taken) == 6

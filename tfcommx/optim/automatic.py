@@ -1,0 +1,205 @@
+"""`Scheme("auto")` at work: what is known of model and cluster -> a plan, or a trial of plans.
+
+    kept from a run before? -> its plan
+    otherwise   links: given, kept, or measured now -> rank 0 proposes -> trial -> kept
+
+Rank 0 alone reads, proposes and writes; the others are told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import logging
+import platform
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+import tfcommx
+from tfcommx.comm.base import Comm
+from tfcommx.comm.launcher import launcher
+from tfcommx.measure.links import probe
+from tfcommx.optim import kept_measurements
+from tfcommx.planner.automatic import (
+    Asked,
+    auto_of,
+    check_profile,
+    is_worth_it,
+    propose,
+    with_auto_plain,
+)
+from tfcommx.routes import read_plan
+from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.runtime.trial import TrialExecutor
+from tfcommx.runtime.turns import Turns
+from tfcommx.strategies import Strategy, Synchronous
+from tfcommx.terms import Links, Plan, PlanError, Scheme
+
+log = logging.getLogger("tfcommx")
+
+PLAIN_HOROVOD = "plain Horovod"
+# Of the quick measurement before the first step: bytes that each rank sends, bytes that come
+# through a port before a time counts, turns that count
+SIZES, STEADY, REPEATS = (1024, 262144), 2**20, 1
+
+
+def executor_for(
+    schemes: Mapping[str, Scheme], asked: Asked, comm: Comm, strategy: Strategy
+) -> PlanExecutor | TrialExecutor:
+    """Return what exchanges gradients under these schemes, "auto" perhaps among them.
+
+    Args:
+        schemes: pattern -> scheme.
+        asked: the gradients, and what was measured of model and cluster.
+        comm: of this rank.
+        strategy: with another one than Synchronous a lossless "auto" is plain Horovod.
+
+    **Ranks:** all, outside of traced code, with equal arguments. **Cost:** see
+    DistributedOptimizer. **Raises:** PlanError for schemes that cannot be carried out, and for a
+    profile of another model.
+    """
+    plain = asked.plan(with_auto_plain(schemes), strategy.reduces_to_root)
+    strategy.check(plain)
+    auto = auto_of(schemes)
+    if auto is None:
+        return PlanExecutor(plain, comm)
+    if asked.profile is not None:
+        check_profile(schemes, asked)
+    synchronous = isinstance(strategy, Synchronous)
+    if not synchronous and auto.selection != "all":
+        raise PlanError(
+            f'Scheme("auto", {auto.selection!r}) needs the strategy "synchronous". Received '
+            f"{strategy}. Name a route."
+        )
+    if not synchronous or not is_worth_it(schemes, asked):
+        return PlanExecutor(plain, comm)
+    return _chosen_or_tried(schemes, asked, comm, plain)
+
+
+def _chosen_or_tried(
+    schemes: Mapping[str, Scheme], asked: Asked, comm: Comm, plain: Plan
+) -> PlanExecutor | TrialExecutor:
+    cluster = _cluster(comm)
+    key = _key(schemes, asked, cluster)
+    kept = _of_rank_0(comm, lambda: kept_measurements.read("choice", key))
+    if kept is not None and (plan := _kept_plan(kept, plain)):
+        _say(comm, f"{kept['chosen']}, as measured in a run before. {kept['said']}")
+        return PlanExecutor(plan, comm)
+    if asked.links is None:
+        asked = asked._replace(links=_links(comm, cluster))
+    written = _of_rank_0(
+        comm,
+        lambda: [
+            (found.name, found.plan.to_json())
+            for found in propose(schemes, asked, comm.has_messages)
+        ],
+    )
+    if not written:
+        _say(comm, f"{PLAIN_HOROVOD}: nothing is predicted to be faster.")
+        return PlanExecutor(plain, comm)
+    names = [PLAIN_HOROVOD, *(name for name, _ in written)]
+    plans = [plain, *(read_plan(text) for _, text in written)]
+
+    def decided(turns: Turns) -> None:
+        chosen, said = names[turns.chosen], _in_words(names, turns)
+        _say(comm, f"{chosen}. {said}")
+        if comm.rank == 0:
+            value = {"chosen": chosen, "said": said, "plan": plans[turns.chosen].to_json()}
+            kept_measurements.write("choice", key, value)
+
+    return TrialExecutor(plans, comm, decided)
+
+
+def _say(comm: Comm, what: str) -> None:
+    if comm.rank == 0:  # As a warning: Python shows nothing else that a user has not asked for
+        log.warning("How gradients travel: %s", what)
+
+
+def _in_words(names: list[str], turns: Turns) -> str:
+    times = [
+        f"{name} {1e3 * median:.1f} ms" if (median := turns.median(plan)) else name
+        for plan, name in enumerate(names)
+    ]
+    return f"Median step in a trial of {turns.steps}: {'; '.join(times)}."
+
+
+def _of_rank_0(comm: Comm, work: Callable[[], Any]) -> Any:
+    """Return what `work` returns on rank 0; what it refuses there is refused on all ranks."""
+    found, refused = None, None
+    if comm.rank == 0:
+        try:
+            found = work()
+        except PlanError as error:
+            refused = str(error)
+    found, refused = comm.gather_objects((found, refused))[0]
+    if refused is not None:
+        raise PlanError(refused)
+    return found
+
+
+def _cluster(comm: Comm) -> dict[str, Any]:
+    """Return what identifies the cluster and the programs on it."""
+    engine = launcher().kind
+    if tf.config.list_logical_devices("GPU"):
+        engine = f"{engine} on GPUs"
+    return {
+        "hosts": comm.gather_objects(platform.node()),
+        "topology": dataclasses.asdict(comm.topology),
+        "engine": engine,
+        "versions": {
+            "tfcommx": tfcommx.__version__,
+            "tensorflow": tf.__version__,
+            "horovod": importlib.metadata.version("horovod"),
+        },
+    }
+
+
+def _key(schemes: Mapping[str, Scheme], asked: Asked, cluster: dict[str, Any]) -> dict[str, Any]:
+    """Return all that a choice depends on, as far as the optimizer knows it."""
+    profile = None if asked.profile is None else asked.profile.to_json()
+    links = None if asked.links is None else asked.links.to_dict()
+    model = hashlib.sha256(repr([tuple(one) for one in asked.gradients]).encode()).hexdigest()
+    return {
+        "model": model,
+        "cluster": cluster,
+        "operation": asked.operation,
+        "schemes": {pattern: dataclasses.asdict(scheme) for pattern, scheme in schemes.items()},
+        "links": links,
+        "profile": profile and hashlib.sha256(profile.encode()).hexdigest(),
+        "batch": asked.profile and asked.profile.batch,
+    }
+
+
+def _kept_plan(kept: dict[str, Any], plain: Plan) -> Plan | None:
+    """Return the plan of a kept choice; None, with a warning, if it cannot be one for this."""
+    try:
+        plan = read_plan(kept["plan"])
+        if plan.topology == plain.topology and plan.paths == plain.paths:
+            kept["chosen"], kept["said"]
+            return plan
+    except (ValueError, KeyError, TypeError, PlanError):
+        pass
+    log.warning("The choice kept by a run before is damaged, and is made again.")
+    return None
+
+
+def _links(comm: Comm, cluster: dict[str, Any]) -> Links | None:
+    """Return this cluster's links: kept by a run before, or measured quickly and kept.
+
+    None for nodes with unequal numbers of slots, on which nothing is measured.
+    """
+    if comm.topology.uneven:
+        return None
+    kept = _of_rank_0(comm, lambda: kept_measurements.read("links", cluster))
+    if kept is not None:
+        try:
+            return Links.from_dict(kept)
+        except (ValueError, KeyError, TypeError):
+            log.warning("The links kept by a run before are damaged, and are measured again.")
+    links = probe(comm, SIZES, REPEATS, blocks=(), steady=STEADY).links
+    if comm.rank == 0:
+        kept_measurements.write("links", cluster, links.to_dict())
+    return links

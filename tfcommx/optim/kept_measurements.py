@@ -1,0 +1,60 @@
+"""Measurements that are kept on disk from one run to the next, by what they depend on.
+
+    folder/choice-1f0c9a52b7d3e846.json    {"key": {...}, "value": {...}}
+
+Only rank 0 reads and writes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from tfcommx.comm.launcher import cache_folder
+
+log = logging.getLogger("tfcommx")
+
+
+def read(kind: str, key: Any) -> dict[str, Any] | None:
+    """Return what was kept under an equal key; None if nothing was, or the file is damaged.
+
+    Args:
+        kind: of measurement, a word.
+        key: what it depends on; as JSON can write it.
+    """
+    path = _path(kind, key)
+    try:
+        found = json.loads(path.read_text())
+        if found["key"] == json.loads(json.dumps(key)):
+            return dict(found["value"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning(
+            "What was measured before cannot be read, and is measured again: %s: %s: %s.",
+            path,
+            type(error).__name__,
+            error,
+        )
+    return None
+
+
+def write(kind: str, key: Any, value: dict[str, Any]) -> None:
+    """Keep a measurement in place of the one before; if that fails, say so and continue."""
+    path = _path(kind, key)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps({"key": key, "value": value}, indent=1))
+        part.replace(path)
+    except OSError as error:
+        log.warning("What was measured is not kept: %s.", error)
+
+
+def _path(kind: str, key: Any) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return cache_folder() / f"{kind}-{digest[:16]}.json"

@@ -1,0 +1,219 @@
+r"""Several plans for the same gradients take turns, step by step; the fastest stays.
+
+    gradients -> + what waits -> switch_case(whose turn) -> plain | plan 1 | plan 2 -> result
+                                                                                  \-> stamp
+    at a round's end    stamps of all ranks -> the slowest rank's times -> `turns` -> whose turn
+
+All of it is in the graph of one step, so nothing is traced again when the turn changes. The times
+are those between the ends of two exchanges: whole steps, with what of the exchange they hide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfcommx.comm.base import Comm
+from tfcommx.kernels.stamp import stamp
+from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.runtime.residuals import PlanState, Residuals, send_with_residual, sum_residuals
+from tfcommx.runtime.turns import Turns
+from tfcommx.terms import Piece, Plan
+
+
+class TrialExecutor:
+    """Plans that take turns; afterwards the one that stays, by the same graph."""
+
+    def __init__(
+        self, plans: Sequence[Plan], comm: Comm, decided: Callable[[Turns], None] = lambda _: None
+    ) -> None:
+        """Get ready for all plans.
+
+        Args:
+            plans: two or more for the same variables, plain Horovod's first; without momentum.
+            comm: of this rank.
+            decided: is called on every rank, once, when it is clear which plan stays.
+
+        **Ranks:** all, outside of traced code, with equal plans. **Raises:** as PlanExecutor.
+        """
+        self.executors = [PlanExecutor(plan, comm) for plan in plans]
+        self.comm, self.turns, self._decided = comm, Turns(len(plans)), decided
+        self._scope, count = comm.own_scope(), len(plans)
+        with tf.device("/cpu:0"):
+            self._order = tf.Variable(tf.range(count), trainable=False, name="tfcommx/order")
+            # Steps of this round that are over, and how many it has; the round after the last one
+            # has no end
+            self._place = tf.Variable(0, trainable=False, name="tfcommx/place")
+            self._steps_of_round = tf.Variable(count, trainable=False, name="tfcommx/round")
+            # When the last step before this round, and each step of it, has ended
+            self._ends = tf.Variable(tf.zeros([count + 1], tf.float64), trainable=False)
+            # What each turn writes and the record reads: so it waits for all that a turn does
+            self._last = tf.Variable(-1, trainable=False, name="tfcommx/last")
+            # Is anything left of what waits?
+            self._waits = tf.Variable(False, trainable=False, name="tfcommx/waits")
+        # Variable path -> float32 [its size]: what losing plans, and those before, have not sent
+        self._waiting: dict[str, tf.Variable] = {}
+        self.import_residuals({})
+
+    @property
+    def chosen(self) -> PlanExecutor | None:
+        """The executor of the plan that stays, once that is decided."""
+        return None if self.turns.chosen is None else self.executors[self.turns.chosen]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that stays; before that is decided, plain Horovod's."""
+        return (self.chosen or self.executors[0]).plan
+
+    @tf.autograph.experimental.do_not_convert
+    def exchange(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Return the average (or sum) of each gradient by the plan whose turn it is.
+
+        **Ranks:** all. **Cost:** of the plan; during the trial a stamp a step, and at a round's end
+        an all-gather of a few bytes; afterwards untaken branches.
+        """
+        names = list(gradients)
+        with tf.device("/cpu:0"), tf.control_dependencies([gradients[names[-1]]]):
+            place = self._place.read_value()
+            active = tf.gather(self._order, place)
+        given = self._with_waiting(gradients)
+
+        def turn(number: int, executor: PlanExecutor) -> Callable[[], list[tf.Tensor]]:
+            def run() -> list[tf.Tensor]:
+                result = executor.exchange(given)
+                self._last.assign(number)
+                return [result[name] for name in names]
+
+            return run
+
+        results = tf.switch_case(active, [turn(*one) for one in enumerate(self.executors)])
+        with tf.device("/cpu:0"):
+            trying = self._steps_of_round > 0
+        tf.cond(trying, lambda: self._record(results, place), lambda: None)
+        return dict(zip(names, results, strict=True))
+
+    def _record(self, results: Sequence[tf.Tensor], place: tf.Tensor) -> None:
+        now = self._now(results)
+        with tf.device("/cpu:0"):
+            ends = tf.where(tf.range(len(self.executors) + 1) == place + 1, now, self._ends)
+            self._ends.assign(ends)
+            self._place.assign(place + 1)
+            last = tf.equal(place + 1, self._steps_of_round)
+            tf.cond(last, lambda: self._end_round(ends), lambda: None)
+
+    def _now(self, results: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Return when a turn has ended: its results are there, and what it keeps is written."""
+        entry = next(one for one in results if one.shape.num_elements())
+        with tf.control_dependencies([self._last.read_value(), *results]):
+            return stamp(tf.reshape(entry, [-1])[:1])
+
+    def _end_round(self, ends: tf.Tensor) -> None:
+        """Let all ranks draw the same conclusion from the slowest rank's times."""
+        count = len(self.executors)
+        with self.comm.scope(self._scope):
+            every = self.comm.all_gather(ends[1:] - ends[:-1], "world", "trial", counted=False)
+        slowest = tf.reduce_max(tf.reshape(every, [-1, count]), axis=0)
+        order, steps, waits = tf.py_function(
+            self._conclude, [slowest], [tf.int32, tf.int32, tf.bool]
+        )
+        last = tf.gather(ends, self._steps_of_round)
+        self._ends.assign(tf.where(tf.range(count + 1) == 0, last, ends))
+        # By operations of the graph, so that the next step's reading comes after them
+        self._order.assign(tf.ensure_shape(order, [count]))
+        self._steps_of_round.assign(tf.ensure_shape(steps, []))
+        self._place.assign(0)
+        self._waits.assign(tf.logical_or(self._waits, tf.ensure_shape(waits, [])))
+
+    def _conclude(self, seconds: tf.Tensor) -> tuple[np.ndarray, int, bool]:
+        """Return the next round's order and steps, and whether anything waits to be sent."""
+        turns, count = self.turns, len(self.executors)
+        turns.record(seconds.numpy()[: len(turns.order)].tolist())
+        if turns.chosen is None:
+            padded = np.resize(turns.order, count)
+            return padded.astype(np.int32), len(turns.order), False
+        losers = [executor for executor in self.executors if executor is not self.chosen]
+        left = [executor.export_residuals(set(self._waiting))[0] for executor in losers]
+        self._add_waiting(sum_residuals(left))
+        self._decided(turns)
+        return np.full(count, turns.chosen, np.int32), 0, any(map(bool, left))
+
+    def _with_waiting(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Return the gradients plus what waits for these variables on this rank."""
+        if not self._waiting:
+            return dict(gradients)
+        paths = [path for path in gradients if path in self._waiting]
+        parts = [gradients[path] for path in paths]
+        sent = tf.cond(
+            self._waits,
+            lambda: self._send_waiting(paths, parts),
+            lambda: list(map(tf.identity, parts)),
+        )
+        return {**gradients, **dict(zip(paths, sent, strict=True))}
+
+    def _send_waiting(
+        self, paths: Sequence[str], gradients: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        sent, left = [], []
+        for path, gradient in zip(paths, gradients, strict=True):
+            waiting = self._waiting[path]
+            goes, stays = send_with_residual(gradient, tf.reshape(waiting, gradient.shape))
+            with tf.control_dependencies([stays]):
+                waiting.assign(tf.reshape(stays, [-1]))
+            sent.append(tf.identity(goes))
+            left.append(tf.reduce_any(stays != 0))
+        with tf.device("/cpu:0"):
+            self._waits.assign(tf.reduce_any(left))
+        return sent
+
+    def _add_waiting(self, residuals: Residuals) -> None:
+        for path, part in residuals.items():
+            self._waiting[path].assign_add(part)
+
+    def state(self) -> PlanState:
+        """Return a copy of what this rank keeps of the plan that stays, or of plain Horovod's."""
+        return (self.chosen or self.executors[0]).state()
+
+    def states(self) -> list[PlanState]:
+        """Return copies of what this rank keeps of all plans that take turns, or of the chosen."""
+        return [one.state() for one in ([self.chosen] if self.chosen else self.executors)]
+
+    def waiting(self) -> Residuals:
+        """Return what waits outside of the plans, by variable, without zeros."""
+        kept = {path: variable.numpy() for path, variable in self._waiting.items()}
+        return {path: part for path, part in kept.items() if part.any()}
+
+    def restore(self, state: PlanState) -> bool:
+        """Tell that no plan continues from a state: what it kept waits, and is sent first."""
+        return False
+
+    def dense_bytes_between_nodes(self) -> float:
+        """Return the bytes plain Horovod would have sent between nodes for the steps so far."""
+        return sum(executor.dense_bytes_between_nodes() for executor in self.executors)
+
+    def import_residuals(self, residuals: Residuals, velocities: Residuals | None = None) -> None:
+        """Add residuals of other plans to the next gradients; velocities wait elsewhere.
+
+        **Ranks:** local, outside of traced code, and before the first step is traced.
+        """
+        mine = self.plan.paths & residuals.keys()
+        sizes = {path: residuals[path].size for path in mine}
+        for bucket in (bucket for one in self.executors for bucket in one.plan.buckets):
+            for piece, size in zip(map(Piece.of, bucket.variables), bucket.sizes, strict=True):
+                if bucket.k is not None:
+                    sizes[piece.path] = max(sizes.get(piece.path, 0), piece.stop or size)
+        with tf.device("/cpu:0"):  # The memory of a GPU is left to the model
+            for path in sizes.keys() - self._waiting.keys():
+                self._waiting[path] = tf.Variable(tf.zeros([sizes[path]]), trainable=False)
+        self._add_waiting({path: residuals[path] for path in mine})
+        self._waits.assign(bool(self.waiting()))
+
+    def export_residuals(self, paths: set[str]) -> tuple[Residuals, Residuals]:
+        """Return, and forget here, this rank's residuals of these variables."""
+        waiting = self.waiting()
+        parts = [{path: waiting[path] for path in paths & waiting.keys()}]
+        parts += [executor.export_residuals(paths)[0] for executor in self.executors]
+        for path in paths & self._waiting.keys():
+            self._waiting[path].assign(tf.zeros_like(self._waiting[path]))
+        return sum_residuals(parts), {}

@@ -1,0 +1,86 @@
+"""Whose turn it is in a trial of plans, and which one stays: times in, decision out.
+
+    step    1 2 3 | 4 5 6 | 7 8 9 | 10 11 12 | ...  18
+    plan    0 1 2 | 1 2 0 | 2 0 1 |  0  1  2 | ...
+            first use     | a plan that is hopelessly slower takes no more turns
+            does not count
+
+Plan 0 is plain Horovod. In a round each plan has one step, each time in another order, so that a
+machine that becomes slower, and what the ranks do between two rounds, weigh on all plans alike.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+# Of the whole trial, at most; a round that would go beyond is not begun
+STEPS = 18
+# A plan takes no more turns if its fastest step takes this many times the median of the best plan,
+# after so many rounds that count
+HOPELESS, ROUNDS_BEFORE = 1.5, 2
+# Plain Horovod stays unless the median of another is at most this share of its own, and the other
+# was faster in every round except for so many
+CLEARLY, EXCEPT = 0.97, 1
+
+
+class Turns:
+    """The state of a trial: equal on all ranks that record equal times.
+
+    >>> turns = Turns(2)
+    >>> while turns.chosen is None:
+    ...     turns.record([0.2 if plan == 0 else 0.1 for plan in turns.order])
+    >>> turns.chosen, turns.median(0)
+    (1, 0.2)
+    """
+
+    def __init__(self, plans: int) -> None:
+        """Begin a trial of so many plans, >= 2."""
+        # Plans that still take turns, ascending
+        self.remaining = list(range(plans))
+        # The plans of this round, in the order of their turns
+        self.order = list(range(plans))
+        # The plan that stays, once that is decided
+        self.chosen: int | None = None
+        # Steps taken
+        self.steps = 0
+        # Seconds of each plan's steps that count
+        self._seconds: list[list[float]] = [[] for _ in range(plans)]
+        self._rounds = 0
+
+    def record(self, seconds: Sequence[float]) -> None:
+        """Take the times of a round's steps, in the order of `order`; decide, or begin the next."""
+        if self._rounds:
+            for plan, taken in zip(self.order, seconds, strict=True):
+                self._seconds[plan].append(taken)
+        self.steps += len(self.order)
+        self._rounds += 1
+        if self._rounds > ROUNDS_BEFORE:
+            self._drop_hopeless()
+        if len(self.remaining) == 1 or self.steps + len(self.remaining) > STEPS:
+            self.chosen = self._choose()
+        else:
+            shift = self._rounds % len(self.remaining)
+            self.order = self.remaining[shift:] + self.remaining[:shift]
+
+    def median(self, plan: int) -> float | None:
+        """Return the median seconds of a plan's steps; None if none counts."""
+        return statistics.median(self._seconds[plan]) if self._seconds[plan] else None
+
+    def _drop_hopeless(self) -> None:
+        best = min(self._median(plan) for plan in self.remaining)
+        self.remaining = [
+            plan for plan in self.remaining if min(self._seconds[plan]) <= HOPELESS * best
+        ]
+
+    def _choose(self) -> int:
+        best = min(self.remaining, key=self._median)
+        if best == 0 or 0 not in self.remaining:
+            return best
+        rounds = list(zip(self._seconds[0], self._seconds[best], strict=True))
+        faster = sum(other < plain for plain, other in rounds)
+        clearly = self._median(best) <= CLEARLY * self._median(0)
+        return best if clearly and faster >= len(rounds) - EXCEPT else 0
+
+    def _median(self, plan: int) -> float:
+        return statistics.median(self._seconds[plan])
