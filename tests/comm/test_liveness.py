@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tfcommx.comm import liveness
+from tfcommx.comm.departures import Departures
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "excepthook", lambda *failure: None)
     monkeypatch.setattr(liveness.atexit, "register", lambda ends: None)
     ours, theirs = socket.socketpair()
-    liveness._say_how_it_ends(ours)
+    liveness._say_how_it_ends(ours, Departures())
 
     def tell(error: BaseException) -> str:
         sys.excepthook(type(error), error, error.__traceback__)
@@ -84,7 +85,7 @@ def test_an_error_because_another_rank_is_gone_waits_for_the_alarm(
     monkeypatch.setattr(liveness.time, "sleep", lambda seconds: done.append("wait"))
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        failed = liveness._say_how_it_ends(ours)
+        failed = liveness._say_how_it_ends(ours, Departures())
         error = RuntimeError(
             f"{liveness.GONE}. This was caused by an exception on one of the ranks"
         )

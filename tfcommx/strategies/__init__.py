@@ -3,6 +3,7 @@
     synchronous     gradients are exchanged, every rank applies them: the identity, as Horovod does
     root            gradients are reduced to rank 0, which applies them and broadcasts the weights
     rebroadcast     as synchronous, and every few steps rank 0's weights go to all ranks
+    elastic_averaging  each rank trains its own weights, pulled towards a centre; nobody waits
 
     >>> import tfcommx as cx
     >>> cx.strategies.strategy_of("root")
@@ -21,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 
 from tfcommx.strategies.base import Strategy, StrategyRun, agree_on_strategy
+from tfcommx.strategies.elastic_averaging import ElasticAveraging, ElasticRun, in_lock_step
 from tfcommx.strategies.rebroadcast import Rebroadcast
 from tfcommx.strategies.root import Root
 from tfcommx.strategies.synchronous import Synchronous
@@ -31,16 +33,20 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "synchronous": Synchronous,
     "root": Root,
     "rebroadcast": Rebroadcast,
+    "elastic_averaging": ElasticAveraging,
 }
 
 __all__ = [
     "STRATEGIES",
+    "ElasticAveraging",
+    "ElasticRun",
     "Rebroadcast",
     "Root",
     "Strategy",
     "StrategyRun",
     "Synchronous",
     "agree_on_strategy",
+    "in_lock_step",
     "strategy_of",
 ]
 
