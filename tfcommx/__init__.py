@@ -20,6 +20,7 @@ _PUBLIC = {
     "PlanError": "tfcommx.terms",
     "DistributedOptimizer": "tfcommx.optim.distributed_optimizer",
     "broadcast_variables": "tfcommx.optim.broadcast",
+    "take_centre": "tfcommx.optim.centre",
     "parallel_operator": "tfcommx.optim.parallel_operator",
     "DataCache": "tfcommx.data.cache.cache",
     "BatchSpec": "tfcommx.data.cache.batch_spec",

@@ -255,12 +255,12 @@ def test_bytes_are_those_of_the_weights_both_ways() -> None:
         rank = Rank(comm, ElasticAveraging(every=2, blocking=True))
         for _ in range(6):
             rank.step()
-        sent = comm.traffic().between
         rank.run.end()
-        return sent
+        return comm.traffic().between
 
-    # 3 exchanges: each sends a float32 per entry; rank 0 answers the two others
-    assert ThreadComm.run(Topology(3, 1), work) == [2 * 3 * 4.0 * ENTRIES, *[3 * 4.0 * ENTRIES] * 2]
+    # 3 exchanges: each sends a float32 per entry; rank 0 answers the two others, at the end too
+    expected = [2 * (3 + 1) * 4.0 * ENTRIES, *[3 * 4.0 * ENTRIES] * 2]
+    assert ThreadComm.run(Topology(3, 1), work) == expected
 
 
 @pytest.mark.parametrize(

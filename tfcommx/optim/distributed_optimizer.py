@@ -25,7 +25,7 @@ from tfcommx.optim.keras_internals import (
     copy_with,
     plain_copy,
 )
-from tfcommx.strategies import Strategy, strategy_of
+from tfcommx.strategies import Strategy, in_lock_step, strategy_of
 from tfcommx.terms import NOMINAL, Links, Plan, PlanError, Scheme
 
 
@@ -69,7 +69,8 @@ def DistributedOptimizer(
             None: nominal ones.
         strategy: who updates the weights. "synchronous": every rank applies the gradients. "root":
             rank 0 alone, which then broadcasts the weights. "rebroadcast": every rank, and every
-            few steps rank 0's weights are broadcast. Or an instance, with options of your own.
+            few steps rank 0's weights are broadcast. "elastic_averaging": every rank by itself,
+            pulled towards a centre. Or an instance, with options of your own.
         check_replicas_every: steps, >= 1, after which the ranks compare weights, learning rate and
             step count, the first step among them; None: never. A difference ends all ranks with an
             error that names what differs, where, and the usual cause.
@@ -83,6 +84,12 @@ def DistributedOptimizer(
     momentum in both the scheme and the optimizer, or an optimizer wrapped twice.
     """
     _check_optimizer(optimizer)
+    strategy = strategy_of(strategy)
+    if not in_lock_step(strategy) and getattr(_inner(optimizer), "use_ema", False):
+        raise PlanError(
+            "The centre of elastic averaging is an average already. Received an optimizer with "
+            "use_ema=True. Leave it out."
+        )
     if not isinstance(plan, Plan | None):
         raise PlanError(f"`plan` must be a tfcommx.Plan or None. Received {plan!r}.")
     inner = _inner(optimizer)
@@ -90,7 +97,7 @@ def DistributedOptimizer(
         operation=op,
         plan=plan,
         links=_links_of(links),
-        strategy=strategy_of(strategy),
+        strategy=strategy,
         check_replicas_every=check_replicas_every,
         own_momentum=getattr(inner, "momentum", 0.0) or getattr(inner, "beta_1", 0.0),
     )

@@ -23,7 +23,7 @@ from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.replica_guard import ReplicaGuard
 from tfcommx.runtime.residuals import PlanState, Residuals, sum_residuals
-from tfcommx.strategies import Strategy, StrategyRun, Synchronous, agree_on_strategy
+from tfcommx.strategies import Strategy, StrategyRun, Synchronous, agree_on_strategy, in_lock_step
 from tfcommx.terms import NOMINAL, OPERATIONS, Links, Piece, Plan, PlanError, Scheme, check_name
 
 log = logging.getLogger("tfcommx")
@@ -68,9 +68,10 @@ class Exchanger:
                 f"The plan is for {settings.plan.topology}. Received a launch of {comm.topology}. "
                 "Make it for this cluster."
             )
-        self.guard = ReplicaGuard(
-            comm, settings.check_replicas_every, settings.strategy.keeps_weights_equal
-        )
+        # Whether all ranks take every step together
+        self.in_lock_step = in_lock_step(settings.strategy)
+        every = settings.check_replicas_every if self.in_lock_step else None
+        self.guard = ReplicaGuard(comm, every, settings.strategy.keeps_weights_equal)
         self.names = VariableNames()
         # Names of a set of variables -> the strategy at work on their plan
         self.runs: dict[tuple[str, ...], StrategyRun] = {}
@@ -200,7 +201,7 @@ class Exchanger:
 
         **Ranks:** all. **Cost:** one allreduce of 4 bytes.
         """
-        if self.ranks == 1:
+        if self.ranks == 1 or not self.in_lock_step:
             return finite
         bad = tf.reshape(tf.cast(tf.logical_not(finite), tf.float32), [1])
         self._finite_scope = self._finite_scope or self.comm.own_scope()
@@ -221,6 +222,11 @@ class Exchanger:
         be carried out.
         """
         self.check(schemes)
+        if not self.in_lock_step:
+            raise PlanError(
+                f"A change of scheme needs ranks that exchange gradients. Received one with "
+                f"{self.settings.strategy}. Leave SwitchScheme out."
+            )
         for state in self._running():
             self._keep_waiting(state.residuals_by_variable(), state.velocities_by_variable())
         self._dense_bytes = self.traffic()["bytes_between_nodes_dense"]

@@ -168,7 +168,8 @@ class ElasticRun:
         self._weights: Mapping[str, tf.Variable] = {}
         self._worker: Worker | None = None
         self._server: CentreServer | None = None
-        # The server's thread, between the beginning of a training and its end
+        # Between the beginning of a training and its end; then the server has a thread
+        self._trains = False
         self._serving: threading.Thread | None = None
         self._stopped = threading.Event()
         # Step at which the last snapshot was sent
@@ -217,14 +218,18 @@ class ElasticRun:
     # --- the exchange, in the graph -----------------------------------------------------
 
     def _exchange_now(self) -> None:
-        force = tf.numpy_function(self._worker.exchange, [self._flat()], self._dtype)
-        self._pull(force)
+        def exchange(snapshot: np.ndarray) -> np.ndarray:
+            self._serve()
+            return self._worker.exchange(snapshot)
+
+        self._pull(tf.numpy_function(exchange, [self._flat()], self._dtype))
 
     def _receive(self) -> None:
         self._pull(tf.numpy_function(self._worker.take, [], self._dtype))
 
     def _send(self) -> None:
         def begin(snapshot: np.ndarray) -> np.ndarray:
+            self._serve()
             self._worker.begin(snapshot)
             return np.int64(0)
 
@@ -273,11 +278,17 @@ class ElasticRun:
             self._server = CentreServer(centre, messages, ranks, comm.departures.ranks)
         self._serve()
         atexit.register(self._worker.stop)
-        comm.departures.allow({SERVER})
 
     def _serve(self) -> None:
-        """Let the centre's thread answer, on the server's rank."""
-        if self._server is None or self._serving is not None:
+        """Let ranks leave from now on, and on the server's rank a thread answer.
+
+        After the end of a training, if it has not begun anew: it goes on from the centre.
+        """
+        if self._trains:
+            return
+        self._trains = True
+        self._comm.departures.allow({SERVER})
+        if self._server is None:
             return
         self._stopped.clear()
         self._serving = threading.Thread(
@@ -310,7 +321,6 @@ class ElasticRun:
         self._serve()
         self._comm.gather_objects("the centre is set")
         self._sent_at = int(self.executor.steps.numpy())
-        self._comm.departures.allow({SERVER})
 
     def centre(self) -> dict[str, np.ndarray] | None:
         """Return the centre as it is now, by variable; None on other ranks than the server's."""
@@ -336,6 +346,7 @@ class ElasticRun:
             return mine
         final = self._worker.end(mine)
         self._stop_serving()
+        self._trains = False
         for path, value in self._by_variable(final.centre).items():
             self._weights[path].assign(tf.cast(value, self._weights[path].dtype))
         self._comm.departures.forbid()

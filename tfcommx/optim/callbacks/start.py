@@ -11,12 +11,14 @@ import keras
 from tfcommx.comm import process
 from tfcommx.optim.broadcast import broadcast_variables
 from tfcommx.optim.callbacks.average import average_over_ranks
+from tfcommx.optim.centre import begin_centre, take_centre
 from tfcommx.optim.keras_internals import layers_of, seed_generators, unlisted
 from tfcommx.optim.wrapped import (
     accumulated,
     agree_on_loss_scale,
     agree_on_names,
     exchanger_in,
+    trains_alone,
     wrapped_optimizers,
 )
 from tfcommx.terms import PlanError
@@ -42,6 +44,10 @@ class BroadcastState(keras.callbacks.Callback):
     behind it in the list (EarlyStopping, ReduceLROnPlateau, ModelCheckpoint) decides alike on all
     ranks. Keras shows no callback the others: BroadcastState cannot tell whether AverageMetrics is
     there. Put it first.
+
+    With ElasticAveraging metrics stay each rank's own, ranks may take unequal numbers of steps, and
+    at the end of `fit` each waits for the others, and all have the centre. A model with layers that
+    only the first step builds is refused.
 
     Sums of gradients that are being accumulated stay, and residuals: each rank has its own. Wrapped
     optimizers that are attributes of the model, as a GAN has two, count as its optimizer does.
@@ -74,13 +80,20 @@ class BroadcastState(keras.callbacks.Callback):
             (params.get("steps"), params.get("epochs"), built)
         )
         steps, epochs, builts = zip(*everyone, strict=True)
-        _require_equal(
-            steps,
-            "take the same number of steps in an epoch",
-            "Give all ranks equally many batches, or pass the same `steps_per_epoch`.",
-        )
-        _require_equal(epochs, "train until the same epoch", "Pass the same `epochs`.")
-        self.unbuilt, self.begun = not all(map(all, builts)), False
+        self.unbuilt, self.begun = not all(map(all, builts)), trains_alone(self.model)
+        if not self.begun:
+            _require_equal(
+                steps,
+                "take the same number of steps in an epoch",
+                "Give all ranks equally many batches, or pass the same `steps_per_epoch`.",
+            )
+            _require_equal(epochs, "train until the same epoch", "Pass the same `epochs`.")
+        if self.unbuilt and self.begun:
+            raise PlanError(
+                "With strategy=ElasticAveraging all ranks must begin with the same weights. "
+                "Received a model with layers that only the first step builds. Call it on a "
+                "batch before `fit`."
+            )
         self._prepare_optimizers()
         self._turn_off_xla()
         if not self.unbuilt or all(theirs == built for theirs in builts):
@@ -119,12 +132,14 @@ class BroadcastState(keras.callbacks.Callback):
         """Broadcast what the first step has built, if the epoch had one alone; average metrics."""
         if self.unbuilt:
             self._broadcast_built()
-        average_over_ranks({} if logs is None else logs)
+        if not trains_alone(self.model):
+            average_over_ranks({} if logs is None else logs)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Compare the first epoch, if this rank had none to train."""
         if not self.begun:
             self._compare_first(None)
+        take_centre(self.model)
 
     def _compare_first(self, epoch: int | None) -> None:
         self.begun = True
@@ -161,6 +176,7 @@ class BroadcastState(keras.callbacks.Callback):
         )
         if process.rank() != self.root:
             self._move_seeds(process.rank() - self.root)
+        begin_centre(self.model)
 
     def _move_seeds(self, away: int) -> None:
         for generator in seed_generators(self.model):
