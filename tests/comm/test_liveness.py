@@ -96,3 +96,23 @@ def test_an_error_because_another_rank_is_gone_waits_for_the_alarm(
     assert done == ["wait", "traceback"] and not failed.is_set()
     assert "A rank has ended while this one waited for it." in (said := capsys.readouterr().err)
     assert "AgreeOnStop" in said
+
+
+def test_after_a_rank_has_died_the_process_ends_without_waiting_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Horovod's and MPI's own ends would wait for the rank that is gone."""
+    ends, statuses = [], []
+    monkeypatch.setattr(liveness.atexit, "register", ends.append)
+    monkeypatch.setattr(liveness.os, "_exit", statuses.append)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        departures = Departures()
+        liveness._say_how_it_ends(ours, departures)
+        ends[0]()
+        departures.add(1, "it has ended", True)
+        ends[0]()
+        assert statuses == []
+        departures.add(2, "its process has ended", False)
+        ends[0]()
+        assert statuses == [0] and theirs.recv(100) == b"bye\n" * 3
