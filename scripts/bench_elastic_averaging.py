@@ -55,9 +55,11 @@ class Steps:
         self.optimizer.build([weight])
         self.alone = isinstance(strategy, ElasticAveraging)
 
+        # What has no result returns before it is done
         @tf.function
-        def step() -> None:
+        def step() -> tf.Tensor:
             self.optimizer.apply([tf.ones([entries])], [weight])
+            return weight[0]
 
         self.step = step
         self.step()
@@ -72,7 +74,7 @@ class Steps:
         while (self.alone and time.monotonic() < end) or (not self.alone and len(taken) < limit):
             start = time.perf_counter()
             time.sleep(mine)
-            self.step()
+            self.step().numpy()
             taken.append(time.perf_counter() - start)
         cx.take_centre(keras.Sequential(), self.optimizer)
         first, second, *_ = cx.comm.current().gather_objects(taken)
@@ -232,6 +234,9 @@ def main() -> int:
     options = benchmark_options.parser(
         __doc__, [60_000], 2, "training samples in all", "epochs of training"
     )
+    options.add_argument(
+        "--part", type=int, choices=(1, 2), help="measure this part alone; default: both"
+    )
     options.add_argument("--entries", type=int, default=1_000_000, help="weights in part 1")
     options.add_argument("--slowed", type=float, default=3.0, help="times that rank 2 is slowed")
     options.add_argument("--lasts", type=float, default=10.0, help="seconds of a round in part 1")
@@ -239,8 +244,8 @@ def main() -> int:
     chosen = options.parse_args()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     cx.init(node_size=1)
-    rows = speed_rows(chosen.entries, chosen.slowed, chosen.lasts)
-    for samples in chosen.sizes:
+    rows = [] if chosen.part == 2 else speed_rows(chosen.entries, chosen.slowed, chosen.lasts)
+    for samples in [] if chosen.part == 1 else chosen.sizes:
         rows += accuracy_rows(samples, chosen.repeats, chosen.rate)
     if not cx.is_chief():
         return 0
