@@ -22,6 +22,7 @@ _PUBLIC = {
     "broadcast_variables": "tfcommx.optim.broadcast",
     "settle": "tfcommx.optim.settle",
     "begin_step": "tfcommx.optim.settle",
+    "take_centre": "tfcommx.optim.centre",
     "parallel_operator": "tfcommx.optim.parallel_operator",
     "DataCache": "tfcommx.data.cache.cache",
     "BatchSpec": "tfcommx.data.cache.batch_spec",

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tfcommx.comm import liveness
+from tfcommx.comm.departures import Departures
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "excepthook", lambda *failure: None)
     monkeypatch.setattr(liveness.atexit, "register", lambda ends: None)
     ours, theirs = socket.socketpair()
-    liveness._say_how_it_ends(ours)
+    liveness._say_how_it_ends(ours, Departures())
 
     def tell(error: BaseException) -> str:
         sys.excepthook(type(error), error, error.__traceback__)
@@ -84,7 +85,7 @@ def test_an_error_because_another_rank_is_gone_waits_for_the_alarm(
     monkeypatch.setattr(liveness.time, "sleep", lambda seconds: done.append("wait"))
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        failed = liveness._say_how_it_ends(ours)
+        failed = liveness._say_how_it_ends(ours, Departures())
         error = RuntimeError(
             f"{liveness.GONE}. This was caused by an exception on one of the ranks"
         )
@@ -95,3 +96,23 @@ def test_an_error_because_another_rank_is_gone_waits_for_the_alarm(
     assert done == ["wait", "traceback"] and not failed.is_set()
     assert "A rank has ended while this one waited for it." in (said := capsys.readouterr().err)
     assert "AgreeOnStop" in said
+
+
+def test_after_a_rank_has_died_the_process_ends_without_waiting_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Horovod's and MPI's own ends would wait for the rank that is gone."""
+    ends, statuses = [], []
+    monkeypatch.setattr(liveness.atexit, "register", ends.append)
+    monkeypatch.setattr(liveness.os, "_exit", statuses.append)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        departures = Departures()
+        liveness._say_how_it_ends(ours, departures)
+        ends[0]()
+        departures.add(1, "it has ended", True)
+        ends[0]()
+        assert statuses == []
+        departures.add(2, "its process has ended", False)
+        ends[0]()
+        assert statuses == [0] and theirs.recv(100) == b"bye\n" * 3

@@ -26,6 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm.activity import Activity
+from tfcommx.comm.departures import Departures
 from tfcommx.cost import alltoall_traffic, broadcast_traffic, ring_traffic
 from tfcommx.terms import MPI_LAUNCH, PlanError, Topology, Traffic
 
@@ -79,6 +80,13 @@ class PointToPoint(Protocol):
         **Raises:** RuntimeError that names the ranks awaited if nothing comes in time.
         """
 
+    def take(self, tag: int) -> tuple[int, np.ndarray] | None:
+        """Receive a message that has arrived from any rank; None if there is none.
+
+        Returns:
+            Who sent it, and its bytes: uint8, as many as were sent.
+        """
+
 
 class Comm(abc.ABC):
     """One rank's view of the ranks that it exchanges with.
@@ -91,11 +99,15 @@ class Comm(abc.ABC):
     def __init__(self, rank: int, topology: Topology) -> None:
         self.rank = rank
         self.topology = topology
-        self._open_point_to_point: Callable[[], PointToPoint] | None = None
+        # `lasting=False`: ranks may leave while the others go on
+        self._open_point_to_point: Callable[..., PointToPoint] | None = None
         self._point_to_point: PointToPoint | None = None
+        self._own_messages: list[PointToPoint] = []
         self._scopes, self._scope = 0, ""
         # What its watcher is told of this rank
         self.activity = Activity()
+        # Which ranks have left while this one goes on
+        self.departures = Departures()
 
     def own_scope(self) -> str:
         """Return a name that nobody else has, for `scope`.
@@ -249,6 +261,14 @@ class Comm(abc.ABC):
             self._point_to_point = self._open_point_to_point()
         return self._point_to_point
 
+    def open_own_messages(self) -> PointToPoint:
+        """Return messages that nobody else sends or takes, for ranks that do not meet in steps.
+
+        **Ranks:** all, more than one, in the same order, outside of traced code, under MPI.
+        """
+        self._own_messages.append(self._open_point_to_point(lasting=False))
+        return self._own_messages[-1]
+
     def run_with_messages(
         self, work: Callable[[np.ndarray, PointToPoint], np.ndarray], tensor: tf.Tensor, name: str
     ) -> tf.Tensor:
@@ -305,7 +325,10 @@ class Comm(abc.ABC):
         For collectives it is the mean over the ranks, for messages what this rank itself has sent.
         """
         inside, between = self._counted()
-        for rank, amount in (self._point_to_point.sent if self._point_to_point else {}).items():
+        opened = [*self._own_messages, *([self._point_to_point] if self._point_to_point else [])]
+        for rank, amount in [pair for one in opened for pair in one.sent.items()]:
+            if rank == self.rank:  # It may be worker and server
+                continue
             if self.topology.node_of(rank) == self.topology.node_of(self.rank):
                 inside += amount
             else:
@@ -327,6 +350,7 @@ class Comm(abc.ABC):
             )
 
     def _check(self, tensor: tf.Tensor, group: str) -> tuple[int, ...]:
+        self.departures.require_all()
         ranks, entries = self.members(group), tensor.shape.num_elements()
         if entries is None and len(ranks) > 1:
             raise PlanError(

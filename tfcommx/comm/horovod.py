@@ -136,7 +136,7 @@ class HorovodComm(Comm):
         self,
         here: Launcher,
         topology: Topology,
-        open_point_to_point: Callable[[], PointToPoint] | None = None,
+        open_point_to_point: Callable[..., PointToPoint] | None = None,
     ) -> None:
         hvd, mpi_ops = import_horovod()
         super().__init__(here.rank, topology)
@@ -169,6 +169,7 @@ class HorovodComm(Comm):
     def gather_objects(self, item: Any) -> list[Any]:
         if self.topology.size == 1:
             return [item]
+        self.departures.require_all()
         with tf.init_scope():
             return self._hvd.allgather_object(item)
 

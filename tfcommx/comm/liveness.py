@@ -42,6 +42,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tfcommx.comm.departures import Departures
 from tfcommx.comm.stalls import CAUSES
 from tfcommx.comm.watch_member import neighbours
 
@@ -125,12 +126,13 @@ def start(comm: Comm, interfaces: list[str], limits: Limits) -> None:
         return
     job = make_job(comm.rank, os.getpid(), every)
     ours = start_watcher(listening, job)
-    failed = _say_how_it_ends(ours)
+    failed = _say_how_it_ends(ours, comm.departures)
+    comm.departures.watch(ours.send)
     periods = [seconds for seconds in (job["stall_seconds"], job["stall_limit"]) if seconds]
     if periods:
         comm.activity.watch(ours.send, min(LOOK_SECONDS, *(one / 5 for one in periods)))
     threading.Thread(
-        target=_wait, args=(ours, comm.rank, failed), name="tfcommx-watch", daemon=True
+        target=_wait, args=(ours, comm, failed), name="tfcommx-watch", daemon=True
     ).start()
 
 
@@ -175,20 +177,23 @@ def start_watcher(listening: socket.socket, job: dict[str, Any]) -> socket.socke
     return ours
 
 
-def _wait(ours: socket.socket, rank: int, failed: threading.Event) -> None:
+def _wait(ours: socket.socket, comm: Comm, failed: threading.Event) -> None:
     """Log stalls; wait for the alarm, then end the process, whatever its other threads wait for."""
     kind, text = "lost", "the watcher of this rank, a process of its own, has ended."
     with contextlib.suppress(OSError), ours.makefile(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             kind, _, text = line.strip().partition(" ")
-            if kind != "stall":
+            if kind not in ("stall", "gone"):
                 break
-            log.warning("Log of rank %d: %s", rank, text)
+            if kind == "gone":
+                comm.departures.add(*json.loads(text))
+            else:
+                log.warning("Log of rank %d: %s", comm.rank, text)
             kind, text = "lost", "the watcher of this rank, a process of its own, has ended."
     if not failed.is_set():
         why = "ranks are missing" if kind == "lost" else "ranks wait for each other"
         sys.stderr.write(
-            f"tfcommx: rank {rank} ends, because {why}: {text} Start again from the last "
+            f"tfcommx: rank {comm.rank} ends, because {why}: {text} Start again from the last "
             "checkpoint.\n"
         )
         sys.stderr.flush()
@@ -210,7 +215,7 @@ def _cause_first(text: str) -> str:
     return " ".join(lines[-1:] + lines[:-1])
 
 
-def _say_how_it_ends(ours: socket.socket) -> threading.Event:
+def _say_how_it_ends(ours: socket.socket, departures: Departures) -> threading.Event:
     """Say bye at the interpreter's end; after an uncaught exception tell the other ranks instead.
 
     Horovod raises on every rank if one is gone. That is not this rank's failure: it waits a little
@@ -219,6 +224,7 @@ def _say_how_it_ends(ours: socket.socket) -> threading.Event:
 
     Args:
         ours: leads to this rank's watcher.
+        departures: after a rank has died, Horovod's and MPI's own ends would wait for it.
 
     Returns:
         An event that is set if this rank has failed.
@@ -247,6 +253,10 @@ def _say_how_it_ends(ours: socket.socket) -> threading.Event:
         if os.getpid() == pid and not no_bye.is_set():
             with contextlib.suppress(OSError):
                 ours.send(b"bye\n")
+            if departures.died():
+                for stream in (sys.stdout, sys.stderr):
+                    stream.flush()
+                os._exit(0)
 
     sys.excepthook = fail
     atexit.register(bye)

@@ -37,17 +37,19 @@ class MpiPointToPoint:
     mpi4py starts MPI with full thread support, so Horovod's background thread may use MPI at the
     same time.
 
-    From then on an exception that nothing catches ends the launch: the other ranks may be waiting
-    for this one's messages, and Horovod's orderly shutdown would wait for them.
+    With `lasting`, an exception that nothing catches ends the launch from then on: the other ranks
+    may be waiting for this one's messages, and Horovod's orderly shutdown would wait for them.
 
     Args:
         watched: whether liveness.py watches the ranks.
+        lasting: whether all ranks take part to the end; False: one that fails or dies leaves the
+            others to themselves.
 
     **Ranks:** all make it together, in the same order.
     **Raises:** RuntimeError if MPI supports threads at a lower level.
     """
 
-    def __init__(self, watched: bool) -> None:
+    def __init__(self, watched: bool, lasting: bool = True) -> None:
         from mpi4py import MPI
 
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -59,7 +61,8 @@ class MpiPointToPoint:
         self._world = MPI.COMM_WORLD.Dup()
         self.sent: dict[int, int] = {}
         self._timeout = message_timeout(WATCHED_SECONDS if watched else TIMEOUT_SECONDS)
-        self._end_the_launch_after_an_exception()
+        if lasting:
+            self._end_the_launch_after_an_exception()
 
     def _end_the_launch_after_an_exception(self) -> None:
         report = sys.excepthook
@@ -113,3 +116,13 @@ class MpiPointToPoint:
                     f"ranks {awaited}. Are they alive, and does the network work? If they are "
                     "only slow, raise TFCOMMX_MESSAGE_TIMEOUT_SECONDS."
                 )
+
+    def take(self, tag: int) -> tuple[int, np.ndarray] | None:
+        """Receive a message that has arrived from any rank; None if there is none."""
+        status = self._mpi.Status()
+        message = self._world.Improbe(self._mpi.ANY_SOURCE, tag, status)
+        if message is None:
+            return None
+        array = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
+        message.Recv([array, self._mpi.BYTE])
+        return status.Get_source(), array

@@ -87,6 +87,16 @@ class _ThreadPointToPoint:
                 array[...] = message
             return position
 
+    def take(self, tag: int) -> tuple[int, np.ndarray] | None:
+        meeting = self.meeting
+        with meeting.lock:
+            if meeting.failure is not None:
+                raise RuntimeError(f"Rank {self.rank} was left alone: {meeting.failure}")
+            for (source, target, its_tag), messages in meeting.mailbox.items():
+                if (target, its_tag) == (self.rank, tag) and messages:
+                    return source, messages.popleft().reshape(-1).view(np.uint8)
+        return None
+
     def _wait(self, requests: list[Any]) -> int:
         """Return the first position whose request is a send, or has a message."""
         meeting = self.meeting
@@ -122,7 +132,7 @@ class ThreadComm(Comm):
         self._meeting = meeting
         self._turns: dict[tuple[int, ...], int] = {}
         self._sent = Traffic(0.0, 0.0)
-        self._open_point_to_point = lambda: _ThreadPointToPoint(rank, meeting)
+        self._open_point_to_point = lambda lasting=True: _ThreadPointToPoint(rank, meeting)
 
     @staticmethod
     def run(topology: Topology, work: Callable[[Comm], Any]) -> list[Any]:

@@ -16,6 +16,7 @@ to a rank, and a ring, which keeps what is below a dead rank connected with the 
                                ended        to the parent: all ranks below have ended
                                over         to the children: all ranks have ended
                                lost JSON    which ranks are missing: rank -> [host, what, by whom]
+                               left N       rank N has ended while others may go on without it
                                at JSON      to the parent: what the ranks below do (stalls.py)
                                stall JSON   to the children: who waits for whom
                                end JSON     the same, and it has lasted too long: all end
@@ -24,6 +25,9 @@ A watcher says "alive" while its rank's process exists and is not stopped. It ra
 has heard nothing of a neighbour for `limit` seconds, or at once if a neighbour's connection ends
 without a bye. Who hears an alarm for the first time passes it on to all neighbours. A neighbour
 that dies does not stop it: each of its other neighbours notices the death itself.
+
+While ranks may leave (departures.py), only the loss of a rank that is needed is an alarm; of the
+others each rank is told by `gone`, also when they end in order.
 
 A watcher whose rank has ended in order still passes on what it hears, until all ranks have ended.
 
@@ -118,6 +122,10 @@ class Member:
         # The parent knows that all have ended here and below; all ranks have ended
         self.said_ended, self.over = False, False
         self.position, self.position_at = position(self.rank, 0, UNKNOWN, ""), now
+        # Ranks whose loss is an alarm; None: all
+        self.needed: set[int] | None = None
+        # Ranks that have left while others go on -> whether they ended in order
+        self.left: dict[int, bool] = {}
         self.stalls = StallWatch(job["stall_seconds"], job["stall_limit"])
 
     @property
@@ -159,6 +167,10 @@ class Member:
             one.heard = now
         elif kind == "bye":
             one.leaving = True
+            if self.needed is not None:
+                self._leave(other, "it has ended", None)
+        elif kind == "left":
+            self._leave(int(text), "it has ended", other)
         elif kind == "ended":
             one.ended = True
             self._see_whether_all_ended()
@@ -174,10 +186,15 @@ class Member:
             self._end(line, other, now)
 
     def rank_says(self, line: str, now: float) -> None:
-        """Take in what this watcher's own rank says: `bye`, `failed: ...`, or `at JSON`."""
+        """Take in what this watcher's own rank says.
+
+        `bye`, `failed: ...`, `at JSON`, or `needs JSON`: the ranks whose loss is an alarm, or all.
+        """
         kind, _, text = line.partition(" ")
         if kind == "at":
             self.position, self.position_at = position(self.rank, *json.loads(text)), now
+        elif kind == "needs":
+            self.needed = None if text == "all" else set(json.loads(text))
         elif kind == "bye":
             self.leaving = True
             self.position, self.position_at = position(self.rank, 0, ENDED, ""), now
@@ -243,6 +260,7 @@ class Member:
 
         What ends after that, ends because of the alarm.
         """
+        found = self._let_go(found, source)
         new = {rank: row for rank, row in found.items() if rank not in self.lost}
         new = dict(list(new.items())[: NAMES - len(self.lost)])
         if self.told or not new:
@@ -256,6 +274,30 @@ class Member:
             # What died together with the first is named with it
             for other in self._silent(now):
                 self._sign(other, self._silence(other, now), now)
+
+    def _let_go(self, found: dict[int, list[Any]], source: int | None) -> dict[int, list[Any]]:
+        """Take note of missing ranks that may leave; return the others."""
+        known = {rank: row for rank, row in found.items() if rank not in self.left}
+        if self.needed is None:
+            return known
+        # A rank that the others have given up must not come back
+        kept = self.needed | {self.rank}
+        for rank in known.keys() - kept:
+            host, what, _ = known[rank]
+            self.left[rank] = False
+            self.to_rank.append(f"gone {json.dumps([rank, f'on {host}: {what}', False])}")
+            for other in self.neighbours.keys() - {source}:
+                self.outbox.append((other, f"lost {json.dumps({rank: known[rank]})}"))
+            self._see_whether_all_ended()
+        return {rank: row for rank, row in known.items() if rank in kept}
+
+    def _leave(self, rank: int, what: str, source: int | None) -> None:
+        """Take note of a rank that has ended in order before the others, and pass it on."""
+        if rank not in self.left:
+            self.left[rank] = True
+            self.to_rank.append(f"gone {json.dumps([rank, what, True])}")
+            for other in self.neighbours.keys() - {source}:
+                self.outbox.append((other, f"left {rank}"))
 
     def _sentence(self) -> str:
         names = ", ".join(
@@ -278,14 +320,18 @@ class Member:
 
     def _see_whether_all_ended(self) -> None:
         """Tell the parent, once, that all ranks from here down have ended."""
-        below = [self.neighbours[child] for child in self.children]
-        if not self.leaving or not all(one.ended or one.gone for one in below):
+        if not self.leaving or not all(
+            self.neighbours[child].ended or self._is_gone(child) for child in self.children
+        ):
             return
-        if self.parent is None or self.neighbours[self.parent].gone:
+        if self.parent is None or self._is_gone(self.parent):
             self._pass_over()
         elif not self.said_ended:
             self.said_ended = True
             self.outbox.append((self.parent, "ended"))
+
+    def _is_gone(self, other: int) -> bool:
+        return self.neighbours[other].gone or self.left.get(other) is False
 
     def _pass_over(self) -> None:
         self.over = True
@@ -299,6 +345,8 @@ class Member:
         groups = later([self.position], now - self.position_at)
         for child in self.children:
             one = self.neighbours[child]
+            if self.left.get(child) is False:
+                continue
             groups += later(one.groups, now - one.groups_at)
         groups = merge(groups)
         if self.parent is not None:

@@ -27,7 +27,7 @@ from tfcommx.optim.keras_internals import (
     plain_copy,
     require_elementwise,
 )
-from tfcommx.strategies import Strategy, strategy_of
+from tfcommx.strategies import Strategy, in_lock_step, strategy_of
 from tfcommx.terms import AUTO, Links, Plan, PlanError, Profile, Scheme, Topology
 
 
@@ -87,7 +87,9 @@ def DistributedOptimizer(
         strategy: who updates the weights. "synchronous": every rank applies the gradients. "root":
             rank 0 alone, which then broadcasts the weights. "rebroadcast": every rank, and every
             few steps rank 0's weights are broadcast. "sharded": each rank 1/p of the weights, which
-            all then pull. Or an instance, with options of your own.
+            all then pull. "weight_averaging": every rank its own gradients; weights are averaged.
+            "elastic_averaging": every rank by itself, pulled towards a centre. Or an instance, with
+            options of your own.
         check_replicas_every: steps, >= 1, after which the ranks compare weights, learning rate and
             step count, the first step among them; None: never. A difference ends all ranks with an
             error that names what differs, where, and the usual cause.
@@ -107,6 +109,12 @@ def DistributedOptimizer(
     momentum in both the scheme and the optimizer, or an optimizer wrapped twice.
     """
     _check_optimizer(optimizer)
+    strategy = strategy_of(strategy)
+    if not in_lock_step(strategy) and getattr(_inner(optimizer), "use_ema", False):
+        raise PlanError(
+            "The centre of elastic averaging is an average already. Received an optimizer with "
+            "use_ema=True. Leave it out."
+        )
     if not isinstance(plan, Plan | None):
         raise PlanError(f"`plan` must be a tfcommx.Plan or None. Received {plan!r}.")
     inner = _inner(optimizer)
@@ -114,7 +122,7 @@ def DistributedOptimizer(
         operation=op,
         plan=plan,
         links=_links_of(links, process.current().topology),
-        strategy=strategy_of(strategy),
+        strategy=strategy,
         check_replicas_every=check_replicas_every,
         profile=_profile_of(profile),
         own_momentum=getattr(inner, "momentum", 0.0) or getattr(inner, "beta_1", 0.0),

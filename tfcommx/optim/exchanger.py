@@ -27,7 +27,7 @@ from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.replica_guard import ReplicaGuard
 from tfcommx.runtime.residuals import PlanState, Residuals, sum_residuals
 from tfcommx.runtime.trial import TrialExecutor
-from tfcommx.strategies import Strategy, StrategyRun, Synchronous, agree_on_strategy
+from tfcommx.strategies import Strategy, StrategyRun, Synchronous, agree_on_strategy, in_lock_step
 from tfcommx.terms import (
     OPERATIONS,
     Links,
@@ -83,9 +83,10 @@ class Exchanger:
                 f"The plan is for {settings.plan.topology}. Received a launch of {comm.topology}. "
                 "Make it for this cluster."
             )
-        self.guard = ReplicaGuard(
-            comm, settings.check_replicas_every, settings.strategy.keeps_weights_equal
-        )
+        # Whether all ranks take every step together
+        self.in_lock_step = in_lock_step(settings.strategy)
+        every = settings.check_replicas_every if self.in_lock_step else None
+        self.guard = ReplicaGuard(comm, every, settings.strategy.keeps_weights_equal)
         self.names = VariableNames()
         # Names of a set of variables -> the strategy at work on their plan
         self.runs: dict[tuple[str, ...], StrategyRun] = {}
@@ -230,7 +231,7 @@ class Exchanger:
 
         **Ranks:** all. **Cost:** one allreduce of 4 bytes.
         """
-        if self.ranks == 1:
+        if self.ranks == 1 or not self.in_lock_step:
             return finite
         bad = tf.reshape(tf.cast(tf.logical_not(finite), tf.float32), [1])
         self._finite_scope = self._finite_scope or self.comm.own_scope()
@@ -251,6 +252,11 @@ class Exchanger:
         be carried out.
         """
         self.check(schemes)
+        if not self.in_lock_step:
+            raise PlanError(
+                "A change of scheme needs ranks that exchange gradients. Received one with "
+                f"{self.settings.strategy}. Leave SwitchScheme out."
+            )
         self.waiting_residuals = self.residuals_outside_plans()
         for state in self._running():
             self._keep_waiting(state.residuals_by_variable(), state.velocities_by_variable())

@@ -65,6 +65,13 @@ def exchanger_of(model: keras.Model) -> Exchanger:
     return exchanger_in(model.optimizer)
 
 
+def trains_alone(model: keras.Model) -> bool:
+    """Tell whether each rank trains the model at its own pace: nothing may wait for the others."""
+    held = (model.optimizer, *vars(model).values())
+    found = [find_exchanger(one) for one in held if isinstance(one, keras.optimizers.Optimizer)]
+    return any(one is not None and not one.in_lock_step for one in found)
+
+
 def accumulated(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variable]:
     """Return the sums of gradients that each rank is accumulating, by variable.
 

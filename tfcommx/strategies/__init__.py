@@ -5,6 +5,7 @@
     rebroadcast     as synchronous, and every few steps rank 0's weights go to all ranks
     sharded         each rank updates 1/p of the weights, and pulls the others' parts
     weight_averaging   each rank applies its own gradients; every few steps weights are averaged
+    elastic_averaging  each rank trains its own weights, pulled towards a centre; nobody waits
 
     >>> import tfcommx as cx
     >>> cx.strategies.strategy_of("root")
@@ -24,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 
 from tfcommx.strategies.base import Strategy, StrategyRun, agree_on_strategy
+from tfcommx.strategies.elastic_averaging import ElasticAveraging, ElasticRun, in_lock_step
 from tfcommx.strategies.rebroadcast import Rebroadcast
 from tfcommx.strategies.root import Root
 from tfcommx.strategies.sharded import Sharded, ShardedRun
@@ -39,10 +41,13 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "rebroadcast": Rebroadcast,
     "sharded": Sharded,
     "weight_averaging": WeightAveraging,
+    "elastic_averaging": ElasticAveraging,
 }
 
 __all__ = [
     "STRATEGIES",
+    "ElasticAveraging",
+    "ElasticRun",
     "Rebroadcast",
     "Root",
     "Sharded",
@@ -53,6 +58,7 @@ __all__ = [
     "Synchronous",
     "WeightAveraging",
     "agree_on_strategy",
+    "in_lock_step",
     "strategy_of",
 ]
 

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm import process
+from tfcommx.optim.wrapped import trains_alone
 from tfcommx.terms import PlanError
 
 log = logging.getLogger("tfcommx")
@@ -33,6 +34,8 @@ class AgreeOnStop(keras.callbacks.Callback):
         every: steps (calls of Keras, if `steps_per_execution` is more than 1) after which the ranks
             ask each other, >= 1; they also ask at each epoch's end. With more than 1, a rank that
             wants to stop continues with the others until they ask.
+
+    With ElasticAveraging it does nothing: a rank that stops leaves the others training.
 
     **Ranks:** all, with equal `every`. **Cost:** an allreduce of 4 bytes each time; Keras waits for
     every step.
@@ -61,6 +64,8 @@ class AgreeOnStop(keras.callbacks.Callback):
         self._agree(True)
 
     def _agree(self, ask: bool) -> None:
+        if trains_alone(self.model):
+            return
         self.wanted |= bool(self.model.stop_training)
         if ask:
             with tf.device("/cpu:0"):
@@ -91,6 +96,14 @@ class CompareReplicas(keras.callbacks.Callback):
     def __init__(self, strict: bool = True) -> None:
         super().__init__()
         self.strict, self.identical = strict, True
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Refuse a strategy that lets weights differ for good. **Raises:** PlanError."""
+        if trains_alone(self.model):
+            raise PlanError(
+                "CompareReplicas needs ranks that have equal weights. Received "
+                "strategy=ElasticAveraging, with which each rank trains its own. Leave it out."
+            )
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Compare."""

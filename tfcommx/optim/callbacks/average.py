@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfcommx.comm import process
 from tfcommx.optim.keras_internals import statistics_of
+from tfcommx.optim.wrapped import trains_alone
 
 
 def average_over_ranks(logs: dict[str, Any]) -> None:
@@ -27,6 +28,7 @@ class AverageMetrics(keras.callbacks.Callback):
     """Replace each epoch's metrics by their average over the ranks.
 
     Put it before callbacks that read them; not needed behind BroadcastState, which does the same.
+    With ElasticAveraging it does nothing: each rank's metrics are its own.
     Metrics of several numbers, such as an F1Score of each class, are averaged number by number;
     what is no number stays.
 
@@ -34,8 +36,8 @@ class AverageMetrics(keras.callbacks.Callback):
     """
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Average."""
-        if logs:
+        """Average; with ranks that train alone, do nothing."""
+        if logs and not trains_alone(self.model):
             average_over_ranks(logs)
 
 
@@ -45,7 +47,7 @@ class AverageBatchNorm(keras.callbacks.Callback):
     Done after the last step of an epoch, so that the validated model is the same on all ranks,
     whichever ranks validate. If Keras does not know the number of steps (`steps_per_epoch`), it is
     done at the epoch's end: each rank validates with its own. Trained weights of frozen layers
-    stay.
+    stay. With ElasticAveraging it does nothing: BroadcastState averages at the end of `fit`.
 
     **Ranks:** all. **Cost:** one allreduce an epoch of all those weights, in float64: equal ones
     stay equal to the bit. Keras waits for every step, as it does with most callbacks.
@@ -75,7 +77,7 @@ class AverageBatchNorm(keras.callbacks.Callback):
     def _average(self) -> None:
         here = process.current()
         statistics = statistics_of(self.model)
-        if not statistics or here.topology.size == 1:
+        if not statistics or here.topology.size == 1 or trains_alone(self.model):
             return
         flat = tf.concat([tf.reshape(tf.cast(one, tf.float64), [-1]) for one in statistics], axis=0)
         mean = here.allreduce(flat, "world", "tfcommx/statistics") / here.topology.size

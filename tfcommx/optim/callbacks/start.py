@@ -11,6 +11,7 @@ import keras
 from tfcommx.comm import process
 from tfcommx.optim.broadcast import broadcast_variables
 from tfcommx.optim.callbacks.average import average_over_ranks
+from tfcommx.optim.centre import begin_centre, take_centre
 from tfcommx.optim.keras_internals import layers_of, seed_generators, unlisted
 from tfcommx.optim.settle import begin_step, may_begin_steps, settle
 from tfcommx.optim.wrapped import (
@@ -18,6 +19,7 @@ from tfcommx.optim.wrapped import (
     agree_on_loss_scale,
     agree_on_names,
     exchanger_in,
+    trains_alone,
     wrapped_optimizers,
 )
 from tfcommx.terms import PlanError
@@ -47,6 +49,10 @@ class BroadcastState(keras.callbacks.Callback):
     behind it in the list (EarlyStopping, ReduceLROnPlateau, ModelCheckpoint) decides alike on all
     ranks. Keras shows no callback the others: BroadcastState cannot tell whether AverageMetrics is
     there. Put it first.
+
+    With ElasticAveraging metrics stay each rank's own, ranks may take unequal numbers of steps, and
+    at the end of `fit` each waits for the others, and all have the centre. A model with layers that
+    only the first step builds is refused.
 
     Sums of gradients that are being accumulated stay, and residuals: each rank has its own. Wrapped
     optimizers that are attributes of the model, as a GAN has two, count as its optimizer does.
@@ -81,15 +87,22 @@ class BroadcastState(keras.callbacks.Callback):
             (params.get("steps"), params.get("epochs"), built)
         )
         steps, epochs, builts = zip(*everyone, strict=True)
-        _require_equal(
-            steps,
-            "take the same number of steps in an epoch",
-            "Give all ranks equally many batches, or pass the same `steps_per_epoch`.",
-        )
-        _require_equal(epochs, "train until the same epoch", "Pass the same `epochs`.")
-        self.unbuilt, self.begun = not all(map(all, builts)), False
         for optimizer in wrapped_optimizers(self.model):
             exchanger_in(optimizer).settle()
+        self.unbuilt, self.begun = not all(map(all, builts)), trains_alone(self.model)
+        if not self.begun:
+            _require_equal(
+                steps,
+                "take the same number of steps in an epoch",
+                "Give all ranks equally many batches, or pass the same `steps_per_epoch`.",
+            )
+            _require_equal(epochs, "train until the same epoch", "Pass the same `epochs`.")
+        if self.unbuilt and self.begun:
+            raise PlanError(
+                "With strategy=ElasticAveraging all ranks must begin with the same weights. "
+                "Received a model with layers that only the first step builds. Call it on a "
+                "batch before `fit`."
+            )
         self._prepare_optimizers()
         self._turn_off_xla()
         if not self.unbuilt or all(theirs == built for theirs in builts):
@@ -149,7 +162,8 @@ class BroadcastState(keras.callbacks.Callback):
             self._broadcast_built()
         for optimizer in wrapped_optimizers(self.model):
             settle(optimizer)
-        average_over_ranks({} if logs is None else logs)
+        if not trains_alone(self.model):
+            average_over_ranks({} if logs is None else logs)
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Make the weights whole. A rank that does not evaluate meets the others at the end."""
@@ -165,6 +179,7 @@ class BroadcastState(keras.callbacks.Callback):
             for step in self.replaced:
                 self.model.train_step = step
             self.model.train_function, self.replaced = None, None
+        take_centre(self.model)
 
     def _compare_first(self, epoch: int | None) -> None:
         self.begun = True
@@ -204,6 +219,7 @@ class BroadcastState(keras.callbacks.Callback):
         )
         if process.rank() != self.root:
             self._move_seeds(process.rank() - self.root)
+        begin_centre(self.model)
 
     def _move_seeds(self, away: int) -> None:
         for generator in seed_generators(self.model):

@@ -46,6 +46,12 @@ def read_heads(folder: Path) -> list[Head | None]:
     return everyone
 
 
+def read_own_head(folder: Path) -> Head | None:
+    """Return what checkpoint.json says, as this rank alone sees it; None if it is damaged."""
+    head = _read_head(folder / HEAD)
+    return head if isinstance(head, Head) else None
+
+
 def _read_head(path: Path) -> Head | str | None:
     """Return the head; the text of one that is damaged."""
     if not path.is_file():

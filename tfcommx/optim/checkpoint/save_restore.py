@@ -23,11 +23,13 @@ import keras
 import numpy as np
 
 from tfcommx.comm import process
+from tfcommx.optim.centre import with_centre
 from tfcommx.optim.checkpoint.files import (
     Head,
     model_name,
     put_in_place,
     read_heads,
+    read_own_head,
     remove_other_saves,
     residuals_name,
     why_not_writable,
@@ -36,7 +38,13 @@ from tfcommx.optim.checkpoint.files import (
 from tfcommx.optim.checkpoint.records import OptimizerRecord, read_residuals, write_residuals
 from tfcommx.optim.keras_internals import seed_generators, unlisted
 from tfcommx.optim.settle import settle
-from tfcommx.optim.wrapped import accumulated, agree_on_names, exchanger_in, wrapped_optimizers
+from tfcommx.optim.wrapped import (
+    accumulated,
+    agree_on_names,
+    exchanger_in,
+    trains_alone,
+    wrapped_optimizers,
+)
 from tfcommx.runtime.residuals import sum_residuals
 from tfcommx.terms import PlanError
 
@@ -91,9 +99,13 @@ def save(model: keras.Model, folder: str | Path, epoch: int) -> None:
         folder: is made if it is not there.
         epoch: the epoch that has ended, from 0.
 
-    **Ranks:** all, between the same two steps.
+    **Ranks:** all, between the same two steps; with ElasticAveraging each when it likes: rank 0
+    alone writes, the centre in the place of its weights.
     """
     here, folder = process.current(), Path(folder)
+    if trains_alone(model):
+        _save_centre(model, folder, epoch)
+        return
     folder.mkdir(parents=True, exist_ok=True)
     heads = read_heads(folder)
     number = max((head.save + 1 for head in heads if head is not None), default=0)
@@ -110,6 +122,25 @@ def save(model: keras.Model, folder: str | Path, epoch: int) -> None:
         write_head(Head(number, epoch, here.topology.size), folder, here.rank)
     here.gather_objects("named")
     remove_other_saves(folder, number, here.rank, here.topology.size)
+
+
+def _save_centre(model: keras.Model, folder: Path, epoch: int) -> None:
+    """Write what rank 0 has, with the centre as weights, while the other ranks train on.
+
+    It is a checkpoint of one rank, from which any number of them starts.
+    """
+    if process.rank() != 0:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    head = read_own_head(folder)
+    number = 0 if head is None else head.save + 1
+    with with_centre(model):
+        part = folder / f".{model_name(number)}"
+        model.save(part)
+        put_in_place(part, folder / model_name(number))
+        write_residuals(model, folder / residuals_name(number, 0))
+        write_head(Head(number, epoch, 1), folder, 0)
+    remove_other_saves(folder, number, 0, 1)
 
 
 def next_epoch(folder: str | Path) -> int:

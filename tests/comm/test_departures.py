@@ -1,0 +1,111 @@
+"""The watch while ranks may leave: only needed ones are missed, and all hear of the rest."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from test_watch_network import BEAT, LIMIT, Simulated
+
+from tfcommx.comm.departures import Departures
+from tfcommx.comm.watch_member import neighbours
+from tfcommx.terms import PlanError
+
+DIED = "on there: its process has ended"
+
+
+def may_leave(size: int) -> Simulated:
+    network = Simulated(size)
+    for member in network.members.values():
+        member.rank_says("needs [0]", 0.0)
+    return network
+
+
+def gone(network: Simulated) -> dict[int, list[list]]:
+    """Return what each rank is told of ranks that have left; nobody is told of an alarm."""
+    told = network.told()
+    assert not any(line.startswith("lost") for lines in told.values() for line in lines)
+    return {
+        rank: [json.loads(line.removeprefix("gone ")) for line in lines]
+        for rank, lines in told.items()
+    }
+
+
+@pytest.mark.parametrize("size", [3, 64])
+def test_a_rank_that_dies_is_told_to_all_once_and_ends_nobody(size: int) -> None:
+    network = may_leave(size)
+    network.kill([2])
+    network.hops()
+    for _ in range(20):
+        network.beat()
+    assert set(map(str, gone(network).values())) == {str([[2, DIED, False]])}
+    # When all are needed again, the one that has left is not missed, and another one is
+    for member in network.members.values():
+        member.rank_says("needs all", network.now)
+    network.beat()
+    assert not any(member.lost for member in network.members.values())
+    network.members[0].broken(1, "its process has ended", network.now)
+    network.hops()
+    for rank, lines in network.told().items():
+        assert lines[-1].startswith("lost rank 1 on there (its process has ended)."), rank
+
+
+def test_the_rank_that_is_needed_ends_all_others() -> None:
+    network = may_leave(64)
+    network.kill([0, 2])
+    network.hops()
+    for lines in network.told().values():
+        assert lines[-1].startswith("lost rank 0 on there (its process has ended).")
+
+
+def test_a_rank_that_ends_in_order_is_told_to_all() -> None:
+    network = may_leave(64)
+    network.members[3].rank_says("bye", 0.0)
+    network.hops()
+    for _ in range(20):
+        network.beat()
+    told = gone(network)
+    assert all(told[rank] == [[3, "it has ended", True]] for rank in told if rank != 3)
+
+
+def test_a_rank_that_the_others_have_given_up_does_not_come_back() -> None:
+    network = may_leave(3)
+    network.beat()
+    stopped = network.members[2]
+    stopped.stopped = True
+    while not network.members[0].left:
+        # Its watcher is there, hears the others, and does not say that the rank is alive
+        network.beat()
+        assert network.now <= LIMIT + 3 * BEAT
+    network.hops()
+    stopped.turn(network.now + 1)
+    assert stopped.to_rank[0].startswith("lost rank 2") and stopped.kill_at == network.now + 1
+    del network.members[2]
+    assert [row[0] for rows in gone(network).values() for row in rows] == [2, 2]
+
+
+def test_watchers_of_the_others_end_although_one_has_died() -> None:
+    network = may_leave(64)
+    network.kill([1, 9])
+    network.hops()
+    for member in network.members.values():
+        member.rank_says("bye", 0.0)
+        member.gone = True
+    network.hops()
+    assert all(member.finished for member in network.members.values())
+    assert 5 in neighbours(1, 64)
+
+
+def test_a_collective_after_a_death_is_refused_and_after_an_end_in_order_is_not() -> None:
+    departures, said = Departures(), []
+    departures.watch(said.append)
+    departures.allow({0})
+    departures.forbid()
+    assert said == [b"needs [0]\n", b"needs all\n"]
+    departures.add(3, "it has ended", True)
+    departures.require_all()
+    assert departures.ranks() == {3} and not departures.died()
+    departures.add(2, DIED, False)
+    assert departures.ranks() == {2, 3} and departures.died()
+    with pytest.raises(PlanError, match=f"after rank 2 has left \\({DIED}\\)"):
+        departures.require_all()
