@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -32,30 +32,54 @@ def train(
         int | None,
         typer.Option(min=1, help="Start that many processes on this machine, with horovodrun."),
     ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="Save and stop after that time; exit status 0.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Short for --set seed=NUMBER.")] = None,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write TensorBoard events while the run goes.")
+    ] = False,
     terminal: Annotated[str | None, typer.Option(hidden=True)] = None,
     show_report: Annotated[bool, typer.Option("--report/--no-report", hidden=True)] = True,
 ) -> None:
     """Train a model as a recipe says.
 
     On one machine: `tfcommx train CONFIG --processes 4`. On several: `horovodrun -np 32 -H
-    node1:8,node2:8,... tfcommx train CONFIG`.
+    node1:8,node2:8,... tfcommx train CONFIG`. SIGTERM, SIGINT or SIGUSR1 to any rank, or a file
+    `stop` in the run's folder, make it save and stop.
     """
-    recipe = read_recipe(config, settings or [])
+    changes = [*(settings or []), *([] if seed is None else [f"seed={seed}"])]
+    recipe = read_recipe(config, changes)
     folder = output or Path("runs") / recipe.name
     if processes:
         words = ["train", str(config), "--output", str(folder), "--no-report"]
-        words += [word for setting in settings or [] for word in ("--set", setting)]
-        horovodrun(processes, [*words, *(["--resume"] if resume else [])])
-        show_run(folder)
+        words += [word for change in changes for word in ("--set", change)]
+        words += ["--resume"] * resume + ["--tensorboard"] * tensorboard
+        words += [] if minutes is None else ["--minutes", str(minutes)]
+        horovodrun(processes, words, folder)
+        # Stopped in its first epoch, it has no report
+        if (folder / "summary.json").exists():
+            show_run(folder)
         return
-    if train_here(recipe, folder, resume, terminal) and show_report:
+    options = {
+        "resume": resume,
+        "minutes": minutes,
+        "terminal": terminal,
+        "tensorboard": tensorboard,
+    }
+    if train_here(recipe, folder, options) and show_report:
         show_run(folder)
 
 
-def train_here(recipe: Recipe, folder: Path, resume: bool, terminal: str | None) -> bool:
-    """Train in this process, one of those that the launcher started; tell whether it is rank 0."""
+def train_here(recipe: Recipe, folder: Path, options: dict[str, Any]) -> bool:
+    """Train in this process, one of those that the launcher started.
+
+    Returns:
+        Whether this is rank 0, and has a report to show.
+    """
     from tfcommx import is_chief
+    from tfcommx.training.train import Options
     from tfcommx.training.train import train as run
 
-    run(recipe, folder, resume, terminal)
-    return bool(is_chief())
+    summary = run(recipe, folder, Options(**options))
+    return bool(is_chief()) and bool(summary["rows"])

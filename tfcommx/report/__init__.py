@@ -3,7 +3,7 @@
 No TensorFlow is imported until events are written, so `tfcommx report` is quick.
 """
 
-from tfcommx.report.events import write_events
+from tfcommx.report.events import Events
 from tfcommx.report.figures import PICTURES, draw, draw_links
 from tfcommx.report.progress import Progress
 from tfcommx.report.summary import PARTS, ReportError, read
@@ -13,6 +13,7 @@ from tfcommx.report.write import write
 __all__ = [
     "PARTS",
     "PICTURES",
+    "Events",
     "Progress",
     "ReportError",
     "draw",
@@ -21,5 +22,4 @@ __all__ = [
     "show",
     "show_run",
     "write",
-    "write_events",
 ]

@@ -9,9 +9,13 @@ from typing import Any
 # The parts of an epoch, as training.timing.Timing measures them, in the order of the stacked bars.
 PARTS = {
     "data": "waiting for data",
-    "step": "steps: forward, backward, exchange, update",
+    "compute": "forward and backward pass",
+    "gradients": "waiting for gradients",
+    "update": "update",
+    "step": "steps (older runs)",
     "first_step": "first step of a phase: tracing",
     "evaluation": "evaluation",
+    "saving": "saving checkpoints",
     "other": "averaging, comparing, reporting",
 }
 # What a summary must hold so that it can be shown
@@ -37,6 +41,11 @@ def scheme_text(row: dict[str, Any]) -> str:
     """Return the route and, of a sparse scheme, the rule and density of an epoch's row."""
     sparse = "" if row["selection"] == "all" else f" {row['selection']} {row['density']:g}"
     return f"{row['route']}{sparse}"
+
+
+def seconds_by_part(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the seconds of all epochs' rows, by part; 0 for what was not measured."""
+    return {part: sum(row["seconds"].get(part, 0.0) for row in rows) for part in PARTS}
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tfcommx.report.figures import PICTURES
-from tfcommx.report.summary import PARTS, read, scheme_text
+from tfcommx.report.summary import PARTS, read, scheme_text, seconds_by_part
 
 # Columns if the output is a pipe or a file, which has no width of its own: the widest table fits
 WIDE = 120
@@ -83,9 +83,11 @@ def _totals(summary: dict[str, Any]) -> Table:
 
 def _breakdown(summary: dict[str, Any]) -> Table:
     table = Table(title="where rank 0's time went", title_justify="left", show_header=False)
-    seconds = {part: sum(row["seconds"][part] for row in summary["rows"]) for part in PARTS}
+    seconds = seconds_by_part(summary["rows"])
     whole = sum(seconds.values()) or 1
     for part, meaning in PARTS.items():
+        if not seconds[part]:
+            continue
         table.add_row(meaning, f"{seconds[part]:.1f} s", f"{100 * seconds[part] / whole:.0f} %")
     return table
 

@@ -7,12 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tfcommx.report.events import write_events
 from tfcommx.report.figures import draw
 
 
 def write(summary: dict[str, Any], folder: Path) -> None:
-    """Write summary.json, the pictures and TensorBoard events into the run's folder.
+    """Write summary.json and the pictures into the run's folder.
 
     Args:
         summary: as `training.train` made it.
@@ -26,4 +25,3 @@ def write(summary: dict[str, Any], folder: Path) -> None:
     half.write_text(json.dumps(summary, indent=1) + "\n")
     os.replace(half, folder / "summary.json")
     draw(summary, folder)
-    write_events(summary, folder / "tensorboard")
