@@ -17,10 +17,16 @@ def launch(ranks: int, folder: Path, task: str) -> str:
 
 
 @pytest.mark.long_wait
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_stopped_and_killed_runs_are_resumed_bit_for_bit(ranks: int, tmp_path: Path) -> None:
-    """A signal to one rank at and next to each boundary of phases; kills at random steps."""
-    launch(ranks, tmp_path, "compare")
+def test_stopped_runs_are_resumed_bit_for_bit(tmp_path: Path) -> None:
+    """Stopped by time, and by a signal to one of two ranks, where a phase begins, and after."""
+    launch(2, tmp_path, "few")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_killed_runs_are_resumed_bit_for_bit(ranks: int, tmp_path: Path) -> None:
+    """Stopped at and next to each boundary of phases; killed at random steps."""
+    launch(ranks, tmp_path, "many")
 
 
 @pytest.mark.exhaustive

@@ -1,6 +1,7 @@
 """Trains a small recipe whole, then in pieces, and compares what is left: resume.py FOLDER TASK.
 
-Started by test_resume.py. TASK is `compare`; or `stop` and `continue`, for other numbers of ranks.
+Started by test_resume.py. TASK is `few` or `many` stops; or `stop` and `continue`, for another
+number of ranks.
 A launch trains many times: each time a model, a graph and an optimizer of its own.
 """
 
@@ -104,10 +105,12 @@ def run(folder: Path, resume: bool, interrupt: dict[Position, str], **more: obje
         learning_rate.rate_at = plain_rate
 
 
-def in_pieces(folder: Path, interrupts: Iterable[tuple[Position, str]], **more: object) -> dict:
+def in_pieces(
+    folder: Path, interrupts: Iterable[tuple[Position, str]], resume: bool, **more: object
+) -> dict:
     """Train with an interruption at each of these steps, and resume after each."""
     for number, (position, what) in enumerate(interrupts):
-        summary = run(folder, number > 0, {position: what}, **more)
+        summary = run(folder, resume or number > 0, {position: what}, **more)
         assert summary.get("stopped") or what == "kill", summary
         if what == "signal":
             step = position.step + 1
@@ -123,8 +126,9 @@ def left(folder: Path) -> dict[str, np.ndarray]:
     head = checkpoint.last(folder / "checkpoint")
     files = folder / "checkpoint"
     model = keras.saving.load_model(files / f"model-{head.save:04d}.keras")
-    found = {f"model {one.path}": one.numpy() for one in model.variables}
-    found |= {f"optimizer {one.path}": one.numpy() for one in model.optimizer.variables}
+    variables = [*model.variables, *model.optimizer.variables]
+    # By position: a path has a number that grows with every model of the process
+    found = {f"{at} {one.name}": one.numpy() for at, one in enumerate(variables)}
     with np.load(files / f"residuals-{head.save:04d}-rank-{comm.rank:04d}.npz") as stored:
         return found | {name: stored[name] for name in stored.files}
 
@@ -137,36 +141,38 @@ def assert_equal(one: Path, other: Path, what: str) -> None:
     assert not differ, f"{what}: rank {comm.rank} differs in {differ}"
 
 
-def compare() -> None:
-    """The tests of as many ranks as before."""
+def stops(positions: Iterable[tuple[int, int]]) -> None:
+    """Stop by the time limit, then by a signal in each of these steps; resume each time."""
     whole = run(ROOT / "whole", False, {})
     assert "stopped" not in whole and [row["epoch"] for row in whole["rows"]] == [1, 2, 3, 4]
-    # The steps around every boundary of phases: before, at, and after; and two others
-    boundaries = [Position(0, 0), Position(0, 2)] + [
-        Position(*at) for at in ((1, 2), (1, 3), (2, 0), (2, 2), (2, 3), (3, 0))
-    ]
-    ended = in_pieces(ROOT / "signals", [(at, "signal") for at in boundaries])
-    assert_equal(ROOT / "whole", ROOT / "signals", "stopped by signals")
+    keras.utils.clear_session()
+    in_time = train(recipe(), ROOT / "stops", Options(minutes=1e-6))
+    assert in_time["stopped"] == {"epoch": 0, "step": 1, "reason": "the time limit"}, in_time
+    assert not in_time["rows"] and not (ROOT / "stops" / "summary.json").exists()
+    ended = in_pieces(ROOT / "stops", [(Position(*at), "signal") for at in positions], True)
+    assert_equal(ROOT / "whole", ROOT / "stops", "a run with stops")
     for name in ("loss", "train_accuracy", "test_accuracy", "epoch", "steps"):
         mine, theirs = ([row[name] for row in one["rows"]] for one in (whole, ended))
         assert mine == theirs, (name, mine, theirs)
     assert ended["bytes_between_nodes"] == whole["bytes_between_nodes"]
 
+
+def kills() -> None:
+    """Kill after random steps, and resume each time."""
     steps = np.random.default_rng().choice(4 * STEPS, 3, replace=False)
     steps = comm.gather_objects(sorted(int(step) for step in steps))[0]
-    kills = [(Position(*divmod(step, STEPS)), "kill") for step in steps]
-    in_pieces(ROOT / "kills", kills, checkpoint={"every_steps": 3, "keep": 2})
-    assert_equal(ROOT / "whole", ROOT / "kills", f"killed at steps {steps}")
+    interrupts = [(Position(*divmod(step, STEPS)), "kill") for step in steps]
+    in_pieces(ROOT / "kills", interrupts, False, checkpoint={"every_steps": 3, "keep": 2})
+    assert_equal(ROOT / "whole", ROOT / "kills", f"a run killed at steps {steps}")
     names = [path.name for path in (ROOT / "kills" / "checkpoint").glob("model-*")]
     assert len(names) == 2, names
 
-    in_time = train(recipe(), ROOT / "time", Options(minutes=1e-6))
-    assert in_time["stopped"] == {"epoch": 0, "step": 1, "reason": "the time limit"}, in_time
-    assert not in_time["rows"] and not (ROOT / "time" / "summary.json").exists()
 
-
-if TASK == "compare":
-    compare()
+if TASK == "few":  # At the start of a phase, and one step after
+    stops([(1, 3), (2, 0)])
+elif TASK == "many":  # Before, at and after the start of each phase
+    stops([(0, 2), (1, 2), (1, 3), (2, 0), (2, 2), (2, 3), (3, 0)])
+    kills()
 elif TASK == "stop":
     assert run(ROOT, False, {Position(1, 1): "signal"})["stopped"]["step"] == 2
 else:
