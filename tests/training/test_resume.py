@@ -11,7 +11,7 @@ DONE = "all as it should be"
 
 
 def launch(ranks: int, folder: Path, task: str) -> str:
-    ended = horovodrun(ranks, [str(WORKERS / "resume.py"), str(folder), task], seconds=500)
+    ended = horovodrun(ranks, [str(WORKERS / "resume.py"), str(folder), task], seconds=1500)
     assert ended.status == 0 and ended.output.count(DONE) == ranks, ended.output[-6000:]
     return ended.output
 

@@ -129,6 +129,8 @@ def left(folder: Path) -> dict[str, np.ndarray]:
     variables = [*model.variables, *model.optimizer.variables]
     # By position: a path has a number that grows with every model of the process
     found = {f"{at} {one.name}": one.numpy() for at, one in enumerate(variables)}
+    # Keras saves none of the seeds: those are among what each rank keeps
+    found = {name: value for name, value in found.items() if "seed_generator" not in name}
     with np.load(files / f"residuals-{head.save:04d}-rank-{comm.rank:04d}.npz") as stored:
         return found | {name: stored[name] for name in stored.files}
 

@@ -10,6 +10,7 @@ import typer
 from tfcommx.cli.launch import horovodrun
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
+from tfcommx.report.dry_run import read_alone, show_dry_run
 from tfcommx.report.terminal import show_run
 
 SET_HELP = "Change the recipe, e.g. --set phases.0.epochs=1. Repeatable."
@@ -39,6 +40,16 @@ def train(
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write TensorBoard events while the run goes.")
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Take a few steps of every phase on made-up data; predict the run."
+        ),
+    ] = False,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a --dry-run in one process: for the scaling efficiency."),
+    ] = None,
     terminal: Annotated[str | None, typer.Option(hidden=True)] = None,
     show_report: Annotated[bool, typer.Option("--report/--no-report", hidden=True)] = True,
 ) -> None:
@@ -51,24 +62,34 @@ def train(
     changes = [*(settings or []), *([] if seed is None else [f"seed={seed}"])]
     recipe = read_recipe(config, changes)
     folder = output or Path("runs") / recipe.name
+    alone = () if baseline is None else tuple(read_alone(baseline))
     if processes:
         words = ["train", str(config), "--output", str(folder), "--no-report"]
         words += [word for change in changes for word in ("--set", change)]
-        words += ["--resume"] * resume + ["--tensorboard"] * tensorboard
+        words += ["--resume"] * resume + ["--tensorboard"] * tensorboard + ["--dry-run"] * dry_run
         words += [] if minutes is None else ["--minutes", str(minutes)]
+        words += [] if baseline is None else ["--baseline", str(baseline)]
         horovodrun(processes, words, folder)
-        # Stopped in its first epoch, it has no report
-        if (folder / "summary.json").exists():
+        # Stopped in its first epoch, it has no report; a dry run has shown its own
+        if (folder / "summary.json").exists() and not dry_run:
             show_run(folder)
-        return
-    options = {
-        "resume": resume,
-        "minutes": minutes,
-        "terminal": terminal,
-        "tensorboard": tensorboard,
-    }
-    if train_here(recipe, folder, options) and show_report:
-        show_run(folder)
+    elif dry_run:
+        dry_run_here(recipe, folder)
+    else:
+        options = {"resume": resume, "minutes": minutes, "terminal": terminal}
+        options |= {"tensorboard": tensorboard, "alone": alone}
+        if train_here(recipe, folder, options) and show_report:
+            show_run(folder)
+
+
+def dry_run_here(recipe: Recipe, folder: Path) -> None:
+    """Make a dry run in this process, one of those that the launcher started."""
+    from tfcommx import is_chief
+    from tfcommx.training.dry_run import dry_run
+
+    found = dry_run(recipe, folder)
+    if is_chief():
+        show_dry_run(found)
 
 
 def train_here(recipe: Recipe, folder: Path, options: dict[str, Any]) -> bool:

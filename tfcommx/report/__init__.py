@@ -3,6 +3,7 @@
 No TensorFlow is imported until events are written, so `tfcommx report` is quick.
 """
 
+from tfcommx.report.dry_run import read_alone, show_dry_run, write_dry_run
 from tfcommx.report.events import Events
 from tfcommx.report.figures import PICTURES, draw, draw_links
 from tfcommx.report.progress import Progress
@@ -19,7 +20,10 @@ __all__ = [
     "draw",
     "draw_links",
     "read",
+    "read_alone",
     "show",
+    "show_dry_run",
     "show_run",
     "write",
+    "write_dry_run",
 ]

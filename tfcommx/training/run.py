@@ -54,11 +54,14 @@ class Run:
 
     def batches(self, piece: Piece) -> tf.data.Dataset:
         """Return this rank's training batches of a piece: (inputs, targets) for every step."""
+        return self.objective.targets(self.samples_of(piece))
+
+    def samples_of(self, piece: Piece) -> tf.data.Dataset:
+        """Return this rank's training batches of a piece: (inputs, labels) for every step."""
         data, recipe = self.recipe.data, self.recipe
         resolution = recipe.phases[piece.phase].resolution
         serving = data.serving(batch_of(recipe, piece.phase), resolution)
-        batches = data.batches(self.cache, serving, piece.epochs).skip(piece.step)
-        return self.objective.targets(batches)
+        return data.batches(self.cache, serving, piece.epochs).skip(piece.step)
 
     @property
     def checkpoint(self) -> Path:

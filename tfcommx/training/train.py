@@ -40,6 +40,8 @@ class Options:
     terminal: str | None = None
     # Write TensorBoard events while the run goes
     tensorboard: bool = False
+    # Images per second of one process in each phase, from its dry run; empty: not known
+    alone: tuple[float, ...] = ()
 
 
 def train(recipe: Recipe, output_folder: Path, options: Options | None = None) -> dict[str, Any]:
@@ -90,6 +92,8 @@ def train(recipe: Recipe, output_folder: Path, options: Options | None = None) -
                 stopped = {**stop.position._asdict(), "reason": stop.reason}
     run.cache.close()
     summary = summarise(run, model, run_callbacks.history.rows) | totals.so_far()
+    if options.alone:
+        summary["alone"] = list(options.alone)
     if stopped:
         summary["stopped"] = stopped
         tell_stop(run, stopped)
