@@ -17,13 +17,11 @@ import keras
 import numpy as np
 
 import tfcommx as cx
-from tfcommx.data.sources import Arrays
 from tfcommx.optim import checkpoint
-from tfcommx.recipes.base import Samples
-from tfcommx.recipes.datasets.fashion_mnist import FashionMnist
 from tfcommx.recipes.models.small_cnn import SmallCnn
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.training import learning_rate, saving
+from tfcommx.training.dry_run import dry_run
 from tfcommx.training.position import Position
 from tfcommx.training.train import Options, train
 
@@ -36,36 +34,25 @@ comm = cx.init(node_size=1)
 saving.ASK_STEPS = 1  # The ranks ask each other after every step
 
 
-class FewSamples(FashionMnist):
-    """Random pictures, the same on every rank."""
-
-    def build(self) -> Samples:
-        numbers = np.random.default_rng(3)
-        images = numbers.integers(0, 256, (BATCH * STEPS + 5, 12, 12), np.uint8)
-        labels = numbers.integers(0, 3, len(images))
-        classes = ("a", "b", "c")
-        return Samples(Arrays(images, labels, classes), images[..., None], labels, classes)
-
-
 class WithDropout(SmallCnn):
     """A network with batch normalisation and dropout, whose seed is a state."""
 
-    def build(self, outputs: int) -> keras.Model:
-        inside = super().build(outputs)
-        outputs = keras.layers.Dropout(0.2)(inside.output)
-        return keras.Model(inside.input, keras.layers.Dense(3, name="last")(outputs))
+    def build(self, *sizes: int) -> keras.Model:
+        inside = super().build(*sizes)
+        dropped = keras.layers.Dropout(0.2)(inside.output)
+        return keras.Model(inside.input, keras.layers.Dense(10, name="last")(dropped))
 
 
 def recipe(**more: object) -> Recipe:
     """Three phases, each with another resolution or scheme: epochs 0 and 1, 2, 3."""
     phases = [
-        {"epochs": 2, "resolution": 8, "scheme": _scheme(SPARSE), "warm_up": [0.5]},
-        {"epochs": 1, "resolution": 10, "scheme": _scheme(SPARSE)},
-        {"epochs": 1, "resolution": 12, "scheme": _scheme({"route": "torus"})},
+        {"epochs": 2, "resolution": 8, "scheme": SPARSE, "warm_up": [0.5]},
+        {"epochs": 1, "resolution": 10, "scheme": SPARSE},
+        {"epochs": 1, "resolution": 12, "scheme": {"route": "torus"}},
     ]
     return Recipe(
         name="small",
-        data=FewSamples(),
+        data={"limit": BATCH * STEPS + 5},
         model=WithDropout(filters=(4, 8)),
         batch_per_rank=BATCH // comm.topology.size,
         phases=phases,
@@ -74,10 +61,6 @@ def recipe(**more: object) -> Recipe:
         threads=None,
         **more,
     )
-
-
-def _scheme(fields: dict) -> dict:
-    return dict(fields)
 
 
 class Killed(BaseException):
@@ -147,6 +130,7 @@ def stops(positions: Iterable[tuple[int, int]]) -> None:
     """Stop by the time limit, then by a signal in each of these steps; resume each time."""
     whole = run(ROOT / "whole", False, {})
     assert "stopped" not in whole and [row["epoch"] for row in whole["rows"]] == [1, 2, 3, 4]
+    dry(whole)
     keras.utils.clear_session()
     in_time = train(recipe(), ROOT / "stops", Options(minutes=1e-6))
     assert in_time["stopped"] == {"epoch": 0, "step": 1, "reason": "the time limit"}, in_time
@@ -157,6 +141,22 @@ def stops(positions: Iterable[tuple[int, int]]) -> None:
         mine, theirs = ([row[name] for row in one["rows"]] for one in (whole, ended))
         assert mine == theirs, (name, mine, theirs)
     assert ended["bytes_between_nodes"] == whole["bytes_between_nodes"]
+
+
+def dry(whole: dict) -> None:
+    """Make a dry run: it writes its report alone, and counts the bytes of a real step."""
+    keras.utils.clear_session()
+    found = dry_run(recipe(), ROOT / "dry", steps=1)
+    comm.gather_objects("written")
+    assert [path.name for path in (ROOT / "dry").iterdir()] == ["dry_run.json"]
+    first, _, last = found["phases"]
+    assert [phase["steps"] for phase in found["phases"]] == [STEPS] * 3
+    assert set(first["bytes_by_route"]) == {"hitopk", "allreduce"}, first
+    # Both count the bytes of dense gradients, up to padding
+    dense = whole["bytes_between_nodes_dense"] / (4 * STEPS)
+    assert abs(last["bytes_by_route"]["torus"]["between"] / dense - 1) < 0.02, (last, dense)
+    assert first["bytes_by_route"]["hitopk"]["between"] < dense / 2 and found["memory_bytes"] > 1e8
+    assert found["predicted_seconds"] == sum(one["predicted_seconds"] for one in found["phases"])
 
 
 def kills() -> None:
