@@ -30,7 +30,8 @@ body { font: 15px/1.45 system-ui, sans-serif; max-width: 62rem; margin: 2rem aut
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 .wide { overflow-x: auto; } img { width: 100%; height: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid #ddd; }
+th, td { padding: .25rem .7rem; text-align: right; white-space: nowrap;
+         border-bottom: 1px solid #ddd; }
 th:first-child, td:first-child, .text { text-align: left; }
 th { font-weight: 600; border-bottom: 2px solid #999; }
 .bad { color: #b00; font-weight: 600; }

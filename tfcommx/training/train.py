@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
+import tensorflow as tf
 
 import tfcommx as cx
 from tfcommx import report
@@ -269,9 +270,11 @@ def fit_phases(model: keras.Model, run: Run, first: Position, run_callbacks: Run
         if piece.epochs.start > first.epoch:
             run.cache.reshuffle(piece.epochs.start, run.comm)
         run_callbacks.counter.begin(piece, run.steps[phase])
-        one_epoch = len(piece.epochs) == 1
+        one_epoch, batches = len(piece.epochs) == 1, run.batches(piece)
+        if piece.step:
+            build_metrics(model, batches)
         model.fit(
-            run.batches(piece),
+            batches,
             initial_epoch=piece.epochs.start,
             epochs=piece.epochs.stop,
             steps_per_epoch=run.steps[phase] - (piece.step if one_epoch else 0),
@@ -280,6 +283,15 @@ def fit_phases(model: keras.Model, run: Run, first: Position, run_callbacks: Run
             callbacks=[*begin, *run_callbacks],
         )
         begin = []
+
+
+def build_metrics(model: keras.Model, batches: tf.data.Dataset) -> None:
+    """Build the metrics, as the first step would: only then can RestoreOwn set their sums."""
+    inputs, targets, *weights = tf.nest.map_structure(
+        lambda part: tf.zeros([size or 1 for size in part.shape], part.dtype), batches.element_spec
+    )
+    # What it adds to them, `fit` takes away
+    model.compute_metrics(inputs, targets, model(inputs, training=False), *weights)
 
 
 def summarise(run: Run, model: keras.Model, rows: list[dict[str, Any]]) -> dict[str, Any]:

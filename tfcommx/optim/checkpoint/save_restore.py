@@ -207,8 +207,9 @@ def restore(model: keras.Model, folder: str | Path) -> int:
 class RestoreOwn(keras.callbacks.Callback):
     """Give each rank back what it alone had in mid-epoch: batch norm's statistics, metrics' sums.
 
-    Put it behind BroadcastState, which sets those of one rank everywhere. Nothing is done for a
-    checkpoint of an epoch's end, where all are equal, and with another number of ranks.
+    Put it behind BroadcastState, which sets those of one rank everywhere. Metrics must be built.
+    Nothing is done for a checkpoint of an epoch's end, where all are equal, and with another number
+    of ranks.
 
     Args:
         folder: as `restore` took it.
