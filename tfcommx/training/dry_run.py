@@ -73,7 +73,9 @@ def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int
     """Take the steps of one phase; return its part of the report."""
     phase, start = run.recipe.phases[number], time.monotonic()
     model.make_train_function(force=True)
-    batch = made_up(run.samples_of(Piece(number, range(1))).element_spec, run.objective.outputs)
+    spec = run.samples_of(Piece(number, range(1))).element_spec
+    mine = run.global_batch(number) // run.comm.topology.size
+    batch = made_up(spec, run.objective.outputs, mine, phase.resolution)
     data = run.objective.targets(tf.data.Dataset.from_tensors(batch)).cache().repeat()
     begin = [callbacks.BroadcastState()] if number == 0 else []
     model.fit(data, steps_per_epoch=steps + 1, verbose=0, shuffle=False, callbacks=[*begin, timing])
@@ -95,24 +97,30 @@ def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int
     }
 
 
-def made_up(spec: Sequence[Any], outputs: int) -> Any:
+def made_up(spec: Sequence[Any], outputs: int, batch: int, resolution: int) -> Any:
     """Return a batch of these shapes and types: numbers in [0, 1), whole ones below `outputs`.
 
-    >>> spec = (tf.TensorSpec([2, 4, 4, 1]), tf.TensorSpec([2], tf.int64))
-    >>> pictures, labels = made_up(spec, outputs=10)
+    >>> spec = (tf.TensorSpec([None, 4, 4, 1]), tf.TensorSpec([None], tf.int64))
+    >>> pictures, labels = made_up(spec, outputs=10, batch=2, resolution=4)
     >>> pictures.shape.as_list(), labels.dtype.name
     ([2, 4, 4, 1], 'int64')
+
+    Args:
+        spec: of the batch, as a dataset has it.
+        outputs: classes, or words of the vocabulary.
+        batch: of one rank. Sizes that are not known are the longest: `resolution`; then `batch`
+            counts word pieces, as it does for sentences.
+        resolution: of the phase.
     """
+    open_sizes = any(None in part.shape.as_list()[1:] for part in tf.nest.flatten(spec))
+    rows = max(1, batch // resolution) if open_sizes else batch
 
     def one(part: tf.TensorSpec) -> tf.Tensor:
-        if not part.shape.is_fully_defined():
-            raise cx.PlanError(
-                f"A dry run needs batches of one shape. Received {part.shape}. Serve full batches "
-                "of one resolution."
-            )
+        first, *others = part.shape.as_list() or [None]
+        shape = [first or rows, *(size or resolution for size in others)]
         if part.dtype.is_floating:
-            return tf.cast(tf.random.stateless_uniform(part.shape, [1, 2]), part.dtype)
-        whole = tf.random.stateless_uniform(part.shape, [3, 4], 0, outputs, tf.int64)
+            return tf.cast(tf.random.stateless_uniform(shape, [1, 2]), part.dtype)
+        whole = tf.random.stateless_uniform(shape, [3, 4], 0, outputs, tf.int64)
         return tf.cast(whole, part.dtype)
 
     return tf.nest.map_structure(one, spec)
