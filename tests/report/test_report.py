@@ -3,10 +3,13 @@
 The command line prints user errors in one line, with exit code 2.
 """
 
+import base64
 import io
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,8 +17,9 @@ from launching import ROOT
 from rich.console import Console
 
 from tfcommx import report
+from tfcommx.report.page import write_page
 from tfcommx.report.progress import Progress
-from tfcommx.report.summary import PARTS, ReportError
+from tfcommx.report.summary import PARTS, ReportError, phase_rows
 
 
 def row(epoch: int, resolution: int, route: str, **more) -> dict:
@@ -30,7 +34,11 @@ def row(epoch: int, resolution: int, route: str, **more) -> dict:
         "test_accuracy": 0.8123,
         "images_per_second": 1234.5,
         "replicas_identical": True,
-        "seconds": dict(zip(PARTS, (1.0, 5.0, 2.0, 1.5, 0.5), strict=True)),
+        "phase": 1 if route == "hitopk" else 2,
+        "global_batch": 100,
+        "steps": 11,
+        # In the order of PARTS: data, compute, gradients, update, (older), first step, ...
+        "seconds": dict(zip(PARTS, (1.0, 3.0, 1.0, 1.0, 0.0, 2.0, 1.0, 0.5, 0.5), strict=True)),
         **more,
     }
 
@@ -69,29 +77,19 @@ def test_written_files_and_read_again(summary, tmp_path):
         picture = (tmp_path / "run" / name).read_bytes()
         assert picture.startswith(b"\x89PNG") and len(picture) > 5000
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "comparison.png",
         "learning_curve.png",
+        "report.html",
         "summary.json",
-        "tensorboard",
         "time_breakdown.png",
     ]
-
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.util import tensor_util
-
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
-    events.Reload()
-    values = {
-        event.step: float(tensor_util.make_ndarray(event.tensor_proto))
-        for event in events.Tensors("test_accuracy")
-    }
-    assert values == pytest.approx({1: 0.8123, 2: 0.9012})
 
 
 def test_terminal_report(summary):
     text = shown(summary)
     assert "0.9012" in text and "4 on 2 nodes" in text and "hitopk mstopk 0.05" in text
     assert "2 MB per rank, 5.0 times less than the 10 MB of dense gradients" in text
-    assert "10.0 s" in text and "50 %" in text  # the steps: 5 of 10 seconds in each of two epochs
+    assert "6.0 s" in text and "30 %" in text  # forward, backward: 3 of 10 seconds in two epochs
     assert "identical at the end of every epoch" in text
 
 
@@ -222,3 +220,98 @@ def test_the_bar_goes_to_the_terminal_that_is_named(tmp_path, capsys):
             progress.epoch(row(1, 28, "torus"))
     assert not (tmp_path / "file").exists() and not Path("not a tty").exists()
     assert capsys.readouterr().out.count("epoch  1/1") == 2
+
+
+def test_the_phase_table_has_throughput_and_scaling_efficiency(summary):
+    """11 steps of 100 images in 6 s, of which the first one is not counted: 10 steps in 6 s."""
+    (first, second) = phase_rows({**summary, "alone": [100.0]})
+    assert first["images_per_second"] == pytest.approx(1000 / 6)
+    assert first["efficiency"] == pytest.approx(1000 / 6 / 400) and second["efficiency"] is None
+    text = shown({**summary, "alone": [100.0]})
+    assert "42 %" in text and "not measured" in text
+
+
+def test_the_page_stands_alone(summary, tmp_path):
+    """One file, without scripts and addresses of others; figures inside; text is escaped."""
+    other = {**summary, "replicas_identical": False, "stopped": {"epoch": 2, "reason": "SIGTERM"}}
+    files = write_page({"one": summary, "<two>": other}, tmp_path / "pages")
+    assert [path.name for path in files] == ["report.html", "comparison.png"]
+    text = files[0].read_text()
+    assert text.count('src="data:image/svg+xml;base64,') == 2
+    assert not re.search(r"<script|https?://|<link|@import|url\(", text)
+    assert "<two>" not in text and text.count("&lt;two&gt;") >= 5
+    assert '<td class="bad">NOT IDENTICAL' in text and "stopped by SIGTERM in epoch 3" in text
+    for image in re.findall(r"base64,([^\"]+)", text):
+        assert b"<svg" in base64.b64decode(image)
+    opened = [tag for tag in re.findall(r"<(table|div|details|tr|td|th|p|h1|h2)\b", text)]
+    closed = [tag for tag in re.findall(r"</(table|div|details|tr|td|th|p|h1|h2)>", text)]
+    assert Counter(opened) == Counter(closed)
+
+
+def test_the_dry_run_of_one_process_is_the_baseline(tmp_path):
+    phase = {
+        "epochs": 2,
+        "steps": 10,
+        "resolution": 14,
+        "global_batch": 512,
+        "step_seconds": 0.25,
+        "gradients_seconds": 0.05,
+        "images_per_second": 2048.0,
+        "bytes_by_route": {"torus": {"inside": 2e6, "between": 1e6}},
+        "predicted_seconds": 150.0,
+    }
+    found = {
+        "name": "tiny",
+        "ranks": 1,
+        "nodes": 1,
+        "parameters": 61402,
+        "memory_bytes": 2e9,
+        "phases": [phase],
+        "predicted_seconds": 150.0,
+    }
+    report.write_dry_run(found, tmp_path)
+    assert report.read_alone(tmp_path) == [2048.0]
+    stream = io.StringIO()
+    report.show_dry_run(found, Console(file=stream, width=160))
+    text = stream.getvalue()
+    assert "torus: 1 MB between nodes, 2 MB inside" in text and "250.0 ms" in text
+    assert "2 GB of memory" in text and "the whole run: 2 min 30 s" in text
+    report.write_dry_run({**found, "ranks": 4}, tmp_path)
+    with pytest.raises(ReportError, match="Received one of 4"):
+        report.read_alone(tmp_path)
+    with pytest.raises(ReportError, match="tfcommx train CONFIG --dry-run"):
+        report.read_alone(tmp_path / "none")
+
+
+def test_long_epochs_have_lines_of_their_own(monkeypatch):
+    monkeypatch.setattr("tfcommx.report.progress.LINE_SECONDS", 0)
+    status = {"epoch": 1, "step": 1, "steps": 4, "loss": 0.5, "accuracy": 0.81}
+    status |= {"images_per_second": 1000.0, "data": 0.02, "gradients": 0.3}
+    stream = io.StringIO()
+    with Progress(steps=4, epochs=1, stream=stream) as progress:
+        progress.step(status)
+    (line,) = stream.getvalue().splitlines()
+    assert line.startswith("epoch  1/1  step 1/4  loss 0.500  accuracy 0.8100  1000 images/s")
+    assert "waiting: data 2 %, gradients 30 %   25 %" in line and "s remaining" in line
+
+
+def test_tensorboard_events_are_written_while_the_run_goes(summary, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util import tensor_util
+
+    writer = report.Events(tmp_path)
+    status = {"loss": 0.5, "accuracy": 0.8, "images_per_second": 9.0, "data": 0.0, "gradients": 0.1}
+    writer.step(7, status)
+    for each in summary["rows"]:
+        writer.epoch(each)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    values = {
+        name: {
+            event.step: float(tensor_util.make_ndarray(event.tensor_proto))
+            for event in events.Tensors(name)
+        }
+        for name in ("test_accuracy", "step/waiting_for_gradients")
+    }
+    assert values["test_accuracy"] == pytest.approx({1: 0.8123, 2: 0.9012})
+    assert values["step/waiting_for_gradients"] == pytest.approx({7: 0.1})

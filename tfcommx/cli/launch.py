@@ -22,9 +22,11 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
 from tfcommx.cli.environment import quiet_horovod
+from tfcommx.training.signals import STOP_FILE
 
 MARK = re.compile(r"\[(\d+)\]<(stdout|stderr)>:(.*)", re.DOTALL)
 MISSING = re.compile(r"tfcommx: rank \d+ ends, because ranks are missing: (.*)", re.DOTALL)
@@ -107,12 +109,16 @@ class Output:
         )
 
 
-def horovodrun(processes: int, words: list[str]) -> None:
+def horovodrun(processes: int, words: list[str], folder: Path) -> None:
     """Run `tfcommx WORDS...` in several processes on this machine, and wait for their end.
+
+    The first SIGINT (Ctrl-C), SIGTERM or SIGHUP asks the ranks to save and stop, by the file `stop`
+    in the run's folder; the second one ends them. horovodrun alone kills them 5 s after the first.
 
     Args:
         processes: number of ranks, >= 1.
         words: command and options of `tfcommx`; `--terminal` is added if there is one.
+        folder: of the run.
 
     **Raises:** LaunchError if a rank fails; SystemExit if a rank printed an error that the user can
     fix.
@@ -126,13 +132,43 @@ def horovodrun(processes: int, words: list[str]) -> None:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        # Ctrl-C is for this process alone: horovodrun would kill the ranks
+        start_new_session=True,
     )
-    signal.signal(signal.SIGTERM, lambda number, frame: process.terminate())
+    stop = Stop(process, folder)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop.ask)
     output = Output()
     status = _follow(process, output)
     output.finish()
+    if stop.number:
+        sys.exit(128 + stop.number)
     if status:
         output.refuse(status)
+
+
+class Stop:
+    """Stops a launch when this process is asked to end."""
+
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+        self.process, self.file = process, folder / STOP_FILE
+        # The signal that came first; 0: none
+        self.number = 0
+        # Of an earlier run
+        self.file.unlink(missing_ok=True)
+
+    def ask(self, number: int, frame: FrameType | None) -> None:
+        """Ask the ranks to save and stop; end them when asked again."""
+        if self.number:
+            self.process.terminate()
+            return
+        self.number = number
+        print("Saving before the run stops. Once more ends it at once.", file=sys.stderr)
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.touch()
+        except OSError:
+            self.process.terminate()
 
 
 def _launcher(processes: int) -> list[str]:
@@ -161,12 +197,7 @@ def _follow(process: subprocess.Popen[str], output: Output) -> int:
     ]
     for thread in threads:
         thread.start()
-    try:
-        status = process.wait()
-    except KeyboardInterrupt:
-        # The terminal has sent it to horovodrun too, which ends the ranks
-        process.wait()
-        sys.exit(128 + signal.SIGINT)
+    status = process.wait()
     for thread in threads:
         thread.join()
     return status

@@ -1,19 +1,50 @@
-"""`tfcommx report`: print the report of a finished run."""
+"""`tfcommx report`: print the report of runs, and write it as a page."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tfcommx.report.terminal import show_run
+from tfcommx.report.page import write_page
+from tfcommx.report.summary import read
+from tfcommx.report.terminal import show_comparison, show_run
 
 
 def report(
-    run_folder: Annotated[
-        Path, typer.Argument(help="Folder that `tfcommx train` wrote, such as runs/fashion_mnist.")
+    run_folders: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="Folders that `tfcommx train` wrote, such as runs/fashion_mnist.",
+        ),
     ],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the page and its picture; by default that of the first run."),
+    ] = None,
 ) -> None:
-    """Print the report of a finished run."""
-    show_run(run_folder)
+    """Print the report of one run, or of several beside each other; write it as an HTML page."""
+    runs = dict(zip(names_of(run_folders), map(read, run_folders), strict=True))
+    if len(run_folders) == 1:
+        show_run(run_folders[0])
+    else:
+        show_comparison(runs)
+    files = write_page(runs, output or run_folders[0])
+    print(f"page: {', '.join(map(str, files))}")
+
+
+def names_of(folders: list[Path]) -> list[str]:
+    """Return what tells folders apart: their last names, or their whole paths.
+
+    >>> names_of([Path("runs/dense"), Path("runs/sparse")])
+    ['dense', 'sparse']
+    >>> names_of([Path("a/run"), Path("b/run")])
+    ['a/run', 'b/run']
+    """
+    names = [os.path.basename(os.path.abspath(folder)) for folder in folders]
+    if len(set(names)) == len(names):
+        return names
+    return [f"{folder}" for folder in folders]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,6 +11,7 @@ from tfcommx.cli.environment import load_tensorflow
 from tfcommx.cli.launch import horovodrun
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
+from tfcommx.report.dry_run import read_alone, show_dry_run
 from tfcommx.report.terminal import show_run
 
 SET_HELP = "Change the recipe, e.g. --set phases.0.epochs=1. Repeatable."
@@ -33,31 +34,76 @@ def train(
         int | None,
         typer.Option(min=1, help="Start that many processes on this machine, with horovodrun."),
     ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="Save and stop after that time; exit status 0.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Short for --set seed=NUMBER.")] = None,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write TensorBoard events while the run goes.")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Take a few steps of every phase on made-up data; predict the run."
+        ),
+    ] = False,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a --dry-run in one process: for the scaling efficiency."),
+    ] = None,
     terminal: Annotated[str | None, typer.Option(hidden=True)] = None,
     show_report: Annotated[bool, typer.Option("--report/--no-report", hidden=True)] = True,
 ) -> None:
     """Train a model as a recipe says.
 
     On one machine: `tfcommx train CONFIG --processes 4`. On several: `horovodrun -np 32 -H
-    node1:8,node2:8,... tfcommx train CONFIG`.
+    node1:8,node2:8,... tfcommx train CONFIG`. SIGTERM, SIGINT or SIGUSR1 to any rank, or a file
+    `stop` in the run's folder, make it save and stop.
     """
-    recipe = read_recipe(config, settings or [])
+    changes = [*(settings or []), *([] if seed is None else [f"seed={seed}"])]
+    recipe = read_recipe(config, changes)
     folder = output or Path("runs") / recipe.name
+    alone = () if baseline is None else tuple(read_alone(baseline))
     if processes:
         words = ["train", str(config), "--output", str(folder), "--no-report"]
-        words += [word for setting in settings or [] for word in ("--set", setting)]
-        horovodrun(processes, [*words, *(["--resume"] if resume else [])])
-        show_run(folder)
-        return
-    if train_here(recipe, folder, resume, terminal) and show_report:
-        show_run(folder)
+        words += [word for change in changes for word in ("--set", change)]
+        words += ["--resume"] * resume + ["--tensorboard"] * tensorboard + ["--dry-run"] * dry_run
+        words += [] if minutes is None else ["--minutes", str(minutes)]
+        words += [] if baseline is None else ["--baseline", str(baseline)]
+        horovodrun(processes, words, folder)
+        # Stopped in its first epoch, it has no report; a dry run has shown its own
+        if (folder / "summary.json").exists() and not dry_run:
+            show_run(folder)
+    elif dry_run:
+        dry_run_here(recipe, folder)
+    else:
+        options = {"resume": resume, "minutes": minutes, "terminal": terminal}
+        options |= {"tensorboard": tensorboard, "alone": alone}
+        if train_here(recipe, folder, options) and show_report:
+            show_run(folder)
 
 
-def train_here(recipe: Recipe, folder: Path, resume: bool, terminal: str | None) -> bool:
-    """Train in this process, one of those that the launcher started; tell whether it is rank 0."""
+def dry_run_here(recipe: Recipe, folder: Path) -> None:
+    """Make a dry run in this process, one of those that the launcher started."""
     load_tensorflow()
     from tfcommx import is_chief
+    from tfcommx.training.dry_run import dry_run
+
+    found = dry_run(recipe, folder)
+    if is_chief():
+        show_dry_run(found)
+
+
+def train_here(recipe: Recipe, folder: Path, options: dict[str, Any]) -> bool:
+    """Train in this process, one of those that the launcher started.
+
+    Returns:
+        Whether this is rank 0, and has a report to show.
+    """
+    load_tensorflow()
+    from tfcommx import is_chief
+    from tfcommx.training.train import Options
     from tfcommx.training.train import train as run
 
-    run(recipe, folder, resume, terminal)
-    return bool(is_chief())
+    summary = run(recipe, folder, Options(**options))
+    return bool(is_chief()) and bool(summary["rows"])

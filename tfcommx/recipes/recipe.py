@@ -28,6 +28,7 @@ from tfcommx.recipes.reader import (
     member_of,
     refuse_unknown,
 )
+from tfcommx.recipes.saving import Saving
 from tfcommx.recipes.tasks import TASKS
 from tfcommx.terms import Scheme, Topology
 
@@ -128,6 +129,8 @@ class Recipe(Part):
         {}, validate_default=True
     )
     learning_rate: LearningRate
+    # When checkpoints are saved, and how many are kept
+    checkpoint: Saving = Saving()
     # As NumPy takes it; of the initial weights, the order of the samples and their variation
     seed: int = Field(0, ge=0, lt=2**32)
     # What `tfcommx probe` wrote, on every node; None: nominal prices

@@ -3,7 +3,8 @@
 No TensorFlow is imported until events are written, so `tfcommx report` is quick.
 """
 
-from tfcommx.report.events import write_events
+from tfcommx.report.dry_run import read_alone, show_dry_run, write_dry_run
+from tfcommx.report.events import Events
 from tfcommx.report.figures import PICTURES, draw, draw_links
 from tfcommx.report.progress import Progress
 from tfcommx.report.summary import PARTS, ReportError, read
@@ -13,13 +14,16 @@ from tfcommx.report.write import write
 __all__ = [
     "PARTS",
     "PICTURES",
+    "Events",
     "Progress",
     "ReportError",
     "draw",
     "draw_links",
     "read",
+    "read_alone",
     "show",
+    "show_dry_run",
     "show_run",
     "write",
-    "write_events",
+    "write_dry_run",
 ]

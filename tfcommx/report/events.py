@@ -1,26 +1,59 @@
-"""TensorBoard events of a run."""
+"""TensorBoard events of a run, written while it goes."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
+# Of an epoch's row
+SCALARS = (
+    "loss",
+    "train_accuracy",
+    "test_accuracy",
+    "images_per_second",
+    "resolution",
+    "density",
+)
+# Seconds between two points of the curves over steps
+STEP_SECONDS = 1.0
 
-def write_events(summary: dict[str, Any], folder: Path) -> None:
-    """Write the epochs' numbers as TensorBoard scalars, one step per epoch."""
-    import tensorflow as tf
 
-    with tf.summary.create_file_writer(str(folder)).as_default():
-        for row in summary["rows"]:
-            for name in (
-                "loss",
-                "train_accuracy",
-                "test_accuracy",
-                "images_per_second",
-                "resolution",
-                "density",
-            ):
-                tf.summary.scalar(name, row[name], step=row["epoch"])
+class Events:
+    """Writes the numbers of epochs and steps as TensorBoard scalars.
+
+    Args:
+        folder: where the event files go.
+
+    **Ranks:** rank 0 only.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        import tensorflow as tf
+
+        self.writer = tf.summary.create_file_writer(str(folder))
+        self.written_at = 0.0
+
+    def step(self, number: int, status: dict[str, Any]) -> None:
+        """Write what `Progress.step` shows, about once a second; steps count from 1."""
+        import tensorflow as tf
+
+        if time.monotonic() - self.written_at < STEP_SECONDS:
+            return
+        self.written_at = time.monotonic()
+        with self.writer.as_default(step=number):
+            for name in ("loss", "accuracy", "images_per_second"):
+                tf.summary.scalar(f"step/{name}", status[name])
+            for name in ("data", "gradients"):
+                tf.summary.scalar(f"step/waiting_for_{name}", status[name])
+
+    def epoch(self, row: dict[str, Any]) -> None:
+        """Write an epoch's row, at its number."""
+        import tensorflow as tf
+
+        with self.writer.as_default(step=row["epoch"]):
+            for name in SCALARS:
+                tf.summary.scalar(name, row[name])
             for part, seconds in row["seconds"].items():
-                tf.summary.scalar(f"seconds/{part}", seconds, step=row["epoch"])
-        tf.summary.flush()
+                tf.summary.scalar(f"seconds/{part}", seconds)
+        self.writer.flush()

@@ -55,7 +55,9 @@ def _time_breakdown(summary: dict[str, Any], axes: Axes) -> None:
     epochs = [row["epoch"] for row in rows]
     bottom = [0.0] * len(rows)
     for part, meaning in PARTS.items():
-        heights = [row["seconds"][part] for row in rows]
+        heights = [row["seconds"].get(part, 0.0) for row in rows]
+        if not any(heights):
+            continue
         axes.bar(epochs, heights, bottom=bottom, label=meaning)
         bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
     axes.set(xlabel="epoch", ylabel="seconds on rank 0", xticks=epochs, title="where the time went")

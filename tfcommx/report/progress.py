@@ -21,6 +21,9 @@ from rich.progress import Progress as Bar
 
 from tfcommx.report.summary import scheme_text
 
+# Without a terminal: seconds between two lines in long epochs
+LINE_SECONDS = 60.0
+
 
 class Progress:
     """One bar over all steps of a run on a terminal; elsewhere one plain line per epoch.
@@ -53,7 +56,7 @@ class Progress:
         self.console = Console(
             file=stream or sys.stdout, highlight=False, soft_wrap=True, width=width
         )
-        self.started = time.monotonic()
+        self.started = self.last_line = time.monotonic()
         self.bar: Bar | None = None
 
     def __enter__(self) -> Progress:
@@ -65,9 +68,10 @@ class Progress:
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
+                TextColumn("{task.fields[status]}"),
                 console=self.console,
             )
-            self.task = self.bar.add_task(f"epoch 1/{self.epochs}", total=self.steps)
+            self.task = self.bar.add_task(f"epoch 1/{self.epochs}", total=self.steps, status="")
             self.bar.start()
         return self
 
@@ -80,18 +84,38 @@ class Progress:
         if self.bar:
             self.bar.stop()
 
-    def step(self) -> None:
-        """Count one step."""
+    def step(self, status: dict[str, Any] | None = None) -> None:
+        """Count one step, and show how the epoch goes.
+
+        Args:
+            status: epoch and step, from 1; steps of the epoch; loss and accuracy so far;
+                images_per_second; data and gradients: the shares of the time in steps that were
+                spent waiting for them. None: nothing is known.
+        """
         self.done += 1
         if self.bar:
-            self.bar.advance(self.task)
+            text = "" if status is None else status_text(status)
+            self.bar.update(self.task, advance=1, status=text)
+            if status is not None:
+                self.bar.update(self.task, description=f"epoch {status['epoch']}/{self.epochs}")
+        elif self.shown and status and time.monotonic() - self.last_line > LINE_SECONDS:
+            self._print(
+                f"epoch {status['epoch']:2}/{self.epochs}  step {status['step']}/{status['steps']}"
+                f"  {status_text(status)}"
+            )
+
+    def _print(self, line: str) -> None:
+        """Print a line with the time that remains, by the steps so far."""
+        self.last_line = time.monotonic()
+        gone = self.last_line - self.started
+        remaining = gone / self.done * (self.steps - self.done) if self.done else 0.0
+        percent = 100 * self.done // self.steps
+        self.console.print(f"{line}  {percent:3} %, {gone:.0f} s, {remaining:.0f} s remaining")
 
     def epoch(self, row: dict[str, Any]) -> None:
         """Show the row of an epoch that has ended."""
         if not self.shown:
             return
-        gone = time.monotonic() - self.started
-        remaining = gone / self.done * (self.steps - self.done) if self.done else 0.0
         line = (
             f"epoch {row['epoch']:2}/{self.epochs}  {row['resolution']:3} px  "
             f"{scheme_text(row):24}  loss {row['loss']:.3f}  "
@@ -100,9 +124,19 @@ class Progress:
         )
         if self.bar:
             self.bar.console.print(line)
-            self.bar.update(
-                self.task, description=f"epoch {min(row['epoch'] + 1, self.epochs)}/{self.epochs}"
-            )
         else:
-            percent = 100 * self.done // self.steps
-            self.console.print(f"{line}  {percent:3} %, {gone:.0f} s, {remaining:.0f} s remaining")
+            self._print(line)
+
+
+def status_text(status: dict[str, Any]) -> str:
+    """Say how an epoch goes.
+
+    >>> status_text({"loss": 0.5, "accuracy": 0.81, "images_per_second": 1234.5, "data": 0.02,
+    ...              "gradients": 0.3})
+    'loss 0.500  accuracy 0.8100  1234 images/s  waiting: data 2 %, gradients 30 %'
+    """
+    return (
+        f"loss {status['loss']:.3f}  accuracy {status['accuracy']:.4f}  "
+        f"{status['images_per_second']:.0f} images/s  "
+        f"waiting: data {100 * status['data']:.0f} %, gradients {100 * status['gradients']:.0f} %"
+    )

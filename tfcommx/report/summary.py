@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 # The parts of an epoch, as training.timing.Timing measures them, in the order of the stacked bars.
 PARTS = {
     "data": "waiting for data",
-    "step": "steps: forward, backward, exchange, update",
+    "compute": "forward and backward pass",
+    "gradients": "waiting for gradients",
+    "update": "update",
+    "step": "steps (older runs)",
     "first_step": "first step of a phase: tracing",
     "evaluation": "evaluation",
+    "saving": "saving checkpoints",
     "other": "averaging, comparing, reporting",
 }
+# Of these, what a phase's throughput counts
+STEADY = ("data", "compute", "gradients", "update")
 # What a summary must hold so that it can be shown
 REQUIRED = (
     "test_accuracy",
@@ -37,6 +44,77 @@ def scheme_text(row: dict[str, Any]) -> str:
     """Return the route and, of a sparse scheme, the rule and density of an epoch's row."""
     sparse = "" if row["selection"] == "all" else f" {row['selection']} {row['density']:g}"
     return f"{row['route']}{sparse}"
+
+
+def seconds_by_part(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the seconds of all epochs' rows, by part; 0 for what was not measured."""
+    return {part: sum(row["seconds"].get(part, 0.0) for row in rows) for part in PARTS}
+
+
+def phase_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each phase that has ended an epoch, as in the paper's table 4.
+
+    Throughput counts the time in steps and waiting for data, without the first step of a phase.
+    Scaling efficiency is the throughput over that of as many processes as one alone would give; it
+    is None if one alone was not measured.
+
+    **Source:** Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud
+    Clusters" (2021), section 5.6, table 4.
+    """
+    found = []
+    for phase in sorted({row["phase"] for row in summary["rows"] if "phase" in row}):
+        rows = [row for row in summary["rows"] if row.get("phase") == phase]
+        busy = sum(row["seconds"][kind] for row in rows for kind in STEADY)
+        # The first step of each trace is in `first_step`: one for each phase of a process
+        steps = sum(row["steps"] - (row["seconds"]["first_step"] > 0) for row in rows)
+        rate = steps * rows[0]["global_batch"] / busy if busy else 0.0
+        alone = dict(enumerate(summary.get("alone", ()), 1)).get(phase)
+        found.append(
+            {
+                "phase": phase,
+                "epochs": len(rows),
+                "resolution": rows[0]["resolution"],
+                "global_batch": rows[0]["global_batch"],
+                "scheme": scheme_text(rows[-1]),
+                "images_per_second": rate,
+                "alone": alone,
+                "efficiency": rate / (alone * summary["ranks"]) if alone else None,
+            }
+        )
+    return found
+
+
+def bytes_text(count: float) -> str:
+    """Write a number of bytes for people.
+
+    >>> bytes_text(1234), bytes_text(2e6), bytes_text(0)
+    ('1.23 kB', '2 MB', '0 B')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def time_text(seconds: float) -> str:
+    """Write a time for people.
+
+    >>> time_text(12.3), time_text(150), time_text(4000)
+    ('12 s', '2 min 30 s', '1 h 6 min')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes == 0:
+        return f"{rest} s"
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def write_json(found: dict[str, Any], path: Path) -> None:
+    """Write a report as JSON, as a whole or not at all; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(f"{path.name}.part")
+    half.write_text(json.dumps(found, indent=1) + "\n")
+    os.replace(half, path)
 
 
 def read(folder: Path) -> dict[str, Any]:

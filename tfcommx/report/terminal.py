@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from tfcommx.report.figures import PICTURES
-from tfcommx.report.summary import PARTS, read, scheme_text
+from tfcommx.report.summary import (
+    PARTS,
+    bytes_text,
+    phase_rows,
+    read,
+    scheme_text,
+    seconds_by_part,
+    time_text,
+)
 
 # Columns if the output is a pipe or a file, which has no width of its own: the widest table fits
 WIDE = 120
@@ -33,8 +42,35 @@ def show(summary: dict[str, Any], console: Console | None = None) -> None:
     if console is None:
         wide = None if sys.stdout.isatty() else WIDE
         console = Console(highlight=False, width=wide)
-    for table in (_epochs(summary), _totals(summary), _breakdown(summary)):
-        console.print(table)
+    tables = [_epochs(summary), _phases(summary), _totals(summary), _breakdown(summary)]
+    for table in tables:
+        if table.row_count:
+            console.print(table)
+
+
+def show_comparison(runs: Mapping[str, dict[str, Any]]) -> None:
+    """Print the totals and the breakdown of several runs beside each other.
+
+    Args:
+        runs: name -> summary.
+    """
+    table = Table(title="runs", title_justify="left")
+    table.add_column("")
+    for name in runs:
+        table.add_column(name, justify="right")
+    for heading, text in (
+        ("test accuracy", lambda run: f"{run['test_accuracy']:.4f}"),
+        ("epochs", lambda run: f"{len(run['rows'])} of {run['epochs']}"),
+        ("time", lambda run: time_text(run["seconds"])),
+        ("images/s in steps", lambda run: f"{run['images_per_second']:.0f}"),
+        ("sent between nodes, per rank", lambda run: bytes_text(run["bytes_between_nodes"])),
+    ):
+        table.add_row(heading, *map(text, runs.values()))
+    for part, meaning in PARTS.items():
+        found = [seconds_by_part(run["rows"])[part] for run in runs.values()]
+        if any(found):
+            table.add_row(meaning, *(f"{seconds:.1f} s" for seconds in found))
+    Console(highlight=False, width=None if sys.stdout.isatty() else WIDE).print(table)
 
 
 def _epochs(summary: dict[str, Any]) -> Table:
@@ -55,10 +91,27 @@ def _epochs(summary: dict[str, Any]) -> Table:
     return table
 
 
+def _phases(summary: dict[str, Any]) -> Table:
+    table = Table(title="phases, without the first step of each", title_justify="left")
+    for heading in ("epochs", "pixels", "batch", "exchange", "images/s", "one process", "scaling"):
+        table.add_column(heading, justify="left" if heading == "exchange" else "right")
+    for row in phase_rows(summary):
+        table.add_row(
+            str(row["epochs"]),
+            str(row["resolution"]),
+            str(row["global_batch"]),
+            row["scheme"],
+            f"{row['images_per_second']:.0f}",
+            f"{row['alone']:.0f}" if row["alone"] else "not measured",
+            f"{100 * row['efficiency']:.0f} %" if row["alone"] else "",
+        )
+    return table
+
+
 def _totals(summary: dict[str, Any]) -> Table:
     dense, sent = summary["bytes_between_nodes_dense"], summary["bytes_between_nodes"]
     saved = (
-        f", {dense / sent:.1f} times less than the {_bytes(dense)} of dense gradients"
+        f", {dense / sent:.1f} times less than the {bytes_text(dense)} of dense gradients"
         if dense > sent > 0
         else ""
     )
@@ -73,7 +126,7 @@ def _totals(summary: dict[str, Any]) -> Table:
         ("test accuracy", f"{summary['test_accuracy']:.4f}"),
         ("processes", f"{summary['ranks']} on {summary['nodes']} nodes"),
         ("time", f"{summary['seconds']:.0f} s, {rate}"),
-        ("sent between nodes", f"{_bytes(sent)} per rank{saved}"),
+        ("sent between nodes", f"{bytes_text(sent)} per rank{saved}"),
         *_loader(summary["rows"]),
         ("replicas", replicas),
     ):
@@ -83,9 +136,11 @@ def _totals(summary: dict[str, Any]) -> Table:
 
 def _breakdown(summary: dict[str, Any]) -> Table:
     table = Table(title="where rank 0's time went", title_justify="left", show_header=False)
-    seconds = {part: sum(row["seconds"][part] for row in summary["rows"]) for part in PARTS}
+    seconds = seconds_by_part(summary["rows"])
     whole = sum(seconds.values()) or 1
     for part, meaning in PARTS.items():
+        if not seconds[part]:
+            continue
         table.add_row(meaning, f"{seconds[part]:.1f} s", f"{100 * seconds[part] / whole:.0f} %")
     return table
 
@@ -117,11 +172,3 @@ def _loader(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
         ),
         ("waited for images", f"{waited:.2f} s"),
     ]
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
-        count /= 1000
-    raise AssertionError

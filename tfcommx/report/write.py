@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
-from tfcommx.report.events import write_events
 from tfcommx.report.figures import draw
+from tfcommx.report.page import write_page
+from tfcommx.report.summary import write_json
 
 
 def write(summary: dict[str, Any], folder: Path) -> None:
-    """Write summary.json, the pictures and TensorBoard events into the run's folder.
+    """Write summary.json, the pictures and the page into the run's folder.
 
     Args:
         summary: as `training.train` made it.
@@ -21,9 +20,6 @@ def write(summary: dict[str, Any], folder: Path) -> None:
     **Ranks:** rank 0 only.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    half = folder / "summary.json.part"
-    half.write_text(json.dumps(summary, indent=1) + "\n")
-    os.replace(half, folder / "summary.json")
+    write_json(summary, folder / "summary.json")
     draw(summary, folder)
-    write_events(summary, folder / "tensorboard")
+    write_page({summary.get("name", "run"): summary}, folder)

@@ -7,48 +7,95 @@ from typing import Any
 import keras
 
 from tfcommx.optim import callbacks
-from tfcommx.report import Progress
+from tfcommx.report import Events, Progress
+from tfcommx.training.position import StepCounter
 from tfcommx.training.run import Run
 from tfcommx.training.timing import Timing
 
 
 class EpochHistory(keras.callbacks.Callback):
-    """Keeps one row of numbers per epoch, and shows it on rank 0.
+    """Keeps one row of numbers per epoch, those of an earlier process included.
 
-    Comes last: it reads what the other callbacks put into the logs.
+    It reads what the callbacks before it put into the logs.
     """
 
     def __init__(
-        self, run: Run, timing: Timing, compare: callbacks.CompareReplicas, progress: Progress
+        self,
+        run: Run,
+        counter: StepCounter,
+        timing: Timing,
+        compare: callbacks.CompareReplicas,
+        rows: list[dict[str, Any]],
     ) -> None:
         super().__init__()
-        self.run, self.timing, self.compare, self.progress = run, timing, compare, progress
-        self.phases, self.schemes = run.recipe.phase_of_epoch(), run.recipe.scheme_of_epoch()
-        self.rows: list[dict[str, Any]] = []
+        self.run, self.counter, self.timing, self.compare = run, counter, timing, compare
+        self.schemes, self.rows = run.recipe.scheme_of_epoch(), rows
+        # Steps of the epoch under way that an earlier process has taken and measured
+        self.measured_before = 0
 
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        self.progress.step()
+    def steps_measured(self) -> int:
+        """Return the steps of the epoch so far that `timing` has measured."""
+        return self.measured_before + self.counter.taken
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Add the epoch's row."""
         self.rows.append(self.row(epoch, logs or {}))
-        self.progress.epoch(self.rows[-1])
+        self.measured_before = 0
 
     def row(self, epoch: int, logs: dict[str, Any]) -> dict[str, Any]:
         """Return the numbers of an epoch that has just ended."""
-        scheme, seconds = self.schemes[epoch], self.timing.finish()
-        busy = seconds["data"] + seconds["step"] + seconds["first_step"]
+        scheme, seconds = self.schemes[epoch], self.timing.so_far()
+        phase, steps = self.counter.phase, self.steps_measured()
         loader = self.run.cache.report(epoch)
         return {
             "epoch": epoch + 1,
-            "resolution": self.phases[epoch].resolution,
+            "phase": phase + 1,
+            "resolution": self.run.recipe.phases[phase].resolution,
+            "global_batch": self.run.global_batch(phase),
             "route": scheme.route,
             "selection": scheme.selection,
             "density": scheme.density,
             "loss": float(logs["loss"]),
             "train_accuracy": float(logs["accuracy"]),
             "test_accuracy": logs["test_accuracy"],
-            "images_per_second": self.run.steps * self.run.global_batch / busy,
+            "steps": steps,
+            "images_per_second": steps * self.run.global_batch(phase) / self.timing.busy(),
             "replicas_identical": bool(self.compare.identical),
             "seconds": {kind: round(value, 3) for kind, value in seconds.items()},
             "loader": {name: round(value, 6) for name, value in loader.items()},
         }
+
+
+class ShowProgress(keras.callbacks.Callback):
+    """Shows on rank 0 how the run goes; comes last."""
+
+    def __init__(
+        self, history: EpochHistory, progress: Progress, events: Events | None = None
+    ) -> None:
+        super().__init__()
+        self.history, self.progress, self.events = history, progress, events
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        """Count the step, and show the loss so far."""
+        history, counter, logs = self.history, self.history.counter, logs or {}
+        busy = max(history.timing.busy(), 1e-9)
+        samples = history.steps_measured() * history.run.global_batch(counter.phase)
+        status = {
+            "epoch": counter.position.epoch + 1,
+            "step": counter.after.step,
+            "steps": counter.steps,
+            "loss": float(logs.get("loss", "nan")),
+            "accuracy": float(logs.get("accuracy", "nan")),
+            "images_per_second": samples / busy,
+            "data": history.timing.seconds["data"] / busy,
+            "gradients": history.timing.seconds["gradients"] / busy,
+        }
+        self.progress.step(status)
+        if self.events:
+            self.events.step(history.run.steps_before(counter.after), status)
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Show the epoch's row."""
+        self.progress.epoch(self.history.rows[-1])
+        if self.events:
+            self.events.epoch(self.history.rows[-1])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import keras
 
-from tfcommx.recipes.recipe import Recipe
+from tfcommx.training.position import Position, StepCounter
+from tfcommx.training.run import Run
 
 
 class LearningRate(keras.callbacks.Callback):
@@ -14,15 +15,23 @@ class LearningRate(keras.callbacks.Callback):
     loaded.
     """
 
-    def __init__(self, recipe: Recipe, steps_per_epoch: int, global_batch: int) -> None:
+    def __init__(self, run: Run, counter: StepCounter) -> None:
         super().__init__()
-        self.rate = recipe.learning_rate
-        self.sizes = (steps_per_epoch, steps_per_epoch * recipe.epochs, global_batch)
-        # Steps before this epoch
-        self.before = 0
-
-    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        self.before = epoch * self.sizes[0]
+        self.run, self.counter = run, counter
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        self.model.optimizer.learning_rate = self.rate.at(self.before + batch, *self.sizes)
+        """Set the rate of the step that begins."""
+        rate = rate_at(self.run, self.counter.phase, self.counter.position)
+        self.model.optimizer.learning_rate = rate
+
+
+def rate_at(run: Run, phase: int, position: Position) -> float:
+    """Return the learning rate of a step of a phase.
+
+    The schedule goes by epochs: its steps are those of the first phase, of which a step of a phase
+    with a smaller batch is a part.
+    """
+    first, mine = run.steps[0], run.steps[phase]
+    step = position.epoch * first + position.step * first / mine
+    whole = first * run.recipe.epochs
+    return run.recipe.learning_rate.at(step, first, whole, run.global_batch(phase))

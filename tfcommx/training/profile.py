@@ -8,6 +8,7 @@ import keras
 
 from tfcommx.measure.layers import Measured, measure
 from tfcommx.recipes.recipe import Recipe
+from tfcommx.training.position import Piece
 from tfcommx.training.run import prepare
 from tfcommx.training.train import compile_model
 
@@ -22,10 +23,9 @@ def measure_recipe(recipe: Recipe, steps: int) -> Measured:
     keras.utils.set_random_seed(recipe.seed)
     model, scheme = recipe.model.build(run.objective.outputs), recipe.scheme_of_epoch()[0]
     compile_model(model, run, scheme)
-    serving = recipe.data.serving(recipe.batch_per_rank, recipe.phases[0].resolution)
-    batches = recipe.data.batches(run.cache, serving, range(1))
+    batches = run.batches(Piece(0, range(1)))
     rule = None if scheme.selection == "all" else scheme.selection
     try:
-        return measure(model, run.objective.targets(batches), steps, rule, scheme.density)
+        return measure(model, batches, steps, rule, scheme.density)
     finally:
         run.cache.close()

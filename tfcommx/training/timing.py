@@ -3,64 +3,128 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfcommx.optim.wrapped import exchanger_of
+
+# What is measured of an epoch, in seconds; `other` is the rest
+KINDS = (
+    "data",
+    "compute",
+    "gradients",
+    "update",
+    "first_step",
+    "evaluation",
+    "saving",
+)
+# Of these, what belongs to training steps
+BUSY = ("data", "compute", "gradients", "update", "first_step")
+
 
 class Timing(keras.callbacks.Callback):
     """Measures where an epoch's seconds go on this rank.
 
-    - `data`: from the start of a step until its batch has arrived, read inside the step by
-      `tf.timestamp`.
-    - `step`: from then until the step has ended: forward, backward, exchange (with the wait for
-      slower ranks) and update. They overlap, so they are one number.
+        begin        arrived              ready      exchanged      end
+          |   data      |     compute       | gradients |   update   |
+
+    - `data`: from the start of a step until its batch has arrived.
+    - `compute`: from then until the last gradient of this rank is there: forward and backward pass,
+      and what is selected and exchanged meanwhile.
+    - `gradients`: from then until the last exchanged gradient has arrived: the part of selection
+      and exchange that nothing hides, with the wait for slower ranks.
+    - `update`: the rest of the step.
     - `first_step`: the whole first step of a phase, in which TensorFlow traces and compiles the
       step.
-    - `evaluation`: measured by Evaluation.
+    - `evaluation`, `saving`: measured by Evaluation and by Saving.
     - `other`: the rest of the epoch: averaging, comparing, reporting.
+
+    The clock is read inside the step, by `tf.timestamp`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # Seconds since 1970 when the batch had arrived
-        self.arrived = tf.Variable(0.0, dtype=tf.float64, trainable=False)
-        self.seconds: dict[str, float] = {}
-        self.epoch_start = 0.0
+        # Seconds since 1970
+        self.arrived, self.ready, self.exchanged = (
+            tf.Variable(0.0, dtype=tf.float64, trainable=False) for _ in range(3)
+        )
+        self.seconds = dict.fromkeys(KINDS, 0.0)
+        # Of the epoch under way: before this process began, and when it began here
+        self._before, self._epoch_start = 0.0, time.time()
+        # What an earlier process measured of the first epoch
+        self._continued: dict[str, float] = {}
+        self.first = True
+
+    def continue_from(self, seconds: dict[str, float]) -> None:
+        """Add what an earlier process measured to the epoch that begins next."""
+        self._continued = seconds
 
     def watch(self, model: keras.Model) -> None:
-        """Make the model's training step note when its batch has arrived."""
-        train_step = model.train_step
+        """Make the model's training step note when batch and gradients have arrived."""
+        train_step, exchanger = model.train_step, exchanger_of(model)
+        exchange = exchanger.exchange
 
-        def timed(data: Any) -> Any:
-            with tf.control_dependencies(tf.nest.flatten(data)):
-                noted = self.arrived.assign(tf.timestamp())
-            with tf.control_dependencies([noted]):
+        def timed_step(data: Any) -> Any:
+            with _noted(self.arrived, tf.nest.flatten(data)):
                 return train_step(data)
 
-        model.train_step = timed
+        @tf.autograph.experimental.do_not_convert
+        def timed_exchange(
+            gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor, steps: tf.Tensor
+        ) -> list[tf.Tensor]:
+            with _noted(self.ready, gradients):
+                pass
+            result = exchange(gradients, learning_rate, steps)
+            with _noted(self.exchanged, result):
+                pass
+            return result
+
+        model.train_step, exchanger.exchange = timed_step, timed_exchange
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         self.first = True
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        self.seconds = {"data": 0.0, "step": 0.0, "first_step": 0.0, "evaluation": 0.0}
-        self.epoch_start = time.time()
+        self.seconds = {kind: self._continued.get(kind, 0.0) for kind in KINDS}
+        self._before, self._continued = sum(self._continued.values()), {}
+        self._epoch_start = time.time()
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         self.batch_start = time.time()
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        now, arrived = time.time(), float(self.arrived.numpy())
+        now, seconds = time.time(), self.seconds
+        arrived, ready, exchanged = (
+            float(stamp.numpy()) for stamp in (self.arrived, self.ready, self.exchanged)
+        )
         if self.first:
-            self.seconds["first_step"] += now - self.batch_start
+            seconds["first_step"] += now - self.batch_start
         else:
-            self.seconds["data"] += arrived - self.batch_start
-            self.seconds["step"] += now - arrived
+            seconds["data"] += arrived - self.batch_start
+            # With accumulated gradients only some steps exchange
+            ready, exchanged = max(ready, arrived), max(exchanged, arrived)
+            if exchanged == arrived:
+                ready = exchanged = now
+            seconds["compute"] += ready - arrived
+            seconds["gradients"] += exchanged - ready
+            seconds["update"] += now - exchanged
         self.first = False
 
-    def finish(self) -> dict[str, float]:
-        """Return the epoch's seconds by kind; they sum to the epoch's wall-clock time."""
-        total = time.time() - self.epoch_start
+    def busy(self) -> float:
+        """Return the seconds in training steps of the epoch so far."""
+        return sum(self.seconds[kind] for kind in BUSY)
+
+    def so_far(self) -> dict[str, float]:
+        """Return the epoch's seconds by kind; they sum to its wall-clock time."""
+        total = self._before + time.time() - self._epoch_start
         return {**self.seconds, "other": total - sum(self.seconds.values())}
+
+
+def _noted(stamp: tf.Variable, tensors: Sequence[Any]) -> Any:
+    """Note in the graph when all tensors are there; what is made inside waits for that."""
+    with tf.control_dependencies(list(tensors)):
+        noted = stamp.assign(tf.timestamp())
+    return tf.control_dependencies([noted])

@@ -5,93 +5,180 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
+import tensorflow as tf
 
 import tfcommx as cx
 from tfcommx import report
 from tfcommx.optim import callbacks, checkpoint
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.training.evaluation import Evaluation
-from tfcommx.training.history import EpochHistory
+from tfcommx.training.history import EpochHistory, ShowProgress
 from tfcommx.training.learning_rate import LearningRate
+from tfcommx.training.position import Position, StepCounter, pieces
 from tfcommx.training.run import Run, prepare
-from tfcommx.training.timing import Timing
+from tfcommx.training.saving import Saving, Stopped
+from tfcommx.training.signals import StopRequests
+from tfcommx.training.timing import BUSY, Timing
 
 log = logging.getLogger("tfcommx")
 
 
-def train(
-    recipe: Recipe, output_folder: Path, resume: bool = False, terminal: str | None = None
-) -> dict[str, Any]:
-    """Train as the recipe says; write a checkpoint after every epoch and the report at the end.
+@dataclass(frozen=True)
+class Options:
+    """What a run does besides what its recipe says."""
+
+    # Continue after the last whole checkpoint in the run's folder, if there is one
+    resume: bool = False
+    # Save and stop after so many minutes of this process, > 0; None: when the run is through
+    minutes: float | None = None
+    # Device file of a terminal for the progress bar, if rank 0's own output is a pipe
+    terminal: str | None = None
+    # Write TensorBoard events while the run goes
+    tensorboard: bool = False
+    # Images per second of one process in each phase, from its dry run; empty: not known
+    alone: tuple[float, ...] = ()
+
+
+def train(recipe: Recipe, output_folder: Path, options: Options | None = None) -> dict[str, Any]:
+    """Train as the recipe says; save as it says, and when the run is stopped; write the report.
+
+    SIGTERM, SIGINT and SIGUSR1 to any rank, and a file `stop` in the folder, make all ranks save
+    after the same step and return. So does the time limit.
 
     Args:
         recipe: what to train.
-        output_folder: where checkpoint and report go.
-        resume: continue after the last whole checkpoint in `output_folder`, if there is one, with
-            its residuals. The summary then covers the epochs since.
-        terminal: device file of a terminal for the progress bar, if rank 0's own output is a pipe.
+        output_folder: where checkpoints and report go.
+        options: what else to do; None: the defaults.
 
     Returns:
-        The summary, as in `summary.json`. `seconds` is the wall-clock time of this call, except
-        for the report's files; `images_per_second` counts training images of all ranks over the
-        time in steps, tracing and waiting for data included, evaluation not; bytes are per rank,
-        the whole run; `rows` has the epochs. Times are this rank's own.
+        The summary, as in `summary.json`: of the whole run, with what it did before it was resumed.
+        `seconds` is wall-clock time, except for the report's files; `images_per_second` counts
+        training images of all ranks over the time in steps, tracing and waiting for data included,
+        evaluation not; bytes are per rank, the whole run; `rows` has the epochs. Times are rank
+        0's. `stopped` says after which step and why, if the run is not through. Without an epoch
+        that has ended there is no report, and `rows` is empty.
 
     **Ranks:** all, with the same recipe. **Raises:** PlanError and DataError before the first step.
     """
-    start = time.time()
+    options, start = options or Options(), time.monotonic()
+    end = None if options.minutes is None else start + 60 * options.minutes
     run = prepare(recipe, output_folder)
-    keras.utils.set_random_seed(recipe.seed)
-    model = recipe.model.build(run.objective.outputs)
-    first = first_epoch(run, resume)
-    optimizer = compile_model(model, run, recipe.scheme_of_epoch()[first])
-    if resume:
-        checkpoint.restore(model, run.checkpoint)
-    if run.comm.rank == 0:
-        # Of an earlier run: `tfcommx report` would take it for the report of this one
-        with contextlib.suppress(OSError):
-            (output_folder / "summary.json").unlink()
-    run_callbacks = make_callbacks(run, first, terminal)
-    run_callbacks.timing.watch(model)
-    with run_callbacks.history.progress:
-        fit_phases(model, run, first, run_callbacks)
+    requests = StopRequests(output_folder if run.comm.rank == 0 else None)
+    with requests:
+        keras.utils.set_random_seed(recipe.seed)
+        model = recipe.model.build(run.objective.outputs)
+        saved = last_checkpoint(run, options.resume)
+        first = start_of(run, saved)
+        optimizer = compile_model(model, run, recipe.scheme_of_epoch()[first.epoch])
+        if saved:
+            checkpoint.restore(model, run.checkpoint)
+        if run.comm.rank == 0:
+            # Of an earlier run: `tfcommx report` would take it for the report of this one
+            with contextlib.suppress(OSError):
+                (output_folder / "summary.json").unlink()
+        totals = Totals(saved.notes if saved else {}, optimizer, start)
+        run_callbacks = make_callbacks(run, first, saved, options, requests, end, totals)
+        run_callbacks.timing.watch(model)
+        stopped: dict[str, Any] = {}
+        with run_callbacks.show.progress:
+            try:
+                fit_phases(model, run, first, run_callbacks)
+            except Stopped as stop:
+                stopped = {**stop.position._asdict(), "reason": stop.reason}
     run.cache.close()
-    summary = summarise(run, model, run_callbacks.history.rows)
-    summary |= {key: round(value) for key, value in optimizer.exchanger.traffic().items()}
-    summary["seconds"] = round(time.time() - start, 1)
-    if cx.is_chief():
+    summary = summarise(run, model, run_callbacks.history.rows) | totals.so_far()
+    if options.alone:
+        summary["alone"] = list(options.alone)
+    if stopped:
+        summary["stopped"] = stopped
+        tell_stop(run, stopped)
+    if cx.is_chief() and summary["rows"]:
         report.write(summary, output_folder)
     return summary
 
 
-def first_epoch(run: Run, resume: bool) -> int:
-    """Return the epoch to begin with.
+class Totals:
+    """Bytes and seconds of the whole run, with those before it was resumed."""
 
-    It warns first if the run will replace a checkpoint.
+    KEYS = ("bytes_between_nodes", "bytes_between_nodes_dense", "seconds")
+
+    def __init__(
+        self, notes: dict[str, Any], optimizer: keras.optimizers.Optimizer, start: float
+    ) -> None:
+        self.before = {key: notes.get(key, 0) for key in self.KEYS}
+        self.exchanger, self.start = optimizer.exchanger, start
+        # A process may train twice
+        self.at_start = self.exchanger.traffic()
+
+    def so_far(self) -> dict[str, Any]:
+        """Return the sums by key."""
+        now = {
+            key: value - self.at_start[key] for key, value in self.exchanger.traffic().items()
+        } | {"seconds": time.monotonic() - self.start}
+        found = {key: self.before[key] + now[key] for key in self.KEYS}
+        return {key: round(value, 1 if key == "seconds" else None) for key, value in found.items()}
+
+
+def last_checkpoint(run: Run, resume: bool) -> checkpoint.Head | None:
+    """Return the checkpoint to continue from; warn if the run will replace one.
 
     **Raises:** PlanError if a resumed run has no epochs left to train.
     """
-    saved = checkpoint.next_epoch(run.checkpoint)
+    saved = checkpoint.last(run.checkpoint)
     if saved and not resume and run.comm.rank == 0:
         log.warning(
             "The first epoch replaces the checkpoint of %d epochs in %s. Stop now and add "
             "--resume to continue it.",
-            saved,
+            saved.epoch + 1,
             run.checkpoint,
         )
-    first = saved if resume else 0
-    if first >= run.recipe.epochs:
+    if saved and resume and saved.epoch + 1 >= run.recipe.epochs:
         raise cx.PlanError(
-            f"A resumed run needs epochs left to train. {run.checkpoint} holds {first} of "
-            f"{run.recipe.epochs}."
+            f"A resumed run needs epochs left to train. {run.checkpoint} holds {saved.epoch + 1} "
+            f"of {run.recipe.epochs}."
         )
-    return first
+    return saved if resume else None
+
+
+def start_of(run: Run, saved: checkpoint.Head | None) -> Position:
+    """Return the first step of a run.
+
+    On another number of ranks an epoch has another number of steps, and other samples in each:
+    the run goes on at the same share of the epoch.
+    """
+    if saved is None:
+        return Position(0)
+    epoch = saved.epoch + 1
+    steps = run.steps_of(epoch)
+    step = saved.step if saved.steps in (0, steps) else saved.step * steps // saved.steps
+    if step != saved.step and run.comm.rank == 0:
+        log.warning(
+            "The checkpoint was saved after step %d of %d; with %d ranks the epoch has %d steps, "
+            "and goes on after step %d: some samples come twice in it, and some not at all.",
+            saved.step,
+            saved.steps,
+            run.comm.topology.size,
+            steps,
+            step,
+        )
+    return Position(epoch, step)
+
+
+def tell_stop(run: Run, stopped: dict[str, Any]) -> None:
+    """Say on rank 0 where the run was stopped, and how it goes on."""
+    if run.comm.rank == 0:
+        steps = run.steps_of(stopped["epoch"])
+        print(
+            f"Stopped by {stopped['reason']}, before step {stopped['step'] + 1} of {steps} of "
+            f"epoch {stopped['epoch'] + 1}/{run.recipe.epochs}, and saved. Add --resume to go on.",
+            flush=True,
+        )
 
 
 def compile_model(model: keras.Model, run: Run, scheme: cx.Scheme) -> keras.optimizers.Optimizer:
@@ -111,6 +198,8 @@ def compile_model(model: keras.Model, run: Run, scheme: cx.Scheme) -> keras.opti
 class RunCallbacks(NamedTuple):
     """The callbacks of a run, in the order in which Keras calls them."""
 
+    # First: the others ask it
+    counter: StepCounter
     timing: Timing
     learning_rate: LearningRate
     switch: callbacks.SwitchScheme
@@ -118,74 +207,105 @@ class RunCallbacks(NamedTuple):
     batch_norm: callbacks.AverageBatchNorm
     compare: callbacks.CompareReplicas
     evaluation: Evaluation
-    checkpoint: checkpoint.Checkpoint
-    # Last: it reads what the others put into the logs
+    # It reads what those before it put into the logs
     history: EpochHistory
+    saving: Saving
+    show: ShowProgress
 
 
-def make_callbacks(run: Run, first: int, terminal: str | None) -> RunCallbacks:
-    """Make the callbacks of a run that begins with the epoch `first`."""
-    recipe, timing, compare = run.recipe, Timing(), callbacks.CompareReplicas()
-    schemes = pairwise(recipe.scheme_of_epoch())
-    changes = {epoch: new for epoch, (old, new) in enumerate(schemes, 1) if new != old}
-    progress = report.Progress(
-        run.steps * (recipe.epochs - first), recipe.epochs, shown=cx.is_chief(), terminal=terminal
-    )
+def make_callbacks(
+    run: Run,
+    first: Position,
+    saved: checkpoint.Head | None,
+    options: Options,
+    requests: StopRequests,
+    end: float | None,
+    totals: Totals,
+) -> RunCallbacks:
+    """Make the callbacks of a run that begins at `first`, or continues from `saved` there."""
+    recipe, counter, timing = run.recipe, StepCounter(), Timing()
+    compare, notes = callbacks.CompareReplicas(), saved.notes if saved else {}
+    schemes = enumerate(pairwise(recipe.scheme_of_epoch()), 1)
+    changes = {at: new for at, (old, new) in schemes if new != old and at > first.epoch}
+    history = EpochHistory(run, counter, timing, compare, list(notes.get("rows", ())))
+    if first.step:
+        timing.continue_from(notes.get("under_way", {}).get("seconds", {}))
+        history.measured_before = notes.get("under_way", {}).get("steps", 0)
+    steps = run.steps_before(Position(recipe.epochs)) - run.steps_before(first)
+    progress = report.Progress(steps, recipe.epochs, shown=cx.is_chief(), terminal=options.terminal)
+    shown = options.tensorboard and cx.is_chief()
+    events = report.Events(run.folder / "tensorboard") if shown else None
     return RunCallbacks(
+        counter,
         timing,
-        LearningRate(recipe, run.steps, run.global_batch),
-        callbacks.SwitchScheme({epoch: new for epoch, new in changes.items() if epoch > first}),
+        LearningRate(run, counter),
+        callbacks.SwitchScheme(
+            {epoch: new for epoch, new in changes.items() if epoch > first.epoch}
+        ),
         callbacks.AverageMetrics(),
         callbacks.AverageBatchNorm(),
         compare,
         Evaluation(run, timing),
-        checkpoint.Checkpoint(run.checkpoint),
-        EpochHistory(run, timing, compare, progress),
+        history,
+        Saving(run, history, requests, end, totals.so_far),
+        ShowProgress(history, progress, events),
     )
 
 
-def fit_phases(model: keras.Model, run: Run, first: int, run_callbacks: RunCallbacks) -> None:
-    """Train the phases one after the other, from the epoch `first` on."""
-    data = run.recipe.data
-    begin: list[keras.callbacks.Callback] = [callbacks.BroadcastState()]
-    ends = np.cumsum([phase.epochs for phase in run.recipe.phases])
-    for phase, end in zip(run.recipe.phases, map(int, ends), strict=True):
-        epochs = range(max(first, end - phase.epochs), end)
-        serving = data.serving(run.recipe.batch_per_rank, phase.resolution)
-        run_callbacks.evaluation.at(phase.resolution)
-        for piece in served_in_one_go(epochs, data.reshuffle_fraction):
-            if piece.start > first:
-                run.cache.reshuffle(piece.start, run.comm)
-            model.fit(
-                run.objective.targets(data.batches(run.cache, serving, piece)),
-                initial_epoch=piece.start,
-                epochs=piece.stop,
-                steps_per_epoch=run.steps,
-                verbose=0,
-                shuffle=False,
-                callbacks=[*begin, *run_callbacks],
-            )
-            begin = []
+def fit_phases(model: keras.Model, run: Run, first: Position, run_callbacks: RunCallbacks) -> None:
+    """Train the phases one after the other, from `first` on. **Raises:** Stopped."""
+    begin: list[keras.callbacks.Callback] = [
+        callbacks.BroadcastState(),
+        checkpoint.RestoreOwn(run.checkpoint),
+    ]
+    phase = None
+    for piece in pieces(run.phases, first, run.recipe.data.reshuffle_fraction > 0):
+        if piece.phase != phase:
+            phase = piece.phase
+            run_callbacks.evaluation.at(run.recipe.phases[phase].resolution)
+            # Keras traces with reduced retracing: without this, a second resolution would get a
+            # graph of dynamic shapes, whose sums differ in the last bits from those of a run that
+            # is resumed here
+            model.make_train_function(force=True)
+        if piece.epochs.start > first.epoch:
+            run.cache.reshuffle(piece.epochs.start, run.comm)
+        run_callbacks.counter.begin(piece, run.steps[phase])
+        one_epoch, batches = len(piece.epochs) == 1, run.batches(piece)
+        if piece.step:
+            build_metrics(model, batches)
+        model.fit(
+            batches,
+            initial_epoch=piece.epochs.start,
+            epochs=piece.epochs.stop,
+            steps_per_epoch=run.steps[phase] - (piece.step if one_epoch else 0),
+            verbose=0,
+            shuffle=False,
+            callbacks=[*begin, *run_callbacks],
+        )
+        begin = []
 
 
-def served_in_one_go(epochs: range, reshuffle_fraction: float) -> list[range]:
-    """Cut epochs if samples are redistributed between them: nothing may read ahead then."""
-    if not epochs:
-        return []
-    return [range(epoch, epoch + 1) for epoch in epochs] if reshuffle_fraction else [epochs]
+def build_metrics(model: keras.Model, batches: tf.data.Dataset) -> None:
+    """Build the metrics, as the first step would: only then can RestoreOwn set their sums."""
+    inputs, targets, *weights = tf.nest.map_structure(
+        lambda part: tf.zeros([size or 1 for size in part.shape], part.dtype), batches.element_spec
+    )
+    # What it adds to them, `fit` takes away
+    model.compute_metrics(inputs, targets, model(inputs, training=False), *weights)
 
 
 def summarise(run: Run, model: keras.Model, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the summary of a run from the rows of its epochs, without its traffic and its time."""
-    busy = sum(row["seconds"][kind] for row in rows for kind in ("data", "step", "first_step"))
+    busy = sum(row["seconds"].get(kind, 0) for row in rows for kind in BUSY)
+    images = sum(row["steps"] * row["global_batch"] for row in rows)
     return {
         "name": run.recipe.name,
-        "test_accuracy": rows[-1]["test_accuracy"],
+        "test_accuracy": rows[-1]["test_accuracy"] if rows else None,
         "ranks": run.comm.topology.size,
         "nodes": run.comm.topology.nodes,
         "epochs": run.recipe.epochs,
         "parameters": model.count_params(),
-        "images_per_second": round(run.steps * run.global_batch * len(rows) / busy, 1),
+        "images_per_second": round(images / busy, 1) if busy else 0.0,
         "replicas_identical": all(row["replicas_identical"] for row in rows),
         "rows": rows,
     }

@@ -5,6 +5,14 @@ model.fit(..., initial_epoch=first, callbacks=[
     cx.callbacks.BroadcastState(), ..., cx.checkpoint.Checkpoint("run/checkpoint")])
 """
 
-from tfcommx.optim.checkpoint.save_restore import Checkpoint, next_epoch, restore, save
+from tfcommx.optim.checkpoint.files import Head
+from tfcommx.optim.checkpoint.save_restore import (
+    Checkpoint,
+    RestoreOwn,
+    last,
+    next_epoch,
+    restore,
+    save,
+)
 
-__all__ = ["Checkpoint", "next_epoch", "restore", "save"]
+__all__ = ["Checkpoint", "Head", "RestoreOwn", "last", "next_epoch", "restore", "save"]

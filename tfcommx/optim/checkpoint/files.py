@@ -6,8 +6,9 @@ import errno
 import json
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tfcommx.comm import process
 from tfcommx.terms import PlanError
@@ -23,10 +24,18 @@ class Head(NamedTuple):
 
     # Number of the save, >= 0
     save: int
-    # The epoch that had ended when it was saved, from 0
+    # The epoch that had ended when it was saved, from 0; -1: none
     epoch: int
     # Number of ranks that saved, >= 1
     ranks: int
+    # Steps taken since then: of the epoch under way, >= 0
+    step: int = 0
+    # Steps of the epoch under way; 0 if none is
+    steps: int = 0
+    # What the saving program wants to find again, as JSON has it
+    notes: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    # Saves before this one that are kept, the newest first; each without older ones
+    older: tuple[Head, ...] = ()
 
 
 def read_heads(folder: Path) -> list[Head | None]:
@@ -58,15 +67,27 @@ def _read_head(path: Path) -> Head | str | None:
         return None
     text = path.read_text(errors="replace")
     try:
-        return Head(**{name: int(json.loads(text)[name]) for name in Head._fields})
-    except (ValueError, TypeError, KeyError):
+        found = json.loads(text)
+        return _head_of(found)._replace(older=tuple(map(_head_of, found.get("older", ()))))
+    except (ValueError, TypeError, KeyError, AttributeError):
         return text
+
+
+def _head_of(found: dict[str, Any]) -> Head:
+    """Return the head in a JSON object, without older ones; what older writers left out is 0."""
+    return Head(
+        **{name: int(found[name]) for name in ("save", "epoch", "ranks")},
+        step=int(found.get("step", 0)),
+        steps=int(found.get("steps", 0)),
+        notes=dict(found.get("notes", {})),
+    )
 
 
 def write_head(head: Head, folder: Path, rank: int) -> None:
     """Name the save that is whole; ranks that share a folder write equal files one by one."""
     part = folder / f".{HEAD}.{rank}"
-    part.write_text(json.dumps(head._asdict()) + "\n")
+    older = [one._replace(older=())._asdict() for one in head.older]
+    part.write_text(json.dumps(head._asdict() | {"older": older}) + "\n")
     put_in_place(part, folder / HEAD)
 
 
@@ -88,15 +109,15 @@ def residuals_name(save: int, rank: int) -> str:
     return f"residuals-{save:04d}-rank-{rank:04d}.npz"
 
 
-def remove_other_saves(folder: Path, save: int, rank: int, ranks: int) -> None:
-    """Delete this rank's files of all saves except one; files of other makers stay.
+def remove_other_saves(folder: Path, kept: Collection[int], rank: int, ranks: int) -> None:
+    """Delete this rank's files of all saves except some; files of other makers stay.
 
     Files of ranks that no longer exist, from an earlier run with more ranks, are divided among the
     ranks.
     """
     for old in folder.iterdir():
         found = _OURS.fullmatch(old.name)
-        if found and int(found[1] or found[2]) != save:
+        if found and int(found[1] or found[2]) not in kept:
             writer = int(found[3] or 0)
             if writer % ranks == rank:
                 old.unlink(missing_ok=True)

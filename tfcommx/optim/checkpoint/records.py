@@ -15,7 +15,12 @@ import keras
 import numpy as np
 
 from tfcommx.optim.checkpoint.files import put_in_place
-from tfcommx.optim.keras_internals import seed_generators, trainable_variables, unlisted
+from tfcommx.optim.keras_internals import (
+    seed_generators,
+    statistics_of,
+    trainable_variables,
+    unlisted,
+)
 from tfcommx.optim.wrapped import accumulated, exchanger_in, wrapped_optimizers
 from tfcommx.routes import read_plan
 from tfcommx.runtime.residuals import PlanState, Residuals
@@ -74,10 +79,27 @@ def write_residuals(model: keras.Model, path: Path) -> None:
     index = [
         _index_of(record_of(optimizer, seeds), arrays) for optimizer in wrapped_optimizers(model)
     ]
+    for number, variable in enumerate(own_variables(model)):
+        arrays[f"own{number}"] = _wide(variable.numpy())
     part = path.with_name(f".{path.name}")
     with part.open("wb") as file:
         np.savez(file, index=np.array(json.dumps(index)), **arrays)
     put_in_place(part, path)
+
+
+def own_variables(model: keras.Model) -> list[keras.Variable]:
+    """Return what differs between the ranks in mid-epoch: statistics, then sums of metrics."""
+    return [*statistics_of(model), *model.metrics_variables]
+
+
+def read_own(path: Path) -> list[np.ndarray]:
+    """Return the values of a rank's `own_variables`; none of files of older writers."""
+    with np.load(path) as stored:
+        return [
+            stored[f"own{number}"]
+            for number in range(len(stored.files))
+            if f"own{number}" in stored
+        ]
 
 
 def _index_of(record: OptimizerRecord, arrays: dict[str, np.ndarray]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Saving and restoring: the model and its optimizers from rank 0, residuals from every rank.
 
     folder/
-      checkpoint.json                  written last: names the save that is whole, its epoch, and
-                                       the number of ranks
+      checkpoint.json                  written last: names the save that is whole, its epoch and
+                                       step, the number of ranks, and older saves that are kept
       model-0003.keras                 of save 3: weights and optimizers' state, a plain Keras file
       residuals-0003-rank-0000.npz     one per rank: residuals and velocities, as they lie in its
                                        plans; sums of gradients; seeds
@@ -35,8 +35,13 @@ from tfcommx.optim.checkpoint.files import (
     why_not_writable,
     write_head,
 )
-from tfcommx.optim.checkpoint.records import OptimizerRecord, read_residuals, write_residuals
-from tfcommx.optim.keras_internals import seed_generators, unlisted
+from tfcommx.optim.checkpoint.records import (
+    OptimizerRecord,
+    read_own,
+    read_residuals,
+    write_residuals,
+)
+from tfcommx.optim.keras_internals import seed_generators, statistics_of, unlisted
 from tfcommx.optim.settle import settle
 from tfcommx.optim.wrapped import (
     accumulated,
@@ -46,14 +51,15 @@ from tfcommx.optim.wrapped import (
     wrapped_optimizers,
 )
 from tfcommx.runtime.residuals import sum_residuals
-from tfcommx.terms import PlanError
+from tfcommx.terms import PlanError, check_whole
 
 
 class Checkpoint(keras.callbacks.Callback):
-    """Save model, optimizers and residuals at the end of every epoch; the last one is kept.
+    """Save model, optimizers and residuals at the end of every epoch; the last ones are kept.
 
     Args:
         folder: where to; on every node, or on a file system that all nodes see.
+        keep: saves that are kept, >= 1.
 
     **Ranks:** all. **Cost:** rank 0 writes the model, each rank its residuals (4 bytes per entry
     that it selects from).
@@ -61,9 +67,11 @@ class Checkpoint(keras.callbacks.Callback):
     damaged checkpoint.json, and for a folder that a rank cannot write to.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, keep: int = 1) -> None:
         super().__init__()
-        self.folder = Path(folder)
+        self.folder, self.keep = Path(folder), check_whole("keep", keep)
+        if self.keep < 1:
+            raise PlanError(f"`keep` must be >= 1. Received {keep}.")
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Refuse a folder or a model of which no checkpoint could be written."""
@@ -88,16 +96,29 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Save."""
-        save(self.model, self.folder, epoch)
+        save(self.model, self.folder, epoch, self.keep)
 
 
-def save(model: keras.Model, folder: str | Path, epoch: int) -> None:
-    """Write a whole checkpoint of `epoch`, then delete the one before.
+def save(
+    model: keras.Model,
+    folder: str | Path,
+    epoch: int,
+    keep: int = 1,
+    *,
+    step: int = 0,
+    steps: int = 0,
+    notes: dict[str, Any] | None = None,
+) -> None:
+    """Write a whole checkpoint of `epoch`, then delete those that are not to be kept.
 
     Args:
         model: built, compiled with wrapped optimizers.
         folder: is made if it is not there.
-        epoch: the epoch that has ended, from 0.
+        epoch: the epoch that has ended, from 0; -1: none.
+        keep: saves that are kept, this one included, >= 1.
+        step: steps taken since: of the epoch under way.
+        steps: that the epoch under way has; 0 if none is.
+        notes: what `last` is to return, as JSON has it; those of rank 0 count.
 
     **Ranks:** all, between the same two steps; with ElasticAveraging each when it likes: rank 0
     alone writes, the centre in the place of its weights.
@@ -118,10 +139,22 @@ def save(model: keras.Model, folder: str | Path, epoch: int) -> None:
     write_residuals(model, folder / residuals_name(number, here.rank))
     here.gather_objects("written")
     # One rank of each node: the folder may be the node's own.
+    before = heads[0]
+    older = () if before is None else (before._replace(older=()), *before.older)[: keep - 1]
     if here.rank % here.topology.slots == 0:
-        write_head(Head(number, epoch, here.topology.size), folder, here.rank)
+        head = Head(number, epoch, here.topology.size, step, steps, notes or {}, older)
+        write_head(head, folder, here.rank)
     here.gather_objects("named")
-    remove_other_saves(folder, number, here.rank, here.topology.size)
+    kept = {number, *(one.save for one in older)}
+    remove_other_saves(folder, kept, here.rank, here.topology.size)
+
+
+def last(folder: str | Path) -> Head | None:
+    """Return what is known of the last whole checkpoint: epoch, step, ranks, notes; None without.
+
+    **Ranks:** all; what rank 0 sees counts.
+    """
+    return read_heads(Path(folder))[0]
 
 
 def _save_centre(model: keras.Model, folder: Path, epoch: int) -> None:
@@ -140,15 +173,17 @@ def _save_centre(model: keras.Model, folder: Path, epoch: int) -> None:
         put_in_place(part, folder / model_name(number))
         write_residuals(model, folder / residuals_name(number, 0))
         write_head(Head(number, epoch, 1), folder, 0)
-    remove_other_saves(folder, number, 0, 1)
+    remove_other_saves(folder, {number}, 0, 1)
 
 
 def next_epoch(folder: str | Path) -> int:
     """Return the epoch after the last whole checkpoint; 0 without one.
 
+    If it was saved in mid-epoch, that is the epoch that was under way.
+
     **Ranks:** all; what rank 0 sees counts.
     """
-    head = read_heads(Path(folder))[0]
+    head = last(folder)
     return 0 if head is None else head.epoch + 1
 
 
@@ -201,6 +236,44 @@ def restore(model: keras.Model, folder: str | Path) -> int:
     if model.train_function is not None:
         model.make_train_function(force=True)  # The one there is uses the residuals of before.
     return head.epoch + 1
+
+
+class RestoreOwn(keras.callbacks.Callback):
+    """Give each rank back what it alone had in mid-epoch: batch norm's statistics, metrics' sums.
+
+    Put it behind BroadcastState, which sets those of one rank everywhere. Metrics must be built.
+    Nothing is done for a checkpoint of an epoch's end, where all are equal, and with another number
+    of ranks.
+
+    Args:
+        folder: as `restore` took it.
+
+    **Ranks:** all.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+        self.values: list[np.ndarray] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Read the values of this rank, and set the statistics."""
+        here, head = process.current(), last(self.folder)
+        if head is None or not head.step or head.ranks != here.topology.size:
+            return
+        self.values = read_own(self.folder / residuals_name(head.save, here.rank))
+        self._assign(statistics_of(self.model), self.values)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Set the metrics, which Keras has just reset."""
+        count = len(statistics_of(self.model))
+        self._assign(self.model.metrics_variables, self.values[count:])
+        self.values = []
+
+    @staticmethod
+    def _assign(variables: Sequence[keras.Variable], values: Sequence[np.ndarray]) -> None:
+        for variable, value in zip(variables, values, strict=False):
+            variable.assign(value)
 
 
 class _RootState(NamedTuple):

@@ -24,6 +24,8 @@ class FashionMnist(Cached):
     name: Literal["fashion_mnist"] = "fashion_mnist"
     # Where its files are; None: found or fetched
     folder: Path | None = None
+    # Pictures that are used, the first of each part, for trials; None: all
+    limit: int | None = Field(None, ge=1)
     # Pixels of the full picture; the largest random shift of a batch, 0 for none
     shift: int = Field(1, ge=0, le=8)
     # Mirror each image left to right with probability 1/2: clothes have no left and right
@@ -40,7 +42,7 @@ class FashionMnist(Cached):
         """
         from tfcommx.data.sources.arrays import Arrays
 
-        train_x, train_y, test_x, test_y = load(self.fetch())
+        train_x, train_y, test_x, test_y = (part[: self.limit] for part in load(self.fetch()))
         return Samples(Arrays(train_x, train_y, CLASSES, self.name), test_x, test_y, CLASSES)
 
     def serving(self, batch: int, resolution: int) -> BatchSpec:

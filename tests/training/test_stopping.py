@@ -1,0 +1,69 @@
+"""Where a run goes on, and what asks it to stop: without ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfcommx.training.position import Piece, Position, StepCounter, pieces
+from tfcommx.training.signals import SIGNALS, StopRequests
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data(), st.booleans())
+def test_pieces_are_what_is_left(phases: list[int], data: st.DataObject, one_by_one: bool) -> None:
+    """Every epoch that is left comes once, in order, in its own phase; the first may be cut."""
+    epoch = data.draw(st.integers(0, sum(phases) - 1))
+    start = Position(epoch, data.draw(st.integers(0, 3)))
+    found = pieces(phases, start, one_by_one)
+    assert [one for piece in found for one in piece.epochs] == list(range(epoch, sum(phases)))
+    of_epoch = [number for number, epochs in enumerate(phases) for _ in range(epochs)]
+    for piece in found:
+        assert {of_epoch[one] for one in piece.epochs} == {piece.phase}
+        assert piece.step == (start.step if piece.epochs.start == epoch else 0)
+        assert len(piece.epochs) == 1 or not (piece.step or one_by_one)
+
+
+def test_the_counter_counts_over_the_whole_run() -> None:
+    counter = StepCounter()
+    counter.begin(Piece(1, range(3, 4), step=5), steps=8)
+    counter.on_epoch_begin(3)
+    for batch in range(2):
+        counter.on_train_batch_begin(batch)
+        counter.on_train_batch_end(batch)
+    assert counter.position == Position(3, 6) and counter.after == Position(3, 7)
+    assert (counter.taken, counter.phase, counter.steps) == (2, 1, 8)
+    counter.begin(Piece(1, range(4, 6)), steps=8)
+    counter.on_epoch_begin(4)
+    assert counter.position == Position(4, 0) and counter.taken == 0
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_signal_asks_and_the_second_does_what_it_did(number: signal.Signals) -> None:
+    seen: list[int] = []
+    before = signal.signal(number, lambda got, frame: seen.append(got))
+    try:
+        with StopRequests(None) as requests:
+            assert not requests.asked()
+            os.kill(os.getpid(), number)
+            assert requests.asked() and requests.reason == number.name and not seen
+            os.kill(os.getpid(), number)
+            assert seen == [number]
+        with StopRequests(None):
+            pass
+        os.kill(os.getpid(), number)
+        assert seen == [number, number]
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_file_asks_too_and_is_gone_afterwards(tmp_path: Path) -> None:
+    with StopRequests(tmp_path) as requests, StopRequests(None) as other:
+        assert not requests.asked()
+        (tmp_path / "stop").touch()
+        assert requests.asked() and str(tmp_path / "stop") in requests.reason
+        assert not (tmp_path / "stop").exists() and requests.asked() and not other.asked()

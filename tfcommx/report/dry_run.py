@@ -1,0 +1,78 @@
+"""The report of a dry run: dry_run.json, its table, and what it says of one process alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tfcommx.report.summary import ReportError, bytes_text, time_text, write_json
+
+FILE = "dry_run.json"
+
+
+def write_dry_run(found: dict[str, Any], folder: Path) -> None:
+    """Write the report of a dry run into a folder, which is made. **Ranks:** rank 0 only."""
+    write_json(found, Path(folder) / FILE)
+
+
+def read_alone(folder: Path) -> list[float]:
+    """Return the images per second of one process in each phase, from its dry run.
+
+    **Raises:** ReportError if the folder has no dry run, or one of several processes.
+    """
+    path = Path(folder) / FILE
+    try:
+        found = json.loads(path.read_text())
+        ranks, rates = found["ranks"], [phase["images_per_second"] for phase in found["phases"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ReportError(
+            f"A dry run of one process is required. {path}: {error}. Make it: tfcommx train CONFIG "
+            f"--dry-run --output {folder}."
+        ) from error
+    if ranks != 1:
+        raise ReportError(
+            f"A dry run of one process is required. Received one of {ranks} in {path}. Make it "
+            "without horovodrun and --processes."
+        )
+    return rates
+
+
+def show_dry_run(found: dict[str, Any], console: Console | None = None) -> None:
+    """Print the report of a dry run."""
+    console = console or Console(highlight=False, width=120)
+    table = Table(title=f"{found['name']}: dry run, made-up data", title_justify="left")
+    for heading in ("phase", "epochs", "pixels", "batch", "step", "of it waiting for gradients"):
+        table.add_column(heading, justify="right")
+    for heading in ("images/s", "bytes a step, one rank", "predicted"):
+        table.add_column(heading, justify="left" if "bytes" in heading else "right")
+    for number, phase in enumerate(found["phases"], 1):
+        sent = [
+            f"{route}: {bytes_text(kinds['between'])} between nodes, "
+            f"{bytes_text(kinds['inside'])} inside"
+            for route, kinds in phase["bytes_by_route"].items()
+        ]
+        table.add_row(
+            str(number),
+            str(phase["epochs"]),
+            str(phase["resolution"]),
+            str(phase["global_batch"]),
+            f"{1e3 * phase['step_seconds']:.1f} ms",
+            f"{1e3 * phase['gradients_seconds']:.1f} ms",
+            f"{phase['images_per_second']:.0f}",
+            "\n".join(sent),
+            time_text(phase["predicted_seconds"]),
+        )
+    console.print(table)
+    gpu = found.get("gpu_memory_bytes")
+    memory = f"{bytes_text(found['memory_bytes'])} of memory"
+    memory += f", {bytes_text(gpu)} of the GPU's" if gpu else ""
+    console.print(
+        f"{found['ranks']} processes on {found['nodes']} nodes, {found['parameters']:,} parameters"
+        f"; the largest process takes {memory}\n"
+        f"the whole run: {time_text(found['predicted_seconds'])}, without waiting for data, "
+        "evaluation and saving"
+    )

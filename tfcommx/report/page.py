@@ -1,0 +1,189 @@
+"""The report as one HTML page that needs neither network nor scripts: its figures are inside."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tfcommx.report.comparison import Runs, costs, curves
+from tfcommx.report.summary import (
+    PARTS,
+    bytes_text,
+    phase_rows,
+    scheme_text,
+    seconds_by_part,
+    time_text,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PAGE, PICTURE = "report.html", "comparison.png"
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
+       color: #222; background: #fff; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+.wide { overflow-x: auto; } img { width: 100%; height: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .7rem; text-align: right; white-space: nowrap;
+         border-bottom: 1px solid #ddd; }
+th:first-child, td:first-child, .text { text-align: left; }
+th { font-weight: 600; border-bottom: 2px solid #999; }
+.bad { color: #b00; font-weight: 600; }
+""".strip()
+
+
+def write_page(runs: Runs, folder: Path) -> list[Path]:
+    """Write the page, and its curves as a picture, into a folder, which is made.
+
+    Args:
+        runs: name -> summary, as `summary.read` returns it; at least one.
+        folder: of the page.
+
+    Returns:
+        The files.
+
+    **Cost:** about a second for the figures. **Ranks:** rank 0 only.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = [curves(runs), costs(runs)]
+    drawn[0].savefig(folder / PICTURE, dpi=120)
+    half = folder / f"{PAGE}.part"
+    half.write_text(page(runs, drawn), encoding="utf-8")
+    os.replace(half, folder / PAGE)
+    return [folder / PAGE, folder / PICTURE]
+
+
+def page(runs: Runs, figures: Sequence[Figure]) -> str:
+    """Return the page as text: summaries, curves, phases, the breakdown of time, and epochs."""
+    title = " and ".join(runs) if len(runs) < 4 else f"{len(runs)} runs"
+    parts = [
+        "<!DOCTYPE html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width">',
+        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head><body>",
+        f"<h1>{html.escape(title)}</h1>",
+        _runs_table(runs),
+        "<h2>How they learned</h2>" if len(runs) > 1 else "<h2>How it learned</h2>",
+        _picture(figures[0], "accuracy, loss and throughput"),
+        "<h2>Where time and bytes went</h2>",
+        _picture(figures[1], "seconds and bytes"),
+        _breakdown_table(runs),
+        "<h2>Phases</h2>",
+        "<p>Throughput without the first step of each phase, which traces.</p>",
+        _phases_table(runs),
+        "<h2>Epochs</h2>",
+        *(_epochs_table(name, summary) for name, summary in runs.items()),
+        "</body></html>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _picture(figure: Figure, what: str) -> str:
+    import matplotlib
+
+    drawn = io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
+        figure.savefig(drawn, format="svg")
+    data = base64.b64encode(drawn.getvalue()).decode()
+    return f'<img alt="{what}" src="data:image/svg+xml;base64,{data}">'
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table; cells are escaped."""
+    head = "".join(f"<th>{html.escape(heading)}</th>" for heading in headings)
+    body = "\n".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return f'<div class="wide"><table><tr>{head}</tr>\n{body}</table></div>'
+
+
+def _runs_table(runs: Runs) -> str:
+    rows = []
+    for name, summary in runs.items():
+        sent, dense = summary["bytes_between_nodes"], summary["bytes_between_nodes_dense"]
+        rows.append(
+            (
+                name,
+                f"{summary['test_accuracy']:.4f}",
+                f"{summary['ranks']} on {summary['nodes']} nodes",
+                f"{len(summary['rows'])} of {summary['epochs']}",
+                time_text(summary["seconds"]),
+                f"{summary['images_per_second']:.0f}",
+                bytes_text(sent),
+                f"{dense / sent:.1f}" if sent else "",
+                "identical" if summary["replicas_identical"] else "NOT IDENTICAL",
+            )
+        )
+    headings = ("run", "test accuracy", "processes", "epochs", "time", "images/s")
+    table = _table((*headings, "sent per rank", "times less", "replicas"), rows)
+    table = table.replace("<td>NOT IDENTICAL", '<td class="bad">NOT IDENTICAL')
+    stops = [
+        f"<p>{html.escape(name)} was stopped by {html.escape(str(summary['stopped']['reason']))}"
+        f" in epoch {summary['stopped']['epoch'] + 1}.</p>"
+        for name, summary in runs.items()
+        if "stopped" in summary
+    ]
+    return table + "".join(stops)
+
+
+def _breakdown_table(runs: Runs) -> str:
+    seconds = {name: seconds_by_part(summary["rows"]) for name, summary in runs.items()}
+    whole = {name: sum(found.values()) or 1.0 for name, found in seconds.items()}
+    rows = [
+        (
+            meaning,
+            *(
+                f"{found[part]:.1f} s, {100 * found[part] / whole[name]:.0f} %"
+                for name, found in seconds.items()
+            ),
+        )
+        for part, meaning in PARTS.items()
+        if any(found[part] for found in seconds.values())
+    ]
+    return _table(("on rank 0", *runs), rows)
+
+
+def _phases_table(runs: Runs) -> str:
+    rows = [
+        (
+            name,
+            f"{row['phase']}",
+            f"{row['epochs']}",
+            f"{row['resolution']}",
+            f"{row['global_batch']}",
+            row["scheme"],
+            f"{row['images_per_second']:.0f}",
+            f"{row['alone']:.0f}" if row["alone"] else "not measured",
+            f"{100 * row['efficiency']:.0f} %" if row["alone"] else "",
+        )
+        for name, summary in runs.items()
+        for row in phase_rows(summary)
+    ]
+    headings = ("run", "phase", "epochs", "pixels", "batch", "exchange", "images/s")
+    return _table((*headings, "one process", "scaling efficiency"), rows)
+
+
+def _epochs_table(name: str, summary: dict[str, Any]) -> str:
+    rows = [
+        (
+            f"{row['epoch']}",
+            f"{row['resolution']}",
+            scheme_text(row),
+            f"{row['loss']:.3f}",
+            f"{row['train_accuracy']:.4f}",
+            f"{row['test_accuracy']:.4f}",
+            f"{row['images_per_second']:.0f}",
+            f"{sum(row['seconds'].values()):.1f}",
+        )
+        for row in summary["rows"]
+    ]
+    headings = ("epoch", "pixels", "exchange", "loss", "train", "test", "images/s", "seconds")
+    table = _table(headings, rows)
+    return f"<details><summary>{html.escape(name)}</summary>{table}</details>"

@@ -1,0 +1,147 @@
+"""A dry run: every phase for a few steps on made-up data; what it costs, what the run will take."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import tfcommx as cx
+from tfcommx import report, routes
+from tfcommx.optim import callbacks
+from tfcommx.optim.exchanger import Exchanger
+from tfcommx.recipes.recipe import Recipe
+from tfcommx.training.position import Piece
+from tfcommx.training.run import Run, prepare
+from tfcommx.training.timing import Timing
+from tfcommx.training.train import compile_model
+
+# Steps of a phase that are timed
+STEPS = 5
+
+
+def dry_run(recipe: Recipe, output_folder: Path, steps: int = STEPS) -> dict[str, Any]:
+    """Take a few steps of every phase, with its switches; write `dry_run.json` and nothing else.
+
+    The batches are made up, in the shapes and types of the data set's, which is opened for that and
+    for its size. So waiting for data is not in the times, nor evaluation and saving.
+
+    Args:
+        recipe: what would be trained.
+        output_folder: of the report.
+        steps: that are timed in each phase, >= 1; one before them, which traces, is not.
+
+    Returns:
+        What is written: seconds are rank 0's, memory is that of the largest rank, bytes are sent by
+        one rank in a step, as the mean over the ranks.
+
+    **Ranks:** all, with the same recipe. **Raises:** PlanError and DataError before the first step.
+    """
+    run = prepare(recipe, output_folder)
+    keras.utils.set_random_seed(recipe.seed)
+    model = recipe.model.build(run.objective.outputs)
+    schemes = [phase.scheme for phase in recipe.phases]
+    optimizer, timing = compile_model(model, run, schemes[0]), Timing()
+    timing.watch(model)
+    phases = []
+    for number, scheme in enumerate(schemes):
+        if number and scheme != schemes[number - 1]:
+            optimizer.exchanger.switch(scheme)
+        phases.append(_phase(model, run, number, timing, steps))
+    run.cache.close()
+    memory = run.comm.gather_objects(_memory())
+    found = {
+        "name": recipe.name,
+        "ranks": run.comm.topology.size,
+        "nodes": run.comm.topology.nodes,
+        "parameters": model.count_params(),
+        **{kind: max(each[kind] for each in memory) for kind in memory[0]},
+        "phases": phases,
+        "predicted_seconds": sum(phase["predicted_seconds"] for phase in phases),
+    }
+    if cx.is_chief():
+        report.write_dry_run(found, output_folder)
+    return found
+
+
+def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int) -> dict[str, Any]:
+    """Take the steps of one phase; return its part of the report."""
+    phase, start = run.recipe.phases[number], time.monotonic()
+    model.make_train_function(force=True)
+    spec = run.samples_of(Piece(number, range(1))).element_spec
+    mine = run.global_batch(number) // run.comm.topology.size
+    batch = made_up(spec, run.objective.outputs, mine, phase.resolution)
+    data = run.objective.targets(tf.data.Dataset.from_tensors(batch)).cache().repeat()
+    begin = [callbacks.BroadcastState()] if number == 0 else []
+    model.fit(data, steps_per_epoch=steps + 1, verbose=0, shuffle=False, callbacks=[*begin, timing])
+    seconds, first = timing.seconds, timing.seconds["first_step"]
+    step = (seconds["compute"] + seconds["gradients"] + seconds["update"]) / steps
+    global_batch = run.global_batch(number)
+    return {
+        "epochs": phase.epochs,
+        "steps": run.steps[number],
+        "resolution": phase.resolution,
+        "global_batch": global_batch,
+        "first_step_seconds": round(first, 3),
+        "step_seconds": step,
+        "gradients_seconds": seconds["gradients"] / steps,
+        "images_per_second": round(global_batch / step, 1),
+        "bytes_by_route": bytes_by_route(model.optimizer.exchanger),
+        "predicted_seconds": round(first + step * run.steps[number] * phase.epochs, 1),
+        "dry_seconds": round(time.monotonic() - start, 1),
+    }
+
+
+def made_up(spec: Sequence[Any], outputs: int, batch: int, resolution: int) -> Any:
+    """Return a batch of these shapes and types: numbers in [0, 1), whole ones below `outputs`.
+
+    >>> spec = (tf.TensorSpec([None, 4, 4, 1]), tf.TensorSpec([None], tf.int64))
+    >>> pictures, labels = made_up(spec, outputs=10, batch=2, resolution=4)
+    >>> pictures.shape.as_list(), labels.dtype.name
+    ([2, 4, 4, 1], 'int64')
+
+    Args:
+        spec: of the batch, as a dataset has it.
+        outputs: classes, or words of the vocabulary.
+        batch: of one rank. Sizes that are not known are the longest: `resolution`; then `batch`
+            counts word pieces, as it does for sentences.
+        resolution: of the phase.
+    """
+    open_sizes = any(None in part.shape.as_list()[1:] for part in tf.nest.flatten(spec))
+    rows = max(1, batch // resolution) if open_sizes else batch
+
+    def one(part: tf.TensorSpec) -> tf.Tensor:
+        first, *others = part.shape.as_list() or [None]
+        shape = [first or rows, *(size or resolution for size in others)]
+        if part.dtype.is_floating:
+            return tf.cast(tf.random.stateless_uniform(shape, [1, 2]), part.dtype)
+        whole = tf.random.stateless_uniform(shape, [3, 4], 0, outputs, tf.int64)
+        return tf.cast(whole, part.dtype)
+
+    return tf.nest.map_structure(one, spec)
+
+
+def bytes_by_route(exchanger: Exchanger) -> dict[str, dict[str, float]]:
+    """Return route -> bytes that one rank sends in a step inside its node, and between nodes."""
+    found: dict[str, dict[str, float]] = {}
+    for strategy in exchanger.runs.values():
+        plan = strategy.executor.plan
+        for bucket in plan.buckets:
+            sent = routes.get(bucket.route).wire_bytes(bucket, plan.topology)
+            sums = found.setdefault(bucket.route, {"inside": 0.0, "between": 0.0})
+            sums["inside"] += sent.inside
+            sums["between"] += sent.between
+    return found
+
+
+def _memory() -> dict[str, int]:
+    """Return the largest memory of this process so far, bytes, and of its GPU if it has one."""
+    found = {"memory_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+    if tf.config.list_logical_devices("GPU"):
+        found["gpu_memory_bytes"] = tf.config.experimental.get_memory_info("GPU:0")["peak"]
+    return found
