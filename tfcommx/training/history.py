@@ -37,17 +37,18 @@ class EpochHistory(keras.callbacks.Callback):
         """Return the numbers of an epoch that has just ended."""
         scheme, seconds = self.schemes[epoch], self.timing.finish()
         busy = seconds["data"] + seconds["step"] + seconds["first_step"]
-        loader = self.run.cache.report(epoch)
+        loader, phase = self.run.data.report(epoch), self.phases[epoch]
         return {
             "epoch": epoch + 1,
-            "resolution": self.phases[epoch].resolution,
+            "resolution": phase.resolution,
             "route": scheme.route,
             "selection": scheme.selection,
             "density": scheme.density,
             "loss": float(logs["loss"]),
             "train_accuracy": float(logs["accuracy"]),
-            "test_accuracy": logs["test_accuracy"],
-            "images_per_second": self.run.steps * self.run.global_batch / busy,
+            # test_accuracy, and what else the task's scorer found
+            **{name: value for name, value in logs.items() if name.startswith("test_")},
+            "images_per_second": self.run.steps(phase) * self.run.global_batch(phase) / busy,
             "replicas_identical": bool(self.compare.identical),
             "seconds": {kind: round(value, 3) for kind, value in seconds.items()},
             "loader": {name: round(value, 6) for name, value in loader.items()},

@@ -14,15 +14,15 @@ class LearningRate(keras.callbacks.Callback):
     loaded.
     """
 
-    def __init__(self, recipe: Recipe, steps_per_epoch: int, global_batch: int) -> None:
+    def __init__(self, recipe: Recipe, steps_of_epoch: list[int], ranks: int) -> None:
         super().__init__()
-        self.rate = recipe.learning_rate
-        self.sizes = (steps_per_epoch, steps_per_epoch * recipe.epochs, global_batch)
-        # Steps before this epoch
-        self.before = 0
+        self.recipe, self.steps_of_epoch, self.ranks = recipe, steps_of_epoch, ranks
+        self.epoch = 0
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        self.before = epoch * self.sizes[0]
+        self.epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        self.model.optimizer.learning_rate = self.rate.at(self.before + batch, *self.sizes)
+        steps = self.steps_of_epoch[self.epoch]
+        rate = self.recipe.rate(self.epoch, batch, steps, self.ranks)
+        self.model.optimizer.learning_rate = rate

@@ -20,12 +20,12 @@ def measure_recipe(recipe: Recipe, steps: int) -> Measured:
     # One process is no node of several
     run = prepare(recipe.model_copy(update={"node_size": None}), Path())
     keras.utils.set_random_seed(recipe.seed)
-    model, scheme = recipe.model.build(run.objective.outputs), recipe.scheme_of_epoch()[0]
+    model, scheme = recipe.build_model(run.objective), recipe.scheme_of_epoch()[0]
     compile_model(model, run, scheme)
-    serving = recipe.data.serving(recipe.batch_per_rank, recipe.phases[0].resolution)
-    batches = recipe.data.batches(run.cache, serving, range(1))
+    phase = recipe.phases[0]
+    batches = run.data.train(recipe.batch(phase), phase.resolution, range(1))
     rule = None if scheme.selection == "all" else scheme.selection
     try:
         return measure(model, run.objective.targets(batches), steps, rule, scheme.density)
     finally:
-        run.cache.close()
+        run.data.close()

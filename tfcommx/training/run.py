@@ -9,9 +9,8 @@ import tensorflow as tf
 
 import tfcommx as cx
 from tfcommx.comm.base import Comm
-from tfcommx.data.cache.cache import DataCache
-from tfcommx.recipes.base import Objective, Samples
-from tfcommx.recipes.recipe import Recipe
+from tfcommx.recipes.base import Data, Objective, Place
+from tfcommx.recipes.recipe import Phase, Recipe
 
 
 @dataclass(frozen=True)
@@ -22,17 +21,17 @@ class Run:
     # Where checkpoint and report go
     folder: Path
     comm: Comm
-    samples: Samples
+    # Serves training and test samples
+    data: Data
     objective: Objective
-    # Serves the training samples
-    cache: DataCache
-    # Steps of an epoch, >= 1, the same on every rank
-    steps: int
 
-    @property
-    def global_batch(self) -> int:
-        """Samples a step over all ranks."""
-        return self.recipe.batch_per_rank * self.comm.topology.size
+    def steps(self, phase: Phase) -> int:
+        """Return the steps of an epoch of a phase, >= 1, the same on every rank."""
+        return self.data.steps(self.recipe.batch(phase), phase.resolution)
+
+    def global_batch(self, phase: Phase) -> int:
+        """Return the samples a step over all ranks."""
+        return self.recipe.batch(phase) * self.comm.topology.size
 
     @property
     def checkpoint(self) -> Path:
@@ -58,28 +57,13 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
         tf.config.threading.set_intra_op_parallelism_threads(recipe.threads)
         tf.config.threading.set_inter_op_parallelism_threads(recipe.threads)
     comm = cx.init(node_size=recipe.node_size)
-    samples = recipe.data.build()
-    cache = open_cache(recipe, comm, samples)
-    first = recipe.data.serving(recipe.batch_per_rank, recipe.phases[0].resolution)
-    steps = cache.steps(first)
-    if not steps:
-        raise cx.PlanError(
-            f"A step needs batch_per_rank * ranks <= {samples.train.count} samples. Received "
-            f"{recipe.batch_per_rank} * {comm.topology.size}. Lower batch_per_rank."
-        )
-    return Run(recipe, folder, comm, samples, recipe.task.build(samples), cache, steps)
-
-
-def open_cache(recipe: Recipe, comm: Comm, samples: Samples) -> DataCache:
-    """Open the cache that serves the training samples to this rank."""
-    return DataCache(
-        samples.train,
-        topology=comm.topology,
-        rank=comm.rank,
-        seed=recipe.seed,
-        memory=recipe.data.memory,
-        # Samples that find no room in memory can still be read from the source
-        partial=True,
-        reshuffle_fraction=recipe.data.reshuffle_fraction,
-        threads=recipe.threads,
-    )
+    place = Place(comm.topology, comm.rank, recipe.seed, recipe.threads)
+    data = recipe.data.build(place)
+    run = Run(recipe, folder, comm, data, recipe.task.build(data))
+    for number, phase in enumerate(recipe.phases):
+        if not run.steps(phase):
+            raise cx.PlanError(
+                f"A step needs batch * ranks <= {data.count} samples. phases[{number}] has "
+                f"{recipe.batch(phase)} * {comm.topology.size}. Lower its batch, or batch_per_rank."
+            )
+    return run

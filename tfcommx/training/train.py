@@ -48,7 +48,7 @@ def train(
     start = time.time()
     run = prepare(recipe, output_folder)
     keras.utils.set_random_seed(recipe.seed)
-    model = recipe.model.build(run.objective.outputs)
+    model = recipe.build_model(run.objective)
     first = first_epoch(run, resume)
     optimizer = compile_model(model, run, recipe.scheme_of_epoch()[first])
     if resume:
@@ -61,7 +61,7 @@ def train(
     run_callbacks.timing.watch(model)
     with run_callbacks.history.progress:
         fit_phases(model, run, first, run_callbacks)
-    run.cache.close()
+    run.data.close()
     summary = summarise(run, model, run_callbacks.history.rows)
     summary |= {key: round(value) for key, value in optimizer.exchanger.traffic().items()}
     summary["seconds"] = round(time.time() - start, 1)
@@ -128,12 +128,13 @@ def make_callbacks(run: Run, first: int, terminal: str | None) -> RunCallbacks:
     recipe, timing, compare = run.recipe, Timing(), callbacks.CompareReplicas()
     schemes = pairwise(recipe.scheme_of_epoch())
     changes = {epoch: new for epoch, (old, new) in enumerate(schemes, 1) if new != old}
+    steps = [run.steps(phase) for phase in recipe.phase_of_epoch()]
     progress = report.Progress(
-        run.steps * (recipe.epochs - first), recipe.epochs, shown=cx.is_chief(), terminal=terminal
+        sum(steps[first:]), recipe.epochs, shown=cx.is_chief(), terminal=terminal
     )
     return RunCallbacks(
         timing,
-        LearningRate(recipe, run.steps, run.global_batch),
+        LearningRate(recipe, steps, run.comm.topology.size),
         callbacks.SwitchScheme({epoch: new for epoch, new in changes.items() if epoch > first}),
         callbacks.AverageMetrics(),
         callbacks.AverageBatchNorm(),
@@ -146,21 +147,21 @@ def make_callbacks(run: Run, first: int, terminal: str | None) -> RunCallbacks:
 
 def fit_phases(model: keras.Model, run: Run, first: int, run_callbacks: RunCallbacks) -> None:
     """Train the phases one after the other, from the epoch `first` on."""
-    data = run.recipe.data
+    data = run.data
     begin: list[keras.callbacks.Callback] = [callbacks.BroadcastState()]
     ends = np.cumsum([phase.epochs for phase in run.recipe.phases])
     for phase, end in zip(run.recipe.phases, map(int, ends), strict=True):
         epochs = range(max(first, end - phase.epochs), end)
-        serving = data.serving(run.recipe.batch_per_rank, phase.resolution)
-        run_callbacks.evaluation.at(phase.resolution)
-        for piece in served_in_one_go(epochs, data.reshuffle_fraction):
+        batch = run.recipe.batch(phase)
+        run_callbacks.evaluation.at(model, phase)
+        for piece in served_in_one_go(epochs, data.redistributes):
             if piece.start > first:
-                run.cache.reshuffle(piece.start, run.comm)
+                data.redistribute(piece.start, run.comm)
             model.fit(
-                run.objective.targets(data.batches(run.cache, serving, piece)),
+                run.objective.targets(data.train(batch, phase.resolution, piece)),
                 initial_epoch=piece.start,
                 epochs=piece.stop,
-                steps_per_epoch=run.steps,
+                steps_per_epoch=run.steps(phase),
                 verbose=0,
                 shuffle=False,
                 callbacks=[*begin, *run_callbacks],
@@ -168,24 +169,27 @@ def fit_phases(model: keras.Model, run: Run, first: int, run_callbacks: RunCallb
             begin = []
 
 
-def served_in_one_go(epochs: range, reshuffle_fraction: float) -> list[range]:
+def served_in_one_go(epochs: range, redistributes: bool) -> list[range]:
     """Cut epochs if samples are redistributed between them: nothing may read ahead then."""
     if not epochs:
         return []
-    return [range(epoch, epoch + 1) for epoch in epochs] if reshuffle_fraction else [epochs]
+    return [range(epoch, epoch + 1) for epoch in epochs] if redistributes else [epochs]
 
 
 def summarise(run: Run, model: keras.Model, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the summary of a run from the rows of its epochs, without its traffic and its time."""
     busy = sum(row["seconds"][kind] for row in rows for kind in ("data", "step", "first_step"))
+    phases = run.recipe.phase_of_epoch()[run.recipe.epochs - len(rows) :]
+    images = sum(run.steps(phase) * run.global_batch(phase) for phase in phases)
+    scores = {name: value for name, value in rows[-1].items() if name.startswith("test_")}
     return {
         "name": run.recipe.name,
-        "test_accuracy": rows[-1]["test_accuracy"],
+        **scores,
         "ranks": run.comm.topology.size,
         "nodes": run.comm.topology.nodes,
         "epochs": run.recipe.epochs,
         "parameters": model.count_params(),
-        "images_per_second": round(run.steps * run.global_batch * len(rows) / busy, 1),
+        "images_per_second": round(images / busy, 1),
         "replicas_identical": all(row["replicas_identical"] for row in rows),
         "rows": rows,
     }
