@@ -49,12 +49,16 @@ NO_TENSORFLOW = (
     "simulator",
     "planner",
     "recipes.base",
+    "recipes.datasets.arrays",
     "recipes.datasets.fashion_mnist",
+    "recipes.datasets.photos",
     "recipes.models",
     "recipes.optimizers",
     "recipes.reader",
     "recipes.recipe",
+    "recipes.schedules",
     "recipes.tasks",
+    "recipes.user",
     "cli",
 )
 ONLY_IMPORTER = {"horovod": "comm.horovod", "mpi4py": "comm.mpi"}

@@ -27,6 +27,7 @@ class Pictures:
         test: source of the test pictures, with the same channels.
         place: the ranks, and which of them this is.
         vary: changes the training batches further; None: nothing does.
+        classes: their names; empty: as the source names them.
 
     **Ranks:** every rank makes one; none waits for another.
     **Raises:** PlanError if the sources differ in channels, or their classes have other names.
@@ -39,11 +40,13 @@ class Pictures:
         test: Source,
         place: Place,
         vary: Vary | None = None,
+        classes: tuple[str, ...] = (),
     ) -> None:
         _check_alike(train, test)
         self.settings, self.place, self.vary = settings, place, vary
         self.inputs, self.count = train.channels, train.count
-        self.classes = tuple(train.classes) or _numbered(train)
+        self.classes = tuple(classes or train.classes)
+        _check_named(self.classes, train)
         self.redistributes = settings.reshuffle_fraction > 0
         self.cache = self._open(train, settings.reshuffle_fraction)
         self.test_cache = self._open(test, 0.0)
@@ -133,11 +136,10 @@ def _check_alike(train: Source, test: Source) -> None:
         )
 
 
-def _numbered(source: Source) -> tuple[str, ...]:
-    """Name the classes of a source that has no names for them by their numbers."""
-    labels = getattr(source, "labels", None)
-    if labels is None:
+def _check_named(classes: tuple[str, ...], source: Source) -> None:
+    """Refuse a source of which nobody knows how many classes there are."""
+    if not classes:
         raise PlanError(
-            f"The number of classes is required. {source.name} names none. Give the names."
+            f"The names of the classes are required. {source.name} has none. Give them, or class "
+            "folders."
         )
-    return tuple(str(label) for label in range(int(max(labels)) + 1))
