@@ -50,6 +50,8 @@ NO_TENSORFLOW = (
     "planner",
     "recipes.base",
     "recipes.datasets.arrays",
+    "recipes.datasets.catalogues",
+    "recipes.datasets.texts",
     "recipes.datasets.fashion_mnist",
     "recipes.datasets.photos",
     "recipes.models",
@@ -58,6 +60,9 @@ NO_TENSORFLOW = (
     "recipes.recipe",
     "recipes.schedules",
     "recipes.tasks",
+    "recipes.text.batches",
+    "recipes.text.corpus",
+    "recipes.text.vocabulary",
     "recipes.user",
     "cli",
 )

@@ -216,6 +216,7 @@ def test_every_member_is_built_of_its_name(write):
         "folder": "folder: here",
         "tfds": "dataset: imagenette",
         "arrays": "file: here.npz",
+        "text_files": "source: a, target: b, test_source: c, test_target: d",
     }
     for key, table in families.items():
         assert type(getattr(read(write(SMALL)), key)) in table.values()

@@ -137,7 +137,7 @@ class Objective(Protocol):
     def scorer(self, model: keras.Model) -> Scorer:
         """Return what evaluates the model as it is when it is called.
 
-        Its scores are in [0, 1], named `test_...`; `test_accuracy` is among them. It is made anew
+        Its scores are named `test_...`; `test_accuracy`, in [0, 1], is among them. It is made anew
         for each resolution, so that TensorFlow traces each once.
         """
 

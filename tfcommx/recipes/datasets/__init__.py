@@ -7,8 +7,10 @@ two sources. TensorFlow is imported inside functions only: reading a recipe must
 
 from tfcommx.recipes.base import Dataset
 from tfcommx.recipes.datasets.arrays import ArrayFile
+from tfcommx.recipes.datasets.catalogues import Catalogues
 from tfcommx.recipes.datasets.fashion_mnist import FashionMnist
 from tfcommx.recipes.datasets.photos import ClassFolders, ImageNet, TensorFlowDataset
+from tfcommx.recipes.datasets.texts import TensorFlowTranslations, TextFiles
 
 DATASETS: dict[str, type[Dataset]] = {
     "fashion_mnist": FashionMnist,
@@ -16,4 +18,7 @@ DATASETS: dict[str, type[Dataset]] = {
     "folder": ClassFolders,
     "tfds": TensorFlowDataset,
     "arrays": ArrayFile,
+    "text_files": TextFiles,
+    "tfds_translate": TensorFlowTranslations,
+    "catalogues": Catalogues,
 }
