@@ -45,6 +45,29 @@ def test_the_shipped_recipe():
     assert all(word in header for word in ("Claim:", "Measured:", "Hardware:", "Command:"))
 
 
+def test_the_miniature_is_the_whole_recipe_but_for_sizes():
+    """The same phases, schemes and switches; resolutions in the same proportions."""
+    whole, small = (
+        read(ROOT / "configs" / f"dawnbench_{name}.yaml") for name in ("resnet50", "miniature")
+    )
+    for one, other in zip(whole.phases, small.phases, strict=True):
+        assert (one.epochs, one.scheme) == (other.epochs, other.scheme)
+        assert one.resolution * 24 == other.resolution * 96
+        assert whole.batch(one) / whole.batch_per_rank == small.batch(other) / small.batch_per_rank
+    assert [phase.epochs for phase in whole.phases] == [13, 11, 3, 1]
+    assert whole.scheme_of_epoch()[12].route == "hitopk" != whole.scheme_of_epoch()[13].route
+    assert (whole.optimizer, whole.task, type(whole.model), whole.learning_rate.decay) == (
+        small.optimizer,
+        small.task,
+        type(small.model),
+        small.learning_rate.decay,
+    )
+    switches = ("crop", "area", "flip", "test_crop")
+    assert [getattr(whole.data, name) for name in switches] == [
+        getattr(small.data, name) for name in switches
+    ]
+
+
 def test_phases_and_frozen(write):
     small = read(write(SMALL))
     assert small.epochs == 3 and [phase.resolution for phase in small.phase_of_epoch()] == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -15,11 +16,20 @@ EXAMPLES = ROOT / "scripts" / "examples"
 
 @pytest.mark.long_wait
 def test_the_examples_on_two_ranks(tmp_path: Path) -> None:
-    """Each for a few steps; Horovod's script and its successor end with the same weights."""
+    """Each for a few steps, and the guide's recipe of own parts.
+
+    Horovod's script and its successor end with the same weights.
+    """
+    (tmp_path / "guide").mkdir()
+    guide = (ROOT / "docs" / "guide.md").read_text()
+    for language, file in (("yaml", "own_model.yaml"), ("python", "own_model.py")):
+        blocks = re.findall(rf"```{language}\n(.*?)```", guide, re.S)
+        (block,) = [text for text in blocks if "own_model" in text or "def build_net" in text]
+        (tmp_path / "guide" / file).write_text(block)
     worker = str(WORKERS / "run_example_scripts.py")
     ended = horovodrun(2, [worker, str(tmp_path)], seconds=600, PYTHONPATH=":".join(sys.path))
     assert ended.status == 0, ended.output[-6000:]
-    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    names = {"guide", *(path.stem for path in EXAMPLES.glob("*.py"))}
     for name in names:
         assert ended.output.count(f"{name} ok") == 2, (name, ended.output[-6000:])
     model = keras.Sequential(

@@ -1,6 +1,7 @@
 """Runs the scripts of scripts/examples on every rank, one after the other: a few steps each.
 
-run_example_scripts.py FOLDER, which receives what they write.
+run_example_scripts.py FOLDER, which receives what they write; its folder `guide` holds the guide's
+own_model.py and own_model.yaml.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ def run_script(name: str, steps: int) -> None:
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
 
 
-def run_recipe(folder: Path) -> None:
+def run_recipe(parts: Path, folder: Path) -> None:
+    """Train own_model.yaml of the folder `parts`, as if the run was started there."""
     from tfcommx.recipes.recipe import read
     from tfcommx.training.train import train
 
-    sys.path.insert(0, str(EXAMPLES))
-    settings = ["data.count=400", f"data.memory={folder}", "threads=null"]
-    summary = train(read(EXAMPLES / "own_model.yaml", settings), folder / "own_model")
-    print(f"own_model: test accuracy {summary['test_accuracy']:.3f}", flush=True)
+    sys.modules.pop("own_model", None)
+    sys.path.insert(0, str(parts))
+    settings = ["data.count=400", "threads=null"]
+    summary = train(read(parts / "own_model.yaml", settings), folder)
     assert summary["replicas_identical"] and len(summary["rows"]) == 4
 
 
@@ -42,10 +44,11 @@ def main() -> None:
     own.mkdir()
     os.chdir(own)
     # Horovod's own script last: it wants to start Horovod, which runs already then
-    for name in (*STEPS, "own_model", "horovod_before"):
+    recipes = {"own_model": EXAMPLES, "guide": folder / "guide"}
+    for name in (*STEPS, *recipes, "horovod_before"):
         try:
-            if name == "own_model":
-                run_recipe(folder)
+            if name in recipes:
+                run_recipe(recipes[name], folder / "runs" / name)
             else:
                 run_script(name, STEPS.get(name, STEPS["horovod_after"]))
         except BaseException:

@@ -43,12 +43,17 @@ class PairsOfSentences:
         self.references = [translation for _, translation in test]
         self.classes = self.vocabulary.words
         self.inputs, self.count, self.place = self.vocabulary.size, len(self.corpus.source), place
+        # By batch and resolution: sorting millions of pairs takes seconds
+        self._batches: dict[tuple[int, int], LengthBatches] = {}
 
     def batches(self, batch: int, resolution: int) -> LengthBatches:
         """Return the batches of all ranks for batches of so many word pieces."""
-        place = self.place
-        lengths = _lengths(self.corpus)
-        return LengthBatches(lengths, batch, resolution, place.topology.size, place.seed)
+        if (batch, resolution) not in self._batches:
+            place, lengths = self.place, _lengths(self.corpus)
+            self._batches[batch, resolution] = LengthBatches(
+                lengths, batch, resolution, place.topology.size, place.seed
+            )
+        return self._batches[batch, resolution]
 
     def steps(self, batch: int, resolution: int) -> int:
         """Return the steps of an epoch, the same on every rank and in every epoch."""

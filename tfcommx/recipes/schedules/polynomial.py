@@ -34,5 +34,5 @@ class Polynomial(Part):
 class Linear(Polynomial):
     """A straight line: the polynomial of power 1."""
 
-    name: Literal["linear"] = "linear"  # type: ignore[assignment]
+    name: Literal["linear"] = "linear"
     power: float = Field(1.0, ge=1, le=1)
