@@ -20,7 +20,7 @@ from tfcommx import callbacks
 from tfcommx.comm import mpi
 from tfcommx.comm.base import Comm
 from tfcommx.optim.callbacks.start import SEED_STEP
-from tfcommx.recipes.recipe import LearningRate as Rate
+from tfcommx.recipes.recipe import Recipe
 from tfcommx.training.learning_rate import LearningRate
 
 
@@ -331,9 +331,14 @@ def test_the_warm_up_counts_steps_not_calls(comm: Comm, scaled: bool) -> None:
 
 
 def test_a_recipes_rate_counts_steps_not_calls(comm: Comm) -> None:
-    class Recipe:
-        learning_rate, epochs = Rate(peak=0.4, warm_up_epochs=1, decay="linear"), 3
-
+    recipe = Recipe.model_validate(
+        {
+            "name": "rates",
+            "batch_per_rank": 8,
+            "phases": [{"epochs": 3, "resolution": 8}],
+            "learning_rate": {"peak": 0.4, "warm_up_epochs": 1, "decay": "linear"},
+        }
+    )
     net, rates = small(steps_per_execution=2), Rates()
     x, y = data(64)
     net.fit(
@@ -345,12 +350,12 @@ def test_a_recipes_rate_counts_steps_not_calls(comm: Comm) -> None:
         verbose=0,
         callbacks=[
             callbacks.BroadcastState(),
-            LearningRate(Recipe(), 8, 8 * comm.topology.size),
+            LearningRate(recipe, [8] * 3, comm.topology.size),
             rates,
         ],
     )
     wanted = [
-        Recipe.learning_rate.at(step, 8, 24, 8 * comm.topology.size) for step in range(8, 24, 2)
+        recipe.learning_rate.at(step, 8, 24, 8 * comm.topology.size) for step in range(8, 24, 2)
     ]
     np.testing.assert_allclose(rates.seen, wanted, rtol=1e-6)
 

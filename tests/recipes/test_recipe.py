@@ -45,6 +45,29 @@ def test_the_shipped_recipe():
     assert all(word in header for word in ("Claim:", "Measured:", "Hardware:", "Command:"))
 
 
+def test_the_miniature_is_the_whole_recipe_but_for_sizes():
+    """The same phases, schemes and switches; resolutions in the same proportions."""
+    whole, small = (
+        read(ROOT / "configs" / f"dawnbench_{name}.yaml") for name in ("resnet50", "miniature")
+    )
+    for one, other in zip(whole.phases, small.phases, strict=True):
+        assert (one.epochs, one.scheme) == (other.epochs, other.scheme)
+        assert one.resolution * 24 == other.resolution * 96
+        assert whole.batch(one) / whole.batch_per_rank == small.batch(other) / small.batch_per_rank
+    assert [phase.epochs for phase in whole.phases] == [13, 11, 3, 1]
+    assert whole.scheme_of_epoch()[12].route == "hitopk" != whole.scheme_of_epoch()[13].route
+    assert (whole.optimizer, whole.task, type(whole.model), whole.learning_rate.decay) == (
+        small.optimizer,
+        small.task,
+        type(small.model),
+        small.learning_rate.decay,
+    )
+    switches = ("crop", "area", "flip", "test_crop")
+    assert [getattr(whole.data, name) for name in switches] == [
+        getattr(small.data, name) for name in switches
+    ]
+
+
 def test_phases_and_frozen(write):
     small = read(write(SMALL))
     assert small.epochs == 3 and [phase.resolution for phase in small.phase_of_epoch()] == [
@@ -211,10 +234,18 @@ def test_settings(write):
 def test_every_member_is_built_of_its_name(write):
     """What the tables hold is what YAML can name; without a name the default is meant."""
     families = {"data": DATASETS, "model": MODELS, "task": TASKS, "optimizer": OPTIMIZERS}
+    needs = {
+        "imagenet": "folder: here",
+        "folder": "folder: here",
+        "tfds": "dataset: imagenette",
+        "arrays": "file: here.npz",
+        "text_files": "source: a, target: b, test_source: c, test_target: d",
+    }
     for key, table in families.items():
         assert type(getattr(read(write(SMALL)), key)) in table.values()
         for name, kind in table.items():
-            chosen = getattr(read(write(f"{SMALL}{key}: {{name: {name}}}")), key)
+            settings = ", ".join([f"name: {name}", *filter(None, [needs.get(name)])])
+            chosen = getattr(read(write(f"{SMALL}{key}: {{{settings}}}")), key)
             assert type(chosen) is kind and chosen.name == name and callable(chosen.build)
 
 
@@ -237,3 +268,40 @@ def test_learning_rate(decay):
     assert all(b < a for a, b in pairwise(values[20:])) and 0 < values[-1] < 0.01
     assert values[60] == pytest.approx(0.25)  # half way of the decay, for both shapes
     assert LearningRate(peak=0.1, warm_up_epochs=0).at(0, 10, 100, 9999) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("decay", "wanted"),
+    [
+        # At the end of the warm-up, half way to the end, at the end
+        ("{name: polynomial, power: 2}", (1, 0.25, 0)),
+        ("{name: polynomial, power: 2, end: 0.1}", (1, 0.325, 0.1)),
+        ("{name: step, at: [5, 9], times: 0.1}", (1, 0.1, 0.01)),
+        ("inverse_sqrt", (1, (2 / 6) ** 0.5, (2 / 10) ** 0.5)),
+        ("linear", (1, 0.5, 0)),
+    ],
+)
+def test_schedules(write, decay, wanted):
+    text = SMALL.replace("{peak: 0.1}", f"{{peak: 0.1, warm_up_epochs: 2, decay: {decay}}}")
+    rate = read(write(text)).learning_rate
+    got = [rate.at(step, 10, 100, 512) / 0.1 for step in (20, 60, 100)]
+    assert got == pytest.approx(wanted)
+    in_steps = text.replace("warm_up_epochs: 2", "warm_up_steps: 20")
+    assert read(write(in_steps)).learning_rate.at(7, 10, 100, 512) == rate.at(7, 10, 100, 512)
+
+
+def test_a_phase_has_its_batch_and_its_share_of_the_rate(write):
+    """The rate counts in epochs, whose steps differ; it follows the batch if it is per 256."""
+    text = SMALL.replace(
+        "{epochs: 1, resolution: 28",
+        "{epochs: 1, resolution: 28, batch: 4, learning_rate_factor: 2",
+    ).replace("{peak: 0.1}", "{peak_per_256: 0.1, warm_up_epochs: 1, decay: linear}")
+    recipe = read(write(text))
+    assert [recipe.batch(phase) for phase in recipe.phases] == [8, 4]
+    last_of_the_first = recipe.rate(1, 9, 10, 32)
+    first_of_the_second = recipe.rate(2, 0, 20, 32)
+    assert last_of_the_first == pytest.approx(0.1 * (1 - 0.9 / 2))
+    assert first_of_the_second == pytest.approx(0.1 * 0.5)  # half the batch, twice the factor
+    assert read(write(SMALL)).rate(2, 3, 10, 2) == read(write(SMALL)).learning_rate.at(
+        23, 10, 30, 16
+    )

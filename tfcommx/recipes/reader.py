@@ -65,7 +65,12 @@ class Part(BaseModel):
         return given
 
 
-def member_of(table: Mapping[str, type[Any]], default: str) -> PlainValidator:
+def member_of(
+    table: Mapping[str, type[Any]],
+    default: str,
+    own: type[BaseModel] | None = None,
+    by_name: bool = False,
+) -> PlainValidator:
     """Make the annotation of a field that holds one member of a family.
 
     In YAML it is a mapping with the member's `name` and its settings: `{name: sgd, momentum: 0}`.
@@ -73,22 +78,28 @@ def member_of(table: Mapping[str, type[Any]], default: str) -> PlainValidator:
     Args:
         table: the members, `Part`s, by name.
         default: name of the member that is meant if none is given.
+        own: what a name with a colon, `module:function`, is read into; None: it is refused.
+        by_name: whether a bare name is taken too, for the member with its usual settings.
 
     Returns:
         A validator that reads the mapping into the member's class.
     """
 
     def read(value: Any) -> Any:
-        if isinstance(value, tuple(table.values())):
+        if isinstance(value, (*table.values(), *([own] if own else []))):
             return value
+        if by_name and isinstance(value, str):
+            value = {"name": value}
         if not isinstance(value, Mapping):
             raise ValueError(
                 f"A mapping such as {{name: {default}}} is required. Received {value!r}."
             )
         name = value.get("name", default)
-        refuse_unknown([name], list(table), "name")
+        kind = own if own and ":" in str(name) else table.get(name)
+        if kind is None:
+            refuse_unknown([name], list(table), "name")
         try:
-            return table[name].model_validate(value)
+            return kind.model_validate(value)
         except ValidationError as error:
             # `error_lines` describes each of them, with its place
             raise ValueError(str(error)) from error

@@ -6,16 +6,15 @@ A bad setting is refused before any process is busy.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, PlainValidator, ValidationError, model_validator
 
 from tfcommx.planner.check import check_scheme
-from tfcommx.recipes.base import Dataset, Model, OptimizerRecipe, Task
+from tfcommx.recipes.base import Dataset, Model, Objective, OptimizerRecipe, Task
 from tfcommx.recipes.datasets import DATASETS
 from tfcommx.recipes.models import MODELS
 from tfcommx.recipes.optimizers import OPTIMIZERS
@@ -29,8 +28,13 @@ from tfcommx.recipes.reader import (
     refuse_unknown,
 )
 from tfcommx.recipes.saving import Saving
+from tfcommx.recipes.schedules import SCHEDULES, Schedule
 from tfcommx.recipes.tasks import TASKS
+from tfcommx.recipes.user import UserDataset, UserModel, UserOptimizer, UserTask
 from tfcommx.terms import Scheme, Topology
+
+if TYPE_CHECKING:
+    import keras
 
 
 def _scheme(value: Any) -> Scheme:
@@ -51,8 +55,13 @@ class Phase(Part):
     """Some epochs at one resolution with one way of exchanging gradients."""
 
     epochs: int = Field(ge=1)
-    # Pixels a side; small pictures first are cheap (progressive resizing)
+    # Pixels a side: small pictures first are cheap (progressive resizing). Of text, word pieces of
+    # the longest sentence
     resolution: int = Field(ge=8)
+    # Samples a step on one rank; None: the recipe's
+    batch: int | None = Field(None, ge=1)
+    # The learning rate is multiplied by it
+    learning_rate_factor: float = Field(1.0, gt=0, allow_inf_nan=False)
     scheme: Annotated[Scheme, PlainValidator(_scheme)] = Scheme()
     # Densities of the phase's first epochs; then the scheme's
     warm_up: tuple[Annotated[float, Field(gt=0, le=1)], ...] = ()
@@ -73,7 +82,7 @@ class Phase(Part):
 
 
 class LearningRate(Part):
-    """Linear warm-up to a peak, then decay to zero at the end of the run."""
+    """Linear warm-up to a peak, then a schedule's decay to the end of the run."""
 
     # The peak itself; this or the next
     peak: float | None = Field(None, gt=0, allow_inf_nan=False)
@@ -81,7 +90,12 @@ class LearningRate(Part):
     peak_per_256: float | None = Field(None, gt=0, allow_inf_nan=False)
     # Large batches diverge when they start at the peak
     warm_up_epochs: float = Field(1, ge=0)
-    decay: Literal["cosine", "linear"] = "cosine"
+    # The same in steps; it replaces warm_up_epochs
+    warm_up_steps: int | None = Field(None, ge=0)
+    # Its name, or a mapping with its settings
+    decay: Annotated[Schedule, member_of(SCHEDULES, "cosine", by_name=True)] = Field(
+        "cosine", validate_default=True
+    )
 
     @model_validator(mode="after")
     def _one_peak(self) -> LearningRate:
@@ -105,11 +119,12 @@ class LearningRate(Part):
             The learning rate, >= 0.
         """
         peak = self.peak or (self.peak_per_256 or 0.0) * global_batch / 256
-        warm_up = self.warm_up_epochs * steps_per_epoch
+        warm_up = self.warm_up_steps
+        if warm_up is None:
+            warm_up = self.warm_up_epochs * steps_per_epoch
         if step < warm_up:
             return peak * (step + 1) / (warm_up + 1)
-        done = (step - warm_up) / max(1.0, steps - warm_up)
-        return peak * ((1 + math.cos(math.pi * done)) / 2 if self.decay == "cosine" else 1 - done)
+        return peak * self.decay.factor(step, warm_up, steps, steps_per_epoch)
 
 
 class Recipe(Part):
@@ -117,20 +132,25 @@ class Recipe(Part):
 
     # Of the run's folder in runs/
     name: str = Field(min_length=1, pattern=r"^\w[\w.-]*$")
-    data: Annotated[Dataset, member_of(DATASETS, "fashion_mnist")] = Field(
+    data: Annotated[Dataset, member_of(DATASETS, "fashion_mnist", UserDataset)] = Field(
         {}, validate_default=True
     )
-    model: Annotated[Model, member_of(MODELS, "small_cnn")] = Field({}, validate_default=True)
-    task: Annotated[Task, member_of(TASKS, "classify")] = Field({}, validate_default=True)
-    # Samples a step on one rank
+    model: Annotated[Model, member_of(MODELS, "small_cnn", UserModel)] = Field(
+        {}, validate_default=True
+    )
+    task: Annotated[Task, member_of(TASKS, "classify", UserTask)] = Field({}, validate_default=True)
+    # Samples a step on one rank; of text, word pieces. A phase may have its own
     batch_per_rank: int = Field(ge=1)
     phases: tuple[Phase, ...] = Field(min_length=1)
-    optimizer: Annotated[OptimizerRecipe, member_of(OPTIMIZERS, "sgd")] = Field(
+    optimizer: Annotated[OptimizerRecipe, member_of(OPTIMIZERS, "sgd", UserOptimizer)] = Field(
         {}, validate_default=True
     )
     learning_rate: LearningRate
     # When checkpoints are saved, and how many are kept
     checkpoint: Saving = Saving()
+    # Type of the network's computation; its weights are float32. Half precision is fast on GPUs
+    # with tensor cores, and slow on CPUs
+    precision: Literal["float32", "mixed_float16", "mixed_bfloat16"] = "float32"
     # As NumPy takes it; of the initial weights, the order of the samples and their variation
     seed: int = Field(0, ge=0, lt=2**32)
     # What `tfcommx probe` wrote, on every node; None: nominal prices
@@ -142,7 +162,8 @@ class Recipe(Part):
 
     @model_validator(mode="after")
     def _warm_up_ends(self) -> Recipe:
-        if self.learning_rate.warm_up_epochs >= self.epochs:
+        rate = self.learning_rate
+        if rate.warm_up_steps is None and rate.warm_up_epochs >= self.epochs:
             raise ValueError(
                 f"learning_rate.warm_up_epochs must be less than the {self.epochs} epochs of all "
                 "phases. "
@@ -159,6 +180,37 @@ class Recipe(Part):
                 "0, or leave momentum out of the schemes."
             )
         return self
+
+    def batch(self, phase: Phase) -> int:
+        """Return the samples a step on one rank in a phase."""
+        return phase.batch or self.batch_per_rank
+
+    def rate(self, epoch: int, step: int, steps_per_epoch: int, ranks: int) -> float:
+        """Return the learning rate of a step.
+
+        Phases may differ in batch, and so in steps: how far the run is, is counted in epochs.
+
+        Args:
+            epoch: in [0, epochs).
+            step: of the epoch, in [0, steps_per_epoch).
+            steps_per_epoch: of this epoch's phase, >= 1.
+            ranks: >= 1.
+        """
+        phase = self.phase_of_epoch()[epoch]
+        counted = (epoch * steps_per_epoch + step, steps_per_epoch, self.epochs * steps_per_epoch)
+        rate = self.learning_rate.at(*counted, self.batch(phase) * ranks)
+        return phase.learning_rate_factor * rate
+
+    def build_model(self, objective: Objective) -> keras.Model:
+        """Build the network for an objective, at the recipe's precision."""
+        import keras
+
+        before = keras.config.dtype_policy()
+        keras.config.set_dtype_policy(self.precision)
+        try:
+            return self.model.build(objective.inputs, objective.outputs)
+        finally:
+            keras.config.set_dtype_policy(before)
 
     @property
     def epochs(self) -> int:

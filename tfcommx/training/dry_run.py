@@ -44,7 +44,7 @@ def dry_run(recipe: Recipe, output_folder: Path, steps: int = STEPS) -> dict[str
     """
     run = prepare(recipe, output_folder)
     keras.utils.set_random_seed(recipe.seed)
-    model = recipe.model.build(run.objective.outputs)
+    model = recipe.build_model(run.objective)
     schemes = [phase.scheme for phase in recipe.phases]
     optimizer, timing = compile_model(model, run, schemes[0]), Timing()
     timing.watch(model)
@@ -53,7 +53,7 @@ def dry_run(recipe: Recipe, output_folder: Path, steps: int = STEPS) -> dict[str
         if number and scheme != schemes[number - 1]:
             optimizer.exchanger.switch(scheme)
         phases.append(_phase(model, run, number, timing, steps))
-    run.cache.close()
+    run.data.close()
     memory = run.comm.gather_objects(_memory())
     found = {
         "name": recipe.name,

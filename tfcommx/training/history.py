@@ -46,7 +46,7 @@ class EpochHistory(keras.callbacks.Callback):
         """Return the numbers of an epoch that has just ended."""
         scheme, seconds = self.schemes[epoch], self.timing.so_far()
         phase, steps = self.counter.phase, self.steps_measured()
-        loader = self.run.cache.report(epoch)
+        loader = self.run.data.report(epoch)
         return {
             "epoch": epoch + 1,
             "phase": phase + 1,
@@ -57,7 +57,8 @@ class EpochHistory(keras.callbacks.Callback):
             "density": scheme.density,
             "loss": float(logs["loss"]),
             "train_accuracy": float(logs["accuracy"]),
-            "test_accuracy": logs["test_accuracy"],
+            # test_accuracy, and what else the task's scorer found
+            **{name: value for name, value in logs.items() if name.startswith("test_")},
             "steps": steps,
             "images_per_second": steps * self.run.global_batch(phase) / self.timing.busy(),
             "replicas_identical": bool(self.compare.identical),

@@ -26,12 +26,6 @@ class LearningRate(keras.callbacks.Callback):
 
 
 def rate_at(run: Run, phase: int, position: Position) -> float:
-    """Return the learning rate of a step of a phase.
-
-    The schedule goes by epochs: its steps are those of the first phase, of which a step of a phase
-    with a smaller batch is a part.
-    """
-    first, mine = run.steps[0], run.steps[phase]
-    step = position.epoch * first + position.step * first / mine
-    whole = first * run.recipe.epochs
-    return run.recipe.learning_rate.at(step, first, whole, run.global_batch(phase))
+    """Return the learning rate of a step of a phase."""
+    steps, ranks = run.steps[phase], run.comm.topology.size
+    return run.recipe.rate(position.epoch, position.step, steps, ranks)

@@ -21,11 +21,11 @@ def measure_recipe(recipe: Recipe, steps: int) -> Measured:
     # One process is no node of several
     run = prepare(recipe.model_copy(update={"node_size": None}), Path())
     keras.utils.set_random_seed(recipe.seed)
-    model, scheme = recipe.model.build(run.objective.outputs), recipe.scheme_of_epoch()[0]
+    model, scheme = recipe.build_model(run.objective), recipe.scheme_of_epoch()[0]
     compile_model(model, run, scheme)
     batches = run.batches(Piece(0, range(1)))
     rule = None if scheme.selection == "all" else scheme.selection
     try:
         return measure(model, batches, steps, rule, scheme.density)
     finally:
-        run.cache.close()
+        run.data.close()

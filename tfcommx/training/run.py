@@ -9,8 +9,7 @@ import tensorflow as tf
 
 import tfcommx as cx
 from tfcommx.comm.base import Comm
-from tfcommx.data.cache.cache import DataCache
-from tfcommx.recipes.base import Objective, Samples
+from tfcommx.recipes.base import Data, Objective, Place
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.training.position import Piece, Position
 
@@ -23,10 +22,9 @@ class Run:
     # Where checkpoint and report go
     folder: Path
     comm: Comm
-    samples: Samples
+    # Serves training and test samples
+    data: Data
     objective: Objective
-    # Serves the training samples
-    cache: DataCache
     # Steps of an epoch of each phase, >= 1, the same on every rank
     steps: tuple[int, ...]
 
@@ -37,7 +35,7 @@ class Run:
 
     def global_batch(self, phase: int) -> int:
         """Return the samples a step over all ranks."""
-        return batch_of(self.recipe, phase) * self.comm.topology.size
+        return self.recipe.batch(self.recipe.phases[phase]) * self.comm.topology.size
 
     def steps_of(self, epoch: int) -> int:
         """Return the steps of an epoch."""
@@ -53,15 +51,14 @@ class Run:
         return sum(ended[: position.epoch]) + position.step
 
     def batches(self, piece: Piece) -> tf.data.Dataset:
-        """Return this rank's training batches of a piece: (inputs, targets) for every step."""
+        """Return this rank's training batches of a piece: what `fit` takes in every step."""
         return self.objective.targets(self.samples_of(piece))
 
     def samples_of(self, piece: Piece) -> tf.data.Dataset:
         """Return this rank's training batches of a piece: (inputs, labels) for every step."""
-        data, recipe = self.recipe.data, self.recipe
-        resolution = recipe.phases[piece.phase].resolution
-        serving = data.serving(batch_of(recipe, piece.phase), resolution)
-        return data.batches(self.cache, serving, piece.epochs).skip(piece.step)
+        phase = self.recipe.phases[piece.phase]
+        batch = self.recipe.batch(phase)
+        return self.data.train(batch, phase.resolution, piece.epochs, piece.step)
 
     @property
     def checkpoint(self) -> Path:
@@ -87,36 +84,17 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
         tf.config.threading.set_intra_op_parallelism_threads(recipe.threads)
         tf.config.threading.set_inter_op_parallelism_threads(recipe.threads)
     comm = cx.init(node_size=recipe.node_size)
-    samples = recipe.data.build()
-    cache = open_cache(recipe, comm, samples)
+    place = Place(comm.topology, comm.rank, recipe.seed, recipe.threads)
+    data = recipe.data.build(place)
+    batches = [recipe.batch(phase) for phase in recipe.phases]
     steps = tuple(
-        cache.steps(recipe.data.serving(batch_of(recipe, number), phase.resolution))
-        for number, phase in enumerate(recipe.phases)
+        data.steps(batch, phase.resolution)
+        for batch, phase in zip(batches, recipe.phases, strict=True)
     )
     for number, count in enumerate(steps):
         if not count:
             raise cx.PlanError(
-                f"A step needs batch_per_rank * ranks <= {samples.train.count} samples. Received "
-                f"{batch_of(recipe, number)} * {comm.topology.size}. Lower batch_per_rank."
+                f"A step needs batch * ranks <= {data.count} samples. phases[{number}] has "
+                f"{batches[number]} * {comm.topology.size}. Lower its batch, or batch_per_rank."
             )
-    return Run(recipe, folder, comm, samples, recipe.task.build(samples), cache, steps)
-
-
-def batch_of(recipe: Recipe, phase: int) -> int:
-    """Return the samples a step of a phase on one rank: its own, or the recipe's."""
-    return getattr(recipe.phases[phase], "batch", None) or recipe.batch_per_rank
-
-
-def open_cache(recipe: Recipe, comm: Comm, samples: Samples) -> DataCache:
-    """Open the cache that serves the training samples to this rank."""
-    return DataCache(
-        samples.train,
-        topology=comm.topology,
-        rank=comm.rank,
-        seed=recipe.seed,
-        memory=recipe.data.memory,
-        # Samples that find no room in memory can still be read from the source
-        partial=True,
-        reshuffle_fraction=recipe.data.reshuffle_fraction,
-        threads=recipe.threads,
-    )
+    return Run(recipe, folder, comm, data, recipe.task.build(data), steps)

@@ -72,7 +72,7 @@ def train(recipe: Recipe, output_folder: Path, options: Options | None = None) -
     requests = StopRequests(output_folder if run.comm.rank == 0 else None)
     with requests:
         keras.utils.set_random_seed(recipe.seed)
-        model = recipe.model.build(run.objective.outputs)
+        model = recipe.build_model(run.objective)
         saved = last_checkpoint(run, options.resume)
         first = start_of(run, saved)
         optimizer = compile_model(model, run, recipe.scheme_of_epoch()[first.epoch])
@@ -91,7 +91,7 @@ def train(recipe: Recipe, output_folder: Path, options: Options | None = None) -
                 fit_phases(model, run, first, run_callbacks)
             except Stopped as stop:
                 stopped = {**stop.position._asdict(), "reason": stop.reason}
-    run.cache.close()
+    run.data.close()
     summary = summarise(run, model, run_callbacks.history.rows) | totals.so_far()
     if options.alone:
         summary["alone"] = list(options.alone)
@@ -259,16 +259,16 @@ def fit_phases(model: keras.Model, run: Run, first: Position, run_callbacks: Run
         checkpoint.RestoreOwn(run.checkpoint),
     ]
     phase = None
-    for piece in pieces(run.phases, first, run.recipe.data.reshuffle_fraction > 0):
+    for piece in pieces(run.phases, first, run.data.redistributes):
         if piece.phase != phase:
             phase = piece.phase
-            run_callbacks.evaluation.at(run.recipe.phases[phase].resolution)
+            run_callbacks.evaluation.at(model, run.recipe.phases[phase])
             # Keras traces with reduced retracing: without this, a second resolution would get a
             # graph of dynamic shapes, whose sums differ in the last bits from those of a run that
             # is resumed here
             model.make_train_function(force=True)
         if piece.epochs.start > first.epoch:
-            run.cache.reshuffle(piece.epochs.start, run.comm)
+            run.data.redistribute(piece.epochs.start, run.comm)
         run_callbacks.counter.begin(piece, run.steps[phase])
         one_epoch, batches = len(piece.epochs) == 1, run.batches(piece)
         if piece.step:
@@ -298,9 +298,11 @@ def summarise(run: Run, model: keras.Model, rows: list[dict[str, Any]]) -> dict[
     """Return the summary of a run from the rows of its epochs, without its traffic and its time."""
     busy = sum(row["seconds"].get(kind, 0) for row in rows for kind in BUSY)
     images = sum(row["steps"] * row["global_batch"] for row in rows)
+    last = rows[-1] if rows else {"test_accuracy": None}
+    scores = {name: value for name, value in last.items() if name.startswith("test_")}
     return {
         "name": run.recipe.name,
-        "test_accuracy": rows[-1]["test_accuracy"] if rows else None,
+        **scores,
         "ranks": run.comm.topology.size,
         "nodes": run.comm.topology.nodes,
         "epochs": run.recipe.epochs,

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfcommx.data.cache.batch_spec import BatchSpec
-from tfcommx.data.cache.cache import DataCache
 from tfcommx.data.sources.arrays import Arrays
-from tfcommx.recipes.datasets.shift import resize, shifted, training_batches
+from tfcommx.recipes.base import Place
+from tfcommx.recipes.datasets import fashion_mnist
+from tfcommx.recipes.datasets.pictures import Pictures
+from tfcommx.recipes.datasets.shift import shifted
 from tfcommx.recipes.tasks.classify import Classification
 from tfcommx.terms import Topology
 
@@ -16,16 +17,21 @@ PICTURES = np.random.default_rng(0).integers(0, 256, (COUNT, 28, 28, 1), dtype=n
 LABELS = np.arange(COUNT) % 10
 
 
-def batches(memory, rank=0, epochs=range(2), resolution=14, shift=1, flip=True) -> list:
-    cache = DataCache(
-        Arrays(PICTURES, LABELS), topology=Topology(1, 2), rank=rank, seed=1, memory=memory
-    )
-    spec = BatchSpec(BATCH, resolution, flip=flip, std=(1 / 255,))
-    served = training_batches(cache, spec, epochs, shift)
-    got = list(Classification(10, 0.0).targets(served).as_numpy_iterator())
-    assert len(got) == len(epochs) * cache.steps(spec) == len(epochs) * (COUNT // 2 // BATCH)
-    rows = [cache.share(epoch) for epoch in epochs]
-    cache.close()
+def opened(memory, rank=0, shift=1, flip=True) -> Pictures:
+    settings = fashion_mnist.FashionMnist(memory=memory, flip=flip, shift=shift)
+    train, test = Arrays(PICTURES, LABELS), Arrays(PICTURES[::-1], LABELS[::-1], name="test")
+    place = Place(Topology(1, 2), rank, seed=1)
+    return Pictures(settings, train, test, place, settings._shifted if shift else None)
+
+
+def batches(memory, rank=0, epochs=range(2), resolution=14, shift=1, flip=True, step=0) -> tuple:
+    data = opened(memory, rank, shift, flip)
+    served = data.train(BATCH, resolution, epochs, step)
+    got = list(Classification(1, 10).targets(served).as_numpy_iterator())
+    assert data.steps(BATCH, resolution) == COUNT // 2 // BATCH
+    assert len(got) == len(epochs) * data.steps(BATCH, resolution) - step
+    rows = [data.cache.share(epoch) for epoch in epochs]
+    data.close()
     return got, rows
 
 
@@ -39,6 +45,9 @@ def test_batches_are_repeatable_and_differ_between_ranks_and_epochs(tmp_path):
     )
     later = batches(tmp_path, epochs=range(1, 2))[0]  # as a resumed run asks for them
     for (x, _), (x_again, _) in zip(here[len(here) // 2 :], later, strict=True):
+        assert np.array_equal(x, x_again)
+    middle = batches(tmp_path, step=5)[0]
+    for (x, _), (x_again, _) in zip(here[5:], middle, strict=True):
         assert np.array_equal(x, x_again)
 
 
@@ -67,8 +76,17 @@ def test_shifts_go_every_way():
 
 
 @pytest.mark.parametrize("resolution", [8, 14, 20, 28])
-def test_tests_are_resized_as_training_is(tmp_path, resolution):
-    got, (row,) = batches(tmp_path, 0, range(1), resolution, 0, False)
-    np.testing.assert_allclose(
-        got[0][0], resize(tf.constant(PICTURES[row[:BATCH]]), resolution), atol=0.1
-    )
+def test_tests_are_resized_as_training_is_and_each_comes_once(tmp_path, resolution):
+    """The test pictures are those of training in another order, without crop and flip."""
+    parts = [opened(tmp_path, rank, 0, False) for rank in (0, 1)]
+    tested = [pair for data in parts for pair in data.test(BATCH, resolution).as_numpy_iterator()]
+    x, y = (np.concatenate(part) for part in zip(*tested, strict=True))
+    assert np.array_equal(np.sort(y), np.sort(LABELS))
+    rows = np.concatenate([data.test_cache.share(0, False) for data in parts])
+    assert np.array_equal(np.sort(rows), np.arange(COUNT))
+    by_picture = dict(zip((COUNT - 1 - rows).tolist(), x, strict=True))
+    trained = parts[0].train(BATCH, resolution, range(1)).as_numpy_iterator()
+    for number, picture in zip(parts[0].cache.share(0), next(trained)[0], strict=False):
+        np.testing.assert_array_equal(picture, by_picture[int(number)])
+    for data in parts:
+        data.close()

@@ -1,11 +1,24 @@
-"""Data sets of the recipes: one a file.
+"""Data sets of the recipes: one a file, or a few that share their settings.
 
-To add one: write a file with a `Cached` class that satisfies `recipes.base.Dataset` (its own
-settings, a `name`, `fetch`, `build`, `serving`, `batches`, `test_inputs`), and add a row here.
-TensorFlow is imported inside its functions only: reading a recipe must not load it.
+To add one: write a frozen `Part` that satisfies `recipes.base.Dataset` (its own settings, a `name`,
+`fetch` and `build`), and add a row here. Pictures derive from `Cached` and build `Pictures` from
+two sources. TensorFlow is imported inside functions only: reading a recipe must not load it.
 """
 
 from tfcommx.recipes.base import Dataset
+from tfcommx.recipes.datasets.arrays import ArrayFile
+from tfcommx.recipes.datasets.catalogues import Catalogues
 from tfcommx.recipes.datasets.fashion_mnist import FashionMnist
+from tfcommx.recipes.datasets.photos import ClassFolders, ImageNet, TensorFlowDataset
+from tfcommx.recipes.datasets.texts import TensorFlowTranslations, TextFiles
 
-DATASETS: dict[str, type[Dataset]] = {"fashion_mnist": FashionMnist}
+DATASETS: dict[str, type[Dataset]] = {
+    "fashion_mnist": FashionMnist,
+    "imagenet": ImageNet,
+    "folder": ClassFolders,
+    "tfds": TensorFlowDataset,
+    "arrays": ArrayFile,
+    "text_files": TextFiles,
+    "tfds_translate": TensorFlowTranslations,
+    "catalogues": Catalogues,
+}

@@ -1,19 +1,89 @@
-"""What every data set says about how the data cache holds it."""
+"""What every data set of pictures says: how the data cache holds and serves them."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from tfcommx.recipes.reader import Part
 
+if TYPE_CHECKING:
+    from tfcommx.data.cache.batch_spec import BatchSpec
+
+# Of ImageNet's training pixels, red, green and blue, in parts of 255; as torchvision has them
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
 
 class Cached(Part):
-    """Settings of the data cache, which every data set of images has."""
+    """How the data cache holds pictures, and how a batch of them is made."""
 
     # Folder of shared memory that holds one copy for all ranks of a node
     memory: Path = Path("/dev/shm")
+    # Folder on a local disk that keeps what came from a slow file system; None: none
+    disk: Path | None = None
+    # Short side at which pictures are kept, pixels: the largest resolution to come, over the
+    # part of the crop. None: their own size
+    store: int | None = Field(None, ge=1)
     # Share of each node's images that is redistributed before each epoch except the first, sent
     # from memory to memory. Then nothing is loaded ahead over the end of an epoch.
     reshuffle_fraction: float = Field(0.0, ge=0, le=1)
+    # For training: "random" (random-resized-crop), "center" or "whole"
+    crop: Literal["random", "center", "whole"] = "whole"
+    # Area of the random crop over that of the picture
+    area: tuple[float, float] = (0.08, 1.0)
+    # Width over height of the random crop
+    aspect: tuple[float, float] = (3 / 4, 4 / 3)
+    # Mirror each image left to right with probability 1/2
+    flip: bool = True
+    # For evaluation: "center" or "whole"
+    test_crop: Literal["center", "whole"] = "whole"
+    # Side of the centre crop over the short side of the picture
+    test_center: float = Field(0.875, gt=0, le=1)
+    # Pixels a side in evaluation over those in training: networks that learnt from random crops see
+    # things smaller in whole pictures
+    test_scale: float = Field(1.0, gt=0)
+    # Of the pixels in parts of 255, for all channels or one number for each; what is served is
+    # (pixel / 255 - mean) / std
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = (1 / 255,)
+    # Of what is served: float16 halves the bytes for mixed precision
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+
+    def serving(self, batch: int, resolution: int, channels: int) -> BatchSpec:
+        """Return how the cache serves a batch for training."""
+        from tfcommx.data.cache.batch_spec import BatchSpec
+
+        return BatchSpec(
+            batch,
+            resolution,
+            crop=self.crop,
+            flip=self.flip,
+            area=self.area,
+            aspect=self.aspect,
+            dtype=self.dtype,
+            mean=_for_each(self.mean, channels),
+            std=_for_each(self.std, channels),
+        )
+
+    def test_serving(self, batch: int, resolution: int, channels: int) -> BatchSpec:
+        """Return how the cache serves a batch for evaluation: every picture once, in order."""
+        from tfcommx.data.cache.batch_spec import BatchSpec
+
+        return BatchSpec(
+            batch,
+            round(resolution * self.test_scale),
+            crop=self.test_crop,
+            center=self.test_center,
+            dtype=self.dtype,
+            mean=_for_each(self.mean, channels),
+            std=_for_each(self.std, channels),
+            shuffle=False,
+            drop_remainder=False,
+        )
+
+
+def _for_each(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
+    """Return one value for each channel."""
+    return values * channels if len(values) == 1 else values

@@ -11,15 +11,14 @@ MIT licence.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from tfcommx.recipes.datasets import debian
 from tfcommx.recipes.datasets.idx import DataError, damaged, read_idx
 
 FILES = (
@@ -43,8 +42,6 @@ CLASSES = (
 TRAIN_IMAGES, TEST_IMAGES, SIDE = 60_000, 10_000, 28
 DEBIAN_PACKAGE = "dataset-fashion-mnist"
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
-# Longest wait for one command that downloads, seconds
-DOWNLOAD_SECONDS = 120
 
 
 # --- find or get the files --------------------------------------------------------------
@@ -103,30 +100,8 @@ def _put_in_place(found: Path, target: Path) -> None:
 
 
 def _from_debian(work: Path) -> Path:
-    """Download and unpack Debian's package without root.
-
-    The machine's package lists are tried first, then lists of our own.
-    """
-    for tool in ("apt-get", "dpkg"):
-        if shutil.which(tool) is None:
-            raise DataError(f"{tool} is not on this machine")
-    lists, cache, unpacked = work / "lists", work / "cache", work / "unpacked"
-    for needed in (lists / "partial", cache / "archives" / "partial"):
-        needed.mkdir(parents=True)
-    private = ["-o", f"Dir::State::Lists={lists}", "-o", f"Dir::Cache={cache}"]
-    # As root, apt would fetch as the user _apt, who cannot write here.
-    download = ["apt-get", "-q", "-o", "APT::Sandbox::User=root"]
-    _try_in_turn(
-        lambda: _run([*download, "download", DEBIAN_PACKAGE], work),
-        lambda: (
-            _run([*download, *private, "update"], work),
-            _run([*download, *private, "download", DEBIAN_PACKAGE], work),
-        ),
-    )
-    packages = list(work.glob(f"{DEBIAN_PACKAGE}_*.deb"))
-    if not packages:
-        raise DataError(f"apt-get downloaded no {DEBIAN_PACKAGE}_*.deb")
-    _run(["dpkg", "-x", str(packages[0]), str(unpacked)], work)
+    """Download and unpack Debian's package without root."""
+    unpacked = debian.unpack([DEBIAN_PACKAGE], work)
     return _only_the_files(unpacked / DEBIAN_FOLDER.relative_to("/"), work / "files")
 
 
@@ -142,7 +117,9 @@ def _from_tensorflow_datasets(work: Path) -> Path:
     (work / "named").mkdir()
     # In a process of its own: it imports TensorFlow, and it can be ended if the network does not
     # answer.
-    _run([sys.executable, "-c", code, str(work / "downloads"), str(work / "named"), *FILES], work)
+    debian.run(
+        [sys.executable, "-c", code, str(work / "downloads"), str(work / "named"), *FILES], work
+    )
     return _only_the_files(work / "named", work / "files")
 
 
@@ -156,32 +133,6 @@ def _only_the_files(source: Path, target: Path) -> Path:
     for name in FILES:
         os.replace(source / name, target / name)
     return target
-
-
-def _try_in_turn(first: Callable[[], object], second: Callable[[], object]) -> None:
-    try:
-        first()
-    except DataError:
-        second()
-
-
-def _run(command: Sequence[str], folder: Path) -> str:
-    """Run a command in `folder`; return its output.
-
-    **Raises:** DataError with the last line of the output.
-    """
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        text=True,
-        timeout=DOWNLOAD_SECONDS,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    if done.returncode:
-        last = (done.stdout.strip().splitlines() or ["no output"])[-1]
-        raise DataError(f"`{command[0]}` ended with status {done.returncode}: {last}")
-    return done.stdout
 
 
 # --- read them --------------------------------------------------------------------------

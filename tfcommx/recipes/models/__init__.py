@@ -1,11 +1,20 @@
 """Models of the recipes: one a file.
 
 To add one: write a file with a frozen `Part` that satisfies `recipes.base.Model` (its sizes, a
-`name` and `build`), and add a row here. Keras is imported inside its functions only: reading a
-recipe must not load it.
+`name` and `build`), and add a row here; give its published number of parameters in
+tests/recipes/test_models.py. Keras is imported inside its functions only: reading a recipe must not
+load it.
 """
 
 from tfcommx.recipes.base import Model
+from tfcommx.recipes.models.resnet import ResNet
 from tfcommx.recipes.models.small_cnn import SmallCnn
+from tfcommx.recipes.models.transformer import Transformer
+from tfcommx.recipes.models.vgg19 import Vgg19
 
-MODELS: dict[str, type[Model]] = {"small_cnn": SmallCnn}
+MODELS: dict[str, type[Model]] = {
+    "small_cnn": SmallCnn,
+    "resnet": ResNet,
+    "vgg19": Vgg19,
+    "transformer": Transformer,
+}

@@ -29,12 +29,14 @@ class SmallCnn(Part):
     # Blocks with a short cut after them, with as many filters as the last convolution
     residual: int = Field(1, ge=0)
 
-    def build(self, outputs: int) -> keras.Model:
-        """Build the network with that many outputs."""
-        return small_cnn(self.filters, self.residual, outputs)
+    def build(self, inputs: int, outputs: int) -> keras.Model:
+        """Build the network for pictures of `inputs` channels, with `outputs` logits."""
+        return small_cnn(self.filters, self.residual, outputs, inputs)
 
 
-def small_cnn(filters: Sequence[int], residual: int, classes: int) -> keras.Model:
+def small_cnn(
+    filters: Sequence[int], residual: int, classes: int, channels: int = 1
+) -> keras.Model:
     """Build a convolutional network that takes pictures of any size.
 
     Args:
@@ -42,14 +44,15 @@ def small_cnn(filters: Sequence[int], residual: int, classes: int) -> keras.Mode
         residual: number of 3x3 convolutions with a short cut that follow, with as many filters as
             the last.
         classes: number of outputs, which are logits.
+        channels: of the pictures.
 
     Returns:
-        A model of float32 [n, h, w, 1] in [0, 255] -> float32 [n, classes].
+        A model of float32 [n, h, w, channels] in [0, 255] -> float32 [n, classes].
     """
     import keras
     from keras import layers
 
-    inputs = keras.Input((None, None, 1))
+    inputs = keras.Input((None, None, channels))
     flow = layers.Rescaling(1 / (255 * DEVIATION), -MEAN / DEVIATION)(inputs)
     for position, count in enumerate(filters):
         flow = layers.Conv2D(count, 3, padding="same", use_bias=False)(flow)
@@ -60,7 +63,7 @@ def small_cnn(filters: Sequence[int], residual: int, classes: int) -> keras.Mode
     for _ in range(residual):
         branch = layers.Conv2D(filters[-1], 3, padding="same", use_bias=False)(flow)
         flow = layers.Add()([flow, layers.ReLU()(_normalised(branch))])
-    outputs = layers.Dense(classes)(layers.GlobalAveragePooling2D()(flow))
+    outputs = layers.Dense(classes, dtype="float32")(layers.GlobalAveragePooling2D()(flow))
     return keras.Model(inputs, outputs, name="small_cnn")
 
 

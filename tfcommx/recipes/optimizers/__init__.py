@@ -6,8 +6,14 @@ functions only: reading a recipe must not load it.
 """
 
 from tfcommx.recipes.base import OptimizerRecipe
+from tfcommx.recipes.optimizers.adamw import AdamW
 from tfcommx.recipes.optimizers.lamb import Lamb
 from tfcommx.recipes.optimizers.lars import Lars
 from tfcommx.recipes.optimizers.sgd import Sgd
 
-OPTIMIZERS: dict[str, type[OptimizerRecipe]] = {"sgd": Sgd, "lars": Lars, "lamb": Lamb}
+OPTIMIZERS: dict[str, type[OptimizerRecipe]] = {
+    "sgd": Sgd,
+    "adamw": AdamW,
+    "lars": Lars,
+    "lamb": Lamb,
+}

@@ -7,5 +7,6 @@ imported inside its functions only: reading a recipe must not load it.
 
 from tfcommx.recipes.base import Task
 from tfcommx.recipes.tasks.classify import Classify
+from tfcommx.recipes.tasks.translate import Translate
 
-TASKS: dict[str, type[Task]] = {"classify": Classify}
+TASKS: dict[str, type[Task]] = {"classify": Classify, "translate": Translate}

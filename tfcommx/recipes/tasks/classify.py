@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from tfcommx.recipes.base import Samples
+from tfcommx.recipes.base import Data, Gather, Scorer
 from tfcommx.recipes.reader import Part
 
 if TYPE_CHECKING:
@@ -23,19 +23,21 @@ class Classify(Part):
     # Part of the target that is spread over all classes: keeps the network from being too sure
     label_smoothing: float = Field(0.0, ge=0, lt=1)
 
-    def build(self, samples: Samples) -> Classification:
+    def build(self, data: Data) -> Classification:
         """Return the classification into the classes of these samples."""
-        return Classification(len(samples.classes), self.label_smoothing)
+        return Classification(data.inputs, len(data.classes), self.label_smoothing)
 
 
 @dataclass(frozen=True)
 class Classification:
     """Classification into a number of classes."""
 
+    # Channels of the pictures
+    inputs: int
     # Number of classes, which is the number of logits
     outputs: int
     # In [0, 1)
-    label_smoothing: float
+    label_smoothing: float = 0.0
 
     def loss(self) -> keras.losses.Loss:
         """Return the cross-entropy of logits with one-hot targets."""
@@ -45,7 +47,7 @@ class Classification:
             from_logits=True, label_smoothing=self.label_smoothing
         )
 
-    def metrics(self) -> Sequence[str]:
+    def metrics(self) -> Sequence[Any]:
         """Return the names of Keras's metrics."""
         return ["accuracy"]
 
@@ -55,8 +57,25 @@ class Classification:
 
         return batches.map(lambda pictures, labels: (pictures, tf.one_hot(labels, self.outputs)))
 
-    def count_right(self, outputs: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-        """Return int64 []: for how many pictures the largest logit is that of the label."""
+    def scorer(self, model: keras.Model) -> Scorer:
+        """Return what counts the pictures of which the model names the class.
+
+        Its scores are `test_accuracy` (the largest logit is that of the label) and, with more than
+        5 classes, `test_top5` (one of the five largest is). Counts are summed exactly.
+        """
+        import numpy as np
         import tensorflow as tf
 
-        return tf.math.count_nonzero(tf.argmax(outputs, axis=1) == tf.cast(labels, tf.int64))
+        @tf.function
+        def count(pictures: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+            logits = tf.cast(model(pictures, training=False), tf.float32)
+            right = [tf.math.in_top_k(labels, logits, k) for k in (1, 5) if k < self.outputs]
+            return tf.stack([*map(tf.math.count_nonzero, right), tf.size(labels, tf.int64)])
+
+        def score(batches: tf.data.Dataset, gather: Gather) -> dict[str, float]:
+            mine = [count(*batch).numpy() for batch in batches]
+            *right, seen = np.sum(gather(np.sum(mine, axis=0)), axis=0)
+            names = ("test_accuracy", "test_top5")
+            return {name: float(part / seen) for name, part in zip(names, right, strict=False)}
+
+        return score

@@ -1,0 +1,54 @@
+"""Train a small network with Keras's fit: horovodrun -np 4 python scripts/examples/fit.py."""
+
+import argparse
+
+import keras
+
+import tfcommx as cx
+from tfcommx.recipes.datasets.fashion_mnist_files import fetch, load
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=400)
+parser.add_argument("--checkpoint", help="folder of checkpoints; without it none is kept")
+options = parser.parse_args()
+
+cx.init()
+keras.utils.set_random_seed(0)
+images, labels, test_images, test_labels = load(fetch())
+# Every rank takes its own part of the images
+mine = slice(cx.rank(), None, cx.size())
+train = images[mine] / 255.0, labels[mine]
+
+model = keras.Sequential(
+    [
+        keras.layers.Conv2D(32, 3, activation="relu"),
+        keras.layers.MaxPooling2D(),
+        keras.layers.Flatten(),
+        keras.layers.Dense(128, activation="relu"),
+        keras.layers.Dense(10),
+    ]
+)
+rate = 0.02 * cx.size()
+optimizer = cx.DistributedOptimizer(
+    keras.optimizers.SGD(rate, momentum=0.9),
+    # 1 % of the entries between machines; the rest stays in residuals and is sent later
+    scheme=cx.Scheme("hitopk", "mstopk", 0.01),
+)
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)
+callbacks = [
+    cx.callbacks.BroadcastState(),
+    cx.callbacks.AverageMetrics(),
+    cx.callbacks.WarmUp(rate, steps=max(1, options.steps // 10)),
+]
+if options.checkpoint:
+    callbacks.append(cx.checkpoint.Checkpoint(options.checkpoint))
+model.fit(
+    *train,
+    batch_size=64,
+    steps_per_epoch=options.steps,
+    callbacks=callbacks,
+    verbose=2 if cx.is_chief() else 0,
+)
+if cx.is_chief():
+    print(model.evaluate(test_images / 255.0, test_labels, verbose=0, return_dict=True))

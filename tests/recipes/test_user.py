@@ -1,0 +1,98 @@
+"""A user's own members: named module:function, checked when the recipe is read, loaded later."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+
+from tfcommx.recipes.base import Place
+from tfcommx.recipes.reader import RecipeError
+from tfcommx.recipes.recipe import read
+from tfcommx.terms import Topology
+
+MODULE = """
+import keras, numpy as np
+from tfcommx.recipes.datasets.arrays import open_arrays
+from tfcommx.recipes.tasks.classify import Classification
+
+def net(inputs, outputs, width):
+    flow = start = keras.Input((8, 8, inputs))
+    flow = keras.layers.Dense(width)(keras.layers.Flatten()(flow))
+    return keras.Model(start, keras.layers.Dense(outputs)(flow))
+
+def data(place, count):
+    images = np.zeros((count, 8, 8, 3), np.uint8)
+    pair = images, np.arange(count) % 2
+    return open_arrays(pair, pair, place, flip=False, memory=MEMORY)
+
+def optimizer(momentum=0.0):
+    return keras.optimizers.SGD(0.0, momentum=momentum or 0.0)
+
+def task(data, **settings):
+    return Classification(data.inputs, len(data.classes), **settings)
+"""
+RECIPE = """
+name: mine
+model: {name: "user_parts:net", width: 3}
+data: {name: "user_parts:data", count: 12}
+optimizer: {name: "user_parts:optimizer", momentum: 0.5}
+task: {name: "user_parts:task", label_smoothing: 0.1}
+batch_per_rank: 4
+phases: [{epochs: 1, resolution: 8}]
+learning_rate: {peak: 0.1, warm_up_epochs: 0}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder in which a run is started, with the user's module and recipe."""
+    (tmp_path / "user_parts.py").write_text(f"MEMORY = {str(tmp_path)!r}\n{MODULE}")
+    (tmp_path / "mine.yaml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "user_parts", raising=False)
+    return tmp_path
+
+
+def test_a_recipe_of_own_members(folder):
+    recipe = read(folder / "mine.yaml")
+    assert "user_parts" not in sys.modules  # it may load TensorFlow
+    data = recipe.data.build(Place(Topology(1, 1), 0))
+    objective = recipe.task.build(data)
+    model = recipe.build_model(objective)
+    assert (model.input_shape, model.output_shape) == ((None, 8, 8, 3), (None, 2))
+    assert model.layers[2].units == 3 and objective.label_smoothing == 0.1
+    assert recipe.optimizer.momentum == 0.5 == recipe.optimizer.build().momentum
+    assert data.steps(4, 8) == 3 and recipe.data.fetch() is None
+    for pictures, labels in data.train(4, 8, range(1)):
+        assert pictures.shape == (4, 8, 8, 3) and labels.shape == (4,)
+    data.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module:net", "model.name: There is no module 'no_such_module'"),
+        ("user_parts:", "model.name: module:function is required. Received 'user_parts:'"),
+        ("user parts:net", "model.name: module:function is required"),
+    ],
+)
+def test_a_bad_name_is_refused_when_the_recipe_is_read(folder, name, message):
+    with pytest.raises(RecipeError) as refused:
+        read(folder / "mine.yaml", [f'model={{name: "{name}"}}'])
+    assert message in str(refused.value)
+
+
+def test_a_missing_function_is_refused_when_it_is_called(folder):
+    recipe = read(folder / "mine.yaml", ['model={name: "user_parts:nothing"}'])
+    with pytest.raises(RecipeError, match="'user_parts' has no function 'nothing'"):
+        recipe.model.build(3, 2)
+    deeper = read(folder / "mine.yaml", ['optimizer={name: "user_parts.deeper:nothing"}'])
+    with pytest.raises((RecipeError, ModuleNotFoundError), match="user_parts"):
+        deeper.optimizer.build()
+
+
+def test_all_shipped_recipes_can_be_read():
+    shipped = sorted((ROOT / "configs").glob("*.yaml"))
+    assert [read(path).name for path in shipped] == [Path(path).stem for path in shipped]

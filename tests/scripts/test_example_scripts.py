@@ -1,0 +1,50 @@
+"""The scripts in scripts/examples run on two ranks, all in one launch."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from launching import ROOT, WORKERS, horovodrun
+
+EXAMPLES = ROOT / "scripts" / "examples"
+
+
+@pytest.mark.long_wait
+def test_the_examples_on_two_ranks(tmp_path: Path) -> None:
+    """Each for a few steps, and the guide's recipe of own parts.
+
+    Horovod's script and its successor end with the same weights.
+    """
+    (tmp_path / "guide").mkdir()
+    guide = (ROOT / "docs" / "guide.md").read_text()
+    for language, file in (("yaml", "own_model.yaml"), ("python", "own_model.py")):
+        blocks = re.findall(rf"```{language}\n(.*?)```", guide, re.S)
+        (block,) = [text for text in blocks if "own_model" in text or "def build_net" in text]
+        (tmp_path / "guide" / file).write_text(block)
+    worker = str(WORKERS / "run_example_scripts.py")
+    ended = horovodrun(2, [worker, str(tmp_path)], seconds=600, PYTHONPATH=":".join(sys.path))
+    assert ended.status == 0, ended.output[-6000:]
+    names = {"guide", *(path.stem for path in EXAMPLES.glob("*.py"))}
+    for name in names:
+        assert ended.output.count(f"{name} ok") == 2, (name, ended.output[-6000:])
+    model = keras.Sequential(
+        [keras.layers.Input((28, 28, 1)), keras.layers.Flatten(), keras.layers.Dense(10)]
+    )
+    found = []
+    for file in ("horovod", "tfcommx"):
+        model.load_weights(tmp_path / "rank0" / f"{file}.weights.h5")
+        found.append([weight.numpy() for weight in model.weights])
+    for before, after in zip(*found, strict=True):
+        np.testing.assert_array_equal(before, after)
+    assert any((tmp_path / f"rank{rank}" / "checkpoint").exists() for rank in (0, 1))
+
+
+def test_the_table_names_every_example() -> None:
+    text = (EXAMPLES / "README.md").read_text()
+    for path in EXAMPLES.iterdir():
+        assert path.name == "README.md" or f"`{path.name}`" in text

@@ -1,0 +1,61 @@
+"""Runs the scripts of scripts/examples on every rank, one after the other: a few steps each.
+
+run_example_scripts.py FOLDER, which receives what they write; its folder `guide` holds the guide's
+own_model.py and own_model.yaml.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+import tfcommx as cx
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "scripts" / "examples"
+STEPS = {"fit": 4, "custom_loop": 6, "gan": 3, "horovod_after": 5, "transformer": 3}
+
+
+def run_script(name: str, steps: int) -> None:
+    sys.argv = [f"{name}.py", "--steps", str(steps)]
+    if name == "fit":
+        sys.argv += ["--checkpoint", "checkpoint"]
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+
+def run_recipe(parts: Path, folder: Path) -> None:
+    """Train own_model.yaml of the folder `parts`, as if the run was started there."""
+    from tfcommx.recipes.recipe import read
+    from tfcommx.training.train import train
+
+    sys.modules.pop("own_model", None)
+    sys.path.insert(0, str(parts))
+    settings = ["data.count=400", "threads=null"]
+    summary = train(read(parts / "own_model.yaml", settings), folder)
+    assert summary["replicas_identical"] and len(summary["rows"]) == 4
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    cx.init()
+    own = folder / f"rank{cx.rank()}"
+    own.mkdir()
+    os.chdir(own)
+    # Horovod's own script last: it wants to start Horovod, which runs already then
+    recipes = {"own_model": EXAMPLES, "guide": folder / "guide"}
+    for name in (*STEPS, *recipes, "horovod_before"):
+        try:
+            if name in recipes:
+                run_recipe(recipes[name], folder / "runs" / name)
+            else:
+                run_script(name, STEPS.get(name, STEPS["horovod_after"]))
+        except BaseException:
+            print(f"{name} failed on rank {cx.rank()}:\n{traceback.format_exc()}", flush=True)
+            os._exit(1)
+        print(f"{name} ok", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""English messages of programs and their German translations, out of Debian's packages.
+
+Gettext's catalogues hold messages and translations that people wrote: short texts, error messages,
+help. Nothing that such sentences teach is general German; they are real, and can be had where
+nothing else can.
+"""
+
+from __future__ import annotations
+
+import gettext
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from tfcommx.recipes.base import Data, Place
+from tfcommx.recipes.datasets import debian
+from tfcommx.recipes.datasets.idx import DataError
+from tfcommx.recipes.datasets.texts import Translations
+
+PACKAGES = (
+    "coreutils",
+    "gcc-12-locales",
+    "gimp-data",
+    "git",
+    "gnucash-common",
+    "inkscape",
+    "iso-codes",
+)
+LOCALES = Path("usr/share/locale/de/LC_MESSAGES")
+# One in so many messages is for evaluation, chosen by a hash of the English text
+ONE_IN = 40
+
+
+def catalogue_pairs(path: Path) -> Iterator[tuple[str, str]]:
+    """Return the messages of one catalogue and their translations, cleaned.
+
+    Left out is what is not translated, and what has no letters or several lines.
+    """
+    with open(path, "rb") as file:
+        try:
+            # Gettext has no other way to list what it read
+            messages = gettext.GNUTranslations(file)._catalog
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(
+                f"{path} is no catalogue: {error}. Delete it and fetch again."
+            ) from error
+    for key, translation in messages.items():
+        # Plurals come as (message, number); contexts stand before the message
+        message = str(key[0] if isinstance(key, tuple) else key).rpartition("\x04")[2]
+        source, target = (_cleaned(text) for text in (message, str(translation)))
+        if source and target and source != target and re.search("[a-z]{2}", source):
+            yield source, target
+
+
+def _cleaned(text: str) -> str:
+    """Return one line; empty if there are several."""
+    text = text.strip()
+    if "\n" in text:
+        return ""
+    if text.count("_") == 1:
+        # The mark of a menu's letter, not part of an identifier
+        text = text.replace("_", "")
+    return " ".join(text.split())
+
+
+class CataloguePairs:
+    """The messages of all catalogues in a folder, each English text once."""
+
+    def __init__(self, folder: Path, test: bool) -> None:
+        from tfcommx.data.sources.base import key_of
+
+        pairs = {
+            source: target
+            for path in sorted(folder.glob("*.mo"))
+            for source, target in catalogue_pairs(path)
+        }
+        self.pairs = [pair for pair in pairs.items() if _is_test(pair[0]) == test]
+        self.key = key_of(("catalogues", test, *self.pairs))
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        """Return the pairs."""
+        return iter(self.pairs)
+
+
+def _is_test(source: str) -> bool:
+    return int(hashlib.sha256(source.encode()).hexdigest(), 16) % ONE_IN == 0
+
+
+class Catalogues(Translations):
+    """Messages of programs, English to German, out of some of Debian's packages."""
+
+    name: Literal["catalogues"] = "catalogues"
+    # Where the catalogues are; None: fetched
+    folder: Path | None = None
+
+    def fetch(self) -> Path:
+        """Return the folder of the catalogues; fetch them first if they are not on this machine.
+
+        **Raises:** DataError if they cannot be had.
+        """
+        target = self.folder or Path.home() / ".cache" / "tfcommx" / "catalogues-de"
+        if target.is_dir():
+            return target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".catalogues-", dir=target.parent) as work:
+            try:
+                found = debian.unpack(PACKAGES, Path(work)) / LOCALES
+            except (DataError, OSError) as error:
+                raise DataError(
+                    f"Catalogues are required in {target}, and could not be fetched: {error}. Put "
+                    f".mo files there, such as those of {LOCALES} of a Debian machine."
+                ) from error
+            try:
+                os.replace(found, target)
+            except OSError:
+                # Another process was faster
+                if not target.is_dir():
+                    raise
+        return target
+
+    def build(self, place: Place) -> Data:
+        """Open the messages on this rank; they are fetched first if need be."""
+        folder = self.fetch()
+        return self.open(CataloguePairs(folder, False), CataloguePairs(folder, True), place)

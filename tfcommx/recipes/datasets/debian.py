@@ -1,0 +1,68 @@
+"""Files out of Debian's packages, without root and without installing them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from tfcommx.recipes.datasets.idx import DataError
+
+# Longest wait for one command that downloads, seconds
+DOWNLOAD_SECONDS = 120
+
+
+def unpack(packages: Sequence[str], work: Path) -> Path:
+    """Download packages and unpack them.
+
+    The machine's package lists are tried first, then lists of our own.
+
+    Args:
+        packages: their names.
+        work: an empty folder.
+
+    Returns:
+        The folder that stands for `/`.
+
+    **Raises:** DataError if they cannot be had.
+    """
+    for tool in ("apt-get", "dpkg"):
+        if shutil.which(tool) is None:
+            raise DataError(f"{tool} is not on this machine")
+    lists, cache, unpacked = work / "lists", work / "cache", work / "unpacked"
+    for needed in (lists / "partial", cache / "archives" / "partial"):
+        needed.mkdir(parents=True)
+    private = ["-o", f"Dir::State::Lists={lists}", "-o", f"Dir::Cache={cache}"]
+    # As root, apt would fetch as the user _apt, who cannot write here.
+    download = ["apt-get", "-q", "-o", "APT::Sandbox::User=root"]
+    try:
+        run([*download, "download", *packages], work)
+    except DataError:
+        run([*download, *private, "update"], work)
+        run([*download, *private, "download", *packages], work)
+    for package in packages:
+        found = list(work.glob(f"{package}_*.deb"))
+        if not found:
+            raise DataError(f"apt-get downloaded no {package}_*.deb")
+        run(["dpkg", "-x", str(found[0]), str(unpacked)], work)
+    return unpacked
+
+
+def run(command: Sequence[str], folder: Path) -> str:
+    """Run a command in `folder`; return its output.
+
+    **Raises:** DataError with the last line of the output.
+    """
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        text=True,
+        timeout=DOWNLOAD_SECONDS,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    if done.returncode:
+        last = (done.stdout.strip().splitlines() or ["no output"])[-1]
+        raise DataError(f"`{command[0]}` ended with status {done.returncode}: {last}")
+    return done.stdout

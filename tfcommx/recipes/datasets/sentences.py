@@ -1,0 +1,120 @@
+"""Pairs of sentences, open on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfcommx.comm.base import Comm
+from tfcommx.recipes.base import Place
+from tfcommx.recipes.text.batches import Batch, LengthBatches, in_order, padded
+from tfcommx.recipes.text.corpus import Corpus, Pairs, open_corpora
+from tfcommx.recipes.text.vocabulary import BEGIN
+
+WORDS = tf.TensorSpec([None, None], tf.int32)
+INPUTS = {"source": WORDS, "target": WORDS}
+
+
+class PairsOfSentences:
+    """Training and test pairs of two languages, as numbers of word pieces.
+
+    A batch is ({"source": int32 [b, words], "target": ...}, labels): the target begins with BEGIN
+    and is what the network has read when it says the label; both end with END; padding is 0.
+
+    Args:
+        train: pairs for training, from which the vocabulary is learnt.
+        test: pairs for evaluation.
+        size: of the vocabulary, at most.
+        folder: where vocabulary and numbers are kept.
+        place: the ranks, and which of them this is.
+
+    **Ranks:** every rank makes one; those of a node wait for its first one, which encodes.
+    """
+
+    redistributes = False
+
+    def __init__(self, train: Pairs, test: Pairs, size: int, folder: Path, place: Place) -> None:
+        self.vocabulary, self.corpus, self.tests = open_corpora(train, test, size, folder)
+        # As they were written: BLEU compares texts, not word pieces
+        self.references = [translation for _, translation in test]
+        self.classes = self.vocabulary.words
+        self.inputs, self.count, self.place = self.vocabulary.size, len(self.corpus.source), place
+        # By batch and resolution: sorting millions of pairs takes seconds
+        self._batches: dict[tuple[int, int], LengthBatches] = {}
+
+    def batches(self, batch: int, resolution: int) -> LengthBatches:
+        """Return the batches of all ranks for batches of so many word pieces."""
+        if (batch, resolution) not in self._batches:
+            place, lengths = self.place, _lengths(self.corpus)
+            self._batches[batch, resolution] = LengthBatches(
+                lengths, batch, resolution, place.topology.size, place.seed
+            )
+        return self._batches[batch, resolution]
+
+    def steps(self, batch: int, resolution: int) -> int:
+        """Return the steps of an epoch, the same on every rank and in every epoch."""
+        return self.batches(batch, resolution).steps
+
+    def train(self, batch: int, resolution: int, epochs: range, step: int = 0) -> tf.data.Dataset:
+        """Return the training batches of some epochs, from a step of the first on."""
+        batches = self.batches(batch, resolution)
+
+        def served() -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
+            for epoch in epochs:
+                own = batches.epoch(epoch, self.place.rank)
+                for one in own[step if epoch == epochs.start else 0 :]:
+                    yield _example(self.corpus, one)
+
+        count = len(epochs) * batches.steps - step
+        return _dataset(served, (INPUTS, WORDS), count)
+
+    def test(self, batch: int, resolution: int) -> tf.data.Dataset:
+        """Return this rank's own part of the test pairs, shortest first.
+
+        Longer sentences than `resolution` are not cut. Labels are (words int32 [b, words],
+        numbers of the pairs int64 [b]); `references` has their translations.
+        """
+        topology = self.place.topology
+        mine = in_order(_lengths(self.tests), batch, self.place.rank, topology.size)
+
+        def served() -> Iterator[Any]:
+            for one in mine:
+                inputs, labels = _example(self.tests, one)
+                yield inputs, (labels, one.sentences)
+
+        numbers = tf.TensorSpec([None], tf.int64)
+        return _dataset(served, (INPUTS, (WORDS, numbers)), len(mine))
+
+    def redistribute(self, epoch: int, comm: Comm) -> None:
+        """Do nothing: every rank has all pairs."""
+
+    def report(self, epoch: int) -> dict[str, float]:
+        """Return nothing: the pairs are in memory."""
+        return {}
+
+    def close(self) -> None:
+        """Do nothing: the files stay for the next run."""
+
+
+def _lengths(corpus: Corpus) -> np.ndarray:
+    """Return the words of each pair's longer side."""
+    return np.maximum(corpus.source.lengths, corpus.target.lengths)
+
+
+def _example(corpus: Corpus, batch: Batch) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Return inputs and labels of a batch."""
+    source = padded([corpus.source[n] for n in batch.sentences], batch.length)
+    labels = padded([corpus.target[n] for n in batch.sentences], batch.length)
+    # What the network has read: one word less than it says
+    target = np.concatenate([np.full((len(labels), 1), BEGIN, np.int32), labels[:, :-1]], axis=1)
+    return {"source": source, "target": target}, labels
+
+
+def _dataset(served: Any, signature: Any, count: int) -> tf.data.Dataset:
+    batches = tf.data.Dataset.from_generator(served, output_signature=signature)
+    known = tf.data.experimental.assert_cardinality(count)
+    return batches.apply(known).prefetch(8)

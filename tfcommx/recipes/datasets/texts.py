@@ -1,0 +1,153 @@
+"""Translations in text files and in TensorFlow Datasets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from tfcommx.recipes.base import Data, Place
+from tfcommx.recipes.datasets.idx import DataError
+from tfcommx.recipes.reader import Part
+
+if TYPE_CHECKING:
+    from tfcommx.recipes.text.corpus import Pairs
+
+
+class Translations(Part):
+    """What pairs of sentences have in common: the vocabulary, and where it is kept."""
+
+    # Word pieces of both languages together, four marks included
+    vocabulary: int = Field(8000, ge=32)
+    # Folder on a disk of each node for vocabulary and encoded sentences
+    kept: Path = Path("~/.cache/tfcommx/text")
+
+    def open(self, train: Pairs, test: Pairs, place: Place) -> Data:
+        """Open training and test pairs on this rank."""
+        from tfcommx.recipes.datasets.sentences import PairsOfSentences
+
+        return PairsOfSentences(train, test, self.vocabulary, self.kept.expanduser(), place)
+
+
+class LinePairs:
+    """Two files with as many lines; the lines of one number are a sentence and its translation."""
+
+    def __init__(self, source: Path, target: Path) -> None:
+        from tfcommx.data.sources.base import key_of
+
+        self.files = source, target
+        try:
+            facts = [(file.name, (s := file.stat()).st_size, s.st_mtime_ns) for file in self.files]
+        except OSError as error:
+            raise DataError(f"{error.filename}: {error.strerror}. Check the path.") from error
+        self.key = key_of(("lines", *facts))
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        """Return the pairs; those with an empty side are left out."""
+        with (
+            open(self.files[0], encoding="utf-8") as one,
+            open(self.files[1], encoding="utf-8") as two,
+        ):
+            for number, pair in enumerate(itertools.zip_longest(one, two), 1):
+                if None in pair:
+                    short = self.files[pair.index(None)]
+                    raise DataError(
+                        f"Files with as many lines are required. {short} ends before line {number}."
+                    )
+                source, target = (str(line).strip() for line in pair)
+                if source and target:
+                    yield source, target
+
+
+class TextFiles(Translations):
+    """Pairs in line-aligned text files, UTF-8."""
+
+    name: Literal["text_files"] = "text_files"
+    source: Path
+    target: Path
+    test_source: Path
+    test_target: Path
+
+    def fetch(self) -> Path:
+        """Return the folder of the files."""
+        return self.source.parent
+
+    def build(self, place: Place) -> Data:
+        """Open the files on this rank. **Raises:** DataError if they are missing or unlike."""
+        train = LinePairs(self.source, self.target)
+        return self.open(train, LinePairs(self.test_source, self.test_target), place)
+
+
+class PreparedPairs:
+    """A split of a prepared translation data set of TensorFlow Datasets."""
+
+    def __init__(self, builder: Any, split: str, languages: tuple[str, str]) -> None:
+        from tfcommx.data.sources.base import key_of
+
+        self.builder, self.split, self.languages = builder, split, languages
+        self.key = key_of(("tfds", builder.info.full_name, split, *languages))
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        """Return the pairs in the order of the files."""
+        source, target = self.languages
+        for pair in self._examples():
+            yield pair[source].decode().strip(), pair[target].decode().strip()
+
+    def _examples(self) -> Any:
+        import tensorflow_datasets
+
+        return tensorflow_datasets.as_numpy(self.builder.as_dataset(split=self.split))
+
+
+class TensorFlowTranslations(Translations):
+    """Translations of TensorFlow Datasets by name, such as wmt17_translate/de-en.
+
+    Prepare it before a run, `python -c "import tensorflow_datasets as tfds;
+    tfds.load('wmt17_translate/de-en')"`: otherwise every rank would download it.
+    """
+
+    name: Literal["tfds_translate"] = "tfds_translate"
+    dataset: str = "wmt17_translate/de-en"
+    source: str = "en"
+    target: str = "de"
+    train: str = "train"
+    test: str = "validation"
+    # Where it is prepared; None: the library's own choice
+    folder: Path | None = None
+
+    def fetch(self) -> Path | None:
+        """Download and prepare it, if that has not been done."""
+        self._builder().download_and_prepare()
+        return self.folder
+
+    def build(self, place: Place) -> Data:
+        """Open it on this rank. **Raises:** DataError for unknown data sets."""
+        builder = self._builder()
+        builder.download_and_prepare()
+        languages = self.source, self.target
+        train, test = (
+            PreparedPairs(builder, split, languages) for split in (self.train, self.test)
+        )
+        return self.open(train, test, place)
+
+    def _builder(self) -> Any:
+        import tensorflow_datasets
+
+        try:
+            builder = tensorflow_datasets.builder(self.dataset, data_dir=self.folder)
+        except (ValueError, AssertionError) as error:
+            reason = str(error).strip().partition("\n")[0].rstrip(".")
+            raise DataError(
+                f"Translations of TensorFlow Datasets are required. Received {self.dataset!r}: "
+                f"{reason}. Check the name."
+            ) from error
+        missing = {self.source, self.target} - set(builder.info.features)
+        if missing:
+            raise DataError(
+                f"{self.dataset} has the features {sorted(builder.info.features)}, not "
+                f"{sorted(missing)}. Name two of them as source and target."
+            )
+        return builder

@@ -1,0 +1,132 @@
+"""Translation: the next word of a sentence in another language."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from tfcommx.recipes.base import Data, Gather, Scorer
+from tfcommx.recipes.reader import Part
+from tfcommx.terms import PlanError
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
+
+class Translate(Part):
+    """Translate sentences; measure BLEU on the test pairs."""
+
+    name: Literal["translate"] = "translate"
+    # Part of the target that is spread over the vocabulary
+    label_smoothing: float = Field(0.1, ge=0, lt=1)
+    # Test pairs that are translated for BLEU after each epoch, over all ranks; 0: none. Words are
+    # scored on all pairs
+    bleu_sentences: int = Field(2000, ge=0)
+
+    def build(self, data: Data) -> Translation:
+        """Return the task for these pairs. **Raises:** PlanError if they are no sentences."""
+        if not hasattr(data, "vocabulary") or not hasattr(data, "references"):
+            raise PlanError(
+                "The task translate needs pairs of sentences. Choose the data set text_files, "
+                "tfds_translate or catalogues, or another task."
+            )
+        if self.bleu_sentences:
+            sacrebleu()
+        return Translation(data, self.label_smoothing, self.bleu_sentences)
+
+
+@dataclass(frozen=True)
+class Translation:
+    """Translation of one data set's pairs."""
+
+    # With `vocabulary` and `references` too
+    data: Any
+    label_smoothing: float
+    bleu_sentences: int
+
+    @property
+    def inputs(self) -> int:
+        """Words of the vocabulary."""
+        return self.data.inputs
+
+    @property
+    def outputs(self) -> int:
+        """Words of the vocabulary."""
+        return self.data.inputs
+
+    def loss(self) -> keras.losses.Loss:
+        """Return the cross-entropy of words."""
+        from tfcommx.recipes.text.loss import WordLoss
+
+        return WordLoss(self.label_smoothing)
+
+    def metrics(self) -> Sequence[Any]:
+        """Return the accuracy of words."""
+        from tfcommx.recipes.text.loss import WordAccuracy
+
+        return [WordAccuracy(name="accuracy")]
+
+    def targets(self, batches: tf.data.Dataset) -> tf.data.Dataset:
+        """Return the batches as they are: labels are targets."""
+        return batches
+
+    def scorer(self, model: keras.Model) -> Scorer:
+        """Return what scores words and translations.
+
+        Its scores are `test_accuracy` (words that are right where all words before are given) and
+        `test_bleu` (of greedy translations, in [0, 100]).
+        """
+        import numpy as np
+        import tensorflow as tf
+
+        from tfcommx.recipes.text.decoding import greedy_decoder
+        from tfcommx.recipes.text.loss import count_right
+
+        words = {name: tf.TensorSpec([None, None], tf.int32) for name in ("source", "target")}
+
+        @tf.function(input_signature=[words, tf.TensorSpec([None, None], tf.int32)])
+        def count(inputs: dict[str, tf.Tensor], labels: tf.Tensor) -> tf.Tensor:
+            return tf.stack(count_right(labels, model(inputs, training=False)))
+
+        decode = greedy_decoder(model)
+
+        def score(batches: tf.data.Dataset, gather: Gather) -> dict[str, float]:
+            counts, said = np.zeros(2), {}
+            for inputs, (labels, numbers) in batches:
+                counts += count(inputs, labels).numpy()
+                chosen = numbers.numpy() < self.bleu_sentences
+                if chosen.any():
+                    translated = decode(inputs["source"][chosen]).numpy()
+                    texts = map(self.data.vocabulary.decode, translated)
+                    said |= dict(zip(numbers.numpy()[chosen].tolist(), texts, strict=True))
+            parts = gather((counts, said))
+            right, seen = np.sum([counts for counts, _ in parts], axis=0)
+            scores = {"test_accuracy": float(right / max(1.0, seen))}
+            if self.bleu_sentences:
+                scores["test_bleu"] = self._bleu({n: t for _, one in parts for n, t in one.items()})
+            return scores
+
+        return score
+
+    def _bleu(self, translations: dict[int, str]) -> float:
+        """Return BLEU of translations by the numbers of their pairs, in [0, 100]."""
+        numbers = sorted(translations)
+        references = [self.data.references[number] for number in numbers]
+        said = [translations[number] for number in numbers]
+        return float(sacrebleu().corpus_bleu(said, [references]).score)
+
+
+def sacrebleu() -> Any:
+    """Return the library. **Raises:** PlanError with the remedy if it is not installed."""
+    try:
+        import sacrebleu as library
+    except ImportError as error:
+        raise PlanError(
+            "BLEU needs the library sacrebleu. Install it: pip install sacrebleu. Or set "
+            "task.bleu_sentences=0."
+        ) from error
+    return library

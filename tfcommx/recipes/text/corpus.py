@@ -1,0 +1,142 @@
+"""Pairs of sentences as numbers, in files that all ranks of a node map into memory."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from tfcommx.data.sources.base import key_of
+from tfcommx.recipes.datasets.idx import DataError
+from tfcommx.recipes.text.vocabulary import Vocabulary, learn
+
+# Pairs that are encoded together
+CHUNK = 10_000
+# Of what is kept: raised if it changes
+FORMAT = 1
+
+
+class Pairs(Protocol):
+    """Pairs of sentences, each a text and its translation."""
+
+    # Hexadecimal hash of what identifies the contents
+    key: str
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        """Return the pairs, in the same order each time."""
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """Sentences of different length, one behind the other."""
+
+    # int32, the numbers of all sentences
+    words: np.ndarray
+    # int64 [n + 1], where each begins and the last one ends
+    starts: np.ndarray
+
+    def __len__(self) -> int:
+        """Return how many sentences there are."""
+        return len(self.starts) - 1
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        """Return the words of a sentence."""
+        return self.words[self.starts[number] : self.starts[number + 1]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Return int64 [n], words of each sentence."""
+        return np.diff(self.starts)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Sentences and their translations, each with END as its last word."""
+
+    source: Sentences
+    target: Sentences
+
+
+def open_corpora(
+    train: Pairs, test: Pairs, size: int, folder: Path
+) -> tuple[Vocabulary, Corpus, Corpus]:
+    """Learn the vocabulary and encode all pairs, or open what was kept.
+
+    Args:
+        train: the vocabulary is learnt from both of its languages.
+        test: pairs for evaluation.
+        size: of the vocabulary.
+        folder: where vocabulary and numbers are kept, on a disk of the node.
+
+    **Ranks:** every rank calls it; the first one of a node does the work, the others wait for it.
+    **Raises:** DataError if there are no pairs.
+    """
+    kept = folder / key_of((FORMAT, train.key, test.key, size))[:20]
+    kept.mkdir(parents=True, exist_ok=True)
+    with _alone(kept):
+        if not (kept / "vocabulary").exists():
+            lines = (line for pair in train for line in pair)
+            first = next(lines, None)
+            if first is None:
+                raise DataError("Pairs of sentences are required. There are none.")
+            _write(kept / "vocabulary", learn(itertools.chain([first], lines), size))
+        vocabulary = Vocabulary((kept / "vocabulary").read_bytes())
+        for name, pairs in (("train", train), ("test", test)):
+            if not (kept / name).exists():
+                _encode(pairs, vocabulary, kept, name)
+    return vocabulary, _open(kept / "train"), _open(kept / "test")
+
+
+def _encode(
+    pairs: Iterable[tuple[str, str]], vocabulary: Vocabulary, kept: Path, name: str
+) -> None:
+    """Write the numbers of all pairs; the folder appears whole, by a rename."""
+    words: tuple[list[np.ndarray], ...] = ([], [])
+    lengths: tuple[list[int], ...] = ([], [])
+    remaining = iter(pairs)
+    while chunk := list(itertools.islice(remaining, CHUNK)):
+        for side in (0, 1):
+            rows = vocabulary.encode([pair[side] for pair in chunk])
+            words[side].append(np.fromiter(itertools.chain(*rows), np.int32))
+            lengths[side].extend(map(len, rows))
+    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=kept) as work:
+        whole = Path(work, name)
+        whole.mkdir()
+        for side, language in enumerate(("source", "target")):
+            np.save(
+                whole / f"{language}.npy", np.concatenate([*words[side], np.zeros(0, np.int32)])
+            )
+            starts = np.cumsum([0, *lengths[side]], dtype=np.int64)
+            np.save(whole / f"{language}_starts.npy", starts)
+        os.replace(whole, kept / name)
+
+
+def _open(folder: Path) -> Corpus:
+    def sentences(language: str) -> Sentences:
+        words = np.load(folder / f"{language}.npy", mmap_mode="r")
+        return Sentences(words, np.load(folder / f"{language}_starts.npy"))
+
+    return Corpus(sentences("source"), sentences("target"))
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file that appears whole, by a rename."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content)
+    os.replace(file.name, path)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Let one process of the machine in at a time."""
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,85 @@
+"""A vocabulary of word pieces, learnt from text by SentencePiece."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tfcommx.terms import PlanError
+
+# Numbers of the marks; padding is 0, so that masks are `!= 0`
+PADDING, UNKNOWN, BEGIN, END = range(4)
+
+
+def sentencepiece() -> Any:
+    """Return the library. **Raises:** PlanError with the remedy if it is not installed."""
+    try:
+        import sentencepiece as library
+    except ImportError as error:
+        raise PlanError(
+            "Text needs the library sentencepiece. Install it: pip install sentencepiece."
+        ) from error
+    return library
+
+
+def learn(lines: Iterable[str], size: int) -> bytes:
+    """Learn a vocabulary; the same lines give the same one.
+
+    Args:
+        lines: of all languages that share it.
+        size: word pieces, the four marks included; fewer if the text has fewer.
+
+    Returns:
+        The vocabulary, as SentencePiece keeps it.
+
+    **Source:** Sennrich, Haddow, Birch, "Neural Machine Translation of Rare Words with Subword
+    Units" (2016): byte pair encoding.
+    """
+    written = io.BytesIO()
+    sentencepiece().SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=written,
+        vocab_size=size,
+        # Small texts have fewer pieces
+        hard_vocab_limit=False,
+        model_type="bpe",
+        character_coverage=1.0,
+        pad_id=PADDING,
+        unk_id=UNKNOWN,
+        bos_id=BEGIN,
+        eos_id=END,
+        # Enough to learn from; WMT has several million
+        input_sentence_size=1_000_000,
+        shuffle_input_sentence=False,
+        num_threads=1,
+        minloglevel=2,
+    )
+    return written.getvalue()
+
+
+class Vocabulary:
+    """Word pieces and their numbers.
+
+    Args:
+        model: as `learn` returned it.
+    """
+
+    def __init__(self, model: bytes) -> None:
+        self._pieces = sentencepiece().SentencePieceProcessor(model_proto=model)
+        self.size: int = self._pieces.vocab_size()
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Return the word pieces in the order of their numbers."""
+        return tuple(self._pieces.id_to_piece(number) for number in range(self.size))
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Return the numbers of each text's word pieces, with END."""
+        return [[*numbers, END] for numbers in self._pieces.encode(texts)]
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        """Return the text of word pieces, up to END."""
+        words = [int(number) for number in numbers]
+        words = words[: words.index(END)] if END in words else words
+        return self._pieces.decode([word for word in words if word > UNKNOWN and word != BEGIN])

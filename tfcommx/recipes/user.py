@@ -1,0 +1,113 @@
+"""A user's own members of a recipe, named `module:function`.
+
+The function is looked for on Python's path and in the folder where the run was started. It is
+loaded when the run starts: reading a recipe only checks that there is such a module.
+
+    model: {name: "shop.models:build_net", width: 64}
+
+calls `shop.models.build_net(inputs=..., outputs=..., width=64)`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, field_validator
+
+from tfcommx.recipes.base import Data, Objective, Place
+from tfcommx.recipes.reader import RecipeError
+
+if TYPE_CHECKING:
+    import keras
+
+FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class User(BaseModel):
+    """A function of the user, and the settings that it is called with."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    # module:function
+    name: str
+
+    @field_validator("name")
+    @classmethod
+    def _is_there(cls, name: str) -> str:
+        if not FORM.fullmatch(name):
+            raise ValueError(f"module:function is required. Received {name!r}.")
+        _look_here()
+        top = name.partition(":")[0].partition(".")[0]
+        if importlib.util.find_spec(top) is None:
+            raise ValueError(
+                f"There is no module {top!r} on Python's path or in {Path.cwd()}. Start the run in "
+                "the folder that holds it, or set PYTHONPATH."
+            )
+        return name
+
+    def call(self, **given: Any) -> Any:
+        """Call the function with what the run gives it and the settings.
+
+        **Raises:** RecipeError if there is no such function. Its own errors pass.
+        """
+        _look_here()
+        module, _, name = self.name.partition(":")
+        function: Callable[..., Any] | None = None
+        if importlib.util.find_spec(module) is not None:
+            function = getattr(importlib.import_module(module), name, None)
+        if function is None:
+            raise RecipeError(f"The module {module!r} has no function {name!r}.")
+        return function(**given, **(self.model_extra or {}))
+
+
+class UserModel(User):
+    """`function(inputs, outputs, **settings)` returns a Keras model with logits."""
+
+    def build(self, inputs: int, outputs: int) -> keras.Model:
+        """Build the network."""
+        return self.call(inputs=inputs, outputs=outputs)
+
+
+class UserDataset(User):
+    """`function(place, **settings)` returns `recipes.base.Data`, such as `ArrayPictures`."""
+
+    def fetch(self) -> None:
+        """Do nothing: the function brings its files itself."""
+
+    def build(self, place: Place) -> Data:
+        """Open the data set on this rank."""
+        return self.call(place=place)
+
+
+class UserTask(User):
+    """`function(data, **settings)` returns a `recipes.base.Objective`."""
+
+    def build(self, data: Data) -> Objective:
+        """Return the task for these samples."""
+        return self.call(data=data)
+
+
+class UserOptimizer(User):
+    """`function(**settings)` returns a Keras optimizer; each step sets its learning rate."""
+
+    @property
+    def momentum(self) -> float:
+        """Momentum as the settings have it; 0 if they have none of this name."""
+        return float((self.model_extra or {}).get("momentum", 0.0))
+
+    def build(self) -> keras.optimizers.Optimizer:
+        """Build the optimizer of one process."""
+        return self.call()
+
+
+def _look_here() -> None:
+    """Let Python find modules in the current folder, after all other places."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
