@@ -24,7 +24,9 @@ def waits(tensor: tf.Tensor, seconds: float) -> tf.Tensor:
         time.sleep(seconds)
         return value
 
-    return tf.ensure_shape(tf.numpy_function(wait, [tensor], tensor.dtype), tensor.shape)
+    # Not stateful, as other operations: TensorFlow leaves it out if nobody reads its result
+    waited = tf.numpy_function(wait, [tensor], tensor.dtype, stateful=False)
+    return tf.ensure_shape(waited, tensor.shape)
 
 
 class Slow(keras.layers.Layer):
