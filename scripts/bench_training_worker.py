@@ -228,6 +228,17 @@ def profile_of_all(
     return dataclasses.replace(profiles[0], variables=rows, **both), spread
 
 
+def times(profile: Profile, factor: float) -> Profile:
+    """Return a profile whose times are as many times as long."""
+    names = ("ready_s", "selection_s", "update_s")
+    rows = tuple(
+        dataclasses.replace(row, **{name: factor * getattr(row, name) for name in names})
+        for row in profile.variables
+    )
+    forward_s, backward_s = factor * profile.forward_s, factor * profile.backward_s
+    return dataclasses.replace(profile, variables=rows, forward_s=forward_s, backward_s=backward_s)
+
+
 def row_of(
     comm: Comm, one: Contestant, predicted: float, chosen: argparse.Namespace
 ) -> dict[str, Any]:
@@ -270,8 +281,11 @@ def measure_model(
     racing = list(contestants(comm, name, links, chosen))
     train(comm, racing, chosen.repeats)
     profile, spread = profile_of_all(comm, racing[0], chosen)
+    alone = profile.compute_s * Conditions(spread=spread).slowest(comm.topology.size)
+    for one in racing:
+        if one.name == "none":  # Measured in turn with the others, on a machine that may be shared
+            profile = times(profile, statistics.median(one.seconds) / alone)
     conditions = Conditions(measured_in(profile), spread=spread)
-    alone = profile.compute_s * conditions.slowest(comm.topology.size)
     for one in racing:
         plan, named = one.plan(comm), dataclasses.replace(profile, variables=one.named(profile))
         step = alone if plan is None else simulate(plan, named, links, conditions).step_s

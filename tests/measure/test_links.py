@@ -23,7 +23,6 @@ from tfcommx.measure.fit import fit
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.terms import NOMINAL, Link, Links, PlanError, Scheme, Topology
 
-
 # Of the engine for each collective
 ENGINE_S = 3e-4
 
