@@ -18,6 +18,7 @@ import benchmark_options
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
+import tensorflow as tf
 from bench_training import options
 from verify_sums import gradient, weighted_sum
 
@@ -25,7 +26,7 @@ import tfcommx as cx
 from tfcommx import routes
 from tfcommx.comm.base import Comm
 from tfcommx.measure.engine import multiply
-from tfcommx.measure.layers import measure
+from tfcommx.measure.layers import StepTiming
 from tfcommx.measure.links import probe
 from tfcommx.optim.variable_names import VariableNames
 from tfcommx.planner.plan import Gradient, make_plan
@@ -35,18 +36,21 @@ from tfcommx.terms import NOMINAL, Links, Plan, PlanError, Profile, Scheme, Vari
 
 # Steps that are not counted: the first is traced; `auto` tries its plans in them
 WARM_UP, WARM_UP_OF_AUTO = 2, 30
-PROFILE_STEPS = 8
 # Bytes of a message; those between pass a virtual cluster's links in one burst, too soon.
 PROBED = (2**10, 2**12, 2**21, 2**23)
 
 
 class PlainHorovod(keras.optimizers.SGD):
-    """What a user of plain Horovod has: an allreduce of each gradient, before the update."""
+    """What a user of plain Horovod has: an allreduce of each gradient, before the update.
+
+    As with its option `sparse_as_dense`, which wrapped optimizers do always. Without it the rows
+    of an embedding are gathered, and added in any order: the ranks drift apart.
+    """
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Average the gradients over all ranks, then apply them."""
         averages = [
-            hvd.allreduce(one, op=hvd.Average, name=f"{self.name}/{place}")
+            hvd.allreduce(tf.convert_to_tensor(one), op=hvd.Average, name=f"{self.name}/{place}")
             for place, one in enumerate(grads)
         ]
         super().apply(averages, trainable_variables)
@@ -174,11 +178,17 @@ def sums_are_right(comm: Comm, one: Contestant) -> bool:
     return len(set(averages)) == 1 and apart <= (0 if exact else 1e-7 * size * ranks)
 
 
-def train(comm: Comm, racing: list[Contestant], repeats: int) -> None:
-    """Let all take turns, step by step, and note how long they take. **Ranks:** all."""
+def train(comm: Comm, racing: list[Contestant], repeats: int) -> StepTiming:
+    """Let all take turns, step by step, and note how long they take; so does a profile's step.
+
+    **Ranks:** all.
+    """
+    timing = StepTiming(racing[0].model, [racing[0].batch])
     for one in racing:
         for _ in range(WARM_UP_OF_AUTO if one.name.startswith("auto") else WARM_UP):
             one.model.train_on_batch(*one.batch)
+    for _ in range(WARM_UP):
+        timing.step()
     for _ in range(repeats):
         for one in racing:
             before = comm.traffic().between
@@ -188,12 +198,14 @@ def train(comm: Comm, racing: list[Contestant], repeats: int) -> None:
             took = time.perf_counter() - start
             one.seconds.append(max(comm.gather_objects(took)))
             one.sent += (comm.traffic().between - before) / repeats
+        timing.step()
+    return timing
 
 
-def profile_of_all(
-    comm: Comm, one: Contestant, chosen: argparse.Namespace
+def joint_profile(
+    comm: Comm, timing: StepTiming, chosen: argparse.Namespace
 ) -> tuple[Profile, float]:
-    """Measure the model on all ranks at once.
+    """Make one profile of what all ranks have measured at once.
 
     Returns:
         The mean of the ranks' profiles, its forward and backward pass as long as the median of the
@@ -202,8 +214,7 @@ def profile_of_all(
     **Ranks:** all.
     """
     comm.gather_objects("ready")
-    mine = measure(one.model, [one.batch], PROFILE_STEPS, chosen.selection, chosen.density)
-    everyone = comm.gather_objects(mine)
+    everyone = comm.gather_objects(timing.measured(chosen.selection, chosen.density))
     profiles = [found.profile for found in everyone]
     steps = np.array([found.steps_s for found in everyone])
     typical = float(np.median(steps))
@@ -224,19 +235,8 @@ def profile_of_all(
     )
     both = {name: mean(name, profiles) for name in ("forward_s", "backward_s")}
     of_one = Conditions(spread=1.0).slowest(comm.topology.size) - 1
-    spread = max(slower, 0.0) / of_one if of_one else 0.0
+    spread = slower / of_one if of_one else 0.0
     return dataclasses.replace(profiles[0], variables=rows, **both), spread
-
-
-def times(profile: Profile, factor: float) -> Profile:
-    """Return a profile whose times are as many times as long."""
-    names = ("ready_s", "selection_s", "update_s")
-    rows = tuple(
-        dataclasses.replace(row, **{name: factor * getattr(row, name) for name in names})
-        for row in profile.variables
-    )
-    forward_s, backward_s = factor * profile.forward_s, factor * profile.backward_s
-    return dataclasses.replace(profile, variables=rows, forward_s=forward_s, backward_s=backward_s)
 
 
 def row_of(
@@ -279,13 +279,10 @@ def measure_model(
 ) -> Iterator[dict[str, Any]]:
     """Train a model under every scheme; yield the rows. **Ranks:** all."""
     racing = list(contestants(comm, name, links, chosen))
-    train(comm, racing, chosen.repeats)
-    profile, spread = profile_of_all(comm, racing[0], chosen)
-    alone = profile.compute_s * Conditions(spread=spread).slowest(comm.topology.size)
-    for one in racing:
-        if one.name == "none":  # Measured in turn with the others, on a machine that may be shared
-            profile = times(profile, statistics.median(one.seconds) / alone)
+    timing = train(comm, racing, chosen.repeats)
+    profile, spread = joint_profile(comm, timing, chosen)
     conditions = Conditions(measured_in(profile), spread=spread)
+    alone = profile.compute_s * conditions.slowest(comm.topology.size)
     for one in racing:
         plan, named = one.plan(comm), dataclasses.replace(profile, variables=one.named(profile))
         step = alone if plan is None else simulate(plan, named, links, conditions).step_s
