@@ -104,9 +104,7 @@ class StepTiming:
     def __init__(self, model: keras.Model, data: Iterable[Any], steps: int = 1) -> None:
         """Check the model, and take the batches of so many steps; see `profile`."""
         self._model, self._variables = model, _check(model, steps)
-        self._batches = [_tensors(batch) for batch in itertools.islice(data, steps + WARM_UP)]
-        if not self._batches:
-            raise PlanError("Batches to measure with are required. Received none.")
+        self._batches = batches_of(data, steps + WARM_UP)
         # Positions of the variables that the loss depends on: Keras exchanges no others
         self._connected: list[int] = []
         self._stamped = _step(model, self._connected, stamps=True)
@@ -137,7 +135,7 @@ class StepTiming:
         update_s = _update_seconds(model, variables)
         select = _selection_times(variables, rule, density) if rule else lambda size: None
         rows = np.array(self._rows[WARM_UP:])
-        every = _names(model)
+        every = variable_names(model)
         names = [every[position] for position in self._connected]
         found = _profile(model, names, variables, rows, update_s, select)
         samples = int(tf.nest.flatten(batches[0][0])[0].shape[0])
@@ -163,6 +161,14 @@ def _check(model: keras.Model, steps: int) -> list[keras.Variable]:
             f"{len(model.trainable_variables)} variables."
         )
     return list(model.trainable_variables)
+
+
+def batches_of(data: Iterable[Any], count: int) -> list[tuple[Any, Any, Any]]:
+    """Return the first batches as tensors. **Raises:** PlanError if there are none."""
+    found = [_tensors(batch) for batch in itertools.islice(data, count)]
+    if not found:
+        raise PlanError("Batches to measure with are required. Received none.")
+    return found
 
 
 def _tensors(batch: Any) -> tuple[Any, Any, Any]:
@@ -200,7 +206,7 @@ def _step(model: keras.Model, connected: list[int], stamps: bool) -> Callable[..
     return step
 
 
-def _names(model: keras.Model) -> list[str]:
+def variable_names(model: keras.Model) -> list[str]:
     """Return what plans call the trainable variables: their paths, made unique by a number.
 
     Two parts of a model may have layers of one name.
