@@ -23,17 +23,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import bench_routes_figure
+import benchmark_cluster
 import benchmark_options
 
-ROOT = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).with_name("bench_routes_worker.py")
 
 
@@ -42,15 +40,8 @@ def options() -> argparse.ArgumentParser:
     parser = benchmark_options.parser(
         __doc__, sizes=[1_000_000], repeats=3, meaning_of_sizes="entries of the gradient"
     )
-    parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--slots", type=int, default=2, help="ranks per node")
+    benchmark_cluster.add_options(parser)
     parser.add_argument("--rate", default="200mbit", help="of each node's link, each way")
-    parser.add_argument("--cluster", help="name of a virtual cluster that is up; default: make one")
-    parser.add_argument("--hosts", help="real hosts, as for horovodrun -H")
-    parser.add_argument(
-        "--node-size", type=int, help="ranks that stand for a node, if --hosts has only one"
-    )
-    parser.add_argument("--launcher", choices=["gloo", "mpi"], default="gloo")
     parser.add_argument("--density", type=float, default=0.01, help="of sparse routes")
     parser.add_argument("--selection", default="mstopk", help="of sparse routes")
     parser.add_argument("--routes", nargs="+", help="default: all")
@@ -66,17 +57,11 @@ def options() -> argparse.ArgumentParser:
         action="store_true",
         help="measure the links first, plan with them, and say what they predict",
     )
-    parser.add_argument("--rate-mbit", type=float, help=argparse.SUPPRESS)
     return parser
 
 
 def command(chosen: argparse.Namespace, json_file: Path) -> list[str]:
-    """Return what runs the worker on the ranks, for horovodrun."""
-    ranks = chosen.nodes * chosen.slots
-    hosts = []
-    if chosen.hosts:
-        ranks = sum(int(host.rpartition(":")[2]) for host in chosen.hosts.split(","))
-        hosts = ["-H", chosen.hosts]
+    """Return the worker's command."""
     wanted = {
         "--json": [json_file],
         "--density": [chosen.density],
@@ -87,47 +72,17 @@ def command(chosen: argparse.Namespace, json_file: Path) -> list[str]:
         "--wires": chosen.wires,
         "--node-size": [chosen.node_size] if chosen.node_size else None,
     }
-    words = ["horovodrun", "-np", ranks, *hosts, f"--{chosen.launcher}", sys.executable, WORKER]
+    words = [sys.executable, WORKER]
     for option, values in wanted.items():
         words += [option, *values] if values else []
     return [*map(str, words), *(["--probe"] if chosen.probe else [])]
-
-
-def launch(chosen: argparse.Namespace, json_file: Path) -> int:
-    """Run the worker on the hosts, on the cluster that is up, or on one that is made for it.
-
-    Returns:
-        The exit status.
-    """
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":"),
-    }
-    words = command(chosen, json_file)
-    if chosen.hosts:
-        return subprocess.run(words, env=environment).returncode
-    name = chosen.cluster or f"b{os.getpid()}"
-    cluster = [str(ROOT / "scripts" / "cluster"), "--name", name]
-    size = ["--nodes", str(chosen.nodes), "--slots", str(chosen.slots), "--rate", chosen.rate]
-    try:
-        if not chosen.cluster:
-            subprocess.run([*cluster, "up", *size], check=True)
-        state = json.loads(Path(f"/run/tfcommx-{name}/state.json").read_text())
-        words = [*words, "--rate-mbit", str(state["rate_mbit"])]
-        return subprocess.run([*cluster, "run", "--", *words], env=environment).returncode
-    except subprocess.CalledProcessError as error:
-        return error.returncode  # scripts/cluster has said why
-    finally:
-        if not chosen.cluster:
-            subprocess.run([*cluster, "down"], stdout=subprocess.DEVNULL)
 
 
 def run(chosen: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
     """Measure on one cluster; return the rows and the exit status."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
-        status = launch(chosen, found)
+        status = benchmark_cluster.launch(command(chosen, found), chosen)
         lines = found.read_text().splitlines() if found.exists() else []
     return [json.loads(line) for line in lines], status
 

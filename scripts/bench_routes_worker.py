@@ -1,8 +1,4 @@
-"""What scripts/bench_routes.py runs on every rank: times each route, and checks its answers.
-
-The gradients are small integers: sums are exact in any order. They are compared by an exact
-weighted sum with integer weights, so that nothing large has to travel for the check.
-"""
+"""What scripts/bench_routes.py runs on every rank: times each route, and checks its answers."""
 
 from __future__ import annotations
 
@@ -20,9 +16,9 @@ from typing import Any
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import benchmark_options
-import numpy as np
 import tensorflow as tf
 from bench_routes import options
+from verify_sums import gradient, weighted_sum
 
 import tfcommx as cx
 from tfcommx import routes
@@ -35,9 +31,6 @@ from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.terms import NOMINAL, Links, Plan, PlanError, Scheme
 
-PERIOD = 1009  # of the weights that entries are compared by
-# Of as many entries at once.
-WEIGHTS = np.tile(np.arange(PERIOD, dtype=np.int64) * 7927 % PERIOD + 1, 1024).astype(np.float64)
 # Bytes of a message; those between pass a virtual cluster's links in one burst, too soon.
 PROBED = (2**10, 2**12, 2**22, 2**24)
 # Steps that are not counted: the first is traced, both touch their memory for the first time.
@@ -55,22 +48,6 @@ class Network:
     links: Links
     # Rate of each node's link, as set up; for real hosts the plain socket's.
     rate_mbit: float
-
-
-def gradient(rank: int, n: int) -> np.ndarray:
-    """Return integers in [-8, 8] as float32[n], other ones on every rank."""
-    return np.resize(
-        ((np.arange(17) * (7919 + 2 * rank) + 31 * rank) % 17 - 8).astype(np.float32), n
-    )
-
-
-def weighted_sum(vector: np.ndarray) -> float:
-    """Sum vector[i] * (i * 7927 % 1009 + 1): exact for integers while it stays below 2^53."""
-    parts = (
-        vector[start : start + len(WEIGHTS)].astype(np.float64)
-        for start in range(0, len(vector), len(WEIGHTS))
-    )
-    return sum(float(part @ WEIGHTS[: len(part)]) for part in parts)
 
 
 def socket_rate(comm: Comm) -> float:

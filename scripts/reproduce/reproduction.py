@@ -4,7 +4,8 @@ Each source has a YAML file with its structure, its assumed constants and its ro
 that predicts them. Columns of a row, in every table and in every line of --json:
     source, name        which published number
     role                calibrated (sets a constant), scored, or not scored
-    published_s         seconds of a step, from the published number
+    published_s         seconds of a step, from the published number; a speed-up where the script
+                        says so
     nominal_s           predicted with the assumed constants alone
     calibrated_s        predicted with the constants that the calibration rows set
     error               calibrated_s / published_s - 1

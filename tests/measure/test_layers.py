@@ -24,7 +24,9 @@ def waits(tensor: tf.Tensor, seconds: float) -> tf.Tensor:
         time.sleep(seconds)
         return value
 
-    return tf.ensure_shape(tf.numpy_function(wait, [tensor], tensor.dtype), tensor.shape)
+    # Not stateful, as other operations: TensorFlow leaves it out if nobody reads its result
+    waited = tf.numpy_function(wait, [tensor], tensor.dtype, stateful=False)
+    return tf.ensure_shape(waited, tensor.shape)
 
 
 class Slow(keras.layers.Layer):
@@ -119,3 +121,23 @@ def test_variables_that_the_loss_does_not_depend_on_are_left_out() -> None:
     found = profile(net, DATA, steps=2)
     assert [row.name for row in found.variables] == ["used/bias", "used/kernel"]
     assert found.forward_s > 0
+
+
+def test_variables_of_equal_paths_get_the_names_that_plans_give_them() -> None:
+    """As of two networks of keras.applications, whose layers have the same names."""
+    cx.init()
+    inputs, parts = keras.Input((16,)), []
+    for name in ("one", "other"):
+        of_part = keras.Input((16,))
+        outputs = keras.layers.Dense(4, name="same")(of_part)
+        parts.append(keras.Model(of_part, outputs, name=name)(inputs))
+    net = keras.Model(inputs, keras.layers.Add()(parts))
+    net.compile("sgd", loss="mse", jit_compile=False)
+    names = ["same/bias#2", "same/kernel#2", "same/bias", "same/kernel"]
+    assert [row.name for row in profile(net, DATA, steps=1).variables] == names
+    # Of a wrapped one: the names of its plan
+    net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse", jit_compile=False)
+    net.train_on_batch(*DATA[0])
+    (planned,) = net.optimizer.exchanger.runs
+    assert [row.name for row in profile(net, DATA, steps=1).variables] == list(reversed(planned))
+    assert list(planned) == list(reversed(names))

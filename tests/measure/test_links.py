@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +18,13 @@ from tfcommx import cost
 from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.measure import links
+from tfcommx.measure.engine import contention_of
 from tfcommx.measure.fit import fit
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.terms import NOMINAL, Link, Links, PlanError, Scheme, Topology
+
+# Of the engine for each collective
+ENGINE_S = 3e-4
 
 
 def times_of(link: Link, ranks: int = 4, noise: float = 0.0) -> list[tuple[float, float, float]]:
@@ -98,32 +105,54 @@ def test_all_ranks_agree_and_links_that_are_not_there_stay_nominal(
 
 
 def test_the_slots_of_a_node_share_its_port() -> None:
-    """The clock counts what comes through the port.
+    """The clock counts what comes through the port, latency terms, and the engine's own time.
 
-    So the fit finds the beta of the port, and not a slot's share of it.
+    So the fit finds the beta of the port, and not a slot's share of it, and tells the rest apart.
     """
     clocks: dict[int, float] = {}
 
     def work(comm: Comm) -> links.Probed:
         comm._open_point_to_point = None
-        gather = comm.all_gather
+        gather, allreduce = comm.all_gather, comm.allreduce
         clocks[comm.rank] = 0.0
 
         def timed(tensor: object, group: str, name: str, **more: object) -> object:
             bytes_in = (len(comm.members(group)) - 1) * 4 * len(tensor)
-            clocks[comm.rank] += 1e-4 + (
-                bytes_in * comm.topology.slots * 8e-9 if group == "peers" else bytes_in * 1e-10
+            clocks[comm.rank] += (
+                ENGINE_S
+                + 1e-4
+                + (bytes_in * comm.topology.slots * 8e-9 if group == "peers" else bytes_in * 1e-10)
             )
             return gather(tensor, group, name, **more)
 
-        comm.all_gather = timed
+        def timed_sum(tensor: object, group: str, name: str) -> object:
+            clocks[comm.rank] += ENGINE_S + 2 * 1e-4
+            return allreduce(tensor, group, name)
+
+        comm.all_gather, comm.allreduce = timed, timed_sum
         return links.probe(comm, sizes=(1024, 65536), repeats=2, clock=lambda: clocks[comm.rank])
 
     found = ThreadComm.run(Topology(2, 2), work)[0].links
     assert found.between.beta_s_per_byte == pytest.approx(
         8e-9
     ) and found.inside.beta_s_per_byte == pytest.approx(1e-10)
-    assert found.between.alpha_s == pytest.approx(1e-4)
+    assert found.between.alpha_s == pytest.approx(1e-4, rel=0.01)
+    assert found.engine_s == pytest.approx(ENGINE_S, rel=0.01)
+
+
+def test_contention_is_what_a_message_takes_longer_while_the_ranks_compute() -> None:
+    computing = threading.Event()
+
+    def turns(work: Callable[[], object]) -> list[float]:
+        work()
+        return [3.0, 4.0, 5.0] if computing.is_set() else [2.0, 2.0]
+
+    def message() -> None:
+        if messages.append(None) or len(messages) > 1:
+            assert computing.wait(timeout=10)
+
+    messages: list[None] = []
+    assert contention_of(message, computing.set, turns) == [0.5, 1.0, 1.5]
 
 
 def test_unequal_nodes_are_refused_by_name() -> None:
@@ -207,6 +236,9 @@ def test_the_command_writes_links_that_plans_are_made_with(tmp_path: Path, launc
     assert ended.status == 0, ended.output[-4000:]
     links = Links.read(file)
     assert links.inside != NOMINAL.inside and links.between == NOMINAL.between
+    assert links.engine_s > 0 and links.fuses  # Horovod fuses what waits
+    spread = json.loads(file.read_text())["spread"]
+    assert set(spread) == {"inside.alpha_s", "inside.beta_s_per_byte", "engine_s", "contention"}
     assert file.with_suffix(".png").stat().st_size > 10_000
     plan = make_plan(
         [Gradient("w", (100, 100), "float32")],

@@ -41,9 +41,15 @@ def test_tables_of_omgs_as_reported(tmp_path: Path) -> None:
     assert max(scored) < 0.25
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("name", "scored", "calibrated"), [("horovod", 26, 1), ("commlib", 6 + 2 + 1, 3)]
+    ("name", "scored", "calibrated"),
+    [
+        pytest.param("horovod", 26, 1, marks=pytest.mark.exhaustive),
+        pytest.param("commlib", 6 + 2 + 1, 3, marks=pytest.mark.exhaustive),
+        ("theano_mpi", 12, 4),
+        ("ibatch", 7, 1),
+        ("linear_pipeline", 5, 0),
+    ],
 )
 def test_other_tables_as_reported(name: str, scored: int, calibrated: int, tmp_path: Path) -> None:
     output, rows = run(name, tmp_path)

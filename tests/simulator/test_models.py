@@ -23,6 +23,8 @@ COUNTS = {
     "alexnet": (60_965_224, 16),
     # Theano-MPI (2016), section 4: 13,378,280; 57 convolutions, 1 dense layer, 2 x 3 auxiliary ones
     "googlenet": (13_378_280, 128),
+    # torchvision's inception_v3 with its auxiliary classifier; 96 convolutions of 3, 2 dense of 2
+    "inception_v3": (27_161_264, 292),
     # timm's inception_v4: 42,679,816; 449 tensors: Shi et al. (2020), table V
     "inception_v4": (42_679_816, 449),
     # transformers' BertForPreTraining; 206 tensors, 110.1 million: Zhang et al., "DeAR" (2023),
@@ -44,6 +46,7 @@ OPERATIONS = {
     "vgg19": 19.63,
     "alexnet": 0.724,
     "googlenet": 1.586,
+    "inception_v3": 5.713,
     "inception_v4": 12.28,
 }
 

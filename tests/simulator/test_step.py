@@ -135,6 +135,26 @@ def test_stages_of_the_torus_by_hand() -> None:
     assert torus.seconds(one, Topology(2, 2), LINKS) == 36
 
 
+def test_allreduces_that_wait_together_are_fused_if_the_engine_does_so() -> None:
+    """a is sent from 12 to 18, while b and c become ready: one message of 8 bytes follows."""
+    rows = (row("a", 2), row("b", 4), row("c", 5), row("d", 5))
+    profile = Profile("abcd", rows, 10.0, 10.0, batch=6)
+    other = bucket("3", "d", route="asa")
+    plan = Plan((*(bucket(str(place), name) for place, name in enumerate("abc")), other), TWO)
+    with_d = stages_of(other, TWO, LINKS)[0].seconds
+    assert found(plan, profile, fuses=True) == [
+        ("between", "message", 12, 18, 0),
+        ("between", "message", 18, 28, 1),
+        ("between", "message", 28, 28 + with_d, 3),
+    ]
+    # The links say what the conditions leave open
+    links = LINKS._replace(fuses=True, engine_s=0.5)
+    timeline = simulate(plan, profile, links, Conditions())
+    assert timeline.step_s == 28 + with_d + 3 * 0.5
+    assert simulate(plan, profile, links, Conditions(engine_s=0.0)).step_s == 28 + with_d
+    assert [span[3] for span in found(plan, profile)] == [18, 24, 30, 30 + with_d]
+
+
 def test_contention_slows_messages_while_the_backward_pass_runs() -> None:
     """From 14 to 20 at half speed: 3 of 10 s are done, 7 remain; then 6 s at full speed."""
     assert found(AB_C, contention=1.0) == [

@@ -40,8 +40,18 @@ def plan(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the table, one object a line.")
     ] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(
+            help="MODEL is the file of a measured step: draw it beside a simulated one, as this "
+            "PNG and, beside it, as trace events (.json)."
+        ),
+    ] = None,
 ) -> None:
     """Rank the schemes for a model on a cluster by the predicted time of a step."""
+    if compare is not None:
+        _compare(model, Links.read(links), compare)
+        return
     from tfcommx.planner import choose
     from tfcommx.simulator.conditions import Conditions, measured_in
 
@@ -59,6 +69,23 @@ def plan(
     if output:
         output.write_text(best.plan.to_json())
         print(f"{output}: its plan, of {len(best.plan.buckets)} buckets.")
+
+
+def _compare(measured: str, links: Links, png: Path) -> None:
+    """Draw a measured step beside a simulated one: as text, as a picture, as trace events."""
+    from tfcommx.report import timeline as report
+    from tfcommx.simulator.measured_step import MeasuredStep
+
+    step = MeasuredStep.read(measured)
+    both = {"measured": step.timeline, "simulated": step.simulated(links)}
+    for name, timeline in both.items():
+        print(f"{name}\n{report.draw_text(timeline)}\n")
+    apart = both["simulated"].step_s / both["measured"].step_s - 1
+    print(f"The simulated step is {abs(apart):.1%} {'longer' if apart > 0 else 'shorter'}.")
+    report.draw_timelines(both, png)
+    trace = png.with_suffix(".json")
+    trace.write_text(report.trace_events(*both.values()))
+    print(f"{png}, {trace}: measured is process 0, simulated process 1.")
 
 
 def _sparse(selection: str, density: float, wire: str) -> Scheme:

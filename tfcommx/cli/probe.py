@@ -28,6 +28,7 @@ def probe(
     load_tensorflow()
     from tfcommx import init, is_chief
     from tfcommx.measure import links
+    from tfcommx.measure.engine import multiply
     from tfcommx.report import figures
 
     comm = init()
@@ -37,12 +38,15 @@ def probe(
             f"`--output` must be in a folder that rank 0 can write to. Received {output}. Make "
             "the folder, or give another."
         )
-    found = links.probe(comm, [size for size in links.SIZES if size <= largest], repeats)
+    sizes = [size for size in links.SIZES if size <= largest]
+    found = links.probe(comm, sizes, repeats, load=multiply(), fusion=True)
     if is_chief():
         output.write_text(found.to_json())
         figures.draw_links(found, output.with_suffix(".png"))
         for kind, link in found.links._asdict().items():
             print(f"{kind}: {link}")
+        spread = ", ".join(f"{name} {value:.3g}" for name, value in found.spread.items())
+        print(f"standard deviations: {spread or 'nothing was measured'}")
         print(
             f"{output}, {output.with_suffix('.png')}. Use it: DistributedOptimizer(..., "
             f"links={str(output)!r}), or links: in a recipe."

@@ -25,6 +25,8 @@ from tfcommx.terms import PlanError, Profile, VariableProfile
 
 # Vectors that the selection is timed on; times between are read off the curve.
 SELECTION_SIZES = 6
+# Steps that do not count: the first is traced
+WARM_UP = 2
 
 
 class Measured(NamedTuple):
@@ -35,6 +37,8 @@ class Measured(NamedTuple):
     plain_s: float
     # The same with stamps, measured in turn
     stamped_s: float
+    # Seconds without stamps, step by step
+    steps_s: tuple[float, ...] = ()
 
 
 def profile(
@@ -46,11 +50,12 @@ def profile(
 ) -> Profile:
     """Measure when the gradients of a compiled model are ready; nothing of it is changed.
 
-    >>> model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2, name="out")])
+    >>> layers = [keras.layers.Input((4,)), keras.layers.Dense(2, name="out")]
+    >>> model = keras.Sequential(layers, name="small")
     >>> model.compile("sgd", loss="mse")
     >>> found = profile(model, [(np.ones((8, 4)), np.ones((8, 2)))], steps=2)
     >>> found.model, found.batch, [row.name.rpartition("/")[2] for row in found.variables]
-    ('sequential', 8, ['bias', 'kernel'])
+    ('small', 8, ['bias', 'kernel'])
 
     Args:
         model: compiled, and built.
@@ -78,37 +83,69 @@ def measure(
     density: float = 0.01,
 ) -> Measured:
     """Do what `profile` does, and tell how far the stamps disturb the step."""
-    variables = _check(model, steps)
-    batches = [_tensors(batch) for batch in itertools.islice(data, steps + 2)]
-    if not batches:
-        raise PlanError("Batches to measure with are required. Received none.")
-    kept = [variable.numpy() for variable in model.non_trainable_variables]
-    # Positions of the variables that the loss depends on: Keras exchanges no others
-    connected: list[int] = []
-    stamped, plain = _step(model, connected, stamps=True), _step(model, connected, stamps=False)
-    rows, stamped_s, plain_s = [], [], []
-    for number in range(steps + 2):
-        batch = batches[number % len(batches)]
+    timing = StepTiming(model, data, steps)
+    for _ in range(steps + WARM_UP):
+        timing.step()
+    return timing.measured(rule, density)
+
+
+class StepTiming:
+    """Times a model's step, one step at a time: between them other things may be measured.
+
+    >>> model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)])
+    >>> model.compile("sgd", loss="mse")
+    >>> timing = StepTiming(model, [(np.ones((8, 4)), np.ones((8, 2)))])
+    >>> for _ in range(3):
+    ...     timing.step()
+    >>> timing.measured().profile.steps
+    1
+    """
+
+    def __init__(self, model: keras.Model, data: Iterable[Any], steps: int = 1) -> None:
+        """Check the model, and take the batches of so many steps; see `profile`."""
+        self._model, self._variables = model, _check(model, steps)
+        self._batches = batches_of(data, steps + WARM_UP)
+        # Positions of the variables that the loss depends on: Keras exchanges no others
+        self._connected: list[int] = []
+        self._stamped = _step(model, self._connected, stamps=True)
+        self._plain = _step(model, self._connected, stamps=False)
+        self._rows: list[np.ndarray] = []
+        self._stamped_s: list[float] = []
+        self._plain_s: list[float] = []
+
+    def step(self) -> None:
+        """Take a step with stamps and one without; the first WARM_UP do not count."""
+        kept = [variable.numpy() for variable in self._model.non_trainable_variables]
+        batch = self._batches[len(self._rows) % len(self._batches)]
         start = time.perf_counter()
-        found = stamped(*batch).numpy() - start
-        stamped_s.append(time.perf_counter() - start)
+        found = self._stamped(*batch).numpy() - start
+        self._stamped_s.append(time.perf_counter() - start)
         start = time.perf_counter()
-        plain(*batch).numpy()
-        plain_s.append(time.perf_counter() - start)
-        rows.append(found)
-    for variable, value in zip(model.non_trainable_variables, kept, strict=True):
-        variable.assign(value)
-    model.reset_metrics()
-    variables = [variables[position] for position in connected]
-    update_s = _update_seconds(model, variables)
-    select = _selection_times(variables, rule, density) if rule else lambda size: None
-    found = _profile(model, variables, np.array(rows[2:]), update_s, select)
-    samples = int(tf.nest.flatten(batches[0][0])[0].shape[0])
-    return Measured(
-        Profile(batch=samples, steps=steps, density=density if rule else None, **found),
-        statistics.median(plain_s[2:]),
-        statistics.median(stamped_s[2:]),
-    )
+        self._plain(*batch).numpy()
+        self._plain_s.append(time.perf_counter() - start)
+        self._rows.append(found)
+        for variable, value in zip(self._model.non_trainable_variables, kept, strict=True):
+            variable.assign(value)
+        self._model.reset_metrics()
+
+    def measured(self, rule: str | None = None, density: float = 0.01) -> Measured:
+        """Return what the steps so far have shown; times selection and update."""
+        model, batches = self._model, self._batches
+        variables = [self._variables[position] for position in self._connected]
+        update_s = _update_seconds(model, variables)
+        select = _selection_times(variables, rule, density) if rule else lambda size: None
+        rows = np.array(self._rows[WARM_UP:])
+        every = variable_names(model)
+        names = [every[position] for position in self._connected]
+        found = _profile(model, names, variables, rows, update_s, select)
+        samples = int(tf.nest.flatten(batches[0][0])[0].shape[0])
+        density_or_none = density if rule else None
+        return Measured(
+            Profile(batch=samples, steps=len(rows), density=density_or_none, **found),
+            statistics.median(self._plain_s[WARM_UP:]),
+            statistics.median(self._stamped_s[WARM_UP:]),
+            tuple(self._plain_s[WARM_UP:]),
+        )
 
 
 def _check(model: keras.Model, steps: int) -> list[keras.Variable]:
@@ -126,6 +163,14 @@ def _check(model: keras.Model, steps: int) -> list[keras.Variable]:
     return list(model.trainable_variables)
 
 
+def batches_of(data: Iterable[Any], count: int) -> list[tuple[Any, Any, Any]]:
+    """Return the first batches as tensors. **Raises:** PlanError if there are none."""
+    found = [_tensors(batch) for batch in itertools.islice(data, count)]
+    if not found:
+        raise PlanError("Batches to measure with are required. Received none.")
+    return found
+
+
 def _tensors(batch: Any) -> tuple[Any, Any, Any]:
     """Return inputs, targets and weights of a batch as tensors."""
     parts = keras.utils.unpack_x_y_sample_weight(batch)
@@ -135,7 +180,7 @@ def _tensors(batch: Any) -> tuple[Any, Any, Any]:
 
 
 def _step(model: keras.Model, connected: list[int], stamps: bool) -> Callable[..., tf.Tensor]:
-    """Return a traced step, without update: [loss, gradients...] as times, or the loss.
+    """Return a traced step, without update: times, or an entry, of [loss, gradients...].
 
     Tracing it puts the positions of the variables that have gradients into `connected`.
     """
@@ -154,14 +199,35 @@ def _step(model: keras.Model, connected: list[int], stamps: bool) -> Callable[..
         ]
         if stamps:
             return tf.stack([stamp(one) for one in (loss, *gradients)])
-        with tf.control_dependencies(gradients):
-            return tf.identity(loss)
+        # TensorFlow prunes what only a control dependency asks for
+        entries = [tf.reshape(one, [-1])[0] for one in (loss, *gradients)]
+        return tf.stack([tf.cast(entry, tf.float32) for entry in entries])
 
     return step
 
 
+def variable_names(model: keras.Model) -> list[str]:
+    """Return what plans call the trainable variables: their paths, made unique by a number.
+
+    Two parts of a model may have layers of one name.
+    """
+    variables = model.trainable_variables
+    if (exchanger := getattr(model.optimizer, "exchanger", None)) is not None:
+        return exchanger.names.of(variables)
+    names: list[str] = []
+    for variable in variables:
+        path, number = getattr(variable, "tfcommx_name", None) or variable.path, 1
+        name = path
+        while name in names:
+            number += 1
+            name = f"{path}#{number}"
+        names.append(name)
+    return names
+
+
 def _profile(
     model: keras.Model,
+    names: Sequence[str],
     variables: Sequence[keras.Variable],
     stamps: np.ndarray,
     update_s: float,
@@ -179,7 +245,7 @@ def _profile(
         size = int(np.prod(variable.shape))
         rows.append(
             VariableProfile(
-                variable.path,
+                names[place],
                 tuple(variable.shape),
                 keras.backend.standardize_dtype(variable.dtype),
                 ready_s=float(mean[place]),

@@ -2,9 +2,9 @@
 
 Under MPI each rank sends s bytes to the next one of its group while it receives as many: alpha + s
 beta. Otherwise the engine gathers s bytes from each of p ranks, priced at log2(p) alpha + (p - 1) s
-beta (`cost.all_gather`); what it needs besides (Horovod's cycle, waking its thread) is then in
-alpha: it is paid per collective, too. Times of several sizes give alpha and beta. Among peers all
-slots of a node send at once and share its port, so there s is the node's bytes.
+beta (`cost.all_gather`), and what it needs besides. Times of several sizes give alpha and beta.
+Among peers all slots of a node send at once and share its port, so there s is the node's bytes.
+What the engine needs besides, and what a message takes while the ranks compute: `measure.engine`.
 
 Source: the alpha-beta model of Thakur et al., "Optimization of Collective Communication Operations
 in MPICH" (2005).
@@ -15,14 +15,16 @@ from __future__ import annotations
 import functools
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm.base import Comm
+from tfcommx.measure.engine import Turns, contention_of, engine_fuses, engine_of
 from tfcommx.measure.fit import fit
 from tfcommx.routes import pipeline
 from tfcommx.routes.messages import MessageOptions, tag_of
@@ -32,7 +34,7 @@ from tfcommx.terms import NOMINAL, Bucket, Link, Links
 SIZES = tuple(4**power for power in range(5, 13))
 # Bytes of the pipeline's blocks that are tried.
 BLOCKS = (16384, 32768, 49152, 65536, 131072, 262144)
-# Messages are repeated until STEADY bytes have come through the port, at most MOST of them:
+# Messages are repeated until this many bytes have come through the port, at most MOST of them:
 # traffic shapers let a burst pass.
 STEADY, MOST = 2**22, 16
 
@@ -45,13 +47,15 @@ class Probed(NamedTuple):
     points: dict[str, list[tuple[float, float, float]]]
     # (bytes of a block, seconds of the pipeline); empty if messages are not possible.
     blocks: list[tuple[int, float]]
+    # Standard deviation of what was measured, over the turns: "inside.alpha_s", "contention", ...
+    spread: dict[str, float] = {}  # noqa: RUF012  Nobody changes it
 
     def to_json(self) -> str:
         """Write all as JSON.
 
         A kind of link that this cluster does not have has no points, and nominal values.
         """
-        found = {"links": self.links.to_dict(), "points": self.points, "blocks": self.blocks}
+        found = {**self._asdict(), "links": self.links.to_dict()}
         return json.dumps(found, indent=1) + "\n"
 
     @staticmethod
@@ -59,9 +63,8 @@ class Probed(NamedTuple):
         """Read what `to_json` wrote."""
         read = json.loads(text)
         points = {kind: [tuple(point) for point in found] for kind, found in read["points"].items()}
-        return Probed(
-            Links.from_dict(read["links"]), points, [tuple(row) for row in read["blocks"]]
-        )
+        blocks = [tuple(row) for row in read["blocks"]]
+        return Probed(Links.from_dict(read["links"]), points, blocks, read.get("spread", {}))
 
 
 def probe(
@@ -71,17 +74,23 @@ def probe(
     clock: Callable[[], float] = time.perf_counter,
     blocks: Sequence[int] = BLOCKS,
     steady: int = STEADY,
+    load: Callable[[], object] | None = None,
+    fusion: bool = False,
 ) -> Probed:
     """Measure this cluster's links; if messages are possible, tune the pipeline's blocks to them.
 
     Args:
         comm: this rank's view of the others.
         sizes: bytes that each rank sends, multiples of 4, >= 4.
-        repeats: of each size; the fastest counts, because the slower ones were disturbed. >= 1.
+        repeats: of each size; the fastest counts, because the slower ones were disturbed; of the
+            engine's time and of contention, which are disturbances themselves, the median. >= 1.
         clock: seconds from any start.
         blocks: bytes of a block of the pipeline, multiples of 4, >= 4; tried on a vector of half
             the largest of `sizes`.
         steady: messages are repeated until so many bytes have come through a port.
+        load: computes while messages are timed again (`measure.engine.multiply`, or a step of a
+            model); None: contention is not measured.
+        fusion: whether to try if the engine fuses allreduces; the library must work in graphs.
 
     Returns:
         The same on every rank: of each message the slowest rank's time.
@@ -93,40 +102,81 @@ def probe(
     """
     topology = comm.topology
     topology.require_even("probing the links")
-    points = {
-        "inside": _time(comm, "node", sizes, repeats, 1, clock, steady),
-        "between": _time(comm, "peers", sizes, repeats, topology.slots, clock, steady),
-    }
+    turns = functools.partial(_turns, comm, repeats=repeats, clock=clock)
     gamma = max(comm.gather_objects(_gamma(max(sizes), repeats, clock)))
-    links = {
-        kind: Link(*fit(found), gamma) if found else getattr(NOMINAL, kind)
-        for kind, found in points.items()
-    }
-    tried = _time_blocks(comm, max(sizes) // 8, blocks, repeats, clock)
+    found: dict[str, Any] = {}
+    points, spread = {}, {}
+    for kind, group, together in (("inside", "node", 1), ("between", "peers", topology.slots)):
+        timed = _time(comm, group, sizes, together, turns, steady)
+        points[kind] = [(terms, size, min(times)) for terms, size, times in timed]
+        if not timed:
+            found[kind] = getattr(NOMINAL, kind)
+            continue
+        alpha, beta = fit(points[kind])
+        engine = engine_of(comm, group, alpha, turns)
+        found[kind] = Link(engine.alpha_s, beta, gamma)
+        found["engine_s"] = statistics.median(engine.seconds)
+        each = [
+            fit([(terms, size, times[turn]) for terms, size, times in timed])
+            for turn in range(repeats)
+        ]
+        spread[f"{kind}.alpha_s"], spread[f"{kind}.beta_s_per_byte"] = map(
+            statistics.pstdev, zip(*each, strict=True)
+        )
+        spread["engine_s"] = statistics.pstdev(engine.seconds)
+    if topology.size > 1:
+        found |= _under_load(comm, sizes, load, turns, spread)
+        found["fuses"] = fusion and engine_fuses(comm, turns)
+    tried = _time_blocks(comm, max(sizes) // 8, blocks, turns)
     best = min(tried, key=lambda row: row[1])[0] if tried else NOMINAL.block_bytes
-    return Probed(Links(**links, block_bytes=best), points, tried)
+    return Probed(Links(**found, block_bytes=best), points, tried, spread)
+
+
+def _under_load(
+    comm: Comm,
+    sizes: Sequence[int],
+    load: Callable[[], object] | None,
+    turns: Turns,
+    spread: dict[str, float],
+) -> dict[str, float]:
+    """Time a message of a middle size again while all ranks compute; nothing without a load."""
+    if load is None:
+        return {}
+    size = sorted(sizes)[len(sizes) // 2]
+    group = "peers" if comm.topology.nodes > 1 else "node"
+    work = functools.partial(_exchange(comm, group), size // 4, f"tfcommx/probe/load/{size}", 1)
+    found = contention_of(work, load, turns)
+    spread["contention"] = statistics.pstdev(found)
+    return {"contention": statistics.median(found)}
 
 
 def _time(
-    comm: Comm,
-    group: str,
-    sizes: Sequence[int],
-    repeats: int,
-    together: int,
-    clock: Callable[[], float],
-    steady: int,
-) -> list[tuple[float, float, float]]:
+    comm: Comm, group: str, sizes: Sequence[int], together: int, turns: Turns, steady: int
+) -> list[tuple[float, float, list[float]]]:
     """Time exchanges in a group; a group of one has none.
 
     Returns:
-        (latency terms, bytes that come in through one port, seconds) of each size.
+        (latency terms, bytes that come in through one port, seconds of each turn) of each size.
     """
     members = comm.members(group)
     if len(members) == 1:
         return []
     latencies, parts = math.log2(len(members)), len(members) - 1
     if comm.has_messages:
-        point_to_point, latencies, parts = comm.open_point_to_point(), 1.0, 1
+        latencies, parts = 1.0, 1
+    exchange, points = _exchange(comm, group), []
+    for size in sizes:
+        through = parts * size * together
+        times = min(MOST, max(1, steady // through))
+        work = functools.partial(exchange, size // 4, f"tfcommx/probe/{group}/{size}", times)
+        points.append((latencies, float(through), [one / times for one in turns(work)]))
+    return points
+
+
+def _exchange(comm: Comm, group: str) -> Callable[[int, str, int], None]:
+    """Return what sends so many entries around a group, some times. **Ranks:** all."""
+    members = comm.members(group)
+    point_to_point = comm.open_point_to_point() if comm.has_messages else None
     position = members.index(comm.rank)
 
     def exchange(entries: int, name: str, times: int) -> None:
@@ -134,7 +184,7 @@ def _time(
             once(entries, name)
 
     def once(entries: int, name: str) -> None:
-        if not comm.has_messages:
+        if point_to_point is None:
             comm.all_gather(tf.zeros([entries]), group, name, counted=False)
             return
         after, before = members[(position + 1) % len(members)], members[position - 1]
@@ -145,17 +195,11 @@ def _time(
         while requests:
             requests.pop(point_to_point.wait_any(requests))
 
-    points = []
-    for size in sizes:
-        through = parts * size * together
-        times = min(MOST, max(1, steady // through))
-        work = functools.partial(exchange, size // 4, f"tfcommx/probe/{group}/{size}", times)
-        points.append((latencies, float(through), _fastest(comm, work, repeats, clock) / times))
-    return points
+    return exchange
 
 
 def _time_blocks(
-    comm: Comm, entries: int, blocks: Sequence[int], repeats: int, clock: Callable[[], float]
+    comm: Comm, entries: int, blocks: Sequence[int], turns: Turns
 ) -> list[tuple[int, float]]:
     """Time the pipeline's allreduce with each size of block; nothing if it cannot run.
 
@@ -176,22 +220,21 @@ def _time_blocks(
             options=MessageOptions(block),
         )
         work = functools.partial(pipeline.ROUTE.run_in_group, vector, bucket, comm, "world")
-        found.append((block, _fastest(comm, work, repeats, clock)))
+        found.append((block, min(turns(work))))
     return found
 
 
-def _fastest(
+def _turns(
     comm: Comm, work: Callable[[], object], repeats: int, clock: Callable[[], float]
-) -> float:
-    """Return the seconds of the slowest rank, in the fastest of `repeats` turns."""
-    seconds = math.inf
-    for turn in range(repeats + 1):
+) -> list[float]:
+    """Return the seconds of the slowest rank in each of `repeats` turns."""
+    seconds = []
+    for _ in range(repeats + 1):
         comm.gather_objects(None)  # All start together
         start = clock()
         work()
-        slowest = max(comm.gather_objects(clock() - start))
-        seconds = min(seconds, slowest) if turn else math.inf  # The first one makes connections
-    return seconds
+        seconds.append(max(comm.gather_objects(clock() - start)))
+    return seconds[1:]  # The first one makes connections
 
 
 def _gamma(size: int, repeats: int, clock: Callable[[], float]) -> float:

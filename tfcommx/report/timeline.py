@@ -81,11 +81,27 @@ def _sign(part: Counter[str], cell: float) -> str:
 
 def draw_timeline(timeline: Timeline, path: Path, title: str = "") -> None:
     """Draw the same lanes as a picture."""
+    draw_timelines({title: timeline}, path)
+
+
+def draw_timelines(timelines: dict[str, Timeline], path: Path) -> None:
+    """Draw timelines below each other, by their titles, on one scale of time."""
     from matplotlib.figure import Figure  # Without pyplot: no display, no global state
 
+    height = sum(0.6 + 0.6 * len(_lanes(timeline)) for timeline in timelines.values())
+    figure = Figure(figsize=(10, 0.6 + height), layout="constrained")
+    panels = figure.subplots(len(timelines), 1, squeeze=False)[:, 0]
+    longest = max(timeline.step_s for timeline in timelines.values())
+    for axes, (title, timeline) in zip(panels, timelines.items(), strict=True):
+        _draw_lanes(axes, timeline, title, longest)
+    if all(map(_lanes, timelines.values())):
+        legend = max((axes.get_legend_handles_labels() for axes in panels), key=lambda h: len(h[1]))
+        figure.legend(*legend, loc="outside lower center", ncols=len(COLOURS), fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_lanes(axes: Any, timeline: Timeline, title: str, longest_s: float) -> None:
     lanes = _lanes(timeline)
-    figure = Figure(figsize=(10, 1.2 + 0.6 * len(lanes)), layout="constrained")
-    axes = figure.subplots()
     for kind, colour in COLOURS.items():
         found = [span for span in timeline.spans if span.kind == kind]
         if found:
@@ -103,26 +119,30 @@ def draw_timeline(timeline: Timeline, path: Path, title: str = "") -> None:
         xlabel="ms",
         yticks=range(len(lanes)),
         yticklabels=[MEANINGS[lane] for lane in lanes],
-        xlim=(0, 1e3 * timeline.step_s or 1),
+        xlim=(0, 1e3 * longest_s or 1),
         title=title,
     )
     axes.invert_yaxis()
-    if lanes:
-        figure.legend(loc="outside lower center", ncols=len(COLOURS), fontsize=8)
-    figure.savefig(path, dpi=120)
 
 
-def trace_events(timeline: Timeline) -> str:
-    """Write the timeline in the trace-event format, which chrome://tracing and Perfetto read.
+def trace_events(*timelines: Timeline) -> str:
+    """Write timelines in the trace-event format, which chrome://tracing and Perfetto read.
+
+    Each is a process of its own there.
 
     Source: Google, "Trace Event Format": complete events (ph X), microseconds.
     """
+    events = [one for number, each in enumerate(timelines) for one in _events(each, number)]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
+
+
+def _events(timeline: Timeline, process: int) -> list[dict[str, Any]]:
     lanes = _lanes(timeline)
     events: list[dict[str, Any]] = [
         {
             "name": "thread_name",
             "ph": "M",
-            "pid": 0,
+            "pid": process,
             "tid": number,
             "args": {"name": MEANINGS[lane]},
         }
@@ -135,13 +155,13 @@ def trace_events(timeline: Timeline) -> str:
             "ph": "X",
             "ts": span.start_s * 1e6,
             "dur": (span.end_s - span.start_s) * 1e6,
-            "pid": 0,
+            "pid": process,
             "tid": lanes.index(span.resource),
             "args": {"bucket": span.bucket},
         }
         for span in timeline.spans
     ]
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
+    return events
 
 
 def draw_sweep(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from tfcommx.terms import PlanError, Profile, check_name
+from tfcommx.terms import Links, PlanError, Profile, check_name
 
 # Entries of a vector -> seconds of selecting from it.
 SelectionTime = Callable[[int], float]
@@ -28,7 +29,8 @@ class Conditions:
     # Where it runs: "compute" delays the backward pass; "beside" it has a stream of its own.
     selection_on: str = "compute"
     # Seconds that the engine needs for each collective besides its price, >= 0: negotiation, cycle.
-    engine_s: float = 0.0
+    # None: as the links say.
+    engine_s: float | None = None
     # Can the ports inside and between work on two messages at once? Horovod's engine carries out
     # one collective after the other.
     ports_together: bool = False
@@ -36,7 +38,11 @@ class Conditions:
     # slowest one.
     spread: float = 0.0
     # By how much longer a message takes while the backward pass runs: 0.5 is half as long again.
-    contention: float = 0.0
+    # None: as the links say.
+    contention: float | None = None
+    # Does the engine carry out all allreduces that wait for it as one, as Horovod does? None: as
+    # the links say. Horovod's limit of 128 MiB is not counted.
+    fuses: bool | None = None
     # Seconds of loading a batch on the cores of the host, >= 0, during the step before.
     loading_s: float = 0.0
 
@@ -44,8 +50,24 @@ class Conditions:
         check_name("place of the selection", self.selection_on, ("compute", "beside"))
         for name in ("engine_s", "spread", "contention", "loading_s"):
             value = getattr(self, name)
+            if value is None and name in ("engine_s", "contention"):
+                continue
             if not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise PlanError(f"`{name}` must be >= 0. Received {name}={value!r}.")
+
+    def on(self, links: Links) -> Conditions:
+        """Return these conditions, with what the links say where these say nothing.
+
+        >>> from tfcommx.terms import NOMINAL
+        >>> Conditions(contention=0.5).on(NOMINAL._replace(engine_s=1e-3, contention=2.0))
+        Conditions(selection=None, selection_on='compute', engine_s=0.001, ports_together=False,
+                   spread=0.0, contention=0.5, fuses=False, loading_s=0.0)
+        """
+        own = {name: getattr(self, name) for name in ("engine_s", "contention", "fuses")}
+        return dataclasses.replace(
+            self,
+            **{name: getattr(links, name) if one is None else one for name, one in own.items()},
+        )
 
     def slowest(self, ranks: int) -> float:
         """Return the compute time of the slowest of some ranks over the mean.

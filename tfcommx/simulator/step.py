@@ -18,6 +18,7 @@ any route, and the conditions.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 from collections import defaultdict
@@ -70,12 +71,13 @@ def stages_of(
     the engine's time besides.
     """
     found = []
+    engine_s = links.engine_s if conditions.engine_s is None else conditions.engine_s
     for stage in routes.get(bucket.route).stages(bucket, topology, links):
         if stage.resource == SELECT:
             seconds = selection_seconds(bucket, topology, links, conditions)
             found.append(Stage(SELECT, seconds))
         elif stage.seconds > 0:  # A group of one rank has no collective
-            found.append(Stage(stage.resource, stage.seconds + conditions.engine_s))
+            found.append(Stage(stage.resource, stage.seconds + engine_s))
     return found
 
 
@@ -133,7 +135,8 @@ class _Step:
     """Carries out the events of a step in the order of their times."""
 
     def __init__(self, plan: Plan, profile: Profile, links: Links, conditions: Conditions) -> None:
-        self.profile, self.conditions, self.topology = profile, conditions, plan.topology
+        self.profile, self.conditions, self.topology = profile, conditions.on(links), plan.topology
+        self.links, self.contention = links, self.conditions.contention or 0.0
         self.buckets = plan.buckets
         self.slowest = conditions.slowest(plan.topology.size)
         self.remaining = [
@@ -225,19 +228,53 @@ class _Step:
         if resource in self.busy or not self.waiting[resource]:
             return
         _, _, seconds, span, after = heapq.heappop(self.waiting[resource])
+        if self.conditions.fuses and span.kind == "message":
+            seconds, after = self._fused(resource, seconds, span, after)
         slow = 1.0
         if span.kind == "message" and self.backward_ends is None:
-            slow += self.conditions.contention
+            slow += self.contention
         running = _Running(now, seconds, span, after)
         self.busy[resource] = running
         self._at(now + seconds * slow, lambda end: self._finish(resource, running, end))
 
+    def _fused(
+        self, resource: str, seconds: float, span: Span, after: _After
+    ) -> tuple[float, _After]:
+        """Take the other allreduces of this dtype that wait, and price all as one."""
+        first = self.buckets[span.bucket]
+        joined, others, rest = [first], [after], []
+        for one in self.waiting[resource]:
+            bucket = self.buckets[one[3].bucket]
+            kind = (bucket.route, bucket.dtype, bucket.options)
+            if first.route != "allreduce" or kind != (first.route, first.dtype, first.options):
+                rest.append(one)
+                continue
+            joined.append(bucket)
+            others.append(one[4])
+        if len(joined) == 1:
+            return seconds, after
+        self.waiting[resource] = rest
+        heapq.heapify(rest)
+        whole = dataclasses.replace(
+            first,
+            variables=(),
+            sizes=tuple(size for bucket in joined for size in bucket.sizes),
+            padding=sum(bucket.padding for bucket in joined),
+        )
+        (stage,) = stages_of(whole, self.topology, self.links, self.conditions)
+
+        def all_of_them(end: float) -> None:
+            for one in others:
+                one(end)
+
+        return stage.seconds, all_of_them
+
     def _speed_up(self, resource: str, now: float) -> None:
         """Let a message go on at full speed when the backward pass has ended."""
         found = self.busy[resource]
-        if found.span.kind != "message" or not self.conditions.contention:
+        if found.span.kind != "message" or not self.contention:
             return
-        done = (now - found.start) / (1 + self.conditions.contention)
+        done = (now - found.start) / (1 + self.contention)
         running = _Running(found.start, found.seconds, found.span, found.after)
         self.busy[resource] = running
         self._at(now + found.seconds - done, lambda end: self._finish(resource, running, end))

@@ -46,6 +46,13 @@ class Links(NamedTuple):
     # Bytes of a block of the linear pipeline, >= 8. The default fills the pipe soon: from 64 KB on
     # (the paper's size) Open MPI over TCP agrees with the receiver before it sends each block.
     block_bytes: int = 49152
+    # What the engine needs for each collective besides its price, >= 0: negotiation, its cycle,
+    # waking its thread. Under MPI messages between two ranks do not pay it.
+    engine_s: float = 0.0
+    # By how much longer a message takes while the ranks compute, >= 0: 0.5 is half as long again.
+    contention: float = 0.0
+    # Does the engine carry out all allreduces that wait for it as one?
+    fuses: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return what JSON can write."""
@@ -61,15 +68,26 @@ class Links(NamedTuple):
 
         **Raises:** ValueError, KeyError or TypeError for anything else.
         """
-        links = Links(Link(**found["inside"]), Link(**found["between"]), found["block_bytes"])
+        links = Links(
+            Link(**found["inside"]),
+            Link(**found["between"]),
+            found["block_bytes"],
+            found.get("engine_s", 0.0),
+            found.get("contention", 0.0),
+            found.get("fuses", False),
+        )
         numbers = [*dataclasses.astuple(links.inside), *dataclasses.astuple(links.between)]
+        more = [links.engine_s, links.contention]
         if (
-            not all(math.isfinite(number) for number in numbers)
+            not all(math.isfinite(number) for number in [*numbers, *more])
+            or min(more) < 0
             or not isinstance(links.block_bytes, int)
             or links.block_bytes < 8
+            or not isinstance(links.fuses, bool)
         ):
             raise ValueError(
-                f"finite numbers, and block_bytes an integer >= 8, are required. Received {links}"
+                "finite numbers, engine_s and contention >= 0, block_bytes an integer >= 8, and "
+                f"fuses true or false are required. Received {links}"
             )
         return links
 

@@ -51,13 +51,13 @@ def inception_v4(pixels: int = 299) -> LayerTable:
     model.convolve("stem1b", 32, 3, valid=True, norm=True)
     model.convolve("stem1c", 64, 3, norm=True)
     for number, part in enumerate((STEM_2, STEM_3, STEM_4), start=2):
-        _module(model, f"stem{number}", part)
+        module(model, f"stem{number}", part)
     for number in range(4):
-        _module(model, f"a{number + 1}", A)
-    _module(model, "reduction_a", REDUCTION_A)
+        module(model, f"a{number + 1}", A)
+    module(model, "reduction_a", REDUCTION_A)
     for number in range(7):
-        _module(model, f"b{number + 1}", B)
-    _module(model, "reduction_b", REDUCTION_B)
+        module(model, f"b{number + 1}", B)
+    module(model, "reduction_b", REDUCTION_B)
     for number in range(3):
         _module_c(model, f"c{number + 1}")
     model.pool_all()
@@ -65,7 +65,8 @@ def inception_v4(pixels: int = 299) -> LayerTable:
     return model.table("inception_v4", f"an image of {pixels} x {pixels}")
 
 
-def _module(model: Builder, name: str, branches: list[list[Step]]) -> None:
+def module(model: Builder, name: str, branches: list[list[Step]]) -> None:
+    """Add a module: its branches go on from the same image, and are joined."""
     ends = []
     for number, steps in enumerate(branches, start=1):
         branch = model.branch()

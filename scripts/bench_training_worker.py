@@ -1,0 +1,307 @@
+"""What scripts/bench_training.py runs on every rank: trains, times, predicts, checks."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import bench_training_models
+import benchmark_options
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+from bench_training import options
+from verify_sums import gradient, weighted_sum
+
+import tfcommx as cx
+from tfcommx import routes
+from tfcommx.comm.base import Comm
+from tfcommx.measure.engine import multiply
+from tfcommx.measure.layers import StepTiming
+from tfcommx.measure.links import probe
+from tfcommx.optim.variable_names import VariableNames
+from tfcommx.planner.plan import Gradient, make_plan
+from tfcommx.simulator.conditions import Conditions, measured_in
+from tfcommx.simulator.step import simulate
+from tfcommx.terms import NOMINAL, Links, Plan, PlanError, Profile, Scheme, VariableProfile
+
+# Steps that are not counted: the first is traced; `auto` tries its plans in them
+WARM_UP, WARM_UP_OF_AUTO = 2, 30
+# Bytes of a message; those between pass a virtual cluster's links in one burst, too soon.
+PROBED = (2**10, 2**12, 2**21, 2**23)
+
+
+class PlainHorovod(keras.optimizers.SGD):
+    """What a user of plain Horovod has: an allreduce of each gradient, before the update.
+
+    As with its option `sparse_as_dense`, which wrapped optimizers do always. Without it the rows
+    of an embedding are gathered, and added in any order: the ranks drift apart.
+    """
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Average the gradients over all ranks, then apply them."""
+        averages = [
+            hvd.allreduce(tf.convert_to_tensor(one), op=hvd.Average, name=f"{self.name}/{place}")
+            for place, one in enumerate(grads)
+        ]
+        super().apply(averages, trainable_variables)
+
+
+@dataclasses.dataclass
+class Contestant:
+    """A model that is trained under one scheme."""
+
+    name: str
+    model: keras.Model
+    batch: bench_training_models.Batch
+    verified: bool = True
+    # Of the slowest rank, step by step
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    # That this rank has sent to other nodes in the steps that count
+    sent: float = 0.0
+
+    @property
+    def exchanger(self) -> Any:
+        """What the wrapped optimizer exchanges by; None if it is not wrapped."""
+        return getattr(self.model.optimizer, "exchanger", None)
+
+    def plan(self, comm: Comm) -> Plan | None:
+        """Return what the gradients travel by; of plain Horovod, each by itself."""
+        if self.name == "none":
+            return None
+        if self.exchanger is not None:
+            (run,) = self.exchanger.runs.values()
+            return run.executor.plan
+        rows = zip(self.names(), self.model.trainable_variables, strict=True)
+        gradients = [Gradient(name, tuple(one.shape), "float32") for name, one in rows]
+        return make_plan(gradients, {"*": Scheme(merging="each")}, comm.topology)
+
+    def names(self) -> list[str]:
+        """Return what the plan calls the variables."""
+        names = VariableNames() if self.exchanger is None else self.exchanger.names
+        return names.of(self.model.trainable_variables)
+
+    def named(self, profile: Profile) -> tuple[VariableProfile, ...]:
+        """Return the rows of a profile of an equal model, under this one's names."""
+        names = reversed(self.names())
+        return tuple(
+            dataclasses.replace(row, name=name)
+            for row, name in zip(profile.variables, names, strict=True)
+        )
+
+
+def optimizer_of(name: str, links: Links, chosen: argparse.Namespace) -> keras.optimizers.Optimizer:
+    """Return the optimizer of a scheme. **Raises:** PlanError for what cannot be carried out."""
+    if name == "none":
+        return keras.optimizers.SGD(0.01)
+    if name == "horovod":
+        return PlainHorovod(0.01, name="plain_horovod")
+    route, _, wire = name.partition(" ")
+    route, _, peers = route.partition("+")
+    how: dict[str, Any] = {"peer_route": peers or "allreduce", "bucket_bytes": chosen.bucket_bytes}
+    if wire == "sparse" or (route in routes.ROUTES and routes.get(route).sparse):
+        how |= {"selection": chosen.selection, "density": chosen.density}
+    if wire and wire != "sparse":
+        how["wire"] = wire
+    scheme = Scheme(route, **how)
+    return cx.DistributedOptimizer(
+        keras.optimizers.SGD(0.01), scheme, links=links, check_replicas_every=None
+    )
+
+
+def contestants(
+    comm: Comm, model: str, links: Links, chosen: argparse.Namespace
+) -> Iterator[Contestant]:
+    """Make a model for each scheme, and check its sums; say which schemes are refused.
+
+    **Ranks:** all.
+    """
+    for name in chosen.schemes:
+        try:
+            optimizer = optimizer_of(name, links, chosen)
+        except PlanError as refusal:
+            if comm.rank == 0:
+                print(f"{model}, {name}: left out: {refusal}", flush=True)
+            continue
+        made = bench_training_models.make(model, optimizer, chosen.batch, comm.rank)
+        one = Contestant(name, *made)
+        one.verified = sums_are_right(comm, one)
+        yield one
+
+
+def sums_are_right(comm: Comm, one: Contestant) -> bool:
+    """Take one step with known gradients from weights of zero; then put everything back.
+
+    Returns:
+        Whether the weights became minus the average over the ranks of what was not kept.
+
+    **Ranks:** all.
+    """
+    model, optimizer = one.model, one.model.optimizer
+    variables, ranks = model.trainable_variables, comm.topology.size
+    sizes = [int(np.prod(variable.shape)) for variable in variables]
+    given = [gradient(comm.rank, size) for size in sizes]
+    before, rate = model.get_weights(), float(optimizer.learning_rate)
+    for variable in variables:
+        variable.assign(np.zeros(variable.shape, "float32"))
+    optimizer.learning_rate = 1.0
+    shaped = [part.reshape(row.shape) for part, row in zip(given, variables, strict=True)]
+    optimizer.apply_gradients(
+        [(keras.ops.convert_to_tensor(part), row) for part, row in zip(shaped, variables)]  # noqa: B905
+    )
+    arrived = sum(weighted_sum(-variable.numpy().ravel()) for variable in variables)
+    kept = 0.0
+    if one.exchanger is not None:
+        kept = sum(map(weighted_sum, one.exchanger.all_residuals().values()))
+        for run in one.exchanger.runs.values():
+            run.executor.export_residuals(set(one.exchanger.names.of(variables)))
+    model.set_weights(before)
+    optimizer.learning_rate = rate
+    mine = sum(map(weighted_sum, given))
+    everyone = comm.gather_objects((arrived, kept, mine))
+    if one.name == "none":
+        return all(got == own for got, _, own in everyone)
+    averages, residuals, gradients = zip(*everyone, strict=True)
+    # A sum over 3 ranks, divided by 3, is not exact
+    size = sum(weighted_sum(abs(part)) for part in given)
+    apart = abs(ranks * averages[0] + sum(residuals) - sum(gradients))
+    exact = ranks & (ranks - 1) == 0
+    return len(set(averages)) == 1 and apart <= (0 if exact else 1e-7 * size * ranks)
+
+
+def train(comm: Comm, racing: list[Contestant], repeats: int) -> StepTiming:
+    """Let all take turns, step by step, and note how long they take; so does a profile's step.
+
+    **Ranks:** all.
+    """
+    timing = StepTiming(racing[0].model, [racing[0].batch])
+    for one in racing:
+        for _ in range(WARM_UP_OF_AUTO if one.name.startswith("auto") else WARM_UP):
+            one.model.train_on_batch(*one.batch)
+    for _ in range(WARM_UP):
+        timing.step()
+    for _ in range(repeats):
+        for one in racing:
+            before = comm.traffic().between
+            comm.gather_objects("ready")
+            start = time.perf_counter()
+            one.model.train_on_batch(*one.batch)  # Returns when the loss is there
+            took = time.perf_counter() - start
+            one.seconds.append(max(comm.gather_objects(took)))
+            one.sent += (comm.traffic().between - before) / repeats
+        timing.step()
+    return timing
+
+
+def joint_profile(
+    comm: Comm, timing: StepTiming, chosen: argparse.Namespace
+) -> tuple[Profile, float]:
+    """Make one profile of what all ranks have measured at once.
+
+    Returns:
+        The mean of the ranks' profiles, its forward and backward pass as long as the median of the
+        steps without stamps; the spread at which the slowest rank takes what it took there.
+
+    **Ranks:** all.
+    """
+    comm.gather_objects("ready")
+    everyone = comm.gather_objects(timing.measured(chosen.selection, chosen.density))
+    profiles = [found.profile for found in everyone]
+    steps = np.array([found.steps_s for found in everyone])
+    typical = float(np.median(steps))
+    slower = float(np.median(steps.max(axis=0))) / typical - 1
+    stamped = statistics.fmean(found.forward_s + found.backward_s for found in profiles)
+
+    def mean(name: str, parts: Any, factor: float = typical / stamped) -> float:
+        return factor * statistics.fmean(getattr(part, name) for part in parts)
+
+    rows = tuple(
+        dataclasses.replace(
+            parts[0],
+            ready_s=mean("ready_s", parts),
+            selection_s=mean("selection_s", parts, 1.0),
+            update_s=mean("update_s", parts, 1.0),
+        )
+        for parts in zip(*(found.variables for found in profiles), strict=True)
+    )
+    both = {name: mean(name, profiles) for name in ("forward_s", "backward_s")}
+    of_one = Conditions(spread=1.0).slowest(comm.topology.size) - 1
+    spread = slower / of_one if of_one else 0.0
+    return dataclasses.replace(profiles[0], variables=rows, **both), spread
+
+
+def row_of(
+    comm: Comm, one: Contestant, predicted: float, chosen: argparse.Namespace
+) -> dict[str, Any]:
+    """Return the row of a scheme whose steps are done. **Ranks:** all."""
+    model, plan = one.model, one.plan(comm)
+    density = chosen.density if plan and any(bucket.k for bucket in plan.buckets) else 1.0
+    promised = 0.0
+    if plan is not None:
+        promised = sum(
+            routes.get(bucket.route).wire_bytes(bucket, comm.topology).between
+            for bucket in plan.buckets
+        )
+    weights = [weighted_sum(variable.numpy().ravel()) for variable in model.trainable_variables]
+    everyone = comm.gather_objects((weights, one.sent))
+    equal = all(other == weights for other, _ in everyone) or one.name == "none"
+    sent = statistics.fmean(sent for _, sent in everyone)
+    counted = one.exchanger is None or abs(sent - promised) <= 1e-6 * promised
+    seconds = statistics.median(one.seconds)
+    return benchmark_options.row(
+        one.name,
+        model.count_params(),
+        seconds,
+        one.verified and equal and counted and bool(np.isfinite(weights).all()),
+        density,
+        scheme=one.name,
+        model="",
+        nodes=comm.topology.nodes,
+        slots=comm.topology.slots,
+        rate_mbit=chosen.rate_mbit,
+        step_seconds=seconds,
+        predicted_seconds=predicted,
+        bytes_between=promised if one.exchanger is None else sent,
+    )
+
+
+def measure_model(
+    comm: Comm, name: str, links: Links, chosen: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Train a model under every scheme; yield the rows. **Ranks:** all."""
+    racing = list(contestants(comm, name, links, chosen))
+    timing = train(comm, racing, chosen.repeats)
+    profile, spread = joint_profile(comm, timing, chosen)
+    conditions = Conditions(measured_in(profile), spread=spread)
+    alone = profile.compute_s * conditions.slowest(comm.topology.size)
+    for one in racing:
+        plan, named = one.plan(comm), dataclasses.replace(profile, variables=one.named(profile))
+        step = alone if plan is None else simulate(plan, named, links, conditions).step_s
+        yield row_of(comm, one, step, chosen) | {"model": name}
+
+
+def main() -> None:
+    """Measure all that was asked for; rank 0 writes one line of JSON per row as it comes."""
+    chosen = options().parse_args()
+    # Nodes of a virtual cluster share one machine, which may be slow.
+    comm = cx.init(node_size=chosen.node_size, watch_seconds=120)
+    blocks = [NOMINAL.block_bytes]
+    links = probe(comm, PROBED, 5, blocks=blocks, load=multiply(), fusion=True).links
+    for name in chosen.models:
+        for found in measure_model(comm, name, links, chosen):
+            if comm.rank == 0:
+                with chosen.json.open("a") as file:
+                    file.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The benchmark of training steps still runs, verifies a few small ones, and predicts them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launching import ROOT
+from test_benches import COLUMNS
+from test_cluster import ENVIRONMENT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from verify_sums import gradient, weighted_sum
+
+OWN = ["scheme", "model", "nodes", "slots", "rate_mbit", "step_seconds", "predicted_seconds"]
+SCHEMES = ["none", "horovod", "hitopk pair32", "allreduce float16"]
+
+
+def test_on_one_host(tmp_path: Path) -> None:
+    json_file, png = tmp_path / "found.jsonl", tmp_path / "found.png"
+    words = ["--nodes", "2", "--rates", "none", "--models", "embedding", "--repeats", "2"]
+    files = ["--batch", "4", "--json", str(json_file), "--png", str(png)]
+    # allreduce writes no float16: a scheme that is refused is left out with a word
+    ended = subprocess.run(
+        [sys.executable, "scripts/bench_training.py", *words, *files, "--schemes", *SCHEMES],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:]
+    assert "embedding, allreduce float16: left out: The route 'allreduce' writes" in ended.stdout
+    rows = [json.loads(line) for line in json_file.read_text().splitlines()]
+    assert [row["scheme"] for row in rows] == SCHEMES[:3]
+    assert all(list(row) == [*COLUMNS, *OWN, "bytes_between"] for row in rows)
+    assert all(row["verified"] and row["predicted_seconds"] > 0 for row in rows), rows
+    # 2 ranks send a whole gradient of float32 each; of the embedding 0.01, as pairs
+    none, horovod, sparse = (row["bytes_between"] for row in rows)
+    assert none == 0 and horovod == 4 * rows[0]["n"]
+    assert 0.02 * horovod < sparse < 0.03 * horovod
+    assert png.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("place", [0, 1008, 1009, 5000])
+def test_an_entry_that_is_lost_changes_the_sum(place: int) -> None:
+    whole = gradient(1, 6000) + 20  # No zeros
+    lost = whole.copy()
+    lost[place] = 0
+    assert weighted_sum(whole) - weighted_sum(lost) == whole[place] * (place * 7927 % 1009 + 1)
+    assert weighted_sum(np.concatenate([whole, lost])) > 0

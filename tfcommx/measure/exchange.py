@@ -1,0 +1,111 @@
+"""Measures a step with its exchange: when gradients are ready, and when their sums are there.
+
+compute   | forward |  grad c  |  grad b  |  grad a  |            | update |
+between                        | bucket 0 |          |  bucket 1  |
+stamps              |          |          |          |            |
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfcommx.kernels.stamp import stamp
+from tfcommx.measure.layers import StepTiming, batches_of, variable_names
+from tfcommx.simulator.measured_step import MeasuredStep
+from tfcommx.terms import Bucket, Piece, Plan, Profile, Span, Timeline
+
+Exchange = Callable[[Mapping[str, tf.Tensor]], Mapping[str, tf.Tensor]]
+# Steps that do not count: the first is traced
+WARM_UP = 2
+
+
+def measure_exchange(
+    model: keras.Model, data: Iterable[Any], plan: Plan, exchange: Exchange, steps: int = 10
+) -> MeasuredStep:
+    """Measure the steps of a model whose gradients travel by a plan; weights are not updated.
+
+    A message begins when the last gradient of its bucket is ready and the message before has ended:
+    that is not measured. Residuals change as in any step, so train on with another optimizer.
+
+    Args:
+        model: compiled, and built.
+        data: batches (inputs, targets) or (inputs, targets, weights), of one shape.
+        plan: of the model's variables.
+        exchange: carries it out, as `PlanExecutor.exchange` does: names -> gradients.
+        steps: that count, >= 1.
+
+    Returns:
+        The means over the steps, on this rank, and its profile.
+
+    **Ranks:** all, with equal plans. **Cost:** three times `steps` + 2 steps, three tracings.
+    **Raises:** PlanError for a model that is not compiled or not built, or without data.
+    """
+    timing = StepTiming(model, data, steps)
+    for _ in range(steps + WARM_UP):
+        timing.step()
+    profile = timing.measured().profile
+    names = [row.name for row in reversed(profile.variables)]
+    step, rows = _step(model, names, plan, exchange), []
+    batches = batches_of(data, steps + WARM_UP)
+    for number in range(steps + WARM_UP):
+        start = time.perf_counter()
+        rows.append(step(*batches[number % len(batches)]).numpy() - start)
+    stamps = np.array(rows[WARM_UP:]).mean(axis=0)
+    ready, there = stamps[: 1 + len(names)], stamps[1 + len(names) :]
+    times = dict(zip(names, map(float, ready[1:]), strict=True))
+    return MeasuredStep(profile, plan, _timeline(float(ready.min()), times, there, plan, profile))
+
+
+def _step(
+    model: keras.Model, names: list[str], plan: Plan, exchange: Exchange
+) -> Callable[..., tf.Tensor]:
+    """Return a traced step: the times of [loss, gradients..., a sum of each bucket...]."""
+    places = dict(zip(variable_names(model), model.trainable_variables, strict=True))
+
+    @tf.function(autograph=False)
+    def step(x: Any, y: Any, weights: Any) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            outputs = model(x, training=True)
+            loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weights)
+        found = tape.gradient(loss, [places[name].value for name in names])
+        gradients = dict(zip(names, map(tf.convert_to_tensor, found), strict=True))
+        sums = exchange(gradients)
+        ends = [sums[Piece.of(bucket.variables[-1]).path] for bucket in plan.buckets]
+        return tf.stack([stamp(one) for one in (loss, *gradients.values(), *ends)])
+
+    return step
+
+
+def _timeline(
+    forward_s: float,
+    ready: Mapping[str, float],
+    there: np.ndarray,
+    plan: Plan,
+    profile: Profile,
+) -> Timeline:
+    """Draw what was measured as spans; times are seconds from the start of the step."""
+    spans, before = [Span("compute", "forward", "forward", 0.0, forward_s)], forward_s
+    for name in sorted(ready, key=ready.__getitem__):
+        spans.append(Span("compute", "backward", name, before, ready[name]))
+        before = ready[name]
+    port, end = ("between" if plan.topology.nodes > 1 else "inside"), before
+    busy_until = 0.0
+    for number in np.argsort(there):
+        bucket = plan.buckets[number]
+        start, stop = max(_complete_s(bucket, ready), busy_until), float(there[number])
+        spans.append(Span(port, "message", bucket.name, min(start, stop), stop, int(number)))
+        busy_until, end = stop, max(end, stop)
+    step_s = end + profile.update_s
+    spans.append(Span("compute", "update", "update", end, step_s))
+    done = tuple(sorted((one for one in spans if one.end_s > one.start_s), key=lambda s: s.start_s))
+    return Timeline(done, step_s, profile.compute_s, profile.batch, plan.topology.size)
+
+
+def _complete_s(bucket: Bucket, ready: Mapping[str, float]) -> float:
+    return max(ready[Piece.of(name).path] for name in bucket.variables)
