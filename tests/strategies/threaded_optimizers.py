@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
-from tfcommx.optim.exchanger import Exchanger, ExchangeSettings
+from tfcommx.optim.exchange_settings import ExchangeSettings
+from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.keras_internals import ExchangesGradients, UpdatesShards, copy_with
 from tfcommx.strategies import strategy_of
 from tfcommx.terms import Scheme, Topology

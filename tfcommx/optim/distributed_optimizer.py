@@ -17,7 +17,8 @@ from typing import Any
 import keras
 
 from tfcommx.comm import process
-from tfcommx.optim.exchanger import Exchanger, ExchangeSettings
+from tfcommx.optim.exchange_settings import ExchangeSettings
+from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.keras_internals import (
     AgreedLossScale,
     ExchangesGradients,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -17,6 +16,7 @@ import tensorflow as tf
 
 from tfcommx.comm.base import Comm
 from tfcommx.optim.automatic import executor_for
+from tfcommx.optim.exchange_settings import ExchangeSettings, momentum_twice
 from tfcommx.optim.keras_internals import compiled_by_xla
 from tfcommx.optim.sharding import Sharding
 from tfcommx.optim.variable_names import VariableNames
@@ -27,45 +27,15 @@ from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.replica_guard import ReplicaGuard
 from tfcommx.runtime.residuals import PlanState, Residuals, sum_residuals
 from tfcommx.runtime.trial import TrialExecutor
-from tfcommx.strategies import Strategy, StrategyRun, Synchronous, agree_on_strategy, in_lock_step
+from tfcommx.strategies import StrategyRun, agree_on_strategy, in_lock_step
 from tfcommx.terms import (
-    OPERATIONS,
-    Links,
     Piece,
     Plan,
     PlanError,
-    Profile,
     Scheme,
-    check_name,
 )
 
 log = logging.getLogger("tfcommx")
-
-
-@dataclass(frozen=True)
-class ExchangeSettings:
-    """The settings of an exchanger that a change of scheme does not change."""
-
-    # "average" or "sum" over the ranks
-    operation: str = "average"
-    # Who updates the weights
-    strategy: Strategy = field(default_factory=Synchronous)
-    # What messages cost, for routes that can go several ways; None: nominal, or as "auto" measures
-    links: Links | None = None
-    # When gradients are ready, for what goes by time
-    profile: Profile | None = None
-    # Made before, in place of one that is made from the scheme
-    plan: Plan | None = None
-    # Steps between two comparisons of the replicas, >= 1; None: never
-    check_replicas_every: int | None = 100
-    # The wrapped optimizer's own momentum, or its beta_1, >= 0
-    own_momentum: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_name("op", self.operation, OPERATIONS)
-        buckets = () if self.plan is None else self.plan.buckets
-        if self.own_momentum and any(bucket.momentum for bucket in buckets):
-            raise PlanError(_momentum_twice(self.own_momentum))
 
 
 class Exchanger:
@@ -132,7 +102,7 @@ class Exchanger:
                 )
             check_scheme(scheme, self.comm.topology, self.comm.has_messages)
             if scheme.momentum and self.settings.own_momentum:
-                raise PlanError(_momentum_twice(self.settings.own_momentum))
+                raise PlanError(momentum_twice(self.settings.own_momentum))
         auto_of(by_pattern(schemes))
 
     @tf.autograph.experimental.do_not_convert
@@ -420,11 +390,3 @@ def by_pattern(schemes: Scheme | Mapping[str, Scheme]) -> dict[str, Scheme]:
 
 def _without(kept: Residuals, paths: set[str]) -> Residuals:
     return {path: part for path, part in kept.items() if path not in paths}
-
-
-def _momentum_twice(own_momentum: float) -> str:
-    return (
-        "Momentum must be applied once. Received a scheme with `momentum` and an optimizer with "
-        f"its own (momentum or beta_1 = {own_momentum}). Set the optimizer's to 0, or leave "
-        "`momentum` out of the scheme."
-    )

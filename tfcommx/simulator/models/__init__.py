@@ -5,7 +5,7 @@ follows from one measured throughput (`Profile.from_throughput`) without the mod
 
 To add one: write a function from the size of a sample to a `LayerTable`, from the architecture, in
 the file of its family, which names its paper; add it to `_ALL` below; add the published numbers of
-parameters and tensors to tests/simulator/test_models.py.
+parameters and tensors to tests/simulator/test_layer_tables.py.
 """
 
 from __future__ import annotations
