@@ -5,7 +5,6 @@ Kept out of Keras's variables.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ import tensorflow as tf
 from tfcommx.comm.base import Comm
 from tfcommx.optim.automatic import executor_for
 from tfcommx.optim.exchange_settings import ExchangeSettings, momentum_twice
-from tfcommx.optim.keras_internals import compiled_by_xla
+from tfcommx.optim.keras_internals import StepUnderWay, compiled_by_xla
 from tfcommx.optim.sharding import Sharding
 from tfcommx.optim.variable_names import VariableNames
 from tfcommx.planner.automatic import Asked, auto_of, with_auto_plain
@@ -72,11 +71,7 @@ class Exchanger:
         self.loss_scale = "none"
         # Whether the step that is under way has exchanged its gradients
         self.exchange_ran = False
-        # Whether the optimizer is where Keras would clip the gradients
-        self.in_step = False
-        # While it is there: a gradient of this step, and what is open until its end
-        self.a_gradient: list[tf.Tensor] = []
-        self.step_scope = contextlib.ExitStack()
+        self.step = StepUnderWay()
         # Bytes between nodes of plain Horovod, for the steps of plans that are not used any more
         self._dense_bytes = 0.0
         # Whose gradients come next. Kept here: Keras would count a list of variables on the

@@ -26,6 +26,7 @@ from tfcommx.optim.keras_internals.shards import UpdatesShards, require_elementw
 from tfcommx.optim.keras_internals.step import (
     AgreedLossScale,
     ExchangesGradients,
+    StepUnderWay,
     compiled_by_xla,
 )
 from tfcommx.optim.keras_internals.updates import UpdatesTogether
@@ -34,6 +35,7 @@ from tfcommx.optim.keras_internals.version import require_tested_keras
 __all__ = [
     "AgreedLossScale",
     "ExchangesGradients",
+    "StepUnderWay",
     "UpdatesShards",
     "UpdatesTogether",
     "accumulated_gradients",

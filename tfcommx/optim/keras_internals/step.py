@@ -6,6 +6,7 @@ apply -> unscale -> accumulate -> [exchange] -> clip -> [update: who applies it]
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +18,17 @@ from tfcommx.optim.keras_internals.optimizers import state_of_weights
 from tfcommx.terms import PlanError
 
 
+class StepUnderWay(threading.local):
+    """The step that an optimizer is taking in this thread: tf.distribute has one a replica."""
+
+    # Whether the optimizer is where Keras would clip the gradients, and not called from elsewhere
+    clips = False
+    # A gradient of this step
+    gradient: Sequence[tf.Tensor] = ()
+    # Open until the step's end
+    scope: contextlib.ExitStack | None = None
+
+
 class StepExchange(Protocol):
     """What the mixins need of an exchange over the ranks; `optim.exchanger.Exchanger` has it."""
 
@@ -24,11 +36,7 @@ class StepExchange(Protocol):
     loss_scale: str
     # Whether the step that is under way has exchanged its gradients
     exchange_ran: bool
-    # Whether the optimizer is where Keras would clip the gradients, and not called from elsewhere
-    in_step: bool
-    # While it is there: a gradient of this step, and what is open until its end
-    a_gradient: list[tf.Tensor]
-    step_scope: contextlib.ExitStack
+    step: StepUnderWay
     # Ranks in all, >= 1
     ranks: int
     # How `copy` and `pickle` make the wrapped optimizer again
@@ -119,7 +127,7 @@ class ExchangesGradients:
                 "Make it from the plain class, such as keras.optimizers.SGD, and wrap it."
             )
         self.exchanger.exchange_ran = False
-        with contextlib.ExitStack() as self.exchanger.step_scope:
+        with contextlib.ExitStack() as self.exchanger.step.scope:
             result = super().apply(grads, trainable_variables)
         # With accumulation only some steps exchange; a trace has both ways.
         accumulates = self.gradient_accumulation_steps and tf.executing_eagerly()
@@ -136,15 +144,16 @@ class ExchangesGradients:
         grads = [tf.convert_to_tensor(grad) for grad in grads]
         # The run that finds no more data carries out what does not wait for data, on some ranks and
         # not on others: weight decay, and the count of steps, wait for a gradient.
-        self.exchanger.a_gradient, self.exchanger.in_step = grads[-1:], True
+        step = self.exchanger.step
+        step.gradient, step.clips = grads[-1:], True
         try:
             super()._backend_apply_gradients(grads, trainable_variables)
-            self.exchanger.step_scope.enter_context(tf.control_dependencies(grads[-1:]))
+            step.scope.enter_context(tf.control_dependencies(grads[-1:]))
         finally:
-            self.exchanger.a_gradient, self.exchanger.in_step = [], False
+            step.gradient, step.clips = (), False
 
     def _apply_weight_decay(self, variables: list[keras.Variable]) -> None:
-        with tf.control_dependencies(self.exchanger.a_gradient):
+        with tf.control_dependencies(self.exchanger.step.gradient):
             super()._apply_weight_decay(variables)
 
     def _overwrite_variables_directly_with_gradients(
@@ -169,7 +178,7 @@ class ExchangesGradients:
         return grads, others
 
     def _clip_gradients(self, grads: list[tf.Tensor]) -> list[tf.Tensor]:
-        if not self.exchanger.in_step:  # Somebody wants gradients clipped, and no step.
+        if not self.exchanger.step.clips:  # Somebody wants gradients clipped, and no step.
             return super()._clip_gradients(grads)
         exchanged = self.exchanger.exchange(
             grads, tf.convert_to_tensor(self.learning_rate), self._iterations.value
