@@ -55,14 +55,15 @@ class Steps:
         self.optimizer.build([weight])
         self.alone = isinstance(strategy, ElasticAveraging)
 
-        # What has no result returns before it is done
+        # An argument, because TensorFlow computes the exchange of constants once for all steps; a
+        # result, because a step without one returns before it is done
         @tf.function
-        def step() -> tf.Tensor:
-            self.optimizer.apply([tf.ones([entries])], [weight])
+        def step(gradient: tf.Tensor) -> tf.Tensor:
+            self.optimizer.apply([gradient], [weight])
             return weight[0]
 
-        self.step = step
-        self.step()
+        self.step, self.gradient = step, tf.fill([entries], 1e-3 * cx.rank())
+        self.step(self.gradient)
 
     def seconds(self, slowed: float, lasts: float) -> list[float]:
         """Take steps for so many seconds; return those of each step of ranks 0 and 1."""
@@ -74,7 +75,7 @@ class Steps:
         while (self.alone and time.monotonic() < end) or (not self.alone and len(taken) < limit):
             start = time.perf_counter()
             time.sleep(mine)
-            self.step().numpy()
+            self.step(self.gradient).numpy()
             taken.append(time.perf_counter() - start)
         cx.take_centre(keras.Sequential(), self.optimizer)
         first, second, *_ = cx.comm.current().gather_objects(taken)

@@ -65,9 +65,11 @@ def exchanger_of(model: keras.Model) -> Exchanger:
     return exchanger_in(model.optimizer)
 
 
-def trains_alone(model: keras.Model) -> bool:
+def trains_alone(model: keras.Model | None) -> bool:
     """Tell whether each rank trains the model at its own pace: nothing may wait for the others."""
-    held = (model.optimizer, *vars(model).values())
+    if model is None:  # A callback outside of `fit`
+        return False
+    held = (getattr(model, "optimizer", None), *vars(model).values())
     found = [find_exchanger(one) for one in held if isinstance(one, keras.optimizers.Optimizer)]
     return any(one is not None and not one.in_lock_step for one in found)
 

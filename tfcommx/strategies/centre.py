@@ -194,7 +194,12 @@ class Worker:
         """Send a snapshot and go on: a thread awaits the force.
 
         Messages get on only while a thread of the process looks for them.
+
+        **Raises:** RuntimeError if nobody has taken the force of the snapshot before: the answers
+        could be mistaken for each other.
         """
+        if self.waits:
+            raise RuntimeError("A force must be taken before the next snapshot is sent.")
         kept = np.array(snapshot, self._dtype)  # The caller's memory is its own again
         self._under_way = _UnderWay(lambda: self.exchange(kept))
 
