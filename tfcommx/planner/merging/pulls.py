@@ -242,7 +242,7 @@ def choose(times: PullTimes, solvers: Sequence[str] = tuple(PULLS)) -> PullChoic
     """Take the solver whose batches finish first; `ibatch` is shown beside it.
 
     >>> choose(PullTimes(1.0, (1.0, 1.0, 1.0), (2.0, 2.0, 2.0))).batches
-    ((0, 1), (1, 3))
+    ((0, 1), (1, 2), (2, 3))
 
     Args:
         times: of the layers.
