@@ -7,11 +7,12 @@ import re
 import pytest
 from launching import horovodrun
 
-OPTIMIZER, FIT, ROUTES, RESHUFFLE = (
+OPTIMIZER, FIT, SHARDS, ROUTES, RESHUFFLE = (
     f"tests/ranks/{name}"
     for name in (
         "optimizer",
         "optimizer/test_identity_and_fit.py",
+        "optimizer/test_sharding_in_fit.py",
         "test_routes.py",
         "test_reshuffle_on_ranks.py",
     )
@@ -33,7 +34,7 @@ def what_failed(output: str) -> str:
     [
         (2, "2", "gloo", ["tests/ranks"]),
         (2, "1", "mpi", [OPTIMIZER, ROUTES, RESHUFFLE]),
-        (4, "2", "gloo", [FIT, RESHUFFLE]),
+        (4, "2", "gloo", [FIT, SHARDS, RESHUFFLE]),
         (4, "2", "mpi", [ROUTES]),
         (3, "1", "mpi", [ROUTES]),
     ],

@@ -87,7 +87,7 @@ def test_sparse_updates_conserve_what_was_not_sent() -> None:
     # One average: later ones begin from other weights, but SGD's gradients here do not see them.
     strategy = WeightAveraging(every=2, sends="updates")
     ranks = train(lambda: K.SGD(0.1), strategy, THREE, SPARSE, after=after)
-    dense = train(lambda: K.SGD(0.1), strategy, THREE)
+    dense = train(lambda: K.SGD(0.1), WeightAveraging(every=2), THREE)
     assert all_equal([weights for weights, _ in ranks])
     for place, one in enumerate(new_weights()):
         kept = [residuals[one.path] for _, residuals in ranks if one.path in residuals]

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from rank_helpers import batch, compiled, fit, same_on_all_ranks, weights
+from rank_helpers import batch, compiled, same_on_all_ranks, weights
 
 import tfcommx as cx
 from tfcommx.comm.base import Comm
@@ -16,14 +16,10 @@ from tfcommx.strategies import Sharded, WeightAveraging
 
 
 def adamw() -> keras.optimizers.Optimizer:
-    """Return what uses most of what shards must keep apart."""
+    """Return what uses most of what shards must keep apart, under a loss scale."""
     optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.1, use_ema=True, ema_momentum=0.5)
     optimizer.exclude_from_weight_decay(var_names=["bias"])
-    return optimizer
-
-
-def scaled() -> keras.optimizers.Optimizer:
-    return keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), initial_scale=4.0)
+    return keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=4.0)
 
 
 class Seen(keras.callbacks.Callback):
@@ -42,21 +38,25 @@ class Seen(keras.callbacks.Callback):
             self.model.save(self.path)
 
 
-def trained(comm: Comm, strategy: Any, make: Any, path: Path) -> tuple[keras.Model, Seen]:
-    """Train two epochs, with an evaluation after each."""
-    net, seen = compiled(cx.DistributedOptimizer(make(), strategy=strategy)), Seen(path, comm.rank)
+def train(
+    comm: Comm, net: keras.Model, path: Path, epochs: int = 2, first: int = 0, extra: tuple = ()
+) -> Seen:
+    """Train until an epoch, with an evaluation after each one."""
+    seen = Seen(path, comm.rank)
     x, y = batch(comm.rank, rows=32)
     net.fit(
         x,
         y,
         batch_size=8,
-        epochs=2,
+        epochs=epochs,
+        initial_epoch=first,
         shuffle=False,
         verbose=0,
         validation_data=(x[:8], y[:8]),
-        callbacks=[cx.callbacks.BroadcastState(), seen],
+        callbacks=[cx.callbacks.BroadcastState(), seen, *extra],
     )
-    return net, seen
+    assert same_on_all_ranks(comm, net)
+    return seen
 
 
 def close(comm: Comm, mine: list[np.ndarray], theirs: list[np.ndarray]) -> None:
@@ -70,50 +70,34 @@ def close(comm: Comm, mine: list[np.ndarray], theirs: list[np.ndarray]) -> None:
 
 @pytest.mark.every_launch
 def test_shards_in_fit_equal_synchronous_training(comm: Comm, folder: Path) -> None:
-    """With pulls that begin the steps: also what evaluations see and what files hold."""
-    for name, make in (("adamw", adamw), ("scaled", scaled)):
-        found = {}
-        for strategy in ("synchronous", Sharded("layers")):
-            path = folder / f"{name}-{getattr(strategy, 'pull', strategy)}.keras"
-            net, seen = trained(comm, strategy, make, path)
-            assert same_on_all_ranks(comm, net)
-            comm.gather_objects("saved")
-            found[strategy] = net, seen, keras.models.load_model(path)
-        (plain, saw, file), (sharded, also_saw, other_file) = found.values()
-        close(comm, weights(sharded), weights(plain))
-        for mine, theirs in zip(also_saw.weights, saw.weights, strict=True):
-            close(comm, mine, theirs)
-        close(comm, weights(other_file), weights(file))
-        ours, theirs = ([v.numpy() for v in one.optimizer.variables] for one in (other_file, file))
-        assert len(ours) > 8
-        close(comm, ours, theirs)
-        if comm.topology.size > 1:
-            run = sharded.optimizer.exchanger.sharding.run
-            assert sharded.train_function is None and bool(run.shards.current.numpy())
-
-
-def test_a_run_of_shards_continues_from_its_checkpoint(comm: Comm, folder: Path) -> None:
-    def continued(strategy: Any, epochs: int) -> keras.Model:
-        net = compiled(cx.DistributedOptimizer(adamw(), strategy=strategy))
-        first = cx.checkpoint.restore(net, folder)
-        fit(net, comm, epochs, (cx.checkpoint.Checkpoint(folder),), first)
-        return net
-
-    once = compiled(cx.DistributedOptimizer(adamw()))
-    fit(once, comm, 2)
-    continued(Sharded("layers"), 1)
-    resumed = continued(Sharded(), 2)  # Shards may be cut in another way
-    assert same_on_all_ranks(comm, resumed)
-    assert int(resumed.optimizer.iterations) == int(once.optimizer.iterations)
-    close(comm, weights(resumed), weights(once))
+    """Weights, what evaluations see, and files; the second epoch continues from a checkpoint."""
+    plain = compiled(cx.DistributedOptimizer(adamw()))
+    saw = train(comm, plain, folder / "plain.keras")
+    saving = (cx.checkpoint.Checkpoint(folder / "run"),)
+    begun = compiled(cx.DistributedOptimizer(adamw(), strategy="sharded"))
+    saw_first = train(comm, begun, folder / "begun.keras", epochs=1, extra=saving)
+    # Cut in another way, and with pulls that begin the steps
+    sharded = compiled(cx.DistributedOptimizer(adamw(), strategy=Sharded("layers")), seed=2)
+    first = cx.checkpoint.restore(sharded, folder / "run")
+    saw_second = train(comm, sharded, folder / "sharded.keras", first=first)
+    assert first == 1 and sharded.train_function is None
+    close(comm, weights(sharded), weights(plain))
+    for mine, theirs in zip(saw_first.weights + saw_second.weights, saw.weights, strict=True):
+        close(comm, mine, theirs)
+    comm.gather_objects("saved")
+    file, other = (keras.models.load_model(folder / f"{one}.keras") for one in ("plain", "sharded"))
+    close(comm, weights(other), weights(file))
+    ours, theirs = ([v.numpy() for v in one.optimizer.variables] for one in (other, file))
+    assert len(ours) > 8
+    close(comm, ours, theirs)
 
 
 @pytest.mark.every_launch
 def test_weights_are_averaged_before_evaluations_and_files(comm: Comm, folder: Path) -> None:
     """Four steps in an epoch, an average every three: the end of an epoch averages, too."""
     strategy = WeightAveraging(every=3, sends="updates", momentum="average")
-    make = lambda: keras.optimizers.SGD(0.1, momentum=0.9)  # noqa: E731
-    net, seen = trained(comm, strategy, make, folder / "averaged.keras")
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    net = compiled(cx.DistributedOptimizer(optimizer, strategy=strategy))
+    seen = train(comm, net, folder / "averaged.keras")
     everyone = comm.gather_objects([value.tobytes() for one in seen.weights for value in one])
     assert all(one == everyone[0] for one in everyone)
-    assert same_on_all_ranks(comm, net)

@@ -242,14 +242,14 @@ def choose(times: PullTimes, solvers: Sequence[str] = tuple(PULLS)) -> PullChoic
     """Take the solver whose batches finish first; `ibatch` is shown beside it.
 
     >>> choose(PullTimes(1.0, (1.0, 1.0, 1.0), (2.0, 2.0, 2.0))).batches
-    ((0, 1), (1, 3))
+    ((0, 1), (1, 2), (2, 3))
 
     Args:
         times: of the layers.
-        solvers: names in PULLS; of equals the first.
+        solvers: names in PULLS; of equals the one with the fewest gathers, then the first.
     """
     found = [(name, PULLS[name](times)) for name in solvers]
-    name, batches = min(found, key=lambda one: finish_s(one[1], times))
+    name, batches = min(found, key=lambda one: (finish_s(one[1], times), len(one[1])))
     return PullChoice(
         name, tuple(batches), finish_s(batches, times), finish_s(ibatch(times), times)
     )
