@@ -93,6 +93,9 @@ class Progress:
                 spent waiting for them. None: nothing is known.
         """
         self.done += 1
+        if self.done == 1:
+            # Before it comes what takes long once: tracing
+            self.last_line = time.monotonic()
         if self.bar:
             text = "" if status is None else status_text(status)
             self.bar.update(self.task, advance=1, status=text)
