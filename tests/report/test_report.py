@@ -292,7 +292,7 @@ def test_long_epochs_have_lines_of_their_own(monkeypatch):
         for _ in range(2):
             progress.step(status)
     *_, line = stream.getvalue().splitlines()
-    assert line.startswith("epoch  1/1  step 1/4  loss 0.500  accuracy 0.8100  1000 images/s")
+    assert line.startswith("step 1/4 of epoch 1/1  loss 0.500  accuracy 0.8100  1000 images/s")
     assert "waiting: data 2 %, gradients 30 %   25 %" in line and "s remaining" in line
 
 

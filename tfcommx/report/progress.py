@@ -103,7 +103,7 @@ class Progress:
                 self.bar.update(self.task, description=f"epoch {status['epoch']}/{self.epochs}")
         elif self.shown and status and time.monotonic() - self.last_line > LINE_SECONDS:
             self._print(
-                f"epoch {status['epoch']:2}/{self.epochs}  step {status['step']}/{status['steps']}"
+                f"step {status['step']}/{status['steps']} of epoch {status['epoch']}/{self.epochs}"
                 f"  {status_text(status)}"
             )
 
