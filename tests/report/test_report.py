@@ -288,10 +288,11 @@ def test_long_epochs_have_lines_of_their_own(monkeypatch):
     status = {"epoch": 1, "step": 1, "steps": 4, "loss": 0.5, "accuracy": 0.81}
     status |= {"images_per_second": 1000.0, "data": 0.02, "gradients": 0.3}
     stream = io.StringIO()
-    with Progress(steps=4, epochs=1, stream=stream) as progress:
-        progress.step(status)
-    (line,) = stream.getvalue().splitlines()
-    assert line.startswith("epoch  1/1  step 1/4  loss 0.500  accuracy 0.8100  1000 images/s")
+    with Progress(steps=8, epochs=1, stream=stream) as progress:
+        for _ in range(2):
+            progress.step(status)
+    *_, line = stream.getvalue().splitlines()
+    assert line.startswith("step 1/4 of epoch 1/1  loss 0.500  accuracy 0.8100  1000 images/s")
     assert "waiting: data 2 %, gradients 30 %   25 %" in line and "s remaining" in line
 
 

@@ -74,7 +74,7 @@ def test_what_mergings_leave_for_the_lstm(tmp_path: Path) -> None:
 def test_convergence_in_small(tmp_path: Path) -> None:
     """Two ranks, 256 pictures, three epochs, two methods; the second time nothing is trained."""
     words = ["--seeds", "1", "--epochs", "3", "--train", "256", "--batch", "32", "--processes", "2"]
-    methods = ["dense", "mstopk-0.01+momentum+warm_up+clip+dense_end"]
+    methods = ["dense", "mstopk-0.01+momentum+warm_up+clip"]
     words += ["--methods", *methods]
     words += ["--output", str(tmp_path / "runs")]
     output, rows = run("convergence", tmp_path, *words)

@@ -19,6 +19,7 @@ Runs = Mapping[str, dict[str, Any]]
 def curves(runs: Runs) -> Figure:
     """Draw accuracy over epochs and over time, loss and throughput over epochs."""
     from matplotlib.figure import Figure  # Without pyplot: no display, no global state
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(10, 7), layout="constrained")
     (accuracy, over_time), (loss, rate) = figure.subplots(2, 2)
@@ -40,6 +41,8 @@ def curves(runs: Runs) -> Figure:
     rate.set(xlabel="epoch", ylabel="images/s in training", ylim=(0, None))
     for axes in (accuracy, over_time, loss, rate):
         axes.grid(color="0.92")
+        if axes is not over_time:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     return figure
 

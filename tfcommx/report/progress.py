@@ -93,6 +93,9 @@ class Progress:
                 spent waiting for them. None: nothing is known.
         """
         self.done += 1
+        if self.done == 1:
+            # Before it comes what takes long once: tracing
+            self.last_line = time.monotonic()
         if self.bar:
             text = "" if status is None else status_text(status)
             self.bar.update(self.task, advance=1, status=text)
@@ -100,7 +103,7 @@ class Progress:
                 self.bar.update(self.task, description=f"epoch {status['epoch']}/{self.epochs}")
         elif self.shown and status and time.monotonic() - self.last_line > LINE_SECONDS:
             self._print(
-                f"epoch {status['epoch']:2}/{self.epochs}  step {status['step']}/{status['steps']}"
+                f"step {status['step']}/{status['steps']} of epoch {status['epoch']}/{self.epochs}"
                 f"  {status_text(status)}"
             )
 
