@@ -24,8 +24,8 @@ class FashionMnist(Cached):
     name: Literal["fashion_mnist"] = "fashion_mnist"
     # Where its files are; None: found or fetched
     folder: Path | None = None
-    # Pictures to train with, the first ones; None: all 60,000
-    limit: int | None = Field(None, ge=1, le=60_000)
+    # Pictures that are used, the first of each part, for trials; None: all
+    limit: int | None = Field(None, ge=1)
     # Pixels of the full picture; the largest random shift of a batch, 0 for none
     shift: int = Field(1, ge=0, le=8)
 
@@ -41,10 +41,10 @@ class FashionMnist(Cached):
         from tfcommx.data.sources.arrays import Arrays
         from tfcommx.recipes.datasets.pictures import Pictures
 
-        train_x, train_y, test_x, test_y = load(self.fetch())
+        train_x, train_y, test_x, test_y = (part[: self.limit] for part in load(self.fetch()))
         return Pictures(
             self,
-            Arrays(train_x[: self.limit], train_y[: self.limit], CLASSES, self.name),
+            Arrays(train_x, train_y, CLASSES, self.name),
             Arrays(test_x, test_y, CLASSES, f"{self.name} test"),
             place,
             self._shifted if self.shift else None,
