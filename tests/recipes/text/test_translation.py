@@ -117,6 +117,19 @@ def test_it_learns_to_translate(settings):
     assert (fast == whole).all()
 
 
+def test_a_model_is_saved_after_it_has_translated(tmp_path):
+    """Keras could not save a model whose decoder was cut out: it adds nodes to shared layers."""
+    model = Transformer(blocks=1, width=8, inner=16, heads=2).build(20, 20)
+    model.compile(keras.optimizers.AdamW(0.0), WordLoss(0.1), jit_compile=False)
+    source = np.array([[5, 6, 7, 3]], np.int32)
+    said = greedy_decoder(model, more=2)(source)
+    model.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    assert (greedy_decoder(again, more=2)(source).numpy() == said.numpy()).all()
+    given = {"source": source, "target": np.array([[2, 9]], np.int32)}
+    np.testing.assert_array_equal(model(given), again(given))
+
+
 class _Wrapped(keras.Model):
     """A model without layers that the decoder knows."""
 

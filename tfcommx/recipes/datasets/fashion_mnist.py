@@ -25,7 +25,7 @@ class FashionMnist(Cached):
     # Where its files are; None: found or fetched
     folder: Path | None = None
     # Pictures that are used, the first of each part, for trials; None: all
-    limit: int | None = Field(None, ge=1, le=60_000)
+    limit: int | None = Field(None, ge=1)
     # Pixels of the full picture; the largest random shift of a batch, 0 for none
     shift: int = Field(1, ge=0, le=8)
 

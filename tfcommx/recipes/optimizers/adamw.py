@@ -39,7 +39,7 @@ class AdamW(Part):
             beta_1=self.beta_1,
             beta_2=self.beta_2,
             epsilon=self.epsilon,
-            weight_decay=self.weight_decay or None,
+            weight_decay=self.weight_decay,
         )
         if self.weight_decay:
             optimizer.exclude_from_weight_decay(var_names=NOT_DECAYED)

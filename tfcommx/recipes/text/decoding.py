@@ -18,20 +18,19 @@ def greedy_decoder(model: keras.Model, more: int = MORE) -> Callable[[tf.Tensor]
 
     Args:
         model: takes {"source", "target"}, returns logits [n, words, vocabulary]. Has it the layers
-            `encoded`, `decoded` and `words` (as `recipes.models.transformer`), then the source is
-            encoded once, and only the last word's logits are computed.
+            `decoded` and `words` (as `recipes.models.transformer`), then only the last word's
+            logits are computed.
         more: words that a translation may have more than its source, >= 0.
 
     Returns:
         A function of source int32 [n, words] to translations int32 [n, longest], each up to END.
 
-    **Cost:** the decoder once for each word of the longest translation, on all words before.
+    **Cost:** the model once for each word of the longest translation, on all words before.
     """
-    encode, next_logits = _parts(model)
+    next_logits = _next_logits(model)
 
     @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int32)])
     def decode(source: tf.Tensor) -> tf.Tensor:
-        memory = encode(source)
         longest = tf.shape(source)[1] + more
         said = tf.fill([tf.shape(source)[0], 1], BEGIN)
         ended = tf.zeros([tf.shape(source)[0]], tf.bool)
@@ -40,7 +39,7 @@ def greedy_decoder(model: keras.Model, more: int = MORE) -> Callable[[tf.Tensor]
             return ~tf.reduce_all(ended) & (tf.shape(said)[1] <= longest)
 
         def say(said: tf.Tensor, ended: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            word = tf.argmax(next_logits(source, memory, said), axis=-1, output_type=tf.int32)
+            word = tf.argmax(next_logits(source, said), axis=-1, output_type=tf.int32)
             word = tf.where(ended, END, word)
             return tf.concat([said, word[:, None]], axis=1), ended | (word == END)
 
@@ -51,23 +50,22 @@ def greedy_decoder(model: keras.Model, more: int = MORE) -> Callable[[tf.Tensor]
     return decode
 
 
-def _parts(model: keras.Model) -> tuple[Callable, Callable]:
-    """Return encode(source) and next_logits(source, encoded, said)."""
-    names = {layer.name for layer in model.layers}
-    if not {"encoded", "decoded", "words"} <= names:
-        whole: Callable = lambda source, _, said: model(  # noqa: E731
-            {"source": source, "target": said}, training=False
-        )[:, -1]
-        return lambda source: source, whole
+def _next_logits(model: keras.Model) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
+    """Return what gives the logits [n, vocabulary] of the word after those that were said."""
+    if not {"decoded", "words"} <= {layer.name for layer in model.layers}:
+
+        def of_whole(source: tf.Tensor, said: tf.Tensor) -> tf.Tensor:
+            return model({"source": source, "target": said}, training=False)[:, -1]
+
+        return of_whole
+    # A model that began at the encoder's output would be faster, but Keras then adds nodes to the
+    # graph of layers, and cannot save the whole model any more
     inputs = {tensor.name: tensor for tensor in model.inputs}
-    encoded = model.get_layer("encoded").output
-    encoder = keras.Model(inputs["source"], encoded)
-    decoder = keras.Model(
-        [inputs["source"], inputs["target"], encoded], model.get_layer("decoded").output
-    )
+    body = keras.Model(inputs, model.get_layer("decoded").output)
     words = model.get_layer("words")
 
-    def next_logits(source: tf.Tensor, memory: tf.Tensor, said: tf.Tensor) -> tf.Tensor:
-        return words(decoder([source, said, memory], training=False)[:, -1], reverse=True)
+    def of_last(source: tf.Tensor, said: tf.Tensor) -> tf.Tensor:
+        decoded = body({"source": source, "target": said}, training=False)
+        return words(decoded[:, -1], reverse=True)
 
-    return lambda source: encoder(source, training=False), next_logits
+    return of_last
