@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 from tfcommx import routes
 from tfcommx.cli.main import app
 from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.simulator.measured_step import MeasuredStep
+from tfcommx.simulator.step import simulate
 from tfcommx.terms import (
     NOMINAL,
+    MeasuredStep,
     PlanError,
     Profile,
     Scheme,
@@ -93,12 +94,12 @@ def test_a_measured_step_beside_the_simulated_one(files: tuple[str, str], tmp_pa
     step = MeasuredStep(profile, plan, Timeline(spans, 0.1, 0.09, 16, 2))
     file, png = tmp_path / "step.json", tmp_path / "both.png"
     file.write_text(step.to_json())
-    assert MeasuredStep.read(file) == step
+    assert MeasuredStep.read(file, routes.read_plan) == step
     output = run(str(file), "--links", files[1], "--compare", str(png))
     said = [line for line in output.splitlines() if line.startswith(("measured", "simulated"))]
     assert said == ["measured", "simulated"]
     # The last bucket's message, of 2 ranks at nominal links, follows the backward pass
-    simulated = step.simulated(NOMINAL)
+    simulated = simulate(plan, profile, NOMINAL)
     assert f"The simulated step is {1 - simulated.step_s / 0.1:.1%} shorter." in output
     assert 0.09 < simulated.step_s < 0.1 and png.stat().st_size > 10_000
     events = json.loads(png.with_suffix(".json").read_text())["traceEvents"]

@@ -11,8 +11,7 @@ import tensorflow as tf
 
 from tfcommx.measure.exchange import measure_exchange
 from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.simulator.measured_step import MeasuredStep
-from tfcommx.terms import NOMINAL, Scheme, Topology
+from tfcommx.terms import Scheme, Topology
 
 MESSAGE_S = 0.1
 
@@ -45,10 +44,8 @@ def test_messages_end_when_their_sums_are_there() -> None:
     first, second = messages
     assert first.end_s - first.start_s >= 0.9 * MESSAGE_S and first.resource == "between"
     assert second.start_s == first.end_s and second.end_s - second.start_s >= 0.9 * MESSAGE_S
-    assert found.timeline.step_s >= 2 * MESSAGE_S and found.timeline.compute_s < MESSAGE_S
-    assert found.simulated(NOMINAL).step_s > 0 and found.plan == plan
+    assert found.timeline.step_s >= 2 * MESSAGE_S and found.plan == plan
     kinds = {span.kind for span in found.timeline.spans}
     assert kinds == {"forward", "backward", "message", "update"}
     for one, other in zip(before, net.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
-    assert isinstance(found, MeasuredStep)

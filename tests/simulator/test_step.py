@@ -147,10 +147,10 @@ def test_allreduces_that_wait_together_are_fused_if_the_engine_does_so() -> None
         ("between", "message", 18, 28, 1),
         ("between", "message", 28, 28 + with_d, 3),
     ]
-    # The links say what the conditions leave open
+    # The links say what the conditions leave open; d is negotiated together with b and c
     links = LINKS._replace(fuses=True, engine_s=0.5)
     timeline = simulate(plan, profile, links, Conditions())
-    assert timeline.step_s == 28 + with_d + 3 * 0.5
+    assert timeline.step_s == 28 + with_d + 2 * 0.5
     assert simulate(plan, profile, links, Conditions(engine_s=0.0)).step_s == 28 + with_d
     assert [span[3] for span in found(plan, profile)] == [18, 24, 30, 30 + with_d]
 

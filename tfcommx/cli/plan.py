@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tfcommx.terms import Links, PlanError, Profile, Scheme, Topology, check_name
+from tfcommx.terms import Links, MeasuredStep, PlanError, Profile, Scheme, Topology, check_name
 
 if TYPE_CHECKING:
     from tfcommx.planner.choose import Candidate, Change
@@ -73,11 +73,15 @@ def plan(
 
 def _compare(measured: str, links: Links, png: Path) -> None:
     """Draw a measured step beside a simulated one: as text, as a picture, as trace events."""
+    from tfcommx import routes
     from tfcommx.report import timeline as report
-    from tfcommx.simulator.measured_step import MeasuredStep
+    from tfcommx.simulator.conditions import Conditions, measured_in
+    from tfcommx.simulator.step import simulate
 
-    step = MeasuredStep.read(measured)
-    both = {"measured": step.timeline, "simulated": step.simulated(links)}
+    step = MeasuredStep.read(measured, routes.read_plan)
+    conditions = Conditions(measured_in(step.profile))
+    simulated = simulate(step.plan, step.profile, links, conditions)
+    both = {"measured": step.timeline, "simulated": simulated}
     for name, timeline in both.items():
         print(f"{name}\n{report.draw_text(timeline)}\n")
     apart = both["simulated"].step_s / both["measured"].step_s - 1

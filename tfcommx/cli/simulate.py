@@ -56,11 +56,11 @@ class Settings:
     merging: str = "threshold"
     # Of merging "threshold", 10^6 bytes.
     bucket_mbytes: float = 32 * 2**20 / 1e6
-    # See `simulator.conditions.Conditions`.
+    # See `simulator.conditions.Conditions`; engine and contention None: as the links say.
     selection_on: str = "compute"
-    engine: float = 0.0
+    engine: float | None = None
     spread: float = 0.0
-    contention: float = 0.0
+    contention: float | None = None
     loading: float = 0.0
 
     def __post_init__(self) -> None:
@@ -157,12 +157,15 @@ def simulate(
     selection_on: Annotated[
         str | None, typer.Option(help="compute (delays the backward pass) or beside.")
     ] = None,
-    engine: Annotated[float | None, typer.Option(help="Seconds per collective; 0.")] = None,
+    engine: Annotated[
+        float | None, typer.Option(help="Seconds per collective; as --links say, or 0.")
+    ] = None,
     spread: Annotated[
         float | None, typer.Option(help="Of compute times over ranks, relative; 0.")
     ] = None,
     contention: Annotated[
-        float | None, typer.Option(help="Messages last so much longer during backward; 0.")
+        float | None,
+        typer.Option(help="Messages last so much longer during backward; as --links say, or 0."),
     ] = None,
     loading: Annotated[float | None, typer.Option(help="Seconds to load a batch; 0.")] = None,
     sweep: Annotated[

@@ -17,8 +17,7 @@ import tensorflow as tf
 
 from tfcommx.kernels.stamp import stamp
 from tfcommx.measure.layers import StepTiming, batches_of, variable_names
-from tfcommx.simulator.measured_step import MeasuredStep
-from tfcommx.terms import Bucket, Piece, Plan, Profile, Span, Timeline
+from tfcommx.terms import Bucket, MeasuredStep, Piece, Plan, Profile, Span, Timeline
 
 Exchange = Callable[[Mapping[str, tf.Tensor]], Mapping[str, tf.Tensor]]
 # Steps that do not count: the first is traced

@@ -272,7 +272,7 @@ def _update_seconds(model: keras.Model, variables: Sequence[keras.Variable]) -> 
     optimizer.build(copies)
     gradients = [tf.zeros(one.shape, one.dtype) for one in copies]
     update = tf.function(lambda: optimizer.apply(gradients, copies), autograph=False)
-    return _median(lambda: (update(), copies[0].numpy()))
+    return _fastest(lambda: (update(), copies[0].numpy()))
 
 
 def _selection_times(
@@ -289,15 +289,18 @@ def _selection_times(
         select = tf.function(
             lambda one, residual=residual, k=k: chosen.select_with_residual(one, residual, k, 7)
         )
-        seconds.append(_median(lambda: [part.numpy() for part in select(vector)[:2]]))  # noqa: B023
+        seconds.append(_fastest(lambda: [part.numpy() for part in select(vector)[:2]]))  # noqa: B023
     return lambda size: float(np.interp(size, sizes, seconds))
 
 
-def _median(work: Callable[[], Any], repeats: int = 5) -> float:
-    """Return the median seconds of some work; the first time it is traced."""
+def _fastest(work: Callable[[], Any], repeats: int = 5) -> float:
+    """Return the seconds of some work's fastest turn: the slower ones were disturbed.
+
+    The first turn, which traces it, does not count.
+    """
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return min(times[1:])

@@ -49,6 +49,8 @@ class Probed(NamedTuple):
     blocks: list[tuple[int, float]]
     # Standard deviation of what was measured, over the turns: "inside.alpha_s", "contention", ...
     spread: dict[str, float] = {}  # noqa: RUF012  Nobody changes it
+    # Did the engine carry out what was timed? Then its time is in the points.
+    by_engine: bool = False
 
     def to_json(self) -> str:
         """Write all as JSON.
@@ -64,7 +66,8 @@ class Probed(NamedTuple):
         read = json.loads(text)
         points = {kind: [tuple(point) for point in found] for kind, found in read["points"].items()}
         blocks = [tuple(row) for row in read["blocks"]]
-        return Probed(Links.from_dict(read["links"]), points, blocks, read.get("spread", {}))
+        more = (read.get("spread", {}), read.get("by_engine", False))
+        return Probed(Links.from_dict(read["links"]), points, blocks, *more)
 
 
 def probe(
@@ -105,7 +108,8 @@ def probe(
     turns = functools.partial(_turns, comm, repeats=repeats, clock=clock)
     gamma = max(comm.gather_objects(_gamma(max(sizes), repeats, clock)))
     found: dict[str, Any] = {}
-    points, spread = {}, {}
+    points: dict[str, list[tuple[float, float, float]]] = {}
+    spread: dict[str, float] = {}
     for kind, group, together in (("inside", "node", 1), ("between", "peers", topology.slots)):
         timed = _time(comm, group, sizes, together, turns, steady)
         points[kind] = [(terms, size, min(times)) for terms, size, times in timed]
@@ -114,22 +118,33 @@ def probe(
             continue
         alpha, beta = fit(points[kind])
         engine = engine_of(comm, group, alpha, turns)
-        found[kind] = Link(engine.alpha_s, beta, gamma)
-        found["engine_s"] = statistics.median(engine.seconds)
-        each = [
-            fit([(terms, size, times[turn]) for terms, size, times in timed])
-            for turn in range(repeats)
-        ]
-        spread[f"{kind}.alpha_s"], spread[f"{kind}.beta_s_per_byte"] = map(
-            statistics.pstdev, zip(*each, strict=True)
-        )
-        spread["engine_s"] = statistics.pstdev(engine.seconds)
+        found |= {
+            kind: Link(engine.alpha_s, beta, gamma),
+            # Between nodes, if there are several
+            "engine_s": statistics.median(engine.seconds),
+        }
+        spread |= {**_spread(kind, timed), "engine_s": statistics.pstdev(engine.seconds)}
     if topology.size > 1:
         found |= _under_load(comm, sizes, load, turns, spread)
         found["fuses"] = fusion and engine_fuses(comm, turns)
     tried = _time_blocks(comm, max(sizes) // 8, blocks, turns)
     best = min(tried, key=lambda row: row[1])[0] if tried else NOMINAL.block_bytes
-    return Probed(Links(**found, block_bytes=best), points, tried, spread)
+    by_engine = not comm.has_messages
+    return Probed(Links(**found, block_bytes=best), points, tried, spread, by_engine)
+
+
+def _spread(kind: str, timed: list[tuple[float, float, list[float]]]) -> dict[str, float]:
+    """Return the standard deviations of alpha and beta, each turn fitted by itself.
+
+    The alphas have the engine's time in them where the engine sends what is timed.
+    """
+    turns = range(len(timed[0][2]))
+    fits = [fit([(terms, size, times[turn]) for terms, size, times in timed]) for turn in turns]
+    alphas, betas = zip(*fits, strict=True)
+    return {
+        f"{kind}.alpha_s": statistics.pstdev(alphas),
+        f"{kind}.beta_s_per_byte": statistics.pstdev(betas),
+    }
 
 
 def _under_load(

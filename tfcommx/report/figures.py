@@ -74,6 +74,10 @@ class Probed(Protocol):
     def points(self) -> Mapping[str, Sequence[tuple[float, float, float]]]:
         """By kind of link: latency terms, bytes and seconds of every measured size."""
 
+    @property
+    def by_engine(self) -> bool:
+        """Is the engine's time in the points?"""
+
 
 def draw_links(probed: Probed, path: Path) -> None:
     """Draw the measured times over the size of the message, and the lines fitted to them."""
@@ -87,7 +91,10 @@ def draw_links(probed: Probed, path: Path) -> None:
             continue
         sizes = [size for _, size, _ in points]
         seconds = [seconds for _, _, seconds in points]
-        fitted = [terms * link.alpha_s + size * link.beta_s_per_byte for terms, size, _ in points]
+        more = probed.links.engine_s if probed.by_engine else 0.0
+        fitted = [
+            more + terms * link.alpha_s + size * link.beta_s_per_byte for terms, size, _ in points
+        ]
         text = f"{link.alpha_s * 1e6:.0f} us + {link.beta_s_per_byte * 1e9:.3g} ns per byte"
         axes.plot(sizes, seconds, "o", color=colour, label=f"{kind} nodes, measured")
         axes.plot(sizes, fitted, color=colour, label=text)

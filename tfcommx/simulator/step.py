@@ -152,6 +152,8 @@ class _Step:
             list
         )
         self.busy: dict[str, _Running] = {}
+        # Numbers of messages that were negotiated together with one before
+        self.negotiated: set[int] = set()
         self.backward_ends: float | None = None
         self.end = 0.0
 
@@ -227,9 +229,13 @@ class _Step:
     def _serve(self, resource: str, now: float) -> None:
         if resource in self.busy or not self.waiting[resource]:
             return
-        _, _, seconds, span, after = heapq.heappop(self.waiting[resource])
+        _, number, seconds, span, after = heapq.heappop(self.waiting[resource])
         if self.conditions.fuses and span.kind == "message":
             seconds, after = self._fused(resource, seconds, span, after)
+            if number in self.negotiated:
+                seconds -= self.conditions.engine_s or 0.0
+            else:  # Whatever waits is negotiated with it
+                self.negotiated |= {one[1] for one in self.waiting[resource]}
         slow = 1.0
         if span.kind == "message" and self.backward_ends is None:
             slow += self.contention

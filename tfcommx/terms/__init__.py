@@ -8,6 +8,7 @@ from tfcommx.terms.bucket import Bucket, NoOptions, RouteOptions
 from tfcommx.terms.checks import PlanError, check_name, check_whole
 from tfcommx.terms.layers import Layer, LayerTable
 from tfcommx.terms.links import NOMINAL, Link, Links, Traffic
+from tfcommx.terms.measured_step import MeasuredStep
 from tfcommx.terms.piece import LARGEST, Piece
 from tfcommx.terms.plan import OPERATIONS, Plan, ReadOptions, first_difference
 from tfcommx.terms.profile import Profile, VariableProfile
@@ -44,6 +45,7 @@ __all__ = [
     "LayerTable",
     "Link",
     "Links",
+    "MeasuredStep",
     "NoOptions",
     "Piece",
     "Plan",

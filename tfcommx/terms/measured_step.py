@@ -1,16 +1,17 @@
-"""A measured step beside what the simulator says of it: one file holds what both need."""
+"""MeasuredStep: a step with its exchange as it was measured, and what the simulator needs of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from tfcommx import routes
-from tfcommx.simulator.conditions import Conditions, measured_in
-from tfcommx.simulator.step import simulate
-from tfcommx.terms import Links, Plan, PlanError, Profile, Span, Timeline
+from tfcommx.terms.checks import PlanError
+from tfcommx.terms.plan import Plan
+from tfcommx.terms.profile import Profile
+from tfcommx.terms.timeline import Span, Timeline
 
 
 class MeasuredStep(NamedTuple):
@@ -19,12 +20,6 @@ class MeasuredStep(NamedTuple):
     profile: Profile
     plan: Plan
     timeline: Timeline
-
-    def simulated(self, links: Links, conditions: Conditions | None = None) -> Timeline:
-        """Return the timeline that the simulator predicts for this plan and profile."""
-        return simulate(
-            self.plan, self.profile, links, conditions or Conditions(measured_in(self.profile))
-        )
 
     def to_json(self) -> str:
         """Write all as JSON."""
@@ -38,8 +33,12 @@ class MeasuredStep(NamedTuple):
         )
 
     @staticmethod
-    def read(path: str | Path) -> MeasuredStep:
+    def read(path: str | Path, read_plan: Callable[[str], Plan]) -> MeasuredStep:
         """Read a file that `to_json` wrote.
+
+        Args:
+            path: of the file.
+            read_plan: reads a plan with the options of every route: `routes.read_plan`.
 
         **Raises:** PlanError if it is missing or says something else.
         """
@@ -48,7 +47,7 @@ class MeasuredStep(NamedTuple):
             spans = tuple(Span(*span) for span in found["timeline"]["spans"])
             return MeasuredStep(
                 Profile.from_json(json.dumps(found["profile"])),
-                routes.read_plan(json.dumps(found["plan"])),
+                read_plan(json.dumps(found["plan"])),
                 Timeline(**{**found["timeline"], "spans": spans}),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
