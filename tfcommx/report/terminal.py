@@ -146,8 +146,8 @@ def _breakdown(summary: dict[str, Any]) -> Table:
 
 
 def _loader(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Describe how the cache served rank 0; nothing if the summary is older than the cache."""
-    seen = [row["loader"] for row in rows if "loader" in row]
+    """Describe how the cache served rank 0; nothing if no cache did."""
+    seen = [row["loader"] for row in rows if row.get("loader")]
     if not seen:
         return []
     samples = sum(part["samples"] for part in seen) or 1
