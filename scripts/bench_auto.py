@@ -33,10 +33,12 @@ import tensorflow as tf
 import tfcommx as cx
 from tfcommx.comm.base import Comm
 from tfcommx.runtime.turns import STEPS
+from tfcommx.terms import Link, Links
 
 ALLOWED = 1.02  # times plain Horovod
 LAYERS, BATCH, STEPS_A_ROUND = 8, 8, 2
-BEFORE = STEPS + 4
+BEFORE, WARM_UP = STEPS + 4, 2
+SLOW = Link(1e-6, 1e-7)
 
 
 class Contestant(NamedTuple):
@@ -57,13 +59,13 @@ def schemes_of(density: float) -> dict[str, cx.Scheme]:
     return found
 
 
-def contestant(n: int, scheme: cx.Scheme) -> Contestant:
+def contestant(n: int, scheme: cx.Scheme, links: Links | None) -> Contestant:
     """Return a network of about n parameters, its optimizer and a traced step."""
     keras.utils.set_random_seed(1)
     width = round((n / LAYERS) ** 0.5)
     layers = [keras.layers.Dense(width, activation="relu") for _ in range(LAYERS)]
     net = keras.Sequential([keras.layers.Input((width,)), *layers])
-    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.01), scheme)
+    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.01), scheme, links=links)
     optimizer.build(net.trainable_variables)
 
     @tf.function
@@ -102,12 +104,16 @@ def verified(comm: Comm, one: Contestant, plain: Contestant, lossless: bool) -> 
     return all(comm.gather_objects(close and all(other == digests[0] for other in digests)))
 
 
-def measure(comm: Comm, n: int, density: float, repeats: int) -> list[dict[str, Any]]:
+def measure(
+    comm: Comm, n: int, density: float, repeats: int, links: Links | None
+) -> list[dict[str, Any]]:
     """Return a row for each scheme. **Ranks:** all."""
     contestants, begin = {}, {}
     for name, scheme in schemes_of(density).items():
-        contestants[name] = contestant(n, scheme)
-        begin[name] = run(comm, contestants[name], range(BEFORE))
+        contestants[name] = contestant(n, scheme, links)
+        # Without selection all take equally many steps: their weights are compared
+        steps = BEFORE if density == 1 or name == "auto" else WARM_UP
+        begin[name] = run(comm, contestants[name], range(steps))
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(repeats):
         first = BEFORE + turn * STEPS_A_ROUND
@@ -136,13 +142,19 @@ def measure(comm: Comm, n: int, density: float, repeats: int) -> list[dict[str, 
 def main() -> int:
     options = benchmark_options.parser(__doc__, sizes=[2_000_000], repeats=15)
     options.add_argument("--density", type=float, default=1.0, help="1: nothing is selected")
+    options.add_argument(
+        "--assume-slow",
+        action="store_true",
+        help="predict by links of 80 Mbit/s, so that plans are tried in any case",
+    )
     chosen = options.parse_args()
+    links = Links(SLOW, SLOW) if chosen.assume_slow else None
     comm = cx.init()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for n in chosen.sizes:
             os.environ["TFCOMMX_CACHE"] = os.path.join(folder, str(n))
-            found = measure(comm, n, chosen.density, chosen.repeats)
+            found = measure(comm, n, chosen.density, chosen.repeats, links)
             rows += found
             if comm.rank == 0:
                 own = {

@@ -275,3 +275,13 @@ def test_a_file_without_links_is_refused_by_name(tmp_path: Path, text: str | Non
         file.write_text(text)
     with pytest.raises(PlanError, match=f"tfcommx probe.*{file}"):
         Links.read(file)
+
+
+def test_links_of_another_cluster_are_refused(tmp_path: Path) -> None:
+    """A file that was probed on one node says nothing of the links between nodes."""
+    file = tmp_path / "links.json"
+    points = {"inside": [(1.0, 1024.0, 1e-3)], "between": []}
+    file.write_text(links.Probed(NOMINAL, points, []).to_json())
+    assert Links.read(file, Topology(1, 4)) == NOMINAL
+    with pytest.raises(PlanError, match="without links between"):
+        Links.read(file, Topology(2, 4))

@@ -11,7 +11,6 @@ from tfcommx.planner.automatic import (
     TRIED,
     Asked,
     auto_of,
-    check_profile,
     is_worth_it,
     propose,
     with_auto_plain,
@@ -135,5 +134,5 @@ def test_what_cannot_be_combined_is_refused() -> None:
 def test_a_profile_of_another_model_is_refused_by_name() -> None:
     asked = Asked([*LAYERS, Gradient("head/bias", (9,), "float32")], Topology(4, 1))
     with pytest.raises(PlanError, match=r"head/bias.*'dense layers' does not have it"):
-        check_profile({"*": LOSSY}, asked._replace(profile=profile(0.1)))
-    check_profile({"*": LOSSY}, Asked(LAYERS, Topology(4, 1), profile=profile(0.1)))
+        asked._replace(profile=profile(0.1)).plan(with_auto_plain({"*": LOSSY}))
+    Asked(LAYERS, Topology(4, 1), profile=profile(0.1)).plan(with_auto_plain({"*": LOSSY}))

@@ -26,7 +26,6 @@ from tfcommx.optim import kept_measurements
 from tfcommx.planner.automatic import (
     Asked,
     auto_of,
-    check_profile,
     is_worth_it,
     propose,
     with_auto_plain,
@@ -66,8 +65,6 @@ def executor_for(
     auto = auto_of(schemes)
     if auto is None:
         return PlanExecutor(plain, comm)
-    if asked.profile is not None:
-        check_profile(schemes, asked)
     synchronous = isinstance(strategy, Synchronous)
     if not synchronous and auto.selection != "all":
         raise PlanError(

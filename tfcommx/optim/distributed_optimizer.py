@@ -188,9 +188,7 @@ def _inner(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
 
 
 def _links_of(links: Links | str | Path | None, topology: Topology) -> Links | None:
-    if not isinstance(links, str | Path):
-        return links
-    return Links.read(links, topology)
+    return links if isinstance(links, Links | None) else Links.read(links, topology)
 
 
 def _profile_of(profile: Profile | str | Path | None) -> Profile | None:

@@ -36,7 +36,7 @@ from tfcommx.terms import (
 LEAST_BYTES = 2**18
 # A plan is tried if its predicted step takes at most this share of plain Horovod's
 WORTH = 0.97
-# With a profile and links a prediction of at most this share is clear: nothing else is tried
+# With a profile a prediction of at most this share is clear: nothing else is tried
 CLEAR = 0.8
 # Plans tried beside plain Horovod's
 TRIED = 2
@@ -147,11 +147,6 @@ def is_worth_it(schemes: Mapping[str, Scheme], asked: Asked) -> bool:
     mine = _of_auto(schemes, asked.gradients)
     size = sum(gradient.entries for gradient in mine)
     return asked.topology.size > 1 and 4 * size >= LEAST_BYTES
-
-
-def check_profile(schemes: Mapping[str, Scheme], asked: Asked) -> None:
-    """Refuse a profile of another model. **Raises:** PlanError that names a variable."""
-    sub_profile(_of_auto(schemes, asked.gradients), asked.profile)
 
 
 def propose(schemes: Mapping[str, Scheme], asked: Asked, messages: bool = False) -> list[Proposal]:
