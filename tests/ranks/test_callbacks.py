@@ -6,6 +6,7 @@ Unbuilt models, odd metrics, a rank that stops, validates or begins alone.
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -22,6 +23,7 @@ from tfcommx.comm.base import Comm
 from tfcommx.optim.callbacks.start import SEED_STEP
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.training.learning_rate import LearningRate
+from tfcommx.training.position import Piece, StepCounter
 
 
 class Subclassed(keras.Model):
@@ -339,7 +341,9 @@ def test_a_recipes_rate_counts_steps_not_calls(comm: Comm) -> None:
             "learning_rate": {"peak": 0.4, "warm_up_epochs": 1, "decay": "linear"},
         }
     )
-    net, rates = small(steps_per_execution=2), Rates()
+    net, rates, counter = small(steps_per_execution=2), Rates(), StepCounter()
+    run = SimpleNamespace(recipe=recipe, steps=(8,), comm=comm)
+    counter.begin(Piece(0, range(1, 3)), 8)
     x, y = data(64)
     net.fit(
         x,
@@ -350,7 +354,8 @@ def test_a_recipes_rate_counts_steps_not_calls(comm: Comm) -> None:
         verbose=0,
         callbacks=[
             callbacks.BroadcastState(),
-            LearningRate(recipe, [8] * 3, comm.topology.size),
+            counter,
+            LearningRate(run, counter),
             rates,
         ],
     )
