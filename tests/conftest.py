@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 import pytest
 from hypothesis import settings
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+# Where launches keep what Scheme("auto") has chosen: not in the user's own folder
+KEPT = tempfile.TemporaryDirectory(prefix="tfcommx_kept")
+os.environ["TFCOMMX_CACHE"] = KEPT.name
 
 # `make test` tries the same cases every time; `make test-all` new ones, by the option
 # --hypothesis-profile=random

@@ -345,20 +345,8 @@ def test_a_recipes_rate_counts_steps_not_calls(comm: Comm) -> None:
     run = SimpleNamespace(recipe=recipe, steps=(8,), comm=comm)
     counter.begin(Piece(0, range(1, 3)), 8)
     x, y = data(64)
-    net.fit(
-        x,
-        y,
-        batch_size=8,
-        epochs=3,
-        initial_epoch=1,
-        verbose=0,
-        callbacks=[
-            callbacks.BroadcastState(),
-            counter,
-            LearningRate(run, counter),
-            rates,
-        ],
-    )
+    listed = [callbacks.BroadcastState(), counter, LearningRate(run, counter), rates]
+    net.fit(x, y, batch_size=8, epochs=3, initial_epoch=1, verbose=0, callbacks=listed)
     wanted = [
         recipe.learning_rate.at(step, 8, 24, 8 * comm.topology.size) for step in range(8, 24, 2)
     ]

@@ -33,7 +33,10 @@ class UnwrappedOptimizers:
         if self.warned or "keras" not in sys.modules:
             return
         for optimizer in _plain_optimizers():
-            steps = int(optimizer.iterations)
+            try:
+                steps = int(optimizer.iterations)
+            except AttributeError:  # Another thread is just making it
+                continue
             before = self._steps.setdefault(id(optimizer), steps)
             if steps > before:
                 self.warned = True

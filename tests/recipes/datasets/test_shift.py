@@ -19,7 +19,8 @@ LABELS = np.arange(COUNT) % 10
 
 def opened(memory, rank=0, shift=1, flip=True) -> Pictures:
     settings = fashion_mnist.FashionMnist(memory=memory, flip=flip, shift=shift)
-    train, test = Arrays(PICTURES, LABELS), Arrays(PICTURES[::-1], LABELS[::-1], name="test")
+    train = Arrays(PICTURES, LABELS, fashion_mnist.CLASSES)
+    test = Arrays(PICTURES[::-1], LABELS[::-1], fashion_mnist.CLASSES, "test")
     place = Place(Topology(1, 2), rank, seed=1)
     return Pictures(settings, train, test, place, settings._shifted if shift else None)
 
