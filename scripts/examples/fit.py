@@ -7,6 +7,8 @@ import keras
 import tfcommx as cx
 from tfcommx.recipes.datasets.fashion_mnist_files import fetch, load
 
+BATCH = 64  # of one rank
+
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=400)
 parser.add_argument("--checkpoint", help="folder of checkpoints; without it none is kept")
@@ -18,6 +20,7 @@ images, labels, test_images, test_labels = load(fetch())
 # Every rank takes its own part of the images
 mine = slice(cx.rank(), None, cx.size())
 train = images[mine] / 255.0, labels[mine]
+steps = min(options.steps, len(images) // cx.size() // BATCH)
 
 model = keras.Sequential(
     [
@@ -39,14 +42,14 @@ model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)
 callbacks = [
     cx.callbacks.BroadcastState(),
     cx.callbacks.AverageMetrics(),
-    cx.callbacks.WarmUp(rate, steps=max(1, options.steps // 10)),
+    cx.callbacks.WarmUp(rate, steps=max(1, steps // 10)),
 ]
 if options.checkpoint:
     callbacks.append(cx.checkpoint.Checkpoint(options.checkpoint))
 model.fit(
     *train,
-    batch_size=64,
-    steps_per_epoch=options.steps,
+    batch_size=BATCH,
+    steps_per_epoch=steps,
     callbacks=callbacks,
     verbose=2 if cx.is_chief() else 0,
 )

@@ -117,7 +117,9 @@ def shared_out(epochs: int | None, phases: list[int]) -> list[int]:
 
 def train(method: Method, rate: float | None, seed: int, chosen: argparse.Namespace) -> dict:
     """Train once, unless the folder has the run already; return its row."""
-    name = f"{method.name}-rate-{rate or 'recipe'}-seed-{seed}"
+    size = [chosen.recipe.stem, chosen.epochs, chosen.train, chosen.batch, chosen.processes]
+    name = "-".join(str(part or "all") for part in size)
+    name += f"-{method.name}-rate-{rate or 'recipe'}-seed-{seed}"
     folder = chosen.output / name
     if not (folder / "summary.json").exists() or "stopped" in read(folder):
         recipe = read_recipe(chosen.recipe)

@@ -153,7 +153,7 @@ def test_the_demo_prints_what_a_user_wants_and_nothing_else(tmp_path):
 def test_an_error_that_all_ranks_find_is_one_line(tmp_path):
     ended = train(tmp_path, 2, batch_per_rank="50000")
     assert ended.returncode == 2 and ended.stdout == ""
-    assert re.fullmatch(r"tfcommx: A step needs batch_per_rank .*\n", ended.stderr), ended.stderr
+    assert re.fullmatch(r"tfcommx: A step needs batch \* ranks .*\n", ended.stderr), ended.stderr
 
 
 def test_the_first_signal_asks_the_ranks_and_the_second_ends_them(tmp_path, capsys):
@@ -173,3 +173,5 @@ def test_the_first_signal_asks_the_ranks_and_the_second_ends_them(tmp_path, caps
     assert file.exists() and not ended and "Saving before" in capsys.readouterr().err
     stop.ask(2, None)
     assert len(ended) == 1 and stop.number == 15
+    Stop(Process(), file.parent, saves=False).ask(2, None)
+    assert len(ended) == 2 and not file.exists()

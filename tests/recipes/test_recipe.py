@@ -291,7 +291,7 @@ def test_schedules(write, decay, wanted):
 
 
 def test_a_phase_has_its_batch_and_its_share_of_the_rate(write):
-    """The rate counts in epochs, whose steps differ; it follows the batch if it is per 256."""
+    """The rate counts in steps of the first phase, and follows the batch if it is per 256."""
     text = SMALL.replace(
         "{epochs: 1, resolution: 28",
         "{epochs: 1, resolution: 28, batch: 4, learning_rate_factor: 2",
@@ -299,7 +299,7 @@ def test_a_phase_has_its_batch_and_its_share_of_the_rate(write):
     recipe = read(write(text))
     assert [recipe.batch(phase) for phase in recipe.phases] == [8, 4]
     last_of_the_first = recipe.rate(1, 9, 10, 32)
-    first_of_the_second = recipe.rate(2, 0, 20, 32)
+    first_of_the_second = recipe.rate(2, 0, 10, 32)
     assert last_of_the_first == pytest.approx(0.1 * (1 - 0.9 / 2))
     assert first_of_the_second == pytest.approx(0.1 * 0.5)  # half the batch, twice the factor
     assert read(write(SMALL)).rate(2, 3, 10, 2) == read(write(SMALL)).learning_rate.at(

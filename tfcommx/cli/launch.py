@@ -109,7 +109,7 @@ class Output:
         )
 
 
-def horovodrun(processes: int, words: list[str], folder: Path) -> None:
+def horovodrun(processes: int, words: list[str], folder: Path, saves: bool = True) -> None:
     """Run `tfcommx WORDS...` in several processes on this machine, and wait for their end.
 
     The first SIGINT (Ctrl-C), SIGTERM or SIGHUP asks the ranks to save and stop, by the file `stop`
@@ -119,6 +119,7 @@ def horovodrun(processes: int, words: list[str], folder: Path) -> None:
         processes: number of ranks, >= 1.
         words: command and options of `tfcommx`; `--terminal` is added if there is one.
         folder: of the run.
+        saves: whether the ranks save when they are asked to stop; else the first signal ends them.
 
     **Raises:** LaunchError if a rank fails; SystemExit if a rank printed an error that the user can
     fix.
@@ -135,7 +136,7 @@ def horovodrun(processes: int, words: list[str], folder: Path) -> None:
         # Ctrl-C is for this process alone: horovodrun would kill the ranks
         start_new_session=True,
     )
-    stop = Stop(process, folder)
+    stop = Stop(process, folder, saves)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop.ask)
     output = Output()
@@ -150,19 +151,19 @@ def horovodrun(processes: int, words: list[str], folder: Path) -> None:
 class Stop:
     """Stops a launch when this process is asked to end."""
 
-    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
-        self.process, self.file = process, folder / STOP_FILE
+    def __init__(self, process: subprocess.Popen[str], folder: Path, saves: bool = True) -> None:
+        self.process, self.file, self.saves = process, folder / STOP_FILE, saves
         # The signal that came first; 0: none
         self.number = 0
         # Of an earlier run
         self.file.unlink(missing_ok=True)
 
     def ask(self, number: int, frame: FrameType | None) -> None:
-        """Ask the ranks to save and stop; end them when asked again."""
-        if self.number:
+        """Ask the ranks to save and stop; end them when asked again, or if they save nothing."""
+        again, self.number = self.number, self.number or number
+        if again or not self.saves:
             self.process.terminate()
             return
-        self.number = number
         print("Saving before the run stops. Once more ends it at once.", file=sys.stderr)
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)

@@ -70,7 +70,7 @@ def train(
         words += ["--resume"] * resume + ["--tensorboard"] * tensorboard + ["--dry-run"] * dry_run
         words += [] if minutes is None else ["--minutes", str(minutes)]
         words += [] if baseline is None else ["--baseline", str(baseline)]
-        horovodrun(processes, words, folder)
+        horovodrun(processes, words, folder, saves=not dry_run)
         # Stopped in its first epoch, it has no report; a dry run has shown its own
         if (folder / "summary.json").exists() and not dry_run:
             show_run(folder)

@@ -185,15 +185,16 @@ class Recipe(Part):
         """Return the samples a step on one rank in a phase."""
         return phase.batch or self.batch_per_rank
 
-    def rate(self, epoch: int, step: int, steps_per_epoch: int, ranks: int) -> float:
+    def rate(self, epoch: int, step: float, steps_per_epoch: int, ranks: int) -> float:
         """Return the learning rate of a step.
 
         Phases may differ in batch, and so in steps: how far the run is, is counted in epochs.
 
         Args:
             epoch: in [0, epochs).
-            step: of the epoch, in [0, steps_per_epoch).
-            steps_per_epoch: of this epoch's phase, >= 1.
+            step: of the epoch, in [0, steps_per_epoch); of a phase with more or fewer steps the
+                same share of the epoch.
+            steps_per_epoch: of the first phase, >= 1, in which the whole run is counted.
             ranks: >= 1.
         """
         phase = self.phase_of_epoch()[epoch]

@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tfcommx.report.summary import more_scores
+
 # Of an epoch's row
 SCALARS = (
     "loss",
@@ -54,6 +56,8 @@ class Events:
         with self.writer.as_default(step=row["epoch"]):
             for name in SCALARS:
                 tf.summary.scalar(name, row[name])
+            for name, value in more_scores(row).items():
+                tf.summary.scalar(f"test_{name}", value)
             for part, seconds in row["seconds"].items():
                 tf.summary.scalar(f"seconds/{part}", seconds)
         self.writer.flush()

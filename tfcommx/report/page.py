@@ -14,6 +14,7 @@ from tfcommx.report.comparison import Runs, costs, curves
 from tfcommx.report.summary import (
     PARTS,
     bytes_text,
+    more_scores,
     phase_rows,
     scheme_text,
     seconds_by_part,
@@ -104,6 +105,12 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return f'<div class="wide"><table><tr>{head}</tr>\n{body}</table></div>'
 
 
+def _scores(row: dict[str, Any]) -> str:
+    """Return the accuracy on the test set, and what else was scored."""
+    more = "".join(f", {name} {value:.4f}" for name, value in more_scores(row).items())
+    return f"{row['test_accuracy']:.4f}{more}"
+
+
 def _runs_table(runs: Runs) -> str:
     rows = []
     for name, summary in runs.items():
@@ -111,7 +118,7 @@ def _runs_table(runs: Runs) -> str:
         rows.append(
             (
                 name,
-                f"{summary['test_accuracy']:.4f}",
+                _scores(summary),
                 f"{summary['ranks']} on {summary['nodes']} nodes",
                 f"{len(summary['rows'])} of {summary['epochs']}",
                 time_text(summary["seconds"]),
@@ -178,7 +185,7 @@ def _epochs_table(name: str, summary: dict[str, Any]) -> str:
             scheme_text(row),
             f"{row['loss']:.3f}",
             f"{row['train_accuracy']:.4f}",
-            f"{row['test_accuracy']:.4f}",
+            _scores(row),
             f"{row['images_per_second']:.0f}",
             f"{sum(row['seconds'].values()):.1f}",
         )

@@ -19,7 +19,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bar
 
-from tfcommx.report.summary import scheme_text
+from tfcommx.report.summary import more_scores, scheme_text
 
 # Without a terminal: seconds between two lines in long epochs
 LINE_SECONDS = 60.0
@@ -123,7 +123,8 @@ class Progress:
             f"epoch {row['epoch']:2}/{self.epochs}  {row['resolution']:3} px  "
             f"{scheme_text(row):24}  loss {row['loss']:.3f}  "
             f"train {row['train_accuracy']:.4f}  test {row['test_accuracy']:.4f}  "
-            f"{row['images_per_second']:7.0f} images/s"
+            + "".join(f"{name} {value:.4f}  " for name, value in more_scores(row).items())
+            + f"{row['images_per_second']:7.0f} images/s"
         )
         if self.bar:
             self.bar.console.print(line)

@@ -46,6 +46,19 @@ def scheme_text(row: dict[str, Any]) -> str:
     return f"{row['route']}{sparse}"
 
 
+def more_scores(row: dict[str, Any]) -> dict[str, float]:
+    """Return the scores on the test set beside the accuracy, by what they are called in tables.
+
+    >>> more_scores({"test_accuracy": 0.7, "test_top5": 0.9, "loss": 1.2})
+    {'top5': 0.9}
+    """
+    return {
+        name.removeprefix("test_"): value
+        for name, value in row.items()
+        if name.startswith("test_") and name != "test_accuracy"
+    }
+
+
 def seconds_by_part(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return the seconds of all epochs' rows, by part; 0 for what was not measured."""
     return {part: sum(row["seconds"].get(part, 0.0) for row in rows) for part in PARTS}

@@ -14,6 +14,7 @@ from tfcommx.report.figures import PICTURES
 from tfcommx.report.summary import (
     PARTS,
     bytes_text,
+    more_scores,
     phase_rows,
     read,
     scheme_text,
@@ -124,6 +125,7 @@ def _totals(summary: dict[str, Any]) -> Table:
     table = Table(show_header=False)
     for name, text in (
         ("test accuracy", f"{summary['test_accuracy']:.4f}"),
+        *((f"test {name}", f"{value:.4f}") for name, value in more_scores(summary).items()),
         ("processes", f"{summary['ranks']} on {summary['nodes']} nodes"),
         ("time", f"{summary['seconds']:.0f} s, {rate}"),
         ("sent between nodes", f"{bytes_text(sent)} per rank{saved}"),

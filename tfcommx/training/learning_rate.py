@@ -26,6 +26,11 @@ class LearningRate(keras.callbacks.Callback):
 
 
 def rate_at(run: Run, phase: int, position: Position) -> float:
-    """Return the learning rate of a step of a phase."""
-    steps, ranks = run.steps[phase], run.comm.topology.size
-    return run.recipe.rate(position.epoch, position.step, steps, ranks)
+    """Return the learning rate of a step of a phase.
+
+    The schedule counts in steps of the first phase, of which those of a phase with another batch
+    are a part.
+    """
+    first, ranks = run.steps[0], run.comm.topology.size
+    step = position.step * first / run.steps[phase]
+    return run.recipe.rate(position.epoch, step, first, ranks)

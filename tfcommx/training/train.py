@@ -88,7 +88,7 @@ def train(recipe: Recipe, output_folder: Path, options: Options | None = None) -
         stopped: dict[str, Any] = {}
         with run_callbacks.show.progress:
             try:
-                fit_phases(model, run, first, run_callbacks)
+                fit_phases(model, run, first, run_callbacks, saved is not None)
             except Stopped as stop:
                 stopped = {**stop.position._asdict(), "reason": stop.reason}
     run.data.close()
@@ -252,12 +252,13 @@ def make_callbacks(
     )
 
 
-def fit_phases(model: keras.Model, run: Run, first: Position, run_callbacks: RunCallbacks) -> None:
+def fit_phases(
+    model: keras.Model, run: Run, first: Position, run_callbacks: RunCallbacks, resumed: bool
+) -> None:
     """Train the phases one after the other, from `first` on. **Raises:** Stopped."""
-    begin: list[keras.callbacks.Callback] = [
-        callbacks.BroadcastState(),
-        checkpoint.RestoreOwn(run.checkpoint),
-    ]
+    begin: list[keras.callbacks.Callback] = [callbacks.BroadcastState()]
+    if resumed:  # A fresh run may find the checkpoint of another in its folder
+        begin.append(checkpoint.RestoreOwn(run.checkpoint))
     phase = None
     for piece in pieces(run.phases, first, run.data.redistributes):
         if piece.phase != phase:

@@ -190,7 +190,7 @@ def test_catalogues(tmp_path):
     assert pairs == {
         "Open the file": "Datei öffnen",
         "Close it": "Schließen",
-        "%d file": "%d Dateien",
+        "%d file": "%d Datei",
         "a_b and c_d": "a_b und c_d",
     }
     assert Catalogues(folder=tmp_path).fetch() == tmp_path

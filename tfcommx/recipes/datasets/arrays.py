@@ -81,6 +81,12 @@ def open_arrays(
     classes: Sequence[str] = getattr(settings, "classes", ())
     if not classes:
         classes = [str(label) for label in range(int(max(train[1])) + 1)]
+    for images, labels in (train, test):
+        if not 0 <= np.min(labels) <= np.max(labels) < len(classes):
+            raise DataError(
+                f"Labels must be in [0, {len(classes)}), the number of classes. Received labels "
+                f"from {np.min(labels)} to {np.max(labels)} for {len(images)} pictures."
+            )
     sources = [
         Arrays(np.asarray(images), np.asarray(labels), tuple(classes), name)
         for (images, labels), name in ((train, "training arrays"), (test, "test arrays"))

@@ -29,6 +29,8 @@ class Cached(Part):
     # Share of each node's images that is redistributed before each epoch except the first, sent
     # from memory to memory. Then nothing is loaded ahead over the end of an epoch.
     reshuffle_fraction: float = Field(0.0, ge=0, le=1)
+    # A picture that cannot be read ends the run, or ("skip") is left out of its batches' fill
+    on_error: Literal["raise", "skip"] = "raise"
     # For training: "random" (random-resized-crop), "center" or "whole"
     crop: Literal["random", "center", "whole"] = "whole"
     # Area of the random crop over that of the picture

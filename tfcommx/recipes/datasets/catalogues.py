@@ -49,7 +49,9 @@ def catalogue_pairs(path: Path) -> Iterator[tuple[str, str]]:
                 f"{path} is no catalogue: {error}. Delete it and fetch again."
             ) from error
     for key, translation in messages.items():
-        # Plurals come as (message, number); contexts stand before the message
+        if isinstance(key, tuple) and key[1]:
+            continue  # (message, number): what stands for one comes as number 0
+        # Contexts stand before the message
         message = str(key[0] if isinstance(key, tuple) else key).rpartition("\x04")[2]
         source, target = (_cleaned(text) for text in (message, str(translation)))
         if source and target and source != target and re.search("[a-z]{2}", source):

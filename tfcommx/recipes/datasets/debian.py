@@ -54,14 +54,17 @@ def run(command: Sequence[str], folder: Path) -> str:
 
     **Raises:** DataError with the last line of the output.
     """
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        text=True,
-        timeout=DOWNLOAD_SECONDS,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    try:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            text=True,
+            timeout=DOWNLOAD_SECONDS,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DataError(f"`{command[0]}` took more than {DOWNLOAD_SECONDS} s") from error
     if done.returncode:
         last = (done.stdout.strip().splitlines() or ["no output"])[-1]
         raise DataError(f"`{command[0]}` ended with status {done.returncode}: {last}")

@@ -24,8 +24,10 @@ class FashionMnist(Cached):
     name: Literal["fashion_mnist"] = "fashion_mnist"
     # Where its files are; None: found or fetched
     folder: Path | None = None
-    # Pictures that are used, the first of each part, for trials; None: all
+    # Pictures to train with, the first ones; None: all 60,000
     limit: int | None = Field(None, ge=1)
+    # Pictures to evaluate with, the first ones; None: all 10,000
+    test_limit: int | None = Field(None, ge=1)
     # Pixels of the full picture; the largest random shift of a batch, 0 for none
     shift: int = Field(1, ge=0, le=8)
 
@@ -41,11 +43,12 @@ class FashionMnist(Cached):
         from tfcommx.data.sources.arrays import Arrays
         from tfcommx.recipes.datasets.pictures import Pictures
 
-        train_x, train_y, test_x, test_y = (part[: self.limit] for part in load(self.fetch()))
+        train_x, train_y, test_x, test_y = load(self.fetch())
+        used, tested = slice(self.limit), slice(self.test_limit)
         return Pictures(
             self,
-            Arrays(train_x, train_y, CLASSES, self.name),
-            Arrays(test_x, test_y, CLASSES, f"{self.name} test"),
+            Arrays(train_x[used], train_y[used], CLASSES, self.name),
+            Arrays(test_x[tested], test_y[tested], CLASSES, f"{self.name} test"),
             place,
             self._shifted if self.shift else None,
         )

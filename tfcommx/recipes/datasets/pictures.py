@@ -61,6 +61,7 @@ class Pictures:
             memory=settings.memory,
             store=settings.store,
             disk=settings.disk,
+            on_error=settings.on_error,
             # Samples that find no room in memory can still be read from the source
             partial=True,
             reshuffle_fraction=reshuffle_fraction,

@@ -21,7 +21,7 @@ from tfcommx.recipes.text.vocabulary import Vocabulary, learn
 # Pairs that are encoded together
 CHUNK = 10_000
 # Of what is kept: raised if it changes
-FORMAT = 1
+FORMAT = 2
 
 
 class Pairs(Protocol):

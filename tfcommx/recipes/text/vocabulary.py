@@ -45,6 +45,8 @@ def learn(lines: Iterable[str], size: int) -> bytes:
         hard_vocab_limit=False,
         model_type="bpe",
         character_coverage=1.0,
+        # A translation is compared with sentences as they are
+        normalization_rule_name="identity",
         pad_id=PADDING,
         unk_id=UNKNOWN,
         bos_id=BEGIN,
