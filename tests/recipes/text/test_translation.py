@@ -13,7 +13,7 @@ from tfcommx.recipes.models.transformer import Transformer
 from tfcommx.recipes.tasks.translate import Translate
 from tfcommx.recipes.text.decoding import greedy_decoder
 from tfcommx.recipes.text.loss import WordAccuracy, WordLoss
-from tfcommx.recipes.text.vocabulary import BEGIN, END
+from tfcommx.recipes.text.vocabulary import BEGIN, END, Vocabulary, learn
 from tfcommx.terms import PlanError, Topology
 
 ENGLISH = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -80,6 +80,13 @@ def test_what_is_kept_is_used_again_and_follows_the_files(settings, monkeypatch)
         assert (opened(settings).corpus.source.words == first.corpus.source.words).all()
     settings.source.write_text(settings.source.read_text().replace("one", "uno"))
     assert "uno" in " ".join(opened(settings).classes).replace("▁", " ")
+
+
+def test_text_is_read_back_as_it_was_written():
+    """References are not normalised: neither may be what is decoded."""
+    texts = ["Öffnen…", "½ Zoll", "ﬁle"]
+    words = Vocabulary(learn(texts * 4, 60))
+    assert [words.decode(found) for found in words.encode(texts)] == texts
 
 
 def test_lines_must_be_aligned(settings):
