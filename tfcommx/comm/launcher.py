@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -137,8 +138,12 @@ def launch_interfaces() -> list[str]:
 def cache_folder() -> Path:
     """Return where measurements are kept from one run to the next, on the machine of rank 0.
 
-    TFCOMMX_CACHE; without it `tfcommx` in XDG_CACHE_HOME, or in ~/.cache.
+    TFCOMMX_CACHE; without it `tfcommx` in XDG_CACHE_HOME, or in ~/.cache; in the folder of
+    temporary files for a user who has no home.
     """
     if own := os.environ.get("TFCOMMX_CACHE"):
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tfcommx"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tfcommx"
+    except RuntimeError:  # A container's user without a home
+        return Path(tempfile.gettempdir()) / f"tfcommx-{os.getuid()}"

@@ -31,6 +31,7 @@ from tfcommx.planner.automatic import (
     with_auto_plain,
 )
 from tfcommx.routes import read_plan
+from tfcommx.runtime.agreement import agree_on_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.trial import TrialExecutor
 from tfcommx.runtime.turns import Turns
@@ -62,6 +63,8 @@ def executor_for(
     """
     plain = asked.plan(with_auto_plain(schemes), strategy.reduces_to_root)
     strategy.check(plain)
+    agree_on_plan(plain, comm)
+    _agree_on_request(schemes, asked, comm)
     auto = auto_of(schemes)
     if auto is None:
         return PlanExecutor(plain, comm)
@@ -74,6 +77,21 @@ def executor_for(
     if not synchronous or not is_worth_it(schemes, asked):
         return PlanExecutor(plain, comm)
     return _chosen_or_tried(schemes, asked, comm, plain)
+
+
+def _agree_on_request(schemes: Mapping[str, Scheme], asked: Asked, comm: Comm) -> None:
+    """Refuse, on every rank, requests that would lead ranks into different exchanges."""
+    profile = None if asked.profile is None else asked.profile.to_json()
+    everyone = comm.gather_objects((repr(dict(schemes)), repr(asked.links), profile))
+    for rank, theirs in enumerate(everyone):
+        for what, mine, other in zip(
+            ("scheme", "links", "profile"), everyone[0], theirs, strict=True
+        ):
+            if mine != other:
+                raise PlanError(
+                    f"`{what}` must be the same on every rank. Rank 0 has {str(mine)[:200]} and "
+                    f"rank {rank} has {str(other)[:200]}. Pass the same on every rank."
+                )
 
 
 def _chosen_or_tried(

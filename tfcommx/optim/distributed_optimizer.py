@@ -103,8 +103,9 @@ def DistributedOptimizer(
         and the counters.
 
     **Ranks:** all, with equal arguments; plan and strategy are agreed on the first step.
-    **Cost:** of "auto" in a run without a kept choice: a quick measurement of the links (1 MB
-    through each port, twice), some tenths of a second of planning, at most 18 steps of the trial,
+    **Cost:** of "auto" in a run without a kept choice: a quick measurement of the links (under MPI
+    1 MB through each port, twice; under Gloo 256 KiB from each of the other nodes for each slot),
+    some tenths of a second to some seconds of planning, at most 18 steps of the trial,
     and the tracing of three exchanges in place of one.
     **Raises:** RuntimeError before init(). PlanError for a scheme that cannot be carried out,
     momentum in both the scheme and the optimizer, or an optimizer wrapped twice.

@@ -222,6 +222,7 @@ class Exchanger:
                 "A change of scheme needs ranks that exchange gradients. Received one with "
                 f"{self.settings.strategy}. Leave SwitchScheme out."
             )
+        self.settle()
         self.waiting_residuals = self.residuals_outside_plans()
         for state in self._running():
             self._keep_waiting(state.residuals_by_variable(), state.velocities_by_variable())
@@ -266,7 +267,10 @@ class Exchanger:
 
         The latter is what it would have sent for the same steps.
         """
-        dense = sum(run.executor.dense_bytes_between_nodes() for run in self.runs.values())
+        dense = sum(
+            run.steps_per_exchange * run.executor.dense_bytes_between_nodes()
+            for run in self.runs.values()
+        )
         return {
             "bytes_between_nodes": self.comm.traffic().between,
             "bytes_between_nodes_dense": self._dense_bytes + dense,

@@ -26,6 +26,9 @@ class StrategyRun:
     What this class does is the identity, synchronous training.
     """
 
+    # Training steps for each that the executor counts
+    steps_per_exchange = 1
+
     def __init__(self, executor: PlanExecutor) -> None:
         self.executor = executor
 

@@ -13,6 +13,7 @@ itself must not be taken for its own answer.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import time
@@ -32,6 +33,8 @@ LOOK_SECONDS = 0.0005
 PATIENT_SECONDS = 60.0
 # For a thread to end at the end of the process
 END_SECONDS = 2.0
+# After the server has ended, for what it has sent before
+GRACE_SECONDS = 10.0
 
 
 class Centre:
@@ -141,6 +144,14 @@ class CentreServer:
             (self._messages.send(array, worker, tag), array) for array, tag in parts
         ]
 
+    def finish(self) -> None:
+        """Wait until all answers have been sent: this rank may end its process next."""
+        for worker, answers in self._answers.items():
+            for request, _ in answers:
+                if worker not in self._gone():
+                    self._messages.wait_any([request])
+        self._answers.clear()
+
     def _warn_of(self, source: int, snapshot: np.ndarray, force: np.ndarray) -> None:
         if source not in self._spoilt and not force.any() and not np.isfinite(snapshot).all():
             self._spoilt.add(source)
@@ -245,11 +256,14 @@ class Worker:
             self._under_way.done.wait(END_SECONDS)
 
     def _await(self, tag: int) -> np.ndarray:
-        start, late = time.monotonic(), PATIENT_SECONDS
+        start, late, gone_at = time.monotonic(), PATIENT_SECONDS, math.inf
         while (found := self._messages.take(tag)) is None:
             if self._stopped.is_set():
                 raise RuntimeError("The process ends while it waits for the centre.")
             if self._server in self._gone():
+                gone_at = min(gone_at, time.monotonic())
+            # What it sent last may still be on its way
+            if time.monotonic() - gone_at > GRACE_SECONDS:
                 raise RuntimeError(
                     f"Rank {self._server}, which held the centre, has ended: nothing can be "
                     "averaged any more. Let it train, and end, as long as the others, or start "

@@ -345,6 +345,8 @@ class ElasticRun(StrategyRun):
             return mine
         final = self._worker.end(mine)
         self._stop_serving()
+        if self._server is not None:
+            self._server.finish()
         self._trains = False
         for path, value in self._by_variable(final.centre).items():
             self._weights[path].assign(tf.cast(value, self._weights[path].dtype))

@@ -84,7 +84,7 @@ class WeightAveragingRun(StrategyRun):
 
     def __init__(self, executor: PlanExecutor, options: WeightAveraging) -> None:
         super().__init__(executor)
-        self._options = options
+        self._options, self.steps_per_exchange = options, options.every
         with tf.device("/cpu:0"):
             # Steps since the last average
             self._steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/since")

@@ -80,7 +80,8 @@ def test_shards_in_fit_equal_synchronous_training(comm: Comm, folder: Path) -> N
     sharded = compiled(cx.DistributedOptimizer(adamw(), strategy=Sharded("layers")), seed=2)
     first = cx.checkpoint.restore(sharded, folder / "run")
     saw_second = train(comm, sharded, folder / "sharded.keras", first=first)
-    assert first == 1 and sharded.train_function is None
+    # One rank has nobody to pull from: its steps were never changed
+    assert first == 1 and (sharded.train_function is None) == (comm.topology.size > 1)
     close(comm, weights(sharded), weights(plain))
     for mine, theirs in zip(saw_first.weights + saw_second.weights, saw.weights, strict=True):
         close(comm, mine, theirs)

@@ -117,6 +117,10 @@ class BroadcastState(keras.callbacks.Callback):
         found = [one for one in wrapped_optimizers(self.model) if may_begin_steps(one)]
         if not found:
             return
+        held = vars(self.model)
+        # A `fit` that ended with an exception has left its step there
+        if hasattr(held.get("train_step"), "pulls_first"):
+            del self.model.train_step
         step = self.model.train_step
 
         def train_step(data: Any) -> Any:
@@ -124,7 +128,7 @@ class BroadcastState(keras.callbacks.Callback):
                 begin_step(optimizer, data)
             return step(data)
 
-        held = vars(self.model)
+        train_step.pulls_first = True
         self.replaced = [held["train_step"]] if "train_step" in held else []
         self.model.train_step = train_step
         self.model.make_train_function(force=True)

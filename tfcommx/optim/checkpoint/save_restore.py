@@ -125,7 +125,7 @@ def save(
     """
     here, folder = process.current(), Path(folder)
     if trains_alone(model):
-        _save_centre(model, folder, epoch)
+        _save_centre(model, folder, Head(0, epoch, 1, step, steps, notes or {}), keep)
         return
     folder.mkdir(parents=True, exist_ok=True)
     heads = read_heads(folder)
@@ -157,23 +157,25 @@ def last(folder: str | Path) -> Head | None:
     return read_heads(Path(folder))[0]
 
 
-def _save_centre(model: keras.Model, folder: Path, epoch: int) -> None:
+def _save_centre(model: keras.Model, folder: Path, head: Head, keep: int) -> None:
     """Write what rank 0 has, with the centre as weights, while the other ranks train on.
 
-    It is a checkpoint of one rank, from which any number of them starts.
+    It is a checkpoint of one rank, from which any number of them starts; `head` lacks its number
+    and the saves before.
     """
     if process.rank() != 0:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    head = read_own_head(folder)
-    number = 0 if head is None else head.save + 1
+    before = read_own_head(folder)
+    number = 0 if before is None else before.save + 1
+    older = () if before is None else (before._replace(older=()), *before.older)[: keep - 1]
     with with_centre(model):
         part = folder / f".{model_name(number)}"
         model.save(part)
         put_in_place(part, folder / model_name(number))
         write_residuals(model, folder / residuals_name(number, 0))
-        write_head(Head(number, epoch, 1), folder, 0)
-    remove_other_saves(folder, {number}, 0, 1)
+        write_head(head._replace(save=number, older=older), folder, 0)
+    remove_other_saves(folder, {number, *(one.save for one in older)}, 0, 1)
 
 
 def next_epoch(folder: str | Path) -> int:
@@ -231,6 +233,9 @@ def restore(model: keras.Model, folder: str | Path) -> int:
     weights = folder / model_name(head.save)
     if weights.is_file():  # The others get it by BroadcastState.
         model.load_weights(weights)
+    for optimizer in optimizers:
+        if (sharding := exchanger_in(optimizer).sharding) is not None:
+            sharding.shards.current.assign(True)  # The shards follow the weights, not the reverse
     for index, optimizer in enumerate(optimizers):
         _continue_from(optimizer, [file[index] for file in files], head.ranks, here.topology.size)
     if model.train_function is not None:
@@ -371,7 +376,8 @@ def _continue_from(
     With as many ranks as before, plans continue as they were. Otherwise they are taken apart.
     """
     exchanger = exchanger_in(optimizer)
-    factor = 1.0 if exchanger.settings.operation == "sum" else new / old
+    averages = exchanger.in_lock_step and exchanger.settings.operation == "average"
+    factor = new / old if averages else 1.0
     states = [state for record in records for state in record.plan_states]
     apart = states if new != old else []
     residuals = [record.waiting_residuals for record in records]
