@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from typing import Any
 
 import keras
@@ -96,6 +98,24 @@ def test_norms_may_be_shared(comm: Comm, kind: type, mode: str) -> None:
         assert fit(net, comm, epochs=1).identical
         found.append([one.tobytes() for one in weights(net)])
     assert found[0] == found[1]
+
+
+@pytest.mark.every_launch
+def test_auto_times_what_is_computed_and_not_what_is_known(comm: Comm, caplog: Any) -> None:
+    """TensorFlow computes once, and never again, what it can make of constants."""
+
+    def singular_values(items: list[tf.Tensor]) -> list[tf.Tensor]:
+        return [tf.reduce_sum(tf.linalg.svd(item, compute_uv=False)) for item in items]
+
+    @tf.function
+    def step(*items: tf.Tensor) -> list[tf.Tensor]:
+        return cx.parallel_operator(singular_values, list(items), "auto")
+
+    with caplog.at_level(logging.INFO, "tfcommx"):
+        step(*[tf.random.stateless_normal([150, 150], [1, place]) for place in range(8)])
+    said = re.search(r"all locally (\d+\.\d+) ms", caplog.text)
+    if comm.rank == 0 and comm.topology.size > 1:
+        assert float(said[1]) > 3, caplog.text
 
 
 def test_one_rank_alone_may_trace_again(comm: Comm) -> None:

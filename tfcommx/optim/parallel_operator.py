@@ -323,10 +323,12 @@ class ParallelOperator:
     def _choose(self, shares: Shares, specs: list[Item], ranges: bool, traced: bool) -> Choice:
         """Compare the prices of both forms, the same on every rank."""
         whole = [_joined(specs)] if ranges else specs
-        samples = functools.cache(lambda: tf.nest.map_structure(_sample, whole))
+        # Made here, not while tracing: TensorFlow computes once, and never again, what it can
+        # make of constants
+        samples = tf.nest.map_structure(_sample, whole)
 
         def compute_all() -> list[tf.Tensor]:
-            return list(self.op(samples()))
+            return list(self.op(samples))
 
         local = tf.function(compute_all, autograph=False) if traced else compute_all
         local_s = self._seconds(lambda: local()[-1])
