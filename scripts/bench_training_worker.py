@@ -155,9 +155,8 @@ def sums_are_right(comm: Comm, one: Contestant) -> bool:
         variable.assign(np.zeros(variable.shape, "float32"))
     optimizer.learning_rate = 1.0
     shaped = [part.reshape(row.shape) for part, row in zip(given, variables, strict=True)]
-    optimizer.apply_gradients(
-        [(keras.ops.convert_to_tensor(part), row) for part, row in zip(shaped, variables)]  # noqa: B905
-    )
+    tensors = map(keras.ops.convert_to_tensor, shaped)
+    optimizer.apply_gradients(list(zip(tensors, variables, strict=True)))
     arrived = sum(weighted_sum(-variable.numpy().ravel()) for variable in variables)
     kept = 0.0
     if one.exchanger is not None:
