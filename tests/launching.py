@@ -1,4 +1,4 @@
-"""Starts real ranks for tests, as a user does: with horovodrun."""
+"""Starts real ranks for tests, as a user does: with horovodrun (see workers/launcher.py)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def horovodrun(
     # Horovod 0.28 starts a rank on every slot, whatever -np says
     where = ["-H", hosts or f"localhost:{ranks}"]
     words = [
-        "horovodrun",
+        sys.executable,
+        str(WORKERS / "launcher.py"),
         "-np",
         str(ranks),
         *where,

@@ -8,16 +8,18 @@ the process now and then: which of them have taken steps since the last look?
 from __future__ import annotations
 
 import atexit
-import gc
+import functools
 import logging
-import sys
 import threading
+import weakref
 from typing import Any
 
 log = logging.getLogger("tfcommx")
 
-# Between the looks: most runs show it in the first minute, and a look costs some 50 ms
+# Between the looks: most runs show it in the first minute
 LOOK_AFTER_SECONDS = (20.0, 40.0, 240.0)
+# Every optimizer that was made since the first watch, while it lives
+_made: list[weakref.ref[Any]] = []
 
 
 class UnwrappedOptimizers:
@@ -27,10 +29,11 @@ class UnwrappedOptimizers:
         self.rank, self.warned = rank, False
         # By id of the optimizer
         self._steps: dict[int, int] = {}
+        _note_optimizers()
 
     def look(self) -> None:
         """Warn, once, if a plain optimizer has taken steps since the last look."""
-        if self.warned or "keras" not in sys.modules:
+        if self.warned:
             return
         for optimizer in _plain_optimizers():
             try:
@@ -62,14 +65,29 @@ class UnwrappedOptimizers:
         self.look()
 
 
-def _plain_optimizers() -> list[Any]:
-    """Return the optimizers that are not wrapped, and are not inside of one that is."""
+@functools.cache
+def _note_optimizers() -> None:
+    """Note from now on which optimizers are made.
+
+    Not found by the garbage collector's lists (gc.get_objects, gc.get_referrers), from a thread:
+    they show what other threads are only just making, which ended ranks by a SystemError, and by a
+    segmentation fault.
+    """
     import keras
 
-    kinds = _with_subclasses(keras.optimizers.Optimizer)
-    # Not gc.get_objects(): for a moment it holds every object of the process, and a tuple that
-    # another thread is making can then not grow, which is a SystemError there
-    found = [one for one in gc.get_referrers(*kinds) if type(one) in kinds]
+    make = keras.optimizers.Optimizer.__init__
+
+    @functools.wraps(make)
+    def noted(self: Any, *arguments: Any, **options: Any) -> None:
+        _made.append(weakref.ref(self, _made.remove))
+        make(self, *arguments, **options)
+
+    keras.optimizers.Optimizer.__init__ = noted
+
+
+def _plain_optimizers() -> list[Any]:
+    """Return the optimizers that are not wrapped, and are not inside of one that is."""
+    found = [one for one in (reference() for reference in list(_made)) if one is not None]
     inside = {id(getattr(one, "inner_optimizer", None)) for one in found}
     return [
         one
@@ -78,7 +96,3 @@ def _plain_optimizers() -> list[Any]:
         and getattr(getattr(one, "inner_optimizer", None), "exchanger", None) is None
         and id(one) not in inside
     ]
-
-
-def _with_subclasses(kind: type) -> set[type]:
-    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
