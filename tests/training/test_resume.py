@@ -18,7 +18,7 @@ def launch(ranks: int, folder: Path, task: str) -> str:
 
 @pytest.mark.long_wait
 def test_stopped_runs_are_resumed_bit_for_bit(tmp_path: Path) -> None:
-    """Stopped by time, and by a signal to one of two ranks, where a phase begins, and after."""
+    """Stopped by time after one step, and by a signal to one of two ranks where a phase begins."""
     launch(2, tmp_path, "few")
 
 

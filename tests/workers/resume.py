@@ -173,8 +173,8 @@ def kills() -> None:
     assert len(names) == 2, names
 
 
-if TASK == "few":  # At the start of a phase, and one step after
-    stops([(1, 3), (2, 0)])
+if TASK == "few":  # At the start of a phase
+    stops([(1, 3)])
 elif TASK == "many":  # Before, at and after the start of each phase
     stops([(0, 2), (1, 2), (1, 3), (2, 0), (2, 2), (2, 3), (3, 0)])
     kills()
