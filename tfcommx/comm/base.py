@@ -19,6 +19,7 @@ import abc
 import contextlib
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -106,6 +107,8 @@ class Comm(abc.ABC):
         self._scopes, self._scope = 0, ""
         # What its watcher is told of this rank
         self.activity = Activity()
+        # Trials of plans on this rank, in the order of their turns (runtime/trial.py)
+        self.trials: list[weakref.ref[Any]] = []
         # Which ranks have left while this one goes on
         self.departures = Departures()
 
