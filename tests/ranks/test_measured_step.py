@@ -18,7 +18,7 @@ SMALL = [
     "node_size=null",
     "threads=null",
     "phases.0.resolution=8",
-    "phases.0.scheme={route: allgather, selection: mstopk, density: 0.1, bucket_bytes: 2048}",
+    "phases.0.scheme={route: allgather, selection: mstopk, density: 0.1, dense_below: 64}",
 ]
 
 
