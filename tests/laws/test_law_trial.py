@@ -10,9 +10,10 @@ import tensorflow as tf
 from laws_helpers import RULES, SHAPES, gradients, name_of, plan_for, scheme
 
 from tfcommx.comm.base import Comm
+from tfcommx.comm.line import IDLE
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.runtime.residuals import Residuals, sum_residuals
-from tfcommx.runtime.trial import IDLE, TrialExecutor
+from tfcommx.runtime.trial import TrialExecutor
 from tfcommx.runtime.turns import STEPS, Turns
 from tfcommx.terms import Plan, Topology
 
@@ -130,7 +131,7 @@ def test_two_trials_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nobody_waits_for_a_trial_that_takes_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that is kept and not trained any more; when it goes on, its trial comes second."""
+    """Of a model that is kept and not trained any more."""
     stays(monkeypatch, 2)
     topology = Topology(2, 1)
 
@@ -147,7 +148,7 @@ def test_nobody_waits_for_a_trial_that_takes_no_steps(monkeypatch: pytest.Monkey
         return chosen
 
     for chosen in ThreadComm.run(topology, work):
-        assert chosen[STEPS + 2] is None and chosen[-1] == 2
+        assert chosen[-2] is None and chosen[-1] == 2
 
 
 def test_gradients_that_are_not_finite_reach_all_and_enter_nothing(

@@ -19,7 +19,6 @@ import abc
 import contextlib
 import functools
 import math
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -28,6 +27,7 @@ import tensorflow as tf
 
 from tfcommx.comm.activity import Activity
 from tfcommx.comm.departures import Departures
+from tfcommx.comm.line import Line
 from tfcommx.cost import alltoall_traffic, broadcast_traffic, ring_traffic
 from tfcommx.terms import MPI_LAUNCH, PlanError, Topology, Traffic
 
@@ -107,8 +107,8 @@ class Comm(abc.ABC):
         self._scopes, self._scope = 0, ""
         # What its watcher is told of this rank
         self.activity = Activity()
-        # Trials of plans on this rank, in the order of their turns (runtime/trial.py)
-        self.trials: list[weakref.ref[Any]] = []
+        # Trials of plans on this rank, which follow each other
+        self.trials = Line()
         # Which ranks have left while this one goes on
         self.departures = Departures()
 

@@ -13,7 +13,6 @@ the other tries. Those that wait for another one take plain Horovod's turn in ea
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -25,9 +24,6 @@ from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.residuals import PlanState, Residuals, send_with_residual, sum_residuals
 from tfcommx.runtime.turns import STEPS, Turns
 from tfcommx.terms import Piece, Plan
-
-# Rounds in which another trial has taken no step: nobody waits for it any longer
-IDLE = 6
 
 
 class TrialExecutor:
@@ -54,11 +50,8 @@ class TrialExecutor:
         self.executors = [PlanExecutor(plan, comm) for plan in plans]
         self.comm, self.turns, self._decided = comm, Turns(len(plans), steps), decided
         self._scope, count = comm.own_scope(), len(plans)
-        # Steps of the trial before this one when it was last looked at, and looks since then
-        self._seen, self._idle = -1, 0
-        comm.trials.append(weakref.ref(self))
         # Whether this round is one of the trial
-        self._counts = not any(comm.gather_objects(self._another_is_first()))
+        self._counts = all(comm.gather_objects(comm.trials.is_first(self)))
         with tf.device("/cpu:0"):
             order = tf.range(count) if self._counts else tf.zeros([count], tf.int32)
             self._order = tf.Variable(order, trainable=False, name="tfcommx/order")
@@ -133,8 +126,9 @@ class TrialExecutor:
     def _end_round(self, ends: tf.Tensor) -> None:
         """Let all ranks draw the same conclusion from the slowest rank's times."""
         count = len(self.executors)
-        other = tf.py_function(lambda: float(self._another_is_first()), [], tf.float64)
-        mine = tf.concat([ends[1:] - ends[:-1], tf.reshape(other, [1])], axis=0)
+        waits = tf.py_function(lambda: not self.comm.trials.is_first(self), [], tf.bool)
+        waits = tf.cast(tf.reshape(waits, [1]), tf.float64)
+        mine = tf.concat([ends[1:] - ends[:-1], waits], axis=0)
         with self.comm.scope(self._scope):
             every = self.comm.all_gather(mine, "world", "trial", counted=False)
         slowest = tf.reduce_max(tf.reshape(every, [-1, count + 1]), axis=0)
@@ -149,30 +143,17 @@ class TrialExecutor:
         self._place.assign(0)
         self._waits.assign(tf.logical_or(self._waits, tf.ensure_shape(waits, [])))
 
-    def _another_is_first(self) -> bool:
-        """Tell whether another trial of this rank is under way, and goes on."""
-        others = [one() for one in self.comm.trials]
-        under_way = [one for one in others if one is not None and one.turns.chosen is None]
-        self.comm.trials[:] = map(weakref.ref, under_way)
-        if under_way[0] is self:
-            return False
-        steps = sum(int(executor.steps) for executor in under_way[0].executors)
-        self._seen, self._idle = steps, (self._idle + 1 if steps == self._seen else 0)
-        return self._idle < IDLE
-
     def _conclude(self, seconds: tf.Tensor, waits: tf.Tensor) -> tuple[np.ndarray, int, bool]:
         """Return the next round's order and steps, and whether anything waits to be sent.
 
         Args:
             seconds: float64 [plans], of the steps of the round, on the slowest rank.
-            waits: whether another trial comes first, on any rank: the round does not count.
+            waits: whether another trial comes first, on any rank.
         """
         turns, count = self.turns, len(self.executors)
         counts, self._counts = self._counts, not waits
         if waits:
             return np.zeros(count, np.int32), count, False
-        # From now on the others wait for this one
-        self.comm.trials.sort(key=lambda one: one() is not self)
         if counts:
             turns.record(seconds.numpy()[: len(turns.order)].tolist())
         if turns.chosen is None:
@@ -183,6 +164,7 @@ class TrialExecutor:
         self._add_waiting(sum_residuals(left))
         for executor in losers:
             executor.release()
+        self.comm.trials.leave(self)
         self._decided(turns)
         return np.full(count, turns.chosen, np.int32), 0, any(map(bool, left))
 
