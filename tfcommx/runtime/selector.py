@@ -41,11 +41,11 @@ class Selector:
         )
         sparse, rounding_error = codec.rounded(chosen, bucket.wire)
         if rounding_error is not None:
-            _keep_rounding_error(state.residual, chosen, rounding_error)
+            keep_rounding_error(state.residual, chosen, rounding_error)
         return sparse
 
 
-def _keep_rounding_error(residual: tf.Variable, chosen: Sparse, error: tf.Tensor) -> None:
+def keep_rounding_error(residual: tf.Variable, chosen: Sparse, error: tf.Tensor) -> None:
     """Put the rounding error of what was chosen into the residual.
 
     The selection has set the residual to zero at these indices, except where the value is NaN or
