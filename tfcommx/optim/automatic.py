@@ -245,7 +245,7 @@ def _links(comm: Comm, cluster: dict[str, Any]) -> Links | None:
             return Links.from_dict(kept)
         except (ValueError, KeyError, TypeError):
             log.warning("The links kept by a run before are damaged, and are measured again.")
-    links = probe(comm, SIZES, REPEATS, blocks=(), steady=STEADY).links
+    links = probe(comm, SIZES, REPEATS, blocks=(), steady=STEADY, fusion=True).links
     if comm.rank == 0:
         kept_measurements.write("links", cluster, links.to_dict())
     return links
