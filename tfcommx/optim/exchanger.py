@@ -283,7 +283,7 @@ class Exchanger:
         """Return the strategy at work on the plan of these variables; start it if it is new."""
         names = tuple(self.names.of(variables))
         if names not in self.runs:
-            self.ahead = self.ahead._replace(batch=self.ahead.batch or traced_batch())
+            self.ahead = self.ahead._replace(batch=traced_batch() or self.ahead.batch)
             with tf.init_scope():  # Also while a step is traced: planning is done once, for real.
                 self._take_from_overlapping(set(names))
                 self._take_from_predecessors(variables)
