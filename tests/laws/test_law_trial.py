@@ -10,6 +10,7 @@ import tensorflow as tf
 from laws_helpers import RULES, SHAPES, gradients, name_of, plan_for, scheme
 
 from tfcommx.comm.base import Comm
+from tfcommx.comm.line import IDLE
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.runtime.residuals import Residuals, sum_residuals
 from tfcommx.runtime.trial import TrialExecutor
@@ -76,6 +77,78 @@ def test_nothing_is_lost_whichever_plan_stays(
         ] * topology.size
     if chosen == 0:  # plain Horovod has sent what the others had kept
         assert not any(left for _, left, _ in of_ranks)
+
+
+def bytes_kept(running: TrialExecutor) -> int:
+    """Return the bytes of all that this rank keeps for all plans, and outside of them."""
+    states = [one for running in running.executors for one in running._store.states.values()]
+    residuals = [one.residual for one in states if one.residual is not None]
+    return sum(4 * int(tf.size(one)) for one in (*residuals, *running._waiting.values()))
+
+
+@pytest.mark.parametrize("chosen", [0, 1, 2])
+def test_what_losing_plans_needed_is_freed(chosen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once decided, and a step later: the residuals of the plan that stays, and nothing else."""
+    stays(monkeypatch, chosen)
+    topology = Topology(2, 2)
+
+    def work(comm: Comm) -> list[int]:
+        running, log = TrialExecutor(plans(topology), comm), []
+        for step in range(STEPS + 1):
+            given = {path: tf.constant(one) for path, one in gradients(comm.rank, step).items()}
+            running.exchange(given)
+            log.append(bytes_kept(running))
+        return log
+
+    # allgather keeps a residual of each entry, hitopk of this slot's half
+    sizes = [4 * bucket.padded for bucket in plans(topology)[2].buckets if bucket.k is not None]
+    of_plans = [0, 4 * (37 * 11 + 11 * 53), sum(sizes) // 2]
+    for log in ThreadComm.run(topology, work):
+        assert log[0] == log[STEPS - 2] == sum(of_plans)
+        assert log[STEPS - 1] > of_plans[chosen]  # what waits is sent in the next step
+        assert log[STEPS] == of_plans[chosen]
+
+
+def test_two_trials_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    stays(monkeypatch, 1)
+    topology = Topology(2, 1)
+
+    def work(comm: Comm) -> list[tuple[int, int]]:
+        both, turns = [TrialExecutor(plans(topology), comm) for _ in range(2)], []
+        for step in range(2 * STEPS + 6):
+            given = {path: tf.constant(one) for path, one in gradients(comm.rank, step).items()}
+            for one in both:
+                one.exchange(given)
+            turns.append(tuple(int(one._last) for one in both))
+        assert all(one.turns.chosen == 1 and one.turns.steps == STEPS for one in both)
+        return turns
+
+    for turns in ThreadComm.run(topology, work):
+        first, second = zip(*turns, strict=True)
+        assert set(second[:STEPS]) == {0} and set(first[STEPS:]) == {1}
+        tried = second[STEPS : 2 * STEPS]
+        assert [tried.count(plan) for plan in range(3)] == 3 * [STEPS // 3]
+
+
+def test_nobody_waits_for_a_trial_that_takes_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that is kept and not trained any more."""
+    stays(monkeypatch, 2)
+    topology = Topology(2, 1)
+
+    def work(comm: Comm) -> list[int | None]:
+        idle, running = (TrialExecutor(plans(topology), comm) for _ in range(2))
+        chosen = []
+        for step in range(3 * IDLE + STEPS):
+            given = {path: tf.constant(one) for path, one in gradients(comm.rank, step).items()}
+            if step < 4:
+                idle.exchange(given)
+            running.exchange(given)
+            chosen.append(running.turns.chosen)
+        assert idle.turns.chosen is None
+        return chosen
+
+    for chosen in ThreadComm.run(topology, work):
+        assert chosen[-2] is None and chosen[-1] == 2
 
 
 def test_gradients_that_are_not_finite_reach_all_and_enter_nothing(

@@ -146,6 +146,25 @@ def test_step(tmp_path: Path) -> None:
     assert all(row["n"] == 100_000 and row["ranks"] == 2 and row["ratio"] > 0 for row in rows)
 
 
+@pytest.mark.exhaustive
+def test_overlap(tmp_path: Path) -> None:
+    words = ["-n", "4096", "--repeats", "2", "--bucket-mib", "0.001", "1"]
+    command = ["horovodrun", "-np", "2", "--gloo", sys.executable, "scripts/bench_overlap.py"]
+    rows = rows_of([*command, *words], tmp_path / "overlap.jsonl")
+    assert [(row["name"], row["buckets"]) for row in rows] == [
+        ("horovod", 0),
+        ("0.001 MiB", 8),
+        ("1 MiB", 1),
+    ]
+
+
+@pytest.mark.exhaustive
+def test_passes(tmp_path: Path) -> None:
+    command = [sys.executable, "scripts/bench_passes.py", "-n", "40000", "--repeats", "2"]
+    rows = rows_of(command, tmp_path / "passes.jsonl")
+    assert {"flatten", "select", "merge and average", "unflatten"} <= {row["name"] for row in rows}
+
+
 def test_norms(tmp_path: Path) -> None:
     script = [sys.executable, "scripts/bench_norms.py", "--models", "resnet50", "--repeats", "1"]
     rows = rows_of(script, tmp_path / "norms.jsonl")

@@ -1,4 +1,4 @@
-"""`tfcommx profile`: measure when the gradients of a recipe's model are ready."""
+"""`tfcommx profile`: measure when the gradients of a recipe's model are ready, and exchanged."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from tfcommx.cli.environment import load_tensorflow
 from tfcommx.cli.train import SET_HELP
+from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
 
 
@@ -19,12 +20,26 @@ def profile(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="PLACE=VALUE", help=SET_HELP)
     ] = None,
+    exchange: Annotated[
+        Path | None,
+        typer.Option(
+            help="On several ranks: measure the step with its exchange, and write it to this file "
+            "for `tfcommx plan FILE --compare both.png`."
+        ),
+    ] = None,
 ) -> None:
-    """Measure a recipe's model in this process: `tfcommx plan profile.json ...` reads the file."""
+    """Measure a recipe's model in this process: `tfcommx plan profile.json ...` reads the file.
+
+    With its exchange: `horovodrun -np 2 tfcommx profile CONFIG --exchange step.json`.
+    """
     load_tensorflow()
+    recipe = read_recipe(config, settings or [])
+    if exchange is not None:
+        _measure_exchange(recipe, steps, exchange)
+        return
     from tfcommx.training.profile import measure_recipe
 
-    found = measure_recipe(read_recipe(config, settings or []), steps)
+    found = measure_recipe(recipe, steps)
     output.write_text(found.profile.to_json())
     parts = found.profile.forward_s + found.profile.backward_s
     print(
@@ -34,3 +49,21 @@ def profile(
         f"{found.plain_s / parts:.0%} of the parts.\n{output}: {len(found.profile.variables)} "
         "variables. Use it: tfcommx plan, tfcommx simulate --profile."
     )
+
+
+def _measure_exchange(recipe: Recipe, steps: int, file: Path) -> None:
+    """Measure a step on all ranks; rank 0 writes the file. **Ranks:** all."""
+    from tfcommx.comm import process
+    from tfcommx.training.profile import measure_recipe_exchange
+
+    found = measure_recipe_exchange(recipe, steps)
+    if process.is_chief():
+        file.write_text(found.to_json())
+        timeline = found.timeline
+        print(
+            f"{timeline.ranks} ranks: a step of {1e3 * timeline.step_s:.2f} ms, of which "
+            f"{1e3 * timeline.exposed_s:.2f} ms wait for the exchange of {len(found.plan.buckets)} "
+            f"buckets.\n{file}: draw it beside a simulated one with tfcommx plan {file} --links "
+            "links.json --compare both.png."
+        )
+    process.current().gather_objects("done")

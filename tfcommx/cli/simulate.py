@@ -55,7 +55,7 @@ class Settings:
     dense_route: str = "allreduce"
     merging: str = "threshold"
     # Of merging "threshold", 10^6 bytes.
-    bucket_mbytes: float = 32 * 2**20 / 1e6
+    bucket_mbytes: float = Scheme().bucket_bytes / 1e6
     # See `simulator.conditions.Conditions`; engine and contention None: as the links say.
     selection_on: str = "compute"
     engine: float | None = None

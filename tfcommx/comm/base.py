@@ -27,6 +27,7 @@ import tensorflow as tf
 
 from tfcommx.comm.activity import Activity
 from tfcommx.comm.departures import Departures
+from tfcommx.comm.line import Line
 from tfcommx.cost import alltoall_traffic, broadcast_traffic, ring_traffic
 from tfcommx.terms import MPI_LAUNCH, PlanError, Topology, Traffic
 
@@ -106,6 +107,8 @@ class Comm(abc.ABC):
         self._scopes, self._scope = 0, ""
         # What its watcher is told of this rank
         self.activity = Activity()
+        # Trials of plans on this rank, which follow each other
+        self.trials = Line()
         # Which ranks have left while this one goes on
         self.departures = Departures()
 

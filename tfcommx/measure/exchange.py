@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfcommx.kernels.stamp import stamp
 from tfcommx.measure.layers import StepTiming, batches_of, variable_names
-from tfcommx.terms import Bucket, MeasuredStep, Piece, Plan, Profile, Span, Timeline
+from tfcommx.terms import Bucket, MeasuredStep, Piece, Plan, PlanError, Profile, Span, Timeline
 
 Exchange = Callable[[Mapping[str, tf.Tensor]], Mapping[str, tf.Tensor]]
 # Steps that do not count: the first is traced
@@ -43,13 +43,20 @@ def measure_exchange(
         The means over the steps, on this rank, and its profile.
 
     **Ranks:** all, with equal plans. **Cost:** three times `steps` + 2 steps, three tracings.
-    **Raises:** PlanError for a model that is not compiled or not built, or without data.
+    **Raises:** PlanError for a model that is not compiled or not built, without data, or for a plan
+    of other variables.
     """
     timing = StepTiming(model, data, steps)
     for _ in range(steps + WARM_UP):
         timing.step()
     profile = timing.measured().profile
     names = [row.name for row in reversed(profile.variables)]
+    if plan.paths != set(names):
+        raise PlanError(
+            "A plan of the variables that the loss depends on is required. Received one that "
+            f"differs in {sorted(plan.paths ^ set(names))[:3]}. Leave variables without a gradient "
+            "out of both."
+        )
     step, rows = _step(model, names, plan, exchange), []
     batches = batches_of(data, steps + WARM_UP)
     for number in range(steps + WARM_UP):

@@ -1,7 +1,9 @@
 """`Scheme("auto")` at work: what is known of model and cluster -> a plan, or a trial of plans.
 
     kept from a run before? -> its plan
+    few steps follow? -> plain Horovod
     otherwise   links: given, kept, or measured now -> rank 0 proposes -> trial -> kept
+                too few steps for a trial? -> the proposal if it is clear, or plain Horovod
 
 Rank 0 alone reads, proposes and writes; the others are told.
 """
@@ -23,6 +25,7 @@ from tfcommx.comm.base import Comm
 from tfcommx.comm.launcher import launcher
 from tfcommx.measure.links import probe
 from tfcommx.optim import kept_measurements
+from tfcommx.optim.run_ahead import SHARE, RunAhead
 from tfcommx.planner.automatic import (
     Asked,
     auto_of,
@@ -34,7 +37,7 @@ from tfcommx.routes import read_plan
 from tfcommx.runtime.agreement import agree_on_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.trial import TrialExecutor
-from tfcommx.runtime.turns import Turns
+from tfcommx.runtime.turns import LEAST_ROUNDS, Turns
 from tfcommx.strategies import Strategy, Synchronous
 from tfcommx.terms import Links, Plan, PlanError, Scheme
 
@@ -47,7 +50,11 @@ SIZES, STEADY, REPEATS = (1024, 262144), 2**20, 1
 
 
 def executor_for(
-    schemes: Mapping[str, Scheme], asked: Asked, comm: Comm, strategy: Strategy
+    schemes: Mapping[str, Scheme],
+    asked: Asked,
+    comm: Comm,
+    strategy: Strategy,
+    ahead: RunAhead,
 ) -> PlanExecutor | TrialExecutor:
     """Return what exchanges gradients under these schemes, "auto" perhaps among them.
 
@@ -56,6 +63,7 @@ def executor_for(
         asked: the gradients, and what was measured of model and cluster.
         comm: of this rank.
         strategy: with another one than Synchronous a lossless "auto" is plain Horovod.
+        ahead: what is known of the steps that follow; rank 0's counts.
 
     **Ranks:** all, outside of traced code, with equal arguments. **Cost:** see
     DistributedOptimizer. **Raises:** PlanError for schemes that cannot be carried out, and for a
@@ -76,7 +84,7 @@ def executor_for(
         )
     if not synchronous or not is_worth_it(schemes, asked):
         return PlanExecutor(plain, comm)
-    return _chosen_or_tried(schemes, asked, comm, plain)
+    return _chosen_or_tried(schemes, asked, comm, plain, comm.gather_objects(ahead)[0])
 
 
 def _agree_on_request(schemes: Mapping[str, Scheme], asked: Asked, comm: Comm) -> None:
@@ -95,28 +103,35 @@ def _agree_on_request(schemes: Mapping[str, Scheme], asked: Asked, comm: Comm) -
 
 
 def _chosen_or_tried(
-    schemes: Mapping[str, Scheme], asked: Asked, comm: Comm, plain: Plan
+    schemes: Mapping[str, Scheme], asked: Asked, comm: Comm, plain: Plan, ahead: RunAhead
 ) -> PlanExecutor | TrialExecutor:
     cluster = _cluster(comm)
-    key = _key(schemes, asked, cluster)
+    key = _key(schemes, asked, cluster, ahead)
     kept = _of_rank_0(comm, lambda: kept_measurements.read("choice", key))
     if kept is not None and (plan := _kept_plan(kept, plain)):
         _say(comm, f"{kept['chosen']}, as measured in a run before. {kept['said']}")
         return PlanExecutor(plan, comm)
+    if ahead.are_few:
+        _say(comm, f"{PLAIN_HOROVOD}: {ahead.steps} steps follow, too few to measure anything.")
+        return PlanExecutor(plain, comm)
     if asked.links is None:
         asked = asked._replace(links=_links(comm, cluster))
     written = _of_rank_0(
         comm,
         lambda: [
-            (found.name, found.plan.to_json())
+            (found.name, found.plan.to_json(), found.is_clear)
             for found in propose(schemes, asked, comm.has_messages)
         ],
     )
     if not written:
         _say(comm, f"{PLAIN_HOROVOD}: nothing is predicted to be faster.")
         return PlanExecutor(plain, comm)
-    names = [PLAIN_HOROVOD, *(name for name, _ in written)]
-    plans = [plain, *(read_plan(text) for _, text in written)]
+    fit = ahead.of_trial // LEAST_ROUNDS
+    if fit < 2:
+        return PlanExecutor(_predicted(written[0], plain, comm, ahead), comm)
+    written = written[: fit - 1]
+    names = [PLAIN_HOROVOD, *(name for name, _, _ in written)]
+    plans = [plain, *(read_plan(text) for _, text, _ in written)]
 
     def decided(turns: Turns) -> None:
         chosen, said = names[turns.chosen], _in_words(names, turns)
@@ -125,7 +140,21 @@ def _chosen_or_tried(
             value = {"chosen": chosen, "said": said, "plan": plans[turns.chosen].to_json()}
             kept_measurements.write("choice", key, value)
 
-    return TrialExecutor(plans, comm, decided)
+    return TrialExecutor(plans, comm, decided, ahead.of_trial)
+
+
+def _predicted(found: tuple[str, str, bool], plain: Plan, comm: Comm, ahead: RunAhead) -> Plan:
+    """Return the first proposal (name, plan, whether it is clear), or plain Horovod's plan."""
+    name, text, is_clear = found
+    why = (
+        f"A trial takes {2 * LEAST_ROUNDS} steps or more, and {SHARE:.0%} of the {ahead.steps} "
+        f"that follow are {ahead.of_trial}"
+    )
+    if is_clear:
+        _say(comm, f"{name}, by prediction. {why}.")
+        return read_plan(text)
+    _say(comm, f"{PLAIN_HOROVOD}. {why}; no other is predicted to be clearly faster.")
+    return plain
 
 
 def _say(comm: Comm, what: str) -> None:
@@ -172,7 +201,9 @@ def _cluster(comm: Comm) -> dict[str, Any]:
     }
 
 
-def _key(schemes: Mapping[str, Scheme], asked: Asked, cluster: dict[str, Any]) -> dict[str, Any]:
+def _key(
+    schemes: Mapping[str, Scheme], asked: Asked, cluster: dict[str, Any], ahead: RunAhead
+) -> dict[str, Any]:
     """Return all that a choice depends on, as far as the optimizer knows it."""
     profile = None if asked.profile is None else asked.profile.to_json()
     links = None if asked.links is None else asked.links.to_dict()
@@ -184,7 +215,7 @@ def _key(schemes: Mapping[str, Scheme], asked: Asked, cluster: dict[str, Any]) -
         "schemes": {pattern: dataclasses.asdict(scheme) for pattern, scheme in schemes.items()},
         "links": links,
         "profile": profile and hashlib.sha256(profile.encode()).hexdigest(),
-        "batch": asked.profile and asked.profile.batch,
+        **ahead.key(None if asked.profile is None else asked.profile.batch),
     }
 
 
@@ -214,7 +245,7 @@ def _links(comm: Comm, cluster: dict[str, Any]) -> Links | None:
             return Links.from_dict(kept)
         except (ValueError, KeyError, TypeError):
             log.warning("The links kept by a run before are damaged, and are measured again.")
-    links = probe(comm, SIZES, REPEATS, blocks=(), steady=STEADY).links
+    links = probe(comm, SIZES, REPEATS, blocks=(), steady=STEADY, fusion=True).links
     if comm.rank == 0:
         kept_measurements.write("links", cluster, links.to_dict())
     return links

@@ -16,7 +16,8 @@ import tensorflow as tf
 from tfcommx.comm.base import Comm
 from tfcommx.optim.automatic import executor_for
 from tfcommx.optim.exchange_settings import ExchangeSettings, momentum_twice
-from tfcommx.optim.keras_internals import StepUnderWay, compiled_by_xla
+from tfcommx.optim.keras_internals import StepUnderWay, compiled_by_xla, traced_batch
+from tfcommx.optim.run_ahead import RunAhead
 from tfcommx.optim.sharding import Sharding
 from tfcommx.optim.variable_names import VariableNames
 from tfcommx.planner.automatic import Asked, auto_of, with_auto_plain
@@ -27,12 +28,7 @@ from tfcommx.runtime.replica_guard import ReplicaGuard
 from tfcommx.runtime.residuals import PlanState, Residuals, sum_residuals
 from tfcommx.runtime.trial import TrialExecutor
 from tfcommx.strategies import StrategyRun, agree_on_strategy, in_lock_step
-from tfcommx.terms import (
-    Piece,
-    Plan,
-    PlanError,
-    Scheme,
-)
+from tfcommx.terms import Piece, Plan, PlanError, Scheme
 
 log = logging.getLogger("tfcommx")
 
@@ -57,6 +53,8 @@ class Exchanger:
         every = settings.check_replicas_every if self.in_lock_step else None
         self.guard = ReplicaGuard(comm, every, settings.strategy.keeps_weights_equal)
         self.names = VariableNames()
+        # For "auto"; whoever knows the run sets it
+        self.ahead = RunAhead()
         # Names of a set of variables -> the strategy at work on their plan
         self.runs: dict[tuple[str, ...], StrategyRun] = {}
         # Of plans that are not used any more, until the next plan takes them over
@@ -285,6 +283,7 @@ class Exchanger:
         """Return the strategy at work on the plan of these variables; start it if it is new."""
         names = tuple(self.names.of(variables))
         if names not in self.runs:
+            self.ahead = self.ahead._replace(batch=traced_batch() or self.ahead.batch)
             with tf.init_scope():  # Also while a step is traced: planning is done once, for real.
                 self._take_from_overlapping(set(names))
                 self._take_from_predecessors(variables)
@@ -367,7 +366,8 @@ class Exchanger:
     def _make_executor(self, variables: Sequence[keras.Variable]) -> PlanExecutor | TrialExecutor:
         strategy = self.settings.strategy
         if self._given_plan is None:
-            return executor_for(self.schemes, self._asked(variables), self.comm, strategy)
+            asked = self._asked(variables)
+            return executor_for(self.schemes, asked, self.comm, strategy, self.ahead)
         plan = self.plan_of(variables)
         strategy.check(plan)
         return PlanExecutor(plan, self.comm)

@@ -80,6 +80,11 @@ class _Ranking(NamedTuple):
     # Of a step by plain Horovod
     plain_s: float
 
+    def share(self, scheme: Scheme) -> float:
+        """Return a scheme's step over plain Horovod's; 1 for one that is not ranked."""
+        found = [one.timeline.step_s for one in self.candidates if one.scheme == scheme]
+        return found[0] / self.plain_s if found else 1.0
+
     @property
     def worth(self) -> list[Candidate]:
         """Those that are predicted to be faster than plain Horovod."""
@@ -92,6 +97,13 @@ class Proposal(NamedTuple):
     # The scheme in a few words
     name: str
     plan: Plan
+    # Its predicted step over plain Horovod's, under the assumption that is worst for it
+    share: float
+
+    @property
+    def is_clear(self) -> bool:
+        """Is it fast enough to be taken without a trial, where none can be held?"""
+        return self.share <= CLEAR
 
 
 def auto_of(schemes: Mapping[str, Scheme]) -> Scheme | None:
@@ -190,7 +202,8 @@ def propose(schemes: Mapping[str, Scheme], asked: Asked, messages: bool = False)
         plan = asked._replace(profile=profile).plan(chosen)
         if plan.buckets not in seen:
             seen.append(plan.buckets)
-            found.append(Proposal(_words(candidate.scheme), plan))
+            share = max(ranking.share(candidate.scheme) for ranking in rankings)
+            found.append(Proposal(_words(candidate.scheme), plan, share))
     return found
 
 

@@ -6,6 +6,7 @@ The only file here that asks the table of routes for anything except shards and 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -36,6 +37,11 @@ class BucketRunner:
         self._average = plan.operation == "average"
         # The sum over the ranks times this is the result.
         self.factor = 1 / plan.topology.size if self._average else 1.0
+        # A power of two may multiply the entries that came instead of the whole vector: the same
+        # bits, except for numbers so small or large that float32 cannot hold them
+        exact = bucket.k is not None and math.frexp(self.factor)[0] == 0.5
+        self._codec = _Averaging(self.factor) if exact else codec
+        self._factor_after = 1.0 if exact else self.factor
         self.selector = None if bucket.k is None else Selector(plan, index, state, comm)
 
     def exchange(self, parts: Sequence[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
@@ -50,8 +56,8 @@ class BucketRunner:
         if self.is_plain:
             return self._exchange_list(parts)
         total = self._sum(flatten(parts, self.bucket), step)
-        if self.factor != 1:
-            total = total * tf.constant(self.factor, total.dtype)
+        if self._factor_after != 1:
+            total = total * tf.constant(self._factor_after, total.dtype)
         return unflatten(total, parts, self.bucket)
 
     def broadcast(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -74,4 +80,16 @@ class BucketRunner:
             # Earlier residuals are added after momentum, which has been applied to them already.
             return self.state.add_residual(self.state.add_velocity(total))
         select = functools.partial(self.selector.select, seed=self.selector.seed(step))
-        return self._route.run(flat, self.bucket, self._comm, codec, select)
+        return self._route.run(flat, self.bucket, self._comm, self._codec, select)
+
+
+class _Averaging:
+    """The codec of a sparse bucket that multiplies what it merges."""
+
+    def __init__(self, factor: float) -> None:
+        self.merge = functools.partial(codec.merge, factor=factor)
+
+    encode = staticmethod(codec.encode)
+    write_dense = staticmethod(codec.write_dense)
+    read_dense = staticmethod(codec.read_dense)
+    add_dense = staticmethod(codec.add_dense)

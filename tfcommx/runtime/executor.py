@@ -175,6 +175,10 @@ class PlanExecutor:
         """
         return self._store.export_residuals(paths)
 
+    def release(self) -> None:
+        """Free the memory of residuals and velocities; no step may follow. Outside of graphs."""
+        self._store.release()
+
 
 def _in_words(bucket: Bucket) -> str:
     first, *more = bucket.variables

@@ -235,6 +235,16 @@ class ResidualStore:
             {path: velocities[path] for path in paths & set(velocities)},
         )
 
+    def release(self) -> None:
+        """Free the memory of all residuals and velocities, which nobody reads any more.
+
+        A traced step holds the variables themselves, so each gets an empty value.
+        """
+        for variable in (*self._residuals().values(), *self._velocities().values()):
+            with tf.device(variable.device):
+                # Not `assign`, which keeps to the shape
+                tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0]))
+
     def _residuals(self) -> dict[str, tf.Variable]:
         return {
             name: state.residual

@@ -40,7 +40,26 @@ class Selector:
             part, state.residual, bucket.k, seed, state.velocity, bucket.momentum
         )
         sparse, rounding_error = codec.rounded(chosen, bucket.wire)
-        # The selection has set the residual to zero at these indices.
         if rounding_error is not None:
-            state.residual.scatter_add(tf.IndexedSlices(rounding_error, sparse.indices))
+            keep_rounding_error(state.residual, chosen, rounding_error)
         return sparse
+
+
+def keep_rounding_error(residual: tf.Variable, chosen: Sparse, error: tf.Tensor) -> None:
+    """Put the rounding error of what was chosen into the residual.
+
+    The selection has set the residual to zero at these indices, except where the value is NaN or
+    infinite: there it stays, and what is written goes to another index once more.
+
+    **Cost:** k entries. TensorFlow's scatter_add takes some 0.7 us for each on a CPU, three times
+    the selection; its scatter_update next to nothing.
+    """
+    finite = tf.math.is_finite(chosen.values)
+    with tf.device(residual.device):
+        first = tf.argmax(finite)[None]
+        there = tf.gather(chosen.indices, first)
+        value = residual.sparse_read(there) + tf.gather(error, first)
+        written = tf.IndexedSlices(
+            tf.where(finite, error, value), tf.where(finite, chosen.indices, there)
+        )
+        residual.scatter_update(written)

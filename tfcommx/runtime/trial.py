@@ -6,6 +6,9 @@ r"""Several plans for the same gradients take turns, step by step; the fastest s
 
 All of it is in the graph of one step, so nothing is traced again when the turn changes. The times
 are those between the ends of two exchanges: whole steps, with what of the exchange they hide.
+
+Several trials, as of the two optimizers of a GAN, follow each other: steps of one would count what
+the other tries. Those that wait for another one take plain Horovod's turn in each step.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from tfcommx.comm.base import Comm
 from tfcommx.kernels.stamp import stamp
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.residuals import PlanState, Residuals, send_with_residual, sum_residuals
-from tfcommx.runtime.turns import Turns
+from tfcommx.runtime.turns import STEPS, Turns
 from tfcommx.terms import Piece, Plan
 
 
@@ -27,7 +30,11 @@ class TrialExecutor:
     """Plans that take turns; afterwards the one that stays, by the same graph."""
 
     def __init__(
-        self, plans: Sequence[Plan], comm: Comm, decided: Callable[[Turns], None] = lambda _: None
+        self,
+        plans: Sequence[Plan],
+        comm: Comm,
+        decided: Callable[[Turns], None] = lambda _: None,
+        steps: int = STEPS,
     ) -> None:
         """Get ready for all plans.
 
@@ -35,14 +42,19 @@ class TrialExecutor:
             plans: two or more for the same variables, plain Horovod's first; without momentum.
             comm: of this rank.
             decided: is called on every rank, once, when it is clear which plan stays.
+            steps: of the trial, at most, >= `len(plans)`; those that wait for another trial do not
+                count.
 
         **Ranks:** all, outside of traced code, with equal plans. **Raises:** as PlanExecutor.
         """
         self.executors = [PlanExecutor(plan, comm) for plan in plans]
-        self.comm, self.turns, self._decided = comm, Turns(len(plans)), decided
+        self.comm, self.turns, self._decided = comm, Turns(len(plans), steps), decided
         self._scope, count = comm.own_scope(), len(plans)
+        # Whether this round is one of the trial
+        self._counts = all(comm.gather_objects(comm.trials.is_first(self)))
         with tf.device("/cpu:0"):
-            self._order = tf.Variable(tf.range(count), trainable=False, name="tfcommx/order")
+            order = tf.range(count) if self._counts else tf.zeros([count], tf.int32)
+            self._order = tf.Variable(order, trainable=False, name="tfcommx/order")
             # Steps of this round that are over, and how many it has; the round after the last one
             # has no end
             self._place = tf.Variable(0, trainable=False, name="tfcommx/place")
@@ -53,8 +65,10 @@ class TrialExecutor:
             self._last = tf.Variable(-1, trainable=False, name="tfcommx/last")
             # Is anything left of what waits?
             self._waits = tf.Variable(False, trainable=False, name="tfcommx/waits")
-        # Variable path -> float32 [its size]: what losing plans, and those before, have not sent
+        # Variable path -> float32 [its size]: what losing plans, and those before, have not sent;
+        # [0] if nothing of it is left
         self._waiting: dict[str, tf.Variable] = {}
+        self._sizes: dict[str, int] = {}
         self.import_residuals({})
 
     @property
@@ -112,11 +126,14 @@ class TrialExecutor:
     def _end_round(self, ends: tf.Tensor) -> None:
         """Let all ranks draw the same conclusion from the slowest rank's times."""
         count = len(self.executors)
+        waits = tf.py_function(lambda: not self.comm.trials.is_first(self), [], tf.bool)
+        waits = tf.cast(tf.reshape(waits, [1]), tf.float64)
+        mine = tf.concat([ends[1:] - ends[:-1], waits], axis=0)
         with self.comm.scope(self._scope):
-            every = self.comm.all_gather(ends[1:] - ends[:-1], "world", "trial", counted=False)
-        slowest = tf.reduce_max(tf.reshape(every, [-1, count]), axis=0)
+            every = self.comm.all_gather(mine, "world", "trial", counted=False)
+        slowest = tf.reduce_max(tf.reshape(every, [-1, count + 1]), axis=0)
         order, steps, waits = tf.py_function(
-            self._conclude, [slowest], [tf.int32, tf.int32, tf.bool]
+            self._conclude, [slowest[:-1], slowest[-1] > 0], [tf.int32, tf.int32, tf.bool]
         )
         last = tf.gather(ends, self._steps_of_round)
         self._ends.assign(tf.where(tf.range(count + 1) == 0, last, ends))
@@ -126,16 +143,28 @@ class TrialExecutor:
         self._place.assign(0)
         self._waits.assign(tf.logical_or(self._waits, tf.ensure_shape(waits, [])))
 
-    def _conclude(self, seconds: tf.Tensor) -> tuple[np.ndarray, int, bool]:
-        """Return the next round's order and steps, and whether anything waits to be sent."""
+    def _conclude(self, seconds: tf.Tensor, waits: tf.Tensor) -> tuple[np.ndarray, int, bool]:
+        """Return the next round's order and steps, and whether anything waits to be sent.
+
+        Args:
+            seconds: float64 [plans], of the steps of the round, on the slowest rank.
+            waits: whether another trial comes first, on any rank.
+        """
         turns, count = self.turns, len(self.executors)
-        turns.record(seconds.numpy()[: len(turns.order)].tolist())
+        counts, self._counts = self._counts, not waits
+        if waits:
+            return np.zeros(count, np.int32), count, False
+        if counts:
+            turns.record(seconds.numpy()[: len(turns.order)].tolist())
         if turns.chosen is None:
             padded = np.resize(turns.order, count)
             return padded.astype(np.int32), len(turns.order), False
         losers = [executor for executor in self.executors if executor is not self.chosen]
         left = [executor.export_residuals(set(self._waiting))[0] for executor in losers]
         self._add_waiting(sum_residuals(left))
+        for executor in losers:
+            executor.release()
+        self.comm.trials.leave(self)
         self._decided(turns)
         return np.full(count, turns.chosen, np.int32), 0, any(map(bool, left))
 
@@ -159,17 +188,25 @@ class TrialExecutor:
         for path, gradient in zip(paths, gradients, strict=True):
             waiting = self._waiting[path]
             goes, stays = send_with_residual(gradient, tf.reshape(waiting, gradient.shape))
-            with tf.control_dependencies([stays]):
-                waiting.assign(tf.reshape(stays, [-1]))
+            left.append(tf.reshape(stays, [-1]))
             sent.append(tf.identity(goes))
-            left.append(tf.reduce_any(stays != 0))
+        waits = tf.reduce_any([tf.reduce_any(one != 0) for one in left])
+        for path, stays in zip(paths, left, strict=True):
+            # Nothing is left of any: no memory is held
+            self._waiting[path].assign(
+                tf.cond(waits, lambda kept=stays: kept, lambda: tf.zeros([0]))
+            )
         with tf.device("/cpu:0"):
-            self._waits.assign(tf.reduce_any(left))
+            self._waits.assign(waits)
         return sent
 
     def _add_waiting(self, residuals: Residuals) -> None:
-        for path, part in residuals.items():
-            self._waiting[path].assign_add(part)
+        if not any(part.any() for part in residuals.values()):
+            return
+        for path, variable in self._waiting.items():
+            kept = variable.numpy() if variable.numpy().size else np.float32(0)
+            whole = np.zeros(self._sizes[path], np.float32) + kept
+            variable.assign(whole + residuals.get(path, np.float32(0)))
 
     def state(self) -> PlanState:
         """Return a copy of what this rank keeps of the plan that stays, or of plain Horovod's."""
@@ -177,7 +214,10 @@ class TrialExecutor:
 
     def states(self) -> list[PlanState]:
         """Return copies of what this rank keeps of all plans that take turns, or of the chosen."""
-        return [one.state() for one in ([self.chosen] if self.chosen else self.executors)]
+        return [one.state() for one in self._that_keep()]
+
+    def _that_keep(self) -> list[PlanExecutor]:
+        return [self.chosen] if self.chosen else self.executors
 
     def waiting(self) -> Residuals:
         """Return what waits outside of the plans, by variable, without zeros."""
@@ -203,9 +243,10 @@ class TrialExecutor:
             for piece, size in zip(map(Piece.of, bucket.variables), bucket.sizes, strict=True):
                 if bucket.k is not None:
                     sizes[piece.path] = max(sizes.get(piece.path, 0), piece.stop or size)
+        self._sizes |= sizes
         with tf.device("/cpu:0"):  # The memory of a GPU is left to the model
             for path in sizes.keys() - self._waiting.keys():
-                self._waiting[path] = tf.Variable(tf.zeros([sizes[path]]), trainable=False)
+                self._waiting[path] = tf.Variable(tf.zeros([0]), trainable=False, shape=[None])
         self._add_waiting({path: residuals[path] for path in mine})
         self._waits.assign(bool(self.waiting()))
 
@@ -213,7 +254,7 @@ class TrialExecutor:
         """Return, and forget here, this rank's residuals of these variables."""
         waiting = self.waiting()
         parts = [{path: waiting[path] for path in paths & waiting.keys()}]
-        parts += [executor.export_residuals(paths)[0] for executor in self.executors]
+        parts += [executor.export_residuals(paths)[0] for executor in self._that_keep()]
         for path in paths & self._waiting.keys():
             self._waiting[path].assign(tf.zeros_like(self._waiting[path]))
         return sum_residuals(parts), {}

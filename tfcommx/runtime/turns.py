@@ -16,6 +16,8 @@ from collections.abc import Sequence
 
 # Of the whole trial, at most; a round that would go beyond is not begun
 STEPS = 18
+# Rounds without which a trial says nothing: the first does not count
+LEAST_ROUNDS = 4
 # A plan takes no more turns if its fastest step takes this many times the median of the best plan,
 # after so many rounds that count
 HOPELESS, ROUNDS_BEFORE = 1.5, 2
@@ -34,8 +36,9 @@ class Turns:
     (1, 0.2)
     """
 
-    def __init__(self, plans: int) -> None:
-        """Begin a trial of so many plans, >= 2."""
+    def __init__(self, plans: int, steps: int = STEPS) -> None:
+        """Begin a trial of so many plans, >= 2, that takes at most so many steps, >= `plans`."""
+        self._most = steps
         # Plans that still take turns, ascending
         self.remaining = list(range(plans))
         # The plans of this round, in the order of their turns
@@ -57,7 +60,7 @@ class Turns:
         self._rounds += 1
         if self._rounds > ROUNDS_BEFORE:
             self._drop_hopeless()
-        if len(self.remaining) == 1 or self.steps + len(self.remaining) > STEPS:
+        if len(self.remaining) == 1 or self.steps + len(self.remaining) > self._most:
             self.chosen = self._choose()
         else:
             shift = self._rounds % len(self.remaining)

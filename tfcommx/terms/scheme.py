@@ -55,8 +55,10 @@ class Scheme:
     # Entries, >= 0; smaller variables and one-dimensional ones are sent dense, because they are
     # cheap and sensitive.
     dense_below: int = 1024
-    # With merging "threshold", gradients are merged into buckets of about this size, >= 1.
-    bucket_bytes: int = 32 * 2**20
+    # With merging "threshold", gradients are merged into buckets of about this size, >= 1. A bucket
+    # travels when its last gradient is ready, so a larger one hides less behind the backward pass;
+    # allreduces that wait for the engine are fused by it in any case.
+    bucket_bytes: int = 4 * 2**20
     # Of the rules that choose at random; each bucket and step draws its own numbers.
     seed: int = 0
     # How entries are written, one of WIRES; "plain": pair32 on sparse routes, the gradient's own

@@ -1,13 +1,22 @@
-"""Measure a recipe's model on its own data: what a plan by time needs."""
+"""Measure a recipe's model on its own data: what a plan by time needs, and a step on all ranks."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import keras
+import tensorflow as tf
 
+from tfcommx.comm import process
+from tfcommx.comm.launcher import launcher
+from tfcommx.measure.exchange import measure_exchange
 from tfcommx.measure.layers import Measured, measure
+from tfcommx.optim.wrapped import exchanger_of
 from tfcommx.recipes.recipe import Recipe
+from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.terms import MeasuredStep, PlanError
 from tfcommx.training.position import Piece
 from tfcommx.training.run import prepare
 from tfcommx.training.train import compile_model
@@ -19,14 +28,50 @@ def measure_recipe(recipe: Recipe, steps: int) -> Measured:
     **Ranks:** one process. **Raises:** PlanError and DataError as training does.
     """
     # One process is no node of several
-    run = prepare(recipe.model_copy(update={"node_size": None}), Path())
-    keras.utils.set_random_seed(recipe.seed)
-    model, scheme = recipe.build_model(run.objective), recipe.scheme_of_epoch()[0]
-    compile_model(model, run, scheme)
-    # One batch again and again: a text's have several lengths, each of which would be traced
-    batches = run.batches(Piece(0, range(1))).take(1)
+    recipe = recipe.model_copy(update={"node_size": None})
+    scheme = recipe.scheme_of_epoch()[0]
     rule = None if scheme.selection == "all" else scheme.selection
-    try:
+    with _model_and_batches(recipe) as (model, batches):
         return measure(model, batches, steps, rule, scheme.density)
+
+
+def measure_recipe_exchange(recipe: Recipe, steps: int) -> MeasuredStep:
+    """Measure a step of a recipe's first phase on all ranks, with the exchange of its gradients.
+
+    They travel by the plan of the phase's scheme; by plain Horovod's if that is "auto".
+
+    Args:
+        recipe: what to train.
+        steps: that count, >= 1.
+
+    Returns:
+        The means on this rank.
+
+    **Ranks:** all, two or more, with the same recipe. **Cost:** as `measure_exchange`.
+    **Raises:** PlanError on one rank, and as training does; DataError likewise.
+    """
+    if launcher().size == 1:
+        raise PlanError(
+            "A step with its exchange is measured on two or more ranks. Received one. Start it "
+            "with horovodrun -np 2 or more."
+        )
+    with _model_and_batches(recipe) as (model, batches):
+        plan = exchanger_of(model).plan_of(model.trainable_variables)
+        exchange = PlanExecutor(plan, process.current()).exchange
+        return measure_exchange(model, batches, plan, exchange, steps)
+
+
+@contextlib.contextmanager
+def _model_and_batches(recipe: Recipe) -> Iterator[tuple[keras.Model, tf.data.Dataset]]:
+    """Make the model of a recipe's first phase, compiled, and one batch of it.
+
+    A text's batches have several lengths, each of which would be traced.
+    """
+    run = prepare(recipe, Path())
+    keras.utils.set_random_seed(recipe.seed)
+    model = recipe.build_model(run.objective)
+    compile_model(model, run, recipe.scheme_of_epoch()[0])
+    try:
+        yield model, run.batches(Piece(0, range(1))).take(1)
     finally:
         run.data.close()

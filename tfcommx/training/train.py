@@ -16,6 +16,8 @@ import tensorflow as tf
 import tfcommx as cx
 from tfcommx import report
 from tfcommx.optim import callbacks, checkpoint
+from tfcommx.optim.run_ahead import RunAhead
+from tfcommx.optim.wrapped import exchanger_of
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.training.evaluation import Evaluation
 from tfcommx.training.history import EpochHistory, ShowProgress
@@ -263,6 +265,11 @@ def fit_phases(
     for piece in pieces(run.phases, first, run.data.redistributes):
         if piece.phase != phase:
             phase = piece.phase
+            exchanger_of(model).ahead = RunAhead(
+                run.steps_before(Position(run.recipe.epochs)) - run.steps_before(first),
+                run.steps[phase],
+                run.recipe.batch(run.recipe.phases[phase]),
+            )
             run_callbacks.evaluation.at(model, run.recipe.phases[phase])
             # Keras traces with reduced retracing: without this, a second resolution would get a
             # graph of dynamic shapes, whose sums differ in the last bits from those of a run that

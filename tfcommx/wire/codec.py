@@ -65,7 +65,9 @@ def encode(sparse: Sparse, wire: str) -> tf.Tensor:
     return wire_kernel.encode(sparse, wire)
 
 
-def merge(buffers: tf.Tensor, k: int, size: int, wire: str, shards: int = 1) -> tf.Tensor:
+def merge(
+    buffers: tf.Tensor, k: int, size: int, wire: str, shards: int = 1, factor: float = 1.0
+) -> tf.Tensor:
     """Add the entries of all gathered buffers into a dense vector.
 
     They are added in rank order, so that every rank gets the same bits.
@@ -77,6 +79,7 @@ def merge(buffers: tf.Tensor, k: int, size: int, wire: str, shards: int = 1) -> 
         size: length of the shard that the indices point into.
         wire: the format in which they were encoded.
         shards: equal parts of the result, >= 1.
+        factor: > 0, of each entry before it is added.
 
     Returns:
         float32 [shards * size].
@@ -84,6 +87,8 @@ def merge(buffers: tf.Tensor, k: int, size: int, wire: str, shards: int = 1) -> 
     **Cost:** one write of the result, whatever the number of shards.
     """
     indices, values = wire_kernel.decode(buffers, k, size, wire, shards)
+    if factor != 1:
+        values = values * tf.constant(factor, values.dtype)
     return tf.ensure_shape(merge_kernel.merge(indices, values, shards * size, k), [shards * size])
 
 

@@ -14,7 +14,9 @@ from rank_helpers import batch, gradients_of, same_on_all_ranks, weights
 import tfcommx as cx
 from tfcommx import callbacks
 from tfcommx.comm.base import Comm
+from tfcommx.comm.line import Line
 from tfcommx.optim import automatic
+from tfcommx.optim.run_ahead import RunAhead
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.trial import TrialExecutor
 from tfcommx.runtime.turns import STEPS
@@ -22,6 +24,7 @@ from tfcommx.terms import Link, Links
 
 # So slow that predictions find several schemes faster than plain Horovod
 SLOW = Links(Link(1e-6, 1e-7), Link(1e-6, 1e-7))
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 LOSSY = cx.Scheme("auto", "mstopk", 0.05)
 
 
@@ -39,19 +42,24 @@ def wide() -> keras.Model:
     return keras.Sequential([keras.layers.Input((12,)), *layers, out], name="wide")
 
 
-def trained(comm: Comm, epochs: int, **wrap: Any) -> keras.Model:
-    """Train on this rank's four batches of 8, two of them in each call."""
+def batches(comm: Comm, size: int) -> tf.data.Dataset:
+    """Return this rank's 32 rows in batches, of which Keras does not know how many there are."""
+    rows = tf.data.Dataset.from_tensor_slices(batch(comm.rank, rows=32))
+    return rows.batch(size, drop_remainder=True).filter(lambda *_: True)
+
+
+def trained(comm: Comm, epochs: int, size: int = 8, **wrap: Any) -> keras.Model:
+    """Train on this rank's batches, two of them in each call."""
     net = wide()
     net.compile(
         cx.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), **wrap),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        loss=LOSS,
         jit_compile=False,
         steps_per_execution=2,
     )
     same = callbacks.CompareReplicas()
-    x, y = batch(comm.rank, rows=32)
     every = [callbacks.BroadcastState(), same]
-    net.fit(x, y, batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=every)
+    net.fit(batches(comm, size), epochs=epochs, verbose=0, callbacks=every)
     assert same.identical
     return net
 
@@ -85,6 +93,8 @@ def test_the_default_trains_as_plain_horovod_does_and_keeps_its_choice(
     again = trained(comm, 1, links=SLOW)
     assert isinstance(executor_of(again.optimizer), PlanExecutor)
     assert executor_of(again.optimizer).plan == running.plan
+    other_batch = trained(comm, 1, size=16, links=SLOW)
+    assert isinstance(executor_of(other_batch.optimizer), TrialExecutor)
 
 
 def test_a_run_of_a_few_steps_decides_nothing(comm: Comm, own_cache: Path) -> None:
@@ -94,6 +104,44 @@ def test_a_run_of_a_few_steps_decides_nothing(comm: Comm, own_cache: Path) -> No
     assert running.turns.chosen is None and not own_cache.exists()
     plans = [state.plan for state in net.optimizer.exchanger.plan_states()]
     assert plans == [one.plan for one in running.executors]
+
+
+def test_where_fit_knows_that_few_steps_follow_nothing_is_measured(
+    comm: Comm, own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = wide()
+    net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.05)), loss=LOSS, jit_compile=False)
+    x, y = batch(comm.rank, rows=32)
+    every = [callbacks.BroadcastState()]
+    net.fit(x, y, batch_size=8, epochs=5, initial_epoch=2, verbose=0, callbacks=every)
+    assert net.optimizer.exchanger.ahead == RunAhead(steps=12, steps_of_epoch=4, batch=8)
+    assert isinstance(executor_of(net.optimizer), PlanExecutor) and not own_cache.exists()
+    if comm.topology.size > 1:
+        assert ("plain Horovod: 12 steps follow" in caplog.text) == (comm.rank == 0)
+
+
+def test_two_optimizers_of_one_step_hold_their_trials_one_after_the_other(comm: Comm) -> None:
+    """As a GAN has them: while the one tries its plans, the other exchanges by plain Horovod."""
+    comm.trials = Line()  # Without the trials of other tests
+    nets, optimizers = [wide(), wide()], []
+    for net in nets:
+        optimizers.append(cx.DistributedOptimizer(keras.optimizers.SGD(0.01), LOSSY, links=SLOW))
+        optimizers[-1].build(net.trainable_variables)
+
+    @tf.function
+    def step(*gradients: tf.Tensor) -> None:
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            optimizer.apply_gradients(zip(gradients, net.trainable_variables, strict=True))
+
+    gradients = gradients_of(nets[0], batch(comm.rank))
+    for number in range(2 * STEPS + 9):
+        step(*gradients)
+        first, second = map(executor_of, optimizers)
+        if comm.topology.size > 1 and first.turns.chosen is None:
+            assert int(second.executors[0].steps) == number + 1 and second.turns.steps == 0
+    assert all(same_on_all_ranks(comm, net) for net in nets)
+    if comm.topology.size > 1:
+        assert first.turns.chosen is not None and second.turns.chosen is not None
 
 
 @pytest.mark.parametrize("traced", [True, False])

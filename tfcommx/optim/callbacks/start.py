@@ -12,7 +12,12 @@ from tfcommx.comm import process
 from tfcommx.optim.broadcast import broadcast_variables
 from tfcommx.optim.callbacks.average import average_over_ranks
 from tfcommx.optim.centre import begin_centre, take_centre
-from tfcommx.optim.keras_internals import layers_of, seed_generators, unlisted
+from tfcommx.optim.keras_internals import (
+    inner_optimizer,
+    layers_of,
+    seed_generators,
+    unlisted,
+)
 from tfcommx.optim.settle import begin_step, may_begin_steps, settle
 from tfcommx.optim.wrapped import (
     accumulated,
@@ -153,6 +158,19 @@ class BroadcastState(keras.callbacks.Callback):
         """Compare the first epoch."""
         if not self.begun:
             self._compare_first(epoch)
+            self._look_ahead(epoch)
+
+    def _look_ahead(self, epoch: int) -> None:
+        """Tell "auto" how many steps follow, if Keras knows it and nobody else has told it."""
+        params = self.params or {}
+        steps, epochs = params.get("steps"), params.get("epochs")
+        for optimizer in wrapped_optimizers(self.model):
+            exchanger = exchanger_in(optimizer)
+            if steps is None or epochs is None or exchanger.ahead.steps is not None:
+                continue
+            each = inner_optimizer(optimizer).gradient_accumulation_steps or 1
+            all_of_them = steps * (epochs - epoch) // each
+            exchanger.ahead = exchanger.ahead._replace(steps=all_of_them, steps_of_epoch=steps)
 
     # Not on_train_batch_end: for it, Keras waits after every step.
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:

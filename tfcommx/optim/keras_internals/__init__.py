@@ -28,6 +28,7 @@ from tfcommx.optim.keras_internals.step import (
     ExchangesGradients,
     StepUnderWay,
     compiled_by_xla,
+    traced_batch,
 )
 from tfcommx.optim.keras_internals.updates import UpdatesTogether
 from tfcommx.optim.keras_internals.version import require_tested_keras
@@ -51,6 +52,7 @@ __all__ = [
     "slots_of",
     "statistics_of",
     "steps_of",
+    "traced_batch",
     "trainable_variables",
     "unlisted",
     "wrapped_class",

@@ -77,6 +77,23 @@ def compiled_by_xla() -> bool:
     )
 
 
+def traced_batch() -> int | None:
+    """Return the length of the first input of the step that is traced now.
+
+    None in an eager step, and where the input's length is not fixed: of a data set whose last batch
+    may be shorter.
+    """
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while graph is not None:
+        given = tf.nest.flatten(getattr(graph, "structured_input_signature", None))
+        shapes = [one.shape for one in given if isinstance(one, tf.TensorSpec)]
+        for shape in shapes:
+            if shape.rank:
+                return shape[0]
+        graph = getattr(graph, "outer_graph", None)
+    return None
+
+
 class Listed(list):
     """The variables of a wrapped optimizer: a list, as in Keras 3."""
 

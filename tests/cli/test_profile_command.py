@@ -1,0 +1,32 @@
+"""`tfcommx profile --exchange`: as a user starts it, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launching import horovodrun
+from typer.testing import CliRunner
+
+from tfcommx import routes
+from tfcommx.cli.main import app
+from tfcommx.terms import MeasuredStep, PlanError
+
+COMMAND = ["profile", "configs/fashion_mnist.yaml", "--steps", "2", "--set", "batch_per_rank=8"]
+
+
+def test_one_rank_alone_exchanges_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    ended = CliRunner().invoke(app, [*COMMAND, "--exchange", str(file)])
+    assert isinstance(ended.exception, PlanError) and "two or more ranks" in str(ended.exception)
+    assert not file.exists()
+
+
+@pytest.mark.exhaustive
+def test_a_launch_writes_the_file_that_plan_compares(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    ended = horovodrun(2, ["-m", "tfcommx.cli.main", *COMMAND, "--exchange", str(file)])
+    assert ended.status == 0 and ended.output.count("2 ranks: a step of") == 1, ended.output
+    step = MeasuredStep.read(file, routes.read_plan)
+    assert (step.plan.topology.nodes, step.plan.topology.slots) == (1, 2)
+    assert any(span.kind == "message" for span in step.timeline.spans)

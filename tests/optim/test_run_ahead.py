@@ -1,0 +1,113 @@
+"""What "auto" does with what is known of the run: a trial, a clear prediction, or nothing."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfcommx.comm.base import Comm
+from tfcommx.comm.threads import ThreadComm
+from tfcommx.optim import automatic
+from tfcommx.optim.keras_internals import traced_batch
+from tfcommx.optim.run_ahead import FEW, RunAhead
+from tfcommx.planner.automatic import Asked
+from tfcommx.planner.plan import Gradient
+from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.runtime.turns import STEPS
+from tfcommx.strategies import Synchronous
+from tfcommx.terms import Link, Links, Scheme, Topology
+
+TOPOLOGY = Topology(2, 1)
+LAYERS = [Gradient(f"layer{number}/kernel", (256, 256), "float32") for number in range(2)]
+SLOW = Links(Link(1e-6, 1e-7), Link(1e-6, 1e-7))
+LOSSY = Scheme("auto", "mstopk", 0.01)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFCOMMX_CACHE", str(tmp_path / "kept"))
+
+
+def begin(ahead: RunAhead, scheme: Scheme, links: Links | None) -> Any:
+    """Return what both ranks begin with: (plans that take turns, its steps) or one plan."""
+
+    def work(comm: Comm) -> Any:
+        asked = Asked(LAYERS, comm.topology, links=links)
+        found = automatic.executor_for({"*": scheme}, asked, comm, Synchronous(), ahead)
+        if isinstance(found, PlanExecutor):
+            return found.plan
+        return len(found.executors), found.turns._most
+
+    first, second = ThreadComm.run(TOPOLOGY, work)
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize(
+    ("steps", "plans", "most"),
+    [(None, 3, STEPS), (10**6, 3, STEPS), (600, 3, 12), (599, 2, 11), (400, 2, 8)],
+)
+def test_a_trial_takes_at_most_2_percent_of_the_steps_that_follow(
+    steps: int | None, plans: int, most: int
+) -> None:
+    assert begin(RunAhead(steps), LOSSY, SLOW) == (plans, most)
+
+
+def test_where_no_trial_fits_a_clear_prediction_counts(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        plan = begin(RunAhead(399), LOSSY, SLOW)
+    assert any(bucket.k is not None for bucket in plan.buckets)
+    assert "by prediction. A trial takes 8 steps or more, and 2% of the 399" in caplog.text
+
+
+def test_where_nothing_is_clear_it_is_plain_horovod(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tfcommx.planner.automatic.CLEAR", 0.0)
+    with caplog.at_level(logging.WARNING):
+        plan = begin(RunAhead(399), LOSSY, SLOW)
+    assert {(bucket.route, bucket.k) for bucket in plan.buckets} == {("allreduce", None)}
+    assert "plain Horovod. A trial takes 8" in caplog.text
+
+
+def test_in_a_few_steps_nothing_is_measured_or_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("too few steps for that")
+
+    for name in ("propose", "probe"):
+        monkeypatch.setattr(automatic, name, refuse)
+    plan = begin(RunAhead(FEW - 1), LOSSY, None)
+    assert {(bucket.route, bucket.k) for bucket in plan.buckets} == {("allreduce", None)}
+    with pytest.raises(AssertionError, match="too few"):
+        begin(RunAhead(FEW), LOSSY, SLOW)
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(16, 8), (15, None)])
+def test_the_batch_of_fit_is_known_where_all_batches_are_alike(
+    rows: int, expected: int | None
+) -> None:
+    found: list[int | None] = []
+
+    class Seen(keras.optimizers.SGD):
+        def apply(self, *given: Any, **more: Any) -> Any:
+            found.append(traced_batch())
+            return super().apply(*given, **more)
+
+    net = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+    net.compile(Seen(0.1), loss="mse", jit_compile=False)
+    net.fit(np.ones((rows, 4)), np.ones((rows, 1)), batch_size=8, verbose=0)
+    assert found == [expected]
+
+
+def test_the_batch_of_a_loop_is_that_of_its_first_input() -> None:
+    found: list[int | None] = []
+    step = tf.function(lambda rate, x: found.append(traced_batch()), autograph=False)
+    step(tf.constant(0.1), tf.ones([8, 4]))
+    step(tf.constant(0.1), tf.ones([16, 4]))
+    assert found == [8, 16] and traced_batch() is None

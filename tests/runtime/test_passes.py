@@ -1,0 +1,76 @@
+"""Short ways through a step give the bits of the long ones: rounding errors, averages, slices."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfcommx.comm.base import Comm
+from tfcommx.comm.threads import ThreadComm
+from tfcommx.planner.plan import Gradient, make_plan
+from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.runtime.flat import flatten, unflatten
+from tfcommx.runtime.selector import keep_rounding_error
+from tfcommx.terms import Scheme, Sparse, Topology
+from tfcommx.wire import codec
+
+NAN, INF = np.float32("nan"), np.float32("inf")
+
+
+@pytest.mark.parametrize(
+    "values", [[0.1, 0.2, 0.3], [NAN, 0.2, INF], [0.1, NAN, 0.3], [NAN, INF, -INF]]
+)
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_rounding_error_is_added_where_the_selection_has_left_zeros(
+    values: list[float], traced: bool
+) -> None:
+    """And where it has not, beside a value that is not finite, nothing changes."""
+    chosen = Sparse(tf.constant([1, 4, 5]), tf.constant(values, tf.float32), 7)
+    rounded, error = codec.rounded(chosen, "block16/float16")
+    before = np.float32([9, 0, 8, 7, 0, 0, 6])
+    before[chosen.indices.numpy()[~np.isfinite(values)]] = 5.0
+    added, residual = tf.Variable(before), tf.Variable(before)
+    added.scatter_add(tf.IndexedSlices(error, chosen.indices))
+    keep = tf.function(keep_rounding_error, autograph=False) if traced else keep_rounding_error
+    keep(residual, chosen, error)
+    assert residual.numpy().tobytes() == added.numpy().tobytes()
+    assert rounded.indices is chosen.indices
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_an_average_has_the_bits_of_the_sum_times_the_factor(ranks: int) -> None:
+    gradients = [Gradient("w", (40, 50), "float32"), Gradient("v", (33, 7), "float32")]
+    scheme = {"*": Scheme("allgather", "mstopk", 0.2, dense_below=8)}
+
+    def step(operation: str) -> list[dict[str, np.ndarray]]:
+        plan = make_plan(gradients, scheme, Topology(ranks, 1), operation)
+
+        def work(comm: Comm) -> dict[str, np.ndarray]:
+            numbers = np.random.default_rng(comm.rank)
+            given = {
+                one.path: tf.constant(numbers.standard_normal(one.shape, np.float32))
+                for one in gradients
+            }
+            result = PlanExecutor(plan, comm).exchange(given)
+            return {path: one.numpy() for path, one in result.items()}
+
+        return ThreadComm.run(plan.topology, work)
+
+    for mean, total in zip(step("average"), step("sum"), strict=True):
+        for path, whole in total.items():
+            expected = whole * np.float32(1 / ranks)
+            assert expected.any() and mean[path].tobytes() == expected.tobytes()
+
+
+def test_unflatten_undoes_flatten_at_any_boundary() -> None:
+    shapes = [(16, 4), (3,), (5, 5), (32,)]
+    gradients = [Gradient(f"w{i}", shape, "float32") for i, shape in enumerate(shapes)]
+    plan = make_plan(gradients, {"*": Scheme("torus")}, Topology(1, 8))
+    (bucket,) = plan.buckets
+    by_name = {one.path: one for one in gradients}
+    parts = [tf.random.stateless_normal(by_name[n].shape, [1, 2]) for n in bucket.variables]
+    assert bucket.padding
+    again = unflatten(flatten(parts, bucket), parts, bucket)
+    for one, other in zip(parts, again, strict=True):
+        assert one.shape == other.shape and (one.numpy() == other.numpy()).all()

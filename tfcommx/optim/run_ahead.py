@@ -1,0 +1,51 @@
+"""RunAhead: what is known of the steps that follow, before the first of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tfcommx.runtime.turns import STEPS
+
+# A trial takes at most this share of the steps that follow
+SHARE = 0.02
+# In fewer steps than these nothing is measured, predicted or tried
+FEW = 50
+
+
+class RunAhead(NamedTuple):
+    """What is known of the steps that follow; None where it is not.
+
+    >>> RunAhead(steps=500).of_trial, RunAhead(steps=10**6).of_trial, RunAhead().of_trial
+    (10, 18, 18)
+    """
+
+    # That the optimizer will take, >= 0
+    steps: int | None = None
+    # Of an epoch, likewise
+    steps_of_epoch: int | None = None
+    # Samples of a rank in a step, as far as the traced step says it
+    batch: int | None = None
+
+    @property
+    def of_trial(self) -> int:
+        """The steps that a trial may take."""
+        return STEPS if self.steps is None else min(STEPS, int(SHARE * self.steps))
+
+    @property
+    def are_few(self) -> bool:
+        """Are there too few steps to spend anything on a choice?"""
+        return self.steps is not None and self.steps < FEW
+
+    def key(self, batch: int | None) -> dict[str, int | None]:
+        """Return what a choice that is kept depends on.
+
+        Where nobody knows the batch, the steps of an epoch, which change with it, stand for it.
+
+        >>> RunAhead(100, 10, 32).key(None), RunAhead(100, 10).key(None), RunAhead().key(8)
+        ({'batch': 32}, {'batch': None, 'steps_of_epoch': 10}, {'batch': 8})
+
+        Args:
+            batch: of a profile, which counts more.
+        """
+        found = self.batch if batch is None else batch
+        return {"batch": found} | ({"steps_of_epoch": self.steps_of_epoch} if found is None else {})
