@@ -94,6 +94,32 @@ def test_shards_in_fit_equal_synchronous_training(comm: Comm, folder: Path) -> N
 
 
 @pytest.mark.every_launch
+@pytest.mark.parametrize(
+    ("make", "strategy"),
+    [
+        (lambda: cx.optimizers.LAMB(0.01, weight_decay=0.1), Sharded(group="node")),
+        pytest.param(adamw, Sharded("layers", group="peers"), marks=pytest.mark.exhaustive),
+    ],
+    ids=["lamb-node", "adamw-peers"],
+)
+def test_whole_variables_and_groups_in_fit_equal_synchronous_training(
+    comm: Comm, folder: Path, make: Any, strategy: Sharded
+) -> None:
+    """Weights, what evaluations see, and files."""
+    saw, states = [], []
+    for one in ("synchronous", strategy):
+        net, path = compiled(cx.DistributedOptimizer(make(), strategy=one)), folder / "net.keras"
+        saw.append(train(comm, net, path, epochs=1))
+        comm.gather_objects("saved")
+        states.append([v.numpy() for v in keras.models.load_model(path).optimizer.variables])
+        comm.gather_objects("read")
+    for mine, theirs in zip(saw[1].weights, saw[0].weights, strict=True):
+        close(comm, mine, theirs)
+    assert len(states[0]) > 8
+    close(comm, *states)
+
+
+@pytest.mark.every_launch
 def test_weights_are_averaged_before_evaluations_and_files(comm: Comm, folder: Path) -> None:
     """Four steps in an epoch, an average every three: the end of an epoch averages, too."""
     strategy = WeightAveraging(every=3, sends="updates", momentum="average")
