@@ -85,3 +85,20 @@ def test_convergence_in_small(tmp_path: Path) -> None:
     written = {path: path.stat().st_mtime for path in tmp_path.rglob("summary.json")}
     assert len(written) == 2 and run("convergence", tmp_path, *words)[1] == rows
     assert all(path.stat().st_mtime == time for path, time in written.items())
+
+
+def test_ends_of_the_forward_pass_as_reported(tmp_path: Path) -> None:
+    """The figure of iBatch: no method ends before the optimum or the forward pass alone."""
+    output, rows = run("pulls", tmp_path, "--png", str(tmp_path / "pulls.png"))
+    report = (ROOT / "docs" / "benchmarks.md").read_text()
+    for line in output.splitlines():
+        assert line in report
+    assert len(rows) == 2 * 2 * 2 * 4 and (tmp_path / "pulls.png").stat().st_size > 10_000
+    for row in rows:
+        same = ("model", "between_gbit", "startup_s")
+        (best,) = (
+            other
+            for other in rows
+            if other["method"] == "optimal" and all(other[key] == row[key] for key in same)
+        )
+        assert row["finish_s"] >= best["finish_s"] > best["forward_s"]

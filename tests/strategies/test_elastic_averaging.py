@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -35,6 +36,7 @@ class Rank:
         self.run = strategy.start(PlanExecutor(plan_for(comm.topology), comm))
         self.weights = {path: tf.Variable(tf.ones(shape)) for path, shape in SHAPES.items()}
         self.target = float(comm.rank)
+        self.sgd: keras.optimizers.SGD | None = None
         self.step = tf.function(self._step) if traced else self._step
 
     def _step(self) -> None:
@@ -42,6 +44,9 @@ class Rank:
         gradients = self.run.exchange(gradients)
 
         def apply() -> None:
+            if self.sgd is not None:
+                self.sgd.apply(list(gradients.values()), list(self.weights.values()))
+                return
             for path, gradient in gradients.items():
                 self.weights[path].assign_sub(RATE * gradient)
 
@@ -160,6 +165,51 @@ def _after(weights: np.ndarray, steps: int, target: float) -> np.ndarray:
 
 def _distance(weights: np.ndarray, target: int, seen: np.ndarray) -> float:
     return float(np.abs(_after(weights, 3, target) - seen).max())
+
+
+def test_with_nesterov_momentum_it_is_the_papers_second_algorithm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """EAMSGD in float64, from the order of the messages: velocities feel the force by x alone."""
+    log = Log(monkeypatch)
+    delta, eta, alpha, every = 0.8, 0.05, 0.3, 3
+
+    def work(comm: Comm) -> np.ndarray:
+        rank = Rank(comm, ElasticAveraging(every=every, alpha=alpha, blocking=True))
+        rank.sgd = keras.optimizers.SGD(eta, momentum=delta, nesterov=True)
+        for _ in range(15):
+            rank.step()
+        rank.run.end()
+        return rank.flat()
+
+    ended = ThreadComm.run(Topology(3, 1), work)
+    assert len(log.met) == 3 * 15 // every
+    centre = np.ones(ENTRIES)
+    # Algorithm 2's x and v; Keras's weights are x + delta v, where the gradient is taken
+    workers = {rank: (np.ones(ENTRIES), np.zeros(ENTRIES)) for rank in range(3)}
+
+    def after(rank: int) -> tuple[np.ndarray, np.ndarray]:
+        x, v = workers[rank]
+        for _ in range(every):
+            v = delta * v - eta * (x + delta * v - rank)
+            x = x + v
+        return x, v
+
+    for weights, force, centre_after in log.met:
+        found = {rank: after(rank) for rank in workers}
+        seen = {rank: x + delta * v for rank, (x, v) in found.items()}
+        rank = min(workers, key=lambda one: float(np.abs(seen[one] - weights).max()))
+        np.testing.assert_allclose(weights, seen[rank], rtol=0, atol=1e-5)
+        pull = alpha * (seen[rank] - centre)
+        np.testing.assert_allclose(force, pull, rtol=0, atol=1e-5)
+        centre = centre + pull
+        np.testing.assert_allclose(centre_after, centre, rtol=0, atol=1e-5)
+        x, v = found[rank]
+        workers[rank] = x - pull, v
+    for last in ended:
+        np.testing.assert_allclose(last, centre, rtol=0, atol=1e-5)
+    # The momentum matters: plain SGD is elsewhere by now
+    assert np.abs(workers[0][1]).max() > 0.01
 
 
 @pytest.mark.parametrize("seed", range(20))

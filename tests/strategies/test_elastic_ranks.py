@@ -10,17 +10,39 @@ import pytest
 from launching import LAUNCHERS, WORKERS, horovodrun
 
 
-@pytest.mark.long_wait
-@pytest.mark.exhaustive
-def test_ranks_train_at_their_own_pace_and_go_on_without_one_that_dies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One launch of three ranks: all that needs the real Horovod, MPI and watch."""
+@pytest.fixture
+def recovering(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A launcher whose ranks may die."""
     recovers = [f"{word} --enable-recovery" for word in LAUNCHERS["mpi"] if "--mpi-args" in word]
     words = [word for word in LAUNCHERS["mpi"] if "--mpi-args" not in word]
     monkeypatch.setitem(LAUNCHERS, "recovering", [*words, *recovers])
+    return "recovering"
+
+
+@pytest.mark.long_wait
+@pytest.mark.exhaustive
+def test_a_rank_that_dies_while_it_sends_blocks_nobody(recovering: str) -> None:
+    """The message has begun and never ends. Within a machine, too, it goes piece by piece here."""
+    ended = horovodrun(
+        3,
+        [str(WORKERS / "dies_sending.py")],
+        recovering,
+        seconds=240,
+        OMPI_MCA_smsc="^cma,knem,xpmem",
+    )
+    said = {rank: re.findall(rf"rank {rank}: (.*)", ended.output) for rank in range(3)}
+    assert said[2] == ["is killed"], ended.output[-6000:]
+    assert said[0] == said[1] and said[0][0].startswith("ended -"), ended.output[-6000:]
+
+
+@pytest.mark.long_wait
+@pytest.mark.exhaustive
+def test_ranks_train_at_their_own_pace_and_go_on_without_one_that_dies(
+    tmp_path: Path, recovering: str
+) -> None:
+    """One launch of three ranks: all that needs the real Horovod, MPI and watch."""
     command = [str(WORKERS / "elastic.py"), str(tmp_path / "saved")]
-    ended = horovodrun(3, command, "recovering", seconds=420)
+    ended = horovodrun(3, command, recovering, seconds=420)
     said = {rank: re.findall(rf"rank {rank}: (.*)", ended.output) for rank in range(3)}
     report = ended.output[-6000:]
 

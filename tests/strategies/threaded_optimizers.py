@@ -13,7 +13,13 @@ from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.optim.exchange_settings import ExchangeSettings
 from tfcommx.optim.exchanger import Exchanger
-from tfcommx.optim.keras_internals import ExchangesGradients, UpdatesShards, copy_with
+from tfcommx.optim.keras_internals import (
+    ExchangesGradients,
+    UpdatesShards,
+    copy_with,
+    unlisted,
+)
+from tfcommx.optim.settle import settle
 from tfcommx.strategies import strategy_of
 from tfcommx.terms import Scheme, Topology
 
@@ -68,3 +74,56 @@ def train(
         return after(optimizer, weights) if after else [one.numpy() for one in weights]
 
     return ThreadComm.run(topology, work)
+
+
+def equal(one: list[list[np.ndarray]], other: list[list[np.ndarray]]) -> bool:
+    """Tell whether the weights of all ranks have the same bits."""
+    return all(
+        a.tobytes() == b.tobytes()
+        for mine, theirs in zip(one, other, strict=True)
+        for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def save(
+    optimizer: keras.optimizers.Optimizer, weights: list[keras.Variable]
+) -> dict[str, np.ndarray]:
+    """Return, on rank 0, what a file would have, and the weights."""
+    store: dict[str, np.ndarray] = {}
+    settle(optimizer)
+    if optimizer.exchanger.comm.rank == 0:
+        optimizer.save_own_variables(store)
+        store["weights"] = [one.numpy() for one in weights]
+    return store
+
+
+def continue_from(
+    store: dict[str, np.ndarray],
+    make: Callable[[], keras.optimizers.Optimizer],
+    strategy: Any,
+    topology: Topology,
+    distinct: int,
+) -> list[list[np.ndarray]]:
+    """Take four steps from what `save` returned, as of `distinct` ranks; return the weights."""
+
+    def go_on(comm: Comm) -> list[np.ndarray]:
+        optimizer, mine = wrap(make(), comm, strategy, DENSE, "average"), new_weights()
+        kept = {key: value for key, value in store.items() if key != "weights"}
+        optimizer.build(mine)
+        if comm.rank == 0:  # As a restored checkpoint: BroadcastState brings it to the others
+            optimizer.load_own_variables(kept)
+        for one, value in zip(mine, store["weights"], strict=True):
+            one.assign(value)
+        sharding = optimizer.exchanger.sharding
+        sharding.share_loaded(0)
+        apart = {id(one) for one in sharding.state}
+        rest = [one for one in optimizer.variables if id(one) not in apart]
+        rest += unlisted(optimizer).values()
+        of_root = comm.gather_objects([one.numpy() for one in rest])[0]
+        for one, value in zip(rest, of_root, strict=True):
+            one.assign(value)
+        for step in range(4):
+            optimizer.apply(gradients(comm.rank % distinct, step), mine)
+        return [one.numpy() for one in mine]
+
+    return ThreadComm.run(topology, go_on)

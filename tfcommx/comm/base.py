@@ -81,8 +81,11 @@ class PointToPoint(Protocol):
         **Raises:** RuntimeError that names the ranks awaited if nothing comes in time.
         """
 
+    def done(self, request: Any) -> bool:
+        """Tell whether a request is done, without waiting. Once done, it is not asked again."""
+
     def take(self, tag: int) -> tuple[int, np.ndarray] | None:
-        """Receive a message that has arrived from any rank; None if there is none.
+        """Receive a message that has arrived from any rank; None if there is none. It never waits.
 
         Returns:
             Who sent it, and its bytes: uint8, as many as were sent.

@@ -60,6 +60,8 @@ class MpiPointToPoint:
         self._mpi = MPI
         self._world = MPI.COMM_WORLD.Dup()
         self.sent: dict[int, int] = {}
+        # Tag -> messages that have begun to arrive: who sends, where to, and the request
+        self._arriving: dict[int, list[tuple[int, np.ndarray, Any]]] = {}
         self._timeout = message_timeout(WATCHED_SECONDS if watched else TIMEOUT_SECONDS)
         if lasting:
             self._end_the_launch_after_an_exception()
@@ -117,12 +119,26 @@ class MpiPointToPoint:
                     "only slow, raise TFCOMMX_MESSAGE_TIMEOUT_SECONDS."
                 )
 
+    def done(self, request: Any) -> bool:
+        """Tell whether a request is done."""
+        return request[0].Test()
+
     def take(self, tag: int) -> tuple[int, np.ndarray] | None:
-        """Receive a message that has arrived from any rank; None if there is none."""
-        status = self._mpi.Status()
+        """Receive a message that has arrived from any rank; None if there is none.
+
+        It never waits: a rank that dies while it sends leaves a message that never ends.
+        """
+        status, arriving = self._mpi.Status(), self._arriving.setdefault(tag, [])
         message = self._world.Improbe(self._mpi.ANY_SOURCE, tag, status)
-        if message is None:
-            return None
-        array = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
-        message.Recv([array, self._mpi.BYTE])
-        return status.Get_source(), array
+        if message is not None:
+            array = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
+            request = message.Irecv([array, self._mpi.BYTE])
+            arriving.append((status.Get_source(), array, request))
+        waits_for: set[int] = set()
+        for place, (source, array, request) in enumerate(arriving):
+            # Those of a rank in their order
+            if source not in waits_for and request.Test():
+                del arriving[place]
+                return source, array
+            waits_for.add(source)
+        return None

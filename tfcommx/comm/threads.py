@@ -87,6 +87,9 @@ class _ThreadPointToPoint:
                 array[...] = message
             return position
 
+    def done(self, request: Any) -> bool:
+        return request is None or bool(request[2])
+
     def take(self, tag: int) -> tuple[int, np.ndarray] | None:
         meeting = self.meeting
         with meeting.lock:

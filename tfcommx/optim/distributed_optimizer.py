@@ -26,7 +26,7 @@ from tfcommx.optim.keras_internals import (
     copy_state,
     copy_with,
     plain_copy,
-    require_elementwise,
+    require_shardable,
 )
 from tfcommx.strategies import Strategy, in_lock_step, strategy_of
 from tfcommx.terms import AUTO, Links, Plan, PlanError, Profile, Scheme, Topology
@@ -131,7 +131,7 @@ def DistributedOptimizer(
         own_momentum=getattr(inner, "momentum", 0.0) or getattr(inner, "beta_1", 0.0),
     )
     if settings.strategy.shards_weights:
-        require_elementwise(inner)
+        require_shardable(inner)
     return _wrap(optimizer, Scheme(AUTO) if scheme is None else scheme, settings)
 
 

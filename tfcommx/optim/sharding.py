@@ -10,25 +10,29 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm.base import Comm
+from tfcommx.optim.variable_names import path_of
 from tfcommx.strategies import ShardedRun, Shards, StrategyRun
 from tfcommx.terms import NOMINAL, PlanError
 
-# State by attribute of the optimizer, then by variable in forward order
-WholeState = dict[str, list[np.ndarray]]
+# State by attribute of the optimizer, then by variable in forward order; None: it has none
+WholeState = dict[str, list[np.ndarray | None]]
 
 
 class Sharding:
     """The shards of one optimizer on this rank."""
 
-    def __init__(self, variables: Sequence[keras.Variable], shards: Shards, comm: Comm) -> None:
-        """Keep the whole variables, in forward order, and their shards."""
-        self.variables, self.shards, self.comm = list(variables), shards, comm
+    def __init__(
+        self, variables: Sequence[keras.Variable], shards: Shards, comm: Comm, group: str
+    ) -> None:
+        """Keep the whole variables, in forward order, and their shards over a group of ranks."""
+        self.variables, self.shards = list(variables), shards
+        self.comm, self.group = comm, group
         # The strategy at work, from the first step on
         self.run: ShardedRun | None = None
         # Whether a step may begin with the pull
         self.may_begin = False
         # What the optimizer keeps of each shard, by attribute
-        self.slots: dict[str, list[keras.Variable]] = {}
+        self.slots: dict[str, list[keras.Variable | None]] = {}
         # Steps at which the whole state was gathered, and the state on rank 0
         self._gathered: tuple[int, WholeState] | None = None
         # What this rank has loaded, until all ranks have it
@@ -36,16 +40,24 @@ class Sharding:
 
     @staticmethod
     def make(
-        exchanger: Any, variables: Sequence[keras.Variable], decays: Sequence[bool]
+        exchanger: Any, variables: Sequence[keras.Variable], decays: Sequence[bool], whole: bool
     ) -> Sharding:
         """Make this rank's shards of the variables, by the exchanger's plan, strategy and links.
 
+        Args:
+            exchanger: of the optimizer.
+            variables: in forward order.
+            decays: whether weight decay applies to each.
+            whole: whether the optimizer needs whole variables.
+
         Local: what ranks must agree on, they compare at the first step.
+        **Raises:** PlanError for what cannot be sharded.
         """
         strategy, links = exchanger.settings.strategy, exchanger.settings.links or NOMINAL
         plan, weights = exchanger.plan_of(variables), exchanger.weights_of(variables)
-        shards = strategy.make_shards(plan, weights, decays, exchanger.comm.rank, links)
-        return Sharding(variables, shards, exchanger.comm)
+        known_as = [path_of(variable) for variable in variables] if whole else None
+        shards = strategy.make_shards(plan, weights, decays, exchanger.comm.rank, links, known_as)
+        return Sharding(variables, shards, exchanger.comm, strategy.group)
 
     def attach(self, run: StrategyRun, names: Sequence[str]) -> None:
         """Let a run of the strategy work on the shards. **Ranks:** all."""
@@ -56,7 +68,7 @@ class Sharding:
     @property
     def state(self) -> list[keras.Variable]:
         """The optimizer's state of the shards, which no other rank has."""
-        return [variable for slot in self.slots.values() for variable in slot]
+        return [one for slot in self.slots.values() for one in slot if one is not None]
 
     def gather_state(self, steps: int) -> None:
         """Gather the whole state on rank 0, for a file.
@@ -67,18 +79,9 @@ class Sharding:
         **Ranks:** all, outside of traced code. **Cost:** an all-gather of the state; on rank 0 its
         memory until the next one.
         """
-        whole: WholeState = {}
-        shapes = self.shards.shapes
-        for name in sorted(self.slots):
-            found: dict[str, np.ndarray] = {}
-            for segment, shard in zip(self.shards.segments, self.slots[name], strict=True):
-                flat = self.comm.all_gather(
-                    shard.value.read_value(), "world", f"state/{name}/{segment.name}", counted=False
-                )
-                if self.comm.rank == 0:
-                    parts = segment.unflatten(flat, shapes)
-                    found |= {path: part.numpy() for path, part in parts.items()}
-            whole[name] = [found[path] for path in shapes] if self.comm.rank == 0 else []
+        found = self.shards.gather(self.slots, self.comm, self.group)
+        paths = list(self.shards.weights)
+        whole = {name: [one.get(path) for path in paths] for name, one in found.items()}
         self._gathered = (steps, whole)
 
     def gathered_at(self, steps: int) -> WholeState:
@@ -98,11 +101,15 @@ class Sharding:
 
     def set_state(self, whole: WholeState) -> None:
         """Take this rank's shards of a whole state, and keep it until `share_loaded`."""
-        for name, slot in self.slots.items():
-            tensors = dict(zip(self.shards.weights, whole[name], strict=True))
-            for segment, shard in zip(self.shards.segments, slot, strict=True):
-                parts = {path: tf.constant(tensors[path]) for path in segment.paths}
-                shard.assign(segment.shard_of(parts, self.comm.rank))
+        by_path = {
+            name: {
+                path: array
+                for path, array in zip(self.shards.weights, arrays, strict=True)
+                if array is not None
+            }
+            for name, arrays in whole.items()
+        }
+        self.shards.set_slots(self.slots, by_path)
         self._loaded = whole
 
     def share_loaded(self, root: int) -> None:
@@ -110,19 +117,28 @@ class Sharding:
 
         **Ranks:** all, outside of traced code.
         """
-        if self.comm.gather_objects(self._loaded is not None)[root]:
-            mine, whole = self._loaded, {}
-            for name, slot in sorted(self.slots.items()):
-                whole[name] = []
-                for place, variable in enumerate(self.variables):
-                    value = (
-                        np.zeros(variable.shape, slot[0].dtype)
-                        if mine is None
-                        else (mine[name][place])
-                    )
+        forms = self.comm.gather_objects(_forms(self._loaded))[root]
+        if forms is not None:
+            whole: WholeState = {}
+            for name, rows in forms.items():
+                whole[name] = [None] * len(rows)
+                for place, form in enumerate(rows):
+                    if form is None:
+                        continue
+                    mine = self._loaded[name][place] if self.comm.rank == root else np.zeros(*form)
                     received = self.comm.broadcast(
-                        tf.constant(value), root, f"tfcommx/loaded/{name}/{place}"
+                        tf.constant(mine), root, f"tfcommx/loaded/{name}/{place}"
                     )
-                    whole[name].append(received.numpy())
+                    whole[name][place] = received.numpy()
             self.set_state(whole)
         self._loaded = None
+
+
+def _forms(state: WholeState | None) -> dict[str, list[tuple | None]] | None:
+    """Return the shape and dtype of each array."""
+    if state is None:
+        return None
+    return {
+        name: [None if one is None else (one.shape, one.dtype.name) for one in arrays]
+        for name, arrays in sorted(state.items())
+    }

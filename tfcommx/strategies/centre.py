@@ -145,12 +145,16 @@ class CentreServer:
         ]
 
     def finish(self) -> None:
-        """Wait until all answers have been sent: this rank may end its process next."""
-        for worker, answers in self._answers.items():
-            for request, _ in answers:
-                if worker not in self._gone():
-                    self._messages.wait_any([request])
-        self._answers.clear()
+        """Wait until all answers have been sent: this rank may end its process next.
+
+        Nobody waits for a worker that is gone, or goes meanwhile.
+        """
+        while self._answers:
+            for worker, answers in list(self._answers.items()):
+                answers[:] = [one for one in answers if not self._messages.done(one[0])]
+                if not answers or worker in self._gone():
+                    del self._answers[worker]
+            time.sleep(LOOK_SECONDS if self._answers else 0)
 
     def _warn_of(self, source: int, snapshot: np.ndarray, force: np.ndarray) -> None:
         if source not in self._spoilt and not force.any() and not np.isfinite(snapshot).all():

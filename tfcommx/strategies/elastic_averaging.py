@@ -109,7 +109,8 @@ server='thread')
         if check_name("server", self.server, SERVERS) != "thread":
             raise PlanError(
                 f"`server` must be 'thread', a thread of rank 0. Received {self.server!r}, which "
-                "is not available yet."
+                "is not available: a centre in parts, or on a rank of its own. If rank 0's link or "
+                "memory is too small for it, raise `every`."
             )
 
     def moving_rate(self, ranks: int) -> float:

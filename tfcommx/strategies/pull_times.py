@@ -9,7 +9,7 @@ from typing import Any
 from tfcommx import cost
 from tfcommx.planner.merging.pulls import PullTimes
 from tfcommx.routes.base import slowest_link
-from tfcommx.terms import Links, PlanError, Profile, Topology
+from tfcommx.terms import Link, Links, PlanError, Profile, Topology
 
 
 def layers_of(paths: Sequence[str]) -> list[tuple[int, int]]:
@@ -31,6 +31,7 @@ def pull_times(
     weights: Sequence[Any],
     topology: Topology,
     links: Links,
+    group: str = "world",
 ) -> PullTimes:
     """Return what pulls and the forward pass of each layer take.
 
@@ -39,6 +40,7 @@ def pull_times(
         layers: [start, stop) of the variables of each, in forward order.
         weights: in forward order, each with `shape` and `dtype`.
         topology, links: price an all-gather.
+        group: of the ranks that gather. The slots of a node share its link to other nodes.
 
     **Raises:** PlanError for a profile of other variables, or without times.
     """
@@ -54,7 +56,8 @@ def pull_times(
             + (f"with {differs[1]} where the model has {differs[0]}." if differs else "of sizes.")
             + " Measure the model with `tfcommx profile` or cx.profile."
         )
-    link, ranks = slowest_link(topology, links), topology.size
+    ranks = len(topology.group(group, 0))
+    link = _link(topology, links, group)
     seconds_per_byte = cost.all_gather(1, ranks, link) - cost.all_gather(0, ranks, link)
     entry_bytes = [
         2 if "16" in str(one.dtype) else 8 if "64" in str(one.dtype) else 4 for one in weights
@@ -67,3 +70,13 @@ def pull_times(
         ),
         tuple(sum(rows[i].forward_s for i in range(*layer)) for layer in layers),
     )
+
+
+def _link(topology: Topology, links: Links, group: str) -> Link:
+    """Return what a gather over the group costs each rank."""
+    if group == "world":
+        return slowest_link(topology, links)
+    if group == "node":
+        return links.inside
+    port = links.between
+    return Link(port.alpha_s, topology.slots * port.beta_s_per_byte, port.gamma_s_per_byte)

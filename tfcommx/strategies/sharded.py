@@ -3,6 +3,9 @@
     gradients -> reduce-scatter -> each rank updates its shard -> all-gather -> weights on all ranks
                  [push]            [1/p of the optimizer's state]  [pull]
 
+Over a node (or the peers) each node (or slot) has all weights, and the push adds an allreduce of
+the shard over the peers (or the node): the collectives of the torus, the update between them.
+
 The pull of a step goes in batches of consecutive layers, one after another. Where the step function
 says when it begins (`begin`), it is put off to the beginning of the next step, so that the pull of
 later layers overlaps the forward pass of earlier ones:
@@ -32,11 +35,14 @@ from tfcommx.runtime.flat import join
 from tfcommx.strategies.base import StrategyRun, require_sums_on_all_ranks
 from tfcommx.strategies.pull_times import layers_of, pull_times
 from tfcommx.strategies.shards import Segment, Shards, lay_out
-from tfcommx.terms import Links, Plan, PlanError, Profile, Topology, check_name
+from tfcommx.strategies.whole_shards import WholeShards, lay_out_whole
+from tfcommx.terms import GROUPS, Links, Plan, PlanError, Profile, Topology, check_name
 
 log = logging.getLogger("tfcommx")
 
 PULLS = ("at_once", "layers", "batched")
+# Whose sums a rank's shard needs beside those of the group that shares the weights
+OTHERS = {"world": None, "node": "peers", "peers": "node"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,9 @@ class Sharded:
 
     Buckets that travel by a plain allreduce are reduce-scattered; others, such as sparse ones, go
     their route, and each rank keeps its part of the sum.
+
+    An optimizer with statistics of whole variables (LARS, LAMB, Adafactor, Muon) has whole
+    variables as its shards, balanced by size; they are pulled at once.
     """
 
     # "at_once": one all-gather; "layers": one for each layer; "batched": by times of the layers
@@ -53,6 +62,9 @@ class Sharded:
     profile: Profile | str | Path | None = None
     # How "batched" chooses: a solver of tfcommx.planner.merging.pulls; "best" simulates all
     solver: str = "best"
+    # Who shares the weights: the "world"; or the "node" or the "peers", so that each of these
+    # groups has all weights, and its ranks 1/n or 1/m of them. The bytes are then those of a torus.
+    group: str = "world"
 
     keeps_weights_equal: ClassVar[bool] = True
     updates_alike: ClassVar[bool] = False
@@ -62,6 +74,7 @@ class Sharded:
     def __post_init__(self) -> None:
         check_name("pull", self.pull, PULLS)
         check_name("solver", self.solver, ("best", *pulls.PULLS))
+        check_name("group", self.group, GROUPS)
         if (self.pull == "batched") != (self.profile is not None):
             raise PlanError(
                 'pull="batched" needs a `profile`, whose times say which layers are pulled '
@@ -76,7 +89,7 @@ class Sharded:
 
     def start(self, executor: PlanExecutor) -> ShardedRun:
         """Get ready for the steps of one plan; `attach` gives it the shards."""
-        return ShardedRun(executor)
+        return ShardedRun(executor, self.group)
 
     def batches(
         self, paths: Sequence[str], weights: Sequence[Any], topology: Topology, links: Links
@@ -95,7 +108,7 @@ class Sharded:
         if self.pull == "layers":
             return layers
         profile = self.profile if isinstance(self.profile, Profile) else Profile.read(self.profile)
-        times = pull_times(profile, layers, weights, topology, links)
+        times = pull_times(profile, layers, weights, topology, links, self.group)
         solvers = tuple(pulls.PULLS) if self.solver == "best" else (self.solver,)
         chosen = pulls.choose(times, solvers)
         log.info(
@@ -115,6 +128,7 @@ class Sharded:
         decays: Sequence[bool],
         rank: int,
         links: Links,
+        whole: Sequence[str] | None = None,
     ) -> Shards:
         """Make this rank's shards. Local: a pure function of the arguments, and memory.
 
@@ -124,8 +138,24 @@ class Sharded:
             decays: whether the optimizer's weight decay applies to each.
             rank: this rank.
             links: what a gather costs.
+            whole: the paths by which the optimizer knows the variables, if it needs whole ones.
+
+        **Raises:** PlanError for whole variables and pulls in batches; for unequal nodes and a
+        group that needs equal ones.
         """
-        return Shards(self.segments(plan, weights, decays, links), weights, rank)
+        members = plan.topology.group(self.group, rank)
+        place = members.index(rank)
+        if whole is None:
+            return Shards(self.segments(plan, weights, decays, links), weights, place)
+        if self.pull != "at_once":
+            raise PlanError(
+                "An optimizer that needs whole variables has them pulled at once: a layer is on "
+                f"one rank, and a gather of it would be padded for all. Received pull="
+                f'{self.pull!r}. Take pull="at_once", or an optimizer that updates each entry by '
+                "itself."
+            )
+        laid = lay_out_whole(plan, weights, decays, len(members))
+        return WholeShards(*laid, weights, place, whole)
 
     def segments(
         self,
@@ -138,13 +168,18 @@ class Sharded:
         paths = list(weights)
         batches = self.batches(paths, list(weights.values()), plan.topology, links)
         dtypes = [variable.dtype.name for variable in weights.values()]
-        return lay_out(plan, paths, dtypes, decays, batches)
+        ranks = len(plan.topology.group(self.group, 0))
+        return lay_out(plan, paths, dtypes, decays, batches, ranks)
 
 
 class ShardedRun(StrategyRun):
     """The strategy at work on one plan."""
 
     shards: Shards
+
+    def __init__(self, executor: PlanExecutor, group: str = "world") -> None:
+        super().__init__(executor)
+        self.group = group
 
     def attach(self, shards: Shards) -> None:
         """Take the shards that the optimizer was built for.
@@ -164,8 +199,11 @@ class ShardedRun(StrategyRun):
         # other: reduce-scattered.
         self._segments: dict[str, list[Segment]] = {}
         for bucket in self.executor.plan.buckets:
-            mine = [one for one in shards.segments if one.bucket == bucket.name]
-            if sorted(path for one in mine for path in one.paths) == sorted(bucket.variables):
+            mine = [one for one in shards.pushes if one.bucket == bucket.name]
+            # More than twice the bucket is padding: its allreduce sends less
+            short = sum(one.length * one.ranks for one in mine) <= 2 * sum(bucket.sizes)
+            paths = sorted(path for one in mine for path in one.paths)
+            if short and paths == sorted(bucket.variables):
                 self._segments[bucket.name] = mine
         gathers = [f"the pull of batch {number}" for number in range(len(shards.batches()))]
         self._waits = self.executor.comm.activity.waits(gathers, counted=False)
@@ -187,19 +225,19 @@ class ShardedRun(StrategyRun):
             with tf.control_dependencies(list(gradients.values())[-1:]):
                 self.shards.take_from_weights()
         done = self.executor.exchange_buckets(gradients, self._push)
-        shards: dict[str, tf.Tensor] = {}
+        found: dict[str, tf.Tensor] = {}
         pieces: dict[str, tf.Tensor] = {}
         for runner, tensors in zip(self.executor.runners, done, strict=True):
             if self._scatters(runner):
-                names = [one.name for one in self._segments[runner.bucket.name]]
-                shards |= zip(names, tensors, strict=True)
+                for segment, flat in zip(self._segments[runner.bucket.name], tensors, strict=True):
+                    found |= self.shards.pushed(segment, flat)
             else:
                 pieces |= zip(runner.bucket.variables, tensors, strict=True)
         whole = join(pieces, gradients)
-        for segment in self.shards.segments:
-            if segment.name not in shards:
-                shards[segment.name] = segment.shard_of(whole, self.shards.rank)
-        return {one.name: shards[one.name] for one in self.shards.segments}
+        return {
+            name: found[name] if name in found else self.shards.entries(place, whole)
+            for place, name in enumerate(self.shards.names)
+        }
 
     def _scatters(self, runner: BucketRunner) -> bool:
         return runner.is_plain and runner.bucket.name in self._segments
@@ -218,7 +256,9 @@ class ShardedRun(StrategyRun):
             for one in segments
         ]
         flat = tf.reshape(tf.concat(rows, axis=1) if len(rows) > 1 else rows[0], [-1])
-        mine = self.executor.comm.reduce_scatter(flat, "world", bucket.name)
+        mine = self.executor.comm.reduce_scatter(flat, self.group, bucket.name)
+        if others := OTHERS[self.group]:
+            mine = self.executor.comm.allreduce(mine, others, f"{bucket.name}/{others}")
         if runner.factor != 1:
             mine = mine * tf.constant(runner.factor, mine.dtype)
         shards = tf.split(mine, [one.length for one in segments])
@@ -273,11 +313,11 @@ class ShardedRun(StrategyRun):
             with self.executor.scope():
                 # One after another: the engine would fuse them, or take them in any order.
                 with tf.control_dependencies(before):
-                    mine = tf.concat([shards.variables[i].value for i in members], axis=0)
-                whole = comm.all_gather(mine, "world", f"{label}{place}")
+                    mine = tf.concat([shards.flat(i) for i in members], axis=0)
+                whole = comm.all_gather(mine, self.group, f"{label}{place}")
             self._waits.end(place, [whole], number)
             before = [whole]
-            rows = tf.reshape(whole, [comm.topology.size, -1])
+            rows = tf.reshape(whole, [segments[0].ranks, -1])
             columns = tf.split(rows, [one.length for one in segments], axis=1)
             for segment, column in zip(segments, columns, strict=True):
                 found = segment.unflatten(tf.reshape(column, [-1]), shards.shapes)
@@ -301,5 +341,6 @@ class ShardedRun(StrategyRun):
         """
         mine = self.shards.squares(gradients)
         with self.executor.scope():
-            both = self.executor.comm.allreduce(tf.stack(list(mine.values())), "world", "squares")
+            stacked = tf.stack(list(mine.values()))
+            both = self.executor.comm.allreduce(stacked, self.group, "squares")
         return dict(zip(mine, tf.unstack(both), strict=True))

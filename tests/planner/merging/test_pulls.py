@@ -107,7 +107,7 @@ def test_equation_4_chooses_and_may_choose_the_slower_one() -> None:
         chosen = pulls.ibatch(times)
         assert execution_s(chosen, times) == min(execution_s(one, times) for one in both)
         worse += finish_s(chosen, times) > min(finish_s(one, times) for one in both) + 1e-9
-        found = pulls.choose(times)
+        found = pulls.choose(times, [name for name in PULLS if name != "layers"])
         assert found.finish_s == pytest.approx(finish_s(pulls.optimal(times), times))
         assert found.ibatch_finish_s == finish_s(chosen, times)
     assert 0 < worse < 100
@@ -119,3 +119,37 @@ def test_times_are_seconds(bad: float) -> None:
         PullTimes(1.0, (1.0, bad), (1.0, 1.0))
     with pytest.raises(PlanError, match="1 and 2 times"):
         PullTimes(1.0, (1.0,), (1.0, 1.0))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_layer_by_layer_is_taken_wherever_it_is_as_good(seed: int) -> None:
+    """By simulation: never more than 2 % behind the optimum, nor behind any other solver."""
+    draw = random.Random(seed)
+    times = random_times(draw, draw.randrange(1, 14))
+    chosen, single = pulls.choose(times), PULLS["layers"](times)
+    best = finish_s(PULLS["optimal"](times), times)
+    assert chosen.finish_s == finish_s(list(chosen.batches), times) <= 1.02 * best
+    as_good = finish_s(single, times) <= 1.02 * best
+    assert (chosen.solver == "layers") == as_good
+    assert (list(chosen.batches) == single) or not as_good
+    # Asked for another solver, it is that one
+    assert pulls.choose(times, ("optimal",)).finish_s == best
+
+
+def test_both_cases_are_among_the_drawn_ones() -> None:
+    def taken(seed: int) -> str:
+        draw = random.Random(seed)
+        return pulls.choose(random_times(draw, draw.randrange(1, 14))).solver
+
+    solvers = [taken(seed) for seed in range(20)]
+    assert 3 <= solvers.count("layers") <= 17
+
+
+def test_the_more_a_gather_costs_the_fewer_there_are() -> None:
+    """12 layers as in the benchmark: 1.2 s of pulls, .6 s of computing."""
+    found = [
+        pulls.choose(PullTimes(startup, (0.1,) * 12, (0.05,) * 12))
+        for startup in (0.0, 0.001, 0.1, 1.0)
+    ]
+    assert [one.solver == "layers" for one in found] == [True, True, False, False]
+    assert len(found[2].batches) > len(found[3].batches) == 1

@@ -94,6 +94,61 @@ def test_shards_in_fit_equal_synchronous_training(comm: Comm, folder: Path) -> N
 
 
 @pytest.mark.every_launch
+@pytest.mark.parametrize(
+    ("make", "strategy"),
+    [
+        (lambda: cx.optimizers.LAMB(0.01, weight_decay=0.1), Sharded(group="node")),
+        pytest.param(adamw, Sharded("layers", group="peers"), marks=pytest.mark.exhaustive),
+    ],
+    ids=["lamb-node", "adamw-peers"],
+)
+def test_whole_variables_and_groups_in_fit_equal_synchronous_training(
+    comm: Comm, folder: Path, make: Any, strategy: Sharded
+) -> None:
+    """Weights, what evaluations see, and files."""
+    saw, states = [], []
+    for one in ("synchronous", strategy):
+        net, path = compiled(cx.DistributedOptimizer(make(), strategy=one)), folder / "net.keras"
+        saw.append(train(comm, net, path, epochs=1))
+        comm.gather_objects("saved")
+        states.append([v.numpy() for v in keras.models.load_model(path).optimizer.variables])
+        comm.gather_objects("read")
+    for mine, theirs in zip(saw[1].weights, saw[0].weights, strict=True):
+        close(comm, mine, theirs)
+    assert len(states[0]) > 8
+    close(comm, *states)
+
+
+class Break(keras.callbacks.Callback):
+    """Ends `fit` with an exception in the middle of an epoch."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 1:
+            raise KeyError("broken off")
+
+
+def test_a_run_that_was_broken_off_continues_from_its_checkpoint(comm: Comm, folder: Path) -> None:
+    """The shards of the broken step do not undo what is restored, and its pull is not left."""
+    plain = compiled(cx.DistributedOptimizer(adamw()))
+    train(comm, plain, folder / "plain.keras")
+    net = compiled(cx.DistributedOptimizer(adamw(), strategy=Sharded("layers")))
+    inherited = net.train_step
+
+    def own_step(data: Any) -> Any:
+        return inherited(data)
+
+    net.train_step = own_step
+    saving = cx.checkpoint.Checkpoint(folder / "run")
+    train(comm, net, folder / "net.keras", epochs=1, extra=(saving,))
+    with pytest.raises(KeyError, match="broken off"):
+        train(comm, net, folder / "net.keras", first=1, extra=(Break(),))
+    assert cx.checkpoint.restore(net, folder / "run") == 1
+    train(comm, net, folder / "net.keras", first=1)
+    assert net.train_step is own_step
+    close(comm, weights(net), weights(plain))
+
+
+@pytest.mark.every_launch
 def test_weights_are_averaged_before_evaluations_and_files(comm: Comm, folder: Path) -> None:
     """Four steps in an epoch, an average every three: the end of an epoch averages, too."""
     strategy = WeightAveraging(every=3, sends="updates", momentum="average")

@@ -81,8 +81,6 @@ class BroadcastState(keras.callbacks.Callback):
         self.unbuilt = False
         # Whether an epoch has begun in this run
         self.begun = False
-        # Of a model whose steps begin with a pull: what its attribute `train_step` was, if any
-        self.replaced: list[Any] | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Compare what all ranks are about to do, and broadcast what is built."""
@@ -119,24 +117,29 @@ class BroadcastState(keras.callbacks.Callback):
 
     def _begin_steps_with_pulls(self) -> None:
         """Let steps begin with the pulls of shards, where there are such."""
+        self._put_step_back()  # A `fit` that ended with an exception has left its step there
         found = [one for one in wrapped_optimizers(self.model) if may_begin_steps(one)]
         if not found:
             return
-        held = vars(self.model)
-        # A `fit` that ended with an exception has left its step there
-        if hasattr(held.get("train_step"), "pulls_first"):
-            del self.model.train_step
-        step = self.model.train_step
+        step, held = self.model.train_step, vars(self.model)
 
         def train_step(data: Any) -> Any:
             for optimizer in found:
                 begin_step(optimizer, data)
             return step(data)
 
-        train_step.pulls_first = True
-        self.replaced = [held["train_step"]] if "train_step" in held else []
+        train_step.replaces = [held["train_step"]] if "train_step" in held else []
         self.model.train_step = train_step
         self.model.make_train_function(force=True)
+
+    def _put_step_back(self) -> None:
+        """Give the model the step that it had before one that begins with a pull."""
+        step = vars(self.model).get("train_step")
+        if hasattr(step, "replaces"):
+            del self.model.train_step
+            for before in step.replaces:
+                self.model.train_step = before
+            self.model.train_function = None
 
     def _prepare_optimizers(self) -> None:
         """Agree on a loss scale that Keras made; build what can be built."""
@@ -196,11 +199,7 @@ class BroadcastState(keras.callbacks.Callback):
         """Compare the first epoch, if this rank had none to train; steps are as they were."""
         if not self.begun:
             self._compare_first(None)
-        if self.replaced is not None:
-            del self.model.train_step
-            for step in self.replaced:
-                self.model.train_step = step
-            self.model.train_function, self.replaced = None, None
+        self._put_step_back()
         take_centre(self.model)
 
     def _compare_first(self, epoch: int | None) -> None:

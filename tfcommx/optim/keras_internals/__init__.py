@@ -22,7 +22,7 @@ from tfcommx.optim.keras_internals.optimizers import (
     unlisted,
     wrapped_class,
 )
-from tfcommx.optim.keras_internals.shards import UpdatesShards, require_elementwise
+from tfcommx.optim.keras_internals.shards import UpdatesShards, require_shardable
 from tfcommx.optim.keras_internals.step import (
     AgreedLossScale,
     ExchangesGradients,
@@ -47,7 +47,7 @@ __all__ = [
     "inner_optimizer",
     "layers_of",
     "plain_copy",
-    "require_elementwise",
+    "require_shardable",
     "seed_generators",
     "slots_of",
     "statistics_of",

@@ -192,26 +192,29 @@ def steps_of(optimizer: keras.optimizers.Optimizer) -> int:
     return int(inner_optimizer(optimizer)._iterations)
 
 
-def slots_of(optimizer: keras.optimizers.Optimizer) -> dict[str, list[keras.Variable]]:
+def slots_of(
+    optimizer: keras.optimizers.Optimizer,
+) -> dict[str, list[keras.Variable | None]]:
     """Return what an optimizer keeps of each variable that it was built for, by attribute.
 
-    Such as momentum; in the order of these variables. Moving averages of the weights are among
-    them, accumulated gradients are not.
+    Such as momentum; in the order of these variables, None where it keeps nothing (Muon and
+    Adafactor do so for some). Moving averages of the weights are among them, accumulated gradients
+    are not.
     """
     listed = {id(variable) for variable in optimizer.variables}
     count = len(optimizer._trainable_variables)
-    return {
-        name: list(value)
+    found = {
+        name: [one if id(one) in listed else None for one in value]
         for name, value in vars(optimizer).items()
         if name not in ("_variables", "_accumulated_gradients")
         and isinstance(value, list)
         and len(value) == count
-        and all(id(one) in listed for one in value)
     }
+    return {name: slot for name, slot in found.items() if any(one is not None for one in slot)}
 
 
 def state_of_weights(optimizer: keras.optimizers.Optimizer) -> list[tf.Variable]:
     """Return what an optimizer keeps for each entry of the weights, such as momentum."""
     slots = slots_of(optimizer)
     slots.pop("_model_variables_moving_average", None)
-    return [variable.value for slot in slots.values() for variable in slot]
+    return [one.value for slot in slots.values() for one in slot if one is not None]

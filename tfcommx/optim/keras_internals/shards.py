@@ -32,16 +32,23 @@ ELEMENTWISE = (
     "Ftrl",
 )
 
+# Keras's own, and ours, whose update of a variable depends on that variable alone
+OF_VARIABLES = ("Adafactor", "Lamb", "Muon")
+OURS = ("tfcommx>LAMB", "tfcommx>LARS")
 
-def require_elementwise(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuse an optimizer that would be another algorithm on shards. **Raises:** PlanError."""
+
+def require_shardable(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuse an optimizer that might be another one on shards. **Raises:** PlanError."""
     cls = type(optimizer)
-    if cls is not getattr(keras.optimizers, cls.__name__, None) or cls.__name__ not in ELEMENTWISE:
+    of_keras = cls is getattr(keras.optimizers, cls.__name__, None)
+    if of_keras and cls.__name__ in ELEMENTWISE + OF_VARIABLES:
+        return
+    if keras.saving.get_registered_name(cls) not in OURS:
         raise PlanError(
-            'strategy="sharded" cuts variables into parts, and needs an optimizer of Keras that '
-            f"updates each entry by itself: {', '.join(ELEMENTWISE)}. Received {cls.__name__}, "
-            "which may need whole variables, as LARS, LAMB, Adafactor and Muon do. Take another "
-            'optimizer, or strategy="synchronous".'
+            'strategy="sharded" needs an optimizer that is known to update each entry, or each '
+            f"variable, by itself: {', '.join(ELEMENTWISE + OF_VARIABLES)} of Keras, or LARS or "
+            f"LAMB of tfcommx.optimizers. Received {cls.__name__} of {cls.__module__}. Take one of "
+            'these, or strategy="synchronous".'
         )
 
 
@@ -58,14 +65,16 @@ class UpdatesShards(ExchangesGradients):
         """Make the shards of these variables, and the state of the shards."""
         if self.built:
             return
-        decaying = self.weight_decay is not None
+        whole = type(self).__name__ not in ELEMENTWISE
+        # Muon has another weight decay beside
+        decaying = self.weight_decay is not None or whole
         # As Keras asks: TensorFlow's variables
         decays = [decaying and self._use_weight_decay(variable.value) for variable in variables]
-        sharding = self.exchanger.sharding = Sharding.make(self.exchanger, variables, decays)
+        sharding = self.exchanger.sharding = Sharding.make(self.exchanger, variables, decays, whole)
         shards = sharding.shards.variables
         if decaying:
-            for shard, segment in zip(shards, sharding.shards.segments, strict=True):
-                self._exclude_from_weight_decay_cache[self._var_key(shard)] = segment.decays
+            for shard, decays_too in zip(shards, sharding.shards.decays, strict=True):
+                self._exclude_from_weight_decay_cache[self._var_key(shard)] = decays_too
         # What a rank accumulates are whole gradients: they are exchanged once a step.
         steps, self.gradient_accumulation_steps = self.gradient_accumulation_steps, None
         try:
@@ -148,6 +157,7 @@ class UpdatesShards(ExchangesGradients):
             id(variable): array
             for name, slot in slots_of(plain).items()
             for variable, array in zip(slot, whole[name], strict=True)
+            if variable is not None
         }
         arrays |= {id(theirs): ours.numpy() for ours, theirs in self._pairs(plain)}
         return [arrays[id(variable)] for variable in plain.variables]
@@ -157,7 +167,10 @@ class UpdatesShards(ExchangesGradients):
         for ours, theirs in self._pairs(plain):
             ours.assign(theirs)
         self.exchanger.sharding.set_state(
-            {name: [one.numpy() for one in slot] for name, slot in slots_of(plain).items()}
+            {
+                name: [None if one is None else one.numpy() for one in slot]
+                for name, slot in slots_of(plain).items()
+            }
         )
 
     def _plain(self) -> keras.optimizers.Optimizer:

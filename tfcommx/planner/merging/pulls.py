@@ -31,6 +31,8 @@ from dataclasses import dataclass
 
 from tfcommx.terms import PlanError
 
+# Batches that finish so much later are as good: no prediction is better
+AS_GOOD = 1.02
 # Layers of each batch, from 0, as slices have them: [start, stop)
 Batches = list[tuple[int, int]]
 
@@ -241,6 +243,10 @@ class PullChoice:
 def choose(times: PullTimes, solvers: Sequence[str] = tuple(PULLS)) -> PullChoice:
     """Take the solver whose batches finish first; `ibatch` is shown beside it.
 
+    `layers`, if it is among them and finishes at most 2 % later, is taken before all others: the
+    times of gathers are known less well than that, and larger gathers tend to take longer than in
+    proportion (docs/benchmarks.md, "Strategies").
+
     >>> choose(PullTimes(1.0, (1.0, 1.0, 1.0), (2.0, 2.0, 2.0))).batches
     ((0, 1), (1, 2), (2, 3))
 
@@ -250,6 +256,9 @@ def choose(times: PullTimes, solvers: Sequence[str] = tuple(PULLS)) -> PullChoic
     """
     found = [(name, PULLS[name](times)) for name in solvers]
     name, batches = min(found, key=lambda one: (finish_s(one[1], times), len(one[1])))
+    single = layer_by_layer(times)
+    if "layers" in solvers and finish_s(single, times) <= AS_GOOD * finish_s(batches, times):
+        name, batches = "layers", single
     return PullChoice(
         name, tuple(batches), finish_s(batches, times), finish_s(ibatch(times), times)
     )

@@ -1,0 +1,53 @@
+"""Requests that differ between ranks are refused on all of them, before anything is exchanged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tfcommx.comm.base import Comm
+from tfcommx.comm.threads import ThreadComm
+from tfcommx.optim.automatic import executor_for
+from tfcommx.planner.automatic import Asked
+from tfcommx.planner.plan import Gradient
+from tfcommx.strategies import Synchronous
+from tfcommx.terms import NOMINAL, Link, PlanError, Profile, Scheme, Topology, VariableProfile
+
+LAYER = Gradient("layer/kernel", (8, 8), "float32")
+
+
+def profile(seconds: float) -> Profile:
+    row = VariableProfile(LAYER.path, LAYER.shape, ready_s=seconds)
+    return Profile("one layer", (row,), seconds / 2, seconds, batch=32)
+
+
+@pytest.mark.parametrize(
+    ("what", "ones", "others"),
+    [
+        ("scheme", {}, {"schemes": {"*": Scheme("auto", bucket_bytes=2**20)}}),
+        ("links", {}, {"links": NOMINAL}),
+        ("links", {"links": NOMINAL}, {"links": NOMINAL._replace(inside=Link(1.0, 1.0))}),
+        ("profile", {"profile": profile(1.0)}, {"profile": profile(1.5)}),
+    ],
+)
+def test_the_difference_is_named(what: str, ones: dict[str, Any], others: dict[str, Any]) -> None:
+    def work(comm: Comm) -> str:
+        mine = {"schemes": {"*": Scheme("auto")}, "links": None, "profile": None}
+        mine |= others if comm.rank == 2 else ones
+        asked = Asked([LAYER], comm.topology, "average", mine["links"], mine["profile"])
+        with pytest.raises(PlanError) as refused:
+            executor_for(mine["schemes"], asked, comm, Synchronous())
+        return str(refused.value)
+
+    for said in ThreadComm.run(Topology(3, 1), work):
+        assert said.startswith(f"`{what}` must be the same on every rank. Rank 0 has ")
+        assert "and rank 2 has " in said
+
+
+def test_equal_requests_pass() -> None:
+    def work(comm: Comm) -> int:
+        asked = Asked([LAYER], comm.topology, "average", NOMINAL, profile(1.0))
+        return len(executor_for({"*": Scheme()}, asked, comm, Synchronous()).plan.buckets)
+
+    assert ThreadComm.run(Topology(3, 1), work) == [1] * 3
