@@ -30,6 +30,7 @@ RANKS = 4
 SHORT = {
     "dawnbench_miniature": [
         "data.limit=512",
+        "data.test_limit=400",
         "model.width=4",
         "phases.0.epochs=2",
         "phases.1.epochs=1",
