@@ -21,7 +21,8 @@ import tensorflow as tf
 from launching import ROOT
 from PIL import Image
 
-import tfcommx.recipes.text.loss  # noqa: F401  # registers what the saved models need
+import tfcommx.optim.optimizers
+import tfcommx.recipes.text.loss  # noqa: F401  # both register what the saved models need
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.long_wait]
 
