@@ -21,8 +21,10 @@ import tensorflow as tf
 from launching import ROOT
 from PIL import Image
 
+# What the saved models need registers itself
 import tfcommx.optim.optimizers
-import tfcommx.recipes.text.loss  # noqa: F401  # both register what the saved models need
+import tfcommx.recipes.text.layers
+import tfcommx.recipes.text.loss  # noqa: F401
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.long_wait]
 
