@@ -16,6 +16,14 @@ def test_a_miniature_takes_pictures_of_any_size(depth):
         assert model(np.zeros((2, side, side, 1), np.float32)).shape == (2, 7)
 
 
+@pytest.mark.parametrize(("stem_stride", "sides"), [(1, 9), (2, 5), (4, 3)])
+def test_a_stem_decides_how_much_of_the_picture_a_pixel_sees(stem_stride, sides):
+    """72 pixels a side before the stem and three more stages of stride 2."""
+    model = ResNet(blocks=(1, 1, 1, 1), width=2, stem_stride=stem_stride).build(1, 7)
+    ends = keras.Model(model.input, model.get_layer("stage4_block1_relu").output)
+    assert ends(np.zeros((1, 72, 72, 1), np.float32)).shape[1:3] == (sides, sides)
+
+
 def test_blocks_begin_as_the_identity():
     """With zero_gamma a branch adds nothing at the start: more blocks change nothing."""
     pictures = np.random.default_rng(0).normal(size=(2, 32, 32, 3)).astype(np.float32)

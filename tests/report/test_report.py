@@ -4,6 +4,7 @@ The command line prints user errors in one line, with exit code 2.
 """
 
 import base64
+import html
 import io
 import os
 import re
@@ -91,6 +92,20 @@ def test_terminal_report(summary):
     assert "2 MB per rank, 5.0 times less than the 10 MB of dense gradients" in text
     assert "6.0 s" in text and "30 %" in text  # forward, backward: 3 of 10 seconds in two epochs
     assert "identical at the end of every epoch" in text
+
+
+def test_a_target_is_reported_on_the_terminal_and_the_page(summary, tmp_path):
+    rows = [{**row, "clock_seconds": 7.0 * row["epoch"]} for row in summary["rows"]]
+    for at_least, text in (
+        (0.9, "accuracy &gt;= 0.9 in epoch 2 after 14.0 s, without evaluation and saving"),
+        (0.8, "accuracy &gt;= 0.8 in epoch 1 after 7.0 s"),
+        (0.95, "accuracy &gt;= 0.95 was not reached; the best was 0.9012"),
+    ):
+        found = {**summary, "target": report.time_to_target(rows, "accuracy", at_least)}
+        write_page({"tiny": found}, tmp_path)
+        assert text in (tmp_path / "report.html").read_text()
+        assert html.unescape(text) in shown(found)
+    assert "target" not in shown(summary)
 
 
 def test_drifted_replicas_cannot_be_overlooked(summary):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,10 @@ def test_convergence_in_small(tmp_path: Path) -> None:
     written = {path: path.stat().st_mtime for path in tmp_path.rglob("summary.json")}
     assert len(written) == 2 and run("convergence", tmp_path, *words)[1] == rows
     assert all(path.stat().st_mtime == time for path, time in written.items())
+    # The file alone suffices
+    shutil.rmtree(tmp_path / "runs")
+    assert run("convergence", tmp_path, *words)[1] == rows
+    assert not list(tmp_path.rglob("summary.json"))
 
 
 def test_ends_of_the_forward_pass_as_reported(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ SHORT = [
     "phases.2.epochs=1",
     "phases.2.resolution=10",
     "node_size=1",
+    "target={score: top5, at_least: 0.6}",
 ]
 
 # A program of its own, which knows nothing of tfcommx: a checkpoint must outlive the library that
@@ -156,6 +157,20 @@ def test_the_summary(run):
         len(re.findall(r"^epoch .* s remaining$", printed, re.M)) == 3 and str(folder) in printed
     )  # no terminal: a line per epoch
     assert json.loads((folder / "summary.json").read_text()) == summary
+
+
+def test_the_time_to_the_target(run):
+    folder, printed = run
+    summary = report.read(folder)
+    rows, target = summary["rows"], summary["target"]
+    first = next(row for row in rows if row["test_top5"] >= 0.6)
+    assert (target["epoch"], target["seconds"]) == (first["epoch"], first["clock_seconds"])
+    said = f"top5 >= 0.6 in epoch {first['epoch']} after {first['clock_seconds']:.1f} s"
+    # When it was reached, and in the report
+    assert printed.count(said) == 2
+    clock = [row["clock_seconds"] for row in rows]
+    untimed = sum(row["seconds"][kind] for row in rows for kind in ("evaluation", "saving"))
+    assert clock == sorted(clock) and clock[0] > 0 and clock[-1] < summary["seconds"] - untimed + 1
 
 
 def test_the_checkpoint_loads_without_tfcommx(run):

@@ -8,6 +8,7 @@ A launch trains many times: each time a model, a graph and an optimizer of its o
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterable
@@ -135,6 +136,7 @@ def stops(positions: Iterable[tuple[int, int]]) -> None:
     in_time = train(recipe(), ROOT / "stops", Options(minutes=1e-6))
     assert in_time["stopped"] == {"epoch": 0, "step": 1, "reason": "the time limit"}, in_time
     assert not in_time["rows"] and not (ROOT / "stops" / "summary.json").exists()
+    beside(ROOT / "stops", whole)
     ended = in_pieces(ROOT / "stops", [(Position(*at), "signal") for at in positions], True)
     assert_equal(ROOT / "whole", ROOT / "stops", "a run with stops")
     for name in ("loss", "train_accuracy", "test_accuracy", "epoch", "steps"):
@@ -144,6 +146,18 @@ def stops(positions: Iterable[tuple[int, int]]) -> None:
     # The ranks ask each other at other steps: 16 bytes each time
     ours, theirs = (one["bytes_between_nodes"] for one in (ended, whole))
     assert abs(ours - theirs) <= 16 * 2 * len(list(positions)) + 32, (ours, theirs)
+
+
+def beside(stopped: Path, whole: dict) -> None:
+    """Train afresh beside a checkpoint of mid-epoch: nothing of it is taken over."""
+    if comm.rank == 0:
+        shutil.copytree(stopped, ROOT / "beside")
+    comm.gather_objects("copied")
+    assert checkpoint.last(ROOT / "beside" / "checkpoint").step == 1
+    fresh = run(ROOT / "beside", False, {Position(1, 0): "signal"})
+    for name in ("loss", "train_accuracy", "test_accuracy"):
+        mine, theirs = (one["rows"][0][name] for one in (fresh, whole))
+        assert mine == theirs, (name, mine, theirs)
 
 
 def dry(whole: dict) -> None:

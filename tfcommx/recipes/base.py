@@ -125,6 +125,10 @@ class Objective(Protocol):
     def outputs(self) -> int:
         """Number of outputs that the network needs."""
 
+    @property
+    def scores(self) -> Sequence[str]:
+        """Names of what `scorer` finds."""
+
     def loss(self) -> keras.losses.Loss:
         """Return the loss of (targets, outputs)."""
 

@@ -29,6 +29,7 @@ from tfcommx.recipes.reader import (
 )
 from tfcommx.recipes.saving import Saving
 from tfcommx.recipes.schedules import SCHEDULES, Schedule
+from tfcommx.recipes.target import Target
 from tfcommx.recipes.tasks import TASKS
 from tfcommx.recipes.user import UserDataset, UserModel, UserOptimizer, UserTask
 from tfcommx.terms import Scheme, Topology
@@ -146,6 +147,8 @@ class Recipe(Part):
         {}, validate_default=True
     )
     learning_rate: LearningRate
+    # Whose time is reported; None: none
+    target: Target | None = None
     # When checkpoints are saved, and how many are kept
     checkpoint: Saving = Saving()
     # Type of the network's computation; its weights are float32. Half precision is fast on GPUs

@@ -7,7 +7,7 @@ from tfcommx.report.dry_run import read_alone, show_dry_run, write_dry_run
 from tfcommx.report.events import Events
 from tfcommx.report.figures import PICTURES, draw, draw_links
 from tfcommx.report.progress import Progress
-from tfcommx.report.summary import PARTS, ReportError, read
+from tfcommx.report.summary import PARTS, ReportError, read, time_to_target
 from tfcommx.report.terminal import show, show_run
 from tfcommx.report.write import write
 
@@ -24,6 +24,7 @@ __all__ = [
     "show",
     "show_dry_run",
     "show_run",
+    "time_to_target",
     "write",
     "write_dry_run",
 ]

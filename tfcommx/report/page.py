@@ -18,6 +18,7 @@ from tfcommx.report.summary import (
     phase_rows,
     scheme_text,
     seconds_by_part,
+    target_text,
     time_text,
 )
 
@@ -137,7 +138,12 @@ def _runs_table(runs: Runs) -> str:
         for name, summary in runs.items()
         if "stopped" in summary
     ]
-    return table + "".join(stops)
+    targets = [
+        f"<p>{html.escape(name)}: {html.escape(target_text(summary['target']))}.</p>"
+        for name, summary in runs.items()
+        if "target" in summary
+    ]
+    return table + "".join([*targets, *stops])
 
 
 def _breakdown_table(runs: Runs) -> str:

@@ -131,6 +131,11 @@ class Progress:
         else:
             self._print(line)
 
+    def say(self, line: str) -> None:
+        """Show a line of its own."""
+        if self.shown:
+            (self.bar.console if self.bar else self.console).print(line)
+
 
 def status_text(status: dict[str, Any]) -> str:
     """Say how an epoch goes.

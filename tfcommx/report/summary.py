@@ -59,6 +59,43 @@ def more_scores(row: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def time_to_target(rows: list[dict[str, Any]], score: str, at_least: float) -> dict[str, Any]:
+    """Return when a score was reached first: its epoch and the clock then, None if it was not.
+
+    >>> rows = [{"epoch": n, "test_top5": n / 4, "clock_seconds": 10.0 * n} for n in (1, 2, 3)]
+    >>> time_to_target(rows, "top5", 0.5)
+    {'score': 'top5', 'at_least': 0.5, 'best': 0.75, 'epoch': 2, 'seconds': 20.0}
+
+    Args:
+        rows: of the epochs that have ended.
+        score: its name, without `test_`.
+        at_least: what it must be.
+    """
+    reached = next((row for row in rows if row[f"test_{score}"] >= at_least), {})
+    return {
+        "score": score,
+        "at_least": at_least,
+        "best": max((row[f"test_{score}"] for row in rows), default=None),
+        "epoch": reached.get("epoch"),
+        "seconds": reached.get("clock_seconds"),
+    }
+
+
+def target_text(target: dict[str, Any]) -> str:
+    """Say when a target was reached, in one sentence.
+
+    >>> target_text(dict(score="top5", at_least=0.93, best=0.934, epoch=28, seconds=151.2))
+    'top5 >= 0.93 in epoch 28 after 151.2 s, without evaluation and saving'
+    """
+    wanted = f"{target['score']} >= {target['at_least']:g}"
+    if target["epoch"] is None:
+        return f"{wanted} was not reached; the best was {target['best']:.4f}"
+    return (
+        f"{wanted} in epoch {target['epoch']} after {target['seconds']:.1f} s, without evaluation "
+        "and saving"
+    )
+
+
 def seconds_by_part(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return the seconds of all epochs' rows, by part; 0 for what was not measured."""
     return {part: sum(row["seconds"].get(part, 0.0) for row in rows) for part in PARTS}

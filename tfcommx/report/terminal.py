@@ -19,6 +19,7 @@ from tfcommx.report.summary import (
     read,
     scheme_text,
     seconds_by_part,
+    target_text,
     time_text,
 )
 
@@ -126,6 +127,7 @@ def _totals(summary: dict[str, Any]) -> Table:
     for name, text in (
         ("test accuracy", f"{summary['test_accuracy']:.4f}"),
         *((f"test {name}", f"{value:.4f}") for name, value in more_scores(summary).items()),
+        *([("target", target_text(summary["target"]))] if "target" in summary else []),
         ("processes", f"{summary['ranks']} on {summary['nodes']} nodes"),
         ("time", f"{summary['seconds']:.0f} s, {rate}"),
         ("sent between nodes", f"{bytes_text(sent)} per rank{saved}"),

@@ -11,6 +11,7 @@ import tfcommx as cx
 from tfcommx.comm.base import Comm
 from tfcommx.recipes.base import Data, Objective, Place
 from tfcommx.recipes.recipe import Recipe
+from tfcommx.recipes.target import Target
 from tfcommx.training.position import Piece, Position
 
 
@@ -77,7 +78,8 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
         The run.
 
     **Ranks:** all, with the same recipe.
-    **Raises:** DataError for samples that are missing, PlanError if there are too few for a step.
+    **Raises:** DataError for samples that are missing, PlanError if there are too few for a step,
+    or if the target is no score of the task.
     """
     if recipe.threads:
         # Must be set before TensorFlow runs anything
@@ -97,4 +99,17 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
                 f"A step needs batch * ranks <= {data.count} samples. phases[{number}] has "
                 f"{batches[number]} * {comm.topology.size}. Lower its batch, or batch_per_rank."
             )
-    return Run(recipe, folder, comm, data, recipe.task.build(data), steps)
+    objective = recipe.task.build(data)
+    if recipe.target:
+        check_target(recipe.target, objective)
+    return Run(recipe, folder, comm, data, objective, steps)
+
+
+def check_target(target: Target, objective: Objective) -> None:
+    """Check that the evaluation finds the target's score. **Raises:** PlanError."""
+    known = [score.removeprefix("test_") for score in objective.scores]
+    if target.score not in known:
+        raise cx.PlanError(
+            f"A target needs a score of the task: {', '.join(known)}. Received {target.score!r}. "
+            "Change target.score."
+        )

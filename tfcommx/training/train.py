@@ -63,8 +63,9 @@ def train(recipe: Recipe, output_folder: Path, options: Options | None = None) -
         `seconds` is wall-clock time, except for the report's files; `images_per_second` counts
         training images of all ranks over the time in steps, tracing and waiting for data included,
         evaluation not; bytes are per rank, the whole run; `rows` has the epochs. Times are rank
-        0's. `stopped` says after which step and why, if the run is not through. Without an epoch
-        that has ended there is no report, and `rows` is empty.
+        0's. `target` says when the recipe's target was reached, `stopped` after which step and why
+        the run was stopped, if it is not through. Without an epoch that has ended there is no
+        report, and `rows` is empty.
 
     **Ranks:** all, with the same recipe. **Raises:** PlanError and DataError before the first step.
     """
@@ -97,6 +98,9 @@ def train(recipe: Recipe, output_folder: Path, options: Options | None = None) -
     summary = summarise(run, model, run_callbacks.history.rows) | totals.so_far()
     if options.alone:
         summary["alone"] = list(options.alone)
+    if target := recipe.target:
+        rows = summary["rows"]
+        summary["target"] = report.time_to_target(rows, target.score, target.at_least)
     if stopped:
         summary["stopped"] = stopped
         tell_stop(run, stopped)
@@ -118,12 +122,16 @@ class Totals:
         # A process may train twice
         self.at_start = self.exchanger.traffic()
 
+    def seconds(self) -> float:
+        """Return the seconds alone."""
+        return float(self.before["seconds"] + time.monotonic() - self.start)
+
     def so_far(self) -> dict[str, Any]:
         """Return the sums by key."""
-        now = {
-            key: value - self.at_start[key] for key, value in self.exchanger.traffic().items()
-        } | {"seconds": time.monotonic() - self.start}
-        found = {key: self.before[key] + now[key] for key in self.KEYS}
+        found = {
+            key: self.before[key] + value - self.at_start[key]
+            for key, value in self.exchanger.traffic().items()
+        } | {"seconds": self.seconds()}
         return {key: round(value, 1 if key == "seconds" else None) for key, value in found.items()}
 
 
@@ -229,7 +237,8 @@ def make_callbacks(
     compare, notes = callbacks.CompareReplicas(), saved.notes if saved else {}
     schemes = enumerate(pairwise(recipe.scheme_of_epoch()), 1)
     changes = {at: new for at, (old, new) in schemes if new != old and at > first.epoch}
-    history = EpochHistory(run, counter, timing, compare, list(notes.get("rows", ())))
+    rows = list(notes.get("rows", ()))
+    history = EpochHistory(run, counter, timing, compare, rows, totals.seconds)
     if first.step:
         timing.continue_from(notes.get("under_way", {}).get("seconds", {}))
         history.measured_before = notes.get("under_way", {}).get("steps", 0)

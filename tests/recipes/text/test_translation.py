@@ -122,6 +122,9 @@ def test_it_learns_to_translate(settings):
     source = next(iter(tests))[0]["source"]
     fast, whole = (greedy_decoder(one)(source).numpy() for one in (model, _Wrapped(model)))
     assert (fast == whole).all()
+    # The task's own search: wide enough, it translates no worse
+    searching = Translate(beam=4, length_penalty=0.6).build(data).scorer(model)
+    assert searching(tests, lambda mine: [mine])["test_bleu"] > after["test_bleu"] - 3
 
 
 def test_a_model_is_saved_after_it_has_translated(tmp_path):

@@ -29,7 +29,8 @@ class ResNet(Part):
     Version 1.5: the 3x3 convolution of a bottleneck has the stride, not the 1x1 before it.
 
     **Source:** He et al., "Deep Residual Learning for Image Recognition" (2016), table 1; initial
-    weights as Goyal et al., "Accurate, Large Minibatch SGD" (2017), section 5.1.
+    weights as Goyal et al., "Accurate, Large Minibatch SGD" (2017), section 5.1. The stem of stride
+    1 is that of section 4.2 of He et al., for CIFAR.
     """
 
     name: Literal["resnet"] = "resnet"
@@ -38,6 +39,9 @@ class ResNet(Part):
     blocks: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(None, min_length=1)
     # Filters of the first convolution and of the first stage; each stage doubles them
     width: int = Field(64, ge=1)
+    # Pixels a side of the picture for one that enters the first stage: 4 is a 7x7 convolution of
+    # stride 2 and a pooling, 2 the convolution alone, 1 a 3x3 convolution, for small pictures
+    stem_stride: Literal[1, 2, 4] = 4
     # A block whose last scale begins at zero begins as the identity, which large batches need
     zero_gamma: bool = True
     # Share of the running statistics that a step keeps: 0.9 follows within a short run
@@ -50,8 +54,10 @@ class ResNet(Part):
 
         blocks, bottleneck = DEPTHS[self.depth]
         pictures = keras.Input((None, None, inputs))
-        flow = self._convolved(pictures, self.width, 7, 2, "stem")
-        flow = layers.MaxPooling2D(3, 2, "same", name="stem_pool")(flow)
+        size, stride = (3, 1) if self.stem_stride == 1 else (7, 2)
+        flow = self._convolved(pictures, self.width, size, stride, "stem")
+        if self.stem_stride == 4:
+            flow = layers.MaxPooling2D(3, 2, "same", name="stem_pool")(flow)
         for stage, count in enumerate(self.blocks or blocks):
             for number in range(count):
                 stride = 2 if stage and number == 0 else 1

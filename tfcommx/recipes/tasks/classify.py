@@ -39,6 +39,11 @@ class Classification:
     # In [0, 1)
     label_smoothing: float = 0.0
 
+    @property
+    def scores(self) -> Sequence[str]:
+        """Names of the scores."""
+        return ["test_accuracy", "test_top5"][: 2 if self.outputs > 5 else 1]
+
     def loss(self) -> keras.losses.Loss:
         """Return the cross-entropy of logits with one-hot targets."""
         import keras
@@ -69,13 +74,13 @@ class Classification:
         @tf.function
         def count(pictures: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
             logits = tf.cast(model(pictures, training=False), tf.float32)
-            right = [tf.math.in_top_k(labels, logits, k) for k in (1, 5) if k < self.outputs]
+            right = [tf.math.in_top_k(labels, logits, k) for k in (1, 5)[: len(self.scores)]]
             return tf.stack([*map(tf.math.count_nonzero, right), tf.size(labels, tf.int64)])
 
         def score(batches: tf.data.Dataset, gather: Gather) -> dict[str, float]:
             mine = [count(*batch).numpy() for batch in batches]
             *right, seen = np.sum(gather(np.sum(mine, axis=0)), axis=0)
-            names = ("test_accuracy", "test_top5")
-            return {name: float(part / seen) for name, part in zip(names, right, strict=False)}
+            parts = zip(self.scores, right, strict=True)
+            return {name: float(part / seen) for name, part in parts}
 
         return score

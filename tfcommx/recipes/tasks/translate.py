@@ -26,6 +26,10 @@ class Translate(Part):
     # Test pairs that are translated for BLEU after each epoch, over all ranks; 0: none. Words are
     # scored on all pairs
     bleu_sentences: int = Field(2000, ge=0)
+    # Translations of a sentence that are compared while they grow; 1: greedy
+    beam: int = Field(1, ge=1)
+    # Of beam search: 0 compares probabilities, which favours short translations
+    length_penalty: float = Field(0.6, ge=0, allow_inf_nan=False)
 
     def build(self, data: Data) -> Translation:
         """Return the task for these pairs. **Raises:** PlanError if they are no sentences."""
@@ -36,7 +40,9 @@ class Translate(Part):
             )
         if self.bleu_sentences:
             sacrebleu()
-        return Translation(data, self.label_smoothing, self.bleu_sentences)
+        return Translation(
+            data, self.label_smoothing, self.bleu_sentences, self.beam, self.length_penalty
+        )
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,8 @@ class Translation:
     data: Any
     label_smoothing: float
     bleu_sentences: int
+    beam: int = 1
+    length_penalty: float = 0.6
 
     @property
     def inputs(self) -> int:
@@ -57,6 +65,11 @@ class Translation:
     def outputs(self) -> int:
         """Words of the vocabulary."""
         return self.data.inputs
+
+    @property
+    def scores(self) -> Sequence[str]:
+        """Names of the scores."""
+        return ["test_accuracy", "test_bleu"][: 2 if self.bleu_sentences else 1]
 
     def loss(self) -> keras.losses.Loss:
         """Return the cross-entropy of words."""
@@ -78,11 +91,12 @@ class Translation:
         """Return what scores words and translations.
 
         Its scores are `test_accuracy` (words that are right where all words before are given) and
-        `test_bleu` (of greedy translations, in [0, 100]).
+        `test_bleu` (of translations by beam search, in [0, 100]).
         """
         import numpy as np
         import tensorflow as tf
 
+        from tfcommx.recipes.text.beam import beam_decoder
         from tfcommx.recipes.text.decoding import greedy_decoder
         from tfcommx.recipes.text.loss import count_right
 
@@ -92,7 +106,10 @@ class Translation:
         def count(inputs: dict[str, tf.Tensor], labels: tf.Tensor) -> tf.Tensor:
             return tf.stack(count_right(labels, model(inputs, training=False)))
 
-        decode = greedy_decoder(model)
+        if self.beam == 1:
+            decode = greedy_decoder(model)
+        else:
+            decode = beam_decoder(model, self.beam, self.length_penalty)
 
         def score(batches: tf.data.Dataset, gather: Gather) -> dict[str, float]:
             counts, said = np.zeros(2), {}

@@ -27,7 +27,7 @@ def greedy_decoder(model: keras.Model, more: int = MORE) -> Callable[[tf.Tensor]
 
     **Cost:** the model once for each word of the longest translation, on all words before.
     """
-    next_logits = _next_logits(model)
+    logits_of = next_logits(model)
 
     @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int32)])
     def decode(source: tf.Tensor) -> tf.Tensor:
@@ -39,7 +39,7 @@ def greedy_decoder(model: keras.Model, more: int = MORE) -> Callable[[tf.Tensor]
             return ~tf.reduce_all(ended) & (tf.shape(said)[1] <= longest)
 
         def say(said: tf.Tensor, ended: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            word = tf.argmax(next_logits(source, said), axis=-1, output_type=tf.int32)
+            word = tf.argmax(logits_of(source, said), axis=-1, output_type=tf.int32)
             word = tf.where(ended, END, word)
             return tf.concat([said, word[:, None]], axis=1), ended | (word == END)
 
@@ -50,7 +50,7 @@ def greedy_decoder(model: keras.Model, more: int = MORE) -> Callable[[tf.Tensor]
     return decode
 
 
-def _next_logits(model: keras.Model) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
+def next_logits(model: keras.Model) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
     """Return what gives the logits [n, vocabulary] of the word after those that were said."""
     if not {"decoded", "words"} <= {layer.name for layer in model.layers}:
 

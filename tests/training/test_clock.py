@@ -1,0 +1,26 @@
+"""The clock of a run leaves evaluation and saving out; a target is a score of the task."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tfcommx.recipes.target import Target
+from tfcommx.recipes.tasks.classify import Classification
+from tfcommx.terms import PlanError
+from tfcommx.training.history import EpochHistory
+from tfcommx.training.run import check_target
+
+
+def test_evaluation_and_saving_are_left_out():
+    """Those of the epochs that have ended, and of the one that ends."""
+    run = SimpleNamespace(recipe=SimpleNamespace(scheme_of_epoch=list))
+    timing = SimpleNamespace(seconds={"evaluation": 3.0, "saving": 2.0, "compute": 50.0})
+    rows = [{"seconds": {"evaluation": 5.0, "saving": 1.0, "compute": 20.0}}]
+    history = EpochHistory(run, None, timing, None, rows, lambda: 100.0)
+    assert history.clock() == 89.0
+
+
+def test_a_target_needs_a_score_that_is_found():
+    check_target(Target(score="top5", at_least=0.9), Classification(1, 6))
+    with pytest.raises(PlanError, match=r"score of the task: accuracy\. Received 'top5'"):
+        check_target(Target(score="top5", at_least=0.9), Classification(1, 5))
