@@ -1,7 +1,9 @@
 """Collectives and messages between ranks, and how a process finds its rank among them.
 
 launcher    what the launcher's environment variables say           (reads os.environ)
-base        Comm and PointToPoint, the contracts, and their checks
+base        Comm, the contract, and its checks
+point_to_point   PointToPoint, the contract of messages between two ranks
+line        of several that measure step times on one rank, who goes first
 horovod     Comm on Horovod: NCCL, MPI or Gloo                       (the only `import horovod`)
 mpi         PointToPoint on MPI                                      (the only `import mpi4py`)
 threads     both contracts, for p ranks as threads of one process: law tests

@@ -20,7 +20,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -28,6 +28,7 @@ import tensorflow as tf
 from tfcommx.comm.activity import Activity
 from tfcommx.comm.departures import Departures
 from tfcommx.comm.line import Line
+from tfcommx.comm.point_to_point import PointToPoint
 from tfcommx.cost import alltoall_traffic, broadcast_traffic, ring_traffic
 from tfcommx.terms import MPI_LAUNCH, PlanError, Topology, Traffic
 
@@ -38,58 +39,6 @@ MESSAGES_NEED_MPI = (
 
 
 LARGEST_COUNT = 2**31 - 1  # Entries; Gloo and NCCL count in int32
-
-
-class PointToPoint(Protocol):
-    """Messages between two ranks.
-
-    A request is what `send` and `receive` return: only `wait_any` of the same object knows what it
-    is. The array of a request must live, and not be changed, until the request is done. Messages
-    from one rank to another with one tag arrive in the order in which they were sent.
-    """
-
-    # Rank -> bytes sent to it so far
-    sent: dict[int, int]
-
-    def send(self, array: np.ndarray, target: int, tag: int) -> Any:
-        """Start to send an array, without waiting.
-
-        Args:
-            array: any dtype and shape, contiguous.
-            target: a rank of the world.
-            tag: >= 0; the receiver gives the same.
-
-        Returns:
-            The request.
-        """
-
-    def receive(self, array: np.ndarray, source: int, tag: int) -> Any:
-        """Start to receive into an array, without waiting.
-
-        Args:
-            array: contiguous, of as many bytes as are sent.
-            source: a rank of the world.
-            tag: >= 0, as the sender gives it.
-
-        Returns:
-            The request.
-        """
-
-    def wait_any(self, requests: list[Any]) -> int:
-        """Wait until one of the requests is done; return its position in the list.
-
-        **Raises:** RuntimeError that names the ranks awaited if nothing comes in time.
-        """
-
-    def done(self, request: Any) -> bool:
-        """Tell whether a request is done, without waiting. Once done, it is not asked again."""
-
-    def take(self, tag: int) -> tuple[int, np.ndarray] | None:
-        """Receive a message that has arrived from any rank; None if there is none. It never waits.
-
-        Returns:
-            Who sent it, and its bytes: uint8, as many as were sent.
-        """
 
 
 class Comm(abc.ABC):

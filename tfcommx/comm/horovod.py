@@ -11,8 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcommx.comm.base import Comm, PointToPoint
+from tfcommx.comm.base import Comm
 from tfcommx.comm.launcher import Launcher, check_alone, gloo_store
+from tfcommx.comm.point_to_point import PointToPoint
 from tfcommx.terms import PlanError, Topology, Traffic
 
 # The release that is tested; its private functions are used.

@@ -18,7 +18,7 @@ import numpy as np
 from tfcommx.terms import PlanError, check_name
 
 if TYPE_CHECKING:
-    from tfcommx.comm.base import PointToPoint
+    from tfcommx.comm.point_to_point import PointToPoint
 
 OPERATIONS = ("broadcast", "reduce", "allreduce")
 # Messages that each direction has under way: hides the latency, bounds what waits in memory.

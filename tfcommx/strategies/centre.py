@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfcommx.comm.base import PointToPoint
+from tfcommx.comm.point_to_point import PointToPoint
 
 log = logging.getLogger("tfcommx")
 

@@ -1,0 +1,59 @@
+"""PointToPoint: the contract of messages between two ranks."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class PointToPoint(Protocol):
+    """Messages between two ranks.
+
+    A request is what `send` and `receive` return: only `wait_any` of the same object knows what it
+    is. The array of a request must live, and not be changed, until the request is done. Messages
+    from one rank to another with one tag arrive in the order in which they were sent.
+    """
+
+    # Rank -> bytes sent to it so far
+    sent: dict[int, int]
+
+    def send(self, array: np.ndarray, target: int, tag: int) -> Any:
+        """Start to send an array, without waiting.
+
+        Args:
+            array: any dtype and shape, contiguous.
+            target: a rank of the world.
+            tag: >= 0; the receiver gives the same.
+
+        Returns:
+            The request.
+        """
+
+    def receive(self, array: np.ndarray, source: int, tag: int) -> Any:
+        """Start to receive into an array, without waiting.
+
+        Args:
+            array: contiguous, of as many bytes as are sent.
+            source: a rank of the world.
+            tag: >= 0, as the sender gives it.
+
+        Returns:
+            The request.
+        """
+
+    def wait_any(self, requests: list[Any]) -> int:
+        """Wait until one of the requests is done; return its position in the list.
+
+        **Raises:** RuntimeError that names the ranks awaited if nothing comes in time.
+        """
+
+    def done(self, request: Any) -> bool:
+        """Tell whether a request is done, without waiting. Once done, it is not asked again."""
+
+    def take(self, tag: int) -> tuple[int, np.ndarray] | None:
+        """Receive a message that has arrived from any rank; None if there is none. It never waits.
+
+        Returns:
+            Who sent it, and its bytes: uint8, as many as were sent.
+        """
