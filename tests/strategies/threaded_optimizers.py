@@ -122,6 +122,8 @@ def continue_from(
         of_root = comm.gather_objects([one.numpy() for one in rest])[0]
         for one, value in zip(rest, of_root, strict=True):
             one.assign(value)
+        again = save(optimizer, mine)
+        assert all(again[key].tobytes() == value.tobytes() for key, value in kept.items() if again)
         for step in range(4):
             optimizer.apply(gradients(comm.rank % distinct, step), mine)
         return [one.numpy() for one in mine]
