@@ -9,6 +9,7 @@ import pytest
 from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.optim.automatic import executor_for
+from tfcommx.optim.run_ahead import RunAhead
 from tfcommx.planner.automatic import Asked
 from tfcommx.planner.plan import Gradient
 from tfcommx.strategies import Synchronous
@@ -37,7 +38,7 @@ def test_the_difference_is_named(what: str, ones: dict[str, Any], others: dict[s
         mine |= others if comm.rank == 2 else ones
         asked = Asked([LAYER], comm.topology, "average", mine["links"], mine["profile"])
         with pytest.raises(PlanError) as refused:
-            executor_for(mine["schemes"], asked, comm, Synchronous())
+            executor_for(mine["schemes"], asked, comm, Synchronous(), RunAhead())
         return str(refused.value)
 
     for said in ThreadComm.run(Topology(3, 1), work):
@@ -48,6 +49,7 @@ def test_the_difference_is_named(what: str, ones: dict[str, Any], others: dict[s
 def test_equal_requests_pass() -> None:
     def work(comm: Comm) -> int:
         asked = Asked([LAYER], comm.topology, "average", NOMINAL, profile(1.0))
-        return len(executor_for({"*": Scheme()}, asked, comm, Synchronous()).plan.buckets)
+        plan = executor_for({"*": Scheme()}, asked, comm, Synchronous(), RunAhead()).plan
+        return len(plan.buckets)
 
     assert ThreadComm.run(Topology(3, 1), work) == [1] * 3

@@ -153,10 +153,11 @@ def test_ranks_follow_the_messages_that_they_have_sent(
         np.testing.assert_allclose(after, centre, rtol=0, atol=1e-5)
         # A force that is delayed is applied after the next step: that shrinks it less
         workers[rank] = exact - pull if blocking else exact - pull / (1 - RATE)
-    for before, last, _ in ended:
+    for _, last, _ in ended:
         np.testing.assert_allclose(last, centre, rtol=0, atol=1e-5)
         assert last.tobytes() == ended[0][1].tobytes()
-        assert np.abs(before - last).max() > 0.01
+    # Not each of them: the weights of rank 1 may be near the centre
+    assert max(np.abs(before - last).max() for before, last, _ in ended) > 0.01
 
 
 def _after(weights: np.ndarray, steps: int, target: float) -> np.ndarray:

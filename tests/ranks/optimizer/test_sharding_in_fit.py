@@ -106,6 +106,8 @@ def test_whole_variables_and_groups_in_fit_equal_synchronous_training(
     comm: Comm, folder: Path, make: Any, strategy: Sharded
 ) -> None:
     """Weights, what evaluations see, and files."""
+    if comm.topology.nodes == 1 or comm.topology.slots == 1:
+        return  # A node's ranks, and the peers, are all or none there
     saw, states = [], []
     for one in ("synchronous", strategy):
         net, path = compiled(cx.DistributedOptimizer(make(), strategy=one)), folder / "net.keras"
