@@ -1,9 +1,10 @@
 # make demo   set everything up, train, print and save a report
 # make test   set everything up, check the style, pass the tests: every law on every member of every
 #             family, real ranks under Gloo and MPI, faults, the README's commands; the same cases each
-#             time. About 18 minutes on 2 cores; the goal is 15
+#             time. About 18 minutes on 2 cores, estimated; the goal is 15
 # make test-all   the same, and what is marked `exhaustive`: whole products of parameters, all tests
-#             of ranks in all launches; random cases are new ones each time. At most 40 minutes
+#             of ranks in all launches; random cases are new ones each time. The goal is 40
+#             minutes; not timed as a whole
 # make test-peers   Keras's own tests of optimizers, trainer and callbacks, with all optimizers wrapped
 # make setup  set everything up; TFCOMMX_SETUP="--gpu" for TensorFlow's GPU wheel and NCCL
 
