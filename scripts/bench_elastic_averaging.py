@@ -43,6 +43,7 @@ MAX_SLOWER = 1.05
 POINTS = 0.01  # of accuracy
 BATCH = 64
 LOOKS = 8  # at the accuracy, in a run
+DENSE = cx.Scheme()
 MSTOPK = cx.Scheme("allgather", "mstopk", 0.01)
 
 
@@ -51,7 +52,9 @@ class Steps:
 
     def __init__(self, entries: int, strategy: Strategy) -> None:
         weight = keras.Variable(tf.zeros([entries]), name="w")
-        self.optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.1), strategy=strategy)
+        self.optimizer = cx.DistributedOptimizer(
+            keras.optimizers.SGD(0.1), cx.Scheme(), strategy=strategy
+        )
         self.optimizer.build([weight])
         self.alone = isinstance(strategy, ElasticAveraging)
 
@@ -93,7 +96,7 @@ def train(
     data: tuple[np.ndarray, ...],
     epochs: int,
     strategy: Strategy,
-    scheme: cx.Scheme | None,
+    scheme: cx.Scheme,
     rate: float,
 ) -> tuple[list[list[float]], float]:
     """Train once; return rank 0's [bytes, accuracy] along the run, and the seconds."""
@@ -153,12 +156,12 @@ def prepare(samples: int) -> tuple[np.ndarray, ...]:
 def accuracy_rows(samples: int, epochs: int, rate: float) -> list[dict[str, Any]]:
     """Train in all ways; return a row of each. **Ranks:** all."""
     data = prepare(samples)
-    ways: dict[str, tuple[Strategy, cx.Scheme | None, tuple[float, ...]]] = {
-        "synchronous, dense": (Synchronous(), None, (rate, 3 * rate)),
+    ways: dict[str, tuple[Strategy, cx.Scheme, tuple[float, ...]]] = {
+        "synchronous, dense": (Synchronous(), DENSE, (rate, 3 * rate)),
         "synchronous, MSTopK": (Synchronous(), MSTOPK, (rate, 3 * rate)),
-        "elastic, every 4": (ElasticAveraging(every=4), None, (rate,)),
-        "elastic, every 10": (ElasticAveraging(every=10), None, (rate,)),
-        "elastic, every 40": (ElasticAveraging(every=40), None, (rate,)),
+        "elastic, every 4": (ElasticAveraging(every=4), DENSE, (rate,)),
+        "elastic, every 10": (ElasticAveraging(every=10), DENSE, (rate,)),
+        "elastic, every 40": (ElasticAveraging(every=40), DENSE, (rate,)),
     }
     rows, dense = [], 0.0
     for name, (strategy, scheme, rates) in ways.items():
@@ -172,8 +175,8 @@ def accuracy_rows(samples: int, epochs: int, rate: float) -> list[dict[str, Any]
                 name,
                 samples,
                 seconds,
-                accuracy > dense - POINTS or scheme is not None,
-                density=1.0 if scheme is None else scheme.density,
+                accuracy > dense - POINTS or scheme != DENSE,
+                density=scheme.density,
                 accuracy=accuracy,
                 bytes=sent,
                 rate=best,

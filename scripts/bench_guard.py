@@ -42,7 +42,9 @@ def make_step(
     """Return a traced step of exchange and update, and its variables."""
     sizes = gradient_sizes(entries)
     weights = [keras.Variable(tf.ones([n]), name=f"w{i}") for i, n in enumerate(sizes)]
-    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.01), check_replicas_every=every)
+    optimizer = cx.DistributedOptimizer(
+        keras.optimizers.SGD(0.01), cx.Scheme(), check_replicas_every=every
+    )
     optimizer.build(weights)
     gradients = [tf.ones_like(weight) for weight in weights]
 

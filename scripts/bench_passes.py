@@ -55,6 +55,10 @@ def parts_of(n: int, density: float) -> tuple[dict[str, Part], dict[str, tuple[P
     merged = codec.merge(gathered, k, size, WIRE)
     factor = tf.constant(1 / RANKS)
 
+    def rounded() -> tuple[tf.Tensor, tf.Tensor]:
+        kept, lost = codec.rounded(chosen, WIRE)
+        return kept.values, lost
+
     def scattered() -> tf.Tensor:
         old.scatter_add(tf.IndexedSlices(error, chosen.indices))
         return chosen.indices
@@ -66,7 +70,7 @@ def parts_of(n: int, density: float) -> tuple[dict[str, Part], dict[str, tuple[P
     found: dict[str, Part] = {
         "flatten": lambda: flatten(parts, bucket),
         "select": lambda: select.select_with_residual(flat, residual, k, 1, bucket.selection)[:2],
-        "round": lambda: codec.rounded(chosen, WIRE)[0].values,
+        "round": rounded,
         "rounding error (before)": scattered,
         "rounding error": written,
         "encode": lambda: codec.encode(Sparse(sparse.indices, sparse.values, size), WIRE),

@@ -177,12 +177,16 @@ def sums_are_right(comm: Comm, one: Contestant) -> bool:
     return len(set(averages)) == 1 and apart <= (0 if exact else 1e-7 * size * ranks)
 
 
-def train(comm: Comm, racing: list[Contestant], repeats: int) -> StepTiming:
+def train(comm: Comm, racing: list[Contestant], alone: Contestant, repeats: int) -> StepTiming:
     """Let all take turns, step by step, and note how long they take; so does a profile's step.
+
+    Args:
+        racing: take their turns.
+        alone: is profiled: its optimizer exchanges nothing.
 
     **Ranks:** all.
     """
-    timing = StepTiming(racing[0].model, [racing[0].batch])
+    timing = StepTiming(alone.model, [alone.batch])
     for one in racing:
         for _ in range(WARM_UP_OF_AUTO if one.name.startswith("auto") else WARM_UP):
             one.model.train_on_batch(*one.batch)
@@ -278,7 +282,9 @@ def measure_model(
 ) -> Iterator[dict[str, Any]]:
     """Train a model under every scheme; yield the rows. **Ranks:** all."""
     racing = list(contestants(comm, name, links, chosen))
-    timing = train(comm, racing, chosen.repeats)
+    optimizer = optimizer_of("none", links, chosen)
+    made = bench_training_models.make(name, optimizer, chosen.batch, comm.rank)
+    timing = train(comm, racing, Contestant("none", *made), chosen.repeats)
     profile, spread = joint_profile(comm, timing, chosen)
     conditions = Conditions(measured_in(profile), spread=spread)
     alone = profile.compute_s * conditions.slowest(comm.topology.size)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -239,6 +240,13 @@ def test_looking_for_plain_optimizers_leaves_other_threads_alone() -> None:
     for thread in threads:
         thread.join()
     assert not failed and not one.warned
+    # Another, of many steps, has the number of one that is gone
+    other = keras.optimizers.SGD(0.1)
+    other.build([keras.Variable([0.0])])
+    other.iterations.assign(500)
+    one._steps[id(other)] = weakref.ref(optimizer), 0
+    one.look()
+    assert not one.warned
     optimizer.iterations.assign_add(1)
     one.look()  # It does find them
     assert one.warned

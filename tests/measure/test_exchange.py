@@ -19,6 +19,7 @@ MESSAGE_S = 0.1
 def test_messages_end_when_their_sums_are_there() -> None:
     """An exchange that waits for a known time, bucket after bucket, in the plan's order."""
     layers = [keras.layers.Input((8,)), *(keras.layers.Dense(8, use_bias=False) for _ in range(2))]
+    layers.append(keras.layers.BatchNormalization(center=False, scale=False))
     net = keras.Sequential(layers, name="net")
     net.compile("sgd", loss="mse", jit_compile=False)
     gradients = [Gradient(one.path, (8, 8), "float32") for one in net.trainable_variables]

@@ -141,3 +141,12 @@ def test_variables_of_equal_paths_get_the_names_that_plans_give_them() -> None:
     (planned,) = net.optimizer.exchanger.runs
     assert [row.name for row in profile(net, DATA, steps=1).variables] == list(reversed(planned))
     assert list(planned) == list(reversed(names))
+
+
+def test_an_optimizer_that_keras_does_not_know_by_name_is_timed() -> None:
+    class Mine(keras.optimizers.Adam):
+        pass
+
+    net = model()
+    net.compile(Mine(0.01), loss="mse", jit_compile=False)
+    assert sum(row.update_s for row in profile(net, DATA, steps=1).variables) > 0

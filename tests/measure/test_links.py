@@ -9,16 +9,18 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from launching import ROOT, horovodrun
 
 from tfcommx import cost
 from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.measure import links
-from tfcommx.measure.engine import contention_of
+from tfcommx.measure.engine import WAITING, contention_of, engine_fuses
 from tfcommx.measure.fit import fit
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.terms import NOMINAL, Link, Links, PlanError, Scheme, Topology
@@ -104,6 +106,17 @@ def test_all_ranks_agree_and_links_that_are_not_there_stay_nominal(
     assert results[0].links.block_bytes == fastest
 
 
+@pytest.mark.parametrize("messages", [True, False])
+def test_what_measures_is_no_traffic_of_the_training(messages: bool) -> None:
+    def work(comm: Comm) -> tuple[float, float]:
+        if not messages:
+            comm._open_point_to_point = None
+        links.probe(comm, sizes=(1024, 65536), repeats=2, blocks=())
+        return comm.traffic()
+
+    assert ThreadComm.run(Topology(2, 2), work) == [(0, 0)] * 4
+
+
 def test_the_slots_of_a_node_share_its_port() -> None:
     """The clock counts what comes through the port, latency terms, and the engine's own time.
 
@@ -125,9 +138,9 @@ def test_the_slots_of_a_node_share_its_port() -> None:
             )
             return gather(tensor, group, name, **more)
 
-        def timed_sum(tensor: object, group: str, name: str) -> object:
+        def timed_sum(tensor: object, group: str, name: str, **more: Any) -> object:
             clocks[comm.rank] += ENGINE_S + 2 * 1e-4
-            return allreduce(tensor, group, name)
+            return allreduce(tensor, group, name, **more)
 
         comm.all_gather, comm.allreduce = timed, timed_sum
         return links.probe(comm, sizes=(1024, 65536), repeats=2, clock=lambda: clocks[comm.rank])
@@ -166,7 +179,7 @@ def test_messages_of_a_node_share_its_port_too() -> None:
 
     def work(comm: Comm) -> links.Probed:
         post = comm.open_own_messages()
-        comm.open_own_messages = lambda: post
+        comm.open_own_messages = lambda counted: post
         send = post.send
         clocks[comm.rank] = 0.0
 
@@ -196,7 +209,7 @@ def test_a_burst_that_a_link_lets_pass_hardly_counts() -> None:
 
     def work(comm: Comm) -> links.Probed:
         post = comm.open_own_messages()
-        comm.open_own_messages = lambda: post
+        comm.open_own_messages = lambda counted: post
         send, gather = post.send, comm.gather_objects
         clocks[comm.rank] = bucket[comm.rank] = 0.0
 
@@ -288,3 +301,21 @@ def test_links_of_another_cluster_are_refused(tmp_path: Path) -> None:
     assert Links.read(file, Topology(1, 4)) == NOMINAL
     with pytest.raises(PlanError, match="without links between"):
         Links.read(file, Topology(2, 4))
+
+
+def test_no_constants_are_exchanged_to_see_whether_the_engine_fuses() -> None:
+    """TensorFlow would exchange them once, while it traces, and never again."""
+    seen: list[bool] = []
+
+    class Traced:
+        def allreduce(self, tensor: tf.Tensor, *_: Any, counted: bool) -> tf.Tensor:
+            seen.append(tf.is_symbolic_tensor(tensor) and not counted)
+            return tensor
+
+    def turns(work: Callable[[], object]) -> list[float]:
+        before = len(seen)
+        work()
+        return [float(len(seen) - before)]
+
+    assert not engine_fuses(Traced(), turns)
+    assert len(seen) == WAITING + 1 and all(seen)

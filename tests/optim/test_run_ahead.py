@@ -76,6 +76,16 @@ def test_where_nothing_is_clear_it_is_plain_horovod(
     assert "plain Horovod. A trial takes 8" in caplog.text
 
 
+def test_between_assumed_links_nothing_is_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on nodes of unequal slots, whose links nobody measures."""
+    monkeypatch.setattr("tfcommx.planner.automatic.CLEAR", 1.0)
+    monkeypatch.setattr(automatic, "_links", lambda *_: None)
+    plan = begin(RunAhead(399), LOSSY, None)
+    assert {(bucket.route, bucket.k) for bucket in plan.buckets} == {("allreduce", None)}
+    plan = begin(RunAhead(399), LOSSY, SLOW)
+    assert any(bucket.k is not None for bucket in plan.buckets)
+
+
 def test_in_a_few_steps_nothing_is_measured_or_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("too few steps for that")

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tfcommx.runtime.turns import EXCEPT, STEPS, Turns
+from tfcommx.runtime.turns import EXCEPT, LEAST_ROUNDS, STEPS, Turns
+from tfcommx.terms import PlanError
 
 
 def play(plans: int, seconds: Callable[[int, int], float]) -> tuple[Turns, list[int]]:
@@ -96,3 +97,9 @@ def test_one_slow_step_makes_no_plan_hopeless() -> None:
 def test_a_hopeless_plain_horovod_ends_the_trial_early() -> None:
     turns, taken = play(2, lambda plan, _: 0.1 if plan else 1.0)
     assert turns.chosen == 1 and len(taken) == 6
+
+
+def test_a_trial_that_would_say_nothing_is_refused() -> None:
+    assert Turns(3, 3 * LEAST_ROUNDS).chosen is None
+    with pytest.raises(PlanError, match=r"takes at least 12 steps\. Received 11"):
+        Turns(3, 3 * LEAST_ROUNDS - 1)

@@ -92,8 +92,10 @@ class Comm(abc.ABC):
         """Return the ranks of this rank's group of that name, ascending."""
         return self.topology.group(group, self.rank)
 
-    def allreduce(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
-        """Sum over the group.
+    def allreduce(
+        self, tensor: tf.Tensor, group: str, name: str, counted: bool = True
+    ) -> tf.Tensor:
+        """Sum over the group; `counted` as traffic.
 
         Args:
             tensor: any shape that is known while tracing.
@@ -216,13 +218,18 @@ class Comm(abc.ABC):
             self._point_to_point = self._open_point_to_point()
         return self._point_to_point
 
-    def open_own_messages(self) -> PointToPoint:
+    def open_own_messages(self, counted: bool = True) -> PointToPoint:
         """Return messages that nobody else sends or takes, for ranks that do not meet in steps.
+
+        Args:
+            counted: whether they are part of the training, and so of its traffic.
 
         **Ranks:** all, more than one, in the same order, outside of traced code, under MPI.
         """
-        self._own_messages.append(self._open_point_to_point(lasting=False))
-        return self._own_messages[-1]
+        opened = self._open_point_to_point(lasting=False)
+        if counted:
+            self._own_messages.append(opened)
+        return opened
 
     def run_with_messages(
         self, work: Callable[[np.ndarray, PointToPoint], np.ndarray], tensor: tf.Tensor, name: str

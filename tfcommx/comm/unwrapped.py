@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import logging
 import threading
 import weakref
@@ -16,8 +17,8 @@ from typing import Any
 
 log = logging.getLogger("tfcommx")
 
-# Between the looks: most runs show it in the first minute
-LOOK_AFTER_SECONDS = (20.0, 40.0, 240.0)
+# Between the first looks, and between all others: most runs show it in the first minute
+LOOK_AFTER_SECONDS, THEN_SECONDS = (20.0, 40.0), 240.0
 # Every optimizer that was made since the first watch, while it lives
 _made: list[weakref.ref[Any]] = []
 
@@ -27,8 +28,8 @@ class UnwrappedOptimizers:
 
     def __init__(self, rank: int) -> None:
         self.rank, self.warned = rank, False
-        # By id of the optimizer
-        self._steps: dict[int, int] = {}
+        # Optimizer, by its id, which another may have after its end -> its steps
+        self._steps: dict[int, tuple[weakref.ref[Any], int]] = {}
         _note_optimizers()
 
     def look(self) -> None:
@@ -40,8 +41,10 @@ class UnwrappedOptimizers:
                 steps = int(optimizer.iterations)
             except AttributeError:  # Another thread is just making it
                 continue
-            before = self._steps.setdefault(id(optimizer), steps)
-            if steps > before:
+            seen, before = self._steps.get(id(optimizer), (None, 0))
+            if seen is None or seen() is not optimizer:
+                self._steps[id(optimizer)] = weakref.ref(optimizer), steps
+            elif steps > before:
                 self.warned = True
                 log.warning(
                     "Rank %d: the optimizer %r is not wrapped and takes steps: its ranks train "
@@ -59,10 +62,11 @@ class UnwrappedOptimizers:
 
     def _look_often(self) -> None:
         pause = threading.Event()
-        for seconds in LOOK_AFTER_SECONDS:
+        for seconds in itertools.chain(LOOK_AFTER_SECONDS, itertools.repeat(THEN_SECONDS)):
+            if self.warned:
+                return
             self.look()
             pause.wait(seconds)
-        self.look()
 
 
 @functools.cache

@@ -54,10 +54,10 @@ def engine_of(comm: Comm, group: str, alpha_s: float, turns: Turns) -> Engine:
     """
     ranks, tensor = len(comm.members(group)), tf.zeros([TINY])
     terms, name = 2 * (ranks - 1), f"tfcommx/probe/engine/{group}"
-    reduced = turns(lambda: comm.allreduce(tensor, group, f"{name}/allreduce"))
+    reduced = turns(lambda: comm.allreduce(tensor, group, f"{name}/allreduce", counted=False))
     if comm.has_messages:
         return Engine(alpha_s, [max(one - terms * alpha_s, 0.0) for one in reduced])
-    gathered = turns(lambda: comm.all_gather(tensor, group, f"{name}/all_gather"))
+    gathered = turns(lambda: comm.all_gather(tensor, group, f"{name}/all_gather", counted=False))
     fewer = math.log2(ranks)
     found = (statistics.median(reduced) - statistics.median(gathered)) / (terms - fewer)
     alpha_s = min(max(found, 0.0), alpha_s)
@@ -69,13 +69,23 @@ def engine_fuses(comm: Comm, turns: Turns) -> bool:
 
     **Ranks:** all. The library must work in traced code.
     """
-    tensor, name = tf.zeros([TINY]), "tfcommx/probe/fusion"
-    one = tf.function(lambda: comm.allreduce(tensor, "world", f"{name}/one"), autograph=False)
-    many = tf.function(
-        lambda: [comm.allreduce(tensor, "world", f"{name}/{place}") for place in range(WAITING)],
-        autograph=False,
-    )
-    return statistics.median(turns(many)) < WAITING / 2 * statistics.median(turns(one))
+    name = "tfcommx/probe/fusion"
+
+    # An argument, because TensorFlow computes the allreduce of constants once for all calls
+    @tf.function(autograph=False)
+    def one(tensor: tf.Tensor) -> tf.Tensor:
+        return comm.allreduce(tensor, "world", f"{name}/one", counted=False)
+
+    @tf.function(autograph=False)
+    def many(tensor: tf.Tensor) -> list[tf.Tensor]:
+        return [
+            comm.allreduce(tensor, "world", f"{name}/{place}", counted=False)
+            for place in range(WAITING)
+        ]
+
+    tensor = tf.zeros([TINY])
+    together = statistics.median(turns(lambda: many(tensor)))
+    return together < WAITING / 2 * statistics.median(turns(lambda: one(tensor)))
 
 
 def contention_of(

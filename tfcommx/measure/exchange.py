@@ -16,12 +16,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.kernels.stamp import stamp
-from tfcommx.measure.layers import StepTiming, batches_of, variable_names
+from tfcommx.measure.layers import WARM_UP, StepTiming, batches_of, statistics_kept, variable_names
 from tfcommx.terms import Bucket, MeasuredStep, Piece, Plan, PlanError, Profile, Span, Timeline
 
 Exchange = Callable[[Mapping[str, tf.Tensor]], Mapping[str, tf.Tensor]]
-# Steps that do not count: the first is traced
-WARM_UP = 2
 
 
 def measure_exchange(
@@ -60,8 +58,9 @@ def measure_exchange(
     step, rows = _step(model, names, plan, exchange), []
     batches = batches_of(data, steps + WARM_UP)
     for number in range(steps + WARM_UP):
-        start = time.perf_counter()
-        rows.append(step(*batches[number % len(batches)]).numpy() - start)
+        with statistics_kept(model):
+            start = time.perf_counter()
+            rows.append(step(*batches[number % len(batches)]).numpy() - start)
     stamps = np.array(rows[WARM_UP:]).mean(axis=0)
     ready, there = stamps[: 1 + len(names)], stamps[1 + len(names) :]
     times = dict(zip(names, map(float, ready[1:]), strict=True))

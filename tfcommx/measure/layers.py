@@ -9,10 +9,11 @@ clock when one entry of a tensor is on the host. What the stamps add is measured
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -115,18 +116,15 @@ class StepTiming:
 
     def step(self) -> None:
         """Take a step with stamps and one without; the first WARM_UP do not count."""
-        kept = [variable.numpy() for variable in self._model.non_trainable_variables]
         batch = self._batches[len(self._rows) % len(self._batches)]
-        start = time.perf_counter()
-        found = self._stamped(*batch).numpy() - start
-        self._stamped_s.append(time.perf_counter() - start)
-        start = time.perf_counter()
-        self._plain(*batch).numpy()
-        self._plain_s.append(time.perf_counter() - start)
+        with statistics_kept(self._model):
+            start = time.perf_counter()
+            found = self._stamped(*batch).numpy() - start
+            self._stamped_s.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            self._plain(*batch).numpy()
+            self._plain_s.append(time.perf_counter() - start)
         self._rows.append(found)
-        for variable, value in zip(self._model.non_trainable_variables, kept, strict=True):
-            variable.assign(value)
-        self._model.reset_metrics()
 
     def measured(self, rule: str | None = None, density: float = 0.01) -> Measured:
         """Return what the steps so far have shown; times selection and update."""
@@ -146,6 +144,18 @@ class StepTiming:
             statistics.median(self._stamped_s[WARM_UP:]),
             tuple(self._plain_s[WARM_UP:]),
         )
+
+
+@contextlib.contextmanager
+def statistics_kept(model: keras.Model) -> Iterator[None]:
+    """Keep what steps change without an update: statistics, such as batch norm's means; metrics."""
+    kept = [variable.numpy() for variable in model.non_trainable_variables]
+    try:
+        yield
+    finally:
+        for variable, value in zip(model.non_trainable_variables, kept, strict=True):
+            variable.assign(value)
+        model.reset_metrics()
 
 
 def _check(model: keras.Model, steps: int) -> list[keras.Variable]:
@@ -264,7 +274,15 @@ def _profile(
 
 def _update_seconds(model: keras.Model, variables: Sequence[keras.Variable]) -> float:
     """Time a copy of the optimizer on copies of the variables."""
-    optimizer = keras.optimizers.deserialize(keras.optimizers.serialize(model.optimizer))
+    given = model.optimizer
+    # A user's own class, which Keras need not know by name
+    known = {
+        cls.__name__: cls
+        for one in (given, getattr(given, "inner_optimizer", given))
+        for cls in reversed(type(one).__mro__)
+        if not any(base.__module__.startswith("tfcommx.") for base in cls.__mro__)
+    }
+    optimizer = keras.optimizers.deserialize(keras.optimizers.serialize(given), known)
     for one in (optimizer, getattr(optimizer, "inner_optimizer", None)):
         if one is not None:  # Each step updates then
             one.gradient_accumulation_steps = None

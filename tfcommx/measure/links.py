@@ -192,7 +192,7 @@ def _exchange(comm: Comm, group: str) -> Callable[[int, str, int], None]:
     """Return what sends so many entries around a group, some times. **Ranks:** all."""
     members = comm.members(group)
     # Its own: a route's messages would change how a rank ends after an exception
-    point_to_point = comm.open_own_messages() if comm.has_messages else None
+    point_to_point = comm.open_own_messages(counted=False) if comm.has_messages else None
     position = members.index(comm.rank)
 
     def exchange(entries: int, name: str, times: int) -> None:

@@ -119,7 +119,8 @@ def _chosen_or_tried(
     written = _of_rank_0(
         comm,
         lambda: [
-            (found.name, found.plan.to_json(), found.is_clear)
+            # Between assumed links nothing is clear
+            (found.name, found.plan.to_json(), found.is_clear and asked.links is not None)
             for found in propose(schemes, asked, comm.has_messages)
         ],
     )

@@ -97,7 +97,8 @@ class Proposal(NamedTuple):
     # The scheme in a few words
     name: str
     plan: Plan
-    # Its predicted step over plain Horovod's, under the assumption that is worst for it
+    # Its predicted step over plain Horovod's: the larger one, if computing takes no time, and if it
+    # takes as long as the exchange
     share: float
 
     @property

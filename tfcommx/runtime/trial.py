@@ -42,8 +42,8 @@ class TrialExecutor:
             plans: two or more for the same variables, plain Horovod's first; without momentum.
             comm: of this rank.
             decided: is called on every rank, once, when it is clear which plan stays.
-            steps: of the trial, at most, >= `len(plans)`; those that wait for another trial do not
-                count.
+            steps: of the trial, at most, >= LEAST_ROUNDS * len(plans); those that wait for another
+                trial do not count.
 
         **Ranks:** all, outside of traced code, with equal plans. **Raises:** as PlanExecutor.
         """

@@ -14,6 +14,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from tfcommx.terms import PlanError
+
 # Of the whole trial, at most; a round that would go beyond is not begun
 STEPS = 18
 # Rounds without which a trial says nothing: the first does not count
@@ -37,7 +39,15 @@ class Turns:
     """
 
     def __init__(self, plans: int, steps: int = STEPS) -> None:
-        """Begin a trial of so many plans, >= 2, that takes at most so many steps, >= `plans`."""
+        """Begin a trial of so many plans, >= 2, that takes at most so many steps.
+
+        **Raises:** PlanError for fewer steps than LEAST_ROUNDS rounds take.
+        """
+        if steps < LEAST_ROUNDS * plans:
+            raise PlanError(
+                f"A trial of {plans} plans takes at least {LEAST_ROUNDS * plans} steps. Received "
+                f"{steps}."
+            )
         self._most = steps
         # Plans that still take turns, ascending
         self.remaining = list(range(plans))

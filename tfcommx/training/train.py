@@ -275,9 +275,10 @@ def fit_phases(
         if piece.phase != phase:
             phase = piece.phase
             exchanger_of(model).ahead = RunAhead(
-                run.steps_before(Position(run.recipe.epochs)) - run.steps_before(first),
+                run.steps_with_scheme(piece),
                 run.steps[phase],
                 run.recipe.batch(run.recipe.phases[phase]),
+                whole_run=True,
             )
             run_callbacks.evaluation.at(model, run.recipe.phases[phase])
             # Keras traces with reduced retracing: without this, a second resolution would get a

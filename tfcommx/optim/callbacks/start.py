@@ -164,16 +164,18 @@ class BroadcastState(keras.callbacks.Callback):
             self._look_ahead(epoch)
 
     def _look_ahead(self, epoch: int) -> None:
-        """Tell "auto" how many steps follow, if Keras knows it and nobody else has told it."""
+        """Tell "auto" how many steps follow, if Keras knows it, and nobody has told of the run."""
         params = self.params or {}
         steps, epochs = params.get("steps"), params.get("epochs")
         for optimizer in wrapped_optimizers(self.model):
             exchanger = exchanger_in(optimizer)
-            if steps is None or epochs is None or exchanger.ahead.steps is not None:
+            if exchanger.ahead.whole_run:
                 continue
-            each = inner_optimizer(optimizer).gradient_accumulation_steps or 1
-            all_of_them = steps * (epochs - epoch) // each
-            exchanger.ahead = exchanger.ahead._replace(steps=all_of_them, steps_of_epoch=steps)
+            follow = None  # What an earlier fit has told is not true any more
+            if steps is not None and epochs is not None:
+                each = inner_optimizer(optimizer).gradient_accumulation_steps or 1
+                follow = steps * (epochs - epoch) // each
+            exchanger.ahead = exchanger.ahead._replace(steps=follow, steps_of_epoch=steps)
 
     # Not on_train_batch_end: for it, Keras waits after every step.
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
