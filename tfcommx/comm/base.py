@@ -112,9 +112,9 @@ class Comm(abc.ABC):
         ranks = self._check(tensor, group)
         if len(ranks) == 1:
             return tensor
-        self._count(
-            ring_traffic(2 * (len(ranks) - 1) / len(ranks) * _bytes(tensor), group, self.topology)
-        )
+        if counted:
+            sent = 2 * (len(ranks) - 1) / len(ranks) * _bytes(tensor)
+            self._count(ring_traffic(sent, group, self.topology))
         return self._allreduce(tensor, group, name)
 
     def allreduce_list(self, tensors: list[tf.Tensor], name: str, average: bool) -> list[tf.Tensor]:
