@@ -34,6 +34,7 @@ Clusters" (2021), section 5.5, table 2 and figure 10; Lin et al., "Deep Gradient
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import statistics
 import subprocess
@@ -128,12 +129,15 @@ def rows_in(file: Path | None) -> list[dict]:
 
 def train(method: Method, rate: float | None, seed: int, chosen: argparse.Namespace) -> dict:
     """Train once, unless the file or the folder has the run already; return its row."""
-    what = {"name": method.name, "rate": rate, "seed": seed, "recipe": chosen.recipe.stem}
+    # Runs of the recipe as it was before an edit are others
+    digest = hashlib.sha256(chosen.recipe.read_bytes()).hexdigest()[:8]
+    recipe_id = f"{chosen.recipe.stem}-{digest}"
+    what = {"name": method.name, "rate": rate, "seed": seed, "recipe": recipe_id}
     what |= {key: getattr(chosen, key) for key in ("epochs", "train", "batch", "processes")}
     for row in rows_in(chosen.json):
         if what.items() <= row.items():
             return row
-    size = [chosen.recipe.stem, chosen.epochs, chosen.train, chosen.batch, chosen.processes]
+    size = [recipe_id, chosen.epochs, chosen.train, chosen.batch, chosen.processes]
     name = "-".join(str(part or "all") for part in size)
     name += f"-{method.name}-rate-{rate or 'recipe'}-seed-{seed}"
     folder = chosen.output / name

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tfcommx.terms import PlanError, Profile, check_name, check_whole
+from tfcommx.terms import PlanError, Profile, Scheme, check_name, check_whole
 
 # Entries of a group -> seconds.
 Seconds = Callable[[int], float]
@@ -44,7 +44,7 @@ class Prices:
     # Of an entry of the flat vector, >= 1.
     entry_bytes: int = 4
     # What the user asks for as the size of a bucket, >= 1.
-    bucket_bytes: int = 32 * 2**20
+    bucket_bytes: int = Scheme.bucket_bytes
 
     def __post_init__(self) -> None:
         check_name("place of the selection", self.selection_on, ("compute", "beside"))
