@@ -68,7 +68,6 @@ def close(comm: Comm, mine: list[np.ndarray], theirs: list[np.ndarray]) -> None:
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.every_launch
 def test_shards_in_fit_equal_synchronous_training(comm: Comm, folder: Path) -> None:
     """Weights, what evaluations see, and files; the second epoch continues from a checkpoint."""
     plain = compiled(cx.DistributedOptimizer(adamw()))
