@@ -108,6 +108,18 @@ def test_a_target_is_reported_on_the_terminal_and_the_page(summary, tmp_path):
     assert "target" not in shown(summary)
 
 
+def test_rows_of_an_earlier_process_may_lack_the_score_and_the_clock(summary):
+    """As of a run that was begun with task.bleu_sentences=0, or before rows had a clock."""
+    first, second = summary["rows"]
+    for rows, at_least, text in (
+        ([first, {**second, "test_bleu": 31.0}], 30, "bleu >= 30 in epoch 2, time not known"),
+        ([first, {**second, "test_bleu": 31.0}], 32, "was not reached; the best was 31.0000"),
+        ([first, second], 30, "bleu >= 30 was not reached; it was not measured"),
+    ):
+        found = {**summary, "target": report.time_to_target(rows, "bleu", at_least)}
+        assert text in shown(found)
+
+
 def test_drifted_replicas_cannot_be_overlooked(summary):
     text = shown({**summary, "replicas_identical": False})
     assert "NOT IDENTICAL" in text and "identical at the end" not in text

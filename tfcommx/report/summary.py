@@ -67,15 +67,18 @@ def time_to_target(rows: list[dict[str, Any]], score: str, at_least: float) -> d
     {'score': 'top5', 'at_least': 0.5, 'best': 0.75, 'epoch': 2, 'seconds': 20.0}
 
     Args:
-        rows: of the epochs that have ended.
+        rows: of the epochs that have ended. Those of an earlier process may lack the score, and the
+            clock.
         score: its name, without `test_`.
         at_least: what it must be.
     """
-    reached = next((row for row in rows if row[f"test_{score}"] >= at_least), {})
+    name = f"test_{score}"
+    scored = [row for row in rows if name in row]
+    reached = next((row for row in scored if row[name] >= at_least), {})
     return {
         "score": score,
         "at_least": at_least,
-        "best": max((row[f"test_{score}"] for row in rows), default=None),
+        "best": max((row[name] for row in scored), default=None),
         "epoch": reached.get("epoch"),
         "seconds": reached.get("clock_seconds"),
     }
@@ -89,7 +92,11 @@ def target_text(target: dict[str, Any]) -> str:
     """
     wanted = f"{target['score']} >= {target['at_least']:g}"
     if target["epoch"] is None:
-        return f"{wanted} was not reached; the best was {target['best']:.4f}"
+        best = target["best"]
+        seen = "it was not measured" if best is None else f"the best was {best:.4f}"
+        return f"{wanted} was not reached; {seen}"
+    if target["seconds"] is None:
+        return f"{wanted} in epoch {target['epoch']}, time not known"
     return (
         f"{wanted} in epoch {target['epoch']} after {target['seconds']:.1f} s, without evaluation "
         "and saving"
