@@ -25,6 +25,8 @@ class RunAhead(NamedTuple):
     steps_of_epoch: int | None = None
     # Samples of a rank in a step, as far as the traced step says it
     batch: int | None = None
+    # Told for the whole run, which a fit is a part of
+    whole_run: bool = False
 
     @property
     def of_trial(self) -> int:

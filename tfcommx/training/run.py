@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,14 @@ class Run:
             for _ in range(epochs)
         ]
         return sum(ended[: position.epoch]) + position.step
+
+    def steps_with_scheme(self, piece: Piece) -> int:
+        """Return the steps from a piece's first to the next phase with another scheme."""
+        following = self.recipe.phases[piece.phase :]
+        same = itertools.takewhile(lambda one: one.scheme == following[0].scheme, following)
+        end = sum(self.phases[: piece.phase]) + sum(phase.epochs for phase in same)
+        begin = Position(piece.epochs.start, piece.step)
+        return self.steps_before(Position(end)) - self.steps_before(begin)
 
     def batches(self, piece: Piece) -> tf.data.Dataset:
         """Return this rank's training batches of a piece: what `fit` takes in every step."""
