@@ -14,7 +14,7 @@ PARTS = {
     "gradients": "waiting for gradients",
     "update": "update",
     "step": "steps (older runs)",
-    "first_step": "first step of a phase: tracing",
+    "first_step": "first steps: tracing",
     "evaluation": "evaluation",
     "saving": "saving checkpoints",
     "other": "averaging, comparing, reporting",
@@ -111,7 +111,7 @@ def seconds_by_part(rows: list[dict[str, Any]]) -> dict[str, float]:
 def phase_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each phase that has ended an epoch, as in the paper's table 4.
 
-    Throughput counts the time in steps and waiting for data, without the first step of a phase.
+    Throughput counts the time in steps and waiting for data, without first steps, which trace.
     Scaling efficiency is the throughput over that of as many processes as one alone would give; it
     is None if one alone was not measured.
 
@@ -122,8 +122,9 @@ def phase_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
     for phase in sorted({row["phase"] for row in summary["rows"] if "phase" in row}):
         rows = [row for row in summary["rows"] if row.get("phase") == phase]
         busy = sum(row["seconds"][kind] for row in rows for kind in STEADY)
-        # The first step of each trace is in `first_step`: one for each phase of a process
-        steps = sum(row["steps"] - (row["seconds"]["first_step"] > 0) for row in rows)
+        # Rows of older runs do not say how many steps are in `first_step`: one, or none
+        first_steps = [row.get("first_steps", row["seconds"]["first_step"] > 0) for row in rows]
+        steps = sum(row["steps"] for row in rows) - sum(first_steps)
         rate = steps * rows[0]["global_batch"] / busy if busy else 0.0
         alone = dict(enumerate(summary.get("alone", ()), 1)).get(phase)
         found.append(
