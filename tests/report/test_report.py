@@ -254,6 +254,10 @@ def test_the_phase_table_has_throughput_and_scaling_efficiency(summary):
     (first, second) = phase_rows({**summary, "alone": [100.0]})
     assert first["images_per_second"] == pytest.approx(1000 / 6)
     assert first["efficiency"] == pytest.approx(1000 / 6 / 400) and second["efficiency"] is None
+    # An epoch that was resumed in the middle has more than one
+    resumed = [{**summary["rows"][0], "first_steps": 3}]
+    (first,) = phase_rows({**summary, "rows": resumed})
+    assert first["images_per_second"] == pytest.approx(800 / 6)
     text = shown({**summary, "alone": [100.0]})
     assert "42 %" in text and "not measured" in text
 
@@ -281,6 +285,7 @@ def test_the_dry_run_of_one_process_is_the_baseline(tmp_path):
         "steps": 10,
         "resolution": 14,
         "global_batch": 512,
+        "warm_up": [0.5, 0.25],
         "step_seconds": 0.25,
         "gradients_seconds": 0.05,
         "images_per_second": 2048.0,
@@ -302,6 +307,7 @@ def test_the_dry_run_of_one_process_is_the_baseline(tmp_path):
     report.show_dry_run(found, Console(file=stream, width=160))
     text = stream.getvalue()
     assert "torus: 1 MB between nodes, 2 MB inside" in text and "250.0 ms" in text
+    assert "phase 1: its first 2 epochs, of density 0.5, 0.25, were not run" in text
     assert "2 GB of memory" in text and "the whole run: 2 min 30 s" in text
     report.write_dry_run({**found, "ranks": 4}, tmp_path)
     with pytest.raises(ReportError, match="Received one of 4"):

@@ -218,6 +218,21 @@ def test_state_is_gathered_again_only_if_it_has_changed(
     assert ThreadComm.run(Topology(2, 1), work) == [[2, 2, 4, 6, 8]] * 2
 
 
+def test_an_optimizer_without_state_is_saved_after_each_step() -> None:
+    """What it keeps, nothing, is as it was gathered before: only the steps are others."""
+
+    def work(comm: Comm) -> list[int]:
+        optimizer, weights = wrap(K.SGD(0.1), comm, "sharded", DENSE, "average"), new_weights()
+        found = []
+        for step in range(2):
+            optimizer.apply(gradients(comm.rank, step), weights)
+            store = save(optimizer, weights)
+            found += [int(store["0"])] if store else []
+        return found
+
+    assert ThreadComm.run(Topology(2, 1), work) == [[1, 2], []]
+
+
 def test_longest_first() -> None:
     assert balance([5, 5, 4, 4, 3, 3], 2) == [0, 1, 0, 1, 0, 1]
     assert balance([1, 9, 2, 2, 4], 3) == [1, 0, 2, 2, 1]
