@@ -71,8 +71,8 @@ def show_dry_run(found: dict[str, Any], console: Console | None = None) -> None:
         if densities := phase.get("warm_up"):
             listed = ", ".join(f"{density:g}" for density in densities)
             console.print(
-                f"phase {number}: its first {len(densities)} epochs, of density {listed}, were not "
-                "run: they count as the others, though they send more"
+                f"phase {number}: its first epochs, of density {listed}, were not run: they count "
+                "as the others, though they send more"
             )
     gpu = found.get("gpu_memory_bytes")
     memory = f"{bytes_text(found['memory_bytes'])} of memory"
