@@ -85,7 +85,7 @@ def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int
     data = run.objective.targets(tf.data.Dataset.from_tensors(batch)).cache().repeat()
     begin, exchanger, first = [callbacks.BroadcastState()] * (number == 0), exchanger_of(model), 0.0
     # What "auto" tries is over before steps are timed
-    tries = exchanger.ranks > 1 and auto_of(exchanger.schemes)
+    tries = exchanger.ranks > 1 and not exchanger.runs and auto_of(exchanger.schemes)
     tried = [1 + exchanger.ahead.of_trial] if tries else []
     for count in [*tried, 1 + steps]:
         model.fit(data, steps_per_epoch=count, verbose=0, shuffle=False, callbacks=[*begin, timing])
