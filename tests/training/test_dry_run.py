@@ -42,9 +42,16 @@ class Model:
         self.fits.append(steps_per_epoch)
 
 
-@pytest.mark.parametrize(("ranks", "fits"), [(2, [19, 6]), (1, [6])])
+# A strategy at work: its plan has been chosen in the phase before
+CHOSEN = SimpleNamespace(executor=SimpleNamespace(plan=SimpleNamespace(buckets=())))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "runs", "fits"),
+    [(2, {}, [19, 6]), (2, {("kernel",): CHOSEN}, [6]), (1, {}, [6])],
+)
 def test_auto_knows_the_real_run_and_its_trial_is_over_before_steps_are_timed(
-    ranks: int, fits: list[int], monkeypatch: pytest.MonkeyPatch
+    ranks: int, runs: dict[Any, Any], fits: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = Recipe(
         name="small",
@@ -61,12 +68,11 @@ def test_auto_knows_the_real_run_and_its_trial_is_over_before_steps_are_timed(
     run = Run(asked, Path(), comm, None, objective, (500, 500, 1000))  # type: ignore[arg-type]
     monkeypatch.setattr(Run, "samples_of", lambda *_: SimpleNamespace(element_spec=PICTURES))
     monkeypatch.setattr(dry_run, "exchanger_of", lambda model: model.optimizer.exchanger)
-    found = dry_run.run_ahead(run, 1)
-    assert found == RunAhead(2 * 500 + 3 * 1000, 500, 4, whole_run=True)
     assert dry_run.run_ahead(run, 0).steps == 500 and dry_run.run_ahead(run, 2).batch == 2
     schemes = {"*": asked.phases[1].scheme}
-    exchanger = SimpleNamespace(ahead=found, schemes=schemes, ranks=ranks, runs={})
+    exchanger = SimpleNamespace(ahead=RunAhead(), schemes=schemes, ranks=ranks, runs=runs)
     timing = SimpleNamespace(seconds=dict.fromkeys(BUSY, 1.0))
     model = Model(exchanger)
     dry_run._phase(model, run, 1, timing, steps=5)
+    assert exchanger.ahead == RunAhead(2 * 500 + 3 * 1000, 500, 4, whole_run=True)
     assert model.fits == fits

@@ -57,7 +57,6 @@ def dry_run(recipe: Recipe, output_folder: Path, steps: int = STEPS) -> dict[str
     for number, scheme in enumerate(schemes):
         if number and scheme != schemes[number - 1]:
             optimizer.exchanger.switch(scheme)
-        optimizer.exchanger.ahead = run_ahead(run, number)
         phases.append(_phase(model, run, number, timing, steps))
     run.data.close()
     memory = run.comm.gather_objects(_memory())
@@ -84,6 +83,7 @@ def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int
     batch = made_up(spec, run.objective.outputs, mine, phase.resolution)
     data = run.objective.targets(tf.data.Dataset.from_tensors(batch)).cache().repeat()
     begin, exchanger, first = [callbacks.BroadcastState()] * (number == 0), exchanger_of(model), 0.0
+    exchanger.ahead = run_ahead(run, number)
     # What "auto" tries is over before steps are timed
     tries = exchanger.ranks > 1 and not exchanger.runs and auto_of(exchanger.schemes)
     tried = [1 + exchanger.ahead.of_trial] if tries else []
