@@ -245,7 +245,9 @@ def test_every_member_is_built_of_its_name(write):
         assert type(getattr(read(write(SMALL)), key)) in table.values()
         for name, kind in table.items():
             settings = ", ".join([f"name: {name}", *filter(None, [needs.get(name)])])
-            chosen = getattr(read(write(f"{SMALL}{key}: {{{settings}}}")), key)
+            # That of models which have one of their own
+            sizes = [f"phases.{number}.resolution=224" for number in (0, 1)]
+            chosen = getattr(read(write(f"{SMALL}{key}: {{{settings}}}"), sizes), key)
             assert type(chosen) is kind and chosen.name == name and callable(chosen.build)
 
 
@@ -305,3 +307,12 @@ def test_a_phase_has_its_batch_and_its_share_of_the_rate(write):
     assert read(write(SMALL)).rate(2, 3, 10, 2) == read(write(SMALL)).learning_rate.at(
         23, 10, 30, 16
     )
+
+
+def test_a_network_of_one_resolution_refuses_phases_of_others(write):
+    """Before any process is busy: it has weights for each position."""
+    path = write(SMALL + "model: {name: vgg19, resolution: 32}\n")
+    with pytest.raises(RecipeError, match=r"=32 and phases.0.resolution=14"):
+        read(path)
+    changes = [f"phases.{number}.resolution=32" for number in (0, 1)]
+    assert read(path, changes).model.resolution == 32

@@ -108,6 +108,18 @@ def test_a_target_is_reported_on_the_terminal_and_the_page(summary, tmp_path):
     assert "target" not in shown(summary)
 
 
+def test_rows_of_an_earlier_process_may_lack_the_score_and_the_clock(summary):
+    """As of a run that was begun with task.bleu_sentences=0, or before rows had a clock."""
+    first, second = summary["rows"]
+    for rows, at_least, text in (
+        ([first, {**second, "test_bleu": 31.0}], 30, "bleu >= 30 in epoch 2, time not known"),
+        ([first, {**second, "test_bleu": 31.0}], 32, "was not reached; the best was 31.0000"),
+        ([first, second], 30, "bleu >= 30 was not reached; it was not measured"),
+    ):
+        found = {**summary, "target": report.time_to_target(rows, "bleu", at_least)}
+        assert text in shown(found)
+
+
 def test_drifted_replicas_cannot_be_overlooked(summary):
     text = shown({**summary, "replicas_identical": False})
     assert "NOT IDENTICAL" in text and "identical at the end" not in text
@@ -242,6 +254,10 @@ def test_the_phase_table_has_throughput_and_scaling_efficiency(summary):
     (first, second) = phase_rows({**summary, "alone": [100.0]})
     assert first["images_per_second"] == pytest.approx(1000 / 6)
     assert first["efficiency"] == pytest.approx(1000 / 6 / 400) and second["efficiency"] is None
+    # An epoch that was resumed in the middle has more than one
+    resumed = [{**summary["rows"][0], "first_steps": 3}]
+    (first,) = phase_rows({**summary, "rows": resumed})
+    assert first["images_per_second"] == pytest.approx(800 / 6)
     text = shown({**summary, "alone": [100.0]})
     assert "42 %" in text and "not measured" in text
 
@@ -269,6 +285,7 @@ def test_the_dry_run_of_one_process_is_the_baseline(tmp_path):
         "steps": 10,
         "resolution": 14,
         "global_batch": 512,
+        "warm_up": [0.5, 0.25],
         "step_seconds": 0.25,
         "gradients_seconds": 0.05,
         "images_per_second": 2048.0,
@@ -290,6 +307,7 @@ def test_the_dry_run_of_one_process_is_the_baseline(tmp_path):
     report.show_dry_run(found, Console(file=stream, width=160))
     text = stream.getvalue()
     assert "torus: 1 MB between nodes, 2 MB inside" in text and "250.0 ms" in text
+    assert "phase 1: its first epochs, of density 0.5, 0.25, were not run" in text
     assert "2 GB of memory" in text and "the whole run: 2 min 30 s" in text
     report.write_dry_run({**found, "ranks": 4}, tmp_path)
     with pytest.raises(ReportError, match="Received one of 4"):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from threaded_optimizers import (
+    DENSE,
     SHAPES,
     continue_from,
     equal,
@@ -22,9 +26,10 @@ from tfcommx.comm.threads import ThreadComm
 from tfcommx.optim.keras_internals import require_shardable
 from tfcommx.optim.lamb import LAMB
 from tfcommx.optim.lars import LARS
+from tfcommx.optim.settle import settle
 from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.strategies import Sharded
-from tfcommx.strategies.whole_shards import balance, lay_out_whole
+from tfcommx.strategies import Sharded, Shards
+from tfcommx.strategies.whole_shards import WholeShards, balance, lay_out_whole
 from tfcommx.terms import PlanError, Scheme, Topology
 
 K = keras.optimizers
@@ -145,6 +150,87 @@ def test_optimizers_see_the_paths_of_the_variables() -> None:
         return ThreadComm.run(Topology(2, 1), go)
 
     assert equal(work("sharded"), work("synchronous"))
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("lars", lambda: LARS(1.0, exclude=["first_*", "last_bias"])),
+        ("muon", lambda: K.Muon(0.01, weight_decay=0.1, exclude_layers=["^first_k"])),
+    ],
+)
+def test_patterns_from_the_beginning_of_a_path_mean_variables_without_a_scope_too(
+    name: str, make: Callable[[], K.Optimizer]
+) -> None:
+    """Also where the shards are made in a scope, as a model's call has one."""
+
+    def paths(comm: Comm) -> list[tuple[str, str]]:
+        optimizer, weights = wrap(make(), comm, "sharded", Scheme(), "average"), new_weights()
+        with keras.name_scope("around"):
+            optimizer.build(weights)
+        shards = optimizer.exchanger.sharding.shards
+        return list(zip(shards.names, [one.path for one in shards.variables], strict=True))
+
+    found = ThreadComm.run(Topology(2, 1), paths)
+    assert sorted([*found[0], *found[1]]) == sorted((one.path, one.path) for one in new_weights())
+    plain = train(make, "synchronous", Topology(2, 1))
+    assert equal(train(make, "sharded", Topology(2, 1)), plain)
+
+
+@pytest.mark.parametrize("make", [OPTIMIZERS["lamb"], lambda: K.Adam(0.1)])
+def test_state_is_gathered_again_only_if_it_has_changed(
+    make: Callable[[], K.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At an epoch's end it is asked for twice; a rank alone may load or set another in between."""
+    gathered: list[str] = []
+    for cls in (Shards, WholeShards):
+        plain = cls.gather
+
+        def gather(self: Shards, *rest: Any, plain: Any = plain) -> Any:
+            gathered.append("once")
+            return plain(self, *rest)
+
+        monkeypatch.setattr(cls, "gather", gather)
+
+    def settled(optimizer: K.Optimizer) -> int:
+        comm = optimizer.exchanger.comm
+        settle(optimizer)
+        return max(comm.gather_objects(len(gathered)))
+
+    def work(comm: Comm) -> list[int]:
+        optimizer, weights = wrap(make(), comm, "sharded", DENSE, "average"), new_weights()
+        optimizer.apply(gradients(comm.rank, 0), weights)
+        counts = [settled(optimizer), settled(optimizer)]
+        store: dict[str, np.ndarray] = {}
+        if comm.rank == 0:
+            optimizer.save_own_variables(store)
+            doubled = {key: value * (1 if value.ndim == 0 else 2) for key, value in store.items()}
+            optimizer.load_own_variables(doubled)
+        counts.append(settled(optimizer))
+        if comm.rank == 1:
+            state = optimizer.exchanger.sharding.state[0]
+            state.assign(state + 1)
+        counts.append(settled(optimizer))
+        optimizer.apply(gradients(comm.rank, 1), weights)
+        counts.append(settled(optimizer))
+        return counts
+
+    assert ThreadComm.run(Topology(2, 1), work) == [[2, 2, 4, 6, 8]] * 2
+
+
+def test_an_optimizer_without_state_is_saved_after_each_step() -> None:
+    """What it keeps, nothing, is as it was gathered before: only the steps are others."""
+
+    def work(comm: Comm) -> list[int]:
+        optimizer, weights = wrap(K.SGD(0.1), comm, "sharded", DENSE, "average"), new_weights()
+        found = []
+        for step in range(2):
+            optimizer.apply(gradients(comm.rank, step), weights)
+            store = save(optimizer, weights)
+            found += [int(store["0"])] if store else []
+        return found
+
+    assert ThreadComm.run(Topology(2, 1), work) == [[1, 2], []]
 
 
 def test_longest_first() -> None:

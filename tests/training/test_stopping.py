@@ -67,3 +67,5 @@ def test_a_file_asks_too_and_is_gone_afterwards(tmp_path: Path) -> None:
         (tmp_path / "stop").touch()
         assert requests.asked() and str(tmp_path / "stop") in requests.reason
         assert not (tmp_path / "stop").exists() and requests.asked() and not other.asked()
+        (tmp_path / "stop").touch()  # Also one that comes after another reason
+        assert requests.asked() and not (tmp_path / "stop").exists()

@@ -28,8 +28,8 @@ def settle(optimizer: keras.optimizers.Optimizer) -> None:
         optimizer: wrapped.
 
     **Ranks:** all, between the same two steps, outside of traced code. **Cost:** nothing where
-    weights are whole and equal after each step; otherwise as the strategy says, and an all-gather
-    of the state of shards.
+    weights are whole and equal after each step; otherwise as the strategy says, and the state of
+    shards is sent once.
     **Raises:** RuntimeError if the optimizer is not wrapped.
     """
     exchanger = exchanger_in(optimizer)

@@ -103,7 +103,7 @@ class Dataset(Protocol):
 
 
 class Model(Protocol):
-    """A network and its sizes."""
+    """A network and its sizes. A field `resolution` says the only one that it takes, in pixels."""
 
     def build(self, inputs: int, outputs: int) -> keras.Model:
         """Build the network.

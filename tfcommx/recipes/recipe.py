@@ -184,6 +184,19 @@ class Recipe(Part):
             )
         return self
 
+    @model_validator(mode="after")
+    def _model_takes_the_pictures(self) -> Recipe:
+        if "resolution" not in getattr(type(self.model), "model_fields", {}):
+            return self
+        pixels = self.model.resolution  # type: ignore[attr-defined]
+        for number, phase in enumerate(self.phases):
+            if phase.resolution != pixels:
+                raise ValueError(
+                    "A model with a `resolution` of its own needs phases of the same. Received "
+                    f"model.resolution={pixels} and phases.{number}.resolution={phase.resolution}."
+                )
+        return self
+
     def batch(self, phase: Phase) -> int:
         """Return the samples a step on one rank in a phase."""
         return phase.batch or self.batch_per_rank

@@ -75,7 +75,7 @@ class UserModel(User):
 
 
 class UserDataset(User):
-    """`function(place, **settings)` returns `recipes.base.Data`, such as `ArrayPictures`."""
+    """`function(place, **settings)` returns `recipes.base.Data`, as `open_arrays` does."""
 
     def fetch(self) -> None:
         """Do nothing: the function brings its files itself."""

@@ -67,6 +67,13 @@ def show_dry_run(found: dict[str, Any], console: Console | None = None) -> None:
             time_text(phase["predicted_seconds"]),
         )
     console.print(table)
+    for number, phase in enumerate(found["phases"], 1):
+        if densities := phase.get("warm_up"):
+            listed = ", ".join(f"{density:g}" for density in densities)
+            console.print(
+                f"phase {number}: its first epochs, of density {listed}, were not run: they count "
+                "as the others, though they send more"
+            )
     gpu = found.get("gpu_memory_bytes")
     memory = f"{bytes_text(found['memory_bytes'])} of memory"
     memory += f", {bytes_text(gpu)} of the GPU's" if gpu else ""

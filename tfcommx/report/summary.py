@@ -14,7 +14,7 @@ PARTS = {
     "gradients": "waiting for gradients",
     "update": "update",
     "step": "steps (older runs)",
-    "first_step": "first step of a phase: tracing",
+    "first_step": "first steps: tracing",
     "evaluation": "evaluation",
     "saving": "saving checkpoints",
     "other": "averaging, comparing, reporting",
@@ -67,15 +67,18 @@ def time_to_target(rows: list[dict[str, Any]], score: str, at_least: float) -> d
     {'score': 'top5', 'at_least': 0.5, 'best': 0.75, 'epoch': 2, 'seconds': 20.0}
 
     Args:
-        rows: of the epochs that have ended.
+        rows: of the epochs that have ended. Those of an earlier process may lack the score, and the
+            clock.
         score: its name, without `test_`.
         at_least: what it must be.
     """
-    reached = next((row for row in rows if row[f"test_{score}"] >= at_least), {})
+    name = f"test_{score}"
+    scored = [row for row in rows if name in row]
+    reached = next((row for row in scored if row[name] >= at_least), {})
     return {
         "score": score,
         "at_least": at_least,
-        "best": max((row[f"test_{score}"] for row in rows), default=None),
+        "best": max((row[name] for row in scored), default=None),
         "epoch": reached.get("epoch"),
         "seconds": reached.get("clock_seconds"),
     }
@@ -89,7 +92,11 @@ def target_text(target: dict[str, Any]) -> str:
     """
     wanted = f"{target['score']} >= {target['at_least']:g}"
     if target["epoch"] is None:
-        return f"{wanted} was not reached; the best was {target['best']:.4f}"
+        best = target["best"]
+        seen = "it was not measured" if best is None else f"the best was {best:.4f}"
+        return f"{wanted} was not reached; {seen}"
+    if target["seconds"] is None:
+        return f"{wanted} in epoch {target['epoch']}, time not known"
     return (
         f"{wanted} in epoch {target['epoch']} after {target['seconds']:.1f} s, without evaluation "
         "and saving"
@@ -104,7 +111,7 @@ def seconds_by_part(rows: list[dict[str, Any]]) -> dict[str, float]:
 def phase_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each phase that has ended an epoch, as in the paper's table 4.
 
-    Throughput counts the time in steps and waiting for data, without the first step of a phase.
+    Throughput counts the time in steps and waiting for data, without first steps, which trace.
     Scaling efficiency is the throughput over that of as many processes as one alone would give; it
     is None if one alone was not measured.
 
@@ -115,8 +122,9 @@ def phase_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
     for phase in sorted({row["phase"] for row in summary["rows"] if "phase" in row}):
         rows = [row for row in summary["rows"] if row.get("phase") == phase]
         busy = sum(row["seconds"][kind] for row in rows for kind in STEADY)
-        # The first step of each trace is in `first_step`: one for each phase of a process
-        steps = sum(row["steps"] - (row["seconds"]["first_step"] > 0) for row in rows)
+        # Rows of older runs do not say how many steps are in `first_step`: one, or none
+        first_steps = [row.get("first_steps", row["seconds"]["first_step"] > 0) for row in rows]
+        steps = sum(row["steps"] for row in rows) - sum(first_steps)
         rate = steps * rows[0]["global_batch"] / busy if busy else 0.0
         alone = dict(enumerate(summary.get("alone", ()), 1)).get(phase)
         found.append(

@@ -150,8 +150,8 @@ class WholeShards(Shards):
             whole = self.weights[path]
             parents, _, name = self._known_as[path].rpartition("/")
             above, _, parent = parents.rpartition("/")
-            # Optimizers exclude variables by their paths
-            with keras.name_scope(parent or "tfcommx", override_parent=above):
+            # Optimizers exclude variables by their paths; "" is the scope of one without a parent
+            with keras.name_scope(parent, override_parent=above):
                 zeros = np.zeros(whole.shape, whole.dtype.as_numpy_dtype)
                 made.append(keras.Variable(zeros, whole.dtype.name, name=name))
         return made

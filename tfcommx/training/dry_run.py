@@ -15,6 +15,9 @@ import tfcommx as cx
 from tfcommx import report, routes
 from tfcommx.optim import callbacks
 from tfcommx.optim.exchanger import Exchanger
+from tfcommx.optim.run_ahead import RunAhead
+from tfcommx.optim.wrapped import exchanger_of
+from tfcommx.planner.automatic import auto_of
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.training.position import Piece
 from tfcommx.training.run import Run, prepare
@@ -29,7 +32,9 @@ def dry_run(recipe: Recipe, output_folder: Path, steps: int = STEPS) -> dict[str
     """Take a few steps of every phase, with its switches; write `dry_run.json` and nothing else.
 
     The batches are made up, in the shapes and types of the data set's, which is opened for that and
-    for its size. So waiting for data is not in the times, nor evaluation and saving.
+    for its size. So waiting for data is not in the times, nor evaluation and saving. A phase's
+    epochs of other densities (`warm_up`) are not run, and count as its others. With "auto" the
+    trial that a real run would make comes before what is timed.
 
     Args:
         recipe: what would be trained.
@@ -77,24 +82,39 @@ def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int
     mine = run.global_batch(number) // run.comm.topology.size
     batch = made_up(spec, run.objective.outputs, mine, phase.resolution)
     data = run.objective.targets(tf.data.Dataset.from_tensors(batch)).cache().repeat()
-    begin = [callbacks.BroadcastState()] if number == 0 else []
-    model.fit(data, steps_per_epoch=steps + 1, verbose=0, shuffle=False, callbacks=[*begin, timing])
-    seconds, first = timing.seconds, timing.seconds["first_step"]
+    begin, exchanger, first = [callbacks.BroadcastState()] * (number == 0), exchanger_of(model), 0.0
+    exchanger.ahead = run_ahead(run, number)
+    # What "auto" tries is over before steps are timed
+    tries = exchanger.ranks > 1 and not exchanger.runs and auto_of(exchanger.schemes)
+    tried = [1 + exchanger.ahead.of_trial] if tries else []
+    for count in [*tried, 1 + steps]:
+        model.fit(data, steps_per_epoch=count, verbose=0, shuffle=False, callbacks=[*begin, timing])
+        begin, first = [], first or timing.seconds["first_step"]
+    seconds = timing.seconds
     step = (seconds["compute"] + seconds["gradients"] + seconds["update"]) / steps
     global_batch = run.global_batch(number)
     return {
         "epochs": phase.epochs,
         "steps": run.steps[number],
         "resolution": phase.resolution,
+        # Densities of first epochs, which are not run
+        "warm_up": list(phase.warm_up),
         "global_batch": global_batch,
         "first_step_seconds": round(first, 3),
         "step_seconds": step,
         "gradients_seconds": seconds["gradients"] / steps,
         "images_per_second": round(global_batch / step, 1),
-        "bytes_by_route": bytes_by_route(model.optimizer.exchanger),
+        "bytes_by_route": bytes_by_route(exchanger),
         "predicted_seconds": round(first + step * run.steps[number] * phase.epochs, 1),
         "dry_seconds": round(time.monotonic() - start, 1),
     }
+
+
+def run_ahead(run: Run, number: int) -> RunAhead:
+    """Return what a real run knows of the steps that follow where a phase begins."""
+    phase, begin = run.recipe.phases[number], sum(run.phases[:number])
+    steps = run.steps_with_scheme(Piece(number, range(begin, begin + phase.epochs)))
+    return RunAhead(steps, run.steps[number], run.recipe.batch(phase), whole_run=True)
 
 
 def made_up(spec: Sequence[Any], outputs: int, batch: int, resolution: int) -> Any:
@@ -108,12 +128,15 @@ def made_up(spec: Sequence[Any], outputs: int, batch: int, resolution: int) -> A
     Args:
         spec: of the batch, as a dataset has it.
         outputs: classes, or words of the vocabulary.
-        batch: of one rank. Sizes that are not known are the longest: `resolution`; then `batch`
-            counts word pieces, as it does for sentences.
-        resolution: of the phase.
+        batch: of one rank; of sentences, which are rows of integers whose length is not known, word
+            pieces.
+        resolution: of the phase, which sizes that are not known are.
     """
-    open_sizes = any(None in part.shape.as_list()[1:] for part in tf.nest.flatten(spec))
-    rows = max(1, batch // resolution) if open_sizes else batch
+    sentences = any(
+        part.dtype.is_integer and part.shape.as_list()[1:] == [None]
+        for part in tf.nest.flatten(spec)
+    )
+    rows = max(1, batch // resolution) if sentences else batch
 
     def one(part: tf.TensorSpec) -> tf.Tensor:
         first, *others = part.shape.as_list() or [None]

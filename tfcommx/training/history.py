@@ -76,6 +76,8 @@ class EpochHistory(keras.callbacks.Callback):
             # test_accuracy, and what else the task's scorer found
             **{name: value for name, value in logs.items() if name.startswith("test_")},
             "steps": steps,
+            # Of them, those whose time is in seconds.first_step
+            "first_steps": self.timing.first_steps,
             "images_per_second": steps * self.run.global_batch(phase) / self.timing.busy(),
             "replicas_identical": bool(self.compare.identical),
             "seconds": {kind: round(value, 3) for kind, value in seconds.items()},
@@ -85,7 +87,7 @@ class EpochHistory(keras.callbacks.Callback):
 
 
 class ShowProgress(keras.callbacks.Callback):
-    """Shows on rank 0 how the run goes; comes last."""
+    """Shows on rank 0 how the run goes; comes after what measures it."""
 
     def __init__(
         self, history: EpochHistory, progress: Progress, events: Events | None = None

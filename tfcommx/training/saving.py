@@ -44,9 +44,9 @@ class Stopped(Exception):
 class Saving(keras.callbacks.Callback):
     """Saves whatever a run needs to go on, and stops it if any rank is asked to.
 
-    The ranks ask each other about twice a second, and at each epoch's end: whether one of them was
-    asked to stop, and whether rank 0's clock says that it is time to save or to end. So all save
-    after the same step.
+    The ranks ask each other about twice a second: whether one of them was asked to stop, and
+    whether rank 0's clock says that it is time to save or to end. So all save after the same step.
+    At an epoch's end it saves, and StopAtEpochEnd stops.
 
     Args:
         run: what is trained.
@@ -80,30 +80,30 @@ class Saving(keras.callbacks.Callback):
         after = self.counter.after
         if after.step == self.counter.steps:
             return  # What follows is the epoch's end
-        stop, save = self._ask() if self._until <= 0 else ("", False)
+        stop, save = self.ask() if self._until <= 0 else ("", False)
         if stop or save or self._due(after):
             self._save(after)
         if stop:
             raise Stopped(after, stop)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Save; stop if any rank was asked to."""
-        after, seconds = Position(epoch + 1), self.history.timing.seconds
+        """Save."""
+        seconds = self.history.timing.seconds
         before = seconds["saving"]
-        self._save(after)
+        self._save(Position(epoch + 1))
         # The row is older than what it took to save it
         self.history.rows[-1]["seconds"]["saving"] += round(seconds["saving"] - before, 3)
-        stop, _ = self._ask()
-        if stop and after.epoch < self.run.recipe.epochs:
-            raise Stopped(after, stop)
 
     def _due(self, after: Position) -> bool:
         """Tell whether a checkpoint is due by the number of steps."""
         every = self.settings.every_steps
         return every is not None and self.run.steps_before(after) % every == 0
 
-    def _ask(self) -> tuple[str, bool]:
-        """Return why all ranks stop, empty if they do not, and whether it is time to save."""
+    def ask(self) -> tuple[str, bool]:
+        """Return why all ranks stop, empty if they do not, and whether it is time to save.
+
+        **Ranks:** all. **Cost:** an allreduce of 16 bytes.
+        """
         asked, now = self.requests.asked(), time.monotonic()
         clock = [0.0, 0.0, 0.0]
         if self.run.comm.rank == 0:
@@ -133,7 +133,10 @@ class Saving(keras.callbacks.Callback):
     def _save(self, after: Position) -> None:
         start = time.time()
         timing, steps = self.history.timing, self.history.steps_measured()
-        under_way = {"seconds": timing.so_far(), "steps": steps} if after.step else {}
+        under_way = {}
+        if after.step:
+            counts = {"steps": steps, "first_steps": timing.first_steps}
+            under_way = {"seconds": timing.so_far(), **counts}
         checkpoint.save(
             self.model,
             self.run.checkpoint,
@@ -149,3 +152,20 @@ class Saving(keras.callbacks.Callback):
         )
         self.saved_at = time.monotonic()
         timing.seconds["saving"] += time.time() - start
+
+
+class StopAtEpochEnd(keras.callbacks.Callback):
+    """Stops the run at an epoch's end, if any rank is asked to; it comes last, after Saving.
+
+    **Ranks:** all.
+    """
+
+    def __init__(self, saving: Saving) -> None:
+        super().__init__()
+        self.saving = saving
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Ask the other ranks; stop as they all say, unless the run is through."""
+        stop, _ = self.saving.ask()
+        if stop and epoch + 1 < self.saving.run.recipe.epochs:
+            raise Stopped(Position(epoch + 1), stop)

@@ -45,8 +45,8 @@ class StopRequests:
 
     def asked(self) -> bool:
         """Tell whether this rank was asked to stop."""
-        if self.file is not None and not self.reason and self.file.exists():
-            self.reason = f"the file {self.file}"
+        if self.file is not None and self.file.exists():
+            self.reason = self.reason or f"the file {self.file}"
             # Otherwise it would stop the next run too
             with contextlib.suppress(OSError):
                 self.file.unlink()

@@ -37,8 +37,8 @@ class Timing(keras.callbacks.Callback):
     - `gradients`: from then until the last exchanged gradient has arrived: the part of selection
       and exchange that nothing hides, with the wait for slower ranks.
     - `update`: the rest of the step.
-    - `first_step`: the whole first step of a phase, in which TensorFlow traces and compiles the
-      step.
+    - `first_step`: the whole first step of each `fit`, and after each change of scheme, in which
+      TensorFlow traces and compiles the step.
     - `evaluation`, `saving`: measured by Evaluation and by Saving.
     - `other`: the rest of the epoch: averaging, comparing, reporting.
 
@@ -52,15 +52,17 @@ class Timing(keras.callbacks.Callback):
             tf.Variable(0.0, dtype=tf.float64, trainable=False) for _ in range(3)
         )
         self.seconds = dict.fromkeys(KINDS, 0.0)
+        # Steps of the epoch whose time is in `first_step`
+        self.first_steps = 0
         # Of the epoch under way: before this process began, and when it began here
         self._before, self._epoch_start = 0.0, time.time()
-        # What an earlier process measured of the first epoch
-        self._continued: dict[str, float] = {}
+        # What an earlier process measured of the first epoch: seconds, and its first steps
+        self._continued: tuple[dict[str, float], int] = {}, 0
         self.first = True
 
-    def continue_from(self, seconds: dict[str, float]) -> None:
+    def continue_from(self, seconds: dict[str, float], first_steps: int) -> None:
         """Add what an earlier process measured to the epoch that begins next."""
-        self._continued = seconds
+        self._continued = seconds, first_steps
 
     def watch(self, model: keras.Model) -> None:
         """Make the model's training step note when batch and gradients have arrived."""
@@ -88,11 +90,14 @@ class Timing(keras.callbacks.Callback):
         self.first = True
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        self.seconds = {kind: self._continued.get(kind, 0.0) for kind in KINDS}
-        self._before, self._continued = sum(self._continued.values()), {}
+        seconds, self.first_steps = self._continued
+        self.seconds = {kind: seconds.get(kind, 0.0) for kind in KINDS}
+        self._before, self._continued = sum(seconds.values()), ({}, 0)
         self._epoch_start = time.time()
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        # A change of scheme leaves no plan at work: the step is traced again
+        self.first |= not exchanger_of(self.model).runs
         self.batch_start = time.time()
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
@@ -102,6 +107,7 @@ class Timing(keras.callbacks.Callback):
         )
         if self.first:
             seconds["first_step"] += now - self.batch_start
+            self.first_steps += 1
         else:
             seconds["data"] += arrived - self.batch_start
             # With accumulated gradients only some steps exchange

@@ -24,7 +24,7 @@ from tfcommx.training.history import EpochHistory, ShowProgress
 from tfcommx.training.learning_rate import LearningRate
 from tfcommx.training.position import Position, StepCounter, pieces
 from tfcommx.training.run import Run, prepare
-from tfcommx.training.saving import Saving, Stopped
+from tfcommx.training.saving import Saving, StopAtEpochEnd, Stopped
 from tfcommx.training.signals import StopRequests
 from tfcommx.training.timing import BUSY, Timing
 
@@ -159,25 +159,39 @@ def last_checkpoint(run: Run, resume: bool) -> checkpoint.Head | None:
 def start_of(run: Run, saved: checkpoint.Head | None) -> Position:
     """Return the first step of a run.
 
-    On another number of ranks an epoch has another number of steps, and other samples in each:
-    the run goes on at the same share of the epoch.
+    With another number of ranks, or another batch, an epoch has another number of steps, and other
+    samples in each: the run goes on at the same share of the epoch.
     """
     if saved is None:
         return Position(0)
     epoch = saved.epoch + 1
-    steps = run.steps_of(epoch)
-    step = saved.step if saved.steps in (0, steps) else saved.step * steps // saved.steps
+    step = scaled(saved.step, run, saved)
     if step != saved.step and run.comm.rank == 0:
+        ranks, batch = run.comm.topology.size, run.recipe.batch(run.recipe.phase_of_epoch()[epoch])
         log.warning(
-            "The checkpoint was saved after step %d of %d; with %d ranks the epoch has %d steps, "
-            "and goes on after step %d: some samples come twice in it, and some not at all.",
+            "The checkpoint was saved after step %d of %d; with %d ranks and a global batch of %d "
+            "the epoch has %d steps, and goes on after step %d: some samples come twice in it, and "
+            "some not at all.",
             saved.step,
             saved.steps,
-            run.comm.topology.size,
-            steps,
+            ranks,
+            batch * ranks,
+            run.steps_of(epoch),
             step,
         )
     return Position(epoch, step)
+
+
+def scaled(count: int, run: Run, saved: checkpoint.Head) -> int:
+    """Return steps of the epoch that was under way as steps of this run, of about the same samples.
+
+    Args:
+        count: in [0, saved.steps].
+        run: with as many ranks and as large a batch as now.
+        saved: the checkpoint.
+    """
+    steps = run.steps_of(saved.epoch + 1)
+    return count if saved.steps in (0, steps) else count * steps // saved.steps
 
 
 def tell_stop(run: Run, stopped: dict[str, Any]) -> None:
@@ -221,6 +235,8 @@ class RunCallbacks(NamedTuple):
     history: EpochHistory
     saving: Saving
     show: ShowProgress
+    # Last: those before it must see the epoch's end
+    stopping: StopAtEpochEnd
 
 
 def make_callbacks(
@@ -239,27 +255,29 @@ def make_callbacks(
     changes = {at: new for at, (old, new) in schemes if new != old and at > first.epoch}
     rows = list(notes.get("rows", ()))
     history = EpochHistory(run, counter, timing, compare, rows, totals.seconds)
-    if first.step:
-        timing.continue_from(notes.get("under_way", {}).get("seconds", {}))
-        history.measured_before = notes.get("under_way", {}).get("steps", 0)
+    if saved and saved.step:
+        under_way = notes.get("under_way", {})
+        counts = (under_way.get(name, 0) for name in ("steps", "first_steps"))
+        history.measured_before, first_steps = (scaled(count, run, saved) for count in counts)
+        timing.continue_from(under_way.get("seconds", {}), first_steps)
     steps = run.steps_before(Position(recipe.epochs)) - run.steps_before(first)
     progress = report.Progress(steps, recipe.epochs, shown=cx.is_chief(), terminal=options.terminal)
     shown = options.tensorboard and cx.is_chief()
     events = report.Events(run.folder / "tensorboard") if shown else None
+    saving = Saving(run, history, requests, end, totals.so_far)
     return RunCallbacks(
         counter,
         timing,
         LearningRate(run, counter),
-        callbacks.SwitchScheme(
-            {epoch: new for epoch, new in changes.items() if epoch > first.epoch}
-        ),
+        callbacks.SwitchScheme(changes),
         callbacks.AverageMetrics(),
         callbacks.AverageBatchNorm(),
         compare,
         Evaluation(run, timing),
         history,
-        Saving(run, history, requests, end, totals.so_far),
+        saving,
         ShowProgress(history, progress, events),
+        StopAtEpochEnd(saving),
     )
 
 
@@ -288,14 +306,14 @@ def fit_phases(
         if piece.epochs.start > first.epoch:
             run.data.redistribute(piece.epochs.start, run.comm)
         run_callbacks.counter.begin(piece, run.steps[phase])
-        one_epoch, batches = len(piece.epochs) == 1, run.batches(piece)
+        batches = run.batches(piece)
         if piece.step:
             build_metrics(model, batches)
         model.fit(
             batches,
             initial_epoch=piece.epochs.start,
             epochs=piece.epochs.stop,
-            steps_per_epoch=run.steps[phase] - (piece.step if one_epoch else 0),
+            steps_per_epoch=run.steps[phase] - piece.step,
             verbose=0,
             shuffle=False,
             callbacks=[*begin, *run_callbacks],

@@ -11,7 +11,7 @@ from tfcommx.recipes.text.beam import beam_decoder
 from tfcommx.recipes.text.decoding import greedy_decoder
 from tfcommx.recipes.text.vocabulary import BEGIN, END
 
-# The four marks and a word: what is said has at most LONGEST words, END included
+# The four marks and a word: what is said has at most MORE words more than its source, END included
 WORDS, MORE, LONGEST = 5, 2, 4
 SOURCES = np.array([[4, 3], [4, 4], [3, 0], [1, 4]], np.int32)
 
@@ -49,16 +49,27 @@ def up_to_end(said) -> tuple:
     return tuple(words[: words.index(END) + 1] if END in words else words)
 
 
+def most_words(source) -> int:
+    return np.count_nonzero(source) + MORE
+
+
+def up_to_limit(rows) -> list[tuple]:
+    """Return what is said for each source; END follows one that was cut."""
+    pairs = zip(map(up_to_end, rows), SOURCES, strict=True)
+    return [said[: most_words(source)] for said, source in pairs]
+
+
 def by_trying_all(table, source, penalty) -> tuple:
-    """Return the best of all translations that end, or are cut, within LONGEST words."""
-    whole = {up_to_end(said) for said in itertools.product(range(WORDS), repeat=LONGEST)}
+    """Return the best of all translations that end, or are cut."""
+    longest = most_words(source)
+    whole = {up_to_end(said) for said in itertools.product(range(WORDS), repeat=longest)}
     return max(whole, key=lambda said: goodness(table, source, said, penalty))
 
 
 def by_a_loop(table, source, penalty, beam) -> tuple:
     """Return what a beam search of plain lists finds."""
     kept = [()]
-    for _ in range(LONGEST):
+    for _ in range(most_words(source)):
         ended = [said for said in kept if END in said]
         open_ones = [said for said in kept if END not in said]
         grown = ended + [(*said, word) for said in open_ones for word in range(WORDS)]
@@ -71,7 +82,7 @@ def test_a_wide_beam_finds_the_best_of_all(penalty):
     for seed in range(4):
         table = Table(seed)
         said = beam_decoder(table, WORDS**LONGEST, penalty, MORE)(SOURCES).numpy()
-        found = [up_to_end(row) for row in said]
+        found = up_to_limit(said)
         assert found == [by_trying_all(table, source, penalty) for source in SOURCES], seed
 
 
@@ -81,12 +92,12 @@ def test_narrow_beams_keep_the_best():
     for seed, (beam, penalty) in itertools.product(range(4), [(1, 0.6), (2, 0.0), (3, 0.6)]):
         table = Table(seed)
         said = beam_decoder(table, beam, penalty, MORE)(SOURCES).numpy()
-        found = [up_to_end(row) for row in said]
+        found = up_to_limit(said)
         assert found == [by_a_loop(table, source, penalty, beam) for source in SOURCES], seed
         missed += found != [by_trying_all(table, source, penalty) for source in SOURCES]
         if beam == 1:
             greedy = greedy_decoder(table, MORE)(SOURCES).numpy()
-            assert found == [up_to_end(row) for row in greedy]
+            assert found == up_to_limit(greedy)
     assert missed
 
 

@@ -170,7 +170,7 @@ def test_padding_counts_for_nothing():
 
 
 def test_decoding_ends():
-    """Rows that have ended say END; a model that never ends is stopped."""
+    """Rows that have ended say END; one that never ends is cut by its own words, not by padding."""
 
     class Says(keras.Model):
         def call(self, inputs, training=False):
@@ -179,9 +179,13 @@ def test_decoding_ends():
             words = tf.stack([tf.where(said > 2, END, 7), 8])
             return tf.one_hot(words, 10)[:, None, :]
 
-    source = tf.constant([[5, 6], [5, 0]])
-    found = greedy_decoder(Says(), more=3)(source).numpy()
-    assert found.tolist() == [[7, 7, END, END, END], [8] * 5]
+    for source in ([[5, 6], [5, 0]], [[5, 6, 7, 9], [5, 0, 0, 0]]):
+        found = greedy_decoder(Says(), more=3)(tf.constant(source)).numpy()
+        assert found.tolist() == [[7, 7, END, END], [8] * 4]
+    assert greedy_decoder(Says(), more=0)(tf.constant([[5, 0], [5, 6]])).numpy().tolist() == [
+        [7, END],
+        [8, 8],
+    ]
 
 
 def test_catalogues(tmp_path):

@@ -78,9 +78,12 @@ class Classification:
             return tf.stack([*map(tf.math.count_nonzero, right), tf.size(labels, tf.int64)])
 
         def score(batches: tf.data.Dataset, gather: Gather) -> dict[str, float]:
-            mine = [count(*batch).numpy() for batch in batches]
-            *right, seen = np.sum(gather(np.sum(mine, axis=0)), axis=0)
+            # A rank may have no samples: fewer than ranks, or a data set of the user
+            mine = np.zeros(len(self.scores) + 1, np.int64)
+            for batch in batches:
+                mine += count(*batch).numpy()
+            *right, seen = np.sum(gather(mine), axis=0)
             parts = zip(self.scores, right, strict=True)
-            return {name: float(part / seen) for name, part in parts}
+            return {name: float(part / max(1, seen)) for name, part in parts}
 
         return score

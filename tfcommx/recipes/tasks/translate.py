@@ -91,7 +91,7 @@ class Translation:
         """Return what scores words and translations.
 
         Its scores are `test_accuracy` (words that are right where all words before are given) and
-        `test_bleu` (of translations by beam search, in [0, 100]).
+        `test_bleu` (of translations by beam search, or greedy ones, in [0, 100]).
         """
         import numpy as np
         import tensorflow as tf

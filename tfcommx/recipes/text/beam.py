@@ -8,7 +8,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from tfcommx.recipes.text.decoding import MORE, next_logits
+from tfcommx.recipes.text.decoding import MORE, most_words, next_logits
 from tfcommx.recipes.text.vocabulary import BEGIN, END
 
 State = tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]
@@ -27,10 +27,10 @@ def beam_decoder(
         model: as `greedy_decoder` takes it.
         beam: translations that are kept for each sentence, >= 1.
         length_penalty: >= 0; 0 compares probabilities, which favours short translations.
-        more: words that a translation may have more than its source, >= 0; then it is cut.
+        more: as `greedy_decoder` takes it.
 
     Returns:
-        A function of source int32 [n, words] to translations int32 [n, longest], each up to END.
+        What `greedy_decoder` returns.
 
     **Cost:** the model once for each word of the longest translation, on `beam` times the
     sentences and all words before.
@@ -44,15 +44,15 @@ def beam_decoder(
 
     @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int32)])
     def decode(source: tf.Tensor) -> tf.Tensor:
-        sentences, longest = tf.shape(source)[0], tf.shape(source)[1] + more
+        sentences, limits = tf.shape(source)[0], most_words(source, more)[:, None]
         sources = tf.repeat(source, beam, axis=0)
 
         def go_on(said: tf.Tensor, logs: tf.Tensor, lengths: tf.Tensor, ended: tf.Tensor) -> bool:
             # Log-probabilities only fall: a translation that grows can get no better than this
-            hope = tf.where(ended, -math.inf, goodness(logs, longest))
+            hope = tf.where(ended, -math.inf, goodness(logs, limits))
             found = tf.where(ended, goodness(logs, lengths), -math.inf)
             open_ones = tf.reduce_max(found, axis=1) < tf.reduce_max(hope, axis=1)
-            return tf.reduce_any(open_ones) & (tf.shape(said)[2] <= longest)
+            return tf.reduce_any(open_ones)
 
         def say(said: tf.Tensor, logs: tf.Tensor, lengths: tf.Tensor, ended: tf.Tensor) -> State:
             rows = tf.reshape(said, [sentences * beam, -1])
@@ -70,14 +70,15 @@ def beam_decoder(
                 tf.gather(one, parents, batch_dims=1) for one in (said, lengths, ended)
             )
             logs = tf.gather(tf.reshape(grown, [sentences, -1]), chosen, batch_dims=1)
-            return tf.concat([said, word[..., None]], 2), logs, lengths, ended | (word == END)
+            ended |= (word == END) | (lengths >= limits)
+            return tf.concat([said, word[..., None]], 2), logs, lengths, ended
 
         begin = (
             tf.fill([sentences, beam, 1], BEGIN),
             # All are alike at first: one of them counts
             tf.tile([[0.0] + [-math.inf] * (beam - 1)], [sentences, 1]),
             tf.zeros([sentences, beam], tf.int32),
-            tf.zeros([sentences, beam], tf.bool),
+            tf.tile(limits < 1, [1, beam]),
         )
         shapes = [tf.TensorShape([None, beam, None]), *[tf.TensorShape([None, beam])] * 3]
         said, *_ = tf.while_loop(go_on, say, begin, shape_invariants=tuple(shapes))

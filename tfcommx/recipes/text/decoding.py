@@ -7,7 +7,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from tfcommx.recipes.text.vocabulary import BEGIN, END
+from tfcommx.recipes.text.vocabulary import BEGIN, END, PADDING
 
 # Words that a translation may have more than its source (Vaswani et al. 2017, section 6.1)
 MORE = 50
@@ -20,10 +20,12 @@ def greedy_decoder(model: keras.Model, more: int = MORE) -> Callable[[tf.Tensor]
         model: takes {"source", "target"}, returns logits [n, words, vocabulary]. Has it the layers
             `decoded` and `words` (as `recipes.models.transformer`), then only the last word's
             logits are computed.
-        more: words that a translation may have more than its source, >= 0.
+        more: words that a translation may have more than its source, >= 0; then it is cut. Padding
+            does not count, so a translation does not depend on the sentences beside it.
 
     Returns:
-        A function of source int32 [n, words] to translations int32 [n, longest], each up to END.
+        A function of source int32 [n, words] to translations int32 [n, longest], each up to END;
+        one that was cut has END behind it if others are longer.
 
     **Cost:** the model once for each word of the longest translation, on all words before.
     """
@@ -31,23 +33,28 @@ def greedy_decoder(model: keras.Model, more: int = MORE) -> Callable[[tf.Tensor]
 
     @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int32)])
     def decode(source: tf.Tensor) -> tf.Tensor:
-        longest = tf.shape(source)[1] + more
+        limits = most_words(source, more)
         said = tf.fill([tf.shape(source)[0], 1], BEGIN)
-        ended = tf.zeros([tf.shape(source)[0]], tf.bool)
 
         def go_on(said: tf.Tensor, ended: tf.Tensor) -> tf.Tensor:
-            return ~tf.reduce_all(ended) & (tf.shape(said)[1] <= longest)
+            return ~tf.reduce_all(ended)
 
         def say(said: tf.Tensor, ended: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             word = tf.argmax(logits_of(source, said), axis=-1, output_type=tf.int32)
             word = tf.where(ended, END, word)
-            return tf.concat([said, word[:, None]], axis=1), ended | (word == END)
+            cut = tf.shape(said)[1] >= limits
+            return tf.concat([said, word[:, None]], axis=1), ended | (word == END) | cut
 
         shapes = [tf.TensorShape([None, None]), tf.TensorShape([None])]
-        said, _ = tf.while_loop(go_on, say, [said, ended], shape_invariants=shapes)
+        said, _ = tf.while_loop(go_on, say, [said, limits < 1], shape_invariants=shapes)
         return said[:, 1:]
 
     return decode
+
+
+def most_words(source: tf.Tensor, more: int) -> tf.Tensor:
+    """Return int32 [n]: how many words the translation of each source [n, words] may have."""
+    return tf.math.count_nonzero(source != PADDING, axis=1, dtype=tf.int32) + more
 
 
 def next_logits(model: keras.Model) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:

@@ -1,0 +1,78 @@
+"""What a dry run makes up, and what it knows of the run that it stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from tfcommx.optim.run_ahead import RunAhead
+from tfcommx.recipes.recipe import Recipe
+from tfcommx.terms import Topology
+from tfcommx.training import dry_run
+from tfcommx.training.run import Run
+from tfcommx.training.timing import BUSY
+
+PICTURES = (tf.TensorSpec([None, None, None, 3]), tf.TensorSpec([None], tf.int64))
+WORDS = tf.TensorSpec([None, None], tf.int32)
+
+
+def test_rows_of_open_length_are_sentences_and_pictures_of_open_sides_are_not() -> None:
+    """Of sentences a batch counts word pieces."""
+    pictures, labels = dry_run.made_up(PICTURES, outputs=10, batch=6, resolution=8)
+    assert pictures.shape == (6, 8, 8, 3) and labels.shape == (6,)
+    inputs, labels = dry_run.made_up(({"source": WORDS}, WORDS), 10, batch=24, resolution=8)
+    assert inputs["source"].shape == labels.shape == (3, 8)
+
+
+class Model:
+    """Takes note of the steps of each `fit`."""
+
+    def __init__(self, exchanger: Any) -> None:
+        self.optimizer, self.fits = SimpleNamespace(exchanger=exchanger), []
+
+    def make_train_function(self, force: bool) -> None:
+        """Trace nothing."""
+
+    def fit(self, data: Any, steps_per_epoch: int, **rest: Any) -> None:
+        """Take no steps."""
+        self.fits.append(steps_per_epoch)
+
+
+# A strategy at work: its plan has been chosen in the phase before
+CHOSEN = SimpleNamespace(executor=SimpleNamespace(plan=SimpleNamespace(buckets=())))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "runs", "fits"),
+    [(2, {}, [19, 6]), (2, {("kernel",): CHOSEN}, [6]), (1, {}, [6])],
+)
+def test_auto_knows_the_real_run_and_its_trial_is_over_before_steps_are_timed(
+    ranks: int, runs: dict[Any, Any], fits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Recipe(
+        name="small",
+        batch_per_rank=4,
+        phases=[
+            {"epochs": 1, "resolution": 8, "scheme": {"route": "torus"}},
+            {"epochs": 2, "resolution": 8, "scheme": {"route": "auto"}},
+            {"epochs": 3, "resolution": 12, "batch": 2, "scheme": {"route": "auto"}},
+        ],
+        learning_rate={"peak": 0.1},
+    )
+    comm = SimpleNamespace(rank=0, topology=Topology(1, ranks))
+    objective = SimpleNamespace(outputs=10, targets=lambda batches: batches)
+    run = Run(asked, Path(), comm, None, objective, (500, 500, 1000))  # type: ignore[arg-type]
+    monkeypatch.setattr(Run, "samples_of", lambda *_: SimpleNamespace(element_spec=PICTURES))
+    monkeypatch.setattr(dry_run, "exchanger_of", lambda model: model.optimizer.exchanger)
+    assert dry_run.run_ahead(run, 0).steps == 500 and dry_run.run_ahead(run, 2).batch == 2
+    schemes = {"*": asked.phases[1].scheme}
+    exchanger = SimpleNamespace(ahead=RunAhead(), schemes=schemes, ranks=ranks, runs=runs)
+    timing = SimpleNamespace(seconds=dict.fromkeys(BUSY, 1.0))
+    model = Model(exchanger)
+    dry_run._phase(model, run, 1, timing, steps=5)
+    assert exchanger.ahead == RunAhead(2 * 500 + 3 * 1000, 500, 4, whole_run=True)
+    assert model.fits == fits

@@ -1,0 +1,118 @@
+"""Small runs of one process, in this one: stopped, and resumed with another batch."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from tfcommx.optim import checkpoint
+from tfcommx.recipes.recipe import Recipe
+from tfcommx.terms import Topology
+from tfcommx.training import learning_rate, saving
+from tfcommx.training.position import Position
+from tfcommx.training.run import Run
+from tfcommx.training.signals import StopRequests
+from tfcommx.training.train import Options, make_callbacks, start_of, train
+
+SAMPLES = 40
+SPARSE = {"route": "hitopk", "selection": "mstopk", "density": 0.1, "dense_below": 8}
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, [SAMPLES, 8, 8, 1], np.uint8)
+    arrays = {
+        f"{part}_{what}": values
+        for part in ("train", "test")
+        for what, values in (("images", images), ("labels", np.arange(SAMPLES) % 3))
+    }
+    np.savez(tmp_path / "pictures.npz", **arrays)
+    return tmp_path / "pictures.npz"
+
+
+def recipe(file: Path, batch: int, **more: Any) -> Recipe:
+    return Recipe(
+        **{
+            "name": "small",
+            "data": {"name": "arrays", "file": file, "memory": file.parent},
+            "model": {"name": "small_cnn", "filters": [4], "residual": 0},
+            "batch_per_rank": batch,
+            "phases": [
+                {"epochs": 4, "resolution": 8, "scheme": SPARSE, "warm_up": [0.5, 0.4, 0.3]}
+            ],
+            "learning_rate": {"peak": 0.05, "warm_up_epochs": 0},
+            "target": {"score": "accuracy", "at_least": 0},
+            **more,
+        }
+    )
+
+
+def run(folder: Path, asked: Recipe, stop: Position | None, monkeypatch: Any) -> dict[str, Any]:
+    """Train in `folder`, from its checkpoint if it has one; stop after the step `stop`."""
+    plain = learning_rate.rate_at
+    keras.utils.clear_session()
+
+    def rate_at(the_run: Run, phase: int, position: Position) -> float:
+        if position == stop:
+            (folder / "stop").touch()
+        return plain(the_run, phase, position)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saving, "ASK_STEPS", 1)
+        patched.setattr(learning_rate, "rate_at", rate_at)
+        return train(asked, folder, Options(resume=True, tensorboard=True))
+
+
+def test_a_run_is_stopped_and_goes_on_with_another_batch(
+    pictures: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, caplog: Any
+) -> None:
+    """At an epoch's end; then in mid-epoch, of which the row has what both processes did."""
+    folder = tmp_path / "run"
+    first = run(folder, recipe(pictures, batch=4), Position(0, 9), monkeypatch)
+    assert first["stopped"]["epoch"] == 1 and first["stopped"]["step"] == 0
+    shown = capsys.readouterr().out
+    assert "epoch  1/4" in shown and "accuracy >= 0 in epoch 1 after" in shown
+    (events,) = (folder / "tensorboard").iterdir()
+    assert b"test_accuracy" in events.read_bytes()
+
+    second = run(folder, recipe(pictures, batch=4), Position(1, 5), monkeypatch)
+    assert second["stopped"]["epoch"] == 1 and second["stopped"]["step"] == 6
+
+    with caplog.at_level(logging.WARNING, "tfcommx"):
+        last = run(folder, recipe(pictures, batch=8), None, monkeypatch)
+    assert (
+        "saved after step 6 of 10; with 1 ranks and a global batch of 8 the epoch has 5 steps, "
+        "and goes on after step 3"
+    ) in caplog.text
+    rows = last["rows"]
+    assert [row["steps"] for row in rows] == [10, 5, 5, 5]
+    # Each process traced; so did the last epoch, where the density changes under way. Of the
+    # second's 6 steps, which count as 3, its first one counts as none
+    assert [row["first_steps"] for row in rows] == [1, 1, 1, 1]
+    assert all(row["seconds"]["first_step"] > 5 * row["seconds"]["data"] for row in rows)
+
+
+def test_what_was_measured_is_scaled_and_never_lost(tmp_path: Path) -> None:
+    """Step 1 of 10, with batches five times as large, is step 0 of 2: its time still counts."""
+    asked = recipe(tmp_path / "none.npz", batch=20)
+    comm = SimpleNamespace(rank=0, topology=Topology(1, 1))
+    here = Run(asked, tmp_path, comm, None, None, (2,))  # type: ignore[arg-type]
+    for step, expected in ((1, (0, 0)), (7, (1, 0)), (10, (2, 0))):
+        under_way = {"seconds": {"compute": 3.0}, "steps": step, "first_steps": 1}
+        saved = checkpoint.Head(
+            save=1, epoch=1, step=step, steps=10, ranks=1, notes={"under_way": under_way}
+        )
+        first = start_of(here, saved)
+        assert first == Position(2, expected[0])
+        totals = SimpleNamespace(seconds=float, so_far=dict)
+        made = make_callbacks(here, first, saved, Options(), StopRequests(None), None, totals)
+        made.timing.on_epoch_begin(2)
+        assert (made.history.steps_measured(), made.timing.first_steps) == expected
+        assert made.timing.seconds["compute"] == 3.0
