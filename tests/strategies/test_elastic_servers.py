@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ import tensorflow as tf
 from elastic_servers import SERVERS, run_ranks
 from test_elastic_averaging import ENTRIES, RATE, SHAPES, Rank, plan_for
 
-from tfcommx.comm import centre_process
+from tfcommx.comm import centre_process, liveness
 from tfcommx.comm.base import Comm
 from tfcommx.comm.centre_process import END, CentreProcess
 from tfcommx.comm.centre_server import DONE, START, Centre, CentreServer, cut, start_message
@@ -231,7 +232,7 @@ class Told(Departures):
 def process() -> tuple[CentreProcess, Told, dict[int, _ThreadPointToPoint]]:
     meeting, told = _Meeting(Topology(1, 1)), Told()
     post = {rank: _ThreadPointToPoint(rank, meeting) for rank in range(4)}
-    return CentreProcess(post[3], 3, told), told, post
+    return CentreProcess(post[3], 3, told, lambda rank: True), told, post
 
 
 def test_the_process_with_the_centre_misses_nobody_during_a_training_and_all_before(
@@ -265,20 +266,66 @@ def test_a_process_that_no_training_has_used_says_so(
     assert "No training has used the process that holds the centre" in caplog.text
 
 
-def test_a_process_that_would_not_hear_of_a_death_ends_after_a_long_silence(
+def test_ranks_whose_end_nobody_would_tell_are_looked_for(
     process: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its neighbours in the watch, 0 and 2, are gone: nobody would tell it that 1 is."""
-    here, told, post = process
-    monkeypatch.setattr(centre_process, "SILENT_SECONDS", 0.3)
+    """The neighbours in the watch of process 3, 0 and 2, are gone: their watchers went with them.
+
+    Three ranks were killed at once, and the process waited for the one in the middle.
+    """
+    here, told, _ = process
+    monkeypatch.setattr(centre_process, "FIND_SECONDS", 0.05)
+    there = [True]
+    here._is_there = lambda rank: there[0]
+
+    def run() -> None:
+        with pytest.raises(RuntimeError, match="All ranks that train have failed or died"):
+            here.run()
+
+    running = threading.Thread(target=run, daemon=True)
+    running.start()
+    time.sleep(0.2)
+    assert running.is_alive()  # It would be told of any end, and looks for nobody
+    there[0] = False
+    time.sleep(0.2)
     told.add(0, "its process has ended", False)
-    told.add(2, "it has ended", True)
-    start = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"Ranks \[1\] have sent nothing for 0 s"):
+    time.sleep(0.2)
+    assert running.is_alive() and here.gone() == {0}
+    there[0] = True
+    told.add(2, "its process has ended", False)
+    time.sleep(0.3)
+    assert running.is_alive()  # 1 goes on
+    there[0] = False
+    running.join(10)
+    assert not running.is_alive() and here.gone() == {0, 1, 2}
+
+
+@pytest.mark.parametrize("fail", [{0, 1, 2}, {0, 1}, set()], ids=str)
+def test_a_launch_fails_if_all_ranks_have(process: tuple, fail: set[int]) -> None:
+    """One dies, the others say how they end."""
+    here, told, post = process
+    if 2 in fail:
+        told.add(2, "its process has ended", False)
+        told.add(1, "failed: ValueError", False)  # The watch was faster than its last message
+    for rank in (0, 1) if 2 in fail else (0, 1, 2):
+        post[rank].send(np.array([rank in fail]), 3, END)
+    if 2 in fail:
+        with pytest.raises(RuntimeError, match="All ranks that train have failed or died"):
+            here.run()
+    else:
         here.run()
-    assert time.monotonic() - start >= 0.3
-    post[1].send(np.zeros(0), 3, END)
-    here.run()
+
+
+@pytest.mark.parametrize("addresses", [["127.0.0.1"], ["127.0.0.2", "127.0.0.1"]])
+def test_a_watcher_responds_as_long_as_it_listens(addresses: list[str]) -> None:
+    with socket.create_server(("", 0)) as listening:
+        row = {"addresses": addresses, "port": listening.getsockname()[1]}
+        assert liveness.responds(row)
+    assert not liveness.responds(row)
+    # The loopback of this host says nothing of another host's watcher
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        row = {"addresses": addresses, "port": other.getsockname()[1]}
+        assert liveness.responds(row) == (len(addresses) == 1)
 
 
 def test_channels_keep_their_messages_apart() -> None:

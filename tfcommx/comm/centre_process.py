@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
+import sys
 import time
 from collections.abc import Callable
 
@@ -33,9 +34,10 @@ log = logging.getLogger("tfcommx")
 END = 0
 # For it to be on its way
 END_SECONDS = 2.0
-# For all ranks to call init(); and without any message, when nobody can tell of a rank's death any
-# more. TFCOMMX_MESSAGE_TIMEOUT_SECONDS counts more.
-SILENT_SECONDS = 600.0
+# For all ranks to call init(); TFCOMMX_MESSAGE_TIMEOUT_SECONDS counts more
+JOIN_SECONDS = 600.0
+# Between two looks for ranks whose end nobody would tell
+FIND_SECONDS = 5.0
 
 
 class CentreProcess:
@@ -45,12 +47,21 @@ class CentreProcess:
         messages: with all ranks.
         ranks: that train, >= 1; this process has the next number.
         departures: what it is told of them.
+        is_there: whether a rank's process is, asked of its own watcher.
     """
 
-    def __init__(self, messages: PointToPoint, ranks: int, departures: Departures) -> None:
+    def __init__(
+        self,
+        messages: PointToPoint,
+        ranks: int,
+        departures: Departures,
+        is_there: Callable[[int], bool],
+    ) -> None:
         self._messages, self._ranks, self._departures = messages, set(range(ranks)), departures
-        self._rank = ranks
+        self._rank, self._is_there = ranks, is_there
+        # Those that have said END, and of these the ones that had failed
         self._ended: set[int] = set()
+        self._failed: set[int] = set()
         # The last one waits for its START
         self.servers = [self._next_server(1)]
         # Whether ranks may leave
@@ -63,23 +74,23 @@ class CentreProcess:
     def run(self) -> None:
         """Answer until nobody is there any more.
 
-        **Raises:** RuntimeError if it would not be told of the death of ranks that may be there,
-        and has heard nothing for SILENT_SECONDS.
+        **Raises:** RuntimeError if all have failed or died: the launch's status must say so.
         """
-        heard, limit = time.monotonic(), message_timeout(SILENT_SECONDS)
-        tells = set(neighbours(self._rank, self._rank + 1))
+        tells, find_at = set(neighbours(self._rank, self._rank + 1)), 0.0
         while missing := self._ranks - self.gone():
             if self.turn():
-                heard = time.monotonic()
                 continue
-            if tells <= self.gone() and time.monotonic() - heard > limit:
-                raise RuntimeError(
-                    f"Ranks {sorted(missing)} have sent nothing for {limit:.0f} s to the process "
-                    "that holds the centre, and those that would tell it of their end are gone."
-                )
+            # Watchers that end with their ranks pass nothing on
+            if tells <= self.gone() and time.monotonic() > find_at:
+                find_at = time.monotonic() + FIND_SECONDS
+                for rank in missing:
+                    if not self._is_there(rank):
+                        self._departures.add(rank, "its watcher does not respond", False)
             time.sleep(LOOK_SECONDS)
         for server in self.servers:
             server.finish()
+        if self._ranks <= self._failed | (self._departures.ranks() - self._ended):
+            raise RuntimeError("All ranks that train have failed or died; nobody has the centre.")
         if len(self.servers) == 1:
             log.warning(
                 "No training has used the process that holds the centre. Give "
@@ -92,6 +103,7 @@ class CentreProcess:
         found = self._messages.take(END)
         if found is not None:
             self._ended.add(found[0])
+            self._failed |= {found[0]} if found[1].any() else set()
         heard = [server.turn() for server in self.servers]
         if self.servers[-1].centre is not None:
             self.servers.append(self._next_server(len(self.servers) + 1))
@@ -111,7 +123,8 @@ class CentreProcess:
 def say_end() -> None:
     """Tell the process that holds the centres that this rank ends. **Ranks:** each at its end."""
     messages = mpi.MpiPointToPoint(watched=True, lasting=False, with_centre=True)
-    request = messages.send(np.zeros(0), launcher().size, END)
+    failed = np.array([hasattr(sys, "last_value")])  # An exception that nothing has caught
+    request = messages.send(failed, launcher().size, END)
     until = time.monotonic() + END_SECONDS
     while not messages.done(request) and time.monotonic() < until:
         time.sleep(LOOK_SECONDS)
@@ -129,14 +142,15 @@ class _Place:
             send(b'at [0, "python", "it holds the centre"]\n')
 
 
-def main() -> None:
-    """Run the process. **Ranks:** the launch's last, while the others call init()."""
-    ranks = launcher().size
-    # MPI waits without an end, and holds Python's lock, for ranks that fail before init()
-    faulthandler.dump_traceback_later(message_timeout(SILENT_SECONDS), exit=True)
+def wait_until_all_ranks_call_init(here: _Place) -> CentreProcess:
+    """Return what answers them, and begin to watch them.
+
+    MPI waits without an end, and holds Python's lock, for ranks that end before. After
+    JOIN_SECONDS the process ends, and writes a stack with this function's name.
+    """
+    faulthandler.dump_traceback_later(message_timeout(JOIN_SECONDS), exit=True)
     messages = mpi.MpiPointToPoint(watched=True, lasting=False, with_centre=True)
-    here = _Place(ranks)
-    liveness.start(
+    every = liveness.start(
         here,
         launch_interfaces(),
         liveness.Limits(None),
@@ -144,7 +158,16 @@ def main() -> None:
         holds=", which holds the centre",
     )
     faulthandler.cancel_dump_traceback_later()
-    CentreProcess(messages, ranks, here.departures).run()
+
+    def is_there(rank: int) -> bool:
+        return liveness.responds(every[rank])
+
+    return CentreProcess(messages, here.rank, here.departures, is_there)
+
+
+def main() -> None:
+    """Run the process. **Ranks:** the launch's last, while the others call init()."""
+    wait_until_all_ranks_call_init(_Place(launcher().size)).run()
 
 
 if __name__ == "__main__":

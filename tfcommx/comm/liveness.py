@@ -57,6 +57,8 @@ STALL_SECONDS = 60.0
 # Seconds between the error and the end. The launcher names the rank that ended first, which should
 # be the one that failed.
 LAUNCHER_SECONDS = 2.0
+# For one address of a watcher to answer
+DIAL_SECONDS = 2.0
 # At most between two looks at what this rank does
 LOOK_SECONDS = 2.0
 # In the error of Horovod's collectives after one of the ranks is gone
@@ -114,7 +116,7 @@ def start(
     limits: Limits,
     gather: Callable[[Any], list[Any]],
     holds: str = "",
-) -> None:
+) -> list[dict[str, Any]]:
     """Start this rank's watcher, and the thread that ends the process at its alarm.
 
     Args:
@@ -123,6 +125,9 @@ def start(
         limits: rank 0's count.
         gather: returns what all that are watched have given it, in rank order.
         holds: what people are told of this rank, behind its host's name.
+
+    Returns:
+        What each rank has told of itself, in rank order, for `responds`.
 
     **Ranks:** all. **Cost:** one exchange of addresses. An alarm writes one line to stderr, flushes
     and ends with status 1.
@@ -138,7 +143,7 @@ def start(
     every = gather(mine)
     if every[0]["limit"] is None:
         listening.close()
-        return
+        return every
     job = make_job(here.rank, os.getpid(), every)
     ours = start_watcher(listening, job)
     failed = _say_how_it_ends(ours, here.departures)
@@ -149,6 +154,19 @@ def start(
     threading.Thread(
         target=_wait, args=(ours, here, failed), name="tfcommx-watch", daemon=True
     ).start()
+    return every
+
+
+def responds(row: dict[str, Any]) -> bool:
+    """Tell whether a rank's watcher is there, by what the rank has told of itself.
+
+    It is, as long as the rank's process is. **Cost:** one connection.
+    """
+    for address in row["addresses"][:-1] or row["addresses"]:  # The last one is of any host
+        with contextlib.suppress(OSError):
+            socket.create_connection((address, row["port"]), DIAL_SECONDS).close()
+            return True
+    return False
 
 
 def make_job(rank: int, pid: int, every: list[dict[str, Any]]) -> dict[str, Any]:
