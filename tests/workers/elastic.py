@@ -97,6 +97,8 @@ again = compiled(blocking=True)
 first = cx.checkpoint.restore(again, folder)
 fit(again, cx.callbacks.BroadcastState(), epochs=0)
 say(f"epoch {first} restored {equal(again)}")
+error = float(again.evaluate(np.eye(6), np.ones((6, 1)), verbose=0))
+say(f"saved error {error:.3f}")
 fit(again, cx.callbacks.BroadcastState(), epochs=1)
 say(f"equal again {equal(again)}")
 if comm.rank == 0:
