@@ -110,11 +110,12 @@ def test_a_worker_that_dies_before_it_has_its_answer_keeps_nobody_waiting() -> N
 
 
 def test_weights_that_are_not_finite_are_sent_to_no_server(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of three servers alone would see the NaN; the parts of the others would be met."""
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
     messages = Messages()
-    worker = Worker(messages, 5, cut(3, [0, 1, 2]), np.dtype("float32"), set)
+    worker = Worker(messages, 5, cut(3, [0, 1, 2]), np.dtype("float32"), lambda: {0, 1, 2})
     for odd in (np.nan, np.inf):
         assert not worker.exchange(np.array([1, 2, odd])).any()
     assert messages.sent == [] and caplog.text.count("The weights of rank 5 are not finite") == 1
