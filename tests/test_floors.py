@@ -41,6 +41,8 @@ NO_TENSORFLOW = (
     "report.terminal",
     "report.figures",
     "kernels.build_digest",
+    "comm.centre_process",
+    "comm.centre_server",
     "comm.launcher",
     "comm.liveness",
     "comm.watcher",

@@ -8,17 +8,20 @@ import time
 import numpy as np
 import pytest
 
-from tfcommx.strategies import centre as module
-from tfcommx.strategies.centre import (
+from tfcommx.comm.centre_server import (
     CENTRE,
     DONE,
     FORCE,
+    READ,
     SNAPSHOT,
     STATISTICS,
+    VALUES,
     Centre,
     CentreServer,
-    Worker,
+    cut,
 )
+from tfcommx.strategies import centre as module
+from tfcommx.strategies.centre import Worker
 
 
 class Messages:
@@ -46,6 +49,12 @@ class Messages:
         return None
 
 
+def holding(messages: Messages, gone: set[int]) -> CentreServer:
+    server = CentreServer(messages, range(3), lambda: gone)
+    server.centre = Centre(np.ones(2), 0.5)
+    return server
+
+
 def finishing(server: CentreServer) -> threading.Thread:
     thread = threading.Thread(target=server.finish, daemon=True)
     thread.start()
@@ -56,7 +65,7 @@ def test_a_server_ends_when_its_answers_have_arrived_and_waits_for_nobody_who_is
     """Rank 0 may end its process next: an answer that it has not sent would be lost with it."""
     statistics = np.array([1.0])
     messages, gone = Messages(*((rank, DONE, statistics) for rank in range(3))), set[int]()
-    server = CentreServer(Centre(np.ones(2), 0.5), messages, range(3), lambda: gone)
+    server = holding(messages, gone)
     while server.turn():
         pass
     assert sorted(one[:2] for one in messages.sent) == [
@@ -79,7 +88,7 @@ def test_an_answer_that_was_sent_before_the_server_ended_counts(
 ) -> None:
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.3)
     messages = Messages()
-    worker = Worker(messages, 0, np.dtype("float64"), lambda: {0})
+    worker = Worker(messages, 1, cut(1, [0]), np.dtype("float64"), lambda: {0})
     late = threading.Timer(0.1, lambda: messages.inbox.append((0, FORCE, np.array([2.0]))))
     late.start()
     assert worker.exchange(np.array([7.0])).tolist() == [2]
@@ -88,3 +97,52 @@ def test_an_answer_that_was_sent_before_the_server_ended_counts(
     with pytest.raises(RuntimeError, match="Rank 0, which held the centre, has ended"):
         worker.exchange(np.array([7.0]))
     assert time.monotonic() - start >= 0.3
+
+
+def test_a_worker_that_dies_before_it_has_its_answer_keeps_nobody_waiting() -> None:
+    """It asked for the centre while a force was on its way, and neither arrives any more."""
+    messages = Messages((1, SNAPSHOT, np.ones(2)), (1, READ, np.zeros(0)), (2, READ, np.zeros(0)))
+    server = holding(messages, {1})
+    messages.wait_any = lambda requests: pytest.fail("the server waits for one worker")
+    while server.turn():
+        pass
+    assert [one[:2] for one in messages.sent] == [(1, FORCE), (1, VALUES), (2, VALUES)]
+
+
+def test_weights_that_are_not_finite_are_sent_to_no_server(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of three servers alone would see the NaN; the parts of the others would be met."""
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
+    messages = Messages()
+    worker = Worker(messages, 5, cut(3, [0, 1, 2]), np.dtype("float32"), lambda: {0, 1, 2})
+    for odd in (np.nan, np.inf):
+        assert not worker.exchange(np.array([1, 2, odd])).any()
+    assert messages.sent == [] and caplog.text.count("The weights of rank 5 are not finite") == 1
+
+
+def test_the_answers_of_several_servers_are_put_in_order_and_one_that_is_gone_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
+    parts = [(2, np.array([5.0])), (0, np.zeros(0)), (1, np.array([4.0]))]
+    messages = Messages(*((server, FORCE, part) for server, part in parts))
+    worker = Worker(messages, 1, cut(2, [0, 1, 2]), np.dtype("float64"), lambda: {1})
+    assert worker.exchange(np.array([7.0, 8.0])).tolist() == [4, 5]
+    assert [(to, array.tolist()) for to, _, array in messages.sent] == [(0, []), (1, [7]), (2, [8])]
+    messages.inbox = [(server, FORCE, part) for server, part in parts[:2]]
+    with pytest.raises(RuntimeError, match="Rank 1, which held part of the centre, has ended"):
+        worker.exchange(np.array([7.0, 8.0]))
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3, 7])
+def test_parts_are_contiguous_and_equal(servers: int) -> None:
+    for entries in (0, 1, 2, 3, 6, 7, 8, 100, 10**12 + 1):
+        parts = cut(entries, range(servers))
+        assert [part.server for part in parts] == list(range(servers))
+        ends = [0, *(part.stop for part in parts)]
+        assert [part.start for part in parts] == ends[:-1] and ends[-1] == entries
+        assert {part.stop - part.start for part in parts} <= {
+            entries // servers,
+            -(-entries // servers),
+        }

@@ -10,13 +10,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from elastic_servers import SERVERS, run_ranks
 
 from tfcommx.comm.base import Comm
+from tfcommx.comm.centre_server import Centre
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies import ElasticAveraging, ElasticRun
-from tfcommx.strategies.centre import Centre
 from tfcommx.terms import Plan, PlanError, Scheme, Topology
 
 SHAPES = {"first/kernel": (7, 5), "last/kernel": (5, 9)}
@@ -213,8 +214,11 @@ def test_with_nesterov_momentum_it_is_the_papers_second_algorithm(
     assert np.abs(workers[0][1]).max() > 0.01
 
 
+@pytest.mark.parametrize("server", SERVERS)
 @pytest.mark.parametrize("seed", range(20))
-def test_no_timing_of_messages_hangs(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_no_timing_of_messages_hangs(
+    monkeypatch: pytest.MonkeyPatch, seed: int, server: str
+) -> None:
     """Messages wait, ranks wait, at random; ranks take unequal steps; all end with the centre."""
     numbers = np.random.default_rng(seed)
     blocking, every = bool(seed % 2), int(numbers.integers(1, 4))
@@ -228,7 +232,8 @@ def test_no_timing_of_messages_hangs(monkeypatch: pytest.MonkeyPatch, seed: int)
 
     def work(comm: Comm) -> tuple[np.ndarray, list[np.ndarray]]:
         own = np.random.default_rng([seed, comm.rank])
-        rank = Rank(comm, ElasticAveraging(every=every, blocking=blocking), traced=seed % 4 > 1)
+        strategy = ElasticAveraging(every=every, blocking=blocking, server=server)
+        rank = Rank(comm, strategy, traced=seed % 4 > 1)
         rank.step()
         for again in range(2):  # as two calls of fit
             for _ in range(own.integers(0, 12)):
@@ -239,7 +244,7 @@ def test_no_timing_of_messages_hangs(monkeypatch: pytest.MonkeyPatch, seed: int)
                 rank.run.begin()
         return average, rank.flat()
 
-    for average, last in (ended := ThreadComm.run(Topology(2, 2), work)):
+    for average, last in (ended := run_ranks(server, Topology(2, 2), work)):
         assert average.tolist() == [1.5, 1]
         assert last.tobytes() == ended[0][1].tobytes() and np.isfinite(last).all()
 
@@ -322,8 +327,7 @@ def test_bytes_are_those_of_the_weights_both_ways() -> None:
         ({"beta": 0.0}, "`beta` must be a finite number > 0"),
         ({"alpha": float("nan")}, "`alpha` must be a finite number > 0"),
         ({"statistics": "mean"}, "Unknown statistics 'mean'"),
-        ({"server": "extra_rank"}, "Received 'extra_rank', which is not available"),
-        ({"server": "sharded"}, "Received 'sharded', which is not available"),
+        ({"server": "shard"}, "Unknown server 'shard'.*sharded"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], words: str) -> None:

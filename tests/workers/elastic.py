@@ -5,6 +5,7 @@ Started by test_elastic_ranks.py.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -18,7 +19,7 @@ import tensorflow as tf
 
 import tfcommx as cx
 
-folder = Path(sys.argv[1])
+folder, server = Path(sys.argv[1]), sys.argv[2]
 tf.config.threading.set_intra_op_parallelism_threads(1)
 comm = cx.init()
 STEPS = (30, 24, 12)[comm.rank]  # None waits for another
@@ -35,7 +36,7 @@ def compiled(**options: object) -> keras.Model:
         ],
         name="net",
     )
-    strategy = cx.strategies.ElasticAveraging(every=4, **options)
+    strategy = cx.strategies.ElasticAveraging(every=4, server=server, **options)
     inner = keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True)
     net.compile(cx.DistributedOptimizer(inner, strategy=strategy), "mse", jit_compile=False)
     return net
@@ -61,12 +62,28 @@ def equal(net: keras.Model) -> bool:
 
 
 class Stop(keras.callbacks.Callback):
-    """Ends this process at a step."""
+    """Ends a process, once, at a step."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__()
+        self.pid, self.done = pid, False
 
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:
-        if batch == 5:
-            say(f"is killed at {time.time()}")
-            os.kill(os.getpid(), signal.SIGKILL)
+        if batch == 5 and not self.done:
+            self.done = True
+            say(f"kills {'itself' if self.pid == os.getpid() else 'server'} at {time.time()}")
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def process_with_the_centre() -> int:
+    """Return that of this launch."""
+    launch = f"PMIX_NAMESPACE={os.environ['PMIX_NAMESPACE']}".encode()
+    for one in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            ours = launch in (one / "environ").read_bytes().split(b"\0")
+            if ours and b"tfcommx.comm.centre_process" in (one / "cmdline").read_bytes():
+                return int(one.name)
+    raise AssertionError("no process holds the centre")
 
 
 net = compiled()
@@ -80,6 +97,8 @@ again = compiled(blocking=True)
 first = cx.checkpoint.restore(again, folder)
 fit(again, cx.callbacks.BroadcastState(), epochs=0)
 say(f"epoch {first} restored {equal(again)}")
+error = float(again.evaluate(np.eye(6), np.ones((6, 1)), verbose=0))
+say(f"saved error {error:.3f}")
 fit(again, cx.callbacks.BroadcastState(), epochs=1)
 say(f"equal again {equal(again)}")
 if comm.rank == 0:
@@ -90,7 +109,7 @@ if comm.rank == 0:
 # A custom loop, with gradients that one rank cannot represent
 optimizer = cx.DistributedOptimizer(
     keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0),
-    strategy="elastic_averaging",
+    strategy=cx.strategies.ElasticAveraging(server=server),
 )
 weight = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False)])
 cx.broadcast_variables(weight.weights)
@@ -105,17 +124,28 @@ try:
 except cx.PlanError as refused:
     say(str(refused))
 
+if server == "extra_rank" and comm.rank == 0:
+    files = Path(f"/proc/{process_with_the_centre()}")
+    resident = int((files / "status").read_text().partition("VmRSS:")[2].split()[0])
+    say(f"server {resident} kB, {'tensorflow' in (files / 'maps').read_text()}")
+
 # A worker dies: the others end their training with the centre
 net = compiled()
-killed = [Stop()] if comm.rank == 2 else []
-fit(net, cx.callbacks.BroadcastState(), *killed, epochs=3)
-say(f"survives {state(net)}")
-try:
-    comm.gather_objects(0)
-except cx.PlanError as refused:
-    say(str(refused))
+if server == "sharded":  # Every rank is a server
+    fit(net, cx.callbacks.BroadcastState(), epochs=1)
+else:
+    killed = [Stop(os.getpid())] if comm.rank == 2 else []
+    fit(net, cx.callbacks.BroadcastState(), *killed, epochs=3)
+    say(f"survives {state(net)}")
+    try:
+        comm.gather_objects(0)
+    except cx.PlanError as refused:
+        say(str(refused))
 
-# Then the server
-killed = [Stop()] if comm.rank == 0 else []
-fit(net, *killed, epochs=100000)
+# Then a server
+killer = 1 if server == "sharded" else 0
+if comm.rank == killer:
+    pid = process_with_the_centre() if server == "extra_rank" else os.getpid()
+    fit(net, Stop(pid), epochs=100000)
+fit(net, epochs=100000)
 say("never ends")

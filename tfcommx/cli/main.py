@@ -1,6 +1,6 @@
-"""The command line: `tfcommx train`, `report`, `probe`, `profile`, `plan`, `simulate`, `cache`.
+"""The command line: `tfcommx train`, `report`, `probe`, `profile`, `plan`, `cache`, and others.
 
-TensorFlow is imported only if a command needs it.
+`simulate` and `centre` are the others. TensorFlow is imported only if a command needs it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 
 import typer
 
-from tfcommx.cli import cache, launch, plan, probe, profile, report, simulate, train
+from tfcommx.cli import cache, centre, launch, plan, probe, profile, report, simulate, train
 from tfcommx.cli.environment import quiet_tensorflow
 from tfcommx.comm.launcher import launcher
 from tfcommx.data.cache.slab_files import SlabError
@@ -42,6 +42,10 @@ for command in (
     simulate.simulate,
 ):
     app.command()(command)
+# What follows its first word is another command's
+app.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)(centre.centre)
 
 
 def main() -> None:
@@ -50,7 +54,8 @@ def main() -> None:
     An error that the user can fix is printed without a traceback, with exit status 2; by rank 0
     alone if all ranks have it.
     """
-    quiet_tensorflow()
+    if sys.argv[1:2] != ["centre"]:  # The script that it runs is the user's
+        quiet_tensorflow()
     try:
         app()
     except launch.LaunchError as error:

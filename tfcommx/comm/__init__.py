@@ -6,6 +6,8 @@ point_to_point   PointToPoint, the contract of messages between two ranks
 line        of several that measure step times on one rank, who goes first
 horovod     Comm on Horovod: NCCL, MPI or Gloo                       (the only `import horovod`)
 mpi         PointToPoint on MPI                                      (the only `import mpi4py`)
+centre_server   holds the centre of elastic averaging, or a part, and answers for it
+centre_process  the process that does this beside the ranks that train
 threads     both contracts, for p ranks as threads of one process: law tests
 process     the process's own Comm, as init() made it
 liveness    ends this rank if another does not respond; its watcher process is watcher.py, which

@@ -28,7 +28,7 @@ import tensorflow as tf
 from tfcommx.comm.activity import Activity
 from tfcommx.comm.departures import Departures
 from tfcommx.comm.line import Line
-from tfcommx.comm.point_to_point import PointToPoint
+from tfcommx.comm.point_to_point import Channel, PointToPoint
 from tfcommx.cost import alltoall_traffic, broadcast_traffic, ring_traffic
 from tfcommx.terms import MPI_LAUNCH, PlanError, Topology, Traffic
 
@@ -52,10 +52,16 @@ class Comm(abc.ABC):
     def __init__(self, rank: int, topology: Topology) -> None:
         self.rank = rank
         self.topology = topology
-        # `lasting=False`: ranks may leave while the others go on
+        # `lasting=False`: ranks may leave while the others go on; `with_centre`: the process beside
+        # them that holds a centre takes part
         self._open_point_to_point: Callable[..., PointToPoint] | None = None
         self._point_to_point: PointToPoint | None = None
         self._own_messages: list[PointToPoint] = []
+        # The number, for messages, of a process without training that holds the centres of elastic
+        # averaging; None: there is none
+        self.centre_rank: int | None = None
+        self._with_centre: PointToPoint | None = None
+        self._centres = 0
         self._scopes, self._scope = 0, ""
         # What its watcher is told of this rank
         self.activity = Activity()
@@ -231,6 +237,17 @@ class Comm(abc.ABC):
             self._own_messages.append(opened)
         return opened
 
+    def open_centre_messages(self) -> PointToPoint:
+        """Return messages of their own, for one centre, to the process that holds the centres.
+
+        **Ranks:** all, in the same order, where `centre_rank` is one.
+        """
+        if self._with_centre is None:
+            self._with_centre = self._open_point_to_point(lasting=False, with_centre=True)
+            self._own_messages.append(self._with_centre)
+        self._centres += 1
+        return Channel(self._with_centre, self._centres)
+
     def run_with_messages(
         self, work: Callable[[np.ndarray, PointToPoint], np.ndarray], tensor: tf.Tensor, name: str
     ) -> tf.Tensor:
@@ -291,7 +308,9 @@ class Comm(abc.ABC):
         for rank, amount in [pair for one in opened for pair in one.sent.items()]:
             if rank == self.rank:  # It may be worker and server
                 continue
-            if self.topology.node_of(rank) == self.topology.node_of(self.rank):
+            # A process that holds a centre is the launch's last
+            node = self.topology.node_of(min(rank, self.topology.size - 1))
+            if node == self.topology.node_of(self.rank):
                 inside += amount
             else:
                 between += amount

@@ -144,6 +144,7 @@ class HorovodComm(Comm):
         self._hvd, self._ops, self._open_point_to_point = hvd, mpi_ops, open_point_to_point
         sets = {ranks: hvd.ProcessSet(ranks) for ranks in smaller_groups(topology)}
         self._start(here, list(sets.values()))
+        self.centre_rank = here.size if here.centre else None
         self._gloo_scatters = here.kind != "mpi" and not nccl_scatters(hvd)
         self._sets = {tuple(range(topology.size)): hvd.global_process_set, **sets}
         with tf.device("/cpu:0"):
@@ -160,7 +161,8 @@ class HorovodComm(Comm):
                 "an initialised Horovod. Call tfcommx.init() instead of hvd.init()."
             )
         with without_mpi() if here.kind == "none" else contextlib.nullcontext():
-            hvd.init(process_sets=sets)
+            # The ranks that train; None: all processes of the launch
+            hvd.init(comm=list(range(size)) if here.centre else None, process_sets=sets)
         if (hvd.rank(), hvd.size()) != (here.rank, size):
             raise PlanError(
                 f"Horovod counts rank {hvd.rank()} of {hvd.size()}, the launcher rank {here.rank} "

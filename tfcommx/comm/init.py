@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import math
 
 import tensorflow as tf
 
-from tfcommx.comm import base, horovod, launcher, liveness, mpi, process
+from tfcommx.comm import base, centre_process, horovod, launcher, liveness, mpi, process
 from tfcommx.comm.unwrapped import UnwrappedOptimizers
 from tfcommx.terms import PlanError, Topology
 
@@ -69,7 +70,11 @@ def init(
             comm,
             launcher.launch_interfaces(),
             liveness.Limits(watch_seconds, stall_seconds, stall_limit_seconds),
+            mpi.gather_with_centre if here.centre else comm.gather_objects,
         )
+        if here.centre:
+            # Before the end of the watch, which may end the process
+            atexit.register(centre_process.say_end)
         UnwrappedOptimizers(here.rank).watch()
     return comm
 

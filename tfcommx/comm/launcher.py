@@ -13,6 +13,13 @@ from tfcommx.terms import PlanError
 # Where launchers other than horovodrun and Open MPI's mpirun say how many processes they started:
 # srun, Hydra (MPICH, Intel MPI), torchrun.
 OTHER_LAUNCHERS_SIZES = ("SLURM_STEP_NUM_TASKS", "PMI_SIZE", "WORLD_SIZE")
+# How a launch is written whose last process holds the centre of elastic averaging
+CENTRE_LAUNCH = (
+    'horovodrun -np 9 -H node1:4,node2:5 --mpi --mpi-args=--enable-recovery --binding-args="'
+    '--bind-to none --map-by slot" tfcommx centre -- python train.py, for 8 ranks that train'
+)
+# In it: the launch's name, so that launches which a script makes are not taken for it
+CENTRE_VARIABLE = "TFCOMMX_CENTRE"
 # What makes all processes of one launch recognise each other.
 NAMES_OF_A_LAUNCH = {
     "gloo": ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
@@ -25,10 +32,13 @@ class Launcher(NamedTuple):
 
     # "gloo", "mpi" or "none"
     kind: str
+    # Of the ranks that train; a process that holds a centre has the number `size`
     rank: int
     size: int
     # Number of the process on its host, from 0: chooses the GPU
     local_rank: int
+    # Whether the launch has one more process, which holds the centre of elastic averaging
+    centre: bool = False
 
 
 class GlooStore(NamedTuple):
@@ -50,7 +60,9 @@ def launcher() -> Launcher:
             rank, size, local_rank = (
                 int(os.environ[f"{prefix}_{name}"]) for name in ("RANK", "SIZE", "LOCAL_RANK")
             )
-            return Launcher(kind, rank, size, local_rank)
+            launch = os.environ.get("PMIX_NAMESPACE", "")
+            centre = kind == "mpi" and launch == os.environ.get(CENTRE_VARIABLE)
+            return Launcher(kind, rank, size - centre, local_rank, centre)
     return Launcher("none", 0, 1, 0)
 
 

@@ -38,16 +38,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from tfcommx.comm.departures import Departures
 from tfcommx.comm.stalls import CAUSES
 from tfcommx.comm.watch_member import neighbours
-
-if TYPE_CHECKING:
-    from tfcommx.comm.base import Comm
 
 log = logging.getLogger("tfcommx")
 
@@ -59,6 +57,8 @@ STALL_SECONDS = 60.0
 # Seconds between the error and the end. The launcher names the rank that ended first, which should
 # be the one that failed.
 LAUNCHER_SECONDS = 2.0
+# For one address of a watcher to answer
+DIAL_SECONDS = 2.0
 # At most between two looks at what this rank does
 LOOK_SECONDS = 2.0
 # In the error of Horovod's collectives after one of the ranks is gone
@@ -101,13 +101,33 @@ class Limits(NamedTuple):
     stall_limit: float | None = None
 
 
-def start(comm: Comm, interfaces: list[str], limits: Limits) -> None:
+class Watched(Protocol):
+    """What the watch needs of a process that is watched, as Comm has it."""
+
+    rank: int
+    departures: Departures
+    # With `watch(send, period)`: says through `send` what the process does
+    activity: Any
+
+
+def start(
+    here: Watched,
+    interfaces: list[str],
+    limits: Limits,
+    gather: Callable[[Any], list[Any]],
+    holds: str = "",
+) -> list[dict[str, Any]]:
     """Start this rank's watcher, and the thread that ends the process at its alarm.
 
     Args:
-        comm: the Comm of this rank.
+        here: the Comm of this rank.
         interfaces: network interfaces that the ranks were launched on; empty: any.
         limits: rank 0's count.
+        gather: returns what all that are watched have given it, in rank order.
+        holds: what people are told of this rank, behind its host's name.
+
+    Returns:
+        What each rank has told of itself, in rank order, for `responds`.
 
     **Ranks:** all. **Cost:** one exchange of addresses. An alarm writes one line to stderr, flushes
     and ends with status 1.
@@ -116,24 +136,37 @@ def start(comm: Comm, interfaces: list[str], limits: Limits) -> None:
     mine = {
         "addresses": addresses(interfaces),
         "port": listening.getsockname()[1],
-        "host": socket.gethostname(),
+        "host": socket.gethostname() + holds,
         "token": secrets.token_hex(8),
         **limits._asdict(),
     }
-    every = comm.gather_objects(mine)
+    every = gather(mine)
     if every[0]["limit"] is None:
         listening.close()
-        return
-    job = make_job(comm.rank, os.getpid(), every)
+        return every
+    job = make_job(here.rank, os.getpid(), every)
     ours = start_watcher(listening, job)
-    failed = _say_how_it_ends(ours, comm.departures)
-    comm.departures.watch(ours.send)
+    failed = _say_how_it_ends(ours, here.departures)
+    here.departures.watch(ours.send)
     periods = [seconds for seconds in (job["stall_seconds"], job["stall_limit"]) if seconds]
     if periods:
-        comm.activity.watch(ours.send, min(LOOK_SECONDS, *(one / 5 for one in periods)))
+        here.activity.watch(ours.send, min(LOOK_SECONDS, *(one / 5 for one in periods)))
     threading.Thread(
-        target=_wait, args=(ours, comm, failed), name="tfcommx-watch", daemon=True
+        target=_wait, args=(ours, here, failed), name="tfcommx-watch", daemon=True
     ).start()
+    return every
+
+
+def responds(row: dict[str, Any]) -> bool:
+    """Tell whether a rank's watcher is there, by what the rank has told of itself.
+
+    It is, as long as the rank's process is. **Cost:** one connection.
+    """
+    for address in row["addresses"][:-1] or row["addresses"]:  # The last one is of any host
+        with contextlib.suppress(OSError):
+            socket.create_connection((address, row["port"]), DIAL_SECONDS).close()
+            return True
+    return False
 
 
 def make_job(rank: int, pid: int, every: list[dict[str, Any]]) -> dict[str, Any]:
@@ -177,7 +210,7 @@ def start_watcher(listening: socket.socket, job: dict[str, Any]) -> socket.socke
     return ours
 
 
-def _wait(ours: socket.socket, comm: Comm, failed: threading.Event) -> None:
+def _wait(ours: socket.socket, here: Watched, failed: threading.Event) -> None:
     """Log stalls; wait for the alarm, then end the process, whatever its other threads wait for."""
     kind, text = "lost", "the watcher of this rank, a process of its own, has ended."
     with contextlib.suppress(OSError), ours.makefile(encoding="utf-8", errors="replace") as lines:
@@ -186,14 +219,14 @@ def _wait(ours: socket.socket, comm: Comm, failed: threading.Event) -> None:
             if kind not in ("stall", "gone"):
                 break
             if kind == "gone":
-                comm.departures.add(*json.loads(text))
+                here.departures.add(*json.loads(text))
             else:
-                log.warning("Log of rank %d: %s", comm.rank, text)
+                log.warning("Log of rank %d: %s", here.rank, text)
             kind, text = "lost", "the watcher of this rank, a process of its own, has ended."
     if not failed.is_set():
         why = "ranks are missing" if kind == "lost" else "ranks wait for each other"
         sys.stderr.write(
-            f"tfcommx: rank {comm.rank} ends, because {why}: {text} Start again from the last "
+            f"tfcommx: rank {here.rank} ends, because {why}: {text} Start again from the last "
             "checkpoint.\n"
         )
         sys.stderr.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import time
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tfcommx.comm.launcher import message_timeout
+from tfcommx.comm.launcher import launcher, message_timeout
 
 log = logging.getLogger("tfcommx")
 
@@ -20,6 +21,20 @@ TIMEOUT_SECONDS = 50.0
 WATCHED_SECONDS = 6 * 3600.0
 
 
+@functools.cache
+def _communicators() -> tuple[Any, Any]:
+    """Return that of the ranks that train, and theirs with the process that holds a centre.
+
+    **Ranks:** all processes of the launch, once.
+    """
+    from mpi4py import MPI
+
+    here = launcher()
+    if not here.centre:
+        return MPI.COMM_WORLD, None
+    return MPI.COMM_WORLD.Split(here.rank == here.size), MPI.COMM_WORLD.Dup()
+
+
 def mpi_hosts() -> list[str]:
     """Return every rank's host name, in rank order.
 
@@ -28,7 +43,15 @@ def mpi_hosts() -> list[str]:
     """
     from mpi4py import MPI
 
-    return MPI.COMM_WORLD.allgather(MPI.Get_processor_name())
+    return _communicators()[0].allgather(MPI.Get_processor_name())
+
+
+def gather_with_centre(item: Any) -> list[Any]:
+    """Return the items of all ranks, and behind them that of the process that holds a centre.
+
+    **Ranks:** all, and that process.
+    """
+    return _communicators()[1].allgather(item)
 
 
 class MpiPointToPoint:
@@ -44,12 +67,14 @@ class MpiPointToPoint:
         watched: whether liveness.py watches the ranks.
         lasting: whether all ranks take part to the end; False: one that fails or dies leaves the
             others to themselves.
+        with_centre: whether they reach the process that holds a centre; those share a
+            communicator.
 
     **Ranks:** all make it together, in the same order.
     **Raises:** RuntimeError if MPI supports threads at a lower level.
     """
 
-    def __init__(self, watched: bool, lasting: bool = True) -> None:
+    def __init__(self, watched: bool, lasting: bool = True, with_centre: bool = False) -> None:
         from mpi4py import MPI
 
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -58,7 +83,8 @@ class MpiPointToPoint:
                 "Call tfcommx.init() before anything that starts MPI."
             )
         self._mpi = MPI
-        self._world = MPI.COMM_WORLD.Dup()
+        ranks, all_processes = _communicators()
+        self._world = all_processes if with_centre else ranks.Dup()
         self.sent: dict[int, int] = {}
         # Tag -> messages that have begun to arrive: who sends, where to, and the request
         self._arriving: dict[int, list[tuple[int, np.ndarray, Any]]] = {}

@@ -1,4 +1,4 @@
-"""PointToPoint: the contract of messages between two ranks."""
+"""PointToPoint: the contract of messages between two ranks; Channel: several that share one."""
 
 from __future__ import annotations
 
@@ -57,3 +57,33 @@ class PointToPoint(Protocol):
         Returns:
             Who sent it, and its bytes: uint8, as many as were sent.
         """
+
+
+# Tags of one channel
+TAGS = 16
+
+
+class Channel:
+    """Messages that share another object's and are not taken for its own, by tags of their own.
+
+    Args:
+        messages: whose connections it uses.
+        number: of the channel, >= 1, the same on all ranks; 0 are the messages themselves.
+    """
+
+    def __init__(self, messages: PointToPoint, number: int) -> None:
+        self._messages, self._first = messages, TAGS * number
+        self.sent = messages.sent
+        self.wait_any, self.done = messages.wait_any, messages.done
+
+    def send(self, array: np.ndarray, target: int, tag: int) -> Any:
+        """Start to send, as PointToPoint does."""
+        return self._messages.send(array, target, self._first + tag)
+
+    def receive(self, array: np.ndarray, source: int, tag: int) -> Any:
+        """Start to receive, as PointToPoint does."""
+        return self._messages.receive(array, source, self._first + tag)
+
+    def take(self, tag: int) -> tuple[int, np.ndarray] | None:
+        """Receive what has arrived, as PointToPoint does."""
+        return self._messages.take(self._first + tag)

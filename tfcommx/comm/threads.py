@@ -135,7 +135,9 @@ class ThreadComm(Comm):
         self._meeting = meeting
         self._turns: dict[tuple[int, ...], int] = {}
         self._sent = Traffic(0.0, 0.0)
-        self._open_point_to_point = lambda lasting=True: _ThreadPointToPoint(rank, meeting)
+        self._open_point_to_point = lambda lasting=True, with_centre=False: _ThreadPointToPoint(
+            rank, meeting
+        )
 
     @staticmethod
     def run(topology: Topology, work: Callable[[Comm], Any]) -> list[Any]:

@@ -39,7 +39,7 @@ def take_centre(model: keras.Model, *optimizers: keras.optimizers.Optimizer) -> 
         optimizers: wrapped; none: those of the model.
 
     **Ranks:** all that still train, each after its own last step.
-    **Raises:** RuntimeError if the rank that holds the centre has ended.
+    **Raises:** RuntimeError if a rank that holds the centre has ended.
     """
     for optimizer in optimizers or wrapped_optimizers(model):
         for run in _elastic(exchanger_in(optimizer)):
@@ -55,9 +55,9 @@ def begin_centre(model: keras.Model) -> None:
 
 @contextlib.contextmanager
 def with_centre(model: keras.Model) -> Iterator[None]:
-    """Let the model have the centre for a while, on the rank that holds it; then its own weights.
+    """Let the model have the centre for a while, if a training is under way; then its own weights.
 
-    **Ranks:** local, outside of traced code.
+    **Ranks:** any, outside of traced code. **Cost:** one message of the weights from the servers.
     """
     own: list[tuple[keras.Variable, np.ndarray]] = []
     for optimizer in wrapped_optimizers(model):

@@ -1,75 +1,48 @@
-"""The centre of elastic averaging: its arithmetic, the server that holds it, a worker's side of it.
+"""A worker's side of elastic averaging: its messages to the servers that hold the centre.
 
-    worker   weights x --SNAPSHOT--> server                    server   force = alpha (x - centre)
-             x -= force <---FORCE---                                    centre += force
+    one server      x = [ 0 ................... n )  --SNAPSHOT--> server       <--FORCE--
+    several         x = [ 0 ... a ) [ a ... b ) [ b ... n )  a part to each, and one from each
 
-    worker   has ended its training: DONE, with its statistics --> server waits until all are done
-             <-- CENTRE, STATISTICS (the average over the workers that are there)
-
-Messages of the four kinds have tags of their own: rank 0 is worker and server, and a message to
-itself must not be taken for its own answer.
+comm/centre_server.py says what the messages are, and answers them.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import sys
 import threading
 import time
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from tfcommx.comm.centre_server import (
+    CENTRE,
+    DONE,
+    FORCE,
+    LOOK_SECONDS,
+    READ,
+    SNAPSHOT,
+    START,
+    STARTED,
+    STATISTICS,
+    VALUES,
+    Part,
+    start_message,
+)
 from tfcommx.comm.point_to_point import PointToPoint
 
 log = logging.getLogger("tfcommx")
 
-SNAPSHOT, FORCE, DONE, CENTRE, STATISTICS = 1, 2, 3, 4, 5
-# Between two looks for messages: a look takes 1 microsecond, and a core may be shared
-LOOK_SECONDS = 0.0005
 # A worker that waits longer for the others to end says so, and again after twice as long
 PATIENT_SECONDS = 60.0
 # For a thread to end at the end of the process
 END_SECONDS = 2.0
-# After the server has ended, for what it has sent before
+# After a server has ended, for what it has sent before
 GRACE_SECONDS = 10.0
-
-
-class Centre:
-    """The centre and what an exchange does to it: pure arithmetic, in the centre's dtype.
-
-    >>> centre = Centre(np.zeros(2), alpha=0.25)
-    >>> centre.meet(np.array([4.0, 8.0]))
-    array([1., 2.])
-    >>> centre.values
-    array([1., 2.])
-
-    Args:
-        start: float32 or float64 [entries]; is copied.
-        alpha: > 0, the moving rate.
-
-    **Source:** Zhang, Choromanska, LeCun, "Deep learning with Elastic Averaging SGD" (2015),
-    Algorithm 1, steps a and b: what the worker loses, the centre gains.
-    """
-
-    def __init__(self, start: np.ndarray, alpha: float) -> None:
-        self.values = np.array(start)
-        self._alpha = self.values.dtype.type(alpha)
-
-    def meet(self, weights: np.ndarray) -> np.ndarray:
-        """Move the centre towards a worker's weights; return what the worker subtracts from them.
-
-        Weights that are not finite would spoil the centre for all: it stays, and the force is 0.
-
-        **Cost:** three passes over the entries, one more to look for NaN and Inf.
-        """
-        force = self._alpha * (weights - self.values)
-        if not np.isfinite(force).all():
-            return np.zeros_like(force)
-        self.values += force
-        return force
+AWAITED = {FORCE: "the force", CENTRE: "the other ranks to end their training"}
+EMPTY = np.zeros(0)
 
 
 class Final(NamedTuple):
@@ -81,106 +54,13 @@ class Final(NamedTuple):
     statistics: np.ndarray
 
 
-class CentreServer:
-    """Answers the workers' messages, one after the other.
-
-    Args:
-        centre: what it holds.
-        messages: of the server's rank.
-        workers: ranks that take part.
-        gone: returns the ranks that have ended or died: nobody waits for them.
-    """
-
-    def __init__(
-        self,
-        centre: Centre,
-        messages: PointToPoint,
-        workers: Collection[int],
-        gone: Callable[[], Collection[int]],
-    ) -> None:
-        self.centre, self._messages = centre, messages
-        self._workers, self._gone = set(workers), gone
-        # Statistics of the workers that have ended their training
-        self._done: dict[int, np.ndarray] = {}
-        # Answers on their way: an array must live until it has been sent
-        self._answers: dict[int, list[tuple[Any, np.ndarray]]] = {}
-        # Between two exchanges whoever reads or sets the centre holds it
-        self.lock = threading.Lock()
-        # Whose weights were not finite
-        self._spoilt: set[int] = set()
-
-    def turn(self) -> bool:
-        """Answer what has arrived; tell whether there was anything."""
-        found = self._messages.take(SNAPSHOT)
-        if found is not None:
-            source, snapshot = found[0], found[1].view(self.centre.values.dtype)
-            with self.lock:
-                force = self.centre.meet(snapshot)
-            self._warn_of(source, snapshot, force)
-            self._answer(source, [(force, FORCE)])
-            return True
-        found = self._messages.take(DONE)
-        if found is not None:
-            self._done[found[0]] = found[1].view(np.float64)
-        return self._end_if_all_are_done() or found is not None
-
-    def _end_if_all_are_done(self) -> bool:
-        if not self._done or self._workers - self._done.keys() - set(self._gone()):
-            return False
-        done, self._done = self._done, {}
-        lengths = {len(one) for one in done.values()}
-        statistics = np.mean(list(done.values()), axis=0) if len(lengths) == 1 else np.zeros(0)
-        with self.lock:
-            values = self.centre.values.copy()
-        for worker in done:
-            self._answer(worker, [(values, CENTRE), (statistics, STATISTICS)])
-        return True
-
-    def _answer(self, worker: int, parts: list[tuple[np.ndarray, int]]) -> None:
-        """Send to a worker, which has received what was sent to it before."""
-        for request, _ in self._answers.pop(worker, []):
-            self._messages.wait_any([request])
-        self._answers[worker] = [
-            (self._messages.send(array, worker, tag), array) for array, tag in parts
-        ]
-
-    def finish(self) -> None:
-        """Wait until all answers have been sent: this rank may end its process next.
-
-        Nobody waits for a worker that is gone, or goes meanwhile.
-        """
-        while self._answers:
-            for worker, answers in list(self._answers.items()):
-                answers[:] = [one for one in answers if not self._messages.done(one[0])]
-                if not answers or worker in self._gone():
-                    del self._answers[worker]
-            time.sleep(LOOK_SECONDS if self._answers else 0)
-
-    def _warn_of(self, source: int, snapshot: np.ndarray, force: np.ndarray) -> None:
-        if source not in self._spoilt and not force.any() and not np.isfinite(snapshot).all():
-            self._spoilt.add(source)
-            log.warning(
-                "The weights of rank %d are not finite: the centre leaves them out, and the other "
-                "ranks train on. Lower the learning rate or alpha, or clip the gradients.",
-                source,
-            )
-
-    def run(self, stopped: threading.Event) -> None:
-        """Answer until `stopped`; a failure is a failure of the rank."""
-        try:
-            while not stopped.is_set():
-                if not self.turn():
-                    time.sleep(LOOK_SECONDS)
-        except Exception:
-            sys.excepthook(*sys.exc_info())
-
-
 class Worker:
     """A worker's side of the exchange.
 
     Args:
         messages: of the worker's rank.
-        server: the rank that holds the centre.
+        rank: the worker's, for people.
+        parts: who holds which range of the centre; all of it, in order.
         dtype: of the centre.
         gone: returns the ranks that have ended or died.
     """
@@ -188,18 +68,37 @@ class Worker:
     def __init__(
         self,
         messages: PointToPoint,
-        server: int,
+        rank: int,
+        parts: Sequence[Part],
         dtype: np.dtype,
         gone: Callable[[], Collection[int]],
     ) -> None:
-        self._messages, self._server, self._dtype, self._gone = messages, server, dtype, gone
+        self._messages, self._rank, self._parts = messages, rank, parts
+        self._dtype, self._gone = dtype, gone
         self._stopped = threading.Event()
         self._under_way: _UnderWay | None = None
+        # Whether weights that are not finite were warned of
+        self._spoilt = False
 
     @property
     def waits(self) -> bool:
         """Whether a snapshot was sent whose force nobody has taken yet."""
         return self._under_way is not None
+
+    def start(self, alpha: float, values: np.ndarray) -> None:
+        """Let the centre begin with these values, and wait until it has.
+
+        Args:
+            alpha: > 0, the moving rate.
+            values: of the centre's dtype [entries].
+        """
+        parts = [start_message(alpha, part) for part in self._cut(values)]
+        self._ask(START, parts, STARTED)
+
+    def read(self) -> np.ndarray:
+        """Return the centre as it is now; several servers' parts may differ by an exchange."""
+        (values,) = self._ask(READ, [EMPTY] * len(self._parts), VALUES)
+        return self._joined(values)
 
     def arrived(self) -> bool:
         """Tell whether the force of the last snapshot is there."""
@@ -228,30 +127,33 @@ class Worker:
     def exchange(self, snapshot: np.ndarray) -> np.ndarray:
         """Send a snapshot and wait for its force.
 
-        **Raises:** RuntimeError if the server's rank has ended.
+        Weights that are not finite would spoil the centre for all: nothing is sent, and the force
+        is 0. The worker decides, because it alone sees all parts.
+
+        **Cost:** one pass over the entries to look for NaN and Inf.
+        **Raises:** RuntimeError if a server's rank has ended.
         """
         snapshot = np.ascontiguousarray(snapshot, self._dtype)
-        request = self._messages.send(snapshot, self._server, SNAPSHOT)
-        force = self._await(FORCE).view(self._dtype)
-        self._messages.wait_any([request])
-        return force
+        if not np.isfinite(snapshot).all():
+            self._warn()
+            return np.zeros_like(snapshot)
+        (force,) = self._ask(SNAPSHOT, self._cut(snapshot), FORCE)
+        return self._joined(force)
 
     def end(self, statistics: np.ndarray) -> Final:
         """Wait until all workers have ended their training; return the centre.
 
         Args:
-            statistics: float64, equally many on all workers.
+            statistics: float64, equally many on all workers; the first server averages them.
 
-        **Raises:** RuntimeError if the server's rank has ended.
+        **Raises:** RuntimeError if a server's rank has ended.
         """
         if self.waits:
             self.take()  # The centre takes the place of these weights
         statistics = np.ascontiguousarray(statistics, np.float64)
-        request = self._messages.send(statistics, self._server, DONE)
-        centre = self._await(CENTRE).view(self._dtype)
-        average = self._await(STATISTICS).view(np.float64)
-        self._messages.wait_any([request])
-        return Final(centre, average)
+        none = [EMPTY] * (len(self._parts) - 1)
+        centre, averages = self._ask(DONE, [statistics, *none], CENTRE, STATISTICS)
+        return Final(self._joined(centre), averages[0].view(np.float64))
 
     def stop(self) -> None:
         """End the waits of this process's threads: MPI is about to end."""
@@ -259,30 +161,64 @@ class Worker:
         if self._under_way is not None:
             self._under_way.done.wait(END_SECONDS)
 
-    def _await(self, tag: int) -> np.ndarray:
+    def _warn(self) -> None:
+        if not self._spoilt:
+            self._spoilt = True
+            log.warning(
+                "The weights of rank %d are not finite: the centre leaves them out, and the other "
+                "ranks train on. Lower the learning rate or alpha, or clip the gradients.",
+                self._rank,
+            )
+
+    def _cut(self, flat: np.ndarray) -> list[np.ndarray]:
+        return [flat[part.start : part.stop] for part in self._parts]
+
+    def _joined(self, parts: list[np.ndarray]) -> np.ndarray:
+        # With one server there is nothing to copy
+        flat = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return flat.view(self._dtype)
+
+    def _ask(self, tag: int, arrays: Sequence[np.ndarray], *answers: int) -> list[list[np.ndarray]]:
+        """Send an array to each server; return, for each kind of answer, one from each server."""
+        requests = [
+            self._messages.send(array, part.server, tag)
+            for array, part in zip(arrays, self._parts, strict=True)
+        ]
+        found = [self._await(answer) for answer in answers]
+        for request in requests:
+            self._messages.wait_any([request])
+        return found
+
+    def _await(self, tag: int) -> list[np.ndarray]:
         start, late, gone_at = time.monotonic(), PATIENT_SECONDS, math.inf
-        while (found := self._messages.take(tag)) is None:
+        found: dict[int, np.ndarray] = {}
+        servers = [part.server for part in self._parts]
+        while missing := [server for server in servers if server not in found]:
+            message = self._messages.take(tag)
+            if message is not None:
+                found[message[0]] = message[1]
+                continue
             if self._stopped.is_set():
                 raise RuntimeError("The process ends while it waits for the centre.")
-            if self._server in self._gone():
+            if gone := sorted(set(missing) & set(self._gone())):
                 gone_at = min(gone_at, time.monotonic())
             # What it sent last may still be on its way
             if time.monotonic() - gone_at > GRACE_SECONDS:
                 raise RuntimeError(
-                    f"Rank {self._server}, which held the centre, has ended: nothing can be "
-                    "averaged any more. Let it train, and end, as long as the others, or start "
-                    "again from the last checkpoint."
+                    f"Rank {gone[0]}, which held {'part of ' if servers[1:] else ''}the centre, "
+                    "has ended: nothing can be averaged any more. Let it train, and end, as long "
+                    "as the others, or start again from the last checkpoint."
                 )
             if time.monotonic() - start > late:
                 late *= 2
                 log.warning(
-                    "%.0f s of waiting for %s, which rank %d sends.",
+                    "%.0f s of waiting for %s, which comes from ranks %s.",
                     time.monotonic() - start,
-                    "the force" if tag == FORCE else "the other ranks to end their training",
-                    self._server,
+                    AWAITED.get(tag, "the centre"),
+                    missing,
                 )
             time.sleep(LOOK_SECONDS)
-        return found[1]
+        return [found[server] for server in servers]
 
 
 class _UnderWay:

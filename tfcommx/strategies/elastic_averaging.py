@@ -5,6 +5,10 @@
     rank 1   steps . . . . . . . .        one that is gone is not missed
     rank 2   steps   .   .   .   .
 
+    server="thread"       the centre is a thread's of rank 0
+    server="sharded"      each rank's thread has an equal range of it
+    server="extra_rank"   one more process has it, which does not train
+
 Every few steps a rank sends its weights x to the server and receives the force alpha (x - centre),
 which pulls the rank towards the centre and the centre towards the rank. Nothing else travels, and
 the centre is what is trained: at the end of `fit` all ranks have it.
@@ -28,15 +32,18 @@ from typing import ClassVar
 import numpy as np
 import tensorflow as tf
 
+from tfcommx.comm.base import Comm
+from tfcommx.comm.centre_server import CentreServer, cut
+from tfcommx.comm.launcher import CENTRE_LAUNCH
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies.base import StrategyRun
-from tfcommx.strategies.centre import END_SECONDS, Centre, CentreServer, Worker
+from tfcommx.strategies.centre import END_SECONDS, Worker
 from tfcommx.terms import MPI_LAUNCH, Plan, PlanError, check_name, check_whole
 from tfcommx.terms.checks import plain_number
 
 log = logging.getLogger("tfcommx")
 
-SERVER = 0  # The rank whose thread holds the centre
+CHIEF = 0  # The rank whose weights the centre begins with
 # Alpha up to which a delayed force is stable while learning rate x curvature is at most 1
 STABLE_DELAYED = 2 / 3
 # A blocking exchange is stable up to here, at any learning rate at which the rank alone is
@@ -58,14 +65,20 @@ server='thread')
     --mpi-args=--enable-recovery --binding-args="--bind-to none --map-by slot" ...`. Without
     `--enable-recovery` Open MPI ends all ranks if one dies.
 
+    A rank that ends or dies leaves the others training; if a server dies, all end and name it. With
+    "sharded" every rank is a server. With "extra_rank" none is that trains, so each may die.
+
     The force is taken from weights as they were d steps ago. Per direction of curvature h, with
     r = 1 - (1 - learning rate x h)^d, it is stable if alpha <= (4 - 2r)/(4 - r): the paper's
     condition for round-robin exchanges, with r in the place of its learning rate. For r up to 1
     that is alpha <= 2/3. A blocking exchange is stable for alpha <= 1. Larger ones are warned of.
 
+    Weights that are not finite are not sent: the centre leaves them out, with a warning.
+
     **Ranks:** all, with equal options. **Cost:** 8 bytes an entry per exchange (16 in float64),
-    all of them through rank 0's link; in rank 0 a thread that does four passes over the weights per
-    exchange.
+    all of them through the server's link; there a thread that does four passes over the weights per
+    exchange. With "sharded" each of p ranks carries and does 1/p of that, in p messages each way
+    per exchange. With "extra_rank" one more process, without TensorFlow.
     **Raises:** PlanError for options out of range.
     """
 
@@ -81,7 +94,8 @@ server='thread')
     # What layers keep beside what they train, such as batch norm's means, at the end of `fit`:
     # "average" over the ranks, or each rank's "own"
     statistics: str = "average"
-    # Where the centre is: "thread", one of rank 0
+    # Where the centre is: in a "thread" of rank 0; "sharded": an equal range of it in a thread of
+    # each rank; in an "extra_rank", a process that `tfcommx centre` makes of the launch's last
     server: str = "thread"
 
     keeps_weights_equal: ClassVar[bool] = False
@@ -106,12 +120,7 @@ server='thread')
             if not isinstance(value, int | float) or not 0 < value < np.inf:
                 raise PlanError(f"`{name}` must be a finite number > 0. Received {value!r}.")
         check_name("statistics", self.statistics, STATISTICS)
-        if check_name("server", self.server, SERVERS) != "thread":
-            raise PlanError(
-                f"`server` must be 'thread', a thread of rank 0. Received {self.server!r}, which "
-                "is not available: a centre in parts, or on a rank of its own. If rank 0's link or "
-                "memory is too small for it, raise `every`."
-            )
+        check_name("server", self.server, SERVERS)
 
     def moving_rate(self, ranks: int) -> float:
         """Return alpha for so many ranks: beta / p, if it was not given.
@@ -140,7 +149,8 @@ server='thread')
     def start(self, executor: PlanExecutor) -> ElasticRun:
         """Get ready for the steps of one plan; the exchange begins with the first step.
 
-        **Raises:** PlanError without an MPI launch.
+        **Raises:** PlanError without an MPI launch, and for "extra_rank" without one whose last
+        process is `tfcommx centre`'s.
         """
         comm, alpha = executor.comm, self.moving_rate(executor.comm.topology.size)
         if not comm.has_messages:
@@ -148,8 +158,13 @@ server='thread')
                 "Elastic averaging sends messages between two ranks, which need an MPI launch: "
                 f"{MPI_LAUNCH} --mpi-args=--enable-recovery. Received a Gloo launch."
             )
+        if self.server == "extra_rank" and comm.centre_rank is None and comm.topology.size > 1:
+            raise PlanError(
+                "server='extra_rank' needs a launch whose last process holds the centre: "
+                f"{CENTRE_LAUNCH}. Received one of {comm.topology.size} ranks that all train."
+            )
         limit = STABLE_BLOCKING if self.blocking else STABLE_DELAYED
-        if comm.topology.size > 1 and alpha > limit and comm.rank == SERVER:
+        if comm.topology.size > 1 and alpha > limit and comm.rank == CHIEF:
             log.warning(
                 "alpha = %g is more than %.3g, up to which a %s exchange is stable%s. Lower alpha "
                 "(or beta, which is alpha times the number of ranks).",
@@ -159,6 +174,11 @@ server='thread')
                 "" if self.blocking else " while learning rate x curvature is at most 1",
             )
         return ElasticRun(executor, self, alpha)
+
+    def servers(self, comm: Comm) -> list[int]:
+        """Return the ranks that hold the centre, each a range of it."""
+        everyone = list(range(comm.topology.size))
+        return {"thread": everyone[:1], "sharded": everyone}.get(self.server, [comm.centre_rank])
 
 
 class ElasticRun(StrategyRun):
@@ -175,6 +195,7 @@ class ElasticRun(StrategyRun):
         self._trains = False
         self._serving: threading.Thread | None = None
         self._stopped = threading.Event()
+        self._servers = strategy.servers(self._comm)
         # Step at which the last snapshot was sent
         self._sent_at = int(executor.steps.numpy())
 
@@ -250,6 +271,9 @@ class ElasticRun(StrategyRun):
         wide = any(one.dtype == tf.float64 for one in self._weights.values())
         return tf.float64 if wide else tf.float32
 
+    def _sizes(self) -> list[int]:
+        return [one.shape.num_elements() for one in self._weights.values()]
+
     def _flat(self) -> tf.Tensor:
         parts = [
             tf.reshape(tf.cast(one.read_value(), self._dtype), [-1])
@@ -259,7 +283,7 @@ class ElasticRun(StrategyRun):
 
     def _pull(self, force: tf.Tensor) -> None:
         """Subtract the force from the weights."""
-        sizes = [one.shape.num_elements() for one in self._weights.values()]
+        sizes = self._sizes()
         parts = tf.split(tf.ensure_shape(force, [sum(sizes)]), sizes)
         for one, part in zip(self._weights.values(), parts, strict=True):
             one.assign_sub(tf.cast(tf.reshape(part, one.shape), one.dtype), read_value=False)
@@ -267,28 +291,38 @@ class ElasticRun(StrategyRun):
     # --- the beginning and the end ------------------------------------------------------
 
     def _open(self, weights: Mapping[str, tf.Variable]) -> None:
-        """Open the messages, and the centre on rank 0. **Ranks:** all."""
+        """Open the messages, and the centre. **Ranks:** all."""
         self._weights = dict(weights)
-        comm, messages = self._comm, self._comm.open_own_messages()
-        dtype = np.dtype(self._dtype.as_numpy_dtype)
-        self._worker = Worker(messages, SERVER, dtype, comm.departures.ranks)
-        if comm.rank == SERVER:
-            centre = Centre(self._flat().numpy(), self._alpha)
-            ranks = range(comm.topology.size)
-            self._server = CentreServer(centre, messages, ranks, comm.departures.ranks)
-        self._serve()
+        comm, extra = self._comm, self._strategy.server == "extra_rank"
+        messages = comm.open_centre_messages() if extra else comm.open_own_messages()
+        gone, dtype = comm.departures.ranks, np.dtype(self._dtype.as_numpy_dtype)
+        parts = cut(sum(self._sizes()), self._servers)
+        self._worker = Worker(messages, comm.rank, parts, dtype, gone)
+        if comm.rank in self._servers:
+            self._server = CentreServer(messages, range(comm.topology.size), gone)
+        self._set_centre()
         atexit.register(self._worker.stop)
 
+    def _set_centre(self) -> None:
+        """Let the centre begin with rank 0's weights. **Ranks:** all."""
+        self._start_serving()
+        if self._comm.rank == CHIEF:
+            self._worker.start(self._alpha, self._flat().numpy())
+        self._comm.gather_objects("the centre is set")
+        self._serve()
+
     def _serve(self) -> None:
-        """Let ranks leave from now on, and on the server's rank a thread answer.
+        """Let ranks leave from now on, and on a server's rank a thread answer.
 
         After the end of a training, if it has not begun anew: it goes on from the centre.
         """
-        if self._trains:
-            return
-        self._trains = True
-        self._comm.departures.allow({SERVER})
-        if self._server is None:
+        if not self._trains:
+            self._trains = True
+            self._comm.departures.allow(self._servers)
+            self._start_serving()
+
+    def _start_serving(self) -> None:
+        if self._server is None or self._serving is not None:
             return
         self._stopped.clear()
         self._serving = threading.Thread(
@@ -315,19 +349,15 @@ class ElasticRun(StrategyRun):
         if self._worker.waits:
             self._worker.take()
         self._comm.gather_objects("no force is under way")
-        if self._server is not None:
-            with self._server.lock:
-                self._server.centre.values[:] = self._flat().numpy()
-        self._serve()
-        self._comm.gather_objects("the centre is set")
+        self._set_centre()
         self._sent_at = int(self.executor.steps.numpy())
 
     def centre(self) -> dict[str, np.ndarray] | None:
-        """Return the centre as it is now, by variable; None on other ranks than the server's."""
-        if self._server is None:
-            return None
-        with self._server.lock:
-            return self._by_variable(self._server.centre.values.copy())
+        """Return the centre as it is now, by variable; None if no training is under way.
+
+        **Ranks:** any, outside of traced code; it waits for the servers only.
+        """
+        return self._by_variable(self._worker.read()) if self._trains else None
 
     def end(self, statistics: np.ndarray | None = None) -> np.ndarray:
         """Wait until all ranks have ended their training; set the weights to the centre.
@@ -355,8 +385,7 @@ class ElasticRun(StrategyRun):
         return final.statistics if self._strategy.statistics == "average" else mine
 
     def _by_variable(self, flat: np.ndarray) -> dict[str, np.ndarray]:
-        sizes = [one.shape.num_elements() for one in self._weights.values()]
-        parts = np.split(flat, np.cumsum(sizes)[:-1])
+        parts = np.split(flat, np.cumsum(self._sizes())[:-1])
         return {
             path: part.reshape(one.shape)
             for (path, one), part in zip(self._weights.items(), parts, strict=True)

@@ -1,0 +1,176 @@
+"""The process that holds the centres of elastic averaging, beside the ranks that train.
+
+    horovodrun -np 4 ... tfcommx centre -- python train.py
+
+    ranks 0, 1, 2    python train.py       size() is 3; Horovod knows nothing of the fourth
+    process 3        this file             a centre for each optimizer that begins with START
+
+`tfcommx centre` (cli/centre.py) becomes it in the launch's last process. It takes part in the
+watch: ranks that die during a training are not missed, and if it dies itself, all ranks end and
+name it. It ends when all ranks have said END, or are gone.
+
+**Cost:** without TensorFlow, some 50 MB beside the centres; each optimizer's stays to the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from tfcommx.comm import liveness, mpi
+from tfcommx.comm.centre_server import LOOK_SECONDS, CentreServer
+from tfcommx.comm.departures import Departures
+from tfcommx.comm.launcher import launch_interfaces, launcher, message_timeout
+from tfcommx.comm.point_to_point import Channel, PointToPoint
+from tfcommx.comm.watch_member import neighbours
+
+log = logging.getLogger("tfcommx")
+
+# A rank's last message, on no centre's channel
+END = 0
+# For it to be on its way
+END_SECONDS = 2.0
+# For all ranks to call init(); TFCOMMX_MESSAGE_TIMEOUT_SECONDS counts more
+JOIN_SECONDS = 600.0
+# Between two looks for ranks whose end nobody would tell
+FIND_SECONDS = 5.0
+
+
+class CentreProcess:
+    """Answers for every centre of a run, until all ranks that train have ended or are gone.
+
+    Args:
+        messages: with all ranks.
+        ranks: that train, >= 1; this process has the next number.
+        departures: what it is told of them.
+        is_there: whether a rank's process is, asked of its own watcher.
+    """
+
+    def __init__(
+        self,
+        messages: PointToPoint,
+        ranks: int,
+        departures: Departures,
+        is_there: Callable[[int], bool],
+    ) -> None:
+        self._messages, self._ranks, self._departures = messages, set(range(ranks)), departures
+        self._rank, self._is_there = ranks, is_there
+        # Those that have said END, and of these the ones that had failed
+        self._ended: set[int] = set()
+        self._failed: set[int] = set()
+        # The last one waits for its START
+        self.servers = [self._next_server(1)]
+        # Whether ranks may leave
+        self._trains = False
+
+    def gone(self) -> set[int]:
+        """Return the ranks that have ended or died."""
+        return self._ended | self._departures.ranks()
+
+    def run(self) -> None:
+        """Answer until nobody is there any more.
+
+        **Raises:** RuntimeError if all have failed or died: the launch's status must say so.
+        """
+        tells, find_at = set(neighbours(self._rank, self._rank + 1)), 0.0
+        while missing := self._ranks - self.gone():
+            if self.turn():
+                continue
+            # Watchers that end with their ranks pass nothing on
+            if tells <= self.gone() and time.monotonic() > find_at:
+                find_at = time.monotonic() + FIND_SECONDS
+                for rank in missing:
+                    if not self._is_there(rank):
+                        self._departures.add(rank, "its watcher does not respond", False)
+            time.sleep(LOOK_SECONDS)
+        for server in self.servers:
+            server.finish()
+        if self._ranks <= self._failed | (self._departures.ranks() - self._ended):
+            raise RuntimeError("All ranks that train have failed or died; nobody has the centre.")
+        if len(self.servers) == 1:
+            log.warning(
+                "No training has used the process that holds the centre. Give "
+                "cx.strategies.ElasticAveraging(server='extra_rank'), or launch without `tfcommx "
+                "centre`, and one process less."
+            )
+
+    def turn(self) -> bool:
+        """Answer what has arrived for each centre; tell whether there was anything."""
+        found = self._messages.take(END)
+        if found is not None:
+            self._ended.add(found[0])
+            self._failed |= {found[0]} if found[1].any() else set()
+        heard = [server.turn() for server in self.servers]
+        if self.servers[-1].centre is not None:
+            self.servers.append(self._next_server(len(self.servers) + 1))
+        trains = any(server.trains for server in self.servers)
+        if trains != self._trains:
+            self._trains = trains
+            if trains:
+                self._departures.allow({self._rank})
+            else:
+                self._departures.forbid()
+        return found is not None or any(heard)
+
+    def _next_server(self, number: int) -> CentreServer:
+        return CentreServer(Channel(self._messages, number), self._ranks, self.gone)
+
+
+def say_end() -> None:
+    """Tell the process that holds the centres that this rank ends. **Ranks:** each at its end."""
+    messages = mpi.MpiPointToPoint(watched=True, lasting=False, with_centre=True)
+    failed = np.array([hasattr(sys, "last_value")])  # An exception that nothing has caught
+    request = messages.send(failed, launcher().size, END)
+    until = time.monotonic() + END_SECONDS
+    while not messages.done(request) and time.monotonic() < until:
+        time.sleep(LOOK_SECONDS)
+
+
+class _Place:
+    """This process, as the watch sees it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.departures, self.activity = rank, Departures(), self
+
+    def watch(self, send: Callable[[bytes], object], period: float) -> None:
+        """Say what it does, once."""
+        with contextlib.suppress(OSError):
+            send(b'at [0, "python", "it holds the centre"]\n')
+
+
+def wait_until_all_ranks_call_init(here: _Place) -> CentreProcess:
+    """Return what answers them, and begin to watch them.
+
+    MPI waits without an end, and holds Python's lock, for ranks that end before. After
+    JOIN_SECONDS the process ends, and writes a stack with this function's name.
+    """
+    faulthandler.dump_traceback_later(message_timeout(JOIN_SECONDS), exit=True)
+    messages = mpi.MpiPointToPoint(watched=True, lasting=False, with_centre=True)
+    every = liveness.start(
+        here,
+        launch_interfaces(),
+        liveness.Limits(None),
+        mpi.gather_with_centre,
+        holds=", which holds the centre",
+    )
+    faulthandler.cancel_dump_traceback_later()
+
+    def is_there(rank: int) -> bool:
+        return liveness.responds(every[rank])
+
+    return CentreProcess(messages, here.rank, here.departures, is_there)
+
+
+def main() -> None:
+    """Run the process. **Ranks:** the launch's last, while the others call init()."""
+    wait_until_all_ranks_call_init(_Place(launcher().size)).run()
+
+
+if __name__ == "__main__":
+    main()
