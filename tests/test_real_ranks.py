@@ -34,7 +34,7 @@ def what_failed(output: str) -> str:
     ("ranks", "node_size", "launcher", "files"),
     [
         (2, "2", "gloo", ["tests/ranks"]),
-        (2, "1", "mpi", [OPTIMIZER, ROUTES, RESHUFFLE]),
+        (2, "1", "mpi", [OPTIMIZER, RESHUFFLE]),
         (4, "2", "mpi", [FIT, SHARDS, RESHUFFLE, ROUTES]),
         (3, "1", "mpi", [ROUTES]),
         pytest.param(

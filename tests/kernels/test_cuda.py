@@ -31,12 +31,13 @@ def check_cuda(folder, *options):
     )
 
 
-def test_kernels_keep_the_contract_on_an_emulated_gpu(tmp_path):
+@pytest.mark.parametrize("cases", [120, pytest.param(360, marks=pytest.mark.exhaustive)])
+def test_kernels_keep_the_contract_on_an_emulated_gpu(tmp_path, cases):
     done = check_cuda(
         tmp_path,
         "--on-cpu",
         "--cases",
-        "360",
+        str(cases),
         "--largest",
         "60000",
         "--seed",
@@ -48,7 +49,7 @@ def test_kernels_keep_the_contract_on_an_emulated_gpu(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     check, *timed = [json.loads(line) for line in done.stdout.splitlines()]
-    assert check["failures"] == 0 and check["cases"] > 360
+    assert check["failures"] == 0 and check["cases"] > cases
     assert {row["name"] for row in timed} == {
         "copy_16_bytes",
         "residual_add",

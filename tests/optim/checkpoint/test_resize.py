@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from launching import WORKERS, horovodrun
 
 
-def test_residuals_survive_other_numbers_of_ranks(tmp_path: Path) -> None:
-    """4 ranks as 2 x 2, then 2 x 1, 3 x 1, 1 x 4: other shards, fewer ranks than files and more."""
-    for launch, (ranks, node_size) in enumerate([(4, 2), (2, 1), (3, 1), (4, 4)]):
+@pytest.mark.parametrize(
+    "launches",
+    [
+        [(3, 1), (4, 2), (2, 1)],
+        pytest.param([(4, 2), (2, 1), (3, 1), (4, 4)], marks=pytest.mark.exhaustive),
+    ],
+    ids=["3-4-2", "4-2-3-4"],
+)
+def test_residuals_survive_other_numbers_of_ranks(
+    tmp_path: Path, launches: list[tuple[int, int]]
+) -> None:
+    """Launches of (ranks, ranks a node): other shards, fewer ranks than files and more."""
+    for launch, (ranks, node_size) in enumerate(launches):
         ended = horovodrun(
             ranks,
             [str(WORKERS / "resize.py"), str(tmp_path), str(node_size)],
