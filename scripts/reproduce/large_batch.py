@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Claim: at a joint batch of 4,096 LARS reaches what tuned SGD reaches, and LAMB what AdamW does.
 
-    python scripts/reproduce/large_batch.py --json large_batch.jsonl          # 2 to 3 CPU hours
+    python scripts/reproduce/large_batch.py --json large_batch.jsonl          # 1.5 CPU hours
     python scripts/reproduce/large_batch.py --json large_batch.jsonl   # goes on where it was ended
     python scripts/reproduce/large_batch.py --epochs 2 --train 8192 --seeds 1 --pairs lars   # a try
 
