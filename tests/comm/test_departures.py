@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from test_watch_network import BEAT, LIMIT, Simulated
 
+from tfcommx.comm import departures as module
 from tfcommx.comm.departures import Departures
 from tfcommx.comm.watch_member import neighbours
 from tfcommx.terms import PlanError
@@ -108,4 +110,39 @@ def test_a_collective_after_a_death_is_refused_and_after_an_end_in_order_is_not(
     departures.add(2, DIED, False)
     assert departures.ranks() == {2, 3} and departures.died()
     with pytest.raises(PlanError, match=f"after rank 2 has left \\({DIED}\\)"):
+        departures.require_all()
+
+
+def test_a_rank_whose_end_nobody_tells_is_found_after_a_while_of_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A link that is down for a moment is no end, and before the first departure nobody asks."""
+    monkeypatch.setattr(module, "FIND_SECONDS", 0.01)
+    departures, asked, silent = Departures(), [], {3}
+
+    def responds(rank: int) -> bool:
+        asked.append(rank)
+        return rank not in silent
+
+    def look(seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            departures.find()
+            time.sleep(0.002)
+
+    look(0.05)  # There is no watch
+    departures.ask(responds, {0, 1, 3}, 0.5)
+    look(0.05)
+    assert asked == []
+    departures.add(1, "it has ended", True)
+    look(0.2)
+    assert set(asked) == {0, 3} and departures.ranks() == {1}
+    silent.clear()
+    look(0.1)
+    silent.add(3)
+    look(0.4)
+    assert departures.ranks() == {1}
+    look(0.4)
+    assert departures.ranks() == {1, 3} and departures.died()
+    with pytest.raises(PlanError, match=r"rank 3 has left \(its watcher has not responded for"):
         departures.require_all()

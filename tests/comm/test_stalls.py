@@ -75,6 +75,9 @@ def test_every_kind_of_activity_is_described() -> None:
         assert said.startswith("Ranks 0, 2, 3 and 2 more have waited 70 s in bucket 2 at step 8")
         assert words in said and stalls.CAUSES in said
     assert describe([waits]).endswith(stalls.SLOW)
+    # A process that holds a centre keeps nobody waiting
+    serves = position(5, 0, stalls.SERVES, "")
+    assert describe(merge([waits, serves])) == describe([waits])
 
 
 def test_a_summary_stays_small_and_keeps_the_longest_wait_and_who_does_not_wait() -> None:

@@ -46,5 +46,7 @@ def test_the_examples_on_two_ranks(tmp_path: Path) -> None:
 
 def test_the_table_names_every_example() -> None:
     text = (EXAMPLES / "README.md").read_text()
-    for path in EXAMPLES.iterdir():
+    files = [path for path in EXAMPLES.iterdir() if path.is_file()]  # Not __pycache__
+    assert files
+    for path in files:
         assert path.name == "README.md" or f"`{path.name}`" in text

@@ -27,7 +27,7 @@ def run_ranks(server: str, topology: Topology, work: Callable[[Comm], Any]) -> l
         comm.centre_rank = topology.size
         if comm.rank == 0:
             messages = _ThreadPointToPoint(topology.size, comm._meeting)
-            process = CentreProcess(messages, topology.size, Departures(), bool)
+            process = CentreProcess(messages, topology.size, Departures())
             thread = threading.Thread(target=process.run, daemon=True)
             thread.start()
         try:

@@ -8,18 +8,22 @@ import time
 import numpy as np
 import pytest
 
+from tfcommx.comm import departures as departures_module
 from tfcommx.comm.centre_server import (
     CENTRE,
     DONE,
     FORCE,
     READ,
     SNAPSHOT,
+    START,
     STATISTICS,
     VALUES,
     Centre,
     CentreServer,
     cut,
+    start_message,
 )
+from tfcommx.comm.departures import Departures
 from tfcommx.strategies import centre as module
 from tfcommx.strategies.centre import Worker
 
@@ -49,8 +53,15 @@ class Messages:
         return None
 
 
-def holding(messages: Messages, gone: set[int]) -> CentreServer:
-    server = CentreServer(messages, range(3), lambda: gone)
+def left(*ranks: int) -> Departures:
+    departures = Departures()
+    for rank in ranks:
+        departures.add(rank, "it has ended", True)
+    return departures
+
+
+def holding(messages: Messages, departures: Departures) -> CentreServer:
+    server = CentreServer(messages, range(3), departures)
     server.centre = Centre(np.ones(2), 0.5)
     return server
 
@@ -64,8 +75,8 @@ def finishing(server: CentreServer) -> threading.Thread:
 def test_a_server_ends_when_its_answers_have_arrived_and_waits_for_nobody_who_is_gone() -> None:
     """Rank 0 may end its process next: an answer that it has not sent would be lost with it."""
     statistics = np.array([1.0])
-    messages, gone = Messages(*((rank, DONE, statistics) for rank in range(3))), set[int]()
-    server = holding(messages, gone)
+    messages, departures = Messages(*((rank, DONE, statistics) for rank in range(3))), left()
+    server = holding(messages, departures)
     while server.turn():
         pass
     assert sorted(one[:2] for one in messages.sent) == [
@@ -75,7 +86,7 @@ def test_a_server_ends_when_its_answers_have_arrived_and_waits_for_nobody_who_is
     messages.arrived |= {(0, CENTRE), (0, STATISTICS), (1, CENTRE), (2, CENTRE)}
     waits.join(0.05)
     assert waits.is_alive()  # Two statistics are on their way
-    gone.add(2)  # It dies meanwhile
+    departures.add(2, "its process has ended", False)  # It dies meanwhile
     waits.join(0.05)
     assert waits.is_alive()
     messages.arrived.add((1, STATISTICS))
@@ -88,7 +99,7 @@ def test_an_answer_that_was_sent_before_the_server_ended_counts(
 ) -> None:
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.3)
     messages = Messages()
-    worker = Worker(messages, 1, cut(1, [0]), np.dtype("float64"), lambda: {0})
+    worker = Worker(messages, 1, cut(1, [0]), np.dtype("float64"), left(0))
     late = threading.Timer(0.1, lambda: messages.inbox.append((0, FORCE, np.array([2.0]))))
     late.start()
     assert worker.exchange(np.array([7.0])).tolist() == [2]
@@ -102,7 +113,7 @@ def test_an_answer_that_was_sent_before_the_server_ended_counts(
 def test_a_worker_that_dies_before_it_has_its_answer_keeps_nobody_waiting() -> None:
     """It asked for the centre while a force was on its way, and neither arrives any more."""
     messages = Messages((1, SNAPSHOT, np.ones(2)), (1, READ, np.zeros(0)), (2, READ, np.zeros(0)))
-    server = holding(messages, {1})
+    server = holding(messages, left(1))
     messages.wait_any = lambda requests: pytest.fail("the server waits for one worker")
     while server.turn():
         pass
@@ -115,7 +126,7 @@ def test_weights_that_are_not_finite_are_sent_to_no_server(
     """One of three servers alone would see the NaN; the parts of the others would be met."""
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
     messages = Messages()
-    worker = Worker(messages, 5, cut(3, [0, 1, 2]), np.dtype("float32"), lambda: {0, 1, 2})
+    worker = Worker(messages, 5, cut(3, [0, 1, 2]), np.dtype("float32"), left(0, 1, 2))
     for odd in (np.nan, np.inf):
         assert not worker.exchange(np.array([1, 2, odd])).any()
     assert messages.sent == [] and caplog.text.count("The weights of rank 5 are not finite") == 1
@@ -127,12 +138,37 @@ def test_the_answers_of_several_servers_are_put_in_order_and_one_that_is_gone_is
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
     parts = [(2, np.array([5.0])), (0, np.zeros(0)), (1, np.array([4.0]))]
     messages = Messages(*((server, FORCE, part) for server, part in parts))
-    worker = Worker(messages, 1, cut(2, [0, 1, 2]), np.dtype("float64"), lambda: {1})
+    worker = Worker(messages, 1, cut(2, [0, 1, 2]), np.dtype("float64"), left(1))
     assert worker.exchange(np.array([7.0, 8.0])).tolist() == [4, 5]
     assert [(to, array.tolist()) for to, _, array in messages.sent] == [(0, []), (1, [7]), (2, [8])]
     messages.inbox = [(server, FORCE, part) for server, part in parts[:2]]
     with pytest.raises(RuntimeError, match="Rank 1, which held part of the centre, has ended"):
         worker.exchange(np.array([7.0, 8.0]))
+
+
+def test_a_server_that_nobody_tells_of_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's neighbours in the watch have died before, and the server after them."""
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(departures_module, "FIND_SECONDS", 0.02)
+    departures = left(0, 2)
+    departures.ask(lambda rank: False, [0, 2, 3], 0.1)
+    worker = Worker(Messages(), 1, cut(1, [3]), np.dtype("float64"), departures)
+    with pytest.raises(RuntimeError, match="Rank 3, which held the centre, has ended"):
+        worker.exchange(np.array([7.0]))
+
+
+def test_a_training_that_begins_anew_forgets_who_had_ended_the_one_before() -> None:
+    """An error had ended it on rank 1 while rank 0 waited for the end."""
+    begins = start_message(0.5, np.zeros(2))
+    messages = Messages((0, DONE, np.ones(1)))
+    server = holding(messages, left())
+    assert server.turn()
+    messages.inbox = [(0, START, begins)]
+    assert server.turn()
+    messages.inbox = [(rank, DONE, np.ones(1)) for rank in (1, 2)]
+    while server.turn():
+        pass
+    assert not [tag for _, tag, _ in messages.sent if tag == CENTRE]  # Rank 0 trains
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3, 7])

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from launching import LAUNCHERS, WORKERS, horovodrun
 
+from tfcommx.optim.checkpoint.files import read_own_head
+
 
 @pytest.fixture
 def recovering(monkeypatch: pytest.MonkeyPatch) -> str:
@@ -63,19 +65,22 @@ def test_ranks_train_at_their_own_pace_and_go_on_without_one_that_dies(
         assert f"loop True {steps}" in said[rank], report
         assert any("CompareReplicas needs ranks" in line for line in said[rank]), report
 
-    # Rank 2 dies: 0 and 1 end their training with equal weights, and refuse collectives
+    # One dies: the others end their training with equal weights, save, and refuse collectives
     if server != "sharded":
-        assert said[2][-1].startswith("kills itself"), report
-        states = [line for rank in (0, 1) for line in said[rank] if line.startswith("survives")]
+        dead = 0 if server == "extra_rank" else 2
+        others = {0, 1, 2} - {dead}
+        assert said[dead][-1].startswith("kills itself"), report
+        states = [line for rank in others for line in said[rank] if line.startswith("survives")]
         assert len(states) == 2 and states[0] == states[1], report
-        for rank in (0, 1):
-            assert any("after rank 2 has left" in line for line in said[rank]), report
+        for rank in others:
+            assert any(f"after rank {dead} has left" in line for line in said[rank]), report
+        assert read_own_head(tmp_path / "saved" / "after").epoch == 2, report
 
     # Then a server: the other ranks end, and name it
     killer, lost, others = {
         "thread": (0, r"rank 0 on \S+ \(", [1]),
         "sharded": (1, r"rank 1 on \S+ \(", [0, 2]),
-        "extra_rank": (0, r"rank 3 on \S+, which holds the centre \(", [0, 1]),
+        "extra_rank": (1, r"rank 3 on \S+, which holds the centre \(", [2]),
     }[server]
     (last,) = [line for line in said[killer] if line.startswith("kills ")]
     assert time.time() - float(last.rpartition(" ")[2]) < 60, report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import tensorflow as tf
 from elastic_servers import SERVERS, run_ranks
 from test_elastic_averaging import ENTRIES, RATE, SHAPES, Rank, plan_for
 
-from tfcommx.comm import centre_process, liveness
+from tfcommx.comm import centre_process, departures, liveness
 from tfcommx.comm.base import Comm
 from tfcommx.comm.centre_process import END, CentreProcess
 from tfcommx.comm.centre_server import DONE, START, Centre, CentreServer, cut, start_message
@@ -43,13 +44,13 @@ def test_parts_have_the_bits_of_the_whole_for_the_same_order_of_messages(
         ranks = range(servers + 3)
         post = {rank: _ThreadPointToPoint(rank, meeting) for rank in ranks}
         workers = ranks[servers:]
-        holders = [CentreServer(post[rank], workers, set) for rank in ranks[:servers]]
+        holders = [CentreServer(post[rank], workers, Departures()) for rank in ranks[:servers]]
         stopped = threading.Event()
         threads = [threading.Thread(target=one.run, args=(stopped,)) for one in holders]
         for thread in threads:
             thread.start()
         parts = cut(entries, ranks[:servers])
-        sides = [Worker(post[rank], rank, parts, np.dtype(dtype), set) for rank in workers]
+        sides = [Worker(post[rank], rank, parts, np.dtype(dtype), Departures()) for rank in workers]
         first = numbers.normal(size=entries).astype(dtype)
         sides[0].start(0.3, first)
         whole = Centre(first, 0.3)
@@ -232,7 +233,7 @@ class Told(Departures):
 def process() -> tuple[CentreProcess, Told, dict[int, _ThreadPointToPoint]]:
     meeting, told = _Meeting(Topology(1, 1)), Told()
     post = {rank: _ThreadPointToPoint(rank, meeting) for rank in range(4)}
-    return CentreProcess(post[3], 3, told, lambda rank: True), told, post
+    return CentreProcess(post[3], 3, told), told, post
 
 
 def test_the_process_with_the_centre_misses_nobody_during_a_training_and_all_before(
@@ -253,7 +254,7 @@ def test_the_process_with_the_centre_misses_nobody_during_a_training_and_all_bef
     for rank in (0, 1):
         post[rank].send(np.zeros(0), 3, END)
     here.run()
-    assert here.gone() == {0, 1, 2}
+    assert told.ranks() == {0, 1, 2}
 
 
 def test_a_process_that_no_training_has_used_says_so(
@@ -266,17 +267,14 @@ def test_a_process_that_no_training_has_used_says_so(
     assert "No training has used the process that holds the centre" in caplog.text
 
 
-def test_ranks_whose_end_nobody_would_tell_are_looked_for(
+def test_the_process_looks_for_ranks_whose_end_nobody_would_tell(
     process: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The neighbours in the watch of process 3, 0 and 2, are gone: their watchers went with them.
-
-    Three ranks were killed at once, and the process waited for the one in the middle.
-    """
+    """Of three ranks that were killed at once it was told of one, and waited for the others."""
     here, told, _ = process
-    monkeypatch.setattr(centre_process, "FIND_SECONDS", 0.05)
-    there = [True]
-    here._is_there = lambda rank: there[0]
+    monkeypatch.setattr(departures, "FIND_SECONDS", 0.02)
+    there = {0, 1, 2}
+    told.ask(lambda rank: rank in there, range(3), 0.1)
 
     def run() -> None:
         with pytest.raises(RuntimeError, match="All ranks that train have failed or died"):
@@ -284,20 +282,51 @@ def test_ranks_whose_end_nobody_would_tell_are_looked_for(
 
     running = threading.Thread(target=run, daemon=True)
     running.start()
-    time.sleep(0.2)
-    assert running.is_alive()  # It would be told of any end, and looks for nobody
-    there[0] = False
-    time.sleep(0.2)
-    told.add(0, "its process has ended", False)
-    time.sleep(0.2)
-    assert running.is_alive() and here.gone() == {0}
-    there[0] = True
-    told.add(2, "its process has ended", False)
+    there.clear()
     time.sleep(0.3)
-    assert running.is_alive()  # 1 goes on
-    there[0] = False
+    assert told.ranks() == set()  # It would be told of the first
+    told.add(0, "its process has ended", False)
     running.join(10)
-    assert not running.is_alive() and here.gone() == {0, 1, 2}
+    assert not running.is_alive() and told.ranks() == {0, 1, 2}
+
+
+def test_a_forked_child_does_not_say_that_its_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        centre_process.mpi, "MpiPointToPoint", lambda **options: pytest.fail("it sends")
+    )
+    centre_process.say_end(os.getpid() + 1)
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_a_training_of_no_exchange_ends_too(server: str) -> None:
+    """The centre is taken twice, after each epoch of a loop, say: the second had too few steps."""
+
+    def work(comm: Comm) -> None:
+        rank = Rank(comm, ElasticAveraging(every=4, server=server))
+        for _ in range(5):
+            rank.step()
+        rank.run.end()
+        centre = rank.flat()
+        rank.step()
+        assert (rank.flat() != centre).any()
+        assert rank.run.end(np.array([float(comm.rank)])).tolist() == [1]
+        np.testing.assert_array_equal(rank.flat(), centre)
+
+    run_ranks(server, Topology(3, 1), work)
+
+
+def test_statistics_of_a_rank_that_has_diverged_do_not_count_and_unequal_ones_are_named() -> None:
+    def work(comm: Comm) -> None:
+        rank = Rank(comm, ElasticAveraging(every=4))
+        rank.step()
+        value = [1.0, np.nan, 4.0][comm.rank]
+        assert rank.run.end(np.array([value, 1.0])).tolist() == [2.5, 1]
+        with pytest.raises(RuntimeError, match=f"Rank {comm.rank} has {comm.rank + 1}, others"):
+            rank.run.end(np.ones(comm.rank + 1))
+        comm.gather_objects("all have their answers")
+        rank.run._stop_serving()
+
+    ThreadComm.run(Topology(3, 1), work)
 
 
 @pytest.mark.parametrize("fail", [{0, 1, 2}, {0, 1}, set()], ids=str)

@@ -117,6 +117,7 @@ for step in range(20 + 5 * comm.rank):
     value = np.inf if comm.rank == 1 and step == 3 else 0.1
     optimizer.apply([tf.fill([1, 1], np.float32(value))], weight.trainable_variables)
 cx.take_centre(weight, optimizer)
+cx.take_centre(weight, optimizer)  # Nothing was exchanged in between
 say(f"loop {equal(weight)} {int(optimizer.iterations)}")
 
 try:
@@ -134,8 +135,10 @@ net = compiled()
 if server == "sharded":  # Every rank is a server
     fit(net, cx.callbacks.BroadcastState(), epochs=1)
 else:
-    killed = [Stop(os.getpid())] if comm.rank == 2 else []
-    fit(net, cx.callbacks.BroadcastState(), *killed, epochs=3)
+    # Where none that trains is a server, rank 0 as well as any
+    killed = [Stop(os.getpid())] if comm.rank == (0 if server == "extra_rank" else 2) else []
+    saves = cx.checkpoint.Checkpoint(folder / "after")
+    fit(net, cx.callbacks.BroadcastState(), saves, *killed, epochs=3)
     say(f"survives {state(net)}")
     try:
         comm.gather_objects(0)
@@ -143,7 +146,7 @@ else:
         say(str(refused))
 
 # Then a server
-killer = 1 if server == "sharded" else 0
+killer = 0 if server == "thread" else 1
 if comm.rank == killer:
     pid = process_with_the_centre() if server == "extra_rank" else os.getpid()
     fit(net, Stop(pid), epochs=100000)

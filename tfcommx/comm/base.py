@@ -302,10 +302,12 @@ class Comm(abc.ABC):
         """Return the bytes that this rank has sent so far, inside its node and to other nodes.
 
         For collectives it is the mean over the ranks, for messages what this rank itself has sent.
+        A process that holds a centre counts as one of the last rank's node; what it sends itself
+        is no rank's.
         """
         inside, between = self._counted()
         opened = [*self._own_messages, *([self._point_to_point] if self._point_to_point else [])]
-        for rank, amount in [pair for one in opened for pair in one.sent.items()]:
+        for rank, amount in [pair for one in opened for pair in list(one.sent.items())]:
             if rank == self.rank:  # It may be worker and server
                 continue
             # A process that holds a centre is the launch's last

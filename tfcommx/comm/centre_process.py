@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from tfcommx.comm.centre_server import LOOK_SECONDS, CentreServer
 from tfcommx.comm.departures import Departures
 from tfcommx.comm.launcher import launch_interfaces, launcher, message_timeout
 from tfcommx.comm.point_to_point import Channel, PointToPoint
-from tfcommx.comm.watch_member import neighbours
+from tfcommx.comm.stalls import SERVES
 
 log = logging.getLogger("tfcommx")
 
@@ -36,10 +37,8 @@ log = logging.getLogger("tfcommx")
 END = 0
 # For it to be on its way
 END_SECONDS = 2.0
-# For all ranks to call init(); TFCOMMX_MESSAGE_TIMEOUT_SECONDS counts more
+# For all ranks to call init(); TFCOMMX_MESSAGE_TIMEOUT_SECONDS counts if it is more
 JOIN_SECONDS = 600.0
-# Between two looks for ranks whose end nobody would tell
-FIND_SECONDS = 5.0
 
 
 class CentreProcess:
@@ -49,18 +48,11 @@ class CentreProcess:
         messages: with all ranks.
         ranks: that train, >= 1; this process has the next number.
         departures: what it is told of them.
-        is_there: whether a rank's process is, asked of its own watcher.
     """
 
-    def __init__(
-        self,
-        messages: PointToPoint,
-        ranks: int,
-        departures: Departures,
-        is_there: Callable[[int], bool],
-    ) -> None:
+    def __init__(self, messages: PointToPoint, ranks: int, departures: Departures) -> None:
         self._messages, self._ranks, self._departures = messages, set(range(ranks)), departures
-        self._rank, self._is_there = ranks, is_there
+        self._rank = ranks
         # Those that have said END, and of these the ones that had failed
         self._ended: set[int] = set()
         self._failed: set[int] = set()
@@ -69,26 +61,15 @@ class CentreProcess:
         # Whether ranks may leave
         self._trains = False
 
-    def gone(self) -> set[int]:
-        """Return the ranks that have ended or died."""
-        return self._ended | self._departures.ranks()
-
     def run(self) -> None:
         """Answer until nobody is there any more.
 
         **Raises:** RuntimeError if all have failed or died: the launch's status must say so.
         """
-        tells, find_at = set(neighbours(self._rank, self._rank + 1)), 0.0
-        while missing := self._ranks - self.gone():
-            if self.turn():
-                continue
-            # Watchers that end with their ranks pass nothing on
-            if tells <= self.gone() and time.monotonic() > find_at:
-                find_at = time.monotonic() + FIND_SECONDS
-                for rank in missing:
-                    if not self._is_there(rank):
-                        self._departures.add(rank, "its watcher does not respond", False)
-            time.sleep(LOOK_SECONDS)
+        while self._ranks - self._departures.ranks():
+            if not self.turn():
+                self._departures.find()
+                time.sleep(LOOK_SECONDS)
         for server in self.servers:
             server.finish()
         if self._ranks <= self._failed | (self._departures.ranks() - self._ended):
@@ -105,6 +86,7 @@ class CentreProcess:
         found = self._messages.take(END)
         if found is not None:
             self._ended.add(found[0])
+            self._departures.add(found[0], "it has ended", True)
             self._failed |= {found[0]} if found[1].any() else set()
         heard = [server.turn() for server in self.servers]
         if self.servers[-1].centre is not None:
@@ -119,11 +101,16 @@ class CentreProcess:
         return found is not None or any(heard)
 
     def _next_server(self, number: int) -> CentreServer:
-        return CentreServer(Channel(self._messages, number), self._ranks, self.gone)
+        return CentreServer(Channel(self._messages, number), self._ranks, self._departures)
 
 
-def say_end() -> None:
-    """Tell the process that holds the centres that this rank ends. **Ranks:** each at its end."""
+def say_end(pid: int) -> None:
+    """Tell the process that holds the centres that this rank, `pid`, ends.
+
+    **Ranks:** each at its end.
+    """
+    if os.getpid() != pid:  # A forked child is not the rank
+        return
     messages = mpi.MpiPointToPoint(watched=True, lasting=False, with_centre=True)
     failed = np.array([hasattr(sys, "last_value")])  # An exception that nothing has caught
     request = messages.send(failed, launcher().size, END)
@@ -141,7 +128,7 @@ class _Place:
     def watch(self, send: Callable[[bytes], object], period: float) -> None:
         """Say what it does, once."""
         with contextlib.suppress(OSError):
-            send(b'at [0, "python", "it holds the centre"]\n')
+            send(f'at [0, "{SERVES}", ""]\n'.encode())
 
 
 def wait_until_all_ranks_call_init(here: _Place) -> CentreProcess:
@@ -150,9 +137,9 @@ def wait_until_all_ranks_call_init(here: _Place) -> CentreProcess:
     MPI waits without an end, and holds Python's lock, for ranks that end before. After
     JOIN_SECONDS the process ends, and writes a stack with this function's name.
     """
-    faulthandler.dump_traceback_later(message_timeout(JOIN_SECONDS), exit=True)
+    faulthandler.dump_traceback_later(max(JOIN_SECONDS, message_timeout(JOIN_SECONDS)), exit=True)
     messages = mpi.MpiPointToPoint(watched=True, lasting=False, with_centre=True)
-    every = liveness.start(
+    liveness.start(
         here,
         launch_interfaces(),
         liveness.Limits(None),
@@ -160,11 +147,7 @@ def wait_until_all_ranks_call_init(here: _Place) -> CentreProcess:
         holds=", which holds the centre",
     )
     faulthandler.cancel_dump_traceback_later()
-
-    def is_there(rank: int) -> bool:
-        return liveness.responds(every[rank])
-
-    return CentreProcess(messages, here.rank, here.departures, is_there)
+    return CentreProcess(messages, here.rank, here.departures)
 
 
 def main() -> None:

@@ -18,11 +18,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from tfcommx.comm.departures import Departures
 from tfcommx.comm.point_to_point import PointToPoint
 
 START, STARTED, SNAPSHOT, FORCE, READ, VALUES, DONE, CENTRE, STATISTICS = range(1, 10)
@@ -70,6 +71,19 @@ def read_start(message: np.ndarray) -> Centre:
     return Centre(message[HEADER:].view(f"float{8 * int(itemsize)}"), alpha)
 
 
+def _average(statistics: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the average of those that are finite, of all if none is; empty if lengths differ.
+
+    A rank that has diverged has statistics that would spoil those of all ranks.
+
+    >>> _average([np.array([1.0, 2.0]), np.array([np.nan, 2.0]), np.array([3.0, 2.0])])
+    array([2., 2.])
+    """
+    if len({len(one) for one in statistics}) > 1:
+        return np.zeros(0)
+    return np.mean([one for one in statistics if np.isfinite(one).all()] or statistics, axis=0)
+
+
 class Centre:
     """The centre and what an exchange does to it: pure arithmetic, in the centre's dtype.
 
@@ -112,16 +126,13 @@ class CentreServer:
     Args:
         messages: of the server's rank.
         workers: ranks that take part.
-        gone: returns the ranks that have ended or died: nobody waits for them.
+        departures: the ranks that have ended or died: nobody waits for them.
     """
 
     def __init__(
-        self,
-        messages: PointToPoint,
-        workers: Collection[int],
-        gone: Callable[[], Collection[int]],
+        self, messages: PointToPoint, workers: Collection[int], departures: Departures
     ) -> None:
-        self._messages, self._workers, self._gone = messages, set(workers), gone
+        self._messages, self._workers, self._departures = messages, set(workers), departures
         # What it holds, from the first START on
         self.centre: Centre | None = None
         # Whether a training is under way
@@ -147,6 +158,7 @@ class CentreServer:
 
     def _start(self, source: int, message: np.ndarray) -> None:
         self.centre, self.trains = read_start(message), True
+        self._done = {}  # A training that was left by an error may not have come to its end
         self._answer(source, (np.zeros(0), STARTED))
 
     def _meet(self, source: int, message: np.ndarray) -> None:
@@ -161,11 +173,13 @@ class CentreServer:
         self._done[source] = message.view(np.float64)
 
     def _end_if_all_are_done(self) -> bool:
-        if not self._done or self._workers - self._done.keys() - set(self._gone()):
+        if not self._done:
+            return False
+        if self._workers - self._done.keys() - self._departures.ranks():
+            self._departures.find()
             return False
         done, self._done, self.trains = self._done, {}, False
-        lengths = {len(one) for one in done.values()}
-        statistics = np.mean(list(done.values()), axis=0) if len(lengths) == 1 else np.zeros(0)
+        statistics = _average(list(done.values()))
         values = self.centre.values.copy()
         for worker in done:
             self._answer(worker, (values, CENTRE), (statistics, STATISTICS))
@@ -186,8 +200,9 @@ class CentreServer:
         while self._answers:
             for worker, answers in list(self._answers.items()):
                 answers[:] = [one for one in answers if not self._messages.done(one[0])]
-                if not answers or worker in self._gone():
+                if not answers or worker in self._departures.ranks():
                     del self._answers[worker]
+            self._departures.find()
             time.sleep(LOOK_SECONDS if self._answers else 0)
 
     def run(self, stopped: threading.Event) -> None:

@@ -3,14 +3,23 @@
 Usually a rank that dies makes all others end (liveness.py). While `allow` holds, only the ranks
 that are needed do; of the others this one is told, and goes on. A process that has died without a
 word is missing in every collective from then on, so that none can be done any more.
+
+Watchers end with their ranks and pass nothing on. After a few deaths nobody may be left who would
+tell of one more: `find` asks every rank's watcher itself.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import threading
+import time
 from collections.abc import Callable, Collection
 
 from tfcommx.terms import PlanError
+
+# Between two looks for ranks whose end nobody would tell
+FIND_SECONDS = 5.0
 
 
 class Departures:
@@ -21,10 +30,44 @@ class Departures:
         self._ended: dict[int, str] = {}
         self._died: dict[int, str] = {}
         self._send: Callable[[bytes], object] | None = None
+        # What `find` asks, whom, and after how many seconds without an answer a rank is gone
+        self._responds: Callable[[int], bool] | None = None
+        self._others: Collection[int] = ()
+        self._limit = math.inf
+        # Rank -> since when it does not respond
+        self._silent: dict[int, float] = {}
+        # Time of the next look; infinite while one is under way
+        self._look_at = 0.0
 
     def watch(self, send: Callable[[bytes], object]) -> None:
         """Tell the watcher, from now on, through `send`, who may leave."""
         self._send = send
+
+    def ask(self, responds: Callable[[int], bool], others: Collection[int], limit: float) -> None:
+        """Let `find` ask the others' watchers, through `responds`; `limit`: in seconds, > 0."""
+        self._responds, self._others, self._limit = responds, others, limit
+
+    def find(self) -> None:
+        """Look for ranks that are gone without anybody's telling, in a thread, if one has left.
+
+        For whoever waits for a rank. **Cost:** one connection for each rank every FIND_SECONDS;
+        nothing before the first departure, or without a watch.
+        """
+        if self._responds is None or not self.ranks() or time.monotonic() < self._look_at:
+            return
+        self._look_at = math.inf
+        threading.Thread(target=self._look, name="tfcommx-find", daemon=True).start()
+
+    def _look(self) -> None:
+        for rank in sorted(set(self._others) - self.ranks()):
+            if self._responds(rank):
+                self._silent.pop(rank, None)
+                continue
+            silent = time.monotonic() - self._silent.setdefault(rank, time.monotonic())
+            # A link may be down for a while, as the watch has it
+            if silent >= self._limit:
+                self.add(rank, f"its watcher has not responded for {silent:.0f} s", False)
+        self._look_at = time.monotonic() + FIND_SECONDS
 
     def allow(self, needed: Collection[int]) -> None:
         """Let ranks leave that are not needed. **Ranks:** all, with equal arguments."""
@@ -56,6 +99,6 @@ class Departures:
         for rank, what in list(self._died.items()):
             raise PlanError(
                 "A collective needs all ranks. Received a call of one after rank "
-                f"{rank} has left ({what}); the training alone goes on without it. Let rank 0 "
+                f"{rank} has left ({what}); the training alone goes on without it. Let one rank "
                 "save the model, and start again."
             )

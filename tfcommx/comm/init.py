@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import math
+import os
 
 import tensorflow as tf
 
@@ -74,7 +75,7 @@ def init(
         )
         if here.centre:
             # Before the end of the watch, which may end the process
-            atexit.register(centre_process.say_end)
+            atexit.register(centre_process.say_end, os.getpid())
         UnwrappedOptimizers(here.rank).watch()
     return comm
 

@@ -116,7 +116,7 @@ def start(
     limits: Limits,
     gather: Callable[[Any], list[Any]],
     holds: str = "",
-) -> list[dict[str, Any]]:
+) -> None:
     """Start this rank's watcher, and the thread that ends the process at its alarm.
 
     Args:
@@ -125,9 +125,6 @@ def start(
         limits: rank 0's count.
         gather: returns what all that are watched have given it, in rank order.
         holds: what people are told of this rank, behind its host's name.
-
-    Returns:
-        What each rank has told of itself, in rank order, for `responds`.
 
     **Ranks:** all. **Cost:** one exchange of addresses. An alarm writes one line to stderr, flushes
     and ends with status 1.
@@ -143,18 +140,19 @@ def start(
     every = gather(mine)
     if every[0]["limit"] is None:
         listening.close()
-        return every
+        return
     job = make_job(here.rank, os.getpid(), every)
     ours = start_watcher(listening, job)
     failed = _say_how_it_ends(ours, here.departures)
     here.departures.watch(ours.send)
+    others = set(range(len(every))) - {here.rank}
+    here.departures.ask(lambda rank: responds(every[rank]), others, job["limit"])
     periods = [seconds for seconds in (job["stall_seconds"], job["stall_limit"]) if seconds]
     if periods:
         here.activity.watch(ours.send, min(LOOK_SECONDS, *(one / 5 for one in periods)))
     threading.Thread(
         target=_wait, args=(ours, here, failed), name="tfcommx-watch", daemon=True
     ).start()
-    return every
 
 
 def responds(row: dict[str, Any]) -> bool:

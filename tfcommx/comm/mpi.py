@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import threading
 import time
 from typing import Any
 
@@ -86,6 +87,7 @@ class MpiPointToPoint:
         ranks, all_processes = _communicators()
         self._world = all_processes if with_centre else ranks.Dup()
         self.sent: dict[int, int] = {}
+        self._counting = threading.Lock()  # A rank may be worker and server, in two threads
         # Tag -> messages that have begun to arrive: who sends, where to, and the request
         self._arriving: dict[int, list[tuple[int, np.ndarray, Any]]] = {}
         self._timeout = message_timeout(WATCHED_SECONDS if watched else TIMEOUT_SECONDS)
@@ -105,7 +107,8 @@ class MpiPointToPoint:
 
     def send(self, array: np.ndarray, target: int, tag: int) -> Any:
         """Start to send a contiguous array, as bytes, to a rank of the world."""
-        self.sent[target] = self.sent.get(target, 0) + array.nbytes
+        with self._counting:
+            self.sent[target] = self.sent.get(target, 0) + array.nbytes
         return self._world.Isend([array.view(np.uint8), self._mpi.BYTE], target, tag), target
 
     def receive(self, array: np.ndarray, source: int, tag: int) -> Any:

@@ -16,12 +16,13 @@ from typing import NamedTuple
 GROUPS = 8
 EXAMPLES = 3
 # What a rank does
-WAITS, COMPUTES, PYTHON, LEFT, ENDED, UNKNOWN, OTHERS = (
+WAITS, COMPUTES, PYTHON, LEFT, ENDED, SERVES, UNKNOWN, OTHERS = (
     "waits",
     "computes",
     "python",
     "left",
     "ended",
+    "serves",
     "unknown",
     "others",
 )
@@ -103,6 +104,8 @@ def _both(one: Group, other: Group) -> Group:
 def describe(groups: Sequence[Group]) -> str:
     """Say who waits for whom, where the others are, and what the usual causes are.
 
+    A process that serves the others takes no steps: no rank waits for it in a collective.
+
     >>> print(describe([position(1, 117, LEFT, "train.py:31 in <module>"),
     ...                 Group(118, WAITS, "the exchange of bucket 2", 3, [0, 2, 3], 62.0)]))
     Ranks 0, 2, 3 have waited 62 s in the exchange of bucket 2 at step 118, and all ranks are \
@@ -113,7 +116,7 @@ cx.callbacks.AgreeOnStop() after it); a part of the script that only some ranks 
     """
     waiting = [group for group in groups if group.doing == WAITS]
     longest = max(waiting, key=_seconds)
-    rest = [group for group in groups if group is not longest]
+    rest = [group for group in groups if group is not longest and group.doing != SERVES]
     waits = f"{longest.seconds:.0f} s in {longest.what} at step {longest.step}"
     said = [f"{_ranks(longest)} waited {waits}, and all ranks are alive.", *map(_clause, rest)]
     return " ".join([*said, CAUSES if rest else SLOW])

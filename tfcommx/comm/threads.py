@@ -59,9 +59,11 @@ class _ThreadPointToPoint:
     def __init__(self, rank: int, meeting: _Meeting) -> None:
         self.rank, self.meeting = rank, meeting
         self.sent: dict[int, int] = {}
+        self._counting = threading.Lock()  # A rank may be worker and server, in two threads
 
     def send(self, array: np.ndarray, target: int, tag: int) -> None:
-        self.sent[target] = self.sent.get(target, 0) + array.nbytes
+        with self._counting:
+            self.sent[target] = self.sent.get(target, 0) + array.nbytes
         with self.meeting.lock:
             messages = self.meeting.mailbox.setdefault((self.rank, target, tag), deque())
             messages.append(array.copy())

@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +31,7 @@ from tfcommx.comm.centre_server import (
     Part,
     start_message,
 )
+from tfcommx.comm.departures import Departures
 from tfcommx.comm.point_to_point import PointToPoint
 
 log = logging.getLogger("tfcommx")
@@ -62,7 +63,7 @@ class Worker:
         rank: the worker's, for people.
         parts: who holds which range of the centre; all of it, in order.
         dtype: of the centre.
-        gone: returns the ranks that have ended or died.
+        departures: the ranks that have ended or died.
     """
 
     def __init__(
@@ -71,10 +72,10 @@ class Worker:
         rank: int,
         parts: Sequence[Part],
         dtype: np.dtype,
-        gone: Callable[[], Collection[int]],
+        departures: Departures,
     ) -> None:
         self._messages, self._rank, self._parts = messages, rank, parts
-        self._dtype, self._gone = dtype, gone
+        self._dtype, self._departures = dtype, departures
         self._stopped = threading.Event()
         self._under_way: _UnderWay | None = None
         # Whether weights that are not finite were warned of
@@ -146,14 +147,21 @@ class Worker:
         Args:
             statistics: float64, equally many on all workers; the first server averages them.
 
-        **Raises:** RuntimeError if a server's rank has ended.
+        **Raises:** RuntimeError if a server's rank has ended, and for unequal lengths.
         """
         if self.waits:
             self.take()  # The centre takes the place of these weights
         statistics = np.ascontiguousarray(statistics, np.float64)
         none = [EMPTY] * (len(self._parts) - 1)
         centre, averages = self._ask(DONE, [statistics, *none], CENTRE, STATISTICS)
-        return Final(self._joined(centre), averages[0].view(np.float64))
+        average = averages[0].view(np.float64)
+        if average.size != statistics.size:
+            raise RuntimeError(
+                "All ranks need equally many statistics beside what they train, such as batch "
+                f"norm's means. Rank {self._rank} has {statistics.size}, others have more or less. "
+                "Build the same model on all ranks."
+            )
+        return Final(self._joined(centre), average)
 
     def stop(self) -> None:
         """End the waits of this process's threads: MPI is about to end."""
@@ -200,7 +208,7 @@ class Worker:
                 continue
             if self._stopped.is_set():
                 raise RuntimeError("The process ends while it waits for the centre.")
-            if gone := sorted(set(missing) & set(self._gone())):
+            if gone := sorted(set(missing) & self._departures.ranks()):
                 gone_at = min(gone_at, time.monotonic())
             # What it sent last may still be on its way
             if time.monotonic() - gone_at > GRACE_SECONDS:
@@ -217,6 +225,7 @@ class Worker:
                     AWAITED.get(tag, "the centre"),
                     missing,
                 )
+            self._departures.find()
             time.sleep(LOOK_SECONDS)
         return [found[server] for server in servers]
 

@@ -295,11 +295,11 @@ class ElasticRun(StrategyRun):
         self._weights = dict(weights)
         comm, extra = self._comm, self._strategy.server == "extra_rank"
         messages = comm.open_centre_messages() if extra else comm.open_own_messages()
-        gone, dtype = comm.departures.ranks, np.dtype(self._dtype.as_numpy_dtype)
+        dtype = np.dtype(self._dtype.as_numpy_dtype)
         parts = cut(sum(self._sizes()), self._servers)
-        self._worker = Worker(messages, comm.rank, parts, dtype, gone)
+        self._worker = Worker(messages, comm.rank, parts, dtype, comm.departures)
         if comm.rank in self._servers:
-            self._server = CentreServer(messages, range(comm.topology.size), gone)
+            self._server = CentreServer(messages, range(comm.topology.size), comm.departures)
         self._set_centre()
         atexit.register(self._worker.stop)
 
@@ -348,6 +348,8 @@ class ElasticRun(StrategyRun):
             return
         if self._worker.waits:
             self._worker.take()
+        self._trains = False  # An error may have ended the training before
+        self._comm.departures.forbid()
         self._comm.gather_objects("no force is under way")
         self._set_centre()
         self._sent_at = int(self.executor.steps.numpy())
@@ -374,6 +376,7 @@ class ElasticRun(StrategyRun):
         mine = np.zeros(0) if statistics is None else statistics
         if self._worker is None:
             return mine
+        self._serve()  # Since the end before this rank may have exchanged nothing
         final = self._worker.end(mine)
         self._stop_serving()
         if self._server is not None:

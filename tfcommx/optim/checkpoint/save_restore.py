@@ -120,8 +120,8 @@ def save(
         steps: that the epoch under way has; 0 if none is.
         notes: what `last` is to return, as JSON has it; those of rank 0 count.
 
-    **Ranks:** all, between the same two steps; with ElasticAveraging each when it likes: rank 0
-    alone writes, the centre in the place of its weights.
+    **Ranks:** all, between the same two steps; with ElasticAveraging each when it likes: the lowest
+    that is there writes, the centre in the place of its weights.
     """
     here, folder = process.current(), Path(folder)
     if trains_alone(model):
@@ -158,12 +158,13 @@ def last(folder: str | Path) -> Head | None:
 
 
 def _save_centre(model: keras.Model, folder: Path, head: Head, keep: int) -> None:
-    """Write what rank 0 has, with the centre as weights, while the other ranks train on.
+    """Write what one rank has, with the centre as weights, while the other ranks train on.
 
     It is a checkpoint of one rank, from which any number of them starts; `head` lacks its number
-    and the saves before.
+    and the saves before. Rank 0 writes it; if that has died, the lowest that is there.
     """
-    if process.rank() != 0:
+    here = process.current()
+    if here.rank != min(set(range(here.topology.size)) - here.departures.ranks()):
         return
     folder.mkdir(parents=True, exist_ok=True)
     before = read_own_head(folder)
