@@ -8,7 +8,8 @@
 Each contestant trains a model of its own of `n` entries; they take turns, in another order each
 round, and the slowest rank counts; the median is shown. Rows named "pull + forward" are the
 beginning of a step: all weights are pulled, and the forward pass runs; `limit_seconds` of "batched"
-is that of "at_once" over 1.3. Rows named "step" are whole training steps; their limit is 1.05 times "synchronous".
+is that of "at_once" over 1.3. Rows named "step" are whole training steps; their limit is 1.05 times
+"synchronous".
 Verified: after the last step all ranks have the same weights, and those of sharded training have
 moved as those of the synchronous contestant, each entry to a thousandth of the largest movement in
 its layer; no layer has stayed where it was.
