@@ -189,10 +189,11 @@ def main() -> int:
                 own = {
                     "ratio": lambda one: f"{one['ratio']:.3f}",
                     "begin, s": lambda one: f"{one['begin_seconds']:.1f}",
-                    "chosen": lambda one: one["chosen"],
                 }
                 title = f"{n:,} parameters, {comm.topology}"
                 benchmark_options.print_table(found, title, base="plain", own=own)
+                for one in found:
+                    print(f"{one['name']}: {one['chosen']}")
     if comm.rank == 0:
         return benchmark_options.finish(rows, chosen)
     return 0 if all(one["verified"] for one in rows) else 1

@@ -100,13 +100,14 @@ def parts_of(bucket: Bucket) -> dict[str, Part]:
         kept, lost = codec.rounded(chosen, WIRE)
         return kept.values, lost
 
+    # Results that wait for what is written; old[:1] would copy all of it
     def scattered() -> tf.Tensor:
         old.scatter_add(tf.IndexedSlices(error, chosen.indices))
-        return old[:1]
+        return old.sparse_read([0])
 
     def written() -> tf.Tensor:
         keep_rounding_error(new, chosen, error)
-        return new[:1]
+        return new.sparse_read([0])
 
     return {
         "flatten": lambda: flatten(parts, plan),

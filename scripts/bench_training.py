@@ -109,10 +109,12 @@ def show(rows: list[dict[str, Any]]) -> None:
     one = rows[0]
     if one["ratio"] is not None:
         own["x horovod"] = lambda one: f"{1 / one['ratio']:.2f}"
-    own["chosen"] = lambda one: one["chosen"] if one["scheme"].startswith("auto") else ""
     rate = "this host" if one["rate_mbit"] is None else f"{one['rate_mbit']:g} Mbit/s"
     title = f"{one['model']}, {one['nodes']} nodes of {one['slots']} slots, {rate}"
     benchmark_options.print_table(rows, title, own=own)
+    for one in rows:
+        if one["scheme"].startswith("auto"):
+            print(f"{one['scheme']} has chosen: {one['chosen']}")
 
 
 def main() -> int:

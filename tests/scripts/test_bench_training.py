@@ -49,7 +49,7 @@ def test_on_one_host(tmp_path: Path) -> None:
     # Plans as they are after the steps: the trial of "auto sparse" is over
     none, horovod, sparse, auto = (row["chosen"] for row in rows)
     assert (none, horovod.split(", ")[0]) == ("", "allreduce")
-    assert sparse.startswith("hitopk pair32 + ") and auto not in ("", "undecided")
+    assert "hitopk pair32" in sparse and auto not in ("", "undecided")
     assert rows[1]["ratio"] == 1 and all(row["ratio"] > 0 for row in rows)
     assert png.stat().st_size > 10_000
 
