@@ -285,7 +285,10 @@ def main() -> int:
     options.add_argument("--lasts", type=float, default=10.0, help="seconds of a round in part 1")
     options.add_argument("--rate", type=float, default=0.05, help="learning rate of one rank")
     options.add_argument(
-        "--seeds", type=int, default=3, help="runs of each way in part 2; default: %(default)s"
+        "--seeds",
+        type=int,
+        default=3,
+        help="runs of each way in part 2, seven for each seed; default: %(default)s",
     )
     options.add_argument(
         "--floor",

@@ -51,7 +51,7 @@ ALLOWED = 1.05  # times a synchronous step
 LAYERS = 12
 TOLERANCE = 1e-3  # of the largest movement of a layer
 OPTIMIZERS = {
-    # At this rate no layer moves so little that float32 rounding would be in its movement
+    # At 0.01 one rounding of float32 would be some 2 % of what the last layers move
     "sgd": lambda: keras.optimizers.SGD(1.0, momentum=0.9),
     "adamw": lambda: keras.optimizers.AdamW(1e-4, weight_decay=0.01),
 }
