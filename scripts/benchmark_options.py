@@ -1,4 +1,4 @@
-"""The options, columns and outputs that the benchmarks share. Every result is verified, always.
+"""The options, columns and outputs that the benchmarks share. What is claimed is verified, always.
 
 Options (`parser`)
     -n, --sizes N ...    sizes of what is measured: entries, or what the benchmark's help says
