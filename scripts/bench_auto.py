@@ -6,12 +6,16 @@
     scripts/cluster run -- horovodrun -np 4 --gloo \\
         python scripts/bench_auto.py -n 10000000 --density 0.01              # may select
 
-Each scheme trains a network of its own, of dense layers with n parameters in all. First each takes
-its first steps, which are the trial of "auto" (`begin_seconds` is all of them, with tracing, links
-and planning). Then they take turns, round by round; the median counts, and `ratio` is the median,
-over the rounds, of the time over plain Horovod's in the same round. Verified: replicas are equal on
-all ranks, and without selection the weights are plain Horovod's. What earlier runs have kept is not
-used. Options and columns: scripts/benchmark_options.py.
+Each scheme trains a network of its own, of dense layers with n parameters in all: "plain" by plain
+Horovod, one allreduce for each gradient, without tfcommx; "Scheme()" by the same collectives in
+buckets. First each takes its first steps, which are the trial of "auto" (`begin_seconds` is all of
+them, with tracing, links and planning). Then they take turns, in another order each round; the
+median counts, and `ratio` is the median, over the rounds, of the time over plain Horovod's in the
+same round. `density` and `chosen` are of the plan at work then, of "auto" the one that its trial
+has decided for. Verified: no trial is under way any more, replicas are equal on all ranks, a step
+with known gradients afterwards, by the same plan, gives their average, and without selection the
+weights have moved as plain Horovod's. What earlier runs have kept is not used.
+Options and columns: scripts/benchmark_options.py.
 """
 
 from __future__ import annotations
@@ -26,9 +30,14 @@ from typing import Any, NamedTuple
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import benchmark_options
+import benchmark_times
 import keras
 import numpy as np
+import plan_at_work
 import tensorflow as tf
+from plain_horovod import PlainHorovod
+from verify_step import sums_are_right
+from verify_weights import moved_alike
 
 import tfcommx as cx
 from tfcommx.comm.base import Comm
@@ -39,19 +48,25 @@ ALLOWED = 1.02  # times plain Horovod
 LAYERS, BATCH, STEPS_A_ROUND = 8, 8, 2
 BEFORE, WARM_UP = STEPS + 4, 2
 SLOW = Link(1e-6, 1e-7)
+# Of the largest movement in a layer. A sum in another order may let a few units of a network switch
+# in another step.
+TOLERANCE = 1e-2
 
 
 class Contestant(NamedTuple):
     net: keras.Model
     optimizer: keras.optimizers.Optimizer
     step: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+    # Weights before the first step
+    start: list[np.ndarray]
 
 
-def schemes_of(density: float) -> dict[str, cx.Scheme]:
-    """Return plain Horovod, "auto", and, if it may select, what one would choose by hand."""
+def schemes_of(density: float) -> dict[str, cx.Scheme | None]:
+    """Return plain Horovod (None), "auto", and, if it may select, what one would choose by hand."""
+    found: dict[str, cx.Scheme | None] = {"plain": None, "Scheme()": cx.Scheme()}
     if density == 1:
-        return {"plain": cx.Scheme(), "auto": cx.Scheme("auto")}
-    found = {"plain": cx.Scheme(), "auto": cx.Scheme("auto", "mstopk", density)}
+        return {**found, "auto": cx.Scheme("auto")}
+    found["auto"] = cx.Scheme("auto", "mstopk", density)
     for wire in ("pair32", "block16/float32"):
         for merging in ("threshold", "single"):
             name = f"allgather, {wire}, {merging}"
@@ -59,13 +74,16 @@ def schemes_of(density: float) -> dict[str, cx.Scheme]:
     return found
 
 
-def contestant(n: int, scheme: cx.Scheme, links: Links | None) -> Contestant:
+def contestant(n: int, scheme: cx.Scheme | None, links: Links | None) -> Contestant:
     """Return a network of about n parameters, its optimizer and a traced step."""
     keras.utils.set_random_seed(1)
     width = round((n / LAYERS) ** 0.5)
     layers = [keras.layers.Dense(width, activation="relu") for _ in range(LAYERS)]
     net = keras.Sequential([keras.layers.Input((width,)), *layers])
-    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.01), scheme, links=links)
+    if scheme is None:
+        optimizer = PlainHorovod(0.01, name="plain_horovod")
+    else:
+        optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.01), scheme, links=links)
     optimizer.build(net.trainable_variables)
 
     @tf.function
@@ -76,7 +94,7 @@ def contestant(n: int, scheme: cx.Scheme, links: Links | None) -> Contestant:
         optimizer.apply(tape.gradient(loss, values), net.trainable_variables)
         return loss
 
-    return Contestant(net, optimizer, step)
+    return Contestant(net, optimizer, step, net.get_weights())
 
 
 def run(comm: Comm, one: Contestant, numbers: range) -> float:
@@ -94,13 +112,24 @@ def run(comm: Comm, one: Contestant, numbers: range) -> float:
 
 
 def verified(comm: Comm, one: Contestant, plain: Contestant, lossless: bool) -> bool:
+    """Check the weights, the plan and a step by it; changes nothing. **Ranks:** all."""
     weights = one.net.get_weights()
     digests = comm.gather_objects([value.tobytes() for value in weights])
-    close = not lossless or all(
-        np.allclose(mine, theirs, rtol=1e-3, atol=1e-5)
-        for mine, theirs in zip(weights, plain.net.get_weights(), strict=True)
-    )
-    return all(comm.gather_objects(close and all(other == digests[0] for other in digests)))
+    alike = not lossless or moved_alike(weights, plain.net.get_weights(), one.start, TOLERANCE)
+    equal = all(other == digests[0] for other in digests)
+    right = sums_are_right(comm, one.optimizer, one.net.trainable_variables)
+    decided = plan_at_work.is_decided(one.optimizer)
+    return all(comm.gather_objects(alike and equal and right and decided))
+
+
+def how(one: Contestant, density: float) -> tuple[float, str]:
+    """Return the density of what a contestant sends, and how that travels."""
+    plans = [executor.plan for executor in plan_at_work.executors(one.optimizer)]
+    if not plans:
+        return 1.0, "one allreduce for each gradient"
+    words = plan_at_work.in_words(plans[0])
+    decided = plan_at_work.is_decided(one.optimizer)
+    return density if plan_at_work.selects(plans[0]) else 1.0, words if decided else "undecided"
 
 
 def measure(
@@ -116,26 +145,27 @@ def measure(
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(repeats):
         first = BEFORE + turn * STEPS_A_ROUND
-        for name, one in contestants.items():
-            taken = run(comm, one, range(first, first + STEPS_A_ROUND))
+        for name in benchmark_times.turns(contestants, turn):
+            taken = run(comm, contestants[name], range(first, first + STEPS_A_ROUND))
             seconds[name].append(taken / STEPS_A_ROUND)
-    plain = statistics.median(seconds["plain"])
-    return [
-        benchmark_options.row(
-            name,
-            n,
-            statistics.median(seconds[name]),
-            verified(comm, one, contestants["plain"], density == 1),
-            density,
-            limit_seconds=ALLOWED * plain,
-            ranks=comm.topology.size,
-            ratio=statistics.median(
-                mine / other for mine, other in zip(seconds[name], seconds["plain"], strict=True)
-            ),
-            begin_seconds=begin[name],
+    plain, rows = statistics.median(seconds["plain"]), []
+    for name, one in contestants.items():
+        sent, chosen = how(one, density)
+        rows.append(
+            benchmark_options.row(
+                name,
+                n,
+                statistics.median(seconds[name]),
+                verified(comm, one, contestants["plain"], density == 1),
+                sent,
+                limit_seconds=ALLOWED * plain,
+                ranks=comm.topology.size,
+                ratio=benchmark_times.paired_ratio(seconds[name], seconds["plain"]),
+                begin_seconds=begin[name],
+                chosen=chosen,
+            )
         )
-        for name, one in contestants.items()
-    ]
+    return rows
 
 
 def main() -> int:
@@ -162,6 +192,8 @@ def main() -> int:
                 }
                 title = f"{n:,} parameters, {comm.topology}"
                 benchmark_options.print_table(found, title, base="plain", own=own)
+                for one in found:
+                    print(f"{one['name']}: {one['chosen']}")
     if comm.rank == 0:
         return benchmark_options.finish(rows, chosen)
     return 0 if all(one["verified"] for one in rows) else 1

@@ -13,15 +13,19 @@ iproute2) or, at the rate `none`, by as many ranks on this host. Models: convolu
 gradient; the others are routes, sparse ones with their wire format, and `auto` and `auto sparse`.
 
 `seconds` and `step_seconds` are the median over steps of the slowest rank's time; the schemes take
-turns, step by step, and so do the steps of the profile, because other work on the machine comes and
-goes. `predicted_seconds`: links measured first (probe, also under load), a profile of the model,
-measured on all ranks at once (as cx.profile does), and the simulator.
+turns, step by step, and so do the steps of the profile, in another order each round, because other
+work on the machine comes and goes. `ratio` is the median, over the rounds, of the time over plain
+Horovod's in the same round ("x horovod" is its inverse). `chosen` says how the gradients travelled,
+of `auto` what its trial has decided. `predicted_seconds`: links measured first (probe, also under
+load), a profile of the model, measured on all ranks at once (as cx.profile does), and the
+simulator.
 `bytes_between` is what a rank sends to other nodes in a step, counted, as the mean over the ranks;
 of `horovod`, by its route's formula.
-`verified`: a step with known gradients, before the others, gave their average, and what was not
-sent is in the residuals; the ranks' weights are equal in the end; the bytes counted are those that
-the routes promise. `none` must leave each rank its own gradients. Options and columns:
-scripts/benchmark_options.py; `n` is the parameters of the model.
+`verified`: a step with known gradients, after the others and by the same plan, gave their average,
+and what was not sent is in the residuals; the ranks' weights are equal in the end; the bytes
+counted are those that the routes promise; no trial was under way. `none` must leave each rank its
+own gradients. With --json the rows of a model are in the file as soon as it has ended.
+Options and columns: scripts/benchmark_options.py; `n` is the parameters of the model.
 """
 
 from __future__ import annotations
@@ -80,16 +84,14 @@ def command(chosen: argparse.Namespace, json_file: Path) -> list[str]:
     return [*map(str, words), "--models", *chosen.models, "--schemes", *chosen.schemes]
 
 
-def run(chosen: argparse.Namespace, rate: str) -> tuple[list[dict[str, Any]], int]:
-    """Measure at one rate; return the rows and the exit status."""
+def run(chosen: argparse.Namespace, rate: str, found: Path) -> tuple[list[dict[str, Any]], int]:
+    """Measure at one rate; return the rows that the worker adds to a file, and its status."""
     here = argparse.Namespace(**{**vars(chosen), "rate": rate})
     if rate == "none" and not chosen.hosts:
         here.hosts, here.node_size = f"localhost:{chosen.nodes * chosen.slots}", chosen.slots
-    with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "found.json"
-        status = benchmark_cluster.launch(command(here, found), here)
-        lines = found.read_text().splitlines() if found.exists() else []
-    return [json.loads(line) for line in lines], status
+    before = len(found.read_text().splitlines())
+    status = benchmark_cluster.launch(command(here, found), here)
+    return [json.loads(line) for line in found.read_text().splitlines()[before:]], status
 
 
 def error(one: dict[str, Any]) -> float:
@@ -99,30 +101,36 @@ def error(one: dict[str, Any]) -> float:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table of one model on one cluster."""
-    horovod = [one["seconds"] for one in rows if one["scheme"] == "horovod"]
     own = {
         "predicted": lambda one: f"{one['predicted_seconds'] * 1e3:.2f}",
         "error": lambda one: f"{error(one):+.1%}",
         "MB between": lambda one: f"{one['bytes_between'] / 1e6:.2f}",
     }
-    if horovod:
-        own["x horovod"] = lambda one: f"{horovod[0] / one['seconds']:.2f}"
     one = rows[0]
+    if one["ratio"] is not None:
+        own["x horovod"] = lambda one: f"{1 / one['ratio']:.2f}"
     rate = "this host" if one["rate_mbit"] is None else f"{one['rate_mbit']:g} Mbit/s"
     title = f"{one['model']}, {one['nodes']} nodes of {one['slots']} slots, {rate}"
     benchmark_options.print_table(rows, title, own=own)
+    for one in rows:
+        if one["scheme"].startswith("auto"):
+            print(f"{one['scheme']} has chosen: {one['chosen']}")
 
 
 def main() -> int:
     chosen = options().parse_args()
     rows, status = [], 0
-    for rate in chosen.rates:
-        found, ended = run(chosen, rate)
-        status = status or ended
-        for model in chosen.models:
-            if mine := [one for one in found if one["model"] == model]:
-                show(mine)
-        rows += found
+    with tempfile.TemporaryDirectory() as folder:
+        # Not in the folder if it is to stay whatever happens
+        found = (chosen.json or Path(folder) / "found.jsonl").resolve()
+        found.write_text("")
+        for rate in chosen.rates:
+            added, ended = run(chosen, rate, found)
+            status = status or ended
+            for model in chosen.models:
+                if mine := [one for one in added if one["model"] == model]:
+                    show(mine)
+            rows += added
     errors = [abs(error(one)) for one in rows]
     if errors:
         print(

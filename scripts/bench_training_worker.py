@@ -15,12 +15,14 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import bench_training_models
 import benchmark_options
-import horovod.tensorflow as hvd
+import benchmark_times
 import keras
 import numpy as np
-import tensorflow as tf
+import plan_at_work
 from bench_training import options
-from verify_sums import gradient, weighted_sum
+from plain_horovod import PlainHorovod
+from verify_step import sums_are_right
+from verify_sums import weighted_sum
 
 import tfcommx as cx
 from tfcommx import routes
@@ -40,22 +42,6 @@ WARM_UP, WARM_UP_OF_AUTO = 2, 30
 PROBED = (2**10, 2**12, 2**21, 2**23)
 
 
-class PlainHorovod(keras.optimizers.SGD):
-    """What a user of plain Horovod has: an allreduce of each gradient, before the update.
-
-    As with its option `sparse_as_dense`, which wrapped optimizers do always. Without it the rows
-    of an embedding are gathered, and added in any order: the ranks drift apart.
-    """
-
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Average the gradients over all ranks, then apply them."""
-        averages = [
-            hvd.allreduce(tf.convert_to_tensor(one), op=hvd.Average, name=f"{self.name}/{place}")
-            for place, one in enumerate(grads)
-        ]
-        super().apply(averages, trainable_variables)
-
-
 @dataclasses.dataclass
 class Contestant:
     """A model that is trained under one scheme."""
@@ -63,7 +49,6 @@ class Contestant:
     name: str
     model: keras.Model
     batch: bench_training_models.Batch
-    verified: bool = True
     # Of the slowest rank, step by step
     seconds: list[float] = dataclasses.field(default_factory=list)
     # That this rank has sent to other nodes in the steps that count
@@ -121,10 +106,7 @@ def optimizer_of(name: str, links: Links, chosen: argparse.Namespace) -> keras.o
 def contestants(
     comm: Comm, model: str, links: Links, chosen: argparse.Namespace
 ) -> Iterator[Contestant]:
-    """Make a model for each scheme, and check its sums; say which schemes are refused.
-
-    **Ranks:** all.
-    """
+    """Make a model for each scheme; say which schemes are refused. **Ranks:** all."""
     for name in chosen.schemes:
         try:
             optimizer = optimizer_of(name, links, chosen)
@@ -133,52 +115,13 @@ def contestants(
                 print(f"{model}, {name}: left out: {refusal}", flush=True)
             continue
         made = bench_training_models.make(model, optimizer, chosen.batch, comm.rank)
-        one = Contestant(name, *made)
-        one.verified = sums_are_right(comm, one)
-        yield one
-
-
-def sums_are_right(comm: Comm, one: Contestant) -> bool:
-    """Take one step with known gradients from weights of zero; then put everything back.
-
-    Returns:
-        Whether the weights became minus the average over the ranks of what was not kept.
-
-    **Ranks:** all.
-    """
-    model, optimizer = one.model, one.model.optimizer
-    variables, ranks = model.trainable_variables, comm.topology.size
-    sizes = [int(np.prod(variable.shape)) for variable in variables]
-    given = [gradient(comm.rank, size) for size in sizes]
-    before, rate = model.get_weights(), float(optimizer.learning_rate)
-    for variable in variables:
-        variable.assign(np.zeros(variable.shape, "float32"))
-    optimizer.learning_rate = 1.0
-    shaped = [part.reshape(row.shape) for part, row in zip(given, variables, strict=True)]
-    tensors = map(keras.ops.convert_to_tensor, shaped)
-    optimizer.apply_gradients(list(zip(tensors, variables, strict=True)))
-    arrived = sum(weighted_sum(-variable.numpy().ravel()) for variable in variables)
-    kept = 0.0
-    if one.exchanger is not None:
-        kept = sum(map(weighted_sum, one.exchanger.all_residuals().values()))
-        for run in one.exchanger.runs.values():
-            run.executor.export_residuals(set(one.exchanger.names.of(variables)))
-    model.set_weights(before)
-    optimizer.learning_rate = rate
-    mine = sum(map(weighted_sum, given))
-    everyone = comm.gather_objects((arrived, kept, mine))
-    if one.name == "none":
-        return all(got == own for got, _, own in everyone)
-    averages, residuals, gradients = zip(*everyone, strict=True)
-    # A sum over 3 ranks, divided by 3, is not exact
-    size = sum(weighted_sum(abs(part)) for part in given)
-    apart = abs(ranks * averages[0] + sum(residuals) - sum(gradients))
-    exact = ranks & (ranks - 1) == 0
-    return len(set(averages)) == 1 and apart <= (0 if exact else 1e-7 * size * ranks)
+        yield Contestant(name, *made)
 
 
 def train(comm: Comm, racing: list[Contestant], alone: Contestant, repeats: int) -> StepTiming:
     """Let all take turns, step by step, and note how long they take; so does a profile's step.
+
+    Each round has another order, the same on all ranks.
 
     Args:
         racing: take their turns.
@@ -192,8 +135,11 @@ def train(comm: Comm, racing: list[Contestant], alone: Contestant, repeats: int)
             one.model.train_on_batch(*one.batch)
     for _ in range(WARM_UP):
         timing.step()
-    for _ in range(repeats):
-        for one in racing:
+    for number in range(repeats):
+        for one in benchmark_times.turns([*racing, None], number):
+            if one is None:
+                timing.step()
+                continue
             before = comm.traffic().between
             comm.gather_objects("ready")
             start = time.perf_counter()
@@ -201,7 +147,6 @@ def train(comm: Comm, racing: list[Contestant], alone: Contestant, repeats: int)
             took = time.perf_counter() - start
             one.seconds.append(max(comm.gather_objects(took)))
             one.sent += (comm.traffic().between - before) / repeats
-        timing.step()
     return timing
 
 
@@ -243,11 +188,25 @@ def joint_profile(
 
 
 def row_of(
-    comm: Comm, one: Contestant, predicted: float, chosen: argparse.Namespace
+    comm: Comm,
+    one: Contestant,
+    predicted: float,
+    horovod: list[float] | None,
+    chosen: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Return the row of a scheme whose steps are done. **Ranks:** all."""
-    model, plan = one.model, one.plan(comm)
-    density = chosen.density if plan and any(bucket.k for bucket in plan.buckets) else 1.0
+    """Return the row of a scheme whose steps are done.
+
+    Args:
+        comm: of this rank.
+        one: the scheme's contestant.
+        predicted: seconds of its step.
+        horovod: seconds of plain Horovod's steps, if it took turns.
+        chosen: the options.
+
+    **Ranks:** all.
+    """
+    model, plan, optimizer = one.model, one.plan(comm), one.model.optimizer
+    density = chosen.density if plan and plan_at_work.selects(plan) else 1.0
     promised = 0.0
     if plan is not None:
         promised = sum(
@@ -259,12 +218,16 @@ def row_of(
     equal = all(other == weights for other, _ in everyone) or one.name == "none"
     sent = statistics.fmean(sent for _, sent in everyone)
     counted = one.exchanger is None or abs(sent - promised) <= 1e-6 * promised
+    decided = plan_at_work.is_decided(optimizer)
+    words = "" if plan is None else plan_at_work.in_words(plan)
+    # After the steps that were timed, so that it is their plan that is checked
+    right = sums_are_right(comm, optimizer, model.trainable_variables, one.name != "none")
     seconds = statistics.median(one.seconds)
     return benchmark_options.row(
         one.name,
         model.count_params(),
         seconds,
-        one.verified and equal and counted and bool(np.isfinite(weights).all()),
+        right and decided and equal and counted and bool(np.isfinite(weights).all()),
         density,
         scheme=one.name,
         model="",
@@ -274,6 +237,8 @@ def row_of(
         step_seconds=seconds,
         predicted_seconds=predicted,
         bytes_between=promised if one.exchanger is None else sent,
+        ratio=None if horovod is None else benchmark_times.paired_ratio(one.seconds, horovod),
+        chosen=words if decided else "undecided",
     )
 
 
@@ -287,11 +252,12 @@ def measure_model(
     timing = train(comm, racing, Contestant("none", *made), chosen.repeats)
     profile, spread = joint_profile(comm, timing, chosen)
     conditions = Conditions(measured_in(profile), spread=spread)
+    horovod = next((one.seconds for one in racing if one.name == "horovod"), None)
     alone = profile.compute_s * conditions.slowest(comm.topology.size)
     for one in racing:
         plan, named = one.plan(comm), dataclasses.replace(profile, variables=one.named(profile))
         step = alone if plan is None else simulate(plan, named, links, conditions).step_s
-        yield row_of(comm, one, step, chosen) | {"model": name}
+        yield row_of(comm, one, step, horovod, chosen) | {"model": name}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The options, columns and outputs that the benchmarks share. Every result is verified, always.
+"""The options, columns and outputs that the benchmarks share. What is claimed is verified, always.
 
 Options (`parser`)
     -n, --sizes N ...    sizes of what is measured: entries, or what the benchmark's help says
@@ -14,7 +14,7 @@ them
     seconds         of one round
     limit_seconds   what the claim allows; null if it says nothing
     times_limit     seconds / limit_seconds; null if there is no limit
-    verified        whether the result was right
+    verified        whether the result was right; null where nothing is judged
 
 The standard library suffices for options and JSON; `print_table` needs rich, `save_picture`
 matplotlib.
@@ -68,7 +68,7 @@ def row(
     name: str,
     n: int,
     seconds: float,
-    verified: bool,
+    verified: bool | None,
     density: float = 1.0,
     limit_seconds: float | None = None,
     **more: Any,
@@ -86,12 +86,12 @@ def row(
 def finish(
     rows: Sequence[dict[str, Any]], chosen: argparse.Namespace, drawn: str = "seconds"
 ) -> int:
-    """Write the files that were asked for; return the exit code, 1 if anything is not verified."""
+    """Write the files that were asked for; return the exit code, 1 if anything was not right."""
     if chosen.json:
         chosen.json.write_text("".join(json.dumps(one) + "\n" for one in rows))
     if chosen.png and rows:
         save_picture(rows, chosen.png, drawn)
-    return 0 if all(one["verified"] for one in rows) else 1
+    return 0 if all(one["verified"] in (True, None) for one in rows) else 1
 
 
 def shared_cells(one: dict[str, Any]) -> list[str]:
@@ -104,7 +104,7 @@ def shared_cells(one: dict[str, Any]) -> list[str]:
         f"{one['seconds'] * 1e3:.2f}",
         "" if limit is None else f"{limit * 1e3:.2f}",
         "" if limit is None else f"{one['times_limit']:.2f}",
-        "yes" if one["verified"] else "NO",
+        {True: "yes", None: ""}.get(one["verified"], "NO"),
     ]
 
 

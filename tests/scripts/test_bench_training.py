@@ -17,7 +17,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from verify_sums import gradient, weighted_sum
 
 OWN = ["scheme", "model", "nodes", "slots", "rate_mbit", "step_seconds", "predicted_seconds"]
-SCHEMES = ["none", "horovod", "hitopk pair32", "allreduce float16"]
+OWN += ["bytes_between", "ratio", "chosen"]
+SCHEMES = ["none", "horovod", "hitopk pair32", "auto sparse", "allreduce float16"]
 
 
 def test_on_one_host(tmp_path: Path) -> None:
@@ -38,13 +39,18 @@ def test_on_one_host(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout[-4000:]
     assert "embedding, allreduce float16: left out: The route 'allreduce' writes" in ended.stdout
     rows = [json.loads(line) for line in json_file.read_text().splitlines()]
-    assert [row["scheme"] for row in rows] == SCHEMES[:3]
-    assert all(list(row) == [*COLUMNS, *OWN, "bytes_between"] for row in rows)
+    assert [row["scheme"] for row in rows] == SCHEMES[:4]
+    assert all(list(row) == [*COLUMNS, *OWN] for row in rows)
     assert all(row["verified"] and row["predicted_seconds"] > 0 for row in rows), rows
     # 2 ranks send a whole gradient of float32 each; of the embedding 0.01, as pairs
-    none, horovod, sparse = (row["bytes_between"] for row in rows)
+    none, horovod, sparse, _ = (row["bytes_between"] for row in rows)
     assert none == 0 and horovod == 4 * rows[0]["n"]
     assert 0.02 * horovod < sparse < 0.03 * horovod
+    # Plans as they are after the steps: the trial of "auto sparse" is over
+    none, horovod, sparse, auto = (row["chosen"] for row in rows)
+    assert (none, horovod.split(", ")[0]) == ("", "allreduce")
+    assert "hitopk pair32" in sparse and auto not in ("", "undecided")
+    assert rows[1]["ratio"] == 1 and all(row["ratio"] > 0 for row in rows)
     assert png.stat().st_size > 10_000
 
 

@@ -1,0 +1,25 @@
+"""What a user of plain Horovod has, which benchmarks compare with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+
+class PlainHorovod(keras.optimizers.SGD):
+    """What a user of plain Horovod has: an allreduce of each gradient, before the update.
+
+    As with its option `sparse_as_dense`, which wrapped optimizers do always. Without it the rows
+    of an embedding are gathered, and added in any order: the ranks drift apart.
+    """
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Average the gradients over all ranks, then apply them."""
+        averages = [
+            hvd.allreduce(tf.convert_to_tensor(one), op=hvd.Average, name=f"{self.name}/{place}")
+            for place, one in enumerate(grads)
+        ]
+        super().apply(averages, trainable_variables)
