@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import os
-import runpy
 import tempfile
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
-# Processes that tests start load TensorFlow faster, and so does this one
-STARTUP = Path(__file__).parent / "startup"
-runpy.run_path(str(STARTUP / "sitecustomize.py"))
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    dict.fromkeys([str(STARTUP), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
-)
 # Where launches keep what Scheme("auto") has chosen: not in the user's own folder
 KEPT = tempfile.TemporaryDirectory(prefix="tfcommx_kept")
 os.environ["TFCOMMX_CACHE"] = KEPT.name

@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS = ROOT / "tests" / "workers"  # programs that tests start
-# The package as it lies here, and what makes TensorFlow's import faster (startup/sitecustomize.py)
-PYTHON_PATH = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'startup'}"
 LAUNCHERS = {
     "gloo": ["--gloo"],
     # More processes than cores, and a rank that waits sleeps (sched_yield may starve others:
@@ -57,7 +55,7 @@ def horovodrun(
     env = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": PYTHON_PATH,
+        "PYTHONPATH": str(ROOT),
         **environment,
     }
     start = time.monotonic()

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from launching import PYTHON_PATH, ROOT
+from launching import ROOT
 
 
 def test_every_example_in_a_docstring() -> None:
@@ -14,7 +14,7 @@ def test_every_example_in_a_docstring() -> None:
     ended = subprocess.run(
         [sys.executable, "tests/workers/run_examples.py"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": PYTHON_PATH},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=300,

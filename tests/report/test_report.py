@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from launching import PYTHON_PATH, ROOT
+from launching import ROOT
 from rich.console import Console
 
 from tfcommx import report
@@ -192,7 +192,7 @@ def command(*words: str) -> subprocess.CompletedProcess:
         cwd=ROOT,
         text=True,
         capture_output=True,
-        env={**os.environ, "PYTHONPATH": PYTHON_PATH},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
 
 

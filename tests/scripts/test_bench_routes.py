@@ -56,6 +56,7 @@ def bench(folder: Path, *words: str) -> list[dict]:
     return rows
 
 
+@pytest.mark.exhaustive
 def test_on_one_host(tmp_path: Path) -> None:
     """Routes of messages need MPI; under Gloo each is left out with a word."""
     rows = bench(tmp_path, "--hosts", "localhost:2", "--node-size", "1")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from drawing import case
-from launching import PYTHON_PATH, ROOT, WORKERS
+from launching import ROOT, WORKERS
 
 SCRIPT = str(ROOT / "scripts" / "cluster")
 WORKER = str(WORKERS / "cluster.py")
@@ -29,7 +29,7 @@ HOSTS = "node0:1,node1:1,node2:2"  # Ranks 2 and 3 are on node 2, which is cut o
 ENVIRONMENT = {
     **os.environ,
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    "PYTHONPATH": PYTHON_PATH,
+    "PYTHONPATH": str(ROOT),
 }
 
 

@@ -18,7 +18,7 @@ import matplotlib
 import numpy as np
 import pytest
 import tensorflow as tf
-from launching import PYTHON_PATH, ROOT
+from launching import ROOT
 from PIL import Image
 
 # What the saved models need registers itself
@@ -58,7 +58,7 @@ def start(name: str, folder: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": PYTHON_PATH},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

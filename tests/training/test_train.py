@@ -12,7 +12,7 @@ import sys
 import keras
 import numpy as np
 import pytest
-from launching import PYTHON_PATH, ROOT, horovodrun
+from launching import ROOT, horovodrun
 
 from tfcommx import report
 
@@ -56,7 +56,7 @@ def start(folder, *options, stderr=None):
     return subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": PYTHON_PATH},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         text=True,
         stdout=subprocess.PIPE,
         stderr=stderr,
