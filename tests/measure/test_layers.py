@@ -143,10 +143,11 @@ def test_variables_of_equal_paths_get_the_names_that_plans_give_them() -> None:
     assert list(planned) == list(reversed(names))
 
 
-def test_an_optimizer_that_keras_does_not_know_by_name_is_timed() -> None:
-    class Mine(keras.optimizers.Adam):
-        pass
-
+@pytest.mark.parametrize("base", [keras.optimizers.Adam, cx.optimizers.LAMB])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_optimizer_that_keras_does_not_know_by_name_is_timed(base: type, wrapped: bool) -> None:
+    cx.init()
+    mine = type("Mine", (base,), {"__module__": __name__})(0.01)
     net = model()
-    net.compile(Mine(0.01), loss="mse", jit_compile=False)
+    net.compile(cx.DistributedOptimizer(mine) if wrapped else mine, loss="mse", jit_compile=False)
     assert sum(row.update_s for row in profile(net, DATA, steps=1).variables) > 0

@@ -13,15 +13,15 @@ import tensorflow as tf
 
 from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
-from tfcommx.optim import automatic
+from tfcommx.optim import automatic, kept_measurements
 from tfcommx.optim.keras_internals import traced_batch
 from tfcommx.optim.run_ahead import FEW, RunAhead
 from tfcommx.planner.automatic import Asked
 from tfcommx.planner.plan import Gradient
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.runtime.turns import STEPS
+from tfcommx.runtime.turns import STEPS, Turns
 from tfcommx.strategies import Synchronous
-from tfcommx.terms import Link, Links, Scheme, Topology
+from tfcommx.terms import Link, Links, PlanError, Scheme, Topology
 
 TOPOLOGY = Topology(2, 1)
 LAYERS = [Gradient(f"layer{number}/kernel", (256, 256), "float32") for number in range(2)]
@@ -94,8 +94,55 @@ def test_in_a_few_steps_nothing_is_measured_or_predicted(monkeypatch: pytest.Mon
         monkeypatch.setattr(automatic, name, refuse)
     plan = begin(RunAhead(FEW - 1), LOSSY, None)
     assert {(bucket.route, bucket.k) for bucket in plan.buckets} == {("allreduce", None)}
-    with pytest.raises(AssertionError, match="too few"):
+    with pytest.raises((AssertionError, PlanError), match="too few"):  # On rank 0, on others
         begin(RunAhead(FEW), LOSSY, SLOW)
+
+
+def decide(ahead: RunAhead) -> None:
+    """Hold a trial in which all plans are equally fast, and decide it."""
+
+    def work(comm: Comm) -> None:
+        asked = Asked(LAYERS, comm.topology, links=SLOW)
+        trial = automatic.executor_for({"*": LOSSY}, asked, comm, Synchronous(), ahead)
+        turns = Turns(len(trial.executors), ahead.of_trial)
+        while turns.chosen is None:
+            turns.record([1.0 for _ in turns.order])
+        comm.gather_objects("all ranks have looked for a choice")
+        trial._decided(turns)
+
+    ThreadComm.run(TOPOLOGY, work)
+
+
+def test_a_choice_is_used_again_until_a_longer_trial_fits() -> None:
+    """Four rounds of two plans must not decide for a million steps."""
+    told = RunAhead(400, batch=4)
+    decide(told._replace(keeps_choice=False))
+    assert begin(told, LOSSY, SLOW) == (2, 8)  # Nothing was kept
+    decide(told)
+    for steps in (449, 400, 399, FEW - 1):
+        plan = begin(told._replace(steps=steps), LOSSY, SLOW)
+        assert {(bucket.route, bucket.k) for bucket in plan.buckets} == {("allreduce", None)}
+    assert begin(told._replace(steps=10**6), LOSSY, SLOW) == (3, STEPS)
+    decide(told._replace(steps=10**6))
+    assert begin(told._replace(steps=10**6), LOSSY, SLOW) == plan
+
+
+@pytest.mark.parametrize(("what", "where"), [("read", kept_measurements), ("propose", automatic)])
+def test_what_fails_on_rank_0_alone_fails_on_all_ranks(
+    what: str, where: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others would wait for it."""
+
+    def work(comm: Comm) -> None:
+        asked = Asked(LAYERS, comm.topology, links=SLOW)
+        with pytest.raises(OSError if comm.rank == 0 else PlanError, match="no such disk"):
+            automatic.executor_for({"*": LOSSY}, asked, comm, Synchronous(), RunAhead())
+
+    def fails(*_: Any) -> None:
+        raise OSError("no such disk")
+
+    monkeypatch.setattr(where, what, fails)
+    ThreadComm.run(TOPOLOGY, work)
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(16, 8), (15, None)])

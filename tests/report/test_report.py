@@ -258,6 +258,12 @@ def test_the_phase_table_has_throughput_and_scaling_efficiency(summary):
     resumed = [{**summary["rows"][0], "first_steps": 3}]
     (first,) = phase_rows({**summary, "rows": resumed})
     assert first["images_per_second"] == pytest.approx(800 / 6)
+    # So has one resumed with half the ranks and other batches: then half as much was possible
+    changed = row(2, 14, "hitopk", global_batch=60, ranks=2)
+    rows = [{**summary["rows"][0], "ranks": 4}, changed]
+    (first,) = phase_rows({**summary, "ranks": 2, "rows": rows, "alone": [100.0]})
+    assert first["images_per_second"] == pytest.approx((1000 + 600) / 12)
+    assert first["efficiency"] == pytest.approx(1600 / (6 * 400 + 6 * 200))
     text = shown({**summary, "alone": [100.0]})
     assert "42 %" in text and "not measured" in text
 

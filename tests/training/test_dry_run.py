@@ -31,8 +31,8 @@ def test_rows_of_open_length_are_sentences_and_pictures_of_open_sides_are_not() 
 class Model:
     """Takes note of the steps of each `fit`."""
 
-    def __init__(self, exchanger: Any) -> None:
-        self.optimizer, self.fits = SimpleNamespace(exchanger=exchanger), []
+    def __init__(self, **optimizer: Any) -> None:
+        self.optimizer, self.fits = SimpleNamespace(**optimizer), []
 
     def make_train_function(self, force: bool) -> None:
         """Trace nothing."""
@@ -47,11 +47,20 @@ CHOSEN = SimpleNamespace(executor=SimpleNamespace(plan=SimpleNamespace(buckets=(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "runs", "fits"),
-    [(2, {}, [19, 6]), (2, {("kernel",): CHOSEN}, [6]), (1, {}, [6])],
+    ("ranks", "runs", "accumulated", "fits"),
+    [
+        (2, {}, None, [19, 6]),
+        (2, {}, 3, [57, 6]),
+        (2, {("kernel",): CHOSEN}, None, [6]),
+        (1, {}, None, [6]),
+    ],
 )
 def test_auto_knows_the_real_run_and_its_trial_is_over_before_steps_are_timed(
-    ranks: int, runs: dict[Any, Any], fits: list[int], monkeypatch: pytest.MonkeyPatch
+    ranks: int,
+    runs: dict[Any, Any],
+    accumulated: int | None,
+    fits: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = Recipe(
         name="small",
@@ -68,11 +77,11 @@ def test_auto_knows_the_real_run_and_its_trial_is_over_before_steps_are_timed(
     run = Run(asked, Path(), comm, None, objective, (500, 500, 1000))  # type: ignore[arg-type]
     monkeypatch.setattr(Run, "samples_of", lambda *_: SimpleNamespace(element_spec=PICTURES))
     monkeypatch.setattr(dry_run, "exchanger_of", lambda model: model.optimizer.exchanger)
-    assert dry_run.run_ahead(run, 0).steps == 500 and dry_run.run_ahead(run, 2).batch == 2
     schemes = {"*": asked.phases[1].scheme}
     exchanger = SimpleNamespace(ahead=RunAhead(), schemes=schemes, ranks=ranks, runs=runs)
     timing = SimpleNamespace(seconds=dict.fromkeys(BUSY, 1.0))
-    model = Model(exchanger)
+    model = Model(exchanger=exchanger, gradient_accumulation_steps=accumulated)
     dry_run._phase(model, run, 1, timing, steps=5)
-    assert exchanger.ahead == RunAhead(2 * 500 + 3 * 1000, 500, 4, whole_run=True)
+    steps = (2 * 500 + 3 * 1000) // (accumulated or 1)
+    assert exchanger.ahead == RunAhead(steps, 500, 4, whole_run=True, keeps_choice=False)
     assert model.fits == fits

@@ -11,10 +11,10 @@ import keras
 import numpy as np
 import pytest
 
-from tfcommx.optim import checkpoint
+from tfcommx.optim import automatic, checkpoint, exchanger
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.terms import Topology
-from tfcommx.training import learning_rate, saving
+from tfcommx.training import learning_rate, position, saving
 from tfcommx.training.position import Position
 from tfcommx.training.run import Run
 from tfcommx.training.signals import StopRequests
@@ -85,14 +85,36 @@ def test_a_run_is_stopped_and_goes_on_with_another_batch(
     second = run(folder, recipe(pictures, batch=4), Position(1, 5), monkeypatch)
     assert second["stopped"]["epoch"] == 1 and second["stopped"]["step"] == 6
 
+    told: list[tuple[int | None, bool]] = []
+
+    def executor_for(*given: Any) -> Any:
+        told.append((given[-1].steps, given[-1].whole_run))
+        return automatic.executor_for(*given)
+
+    monkeypatch.setattr(exchanger, "executor_for", executor_for)
     with caplog.at_level(logging.WARNING, "tfcommx"):
-        last = run(folder, recipe(pictures, batch=8), None, monkeypatch)
+        third = run(folder, recipe(pictures, batch=8), Position(2, 0), monkeypatch)
+    assert third["stopped"]["epoch"] == 2 and third["stopped"]["step"] == 1
     assert (
         "saved after step 6 of 10; with 1 ranks and a global batch of 8 the epoch has 5 steps, "
         "and goes on after step 3"
     ) in caplog.text
-    rows = last["rows"]
-    assert [row["steps"] for row in rows] == [10, 5, 5, 5]
+    # Each density of the warm-up has a plan of its own, for the steps of one epoch
+    assert told == [(5, True)] * 2
+
+    # One step of 5 is none of 1: the epoch begins afresh, and so do its loss and its accuracy
+    counted: list[set[float]] = []
+    plain = position.StepCounter.on_train_batch_end
+
+    def on_train_batch_end(self: Any, batch: int, logs: Any = None) -> None:
+        kept = self.model.metrics_variables
+        counted.append({float(one.numpy()) for one in kept if one.name == "count"})
+        plain(self, batch, logs)
+
+    monkeypatch.setattr(position.StepCounter, "on_train_batch_end", on_train_batch_end)
+    rows = run(folder, recipe(pictures, batch=40), None, monkeypatch)["rows"]
+    assert counted == [{40.0}, {40.0}] and told == [(5, True)] * 2 + [(1, True)] * 2
+    assert [row["steps"] for row in rows] == [10, 5, 1, 1]
     # Each process traced; so did the last epoch, where the density changes under way. Of the
     # second's 6 steps, which count as 3, its first one counts as none
     assert [row["first_steps"] for row in rows] == [1, 1, 1, 1]

@@ -275,12 +275,12 @@ def _profile(
 def _update_seconds(model: keras.Model, variables: Sequence[keras.Variable]) -> float:
     """Time a copy of the optimizer on copies of the variables."""
     given = model.optimizer
-    # A user's own class, which Keras need not know by name
+    # A user's own class, which Keras need not know by name; not the one that wraps it
     known = {
         cls.__name__: cls
         for one in (given, getattr(given, "inner_optimizer", given))
-        for cls in reversed(type(one).__mro__)
-        if not any(base.__module__.startswith("tfcommx.") for base in cls.__mro__)
+        for cls in reversed(type(one).__mro__[hasattr(one, "exchanger") :])
+        if not cls.__module__.startswith("tfcommx.")
     }
     optimizer = keras.optimizers.deserialize(keras.optimizers.serialize(given), known)
     for one in (optimizer, getattr(optimizer, "inner_optimizer", None)):

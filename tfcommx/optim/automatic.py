@@ -108,7 +108,7 @@ def _chosen_or_tried(
     cluster = _cluster(comm)
     key = _key(schemes, asked, cluster, ahead)
     kept = _of_rank_0(comm, lambda: kept_measurements.read("choice", key))
-    if kept is not None and (plan := _kept_plan(kept, plain)):
+    if kept is not None and (plan := _kept_plan(kept, plain, ahead)):
         _say(comm, f"{kept['chosen']}, as measured in a run before. {kept['said']}")
         return PlanExecutor(plan, comm)
     if ahead.are_few:
@@ -137,9 +137,9 @@ def _chosen_or_tried(
     def decided(turns: Turns) -> None:
         chosen, said = names[turns.chosen], _in_words(names, turns)
         _say(comm, f"{chosen}. {said}")
-        if comm.rank == 0:
+        if comm.rank == 0 and ahead.keeps_choice:
             value = {"chosen": chosen, "said": said, "plan": plans[turns.chosen].to_json()}
-            kept_measurements.write("choice", key, value)
+            kept_measurements.write("choice", key, value | {"of_trial": ahead.of_trial})
 
     return TrialExecutor(plans, comm, decided, ahead.of_trial)
 
@@ -172,16 +172,17 @@ def _in_words(names: list[str], turns: Turns) -> str:
 
 
 def _of_rank_0(comm: Comm, work: Callable[[], Any]) -> Any:
-    """Return what `work` returns on rank 0; what it refuses there is refused on all ranks."""
-    found, refused = None, None
+    """Return what `work` returns on rank 0; if it fails there, it fails on all ranks."""
+    found, error = None, None  # type: Any, Exception | None
     if comm.rank == 0:
         try:
             found = work()
-        except PlanError as error:
-            refused = str(error)
-    found, refused = comm.gather_objects((found, refused))[0]
-    if refused is not None:
-        raise PlanError(refused)
+        except Exception as failed:
+            error = failed
+    said = error and (str(error) if isinstance(error, PlanError) else f"Rank 0 failed: {error!r}.")
+    found, said = comm.gather_objects((found, said))[0]
+    if said is not None:
+        raise error or PlanError(said)
     return found
 
 
@@ -220,13 +221,16 @@ def _key(
     }
 
 
-def _kept_plan(kept: dict[str, Any], plain: Plan) -> Plan | None:
-    """Return the plan of a kept choice; None, with a warning, if it cannot be one for this."""
+def _kept_plan(kept: dict[str, Any], plain: Plan, ahead: RunAhead) -> Plan | None:
+    """Return the plan of a kept choice; None if a longer trial fits now than its own did.
+
+    None, with a warning, if it cannot be one for this.
+    """
     try:
         plan = read_plan(kept["plan"])
         if plan.topology == plain.topology and plan.paths == plain.paths:
             kept["chosen"], kept["said"]
-            return plan
+            return plan if kept["of_trial"] >= ahead.of_trial else None
     except (ValueError, KeyError, TypeError, PlanError):
         pass
     log.warning("The choice kept by a run before is damaged, and is made again.")

@@ -224,8 +224,8 @@ class Exchanger:
         self.waiting_residuals = self.residuals_outside_plans()
         for state in self._running():
             self._keep_waiting(state.residuals_by_variable(), state.velocities_by_variable())
-        self._dense_bytes = self.traffic()["bytes_between_nodes_dense"]
-        self.schemes, self._given_plan, self.runs = by_pattern(schemes), None, {}
+        self._drop_runs()
+        self.schemes, self._given_plan = by_pattern(schemes), None
 
     def continue_from(
         self, residuals: Residuals, velocities: Residuals, restored: list[PlanState]
@@ -234,9 +234,16 @@ class Exchanger:
 
         What was sent so far still counts as traffic.
         """
-        self._dense_bytes = self.traffic()["bytes_between_nodes_dense"]
+        self._drop_runs()
         self.waiting_residuals, self.waiting_velocities = residuals, velocities
-        self.restored, self.runs = restored, {}
+        self.restored = restored
+
+    def _drop_runs(self) -> None:
+        """Forget all plans: their steps still count, and other trials do not wait for theirs."""
+        self._dense_bytes = self.traffic()["bytes_between_nodes_dense"]
+        for run in self.runs.values():
+            self.comm.trials.leave(run.executor)
+        self.runs = {}
 
     def all_residuals(self) -> Residuals:
         """Return what this rank has not sent yet, over all plans."""
@@ -283,7 +290,8 @@ class Exchanger:
         """Return the strategy at work on the plan of these variables; start it if it is new."""
         names = tuple(self.names.of(variables))
         if names not in self.runs:
-            self.ahead = self.ahead._replace(batch=traced_batch() or self.ahead.batch)
+            if not self.ahead.whole_run:
+                self.ahead = self.ahead._replace(batch=traced_batch() or self.ahead.batch)
             with tf.init_scope():  # Also while a step is traced: planning is done once, for real.
                 self._take_from_overlapping(set(names))
                 self._take_from_predecessors(variables)

@@ -23,10 +23,12 @@ class RunAhead(NamedTuple):
     steps: int | None = None
     # Of an epoch, likewise
     steps_of_epoch: int | None = None
-    # Samples of a rank in a step, as far as the traced step says it
+    # Samples of a rank in a step, as told for the whole run, or as the traced step says it
     batch: int | None = None
     # Told for the whole run, which a fit is a part of
     whole_run: bool = False
+    # Whether a choice that is measured is kept for other runs
+    keeps_choice: bool = True
 
     @property
     def of_trial(self) -> int:

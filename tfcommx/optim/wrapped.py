@@ -86,6 +86,11 @@ def accumulated(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variab
     return dict(zip(names, sums, strict=True))
 
 
+def steps_of_update(optimizer: keras.optimizers.Optimizer) -> int:
+    """Return the steps for each update of the weights: more than 1 if gradients accumulate."""
+    return inner_optimizer(optimizer).gradient_accumulation_steps or 1
+
+
 def agree_on_names(model: keras.Model, root: int) -> None:
     """Call a model's variables, in plans and checkpoints, what rank `root` calls them.
 

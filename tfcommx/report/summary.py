@@ -121,11 +121,15 @@ def phase_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
     found = []
     for phase in sorted({row["phase"] for row in summary["rows"] if "phase" in row}):
         rows = [row for row in summary["rows"] if row.get("phase") == phase]
-        busy = sum(row["seconds"][kind] for row in rows for kind in STEADY)
-        # Rows of older runs do not say how many steps are in `first_step`: one, or none
-        first_steps = [row.get("first_steps", row["seconds"]["first_step"] > 0) for row in rows]
-        steps = sum(row["steps"] for row in rows) - sum(first_steps)
-        rate = steps * rows[0]["global_batch"] / busy if busy else 0.0
+        images = busy = processes = 0.0
+        for row in rows:  # A process that resumed the run may have had other ranks and batches
+            # Rows of older runs do not say how many steps are in `first_step`: one, or none
+            first_steps = row.get("first_steps", row["seconds"]["first_step"] > 0)
+            images += (row["steps"] - first_steps) * row["global_batch"]
+            seconds = sum(row["seconds"][kind] for kind in STEADY)
+            busy += seconds
+            processes += seconds * row.get("ranks", summary["ranks"])
+        rate = images / busy if busy else 0.0
         alone = dict(enumerate(summary.get("alone", ()), 1)).get(phase)
         found.append(
             {
@@ -136,7 +140,7 @@ def phase_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
                 "scheme": scheme_text(rows[-1]),
                 "images_per_second": rate,
                 "alone": alone,
-                "efficiency": rate / (alone * summary["ranks"]) if alone else None,
+                "efficiency": images / (alone * (processes or 1.0)) if alone else None,
             }
         )
     return found

@@ -16,7 +16,7 @@ from tfcommx import report, routes
 from tfcommx.optim import callbacks
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.run_ahead import RunAhead
-from tfcommx.optim.wrapped import exchanger_of
+from tfcommx.optim.wrapped import exchanger_of, steps_of_update
 from tfcommx.planner.automatic import auto_of
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.training.position import Piece
@@ -29,12 +29,13 @@ STEPS = 5
 
 
 def dry_run(recipe: Recipe, output_folder: Path, steps: int = STEPS) -> dict[str, Any]:
-    """Take a few steps of every phase, with its switches; write `dry_run.json` and nothing else.
+    """Take a few steps of every phase, with its switches; write `dry_run.json`.
 
     The batches are made up, in the shapes and types of the data set's, which is opened for that and
     for its size. So waiting for data is not in the times, nor evaluation and saving. A phase's
     epochs of other densities (`warm_up`) are not run, and count as its others. With "auto" the
-    trial that a real run would make comes before what is timed.
+    trial that a real run would make comes before what is timed. Its choice is not kept; links that
+    are measured for it are.
 
     Args:
         recipe: what would be trained.
@@ -83,10 +84,11 @@ def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int
     batch = made_up(spec, run.objective.outputs, mine, phase.resolution)
     data = run.objective.targets(tf.data.Dataset.from_tensors(batch)).cache().repeat()
     begin, exchanger, first = [callbacks.BroadcastState()] * (number == 0), exchanger_of(model), 0.0
-    exchanger.ahead = run_ahead(run, number)
+    accumulated = steps_of_update(model.optimizer)
+    exchanger.ahead = run_ahead(run, number, accumulated)
     # What "auto" tries is over before steps are timed
     tries = exchanger.ranks > 1 and not exchanger.runs and auto_of(exchanger.schemes)
-    tried = [1 + exchanger.ahead.of_trial] if tries else []
+    tried = [(exchanger.ahead.of_trial + 1) * accumulated] if tries else []
     for count in [*tried, 1 + steps]:
         model.fit(data, steps_per_epoch=count, verbose=0, shuffle=False, callbacks=[*begin, timing])
         begin, first = [], first or timing.seconds["first_step"]
@@ -110,11 +112,14 @@ def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int
     }
 
 
-def run_ahead(run: Run, number: int) -> RunAhead:
-    """Return what a real run knows of the steps that follow where a phase begins."""
+def run_ahead(run: Run, number: int, accumulated: int = 1) -> RunAhead:
+    """Return what a real run knows of the steps that follow where a phase has its own scheme.
+
+    What made-up batches choose is not kept: a real run measures with its own.
+    """
     phase, begin = run.recipe.phases[number], sum(run.phases[:number])
-    steps = run.steps_with_scheme(Piece(number, range(begin, begin + phase.epochs)))
-    return RunAhead(steps, run.steps[number], run.recipe.batch(phase), whole_run=True)
+    begin += min(len(phase.warm_up), phase.epochs - 1)
+    return run.ahead(begin, accumulated)._replace(keeps_choice=False)
 
 
 def made_up(spec: Sequence[Any], outputs: int, batch: int, resolution: int) -> Any:

@@ -67,6 +67,7 @@ class EpochHistory(keras.callbacks.Callback):
             "epoch": epoch + 1,
             "phase": phase + 1,
             "resolution": self.run.recipe.phases[phase].resolution,
+            "ranks": self.run.comm.topology.size,
             "global_batch": self.run.global_batch(phase),
             "route": scheme.route,
             "selection": scheme.selection,

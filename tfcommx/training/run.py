@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import tensorflow as tf
 
 import tfcommx as cx
 from tfcommx.comm.base import Comm
+from tfcommx.optim.run_ahead import RunAhead
 from tfcommx.recipes.base import Data, Objective, Place
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.target import Target
@@ -52,13 +52,30 @@ class Run:
         ]
         return sum(ended[: position.epoch]) + position.step
 
-    def steps_with_scheme(self, piece: Piece) -> int:
-        """Return the steps from a piece's first to the next phase with another scheme."""
-        following = self.recipe.phases[piece.phase :]
-        same = itertools.takewhile(lambda one: one.scheme == following[0].scheme, following)
-        end = sum(self.phases[: piece.phase]) + sum(phase.epochs for phase in same)
-        begin = Position(piece.epochs.start, piece.step)
-        return self.steps_before(Position(end)) - self.steps_before(begin)
+    def ahead(self, epoch: int, accumulated: int = 1) -> RunAhead:
+        """Return what "auto" is told of the epochs around one that share its scheme.
+
+        Where among them a run is resumed changes nothing: it finds the choice, or makes it alike.
+
+        Args:
+            epoch: in [0, epochs of the run).
+            accumulated: steps for each update of the weights, >= 1.
+        """
+        schemes, phases = self.recipe.scheme_of_epoch(), self.recipe.phase_of_epoch()
+        first = end = epoch
+        while first and schemes[first - 1] == schemes[epoch]:
+            first -= 1
+        while end < len(schemes) and schemes[end] == schemes[epoch]:
+            end += 1
+        batch, now = (self.recipe.batch(phases[one]) for one in (first, epoch))
+        return RunAhead(
+            sum(map(self.steps_of, range(first, end))) // accumulated,
+            self.steps_of(first),
+            batch,
+            whole_run=True,
+            # Under the first one's batch; measured under another it would mislead other runs
+            keeps_choice=batch == now,
+        )
 
     def batches(self, piece: Piece) -> tf.data.Dataset:
         """Return this rank's training batches of a piece: what `fit` takes in every step."""

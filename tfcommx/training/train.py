@@ -16,12 +16,11 @@ import tensorflow as tf
 import tfcommx as cx
 from tfcommx import report
 from tfcommx.optim import callbacks, checkpoint
-from tfcommx.optim.run_ahead import RunAhead
-from tfcommx.optim.wrapped import exchanger_of
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.training.evaluation import Evaluation
 from tfcommx.training.history import EpochHistory, ShowProgress
 from tfcommx.training.learning_rate import LearningRate
+from tfcommx.training.look_ahead import LookAhead
 from tfcommx.training.position import Position, StepCounter, pieces
 from tfcommx.training.run import Run, prepare
 from tfcommx.training.saving import Saving, StopAtEpochEnd, Stopped
@@ -91,7 +90,7 @@ def train(recipe: Recipe, output_folder: Path, options: Options | None = None) -
         stopped: dict[str, Any] = {}
         with run_callbacks.show.progress:
             try:
-                fit_phases(model, run, first, run_callbacks, saved is not None)
+                fit_phases(model, run, first, run_callbacks)
             except Stopped as stop:
                 stopped = {**stop.position._asdict(), "reason": stop.reason}
     run.data.close()
@@ -226,6 +225,7 @@ class RunCallbacks(NamedTuple):
     counter: StepCounter
     timing: Timing
     learning_rate: LearningRate
+    look_ahead: LookAhead
     switch: callbacks.SwitchScheme
     metrics: callbacks.AverageMetrics
     batch_norm: callbacks.AverageBatchNorm
@@ -269,6 +269,7 @@ def make_callbacks(
         counter,
         timing,
         LearningRate(run, counter),
+        LookAhead(run),
         callbacks.SwitchScheme(changes),
         callbacks.AverageMetrics(),
         callbacks.AverageBatchNorm(),
@@ -281,23 +282,15 @@ def make_callbacks(
     )
 
 
-def fit_phases(
-    model: keras.Model, run: Run, first: Position, run_callbacks: RunCallbacks, resumed: bool
-) -> None:
+def fit_phases(model: keras.Model, run: Run, first: Position, run_callbacks: RunCallbacks) -> None:
     """Train the phases one after the other, from `first` on. **Raises:** Stopped."""
     begin: list[keras.callbacks.Callback] = [callbacks.BroadcastState()]
-    if resumed:  # A fresh run may find the checkpoint of another in its folder
+    if first.step:  # In mid-epoch; one that begins, if only again, begins with new metrics
         begin.append(checkpoint.RestoreOwn(run.checkpoint))
     phase = None
     for piece in pieces(run.phases, first, run.data.redistributes):
         if piece.phase != phase:
             phase = piece.phase
-            exchanger_of(model).ahead = RunAhead(
-                run.steps_with_scheme(piece),
-                run.steps[phase],
-                run.recipe.batch(run.recipe.phases[phase]),
-                whole_run=True,
-            )
             run_callbacks.evaluation.at(model, run.recipe.phases[phase])
             # Keras traces with reduced retracing: without this, a second resolution would get a
             # graph of dynamic shapes, whose sums differ in the last bits from those of a run that

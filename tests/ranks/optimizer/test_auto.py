@@ -154,6 +154,27 @@ def test_two_optimizers_of_one_step_hold_their_trials_one_after_the_other(comm: 
         assert first.turns.chosen is not None and second.turns.chosen is not None
 
 
+def test_a_trial_that_is_dropped_holds_up_no_other(comm: Comm) -> None:
+    """A change of scheme, and a checkpoint, drop one that is under way."""
+    if comm.topology.size == 1:
+        return  # There is nothing to try
+    comm.trials, net = Line(), wide()  # Without the trials of other tests
+    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.01), links=SLOW)
+    optimizer.build(net.trainable_variables)
+    gradients, dropped = gradients_of(net, batch(comm.rank)), []
+    changes = [lambda: optimizer.exchanger.switch(LOSSY)]
+    changes.append(lambda: optimizer.exchanger.continue_from({}, {}, []))
+    for change in changes:
+        optimizer.apply_gradients(zip(gradients, net.trainable_variables, strict=True))
+        dropped.append(executor_of(optimizer))  # The garbage collector does not free it
+        change()
+    for _ in range(3):
+        optimizer.apply_gradients(zip(gradients, net.trainable_variables, strict=True))
+    assert [trial.turns.steps for trial in dropped] == [0, 0]
+    assert executor_of(optimizer).turns.steps == 3
+    optimizer.exchanger.switch(cx.Scheme())  # Without its trial for other tests
+
+
 @pytest.mark.parametrize("traced", [True, False])
 def test_a_lossy_auto_loses_nothing_in_a_loop_with_a_loss_scale(
     comm: Comm, traced: bool, monkeypatch: pytest.MonkeyPatch

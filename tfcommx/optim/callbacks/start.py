@@ -11,13 +11,9 @@ import keras
 from tfcommx.comm import process
 from tfcommx.optim.broadcast import broadcast_variables
 from tfcommx.optim.callbacks.average import average_over_ranks
+from tfcommx.optim.callbacks.look_ahead import look_ahead
 from tfcommx.optim.centre import begin_centre, take_centre
-from tfcommx.optim.keras_internals import (
-    inner_optimizer,
-    layers_of,
-    seed_generators,
-    unlisted,
-)
+from tfcommx.optim.keras_internals import layers_of, seed_generators, unlisted
 from tfcommx.optim.settle import begin_step, may_begin_steps, settle
 from tfcommx.optim.wrapped import (
     accumulated,
@@ -161,21 +157,8 @@ class BroadcastState(keras.callbacks.Callback):
         """Compare the first epoch."""
         if not self.begun:
             self._compare_first(epoch)
-            self._look_ahead(epoch)
-
-    def _look_ahead(self, epoch: int) -> None:
-        """Tell "auto" how many steps follow, if Keras knows it, and nobody has told of the run."""
-        params = self.params or {}
-        steps, epochs = params.get("steps"), params.get("epochs")
-        for optimizer in wrapped_optimizers(self.model):
-            exchanger = exchanger_in(optimizer)
-            if exchanger.ahead.whole_run:
-                continue
-            follow = None  # What an earlier fit has told is not true any more
-            if steps is not None and epochs is not None:
-                each = inner_optimizer(optimizer).gradient_accumulation_steps or 1
-                follow = steps * (epochs - epoch) // each
-            exchanger.ahead = exchanger.ahead._replace(steps=follow, steps_of_epoch=steps)
+            for optimizer in wrapped_optimizers(self.model):
+                look_ahead(optimizer, self.params, epoch)
 
     # Not on_train_batch_end: for it, Keras waits after every step.
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:

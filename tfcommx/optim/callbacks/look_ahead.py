@@ -1,0 +1,34 @@
+"""Telling "auto" how many steps follow, as far as `fit` knows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tfcommx.optim.wrapped import exchanger_in, steps_of_update
+
+
+def look_ahead(
+    optimizer: keras.optimizers.Optimizer,
+    params: dict[str, Any] | None,
+    epoch: int,
+    end: int | None = None,
+) -> None:
+    """Tell "auto" how many steps follow, if Keras knows it, and nobody has told of the run.
+
+    Args:
+        optimizer: a wrapped one.
+        params: of a callback, as `fit` sets them.
+        epoch: that begins.
+        end: the epoch that begins with another scheme; None: there is none.
+    """
+    exchanger = exchanger_in(optimizer)
+    if exchanger.ahead.whole_run:
+        return
+    steps, epochs = (params or {}).get("steps"), (params or {}).get("epochs")
+    follow = None  # What an earlier fit has told is not true any more
+    if steps is not None and epochs is not None:
+        last = epochs if end is None else min(end, epochs)
+        follow = steps * (last - epoch) // steps_of_update(optimizer)
+    exchanger.ahead = exchanger.ahead._replace(steps=follow, steps_of_epoch=steps)
