@@ -33,7 +33,7 @@ def pytest_runtest_logfinish() -> None:
     """Under a launcher, free what a test has made before the next one begins, on all ranks at once.
 
     Left to Python, the graphs and files of dozens of tests are freed together, at another point on
-    each rank: that took up to 94 s, longer than one after the other, and all ranks waited for it.
+    each rank: that takes longer than one after the other, and all ranks wait for it.
     """
     if "TFCOMMX_TEST_NODE_SIZE" not in os.environ:
         return
