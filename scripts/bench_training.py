@@ -13,12 +13,12 @@ iproute2) or, at the rate `none`, by as many ranks on this host. Models: convolu
 gradient; the others are routes, sparse ones with their wire format, and `auto` and `auto sparse`.
 
 `seconds` and `step_seconds` are the median over steps of the slowest rank's time; the schemes take
-turns, step by step, and so do the steps of the profile, in another order each round, because other
-work on the machine comes and goes. `ratio` is the median, over the rounds, of the time over plain
-Horovod's in the same round ("x horovod" is its inverse). `chosen` says how the gradients travelled,
-of `auto` what its trial has decided. `predicted_seconds`: links measured first (probe, also under
-load), a profile of the model, measured on all ranks at once (as cx.profile does), and the
-simulator.
+turns, two steps at a time of which the second counts, and so do the steps of the profile, in
+another order each round, because other work on the machine comes and goes. `ratio` is the median,
+over the rounds, of the time over plain Horovod's in the same round ("x horovod" is its inverse).
+`chosen` says how the gradients travelled, of `auto` what its trial has decided.
+`predicted_seconds`: links measured first (probe, also under load), a profile of the model, measured
+on all ranks at once (as cx.profile does), and the simulator.
 `bytes_between` is what a rank sends to other nodes in a step, counted, as the mean over the ranks;
 of `horovod`, by its route's formula.
 `verified`: a step with known gradients, after the others and by the same plan, gave their average,

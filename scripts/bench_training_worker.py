@@ -121,7 +121,8 @@ def contestants(
 def train(comm: Comm, racing: list[Contestant], alone: Contestant, repeats: int) -> StepTiming:
     """Let all take turns, step by step, and note how long they take; so does a profile's step.
 
-    Each round has another order, the same on all ranks.
+    Each round has another order, the same on all ranks. Of two steps at a time the second counts,
+    as in a training under one scheme.
 
     Args:
         racing: take their turns.
@@ -140,6 +141,8 @@ def train(comm: Comm, racing: list[Contestant], alone: Contestant, repeats: int)
             if one is None:
                 timing.step()
                 continue
+            # After another's wait for the network the caches are cold, and its own next step is not
+            one.model.train_on_batch(*one.batch)
             before = comm.traffic().between
             comm.gather_objects("ready")
             start = time.perf_counter()
