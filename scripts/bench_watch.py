@@ -34,8 +34,8 @@ LAYERS, BUCKETS = 16, 4
 CALLS = 200  # of what takes microseconds, in one timed round
 
 
-def make_step(entries: int) -> tuple[Callable[[], None], keras.optimizers.Optimizer]:
-    """Return a traced step of exchange and update, and its optimizer."""
+def make_step(entries: int) -> tuple[Callable[[], float], keras.optimizers.Optimizer]:
+    """Return a step of exchange and update, which returns when it is done, and its optimizer."""
     side = max(1, round((entries / LAYERS) ** 0.5))
     weights = [keras.Variable(tf.ones([side, side]), name=f"w{i}") for i in range(LAYERS)]
     scheme = cx.Scheme(bucket_bytes=4 * side * side * LAYERS // BUCKETS)
@@ -43,11 +43,14 @@ def make_step(entries: int) -> tuple[Callable[[], None], keras.optimizers.Optimi
     optimizer.build(weights)
     gradients = [tf.ones([side, side]) for _ in weights]
 
+    # Arguments, because TensorFlow computes the exchange of constants once for all steps; a result,
+    # because a step without one returns before it is done
     @tf.function
-    def step() -> None:
+    def step(gradients: list[tf.Tensor]) -> tf.Tensor:
         optimizer.apply(gradients, weights)
+        return weights[0][0, 0]
 
-    return step, optimizer
+    return lambda: float(step(gradients)), optimizer
 
 
 def make_marks(buckets: int) -> tuple[Callable[[], None], Callable[[], int]]:

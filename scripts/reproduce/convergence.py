@@ -19,8 +19,8 @@ others have found to help, alone and together:
 With several --rates every method is tried with each, with the first seed; the rate with the highest
 training accuracy in the last epoch is run with the other seeds (test images choose nothing). It can
 be ended at any time: runs whose row is in the file (--json) are not run again, and a run that was
-ended goes on after its last epoch, from the output folder. Every run of the recipe takes about 105
-s on 2 idle cores, 3.5 CPU minutes: 17 methods and 3 seeds about 1 h 30 min, 3 CPU hours.
+ended goes on after its last epoch, from the output folder. A run of the recipe takes 100 to 170 s
+on 2 idle cores: 17 methods and 3 seeds about two hours.
 
 It adds a row for each run to the file as soon as it has ended, and prints the table of means and
 spreads (standard deviation over the seeds). convergence.png has the test accuracy over the epochs,

@@ -34,3 +34,20 @@ def test_an_import_that_fails_shows_everything_that_was_written(tmp_path):
         text=True,
     )
     assert "the disk is full" in ended.stderr and "no library" in ended.stderr
+
+
+def test_garbage_is_collected_again_after_the_import_and_only_if_it_was_before(tmp_path):
+    (tmp_path / "tensorflow.py").write_text("import gc\nassert not gc.isenabled()\n")
+    for before in ("enable", "disable"):
+        code = (
+            f"import gc; gc.{before}(); from tfcommx.cli import environment as e; "
+            "e.load_tensorflow(); print(gc.isenabled())"
+        )
+        ended = subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONPATH": f"{tmp_path}:{':'.join(sys.path)}"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert ended.stdout == f"{before == 'enable'}\n"

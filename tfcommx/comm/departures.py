@@ -59,15 +59,17 @@ class Departures:
         threading.Thread(target=self._look, name="tfcommx-find", daemon=True).start()
 
     def _look(self) -> None:
-        for rank in sorted(set(self._others) - self.ranks()):
-            if self._responds(rank):
-                self._silent.pop(rank, None)
-                continue
-            silent = time.monotonic() - self._silent.setdefault(rank, time.monotonic())
-            # A link may be down for a while, as the watch has it
-            if silent >= self._limit:
-                self.add(rank, f"its watcher has not responded for {silent:.0f} s", False)
-        self._look_at = time.monotonic() + FIND_SECONDS
+        try:
+            for rank in sorted(set(self._others) - self.ranks()):
+                if self._responds(rank):
+                    self._silent.pop(rank, None)
+                    continue
+                silent = time.monotonic() - self._silent.setdefault(rank, time.monotonic())
+                # A link may be down for a while, as the watch has it
+                if silent >= self._limit:
+                    self.add(rank, f"its watcher has not responded for {silent:.0f} s", False)
+        finally:  # A look that has failed is not the last
+            self._look_at = time.monotonic() + FIND_SECONDS
 
     def allow(self, needed: Collection[int]) -> None:
         """Let ranks leave that are not needed. **Ranks:** all, with equal arguments."""
