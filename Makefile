@@ -1,11 +1,11 @@
 # make demo   set everything up, train, print and save a report
 # make test   set everything up, check the style, pass the tests: every law on every member of every
 #             family, real ranks under Gloo and MPI, faults, the README's commands; the same cases each
-#             time. 15 min 30 s on 2 idle cores, 18 min 30 s at an hour when these
-#             were slower; the goal is 15
+#             time. 14 min 15 s on 2 idle cores, after set-up and style; 18 min 30 s at an
+#             hour when these were slower; the goal is 15
 # make test-all   the same, and what is marked `exhaustive`: whole products of parameters, all tests
-#             of ranks in all launches; random cases are new ones each time. The goal is 40
-#             minutes; 58 beside other work, and not to the end
+#             of ranks in all launches; random cases are new ones each time. 39 min 20 s on 2
+#             idle cores; the goal is 40
 # make test-peers   Keras's own tests of optimizers, trainer and callbacks, with all optimizers wrapped
 # make setup  set everything up; TFCOMMX_SETUP="--gpu" for TensorFlow's GPU wheel and NCCL
 

@@ -19,7 +19,7 @@ import benchmark_times
 import keras
 import numpy as np
 import plan_at_work
-from bench_training import options
+from bench_training import ALONE, options
 from plain_horovod import PlainHorovod
 from verify_step import sums_are_right
 from verify_sums import weighted_sum
@@ -61,7 +61,7 @@ class Contestant:
 
     def plan(self, comm: Comm) -> Plan | None:
         """Return what the gradients travel by; of plain Horovod, each by itself."""
-        if self.name == "none":
+        if self.name == ALONE:
             return None
         if self.exchanger is not None:
             (run,) = self.exchanger.runs.values()
@@ -86,7 +86,7 @@ class Contestant:
 
 def optimizer_of(name: str, links: Links, chosen: argparse.Namespace) -> keras.optimizers.Optimizer:
     """Return the optimizer of a scheme. **Raises:** PlanError for what cannot be carried out."""
-    if name == "none":
+    if name == ALONE:
         return keras.optimizers.SGD(0.01)
     if name == "horovod":
         return PlainHorovod(0.01, name="plain_horovod")
@@ -107,7 +107,7 @@ def contestants(
     comm: Comm, model: str, links: Links, chosen: argparse.Namespace
 ) -> Iterator[Contestant]:
     """Make a model for each scheme; say which schemes are refused. **Ranks:** all."""
-    for name in chosen.schemes:
+    for name in dict.fromkeys([ALONE, *chosen.schemes]):
         try:
             optimizer = optimizer_of(name, links, chosen)
         except PlanError as refusal:
@@ -154,40 +154,39 @@ def train(comm: Comm, racing: list[Contestant], alone: Contestant, repeats: int)
 
 
 def joint_profile(
-    comm: Comm, timing: StepTiming, chosen: argparse.Namespace
-) -> tuple[Profile, float]:
+    comm: Comm, timing: StepTiming, alone_s: float, chosen: argparse.Namespace
+) -> Profile:
     """Make one profile of what all ranks have measured at once.
 
-    Returns:
-        The mean of the ranks' profiles, its forward and backward pass as long as the median of the
-        steps without stamps; the spread at which the slowest rank takes what it took there.
+    When gradients are ready is the ranks' mean, in a step as long as the one that exchanges
+    nothing; what a selection takes is the slowest rank's, because all wait for it.
+
+    Args:
+        alone_s: seconds of a step without exchange, of the slowest rank.
 
     **Ranks:** all.
     """
     comm.gather_objects("ready")
-    everyone = comm.gather_objects(timing.measured(chosen.selection, chosen.density))
-    profiles = [found.profile for found in everyone]
-    steps = np.array([found.steps_s for found in everyone])
-    typical = float(np.median(steps))
-    slower = float(np.median(steps.max(axis=0))) / typical - 1
-    stamped = statistics.fmean(found.forward_s + found.backward_s for found in profiles)
+    measured = timing.measured(chosen.selection, chosen.density).profile
+    profiles = comm.gather_objects(measured)
+    update_s = statistics.fmean(found.update_s for found in profiles)
+    passes_s = statistics.fmean(found.forward_s + found.backward_s for found in profiles)
+    factor = max(alone_s - update_s, 0.0) / passes_s
 
-    def mean(name: str, parts: Any, factor: float = typical / stamped) -> float:
+    def scaled(name: str, parts: Any) -> float:
         return factor * statistics.fmean(getattr(part, name) for part in parts)
 
     rows = tuple(
         dataclasses.replace(
             parts[0],
-            ready_s=mean("ready_s", parts),
-            selection_s=mean("selection_s", parts, 1.0),
-            update_s=mean("update_s", parts, 1.0),
+            ready_s=scaled("ready_s", parts),
+            selection_s=max(part.selection_s for part in parts),
+            update_s=update_s * parts[0].size / sum(row.size for row in measured.variables),
         )
         for parts in zip(*(found.variables for found in profiles), strict=True)
     )
-    both = {name: mean(name, profiles) for name in ("forward_s", "backward_s")}
-    of_one = Conditions(spread=1.0).slowest(comm.topology.size) - 1
-    spread = slower / of_one if of_one else 0.0
-    return dataclasses.replace(profiles[0], variables=rows, **both), spread
+    both = {name: scaled(name, profiles) for name in ("forward_s", "backward_s")}
+    return dataclasses.replace(measured, variables=rows, **both)
 
 
 def row_of(
@@ -218,13 +217,13 @@ def row_of(
         )
     weights = [weighted_sum(variable.numpy().ravel()) for variable in model.trainable_variables]
     everyone = comm.gather_objects((weights, one.sent))
-    equal = all(other == weights for other, _ in everyone) or one.name == "none"
+    equal = all(other == weights for other, _ in everyone) or one.name == ALONE
     sent = statistics.fmean(sent for _, sent in everyone)
     counted = one.exchanger is None or abs(sent - promised) <= 1e-6 * promised
     decided = plan_at_work.is_decided(optimizer)
     words = "" if plan is None else plan_at_work.in_words(plan)
     # After the steps that were timed, so that it is their plan that is checked
-    right = sums_are_right(comm, optimizer, model.trainable_variables, one.name != "none")
+    right = sums_are_right(comm, optimizer, model.trainable_variables, one.name != ALONE)
     seconds = statistics.median(one.seconds)
     return benchmark_options.row(
         one.name,
@@ -250,16 +249,16 @@ def measure_model(
 ) -> Iterator[dict[str, Any]]:
     """Train a model under every scheme; yield the rows. **Ranks:** all."""
     racing = list(contestants(comm, name, links, chosen))
-    optimizer = optimizer_of("none", links, chosen)
+    optimizer = optimizer_of(ALONE, links, chosen)
     made = bench_training_models.make(name, optimizer, chosen.batch, comm.rank)
-    timing = train(comm, racing, Contestant("none", *made), chosen.repeats)
-    profile, spread = joint_profile(comm, timing, chosen)
-    conditions = Conditions(measured_in(profile), spread=spread)
+    timing = train(comm, racing, Contestant(ALONE, *made), chosen.repeats)
+    alone_s = statistics.median(next(one.seconds for one in racing if one.name == ALONE))
+    profile = joint_profile(comm, timing, alone_s, chosen)
+    conditions = Conditions(measured_in(profile))
     horovod = next((one.seconds for one in racing if one.name == "horovod"), None)
-    alone = profile.compute_s * conditions.slowest(comm.topology.size)
     for one in racing:
         plan, named = one.plan(comm), dataclasses.replace(profile, variables=one.named(profile))
-        step = alone if plan is None else simulate(plan, named, links, conditions).step_s
+        step = alone_s if plan is None else simulate(plan, named, links, conditions).step_s
         yield row_of(comm, one, step, horovod, chosen) | {"model": name}
 
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 import tfcommx as cx
 from tfcommx.measure.layers import measure, profile
 from tfcommx.terms import PlanError, Profile
+from tfcommx.wire import codec
 
 FORWARD_S, BACKWARD_S = 0.05, 0.2
 
@@ -97,6 +98,14 @@ def test_a_profile_of_a_wrapped_model_fits_its_plan() -> None:
     scheme = cx.Scheme(merging="mg_wfbp")
     plan = make_plan(gradients, {"*": scheme}, cx.Topology(2, 1), profile=found)
     assert sum(len(bucket.variables) for bucket in plan.buckets) == 3
+
+
+def test_the_time_of_a_selection_is_also_that_of_merging(monkeypatch: Any) -> None:
+    merge = codec.merge
+    slow = lambda *given: waits(merge(*given), FORWARD_S)  # noqa: E731
+    monkeypatch.setattr(codec, "merge", slow)
+    found = profile(model(), DATA, steps=1, rule="mstopk", density=0.1)
+    assert all(FORWARD_S <= row.selection_s < 2 * FORWARD_S for row in found.variables)
 
 
 def test_what_cannot_be_measured_is_refused() -> None:

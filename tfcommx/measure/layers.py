@@ -22,9 +22,10 @@ import tensorflow as tf
 
 from tfcommx import selection
 from tfcommx.kernels.stamp import stamp
-from tfcommx.terms import PlanError, Profile, VariableProfile
+from tfcommx.terms import SPARSE_WIRES, PlanError, Profile, VariableProfile
+from tfcommx.wire import codec
 
-# Vectors that the selection is timed on; times between are read off the curve.
+# Vectors that a sparse bucket's work is timed on; times between are read off the curve.
 SELECTION_SIZES = 6
 # Steps that do not count: the first is traced
 WARM_UP = 2
@@ -38,8 +39,6 @@ class Measured(NamedTuple):
     plain_s: float
     # The same with stamps, measured in turn
     stamped_s: float
-    # Seconds without stamps, step by step
-    steps_s: tuple[float, ...] = ()
 
 
 def profile(
@@ -63,7 +62,8 @@ def profile(
         data: batches (inputs, targets) or (inputs, targets, weights), of one shape; taken again
             from the start if there are too few.
         steps: that count, >= 1; two before them do not.
-        rule: a name of the table in tfcommx.selection, whose time is measured; None: none is.
+        rule: a name of the table in tfcommx.selection: the time of selecting by it, and of writing
+            and merging what is selected, is measured; None: it is not.
         density: entries selected / entries, in (0, 1].
 
     Returns:
@@ -142,7 +142,6 @@ class StepTiming:
             Profile(batch=samples, steps=len(rows), density=density_or_none, **found),
             statistics.median(self._plain_s[WARM_UP:]),
             statistics.median(self._stamped_s[WARM_UP:]),
-            tuple(self._plain_s[WARM_UP:]),
         )
 
 
@@ -290,13 +289,17 @@ def _update_seconds(model: keras.Model, variables: Sequence[keras.Variable]) -> 
     optimizer.build(copies)
     gradients = [tf.zeros(one.shape, one.dtype) for one in copies]
     update = tf.function(lambda: optimizer.apply(gradients, copies), autograph=False)
-    return _fastest(lambda: (update(), copies[0].numpy()))
+    return _typical(lambda: (update(), copies[0].numpy()))
 
 
 def _selection_times(
     variables: Sequence[keras.Variable], rule: str, density: float
 ) -> Callable[[int], float]:
-    """Time a rule on vectors from the smallest variable's length to the largest one's."""
+    """Time a sparse bucket's work on vectors from the smallest variable's length to the largest's.
+
+    It is all that a rank does besides messages: copy into the flat vector, select, write for the
+    wire (in the plain format), merge. Other ranks' entries are not there to be merged.
+    """
     chosen = selection.rule(rule)
     lengths = [int(np.prod(one.shape)) for one in variables]
     sizes = np.unique(np.geomspace(min(lengths), max(lengths), SELECTION_SIZES).round())
@@ -304,26 +307,30 @@ def _selection_times(
     for size in map(int, sizes):
         vector, k = tf.random.stateless_normal([size], [1, size]), max(1, round(density * size))
         residual = tf.Variable(tf.zeros([size]))
-        select = tf.function(
-            lambda one, residual=residual, k=k: chosen.select_with_residual(one, residual, k, 7)
-        )
 
-        def wait(select: Any = select, vector: tf.Tensor = vector) -> None:
-            for part in select(vector)[:2]:
-                part.numpy()
+        @tf.function(autograph=False)
+        def work(
+            start: tf.Tensor, rest: tf.Tensor, residual: tf.Variable = residual, k: int = k
+        ) -> tf.Tensor:
+            flat = tf.ensure_shape(tf.concat([start, rest], axis=0), residual.shape)
+            sparse = chosen.select_with_residual(flat, residual, k, 7)
+            words = codec.encode(sparse, SPARSE_WIRES[0])
+            return codec.merge(words, k, flat.shape[0], SPARSE_WIRES[0])[-1]
 
-        seconds.append(_fastest(wait))
+        parts = tf.split(vector, [size // 2, size - size // 2])
+        seconds.append(_typical(lambda work=work, parts=parts: work(*parts).numpy()))
     return lambda size: float(np.interp(size, sizes, seconds))
 
 
-def _fastest(work: Callable[[], Any], repeats: int = 5) -> float:
-    """Return the seconds of some work's fastest turn: the slower ones were disturbed.
+def _typical(work: Callable[[], Any], repeats: int = 5) -> float:
+    """Return the median seconds of some work's turns.
 
-    The first turn, which traces it, does not count.
+    Not the fastest: ranks that share cores disturb each other in every step, too. The first turn,
+    which traces it, does not count.
     """
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)
-    return min(times[1:])
+    return statistics.median(times[1:])

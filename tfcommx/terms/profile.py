@@ -39,7 +39,8 @@ class VariableProfile:
     ready_spread_s: float = 0.0
     # Seconds of the forward pass of its layer, >= 0, shared equally by the layer's variables.
     forward_s: float = 0.0
-    # Seconds of selecting from it, >= 0, at `Profile.density`; None: not known.
+    # Seconds of selecting from it at `Profile.density`, and of copying, writing and merging besides
+    # messages, >= 0; None: not known.
     selection_s: float | None = None
     # Seconds of updating it, >= 0; None: not known, or part of the other times.
     update_s: float | None = None
