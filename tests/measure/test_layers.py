@@ -105,7 +105,7 @@ def test_the_time_of_a_selection_is_also_that_of_merging(monkeypatch: Any) -> No
     slow = lambda *given: waits(merge(*given), FORWARD_S)  # noqa: E731
     monkeypatch.setattr(codec, "merge", slow)
     found = profile(model(), DATA, steps=1, rule="mstopk", density=0.1)
-    assert all(FORWARD_S <= row.selection_s < 2 * FORWARD_S for row in found.variables)
+    assert all(row.selection_s >= FORWARD_S for row in found.variables)
 
 
 def test_what_cannot_be_measured_is_refused() -> None:

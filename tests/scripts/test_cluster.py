@@ -165,33 +165,53 @@ def test_ranks_see_nodes_and_slots(nodes: None, launcher: str) -> None:
         )
 
 
-@needs_cluster
-@pytest.mark.serial
-def test_links_have_the_rate_that_was_asked_for_in_both_directions_at_once(nodes: None) -> None:
-    code = (
-        "import socket, sys, threading, time\n"
-        "here = int(sys.argv[1]); size = 12_500_000; listening = socket.create_server(('', "
-        "5000)); time.sleep(1)\n"
-        "def send():\n"
-        "    out = socket.create_connection((f'node{1 - here}', 5000)); "
-        "out.sendall(bytes(size)); out.close()\n"
-        "threading.Thread(target=send).start(); link, _ = listening.accept(); start, got = "
-        "time.monotonic(), 0\n"
-        "while data := link.recv(1 << 20): got += len(data)\n"
-        "assert got == size; print(got * 8e-6 / (time.monotonic() - start))\n"
-    )
+# Run on a node with its number: sends to the other one, receives from it, prints the rate in Mbit/s
+BOTH_WAYS = """
+import socket, sys, threading, time
+here, size = int(sys.argv[1]), 12_500_000
+listening = socket.create_server(("", 5000))
+time.sleep(1)
+
+def send():
+    with socket.create_connection((f"node{1 - here}", 5000)) as out:
+        out.sendall(bytes(size))
+
+threading.Thread(target=send).start()
+link, _ = listening.accept()
+start, got = time.monotonic(), 0
+while data := link.recv(1 << 20):
+    got += len(data)
+assert got == size
+print(got * 8e-6 / (time.monotonic() - start))
+"""
+
+
+def rates_both_ways() -> list[float]:
+    """Return the rates in Mbit/s from node 1 to node 0 and back, at once."""
     words = [SCRIPT, "--name", NAME, "run", "--node"]
     both = [
         subprocess.Popen(
-            [*words, str(node), "--", sys.executable, "-c", code, str(node)],
+            [*words, str(node), "--", sys.executable, "-c", BOTH_WAYS, str(node)],
             text=True,
             stdout=subprocess.PIPE,
         )
         for node in (0, 1)
     ]
-    for process in both:
-        rate = float(process.communicate(timeout=60)[0])
-        assert 0.75 * RATE < rate < 1.05 * RATE
+    return [float(process.communicate(timeout=60)[0]) for process in both]
+
+
+@needs_cluster
+@pytest.mark.serial
+def test_links_have_the_rate_that_was_asked_for_in_both_directions_at_once(nodes: None) -> None:
+    """A machine that pauses for a moment makes a transfer slower, never faster."""
+    slowest = []
+    while len(slowest) < 5:
+        rates = rates_both_ways()
+        assert max(rates) < 1.05 * RATE
+        slowest.append(min(rates))
+        if slowest[-1] > 0.75 * RATE:
+            return
+    pytest.fail(f"less than {0.75 * RATE} Mbit/s in each of these transfers: {slowest}")
 
 
 @needs_cluster
