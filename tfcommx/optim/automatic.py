@@ -165,10 +165,10 @@ def _say(comm: Comm, what: str) -> None:
 
 def _in_words(names: list[str], turns: Turns) -> str:
     times = [
-        f"{name} {1e3 * median:.1f} ms" if (median := turns.median(plan)) else name
+        f"{name} {1e3 * mean:.1f} ms" if (mean := turns.mean(plan)) else name
         for plan, name in enumerate(names)
     ]
-    return f"Median step in a trial of {turns.steps}: {'; '.join(times)}."
+    return f"Mean step in a trial of {turns.steps}: {'; '.join(times)}."
 
 
 def _of_rank_0(comm: Comm, work: Callable[[], Any]) -> Any:
