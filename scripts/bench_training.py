@@ -21,6 +21,7 @@ over the rounds, of the time over plain Horovod's in the same round ("x horovod"
 on all ranks at once (as cx.profile does), and the simulator. The profile says when gradients are
 ready and what a selection takes; forward pass, backward pass and update together are as long as the
 measured step of `none`, which therefore always takes its turn and is not counted as a prediction.
+`none` exchanges nothing; gradients of embeddings are made dense in it, as in an exchange.
 `bytes_between` is what a rank sends to other nodes in a step, counted, as the mean over the ranks;
 of `horovod`, by its route's formula.
 `verified`: a step with known gradients, after the others and by the same plan, gave their average,

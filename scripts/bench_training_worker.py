@@ -19,6 +19,7 @@ import benchmark_times
 import keras
 import numpy as np
 import plan_at_work
+import tensorflow as tf
 from bench_training import ALONE, options
 from plain_horovod import PlainHorovod
 from verify_step import sums_are_right
@@ -84,10 +85,18 @@ class Contestant:
         )
 
 
+class DenseSgd(keras.optimizers.SGD):
+    """SGD that makes gradients of embeddings dense, as an exchange does."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Update the variables by dense gradients."""
+        super().apply([tf.convert_to_tensor(one) for one in grads], trainable_variables)
+
+
 def optimizer_of(name: str, links: Links, chosen: argparse.Namespace) -> keras.optimizers.Optimizer:
     """Return the optimizer of a scheme. **Raises:** PlanError for what cannot be carried out."""
     if name == ALONE:
-        return keras.optimizers.SGD(0.01)
+        return DenseSgd(0.01)
     if name == "horovod":
         return PlainHorovod(0.01, name="plain_horovod")
     route, _, wire = name.partition(" ")

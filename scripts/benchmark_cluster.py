@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,8 @@ def launch(worker: list[str], chosen: argparse.Namespace) -> int:
     name = chosen.cluster or f"b{os.getpid()}"
     cluster = [str(ROOT / "scripts" / "cluster"), "--name", name]
     size = ["--nodes", str(chosen.nodes), "--slots", str(chosen.slots), "--rate", chosen.rate]
+    # By default the process would end at once, and leave the cluster and its ranks
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         if not chosen.cluster:
             subprocess.run([*cluster, "up", *size], check=True)
@@ -57,6 +60,7 @@ def launch(worker: list[str], chosen: argparse.Namespace) -> int:
     finally:
         if not chosen.cluster:
             subprocess.run([*cluster, "down"], stdout=subprocess.DEVNULL)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _horovodrun(chosen: argparse.Namespace) -> list[str]:

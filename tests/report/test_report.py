@@ -6,6 +6,7 @@ The command line prints user errors in one line, with exit code 2.
 import base64
 import html
 import io
+import json
 import os
 import re
 import select
@@ -34,7 +35,8 @@ def row(epoch: int, resolution: int, route: str, **more) -> dict:
         "loss": 0.5,
         "train_accuracy": 0.8,
         "test_accuracy": 0.8123,
-        "images_per_second": 1234.5,
+        "counted": "images",
+        "throughput": 1234.5,
         "replicas_identical": True,
         "phase": 1 if route == "hitopk" else 2,
         "global_batch": 100,
@@ -58,7 +60,8 @@ def summary() -> dict:
         "nodes": 2,
         "epochs": 2,
         "seconds": 20.0,
-        "images_per_second": 1000.0,
+        "counted": "images",
+        "throughput": 1000.0,
         "bytes_between_nodes": 2_000_000,
         "bytes_between_nodes_dense": 10_000_000,
         "replicas_identical": True,
@@ -168,6 +171,26 @@ def test_progress_on_a_terminal_is_one_bar(summary, monkeypatch):
     assert text.count("test 0.9012") == 1 and "s remaining" not in text
 
 
+def test_what_is_counted_has_its_name(summary, tmp_path):
+    """Images, or word pieces; runs before the two had names counted images."""
+    stream = io.StringIO()
+    words = {"counted": "word pieces"}
+    with Progress(steps=4, epochs=2, stream=stream) as progress:
+        progress.epoch(summary["rows"][0] | words)
+    assert "14 pieces" in stream.getvalue() and "word pieces/s" in stream.getvalue()
+    text = shown(summary | words | {"rows": [one | words for one in summary["rows"]]})
+    assert "word pieces/s" in text and "images" not in text and "14 pieces" in text
+    (tmp_path / "summary.json").write_text(json.dumps(of_before(summary)))
+    assert report.read(tmp_path) == summary
+
+
+def of_before(found: dict) -> dict:
+    """Return a summary, or a row, with the names that it had before."""
+    kept = {name: value for name, value in found.items() if name not in ("counted", "throughput")}
+    kept["images_per_second"] = found["throughput"]
+    return kept | ({"rows": list(map(of_before, found["rows"]))} if "rows" in found else {})
+
+
 def test_other_ranks_are_silent(summary):
     stream = io.StringIO()
     with Progress(steps=2, epochs=1, shown=False, stream=stream) as progress:
@@ -257,17 +280,17 @@ def test_the_bar_goes_to_the_terminal_that_is_named(tmp_path, capsys):
 def test_the_phase_table_has_throughput_and_scaling_efficiency(summary):
     """11 steps of 100 images in 6 s, of which the first one is not counted: 10 steps in 6 s."""
     (first, second) = phase_rows({**summary, "alone": [100.0]})
-    assert first["images_per_second"] == pytest.approx(1000 / 6)
+    assert first["throughput"] == pytest.approx(1000 / 6)
     assert first["efficiency"] == pytest.approx(1000 / 6 / 400) and second["efficiency"] is None
     # An epoch that was resumed in the middle has more than one
     resumed = [{**summary["rows"][0], "first_steps": 3}]
     (first,) = phase_rows({**summary, "rows": resumed})
-    assert first["images_per_second"] == pytest.approx(800 / 6)
+    assert first["throughput"] == pytest.approx(800 / 6)
     # So has one resumed with half the ranks and other batches: then half as much was possible
     changed = row(2, 14, "hitopk", global_batch=60, ranks=2)
     rows = [{**summary["rows"][0], "ranks": 4}, changed]
     (first,) = phase_rows({**summary, "ranks": 2, "rows": rows, "alone": [100.0]})
-    assert first["images_per_second"] == pytest.approx((1000 + 600) / 12)
+    assert first["throughput"] == pytest.approx((1000 + 600) / 12)
     assert first["efficiency"] == pytest.approx(1600 / (6 * 400 + 6 * 200))
     text = shown({**summary, "alone": [100.0]})
     assert "42 %" in text and "not measured" in text
@@ -299,7 +322,7 @@ def test_the_dry_run_of_one_process_is_the_baseline(tmp_path):
         "warm_up": [0.5, 0.25],
         "step_seconds": 0.25,
         "gradients_seconds": 0.05,
-        "images_per_second": 2048.0,
+        "throughput": 2048.0,
         "bytes_by_route": {"torus": {"inside": 2e6, "between": 1e6}},
         "predicted_seconds": 150.0,
     }
@@ -308,6 +331,7 @@ def test_the_dry_run_of_one_process_is_the_baseline(tmp_path):
         "ranks": 1,
         "nodes": 1,
         "parameters": 61402,
+        "counted": "images",
         "memory_bytes": 2e9,
         "phases": [phase],
         "predicted_seconds": 150.0,
@@ -330,7 +354,7 @@ def test_the_dry_run_of_one_process_is_the_baseline(tmp_path):
 def test_long_epochs_have_lines_of_their_own(monkeypatch):
     monkeypatch.setattr("tfcommx.report.progress.LINE_SECONDS", 0)
     status = {"epoch": 1, "step": 1, "steps": 4, "loss": 0.5, "accuracy": 0.81}
-    status |= {"images_per_second": 1000.0, "data": 0.02, "gradients": 0.3}
+    status |= {"counted": "images", "throughput": 1000.0, "data": 0.02, "gradients": 0.3}
     stream = io.StringIO()
     with Progress(steps=8, epochs=1, stream=stream) as progress:
         for _ in range(2):
@@ -345,7 +369,14 @@ def test_tensorboard_events_are_written_while_the_run_goes(summary, tmp_path):
     from tensorboard.util import tensor_util
 
     writer = report.Events(tmp_path)
-    status = {"loss": 0.5, "accuracy": 0.8, "images_per_second": 9.0, "data": 0.0, "gradients": 0.1}
+    status = {
+        "loss": 0.5,
+        "accuracy": 0.8,
+        "counted": "images",
+        "throughput": 9.0,
+        "data": 0.0,
+        "gradients": 0.1,
+    }
     writer.step(7, status)
     for each in summary["rows"]:
         writer.epoch(each)

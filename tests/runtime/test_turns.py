@@ -87,6 +87,18 @@ def test_noise_seldom_makes_a_slower_plan_win() -> None:
     assert won(2, 0.85) > 0.95 * 500
 
 
+def test_what_is_within_the_standard_error_does_not_win() -> None:
+    def chosen(spread: float) -> int | None:
+        turns = Turns(2)
+        while turns.chosen is None:
+            # In every round 10 % faster; the rounds differ
+            slower = 1 + spread * (turns.steps // 2 % 2)
+            turns.record([slower * (0.9 if plan else 1.0) for plan in turns.order])
+        return turns.chosen
+
+    assert [chosen(spread) for spread in (0.0, 0.1, 1.0)] == [1, 1, 0]
+
+
 def test_a_hopelessly_slow_plan_takes_few_turns() -> None:
     turns, taken = play(3, lambda plan, _: 5.0 if plan == 2 else 1.0 - 0.2 * plan)
     assert turns.chosen == 1 and taken.count(2) == 3

@@ -259,6 +259,23 @@ def test_down_removes_what_killed_runs_have_left() -> None:
     assert not list(Path("/etc/netns").glob(f"tfcommx-{name}-*"))
 
 
+@needs_cluster
+@pytest.mark.exhaustive
+def test_a_benchmark_that_is_ended_takes_its_cluster_down() -> None:
+    words = ["--nodes", "2", "--slots", "1", "--rate", "100mbit", "--sizes", "1000000"]
+    bench = subprocess.Popen([sys.executable, ROOT / "scripts" / "bench_routes.py", *words])
+    name = f"b{bench.pid}"
+    try:
+        wait_until(lambda: Path(f"/run/tfcommx-{name}/state.json").exists(), 30, "its cluster")
+        time.sleep(1)
+        bench.terminate()
+        assert bench.wait(60) == 128 + signal.SIGTERM
+        assert not namespaces(name)
+    finally:
+        bench.kill()
+        cluster("down", name=name)
+
+
 # --- faults -----------------------------------------------------------------------------
 
 

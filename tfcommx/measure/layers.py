@@ -202,10 +202,8 @@ def _step(model: keras.Model, connected: list[int], stamps: bool) -> Callable[..
         values = [one.value for one in model.trainable_variables]
         found = tape.gradient(loss, values)
         connected[:] = [place for place, one in enumerate(found) if one is not None]
-        gradients = [
-            found[place].values if isinstance(found[place], tf.IndexedSlices) else found[place]
-            for place in connected
-        ]
+        # Those of embeddings become dense, as an exchange makes them
+        gradients = [tf.convert_to_tensor(found[place]) for place in connected]
         if stamps:
             return tf.stack([stamp(one) for one in (loss, *gradients)])
         # TensorFlow prunes what only a control dependency asks for

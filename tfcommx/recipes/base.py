@@ -126,6 +126,10 @@ class Objective(Protocol):
         """Number of outputs that the network needs."""
 
     @property
+    def counted(self) -> str:
+        """What a batch's size and the throughput count: "images" or "word pieces"."""
+
+    @property
     def scores(self) -> Sequence[str]:
         """Names of what `scorer` finds."""
 

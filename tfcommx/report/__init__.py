@@ -7,7 +7,7 @@ from tfcommx.report.dry_run import read_alone, show_dry_run, write_dry_run
 from tfcommx.report.events import Events
 from tfcommx.report.figures import PICTURES, draw, draw_links
 from tfcommx.report.progress import Progress
-from tfcommx.report.summary import PARTS, ReportError, read, time_to_target
+from tfcommx.report.summary import PARTS, ReportError, of_today, read, time_to_target
 from tfcommx.report.terminal import show, show_run
 from tfcommx.report.write import write
 
@@ -19,6 +19,7 @@ __all__ = [
     "ReportError",
     "draw",
     "draw_links",
+    "of_today",
     "read",
     "read_alone",
     "show",

@@ -34,11 +34,12 @@ def curves(runs: Runs) -> Figure:
         accuracy.plot(epochs, trained, "--", linewidth=0.8, **style)
         over_time.plot(minutes, tests, "o-", **style)
         loss.plot(epochs, [row["loss"] for row in rows], "o-", **style)
-        rate.plot(epochs, [row["images_per_second"] for row in rows], "o-", **style)
+        rate.plot(epochs, [row["throughput"] for row in rows], "o-", **style)
+    counted = " or ".join(dict.fromkeys(summary["counted"] for summary in runs.values()))
     accuracy.set(xlabel="epoch", ylabel="test accuracy (train: dashed)")
     over_time.set(xlabel="minutes", ylabel="test accuracy")
     loss.set(xlabel="epoch", ylabel="loss in training")
-    rate.set(xlabel="epoch", ylabel="images/s in training", ylim=(0, None))
+    rate.set(xlabel="epoch", ylabel=f"{counted}/s in training", ylim=(0, None))
     for axes in (accuracy, over_time, loss, rate):
         axes.grid(color="0.92")
         if axes is not over_time:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tfcommx.report.summary import ReportError, bytes_text, time_text, write_json
+from tfcommx.report.summary import ReportError, bytes_text, size_text, time_text, write_json
 
 FILE = "dry_run.json"
 
@@ -20,14 +20,14 @@ def write_dry_run(found: dict[str, Any], folder: Path) -> None:
 
 
 def read_alone(folder: Path) -> list[float]:
-    """Return the images per second of one process in each phase, from its dry run.
+    """Return the throughput of one process in each phase, from its dry run.
 
     **Raises:** ReportError if the folder has no dry run, or one of several processes.
     """
     path = Path(folder) / FILE
     try:
         found = json.loads(path.read_text())
-        ranks, rates = found["ranks"], [phase["images_per_second"] for phase in found["phases"]]
+        ranks, rates = found["ranks"], [phase["throughput"] for phase in found["phases"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ReportError(
             f"A dry run of one process is required. {path}: {error}. Make it: tfcommx train CONFIG "
@@ -45,9 +45,9 @@ def show_dry_run(found: dict[str, Any], console: Console | None = None) -> None:
     """Print the report of a dry run."""
     console = console or Console(highlight=False, width=120)
     table = Table(title=f"{found['name']}: dry run, made-up data", title_justify="left")
-    for heading in ("phase", "epochs", "pixels", "batch", "step", "of it waiting for gradients"):
+    for heading in ("phase", "epochs", "size", "batch", "step", "of it waiting for gradients"):
         table.add_column(heading, justify="right")
-    for heading in ("images/s", "bytes a step, one rank", "predicted"):
+    for heading in (f"{found['counted']}/s", "bytes a step, one rank", "predicted"):
         table.add_column(heading, justify="left" if "bytes" in heading else "right")
     for number, phase in enumerate(found["phases"], 1):
         sent = [
@@ -58,11 +58,11 @@ def show_dry_run(found: dict[str, Any], console: Console | None = None) -> None:
         table.add_row(
             str(number),
             str(phase["epochs"]),
-            str(phase["resolution"]),
+            size_text({**phase, **found}),
             str(phase["global_batch"]),
             f"{1e3 * phase['step_seconds']:.1f} ms",
             f"{1e3 * phase['gradients_seconds']:.1f} ms",
-            f"{phase['images_per_second']:.0f}",
+            f"{phase['throughput']:.0f}",
             "\n".join(sent),
             time_text(phase["predicted_seconds"]),
         )

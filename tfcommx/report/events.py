@@ -13,7 +13,7 @@ SCALARS = (
     "loss",
     "train_accuracy",
     "test_accuracy",
-    "images_per_second",
+    "throughput",
     "resolution",
     "density",
 )
@@ -44,7 +44,7 @@ class Events:
             return
         self.written_at = time.monotonic()
         with self.writer.as_default(step=number):
-            for name in ("loss", "accuracy", "images_per_second"):
+            for name in ("loss", "accuracy", "throughput"):
                 tf.summary.scalar(f"step/{name}", status[name])
             for name in ("data", "gradients"):
                 tf.summary.scalar(f"step/waiting_for_{name}", status[name])

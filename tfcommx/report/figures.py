@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tfcommx.report.summary import PARTS, scheme_text
+from tfcommx.report.summary import PARTS, scheme_text, size_text
 from tfcommx.terms import Links
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def _learning_curve(summary: dict[str, Any], axes: Axes) -> None:
     epochs = [row["epoch"] for row in rows]
     axes.plot(epochs, [row["train_accuracy"] for row in rows], "o--", label="train (varied images)")
     axes.plot(epochs, [row["test_accuracy"] for row in rows], "o-", label="test")
-    texts = [f"{row['resolution']} px, {scheme_text(row)}" for row in rows]
+    texts = [f"{size_text(row)}, {scheme_text(row)}" for row in rows]
     for before, text, epoch in zip([None, *texts[:-1]], texts, epochs, strict=True):
         if before != text:
             axes.axvline(epoch - 0.5, color="0.8", zorder=0)

@@ -18,6 +18,7 @@ from tfcommx.report.summary import (
     phase_rows,
     scheme_text,
     seconds_by_part,
+    size_text,
     target_text,
     time_text,
 )
@@ -123,13 +124,13 @@ def _runs_table(runs: Runs) -> str:
                 f"{summary['ranks']} on {summary['nodes']} nodes",
                 f"{len(summary['rows'])} of {summary['epochs']}",
                 time_text(summary["seconds"]),
-                f"{summary['images_per_second']:.0f}",
+                f"{summary['throughput']:.0f} {summary['counted']}/s",
                 bytes_text(sent),
                 f"{dense / sent:.1f}" if sent else "",
                 "identical" if summary["replicas_identical"] else "NOT IDENTICAL",
             )
         )
-    headings = ("run", "test accuracy", "processes", "epochs", "time", "images/s")
+    headings = ("run", "test accuracy", "processes", "epochs", "time", "in steps")
     table = _table((*headings, "sent per rank", "times less", "replicas"), rows)
     table = table.replace("<td>NOT IDENTICAL", '<td class="bad">NOT IDENTICAL')
     stops = [
@@ -169,17 +170,17 @@ def _phases_table(runs: Runs) -> str:
             name,
             f"{row['phase']}",
             f"{row['epochs']}",
-            f"{row['resolution']}",
+            row["size"],
             f"{row['global_batch']}",
             row["scheme"],
-            f"{row['images_per_second']:.0f}",
+            f"{row['throughput']:.0f} {row['counted']}/s",
             f"{row['alone']:.0f}" if row["alone"] else "not measured",
             f"{100 * row['efficiency']:.0f} %" if row["alone"] else "",
         )
         for name, summary in runs.items()
         for row in phase_rows(summary)
     ]
-    headings = ("run", "phase", "epochs", "pixels", "batch", "exchange", "images/s")
+    headings = ("run", "phase", "epochs", "size", "batch", "exchange", "in steps")
     return _table((*headings, "one process", "scaling efficiency"), rows)
 
 
@@ -187,16 +188,17 @@ def _epochs_table(name: str, summary: dict[str, Any]) -> str:
     rows = [
         (
             f"{row['epoch']}",
-            f"{row['resolution']}",
+            size_text(row),
             scheme_text(row),
             f"{row['loss']:.3f}",
             f"{row['train_accuracy']:.4f}",
             _scores(row),
-            f"{row['images_per_second']:.0f}",
+            f"{row['throughput']:.0f}",
             f"{sum(row['seconds'].values()):.1f}",
         )
         for row in summary["rows"]
     ]
-    headings = ("epoch", "pixels", "exchange", "loss", "train", "test", "images/s", "seconds")
+    rate = f"{summary['counted']}/s"
+    headings = ("epoch", "size", "exchange", "loss", "train", "test", rate, "seconds")
     table = _table(headings, rows)
     return f"<details><summary>{html.escape(name)}</summary>{table}</details>"

@@ -19,7 +19,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bar
 
-from tfcommx.report.summary import more_scores, scheme_text
+from tfcommx.report.summary import more_scores, scheme_text, size_text
 
 # Without a terminal: seconds between two lines in long epochs
 LINE_SECONDS = 60.0
@@ -89,8 +89,8 @@ class Progress:
 
         Args:
             status: epoch and step, from 1; steps of the epoch; loss and accuracy so far;
-                images_per_second; data and gradients: the shares of the time in steps that were
-                spent waiting for them. None: nothing is known.
+                throughput, of what is `counted`; data and gradients: the shares of the time in
+                steps that were spent waiting for them. None: nothing is known.
         """
         self.done += 1
         if self.done == 1:
@@ -120,11 +120,11 @@ class Progress:
         if not self.shown:
             return
         line = (
-            f"epoch {row['epoch']:2}/{self.epochs}  {row['resolution']:3} px  "
+            f"epoch {row['epoch']:2}/{self.epochs}  {size_text(row):>6}  "
             f"{scheme_text(row):24}  loss {row['loss']:.3f}  "
             f"train {row['train_accuracy']:.4f}  test {row['test_accuracy']:.4f}  "
             + "".join(f"{name} {value:.4f}  " for name, value in more_scores(row).items())
-            + f"{row['images_per_second']:7.0f} images/s"
+            + f"{row['throughput']:7.0f} {row['counted']}/s"
         )
         if self.bar:
             self.bar.console.print(line)
@@ -140,12 +140,12 @@ class Progress:
 def status_text(status: dict[str, Any]) -> str:
     """Say how an epoch goes.
 
-    >>> status_text({"loss": 0.5, "accuracy": 0.81, "images_per_second": 1234.5, "data": 0.02,
-    ...              "gradients": 0.3})
+    >>> status_text({"loss": 0.5, "accuracy": 0.81, "throughput": 1234.5,
+    ...              "counted": "images", "data": 0.02, "gradients": 0.3})
     'loss 0.500  accuracy 0.8100  1234 images/s  waiting: data 2 %, gradients 30 %'
     """
     return (
         f"loss {status['loss']:.3f}  accuracy {status['accuracy']:.4f}  "
-        f"{status['images_per_second']:.0f} images/s  "
+        f"{status['throughput']:.0f} {status['counted']}/s  "
         f"waiting: data {100 * status['data']:.0f} %, gradients {100 * status['gradients']:.0f} %"
     )

@@ -28,7 +28,7 @@ REQUIRED = (
     "nodes",
     "epochs",
     "seconds",
-    "images_per_second",
+    "throughput",
     "bytes_between_nodes",
     "bytes_between_nodes_dense",
     "replicas_identical",
@@ -44,6 +44,26 @@ def scheme_text(row: dict[str, Any]) -> str:
     """Return the route and, of a sparse scheme, the rule and density of an epoch's row."""
     sparse = "" if row["selection"] == "all" else f" {row['selection']} {row['density']:g}"
     return f"{row['route']}{sparse}"
+
+
+def of_today(found: dict[str, Any]) -> dict[str, Any]:
+    """Return an epoch's row, or a summary without its rows, with the names of today.
+
+    >>> of_today({"images_per_second": 5.0})
+    {'counted': 'images', 'throughput': 5.0}
+    """
+    names = {"images_per_second": "throughput"}
+    renamed = {names.get(name, name): value for name, value in found.items()}
+    return {"counted": "images"} | renamed
+
+
+def size_text(row: dict[str, Any]) -> str:
+    """Return a row's resolution and its unit.
+
+    >>> size_text({"resolution": 96, "counted": "images"})
+    '96 px'
+    """
+    return f"{row['resolution']} {'px' if row['counted'] == 'images' else 'pieces'}"
 
 
 def more_scores(row: dict[str, Any]) -> dict[str, float]:
@@ -121,26 +141,27 @@ def phase_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
     found = []
     for phase in sorted({row["phase"] for row in summary["rows"] if "phase" in row}):
         rows = [row for row in summary["rows"] if row.get("phase") == phase]
-        images = busy = processes = 0.0
+        samples = busy = processes = 0.0
         for row in rows:  # A process that resumed the run may have had other ranks and batches
             # Rows of older runs do not say how many steps are in `first_step`: one, or none
             first_steps = row.get("first_steps", row["seconds"]["first_step"] > 0)
-            images += (row["steps"] - first_steps) * row["global_batch"]
+            samples += (row["steps"] - first_steps) * row["global_batch"]
             seconds = sum(row["seconds"][kind] for kind in STEADY)
             busy += seconds
             processes += seconds * row.get("ranks", summary["ranks"])
-        rate = images / busy if busy else 0.0
+        rate = samples / busy if busy else 0.0
         alone = dict(enumerate(summary.get("alone", ()), 1)).get(phase)
         found.append(
             {
                 "phase": phase,
                 "epochs": len(rows),
-                "resolution": rows[0]["resolution"],
+                "size": size_text(rows[0]),
                 "global_batch": rows[0]["global_batch"],
                 "scheme": scheme_text(rows[-1]),
-                "images_per_second": rate,
+                "counted": rows[0]["counted"],
+                "throughput": rate,
                 "alone": alone,
-                "efficiency": images / (alone * (processes or 1.0)) if alone else None,
+                "efficiency": samples / (alone * (processes or 1.0)) if alone else None,
             }
         )
     return found
@@ -199,7 +220,8 @@ def read(folder: Path) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise ReportError(f"{path} is not JSON: {error}.") from error
+    summary = of_today(summary)
     missing = [key for key in REQUIRED if key not in summary]
     if missing:
         raise ReportError(f"{path} lacks {', '.join(missing)}. Train again to write it anew.")
-    return summary
+    return summary | {"rows": list(map(of_today, summary["rows"]))}

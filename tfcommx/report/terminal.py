@@ -19,6 +19,7 @@ from tfcommx.report.summary import (
     read,
     scheme_text,
     seconds_by_part,
+    size_text,
     target_text,
     time_text,
 )
@@ -64,7 +65,7 @@ def show_comparison(runs: Mapping[str, dict[str, Any]]) -> None:
         ("test accuracy", lambda run: f"{run['test_accuracy']:.4f}"),
         ("epochs", lambda run: f"{len(run['rows'])} of {run['epochs']}"),
         ("time", lambda run: time_text(run["seconds"])),
-        ("images/s in steps", lambda run: f"{run['images_per_second']:.0f}"),
+        ("in steps", lambda run: f"{run['throughput']:.0f} {run['counted']}/s"),
         ("sent between nodes, per rank", lambda run: bytes_text(run["bytes_between_nodes"])),
     ):
         table.add_row(heading, *map(text, runs.values()))
@@ -77,17 +78,18 @@ def show_comparison(runs: Mapping[str, dict[str, Any]]) -> None:
 
 def _epochs(summary: dict[str, Any]) -> Table:
     table = Table(title=f"{summary.get('name', 'run')}: epochs", title_justify="left")
-    for heading in ("epoch", "pixels", "exchange", "loss", "train", "test", "images/s", "seconds"):
+    rate = f"{summary['counted']}/s"
+    for heading in ("epoch", "size", "exchange", "loss", "train", "test", rate, "seconds"):
         table.add_column(heading, justify="left" if heading == "exchange" else "right")
     for row in summary["rows"]:
         table.add_row(
             str(row["epoch"]),
-            str(row["resolution"]),
+            size_text(row),
             scheme_text(row),
             f"{row['loss']:.3f}",
             f"{row['train_accuracy']:.4f}",
             f"{row['test_accuracy']:.4f}",
-            f"{row['images_per_second']:.0f}",
+            f"{row['throughput']:.0f}",
             f"{sum(row['seconds'].values()):.1f}",
         )
     return table
@@ -95,15 +97,16 @@ def _epochs(summary: dict[str, Any]) -> Table:
 
 def _phases(summary: dict[str, Any]) -> Table:
     table = Table(title="phases, without the first step of each", title_justify="left")
-    for heading in ("epochs", "pixels", "batch", "exchange", "images/s", "one process", "scaling"):
+    rate = f"{summary['counted']}/s"
+    for heading in ("epochs", "size", "batch", "exchange", rate, "one process", "scaling"):
         table.add_column(heading, justify="left" if heading == "exchange" else "right")
     for row in phase_rows(summary):
         table.add_row(
             str(row["epochs"]),
-            str(row["resolution"]),
+            row["size"],
             str(row["global_batch"]),
             row["scheme"],
-            f"{row['images_per_second']:.0f}",
+            f"{row['throughput']:.0f}",
             f"{row['alone']:.0f}" if row["alone"] else "not measured",
             f"{100 * row['efficiency']:.0f} %" if row["alone"] else "",
         )
@@ -117,7 +120,7 @@ def _totals(summary: dict[str, Any]) -> Table:
         if dense > sent > 0
         else ""
     )
-    rate = f"{summary['images_per_second']:.0f} images/s in training steps"
+    rate = f"{summary['throughput']:.0f} {summary['counted']}/s in training steps"
     replicas = (
         "identical at the end of every epoch"
         if summary["replicas_identical"]

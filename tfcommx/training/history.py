@@ -79,7 +79,8 @@ class EpochHistory(keras.callbacks.Callback):
             "steps": steps,
             # Of them, those whose time is in seconds.first_step
             "first_steps": self.timing.first_steps,
-            "images_per_second": steps * self.run.global_batch(phase) / self.timing.busy(),
+            "counted": self.run.objective.counted,
+            "throughput": steps * self.run.global_batch(phase) / self.timing.busy(),
             "replicas_identical": bool(self.compare.identical),
             "seconds": {kind: round(value, 3) for kind, value in seconds.items()},
             "clock_seconds": round(self.clock(), 3),
@@ -107,7 +108,8 @@ class ShowProgress(keras.callbacks.Callback):
             "steps": counter.steps,
             "loss": float(logs.get("loss", "nan")),
             "accuracy": float(logs.get("accuracy", "nan")),
-            "images_per_second": samples / busy,
+            "counted": history.run.objective.counted,
+            "throughput": samples / busy,
             "data": history.timing.seconds["data"] / busy,
             "gradients": history.timing.seconds["gradients"] / busy,
         }

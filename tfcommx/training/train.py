@@ -59,12 +59,12 @@ def train(recipe: Recipe, output_folder: Path, options: Options | None = None) -
 
     Returns:
         The summary, as in `summary.json`: of the whole run, with what it did before it was resumed.
-        `seconds` is wall-clock time, except for the report's files; `images_per_second` counts
-        training images of all ranks over the time in steps, tracing and waiting for data included,
-        evaluation not; bytes are per rank, the whole run; `rows` has the epochs. Times are rank
-        0's. `target` says when the recipe's target was reached, `stopped` after which step and why
-        the run was stopped, if it is not through. Without an epoch that has ended there is no
-        report, and `rows` is empty.
+        `seconds` is wall-clock time, except for the report's files; `throughput` is the
+        `counted` of all ranks (images or word pieces) over the time in steps, tracing and waiting
+        for data included, evaluation not; bytes are per rank, the whole run; `rows` has the
+        epochs. Times are rank 0's. `target` says when the recipe's target was reached, `stopped`
+        after which step and why the run was stopped, if it is not through. Without an epoch that
+        has ended there is no report, and `rows` is empty.
 
     **Ranks:** all, with the same recipe. **Raises:** PlanError and DataError before the first step.
     """
@@ -253,7 +253,7 @@ def make_callbacks(
     compare, notes = callbacks.CompareReplicas(), saved.notes if saved else {}
     schemes = enumerate(pairwise(recipe.scheme_of_epoch()), 1)
     changes = {at: new for at, (old, new) in schemes if new != old and at > first.epoch}
-    rows = list(notes.get("rows", ()))
+    rows = list(map(report.of_today, notes.get("rows", ())))
     history = EpochHistory(run, counter, timing, compare, rows, totals.seconds)
     if saved and saved.step:
         under_way = notes.get("under_way", {})
@@ -326,7 +326,7 @@ def build_metrics(model: keras.Model, batches: tf.data.Dataset) -> None:
 def summarise(run: Run, model: keras.Model, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the summary of a run from the rows of its epochs, without its traffic and its time."""
     busy = sum(row["seconds"].get(kind, 0) for row in rows for kind in BUSY)
-    images = sum(row["steps"] * row["global_batch"] for row in rows)
+    samples = sum(row["steps"] * row["global_batch"] for row in rows)
     last = rows[-1] if rows else {"test_accuracy": None}
     scores = {name: value for name, value in last.items() if name.startswith("test_")}
     return {
@@ -336,7 +336,8 @@ def summarise(run: Run, model: keras.Model, rows: list[dict[str, Any]]) -> dict[
         "nodes": run.comm.topology.nodes,
         "epochs": run.recipe.epochs,
         "parameters": model.count_params(),
-        "images_per_second": round(images / busy, 1) if busy else 0.0,
+        "counted": run.objective.counted,
+        "throughput": round(samples / busy, 1) if busy else 0.0,
         "replicas_identical": all(row["replicas_identical"] for row in rows),
         "rows": rows,
     }

@@ -40,6 +40,11 @@ class Classification:
     label_smoothing: float = 0.0
 
     @property
+    def counted(self) -> str:
+        """What a batch's size counts."""
+        return "images"
+
+    @property
     def scores(self) -> Sequence[str]:
         """Names of the scores."""
         return ["test_accuracy", "test_top5"][: 2 if self.outputs > 5 else 1]

@@ -67,6 +67,11 @@ class Translation:
         return self.data.inputs
 
     @property
+    def counted(self) -> str:
+        """What a batch's size counts."""
+        return "word pieces"
+
+    @property
     def scores(self) -> Sequence[str]:
         """Names of the scores."""
         return ["test_accuracy", "test_bleu"][: 2 if self.bleu_sentences else 1]
