@@ -100,7 +100,7 @@ def run(chosen: argparse.Namespace, rate: str, found: Path) -> tuple[list[dict[s
 
 
 def error(one: dict[str, Any]) -> float:
-    """Return by how much the prediction is off, over the measured time; 0 of what is given."""
+    """Return by how much the prediction is off, over the measured time; 0 of `none`."""
     return one["predicted_seconds"] / one["step_seconds"] - 1
 
 

@@ -47,7 +47,7 @@ def launch(worker: list[str], chosen: argparse.Namespace) -> int:
     name = chosen.cluster or f"b{os.getpid()}"
     cluster = [str(ROOT / "scripts" / "cluster"), "--name", name]
     size = ["--nodes", str(chosen.nodes), "--slots", str(chosen.slots), "--rate", chosen.rate]
-    # By default the process would end at once, and leave the cluster and its ranks
+    # By default the process would end at once, and leave the cluster that it has made, with ranks
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         if not chosen.cluster:
@@ -59,6 +59,7 @@ def launch(worker: list[str], chosen: argparse.Namespace) -> int:
         return error.returncode  # scripts/cluster has said why
     finally:
         if not chosen.cluster:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # A half would be left
             subprocess.run([*cluster, "down"], stdout=subprocess.DEVNULL)
         signal.signal(signal.SIGTERM, before)
 

@@ -182,6 +182,9 @@ def test_what_is_counted_has_its_name(summary, tmp_path):
     assert "word pieces/s" in text and "images" not in text and "14 pieces" in text
     (tmp_path / "summary.json").write_text(json.dumps(of_before(summary)))
     assert report.read(tmp_path) == summary
+    (tmp_path / "summary.json").write_text("[]")
+    with pytest.raises(ReportError, match="no summary of a run"):
+        report.read(tmp_path)
 
 
 def of_before(found: dict) -> dict:

@@ -59,7 +59,8 @@ def test_one_slow_step_decides_nothing_and_two_do() -> None:
         while turns.chosen is None:
             counted = turns.steps // 2 - 1
             seconds = [1.0, 0.9]
-            seconds[slow] += 5.0 * (0 <= counted < count)
+            # Not in the first rounds, after which a plan may be hopeless
+            seconds[slow] += 5.0 * (3 <= counted < 3 + count)
             turns.record([seconds[plan] for plan in turns.order])
         return turns.chosen
 

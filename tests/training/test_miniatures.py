@@ -47,6 +47,7 @@ SHORT = {
         "model.inner=32",
         "phases.0.epochs=2",
         "phases.0.resolution=12",
+        "phases.0.warm_up=[0.25]",
         "phases.1.epochs=1",
         "phases.1.resolution=12",
         "task.bleu_sentences=8",

@@ -295,8 +295,8 @@ def _selection_times(
 ) -> Callable[[int], float]:
     """Time a sparse bucket's work on vectors from the smallest variable's length to the largest's.
 
-    It is all that a rank does besides messages: copy into the flat vector, select, write for the
-    wire (in the plain format), merge. Other ranks' entries are not there to be merged.
+    It is what a rank does besides messages: copy into the flat vector, select, write for the wire
+    (in the plain format, which rounds nothing), merge (its own entries: others' are not there).
     """
     chosen = selection.rule(rule)
     lengths = [int(np.prod(one.shape)) for one in variables]

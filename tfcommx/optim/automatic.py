@@ -44,6 +44,8 @@ from tfcommx.terms import Links, Plan, PlanError, Scheme
 log = logging.getLogger("tfcommx")
 
 PLAIN_HOROVOD = "plain Horovod"
+# Raised when a trial decides by another rule or between other plans: kept choices are void then
+TRIAL = 2
 # Of the quick measurement before the first step: bytes that each rank sends, bytes that come
 # through a port before a time counts, turns that count
 SIZES, STEADY, REPEATS = (1024, 262144), 2**20, 1
@@ -197,6 +199,7 @@ def _cluster(comm: Comm) -> dict[str, Any]:
         "engine": engine,
         "versions": {
             "tfcommx": tfcommx.__version__,
+            "trial": TRIAL,
             "tensorflow": tf.__version__,
             "horovod": importlib.metadata.version("horovod"),
         },

@@ -67,13 +67,15 @@ def DistributedOptimizer(
     step: nothing is traced again, and the steps count as training. Predictions go by the links,
     which rank 0 has kept from a run before or which are measured before the first step, and by
     `profile`; without one by the exchange alone, and by as much computing as that. Plain Horovod
-    stays unless another plan's median step is at least 3 % faster, and faster in every round but
-    one. Where BroadcastState knows the steps that follow, the trial takes at most 2 % of them; if
-    none fits, a clear prediction counts, or plain Horovod; in fewer than 50 steps nothing is
-    measured. Rank 0 keeps the choice on its disk (`TFCOMMX_CACHE`, or ~/.cache/tfcommx) by model,
-    batch, cluster, versions and what is asked; the next run begins with it. With one rank, less
-    than 256 KiB of gradients, nodes whose prediction promises nothing, or a strategy other than
-    "synchronous", it is plain Horovod, and nothing is tried.
+    stays unless another plan's mean step, without the slowest one, is at least 4 % faster, and by
+    more than the standard error. With a selection, entries travel as "block16/float16" unless the
+    scheme names another `wire`; what rounding loses stays in the residual. Where BroadcastState
+    knows the steps that follow, the trial takes at most 2 % of them; if none fits, a clear
+    prediction counts, or plain Horovod; in fewer than 50 steps nothing is measured. Rank 0 keeps
+    the choice on its disk (`TFCOMMX_CACHE`, or ~/.cache/tfcommx) by model, batch, cluster, versions
+    and what is asked; the next run begins with it. With one rank, less than 256 KiB of gradients,
+    nodes whose prediction promises nothing, or a strategy other than "synchronous", it is plain
+    Horovod, and nothing is tried.
 
     Args:
         optimizer: any Keras optimizer; its state, if it has some, is copied.

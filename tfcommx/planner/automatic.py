@@ -40,7 +40,8 @@ WORTH = 0.97
 CLEAR = 0.8
 # Plans tried beside plain Horovod's
 TRIED = 2
-# The shortest format of selected entries; what rounding loses stays in the residual
+# The shortest format of selected entries: theirs, unless a scheme names another one than the
+# default. What rounding loses stays in the residual
 SHORTER_WIRE = "block16/float16"
 # Seconds of computing that vanish beside any exchange
 NO_TIME = 1e-9
@@ -233,24 +234,21 @@ def _ranking(
 ) -> _Ranking:
     """Predict all schemes for the variables whose scheme is chosen."""
     auto = _require_auto(schemes)
-    wires = [auto.wire]
-    if auto.selection != "all" and auto.wire == PLAIN:
-        wires.append(SHORTER_WIRE)
+    shorter = auto.selection != "all" and auto.wire == PLAIN
     mine = sub_profile(list(reversed(_of_auto(schemes, asked.gradients))), profile)
-    found: dict[Scheme, Candidate] = {}
-    for wire in wires:
-        tried = candidates(
-            mine,
-            asked.topology,
-            asked.links or NOMINAL,
-            dataclasses.replace(auto, route=Scheme().route, wire=wire),
-            messages,
-            conditions,
-            thorough=asked.profile is not None,
-        )
-        found |= {candidate.scheme: candidate for candidate in tried}
-    ranked = sorted(found.values(), key=lambda one: one.timeline.step_s)
-    return _Ranking(profile, ranked, found[_plain_scheme(auto)].timeline.step_s)
+    ranked = candidates(
+        mine,
+        asked.topology,
+        asked.links or NOMINAL,
+        dataclasses.replace(
+            auto, route=Scheme().route, wire=SHORTER_WIRE if shorter else auto.wire
+        ),
+        messages,
+        conditions,
+        thorough=asked.profile is not None,
+    )
+    plain = next(one for one in ranked if one.scheme == _plain_scheme(auto))
+    return _Ranking(profile, ranked, plain.timeline.step_s)
 
 
 def _in_order(rankings: Sequence[_Ranking]) -> Iterator[tuple[Profile, Candidate]]:

@@ -127,7 +127,7 @@ class Objective(Protocol):
 
     @property
     def counted(self) -> str:
-        """What a batch's size and the throughput count: "images" or "word pieces"."""
+        """What a batch's size and the throughput count: "images", "word pieces", ..."""
 
     @property
     def scores(self) -> Sequence[str]:

@@ -9,7 +9,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tfcommx.report.summary import ReportError, bytes_text, size_text, time_text, write_json
+from tfcommx.report.summary import (
+    ReportError,
+    bytes_text,
+    of_today,
+    size_text,
+    time_text,
+    write_json,
+)
 
 FILE = "dry_run.json"
 
@@ -27,7 +34,8 @@ def read_alone(folder: Path) -> list[float]:
     path = Path(folder) / FILE
     try:
         found = json.loads(path.read_text())
-        ranks, rates = found["ranks"], [phase["throughput"] for phase in found["phases"]]
+        ranks, phases = found["ranks"], map(of_today, found["phases"])
+        rates = [phase["throughput"] for phase in phases]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ReportError(
             f"A dry run of one process is required. {path}: {error}. Make it: tfcommx train CONFIG "

@@ -31,7 +31,7 @@ def _learning_curve(summary: dict[str, Any], axes: Axes) -> None:
     """Plot the accuracies over the epochs, with a line where resolution or scheme change."""
     rows = summary["rows"]
     epochs = [row["epoch"] for row in rows]
-    axes.plot(epochs, [row["train_accuracy"] for row in rows], "o--", label="train (varied images)")
+    axes.plot(epochs, [row["train_accuracy"] for row in rows], "o--", label="train (varied)")
     axes.plot(epochs, [row["test_accuracy"] for row in rows], "o-", label="test")
     texts = [f"{size_text(row)}, {scheme_text(row)}" for row in rows]
     for before, text, epoch in zip([None, *texts[:-1]], texts, epochs, strict=True):

@@ -58,12 +58,13 @@ def of_today(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def size_text(row: dict[str, Any]) -> str:
-    """Return a row's resolution and its unit.
+    """Return a row's resolution and its unit, if that is known.
 
     >>> size_text({"resolution": 96, "counted": "images"})
     '96 px'
     """
-    return f"{row['resolution']} {'px' if row['counted'] == 'images' else 'pieces'}"
+    units = {"images": " px", "word pieces": " pieces"}
+    return f"{row['resolution']}{units.get(row['counted'], '')}"
 
 
 def more_scores(row: dict[str, Any]) -> dict[str, float]:
@@ -220,6 +221,8 @@ def read(folder: Path) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise ReportError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(summary, dict):
+        raise ReportError(f"{path} is no summary of a run. Train again to write it anew.")
     summary = of_today(summary)
     missing = [key for key in REQUIRED if key not in summary]
     if missing:

@@ -21,7 +21,7 @@ from tfcommx.terms import PlanError
 STEPS = 18
 # Rounds without which a trial says nothing: the first does not count
 LEAST_ROUNDS = 4
-# A plan takes no more turns if its fastest step takes this many times the mean of the best plan,
+# A plan takes no more turns if its fastest step takes this many times the median of the best plan,
 # after so many rounds that count
 HOPELESS, ROUNDS_BEFORE = 1.5, 2
 # Plain Horovod stays unless the mean of another is at most this share of its own, and smaller by
@@ -94,7 +94,7 @@ class Turns:
         return taken[:-1] or taken
 
     def _drop_hopeless(self) -> None:
-        best = min(map(self._mean, self.remaining))
+        best = min(statistics.median(self._seconds[plan]) for plan in self.remaining)
         self.remaining = [
             plan for plan in self.remaining if min(self._seconds[plan]) <= HOPELESS * best
         ]
@@ -108,7 +108,11 @@ class Turns:
         return best if other <= CLEARLY * plain and plain - other > error else 0
 
     def _standard_error(self, plan: int) -> float:
-        """Of the mean; the trial's LEAST_ROUNDS leave two steps at least."""
+        """Of the mean; LEAST_ROUNDS leave two steps at least.
+
+        It counts what differs from round to round, too: a trial on a machine whose speed changes
+        says little, and plain Horovod stays.
+        """
         kept = self._kept(plan)
         return statistics.stdev(kept) / math.sqrt(len(kept))
 

@@ -105,7 +105,7 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
 
     **Ranks:** all, with the same recipe.
     **Raises:** DataError for samples that are missing, PlanError if there are too few for a step,
-    or if the target is no score of the task.
+    if the target is no score of the task, or if the task does not say what a batch counts.
     """
     if recipe.threads:
         # Must be set before TensorFlow runs anything
@@ -126,9 +126,19 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
                 f"{batches[number]} * {comm.topology.size}. Lower its batch, or batch_per_rank."
             )
     objective = recipe.task.build(data)
+    check_counted(objective)
     if recipe.target:
         check_target(recipe.target, objective)
     return Run(recipe, folder, comm, data, objective, steps)
+
+
+def check_counted(objective: Objective) -> None:
+    """Check that a user's own task says what a batch's size counts. **Raises:** PlanError."""
+    if not isinstance(getattr(objective, "counted", None), str):
+        raise cx.PlanError(
+            "A task's objective needs `counted`: what a batch's size counts, such as 'images'. "
+            f"{type(objective).__name__} has none."
+        )
 
 
 def check_target(target: Target, objective: Objective) -> None:

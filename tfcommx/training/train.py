@@ -42,7 +42,7 @@ class Options:
     terminal: str | None = None
     # Write TensorBoard events while the run goes
     tensorboard: bool = False
-    # Images per second of one process in each phase, from its dry run; empty: not known
+    # Throughput of one process in each phase, from its dry run; empty: not known
     alone: tuple[float, ...] = ()
 
 
@@ -253,7 +253,8 @@ def make_callbacks(
     compare, notes = callbacks.CompareReplicas(), saved.notes if saved else {}
     schemes = enumerate(pairwise(recipe.scheme_of_epoch()), 1)
     changes = {at: new for at, (old, new) in schemes if new != old and at > first.epoch}
-    rows = list(map(report.of_today, notes.get("rows", ())))
+    counted = {"counted": run.objective.counted}
+    rows = [report.of_today(row) | counted for row in notes.get("rows", ())]
     history = EpochHistory(run, counter, timing, compare, rows, totals.seconds)
     if saved and saved.step:
         under_way = notes.get("under_way", {})

@@ -1,0 +1,18 @@
+"""What a run asks of a task before its first step."""
+
+from __future__ import annotations
+
+import pytest
+
+from tfcommx.recipes.tasks.classify import Classification
+from tfcommx.terms import PlanError
+from tfcommx.training.run import check_counted
+
+
+def test_a_task_says_what_a_batch_counts() -> None:
+    class Silent:
+        """A user's task that does not."""
+
+    check_counted(Classification(1, 5))
+    with pytest.raises(PlanError, match=r"`counted`.*Silent has none"):
+        check_counted(Silent())
