@@ -13,6 +13,7 @@ import pytest
 
 from tfcommx.optim import automatic, checkpoint, exchanger
 from tfcommx.recipes.recipe import Recipe
+from tfcommx.recipes.tasks.classify import Classification
 from tfcommx.terms import Topology
 from tfcommx.training import learning_rate, position, saving
 from tfcommx.training.position import Position
@@ -125,7 +126,8 @@ def test_what_was_measured_is_scaled_and_never_lost(tmp_path: Path) -> None:
     """Step 1 of 10, with batches five times as large, is step 0 of 2: its time still counts."""
     asked = recipe(tmp_path / "none.npz", batch=20)
     comm = SimpleNamespace(rank=0, topology=Topology(1, 1))
-    here = Run(asked, tmp_path, comm, None, None, (2,))  # type: ignore[arg-type]
+    task = Classification(1, 3)
+    here = Run(asked, tmp_path, comm, None, task, (2,))  # type: ignore[arg-type]
     for step, expected in ((1, (0, 0)), (7, (1, 0)), (10, (2, 0))):
         under_way = {"seconds": {"compute": 3.0}, "steps": step, "first_steps": 1}
         saved = checkpoint.Head(
