@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import math
 import re
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import pytest
 from launching import ROOT
 
 from tfcommx.cli.launch import LaunchError, Output, Stop
+from tfcommx.recipes.recipe import read
 
 TRACE = """\
 Traceback (most recent call last):
@@ -77,6 +80,12 @@ def test_an_error_of_all_ranks_is_shown_once_also_if_they_write_together(capsys)
     assert shown(text + HOROVODRUN.format(rank=2, status=1), capsys)[1] == f"rank 2: {TRACE}"
 
 
+def test_an_error_that_the_user_can_fix_is_shown_once_also_with_a_rank_s_number(capsys):
+    text = written_by(0, "tfcommx: no data\n") + written_by(1, "tfcommx: rank 1: no data\n")
+    text += written_by(2, "tfcommx: rank 2: no room\n") + HOROVODRUN.format(rank=0, status=2)
+    assert shown(text, capsys)[1] == "tfcommx: no data\ntfcommx: rank 2: no room\n"
+
+
 def test_a_rank_that_was_killed_is_named(capsys):
     text = written_by(1, "Killed\n") + HOROVODRUN.format(rank=1, status=137)
     text += written_by(0, MISSING.format(0, "its process has ended"))
@@ -100,21 +109,26 @@ def test_an_error_of_horovodrun_itself_is_shown_as_it_is(capsys):
     assert "via ssh" in errors and "horovodrun ended with status 1" in failure
 
 
+# A step an epoch, and two in the last phase, whose batch is half of the others'
 SHORT = {
-    "batch_per_rank": "1000",
-    "model.filters": "[4, 8]",
+    "data.limit": "128",
+    "data.test_limit": "1000",
     "phases.0.epochs": "1",
-    "phases.0.resolution": "8",
     "phases.1.epochs": "1",
-    "phases.1.resolution": "8",
     "phases.2.epochs": "1",
-    "phases.2.resolution": "10",
+    "learning_rate.warm_up_epochs": "1",
 }
 
 
 def train(folder, ranks: int, **settings: str) -> subprocess.CompletedProcess:
-    """Train the demo's recipe, cut short, as `make demo` does on more ranks."""
-    command = [sys.executable, "-m", "tfcommx.cli.main", "train", "configs/fashion_mnist.yaml"]
+    """Train DAWNBench's recipe in miniature, cut short, as a user does; two ranks are a node."""
+    command = [
+        sys.executable,
+        "-m",
+        "tfcommx.cli.main",
+        "train",
+        "configs/dawnbench_miniature.yaml",
+    ]
     command += ["--processes", str(ranks), "--output", str(folder)]
     for key, value in {**SHORT, **settings}.items():
         command += ["--set", f"{key}={value}"]
@@ -128,18 +142,18 @@ def train(folder, ranks: int, **settings: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_the_demo_prints_what_a_user_wants_and_nothing_else(tmp_path):
-    ended = train(tmp_path, 2)
+def test_the_miniature_goes_through_all_phases_and_prints_what_a_user_wants(tmp_path):
+    ended = train(tmp_path, 4)
     assert ended.returncode == 0 and ended.stderr == "", ended.stderr
     # On a crowded machine an epoch takes more than a minute: then there are lines within it
     found = (line.rstrip() for line in ended.stdout.splitlines())
     lines = [line for line in found if not line.startswith("step ")]
-    epochs, rest = lines[:3], lines[3:]
+    epochs, rest = lines[:4], lines[4:]
     for number, line in enumerate(epochs, 1):
         assert re.fullmatch(
-            rf"epoch  {number}/3 .* loss \d.* test 0\.\d+ .* images/s .* \d+ s remaining", line
+            rf"epoch  {number}/4 .* loss \d.* test 0\.\d+ .* images/s .* \d+ s remaining", line
         ), line
-    assert rest[0] == "fashion_mnist: epochs" and rest.count("where rank 0's time went") == 1
+    assert rest[0] == "dawnbench_miniature: epochs" and rest.count("where rank 0's time went") == 1
     # Otherwise tables: their frames, and rows between them
     titles = (rest[0], "phases, without the first step of each", "where rank 0's time went")
     tables = [line for line in rest[:-2] if line not in titles]
@@ -148,6 +162,16 @@ def test_the_demo_prints_what_a_user_wants_and_nothing_else(tmp_path):
         f"pictures: {tmp_path}/learning_curve.png, {tmp_path}/time_breakdown.png",
         f"all files: {tmp_path}",
     ]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["ranks"], summary["nodes"], summary["replicas_identical"]) == (4, 2, True)
+    assert 0 < summary["bytes_between_nodes"] < summary["bytes_between_nodes_dense"]
+    rows = summary["rows"]
+    assert [row["route"] for row in rows] == ["hitopk", "torus", "torus", "torus"]
+    phases = read(ROOT / "configs" / "dawnbench_miniature.yaml").phases
+    assert [row["resolution"] for row in rows] == [phase.resolution for phase in phases]
+    sizes = [(row["steps"], row["global_batch"]) for row in rows]
+    assert sizes == [(1, 128), (1, 128), (1, 128), (2, 64)]
+    assert all(math.isfinite(row["loss"]) for row in rows)
 
 
 def test_an_error_that_all_ranks_find_is_one_line(tmp_path):

@@ -22,3 +22,19 @@ def test_a_rank_without_test_samples_counts_for_nothing() -> None:
     assert found["test_accuracy"] == 7 / 8 and 7 / 8 <= found["test_top5"] <= 1
     nothing = score(batches.take(0), lambda mine: [mine, mine])
     assert nothing == {"test_accuracy": 0.0, "test_top5": 0.0}
+
+
+def test_a_smaller_last_batch_is_not_traced_again() -> None:
+    """Tracing a large network takes seconds; four phases of two shapes make TensorFlow complain."""
+    traced: list[tuple[int | None, ...]] = []
+
+    def model(pictures: tf.Tensor, training: bool) -> tf.Tensor:
+        traced.append(tuple(pictures.shape))
+        return tf.reshape(pictures, [-1, 16])
+
+    score = Classification(1, 16).scorer(model)
+    for size in (4, 2):
+        pictures = tf.data.Dataset.from_tensors((tf.ones([size, 16 // size]), 0)).repeat(5)
+        found = score(pictures.batch(3), lambda mine: [mine])
+        assert found["test_accuracy"] == 1
+    assert traced == [(None, 4, 4), (None, 2, 8)]

@@ -75,9 +75,11 @@ class Output:
 
     def show(self, rank: str, text: str) -> None:
         """Show what a rank has written, if no other rank has written the same."""
+        # Rank 0 leaves its number out of our own messages
+        same = text.replace(f"tfcommx: rank {rank}: ", "tfcommx: ", 1)
         if missing := MISSING.match(text):
             self.missing.append(missing[1])
-        elif text.strip() and text not in ENDED and self.writers.setdefault(text, rank) == rank:
+        elif text.strip() and text not in ENDED and self.writers.setdefault(same, rank) == rank:
             by = "" if text.startswith("tfcommx: ") else f"rank {rank}: "
             print(f"{by}{text}", end="", file=sys.stderr, flush=True)
 

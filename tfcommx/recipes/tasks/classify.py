@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -76,17 +77,22 @@ class Classification:
         import numpy as np
         import tensorflow as tf
 
-        @tf.function
         def count(pictures: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
             logits = tf.cast(model(pictures, training=False), tf.float32)
             right = [tf.math.in_top_k(labels, logits, k) for k in (1, 5)[: len(self.scores)]]
             return tf.stack([*map(tf.math.count_nonzero, right), tf.size(labels, tf.int64)])
 
+        @functools.cache
+        def traced(*like: tf.TensorSpec) -> tf.types.experimental.PolymorphicFunction:
+            return tf.function(count, input_signature=like)
+
         def score(batches: tf.data.Dataset, gather: Gather) -> dict[str, float]:
             # A rank may have no samples: fewer than ranks, or a data set of the user
             mine = np.zeros(len(self.scores) + 1, np.int64)
             for batch in batches:
-                mine += count(*batch).numpy()
+                # One tracing for whole batches and the last one, which may be smaller
+                like = (tf.TensorSpec([None, *part.shape[1:]], part.dtype) for part in batch)
+                mine += traced(*like)(*batch).numpy()
             *right, seen = np.sum(gather(mine), axis=0)
             parts = zip(self.scores, right, strict=True)
             return {name: float(part / max(1, seen)) for name, part in parts}
