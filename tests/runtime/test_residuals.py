@@ -112,3 +112,48 @@ def test_a_state_continues_under_an_equal_plan() -> None:
             break
 
     ThreadComm.run(Topology(2, 1), work)
+
+
+def test_residuals_shrink_while_the_rate_rises_and_never_grow() -> None:
+    """And a state that goes on knows the highest rate; one without a rate shrinks nothing."""
+    plan = plan_for(Scheme("allgather", "exact", 0.2, dense_below=0), Topology(1, 1))
+
+    def work(comm: Comm) -> None:
+        executor = PlanExecutor(plan, comm)
+        (bucket,) = (one for one in plan.buckets if one.k is not None)
+        start = np.arange(1, 1 + bucket.padded, dtype=np.float32)
+        executor.continue_from(0, {bucket.name: start}, {})
+        follow = tf.function(executor.follow_rate)
+
+        def kept(rate: float) -> np.ndarray:
+            follow(tf.constant(rate))
+            return executor.state().residuals[bucket.name]
+
+        # The first rate is the measure; then 0.3 is in the octave of 0.25
+        rates, factors = (0.25, 0.3, 0.5, 0.9, 0.1, 0.6, 4.0), (1, 1, 2, 2, 2, 2, 16)
+        for rate, factor in zip(rates, factors, strict=True):
+            np.testing.assert_array_equal(kept(rate), start / factor)
+        state = executor.state()
+        again = PlanExecutor(plan, comm)
+        assert again.restore(state)
+        again.follow_rate(tf.constant(8.0))
+        np.testing.assert_array_equal(again.state().residuals[bucket.name], start / 32)
+
+    ThreadComm.run(Topology(1, 1), work)
+
+
+def test_gradients_of_a_rate_of_zero_are_never_applied() -> None:
+    plan = plan_for(Scheme("allgather", "exact", 0.2, dense_below=0), Topology(1, 1))
+
+    def work(comm: Comm) -> None:
+        executor = PlanExecutor(plan, comm)
+        executor.follow_rate(tf.constant(0.0))
+        executor.exchange({"a": tf.ones((3, 2)), "b": tf.ones(5)})
+        assert executor.state().residuals_by_variable()["a"].max() == 1
+        executor.follow_rate(tf.constant(0.1))
+        assert executor.state().residuals_by_variable()["a"].max() < 1e-30
+        executor.exchange({"a": tf.ones((3, 2)), "b": tf.ones(5)})
+        executor.follow_rate(tf.constant(0.0))
+        assert executor.state().residuals_by_variable()["a"].max() == 1
+
+    ThreadComm.run(Topology(1, 1), work)

@@ -145,6 +145,7 @@ class Exchanger:
         with tf.control_dependencies(list(gradients[-1:])):  # No data: no step
             weights, equal = self.weights_of(variables), run.weights_are_equal()
             self.guard.check(weights, learning_rate, steps, equal)
+            run.executor.follow_rate(learning_rate)
         gradients = [
             tf.ensure_shape(gradient, variable.shape)
             for gradient, variable in zip(gradients, variables, strict=True)

@@ -4,6 +4,7 @@ executor        gradients in, exchanged gradients out; one runner per bucket
 bucket_runner   one bucket's step: flatten, route, momentum, residual, average, unflatten
 selector        which entries of a bucket travel on a sparse route
 residuals       what a rank keeps of a plan's buckets, how it is saved and redistributed
+rates           learning rates that rise, which residuals follow
 flat, clipping  gradients to flat vectors and back; the joint norm of a rank's gradients
 agreement       all ranks carry out the same plan
 trial, turns    several plans take turns, and the fastest stays; who is next, and which one it is

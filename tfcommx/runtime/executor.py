@@ -113,6 +113,13 @@ class PlanExecutor:
                 self._waits.end(place, done[-1], number)
             return done
 
+    def follow_rate(self, rate: tf.Tensor) -> None:
+        """Take note of the step's learning rate, a float scalar, before `exchange`.
+
+        While it rises residuals shrink as much, so that they stand for updates (`rates`).
+        """
+        self._store.follow_rate(rate)
+
     def dense_bytes_between_nodes(self) -> float:
         """Return the bytes plain Horovod would have sent between nodes for this process's steps.
 
@@ -140,6 +147,7 @@ class PlanExecutor:
         """Continue from a state if it is one of an equal plan; tell whether it is."""
         if state.plan == self.plan:
             self.continue_from(state.steps, state.residuals, state.velocities)
+            self._store.highest_rate.exponent = state.rate_exponent
         return state.plan == self.plan
 
     def continue_from(

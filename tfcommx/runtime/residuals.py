@@ -20,6 +20,7 @@ import tensorflow as tf
 from tfcommx import routes
 from tfcommx.comm.base import Comm
 from tfcommx.kernels.device import residual_device
+from tfcommx.runtime import rates
 from tfcommx.terms import Bucket, Piece, Plan, Topology
 
 # Variable path -> float32 [its size]: what this rank has not sent yet
@@ -38,6 +39,8 @@ class PlanState(NamedTuple):
     residuals: dict[str, np.ndarray]
     # Likewise, of buckets with momentum
     velocities: dict[str, np.ndarray]
+    # Of the highest learning rate so far: the floor of its log2
+    rate_exponent: int = rates.UNKNOWN
 
     @property
     def variables(self) -> set[str]:
@@ -190,6 +193,12 @@ class ResidualStore:
         self.states = {
             bucket.name: BucketState(bucket, plan.topology, comm.rank) for bucket in plan.buckets
         }
+        self.highest_rate = rates.HighestRate()
+
+    def follow_rate(self, rate: tf.Tensor) -> None:
+        """Shrink the residuals as the learning rate grows, a float scalar: that of this step."""
+        if residuals := self._residuals():
+            self.highest_rate.follow(rate, list(residuals.values()))
 
     def export_state(self, steps: int) -> PlanState:
         """Return a copy of everything, for a checkpoint; `steps` were taken so far."""
@@ -197,7 +206,8 @@ class ResidualStore:
             {name: variable.numpy() for name, variable in kept.items()}
             for kept in (self._residuals(), self._velocities())
         )
-        return PlanState(self._plan, steps, self._comm.rank, residuals, velocities)
+        rate = self.highest_rate.exponent
+        return PlanState(self._plan, steps, self._comm.rank, residuals, velocities, rate)
 
     def assign(
         self, residuals: Mapping[str, np.ndarray], velocities: Mapping[str, np.ndarray]

@@ -208,6 +208,11 @@ class TrialExecutor:
             whole = np.zeros(self._sizes[path], np.float32) + kept
             variable.assign(whole + residuals.get(path, np.float32(0)))
 
+    def follow_rate(self, rate: tf.Tensor) -> None:
+        """Take note of the step's learning rate, for all plans: one that waits keeps a residual."""
+        for executor in self._that_keep():
+            executor.follow_rate(rate)
+
     def state(self) -> PlanState:
         """Return a copy of what this rank keeps of the plan that stays, or of plain Horovod's."""
         return (self.chosen or self.executors[0]).state()

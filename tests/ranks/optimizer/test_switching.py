@@ -12,11 +12,13 @@ from rank_helpers import (
     SPARSE,
     compiled,
     fit,
+    weights,
 )
 
 import tfcommx as cx
 from tfcommx import callbacks
 from tfcommx.comm.base import Comm
+from tfcommx.runtime.residuals import sum_residuals
 
 
 @pytest.mark.every_launch
@@ -81,3 +83,26 @@ def test_warm_up(comm: Comm) -> None:
 
     fit(net, comm, epochs=2, extra=(callbacks.WarmUp(0.4, steps=4, start=0.0), Watch()))
     np.testing.assert_allclose(rates, [0, 0.1, 0.2, 0.3, 0.4, 0.4, 0.4, 0.4], rtol=1e-6)
+
+
+def test_what_waits_counts_less_as_the_rate_rises(comm: Comm) -> None:
+    """Then its sum over the ranks is what is sent, and what stays."""
+    net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.125), SPARSE))
+    fit(net, comm, epochs=1)
+
+    def waiting() -> dict[str, np.ndarray]:
+        return sum_residuals(comm.gather_objects(net.optimizer.exchanger.all_residuals()))
+
+    for rate, factor in ((1.0, 8), (0.5, 1), (1.5, 1)):
+        net.optimizer.learning_rate = rate
+        before, start = waiting(), weights(net)
+        net.optimizer.apply([tf.zeros(one.shape) for one in net.trainable_variables])
+        after = waiting()
+        assert before
+        for variable, was in zip(net.trainable_variables, start, strict=True):
+            if variable.path in before:
+                sent = (was - variable.numpy()).ravel() / rate * comm.topology.size
+                stays = after.get(variable.path, 0)
+                np.testing.assert_allclose(
+                    sent + stays, before[variable.path] / factor, rtol=1e-4, atol=1e-5
+                )

@@ -23,6 +23,7 @@ from tfcommx.optim.keras_internals import (
 )
 from tfcommx.optim.wrapped import accumulated, exchanger_in, wrapped_optimizers
 from tfcommx.routes import read_plan
+from tfcommx.runtime.rates import UNKNOWN
 from tfcommx.runtime.residuals import PlanState, Residuals
 
 
@@ -123,6 +124,7 @@ def _index_of(record: OptimizerRecord, arrays: dict[str, np.ndarray]) -> dict[st
                 "steps": state.steps,
                 "residuals": put(state.residuals),
                 "velocities": put(state.velocities),
+                "rate_exponent": state.rate_exponent,
             }
             for state in record.plan_states
         ],
@@ -153,6 +155,7 @@ def _record_in(
                 rank,
                 get(state["residuals"]),
                 get(state["velocities"]),
+                state.get("rate_exponent", UNKNOWN),  # Older writers had none
             )
             for state in entry["plan_states"]
         ],

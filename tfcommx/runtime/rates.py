@@ -1,0 +1,74 @@
+"""Learning rates that rise: what was computed at a lower rate counts less later.
+
+An entry waits in the residual for some 1 / density steps, and is applied at the rate of the step
+that sends it. While the rate rises from next to nothing, as in a warm-up, the large gradients of
+the first steps would so weigh as if the rate had never been low. Error feedback is derived for
+updates, rate times gradient: the residual has to shrink as the rate grows.
+
+It shrinks in powers of two, which are exact, and only when the rate reaches a new height. While the
+rate falls nothing grows: gradients of before wait for few steps, and the rate may become zero.
+
+**Source:** Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
+Schemes" (2019), algorithm 2, which adds up rate times gradient.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+# More than any rate has
+UNKNOWN = 128
+
+
+def exponent_of(rate: tf.Tensor) -> tf.Tensor:
+    """Return the floor of log2 of a rate >= 0, int32 from -127 (which stands for 0 too) on.
+
+    >>> [int(exponent_of(tf.constant(rate))) for rate in (0.0, 0.25, 0.3, 0.5, 3.0)]
+    [-127, -2, -2, -1, 1]
+    """
+    return tf.bitwise.right_shift(tf.bitcast(tf.cast(rate, tf.float32), tf.int32), 23) - 127
+
+
+def power_of_two(exponent: tf.Tensor) -> tf.Tensor:
+    """Return 2 to the power of an int32 exponent <= 127, float32, exactly; below -126 it is 0.
+
+    >>> [float(power_of_two(tf.constant(exponent))) for exponent in (0, -3, -130)]
+    [1.0, 0.125, 0.0]
+    """
+    return tf.bitcast(tf.bitwise.left_shift(tf.maximum(exponent + 127, 0), 23), tf.float32)
+
+
+class HighestRate:
+    """The highest rate so far, to the power of two, and what has to shrink when it rises."""
+
+    def __init__(self) -> None:
+        with tf.device("/cpu:0"):
+            self._exponent = tf.Variable(UNKNOWN, trainable=False, name="tfcommx/highest_rate")
+
+    @property
+    def exponent(self) -> int:
+        """The floor of its log2, or UNKNOWN before the first step. Outside of traced code."""
+        return int(self._exponent.numpy())
+
+    @exponent.setter
+    def exponent(self, value: int) -> None:
+        self._exponent.assign(value)
+
+    def follow(self, rate: tf.Tensor, residuals: list[tf.Variable]) -> None:
+        """Take note of a step's rate; shrink the residuals if it is higher than all before.
+
+        **Cost:** nothing, but in the steps in which the rate passes a power of two for the first
+        time: there one pass over the residuals.
+        """
+
+        def shrink() -> tf.Tensor:
+            factor = power_of_two(highest - exponent)
+            for residual in residuals:
+                with tf.device(residual.device):
+                    residual.assign(residual * factor)
+            return exponent
+
+        with tf.device("/cpu:0"):
+            exponent, highest = exponent_of(rate), self._exponent.read_value()
+            kept = tf.where(highest == UNKNOWN, exponent, highest)
+            self._exponent.assign(tf.cond(exponent > highest, shrink, lambda: kept))
