@@ -6,7 +6,7 @@ the first steps would so weigh as if the rate had never been low. Error feedback
 updates, rate times gradient: the residual has to shrink as the rate grows.
 
 It shrinks in powers of two, which are exact, and only when the rate reaches a new height. While the
-rate falls nothing grows: gradients of before wait for few steps, and the rate may become zero.
+rate falls nothing grows: that changes little, and at a rate of zero it would be without limit.
 
 **Source:** Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
 Schemes" (2019), algorithm 2, which adds up rate times gradient.
