@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import tfcommx as cx
 from tfcommx import report, routes
+from tfcommx.data.read_ahead import untuned
 from tfcommx.optim import callbacks
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.run_ahead import RunAhead
@@ -83,7 +84,7 @@ def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int
     spec = run.samples_of(Piece(number, range(1))).element_spec
     mine = run.global_batch(number) // run.comm.topology.size
     batch = made_up(spec, run.objective.outputs, mine, phase.resolution)
-    data = run.objective.targets(tf.data.Dataset.from_tensors(batch)).cache().repeat()
+    data = untuned(run.objective.targets(tf.data.Dataset.from_tensors(batch)).cache().repeat())
     begin, exchanger, first = [callbacks.BroadcastState()] * (number == 0), exchanger_of(model), 0.0
     accumulated = steps_of_update(model.optimizer)
     exchanger.ahead = run_ahead(run, number, accumulated)

@@ -33,13 +33,12 @@ from tfcommx.data.cache.options import options_of
 from tfcommx.data.cache.reshuffle import Transport, reshuffle
 from tfcommx.data.cache.slab import Slab
 from tfcommx.data.cache.slab_files import reclaim
+from tfcommx.data.read_ahead import in_flight, untuned
 from tfcommx.data.sources.base import Source, key_of
+from tfcommx.data.sources.decode import stored_size
 from tfcommx.data.sources.find import find_source
 from tfcommx.terms import PlanError, Topology
 
-# Bytes by which tf.data may lengthen its queue: two batches of 38 MB. Longer queues cost fresh
-# memory.
-READ_AHEAD = 64 << 20
 # Bytes of the source's name among the facts of a slab, whose page is 4096.
 NAME_BYTES = 2000
 # Version of what is kept in memory: raised if decoding or the layout changes.
@@ -159,11 +158,11 @@ class DataCache:
     def dataset(self, spec: BatchSpec, first_epoch: int = 0, epochs: int = 1, step: int = 0) -> Any:
         """Return the batches of some epochs, one epoch after the other, as a `tf.data.Dataset`.
 
-        Loading runs ahead in the background; tf.data measures how far it must, up to 64 MB
-        (`autotune.ram_budget`, which applies to all stages that are added; your own options replace
-        it). The order is a pure function of the seed, the epoch, the ranks and this rank: datasets
-        of the same arguments give the same batches, and so does one that is iterated again, which a
-        warning announces if the spec shuffles.
+        Loading runs ahead in the background, by up to 64 MB or three batches. tf.data tunes nothing
+        (`autotune.enabled` is False), which `tfcommx.data.read_ahead` explains; your own options
+        can change that. The order is a pure function of the seed, the epoch, the ranks and this
+        rank: datasets of the same arguments give the same batches, and so does one that is iterated
+        again, which a warning announces if the spec shuffles.
 
         Args:
             spec: how the samples are served.
@@ -187,16 +186,21 @@ class DataCache:
             return *self._loader.load(samples, epoch, spec), epoch
 
         indices = self._indices(spec, first_epoch, epochs, step, meter)
-        batches = indices.map(load, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-        batches = batches.prefetch(tf.data.AUTOTUNE)
-        options = tf.data.Options()
-        # Fresh pages cost more than the pixels in them: a queue that grows without bound never
-        # gets to use its memory again.
-        options.autotune.ram_budget = READ_AHEAD
+        at_once, ready = in_flight(self._batch_bytes(spec), self._threads())
+        batches = indices.map(load, num_parallel_calls=at_once, deterministic=True).prefetch(ready)
         # Without it, Keras says at the first end of a validation that training is interrupted, and
         # BroadcastState cannot compare steps.
         known = tf.data.experimental.assert_cardinality(epochs * self.steps(spec) - step)
-        return meter.timed(batches).apply(known).with_options(options)
+        return untuned(meter.timed(batches).apply(known))
+
+    def _batch_bytes(self, spec: BatchSpec) -> int:
+        """Return the bytes of a batch of pictures; 0 if their size is known only when read."""
+        import tensorflow as tf
+
+        height, width = (spec.resolution or 0,) * 2
+        if spec.resolution is None and self.source.shape is not None:
+            height, width = stored_size(*self.source.shape, self.options.store)
+        return spec.batch * height * width * self.source.channels * tf.as_dtype(spec.dtype).size
 
     def _check_dataset(self, spec: BatchSpec, first_epoch: int, epochs: int, step: int) -> None:
         """Refuse what `dataset` cannot serve, and warn of what is enlarged."""
