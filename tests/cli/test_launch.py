@@ -138,14 +138,16 @@ def train(folder, ranks: int, **settings: str) -> subprocess.CompletedProcess:
         cwd=ROOT,
         text=True,
         capture_output=True,
-        timeout=300,
+        timeout=900,
     )
 
 
 def test_the_miniature_goes_through_all_phases_and_prints_what_a_user_wants(tmp_path):
     ended = train(tmp_path, 4)
-    assert ended.returncode == 0 and ended.stderr == "", ended.stderr
-    # On a crowded machine an epoch takes more than a minute: then there are lines within it
+    # On a crowded machine a rank may wait for more than a minute, and says so
+    errors = [line for line in ended.stderr.splitlines() if "Log of rank" not in line]
+    assert ended.returncode == 0 and not errors, ended.stderr
+    # And an epoch takes more than a minute: then there are lines within it
     found = (line.rstrip() for line in ended.stdout.splitlines())
     lines = [line for line in found if not line.startswith("step ")]
     epochs, rest = lines[:4], lines[4:]

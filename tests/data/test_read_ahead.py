@@ -19,6 +19,7 @@ def pictures(tmp_path):
     cache.close()
 
 
+@pytest.mark.serial
 def test_iterators_of_some_seconds_go_at_once(pictures):
     """With tf.data's tuning, a third of them takes as long to go as it was there."""
     iterators = [iter(pictures) for _ in range(30)]
@@ -32,7 +33,7 @@ def test_iterators_of_some_seconds_go_at_once(pictures):
         start = time.monotonic()
         iterators.pop()
         longest = max(longest, time.monotonic() - start)
-    assert longest < 0.5
+    assert longest < 1.5
 
 
 def test_stages_and_options_that_others_add_turn_no_tuning_on(pictures):

@@ -142,6 +142,22 @@ def test_residuals_shrink_while_the_rate_rises_and_never_grow() -> None:
     ThreadComm.run(Topology(1, 1), work)
 
 
+def test_rates_that_are_no_numbers_or_negative_change_nothing_that_they_should_not() -> None:
+    plan = plan_for(Scheme("allgather", "exact", 0.2, dense_below=0), Topology(1, 1))
+
+    def work(comm: Comm) -> None:
+        executor = PlanExecutor(plan, comm)
+        executor.follow_rate(tf.constant(-0.25))
+        executor.exchange({"a": tf.ones((3, 2)), "b": tf.ones(5)})
+        for rate in (np.nan, np.inf, -0.3, -0.0, 0.25):
+            executor.follow_rate(tf.constant(rate, tf.float32))
+            assert executor.state().residuals_by_variable()["a"].max() == 1, rate
+        executor.follow_rate(tf.constant(0.5))
+        assert executor.state().residuals_by_variable()["a"].max() == 0.5
+
+    ThreadComm.run(Topology(1, 1), work)
+
+
 def test_gradients_of_a_rate_of_zero_are_never_applied() -> None:
     plan = plan_for(Scheme("allgather", "exact", 0.2, dense_below=0), Topology(1, 1))
 

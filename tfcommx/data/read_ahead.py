@@ -4,6 +4,10 @@ tf.data tunes in a thread of each iterator, which sleeps between two looks, up t
 end. Who lets the iterator go, as `fit` and `evaluate` do when they end, waits for that thread; and
 TensorFlow 2.21 wakes it before it sets the flag that tells it to end, so that it may look too early
 and sleep on. All other ranks wait in their next exchange: 10 to 50 s at a change of phase.
+
+Without it tf.data adds nothing by itself: a stage runs in the thread that trains, unless it has
+`num_parallel_calls` or a `prefetch` behind it. Both need a number: AUTOTUNE's queue has no limit
+then.
 """
 
 from __future__ import annotations
@@ -31,12 +35,12 @@ def in_flight(batch_bytes: int, threads: int) -> tuple[int, int]:
     """Return how many batches are made at once, and how many wait ready.
 
     Args:
-        batch_bytes: of one batch, >= 0.
+        batch_bytes: of one batch; 0 if nobody knows, which is taken for large.
         threads: that this process may use, >= 1.
 
-    >>> in_flight(1 << 20, 4), in_flight(16 << 20, 4), in_flight(38 << 20, 4)
-    ((4, 4), (3, 1), (2, 1))
+    >>> in_flight(1 << 20, 4), in_flight(16 << 20, 4), in_flight(38 << 20, 4), in_flight(0, 4)
+    ((4, 4), (3, 1), (2, 1), (2, 1))
     """
-    room = max(3, READ_AHEAD // max(1, batch_bytes))
+    room = max(3, READ_AHEAD // (batch_bytes or READ_AHEAD))
     at_once = min(threads, room - 1)
     return at_once, min(max(2, threads), room - at_once)

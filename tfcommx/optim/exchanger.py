@@ -24,11 +24,12 @@ from tfcommx.planner.automatic import Asked, auto_of, with_auto_plain
 from tfcommx.planner.check import check_scheme, require_coverage
 from tfcommx.planner.plan import Gradient
 from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.runtime.rates import UNKNOWN, highest
 from tfcommx.runtime.replica_guard import ReplicaGuard
-from tfcommx.runtime.residuals import PlanState, Residuals, sum_residuals
+from tfcommx.runtime.residuals import PlanState, Residuals, sum_residuals, without
 from tfcommx.runtime.trial import TrialExecutor
 from tfcommx.strategies import StrategyRun, agree_on_strategy, in_lock_step
-from tfcommx.terms import Piece, Plan, PlanError, Scheme
+from tfcommx.terms import Plan, PlanError, Scheme
 
 log = logging.getLogger("tfcommx")
 
@@ -61,6 +62,8 @@ class Exchanger:
         self.waiting_residuals: Residuals = {}
         # Likewise; kept while plans have no momentum
         self.waiting_velocities: Residuals = {}
+        # Likewise: the exponent of the highest learning rate
+        self.rate_exponent = UNKNOWN
         # Plans of a checkpoint, until the model asks for an equal one
         self.restored: list[PlanState] = []
         # How `copy` and `pickle` make the wrapped optimizer again; the wrap sets it
@@ -142,10 +145,10 @@ class Exchanger:
         variables, self.exchange_ran = self._variables, True
         names = self.names.of(variables)
         run = self.run_for(variables)
+        run.follow_rate(learning_rate)  # Waits for no gradient, as residuals do not
         with tf.control_dependencies(list(gradients[-1:])):  # No data: no step
             weights, equal = self.weights_of(variables), run.weights_are_equal()
             self.guard.check(weights, learning_rate, steps, equal)
-            run.executor.follow_rate(learning_rate)
         gradients = [
             tf.ensure_shape(gradient, variable.shape)
             for gradient, variable in zip(gradients, variables, strict=True)
@@ -229,26 +232,25 @@ class Exchanger:
         self.schemes, self._given_plan = by_pattern(schemes), None
 
     def continue_from(
-        self, residuals: Residuals, velocities: Residuals, restored: list[PlanState]
+        self, residuals: Residuals, velocities: Residuals, restored: list[PlanState], rate: int
     ) -> None:
-        """Keep what a checkpoint holds in place of what is kept here.
-
-        What was sent so far still counts as traffic.
-        """
+        """Keep what a checkpoint holds in place of what is kept here; traffic goes on."""
         self._drop_runs()
+        self.rate_exponent = rate
         self.waiting_residuals, self.waiting_velocities = residuals, velocities
         self.restored = restored
 
     def _drop_runs(self) -> None:
         """Forget all plans: their steps still count, and other trials do not wait for theirs."""
         self._dense_bytes = self.traffic()["bytes_between_nodes_dense"]
+        self.rate_exponent = self.highest_rate()
         for run in self.runs.values():
             self.comm.trials.leave(run.executor)
         self.runs = {}
 
     def all_residuals(self) -> Residuals:
         """Return what this rank has not sent yet, over all plans."""
-        kept = [state.residuals_by_variable() for state in self.plan_states()]
+        kept = (state.residuals_by_variable() for state in self.plan_states())
         return sum_residuals([self.residuals_outside_plans(), *kept])
 
     def residuals_outside_plans(self) -> Residuals:
@@ -264,6 +266,11 @@ class Exchanger:
     def plan_states(self) -> list[PlanState]:
         """Return the state of every plan on this rank, also of restored ones."""
         return self._running() + self.restored
+
+    def highest_rate(self) -> int:
+        """Return the exponent of the highest learning rate so far, or UNKNOWN."""
+        kept = [*(run.executor for run in self.runs.values()), *self.restored, self]
+        return highest(one.rate_exponent for one in kept)
 
     def _running(self) -> list[PlanState]:
         return [state for run in self.runs.values() for state in run.executor.states()]
@@ -319,6 +326,7 @@ class Exchanger:
         found = [getattr(variable, "tfcommx_exchanger", None) for variable in variables]
         for predecessor in {id(one): one for one in found}.values():
             if predecessor not in (None, self):
+                self.rate_exponent = highest([self.rate_exponent, predecessor.highest_rate()])
                 handed = predecessor.hand_residuals_over(variables)
                 mine = dict(zip(map(id, variables), self.names.of(variables), strict=True))
                 self._keep_waiting({mine[key]: part for key, part in handed.items()}, {})
@@ -335,7 +343,7 @@ class Exchanger:
         parts += [
             {name: self.waiting_residuals[name] for name in names & self.waiting_residuals.keys()}
         ]
-        self.waiting_residuals = _without(self.waiting_residuals, set(names))
+        self.waiting_residuals = without(self.waiting_residuals, set(names))
         return {names[name]: part for name, part in sum_residuals(parts).items()}
 
     def _start(self, variables: Sequence[keras.Variable], names: tuple[str, ...]) -> StrategyRun:
@@ -343,19 +351,15 @@ class Exchanger:
         agree_on_strategy(self.settings.strategy, self.comm)
         executor = self._make_executor(variables)
         plan, covered = executor.plan, executor.plan.paths
+        rate = highest(self.comm.gather_objects(self.highest_rate()))
         for state in [state for state in self.restored if state.variables & covered]:
             self.restored.remove(state)
             if not executor.restore(state):  # The model or the scheme has changed since.
                 self._keep_waiting(state.residuals_by_variable(), state.velocities_by_variable())
+        executor.continue_rate(rate)
         executor.import_residuals(self.waiting_residuals, self.waiting_velocities)
-        moving = {
-            Piece.of(name).path
-            for bucket in plan.buckets
-            if bucket.momentum
-            for name in bucket.variables
-        }
-        self.waiting_residuals = _without(self.waiting_residuals, covered)
-        self.waiting_velocities = _without(self.waiting_velocities, moving)
+        self.waiting_residuals = without(self.waiting_residuals, covered)
+        self.waiting_velocities = without(self.waiting_velocities, plan.paths_with_momentum)
         run = self.settings.strategy.start(executor)
         if self.sharding is not None:
             self.sharding.attach(run, self.names.of(self.sharding.variables))
@@ -394,7 +398,3 @@ class Exchanger:
 def by_pattern(schemes: Scheme | Mapping[str, Scheme]) -> dict[str, Scheme]:
     """Return pattern of variable paths -> Scheme; a single Scheme is for all."""
     return dict(schemes) if isinstance(schemes, Mapping) else {"*": schemes}
-
-
-def _without(kept: Residuals, paths: set[str]) -> Residuals:
-    return {path: part for path, part in kept.items() if path not in paths}

@@ -21,6 +21,7 @@ from tfcommx.runtime.agreement import agree_on_plan
 from tfcommx.runtime.bucket_runner import BucketRunner
 from tfcommx.runtime.clipping import clip_buckets
 from tfcommx.runtime.flat import cut, join
+from tfcommx.runtime.rates import UNKNOWN
 from tfcommx.runtime.residuals import PlanState, Residuals, ResidualStore
 from tfcommx.terms import Bucket, Plan
 
@@ -119,6 +120,16 @@ class PlanExecutor:
         While it rises residuals shrink as much, so that they stand for updates (`rates`).
         """
         self._store.follow_rate(rate)
+
+    @property
+    def rate_exponent(self) -> int:
+        """Of the highest learning rate so far, as `rates` has it. Outside of traced code."""
+        return self._store.highest_rate.exponent
+
+    def continue_rate(self, exponent: int) -> None:
+        """Go on from the highest rate of other plans, unless this one has met a rate already."""
+        if self.rate_exponent == UNKNOWN:
+            self._store.highest_rate.exponent = exponent
 
     def dense_bytes_between_nodes(self) -> float:
         """Return the bytes plain Horovod would have sent between nodes for this process's steps.

@@ -14,6 +14,8 @@ Schemes" (2019), algorithm 2, which adds up rate times gradient.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import tensorflow as tf
 
 # More than any rate has
@@ -21,12 +23,15 @@ UNKNOWN = 128
 
 
 def exponent_of(rate: tf.Tensor) -> tf.Tensor:
-    """Return the floor of log2 of a rate >= 0, int32 from -127 (which stands for 0 too) on.
+    """Return the floor of log2 of a rate's magnitude, int32 in [-127, UNKNOWN].
+
+    -127 stands for 0 too, UNKNOWN for what is not finite.
 
     >>> [int(exponent_of(tf.constant(rate))) for rate in (0.0, 0.25, 0.3, 0.5, 3.0)]
     [-127, -2, -2, -1, 1]
     """
-    return tf.bitwise.right_shift(tf.bitcast(tf.cast(rate, tf.float32), tf.int32), 23) - 127
+    bits = tf.bitcast(tf.abs(tf.cast(rate, tf.float32)), tf.int32)
+    return tf.bitwise.right_shift(bits, 23) - 127
 
 
 def power_of_two(exponent: tf.Tensor) -> tf.Tensor:
@@ -36,6 +41,15 @@ def power_of_two(exponent: tf.Tensor) -> tf.Tensor:
     [1.0, 0.125, 0.0]
     """
     return tf.bitcast(tf.bitwise.left_shift(tf.maximum(exponent + 127, 0), 23), tf.float32)
+
+
+def highest(exponents: Iterable[int]) -> int:
+    """Return the largest exponent that is known, or UNKNOWN.
+
+    >>> highest([-3, UNKNOWN, -1]), highest([]) == UNKNOWN
+    (-1, True)
+    """
+    return max((one for one in exponents if one != UNKNOWN), default=UNKNOWN)
 
 
 class HighestRate:
@@ -62,13 +76,16 @@ class HighestRate:
         """
 
         def shrink() -> tf.Tensor:
-            factor = power_of_two(highest - exponent)
+            factor, before = power_of_two(so_far - exponent), []
             for residual in residuals:
-                with tf.device(residual.device):
-                    residual.assign(residual * factor)
-            return exponent
+                # One after the other: the products need memory for one of them
+                with tf.control_dependencies(before), tf.device(residual.device):
+                    before = [residual.assign(residual * factor, read_value=False)]
+            with tf.control_dependencies(before):
+                return tf.identity(exponent)
 
         with tf.device("/cpu:0"):
-            exponent, highest = exponent_of(rate), self._exponent.read_value()
-            kept = tf.where(highest == UNKNOWN, exponent, highest)
-            self._exponent.assign(tf.cond(exponent > highest, shrink, lambda: kept))
+            exponent, so_far = exponent_of(rate), self._exponent.read_value()
+            kept = tf.where(so_far == UNKNOWN, exponent, so_far)
+            rises = (exponent > so_far) & (exponent < UNKNOWN)
+            self._exponent.assign(tf.cond(rises, shrink, lambda: kept))

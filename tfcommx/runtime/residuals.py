@@ -113,6 +113,15 @@ def sum_residuals(parts: Sequence[Residuals], factor: float = 1.0) -> Residuals:
     return total
 
 
+def without(kept: Residuals, paths: set[str]) -> Residuals:
+    """Return what is kept of other variables.
+
+    >>> sorted(without({"w": np.ones(1), "b": np.ones(2)}, {"w"}))
+    ['b']
+    """
+    return {path: part for path, part in kept.items() if path not in paths}
+
+
 def send_with_residual(gradient: tf.Tensor, residual: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Return gradient plus residual, in the gradient's dtype, and what that dtype cannot carry.
 

@@ -21,6 +21,7 @@ import tensorflow as tf
 from tfcommx.comm.base import Comm
 from tfcommx.kernels.stamp import stamp
 from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.runtime.rates import highest
 from tfcommx.runtime.residuals import PlanState, Residuals, send_with_residual, sum_residuals
 from tfcommx.runtime.turns import STEPS, Turns
 from tfcommx.terms import Piece, Plan
@@ -212,6 +213,16 @@ class TrialExecutor:
         """Take note of the step's learning rate, for all plans: one that waits keeps a residual."""
         for executor in self._that_keep():
             executor.follow_rate(rate)
+
+    @property
+    def rate_exponent(self) -> int:
+        """Of the highest learning rate so far, over all plans."""
+        return highest(one.rate_exponent for one in self._that_keep())
+
+    def continue_rate(self, exponent: int) -> None:
+        """Go on from the highest rate of other plans."""
+        for executor in self.executors:
+            executor.continue_rate(exponent)
 
     def state(self) -> PlanState:
         """Return a copy of what this rank keeps of the plan that stays, or of plain Horovod's."""

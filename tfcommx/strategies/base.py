@@ -46,6 +46,10 @@ class StrategyRun:
         """
         return self.executor.exchange(gradients)
 
+    def follow_rate(self, rate: tf.Tensor) -> None:
+        """Take note of the step's learning rate: residuals of gradients shrink as it rises."""
+        self.executor.follow_rate(rate)
+
     def update(
         self,
         apply: Callable[[], None],

@@ -98,6 +98,9 @@ class WeightAveragingRun(StrategyRun):
         """Return this rank's own gradients."""
         return dict(gradients)
 
+    def follow_rate(self, rate: tf.Tensor) -> None:
+        """Do nothing: residuals hold updates, in which the rate is already."""
+
     def weights_are_equal(self) -> tf.Tensor | bool:
         """Tell whether the last step ended with an average."""
         return self._options.every == 1 or tf.equal(self._steps.value(), 0)

@@ -46,6 +46,12 @@ class Plan:
                 seen[path] = bucket.name
 
     @property
+    def paths_with_momentum(self) -> set[str]:
+        """The paths of the variables of which the plan keeps velocities."""
+        moving = (bucket for bucket in self.buckets if bucket.momentum)
+        return {Piece.of(name).path for bucket in moving for name in bucket.variables}
+
+    @property
     def paths(self) -> set[str]:
         """The paths of the plan's variables."""
         return {Piece.of(name).path for bucket in self.buckets for name in bucket.variables}

@@ -18,6 +18,7 @@ from tfcommx.comm.line import Line
 from tfcommx.optim import automatic
 from tfcommx.optim.run_ahead import RunAhead
 from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.runtime.rates import UNKNOWN
 from tfcommx.runtime.trial import TrialExecutor
 from tfcommx.runtime.turns import STEPS
 from tfcommx.terms import Link, Links
@@ -163,7 +164,7 @@ def test_a_trial_that_is_dropped_holds_up_no_other(comm: Comm) -> None:
     optimizer.build(net.trainable_variables)
     gradients, dropped = gradients_of(net, batch(comm.rank)), []
     changes = [lambda: optimizer.exchanger.switch(LOSSY)]
-    changes.append(lambda: optimizer.exchanger.continue_from({}, {}, []))
+    changes.append(lambda: optimizer.exchanger.continue_from({}, {}, [], UNKNOWN))
     for change in changes:
         optimizer.apply_gradients(zip(gradients, net.trainable_variables, strict=True))
         dropped.append(executor_of(optimizer))  # The garbage collector does not free it

@@ -106,3 +106,36 @@ def test_what_waits_counts_less_as_the_rate_rises(comm: Comm) -> None:
                 np.testing.assert_allclose(
                     sent + stays, before[variable.path] / factor, rtol=1e-4, atol=1e-5
                 )
+
+
+@pytest.mark.parametrize(("rates", "factor"), [((0.25, 1.0), 4), ((1.0, 0.25, 1.0), 1)])
+@pytest.mark.parametrize("change", ["scheme", "dense", "optimizer"])
+def test_the_highest_rate_outlives_plans(
+    comm: Comm, change: str, rates: tuple[float, ...], factor: int
+) -> None:
+    """Of the first plan come all rates but the last: in its step nothing but residuals is sent."""
+    net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(rates[0]), SPARSE))
+    variables = net.trainable_variables
+    optimizer = net.optimizer
+    optimizer.build(variables)
+    for rate in rates[:-1]:
+        optimizer.learning_rate = rate
+        own = [tf.random.stateless_normal(one.shape, [comm.rank, 7]) for one in variables]
+        optimizer.apply(own)
+    before = sum_residuals(comm.gather_objects(optimizer.exchanger.all_residuals()))
+    assert before
+    if change == "optimizer":
+        optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(rates[-1]), SPARSE)
+        optimizer.build(variables)
+    else:
+        denser = cx.Scheme("hitopk", "mstopk", 0.1, dense_below=8)
+        optimizer.exchanger.switch(denser if change == "scheme" else cx.Scheme("torus"))
+    optimizer.learning_rate = rates[-1]
+    start = weights(net)
+    optimizer.apply([tf.zeros(one.shape) for one in variables])
+    after = sum_residuals(comm.gather_objects(optimizer.exchanger.all_residuals()))
+    for variable, was in zip(variables, start, strict=True):
+        if variable.path in before:
+            sent = (was - variable.numpy()).ravel() / rates[-1] * comm.topology.size
+            whole = sent + after.get(variable.path, 0)
+            np.testing.assert_allclose(whole, before[variable.path] / factor, rtol=1e-4, atol=1e-5)

@@ -159,10 +159,12 @@ class DataCache:
         """Return the batches of some epochs, one epoch after the other, as a `tf.data.Dataset`.
 
         Loading runs ahead in the background, by up to 64 MB or three batches. tf.data tunes nothing
-        (`autotune.enabled` is False), which `tfcommx.data.read_ahead` explains; your own options
-        can change that. The order is a pure function of the seed, the epoch, the ranks and this
-        rank: datasets of the same arguments give the same batches, and so does one that is iterated
-        again, which a warning announces if the spec shuffles.
+        (`autotune.enabled` is False), which `tfcommx.data.read_ahead` explains: give stages that
+        you add numbers, `map(..., num_parallel_calls=4)` and `prefetch(2)`, not AUTOTUNE.
+
+        The order is a pure function of the seed, the epoch, the ranks and this rank: datasets of
+        the same arguments give the same batches, and so does one that is iterated again, which a
+        warning announces if the spec shuffles.
 
         Args:
             spec: how the samples are served.

@@ -50,6 +50,7 @@ from tfcommx.optim.wrapped import (
     trains_alone,
     wrapped_optimizers,
 )
+from tfcommx.runtime.rates import highest
 from tfcommx.runtime.residuals import sum_residuals
 from tfcommx.terms import PlanError, check_whole
 
@@ -389,6 +390,7 @@ def _continue_from(
         sum_residuals(residuals, factor),
         sum_residuals(velocities, factor),
         states if new == old else [],
+        highest(state.rate_exponent for state in apart),
     )
     sums = sum_residuals([record.accumulated for record in records], factor)
     for name, variable in accumulated(optimizer).items():

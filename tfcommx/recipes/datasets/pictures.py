@@ -101,7 +101,8 @@ class Pictures:
             seed = tf.stack([place.seed, number * place.topology.size + place.rank])
             return vary(pictures, seed, resolution), labels
 
-        return batches.enumerate(first).map(finish)
+        calls = self.place.threads or 2
+        return batches.enumerate(first).map(finish, num_parallel_calls=calls, deterministic=True)
 
     def test(self, batch: int, resolution: int) -> tf.data.Dataset:
         """Return this rank's own part of the test pictures, each once, with their labels."""

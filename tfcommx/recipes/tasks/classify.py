@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -82,17 +81,21 @@ class Classification:
             right = [tf.math.in_top_k(labels, logits, k) for k in (1, 5)[: len(self.scores)]]
             return tf.stack([*map(tf.math.count_nonzero, right), tf.size(labels, tf.int64)])
 
-        @functools.cache
-        def traced(*like: tf.TensorSpec) -> tf.types.experimental.PolymorphicFunction:
-            return tf.function(count, input_signature=like)
+        traced: dict[tuple[tf.TensorSpec, ...], tf.types.experimental.PolymorphicFunction] = {}
+
+        def counting(batch: Any) -> tf.types.experimental.PolymorphicFunction:
+            """Return `count`, traced once for whole batches and the last, which may be smaller."""
+            like = tf.nest.map_structure(
+                lambda part: tf.TensorSpec([None, *part.shape[1:]], part.dtype), batch
+            )
+            key = tuple(tf.nest.flatten(like))
+            return traced.setdefault(key, tf.function(count, input_signature=like))
 
         def score(batches: tf.data.Dataset, gather: Gather) -> dict[str, float]:
             # A rank may have no samples: fewer than ranks, or a data set of the user
             mine = np.zeros(len(self.scores) + 1, np.int64)
             for batch in batches:
-                # One tracing for whole batches and the last one, which may be smaller
-                like = (tf.TensorSpec([None, *part.shape[1:]], part.dtype) for part in batch)
-                mine += traced(*like)(*batch).numpy()
+                mine += counting(batch)(*batch).numpy()
             *right, seen = np.sum(gather(mine), axis=0)
             parts = zip(self.scores, right, strict=True)
             return {name: float(part / max(1, seen)) for name, part in parts}
