@@ -21,7 +21,7 @@ def pictures(tmp_path):
 
 @pytest.mark.serial
 def test_iterators_of_some_seconds_go_at_once(pictures):
-    """With tf.data's tuning, a third of them takes as long to go as it was there."""
+    """With tf.data's tuning, about two thirds of them take as long to go as they were there."""
     iterators = [iter(pictures) for _ in range(30)]
     end = time.monotonic() + 4
     while time.monotonic() < end:

@@ -89,7 +89,9 @@ class Classification:
                 lambda part: tf.TensorSpec([None, *part.shape[1:]], part.dtype), batch
             )
             key = tuple(tf.nest.flatten(like))
-            return traced.setdefault(key, tf.function(count, input_signature=like))
+            if key not in traced:
+                traced[key] = tf.function(count, input_signature=like)
+            return traced[key]
 
         def score(batches: tf.data.Dataset, gather: Gather) -> dict[str, float]:
             # A rank may have no samples: fewer than ranks, or a data set of the user
