@@ -3,14 +3,15 @@
 // scripts/check_cuda; needs neither TensorFlow nor Python.
 //
 // Checks, on fresh random inputs: selection against its definition, computed with sums and
-// magnitudes in float64, and against the CPU kernel; merge, wire, norms and the update of LARS
-// against the CPU kernels; every array lies between guards that must stay untouched. Then times
+// magnitudes in float64, and against the CPU kernel; merge, wire, dense, norms and the update of
+// LARS against the CPU kernels; every array lies between guards that must stay untouched. Then times
 // selection (check_cuda_timing.h) in turns with a copy of 8 bytes an entry (which moves 16) and with
 // the bare addition r += g. Prints one JSON object a line: {"name": "check", "cases", "failures"},
 // then those of scripts/bench_select.py.
 #include "check_cuda.h"
 #include "check_cuda_timing.h"
 
+#include "kernels/dense.h"
 #include "kernels/lars.h"
 #include "kernels/merge.h"
 #include "kernels/norms.h"
@@ -146,6 +147,34 @@ void check_wire(std::mt19937_64& random) {
          what + ": decode");
 }
 
+void check_dense(std::mt19937_64& random) {
+  const int64_t n = 1 + random() % 5000, parts = 1 + random() % 4;
+  const Float type = random() % 2 ? Float::float16 : Float::bfloat16;
+  const float power = static_cast<float>(1 << random() % 8);
+  const Rounding how{type, 1 / power, random() % 2 ? 1 : power};
+  const std::string what = "dense n " + std::to_string(n) + " " + kTypes[static_cast<int>(type)];
+  std::vector<float> gradient(n), kept(n), stays(n);
+  for (auto& one : gradient) one = float_of(static_cast<uint32_t>(random()));
+  for (auto& one : kept) one = std::ldexp(1.0f, static_cast<int>(random() % 40) - 30);
+  stays = kept;
+  std::vector<uint16_t> right(n), all;
+  dense_write_cpu(how, gradient.data(), stays.data(), right.data(), n, in_turn);
+  OnDevice<float> from(gradient, random() % 4), residual(kept, random() % 4);
+  OnDevice<uint16_t> written(n, random() % 4);
+  need(dense_write_cuda(how, from.data(), residual.data(), written.data(), n, stream),
+       "dense_write_cuda");
+  report(written.get() == right && written.untouched && same(residual.get(), stays) &&
+             residual.untouched,
+         what + ": write");
+  for (int64_t i = 0; i < parts * n; ++i) all.push_back(static_cast<uint16_t>(random()));
+  std::vector<float> sums(n);
+  dense_add_cpu(type, all.data(), parts, power, sums.data(), n, in_turn);
+  OnDevice<uint16_t> each(all, random() % 4);
+  OnDevice<float> total(n, random() % 4);
+  need(dense_add_cuda(type, each.data(), parts, power, total.data(), n, stream), "dense_add_cuda");
+  report(same(total.get(), sums) && total.untouched, what + ": add");
+}
+
 // Up to 2,000 vectors, so that they need several launches; any alignment and type.
 void check_norms(std::mt19937_64& random) {
   const int64_t count = random() % 8 ? 1 + random() % 9 : 1 + random() % 2000;
@@ -264,6 +293,7 @@ int main(int count, char** words) {
     check_selection(number, largest, random);
     check_merge(random);
     check_wire(random);
+    check_dense(random);
     check_norms(random);
     check_lars(random);
   }

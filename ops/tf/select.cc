@@ -6,9 +6,8 @@
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/resource_mgr.h"
-#include "tensorflow/core/framework/resource_var.h"
 #include "tensorflow/core/framework/shape_inference.h"
-#include "tf/common.h"
+#include "tf/state.h"
 
 namespace tfcommx {
 namespace {
@@ -82,25 +81,6 @@ indices: int32 [k], ascending, unique, in [0, n).
 values: float32 [k].
 momentum: in [0, 1).
 )");
-
-// The entries of a variable, which the caller has locked.
-template <bool kGpu>
-absl::Status open_state(tensorflow::OpKernelContext* context, const char* name,
-                        tensorflow::Var* variable, int64_t n, float** data) {
-  tensorflow::Tensor* state = variable->tensor();
-  if (!variable->is_initialized)
-    return tensorflow::errors::FailedPrecondition(
-        "`", name, "` must be initialised, to zeros at first. Received the uninitialised ",
-        variable->DebugString(), " (", context->op_kernel().name(), ").");
-  if (state->dtype() != tensorflow::DT_FLOAT || state->NumElements() != n)
-    return tensorflow::errors::InvalidArgument(
-        "`", name, "` must be a float32 variable of as many entries as `gradient`, ", n,
-        ". Received ", variable->DebugString(), " (", context->op_kernel().name(),
-        "). Make it anew for this bucket.");
-  TF_RETURN_IF_ERROR(make_own<kGpu>(context, state));
-  *data = static_cast<float*>(state->data());
-  return absl::OkStatus();
-}
 
 template <class T, int kStates, bool kGpu>
 class SelectOp : public tensorflow::OpKernel {

@@ -16,7 +16,7 @@ from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.terms import Plan, Scheme, Topology
+from tfcommx.terms import NARROW, Plan, Scheme, Topology
 
 ONE_LEVEL = [Topology(1, 1), Topology(2, 1), Topology(1, 2), Topology(3, 1)]
 
@@ -70,8 +70,16 @@ WIRED = [
 ]
 
 
-# On dense routes nothing keeps what rounding loses
+# Dense routes that write their entries narrower
 LOSSY = [scheme(route, wire=wire) for route in DENSE for wire in routes.get(route).wires[1:]]
+
+
+# Of these the ones in 16 bits, whose rounding errors are kept
+ROUNDED = [one for one in LOSSY if one.wire in NARROW]
+
+
+# Of these the ones that add in float32; the engine's allreduce of float16 rounds each sum
+ADDED_WIDE = [one for one in ROUNDED if one.route != "allreduce"]
 
 
 def name_of(value: Any) -> str:
@@ -105,6 +113,15 @@ def gradients(rank: int, step: int, dtype: str = "float32") -> dict[str, np.ndar
     numbers = np.random.default_rng([rank, step])
     return {
         path: (numbers.integers(-999, 1000, shape) / 64).astype(dtype)
+        for path, shape in SHAPES.items()
+    }
+
+
+def fine_gradients(rank: int, step: int) -> dict[str, np.ndarray]:
+    """Return integers over 4096 of up to 18 bits, more than float16 has; their sums are exact."""
+    numbers = np.random.default_rng([rank, step])
+    return {
+        path: (numbers.integers(-(2**18), 2**18, shape) / 4096).astype(np.float32)
         for path, shape in SHAPES.items()
     }
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import tensorflow as tf
 from laws_helpers import (
+    ADDED_WIDE,
+    ROUNDED,
     SCHEMES,
     SHAPES,
     WIRED,
+    fine_gradients,
+    gradients,
+    name_of,
     plan_for,
     play,
+    scheme,
     with_topologies,
 )
 
@@ -21,10 +29,13 @@ from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.terms import Scheme, Topology
 
 
-@with_topologies(SCHEMES + WIRED)
+@with_topologies(SCHEMES + WIRED + ADDED_WIDE)
 def test_law_2_conservation(scheme: Scheme, topology: Topology) -> None:
     """In each entry, sent plus residuals equals gradients plus earlier residuals, exactly."""
-    logs = play(plan_for(scheme, topology), steps=3)
+    rounds = scheme in ADDED_WIDE
+    logs = play(plan_for(scheme, topology), 3, fine_gradients if rounds else gradients)
+    if rounds and topology.size > 1:
+        assert all(log[0][2]["first/kernel"].any() for log in logs)
     before = {path: np.zeros(np.prod(shape), np.float32) for path, shape in SHAPES.items()}
     for step in range(3):
         for path in SHAPES:
@@ -33,6 +44,50 @@ def test_law_2_conservation(scheme: Scheme, topology: Topology) -> None:
             sent = logs[0][step][1][path].ravel()
             np.testing.assert_array_equal(sent + stays, came + before[path])
             before[path] = stays
+
+
+@pytest.mark.parametrize("topology", [Topology(2, 2), Topology(3, 1)], ids=name_of)
+def test_law_2_where_the_engine_adds_in_float16(topology: Topology) -> None:
+    """What a rank writes plus what it keeps is exact; the sum is that of the numbers written."""
+    logs = play(plan_for(scheme("allreduce", wire="float16"), topology), 3, fine_gradients)
+    for path in SHAPES:
+        before = [np.zeros(np.prod(SHAPES[path]))] * topology.size
+        for step in range(3):
+            total: Any = 0
+            for rank, log in enumerate(logs):
+                given, _, residuals = log[step]
+                wrote = given[path].ravel().astype(np.float64) + before[rank] - residuals[path]
+                before[rank] = residuals[path].astype(np.float64)
+                # Divided by 4: the power of two that is at least the number of ranks
+                half = (wrote / 4).astype(np.float16)
+                np.testing.assert_array_equal(half.astype(np.float64) * 4, wrote)
+                total = total + half
+            assert total.dtype == np.float16 and before[0].any()
+            np.testing.assert_array_equal(
+                logs[0][step][1][path].ravel(), total.astype(np.float32) * 4
+            )
+
+
+@pytest.mark.parametrize("value", [60000.0, 70000.0, 1e9, 1e30, 2.0**-26, 1e-30])
+@pytest.mark.parametrize("scheme", ROUNDED, ids=name_of)
+def test_what_16_bits_cannot_hold_stays_finite_and_is_kept(scheme: Scheme, value: float) -> None:
+    """Numbers beyond float16, whose sums are further beyond, and below its smallest."""
+
+    def source(rank: int, step: int) -> dict[str, np.ndarray]:
+        return {
+            path: np.full(shape, value if step == 0 else 0, np.float32)
+            for path, shape in SHAPES.items()
+        }
+
+    logs = play(plan_for(scheme, Topology(2, 2)), 3, source)
+    for path, shape in SHAPES.items():
+        sent = sum(logs[0][step][1][path].ravel().astype(np.float64) for step in range(3))
+        stays = sum(log[2][2][path].astype(np.float64) for log in logs)
+        assert np.isfinite(sent).all() and np.isfinite(stays).all()
+        whole = np.full(np.prod(shape), 4 * np.float64(np.float32(value)))
+        np.testing.assert_array_equal(sent + stays, whole)
+        if value == 60000 or (value == 70000 and scheme.route != "allreduce"):
+            assert not stays.any()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

@@ -16,7 +16,6 @@ from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.terms import PlanError, Scheme, Topology
-from tfcommx.wire import codec
 
 
 @every_topology
@@ -39,7 +38,7 @@ def test_law_4_count(scheme: Scheme, topology: Topology) -> None:
             )
             start = comm.traffic()
             flat = tf.random.normal([bucket.padded])
-            routes.get(bucket.route).run(flat, bucket, comm, codec, select)
+            routes.get(bucket.route).run(flat, bucket, comm, runner.codec, select)
             sent.append(np.subtract(comm.traffic(), start))
         return sent, [
             (bucket.k, sparse)

@@ -3,6 +3,7 @@
     select    k entries of a gradient by magnitude, with and without error feedback
     merge     (index, value) pairs added into zeros
     wire      selected entries as one buffer of words, and back
+    dense     a vector in 16 bits, with what rounding loses kept; and sums of several
     norms     squared norms of many tensors in one pass
     lars      the update of LARS for all variables in one pass
     augment   cut, resize, mirror and normalise images

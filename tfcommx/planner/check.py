@@ -6,7 +6,17 @@ from tfcommx import routes, selection
 from tfcommx.planner import merging
 from tfcommx.routes.base import Route
 from tfcommx.routes.torus import PEER_ROUTES
-from tfcommx.terms import AUTO, MPI_LAUNCH, PLAIN, Plan, PlanError, Scheme, Topology, check_name
+from tfcommx.terms import (
+    AUTO,
+    MPI_LAUNCH,
+    NARROW,
+    PLAIN,
+    Plan,
+    PlanError,
+    Scheme,
+    Topology,
+    check_name,
+)
 
 
 def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> None:
@@ -30,6 +40,7 @@ def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> N
     for name in (scheme.route, scheme.dense_route, scheme.peer_route):
         _check_cluster(routes.get(name), topology, messages)
     wire_of(scheme, route)
+    wire_of(scheme, routes.get(scheme.dense_route))
 
 
 def require_coverage(plan: Plan, names: set[str]) -> None:
@@ -43,20 +54,21 @@ def require_coverage(plan: Plan, names: set[str]) -> None:
 
 
 def wire_of(scheme: Scheme, route: Route) -> str:
-    """Return the format that a route writes: the scheme's own on its route, else the plain one.
+    """Return the format that one of the scheme's routes writes: the one it names, or the plain one.
 
-    **Raises:** PlanError for a format that the scheme's route cannot write.
+    **Raises:** PlanError for a format that the route cannot write.
     """
-    if scheme.wire == PLAIN or route.name != scheme.route:
+    name = "wire" if route.name == scheme.route else "dense_wire"
+    wire: str = getattr(scheme, name)
+    if wire == PLAIN:
         return route.wires[0]
-    if scheme.wire not in route.wires:
-        others = [name for name, other in routes.ROUTES.items() if scheme.wire in other.wires]
+    if wire not in route.wires:
+        others = [one.name for one in routes.ROUTES.values() if wire in one.wires]
         raise PlanError(
-            f"The route {route.name!r} writes {', '.join(route.wires)}. Received "
-            f"wire={scheme.wire!r}. Use one of these, or a route that writes it: "
-            f"{', '.join(others)}."
+            f"The route {route.name!r} writes {', '.join(route.wires)}. Received {name}={wire!r}. "
+            f"Use one of these, or a route that writes it: {', '.join(others)}."
         )
-    return scheme.wire
+    return wire
 
 
 def _check_auto(scheme: Scheme) -> None:
@@ -75,13 +87,19 @@ def _check_auto(scheme: Scheme) -> None:
             "them to the Keras optimizer, or name a route."
         )
     sparse = [route for route in routes.ROUTES.values() if route.sparse]
-    wires = {wire for route in sparse for wire in route.wires} if scheme.selection != "all" else ()
-    if scheme.wire != PLAIN and scheme.wire not in wires:
-        raise PlanError(
-            'Scheme("auto") writes selected entries in a format of sparse routes, and everything '
-            f"else as it is. Received selection={scheme.selection!r} with wire={scheme.wire!r}. "
-            f"Leave it out{'' if wires else ', or name a selection'}."
-        )
+    wires = {wire for route in sparse for wire in route.wires}
+    allowed: dict[str, tuple[str, ...]] = {"wire": NARROW, "dense_wire": ()}
+    if scheme.selection != "all":
+        allowed = {"wire": tuple(sorted(wires)), "dense_wire": NARROW}
+    for name, known in allowed.items():
+        if getattr(scheme, name) not in (PLAIN, *known):
+            raise PlanError(
+                'Scheme("auto") writes selected entries in a format of sparse routes (`wire`), and '
+                "what is not selected as it is or in 16 bits (`dense_wire`, or `wire` without a "
+                f"selection). Received selection={scheme.selection!r} with "
+                f"{name}={getattr(scheme, name)!r}. Leave it out, or take "
+                f"{', '.join(known) or 'a selection'}."
+            )
 
 
 def _check_kinds(scheme: Scheme, route: Route) -> None:
@@ -109,6 +127,13 @@ def _check_peers(scheme: Scheme) -> None:
         raise PlanError(
             f"`peer_route` is the torus's. Received peer_route={scheme.peer_route!r} with "
             f"route={scheme.route!r}."
+        )
+    narrow = scheme.wire in NARROW or scheme.dense_wire in NARROW
+    if scheme.peer_route != "allreduce" and narrow:
+        raise PlanError(
+            "In 16 bits the torus sums among peers by alltoall, in float32. Received "
+            f"peer_route={scheme.peer_route!r} with wire={scheme.wire!r} and "
+            f"dense_wire={scheme.dense_wire!r}. Leave one of them out."
         )
 
 

@@ -2,6 +2,7 @@
 
     asked for               tried
     selection "all"         every dense route of the cluster x mergings; nothing is lost
+    in 16 bits              these, and every dense route that writes them; what is rounded is kept
     "mstopk" at a density   these, and every sparse route x mergings, with what stays dense on the
                             dense route that is notably faster alone, or Horovod's
 
@@ -21,7 +22,17 @@ from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.routes.torus import PEER_ROUTES
 from tfcommx.simulator.conditions import Conditions
 from tfcommx.simulator.step import UNDISTURBED, simulate
-from tfcommx.terms import Links, Plan, PlanError, Profile, Scheme, Timeline, Topology
+from tfcommx.terms import (
+    NARROW,
+    PLAIN,
+    Links,
+    Plan,
+    PlanError,
+    Profile,
+    Scheme,
+    Timeline,
+    Topology,
+)
 
 # Tried for every route; `optimal` takes seconds for a large model, and follows for the best routes.
 QUICK_MERGINGS = ("threshold", "mg_wfbp", "single")
@@ -59,7 +70,7 @@ class Candidate(NamedTuple):
         """
         kept = 0
         for bucket in self.plan.buckets:
-            if bucket.k is not None:
+            if bucket.keeps_residual:
                 start, stop = routes.get(bucket.route).shard(bucket, self.plan.topology, 0)
                 kept += 4 * (stop - start) * (2 if bucket.momentum else 1)
         return kept
@@ -73,6 +84,8 @@ def name_of(scheme: Scheme) -> str:
     """
     peers = f" ({scheme.peer_route})" if scheme.peer_route != "allreduce" else ""
     dense = f" + {scheme.dense_route}" if routes.get(scheme.route).sparse else ""
+    if dense and scheme.dense_wire != PLAIN:
+        dense += f" {scheme.dense_wire}"
     return f"{scheme.route}{peers}{dense}, {scheme.merging}"
 
 
@@ -170,10 +183,15 @@ def _step_s(candidate: Candidate) -> float:
 
 
 def _dense(asked: Scheme, topology: Topology, messages: bool) -> list[Scheme]:
-    """Return the schemes that lose nothing, plain Horovod's first."""
+    """Return the schemes that select nothing, plain Horovod's first.
+
+    Also in 16 bits if that is asked for.
+    """
     plain = Scheme(bucket_bytes=asked.bucket_bytes, block_bytes=asked.block_bytes)
+    narrow = asked.wire if asked.selection == "all" else asked.dense_wire
     tried = [
-        dataclasses.replace(plain, route=name, peer_route=peers)
+        dataclasses.replace(plain, route=name, peer_route=peers, wire=wire)
+        for wire in (PLAIN, *([narrow] if narrow in NARROW else []))
         for name, route in routes.ROUTES.items()
         if not route.sparse
         for peers in (PEER_ROUTES if name == "torus" else ("allreduce",))
@@ -184,7 +202,13 @@ def _dense(asked: Scheme, topology: Topology, messages: bool) -> list[Scheme]:
 def _sparse(asked: Scheme, dense: Scheme, topology: Topology, messages: bool) -> list[Scheme]:
     """Return what is asked for on every sparse route; small variables travel as `dense` says."""
     tried = [
-        dataclasses.replace(asked, route=name, dense_route=dense.route, peer_route=dense.peer_route)
+        dataclasses.replace(
+            asked,
+            route=name,
+            dense_route=dense.route,
+            dense_wire=dense.wire,
+            peer_route=dense.peer_route,
+        )
         for name, route in routes.ROUTES.items()
         if route.sparse
     ]

@@ -25,7 +25,9 @@ from tfcommx.simulator.step import UNDISTURBED
 from tfcommx.terms import (
     AUTO,
     LARGEST,
+    NARROW,
     NOMINAL,
+    PLAIN,
     Bucket,
     Links,
     Piece,
@@ -289,7 +291,7 @@ def _bucket(gradients: list[Gradient], stream: _Stream, topology: Topology, link
         stream.dtype,
         route.name,
         padding=_padding(route, sum(sizes), topology),
-        wire=wire_of(scheme, route),
+        wire=_wire(stream, topology),
         options=route.options(scheme, links),
         momentum=float(scheme.momentum),
         clip_norm=scheme.clip_norm,
@@ -300,6 +302,13 @@ def _bucket(gradients: list[Gradient], stream: _Stream, topology: Topology, link
         k = max(1, round(scheme.density * (stop - start)))
         bucket = dataclasses.replace(bucket, selection=scheme.selection, k=k, seed=scheme.seed)
     return route.cheapest(bucket, topology, links)
+
+
+def _wire(stream: _Stream, topology: Topology) -> str:
+    """Return how a stream is written: in 16 bits only if it is of float32, and travels."""
+    wire = wire_of(stream.scheme, stream.route)
+    as_it_is = stream.dtype != "float32" or topology.size == 1
+    return PLAIN if wire in NARROW and as_it_is else wire
 
 
 def _padding(route: Route, size: int, topology: Topology) -> int:

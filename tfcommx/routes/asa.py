@@ -5,12 +5,14 @@
     rank 2  [c0 c1 c2]                [a2 b2 c2]  C = a2+b2+c2           [A B C]
 
 There is no arithmetic in the collectives. Entries travel in the bucket's wire dtype; sums are made
-in float32 (float64 vectors on the plain wire: in float64). A finite number that float16 cannot hold
-arrives as the largest that it can: loss scaling looks at gradients before the exchange, and would
-not see an Inf that is made in it.
+in float32 (float64 vectors on the plain wire: in float64). In 16 bits entries are rounded where
+they leave their rank, and sums where they leave their owner; both keep what rounding loses in
+their residuals. A finite number that float16 cannot hold arrives as the largest that it can, and
+the rest stays: loss scaling looks at gradients before the exchange, and would not see an Inf that
+is made in it.
 
 Source: Ma et al., "Theano-MPI: a Theano-based Distributed Training Framework" (2016), section 3.2;
-with the wire dtype float16 it is the paper's ASA16.
+with the wire dtype float16 it is the paper's ASA16, which loses what it rounds.
 """
 
 from __future__ import annotations
@@ -45,15 +47,12 @@ class Asa(RouteBase):
         ranks, dtype = comm.topology.size, formats.dense_dtype(bucket)
         if ranks == 1:
             return flat
-        written = codec.write_dense(flat, dtype)
-        mine = comm.alltoall(written, "world", f"{bucket.name}/alltoall")
-        total = codec.add_dense(mine, dtype, ranks)
-        sums = comm.all_gather(codec.write_dense(total, dtype), "world", f"{bucket.name}/gather")
-        return codec.read_dense(sums, dtype, flat.dtype)
+        sums = written_sums(flat, bucket, comm, codec, "world")
+        return codec.read_dense(sums, dtype, flat.dtype, held=ranks)
 
     def wire_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:
         """Count what one rank sends: (p - 1)/p straight to the owners, then its shard in a ring."""
-        sent = (topology.size - 1) / topology.size * _wire_bytes_of_all(bucket)
+        sent = (topology.size - 1) / topology.size * formats.dense_bytes(bucket)
         alltoall = cost.alltoall_traffic(sent, "world", topology)
         gather = cost.ring_traffic(sent, "world", topology)
         return Traffic(alltoall.inside + gather.inside, alltoall.between + gather.between)
@@ -66,7 +65,7 @@ class Asa(RouteBase):
         """
         ranks, total, link = (
             topology.size,
-            _wire_bytes_of_all(bucket),
+            formats.dense_bytes(bucket),
             slowest_link(topology, links),
         )
         leaving = cost.alltoall_traffic((ranks - 1) / ranks * total, "world", topology)
@@ -80,8 +79,24 @@ class Asa(RouteBase):
         return (ranks - 1) * link.alpha_s + alltoall + added + gather
 
 
-def _wire_bytes_of_all(bucket: Bucket) -> int:
-    return bucket.padded * formats.entry_bytes(formats.dense_dtype(bucket))
+def written_sums(
+    flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec, group: str, held: int = 1
+) -> Tensor:
+    """Return the sum of `flat` over a group, as it travels: with the same bits on all of it.
+
+    Args:
+        held: ranks whose sum `flat` is.
+
+    **Ranks:** all of the group.
+    """
+    dtype, members, start = formats.dense_dtype(bucket), comm.members(group), 0
+    if len(members) > 1:
+        written = codec.write_dense(flat, dtype, held=held)
+        mine = comm.alltoall(written, group, f"{bucket.name}/alltoall")
+        flat = codec.add_dense(mine, dtype, len(members), held=held)
+        start = members.index(comm.rank) * flat.shape[0]
+    total = codec.write_dense(flat, dtype, start, held=held * len(members))
+    return comm.all_gather(total, group, f"{bucket.name}/gather")
 
 
 ROUTE = Asa()

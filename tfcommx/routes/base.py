@@ -56,13 +56,15 @@ class Codec(Protocol):
     def merge(self, buffers: Tensor, k: int, size: int, wire: str, shards: int = 1) -> Tensor:
         """Add the entries of all gathered buffers into a dense float32 vector."""
 
-    def write_dense(self, entries: Tensor, dtype: str) -> Tensor:
+    def write_dense(
+        self, entries: Tensor, dtype: str, start: int = 0, held: int = 1, added: int = 1
+    ) -> Tensor:
         """Write a dense vector in the dtype in which it travels."""
 
-    def read_dense(self, written: Tensor, dtype: str, into: Any) -> Tensor:
+    def read_dense(self, written: Tensor, dtype: str, into: Any, held: int = 1) -> Tensor:
         """Read what `write_dense` wrote, into a dtype."""
 
-    def add_dense(self, written: Tensor, dtype: str, parts: int) -> Tensor:
+    def add_dense(self, written: Tensor, dtype: str, parts: int, held: int = 1) -> Tensor:
         """Add equal parts of what `write_dense` wrote, in their order."""
 
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfcommx import routes
 from tfcommx.comm.base import Comm
+from tfcommx.routes.base import Codec
 from tfcommx.runtime.flat import flatten, unflatten
 from tfcommx.runtime.residuals import BucketState
 from tfcommx.runtime.selector import Selector
@@ -33,15 +34,18 @@ class BucketRunner:
         self.bucket, self.state, self._comm = bucket, state, comm
         self._route = routes.get(bucket.route)
         # Its sum is the engine's allreduce of what comes, and nothing else
-        self.is_plain = self._route.takes_list and state.pending is None and not bucket.momentum
+        changed = bucket.rounds or bucket.momentum or state.pending is not None
+        self.is_plain = self._route.takes_list and not changed
         self._average = plan.operation == "average"
         # The sum over the ranks times this is the result.
         self.factor = 1 / plan.topology.size if self._average else 1.0
         # A power of two may multiply the entries that came instead of the whole vector: the same
         # bits, except for numbers so small or large that float32 cannot hold them
         exact = bucket.k is not None and math.frexp(self.factor)[0] == 0.5
-        self._codec = _Averaging(self.factor) if exact else codec
-        self._factor_after = 1.0 if exact else self.factor
+        self.codec: Codec = codec.Averaging(self.factor) if exact else codec
+        if bucket.rounds:
+            self.codec = codec.Rounding(state.residual, self.factor)
+        self._factor_after = 1.0 if exact or bucket.rounds else self.factor
         self.selector = None if bucket.k is None else Selector(plan, index, state, comm)
 
     def exchange(self, parts: Sequence[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
@@ -76,20 +80,8 @@ class BucketRunner:
     def _sum(self, flat: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """Return the sum over the ranks of what is sent of the flat vector."""
         if self.selector is None:
-            total = self._route.run(flat, self.bucket, self._comm, codec)
+            total = self._route.run(flat, self.bucket, self._comm, self.codec)
             # Earlier residuals are added after momentum, which has been applied to them already.
             return self.state.add_residual(self.state.add_velocity(total))
         select = functools.partial(self.selector.select, seed=self.selector.seed(step))
-        return self._route.run(flat, self.bucket, self._comm, self._codec, select)
-
-
-class _Averaging:
-    """The codec of a sparse bucket that multiplies what it merges."""
-
-    def __init__(self, factor: float) -> None:
-        self.merge = functools.partial(codec.merge, factor=factor)
-
-    encode = staticmethod(codec.encode)
-    write_dense = staticmethod(codec.write_dense)
-    read_dense = staticmethod(codec.read_dense)
-    add_dense = staticmethod(codec.add_dense)
+        return self._route.run(flat, self.bucket, self._comm, self.codec, select)

@@ -2,7 +2,8 @@
 
 Between steps a rank keeps, of each bucket, its shard of
 
-    residual    gradients that were not sent; on dense routes what sparse plans before had not sent
+    residual    gradients that were not sent, and what 16-bit formats round off; on other dense
+                routes what plans before had not sent
     velocity    the momentum of a scheme with `momentum`
 
 Checkpoints, changes of scheme and changes of the number of ranks move them by variable, so that
@@ -75,7 +76,7 @@ def residuals_by_variable(plan: Plan, kept: Mapping[str, np.ndarray], rank: int)
     for bucket in plan.buckets:
         if bucket.name not in kept:
             continue
-        ranks = 1 if bucket.k is not None else plan.topology.size
+        ranks = 1 if bucket.keeps_residual else plan.topology.size
         whole = np.zeros(bucket.padded, np.float32)
         whole[shard_of(bucket, plan.topology, rank)] = kept[bucket.name] / np.float32(ranks)
         # What follows the last cut is padding, always zero.
@@ -142,11 +143,11 @@ class BucketState:
     """What this rank keeps of one bucket between steps."""
 
     def __init__(self, bucket: Bucket, topology: Topology, rank: int) -> None:
-        """Make the residual of a sparse bucket, and the velocity of one with momentum: zeros."""
+        """Make the residual of a bucket that keeps one, and the velocity of one with momentum."""
         self.bucket, self.shard = bucket, shard_of(bucket, topology, rank)
-        self.residual = None if bucket.k is None else self._zeros("residual")
+        self.residual = self._zeros("residual") if bucket.keeps_residual else None
         self.velocity = self._zeros("velocity") if bucket.momentum else None
-        # Of a dense bucket that got a residual from a sparse plan: does any of it remain?
+        # Of a bucket that keeps none, but got one from another plan: does any of it remain?
         self.pending: tf.Variable | None = None
 
     def _zeros(self, what: str) -> tf.Variable:
@@ -158,7 +159,7 @@ class BucketState:
             )
 
     def expect_residual(self) -> None:
-        """Get ready for a residual from elsewhere; a dense bucket has had none so far."""
+        """Get ready for a residual from elsewhere; a bucket that keeps none has had none so far."""
         if self.residual is None:
             self.residual = self._zeros("residual")
             with tf.device("/cpu:0"):
@@ -297,7 +298,7 @@ class ResidualStore:
             # My shard of what the ranks of my node have
             if shard.stop - shard.start < bucket.padded:
                 mine = self._comm.reduce_scatter(mine, "node", f"{bucket.name}/import_{what}")
-            if bucket.k is None:
+            if not bucket.keeps_residual:
                 mine = self._comm.allreduce(mine, "world", f"{bucket.name}/import_{what}_sum")
             yield bucket, mine
 

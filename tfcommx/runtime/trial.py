@@ -257,7 +257,7 @@ class TrialExecutor:
         sizes = {path: residuals[path].size for path in mine}
         for bucket in (bucket for one in self.executors for bucket in one.plan.buckets):
             for piece, size in zip(map(Piece.of, bucket.variables), bucket.sizes, strict=True):
-                if bucket.k is not None:
+                if bucket.keeps_residual:
                     sizes[piece.path] = max(sizes.get(piece.path, 0), piece.stop or size)
         self._sizes |= sizes
         with tf.device("/cpu:0"):  # The memory of a GPU is left to the model

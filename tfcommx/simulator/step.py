@@ -39,6 +39,7 @@ from tfcommx.terms import (
     Timeline,
     Topology,
 )
+from tfcommx.wire import formats
 
 UNDISTURBED = Conditions()
 # On the compute stream what is first is served first.
@@ -249,10 +250,11 @@ class _Step:
         """Take the other allreduces of this dtype that wait, and price all as one."""
         first = self.buckets[span.bucket]
         joined, others, rest = [first], [after], []
+        fused = (first.route, formats.dense_dtype(first), first.options)
         for one in self.waiting[resource]:
             bucket = self.buckets[one[3].bucket]
-            kind = (bucket.route, bucket.dtype, bucket.options)
-            if first.route != "allreduce" or kind != (first.route, first.dtype, first.options):
+            kind = (bucket.route, formats.dense_dtype(bucket), bucket.options)
+            if first.route != "allreduce" or kind != fused:
                 rest.append(one)
                 continue
             joined.append(bucket)

@@ -65,13 +65,15 @@ class WeightAveraging:
         require_sums_on_all_ranks(plan, self)
         if self.sends == "updates":
             return
-        odd = next((one for one in plan.buckets if one.k is not None or one.momentum), None)
+        odd = next((one for one in plan.buckets if one.keeps_residual or one.momentum), None)
         if plan.operation != "average" or odd is not None:
-            what = f"{odd.name} on the route {odd.route!r}" if odd else f"op={plan.operation!r}"
+            what = f"op={plan.operation!r}"
+            if odd:
+                what = f"{odd.name} on the route {odd.route!r} with wire={odd.wire!r}"
             raise PlanError(
                 'Weights travel whole, and are averaged: sends="weights" needs dense schemes '
-                f'without momentum, and op="average". Received {what}. Take sends="updates", or '
-                "other schemes."
+                "without momentum and without 16 bits on the wire, which would round the weights, "
+                f'and op="average". Received {what}. Take sends="updates", or other schemes.'
             )
 
     def start(self, executor: PlanExecutor) -> StrategyRun:

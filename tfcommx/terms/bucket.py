@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tfcommx.terms.scheme import PLAIN
+from tfcommx.terms.scheme import NARROW, PLAIN
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,16 @@ class Bucket:
     def padded_bytes(self) -> int:
         """Bytes of the flat vector, with padding."""
         return self.padded * self.entry_bytes
+
+    @property
+    def rounds(self) -> bool:
+        """Does it travel whole, in fewer bits than it has?"""
+        return self.k is None and self.wire in NARROW
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Does each rank keep what it did not send of its own part: entries, or rounding errors?"""
+        return self.k is not None or self.rounds
 
     @property
     def selected(self) -> int:

@@ -17,6 +17,9 @@ AUTO = "auto"
 # Of values on the wire.
 VALUE_DTYPES = ("float32", "float16", "bfloat16")
 
+# Those that are narrower than float32: what rounding to them loses stays in a residual.
+NARROW = VALUE_DTYPES[1:]
+
 # Formats of selected entries; tfcommx.wire says what they are.
 SPARSE_WIRES = (
     "pair32",
@@ -62,8 +65,11 @@ class Scheme:
     # Of the rules that choose at random; each bucket and step draws its own numbers.
     seed: int = 0
     # How entries are written, one of WIRES; "plain": pair32 on sparse routes, the gradient's own
-    # dtype on dense ones.
+    # dtype on dense ones. "float16" and "bfloat16" are for gradients in float32, also of bfloat16
+    # variables; float16 and float64 ones travel as they are.
     wire: str = PLAIN
+    # Likewise of variables that a sparse scheme leaves dense.
+    dense_wire: str = PLAIN
     # How the torus sums among peers; with MPI also a route of messages.
     peer_route: str = "allreduce"
     # Bytes of a block on routes of messages, >= 8; None: as the links say.
@@ -84,6 +90,7 @@ class Scheme:
         self._check_density()
         self._check_sizes()
         check_name("wire format", self.wire, WIRES)
+        check_name("wire format of `dense_wire`", self.dense_wire, (PLAIN, *VALUE_DTYPES))
         self._check_momentum_and_clipping()
 
     def _check_density(self) -> None:
@@ -127,6 +134,13 @@ class Scheme:
             raise PlanError(
                 f"`clip_norm` must be > 0. Received clip_norm={self.clip_norm!r}. Leave it out "
                 "to clip nothing."
+            )
+        if self.momentum and self.dense_wire in NARROW:
+            raise PlanError(
+                "Variables that stay dense get their momentum from the sum over the ranks, and 16 "
+                f"bits keep residuals on each. Received momentum={self.momentum} with dense_wire="
+                f"{self.dense_wire!r}. Leave `dense_wire` out, or give the momentum to the Keras "
+                "optimizer."
             )
         if self.selection == "all" and (self.momentum or self.clip_norm is not None):
             raise PlanError(

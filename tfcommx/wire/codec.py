@@ -5,15 +5,17 @@ The module itself is what routes receive as their codec; `tfcommx.wire` has the 
 
 from __future__ import annotations
 
+import functools
+
 import tensorflow as tf
 
+from tfcommx.kernels import dense as dense_kernel
 from tfcommx.kernels import merge as merge_kernel
 from tfcommx.kernels import wire as wire_kernel
+from tfcommx.kernels.dense import FLOAT16_LARGEST
 from tfcommx.terms import Sparse
 from tfcommx.terms.wire_formats import value_dtype
-from tfcommx.wire.formats import sum_dtype
-
-FLOAT16_LARGEST = 65504.0
+from tfcommx.wire.formats import sum_dtype, sum_scale
 
 
 def rounded(sparse: Sparse, wire: str) -> tuple[Sparse, tf.Tensor | None]:
@@ -92,39 +94,26 @@ def merge(
     return tf.ensure_shape(merge_kernel.merge(indices, values, shards * size, k), [shards * size])
 
 
-def write_dense(entries: tf.Tensor, dtype: str) -> tf.Tensor:
-    """Write a dense vector for the wire.
+def write_dense(
+    entries: tf.Tensor, dtype: str, start: int = 0, held: int = 1, added: int = 1
+) -> tf.Tensor:
+    """Write a dense vector for the wire, in a dtype that loses nothing that a residual keeps.
 
-    A finite number that float16 cannot hold becomes the largest that it can. Horovod has no
-    bfloat16 and NCCL no 16-bit integers, so the bits of bfloat16 travel as float16's.
+    `Rounding` writes those that do. `start`, `held` and `added` are for it.
 
     Args:
         entries: float [n].
-        dtype: in which they travel: float16, bfloat16, float32 or float64.
-
-    Returns:
-        float [n]; float16 for bfloat16.
+        dtype: in which they travel: float16 of float16 entries, float32 or float64.
     """
-    wanted = tf.as_dtype(dtype)
-    if wanted == tf.float16 and entries.dtype != wanted:
-        clipped = tf.clip_by_value(entries, wanted.min, wanted.max)
-        entries = tf.where(tf.math.is_finite(entries), clipped, entries)
-    written = tf.cast(entries, wanted)
-    return tf.bitcast(written, tf.float16) if wanted == tf.bfloat16 else written
+    return tf.cast(entries, dtype)
 
 
-def read_dense(written: tf.Tensor, dtype: str, into: tf.DType) -> tf.Tensor:
-    """Read what `write_dense` wrote.
-
-    Args:
-        written: [n], as `write_dense` returned it.
-        dtype: in which it travelled.
-        into: dtype of the result.
-    """
-    return tf.cast(_bits(written, dtype), into)
+def read_dense(written: tf.Tensor, dtype: str, into: tf.DType, held: int = 1) -> tf.Tensor:
+    """Read what `write_dense` wrote, into a dtype."""
+    return tf.cast(written, into)
 
 
-def add_dense(written: tf.Tensor, dtype: str, parts: int) -> tf.Tensor:
+def add_dense(written: tf.Tensor, dtype: str, parts: int, held: int = 1) -> tf.Tensor:
     """Add equal parts of what `write_dense` wrote, in their order.
 
     Args:
@@ -135,12 +124,69 @@ def add_dense(written: tf.Tensor, dtype: str, parts: int) -> tf.Tensor:
     Returns:
         float32 [n]; float64 if it travelled as float64.
     """
-    wide = tf.as_dtype(sum_dtype(dtype))
-    total, *others = [tf.cast(part, wide) for part in tf.split(_bits(written, dtype), parts)]
+    total, *others = [tf.cast(part, sum_dtype(dtype)) for part in tf.split(written, parts)]
     for other in others:
         total += other
     return total
 
 
-def _bits(written: tf.Tensor, dtype: str) -> tf.Tensor:
-    return tf.bitcast(written, tf.bfloat16) if dtype == "bfloat16" else written
+class Averaging:
+    """The codec of a sparse bucket that multiplies what it merges."""
+
+    def __init__(self, factor: float) -> None:
+        self.merge = functools.partial(merge, factor=factor)
+
+    encode = staticmethod(encode)
+    write_dense = staticmethod(write_dense)
+    read_dense = staticmethod(read_dense)
+    add_dense = staticmethod(add_dense)
+
+
+class Rounding:
+    """The codec of a dense bucket in 16 bits: a residual keeps what rounding loses.
+
+    Sums of float16 numbers may be beyond float16, so those that hold or will hold more than one
+    rank's are written times a power of two (`formats.sum_scale`), which loses nothing. Horovod has
+    no bfloat16 and NCCL no 16-bit integers, so the bits of bfloat16 travel as float16's.
+
+    Args:
+        residual: of this rank: float32, as long as its part of the vector.
+        factor: of what is read at the end.
+    """
+
+    def __init__(self, residual: tf.Variable, factor: float = 1.0) -> None:
+        self._residual, self._factor = residual, factor
+
+    encode = staticmethod(encode)
+    merge = staticmethod(merge)
+
+    def write_dense(
+        self, entries: tf.Tensor, dtype: str, start: int = 0, held: int = 1, added: int = 1
+    ) -> tf.Tensor:
+        """Write entries and what the residual holds for them; the residual keeps the rest.
+
+        A finite number beyond float16 is cut to the largest that it can hold, and the rest is kept.
+
+        Args:
+            entries: float32 [n].
+            dtype: float16 or bfloat16.
+            start: place of the first entry in the residual.
+            held: ranks whose sum the entries are.
+            added: ranks over which what is written will be added as it is, in 16 bits.
+
+        Returns:
+            float16 [n].
+        """
+        scale, own = sum_scale(dtype, held * added), sum_scale(dtype, held)
+        return dense_kernel.write(entries, self._residual, dtype, start, scale, 1 / own)
+
+    def read_dense(
+        self, written: tf.Tensor, dtype: str, into: tf.DType, held: int = 1
+    ) -> tf.Tensor:
+        """Read sums over `held` ranks, times the factor."""
+        factor = self._factor / sum_scale(dtype, held)
+        return tf.cast(dense_kernel.add(written, dtype, factor=factor), into)
+
+    def add_dense(self, written: tf.Tensor, dtype: str, parts: int, held: int = 1) -> tf.Tensor:
+        """Add equal parts, each a sum over `held` ranks, in float32 and in their order."""
+        return dense_kernel.add(written, dtype, parts, 1 / sum_scale(dtype, held))

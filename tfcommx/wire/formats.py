@@ -40,6 +40,22 @@ def sum_dtype(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
+def dense_bytes(bucket: Bucket) -> int:
+    """Count the bytes of a dense bucket's vector as it travels."""
+    return bucket.padded * entry_bytes(dense_dtype(bucket))
+
+
+def sum_scale(dtype: str, ranks: int) -> float:
+    """Return the power of two by which a sum of `ranks` numbers is written, so that it fits.
+
+    If each number is one that float16 can hold, the sum is, too; other dtypes reach far enough.
+
+    >>> sum_scale("float16", 4), sum_scale("float16", 5), sum_scale("bfloat16", 5)
+    (0.25, 0.125, 1.0)
+    """
+    return 2.0 ** -(ranks - 1).bit_length() if dtype == "float16" else 1.0
+
+
 def entry_bytes(dtype: str) -> int:
     """Return the bytes of one entry: of float16, bfloat16, float32 or float64."""
     return _ENTRY_BYTES[dtype]

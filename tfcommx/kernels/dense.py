@@ -1,0 +1,119 @@
+"""Dense: a vector in 16 bits, with what rounding loses kept in a residual; and sums of several.
+
+ops/kernels/dense.h has the semantics.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfcommx.kernels import loader
+
+FLOAT16_LARGEST = 65504.0
+
+
+def write(
+    gradient: tf.Tensor,
+    residual: tf.Variable,
+    dtype: str,
+    start: int = 0,
+    scale: float = 1.0,
+    reach: float = 1.0,
+) -> tf.Tensor:
+    """Write gradient + residual in 16 bits; the residual keeps what of it was not written.
+
+    >>> residual = tf.Variable([2.0**-12, 0.0])
+    >>> written = write(tf.constant([1.0, 1e5]), residual, "float16")
+    >>> written.numpy().tolist(), residual.numpy().tolist()
+    ([1.0, 65504.0], [0.000244140625, 34496.0])
+
+    Where the sum is NaN or infinite, it is written and the residual stays as it is. A finite number
+    that float16 cannot hold is cut to the largest, 65504 times `reach`; from 2**29 on to 2**15, and
+    from 2**39 on to 0 (both times `reach`), because float32 cannot hold the difference to more.
+    Differences below 1e-38 are zero.
+
+    Args:
+        gradient: float32 [n].
+        residual: a float32 variable, updated in place: its entries [start, start + n).
+        dtype: float16 or bfloat16.
+        start: >= 0.
+        scale: a power of two in (0, 1]: the nearest numbers to entries times this are written.
+        reach: a power of two >= 1.
+
+    Returns:
+        float16 [n]; of bfloat16 the bits.
+
+    **Ranks:** local. **Cost:** one pass, 14 bytes an entry.
+    **Raises:** InvalidArgumentError if the residual is too short or no float32.
+    """
+    ops = loader.library()
+    if ops is None:
+        return write_definition(gradient, residual, dtype, start, scale, reach)
+    return ops.tfcommx_dense_write(
+        gradient=gradient,
+        residual=residual.handle,
+        type=dtype,
+        start=start,
+        scale=scale,
+        reach=reach,
+    )
+
+
+def add(written: tf.Tensor, dtype: str, parts: int = 1, factor: float = 1.0) -> tf.Tensor:
+    """Add equal parts of what `write` wrote, in their order and in float32.
+
+    >>> add(tf.constant([1.0, 2.0, 3.0, 4.0], tf.float16), "float16", 2, 0.5).numpy().tolist()
+    [2.0, 3.0]
+
+    Args:
+        written: float16 [parts * n], as `write` returned it.
+        dtype: float16 or bfloat16.
+        parts: >= 1.
+        factor: of the sums.
+
+    Returns:
+        float32 [n].
+
+    **Ranks:** local. **Cost:** one pass.
+    **Raises:** InvalidArgumentError if the parts are not equal.
+    """
+    ops = loader.library()
+    if ops is None:
+        return add_definition(written, dtype, parts, factor)
+    return ops.tfcommx_dense_add(written=written, type=dtype, parts=parts, factor=factor)
+
+
+def write_definition(
+    gradient: tf.Tensor,
+    residual: tf.Variable,
+    dtype: str,
+    start: int = 0,
+    scale: float = 1.0,
+    reach: float = 1.0,
+) -> tf.Tensor:
+    """Define `write` in plain TensorFlow."""
+    kept, stop = residual.read_value(), start + gradient.shape[0]
+    whole = gradient + kept[start:stop]
+    finite, size = tf.math.is_finite(whole), tf.abs(whole)
+    if dtype == "float16":
+        far = tf.where(size < 2.0**39 * reach, 2.0**15 * reach, 0.0)
+        largest = tf.where(size < 2.0**29 * reach, FLOAT16_LARGEST * reach, far)
+    else:
+        largest = tf.cast(tf.bfloat16.max, tf.float32)
+    cut = tf.minimum(size, largest) * tf.sign(whole) * scale
+    written = tf.cast(tf.where(finite, cut, whole), dtype)
+    error = whole - tf.cast(written, tf.float32) / scale
+    stays = tf.where(finite, error, kept[start:stop])
+    residual.assign(tf.concat([kept[:start], stays, kept[stop:]], axis=0))
+    return written if dtype == "float16" else tf.bitcast(written, tf.float16)
+
+
+def add_definition(
+    written: tf.Tensor, dtype: str, parts: int = 1, factor: float = 1.0
+) -> tf.Tensor:
+    """Define `add` in plain TensorFlow."""
+    numbers = written if dtype == "float16" else tf.bitcast(written, tf.bfloat16)
+    total, *others = [tf.cast(part, tf.float32) for part in tf.split(numbers, parts)]
+    for other in others:
+        total += other
+    return total * factor
