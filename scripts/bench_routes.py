@@ -7,15 +7,16 @@ r"""Claim: if the network between nodes is slow, the routes for slow networks be
     python scripts/bench_routes.py --hosts a:8,b:8 --sizes 25000000      # real machines, no root
     python scripts/bench_routes.py --figure docs/routes.png --json f.json  # messages: predicted too
 
-Horovod's allreduce is the route `allreduce`. Makes a virtual cluster (scripts/cluster: needs root
-and iproute2), runs scripts/bench_routes_worker.py on its ranks, removes the cluster. One gradient
-of n float32 is exchanged as in training, in a compiled step; a row's name is the route and the wire
-format. `seconds` is the median over the steps of the slowest rank's time. `wire_bytes` is what a
-rank sends to other nodes, as the mean over the ranks. `limit_seconds` is the route's own: the bytes
-through its busiest port, in the busier direction, over the rate of a plain socket between two nodes
-in the same run. `verified`: every entry of the gradients has arrived or is in a residual, on all
-ranks alike, and the bytes that were counted on the way are those that the route promises.
-`torus+pipeline` is the torus with the pipeline among peers. Options and columns:
+Horovod's allreduce is `allreduce plain`, with its own fp16 compression `allreduce float16`. Makes a
+virtual cluster (scripts/cluster: needs root and iproute2), runs scripts/bench_routes_worker.py on
+its ranks, removes the cluster. One gradient of n float32 is exchanged as in training, in a compiled
+step; a row's name is the route and the wire format. `seconds` is the median over the steps of the
+slowest rank's time. `wire_bytes` is what a rank sends to other nodes, as the mean over the ranks.
+`limit_seconds` is the route's own: the bytes through its busiest port, in the busier direction,
+over the rate of a plain socket between two nodes in the same run. `verified`: every entry of the
+gradients has arrived or is in a residual, on all ranks alike, and the bytes that were counted on
+the way are those that the route promises. `torus+pipeline` is the torus with the pipeline among
+peers. Options and columns:
 scripts/benchmark_options.py.
 """
 
@@ -89,7 +90,8 @@ def run(chosen: argparse.Namespace) -> tuple[list[dict[str, Any]], int]:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table of one cluster."""
-    horovod = {one["n"]: one["seconds"] for one in rows if one["route"] == "allreduce"}
+    plain = (one for one in rows if (one["route"], one["wire"]) == ("allreduce", "plain"))
+    horovod = {one["n"]: one["seconds"] for one in plain}
 
     def faster(one: dict[str, Any]) -> str:
         return f"{horovod[one['n']] / one['seconds']:.2f}" if one["n"] in horovod else "-"

@@ -29,7 +29,7 @@ from tfcommx.measure.links import probe
 from tfcommx.planner.check import check_scheme
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.terms import NOMINAL, Links, Plan, PlanError, Scheme
+from tfcommx.terms import NOMINAL, PLAIN, Links, Plan, PlanError, Scheme
 
 # Bytes of a message; those between pass a virtual cluster's links in one burst, too soon.
 PROBED = (2**10, 2**12, 2**22, 2**24)
@@ -181,7 +181,8 @@ def names(chosen: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """Yield the routes that were asked for, each with its wire formats."""
     for route in chosen.routes or [*routes.ROUTES, "torus+pipeline"]:
         for wire in routes.get(route.partition("+")[0]).wires:
-            if not chosen.wires or wire in chosen.wires:
+            # Among peers 16 bits have a way of their own
+            if (not chosen.wires or wire in chosen.wires) and ("+" not in route or wire == PLAIN):
                 yield route, wire
 
 

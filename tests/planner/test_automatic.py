@@ -75,6 +75,24 @@ def test_a_lossy_auto_sparsifies_on_slow_links_in_the_shortest_format() -> None:
     assert {bucket.wire for bucket in first.plan.buckets} == {"pair32"}
 
 
+@pytest.mark.parametrize("wire", ["float16", "bfloat16"])
+def test_an_auto_in_16_bits_proposes_dense_plans_in_them(wire: str) -> None:
+    """On slow links; without being asked it loses nothing."""
+    for topology in (Topology(4, 1), Topology(4, 2)):
+        asked = Asked(LAYERS, topology, links=SLOW)
+        first, *_ = propose({"*": Scheme("auto", wire=wire)}, asked)
+        assert {bucket.wire for bucket in first.plan.buckets} == {wire} and wire in first.name
+        assert all(bucket.k is None and bucket.rounds for bucket in first.plan.buckets)
+        for one in propose({"*": Scheme("auto")}, asked):
+            assert {bucket.wire for bucket in one.plan.buckets} == {"plain"}
+
+
+def test_what_a_lossy_auto_leaves_dense_may_travel_in_16_bits() -> None:
+    asked = dataclasses.replace(LOSSY, dense_wire="bfloat16", dense_below=10**9)
+    first, *_ = propose({"*": asked}, Asked(LAYERS, Topology(4, 1), links=SLOW))
+    assert {bucket.wire for bucket in first.plan.buckets} == {"bfloat16"}
+
+
 def test_a_clear_prediction_is_tried_alone_and_a_hopeless_one_not_at_all() -> None:
     """Where the backward pass hides every exchange, nothing can be faster."""
     clear = Asked(LAYERS, Topology(4, 1), links=SLOW, profile=profile(0.01))
@@ -110,7 +128,8 @@ def test_what_is_worth_it() -> None:
         (Scheme("auto", peer_route="tree"), "peer_route"),
         (Scheme("auto", "mstopk", 0.01, momentum=0.9), "momentum"),
         (Scheme("auto", "mstopk", 0.01, clip_norm=1.0), "clip_norm"),
-        (Scheme("auto", wire="float16"), "wire"),
+        (Scheme("auto", wire="block16/float16"), "wire"),
+        (Scheme("auto", dense_wire="float16"), "dense_wire"),
         (Scheme("auto", "mstopk", 0.01, wire="float16"), "wire"),
         (Scheme("auto", "largest", 0.01), "largest"),
     ],

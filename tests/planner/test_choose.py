@@ -41,6 +41,21 @@ def test_lossless_means_dense_routes_in_float32_and_the_fastest_comes_first() ->
         assert one.timeline == what_if(profile(), one.scheme, Topology(2, 2), NOMINAL)
 
 
+def test_in_16_bits_every_dense_route_that_writes_them_is_tried_too() -> None:
+    found = candidates(profile(), Topology(2, 2), slow(50), Scheme(wire="float16"))
+    assert {one.scheme.route for one in found if one.scheme.wire == "float16"} == {
+        "allreduce",
+        "torus",
+        "asa",
+    }
+    assert found[0].scheme.wire == "float16" and any(one.scheme == Scheme() for one in found)
+    kept = {one.scheme.route: one.residual_bytes for one in found if one.scheme.wire != "plain"}
+    entries = 6 * 512 * 512
+    assert kept == {"allreduce": 4 * entries, "asa": 4 * entries, "torus": 2 * entries}
+    brain = candidates(profile(), Topology(2, 2), slow(50), Scheme("asa", wire="bfloat16"))
+    assert {one.scheme.route for one in brain if one.scheme.wire != "plain"} == {"torus", "asa"}
+
+
 def test_plain_horovod_is_always_among_them() -> None:
     for topology in (Topology(1, 2), Topology(4, 1), Topology(2, 2)):
         plain = [one for one in candidates(profile(), topology, NOMINAL) if one.scheme == Scheme()]

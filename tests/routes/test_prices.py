@@ -105,6 +105,32 @@ def test_asa_in_sixteen_bits_halves_what_travels_and_not_what_is_added() -> None
     assert routes.get("asa").wire_bytes(bucket("asa"), FOUR) == Traffic(0, 1500)
 
 
+def test_allreduce_in_sixteen_bits_halves_what_travels_and_not_what_is_added() -> None:
+    half = bucket("allreduce", wire="float16")
+    route = routes.get("allreduce")
+    assert route.seconds(half, FOUR, LINKS) == pytest.approx(60 + 2 * 375 * 2 + 750)
+    assert route.wire_bytes(half, FOUR) == Traffic(0, 750)
+    both = [route.wire_bytes(one, Topology(4, 2)) for one in (half, bucket("allreduce"))]
+    assert both[0] == Traffic(*(amount / 2 for amount in both[1]))
+
+
+def test_torus_in_sixteen_bits_halves_what_leaves_the_node() -> None:
+    """1000 B on 4 nodes of 2: 500 B of float32 are scattered inside, 250 B of 16 bits gathered.
+
+    Each slot's 250 B of 16 bits go to 4 peers and come back: 3/4 each way, and through the port 2
+    slots' at once.
+    """
+    half, route = bucket("torus", wire="bfloat16"), routes.get("torus")
+    assert route.wire_bytes(half, Topology(4, 2)) == Traffic(500 + 250, 375)
+    assert route.wire_bytes(bucket("torus"), Topology(4, 2)) == Traffic(1000, 750)
+    assert route.port_bytes(half, Topology(4, 2)) == 750
+    scatter, peers, gather = route.stages(half, Topology(4, 2), LINKS)
+    assert scatter.seconds == pytest.approx(1 + 500 * (0.5 + 0.25))
+    slot = 30 + 2 * 187.5 * 2 + 375 * 1 + 2 * 10 + 2 * 187.5 * 2
+    assert peers.seconds == pytest.approx(slot)
+    assert gather.seconds == pytest.approx(1 + 250 * 0.5)
+
+
 def test_asa_between_nodes_of_two() -> None:
     """4 ranks on 2 nodes: of a rank's 3 shards of 250 B one stays in the node.
 

@@ -18,14 +18,14 @@ from verify_sums import gradient, weighted_sum
 
 OWN = ["scheme", "model", "nodes", "slots", "rate_mbit", "step_seconds", "predicted_seconds"]
 OWN += ["bytes_between", "ratio", "chosen"]
-SCHEMES = ["none", "horovod", "hitopk pair32", "auto sparse", "allreduce float16"]
+SCHEMES = ["none", "horovod", "hitopk pair32", "auto sparse", "allreduce bfloat16"]
 
 
 def test_on_one_host(tmp_path: Path) -> None:
     json_file, png = tmp_path / "found.jsonl", tmp_path / "found.png"
     words = ["--nodes", "2", "--rates", "none", "--models", "embedding", "--repeats", "2"]
     files = ["--batch", "4", "--json", str(json_file), "--png", str(png)]
-    # allreduce writes no float16: a scheme that is refused is left out with a word
+    # allreduce writes no bfloat16: a scheme that is refused is left out with a word
     ended = subprocess.run(
         [sys.executable, "scripts/bench_training.py", *words, *files, "--schemes", *SCHEMES],
         cwd=ROOT,
@@ -37,7 +37,7 @@ def test_on_one_host(tmp_path: Path) -> None:
         timeout=300,
     )
     assert ended.returncode == 0, ended.stdout[-4000:]
-    assert "embedding, allreduce float16: left out: The route 'allreduce' writes" in ended.stdout
+    assert "embedding, allreduce bfloat16: left out: The route 'allreduce' writes" in ended.stdout
     rows = [json.loads(line) for line in json_file.read_text().splitlines()]
     assert [row["scheme"] for row in rows] == SCHEMES[:4]
     assert all(list(row) == [*COLUMNS, *OWN] for row in rows)

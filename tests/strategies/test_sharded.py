@@ -88,9 +88,10 @@ def test_elementwise_optimizers_are_equal_to_synchronous_training_to_the_bit(nam
         Scheme(),
         Scheme("pipeline", dense_below=0),
         Scheme("allgather", "exact", 0.2, dense_below=0),
+        Scheme("torus", wire="float16"),
         {"last*": Scheme("allgather", "mstopk", 0.2, dense_below=0), "*": Scheme()},
     ],
-    ids=["dense", "messages", "sparse", "mixed"],
+    ids=["dense", "messages", "sparse", "16 bits", "mixed"],
 )
 def test_every_scheme_may_carry_the_gradients(scheme: object, ranks: int) -> None:
     """With op "sum", which is exact on any number of ranks; what is not sent is kept."""

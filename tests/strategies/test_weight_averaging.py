@@ -49,6 +49,13 @@ def test_the_sum_of_updates_is_the_sum_of_gradients() -> None:
     assert all_equal(summed) and furthest(summed[0], plain[0]) < 2e-6
 
 
+def test_updates_may_travel_in_16_bits() -> None:
+    make = lambda: K.SGD(0.1, momentum=0.9)  # noqa: E731
+    rounded = train(make, WeightAveraging(sends="updates"), THREE, Scheme(wire="float16"))
+    plain = train(make, "synchronous", THREE)
+    assert all_equal(rounded) and 0 < furthest(rounded[0], plain[0]) < 1e-3
+
+
 @pytest.mark.parametrize("sends", ["weights", "updates"])
 def test_local_steps_average_every_few_steps_and_when_asked(sends: str) -> None:
     """By hand: SGD's weights are the start minus the average of all gradients; drift between."""
@@ -145,6 +152,7 @@ def test_what_cannot_carry_weights_is_refused() -> None:
     for scheme, op, said in (
         (SPARSE, "average", "route 'allgather'"),
         (Scheme(), "sum", "op='sum'"),
+        (Scheme("asa", wire="float16"), "average", "wire='float16'"),
     ):
         with pytest.raises(PlanError, match=said):
             train(lambda: K.SGD(0.1), WeightAveraging(), THREE, scheme, op)

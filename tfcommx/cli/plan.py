@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tfcommx.terms import Links, MeasuredStep, PlanError, Profile, Scheme, Topology, check_name
+from tfcommx.terms import Links, MeasuredStep, PlanError, Profile, Scheme, Topology
 
 if TYPE_CHECKING:
     from tfcommx.planner.choose import Candidate, Change
@@ -26,9 +27,10 @@ def plan(
         str, typer.Option(help="all: nothing is lost; or a rule, such as mstopk.")
     ] = "all",
     density: Annotated[float, typer.Option(help="Entries sent / entries, of a rule.")] = 0.01,
-    wire: Annotated[str, typer.Option(help="Format of selected entries: block16/float16.")] = (
-        "plain"
-    ),
+    wire: Annotated[
+        str,
+        typer.Option(help="Of selected entries: block16/float16. Of all: float16, bfloat16 too."),
+    ] = "plain",
     mpi: Annotated[bool, typer.Option(help="Will it be an MPI launch?")] = False,
     batch: Annotated[int, typer.Option(help="Samples of a rank in a step, of a name.")] = 64,
     throughput: Annotated[
@@ -57,7 +59,7 @@ def plan(
 
     profile = _profile(model, throughput, batch)
     topology, known = Topology(nodes, slots), Links.read(links)
-    asked = Scheme() if selection == "all" else _sparse(selection, density, wire)
+    asked = _asked(selection, density, wire)
     conditions = Conditions(measured_in(profile))
     found = choose.candidates(profile, topology, known, asked, mpi, conditions)
     best = found[0]
@@ -92,11 +94,13 @@ def _compare(measured: str, links: Links, png: Path) -> None:
     print(f"{png}, {trace}: measured is process 0, simulated process 1.")
 
 
-def _sparse(selection: str, density: float, wire: str) -> Scheme:
-    from tfcommx.selection import RULES
+def _asked(selection: str, density: float, wire: str) -> Scheme:
+    from tfcommx.planner.check import check_scheme
 
-    check_name("selection rule", selection, RULES)
-    return Scheme("allgather", selection, density, wire=wire)
+    how = {} if selection == "all" else {"selection": selection, "density": density}
+    asked = Scheme("auto", wire=wire, **how)
+    check_scheme(asked, Topology(1, 1))
+    return dataclasses.replace(asked, route="allreduce" if selection == "all" else "allgather")
 
 
 def _profile(model: str, throughput: float, batch: int) -> Profile:
@@ -118,6 +122,7 @@ def _row(candidate: Candidate) -> dict[str, Any]:
         "scheme": scheme.route,
         "peer_route": scheme.peer_route,
         "dense_route": scheme.dense_route,
+        "wire": scheme.wire,
         "merging": scheme.merging,
         "selection": scheme.selection,
         "density": scheme.density,
@@ -176,7 +181,8 @@ def _show(rows: list[dict[str, Any]], changes: list[Change]) -> None:
 def _words(row: dict[str, Any]) -> str:
     peers = f" ({row['peer_route']})" if row["scheme"] == "torus" else ""
     share = "" if row["selection"] == "all" else f", {row['selection']} {row['density']:g}"
-    return f"{row['scheme']}{peers}{share}, {row['merging']}"
+    wire = "" if row["wire"] == "plain" else f", {row['wire']}"
+    return f"{row['scheme']}{peers}{share}{wire}, {row['merging']}"
 
 
 def _advice(best: Candidate) -> str:

@@ -35,9 +35,17 @@ def test_a_saved_model_holds_the_plain_optimizer(comm: Comm, tmp_path: Path) -> 
     assert fit(plain, comm).identical
 
 
-@pytest.mark.parametrize("momentum", [case(0.0, kept=False), 0.9])
+@pytest.mark.parametrize(
+    ("scheme", "momentum"),
+    [
+        case(SPARSE, 0.0, kept=False),
+        (dataclasses.replace(SPARSE, momentum=0.9, clip_norm=5.0), 0.9),
+        (cx.Scheme("torus", wire="float16"), 0.0),
+    ],
+    ids=["residuals", "velocities", "rounding errors"],
+)
 def test_training_continues_exactly_from_a_checkpoint(
-    comm: Comm, tmp_path: Path, momentum: float
+    comm: Comm, tmp_path: Path, scheme: cx.Scheme, momentum: float
 ) -> None:
     """Two epochs, saved, restored, two more: the same weights as four epochs without a stop.
 
@@ -46,7 +54,6 @@ def test_training_continues_exactly_from_a_checkpoint(
     folder = Path(comm.gather_objects(str(tmp_path))[0])
 
     def optimizer() -> keras.optimizers.Optimizer:
-        scheme = dataclasses.replace(SPARSE, momentum=momentum, clip_norm=5.0 if momentum else None)
         return cx.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9 - momentum), scheme)
 
     straight = compiled(optimizer())
@@ -62,6 +69,8 @@ def test_training_continues_exactly_from_a_checkpoint(
     fit(second, comm, epochs=4, initial_epoch=2)
     for one, other in zip(weights(straight), weights(second), strict=True):
         np.testing.assert_array_equal(one, other)
+    if scheme.wire == "float16" and comm.topology.size == 1:
+        return  # A rank alone rounds nothing
     lost = compiled(optimizer(), seed=9)
     assert checkpoint.restore(lost, folder) == 2
     # The check can fail: without the residuals, or the velocities, the weights differ

@@ -47,12 +47,16 @@ def test_the_identity_equals_allreduce_by_hand(comm: Comm, kind: str) -> None:
 
 
 @pytest.mark.every_launch
-@pytest.mark.parametrize("route", routes.ROUTES)
-def test_fit_trains_and_replicas_stay_identical(comm: Comm, route: str) -> None:
+@pytest.mark.parametrize(
+    ("route", "wire"),
+    [(route, "plain") for route in routes.ROUTES]
+    + [("allreduce", "float16"), ("torus", "bfloat16"), ("asa", "float16")],
+)
+def test_fit_trains_and_replicas_stay_identical(comm: Comm, route: str, wire: str) -> None:
     scheme = (
         cx.Scheme(route, "mstopk", 0.2, dense_below=8)
         if routes.get(route).sparse
-        else cx.Scheme(route)
+        else cx.Scheme(route, wire=wire)
     )
     if routes.get(route).messages and not comm.has_messages:
         with pytest.raises(cx.PlanError, match="horovodrun --mpi"):
