@@ -68,7 +68,7 @@ def test_law_2_where_the_engine_adds_in_float16(topology: Topology) -> None:
             )
 
 
-@pytest.mark.parametrize("value", [60000.0, 70000.0, 1e9, 1e30, 2.0**-26, 1e-30])
+@pytest.mark.parametrize("value", [60000.0, 70000.0, 1e9, 2.0**100, 2.0**-26, 2.0**-100])
 @pytest.mark.parametrize("scheme", ROUNDED, ids=name_of)
 def test_what_16_bits_cannot_hold_stays_finite_and_is_kept(scheme: Scheme, value: float) -> None:
     """Numbers beyond float16, whose sums are further beyond, and below its smallest."""
