@@ -194,7 +194,7 @@ def _advice(best: Candidate) -> str:
     if scheme.selection != "all":
         words += [repr(scheme.selection), f"density={scheme.density:g}"]
     default = Scheme()
-    for name in ("dense_route", "wire", "peer_route", "merging"):
+    for name in ("dense_route", "wire", "dense_wire", "peer_route", "merging"):
         if getattr(scheme, name) != getattr(default, name):
             words.append(f"{name}={getattr(scheme, name)!r}")
     found = f"predicted to be the fastest: Scheme({', '.join(words)})"
