@@ -127,6 +127,8 @@ def test_torus_in_sixteen_bits_halves_what_leaves_the_node() -> None:
     scatter, peers, gather = route.stages(half, Topology(4, 2), LINKS)
     assert scatter.seconds == pytest.approx(1 + 500 * (0.5 + 0.25))
     slot = 30 + 2 * 187.5 * 2 + 375 * 1 + 2 * 10 + 2 * 187.5 * 2
+    by_the_engine = route.stages(bucket("torus", wire="float16"), Topology(4, 2), LINKS)[1]
+    assert by_the_engine.seconds == pytest.approx(2 * 3 * 10 + 2 * 2 * 187.5 * 2 + 375 * 1)
     assert peers.seconds == pytest.approx(slot)
     assert gather.seconds == pytest.approx(1 + 250 * 0.5)
 

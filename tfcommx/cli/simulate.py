@@ -148,7 +148,9 @@ def simulate(
     scheme: Annotated[str | None, typer.Option(help="Route: allreduce, torus, hitopk ...")] = None,
     selection: Annotated[str | None, typer.Option(help="Rule of a sparse route; mstopk.")] = None,
     density: Annotated[float | None, typer.Option(help="Of a sparse route; 0.01.")] = None,
-    wire: Annotated[str | None, typer.Option(help="Format: block16/float16; dense: float16.")] = None,
+    wire: Annotated[
+        str | None, typer.Option(help="Format: block16/float16; dense: float16.")
+    ] = None,
     dense_route: Annotated[str | None, typer.Option(help="Of what stays dense.")] = None,
     merging: Annotated[
         str | None, typer.Option(help="threshold, single, each, mg_wfbp, omgs, optimal.")

@@ -131,7 +131,7 @@ def _check_peers(scheme: Scheme) -> None:
     narrow = scheme.wire in NARROW or scheme.dense_wire in NARROW
     if scheme.peer_route != "allreduce" and narrow:
         raise PlanError(
-            "In 16 bits the torus sums among peers by alltoall, in float32. Received "
+            "In 16 bits the torus sums among peers by the engine or by alltoall. Received "
             f"peer_route={scheme.peer_route!r} with wire={scheme.wire!r} and "
             f"dense_wire={scheme.dense_wire!r}. Leave one of them out."
         )

@@ -36,10 +36,26 @@ class Allreduce(RouteBase):
         """
         if not bucket.rounds:
             return self.run_in_group(flat, bucket, comm, "world")
-        ranks = comm.topology.size
-        written = codec.write_dense(flat, bucket.wire, added=ranks)
-        total = self.run_in_group(written, bucket, comm, "world")
-        return codec.read_dense(total, bucket.wire, flat.dtype, held=ranks)
+        sums = self.written_sums(flat, bucket, comm, codec, "world")
+        scale = formats.sum_scale(bucket.wire, comm.topology.size)
+        return codec.read_dense(sums, bucket.wire, flat.dtype, scale)
+
+    def written_sums(
+        self, flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec, group: str, own: float = 1.0
+    ) -> Tensor:
+        """Return the sum of `flat` over a group in float16, made by the engine.
+
+        Args:
+            own: scale by which numbers such as those of `flat` fit float16.
+
+        Returns:
+            The sum, times `own` and `formats.sum_scale` of the group.
+
+        **Ranks:** all of the group.
+        """
+        scale = own * formats.sum_scale(bucket.wire, len(comm.members(group)))
+        written = codec.write_dense(flat, bucket.wire, scale=scale, reach=1 / own)
+        return self.run_in_group(written, bucket, comm, group)
 
     def run_in_group(self, flat: Tensor, bucket: Bucket, comm: Comm, group: str) -> Tensor:
         """Return the sum of `flat` over a group. **Ranks:** all of the group."""

@@ -47,8 +47,31 @@ class Asa(RouteBase):
         ranks, dtype = comm.topology.size, formats.dense_dtype(bucket)
         if ranks == 1:
             return flat
-        sums = written_sums(flat, bucket, comm, codec, "world")
-        return codec.read_dense(sums, dtype, flat.dtype, held=ranks)
+        sums = self.written_sums(flat, bucket, comm, codec, "world")
+        return codec.read_dense(sums, dtype, flat.dtype, formats.sum_scale(dtype, ranks))
+
+    def written_sums(
+        self, flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec, group: str, own: float = 1.0
+    ) -> Tensor:
+        """Return the sum of `flat` over a group, as it travels: the same bits on all of it.
+
+        Args:
+            own: scale by which numbers such as those of `flat` fit the dtype in which they travel.
+
+        Returns:
+            The sum, times `own` and `formats.sum_scale` of the group.
+
+        **Ranks:** all of the group.
+        """
+        dtype, members, start = formats.dense_dtype(bucket), comm.members(group), 0
+        scale = own * formats.sum_scale(dtype, len(members))
+        if len(members) > 1:
+            written = codec.write_dense(flat, dtype, 0, own, 1 / own)
+            mine = comm.alltoall(written, group, f"{bucket.name}/alltoall")
+            flat = codec.add_dense(mine, dtype, len(members), own)
+            start = members.index(comm.rank) * flat.shape[0]
+        total = codec.write_dense(flat, dtype, start, scale, 1 / scale)
+        return comm.all_gather(total, group, f"{bucket.name}/gather")
 
     def wire_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:
         """Count what one rank sends: (p - 1)/p straight to the owners, then its shard in a ring."""
@@ -77,26 +100,6 @@ class Asa(RouteBase):
         added = (ranks - 1) / ranks * bucket.padded * wide * link.gamma_s_per_byte
         gather = cost.all_gather(total / ranks, ranks, link)
         return (ranks - 1) * link.alpha_s + alltoall + added + gather
-
-
-def written_sums(
-    flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec, group: str, held: int = 1
-) -> Tensor:
-    """Return the sum of `flat` over a group, as it travels: with the same bits on all of it.
-
-    Args:
-        held: ranks whose sum `flat` is.
-
-    **Ranks:** all of the group.
-    """
-    dtype, members, start = formats.dense_dtype(bucket), comm.members(group), 0
-    if len(members) > 1:
-        written = codec.write_dense(flat, dtype, held=held)
-        mine = comm.alltoall(written, group, f"{bucket.name}/alltoall")
-        flat = codec.add_dense(mine, dtype, len(members), held=held)
-        start = members.index(comm.rank) * flat.shape[0]
-    total = codec.write_dense(flat, dtype, start, held=held * len(members))
-    return comm.all_gather(total, group, f"{bucket.name}/gather")
 
 
 ROUTE = Asa()

@@ -57,14 +57,14 @@ class Codec(Protocol):
         """Add the entries of all gathered buffers into a dense float32 vector."""
 
     def write_dense(
-        self, entries: Tensor, dtype: str, start: int = 0, held: int = 1, added: int = 1
+        self, entries: Tensor, dtype: str, start: int = 0, scale: float = 1.0, reach: float = 1.0
     ) -> Tensor:
         """Write a dense vector in the dtype in which it travels."""
 
-    def read_dense(self, written: Tensor, dtype: str, into: Any, held: int = 1) -> Tensor:
+    def read_dense(self, written: Tensor, dtype: str, into: Any, scale: float = 1.0) -> Tensor:
         """Read what `write_dense` wrote, into a dtype."""
 
-    def add_dense(self, written: Tensor, dtype: str, parts: int, held: int = 1) -> Tensor:
+    def add_dense(self, written: Tensor, dtype: str, parts: int, scale: float = 1.0) -> Tensor:
         """Add equal parts of what `write_dense` wrote, in their order."""
 
 

@@ -3,10 +3,11 @@
 Between nodes each rank moves only its shard, so all slots of a node share the node's traffic. The
 allreduce among peers is the engine's own, or one of the routes of messages (`Scheme.peer_route`).
 
-In 16 bits the node's sums are made in float32, whose links are fast. Among peers, one to a node,
-`asa` carries the same bytes as a ring, exactly half of float32's, and adds in float32; the sums
-travel in 16 bits to the rest of the node, too. All that is rounded is kept: by the slot, of its
-shard of the node's sum, and by who adds, of the total.
+In 16 bits the node's sums are made in float32, because its links are fast; each slot rounds its
+shard of them and keeps the rounding error. Among peers half the bytes travel: float16 by the
+engine, which rounds each of its additions, as `allreduce` does; bfloat16, which no engine adds, by
+alltoall and all-gather as on `asa`, which adds in float32 and keeps all that it rounds. (One peer
+to a node: both send what a ring sends.) The sums travel in 16 bits to the rest of the node, too.
 
 Source: Mikami et al., "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash" (2018),
 section 3.2; named 2DTAR in Shi et al., "Towards Scalable Distributed Training of Deep Learning on
@@ -115,9 +116,11 @@ class Torus(RouteBase):
         peers, topology = _of_peers(bucket, comm.topology)[0], comm.topology
         part = comm.reduce_scatter(flat, "node", f"{bucket.name}/scatter")
         if bucket.rounds:
-            sums = asa.written_sums(part, bucket, comm, codec, "peers", held=topology.slots)
+            own = formats.sum_scale(bucket.wire, topology.slots)
+            sums = _adds_narrow(bucket).written_sums(part, bucket, comm, codec, "peers", own)
             sums = comm.all_gather(sums, "node", f"{bucket.name}/sums")
-            return codec.read_dense(sums, bucket.wire, flat.dtype, held=topology.size)
+            scale = own * formats.sum_scale(bucket.wire, topology.nodes)
+            return codec.read_dense(sums, bucket.wire, flat.dtype, scale)
         part = _peer_route(bucket).run_in_group(part, peers, comm, "peers")
         return comm.all_gather(part, "node", f"{bucket.name}/gather")
 
@@ -157,7 +160,12 @@ class Torus(RouteBase):
 
 def _among_peers(bucket: Bucket) -> Route:
     """Return the route whose prices are those of the exchange among peers."""
-    return asa.ROUTE if bucket.rounds else _peer_route(bucket)
+    return _adds_narrow(bucket) if bucket.rounds else _peer_route(bucket)
+
+
+def _adds_narrow(bucket: Bucket) -> allreduce.Allreduce | asa.Asa:
+    """Return who sums 16 bits among peers: the engine, if it can add them."""
+    return allreduce.ROUTE if bucket.wire in allreduce.ROUTE.wires else asa.ROUTE
 
 
 def _peer_route(bucket: Bucket) -> PeerRoute:

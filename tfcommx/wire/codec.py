@@ -15,7 +15,7 @@ from tfcommx.kernels import wire as wire_kernel
 from tfcommx.kernels.dense import FLOAT16_LARGEST
 from tfcommx.terms import Sparse
 from tfcommx.terms.wire_formats import value_dtype
-from tfcommx.wire.formats import sum_dtype, sum_scale
+from tfcommx.wire.formats import sum_dtype
 
 
 def rounded(sparse: Sparse, wire: str) -> tuple[Sparse, tf.Tensor | None]:
@@ -95,11 +95,11 @@ def merge(
 
 
 def write_dense(
-    entries: tf.Tensor, dtype: str, start: int = 0, held: int = 1, added: int = 1
+    entries: tf.Tensor, dtype: str, start: int = 0, scale: float = 1.0, reach: float = 1.0
 ) -> tf.Tensor:
     """Write a dense vector for the wire, in a dtype that loses nothing that a residual keeps.
 
-    `Rounding` writes those that do. `start`, `held` and `added` are for it.
+    `Rounding` writes those that do. `start`, `scale` and `reach` are for it.
 
     Args:
         entries: float [n].
@@ -108,12 +108,12 @@ def write_dense(
     return tf.cast(entries, dtype)
 
 
-def read_dense(written: tf.Tensor, dtype: str, into: tf.DType, held: int = 1) -> tf.Tensor:
+def read_dense(written: tf.Tensor, dtype: str, into: tf.DType, scale: float = 1.0) -> tf.Tensor:
     """Read what `write_dense` wrote, into a dtype."""
     return tf.cast(written, into)
 
 
-def add_dense(written: tf.Tensor, dtype: str, parts: int, held: int = 1) -> tf.Tensor:
+def add_dense(written: tf.Tensor, dtype: str, parts: int, scale: float = 1.0) -> tf.Tensor:
     """Add equal parts of what `write_dense` wrote, in their order.
 
     Args:
@@ -145,9 +145,8 @@ class Averaging:
 class Rounding:
     """The codec of a dense bucket in 16 bits: a residual keeps what rounding loses.
 
-    Sums of float16 numbers may be beyond float16, so those that hold or will hold more than one
-    rank's are written times a power of two (`formats.sum_scale`), which loses nothing. Horovod has
-    no bfloat16 and NCCL no 16-bit integers, so the bits of bfloat16 travel as float16's.
+    Horovod has no bfloat16 and NCCL no 16-bit integers, so the bits of bfloat16 travel as
+    float16's.
 
     Args:
         residual: of this rank: float32, as long as its part of the vector.
@@ -161,32 +160,27 @@ class Rounding:
     merge = staticmethod(merge)
 
     def write_dense(
-        self, entries: tf.Tensor, dtype: str, start: int = 0, held: int = 1, added: int = 1
+        self,
+        entries: tf.Tensor,
+        dtype: str,
+        start: int = 0,
+        scale: float = 1.0,
+        reach: float = 1.0,
     ) -> tf.Tensor:
         """Write entries and what the residual holds for them; the residual keeps the rest.
 
-        A finite number beyond float16 is cut to the largest that it can hold, and the rest is kept.
-
-        Args:
-            entries: float32 [n].
-            dtype: float16 or bfloat16.
-            start: place of the first entry in the residual.
-            held: ranks whose sum the entries are.
-            added: ranks over which what is written will be added as it is, in 16 bits.
-
-        Returns:
-            float16 [n].
+        See `kernels.dense.write`; `start` is the place of the first entry in the residual.
         """
-        scale, own = sum_scale(dtype, held * added), sum_scale(dtype, held)
-        return dense_kernel.write(entries, self._residual, dtype, start, scale, 1 / own)
+        return dense_kernel.write(entries, self._residual, dtype, start, scale, reach)
 
     def read_dense(
-        self, written: tf.Tensor, dtype: str, into: tf.DType, held: int = 1
+        self, written: tf.Tensor, dtype: str, into: tf.DType, scale: float = 1.0
     ) -> tf.Tensor:
-        """Read sums over `held` ranks, times the factor."""
-        factor = self._factor / sum_scale(dtype, held)
-        return tf.cast(dense_kernel.add(written, dtype, factor=factor), into)
+        """Read what was written with this scale, times the factor."""
+        return tf.cast(dense_kernel.add(written, dtype, factor=self._factor / scale), into)
 
-    def add_dense(self, written: tf.Tensor, dtype: str, parts: int, held: int = 1) -> tf.Tensor:
-        """Add equal parts, each a sum over `held` ranks, in float32 and in their order."""
-        return dense_kernel.add(written, dtype, parts, 1 / sum_scale(dtype, held))
+    def add_dense(
+        self, written: tf.Tensor, dtype: str, parts: int, scale: float = 1.0
+    ) -> tf.Tensor:
+        """Add equal parts of what was written with this scale, in float32 and in their order."""
+        return dense_kernel.add(written, dtype, parts, 1 / scale)
