@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import tensorflow as tf
@@ -23,7 +24,7 @@ from tfcommx.runtime.clipping import clip_buckets
 from tfcommx.runtime.flat import cut, join
 from tfcommx.runtime.rates import UNKNOWN
 from tfcommx.runtime.residuals import PlanState, Residuals, ResidualStore
-from tfcommx.terms import Bucket, Plan
+from tfcommx.terms import PLAIN, Bucket, Plan
 
 # (runner of a bucket, its tensors, number of the step) -> what is made of them
 ExchangeBucket = Callable[[BucketRunner, Sequence[tf.Tensor], tf.Tensor], list[tf.Tensor]]
@@ -138,8 +139,8 @@ class PlanExecutor:
         """
         topology, steps = self.plan.topology, int(self.steps.numpy()) - self._steps_before
         return float(steps) * sum(
-            routes.get("allreduce").wire_bytes(bucket, topology).between
-            for bucket in self.plan.buckets
+            routes.get("allreduce").wire_bytes(as_it_is, topology).between
+            for as_it_is in (replace(bucket, wire=PLAIN) for bucket in self.plan.buckets)
         )
 
     def state(self) -> PlanState:
