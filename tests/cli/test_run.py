@@ -160,3 +160,34 @@ def test_hosts_come_from_the_allocation_and_np_limits_them(
 def test_it_needs_no_tensorflow() -> None:
     code = "import sys, tfcommx.cli.run; sys.exit('tensorflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+CLUSTER = (sys.executable, str(ROOT / "scripts" / "cluster"), "--name", "launch")
+
+
+@pytest.mark.xdist_group("cluster")
+@pytest.mark.skipif(os.geteuid() != 0, reason="a virtual cluster needs root")
+def test_a_rank_on_another_host_is_named_with_it(script: str) -> None:
+    """Over both launchers, and a host whose cable is cut."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+
+    def cluster(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*CLUSTER, *words], cwd=ROOT, env=env, text=True, capture_output=True, timeout=120
+        )
+
+    made = cluster("up", "--nodes", "2", "--slots", "1")
+    assert made.returncode == 0, made.stderr
+    try:
+        for launcher in ("--gloo", "--mpi"):
+            words = ("tfcommx", "run", "-np", "2", launcher, "--", "python", script)
+            ended = cluster("run", "--", *words, "3")
+            said = "tfcommx: Rank 1 on node1 ended with status 3; all others were ended.\n"
+            assert (ended.returncode, ended.stderr) == (3, said)
+            assert " on node1\n" in ended.stdout and not wait_until_gone(pids(ended.stdout))
+        cluster("cut", "1")
+        ended = cluster("run", "--", *words, "well")
+        assert ended.returncode == 1 and "No answer from node1" in ended.stderr, ended.stderr
+    finally:
+        cluster("down")
