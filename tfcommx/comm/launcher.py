@@ -15,8 +15,8 @@ from tfcommx.terms import PlanError
 OTHER_LAUNCHERS_SIZES = ("SLURM_STEP_NUM_TASKS", "PMI_SIZE", "WORLD_SIZE")
 # How a launch is written whose last process holds the centre of elastic averaging
 CENTRE_LAUNCH = (
-    'horovodrun -np 9 -H node1:4,node2:5 --mpi --mpi-args=--enable-recovery --binding-args="'
-    '--bind-to none --map-by slot" tfcommx centre -- python train.py, for 8 ranks that train'
+    "`tfcommx run -np 9 -H node1:4,node2:5 --mpi --mpi-args=--enable-recovery -- tfcommx centre -- "
+    "python train.py`, for 8 ranks that train"
 )
 # In it: the launch's name, so that launches which a script makes are not taken for it
 CENTRE_VARIABLE = "TFCOMMX_CENTRE"
