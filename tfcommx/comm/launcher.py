@@ -83,7 +83,7 @@ def check_alone() -> None:
     for name in OTHER_LAUNCHERS_SIZES:
         if os.environ.get(name, "1") not in ("", "0", "1"):
             raise PlanError(
-                "Several processes must be started by tfcommx run, horovodrun or Open MPI's mpirun: "
+                "Several processes must be started by tfcommx run, horovodrun or mpirun: "
                 "by another launcher each trains alone. "
                 f"Received {name}={os.environ[name]}. Call `tfcommx run -- python train.py` once "
                 "in this allocation; to train in one process, unset the variable."
