@@ -42,6 +42,7 @@ class Split(NamedTuple):
 def lines_of_markdown(text: str) -> Iterator[str]:
     """Return the lines of code blocks, and the spans between backquotes."""
     excused, fenced, prose = False, False, []
+    text = re.sub(r"<!--.*?-->", lambda comment: " ".join(comment[0].split()), text, flags=re.S)
     for line in text.splitlines():
         if line.lstrip().startswith("```"):
             fenced = not fenced

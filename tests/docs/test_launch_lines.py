@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from launch_lines import NOT_RUN, READERS, Split, launch_lines, sources, split
+from launch_lines import NOT_RUN, Split, launch_lines, sources, split
 from launching import ROOT
 
 from tfcommx.cli.main import app
@@ -206,6 +206,5 @@ def test_the_program_of_a_line_takes_its_options(
 def test_an_excuse_gives_a_reason() -> None:
     """`not run: REASON`, and the reason is more than a word."""
     for path in sources(ROOT):
-        if path.suffix in READERS:
-            for reason in re.findall(rf"{NOT_RUN}(.*)", path.read_text()):
-                assert len(reason.split()) >= 2, (path, reason)
+        for reason in re.findall(rf"{NOT_RUN}(.*)", path.read_text()):
+            assert len(reason.split()) >= 2, (path, reason)
