@@ -27,6 +27,7 @@ import time
 from pathlib import Path
 
 from setup_horovod import (
+    BINDING_OF_OPEN_MPI_5,
     HOROVOD,
     OPEN_MPI,
     TENSORFLOW,
@@ -150,7 +151,7 @@ def set_up(environment: Environment, only_horovod: bool, data: bool) -> None:
     environment.step(
         "horovod",
         f"Horovod {HOROVOD} (4 to 8 minutes on 2 cores if it must be built)",
-        digest(base, key),
+        digest(base, key, BINDING_OF_OPEN_MPI_5),
         lambda: install_horovod(environment, key),
         lambda: horovod_works(environment),
     )

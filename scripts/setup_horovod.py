@@ -2,7 +2,8 @@
 
 Horovod comes as source only, and two things that it uses have moved since in TensorFlow; two small
 headers put them back. Building takes minutes, so its wheel is kept in the user's cache folder under
-a key of everything that went into it.
+a key of everything that went into it. One line of its Python code is changed in a copy of that
+wheel, which is then installed: changing it again needs no compiler.
 """
 
 from __future__ import annotations
@@ -47,6 +48,14 @@ inline cudaStream_t AsGpuStreamValue(Stream* s) {
 #endif
 #endif
 """
+
+# Horovod passes these to mpirun where the user gives no --binding-args. Open MPI 5 takes options of
+# one dash for the name of the program, so `horovodrun -np 2 python train.py`, which takes MPI if
+# Horovod was built with it, ended with status 66. No setting replaces them: --binding-args is read
+# from the command line and from the file of --config-file only.
+MPI_RUN = "horovod/runner/mpi_run.py"
+BINDING_OF_HOROVOD = "_NO_BINDING_ARGS = ['-bind-to none', '-map-by slot']"
+BINDING_OF_OPEN_MPI_5 = "_NO_BINDING_ARGS = ['--bind-to none', '--map-by slot']"
 
 
 def find_nvcc() -> str | None:
@@ -138,7 +147,7 @@ def build_settings(environment: Environment) -> tuple[dict[str, str], str]:
 
 
 def horovod_key(environment: Environment) -> str:
-    """Hash everything that goes into the wheel.
+    """Hash everything that goes into the wheel as it is built.
 
     It holds the path of the Open MPI that it was linked with, so it serves this environment only.
     """
@@ -183,6 +192,25 @@ def build_wheel(environment: Environment, wheels: Path) -> str:
     return able
 
 
+def patch_wheel(environment: Environment, built: Path) -> Path:
+    """Return a copy of a built wheel with options that Open MPI 5 takes; its RECORD agrees."""
+    folder = environment.folder / "wheels" / "patched"
+    shutil.rmtree(folder, ignore_errors=True)
+    wheel = (environment.python, "-m", "wheel")
+    run(*wheel, "unpack", "--dest", folder, built)
+    (unpacked,) = folder.iterdir()
+    source = unpacked / MPI_RUN
+    text = source.read_text()
+    if text.count(BINDING_OF_HOROVOD) != 1:
+        raise RuntimeError(
+            f"One line `{BINDING_OF_HOROVOD}` is required in {MPI_RUN} of Horovod {HOROVOD}. "
+            f"Received {text.count(BINDING_OF_HOROVOD)}."
+        )
+    source.write_text(text.replace(BINDING_OF_HOROVOD, BINDING_OF_OPEN_MPI_5))
+    run(*wheel, "pack", "--dest-dir", folder, unpacked)
+    return next(folder.glob("horovod-*.whl"))
+
+
 def install_horovod(environment: Environment, key: str) -> str:
     """Install Horovod, built now or before; return where it comes from, in words."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tfcommx"
@@ -190,7 +218,8 @@ def install_horovod(environment: Environment, key: str) -> str:
     origin = "from the cache of built wheels"
     if not list(wheels.glob("horovod-*.whl")):
         origin = f"built with {build_wheel(environment, wheels)}"
-    environment.pip("install", "--force-reinstall", "--no-deps", next(wheels.glob("horovod-*.whl")))
+    patched = patch_wheel(environment, next(wheels.glob("horovod-*.whl")))
+    environment.pip("install", "--force-reinstall", "--no-deps", patched)
     environment.pip("install", "cloudpickle", "psutil", "pyyaml", "packaging")
     return origin
 

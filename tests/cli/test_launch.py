@@ -12,7 +12,10 @@ import sys
 import pytest
 from launching import ROOT
 
-from tfcommx.cli.launch import LaunchError, Output, Stop
+from tfcommx.cli.launch import Stop, refuse
+from tfcommx.comm.allocation import Host
+from tfcommx.comm.horovodrun import Launch, LaunchError, Running
+from tfcommx.comm.rank_lines import RankLines
 from tfcommx.recipes.recipe import read
 
 TRACE = """\
@@ -35,6 +38,12 @@ Process name: {rank}
 Exit code: {status}
 
 """
+TRACEBACK_OF_HOROVODRUN = """\
+Traceback (most recent call last):
+  File "launch.py", line 655, in _run_static
+    raise RuntimeError('no interface')
+RuntimeError: no interface
+"""
 
 
 def written_by(rank: int, text: str, stream: str = "stderr") -> str:
@@ -42,15 +51,22 @@ def written_by(rank: int, text: str, stream: str = "stderr") -> str:
     return "".join(f"[{rank}]<{stream}>:{line}" for line in text.splitlines(keepends=True))
 
 
+class Started(Running):
+    """Four ranks on two hosts, as if they had been started."""
+
+    def __init__(self) -> None:
+        self.launch = Launch((Host("node0", 1), Host("node1", 3)), ("tfcommx", "train"))
+
+
 def shown(text: str, capsys: pytest.CaptureFixture[str], status: int = 1) -> tuple[str, str, str]:
     """Return what is shown on stdout and stderr, and the error of a launch that has failed."""
-    output = Output()
+    output = RankLines()
     output.relay(io.StringIO(text))
     output.finish()
     said = ""
     if status:
         with pytest.raises((LaunchError, SystemExit)) as ended:
-            output.refuse(status)
+            refuse(Started(), status, output)
         said = str(ended.value)
     return (*capsys.readouterr(), said)
 
@@ -58,7 +74,23 @@ def shown(text: str, capsys: pytest.CaptureFixture[str], status: int = 1) -> tup
 def test_rank_0_speaks_for_itself_and_others_are_marked(capsys):
     text = written_by(0, "epoch 1\n", "stdout") + written_by(2, "look\n", "stdout")
     text += written_by(0, "be warned\n") + written_by(3, "be warned\n") + "of horovodrun\n"
-    assert shown(text, capsys, 0) == ("epoch 1\n", "rank 2: look\nrank 0: be warned\n", "")
+    assert shown(text, capsys, 0) == ("epoch 1\nrank 2: look\n", "be warned\n", "")
+
+
+def test_lines_that_mpirun_marks_are_shown_as_those_of_horovodrun(capsys):
+    text = "[1,0]<stdout>: epoch 1\n[1,2]<stdout>:   look\n[1,1]<stderr>: be warned\n"
+    assert shown(text, capsys, 0) == ("epoch 1\nrank 2:   look\n", "rank 1: be warned\n", "")
+
+
+def test_mpirun_says_which_rank_ended_first(capsys):
+    text = (
+        "first process to do so was:\n\n   Process name: [prterun-vm-1@1,2]\n   Exit code:    3\n"
+    )
+    assert "Rank 2 on node1 ended with status 3" in shown(text, capsys)[2]
+    text = (
+        "prterun noticed that process rank 1 with PID 7 on node vm exited on\nsignal 9 (Killed).\n"
+    )
+    assert "Rank 1 on node1 was killed by SIGKILL" in shown(text, capsys)[2]
 
 
 def test_an_error_of_one_rank_is_shown_once(capsys):
@@ -70,7 +102,8 @@ def test_an_error_of_one_rank_is_shown_once(capsys):
     printed, errors, failure = shown(text, capsys)
     assert (printed, errors) == ("", f"rank 1: {TRACE}")
     assert (
-        failure.startswith("Rank 1 failed; all others were ended.") and "no memory" not in failure
+        failure.startswith("Rank 1 on node1 ended with status 1; all others were ended.")
+        and "no memory" not in failure
     )
 
 
@@ -92,8 +125,8 @@ def test_a_rank_that_was_killed_is_named(capsys):
     printed, errors, failure = shown(text, capsys)
     assert (
         printed == errors == ""
-        and "Rank 1 was killed by SIGKILL" in failure
-        and "node1" not in failure
+        and "Rank 1 on node1 was killed by SIGKILL" in failure
+        and "has ended" not in failure
     )
 
 
@@ -105,8 +138,19 @@ def test_a_rank_that_was_stopped_is_named_by_the_others(capsys):
 
 
 def test_an_error_of_horovodrun_itself_is_shown_as_it_is(capsys):
-    errors, failure = shown("could not connect to some hosts via ssh\n", capsys)[1:]
-    assert "via ssh" in errors and "horovodrun ended with status 1" in failure
+    text = "I0000 00:00:17.45  25 port.cc:153] oneDNN is on.\nRequested too many\n"
+    text += TRACEBACK_OF_HOROVODRUN
+    errors, failure = shown(text, capsys)[1:]
+    assert errors == "" and failure == (
+        "`tfcommx train` did not start on all ranks, status 1. Requested too many\n"
+        "RuntimeError: no interface"
+    )
+
+
+def test_a_host_without_an_answer_is_named_with_what_to_do(capsys):
+    text = "ssh not successful for host node7:\nconnect: timed out\n\n" + TRACEBACK_OF_HOROVODRUN
+    failure = shown(text, capsys)[2]
+    assert "No answer from node7 (connect: timed out). `ssh node7 true` must" in failure
 
 
 # A step an epoch, and two in the last phase, whose batch is half of the others'

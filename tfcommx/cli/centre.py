@@ -26,9 +26,8 @@ def centre(
     """Run COMMAND in all processes but the last, which holds the centre of elastic averaging.
 
     For scripts with `cx.strategies.ElasticAveraging(server="extra_rank")`; size() and rank() in
-    them are those of the processes that train: `horovodrun -np 9 -H node1:4,node2:5 --mpi
-    --mpi-args=--enable-recovery --binding-args="--bind-to none --map-by slot" tfcommx centre --
-    python train.py`.
+    them are those of the processes that train: `tfcommx run -np 9 -H node1:4,node2:5 --mpi
+    --mpi-args=--enable-recovery -- tfcommx centre -- python train.py`.
     """
     here = launcher()
     if here.kind != "mpi" or here.size < FEWEST:

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import sys
 import tempfile
 
-# What TensorFlow's libraries write while they are loaded, before they read TF_CPP_MIN_LOG_LEVEL:
-# messages of absl's level INFO, and one that says where messages go
-START_UP_MESSAGE = re.compile(
-    r"I\d{4} \d\d:\d\d:.*\] |WARNING: All log messages before absl::InitializeLog\(\)"
-)
+from tfcommx.comm.rank_lines import without_start_up_messages
 
 
 def quiet_tensorflow() -> None:
@@ -49,16 +44,6 @@ def load_tensorflow() -> None:
             written.seek(0)
             shown = without_start_up_messages(written.read().decode(errors="replace"))
             sys.stderr.write(shown)
-
-
-def without_start_up_messages(text: str) -> str:
-    r"""Return the lines that are no start-up messages of TensorFlow's libraries.
-
-    >>> without_start_up_messages("I0000 00:00:17.45  25 port.cc:153] oneDNN is on.\nMind this\n")
-    'Mind this\n'
-    """
-    lines = text.splitlines(keepends=True)
-    return "".join(line for line in lines if not START_UP_MESSAGE.match(line))
 
 
 def quiet_horovod() -> None:

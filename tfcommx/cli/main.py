@@ -1,6 +1,6 @@
-"""The command line: `tfcommx train`, `report`, `probe`, `profile`, `plan`, `cache`, and others.
+"""The command line: `tfcommx run`, `train`, `report`, `probe`, `profile`, `plan`, and others.
 
-`simulate` and `centre` are the others. TensorFlow is imported only if a command needs it.
+`simulate`, `cache` and `centre` are the others. TensorFlow is imported only if a command needs it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,18 @@ import time
 
 import typer
 
-from tfcommx.cli import cache, centre, launch, plan, probe, profile, report, simulate, train
+from tfcommx.cli import (
+    cache,
+    centre,
+    launch,
+    plan,
+    probe,
+    profile,
+    report,
+    run,
+    simulate,
+    train,
+)
 from tfcommx.cli.environment import quiet_tensorflow
 from tfcommx.comm.launcher import launcher
 from tfcommx.data.cache.slab_files import SlabError
@@ -46,21 +57,22 @@ for command in (
 app.command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )(centre.centre)
+app.command(context_settings={"allow_interspersed_args": False})(run.run)
 
 
 def main() -> None:
-    """Run the command line; its exit status is 1 if a rank has failed.
+    """Run the command line; its exit status is 1 if a rank has failed, or the rank's own for `run`.
 
     An error that the user can fix is printed without a traceback, with exit status 2; by rank 0
     alone if all ranks have it.
     """
-    if sys.argv[1:2] != ["centre"]:  # The script that it runs is the user's
+    if sys.argv[1:2] not in (["centre"], ["run"]):  # The script that they run is the user's
         quiet_tensorflow()
     try:
         app()
     except launch.LaunchError as error:
         tell(error)
-        sys.exit(1)
+        sys.exit(error.status)
     except USER_ERRORS as error:
         tell(error)
         sys.exit(launch.USER_ERROR)

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from tfcommx.cli.environment import load_tensorflow
-from tfcommx.cli.launch import horovodrun
+from tfcommx.cli.launch import launch_train
+from tfcommx.comm.allocation import Host, parse_hosts, ranks_on
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
 from tfcommx.report.dry_run import read_alone, show_dry_run
@@ -32,7 +33,10 @@ def train(
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option(min=1, help="Start that many processes on this machine, with horovodrun."),
+        typer.Option("--processes", "-np", min=1, help="Start that many, here or on -H."),
+    ] = None,
+    hosts: Annotated[
+        str | None, typer.Option("-H", "--hosts", help="Start on these, such as node1:4,node2:4.")
     ] = None,
     minutes: Annotated[
         float | None, typer.Option(min=0, help="Save and stop after that time; exit status 0.")
@@ -56,21 +60,23 @@ def train(
 ) -> None:
     """Train a model as a recipe says.
 
-    On one machine: `tfcommx train CONFIG --processes 4`. On several: `horovodrun -np 32 -H
-    node1:8,node2:8,... tfcommx train CONFIG`. SIGTERM, SIGINT or SIGUSR1 to any rank, or a file
+    On one machine: `tfcommx train CONFIG --processes 4`. On several: `tfcommx train CONFIG -H
+    node1:4,node2:4`, or any other launcher. SIGTERM, SIGINT or SIGUSR1 to any rank, or a file
     `stop` in the run's folder, make it save and stop.
     """
     changes = [*(settings or []), *([] if seed is None else [f"seed={seed}"])]
     recipe = read_recipe(config, changes)
     folder = output or Path("runs") / recipe.name
     alone = () if baseline is None else tuple(read_alone(baseline))
-    if processes:
+    if processes or hosts:
+        given = parse_hosts(hosts) if hosts else [Host("localhost", processes or 1)]
+        chosen = ranks_on(given, processes or sum(host.slots for host in given), "-H")
         words = ["train", str(config), "--output", str(folder), "--no-report"]
         words += [word for change in changes for word in ("--set", change)]
         words += ["--resume"] * resume + ["--tensorboard"] * tensorboard + ["--dry-run"] * dry_run
         words += [] if minutes is None else ["--minutes", str(minutes)]
         words += [] if baseline is None else ["--baseline", str(baseline)]
-        horovodrun(processes, words, folder, saves=not dry_run)
+        launch_train(chosen, words, folder, saves=not dry_run)
         # Stopped in its first epoch, it has no report; a dry run has shown its own
         if (folder / "summary.json").exists() and not dry_run:
             show_run(folder)

@@ -1,6 +1,9 @@
 """Collectives and messages between ranks, and how a process finds its rank among them.
 
 launcher    what the launcher's environment variables say           (reads os.environ)
+allocation  the hosts of a launch: -H, a hostfile, Slurm, PBS, LSF, Kubernetes (reads os.environ)
+horovodrun  one start of ranks, from its command line to its exit status  (reads os.environ)
+rank_lines  what is shown of the lines that ranks write
 base        Comm, the contract, and its checks
 point_to_point   PointToPoint, the contract of messages between two ranks
 line        of several that measure step times on one rank, who goes first

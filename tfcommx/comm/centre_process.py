@@ -1,6 +1,6 @@
 """The process that holds the centres of elastic averaging, beside the ranks that train.
 
-    horovodrun -np 4 ... tfcommx centre -- python train.py
+    tfcommx run -np 4 --mpi --mpi-args=--enable-recovery -- tfcommx centre -- python train.py
 
     ranks 0, 1, 2    python train.py       size() is 3; Horovod knows nothing of the fourth
     process 3        this file             a centre for each optimizer that begins with START

@@ -15,8 +15,8 @@ from tfcommx.terms import PlanError
 OTHER_LAUNCHERS_SIZES = ("SLURM_STEP_NUM_TASKS", "PMI_SIZE", "WORLD_SIZE")
 # How a launch is written whose last process holds the centre of elastic averaging
 CENTRE_LAUNCH = (
-    'horovodrun -np 9 -H node1:4,node2:5 --mpi --mpi-args=--enable-recovery --binding-args="'
-    '--bind-to none --map-by slot" tfcommx centre -- python train.py, for 8 ranks that train'
+    "`tfcommx run -np 9 -H node1:4,node2:5 --mpi --mpi-args=--enable-recovery -- tfcommx centre -- "
+    "python train.py`, for 8 ranks that train"
 )
 # In it: the launch's name, so that launches which a script makes are not taken for it
 CENTRE_VARIABLE = "TFCOMMX_CENTRE"
@@ -83,10 +83,10 @@ def check_alone() -> None:
     for name in OTHER_LAUNCHERS_SIZES:
         if os.environ.get(name, "1") not in ("", "0", "1"):
             raise PlanError(
-                "Several processes must be started by horovodrun or by Open MPI's mpirun: by "
-                "another launcher each trains alone. "
-                f"Received {name}={os.environ[name]}. Start one of them in this allocation; to "
-                "train in one process, unset the variable."
+                "Several processes must be started by tfcommx run, horovodrun or mpirun: "
+                "by another launcher each trains alone. "
+                f"Received {name}={os.environ[name]}. Call `tfcommx run -- python train.py` once "
+                "in this allocation; to train in one process, unset the variable."
             )
 
 

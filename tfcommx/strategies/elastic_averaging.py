@@ -61,9 +61,9 @@ class ElasticAveraging:
     ElasticAveraging(every=4, beta=0.9, alpha=None, blocking=False, statistics='average', \
 server='thread')
 
-    It needs messages, and ranks that may end while others go on: `horovodrun --mpi
-    --mpi-args=--enable-recovery --binding-args="--bind-to none --map-by slot" ...`. Without
-    `--enable-recovery` Open MPI ends all ranks if one dies.
+    It needs messages, and ranks that may end while others go on: `tfcommx run --mpi
+    --mpi-args=--enable-recovery ...`. Without `--enable-recovery` Open MPI ends all ranks if one
+    dies.
 
     A rank that ends or dies leaves the others training; if a server dies, all end and name it. With
     "sharded" every rank is a server. With "extra_rank" none is that trains, so each may die.

@@ -33,9 +33,8 @@ WIRES = (PLAIN, *VALUE_DTYPES, *SPARSE_WIRES)
 # Densities of the first epochs; deep gradient compression (DGC) then stays at 0.001.
 DGC_WARM_UP = (0.25, 0.063, 0.015, 0.004)
 
-# Horovod 0.28 adds an option to mpirun that has one dash too few, and Open MPI 5 does not start
-# with it; these words replace that option.
-MPI_LAUNCH = 'horovodrun --mpi --binding-args="--bind-to none --map-by slot" ... (or mpirun)'
+# It works with a Horovod that somebody else has built, too: see comm/horovodrun.py
+MPI_LAUNCH = "tfcommx run --mpi ... (or horovodrun --mpi, or mpirun)"
 
 
 @dataclass(frozen=True)

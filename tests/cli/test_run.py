@@ -1,0 +1,193 @@
+"""`tfcommx run` on real ranks: how they end, who is named, and that no process is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from launching import ROOT
+
+TFCOMMX = (sys.executable, "-m", "tfcommx.cli.main")
+# Every rank says its number and its process; rank 1 ends as the argument says
+SCRIPT = """\
+import os, sys, time
+rank = os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+print(f"rank {rank} is process {os.getpid()} on {os.uname().nodename}", flush=True)
+how = sys.argv[1]
+if how == "well":
+    sys.exit(0)
+if rank == "1" and how != "never":
+    time.sleep(0.5)
+    os.kill(os.getpid(), 9) if how == "killed" else sys.exit(int(how))
+time.sleep(600)
+"""
+
+
+def start(*words: str, **environment: str) -> subprocess.Popen[str]:
+    """Call tfcommx as a user does; nothing is in the environment that a user would not have."""
+    return subprocess.Popen(
+        [*TFCOMMX, *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def run(*words: str, **environment: str) -> tuple[int, str, str]:
+    process = start(*words, **environment)
+    out, errors = process.communicate(timeout=120)
+    return process.returncode, out, errors
+
+
+def pids(out: str) -> list[int]:
+    return [int(line.split("process ")[1].split()[0]) for line in out.splitlines()]
+
+
+def wait_until_gone(numbers: list[int]) -> list[int]:
+    """Return the processes that live after some seconds: none, if all is well."""
+    deadline = time.monotonic() + 10
+    while left := [number for number in numbers if psutil.pid_exists(number)]:
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+    return []
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+@pytest.mark.parametrize("launcher", ["--gloo", "--mpi"])
+@pytest.mark.parametrize(
+    "how, status, said",
+    [("3", 3, "ended with status 3"), ("killed", 137, "was killed by SIGKILL")],
+)
+def test_the_first_rank_that_fails_is_named_and_gives_the_status(
+    script: str, launcher: str, how: str, status: int, said: str
+) -> None:
+    found, out, errors = run("run", "-np", "2", launcher, "python", script, how)
+    assert found == status, errors
+    assert errors == f"tfcommx: Rank 1 on localhost {said}; all others were ended.\n"
+    assert not wait_until_gone(pids(out))
+
+
+@pytest.mark.parametrize(
+    "launcher, whole_group",
+    [
+        ("--gloo", True),
+        ("--mpi", False),
+        pytest.param("--gloo", False, marks=pytest.mark.exhaustive),
+        pytest.param("--mpi", True, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_ctrl_c_ends_all_ranks(script: str, launcher: str, whole_group: bool) -> None:
+    process = start("run", "-np", "2", launcher, "--", "python", script, "never")
+    assert process.stdout and process.stderr
+    lines = process.stdout.readline() + process.stdout.readline()
+    below = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+    assert len(pids(lines)) == 2
+    if whole_group:
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 128 + signal.SIGINT
+    assert not wait_until_gone([*pids(lines), *below])
+    assert "Traceback" not in process.stderr.read()
+    process.stdout.close(), process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    "launcher", ["--gloo", pytest.param("--mpi", marks=pytest.mark.exhaustive)]
+)
+def test_a_script_that_does_not_exist_is_named(launcher: str) -> None:
+    status, _, errors = run("run", "-np", "2", launcher, "--", "python", "no_such.py")
+    assert status == 2 and errors.count("no_such.py") == 1, errors
+    assert "on localhost ended with status 2" in errors
+
+
+def test_what_can_be_refused_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    cases = {
+        ("-np", "2", "--", "no_such_command"): (127, "no_such_command"),
+        ("--", "python", "x.py"): (2, "A number of ranks is required"),
+        ("-np", "5", "-H", "node1:2,node2:2", "--", "python"): (2, "-H node1:3,node2:3"),
+        ("-H", "node1:0", "--", "python"): (2, "NAME:SLOTS"),
+        ("--hostfile", str(tmp_path / "none"), "--", "python"): (2, "A hostfile is required"),
+        ("--gloo", "--mpi", "-np", "2", "python"): (2, "Received both"),
+    }
+    for words, (status, said) in cases.items():
+        found, _, errors = run("run", *words)
+        assert found == status and said in errors and "Traceback" not in errors, errors
+
+
+def test_a_host_that_does_not_resolve_is_named_in_bounded_time() -> None:
+    begun = time.monotonic()
+    status, out, errors = run("run", "-H", "no-such-host:2", "--", "python", "x.py")
+    assert status == 1 and out == "" and "Traceback" not in errors
+    assert "No answer from no-such-host" in errors and "`ssh no-such-host true` must" in errors
+    assert time.monotonic() - begun < 60
+
+
+@pytest.mark.parametrize(
+    "launcher", ["--gloo", pytest.param("--mpi", marks=pytest.mark.exhaustive)]
+)
+def test_hosts_come_from_the_allocation_and_np_limits_them(
+    script: str, tmp_path: Path, launcher: str
+) -> None:
+    """A job of LSF, in which Horovod looks for no network interface."""
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("localhost\nlocalhost\nlocalhost\n")
+    job = {"LSB_JOBID": "7", "LSB_DJOB_HOSTFILE": str(hostfile)}
+    status, out, errors = run("run", launcher, "-np", "2", "python", script, "well", **job)
+    assert (status, len(pids(out))) == (0, 2), errors
+    assert sorted(line.split(" is ")[0] for line in out.splitlines()) == [
+        "rank 0",
+        "rank 1: rank 1",
+    ]
+
+
+def test_it_needs_no_tensorflow() -> None:
+    code = "import sys, tfcommx.cli.run; sys.exit('tensorflow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+CLUSTER = (sys.executable, str(ROOT / "scripts" / "cluster"), "--name", "launch")
+
+
+@pytest.mark.xdist_group("cluster")
+@pytest.mark.skipif(os.geteuid() != 0, reason="a virtual cluster needs root")
+def test_a_rank_on_another_host_is_named_with_it(script: str) -> None:
+    """Over both launchers, and a host whose cable is cut."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+
+    def cluster(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*CLUSTER, *words], cwd=ROOT, env=env, text=True, capture_output=True, timeout=120
+        )
+
+    made = cluster("up", "--nodes", "2", "--slots", "1")
+    assert made.returncode == 0, made.stderr
+    try:
+        for launcher in ("--gloo", "--mpi"):
+            words = ("tfcommx", "run", "-np", "2", launcher, "--", "python", script)
+            ended = cluster("run", "--", *words, "3")
+            said = "tfcommx: Rank 1 on node1 ended with status 3; all others were ended.\n"
+            assert (ended.returncode, ended.stderr) == (3, said)
+            assert " on node1\n" in ended.stdout and not wait_until_gone(pids(ended.stdout))
+        cluster("cut", "1")
+        ended = cluster("run", "--", *words, "well")
+        assert ended.returncode == 1 and "No answer from node1" in ended.stderr, ended.stderr
+    finally:
+        cluster("down")

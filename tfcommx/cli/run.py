@@ -1,0 +1,131 @@
+"""`tfcommx run`: start a command on all hosts, a thin front of horovodrun."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from tfcommx.comm.allocation import Host, allocation, parse_hosts, ranks_on, read_hostfile
+from tfcommx.comm.horovodrun import Launch, LaunchError, Running, search_path
+from tfcommx.comm.rank_lines import RankLines
+from tfcommx.terms import PlanError
+
+# What a shell returns for a command that it does not find
+NOT_FOUND = 127
+
+
+def run(
+    command: Annotated[
+        list[str], typer.Argument(help="What every rank runs, such as `python train.py`.")
+    ],
+    num_proc: Annotated[
+        int | None, typer.Option("-np", "--num-proc", min=1, help="Ranks; default: all slots.")
+    ] = None,
+    hosts: Annotated[
+        str | None, typer.Option("-H", "--hosts", help="Such as node1:4,node2:4.")
+    ] = None,
+    hostfile: Annotated[
+        Path | None, typer.Option(help="A line a host, such as `node1 slots=4`.")
+    ] = None,
+    gloo: Annotated[bool, typer.Option("--gloo", help="Launch over Gloo; the default.")] = False,
+    mpi: Annotated[
+        bool, typer.Option("--mpi", help="Launch with mpirun: for routes of messages.")
+    ] = False,
+    network_interfaces: Annotated[
+        str | None, typer.Option(help="Of all hosts, such as eth0, or eth0,eth1.")
+    ] = None,
+    ssh_port: Annotated[
+        int | None, typer.Option("-p", "--ssh-port", help="The same on all hosts.")
+    ] = None,
+    ssh_identity_file: Annotated[
+        Path | None, typer.Option("-i", "--ssh-identity-file", help="A private key.")
+    ] = None,
+    start_timeout: Annotated[
+        int | None, typer.Option(min=1, help="Seconds for all hosts to answer; default 30.")
+    ] = None,
+    mpi_args: Annotated[str, typer.Option(help="Options for mpirun, in one word.")] = "",
+    horovodrun_args: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WORD", help="A word for horovodrun as it is. Repeatable."),
+    ] = None,
+) -> None:
+    """Start COMMAND on every rank: `tfcommx run -np 8 -H node1:4,node2:4 -- python train.py`.
+
+    Without -H and --hostfile the hosts are those of the allocation: of Slurm, PBS, LSF, or
+    Kubernetes' MPI operator; outside of one, this machine. Ctrl-C ends all ranks. If a rank fails,
+    the others are ended, one line says which it was, and its exit status is returned.
+    """
+    if gloo and mpi:
+        raise PlanError("One of --gloo and --mpi is required at most. Received both.")
+    if shutil.which(command[0], path=search_path()) is None:
+        raise LaunchError(
+            f"A command that can be run is required. Received {command[0]!r}.", NOT_FOUND
+        )
+    given = {
+        "--network-interfaces": network_interfaces,
+        "--ssh-port": ssh_port,
+        "--ssh-identity-file": ssh_identity_file,
+        "--start-timeout": start_timeout,
+    }
+    options = [word for name, value in given.items() if value for word in (name, str(value))]
+    launch = Launch(
+        tuple(choose_hosts(num_proc, hosts, hostfile)),
+        tuple(command),
+        "mpi" if mpi else "gloo",
+        mpi_args,
+        (*options, *(horovodrun_args or [])),
+    )
+    carry_out(launch)
+
+
+def choose_hosts(ranks: int | None, hosts: str | None, hostfile: Path | None) -> list[Host]:
+    """Return the hosts with as many slots as ranks will be started on them.
+
+    **Raises:** PlanError for unusable hosts, too few slots, or without any number of ranks.
+    """
+    if hosts and hostfile:
+        raise PlanError("One of -H and --hostfile is required at most. Received both.")
+    if hosts:
+        source, found = "-H", parse_hosts(hosts)
+    elif hostfile:
+        source, found = str(hostfile), read_hostfile(hostfile)
+    elif given := allocation():
+        source, found = given
+    elif ranks:
+        source, found = "-np", [Host("localhost", ranks)]
+    else:
+        raise PlanError(
+            "A number of ranks is required: -np 4 on this machine, -H node1:4,node2:4 on several. "
+            "Received neither, outside of an allocation."
+        )
+    return ranks_on(found, ranks or sum(host.slots for host in found), source)
+
+
+def carry_out(launch: Launch) -> None:
+    """Start the ranks and show their lines until they end.
+
+    SIGINT (Ctrl-C), SIGTERM or SIGHUP end all ranks; once more, without the 5 s that they have to
+    end by themselves.
+
+    **Raises:** LaunchError if a rank fails; SystemExit after a signal.
+    """
+    running, received = Running(launch), []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        running.terminate()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
+    lines = RankLines()
+    status = running.wait(lines)
+    if received:
+        sys.exit(128 + received[0])
+    if status:
+        raise running.failed(status, lines)

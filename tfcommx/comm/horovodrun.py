@@ -1,0 +1,185 @@
+"""One start of ranks: what horovodrun is called with, and the processes until they end.
+
+    Launch(hosts, command)  ->  Running(launch)  ->  wait(lines) -> exit status
+
+**Ranks:** local, in the launcher. Needs neither TensorFlow nor Horovod in this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from tfcommx.comm.allocation import Host
+from tfcommx.comm.rank_lines import RankLines
+
+KINDS = ("gloo", "mpi")
+# What Open MPI 5 takes; a Horovod that set-up has not changed has one dash too few
+BINDING = "--bind-to none --map-by slot"
+# For more ranks than cores: a rank that waits sleeps. sched_yield, the default, may starve others.
+CROWDED = (
+    "--mca mpi_yield_when_idle 1 --mca threads_pthreads_yield_strategy nanosleep "
+    "--mca threads_pthreads_nanosleep_time 20000"
+)
+
+
+class LaunchError(RuntimeError):
+    """A launch that has failed; the message says which rank ended first, and `status` how."""
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is started, and where.
+
+    Args:
+        hosts: a rank on every slot, numbered host by host.
+        command: of every rank.
+        kind: "gloo", or "mpi" for routes of messages.
+        mpi_args: options for mpirun, beside those that it needs.
+        options: other options of horovodrun, as they are.
+    """
+
+    hosts: tuple[Host, ...]
+    command: tuple[str, ...]
+    kind: str = "gloo"
+    mpi_args: str = ""
+    options: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return sum(host.slots for host in self.hosts)
+
+    def host_of(self, rank: int) -> str:
+        """Return the name of the host of a rank."""
+        names = [host.name for host in self.hosts for _ in range(host.slots)]
+        return names[rank]
+
+    def words(self) -> list[str]:
+        """Return the command line of horovodrun.
+
+        **Raises:** LaunchError without horovodrun.
+        """
+        program = shutil.which("horovodrun", path=search_path())
+        if program is None:
+            raise LaunchError(
+                f"horovodrun is required beside {sys.executable}. Install Horovod in this "
+                "environment."
+            )
+        where = ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
+        # The cache holds what was found of these hosts an hour ago, in one file for all launches
+        words = [program, "-np", str(self.size), "-H", where, f"--{self.kind}", "--disable-cache"]
+        if self.kind == "mpi":
+            crowded = max(host.slots for host in self.hosts) > (os.cpu_count() or 1)
+            arguments = " ".join([CROWDED] * crowded + [self.mpi_args] * bool(self.mpi_args))
+            words += [f"--binding-args={BINDING}", *[f"--mpi-args={arguments}"] * bool(arguments)]
+        return [*words, *self.options, *self._command()]
+
+    def _command(self) -> tuple[str, ...]:
+        """Return the command, with what horovodrun must not see (see environment())."""
+        if job := os.environ.get("LSB_JOBID"):
+            return ("env", f"LSB_JOBID={job}", *self.command)
+        return self.command
+
+
+def search_path() -> str:
+    """Return PATH with the programs of this environment first: horovodrun, mpirun, python."""
+    return f"{Path(sys.executable).parent}:{os.environ.get('PATH') or os.defpath}"
+
+
+def environment() -> dict[str, str]:
+    """Return horovodrun's environment variables.
+
+    In a job of LSF it looks for no network interface, and Gloo fails without one.
+    """
+    own = {name: value for name, value in os.environ.items() if name != "LSB_JOBID"}
+    return {**own, "PATH": search_path()}
+
+
+class Running:
+    """A launch that has been started.
+
+    Signals of a terminal do not reach it: whoever started it says when it ends.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        self._asked = False
+        self.process = subprocess.Popen(
+            launch.words(),
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # Ctrl-C is for this process alone
+            start_new_session=True,
+        )
+
+    def terminate(self) -> None:
+        """End all ranks: SIGTERM, and SIGKILL 5 s later; at once when called again.
+
+        mpirun is a child of what horovodrun has become, so their group is told.
+        """
+        number = signal.SIGKILL if self._asked else signal.SIGTERM
+        self._asked = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def wait(self, lines: RankLines) -> int:
+        """Show the ranks' lines until all have ended; return the launcher's exit status."""
+
+        def relay(stream: IO[bytes]) -> None:
+            # A progress bar's \r ends a line too, and stays what it is
+            with io.TextIOWrapper(stream, newline="", errors="replace") as text:
+                try:
+                    lines.relay(text)
+                except OSError:  # Nobody reads the output
+                    self.terminate()
+
+        assert self.process.stdout and self.process.stderr
+        threads = [
+            threading.Thread(target=relay, args=[stream], daemon=True)
+            for stream in (self.process.stdout, self.process.stderr)
+        ]
+        for thread in threads:
+            thread.start()
+        status = self.process.wait()
+        # mpirun has the other ends of the pipes until it has ended the ranks
+        for thread in threads:
+            thread.join()
+        lines.finish()
+        return status
+
+    def failed(self, status: int, lines: RankLines, advice: str = "") -> LaunchError:
+        """Return the error of a launch that ended with a status != 0.
+
+        Args:
+            status: of the launcher.
+            lines: what it and the ranks have said.
+            advice: a sentence for the end of the message.
+        """
+        first = lines.failure()
+        if first is None:
+            words = shlex.join(self.launch.command)
+            said = lines.launcher_error()
+            return LaunchError(f"`{words}` did not start on all ranks, status {status}. {said}")
+        where = self.launch.host_of(first.rank)
+        parts = [
+            f"Rank {first.rank} on {where} {first.how()}; all others were ended.",
+            lines.report_of_missing(first.rank),
+            advice,
+        ]
+        return LaunchError(" ".join(part for part in parts if part), first.status)

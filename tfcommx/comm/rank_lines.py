@@ -1,0 +1,151 @@
+"""What a user sees of the lines that horovodrun and mpirun forward from the ranks.
+
+They mark each line with its rank, such as `[0]<stdout>:`, and add lines of their own:
+
+    what is written                                        what is shown
+    rank 0                                                 the line
+    rank r, otherwise                                      rank r: the line
+    our own messages (`tfcommx: ...`)                      the line
+    on stderr, a line or a traceback of another rank too   that of the first rank
+    ranks that say which rank they miss                    once, if that rank gave no reason
+    the launcher's messages and its traceback at the end   which rank ended first, and how
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from typing import IO, NamedTuple
+
+# horovodrun: `[rank]<stdout>:text`; mpirun: `[job,rank]<stdout>: text`
+MARK = re.compile(r"\[(?:(\d+),)?(\d+)\]<(stdout|stderr)>:(.*)", re.DOTALL)
+MISSING = re.compile(r"tfcommx: rank \d+ ends, because ranks are missing: (.*)", re.DOTALL)
+# What a shell writes if its rank was ended; the message at the end says how
+ENDED = ("Terminated\n", "Killed\n")
+TRACEBACK = "Traceback (most recent call last):"
+# How the launchers say which rank ended first: its exit status, or the signal
+EXITED = re.compile(r"Process name: (?:\[\S+,)?(\d+)\]?\s+Exit code:\s+(\d+)")
+SIGNALLED = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on\s+signal (\d+)")
+UNREACHED = re.compile(
+    r"ssh not successful for host (\S+):\n(.*?)\n(?:\n|ssh|Traceback)", re.DOTALL
+)
+# What TensorFlow's libraries write while they are loaded, before they read TF_CPP_MIN_LOG_LEVEL:
+# messages of absl's level INFO, and one that says where messages go
+START_UP_MESSAGE = re.compile(
+    r"I\d{4} \d\d:\d\d:.*\] |WARNING: All log messages before absl::InitializeLog\(\)|"
+    r"To enable the following instructions: "
+)
+# So many different lines of stderr are remembered
+LINES_REMEMBERED = 10_000
+
+
+def without_start_up_messages(text: str) -> str:
+    r"""Return the lines that are no start-up messages of TensorFlow's libraries.
+
+    >>> without_start_up_messages("I0000 00:00:17.45  25 port.cc:153] oneDNN is on.\nMind this\n")
+    'Mind this\n'
+    """
+    lines = text.splitlines(keepends=True)
+    return "".join(line for line in lines if not START_UP_MESSAGE.match(line))
+
+
+class Failure(NamedTuple):
+    """The rank that ended first, and not well."""
+
+    rank: int
+    # As a shell has it: 128 + the signal's number, if one ended it
+    status: int
+
+    def how(self) -> str:
+        """Say how it ended."""
+        signals = {128 + number: number.name for number in signal.Signals}
+        if self.status in signals:
+            return f"was killed by {signals[self.status]}"
+        return f"ended with status {self.status}"
+
+
+class RankLines:
+    """Shows the ranks' lines, and keeps what the launcher itself says."""
+
+    def __init__(self) -> None:
+        # Lines of the launcher itself, and ranks' reports of missing ranks: shown only if needed
+        self.own: list[str] = []
+        self.missing: list[str] = []
+        # What was shown on stderr, and the first rank that wrote it
+        self.writers: dict[str, str] = {}
+        # By rank: a traceback whose end has not come yet
+        self.tracebacks: dict[str, str] = {}
+
+    def relay(self, stream: IO[str]) -> None:
+        """Show all lines of a stream."""
+        for line in stream:
+            marked = MARK.match(line)
+            if not marked:
+                self.own.append(line)
+                continue
+            rank, text = marked[2], marked[4].removeprefix(" ") if marked[1] else marked[4]
+            if marked[3] == "stdout":
+                print(f"{mark(rank, text)}{text}", end="", flush=True)
+            else:
+                self.collect(rank, text)
+
+    def collect(self, rank: str, text: str) -> None:
+        """Put a rank's traceback together; show every other line at once."""
+        begun = self.tracebacks.pop(rank, "")
+        if text.startswith(TRACEBACK) or (begun and (text[:1].isspace() or text.endswith(":\n"))):
+            self.tracebacks[rank] = begun + text
+        else:
+            self.show(rank, begun + text)
+
+    def show(self, rank: str, text: str) -> None:
+        """Show what a rank has written on stderr, if no other rank has written the same."""
+        # Rank 0 leaves its number out of our own messages
+        same = text.replace(f"tfcommx: rank {rank}: ", "tfcommx: ", 1)
+        if len(self.writers) > LINES_REMEMBERED:
+            self.writers.clear()
+        if missing := MISSING.match(text):
+            self.missing.append(missing[1])
+        elif text.strip() and text not in ENDED and self.writers.setdefault(same, rank) == rank:
+            print(f"{mark(rank, text)}{text}", end="", file=sys.stderr, flush=True)
+
+    def finish(self) -> None:
+        """Show the tracebacks that were cut off."""
+        for rank, text in self.tracebacks.items():
+            self.show(rank, text)
+
+    def failure(self) -> Failure | None:
+        """Return which rank ended first, and how; None if the launcher does not say so."""
+        said = "".join(self.own)
+        if found := SIGNALLED.search(said):
+            return Failure(int(found[1]), 128 + int(found[2]))
+        if found := EXITED.search(said):
+            return Failure(int(found[1]), int(found[2]))
+        return None
+
+    def report_of_missing(self, rank: int) -> str:
+        """Return what other ranks say of a rank that could not print anything itself."""
+        known = ("(failed: ", f"rank {rank} on ")
+        reports = [text.strip() for text in self.missing if not any(map(text.count, known))]
+        return reports[0] if reports else ""
+
+    def launcher_error(self) -> str:
+        """Return what the launcher says, if no rank has started: what to do, where that is known.
+
+        Its traceback is left out, except the error.
+        """
+        said = without_start_up_messages("".join(self.own))
+        if hosts := UNREACHED.findall(said):
+            why = "; ".join(f"{host} ({' '.join(text.split())})" for host, text in hosts)
+            return (
+                f"Every host must answer ssh. No answer from {why}. `ssh {hosts[0][0]} true` must "
+                "return at once and without a password; --ssh-port and --ssh-identity-file say how."
+            )
+        before, found, trace = said.partition(TRACEBACK)
+        lines = [line for line in trace.splitlines() if line and not line[0].isspace()]
+        return "\n".join([before.strip(), *lines]).strip() if found else before.strip()
+
+
+def mark(rank: str, text: str) -> str:
+    """Return what stands before a line: nothing for rank 0 and our own messages."""
+    return "" if rank == "0" or text.startswith("tfcommx: ") else f"rank {rank}: "
