@@ -1,6 +1,6 @@
 """The command line: `tfcommx train`, `report`, `probe`, `profile`, `plan`, `cache`, and others.
 
-`simulate` and `centre` are the others. TensorFlow is imported only if a command needs it.
+`simulate`, `doctor` and `centre` are the others. TensorFlow is imported only if a command needs it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,19 @@ import time
 
 import typer
 
-from tfcommx.cli import cache, centre, launch, plan, probe, profile, report, simulate, train
+from tfcommx.cli import (
+    cache,
+    centre,
+    doctor,
+    launch,
+    plan,
+    probe,
+    profile,
+    report,
+    simulate,
+    train,
+    version,
+)
 from tfcommx.cli.environment import quiet_tensorflow
 from tfcommx.comm.launcher import launcher
 from tfcommx.data.cache.slab_files import SlabError
@@ -32,6 +44,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Data-parallel training where machines are strong and the network between them is slow.",
 )
+app.callback()(version.version)
 app.add_typer(cache.app)
 for command in (
     train.train,
@@ -40,6 +53,7 @@ for command in (
     profile.profile,
     plan.plan,
     simulate.simulate,
+    doctor.doctor,
 ):
     app.command()(command)
 # What follows its first word is another command's

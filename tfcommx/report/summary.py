@@ -168,6 +168,15 @@ def phase_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+def nodes_text(ranks: int, nodes: int) -> str:
+    """Say where the processes of a run were.
+
+    >>> nodes_text(8, 2), nodes_text(1, 1)
+    ('8 on 2 nodes', '1 on 1 node')
+    """
+    return f"{ranks} on {nodes} node{'' if nodes == 1 else 's'}"
+
+
 def bytes_text(count: float) -> str:
     """Write a number of bytes for people.
 
