@@ -209,7 +209,11 @@ def test_benchmarks_on_ranks(tmp_path: Path) -> None:
     assert names == {
         "bench_auto": ["plain", "Scheme()", "auto"],
         "bench_guard": ["no guard", "between checks", "with a check"],
-        "bench_strategies": [],
+        "bench_strategies": [
+            f"{what}, {name}"
+            for what in ("pull + forward", "step")
+            for name in ("synchronous", "at_once", "layers", "ibatch", "batched")
+        ],
         "bench_elastic_averaging": [
             "elastic, ranks alike",
             "elastic, rank 2 slow",

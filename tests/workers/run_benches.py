@@ -23,7 +23,7 @@ BENCHES = {
     "bench_auto": "-n 4000 --repeats 1 --assume-slow",
     "bench_guard": "-n 20000 --repeats 3",
     "bench_strategies": "-n 20000 --repeats 1 --forward 0.03",
-    "bench_elastic_averaging": "--part 1 --entries 1000 --lasts 1",
+    "bench_elastic_averaging": "--part 1 --entries 1000 --lasts 2 --slowed 2",
 }
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(4)

@@ -42,7 +42,7 @@ class Finding(NamedTuple):
 def here() -> list[Finding]:
     """Look at this host. **Cost:** some tenths of a second; TensorFlow is not loaded."""
     probes: tuple[Callable[[], Finding], ...] = (
-        lambda: packages(versions(), metadata.requires("tfcommx") or []),
+        lambda: packages(versions(), _requirements()),
         lambda: launchers({name: find_program(name) for name in ("horovodrun", "mpirun", "srun")}),
         lambda: host_name(socket.gethostname(), _address),
         lambda: interfaces(_addresses()),
@@ -61,11 +61,13 @@ def packages(found: Mapping[str, str], required: Iterable[str]) -> Finding:
         found: name -> version, as `versions` returns them.
         required: as package metadata write it, such as "keras<3.16,>=3.15".
     """
-    from packaging.requirements import Requirement
-
     what = ", ".join(f"{name} {version}" for name, version in found.items())
     wrong = [f"{name} is missing" for name, version in found.items() if version == "not installed"]
-    if not wrong and not found["Horovod"].startswith(HOROVOD):
+    if wrong:  # Horovod brings what the rest of this needs
+        return Finding("versions", FAILED, f"{what}: {'; '.join(wrong)}", SET_UP)
+    from packaging.requirements import Requirement
+
+    if not found["Horovod"].startswith(HOROVOD):
         wrong.append(f"Horovod {HOROVOD}x is required")
     for requirement in map(Requirement, required):
         if requirement.marker and not requirement.marker.evaluate():
@@ -176,6 +178,13 @@ def shared_memory(size: int, free: int) -> Finding:
     return Finding("cache memory", OK, what)
 
 
+def _requirements() -> list[str]:
+    try:
+        return metadata.requires("tfcommx") or []
+    except metadata.PackageNotFoundError:  # `versions` says so
+        return []
+
+
 def find_program(name: str) -> str | None:
     """Find a program where the launch would: beside Python, then in PATH."""
     return shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
@@ -189,8 +198,10 @@ def _address(name: str) -> str | None:
 
 
 def _addresses() -> dict[str, list[str]]:
-    import psutil  # Horovod needs it
-
+    try:
+        import psutil
+    except ImportError:  # It comes with Horovod, whose absence is another finding
+        return {}
     return {
         name: [one.address for one in found if one.family == socket.AF_INET]
         for name, found in psutil.net_if_addrs().items()
