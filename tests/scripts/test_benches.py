@@ -192,9 +192,13 @@ def test_parallel_operator(tmp_path: Path) -> None:
 JUDGED_BY_TIME = {"with a check", "elastic, rank 2 slow"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long_wait
 def test_benchmarks_on_ranks(tmp_path: Path) -> None:
-    """All in one launch; no line of TensorFlow's, no warning of optimizers that stay plain."""
+    """All in one launch, 46 s of a processor.
+
+    No line of TensorFlow's, no warning of optimizers that stay plain.
+    """
     ended = horovodrun(3, [str(WORKERS / "run_benches.py"), str(tmp_path)], "mpi")
     assert ended.status == 0, ended.output[-4000:]
     ranks = [line for line in ended.output.splitlines() if "<std" in line]
