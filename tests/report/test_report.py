@@ -129,6 +129,19 @@ def test_drifted_replicas_cannot_be_overlooked(summary):
     assert "NOT IDENTICAL" in text and "identical at the end" not in text
 
 
+def test_one_node_has_no_bytes_between_nodes(summary, tmp_path):
+    """Their panel was empty, with an axis from -0.04 to 0.04; and "4 on 1 nodes"."""
+    alone = {**summary, "nodes": 1, "bytes_between_nodes": 0, "bytes_between_nodes_dense": 0}
+    for runs, pictures, heading in (
+        ({"one": alone}, 5, "Where time went"),
+        ({"one": alone, "other": summary}, 6, "Where time and bytes went"),
+    ):
+        text = write_page(runs, tmp_path)[0].read_text()
+        assert text.count("data:image/svg+xml") == pictures and heading in text
+        assert ">4 on 1 node<" in text
+    assert "4 on 1 node " in shown(alone)
+
+
 def test_one_rank_sends_nothing(summary):
     assert "0 B per rank" in shown(
         {**summary, "bytes_between_nodes": 0, "bytes_between_nodes_dense": 0}
@@ -376,6 +389,7 @@ def test_the_dry_run_of_one_process_is_the_baseline(tmp_path):
     text = stream.getvalue()
     assert "torus: 1 MB between nodes, 2 MB inside" in text and "250.0 ms" in text
     assert "phase 1: its first epochs, of density 0.5, 0.25, were not run" in text
+    assert "1 process on 1 node, 61,402 parameters" in text
     assert "2 GB of memory" in text and "the whole run: 2 min 30 s" in text
     report.write_dry_run({**found, "ranks": 4}, tmp_path)
     with pytest.raises(ReportError, match="Received one of 4"):

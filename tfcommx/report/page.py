@@ -15,8 +15,8 @@ from tfcommx.report.summary import (
     PARTS,
     bytes_text,
     more_scores,
-    nodes_text,
     phase_rows,
+    plural,
     scheme_text,
     seconds_by_part,
     size_text,
@@ -147,7 +147,7 @@ def _runs_table(runs: Runs) -> str:
             (
                 name,
                 _scores(summary),
-                nodes_text(summary["ranks"], summary["nodes"]),
+                f"{summary['ranks']} on {plural(summary['nodes'], 'node')}",
                 f"{len(summary['rows'])} of {summary['epochs']}",
                 time_text(summary["seconds"]),
                 f"{summary['throughput']:.0f} {summary['counted']}/s",

@@ -168,13 +168,14 @@ def phase_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def nodes_text(ranks: int, nodes: int) -> str:
-    """Say where the processes of a run were.
+def plural(count: int, word: str) -> str:
+    """Write a number of things for people.
 
-    >>> nodes_text(8, 2), nodes_text(1, 1)
-    ('8 on 2 nodes', '1 on 1 node')
+    >>> plural(2, "node"), plural(1, "process")
+    ('2 nodes', '1 process')
     """
-    return f"{ranks} on {nodes} node{'' if nodes == 1 else 's'}"
+    ending = "" if count == 1 else "es" if word.endswith("s") else "s"
+    return f"{count} {word}{ending}"
 
 
 def bytes_text(count: float) -> str:
