@@ -105,7 +105,10 @@ class UnwrappedOptimizers:
             _, known, *_ = self._traced.get(id(optimizer), ("", lambda: None))
             if known() is optimizer:
                 return
-            count = next(one for one in optimizer.variables if one.name == "iteration")
+            named = {one.name: one for one in optimizer.variables}
+            count = named.get("iteration")
+            if count is None:  # A class that keeps its steps elsewhere
+                return
             self._traced[id(optimizer)] = (
                 optimizer.name,
                 weakref.ref(optimizer),
