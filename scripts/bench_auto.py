@@ -27,8 +27,9 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import tfcommx.cli.quiet_start
 
+# isort: split
 import benchmark_options
 import benchmark_times
 import keras

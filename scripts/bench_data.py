@@ -25,14 +25,14 @@ cache's. Options and columns: scripts/benchmark_options.py.
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import tfcommx.cli.quiet_start
 
+# isort: split
 import bench_data_pipelines
 import benchmark_options
 import numpy as np

@@ -24,15 +24,15 @@ accuracy] along the first seed's run.
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+import tfcommx.cli.quiet_start
 
+# isort: split
 import benchmark_options
 import benchmark_times
 import keras

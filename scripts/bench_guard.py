@@ -15,14 +15,14 @@ than its median varies, so it is shown but not judged.)
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+import tfcommx.cli.quiet_start
 
+# isort: split
 import benchmark_options
 import benchmark_times
 import keras

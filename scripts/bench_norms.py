@@ -28,14 +28,14 @@ scripts/benchmark_options.py.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import tfcommx.cli.quiet_start
 
+# isort: split
 import benchmark_options
 import keras
 import numpy as np
@@ -207,7 +207,8 @@ def step_of(
 
     @tf.function
     def step() -> None:
-        optimizer.apply([one.read_value() for one in gradients], weights)
+        with cx.allow_plain_optimizers():
+            optimizer.apply([one.read_value() for one in gradients], weights)
 
     return step
 

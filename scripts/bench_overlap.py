@@ -15,14 +15,14 @@ Options and columns: scripts/benchmark_options.py.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import tfcommx.cli.quiet_start
 
+# isort: split
 import benchmark_options
 import horovod.tensorflow as hvd
 import numpy as np

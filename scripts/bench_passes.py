@@ -16,14 +16,14 @@ Options and columns: scripts/benchmark_options.py.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import tfcommx.cli.quiet_start  # noqa: F401
 
+# isort: split
 import benchmark_options
 import benchmark_times
 import numpy as np

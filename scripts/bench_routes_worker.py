@@ -15,6 +15,9 @@ from typing import Any
 # Before NumPy: the threads that check one step would go on spinning during the next one.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
+import tfcommx.cli.quiet_start
+
+# isort: split
 import benchmark_options
 import tensorflow as tf
 from bench_routes import options

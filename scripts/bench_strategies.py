@@ -24,14 +24,14 @@ at the start, at two sizes. Options and columns: scripts/benchmark_options.py.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+import tfcommx.cli.quiet_start
 
+# isort: split
 import benchmark_options
 import benchmark_times
 import keras

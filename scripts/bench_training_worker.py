@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import tfcommx.cli.quiet_start
 
+# isort: split
 import bench_training_models
 import benchmark_options
 import benchmark_times
@@ -90,7 +90,8 @@ class DenseSgd(keras.optimizers.SGD):
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Update the variables by dense gradients."""
-        super().apply([tf.convert_to_tensor(one) for one in grads], trainable_variables)
+        with cx.allow_plain_optimizers():
+            super().apply([tf.convert_to_tensor(one) for one in grads], trainable_variables)
 
 
 def optimizer_of(name: str, links: Links, chosen: argparse.Namespace) -> keras.optimizers.Optimizer:

@@ -13,14 +13,14 @@ Options and columns: scripts/benchmark_options.py.
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+import tfcommx.cli.quiet_start
 
+# isort: split
 import benchmark_options
 import keras
 import tensorflow as tf

@@ -10,7 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tfcommx.cli.environment import quiet_tensorflow, without_start_up_messages
+
 ROOT = Path(__file__).resolve().parent.parent
+# For horovodrun to end its ranks
+END_SECONDS = 20
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -36,32 +40,60 @@ def launch(worker: list[str], chosen: argparse.Namespace) -> int:
     Returns:
         The exit status.
     """
+    quiet_tensorflow()
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":"),
     }
     words = [*_horovodrun(chosen), *worker]
-    if chosen.hosts:
-        return subprocess.run(words, env=environment).returncode
+    # By default the process would end at once, and leave ranks, and the cluster that it has made
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        if chosen.hosts:
+            return _run(words, environment)
+        return _launch_on_cluster(words, chosen, environment)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _launch_on_cluster(
+    words: list[str], chosen: argparse.Namespace, environment: dict[str, str]
+) -> int:
     name = chosen.cluster or f"b{os.getpid()}"
     cluster = [str(ROOT / "scripts" / "cluster"), "--name", name]
     size = ["--nodes", str(chosen.nodes), "--slots", str(chosen.slots), "--rate", chosen.rate]
-    # By default the process would end at once, and leave the cluster that it has made, with ranks
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         if not chosen.cluster:
             subprocess.run([*cluster, "up", *size], check=True)
         state = json.loads(Path(f"/run/tfcommx-{name}/state.json").read_text())
         words = [*words, "--rate-mbit", str(state["rate_mbit"])]
-        return subprocess.run([*cluster, "run", "--", *words], env=environment).returncode
+        return _run([*cluster, "run", "--", *words], environment)
     except subprocess.CalledProcessError as error:
         return error.returncode  # scripts/cluster has said why
     finally:
         if not chosen.cluster:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # A half would be left
             subprocess.run([*cluster, "down"], stdout=subprocess.DEVNULL)
-        signal.signal(signal.SIGTERM, before)
+
+
+def _run(words: list[str], environment: dict[str, str]) -> int:
+    """Run a launch to its end, without start-up messages; end it if this process is to end."""
+    process = subprocess.Popen(
+        words, env=environment, text=True, stderr=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        for line in process.stderr:
+            sys.stderr.write(without_start_up_messages(line))
+        return process.wait()
+    finally:
+        if process.poll() is None:
+            # All of it: the shell that horovodrun starts mpirun by passes nothing on
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _horovodrun(chosen: argparse.Namespace) -> list[str]:

@@ -14,10 +14,12 @@ from __future__ import annotations
 import os
 import time
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # oneDNN's allocator takes memory in doubling regions, more than there may be.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
+import tfcommx.cli.quiet_start  # noqa: F401
+
+# isort: split
 import numpy as np
 import tensorflow as tf
 

@@ -14,6 +14,7 @@ _PUBLIC = {
     "rank": "tfcommx.comm.process",
     "size": "tfcommx.comm.process",
     "is_chief": "tfcommx.comm.process",
+    "allow_plain_optimizers": "tfcommx.comm.unwrapped",
     "Scheme": "tfcommx.terms",
     "Topology": "tfcommx.terms",
     "Plan": "tfcommx.terms",

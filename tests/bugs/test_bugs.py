@@ -8,8 +8,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import threading
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -206,47 +204,3 @@ def test_cuda_is_found_behind_a_script_that_calls_nvcc(
     assert cuda_home() is None  # no headers: its run-time part alone
     (cuda / "include" / "cuda_runtime.h").write_text("")
     assert cuda_home() == cuda
-
-
-def test_looking_for_plain_optimizers_leaves_other_threads_alone() -> None:
-    """A look held every object of the process for a moment, also tuples that were being made.
-
-    Python makes a tuple longer in place only if nobody else holds it: a SystemError in the thread
-    that made it, some 20 s after the start of a run on several ranks. Asking for the referrers of
-    the optimizers' classes met objects that were being made: a segmentation fault on 8 ranks.
-    """
-    import keras
-
-    from tfcommx.comm.unwrapped import UnwrappedOptimizers
-
-    one = UnwrappedOptimizers(rank=1)
-    optimizer = keras.optimizers.SGD(0.1)
-    optimizer.build([keras.Variable([0.0])])
-    stop, failed = threading.Event(), []
-
-    def make_tuples() -> None:
-        try:
-            while not stop.is_set():
-                tuple(number for number in range(3000))
-        except SystemError as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=make_tuples) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for _ in range(20):
-        one.look()
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert not failed and not one.warned
-    # Another, of many steps, has the number of one that is gone
-    other = keras.optimizers.SGD(0.1)
-    other.build([keras.Variable([0.0])])
-    other.iterations.assign(500)
-    one._steps[id(other)] = weakref.ref(optimizer), 0
-    one.look()
-    assert not one.warned
-    optimizer.iterations.assign_add(1)
-    one.look()  # It does find them
-    assert one.warned

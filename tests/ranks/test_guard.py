@@ -26,7 +26,6 @@ from rank_helpers import (
 import tfcommx as cx
 from tfcommx import callbacks
 from tfcommx.comm.base import Comm
-from tfcommx.comm.unwrapped import UnwrappedOptimizers
 from tfcommx.optim.wrapped import exchanger_in
 from tfcommx.runtime import replica_guard
 
@@ -232,17 +231,3 @@ def test_a_model_made_on_one_rank_more_does_not_break_a_loop(comm: Comm) -> None
     cx.broadcast_variables(own.weights)
     optimizer.apply(gradients_of(own, batch(comm.rank)), own.trainable_variables)
     assert same_on_all_ranks(comm, own)
-
-
-def test_an_optimizer_that_is_not_wrapped_is_warned_of(
-    comm: Comm, caplog: pytest.LogCaptureFixture
-) -> None:
-    looks, net = UnwrappedOptimizers(comm.rank), model()
-    plain, ours = keras.optimizers.SGD(0.1), wrapped()
-    looks.look()
-    ours.apply(gradients_of(net, batch(comm.rank)), net.trainable_variables)
-    looks.look()
-    assert not looks.warned
-    plain.apply(gradients_of(net, batch(comm.rank)), net.trainable_variables)
-    looks.look()
-    assert looks.warned and "is not wrapped and takes steps" in caplog.text

@@ -19,6 +19,7 @@ import tfcommx as cx
 from tfcommx import routes
 from tfcommx.comm import mpi
 from tfcommx.comm.base import Comm
+from tfcommx.measure import links
 from tfcommx.planner.check import check_scheme
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.routes import moves, pipeline
@@ -255,3 +256,19 @@ def test_who_waits_long_for_a_message_says_so(
     assert comm.rank or any(
         "for messages of ranks [" in record.message for record in caplog.records
     )
+
+
+@pytest.mark.every_launch
+def test_a_probe_frees_its_communicators(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MPI has a limited number of them, and each `auto` may measure the links again."""
+    if not comm.has_messages or comm.topology.size == 1:
+        return
+    opened, open_messages = [], comm.open_own_messages
+
+    def noted(**options: Any) -> Any:
+        opened.append(open_messages(**options))
+        return opened[-1]
+
+    monkeypatch.setattr(comm, "open_own_messages", noted)
+    links.probe(comm, [1024], repeats=1, blocks=(), steady=1024, load=lambda: None)
+    assert opened and not any(messages._world for messages in opened)

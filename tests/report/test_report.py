@@ -129,6 +129,19 @@ def test_drifted_replicas_cannot_be_overlooked(summary):
     assert "NOT IDENTICAL" in text and "identical at the end" not in text
 
 
+def test_one_node_has_no_bytes_between_nodes(summary, tmp_path):
+    """Their panel was empty, with an axis from -0.04 to 0.04; and "4 on 1 nodes"."""
+    alone = {**summary, "nodes": 1, "bytes_between_nodes": 0, "bytes_between_nodes_dense": 0}
+    for runs, pictures, heading in (
+        ({"one": alone}, 5, "Where time went"),
+        ({"one": alone, "other": summary}, 6, "Where time and bytes went"),
+    ):
+        text = write_page(runs, tmp_path)[0].read_text()
+        assert text.count("data:image/svg+xml") == pictures and heading in text
+        assert ">4 on 1 node<" in text
+    assert "4 on 1 node " in shown(alone)
+
+
 def test_one_rank_sends_nothing(summary):
     assert "0 B per rank" in shown(
         {**summary, "bytes_between_nodes": 0, "bytes_between_nodes_dense": 0}
@@ -169,6 +182,36 @@ def test_progress_on_a_terminal_is_one_bar(summary, monkeypatch):
     text = stream.getvalue()
     assert "━" in text and "4/4" in text and "\x1b" in text  # drawn over and over in place
     assert text.count("test 0.9012") == 1 and "s remaining" not in text
+
+
+@pytest.mark.parametrize(
+    ("columns", "parts"),
+    [
+        (60, ["loss 0.512"]),
+        (80, ["━", "loss 0.512", "accuracy 0.8100"]),
+        (100, ["━", "loss 0.512", "accuracy 0.8100", "1234 images/s"]),
+        (120, ["━", "loss 0.512", "accuracy 0.8100", "1234 images/s"]),
+        (150, ["━", "loss 0.512", "accuracy 0.8100", "1234 images/s", "gradients 30 %"]),
+    ],
+)
+def test_the_progress_line_fits_the_terminal(columns, parts, monkeypatch):
+    """At 80 and 100 columns it was cut to `epoch 6/11 ━╺ … 0… 0… loss …`."""
+    status = {"epoch": 6, "step": 1, "steps": 900, "loss": 0.5123, "accuracy": 0.81}
+    status |= {"counted": "images", "throughput": 1234.0, "data": 0.02, "gradients": 0.3}
+    console = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None)
+    with Progress(steps=9900, epochs=11, shown=False) as progress:
+        monkeypatch.setattr(progress, "console", console)
+        progress.shown = True
+        progress.__enter__()
+        progress.bar.update(progress.task, completed=5299)
+        progress.bar.tasks[0].start_time -= 3600
+        progress.step(status)
+        (line,) = console.render_lines(progress.bar.get_renderable(), pad=False)
+    text = "".join(segment.text for segment in line)
+    assert len(text) <= columns and "…" not in text
+    for part in ("epoch 6/11", "5300/9900", "1:00:00, 0:0", " left", *parts):
+        assert part in text, text
+    assert len(text) > columns - 30
 
 
 def test_what_is_counted_has_its_name(summary, tmp_path):
@@ -305,10 +348,10 @@ def test_the_page_stands_alone(summary, tmp_path):
     files = write_page({"one": summary, "<two>": other}, tmp_path / "pages")
     assert [path.name for path in files] == ["report.html", "comparison.png"]
     text = files[0].read_text()
-    assert text.count('src="data:image/svg+xml;base64,') == 2
+    assert text.count('src="data:image/svg+xml;base64,') == 6
     assert not re.search(r"<script|https?://|<link|@import|url\(", text)
     assert "<two>" not in text and text.count("&lt;two&gt;") >= 5
-    assert '<td class="bad">NOT IDENTICAL' in text and "stopped by SIGTERM in epoch 3" in text
+    assert 'class="bad">NOT IDENTICAL' in text and "stopped by SIGTERM in epoch 3" in text
     for image in re.findall(r"base64,([^\"]+)", text):
         assert b"<svg" in base64.b64decode(image)
     opened = [tag for tag in re.findall(r"<(table|div|details|tr|td|th|p|h1|h2)\b", text)]
@@ -346,6 +389,7 @@ def test_the_dry_run_of_one_process_is_the_baseline(tmp_path):
     text = stream.getvalue()
     assert "torus: 1 MB between nodes, 2 MB inside" in text and "250.0 ms" in text
     assert "phase 1: its first epochs, of density 0.5, 0.25, were not run" in text
+    assert "1 process on 1 node, 61,402 parameters" in text
     assert "2 GB of memory" in text and "the whole run: 2 min 30 s" in text
     report.write_dry_run({**found, "ranks": 4}, tmp_path)
     with pytest.raises(ReportError, match="Received one of 4"):

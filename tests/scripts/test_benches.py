@@ -6,13 +6,14 @@ All write the same first columns, in the same order, then the rows that they pro
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, horovodrun
+from launching import ROOT, WORKERS, horovodrun
 from test_cluster import ENVIRONMENT
 
 # scripts/benchmark_options.py
@@ -185,3 +186,42 @@ def test_parallel_operator(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in json_file.read_text().splitlines()]
     assert len(rows) == 9 and all(row["verified"] and row["ranks"] == 2 for row in rows)
     assert {row["form"] for row in rows} <= {"local", "parallel"}
+
+
+# Rows whose `verified` compares times, which say nothing on so little
+JUDGED_BY_TIME = {"with a check", "elastic, rank 2 slow"}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.long_wait
+def test_benchmarks_on_ranks(tmp_path: Path) -> None:
+    """All in one launch, 46 s of a processor.
+
+    No line of TensorFlow's, no warning of optimizers that stay plain.
+    """
+    ended = horovodrun(3, [str(WORKERS / "run_benches.py"), str(tmp_path)], "mpi")
+    assert ended.status == 0, ended.output[-4000:]
+    ranks = [line for line in ended.output.splitlines() if "<std" in line]
+    assert not [line for line in ranks if re.search(r"oneDNN|absl|cuda|not wrapped", line, re.I)]
+    names = {}
+    for file in tmp_path.iterdir():
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        assert all(list(row)[: len(COLUMNS)] == COLUMNS for row in rows), rows
+        wrong = [row for row in rows if row["verified"] is False]
+        assert not {row["name"] for row in wrong} - JUDGED_BY_TIME, wrong
+        names[file.stem] = [row["name"] for row in rows]
+    assert names == {
+        "bench_auto": ["plain", "Scheme()", "auto"],
+        "bench_guard": ["no guard", "between checks", "with a check"],
+        "bench_strategies": [
+            f"{what}, {name}"
+            for what in ("pull + forward", "step")
+            for name in ("synchronous", "at_once", "layers", "ibatch", "batched")
+        ],
+        "bench_elastic_averaging": [
+            "elastic, ranks alike",
+            "elastic, rank 2 slow",
+            "sync, ranks alike",
+            "sync, rank 2 slow",
+        ],
+    }

@@ -7,6 +7,8 @@ Needs root, iproute2 and network namespaces; elsewhere these tests are skipped a
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import shutil
@@ -274,6 +276,50 @@ def test_a_benchmark_that_is_ended_takes_its_cluster_down() -> None:
     finally:
         bench.kill()
         cluster("down", name=name)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("launcher", ["gloo", "mpi"])
+def test_a_benchmark_on_hosts_that_is_ended_leaves_no_ranks(launcher: str) -> None:
+    words = ["--hosts", "localhost:2", "--launcher", launcher, "--sizes", "20000000"]
+    mark = f"benchmark-{os.getpid()}-{launcher}"
+    command = [sys.executable, ROOT / "scripts" / "bench_routes.py", *words]
+    bench = subprocess.Popen(command, env={**ENVIRONMENT, "TFCOMMX_TEST_MARK": mark})
+
+    def ranks() -> list[str]:
+        found = []
+        for one in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                ours = mark.encode() in (one / "environ").read_bytes()
+                if ours and b"bench_routes_worker" in (one / "cmdline").read_bytes():
+                    found.append(one.name)
+        return found
+
+    try:
+        wait_until(lambda: len(ranks()) >= 2, 60, "its ranks")
+        time.sleep(3)
+        bench.terminate()
+        assert bench.wait(60) == 128 + signal.SIGTERM
+        wait_until(lambda: not ranks(), 20, "the ranks' end")
+    finally:
+        bench.kill()
+
+
+@needs_cluster
+@pytest.mark.exhaustive
+def test_the_doctor_looks_at_each_host_and_lets_them_exchange(nodes: None) -> None:
+    words = [sys.executable, "-m", "tfcommx.cli.main", "doctor", "--json"]
+    ended = cluster("run", "--", *words, "-H", "node0:1,node1:1", seconds=400)
+    assert ended.returncode == 0, ended.stdout
+    found = {
+        host: {row["name"]: row["state"] for row in rows}
+        for host, rows in json.loads(ended.stdout[ended.stdout.index("{") :])["hosts"].items()
+    }
+    assert list(found) == ["node0", "node1", "all hosts"]
+    assert found["node0"] == found["node1"] and found["node1"]["versions"] == "ok"
+    together = found["all hosts"]
+    names = ("same versions", "exchange, Gloo", "exchange, MPI")
+    assert {together[name] for name in names} == {"ok"}, ended.stdout
 
 
 # --- faults -----------------------------------------------------------------------------

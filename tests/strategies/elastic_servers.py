@@ -34,7 +34,7 @@ def run_ranks(server: str, topology: Topology, work: Callable[[Comm], Any]) -> l
             return work(comm)
         finally:
             last = comm._open_point_to_point(lasting=False, with_centre=True)
-            last.send(np.zeros(0), topology.size, END)
+            last.send(np.zeros(1, np.int32), topology.size, END)
             if comm.rank == 0:
                 thread.join(30)
                 ended.append(not thread.is_alive())

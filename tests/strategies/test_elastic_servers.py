@@ -252,7 +252,7 @@ def test_the_process_with_the_centre_misses_nobody_during_a_training_and_all_bef
     assert told.said == [b"needs [3]\n", b"needs all\n"]
     # It ends after the last word of those that are there
     for rank in (0, 1):
-        post[rank].send(np.zeros(0), 3, END)
+        post[rank].send(np.zeros(1, np.int32), 3, END)
     here.run()
     assert told.ranks() == {0, 1, 2}
 
@@ -262,7 +262,7 @@ def test_a_process_that_no_training_has_used_says_so(
 ) -> None:
     here, _, post = process
     for rank in range(3):
-        post[rank].send(np.zeros(0), 3, END)
+        post[rank].send(np.zeros(1, np.int32), 3, END)
     here.run()
     assert "No training has used the process that holds the centre" in caplog.text
 
@@ -294,7 +294,7 @@ def test_a_forked_child_does_not_say_that_its_rank_ends(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         centre_process.mpi, "MpiPointToPoint", lambda **options: pytest.fail("it sends")
     )
-    centre_process.say_end(os.getpid() + 1)
+    centre_process._say_end(os.getpid() + 1, centre_process.ExitStatus())
 
 
 @pytest.mark.parametrize("server", SERVERS)
@@ -330,19 +330,44 @@ def test_statistics_of_a_rank_that_has_diverged_do_not_count_and_unequal_ones_ar
 
 
 @pytest.mark.parametrize("fail", [{0, 1, 2}, {0, 1}, set()], ids=str)
-def test_a_launch_fails_if_all_ranks_have(process: tuple, fail: set[int]) -> None:
-    """One dies, the others say how they end."""
+def test_a_launch_fails_if_all_ranks_have(
+    process: tuple, fail: set[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One dies, the others say how they end: those that fail are named."""
     here, told, post = process
     if 2 in fail:
         told.add(2, "its process has ended", False)
         told.add(1, "failed: ValueError", False)  # The watch was faster than its last message
     for rank in (0, 1) if 2 in fail else (0, 1, 2):
-        post[rank].send(np.array([rank in fail]), 3, END)
+        post[rank].send(np.array([3 * (rank in fail)], np.int32), 3, END)
     if 2 in fail:
         with pytest.raises(RuntimeError, match="All ranks that train have failed or died"):
             here.run()
     else:
         here.run()
+    assert ("Rank 0 has failed: it ended with exit status 3" in caplog.text) == (0 in fail)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("pass", 0),
+        ("sys.exit()", 0),
+        ("sys.exit(0)", 0),
+        ("sys.exit(3)", 3),
+        ("sys.exit('no data')", 1),
+        ("raise ValueError", 1),
+    ],
+)
+def test_a_rank_knows_at_its_end_what_it_ends_with(code: str, status: int) -> None:
+    """`sys.exit(3)` counted as ended well."""
+    script = (
+        "import atexit, sys; from tfcommx.comm.centre_process import ExitStatus; "
+        "status = ExitStatus(); status.watch(); atexit.register(lambda: print(status.get())); "
+        f"exec({code!r})"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True)
+    assert (ended.stdout, ended.returncode) == (f"{status}\n", status), ended.stderr
 
 
 @pytest.mark.parametrize("addresses", [["127.0.0.1"], ["127.0.0.2", "127.0.0.1"]])

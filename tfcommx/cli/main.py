@@ -1,6 +1,6 @@
 """The command line: `tfcommx run`, `train`, `report`, `probe`, `profile`, `plan`, and others.
 
-`simulate`, `cache` and `centre` are the others. TensorFlow is imported only if a command needs it.
+TensorFlow is imported only if a command needs it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import typer
 from tfcommx.cli import (
     cache,
     centre,
+    doctor,
     launch,
     plan,
     probe,
@@ -21,6 +22,7 @@ from tfcommx.cli import (
     run,
     simulate,
     train,
+    version,
 )
 from tfcommx.cli.environment import quiet_tensorflow
 from tfcommx.comm.launcher import launcher
@@ -43,6 +45,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Data-parallel training where machines are strong and the network between them is slow.",
 )
+app.callback()(version.version)
 app.add_typer(cache.app)
 for command in (
     train.train,
@@ -51,6 +54,7 @@ for command in (
     profile.profile,
     plan.plan,
     simulate.simulate,
+    doctor.doctor,
 ):
     app.command()(command)
 # What follows its first word is another command's

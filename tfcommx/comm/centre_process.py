@@ -14,13 +14,16 @@ name it. It ends when all ranks have said END, or are gone.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
+import functools
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 import numpy as np
 
@@ -85,9 +88,12 @@ class CentreProcess:
         """Answer what has arrived for each centre; tell whether there was anything."""
         found = self._messages.take(END)
         if found is not None:
-            self._ended.add(found[0])
-            self._departures.add(found[0], "it has ended", True)
-            self._failed |= {found[0]} if found[1].any() else set()
+            rank, status = found[0], int(found[1].view(np.int32)[0])
+            self._ended.add(rank)
+            self._departures.add(rank, "it has ended", True)
+            if status:
+                self._failed.add(rank)
+                log.warning("Rank %d has failed: it ended with exit status %d.", rank, status)
         heard = [server.turn() for server in self.servers]
         if self.servers[-1].centre is not None:
             self.servers.append(self._next_server(len(self.servers) + 1))
@@ -104,16 +110,47 @@ class CentreProcess:
         return CentreServer(Channel(self._messages, number), self._ranks, self._departures)
 
 
-def say_end(pid: int) -> None:
-    """Tell the process that holds the centres that this rank, `pid`, ends.
+class ExitStatus:
+    """Notes what this process will end with: Python tells it nobody at the end."""
 
-    **Ranks:** each at its end.
-    """
+    def __init__(self) -> None:
+        self._code: object = None
+        self._exit = sys.exit
+
+    def watch(self) -> None:
+        """Note what is given to `sys.exit` from now on."""
+
+        @functools.wraps(self._exit)
+        def exit(code: object = None, /) -> NoReturn:
+            self._code = code
+            self._exit(code)
+
+        sys.exit = exit
+
+    def get(self) -> int:
+        """Return the status of a process that ends now: that of the last `sys.exit`.
+
+        1 for a message in its place, and after an exception that nothing has caught.
+        """
+        if hasattr(sys, "last_value"):
+            return 1
+        if self._code is None or isinstance(self._code, int):
+            return int(self._code or 0)
+        return 1
+
+
+def tell_the_centre_at_exit() -> None:
+    """Tell the process that holds the centres, at this rank's end, how it ends. **Ranks:** each."""
+    status = ExitStatus()
+    status.watch()
+    atexit.register(_say_end, os.getpid(), status)
+
+
+def _say_end(pid: int, status: ExitStatus) -> None:
     if os.getpid() != pid:  # A forked child is not the rank
         return
     messages = mpi.MpiPointToPoint(watched=True, lasting=False, with_centre=True)
-    failed = np.array([hasattr(sys, "last_value")])  # An exception that nothing has caught
-    request = messages.send(failed, launcher().size, END)
+    request = messages.send(np.array([status.get()], np.int32), launcher().size, END)
     until = time.monotonic() + END_SECONDS
     while not messages.done(request) and time.monotonic() < until:
         time.sleep(LOOK_SECONDS)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import math
-import os
 
 import tensorflow as tf
 
@@ -75,7 +73,7 @@ def init(
         )
         if here.centre:
             # Before the end of the watch, which may end the process
-            atexit.register(centre_process.say_end, os.getpid())
+            centre_process.tell_the_centre_at_exit()
         UnwrappedOptimizers(here.rank).watch()
     return comm
 

@@ -171,3 +171,7 @@ class MpiPointToPoint:
                 return source, array
             waits_for.add(source)
         return None
+
+    def close(self) -> None:
+        """Free the communicator: an MPI has a limited number of them."""
+        self._world.Free()

@@ -58,6 +58,9 @@ class PointToPoint(Protocol):
             Who sent it, and its bytes: uint8, as many as were sent.
         """
 
+    def close(self) -> None:
+        """Free what the messages needed; no request may be open. **Ranks:** all, once."""
+
 
 # Tags of one channel
 TAGS = 16
@@ -87,3 +90,6 @@ class Channel:
     def take(self, tag: int) -> tuple[int, np.ndarray] | None:
         """Receive what has arrived, as PointToPoint does."""
         return self._messages.take(self._first + tag)
+
+    def close(self) -> None:
+        """Do nothing: other channels go on."""

@@ -124,6 +124,9 @@ class _ThreadPointToPoint:
             ) from meeting.failure
         return ready()[0]
 
+    def close(self) -> None:
+        pass
+
 
 class ThreadComm(Comm):
     """p ranks as p threads of one process, in eager mode: for tests of laws, not for speed.

@@ -1,102 +1,199 @@
 """Warn of Keras optimizers that take steps without an exchange in a launch of several ranks.
 
 A model that is loaded, copied or unpickled has a plain optimizer, and trains on each rank alone if
-nobody wraps it again. Keras calls nothing of tfcommx then, so a thread looks at the optimizers of
-the process now and then: which of them have taken steps since the last look?
+nobody wraps it again. So the calls that take Keras's steps are noted. A traced step calls them once
+only, while it is traced: from then on a thread looks at the optimizer's own count of steps, often
+enough for short runs, and once more at the end of the process.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import contextvars
+import dataclasses
 import functools
-import itertools
 import logging
 import threading
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import tensorflow as tf
 
 log = logging.getLogger("tfcommx")
 
-# Between the first looks, and between all others: most runs show it in the first minute
-LOOK_AFTER_SECONDS, THEN_SECONDS = (20.0, 40.0), 240.0
-# Every optimizer that was made since the first watch, while it lives
-_made: list[weakref.ref[Any]] = []
+# A first step may only make an optimizer's state, before somebody restores it from a checkpoint
+STEPS = 2
+# Between two looks at the counts of traced steps
+LOOK_SECONDS = 0.5
+
+_allowed = contextvars.ContextVar("tfcommx_allowed", default=False)
+
+
+@contextlib.contextmanager
+def allow_plain_optimizers() -> Iterator[None]:
+    """Let optimizers that are not wrapped take steps in this block without a warning.
+
+    For a model that one rank trains by itself, or whose gradients the script exchanges by its own
+    means. Wrapped optimizers exchange in the block as they do elsewhere.
+
+    >>> import keras
+    >>> import numpy as np
+    >>> import tfcommx as cx
+    >>> _ = cx.init()
+    >>> probe = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+    >>> probe.compile(keras.optimizers.SGD(0.1), loss="mse")
+    >>> if cx.is_chief():
+    ...     with cx.allow_plain_optimizers():
+    ...         _ = probe.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+
+    **Ranks:** any; nothing is exchanged. It holds for this thread, and for step functions whose
+    first call is in the block.
+    """
+    before = _allowed.set(True)
+    try:
+        yield
+    finally:
+        _allowed.reset(before)
+
+
+@dataclasses.dataclass
+class _Call:
+    """The outermost call of an optimizer that is under way, and what it called in turn."""
+
+    plain: list[Any] = dataclasses.field(default_factory=list)
+    exchanges: bool = False
+    calls: int = 0
+
+
+_call: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("tfcommx_call", default=None)
 
 
 class UnwrappedOptimizers:
-    """The plain optimizers of this process, and the steps that they have taken so far."""
+    """The plain optimizers that take steps in this process."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.warned = rank, False
-        # Optimizer, by its id, which another may have after its end -> its steps
-        self._steps: dict[int, tuple[weakref.ref[Any], int]] = {}
-        _note_optimizers()
-
-    def look(self) -> None:
-        """Warn, once, if a plain optimizer has taken steps since the last look."""
-        if self.warned:
-            return
-        for optimizer in _plain_optimizers():
-            try:
-                steps = int(optimizer.iterations)
-            except AttributeError:  # Another thread is just making it
-                continue
-            seen, before = self._steps.get(id(optimizer), (None, 0))
-            if seen is None or seen() is not optimizer:
-                self._steps[id(optimizer)] = weakref.ref(optimizer), steps
-            elif steps > before:
-                self.warned = True
-                log.warning(
-                    "Rank %d: the optimizer %r is not wrapped and takes steps: its ranks train "
-                    "alone. Loading and copying a model gives it a plain optimizer: compile it "
-                    "again with tfcommx.DistributedOptimizer(optimizer), and add BroadcastState.",
-                    self.rank,
-                    optimizer.name,
-                )
-                return
+        self.rank = rank
+        # What has been named, and what has taken eager steps: optimizer -> how many
+        self._named: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._eager: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        # What was traced and is not named: id -> name, optimizer, its count, the count at first.
+        # The count outlives its optimizer, which may be gone at the end of the process.
+        self._traced: dict[int, tuple[str, weakref.ref[Any], Any, int]] = {}
+        self._lock = threading.Lock()
+        self._ends = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def watch(self) -> None:
-        """Look now and then, in a thread, and at the end of the process."""
-        threading.Thread(target=self._look_often, name="tfcommx-unwrapped", daemon=True).start()
-        atexit.register(self.look)
+        """Note from now on what takes steps, also by optimizers that were made before."""
+        global _watching
+        _watching = self
+        _note_calls()
+        atexit.register(self.end)
+
+    def note(self, optimizer: Any) -> None:
+        """Take note of one step of a plain optimizer, or of the tracing of its steps."""
+        if optimizer in self._named:
+            return
+        if tf.executing_eagerly():
+            self._eager[optimizer] = self._eager.get(optimizer, 0) + 1
+            if self._eager[optimizer] >= STEPS:
+                self._warn(optimizer.name, optimizer)
+            return
+        with self._lock, tf.init_scope():
+            _, known, *_ = self._traced.get(id(optimizer), ("", lambda: None))
+            if known() is optimizer:
+                return
+            named = {one.name: one for one in optimizer.variables}
+            count = named.get("iteration")
+            if count is None:  # A class that keeps its steps elsewhere
+                return
+            self._traced[id(optimizer)] = (
+                optimizer.name,
+                weakref.ref(optimizer),
+                count,
+                int(count),
+            )
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._look_often, name="tfcommx-unwrapped", daemon=True
+            )
+            self._thread.start()
+
+    def look(self) -> None:
+        """Warn of the optimizers whose traced steps have been taken."""
+        with self._lock:
+            for key, (name, optimizer, count, first) in list(self._traced.items()):
+                if int(count) - first >= STEPS:
+                    del self._traced[key]
+                    self._warn(name, optimizer())
+
+    def end(self) -> None:
+        """Look for the last time."""
+        self._ends.set()
+        if self._thread is not None:
+            self._thread.join()
+        self.look()
 
     def _look_often(self) -> None:
-        pause = threading.Event()
-        for seconds in itertools.chain(LOOK_AFTER_SECONDS, itertools.repeat(THEN_SECONDS)):
-            if self.warned:
-                return
+        while not self._ends.wait(LOOK_SECONDS):
             self.look()
-            pause.wait(seconds)
+
+    def _warn(self, name: str, optimizer: Any | None) -> None:
+        if optimizer is not None:
+            self._named.add(optimizer)
+        log.warning(
+            "Rank %d: the optimizer %r is not wrapped and takes steps: its ranks train alone. "
+            "Loading and copying a model gives it a plain optimizer: compile it again with "
+            "tfcommx.DistributedOptimizer(optimizer), and add BroadcastState. If it is meant to "
+            "be plain, train in a block `with tfcommx.allow_plain_optimizers():`.",
+            self.rank,
+            name,
+        )
+
+
+_watching: UnwrappedOptimizers | None = None
 
 
 @functools.cache
-def _note_optimizers() -> None:
-    """Note from now on which optimizers are made.
+def _note_calls() -> None:
+    """Note each call of `apply` and `apply_gradients` of Keras's optimizers.
 
-    Not found by the garbage collector's lists (gc.get_objects, gc.get_referrers), from a thread:
-    they show what other threads are only just making, which ended ranks by a SystemError, and by a
-    segmentation fault.
+    Both, for a class that overrides one of them. Optimizers aren't found by the garbage collector's
+    lists (gc.get_objects, gc.get_referrers), from a thread: they show what other threads are only
+    just making, which ended ranks by a SystemError, and by a segmentation fault.
     """
     import keras
 
-    make = keras.optimizers.Optimizer.__init__
-
-    @functools.wraps(make)
-    def noted(self: Any, *arguments: Any, **options: Any) -> None:
-        _made.append(weakref.ref(self, _made.remove))
-        make(self, *arguments, **options)
-
-    keras.optimizers.Optimizer.__init__ = noted
+    for name in ("apply", "apply_gradients"):
+        plain = getattr(keras.optimizers.Optimizer, name)
+        setattr(keras.optimizers.Optimizer, name, _noting(plain))
 
 
-def _plain_optimizers() -> list[Any]:
-    """Return the optimizers that are not wrapped, and are not inside of one that is."""
-    found = [one for one in (reference() for reference in list(_made)) if one is not None]
-    inside = {id(getattr(one, "inner_optimizer", None)) for one in found}
-    return [
-        one
-        for one in found
-        if getattr(one, "exchanger", None) is None
-        and getattr(getattr(one, "inner_optimizer", None), "exchanger", None) is None
-        and id(one) not in inside
-    ]
+def _noting(take: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that does the same and notes who takes a step.
+
+    Optimizers call others (LossScaleOptimizer does): it is the innermost that is noted, unless one
+    of them exchanges.
+    """
+
+    @functools.wraps(take)
+    def noting(self: Any, *arguments: Any, **options: Any) -> Any:
+        outer = _call.get()
+        call = outer or _Call()
+        call.calls += 1
+        call.exchanges |= getattr(self, "exchanger", None) is not None
+        number, before = call.calls, _call.set(call)
+        try:
+            result = take(self, *arguments, **options)
+        finally:
+            _call.reset(before)
+        if call.calls == number and not _allowed.get():
+            call.plain.append(self)
+        if outer is None and not call.exchanges and _watching is not None:
+            for optimizer in call.plain:
+                _watching.note(optimizer)
+        return result
+
+    return tf.autograph.experimental.do_not_convert(noting)

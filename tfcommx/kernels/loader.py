@@ -55,22 +55,22 @@ def library() -> Any | None:
 
 def _check_build(path: Path, tensorflow_version: str) -> None:
     """Refuse a library of another TensorFlow, or of other sources than those beside it."""
-    facts = _facts()
-    built = facts.get("tensorflow", "an unknown TensorFlow")
+    found = facts()
+    built = found.get("tensorflow", "an unknown TensorFlow")
     if built != tensorflow_version:
         raise NativeLibraryError(
             "The native library must be built for the TensorFlow that loads it, "
             f"{tensorflow_version}. Received one built for {built} ({path}). {REBUILD}"
         )
     in_source_tree = (SOURCES.parent / "setup.py").is_file()
-    if in_source_tree and facts.get("sources") != build_digest.digest(SOURCES):
+    if in_source_tree and found.get("sources") != build_digest.digest(SOURCES):
         raise NativeLibraryError(
             f"The native library must be built from the sources beside it, {SOURCES}. "
             f"Received one built from others ({path}). {REBUILD}"
         )
 
 
-def _facts() -> dict[str, str]:
+def facts() -> dict[str, str]:
     """Read what setup.py noted of the build."""
     path = FOLDER / "build.json"
     return json.loads(path.read_text()) if path.is_file() else {}
@@ -89,4 +89,4 @@ def has_gpu_kernels() -> bool:
     They do if nvcc was there when the library was built. No GPU has run them yet: until
     scripts/check_cuda has passed on one, they are compiled and emulated, not proven.
     """
-    return library() is not None and _facts()["devices"] == GPU_DEVICES
+    return library() is not None and facts()["devices"] == GPU_DEVICES

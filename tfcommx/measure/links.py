@@ -12,12 +12,13 @@ in MPICH" (2005).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -159,8 +160,9 @@ def _under_load(
         return {}
     size = sorted(sizes)[len(sizes) // 2]
     group = "peers" if comm.topology.nodes > 1 else "node"
-    work = functools.partial(_exchange(comm, group), size // 4, f"tfcommx/probe/load/{size}", 1)
-    found = contention_of(work, load, turns)
+    with _exchange(comm, group) as exchange:
+        work = functools.partial(exchange, size // 4, f"tfcommx/probe/load/{size}", 1)
+        found = contention_of(work, load, turns)
     spread["contention"] = statistics.pstdev(found)
     return {"contention": statistics.median(found)}
 
@@ -179,17 +181,19 @@ def _time(
     latencies, parts = math.log2(len(members)), len(members) - 1
     if comm.has_messages:
         latencies, parts = 1.0, 1
-    exchange, points = _exchange(comm, group), []
-    for size in sizes:
-        through = parts * size * together
-        times = min(MOST, max(1, steady // through))
-        work = functools.partial(exchange, size // 4, f"tfcommx/probe/{group}/{size}", times)
-        points.append((latencies, float(through), [one / times for one in turns(work)]))
+    points = []
+    with _exchange(comm, group) as exchange:
+        for size in sizes:
+            through = parts * size * together
+            times = min(MOST, max(1, steady // through))
+            work = functools.partial(exchange, size // 4, f"tfcommx/probe/{group}/{size}", times)
+            points.append((latencies, float(through), [one / times for one in turns(work)]))
     return points
 
 
-def _exchange(comm: Comm, group: str) -> Callable[[int, str, int], None]:
-    """Return what sends so many entries around a group, some times. **Ranks:** all."""
+@contextlib.contextmanager
+def _exchange(comm: Comm, group: str) -> Iterator[Callable[[int, str, int], None]]:
+    """Make what sends so many entries around a group, some times. **Ranks:** all."""
     members = comm.members(group)
     # Its own: a route's messages would change how a rank ends after an exception
     point_to_point = comm.open_own_messages(counted=False) if comm.has_messages else None
@@ -211,7 +215,9 @@ def _exchange(comm: Comm, group: str) -> Callable[[int, str, int], None]:
         while requests:
             requests.pop(point_to_point.wait_any(requests))
 
-    return exchange
+    yield exchange
+    if point_to_point is not None:  # After an exception the others may not come
+        point_to_point.close()
 
 
 def _time_blocks(

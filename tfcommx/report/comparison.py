@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tfcommx.report.summary import PARTS, seconds_by_part
@@ -17,35 +17,83 @@ Runs = Mapping[str, dict[str, Any]]
 
 
 def curves(runs: Runs) -> Figure:
-    """Draw accuracy over epochs and over time, loss and throughput over epochs."""
+    """Draw all panels of how the runs learned into one picture."""
     from matplotlib.figure import Figure  # Without pyplot: no display, no global state
-    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(10, 7), layout="constrained")
-    (accuracy, over_time), (loss, rate) = figure.subplots(2, 2)
+    for draw, axes in zip(LEARNING.values(), figure.subplots(2, 2).flat, strict=True):
+        draw(axes, runs)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
+    return figure
+
+
+def panels(runs: Runs) -> dict[str, Figure]:
+    """Draw each panel of how the runs learned into a figure of its own, by what it shows."""
+    from matplotlib.figure import Figure
+
+    found = {}
+    for what, draw in LEARNING.items():
+        found[what] = Figure(figsize=(5, 3.4), layout="constrained")
+        axes = found[what].subplots()
+        draw(axes, runs)
+        if len(runs) > 1:
+            axes.legend(fontsize=8)
+    return found
+
+
+def _accuracy(axes: Axes, runs: Runs) -> None:
     for name, summary in runs.items():
         rows = summary["rows"]
-        epochs = [row["epoch"] for row in rows]
-        minutes = [spent / 60 for spent in seconds_at_ends(rows)]
-        tests = [row["test_accuracy"] for row in rows]
-        (line,) = accuracy.plot(epochs, tests, "o-", markersize=3, label=name)
-        style = {"color": line.get_color(), "markersize": 3}
-        trained = [row["train_accuracy"] for row in rows]
-        accuracy.plot(epochs, trained, "--", linewidth=0.8, **style)
-        over_time.plot(minutes, tests, "o-", **style)
-        loss.plot(epochs, [row["loss"] for row in rows], "o-", **style)
-        rate.plot(epochs, [row["throughput"] for row in rows], "o-", **style)
+        (line,) = axes.plot(*_by_epoch(rows, "test_accuracy"), "o-", markersize=3, label=name)
+        axes.plot(*_by_epoch(rows, "train_accuracy"), "--", linewidth=0.8, color=line.get_color())
+    axes.set(ylabel="test accuracy (train: dashed)")
+    _by_whole_epochs(axes)
+
+
+def _accuracy_over_time(axes: Axes, runs: Runs) -> None:
+    for name, summary in runs.items():
+        minutes = [spent / 60 for spent in seconds_at_ends(summary["rows"])]
+        _, tests = _by_epoch(summary["rows"], "test_accuracy")
+        axes.plot(minutes, tests, "o-", markersize=3, label=name)
+    axes.set(xlabel="minutes", ylabel="test accuracy")
+    axes.grid(color="0.92")
+
+
+def _loss(axes: Axes, runs: Runs) -> None:
+    for name, summary in runs.items():
+        axes.plot(*_by_epoch(summary["rows"], "loss"), "o-", markersize=3, label=name)
+    axes.set(ylabel="loss in training")
+    _by_whole_epochs(axes)
+
+
+def _throughput(axes: Axes, runs: Runs) -> None:
+    for name, summary in runs.items():
+        axes.plot(*_by_epoch(summary["rows"], "throughput"), "o-", markersize=3, label=name)
     counted = " or ".join(dict.fromkeys(summary["counted"] for summary in runs.values()))
-    accuracy.set(xlabel="epoch", ylabel="test accuracy (train: dashed)")
-    over_time.set(xlabel="minutes", ylabel="test accuracy")
-    loss.set(xlabel="epoch", ylabel="loss in training")
-    rate.set(xlabel="epoch", ylabel=f"{counted}/s in training", ylim=(0, None))
-    for axes in (accuracy, over_time, loss, rate):
-        axes.grid(color="0.92")
-        if axes is not over_time:
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
-    return figure
+    axes.set(ylabel=f"{counted}/s in training", ylim=(0, None))
+    _by_whole_epochs(axes)
+
+
+# What a panel shows -> what draws it, in the order of the picture
+LEARNING: dict[str, Callable[[Axes, Runs], None]] = {
+    "accuracy over epochs": _accuracy,
+    "accuracy over time": _accuracy_over_time,
+    "loss over epochs": _loss,
+    "throughput over epochs": _throughput,
+}
+
+
+def _by_epoch(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    return [row["epoch"] for row in rows], [row[name] for row in rows]
+
+
+def _by_whole_epochs(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set(xlabel="epoch")
+    axes.grid(color="0.92")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def seconds_at_ends(rows: list[dict[str, Any]]) -> list[float]:
@@ -53,29 +101,12 @@ def seconds_at_ends(rows: list[dict[str, Any]]) -> list[float]:
     return list(itertools.accumulate(sum(row["seconds"].values()) for row in rows))
 
 
-def costs(runs: Runs) -> Figure:
-    """Draw where the time went, and the bytes between nodes beside those of dense gradients."""
+def time_spent(runs: Runs) -> Figure:
+    """Stack the parts of each run's time."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 1.8 + 0.45 * len(runs)), layout="constrained")
-    time, sent = figure.subplots(1, 2, width_ratios=(2, 1))
-    _breakdown(time, runs)
-    names = list(runs)
-    for key, label, colour in (
-        ("bytes_between_nodes_dense", "dense gradients", "0.85"),
-        ("bytes_between_nodes", "sent", "tab:blue"),
-    ):
-        height = 0.7 if colour == "0.85" else 0.4
-        megabytes = [runs[name][key] / 1e6 for name in names]
-        sent.barh(range(len(names)), megabytes, height=height, color=colour, label=label)
-    sent.set(xlabel="MB per rank between nodes", yticks=[])
-    sent.invert_yaxis()
-    sent.legend(fontsize=7)
-    return figure
-
-
-def _breakdown(axes: Axes, runs: Runs) -> None:
-    """Stack the parts of each run's time."""
+    figure = Figure(figsize=(5, 2.0 + 0.4 * len(runs)), layout="constrained")
+    axes = figure.subplots()
     seconds = {name: seconds_by_part(summary["rows"]) for name, summary in runs.items()}
     left = [0.0] * len(runs)
     for part, meaning in PARTS.items():
@@ -85,4 +116,28 @@ def _breakdown(axes: Axes, runs: Runs) -> None:
             left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set(xlabel="seconds on rank 0", yticks=range(len(runs)), yticklabels=list(runs))
     axes.invert_yaxis()
-    axes.figure.legend(loc="outside lower center", ncols=4, fontsize=7)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=7)
+    return figure
+
+
+def bytes_sent(runs: Runs) -> Figure:
+    """Draw the bytes between nodes beside those of dense gradients."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 1.4 + 0.4 * len(runs)), layout="constrained")
+    axes, names = figure.subplots(), list(runs)
+    for key, label, colour, height in (
+        ("bytes_between_nodes_dense", "dense gradients", "0.85", 0.7),
+        ("bytes_between_nodes", "sent", "tab:blue", 0.4),
+    ):
+        megabytes = [runs[name][key] / 1e6 for name in names]
+        axes.barh(range(len(names)), megabytes, height=height, color=colour, label=label)
+    axes.set(xlabel="MB per rank between nodes", yticks=range(len(names)), yticklabels=names)
+    axes.invert_yaxis()
+    figure.legend(loc="outside lower center", ncols=2, fontsize=7)
+    return figure
+
+
+def between_nodes(runs: Runs) -> bool:
+    """Tell whether any of the runs had several nodes, and so bytes between them."""
+    return any(summary["bytes_between_nodes_dense"] for summary in runs.values())

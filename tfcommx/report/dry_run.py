@@ -13,6 +13,7 @@ from tfcommx.report.summary import (
     ReportError,
     bytes_text,
     of_today,
+    plural,
     size_text,
     time_text,
     write_json,
@@ -86,7 +87,8 @@ def show_dry_run(found: dict[str, Any], console: Console | None = None) -> None:
     memory = f"{bytes_text(found['memory_bytes'])} of memory"
     memory += f", {bytes_text(gpu)} of the GPU's" if gpu else ""
     console.print(
-        f"{found['ranks']} processes on {found['nodes']} nodes, {found['parameters']:,} parameters"
+        f"{plural(found['ranks'], 'process')} on {plural(found['nodes'], 'node')}, "
+        f"{found['parameters']:,} parameters"
         f"; the largest process takes {memory}\n"
         f"the whole run: {time_text(found['predicted_seconds'])}, without waiting for data, "
         "evaluation and saving"

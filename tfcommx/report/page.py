@@ -6,16 +6,17 @@ import base64
 import html
 import io
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfcommx.report.comparison import Runs, costs, curves
+from tfcommx.report.comparison import Runs, between_nodes, bytes_sent, curves, panels, time_spent
 from tfcommx.report.summary import (
     PARTS,
     bytes_text,
     more_scores,
     phase_rows,
+    plural,
     scheme_text,
     seconds_by_part,
     size_text,
@@ -32,12 +33,22 @@ body { font: 15px/1.45 system-ui, sans-serif; max-width: 70rem; margin: 2rem aut
        color: #222; background: #fff; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 .wide { overflow-x: auto; } img { width: 100%; height: auto; }
+.pictures { display: grid; gap: 1rem; align-items: start;
+            grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr)); }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .7rem; text-align: right; white-space: nowrap;
+th, td { padding: .25rem .5rem; text-align: right; white-space: nowrap;
          border-bottom: 1px solid #ddd; }
 th:first-child, td:first-child, .text { text-align: left; }
-th { font-weight: 600; border-bottom: 2px solid #999; }
+th { font-weight: 600; border-bottom: 2px solid #999; white-space: normal; vertical-align: bottom; }
 .bad { color: #b00; font-weight: 600; }
+@media (max-width: 60rem) {
+  table, tbody, tr { display: block; } th { display: none; }
+  tr:not(:first-child) { border-bottom: 2px solid #999; padding: .3rem 0; }
+  td, td:first-child { display: flex; justify-content: space-between; gap: 1rem;
+                       white-space: normal; text-align: right; border: 0; }
+  td::before { content: attr(data-heading); color: #666; text-align: left; }
+  td:first-child { font-weight: 600; } td:empty { display: none; }
+}
 """.strip()
 
 
@@ -55,17 +66,19 @@ def write_page(runs: Runs, folder: Path) -> list[Path]:
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = [curves(runs), costs(runs)]
-    drawn[0].savefig(folder / PICTURE, dpi=120)
+    curves(runs).savefig(folder / PICTURE, dpi=120)
     half = folder / f"{PAGE}.part"
-    half.write_text(page(runs, drawn), encoding="utf-8")
+    half.write_text(page(runs), encoding="utf-8")
     os.replace(half, folder / PAGE)
     return [folder / PAGE, folder / PICTURE]
 
 
-def page(runs: Runs, figures: Sequence[Figure]) -> str:
+def page(runs: Runs) -> str:
     """Return the page as text: summaries, curves, phases, the breakdown of time, and epochs."""
     title = " and ".join(runs) if len(runs) < 4 else f"{len(runs)} runs"
+    costs = {"time": time_spent(runs)}
+    if between_nodes(runs):
+        costs["bytes"] = bytes_sent(runs)
     parts = [
         "<!DOCTYPE html>",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -74,9 +87,9 @@ def page(runs: Runs, figures: Sequence[Figure]) -> str:
         f"<h1>{html.escape(title)}</h1>",
         _runs_table(runs),
         "<h2>How they learned</h2>" if len(runs) > 1 else "<h2>How it learned</h2>",
-        _picture(figures[0], "accuracy, loss and throughput"),
-        "<h2>Where time and bytes went</h2>",
-        _picture(figures[1], "seconds and bytes"),
+        _pictures(panels(runs)),
+        f"<h2>Where {' and '.join(costs)} went</h2>",
+        _pictures(costs),
         _breakdown_table(runs),
         "<h2>Phases</h2>",
         "<p>Throughput without the first step of each phase, which traces.</p>",
@@ -86,6 +99,12 @@ def page(runs: Runs, figures: Sequence[Figure]) -> str:
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def _pictures(figures: Mapping[str, Figure]) -> str:
+    """Return figures beside each other where there is room."""
+    drawn = "\n".join(_picture(figure, what) for what, figure in figures.items())
+    return f'<div class="pictures">{drawn}</div>'
 
 
 def _picture(figure: Figure, what: str) -> str:
@@ -101,8 +120,15 @@ def _picture(figure: Figure, what: str) -> str:
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table; cells are escaped."""
     head = "".join(f"<th>{html.escape(heading)}</th>" for heading in headings)
+    names = [html.escape(heading) for heading in headings]
     body = "\n".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+        "<tr>"
+        + "".join(
+            f'<td data-heading="{name}">{html.escape(cell)}</td>'
+            for name, cell in zip(names, row, strict=True)
+        )
+        + "</tr>"
+        for row in rows
     )
     return f'<div class="wide"><table><tr>{head}</tr>\n{body}</table></div>'
 
@@ -121,7 +147,7 @@ def _runs_table(runs: Runs) -> str:
             (
                 name,
                 _scores(summary),
-                f"{summary['ranks']} on {summary['nodes']} nodes",
+                f"{summary['ranks']} on {plural(summary['nodes'], 'node')}",
                 f"{len(summary['rows'])} of {summary['epochs']}",
                 time_text(summary["seconds"]),
                 f"{summary['throughput']:.0f} {summary['counted']}/s",
@@ -132,7 +158,7 @@ def _runs_table(runs: Runs) -> str:
         )
     headings = ("run", "test accuracy", "processes", "epochs", "time", "in steps")
     table = _table((*headings, "sent per rank", "times less", "replicas"), rows)
-    table = table.replace("<td>NOT IDENTICAL", '<td class="bad">NOT IDENTICAL')
+    table = table.replace(">NOT IDENTICAL", ' class="bad">NOT IDENTICAL')
     stops = [
         f"<p>{html.escape(name)} was stopped by {html.escape(str(summary['stopped']['reason']))}"
         f" in epoch {summary['stopped']['epoch'] + 1}.</p>"

@@ -10,19 +10,17 @@ from types import TracebackType
 from typing import IO, Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.progress import Progress as Bar
+from rich.progress import ProgressColumn, Task
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 
 from tfcommx.report.summary import more_scores, scheme_text, size_text
 
 # Without a terminal: seconds between two lines in long epochs
 LINE_SECONDS = 60.0
+# Columns of the bar: the fewest that it is shown in, and the most
+BAR_COLUMNS = 8, 40
 
 
 class Progress:
@@ -62,16 +60,8 @@ class Progress:
     def __enter__(self) -> Progress:
         self.started = time.monotonic()
         if self.shown and self.console.is_terminal:
-            self.bar = Bar(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[status]}"),
-                console=self.console,
-            )
-            self.task = self.bar.add_task(f"epoch 1/{self.epochs}", total=self.steps, status="")
+            self.bar = Bar(Line(self.console), console=self.console)
+            self.task = self.bar.add_task(f"epoch 1/{self.epochs}", total=self.steps, status=[])
             self.bar.start()
         return self
 
@@ -97,14 +87,14 @@ class Progress:
             # Before it comes what takes long once: tracing
             self.last_line = time.monotonic()
         if self.bar:
-            text = "" if status is None else status_text(status)
-            self.bar.update(self.task, advance=1, status=text)
+            parts = [] if status is None else status_parts(status)
+            self.bar.update(self.task, advance=1, status=parts)
             if status is not None:
                 self.bar.update(self.task, description=f"epoch {status['epoch']}/{self.epochs}")
         elif self.shown and status and time.monotonic() - self.last_line > LINE_SECONDS:
             self._print(
                 f"step {status['step']}/{status['steps']} of epoch {status['epoch']}/{self.epochs}"
-                f"  {status_text(status)}"
+                f"  {'  '.join(status_parts(status))}"
             )
 
     def _print(self, line: str) -> None:
@@ -137,15 +127,67 @@ class Progress:
             (self.bar.console if self.bar else self.console).print(line)
 
 
-def status_text(status: dict[str, Any]) -> str:
-    """Say how an epoch goes.
+class Line(ProgressColumn):
+    """The whole line of a running task, as much of it as the terminal has columns for.
 
-    >>> status_text({"loss": 0.5, "accuracy": 0.81, "throughput": 1234.5,
-    ...              "counted": "images", "data": 0.02, "gradients": 0.3})
-    'loss 0.500  accuracy 0.8100  1234 images/s  waiting: data 2 %, gradients 30 %'
+    epoch 6/11 ━━━━━━╺━━━━━ 530/990 1:04, 0:55 left  loss 0.500  accuracy 0.8100  1234 images/s ...
+
+    Count, times and loss always stand there. Then come, as long as they fit, the bar, and the parts
+    of the status in their order; the bar is longer where there is room.
     """
-    return (
-        f"loss {status['loss']:.3f}  accuracy {status['accuracy']:.4f}  "
-        f"{status['throughput']:.0f} {status['counted']}/s  "
-        f"waiting: data {100 * status['data']:.0f} %, gradients {100 * status['gradients']:.0f} %"
-    )
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self.console = console
+
+    def render(self, task: Task) -> Table:
+        """Make the line."""
+        count = f"{int(task.completed):{len(f'{task.total:.0f}')}}/{task.total:.0f}"
+        times = f"{clock(task.elapsed)}, {clock(task.time_remaining)} left"
+        loss, *more = [*task.fields["status"], ""]
+        shown = f"{count} {times}  {loss}".rstrip()
+        least, most = BAR_COLUMNS
+        room = self.console.width - len(task.description) - len(shown) - 1
+        bar = room > least
+        room -= (least + 1) * bar
+        for part in filter(None, more):
+            if len(part) + 2 > room:
+                break
+            shown, room = f"{shown}  {part}", room - len(part) - 2
+        line = Table.grid(padding=(0, 1))
+        cells = [f"[progress.description]{task.description}"]
+        if bar:
+            width = min(most, least + room)
+            cells += [ProgressBar(task.total, task.completed, width=width)]
+        for _ in (*cells, shown):
+            line.add_column(no_wrap=True)
+        line.add_row(*cells, shown)
+        return line
+
+
+def clock(seconds: float | None) -> str:
+    """Write seconds as a clock shows them.
+
+    >>> clock(64.2), clock(3665), clock(None)
+    ('1:04', '1:01:05', '-:--')
+    """
+    if seconds is None:
+        return "-:--"
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def status_parts(status: dict[str, Any]) -> list[str]:
+    """Say how an epoch goes, in parts, the most important one first.
+
+    >>> status_parts({"loss": 0.5, "accuracy": 0.81, "throughput": 1234.5,
+    ...               "counted": "images", "data": 0.02, "gradients": 0.3})
+    ['loss 0.500', 'accuracy 0.8100', '1234 images/s', 'waiting: data 2 %, gradients 30 %']
+    """
+    return [
+        f"loss {status['loss']:.3f}",
+        f"accuracy {status['accuracy']:.4f}",
+        f"{status['throughput']:.0f} {status['counted']}/s",
+        f"waiting: data {100 * status['data']:.0f} %, gradients {100 * status['gradients']:.0f} %",
+    ]

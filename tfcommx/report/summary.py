@@ -168,6 +168,16 @@ def phase_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+def plural(count: int, word: str) -> str:
+    """Write a number of things for people.
+
+    >>> plural(2, "node"), plural(1, "process")
+    ('2 nodes', '1 process')
+    """
+    ending = "" if count == 1 else "es" if word.endswith("s") else "s"
+    return f"{count} {word}{ending}"
+
+
 def bytes_text(count: float) -> str:
     """Write a number of bytes for people.
 

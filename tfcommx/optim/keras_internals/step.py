@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+from tfcommx.comm.unwrapped import allow_plain_optimizers
 from tfcommx.optim.keras_internals.optimizers import state_of_weights
 from tfcommx.terms import PlanError
 
@@ -144,7 +145,8 @@ class ExchangesGradients:
                 "Make it from the plain class, such as keras.optimizers.SGD, and wrap it."
             )
         self.exchanger.exchange_ran = False
-        with contextlib.ExitStack() as self.exchanger.step.scope:
+        # A class of a user's may call other optimizers in its step
+        with allow_plain_optimizers(), contextlib.ExitStack() as self.exchanger.step.scope:
             result = super().apply(grads, trainable_variables)
         # With accumulation only some steps exchange; a trace has both ways.
         accumulates = self.gradient_accumulation_steps and tf.executing_eagerly()

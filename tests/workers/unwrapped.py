@@ -1,0 +1,57 @@
+"""Short trainings by plain optimizers. Started by test_unwrapped.py on two ranks.
+
+Each is named after what must be said of it at the end of the process: "named", or "quiet".
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import keras
+import numpy as np
+
+import tfcommx as cx
+
+
+def compiled(name: str) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Input((3,)), keras.layers.Dense(1, name="dense")]
+    net = keras.Sequential(layers, name=name)
+    net.compile(keras.optimizers.SGD(0.1, name=name), loss="mse", jit_compile=False)
+    return net
+
+
+def fit(net: keras.Model, steps: int) -> None:
+    net.fit(np.ones((steps, 3)), np.ones((steps, 1)), batch_size=1, verbose=0)
+
+
+made_before = compiled("named_made_before")
+cx.init()
+
+if cx.is_chief():
+    with cx.allow_plain_optimizers():
+        fit(compiled("quiet_on_purpose"), 3)
+
+saved, file = compiled("quiet_restored"), Path(tempfile.mkdtemp()) / "net.keras"
+saved.optimizer.iterations.assign(70)
+saved.save(file)
+restored = keras.models.load_model(file)
+assert int(restored.optimizer.iterations) == 70
+restored.evaluate(np.ones((2, 3)), np.ones((2, 1)), verbose=0)
+
+
+def train_and_forget() -> None:
+    wrapped = compiled("quiet_wrapped")
+    wrapped.compile(cx.DistributedOptimizer(wrapped.optimizer), loss="mse", jit_compile=False)
+    fit(wrapped, 2)
+    copied = keras.models.clone_model(wrapped)
+    copied.compile(keras.optimizers.SGD(0.1, name="named_copied"), loss="mse")
+    fit(copied, 2)
+
+
+train_and_forget()
+fit(made_before, 2)
+if cx.is_chief():
+    sys.exit(0)

