@@ -1,4 +1,4 @@
-"""SyncBatchNormalization on ranks equals batch normalization of one process with the joint batch."""
+"""SyncBatchNormalization equals batch normalization of one process that has the joint batch."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def network(norm: type[keras.layers.Layer], **options: object) -> keras.Model:
     )
 
 
-def loss_sum(net: keras.Model, data: tuple[np.ndarray, np.ndarray]) -> tuple:
+def loss_sum(net: keras.Model, pictures: tf.Tensor, labels: tf.Tensor) -> tuple:
     """Return outputs, and gradients of the sum of the losses."""
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
     with tf.GradientTape() as tape:
-        outputs = net(data[0], training=True)
-        loss = loss_of(data[1], outputs)
-    return outputs.numpy(), tape.gradient(loss, net.trainable_variables)
+        outputs = net(pictures, training=True)
+        loss = loss_of(labels, outputs)
+    return outputs, tape.gradient(loss, net.trainable_variables)
 
 
 @pytest.mark.every_launch
@@ -69,18 +69,11 @@ def test_equal_to_one_process_with_the_joint_batch(comm: Comm, traced: bool, ren
     ours = network(cx.layers.SyncBatchNormalization, renorm=renorm)
     one = network(keras.layers.BatchNormalization, renorm=renorm)
     one.set_weights(ours.get_weights())
-    outputs, gradients = loss_sum(one, joint(size))
-
-    def step(pictures: tf.Tensor, labels: tf.Tensor) -> tuple:
-        loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
-        with tf.GradientTape() as tape:
-            outputs = ours(pictures, training=True)
-            loss = loss_of(labels, outputs)
-        return outputs, tape.gradient(loss, ours.trainable_variables)
-
-    mine, own = (tf.function(step) if traced else step)(*map(tf.constant, batch(comm.rank)))
+    outputs, gradients = loss_sum(one, *joint(size))
+    step = tf.function(loss_sum) if traced else loss_sum
+    mine, own = step(ours, *map(tf.constant, batch(comm.rank)))
     start = sum(map(rows_of, range(comm.rank)))
-    expected = outputs[start : start + rows_of(comm.rank)]
+    expected = outputs.numpy()[start : start + rows_of(comm.rank)]
     np.testing.assert_allclose(mine.numpy(), expected, rtol=2e-4, atol=2e-4)
     for number, (gradient, variable) in enumerate(zip(own, ours.trainable_variables, strict=True)):
         total = comm.allreduce(gradient, "world", f"total{number}").numpy()
@@ -126,7 +119,7 @@ def test_masked_entries_do_not_count(comm: Comm) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "mixed_float16"])
 def test_inputs_of_16_bits(comm: Comm, dtype: str) -> None:
-    """Statistics are of float32: a mean of 300 with a deviation of 1 overflows float16's squares."""
+    """Statistics are of float32: float16 cannot hold the square of 300."""
     values = np.random.default_rng(comm.rank).normal(300, 1, (32, 2)).astype("float32")
     layer = cx.layers.SyncBatchNormalization(dtype=dtype)
     outputs = layer(tf.cast(values, layer.compute_dtype), training=True)

@@ -1,6 +1,7 @@
 """The Keras surface: the wrapped optimizer, callbacks, checkpoints.
 
 distributed_optimizer   wraps an optimizer
+from_horovod            what Horovod's arguments of DistributedOptimizer are here
 exchanger               what a wrapped optimizer knows of the other ranks
 keras_internals         the only room that touches private members of Keras
 wrapped                 finds the wrapped optimizers of a model

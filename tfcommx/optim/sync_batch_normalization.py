@@ -59,55 +59,71 @@ class SyncBatchNormalization(OwnMoments):
     variance of channels with a large mean.
     """
 
-    # The name of its collectives, equal on all ranks: set by the first call in training
-    _own_scope = ""
+    # Its collectives: made by the first call in training, on all ranks alike
+    _sums: _Sums | None = None
 
     def moments(
         self, inputs: tf.Tensor, axes: list[int], mask: tf.Tensor | None
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the mean and variance of each channel over all ranks. **Ranks:** all."""
-        comm = process.current()
-        # Not the layer's own name: Keras numbers layers, also those that one rank makes alone.
-        self._own_scope = self._own_scope or comm.own_scope()
-        weights = None
+        if self._sums is None:
+            self._sums = _Sums(process.current(), self.path)
+        sums, counted = self._sums, None
         if mask is not None:
-            mask = tf.cast(tf.cast(mask, tf.bool), inputs.dtype)
-            weights = tf.broadcast_to(mask[..., tf.newaxis], tf.shape(inputs))
+            mask = tf.cast(mask, tf.bool)[..., tf.newaxis]
+            counted = tf.broadcast_to(mask, tf.shape(inputs))
 
         @tf.custom_gradient
         def over_ranks(values: tf.Tensor):
-            count, mean, variance = _over_ranks(values, axes, weights, comm, self._own_scope)
+            count, mean, variance = _over_ranks(values, axes, counted, sums)
 
             def gradient(of_mean: tf.Tensor, of_variance: tf.Tensor) -> tf.Tensor:
-                both = tf.stack([of_mean, of_variance])
-                with comm.scope(self._own_scope):
-                    both = comm.allreduce(both, "world", "statistics/gradient")
+                both = sums.sum(tf.stack([of_mean, of_variance]), "gradient")
                 both = tf.math.divide_no_nan(both, tf.cast(count, both.dtype))
                 of_mean, of_variance = (_along(one, values, axes) for one in tf.unstack(both))
                 result = of_mean + 2 * of_variance * (values - _along(mean, values, axes))
-                return result if weights is None else weights * result
+                return result if counted is None else tf.where(counted, result, 0)
 
             return (mean, variance), gradient
 
         return over_ranks(inputs)
 
 
+class _Sums:
+    """Sums over the ranks, which the stall watch can name."""
+
+    def __init__(self, comm: Comm, layer: str) -> None:
+        # Not the layer's name: Keras numbers layers, also those that one rank makes alone.
+        self._comm, self._scope = comm, comm.own_scope()
+        self._waits = {
+            what: comm.activity.waits([f"the {what} of {layer!r}"], counted=False)
+            for what in ("statistics", "gradient")
+        }
+
+    def sum(self, mine: tf.Tensor, what: str) -> tf.Tensor:
+        """Return the sum over all ranks of "statistics", or of their "gradient"."""
+        number = self._waits[what].begin([mine])
+        with self._comm.scope(self._scope):
+            total = self._comm.allreduce(mine, "world", what)
+        self._waits[what].end(0, [total], number)
+        return total
+
+
 def _over_ranks(
-    values: tf.Tensor, axes: list[int], weights: tf.Tensor | None, comm: Comm, scope: str
+    values: tf.Tensor, axes: list[int], counted: tf.Tensor | None, sums: _Sums
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Return how many entries of a channel count, float64, and their mean and variance."""
-    if weights is None:
+    if counted is None:
         mean, variance = tf.nn.moments(values, axes)
         count = tf.reduce_prod(tf.gather(tf.shape(values, tf.int64), axes))[tf.newaxis]
     else:
-        count = tf.reduce_sum(weights, axes)
-        mean = tf.math.divide_no_nan(tf.reduce_sum(weights * values, axes), count)
-        away = weights * tf.square(values - _along(mean, values, axes))
-        variance = tf.math.divide_no_nan(tf.reduce_sum(away, axes), count)
+        count = tf.reduce_sum(tf.cast(counted, values.dtype), axes)
+        mean = tf.math.divide_no_nan(tf.reduce_sum(tf.where(counted, values, 0), axes), count)
+        away = tf.where(counted, values - _along(mean, values, axes), 0)
+        variance = tf.math.divide_no_nan(tf.reduce_sum(away**2, axes), count)
     count, mean, variance = (tf.cast(one, tf.float64) for one in (count, mean, variance))
     flat = tf.concat([count, count * mean, count * (variance + mean**2)], axis=0)
-    with comm.scope(scope):
-        flat = comm.allreduce(flat, "world", "statistics")
+    flat = sums.sum(flat, "statistics")
     channels = mean.shape[0]
     count, total, squares = tf.split(flat, [count.shape[0], channels, channels])
     mean = tf.math.divide_no_nan(total, count)
