@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 MODULES = (
+    "horovod",
     "horovod.tensorflow",
     "horovod.tensorflow.compression",
     "horovod.tensorflow.elastic",
