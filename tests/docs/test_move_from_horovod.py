@@ -43,6 +43,10 @@ def test_what_the_page_says_holds_on_two_ranks(tmp_path: Path) -> None:
         "mpi",
         HOROVOD_DYNAMIC_PROCESS_SETS="1",
         HOROVOD_TIMELINE=str(timeline),
+        HOROVOD_TIMELINE_MARK_CYCLES="1",
+        HOROVOD_CACHE_CAPACITY="16",
+        HOROVOD_THREAD_AFFINITY="0,1",
+        HOROVOD_LOG_LEVEL="error",
         HOROVOD_AUTOTUNE="1",
         HOROVOD_AUTOTUNE_LOG=str(tmp_path / "autotune.csv"),
     )
@@ -53,6 +57,8 @@ def test_what_the_page_says_holds_on_two_ranks(tmp_path: Path) -> None:
     assert len(claims) >= 12
     for claim in claims:
         assert ended.output.count(f"{claim} ok") == 2, (claim, ended.output[-6000:])
-    rows = set(re.findall(r'"name": "(tfcommx\d+\.bucket[^"]*)"', timeline.read_text()))
+    events = timeline.read_text()
+    assert "CYCLE_START" in events
+    rows = set(re.findall(r'"name": "(tfcommx\d+\.bucket[^"]*)"', events))
     assert {"tfcommx1.bucket0_1of2", "tfcommx1.bucket0_2of2"} <= rows, rows
     assert (tmp_path / "autotune.csv").exists()

@@ -28,7 +28,7 @@ class SyncBatchNormalization(OwnMoments):
     >>> import tfcommx as cx
     >>> _ = cx.init()
     >>> layer = cx.layers.SyncBatchNormalization(momentum=0.9)
-    >>> layer([[0.0], [2.0]], training=True).numpy().round(2).tolist()
+    >>> layer(keras.ops.array([[0.0], [2.0]]), training=True).numpy().round(2).tolist()
     [[-1.0], [1.0]]
 
     The config is that of `keras.layers.BatchNormalization`, so a model can be changed from one to
@@ -49,7 +49,8 @@ class SyncBatchNormalization(OwnMoments):
         as those of `keras.layers.BatchNormalization`. `synchronized` changes nothing.
 
     **Ranks:** all, in each call in training: layers in the same order, as one script makes them.
-    Not for strategies with which ranks take steps of their own (ElasticAveraging).
+    Not for strategies with which ranks take steps of their own (ElasticAveraging); `cx.profile` of
+    such a model in one process.
     **Cost:** of c channels in training: one allreduce of 2 c + 1 float64 in the forward pass (3 c
     with a mask), and one of 2 c float32 in the backward pass, which both are waited for. So on a
     slow network it costs two latencies a layer and step.
