@@ -13,6 +13,8 @@ _PUBLIC = {
     "init": "tfcommx.comm.init",
     "rank": "tfcommx.comm.process",
     "size": "tfcommx.comm.process",
+    "local_rank": "tfcommx.comm.process",
+    "local_size": "tfcommx.comm.process",
     "is_chief": "tfcommx.comm.process",
     "allow_plain_optimizers": "tfcommx.comm.unwrapped",
     "Scheme": "tfcommx.terms",
@@ -32,6 +34,7 @@ _PUBLIC = {
 _MODULES = {
     "callbacks": "tfcommx.optim.callbacks",
     "checkpoint": "tfcommx.optim.checkpoint",
+    "layers": "tfcommx.optim.layers",
     "optimizers": "tfcommx.optim.optimizers",
     "strategies": "tfcommx.strategies",
 }

@@ -111,7 +111,7 @@ def test_horovods_elastic_state_is_refused_in_words(comm: Comm) -> None:
 def test_a_function_among_custom_objects_is_keras_3s_error_and_the_remedy_works(
     comm: Comm, tmp_path: Path
 ) -> None:
-    """Horovod's way of loading; docs/moving.md has Keras's words and the two lines instead."""
+    """Horovod's way of loading; docs/how-to/move-from-horovod.md has the line that replaces it."""
     net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     fit(net, comm, epochs=1)
     path = tmp_path / "model.keras"

@@ -52,6 +52,10 @@ class Comm(abc.ABC):
     def __init__(self, rank: int, topology: Topology) -> None:
         self.rank = rank
         self.topology = topology
+        # This rank's number among those of its host, and how many they are
+        nodes = [topology.node_of(other) for other in range(topology.size)]
+        self.local_rank = nodes[:rank].count(nodes[rank])
+        self.local_size = nodes.count(nodes[rank])
         # `lasting=False`: ranks may leave while the others go on; `with_centre`: the process beside
         # them that holds a centre takes part
         self._open_point_to_point: Callable[..., PointToPoint] | None = None

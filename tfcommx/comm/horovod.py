@@ -168,6 +168,8 @@ class HorovodComm(Comm):
                 f"Horovod counts rank {hvd.rank()} of {hvd.size()}, the launcher rank {here.rank} "
                 f"of {size}. Start the script with horovodrun (or mpirun)."
             )
+        # Not the topology's: `node_size` may say what stands for a node
+        self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
 
     def gather_objects(self, item: Any) -> list[Any]:
         if self.topology.size == 1:
@@ -188,8 +190,10 @@ class HorovodComm(Comm):
         """Return the arguments that name a collective.
 
         Horovod reads only what follows the last slash, because TensorFlow puts more before it when
-        it inlines functions; so the name has none.
+        it inlines functions; so the name has none. It stands in HOROVOD_TIMELINE, too.
         """
+        if self._scope:  # Which begins with the package's name
+            name = name.removeprefix("tfcommx/")
         return {"name": (self._scope + name).replace("/", "."), "ignore_name_scope": True}
 
     def _set(self, group: str) -> Any:

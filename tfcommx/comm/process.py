@@ -40,6 +40,20 @@ def size() -> int:
     return current().topology.size
 
 
+def local_rank() -> int:
+    """Return this process's number on its host, in [0, local_size()).
+
+    The host's, also where `init(node_size=...)` says that another number of ranks stands for a
+    node. For what is done once on a host, such as unpacking a data set: GPUs are given by init().
+    """
+    return current().local_rank
+
+
+def local_size() -> int:
+    """Return the number of ranks on this process's host."""
+    return current().local_size
+
+
 def is_chief() -> bool:
     """Tell whether this is rank 0, which prints and saves."""
     return rank() == 0

@@ -19,6 +19,7 @@ import keras
 from tfcommx.comm import process
 from tfcommx.optim.exchange_settings import ExchangeSettings
 from tfcommx.optim.exchanger import Exchanger
+from tfcommx.optim.from_horovod import names_instead
 from tfcommx.optim.keras_internals import (
     AgreedLossScale,
     ExchangesGradients,
@@ -32,6 +33,7 @@ from tfcommx.strategies import Strategy, in_lock_step, strategy_of
 from tfcommx.terms import AUTO, Links, Plan, PlanError, Profile, Scheme, Topology
 
 
+@names_instead
 def DistributedOptimizer(
     optimizer: keras.optimizers.Optimizer,
     scheme: Scheme | Mapping[str, Scheme] | None = None,

@@ -15,6 +15,7 @@ from tfcommx.optim.callbacks.look_ahead import look_ahead
 from tfcommx.optim.centre import begin_centre, take_centre
 from tfcommx.optim.keras_internals import layers_of, seed_generators, unlisted
 from tfcommx.optim.settle import begin_step, may_begin_steps, settle
+from tfcommx.optim.sync_batch_normalization import SyncBatchNormalization
 from tfcommx.optim.wrapped import (
     accumulated,
     agree_on_loss_scale,
@@ -96,6 +97,15 @@ class BroadcastState(keras.callbacks.Callback):
                 "Give all ranks equally many batches, or pass the same `steps_per_epoch`.",
             )
             _require_equal(epochs, "train until the same epoch", "Pass the same `epochs`.")
+        waiting = [
+            one.path for one in layers_of(self.model) if isinstance(one, SyncBatchNormalization)
+        ]
+        if waiting and self.begun:
+            raise PlanError(
+                "With strategy=ElasticAveraging ranks take steps of their own, and no layer may "
+                f"wait for the others. Received SyncBatchNormalization ({', '.join(waiting)}). Use "
+                "keras.layers.BatchNormalization."
+            )
         if self.unbuilt and self.begun:
             raise PlanError(
                 "With strategy=ElasticAveraging all ranks must begin with the same weights. "

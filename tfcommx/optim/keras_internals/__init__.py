@@ -6,9 +6,11 @@ optimizers   copies of optimizers, and state that Keras does not save
 shards       an optimizer that updates this rank's shards of the weights
 updates      updates all variables of an optimizer together
 models       layers, seeds and statistics of a model
+moments      where batch normalization computes the statistics of a batch
 """
 
 from tfcommx.optim.keras_internals.models import layers_of, seed_generators, statistics_of
+from tfcommx.optim.keras_internals.moments import OwnMoments
 from tfcommx.optim.keras_internals.optimizers import (
     accumulated_gradients,
     copy_state,
@@ -36,6 +38,7 @@ from tfcommx.optim.keras_internals.version import require_tested_keras
 __all__ = [
     "AgreedLossScale",
     "ExchangesGradients",
+    "OwnMoments",
     "StepUnderWay",
     "UpdatesShards",
     "UpdatesTogether",

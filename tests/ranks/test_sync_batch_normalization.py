@@ -1,0 +1,182 @@
+"""SyncBatchNormalization equals batch normalization of one process that has the joint batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from drawing import case
+from rank_helpers import same_on_all_ranks
+
+import tfcommx as cx
+from tfcommx.comm.base import Comm
+
+SHAPE = (5, 5, 3)
+
+
+def rows_of(rank: int) -> int:
+    """Return how many rows a rank has: unequal numbers."""
+    return 4 + 2 * rank
+
+
+def batch(rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return pictures of a rank, with channels of large and unequal means, and labels."""
+    numbers = np.random.default_rng([3, rank])
+    means = np.array([0.0, 30.0, -5.0])
+    pictures = numbers.normal(means + rank, 1.0 + rank, (rows_of(rank), *SHAPE))
+    return pictures.astype("float32"), numbers.integers(0, 4, rows_of(rank))
+
+
+def joint(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the batches of all ranks, one after the other."""
+    pictures, labels = zip(*(batch(rank) for rank in range(size)), strict=True)
+    return np.concatenate(pictures), np.concatenate(labels)
+
+
+def network(norm: type[keras.layers.Layer], **options: object) -> keras.Model:
+    keras.utils.set_random_seed(4)
+    return keras.Sequential(
+        [
+            keras.layers.Input(SHAPE),
+            keras.layers.Conv2D(3, 3, name="below"),
+            norm(momentum=0.5, name="norm", **options),
+            keras.layers.Conv2D(2, 2, activation="relu"),
+            norm(momentum=0.5, name="second", **options),
+            keras.layers.Flatten(),
+            keras.layers.Dense(4),
+        ]
+    )
+
+
+def loss_sum(net: keras.Model, pictures: tf.Tensor, labels: tf.Tensor) -> tuple:
+    """Return outputs, and gradients of the sum of the losses."""
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+    with tf.GradientTape() as tape:
+        outputs = net(pictures, training=True)
+        loss = loss_of(labels, outputs)
+    return outputs, tape.gradient(loss, net.trainable_variables)
+
+
+@pytest.mark.every_launch
+@pytest.mark.parametrize(
+    ("traced", "renorm"), [(True, False), case(True, True, kept=False), (False, False)]
+)
+def test_equal_to_one_process_with_the_joint_batch(comm: Comm, traced: bool, renorm: bool) -> None:
+    size = comm.topology.size
+    ours = network(cx.layers.SyncBatchNormalization, renorm=renorm)
+    one = network(keras.layers.BatchNormalization, renorm=renorm)
+    one.set_weights(ours.get_weights())
+    outputs, gradients = loss_sum(one, *joint(size))
+    step = tf.function(loss_sum) if traced else loss_sum
+    mine, own = step(ours, *map(tf.constant, batch(comm.rank)))
+    start = sum(map(rows_of, range(comm.rank)))
+    expected = outputs.numpy()[start : start + rows_of(comm.rank)]
+    np.testing.assert_allclose(mine.numpy(), expected, rtol=2e-4, atol=2e-4)
+    for number, (gradient, variable) in enumerate(zip(own, ours.trainable_variables, strict=True)):
+        total = comm.allreduce(gradient, "world", f"total{number}").numpy()
+        wanted = gradients[number].numpy()
+        near = 1e-3 * max(1.0, np.abs(wanted).max())
+        np.testing.assert_allclose(total, wanted, rtol=1e-3, atol=near, err_msg=variable.path)
+    for variable, other in zip(
+        ours.non_trainable_variables, one.non_trainable_variables, strict=True
+    ):
+        np.testing.assert_allclose(variable.numpy(), other.numpy(), rtol=1e-4, atol=1e-5)
+        everyone = comm.gather_objects(variable.numpy().tobytes())
+        assert len(set(everyone)) == 1, variable.path
+
+
+def test_masked_entries_do_not_count(comm: Comm) -> None:
+    """A mask hides some entries of one rank and all of another; `axis` may be any."""
+    size = comm.topology.size
+    values = np.random.default_rng(1).normal(3, 2, (size, 4, 6, 3)).astype("float32")
+    shown = np.random.default_rng(2).random((size, 4, 6)) < 0.6
+    shown[-1] = size == 1
+    ours = cx.layers.SyncBatchNormalization()
+    one = keras.layers.BatchNormalization()
+    whole = one(values.reshape(-1, 6, 3), training=True, mask=shown.reshape(-1, 6))
+    with tf.GradientTape() as tape:
+        inputs = tf.constant(values[comm.rank])
+        tape.watch(inputs)
+        outputs = ours(inputs, training=True, mask=shown[comm.rank])
+        loss = tf.reduce_sum(outputs**3)
+    with tf.GradientTape() as joint_tape:
+        inputs_of_all = tf.constant(values.reshape(-1, 6, 3))
+        joint_tape.watch(inputs_of_all)
+        whole_loss = tf.reduce_sum(
+            one(inputs_of_all, training=True, mask=shown.reshape(-1, 6)) ** 3
+        )
+    np.testing.assert_allclose(
+        outputs, whole.numpy().reshape(size, 4, 6, 3)[comm.rank], rtol=1e-3, atol=1e-4
+    )
+    wanted = joint_tape.gradient(whole_loss, inputs_of_all).numpy()
+    np.testing.assert_allclose(
+        tape.gradient(loss, inputs), wanted.reshape(size, 4, 6, 3)[comm.rank], rtol=1e-2, atol=1e-2
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "mixed_float16"])
+def test_inputs_of_16_bits(comm: Comm, dtype: str) -> None:
+    """Statistics are of float32: float16 cannot hold the square of 300."""
+    values = np.random.default_rng(comm.rank).normal(300, 1, (32, 2)).astype("float32")
+    layer = cx.layers.SyncBatchNormalization(dtype=dtype)
+    outputs = layer(tf.cast(values, layer.compute_dtype), training=True)
+    assert outputs.dtype == layer.compute_dtype
+    every = tf.cast(comm.all_gather(tf.cast(outputs, tf.float32), "world", "outputs"), tf.float64)
+    np.testing.assert_allclose(tf.reduce_mean(every, 0), 0, atol=0.02)
+    if dtype != "bfloat16":  # Which holds 300 to +-1
+        np.testing.assert_allclose(tf.math.reduce_std(every, 0), 1, atol=0.05)
+
+
+def test_a_channel_with_a_large_mean_keeps_its_variance(comm: Comm) -> None:
+    values = np.random.default_rng(comm.rank).normal(1e4, 1, (512, 1)).astype("float32")
+    layer = cx.layers.SyncBatchNormalization(momentum=0.0)
+    layer(values, training=True)
+    np.testing.assert_allclose(layer.moving_variance.numpy(), 1, rtol=0.2)
+
+
+@pytest.mark.every_launch
+def test_in_fit_beside_the_exchange(comm: Comm, tmp_path: Path) -> None:
+    """Two layers and a shared one; replicas stay equal; evaluation exchanges nothing; it saves."""
+    keras.utils.set_random_seed(2)
+    inputs = keras.layers.Input((6,))
+    shared = cx.layers.SyncBatchNormalization(name="shared")
+    dense = keras.layers.Dense(6, name="dense")
+    left, right = shared(dense(inputs)), shared(dense(inputs * 2))
+    both = cx.layers.SyncBatchNormalization()(left + right)
+    net = keras.Model(inputs, keras.layers.Dense(3)(both))
+    # Messages hold one of TensorFlow's threads each while they wait.
+    sparse = cx.Scheme("allgather", "mstopk", 0.3, dense_below=8)
+    scheme = cx.Scheme("pipeline") if comm.has_messages else sparse
+    net.compile(
+        cx.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme), loss="mse", jit_compile=False
+    )
+    x = np.random.default_rng(comm.rank).normal(size=(32, 6)).astype("float32")
+    net.fit(
+        x, x[:, :3], batch_size=8, epochs=2, verbose=0, callbacks=[cx.callbacks.BroadcastState()]
+    )
+    assert same_on_all_ranks(comm, net)
+    everyone = comm.gather_objects([one.numpy().tobytes() for one in net.non_trainable_variables])
+    assert all(theirs == everyone[0] for theirs in everyone)
+    if comm.rank == 0:  # Alone: it would wait forever for an exchange
+        net.evaluate(x, x[:, :3], verbose=0)
+    net.save(tmp_path / "net.keras")
+    loaded = keras.models.load_model(tmp_path / "net.keras")
+    assert isinstance(loaded.get_layer("shared"), cx.layers.SyncBatchNormalization)
+    np.testing.assert_array_equal(loaded.predict(x, verbose=0), net.predict(x, verbose=0))
+
+
+@pytest.mark.every_launch
+def test_refused_where_ranks_take_steps_of_their_own(comm: Comm) -> None:
+    net = network(cx.layers.SyncBatchNormalization)
+    strategy = cx.strategies.ElasticAveraging(every=2)
+    named = "SyncBatchNormalization" if comm.has_messages else "need an MPI launch"
+    with pytest.raises(cx.PlanError, match=named):
+        net.compile(
+            cx.DistributedOptimizer(keras.optimizers.SGD(0.1), strategy=strategy),
+            loss="mse",
+            jit_compile=False,
+        )
+        net.fit(*batch(0), verbose=0, callbacks=[cx.callbacks.BroadcastState()])

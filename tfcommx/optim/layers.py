@@ -1,0 +1,8 @@
+"""Layers that know the other ranks.
+
+sync_batch_normalization   batch normalization by the joint batch of all ranks
+"""
+
+from tfcommx.optim.sync_batch_normalization import SyncBatchNormalization
+
+__all__ = ["SyncBatchNormalization"]
