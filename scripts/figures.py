@@ -12,8 +12,9 @@ A figure stands between markers, which GitHub does not show:
 The expression names records (docs/records/NAME.json, written by scripts/records.py). A row is
 called by its name, and by other columns if several rows have that name:
 `select("mstopk", density=0.01).seconds`. Of a record with one row, columns are attributes of the
-record. The last word is Python's format. What can be computed from records is computed here, never
-typed.
+record. The last word is Python's format. What can be computed from records is computed, never
+typed: in the expression, or in docs/records/derived.txt, whose lines `name = expression` give it a
+name.
 
 A table over the rows of a record, its conditions, and a line in a comment of a YAML file, which is
 made of the template below it:
@@ -58,7 +59,7 @@ CONDITIONS = re.compile(
     r"(?P<head><!--conditions (?P<record>\w+)-->\n).*?(?P<end><!--/conditions-->)", re.S
 )
 TEMPLATE = re.compile(r"(?m)^.*\n(?P<below>(?P<mark> *#) figures: (?P<template>.*))$")
-HELPERS = {"min": min, "max": max, "median": statistics.median, "mean": statistics.fmean}
+HELPERS = {"abs": abs, "min": min, "max": max, "median": statistics.median, "mean": statistics.fmean}
 
 
 class FigureError(Exception):
@@ -102,7 +103,7 @@ class Record:
         return Row(f"{record}({name!r})", rows[0])
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("date", "commit", "command"):
+        if name in ("date", "commit", "command", "machine", "versions"):
             return self.content[name]
         rows = self.content["rows"]
         if len(rows) != 1:
@@ -110,13 +111,19 @@ class Record:
         return getattr(Row(self.content["name"], rows[0]), name)
 
 
-def read_records(folder: Path = FOLDER) -> dict[str, Record]:
-    """Return the records by name."""
+def read_records(folder: Path = FOLDER) -> dict[str, Any]:
+    """Return the records by name, and what is derived from them."""
     found = (json.loads(path.read_text()) for path in sorted(folder.glob("*.json")))
-    return {one["name"]: Record(one) for one in found}
+    records: dict[str, Any] = {one["name"]: Record(one) for one in found}
+    derived = folder / "derived.txt"
+    for line in derived.read_text().splitlines() if derived.exists() else ():
+        if line and not line.startswith("#"):
+            name, _, expression = line.partition(" = ")
+            records[name] = value_of(expression, records, {})
+    return records
 
 
-def value_of(expression: str, records: dict[str, Record], columns: dict[str, Any]) -> Any:
+def value_of(expression: str, records: dict[str, Any], columns: dict[str, Any]) -> Any:
     """Evaluate a marker's expression.
 
     **Raises:** FigureError if it names what is not there.
@@ -135,7 +142,7 @@ def shown(value: Any, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def table(found: re.Match[str], records: dict[str, Record]) -> str:
+def table(found: re.Match[str], records: dict[str, Any]) -> str:
     """Make the text of a table from its marker."""
     if found["record"] not in records:
         raise FigureError(f"table {found['record']}: there is no such record.")
@@ -154,7 +161,7 @@ def table(found: re.Match[str], records: dict[str, Record]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def conditions(name: str, records: dict[str, Record]) -> str:
+def conditions(name: str, records: dict[str, Any]) -> str:
     """Make the text that says how a record was measured."""
     if name not in records:
         raise FigureError(f"conditions {name}: there is no such record.")
@@ -171,7 +178,7 @@ def conditions(name: str, records: dict[str, Record]) -> str:
     return f"\n    {one['command']}\n\n{'; '.join(about)}.{note}\n\n"
 
 
-def filled(text: str, records: dict[str, Record]) -> str:
+def filled(text: str, records: dict[str, Any]) -> str:
     """Return a page with all its figures as the records have them."""
 
     def figure(found: re.Match[str]) -> str:
