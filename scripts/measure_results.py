@@ -62,7 +62,8 @@ COMMANDS = {
     "training_densities": f"{TRAINING} --batch 4 --repeats 5 --schemes none "
     + " ".join(f'"hitopk block16/float16 {density}"' for density in (0.25, 0.063, 0.05, 0.015)),
     "routes": "python scripts/bench_routes.py --sizes 25000000 --probe "
-    "--routes hitopk allgather allreduce torus",
+    "--routes hitopk allgather allreduce torus "
+    "--wires plain float16 bfloat16 pair32 block16/float16",
     "step": "horovodrun -np 2 --gloo python scripts/bench_step.py",
     "select": "python scripts/bench_select.py",
     "data": "python scripts/bench_data.py --sizes 128",
