@@ -59,7 +59,13 @@ CONDITIONS = re.compile(
     r"(?P<head><!--conditions (?P<record>\w+)-->\n).*?(?P<end><!--/conditions-->)", re.S
 )
 TEMPLATE = re.compile(r"(?m)^.*\n(?P<below>(?P<mark> *#) figures: (?P<template>.*))$")
-HELPERS = {"abs": abs, "min": min, "max": max, "median": statistics.median, "mean": statistics.fmean}
+HELPERS = {
+    "abs": abs,
+    "min": min,
+    "max": max,
+    "median": statistics.median,
+    "mean": statistics.fmean,
+}
 
 
 class FigureError(Exception):
@@ -193,7 +199,7 @@ def filled(text: str, records: dict[str, Any]) -> str:
         return f"{found['mark']} {template}\n{found['below']}"
 
     text = FIGURE.sub(figure, text)
-    text = TABLE.sub(lambda one: one["head"] + table(one, records) + one["end"], text)
+    text = TABLE.sub(lambda one: f"{one['head']}\n{table(one, records)}\n{one['end']}", text)
     text = CONDITIONS.sub(
         lambda one: one["head"] + conditions(one["record"], records) + one["end"], text
     )
