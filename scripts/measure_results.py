@@ -22,23 +22,25 @@ from pathlib import Path
 
 from records import FOLDER, ROOT
 
-# Settings of the same training: what the phases of the demo's recipe are changed to
+# Settings of the same training: what is changed in the demo's recipe, whose three phases have 3, 2
+# and 6 epochs; the last is dense
 SPARSE = "{route: hitopk, selection: mstopk, density: 0.01, dense_route: torus}"
-SMALL, MIDDLE = "epochs: 3, resolution: 14", "epochs: 2, resolution: 20"
-RISING = "warm_up: [0.25, 0.063, 0.015]"
+WARM_UP = "warm_up: [0.25, 0.063, 0.015]"
 SETTINGS = {
-    "demo": None,
+    "demo": [],
     "dense": [f"phases.{number}.scheme={{route: torus}}" for number in (0, 1)],
     "one_percent": [f"phases.{number}.scheme={SPARSE}" for number in (0, 1, 2)],
     "dense_end": [
-        f"phases=[{{{SMALL}, {RISING}, scheme: {SPARSE}}}, {{{MIDDLE}, scheme: {SPARSE}}}, "
-        "{epochs: 6, resolution: 28, scheme: {route: torus}}]"
+        *(f"phases.{number}.scheme={SPARSE}" for number in (0, 1)),
+        f"phases.0.{WARM_UP.replace(': ', '=', 1)}",
     ],
     "short_dense_end": [
-        f"phases=[{{{SMALL}, {RISING}, scheme: {SPARSE}}}, {{{MIDDLE}, scheme: {SPARSE}}}, "
+        f"phases=[{{epochs: 3, resolution: 14, {WARM_UP}, scheme: {SPARSE}}}, "
+        f"{{epochs: 2, resolution: 20, scheme: {SPARSE}}}, "
         f"{{epochs: 4, resolution: 28, scheme: {SPARSE}}}, "
         "{epochs: 2, resolution: 28, scheme: {route: torus}}]"
     ],
+    "float16": [f"phases.{number}.scheme={{route: torus, wire: float16}}" for number in (0, 1, 2)],
 }
 TRAINING = "python scripts/bench_training.py --nodes 4 --slots 1 --rates 200mbit --models resnet50"
 
@@ -46,7 +48,7 @@ TRAINING = "python scripts/bench_training.py --nodes 4 --slots 1 --rates 200mbit
 def train(setting: str, seed: int) -> str:
     """Return the command of a training."""
     words = ["tfcommx", "train", "configs/fashion_mnist.yaml", "--processes", "4"]
-    changes = [*(SETTINGS[setting] or ()), *([f"seed={seed}"] if seed else ())]
+    changes = [*SETTINGS[setting], *([f"seed={seed}"] if seed else [])]
     for change in changes:
         words += ["--set", change]
     return shlex.join(words)
@@ -58,7 +60,8 @@ COMMANDS = {
     "dense": train("dense", 0),
     "one_percent": train("one_percent", 0),
     "dense_end": train("dense_end", 0),
-    "training": f'{TRAINING} --batch 4 --repeats 5 --schemes none horovod "auto sparse"',
+    "training": f"{TRAINING} --batch 4 --repeats 5 --schemes none horovod "
+    '"allreduce float16" "auto sparse"',
     "training_densities": f"{TRAINING} --batch 4 --repeats 5 --schemes none "
     + " ".join(f'"hitopk block16/float16 {density}"' for density in (0.25, 0.063, 0.05, 0.015)),
     "routes": "python scripts/bench_routes.py --sizes 25000000 --probe "
@@ -68,6 +71,7 @@ COMMANDS = {
     "select": "python scripts/bench_select.py",
     "data": "python scripts/bench_data.py --sizes 128",
     "short_dense_end": train("short_dense_end", 0),
+    "float16": train("float16", 0),
     **{f"{name}_seed1": train(name, 1) for name in SETTINGS},
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from launching import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import figures
+import measure_results
+import record_run
 import records
 
 # Numbers in README that nobody measured: versions, and what a setting is
@@ -117,3 +120,31 @@ def test_a_record_says_how_it_was_measured(tmp_path: Path) -> None:
     for name, rows in (("Some-1", [{}]), ("some", [])):
         with pytest.raises(SystemExit):
             records.write(name, rows, "", None, tmp_path)
+
+
+def test_what_is_recorded_can_be_measured_again() -> None:
+    assert {path.stem for path in records.FOLDER.glob("*.json")} <= set(measure_results.COMMANDS)
+
+
+def test_a_training_is_recorded_from_its_summary(tmp_path: Path) -> None:
+    seconds = {"first_step": 3.0, "evaluation": 2.0}
+    summary = {
+        "test_accuracy": 0.9,
+        "ranks": 4,
+        "nodes": 2,
+        "epochs": 2,
+        "seconds": 20.0,
+        "throughput": 100.0,
+        "bytes_between_nodes": 30.0,
+        "bytes_between_nodes_dense": 120.0,
+        "replicas_identical": True,
+        "rows": [{"seconds": seconds}, {"seconds": seconds}],
+    }
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    row = record_run.row_of(tmp_path)
+    assert (row["bytes_share"], row["tracing_seconds"], row["verified"]) == (0.25, 6.0, True)
+    (tmp_path / "summary.json").write_text(json.dumps(summary | {"replicas_identical": False}))
+    command = [sys.executable, "scripts/record_run.py", str(tmp_path), "never", "--command", "x"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 1 and "not recorded" in ended.stderr
+    assert not (records.FOLDER / "never.json").exists()

@@ -1,4 +1,4 @@
-"""The reproductions keep their protocol, and what docs/laboratory/reproduction.md says is what they print."""
+"""The reproductions keep their protocol; the laboratory notes say what they print."""
 
 from __future__ import annotations
 
