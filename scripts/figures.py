@@ -180,7 +180,7 @@ def conditions(name: str, records: dict[str, Any]) -> str:
         f"{machine['memory_gib']} GiB, load before {machine['load_before']:g}",
         ", ".join(f"{text} {versions[key]}" for key, text in names.items() if versions.get(key)),
     ]
-    note = f" Ranks: {one['note']}." if one["note"] else ""
+    note = f" {one['note'][:1].upper()}{one['note'][1:]}." if one["note"] else ""
     return f"\n    {one['command']}\n\n{'; '.join(about)}.{note}\n\n"
 
 
