@@ -42,6 +42,10 @@ SETTINGS = {
     ],
     "float16": [f"phases.{number}.scheme={{route: torus, wire: float16}}" for number in (0, 1, 2)],
 }
+SIMULATE = (
+    "tfcommx simulate --model resnet50 --batch 64 --throughput 250 --nodes 4 --slots 8 "
+    "--sweep between_gbit=1,10,25"
+)
 TRAINING = "python scripts/bench_training.py --nodes 4 --slots 1 --rates 200mbit --models resnet50"
 
 
@@ -70,6 +74,8 @@ COMMANDS = {
     "step": "horovodrun -np 2 --gloo python scripts/bench_step.py",
     "select": "python scripts/bench_select.py",
     "data": "python scripts/bench_data.py --sizes 128",
+    "predicted_dense": f"{SIMULATE} --scheme allreduce",
+    "predicted_sparse": f"{SIMULATE} --scheme hitopk",
     "short_dense_end": train("short_dense_end", 0),
     "float16": train("float16", 0),
     **{f"{name}_seed1": train(name, 1) for name in SETTINGS},
@@ -97,13 +103,15 @@ def wait_for_quiet(at_most: float = 300.0) -> None:
 
 def measure(name: str) -> bool:
     """Carry out a measurement and record it; return whether that went well."""
-    command, record = COMMANDS[name], []
+    command, out = COMMANDS[name], ROOT / "runs" / "results" / name
+    record = [sys.executable, "scripts/record_run.py", out, name, "--command", command]
+    out.parent.mkdir(parents=True, exist_ok=True)
     if command.startswith("tfcommx train"):
-        run = ROOT / "runs" / "results" / name
-        record = [sys.executable, "scripts/record_run.py", run, name, "--command", command]
-        words = [*shlex.split(command), "--output", run]
+        words = [*shlex.split(command), "--output", out]
+    elif command.startswith("tfcommx simulate"):
+        words = [*shlex.split(command), "--json", out]
     else:
-        words = [*shlex.split(command), "--record", name]
+        words, record = [*shlex.split(command), "--record", name], []
     for step in filter(None, (words, record)):
         if subprocess.run([*map(str, step)], cwd=ROOT).returncode:
             return False

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Record a training as docs/records/NAME.json, from the summary that it has written.
+"""Record a training, or what the simulator predicts, as docs/records/NAME.json.
 
     tfcommx train configs/fashion_mnist.yaml --processes 4
     python scripts/record_run.py runs/fashion_mnist demo --command \\
         "tfcommx train configs/fashion_mnist.yaml --processes 4"
+    python scripts/record_run.py rows.json predicted --command "tfcommx simulate ..."
 
-Call it on the machine that trained, at the commit that did. The row `run` has the last epoch's
+Of a training it reads the summary in the run's folder, of a simulation the file of `--json`. Call
+it on the machine that trained, at the commit that did. A training's row `run` has the last epoch's
 scores, the seconds of the whole run, the bytes that a rank sent to other nodes, and those that
 plain Horovod would have sent; `bytes_share` is the one over the other.
 """
@@ -13,6 +15,7 @@ plain Horovod would have sent; `bytes_share` is the one over the other.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +48,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("run", type=Path, help="the run's folder, or the simulation's rows")
     parser.add_argument("name", help="of the record")
     parser.add_argument("--command", required=True, help="what trained")
     chosen = parser.parse_args()
-    row = row_of(chosen.run)
-    if not row["verified"]:
-        raise SystemExit(f"Ranks of {chosen.run} had different weights: this is not recorded.")
-    note = f"{row['ranks']} ranks as {row['nodes']} nodes on this machine"
-    print(f"recorded: {records.write(chosen.name, [row], chosen.command, note)}")
+    if chosen.run.is_file():
+        lines = map(json.loads, chosen.run.read_text().splitlines())
+        rows = [{"name": one["scheme"], **one} for one in lines]
+        note = "a prediction: nothing of this was measured"
+    else:
+        rows = [row_of(chosen.run)]
+        note = f"{rows[0]['ranks']} ranks as {rows[0]['nodes']} nodes on this machine"
+        if not rows[0]["verified"]:
+            raise SystemExit(f"Ranks of {chosen.run} had different weights: not recorded.")
+    print(f"recorded: {records.write(chosen.name, rows, chosen.command, note)}")
 
 
 if __name__ == "__main__":
