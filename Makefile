@@ -1,12 +1,13 @@
 # make demo   set everything up, train, print and save a report
 # make test   set everything up, check the style, pass the tests: every law on every member of every
 #             family, real ranks under Gloo and MPI, faults, the README's commands; the same cases each
-#             time. 14 min 15 s on 2 idle cores, after set-up and style; 18 min 30 s at an
-#             hour when these were slower; the goal is 15
+#             time
 # make test-all   the same, and what is marked `exhaustive`: whole products of parameters, all tests
-#             of ranks in all launches; random cases are new ones each time. 39 min 20 s on 2
-#             idle cores; the goal is 40
+#             of ranks in all launches; random cases are new ones each time
 # make test-peers   Keras's own tests of optimizers, trainer and callbacks, with all optimizers wrapped
+# make results   measure what README.md and docs/results.md show, on quiet cores, as root; then
+#             make figures
+# make figures   put the figures of docs/records into the pages
 # make setup  set everything up; TFCOMMX_SETUP="--gpu" for TensorFlow's GPU wheel and NCCL
 
 VENV := $(or $(TFCOMMX_VENV),.venv)
@@ -16,7 +17,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 PYTEST = python -m pytest
 SIDE_BY_SIDE = -n 2 --dist loadgroup
 
-.PHONY: setup demo test test-all test-peers lint
+.PHONY: setup demo test test-all test-peers results figures lint
 setup:
 	python3 scripts/bootstrap.py $(TFCOMMX_SETUP)
 
@@ -33,6 +34,13 @@ test-all: setup lint
 
 test-peers: setup
 	python tests/peers/run.py
+
+results: setup
+	python scripts/measure_results.py
+	python scripts/figures.py
+
+figures: setup
+	python scripts/figures.py
 
 lint: setup
 	ruff check .

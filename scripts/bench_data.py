@@ -5,7 +5,7 @@ Goals: from the second epoch on, per CPU second, random-resized-crop + flip from
 least 10 times (128 pixels) and 6 times (224 pixels) as fast as decoding in tf.data, and 4 times as
 fast as tf.data's `.cache()` of decoded images with TensorFlow's resize; whole samples are read at
 0.7 of memcpy or better; the first epoch takes at most 1.15 of the time of the tf.data pipeline that
-fills nothing. docs/benchmarks.md says what was reached.
+fills nothing. docs/laboratory/data_cache.md says what was reached.
 
     python scripts/bench_data.py                     # generated JPEGs
     python scripts/bench_data.py --folder photos/train --json out.jsonl --png out.png

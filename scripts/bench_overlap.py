@@ -101,7 +101,7 @@ def measure(comm: Comm, n: int, sizes: list[float], repeats: int) -> list[dict[s
         benchmark_options.row(
             name,
             n,
-            statistics.median(times),
+            times,
             verified,
             limit_seconds=ALLOWED * statistics.median(base),
             ranks=comm.topology.size,

@@ -16,7 +16,6 @@ Options and columns: scripts/benchmark_options.py.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -177,7 +176,7 @@ def measure(n: int, density: float, repeats: int) -> list[dict[str, Any]]:
         benchmark_options.row(
             name,
             n,
-            statistics.median(times),
+            times,
             right[name],
             density,
             ratio=benchmark_times.paired_ratio(times, seconds["flatten"]),

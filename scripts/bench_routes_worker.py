@@ -166,7 +166,7 @@ def measure(
     return benchmark_options.row(
         f"{full_name} {wire}",
         n,
-        statistics.median(seconds),
+        seconds,
         complete and abs(sent - promised) <= 1e-6 * promised,
         density,
         route.port_bytes(bucket, comm.topology) / network.socket_rate,

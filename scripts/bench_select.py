@@ -225,7 +225,7 @@ def measure(kind: str, n: int, density: float, dtype: str, rounds: int) -> list[
         benchmark_options.row(
             name,
             n,
-            statistics.median(seconds),
+            seconds,
             checks[name],
             density,
             limit,

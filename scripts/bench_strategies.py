@@ -244,7 +244,7 @@ def measure(comm: Comm, chosen: Any, n: int) -> list[dict[str, Any]]:
             benchmark_options.row(
                 f"pull + forward, {name}",
                 n,
-                statistics.median(starts[name]),
+                starts[name],
                 right[name],
                 limit_seconds=first if name == "batched" else None,
                 simulated_seconds=pulls.finish_s(list(batches), times) if batches else None,
@@ -256,7 +256,7 @@ def measure(comm: Comm, chosen: Any, n: int) -> list[dict[str, Any]]:
             benchmark_options.row(
                 f"step, {name}",
                 n,
-                statistics.median(steps[name]),
+                steps[name],
                 right[name],
                 limit_seconds=None if name == "synchronous" else whole,
                 simulated_seconds=None,

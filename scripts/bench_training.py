@@ -11,6 +11,7 @@ iproute2) or, at the rate `none`, by as many ranks on this host. Models: convolu
 (both about a million parameters), embedding (most of its parameters are one), and ResNet-50 at
 64 x 64. Schemes: `none` exchanges nothing; `horovod` is plain Horovod, one allreduce for each
 gradient; the others are routes, sparse ones with their wire format, and `auto` and `auto sparse`.
+A density of its own may follow: "auto sparse 0.05".
 
 `seconds` and `step_seconds` are the median over steps of the slowest rank's time; the schemes take
 turns, two steps at a time of which the second counts, and so do the steps of the profile, in

@@ -94,17 +94,24 @@ class DenseSgd(keras.optimizers.SGD):
             super().apply([tf.convert_to_tensor(one) for one in grads], trainable_variables)
 
 
+def split_name(name: str, chosen: argparse.Namespace) -> tuple[str, float]:
+    """Return a scheme's name without the density that may follow it, and its density."""
+    first, _, last = name.rpartition(" ")
+    return (first, float(last)) if last[:1] in ("0", ".") else (name, chosen.density)
+
+
 def optimizer_of(name: str, links: Links, chosen: argparse.Namespace) -> keras.optimizers.Optimizer:
     """Return the optimizer of a scheme. **Raises:** PlanError for what cannot be carried out."""
     if name == ALONE:
         return DenseSgd(0.01)
     if name == "horovod":
         return PlainHorovod(0.01, name="plain_horovod")
+    name, density = split_name(name, chosen)
     route, _, wire = name.partition(" ")
     route, _, peers = route.partition("+")
     how: dict[str, Any] = {"peer_route": peers or "allreduce", "bucket_bytes": chosen.bucket_bytes}
     if wire == "sparse" or (route in routes.ROUTES and routes.get(route).sparse):
-        how |= {"selection": chosen.selection, "density": chosen.density}
+        how |= {"selection": chosen.selection, "density": density}
     if wire and wire != "sparse":
         how["wire"] = wire
     scheme = Scheme(route, **how)
@@ -218,7 +225,8 @@ def row_of(
     **Ranks:** all.
     """
     model, plan, optimizer = one.model, one.plan(comm), one.model.optimizer
-    density = chosen.density if plan and plan_at_work.selects(plan) else 1.0
+    selects = plan is not None and plan_at_work.selects(plan)
+    density = split_name(one.name, chosen)[1] if selects else 1.0
     promised = 0.0
     if plan is not None:
         promised = sum(
@@ -238,7 +246,7 @@ def row_of(
     return benchmark_options.row(
         one.name,
         model.count_params(),
-        seconds,
+        one.seconds,
         right and decided and equal and counted and bool(np.isfinite(weights).all()),
         density,
         scheme=one.name,

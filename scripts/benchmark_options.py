@@ -5,16 +5,19 @@ Options (`parser`)
     --repeats N          timed rounds
     --json FILE          write one object a line
     --png FILE           draw one column (the seconds, unless the benchmark says otherwise) as bars
+    --record NAME        keep rows and conditions as docs/records/NAME.json, for the pages
 
 Columns (`row`), in every table and in every line of the JSON file; a benchmark adds its own after
 them
     name            what was measured
     n               its size, one of --sizes
     density         entries that travel / entries; 1 if all do
-    seconds         of one round
+    seconds         of one round: the median over the repeats, where these are given
     limit_seconds   what the claim allows; null if it says nothing
     times_limit     seconds / limit_seconds; null if there is no limit
     verified        whether the result was right; null where nothing is judged
+    repeats, lowest_seconds, highest_seconds
+                    the rounds that were timed and their spread; null where a row is no median
 
 The standard library suffices for options and JSON; `print_table` needs rich, `save_picture`
 matplotlib.
@@ -24,11 +27,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import records
+
 COLUMNS = ("name", "n", "density", "seconds", "limit_seconds", "times_limit", "verified")
+SPREAD = ("repeats", "lowest_seconds", "highest_seconds")
 
 
 def parser(
@@ -61,13 +69,16 @@ def parser(
     )
     options.add_argument("--json", type=Path, help="write one object a line to this file")
     options.add_argument("--png", type=Path, help="draw the rows as bars into this file")
+    options.add_argument(
+        "--record", metavar="NAME", help="keep rows and conditions as docs/records/NAME.json"
+    )
     return options
 
 
 def row(
     name: str,
     n: int,
-    seconds: float,
+    seconds: float | Sequence[float],
     verified: bool | None,
     density: float = 1.0,
     limit_seconds: float | None = None,
@@ -77,21 +88,55 @@ def row(
 
     >>> row("add", 10, 0.5, True, limit_seconds=2.0, threads=2)["times_limit"]
     0.25
+    >>> one = row("add", 10, [3.0, 1.0, 2.0], True)
+    >>> one["seconds"], one["repeats"], one["lowest_seconds"], one["highest_seconds"]
+    (2.0, 3, 1.0, 3.0)
+
+    Args:
+        name, n, verified, density, limit_seconds: the columns.
+        seconds: of each round, or one number that is no median over rounds.
+        more: the benchmark's own columns.
     """
+    spread: tuple[float | None, ...] = (None, None, None)
+    if isinstance(seconds, Sequence):
+        spread = len(seconds), min(seconds), max(seconds)
+        seconds = statistics.median(seconds)
     times = None if limit_seconds is None else seconds / limit_seconds
     shared = (name, n, density, seconds, limit_seconds, times, verified)
-    return dict(zip(COLUMNS, shared, strict=True)) | more
+    return dict(zip((*COLUMNS, *SPREAD), shared + spread, strict=True)) | more
 
 
 def finish(
     rows: Sequence[dict[str, Any]], chosen: argparse.Namespace, drawn: str = "seconds"
 ) -> int:
-    """Write the files that were asked for; return the exit code, 1 if anything was not right."""
+    """Write the files that were asked for; return the exit code, 1 if anything was not right.
+
+    Figures that are wrong are not recorded.
+    """
     if chosen.json:
         chosen.json.write_text("".join(json.dumps(one) + "\n" for one in rows))
     if chosen.png and rows:
         save_picture(rows, chosen.png, drawn)
-    return 0 if all(one["verified"] in (True, None) for one in rows) else 1
+    right = all(one["verified"] in (True, None) for one in rows)
+    if chosen.record and rows and right:
+        command = records.command_of(Path(sys.argv[0]))
+        print(f"recorded: {records.write(chosen.record, rows, command, _about(chosen))}")
+    return 0 if right else 1
+
+
+def _about(chosen: argparse.Namespace) -> str | None:
+    """Return what to know about the ranks of a benchmark that starts them (benchmark_cluster)."""
+    if not hasattr(chosen, "hosts"):
+        return None
+    if chosen.hosts:
+        return f"hosts {chosen.hosts}"
+    rates = getattr(chosen, "rates", None) or [chosen.rate]
+    if rates == ["none"]:
+        return "all ranks on this host, no links"
+    return (
+        f"a virtual cluster: {chosen.nodes} nodes of {chosen.slots} as network namespaces of this "
+        f"machine, which share its cores; links of {', '.join(rates)} each way (scripts/cluster)"
+    )
 
 
 def shared_cells(one: dict[str, Any]) -> list[str]:

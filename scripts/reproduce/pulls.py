@@ -1,7 +1,7 @@
 """When the forward pass ends under each way of pulling weights: the figure of the iBatch paper.
 
     python scripts/reproduce/pulls.py                    # 8 nodes of one slot, 1 and 10 Gbit/s
-    python scripts/reproduce/pulls.py --json FILE --png docs/pulls.png
+    python scripts/reproduce/pulls.py --json FILE --png docs/pictures/pulls.png
 
 GoogLeNet has its computation in convolutions all along and few weights; VGG-16 has nine tenths of
 its weights in the last three layers. For each, by `Profile.from_throughput` at the rate of the GPU

@@ -18,6 +18,7 @@ from test_cluster import ENVIRONMENT
 
 # scripts/benchmark_options.py
 COLUMNS = ["name", "n", "density", "seconds", "limit_seconds", "times_limit", "verified"]
+COLUMNS += ["repeats", "lowest_seconds", "highest_seconds"]
 
 
 def rows_of(command: list[str], json_file: Path) -> list[dict]:
@@ -109,12 +110,19 @@ def test_select_on_a_gpu(tmp_path: Path, wrong: bool) -> None:
 
     What is verified is real.
     """
-    for name in ("bench_select_gpu.py", "benchmark_options.py", "verify_selection.py"):
-        shutil.copy(ROOT / "scripts" / name, tmp_path)
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    for name in (
+        "bench_select_gpu.py",
+        "benchmark_options.py",
+        "records.py",
+        "verify_selection.py",
+    ):
+        shutil.copy(ROOT / "scripts" / name, folder)
     row = {"name": "mstopk", "n": 5000, "k": 50, "seconds": 1.0, "verified": True}
-    (tmp_path / "check_cuda").write_text(f"#!/bin/sh\necho '{json.dumps(row)}'\n")
-    (tmp_path / "check_cuda").chmod(0o755)
-    (tmp_path / "cupy.py").write_text(
+    (folder / "check_cuda").write_text(f"#!/bin/sh\necho '{json.dumps(row)}'\n")
+    (folder / "check_cuda").chmod(0o755)
+    (folder / "cupy.py").write_text(
         "from types import SimpleNamespace as Space\nfrom numpy import *\nimport numpy\nasnumpy "
         "= array\n"
         "cuda = Space(runtime=Space(deviceSynchronize=lambda: None))\n"
@@ -122,8 +130,16 @@ def test_select_on_a_gpu(tmp_path: Path, wrong: bool) -> None:
         f"argpartition = lambda x, place: numpy.argpartition({'-x' if wrong else 'x'}, place)\n"
     )
     command = [sys.executable, "bench_select_gpu.py", "--sizes", "5000", "--repeats", "2"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    rows = {row["name"]: row["verified"] for row in map(json.loads, done.stdout.splitlines())}
+    command += ["--record", "gpu"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    rows = {row["name"]: row["verified"] for row in map(json.loads, lines)}
+    record = tmp_path / "docs" / "records" / "gpu.json"
+    assert record.exists() != wrong  # What is wrong is not kept
+    if not wrong:
+        kept = json.loads(record.read_text())
+        assert kept["command"] == "python bench_select_gpu.py --sizes 5000 --repeats 2"
+        assert {row["name"] for row in kept["rows"]} == set(rows)
     assert (done.returncode, rows["cupy_argpartition"]) == (wrong, not wrong), done.stderr
 
 

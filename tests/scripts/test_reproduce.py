@@ -1,4 +1,4 @@
-"""The reproductions keep their protocol, and what docs/reproduction.md says is what they print."""
+"""The reproductions keep their protocol; the laboratory notes say what they print."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from launching import ROOT
 
 FOLDER = ROOT / "scripts" / "reproduce"
-REPORT = (ROOT / "docs" / "reproduction.md").read_text()
+REPORT = (ROOT / "docs" / "laboratory" / "reproduction.md").read_text()
 
 
 def run(name: str, folder: Path, *words: str) -> tuple[str, list[dict[str, object]]]:
@@ -95,7 +95,7 @@ def test_convergence_in_small(tmp_path: Path) -> None:
 def test_ends_of_the_forward_pass_as_reported(tmp_path: Path) -> None:
     """The figure of iBatch: no method ends before the optimum or the forward pass alone."""
     output, rows = run("pulls", tmp_path, "--png", str(tmp_path / "pulls.png"))
-    report = (ROOT / "docs" / "benchmarks.md").read_text()
+    report = (ROOT / "docs" / "laboratory" / "strategies.md").read_text()
     for line in output.splitlines():
         assert line in report
     assert len(rows) == 2 * 2 * 2 * 4 and (tmp_path / "pulls.png").stat().st_size > 10_000

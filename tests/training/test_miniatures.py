@@ -160,7 +160,7 @@ def write_shards(folder: Path, split: str, count: int, shards: int) -> None:
 def test_the_whole_imagenet_recipe_passes_its_dry_run(tmp_path: Path) -> None:
     """All phases, schemes and switches, in half precision; the network with fewer blocks, filters.
 
-    docs/benchmarks.md has the real one.
+    docs/laboratory/miniatures.md has the real one.
     """
     write_shards(tmp_path, "train", 24, 3)
     write_shards(tmp_path, "validation", 8, 2)

@@ -245,7 +245,7 @@ def choose(times: PullTimes, solvers: Sequence[str] = tuple(PULLS)) -> PullChoic
 
     `layers`, if it is among them and finishes at most 2 % later, is taken before all others: the
     times of gathers are known less well than that, and larger gathers tend to take longer than in
-    proportion (docs/benchmarks.md, "Strategies").
+    proportion (docs/laboratory/strategies.md).
 
     >>> choose(PullTimes(1.0, (1.0, 1.0, 1.0), (2.0, 2.0, 2.0))).batches
     ((0, 1), (1, 2), (2, 3))
