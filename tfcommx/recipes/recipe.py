@@ -63,7 +63,7 @@ class Phase(Part):
     batch: int | None = Field(None, ge=1)
     # The learning rate is multiplied by it
     learning_rate_factor: float = Field(1.0, gt=0, allow_inf_nan=False)
-    scheme: Annotated[Scheme, PlainValidator(_scheme)] = Scheme()
+    scheme: Annotated[Scheme, PlainValidator(_scheme, json_schema_input_type=Scheme)] = Scheme()
     # Densities of the phase's first epochs; then the scheme's
     warm_up: tuple[Annotated[float, Field(gt=0, le=1)], ...] = ()
 
