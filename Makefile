@@ -7,6 +7,7 @@
 #             of ranks in all launches; random cases are new ones each time. 39 min 20 s on 2
 #             idle cores; the goal is 40
 # make test-peers   Keras's own tests of optimizers, trainer and callbacks, with all optimizers wrapped
+# make docs   the documents as a site, in build/docs, with all links checked
 # make setup  set everything up; TFCOMMX_SETUP="--gpu" for TensorFlow's GPU wheel and NCCL
 
 VENV := $(or $(TFCOMMX_VENV),.venv)
@@ -16,7 +17,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 PYTEST = python -m pytest
 SIDE_BY_SIDE = -n 2 --dist loadgroup
 
-.PHONY: setup demo test test-all test-peers lint
+.PHONY: setup demo test test-all test-peers lint docs
 setup:
 	python3 scripts/bootstrap.py $(TFCOMMX_SETUP)
 
@@ -33,6 +34,11 @@ test-all: setup lint
 
 test-peers: setup
 	python tests/peers/run.py
+
+# Strict: a page that is not current, or a link that leads nowhere, ends it
+docs: setup
+	python scripts/reference.py --check
+	NO_MKDOCS_2_WARNING=1 mkdocs build
 
 lint: setup
 	ruff check .

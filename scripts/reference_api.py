@@ -21,8 +21,16 @@ SECTIONS = {
     "Start": ("tfcommx", ("init", "rank", "size", "is_chief")),
     "Train": (
         "tfcommx",
-        ("DistributedOptimizer", "Scheme", "broadcast_variables", "settle", "begin_step")
-        + ("take_centre", "parallel_operator", "profile"),
+        (
+            "DistributedOptimizer",
+            "Scheme",
+            "broadcast_variables",
+            "settle",
+            "begin_step",
+            "take_centre",
+            "parallel_operator",
+            "profile",
+        ),
     ),
     "What the exchange has sent": ("tfcommx.optim.exchanger.Exchanger", ("traffic", "plan_states")),
     "Callbacks": ("tfcommx.optim.callbacks", None),

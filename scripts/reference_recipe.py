@@ -93,8 +93,9 @@ def fields() -> str:
     whole = schema()
     parts = [
         "# A recipe's fields",
-        "A recipe is a YAML file with the fields of the first table. Editors that know YAML schemas complete them from "
-        "[recipe.schema.json](recipe.schema.json). [Train from a recipe](../how-to/recipes.md) says how to use them.",
+        "A recipe is a YAML file with the fields of the first table. Editors that know YAML "
+        "schemas complete them from `docs/reference/recipe.schema.json`. [Train from a recipe]"
+        "(../how-to/recipes.md) says how to use them.",
         "## Recipe",
         _table(Recipe, whole),
     ]
@@ -123,7 +124,7 @@ def _table(model: type, part: dict[str, Any]) -> str:
 
 def _kind(name: str, one: dict[str, Any]) -> str:
     """Return the type of a field and its range, such as `integer >= 1 or none`."""
-    if name in PARTS and name != "scheme" or "$ref" in one:
+    if (name in PARTS and name != "scheme") or "$ref" in one:
         return f"[{name}](#{name})"
     if any("$ref" in kind for kind in one.get("anyOf", ())):
         family = next((family for family in FAMILIES if family.split(".")[-1] == name), name)

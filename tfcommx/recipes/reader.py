@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Union
+from typing import Any, Literal
 
 import yaml
 from pydantic import (
@@ -105,10 +107,10 @@ def member_of(
             raise ValueError(str(error)) from error
 
     # For the JSON schema: what `read` takes
-    accepted = [*table.values(), *([own] if own else [])]
+    accepted: list[Any] = [*table.values(), *([own] if own else [])]
     if by_name:
         accepted.append(Literal[tuple(table)])
-    return PlainValidator(read, json_schema_input_type=Union[tuple(accepted)])
+    return PlainValidator(read, json_schema_input_type=functools.reduce(operator.or_, accepted))
 
 
 def change(tree: dict[str, Any], setting: str) -> None:
