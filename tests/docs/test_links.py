@@ -59,7 +59,7 @@ def test_anchors_are_those_of_github() -> None:
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     """`make docs`: pages that the navigation lacks and links that lead nowhere are errors."""
     ended = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)],
+        [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path)],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
