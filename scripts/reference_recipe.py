@@ -43,6 +43,19 @@ FAMILIES = {
     "optimizer": OPTIMIZERS,
     "learning_rate.decay": SCHEDULES,
 }
+# Class -> the heading under which it stands
+HEADINGS = {model.__name__: name for name, model in PARTS.items()} | {
+    model.__name__: family for family, table in FAMILIES.items() for model in table.values()
+}
+# With nothing but what is required: shows which members are the usual ones
+USUAL = Recipe.model_validate(
+    {
+        "name": "usual",
+        "batch_per_rank": 1,
+        "phases": [{"epochs": 2, "resolution": 8}],
+        "learning_rate": {"peak": 1},
+    }
+)
 # Of a scheme, which checks itself, with tables of names: JSON schema's words for its checks
 SCHEME: dict[str, dict[str, Any]] = {
     "route": {"enum": [*ROUTES, AUTO]},
@@ -116,26 +129,25 @@ def _table(model: type, part: dict[str, Any]) -> str:
         if one.get("const") == one.get("default") != None:  # noqa: E711  The member's own name
             continue
         needed = name in part.get("required", ())
-        default = "*required*" if needed else f"`{_shown(one.get('default'))}`"
+        default = "*required*" if needed else f"`{_shown(name, one.get('default'))}`"
         said = one.get("description", "").replace("|", "\\|")
-        rows.append(f"| `{name}` | {_kind(name, one)} | {default} | {said} |")
+        rows.append(f"| `{name}` | {_kind(one)} | {default} | {said} |")
     return "\n".join(rows) if len(rows) > 2 else ""
 
 
-def _kind(name: str, one: dict[str, Any]) -> str:
+def _kind(one: dict[str, Any]) -> str:
     """Return the type of a field and its range, such as `integer >= 1 or none`."""
-    if (name in PARTS and name != "scheme") or "$ref" in one:
-        return f"[{name}](#{name})"
-    if any("$ref" in kind for kind in one.get("anyOf", ())):
-        family = next((family for family in FAMILIES if family.split(".")[-1] == name), name)
-        return f"[{family}](#{family.replace('.', '')})"
+    kinds = one.get("anyOf", [one])
+    if found := [kind["$ref"].rpartition("/")[2] for kind in kinds if "$ref" in kind]:
+        heading = HEADINGS[found[0]]
+        return f"[{heading}](#{heading.replace('.', '')})"
     if "anyOf" in one:
-        return " or ".join(dict.fromkeys(_kind(name, kind) for kind in one["anyOf"]))
+        return " or ".join(dict.fromkeys(map(_kind, kinds)))
     if "enum" in one:
         return ", ".join(f"`{value}`" for value in one["enum"])
     if one["type"] == "array":
         least, most = one.get("minItems"), one.get("maxItems")
-        of = _kind(name, one.get("items") or one["prefixItems"][0])
+        of = _kind(one.get("items") or one["prefixItems"][0])
         count = f"{least} " if least and least == most else f"{least} or more " if least else ""
         return f"list of {count}{of}"
     text = {"null": "none", "string": "path" if one.get("format") == "path" else "text"}.get(
@@ -146,7 +158,9 @@ def _kind(name: str, one: dict[str, Any]) -> str:
     return " ".join([text, ", ".join(limits)]).strip()
 
 
-def _shown(value: Any) -> str:
+def _shown(name: str, value: Any) -> str:
+    if value == {}:
+        return f"{{name: {getattr(USUAL, name).name}}}"
     if isinstance(value, dict):
         return "{}"  # A part with its own defaults
     return "none" if value is None else json.dumps(value).strip('"')
