@@ -77,8 +77,8 @@ def api(public: dict[str, str]) -> str:
             found = where[name].final_target if where[name].is_alias else where[name]
             parts += _entry(found, WRITTEN.get(place, "") + name)
             listed.add(name)
-    if missing := public.keys() - listed:
-        raise SystemExit(f"No section of SECTIONS lists {', '.join(sorted(missing))}.")
+    if missing := sorted(public.keys() - listed):
+        raise SystemExit(f"Give {', '.join(missing)} a place in SECTIONS of {__file__}.")
     return "\n\n".join(parts) + "\n"
 
 
