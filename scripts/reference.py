@@ -40,7 +40,7 @@ def command_line() -> str:
 def pages() -> dict[str, str]:
     """Return file name -> content of everything that is generated."""
     return {
-        "api.md": GENERATED + api(tfcommx._PUBLIC),
+        "api.md": GENERATED + api(tfcommx._PUBLIC, tfcommx._MODULES),
         "recipe.md": GENERATED + fields(),
         "command-line.md": GENERATED + command_line(),
         "recipe.schema.json": json.dumps(schema(), indent=1) + "\n",

@@ -10,6 +10,8 @@ from pathlib import Path
 from launching import ROOT
 
 LOGGING = ("warning", "warn", "error", "critical")
+# What is not there, and what cannot be
+PYTHONS_OWN = ("AttributeError", "AssertionError")
 HOLE = "..."  # In the place of what is known only when it happens
 
 
@@ -70,15 +72,16 @@ class Messages:
 
 
 def _message(node: ast.AST) -> ast.expr | None:
-    """Return the text of an error that is raised, or of a warning; None if it has none."""
-    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-        # The text of YAML's own errors is the third
-        words = [one for one in node.exc.args if not isinstance(one, ast.Constant) or one.value]
+    """Return the text of an error or a warning; None if the node makes none."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
+        return None
+    name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+    is_error = name.endswith("Error") and name not in PYTHONS_OWN
+    is_log = isinstance(node.func, ast.Attribute) and name in LOGGING
+    if is_error or is_log or ast.unparse(node.func).endswith("stderr.write"):
+        # The first words of YAML's own errors are None
+        words = [one for one in node.args if not isinstance(one, ast.Constant) or one.value]
         return words[0] if words else None
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
-        is_log = node.func.attr in LOGGING
-        if is_log or ast.unparse(node.func).endswith("stderr.write"):
-            return node.args[0]
     return None
 
 
