@@ -40,6 +40,7 @@ BUILT = {
 # They pass on what others said
 PASSED_ON = (
     "tfcommx/cli/environment.py",
+    "tfcommx/comm/horovodrun.py",
     "tfcommx/comm/watcher.py",
     "tfcommx/comm/liveness.py",
     "tfcommx/cli/launch.py",
