@@ -13,12 +13,12 @@ parser.add_argument("--steps", type=int, default=400)
 options = parser.parse_args()
 
 cx.init()
-keras.utils.set_random_seed(1 + cx.rank())  # ranks draw and drop out differently
+keras.utils.set_random_seed(1 + cx.rank())  # each rank its own shuffling and dropout
 images, labels, _, _ = load(fetch())
 data = (
     tf.data.Dataset.from_tensor_slices((images, labels))
     .shard(cx.size(), cx.rank())
-    .shuffle(10_000, seed=1)
+    .shuffle(10_000)
     .repeat()
     .batch(64)
     .map(lambda pictures, kinds: (tf.cast(pictures, tf.float32) / 255.0, kinds))

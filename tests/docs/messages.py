@@ -92,7 +92,11 @@ def first_sentence(text: str) -> str:
     '`k` must be >= 1.'
     """
     text = re.sub(r"(\.\.\.)+", HOLE, " ".join(text.split())).removeprefix("tfcommx: ")
-    ends = (r"(?<=[^.]\.) (?=[A-Z{.`])", r"(?<=\.{4}) (?=[A-Z])", r"(?<=:) (?=\.\.\.|horovodrun)")
+    ends = (
+        r"(?<=[^.]\.) (?=[A-Z{.`])",
+        r"(?<=\.{4}) (?=[A-Z])",
+        r"(?<=:) (?=\.\.\.|`?(?:horovodrun|tfcommx run))",
+    )
     return re.split("|".join([*ends, " Received"]), text)[0].strip()
 
 
