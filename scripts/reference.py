@@ -23,7 +23,8 @@ import tfcommx
 from tfcommx.cli.main import app
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
-GENERATED = "<!-- Written by scripts/reference.py: change the code, and run it. -->\n\n"
+# At the end: a page's title is its first line
+GENERATED = "\n<!-- Written by scripts/reference.py: change the code, and run it. -->\n"
 
 
 def command_line() -> str:
@@ -40,9 +41,9 @@ def command_line() -> str:
 def pages() -> dict[str, str]:
     """Return file name -> content of everything that is generated."""
     return {
-        "api.md": GENERATED + api(tfcommx._PUBLIC, tfcommx._MODULES),
-        "recipe.md": GENERATED + fields(),
-        "command-line.md": GENERATED + command_line(),
+        "api.md": api(tfcommx._PUBLIC, tfcommx._MODULES) + GENERATED,
+        "recipe.md": fields() + GENERATED,
+        "command-line.md": command_line() + GENERATED,
         "recipe.schema.json": json.dumps(schema(), indent=1) + "\n",
     }
 
