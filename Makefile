@@ -8,6 +8,7 @@
 # make results   measure what README.md and docs/results.md show, on quiet cores, as root; then
 #             make figures
 # make figures   put the figures of docs/records into the pages
+# make docs   the documents as a site, in build/docs, with all links checked
 # make setup  set everything up; TFCOMMX_SETUP="--gpu" for TensorFlow's GPU wheel and NCCL
 
 VENV := $(or $(TFCOMMX_VENV),.venv)
@@ -17,7 +18,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 PYTEST = python -m pytest
 SIDE_BY_SIDE = -n 2 --dist loadgroup
 
-.PHONY: setup demo test test-all test-peers results figures lint
+.PHONY: setup demo check test test-all test-peers results figures docs lint
 setup:
 	python3 scripts/bootstrap.py $(TFCOMMX_SETUP)
 
@@ -41,6 +42,10 @@ results: setup
 
 figures: setup
 	python scripts/figures.py
+# Strict: a page that is not current, or a link that leads nowhere, ends it
+docs: setup
+	python scripts/reference.py --check
+	NO_MKDOCS_2_WARNING=1 mkdocs build
 
 lint: setup
 	ruff check .

@@ -5,7 +5,7 @@ r"""Claim: if the network between nodes is slow, the routes for slow networks be
         --density 0.01 --probe --json routes.json
     python scripts/bench_routes.py --sizes 1000000 --launcher mpi        # quick; MPI, not Gloo
     python scripts/bench_routes.py --hosts a:8,b:8 --sizes 25000000      # real machines, no root
-    python scripts/bench_routes.py --figure docs/routes.png --json f.json  # messages: predicted too
+    python scripts/bench_routes.py --figure docs/pictures/routes.png --json f.json  # also predicted
 
 Horovod's allreduce is `allreduce plain`, with its own fp16 compression `allreduce float16`. Makes a
 virtual cluster (scripts/cluster: needs root and iproute2), runs scripts/bench_routes_worker.py on

@@ -1,4 +1,4 @@
-"""The figure of docs/routes.md: routes of messages, measured beside predicted."""
+"""The figure of docs/explanation/routes.md: routes of messages, measured beside predicted."""
 
 from __future__ import annotations
 

@@ -41,7 +41,6 @@ loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)
 callbacks = [
     cx.callbacks.BroadcastState(),
-    cx.callbacks.AverageMetrics(),
     cx.callbacks.WarmUp(rate, steps=max(1, steps // 10)),
 ]
 if options.checkpoint:

@@ -43,6 +43,6 @@ model.compile(optimizer, WordLoss(0.1), metrics=[WordAccuracy(name="accuracy")],
 model.fit(
     data,
     steps_per_epoch=options.steps,
-    callbacks=[cx.callbacks.BroadcastState(), cx.callbacks.AverageMetrics()],
+    callbacks=[cx.callbacks.BroadcastState()],
     verbose=2 if cx.is_chief() else 0,
 )

@@ -1,6 +1,6 @@
 """Prices against cases worked out by hand, with links of round numbers.
 
-docs/routes.md derives the formulas.
+docs/explanation/routes.md derives the formulas.
 """
 
 from __future__ import annotations

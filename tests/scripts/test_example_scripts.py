@@ -21,7 +21,7 @@ def test_the_examples_on_two_ranks(tmp_path: Path) -> None:
     Horovod's script and its successor end with the same weights.
     """
     (tmp_path / "guide").mkdir()
-    guide = (ROOT / "docs" / "guide.md").read_text()
+    guide = (ROOT / "docs" / "how-to" / "own-model.md").read_text()
     for language, file in (("yaml", "own_model.yaml"), ("python", "own_model.py")):
         blocks = re.findall(rf"```{language}\n(.*?)```", guide, re.S)
         (block,) = [text for text in blocks if "own_model" in text or "def build_net" in text]

@@ -32,9 +32,10 @@ def init(
             See comm/liveness.py.
         stall_seconds: if ranks have waited this long (> 0) for others that are alive, every rank
             logs who waits for whom, where, and what the others do; None: it does not. See
-            comm/stalls.py. The environment variable TFCOMMX_STALL_SECONDS counts more; 0 is off.
+            comm/stalls.py. The environment variable TFCOMMX_STALL_SECONDS overrides it; 0 turns it
+            off.
         stall_limit_seconds: if they have waited this long (> 0), all end with that message; None:
-            they wait on. TFCOMMX_STALL_LIMIT_SECONDS counts more. Nothing watches for stalls
+            they wait on. TFCOMMX_STALL_LIMIT_SECONDS overrides it. Nothing watches for stalls
             without `watch_seconds`.
 
     Returns:

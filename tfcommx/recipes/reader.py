@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import (
@@ -104,7 +106,11 @@ def member_of(
             # `error_lines` describes each of them, with its place
             raise ValueError(str(error)) from error
 
-    return PlainValidator(read)
+    # For the JSON schema: what `read` takes
+    accepted: list[Any] = [*table.values(), *([own] if own else [])]
+    if by_name:
+        accepted.append(Literal[tuple(table)])
+    return PlainValidator(read, json_schema_input_type=functools.reduce(operator.or_, accepted))
 
 
 def change(tree: dict[str, Any], setting: str) -> None:

@@ -55,6 +55,7 @@ def _scheme(value: Any) -> Scheme:
 class Phase(Part):
     """Some epochs at one resolution with one way of exchanging gradients."""
 
+    # Passes over the training data
     epochs: int = Field(ge=1)
     # Pixels a side: small pictures first are cheap (progressive resizing). Of text, word pieces of
     # the longest sentence
@@ -63,7 +64,8 @@ class Phase(Part):
     batch: int | None = Field(None, ge=1)
     # The learning rate is multiplied by it
     learning_rate_factor: float = Field(1.0, gt=0, allow_inf_nan=False)
-    scheme: Annotated[Scheme, PlainValidator(_scheme)] = Scheme()
+    # How gradients travel; everything by Horovod's allreduce if it is left out
+    scheme: Annotated[Scheme, PlainValidator(_scheme, json_schema_input_type=Scheme)] = Scheme()
     # Densities of the phase's first epochs; then the scheme's
     warm_up: tuple[Annotated[float, Field(gt=0, le=1)], ...] = ()
 
@@ -133,19 +135,25 @@ class Recipe(Part):
 
     # Of the run's folder in runs/
     name: str = Field(min_length=1, pattern=r"^\w[\w.-]*$")
+    # What is trained on, and how it is read
     data: Annotated[Dataset, member_of(DATASETS, "fashion_mnist", UserDataset)] = Field(
         {}, validate_default=True
     )
+    # The network
     model: Annotated[Model, member_of(MODELS, "small_cnn", UserModel)] = Field(
         {}, validate_default=True
     )
+    # What the network learns
     task: Annotated[Task, member_of(TASKS, "classify", UserTask)] = Field({}, validate_default=True)
     # Samples a step on one rank; of text, word pieces. A phase may have its own
     batch_per_rank: int = Field(ge=1)
+    # One after the other
     phases: tuple[Phase, ...] = Field(min_length=1)
+    # Without its learning rate, which follows
     optimizer: Annotated[OptimizerRecipe, member_of(OPTIMIZERS, "sgd", UserOptimizer)] = Field(
         {}, validate_default=True
     )
+    # Over the whole run
     learning_rate: LearningRate
     # Whose time is reported; None: none
     target: Target | None = None

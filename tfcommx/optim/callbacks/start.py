@@ -60,7 +60,7 @@ class BroadcastState(keras.callbacks.Callback):
     optimizers that are attributes of the model, as a GAN has two, count as its optimizer does.
 
     >>> import tfcommx as cx
-    >>> callbacks = [cx.callbacks.BroadcastState(), cx.callbacks.AverageMetrics()]
+    >>> callbacks = [cx.callbacks.BroadcastState()]
 
     Args:
         root: the rank whose state all begin with.

@@ -66,9 +66,13 @@ class TextFiles(Translations):
     """Pairs in line-aligned text files, UTF-8."""
 
     name: Literal["text_files"] = "text_files"
+    # Sentences of one language, one a line
     source: Path
+    # Their translations: line n belongs to line n
     target: Path
+    # The same for the evaluation
     test_source: Path
+    # The same for the evaluation
     test_target: Path
 
     def fetch(self) -> Path:

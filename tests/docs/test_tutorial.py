@@ -1,0 +1,66 @@
+"""The tutorial as its reader meets it: alone, on several ranks, killed and resumed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from documents import TUTORIAL, python_blocks
+from launching import WORKERS
+
+BLOCKS = python_blocks(TUTORIAL)
+ALONE, TRAIN = (
+    next(code for comment, code in BLOCKS if comment == f"file: {name}")
+    for name in ("alone.py", "train.py")
+)
+# The blocks behind train.py go on where it ends
+ALL = "\n".join(code for comment, code in BLOCKS if comment != "file: alone.py")
+
+
+def start(folder: Path, code: str, ranks: int) -> subprocess.Popen[str]:
+    script = folder / "train.py"
+    script.write_text(code)
+    launch = [str(WORKERS / "launcher.py"), "-np", str(ranks), "-H", f"localhost:{ranks}", "--gloo"]
+    return subprocess.Popen(
+        [sys.executable, *(launch if ranks > 1 else []), *[sys.executable] * (ranks > 1), script],
+        cwd=folder,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def accuracy(output: str) -> float:
+    return float(re.findall(r"'accuracy': ([\d.]+)", output)[-1])
+
+
+def test_the_script_that_trains_alone(tmp_path: Path) -> None:
+    process = start(tmp_path, ALONE, 1)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert output.count("313/313") == 6 and accuracy(output) > 0.9, output
+
+
+@pytest.mark.long_wait
+def test_the_script_on_two_ranks_is_killed_and_resumes(tmp_path: Path) -> None:
+    """Two launches, because that is what it shows; the second runs the other blocks as well."""
+    killed = start(tmp_path, TRAIN, 2)
+    for line in killed.stdout:
+        if "Epoch 3/6" in line:
+            os.killpg(killed.pid, signal.SIGINT)
+    assert killed.wait(timeout=60) != 0
+    resumed = start(tmp_path, ALL, 2)
+    output, _ = resumed.communicate(timeout=240)
+    assert resumed.returncode == 0, output
+    epochs = re.findall(r"Epoch (\d)/6", output)
+    assert epochs in (["3", "4", "5", "6"], ["4", "5", "6"]), output
+    assert accuracy(output) > 0.9, output
+    # 2 (p - 1) / p of the gradients a step, from one process to the other
+    assert re.search(r"'bytes_between_nodes': [1-9]", output), output
