@@ -6,6 +6,7 @@
 # make test-all   the same, and what is marked `exhaustive`: whole products of parameters, all tests
 #             of ranks in all launches; random cases are new ones each time. 39 min 20 s on 2
 #             idle cores; the goal is 40
+# make check  lint, types, floors, and the quick tests of the rooms that differ from main
 # make test-peers   Keras's own tests of optimizers, trainer and callbacks, with all optimizers wrapped
 # make setup  set everything up; TFCOMMX_SETUP="--gpu" for TensorFlow's GPU wheel and NCCL
 
@@ -16,12 +17,15 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 PYTEST = python -m pytest
 SIDE_BY_SIDE = -n 2 --dist loadgroup
 
-.PHONY: setup demo test test-all test-peers lint
+.PHONY: setup demo check test test-all test-peers lint
 setup:
 	python3 scripts/bootstrap.py $(TFCOMMX_SETUP)
 
 demo: setup
 	tfcommx train configs/fashion_mnist.yaml --processes 4
+
+check: lint
+	$(PYTEST) $(SIDE_BY_SIDE) -m "not (serial or exhaustive or long_wait)" $$(python scripts/tests_of_changes.py)
 
 test: setup lint
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not serial and not exhaustive"

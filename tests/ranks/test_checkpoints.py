@@ -75,11 +75,11 @@ def test_a_layer_that_is_frozen_keeps_its_residuals(comm: Comm, folder: Path) ->
     take(again, comm)
     exchanger = again.optimizer.exchanger
     np.testing.assert_array_equal(
-        exchanger.waiting_residuals["net/hidden/kernel"], residuals["net/hidden/kernel"]
+        exchanger.carried.residuals["net/hidden/kernel"], residuals["net/hidden/kernel"]
     )
     again.get_layer("hidden").trainable = True
     take(again, comm)
-    assert not exchanger.waiting_residuals and not exchanger.restored
+    assert not exchanger.carried.residuals and not exchanger.carried.restored
 
     only = frozen(wrapped())  # saved by an optimizer that has never seen the layer
     take(only, comm)

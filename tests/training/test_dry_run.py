@@ -83,5 +83,5 @@ def test_auto_knows_the_real_run_and_its_trial_is_over_before_steps_are_timed(
     model = Model(exchanger=exchanger, gradient_accumulation_steps=accumulated)
     dry_run._phase(model, run, 1, timing, steps=5)
     steps = (2 * 500 + 3 * 1000) // (accumulated or 1)
-    assert exchanger.ahead == RunAhead(steps, 500, 4, whole_run=True, keeps_choice=False)
+    assert exchanger.requested.ahead == RunAhead(steps, 500, 4, whole_run=True, keeps_choice=False)
     assert model.fits == fits
