@@ -35,9 +35,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def __init__(self, folder: str | Path, keep: int = 1) -> None:
         super().__init__()
-        self.folder, self.keep = Path(folder), check_whole("keep", keep)
-        if self.keep < 1:
-            raise PlanError(f"`keep` must be >= 1. Received {keep}.")
+        self.folder, self.keep = Path(folder), check_whole("keep", keep, least=1)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Refuse a folder or a model of which no checkpoint could be written."""
