@@ -49,6 +49,11 @@ GATHER_SECONDS = 0.3
 LAST_WORDS_SECONDS = 8.0
 # Missing ranks that one alarm names
 NAMES = 8
+# What a rank says before it ends because of others, or its watcher in its place
+MISSING = (
+    "tfcommx: rank {rank} ends, because ranks are missing: {text} Start again from the last "
+    "checkpoint.\n"
+)
 
 
 def parent(rank: int) -> int | None:
@@ -119,6 +124,8 @@ class Member:
         self.kill_at: float | None = None
         # This rank has said bye; its process is stopped; it is gone
         self.leaving, self.stopped, self.gone = False, False, False
+        # The watcher says for the rank, which could not, why it has ended
+        self._speaks = False
         # The parent knows that all have ended here and below; all ranks have ended
         self.said_ended, self.over = False, False
         self.position, self.position_at = position(self.rank, 0, UNKNOWN, ""), now
@@ -131,7 +138,7 @@ class Member:
     @property
     def finished(self) -> bool:
         """Whether the watcher has nothing to do any more."""
-        return self.gone and (self.over or self.told or not self.leaving)
+        return self.gone and (self.over or self.told or (not self.leaving and not self.lost))
 
     def connected(self, other: int, now: float) -> None:
         """Take note of a connection to a neighbour."""
@@ -202,6 +209,23 @@ class Member:
             self._see_whether_all_ended()
         elif line:
             self._learn({self.rank: [self.host, line, self.rank]}, None, now)
+
+    def rank_is_gone(self, now: float) -> None:
+        """Take note that this rank's process has ended, and tell the others if it said nothing.
+
+        Gloo aborts ranks whose neighbour has died before they can say why: their watchers then have
+        GATHER_SECONDS to hear of it.
+        """
+        self.gone = True
+        if not (self.leaving or self.told or self.rank in self.lost):
+            self._speaks = True
+            self._learn({self.rank: [self.host, "its process has ended", self.rank]}, None, now)
+
+    @property
+    def last_words(self) -> str:
+        """What is said in the place of a rank that is gone; empty if it was not ended by others."""
+        by_others = self._speaks and next(iter(self.lost)) != self.rank
+        return self._sentence() if by_others else ""
 
     def beat(self, now: float, late: float = 0.0) -> None:
         """Say that the rank is alive, what it and those below do, and look who is silent.
@@ -301,7 +325,9 @@ class Member:
 
     def _sentence(self) -> str:
         names = ", ".join(
-            f"rank {rank} on {host} ({what})" for rank, (host, what, _) in sorted(self.lost.items())
+            f"rank {rank} on {host} ({what})"
+            for rank, (host, what, _) in sorted(self.lost.items())
+            if rank != self.rank
         )
         more = " At least these." if len(self.lost) == NAMES else ""
         by = sorted({by for _, _, by in self.lost.values()} - {self.rank} - set(self.lost))
