@@ -38,6 +38,7 @@ NAMES ranks to each neighbour.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 from tfcommx.comm.stalls import ENDED, UNKNOWN, Group, StallWatch, later, merge, position
@@ -224,8 +225,9 @@ class Member:
     @property
     def last_words(self) -> str:
         """What is said in the place of a rank that is gone; empty if it was not ended by others."""
-        by_others = self._speaks and next(iter(self.lost)) != self.rank
-        return self._sentence() if by_others else ""
+        if not self._speaks or next(iter(self.lost)) == self.rank:
+            return ""
+        return self._sentence(self.lost.keys() - {self.rank})
 
     def beat(self, now: float, late: float = 0.0) -> None:
         """Say that the rank is alive, what it and those below do, and look who is silent.
@@ -247,7 +249,7 @@ class Member:
         """Do what is due: tell the rank of the alarm. Call it after each event, and often."""
         if self.alarm_at is None or self.told or now < self.alarm_at:
             return
-        self._tell_rank(f"lost {self._sentence()}", now)
+        self._tell_rank(f"lost {self._sentence(self.lost)}", now)
 
     # --- the alarm ----------------------------------------------------------------------
 
@@ -323,11 +325,9 @@ class Member:
             for other in self.neighbours.keys() - {source}:
                 self.outbox.append((other, f"left {rank}"))
 
-    def _sentence(self) -> str:
+    def _sentence(self, ranks: Collection[int]) -> str:
         names = ", ".join(
-            f"rank {rank} on {host} ({what})"
-            for rank, (host, what, _) in sorted(self.lost.items())
-            if rank != self.rank
+            f"rank {rank} on {self.lost[rank][0]} ({self.lost[rank][1]})" for rank in sorted(ranks)
         )
         more = " At least these." if len(self.lost) == NAMES else ""
         by = sorted({by for _, _, by in self.lost.values()} - {self.rank} - set(self.lost))
