@@ -4,6 +4,7 @@
 #             time
 # make test-all   the same, and what is marked `exhaustive`: whole products of parameters, all tests
 #             of ranks in all launches; random cases are new ones each time
+# make check  lint, types, floors, and the quick tests of the rooms that differ from main
 # make test-peers   Keras's own tests of optimizers, trainer and callbacks, with all optimizers wrapped
 # make results   measure what README.md and docs/results.md show, on quiet cores, as root; then
 #             make figures
@@ -24,6 +25,9 @@ setup:
 
 demo: setup
 	tfcommx train configs/fashion_mnist.yaml --processes 4
+
+check: lint
+	$(PYTEST) $(SIDE_BY_SIDE) -m "not (serial or exhaustive or long_wait)" $$(python scripts/tests_of_changes.py)
 
 test: setup lint
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not serial and not exhaustive"

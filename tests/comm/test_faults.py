@@ -177,7 +177,8 @@ def test_a_watcher_whose_rank_was_killed_with_an_alarm_unread_ends_in_order() ->
         theirs.send(b"an alarm")
         mine.close()
         one.hear_rank(theirs)
-    assert one.member.finished
+    one.member.turn(time.monotonic() + 1)  # The others have been told
+    assert one.member.finished and not one.member.last_words
     theirs.close()
 
 

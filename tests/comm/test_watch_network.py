@@ -291,3 +291,20 @@ def test_a_stopped_rank_of_two_is_missing_though_its_watcher_speaks(stopped: int
         two.beat()
     (said,) = two.told()[1 - stopped]
     assert said.startswith("lost") and f"rank {stopped} on there (no response" in said
+
+
+def test_who_was_aborted_because_of_another_is_spoken_for_by_its_watcher() -> None:
+    """Gloo aborted ranks before they could say who was missing; without a launcher nobody did."""
+    network = Simulated(3)
+    network.members[2].rank_is_gone(1.0)
+    network.hops()
+    for rank in (0, 1):
+        network.members[rank].rank_is_gone(1.05)
+    network.hops()
+    for member in network.members.values():
+        member.turn(1.1 + GATHER_SECONDS)
+        assert member.finished
+    assert network.members[2].last_words == ""
+    for rank in (0, 1):
+        assert "rank 2 on here (its process has ended)" in network.members[rank].last_words
+        assert f"rank {rank} " not in network.members[rank].last_words

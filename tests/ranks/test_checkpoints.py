@@ -20,7 +20,7 @@ import tfcommx as cx
 from tfcommx import callbacks
 from tfcommx.comm.base import Comm
 from tfcommx.optim import checkpoint
-from tfcommx.optim.checkpoint import save_restore
+from tfcommx.optim.checkpoint import saving
 from tfcommx.optim.wrapped import accumulated, wrapped_optimizers
 
 
@@ -75,11 +75,11 @@ def test_a_layer_that_is_frozen_keeps_its_residuals(comm: Comm, folder: Path) ->
     take(again, comm)
     exchanger = again.optimizer.exchanger
     np.testing.assert_array_equal(
-        exchanger.waiting_residuals["net/hidden/kernel"], residuals["net/hidden/kernel"]
+        exchanger.carried.residuals["net/hidden/kernel"], residuals["net/hidden/kernel"]
     )
     again.get_layer("hidden").trainable = True
     take(again, comm)
-    assert not exchanger.waiting_residuals and not exchanger.restored
+    assert not exchanger.carried.residuals and not exchanger.carried.restored
 
     only = frozen(wrapped())  # saved by an optimizer that has never seen the layer
     take(only, comm)
@@ -131,9 +131,7 @@ def test_an_epoch_that_is_saved_twice_is_not_mixed(
     before = state(net)
     take(net, comm)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(
-            save_restore, "write_residuals", killed
-        )  # rank 0 has written the model by then
+        patch.setattr(saving, "write_residuals", killed)  # rank 0 has written the model by then
         checkpoint.save(net, folder, 0)
     checkpoint.restore(again, folder)
     assert comm.rank or same(before, state(again))

@@ -140,7 +140,7 @@ def test_a_copy_of_a_wrapped_optimizer_exchanges(comm: Comm, make: Any) -> None:
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
     plain = keras.optimizers.SGD(schedule, momentum=0.9)
     optimizer = make(cx.DistributedOptimizer(plain, SPARSE, op="sum"))
-    assert optimizer.exchanger.schemes == {"*": SPARSE}
+    assert optimizer.exchanger.requested.schemes == {"*": SPARSE}
     assert optimizer.exchanger.settings.operation == "sum"
     before = comm.traffic()
     for step in range(2):

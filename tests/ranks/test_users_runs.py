@@ -38,7 +38,9 @@ def test_a_run_that_begins_late_begins_with_what_earlier_epochs_set(comm: Comm) 
     fit(
         net, comm, epochs=4, extra=(switch, callbacks.WarmUp(0.4, 4, 0.0), Watch()), initial_epoch=3
     )
-    assert resolution.numpy() == 8 and net.optimizer.exchanger.schemes == {"*": cx.Scheme("torus")}
+    assert resolution.numpy() == 8 and net.optimizer.exchanger.requested.schemes == {
+        "*": cx.Scheme("torus")
+    }
     np.testing.assert_allclose(rates, 0.05)  # the warm-up was over
 
 

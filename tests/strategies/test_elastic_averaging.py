@@ -322,7 +322,7 @@ def test_bytes_are_those_of_the_weights_both_ways() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"every": 0}, "`every` must be an integer >= 1"),
+        ({"every": 0}, "`every` must be >= 1"),
         ({"every": 2.5}, "`every` must be a whole number"),
         ({"beta": 0.0}, "`beta` must be a finite number > 0"),
         ({"alpha": float("nan")}, "`alpha` must be a finite number > 0"),

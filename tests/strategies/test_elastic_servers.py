@@ -324,7 +324,8 @@ def test_statistics_of_a_rank_that_has_diverged_do_not_count_and_unequal_ones_ar
         with pytest.raises(RuntimeError, match=f"Rank {comm.rank} has {comm.rank + 1}, others"):
             rank.run.end(np.ones(comm.rank + 1))
         comm.gather_objects("all have their answers")
-        rank.run._stop_serving()
+        if rank.run._server is not None:
+            rank.run._server._stop()
 
     ThreadComm.run(Topology(3, 1), work)
 

@@ -104,7 +104,7 @@ def test_the_table_makes_what_is_asked_for(strategy: Strategy) -> None:
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, True, "5"])
 def test_a_broadcast_comes_after_whole_steps(every: object) -> None:
-    with pytest.raises(PlanError, match=r"`every` must be an integer >= 1.*The paper has 5"):
+    with pytest.raises(PlanError, match="`every` must be"):
         Rebroadcast(every=every)
 
 

@@ -78,10 +78,11 @@ def test_auto_knows_the_real_run_and_its_trial_is_over_before_steps_are_timed(
     monkeypatch.setattr(Run, "samples_of", lambda *_: SimpleNamespace(element_spec=PICTURES))
     monkeypatch.setattr(dry_run, "exchanger_of", lambda model: model.optimizer.exchanger)
     schemes = {"*": asked.phases[1].scheme}
-    exchanger = SimpleNamespace(ahead=RunAhead(), schemes=schemes, ranks=ranks, runs=runs)
+    requested = SimpleNamespace(ahead=RunAhead(), schemes=schemes)
+    exchanger = SimpleNamespace(requested=requested, ranks=ranks, runs=runs)
     timing = SimpleNamespace(seconds=dict.fromkeys(BUSY, 1.0))
     model = Model(exchanger=exchanger, gradient_accumulation_steps=accumulated)
     dry_run._phase(model, run, 1, timing, steps=5)
     steps = (2 * 500 + 3 * 1000) // (accumulated or 1)
-    assert exchanger.ahead == RunAhead(steps, 500, 4, whole_run=True, keeps_choice=False)
+    assert requested.ahead == RunAhead(steps, 500, 4, whole_run=True, keeps_choice=False)
     assert model.fits == fits

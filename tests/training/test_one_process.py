@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 
-from tfcommx.optim import automatic, checkpoint, exchanger
+from tfcommx.optim import automatic, checkpoint, requested_plan
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.tasks.classify import Classification
 from tfcommx.terms import Topology
@@ -92,7 +92,7 @@ def test_a_run_is_stopped_and_goes_on_with_another_batch(
         told.append((given[-1].steps, given[-1].whole_run))
         return automatic.executor_for(*given)
 
-    monkeypatch.setattr(exchanger, "executor_for", executor_for)
+    monkeypatch.setattr(requested_plan, "executor_for", executor_for)
     with caplog.at_level(logging.WARNING, "tfcommx"):
         third = run(folder, recipe(pictures, batch=8), Position(2, 0), monkeypatch)
     assert third["stopped"]["epoch"] == 2 and third["stopped"]["step"] == 1

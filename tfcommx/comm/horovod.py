@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -80,6 +80,24 @@ def import_horovod() -> tuple[ModuleType, ModuleType]:
     if not horovod.__version__.startswith(HOROVOD):
         raise PlanError(f"Horovod {HOROVOD}x is required. Received {horovod.__version__}. {remedy}")
     return hvd, mpi_ops
+
+
+def serve_rendezvous(slots: Mapping[str, int]) -> int:
+    """Serve, as horovodrun would, what ranks under Gloo need to find each other.
+
+    Args:
+        slots: host -> its ranks, in rank order.
+
+    Returns:
+        The port. The server lives in a thread of this process.
+    """
+    from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
+    from horovod.runner.http.http_server import RendezvousServer
+
+    hosts, server = [HostInfo(*pair) for pair in slots.items()], RendezvousServer()
+    port = server.start()
+    server.init(get_host_assignments(hosts, sum(slots.values())))
+    return port
 
 
 @contextlib.contextmanager

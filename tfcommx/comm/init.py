@@ -7,7 +7,17 @@ import math
 
 import tensorflow as tf
 
-from tfcommx.comm import base, centre_process, horovod, launcher, liveness, mpi, process
+from tfcommx.comm import (
+    announced,
+    base,
+    centre_process,
+    horovod,
+    launcher,
+    liveness,
+    mpi,
+    process,
+    rendezvous,
+)
 from tfcommx.comm.unwrapped import UnwrappedOptimizers
 from tfcommx.terms import PlanError, Topology
 
@@ -20,7 +30,8 @@ def init(
 ) -> base.Comm:
     """Start Horovod with the groups that the routes need; call it instead of `hvd.init()`.
 
-    Works under horovodrun (Gloo or MPI), under mpirun, and in a single process without a launcher.
+    Works under horovodrun (Gloo or MPI), mpirun, srun, torchrun and whatever sets torchrun's
+    variables, and in a single process without a launcher.
     On GPUs each process keeps the one with the number of its local rank, with memory growth. A
     second call returns the same Comm.
 
@@ -60,6 +71,8 @@ def init(
     stall_seconds, stall_limit_seconds = launcher.stall_times(stall_seconds, stall_limit_seconds)
     if process.started():
         return _started_before(node_size)
+    if (found := announced.announced()) is not None and launcher.launcher().kind == "announced":
+        rendezvous.join(found)
     here = launcher.launcher()
     topology = _topology(here, node_size)
     _keep_one_gpu(here)

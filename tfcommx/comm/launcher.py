@@ -8,11 +8,12 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from tfcommx.comm.announced import announced
 from tfcommx.terms import PlanError
 
-# Where launchers other than horovodrun and Open MPI's mpirun say how many processes they started:
-# srun, Hydra (MPICH, Intel MPI), torchrun.
-OTHER_LAUNCHERS_SIZES = ("SLURM_STEP_NUM_TASKS", "PMI_SIZE", "WORLD_SIZE")
+# Where launchers that are not supported say how many processes they started: Hydra (MPICH, Intel
+# MPI)
+OTHER_LAUNCHERS_SIZES = ("PMI_SIZE",)
 # How a launch is written whose last process holds the centre of elastic averaging
 CENTRE_LAUNCH = (
     "`tfcommx run -np 9 -H node1:4,node2:5 --mpi --mpi-args=--enable-recovery -- tfcommx centre -- "
@@ -30,7 +31,7 @@ NAMES_OF_A_LAUNCH = {
 class Launcher(NamedTuple):
     """What the launcher says about this process, before Horovod starts."""
 
-    # "gloo", "mpi" or "none"
+    # "gloo", "mpi" or "none"; "announced": before `rendezvous.join` makes it a Gloo launch
     kind: str
     # Of the ranks that train; a process that holds a centre has the number `size`
     rank: int
@@ -63,6 +64,8 @@ def launcher() -> Launcher:
             launch = os.environ.get("PMIX_NAMESPACE", "")
             centre = kind == "mpi" and launch == os.environ.get(CENTRE_VARIABLE)
             return Launcher(kind, rank, size - centre, local_rank, centre)
+    if (here := announced()) is not None:
+        return Launcher("announced", here.rank, here.size, here.local_rank or 0)
     return Launcher("none", 0, 1, 0)
 
 
@@ -83,8 +86,8 @@ def check_alone() -> None:
     for name in OTHER_LAUNCHERS_SIZES:
         if os.environ.get(name, "1") not in ("", "0", "1"):
             raise PlanError(
-                "Several processes must be started by tfcommx run, horovodrun or mpirun: "
-                "by another launcher each trains alone. "
+                "Several processes must be started by tfcommx run, horovodrun, mpirun, srun or "
+                "torchrun: by another launcher each trains alone. "
                 f"Received {name}={os.environ[name]}. Call `tfcommx run -- python train.py` once "
                 "in this allocation; to train in one process, unset the variable."
             )

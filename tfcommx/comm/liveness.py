@@ -45,7 +45,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tfcommx.comm.departures import Departures
 from tfcommx.comm.stalls import CAUSES
-from tfcommx.comm.watch_member import neighbours
+from tfcommx.comm.watch_member import MISSING, neighbours
 
 log = logging.getLogger("tfcommx")
 
@@ -63,6 +63,8 @@ DIAL_SECONDS = 2.0
 LOOK_SECONDS = 2.0
 # In the error of Horovod's collectives after one of the ranks is gone
 GONE = "Horovod has been shut down"
+# What a rank says before it ends because a stall has reached its limit
+WAITING = MISSING.replace("ranks are missing", "ranks wait for each other")
 LOOPBACK = "127.0.0.1"
 # The folder that holds the package
 PACKAGES = Path(__file__).resolve().parents[2]
@@ -222,11 +224,8 @@ def _wait(ours: socket.socket, here: Watched, failed: threading.Event) -> None:
                 log.warning("Log of rank %d: %s", here.rank, text)
             kind, text = "lost", "the watcher of this rank, a process of its own, has ended."
     if not failed.is_set():
-        why = "ranks are missing" if kind == "lost" else "ranks wait for each other"
-        sys.stderr.write(
-            f"tfcommx: rank {here.rank} ends, because {why}: {text} Start again from the last "
-            "checkpoint.\n"
-        )
+        said = MISSING if kind == "lost" else WAITING
+        sys.stderr.write(said.format(rank=here.rank, text=text))
         sys.stderr.flush()
     time.sleep(LAUNCHER_SECONDS / 2 if failed.is_set() else LAUNCHER_SECONDS)
     sys.stdout.flush()

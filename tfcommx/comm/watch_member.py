@@ -38,6 +38,7 @@ NAMES ranks to each neighbour.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 from tfcommx.comm.stalls import ENDED, UNKNOWN, Group, StallWatch, later, merge, position
@@ -49,6 +50,11 @@ GATHER_SECONDS = 0.3
 LAST_WORDS_SECONDS = 8.0
 # Missing ranks that one alarm names
 NAMES = 8
+# What a rank says before it ends because of others, or its watcher in its place
+MISSING = (
+    "tfcommx: rank {rank} ends, because ranks are missing: {text} Start again from the last "
+    "checkpoint.\n"
+)
 
 
 def parent(rank: int) -> int | None:
@@ -119,6 +125,8 @@ class Member:
         self.kill_at: float | None = None
         # This rank has said bye; its process is stopped; it is gone
         self.leaving, self.stopped, self.gone = False, False, False
+        # The watcher says for the rank, which could not, why it has ended
+        self._speaks = False
         # The parent knows that all have ended here and below; all ranks have ended
         self.said_ended, self.over = False, False
         self.position, self.position_at = position(self.rank, 0, UNKNOWN, ""), now
@@ -131,7 +139,7 @@ class Member:
     @property
     def finished(self) -> bool:
         """Whether the watcher has nothing to do any more."""
-        return self.gone and (self.over or self.told or not self.leaving)
+        return self.gone and (self.over or self.told or (not self.leaving and not self.lost))
 
     def connected(self, other: int, now: float) -> None:
         """Take note of a connection to a neighbour."""
@@ -203,6 +211,24 @@ class Member:
         elif line:
             self._learn({self.rank: [self.host, line, self.rank]}, None, now)
 
+    def rank_is_gone(self, now: float) -> None:
+        """Take note that this rank's process has ended, and tell the others if it said nothing.
+
+        Gloo aborts ranks whose neighbour has died before they can say why: their watchers then have
+        GATHER_SECONDS to hear of it.
+        """
+        self.gone = True
+        if not (self.leaving or self.told or self.rank in self.lost):
+            self._speaks = True
+            self._learn({self.rank: [self.host, "its process has ended", self.rank]}, None, now)
+
+    @property
+    def last_words(self) -> str:
+        """What is said in the place of a rank that is gone; empty if it was not ended by others."""
+        if not self._speaks or next(iter(self.lost)) == self.rank:
+            return ""
+        return self._sentence(self.lost.keys() - {self.rank})
+
     def beat(self, now: float, late: float = 0.0) -> None:
         """Say that the rank is alive, what it and those below do, and look who is silent.
 
@@ -223,7 +249,7 @@ class Member:
         """Do what is due: tell the rank of the alarm. Call it after each event, and often."""
         if self.alarm_at is None or self.told or now < self.alarm_at:
             return
-        self._tell_rank(f"lost {self._sentence()}", now)
+        self._tell_rank(f"lost {self._sentence(self.lost)}", now)
 
     # --- the alarm ----------------------------------------------------------------------
 
@@ -299,9 +325,9 @@ class Member:
             for other in self.neighbours.keys() - {source}:
                 self.outbox.append((other, f"left {rank}"))
 
-    def _sentence(self) -> str:
+    def _sentence(self, ranks: Collection[int]) -> str:
         names = ", ".join(
-            f"rank {rank} on {host} ({what})" for rank, (host, what, _) in sorted(self.lost.items())
+            f"rank {rank} on {self.lost[rank][0]} ({self.lost[rank][1]})" for rank in sorted(ranks)
         )
         more = " At least these." if len(self.lost) == NAMES else ""
         by = sorted({by for _, _, by in self.lost.values()} - {self.rank} - set(self.lost))

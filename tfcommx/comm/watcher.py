@@ -22,7 +22,7 @@ import threading
 import time
 from typing import Any
 
-from tfcommx.comm.watch_member import GATHER_SECONDS, Member
+from tfcommx.comm.watch_member import GATHER_SECONDS, MISSING, Member
 
 # Messages "alive" in `limit` seconds, and what the ranks do in `stall_seconds`
 BEATS = 10
@@ -216,7 +216,7 @@ class Watcher:
             _close_stderr()
         if not data:
             self.select.unregister(to_rank)
-            self.member.gone = True
+            self.member.rank_is_gone(time.monotonic())
 
     def run(self) -> None:
         """Beat, listen and look until there is nothing to watch any more."""
@@ -239,13 +239,16 @@ class Watcher:
                 if state in ("", "Z", "X"):  # It may have said bye a moment ago
                     for key, _ in self.select.select(0):
                         key.data(key.fileobj)
-                    member.gone = True
+                    if not member.gone:
+                        member.rank_is_gone(now)
                 member.stopped = state == "T"
                 member.beat(now, max(0.0, now - last_turn - self.beat_seconds))
             last_turn = now
             member.turn(now)
             self.send_all()
             if member.finished:
+                if words := member.last_words:
+                    sys.stderr.write(MISSING.format(rank=member.rank, text=words))
                 return
             if member.kill_at is not None and now >= member.kill_at and not member.gone:
                 os.kill(self.pid, signal.SIGKILL)

@@ -165,7 +165,7 @@ def _reduce(wrapped: keras.optimizers.Optimizer) -> tuple[Any, ...]:
     is not sent yet stays with the original: it would be sent twice.
     """
     exchanger = wrapped.exchanger
-    return _wrap, (plain_copy(wrapped), exchanger.schemes, exchanger.settings)
+    return _wrap, (plain_copy(wrapped), exchanger.requested.schemes, exchanger.settings)
 
 
 def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:

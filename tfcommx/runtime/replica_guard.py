@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm.base import Comm
-from tfcommx.terms import PlanError, check_whole
+from tfcommx.terms import check_whole
 
 # Between the error of rank 0 and those of the others: rank 0's is the one to read.
 RANK_0_FIRST_SECONDS = 3.0
@@ -54,11 +54,8 @@ class ReplicaGuard:
 
         **Raises:** PlanError for an `every` out of range.
         """
-        if every is not None and check_whole("check_replicas_every", every) < 1:
-            raise PlanError(
-                "`check_replicas_every` must be an integer >= 1, in steps, or None for no check. "
-                f"Received {every!r}. 100 is the default."
-            )
+        if every is not None:
+            check_whole("check_replicas_every", every, least=1)
         self._comm, self._every, self._compares_weights = comm, every, compares_weights
         self._scope = ""
         self._on = every is not None and comm.topology.size > 1

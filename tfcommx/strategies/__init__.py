@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from tfcommx.strategies.base import Strategy, StrategyRun, agree_on_strategy
-from tfcommx.strategies.elastic_averaging import ElasticAveraging, ElasticRun, in_lock_step
+from tfcommx.strategies.base import Strategy, StrategyRun, agree_on_strategy, in_lock_step
+from tfcommx.strategies.elastic_averaging import ElasticAveraging
+from tfcommx.strategies.elastic_run import ElasticRun
 from tfcommx.strategies.rebroadcast import Rebroadcast
 from tfcommx.strategies.root import Root
 from tfcommx.strategies.sharded import Sharded, ShardedRun

@@ -107,6 +107,11 @@ class Strategy(Protocol):
         """Get ready for the steps of one plan. **Ranks:** all, outside of traced code."""
 
 
+def in_lock_step(strategy: object) -> bool:
+    """Tell whether the ranks take every step together, as with all but ElasticAveraging."""
+    return bool(getattr(strategy, "in_lock_step", True))
+
+
 def agree_on_strategy(strategy: Strategy, comm: Comm) -> None:
     """Refuse, on every rank, strategies that differ between ranks.
 

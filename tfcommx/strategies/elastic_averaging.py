@@ -22,28 +22,21 @@ where the gradient is taken, and the exchange takes place there.
 
 from __future__ import annotations
 
-import atexit
 import logging
-import threading
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import tensorflow as tf
 
 from tfcommx.comm.base import Comm
-from tfcommx.comm.centre_server import CentreServer, cut
 from tfcommx.comm.launcher import CENTRE_LAUNCH
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.strategies.base import StrategyRun
-from tfcommx.strategies.centre import END_SECONDS, Worker
+from tfcommx.strategies.elastic_run import CHIEF, ElasticRun, Exchanges
 from tfcommx.terms import MPI_LAUNCH, Plan, PlanError, check_name, check_whole
 from tfcommx.terms.checks import plain_number
 
 log = logging.getLogger("tfcommx")
 
-CHIEF = 0  # The rank whose weights the centre begins with
 # Alpha up to which a delayed force is stable while learning rate x curvature is at most 1
 STABLE_DELAYED = 2 / 3
 # A blocking exchange is stable up to here, at any learning rate at which the rank alone is
@@ -106,15 +99,10 @@ server='thread')
     in_lock_step: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        for name in ("every", "beta", "alpha"):
-            object.__setattr__(self, name, plain_number(getattr(self, name)))
-        if check_whole("every", self.every) < 1:
-            raise PlanError(
-                f"`every` must be an integer >= 1, in steps. Received {self.every!r}. 10 is the "
-                "default."
-            )
+        object.__setattr__(self, "every", check_whole("every", self.every, least=1))
         for name in ("beta", "alpha"):
-            value = getattr(self, name)
+            value = plain_number(getattr(self, name))
+            object.__setattr__(self, name, value)
             if (name, value) == ("alpha", None):
                 continue
             if not isinstance(value, int | float) or not 0 < value < np.inf:
@@ -173,228 +161,10 @@ server='thread')
                 "blocking" if self.blocking else "delayed",
                 "" if self.blocking else " while learning rate x curvature is at most 1",
             )
-        return ElasticRun(executor, self, alpha)
+        exchanges = Exchanges(self.every, alpha, self.blocking, self.statistics == "average")
+        return ElasticRun(executor, exchanges, self.servers(comm))
 
     def servers(self, comm: Comm) -> list[int]:
         """Return the ranks that hold the centre, each a range of it."""
         everyone = list(range(comm.topology.size))
         return {"thread": everyone[:1], "sharded": everyone}.get(self.server, [comm.centre_rank])
-
-
-class ElasticRun(StrategyRun):
-    """The strategy at work on one plan."""
-
-    def __init__(self, executor: PlanExecutor, strategy: ElasticAveraging, alpha: float) -> None:
-        super().__init__(executor)
-        self._strategy, self._alpha = strategy, alpha
-        self._comm = executor.comm
-        self._weights: Mapping[str, tf.Variable] = {}
-        self._worker: Worker | None = None
-        self._server: CentreServer | None = None
-        # Between the beginning of a training and its end; then the server has a thread
-        self._trains = False
-        self._serving: threading.Thread | None = None
-        self._stopped = threading.Event()
-        self._servers = strategy.servers(self._comm)
-        # Step at which the last snapshot was sent
-        self._sent_at = int(executor.steps.numpy())
-
-    def exchange(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Return this rank's own gradients; count the step."""
-        # The run that finds no more data carries out what does not wait for data: no step
-        with tf.control_dependencies(list(gradients.values())[-1:]):
-            self.executor.steps.assign_add(1)
-        return dict(gradients)
-
-    # What follows is a graph already, also in a caller's loop.
-    @tf.autograph.experimental.do_not_convert
-    def update(
-        self,
-        apply: Callable[[], None],
-        gradients: Sequence[tf.Tensor],
-        weights: Mapping[str, tf.Variable],
-        state: Sequence[tf.Variable] = (),
-    ) -> None:
-        """Apply this rank's update; exchange with the centre if it is time."""
-        if self._comm.topology.size > 1 and not self._weights:
-            with tf.init_scope():
-                self._open(weights)
-        apply()
-        if self._comm.topology.size == 1:
-            return
-        with tf.device("/cpu:0"):
-            # Steps as they are after this one, whose gradients they have waited for
-            steps = self.executor.steps.read_value()
-            if self._strategy.blocking:
-                tf.cond(steps % self._strategy.every == 0, self._exchange_now, lambda: None)
-                return
-            receives, sends = tf.numpy_function(self._turn, [steps], [tf.bool, tf.bool])
-            tf.cond(receives, self._receive, lambda: None)
-            tf.cond(sends, self._send, lambda: None)
-
-    def weights_are_equal(self) -> bool:
-        """Return False: they are not, before the end of the training."""
-        return False
-
-    # --- the exchange, in the graph -----------------------------------------------------
-
-    def _exchange_now(self) -> None:
-        def exchange(snapshot: np.ndarray) -> np.ndarray:
-            self._serve()
-            return self._worker.exchange(snapshot)
-
-        self._pull(tf.numpy_function(exchange, [self._flat()], self._dtype))
-
-    def _receive(self) -> None:
-        self._pull(tf.numpy_function(self._worker.take, [], self._dtype))
-
-    def _send(self) -> None:
-        def begin(snapshot: np.ndarray) -> np.ndarray:
-            self._serve()
-            self._worker.begin(snapshot)
-            return np.int64(0)
-
-        tf.numpy_function(begin, [self._flat()], tf.int64)
-
-    def _turn(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tell whether a force is applied in this step, and whether a snapshot is sent."""
-        receives = self._worker.arrived()
-        sends = steps - self._sent_at >= self._strategy.every
-        sends = bool(sends and (receives or not self._worker.waits))
-        if sends:
-            self._sent_at = int(steps)
-        return np.bool_(receives), np.bool_(sends)
-
-    @property
-    def _dtype(self) -> tf.DType:
-        """The dtype in which weights travel: exact for all that Keras trains in."""
-        wide = any(one.dtype == tf.float64 for one in self._weights.values())
-        return tf.float64 if wide else tf.float32
-
-    def _sizes(self) -> list[int]:
-        return [one.shape.num_elements() for one in self._weights.values()]
-
-    def _flat(self) -> tf.Tensor:
-        parts = [
-            tf.reshape(tf.cast(one.read_value(), self._dtype), [-1])
-            for one in self._weights.values()
-        ]
-        return tf.concat(parts, axis=0)
-
-    def _pull(self, force: tf.Tensor) -> None:
-        """Subtract the force from the weights."""
-        sizes = self._sizes()
-        parts = tf.split(tf.ensure_shape(force, [sum(sizes)]), sizes)
-        for one, part in zip(self._weights.values(), parts, strict=True):
-            one.assign_sub(tf.cast(tf.reshape(part, one.shape), one.dtype), read_value=False)
-
-    # --- the beginning and the end ------------------------------------------------------
-
-    def _open(self, weights: Mapping[str, tf.Variable]) -> None:
-        """Open the messages, and the centre. **Ranks:** all."""
-        self._weights = dict(weights)
-        comm, extra = self._comm, self._strategy.server == "extra_rank"
-        messages = comm.open_centre_messages() if extra else comm.open_own_messages()
-        dtype = np.dtype(self._dtype.as_numpy_dtype)
-        parts = cut(sum(self._sizes()), self._servers)
-        self._worker = Worker(messages, comm.rank, parts, dtype, comm.departures)
-        if comm.rank in self._servers:
-            self._server = CentreServer(messages, range(comm.topology.size), comm.departures)
-        self._set_centre()
-        atexit.register(self._worker.stop)
-
-    def _set_centre(self) -> None:
-        """Let the centre begin with rank 0's weights. **Ranks:** all."""
-        self._start_serving()
-        if self._comm.rank == CHIEF:
-            self._worker.start(self._alpha, self._flat().numpy())
-        self._comm.gather_objects("the centre is set")
-        self._serve()
-
-    def _serve(self) -> None:
-        """Let ranks leave from now on, and on a server's rank a thread answer.
-
-        After the end of a training, if it has not begun anew: it goes on from the centre.
-        """
-        if not self._trains:
-            self._trains = True
-            self._comm.departures.allow(self._servers)
-            self._start_serving()
-
-    def _start_serving(self) -> None:
-        if self._server is None or self._serving is not None:
-            return
-        self._stopped.clear()
-        self._serving = threading.Thread(
-            target=self._server.run, args=(self._stopped,), name="tfcommx-centre", daemon=True
-        )
-        self._serving.start()
-        # MPI must not be taken down under it
-        atexit.register(self._stop_serving)
-
-    def _stop_serving(self) -> None:
-        if self._serving is not None:
-            self._stopped.set()
-            self._serving.join(END_SECONDS)
-            self._serving = None
-            atexit.unregister(self._stop_serving)
-
-    def begin(self) -> None:
-        """Set the centre to rank 0's weights, as at the beginning of another `fit`.
-
-        **Ranks:** all, with equal weights, outside of traced code.
-        """
-        if self._worker is None:
-            return
-        if self._worker.waits:
-            self._worker.take()
-        self._trains = False  # An error may have ended the training before
-        self._comm.departures.forbid()
-        self._comm.gather_objects("no force is under way")
-        self._set_centre()
-        self._sent_at = int(self.executor.steps.numpy())
-
-    def centre(self) -> dict[str, np.ndarray] | None:
-        """Return the centre as it is now, by variable; None if no training is under way.
-
-        **Ranks:** any, outside of traced code; it waits for the servers only.
-        """
-        return self._by_variable(self._worker.read()) if self._trains else None
-
-    def end(self, statistics: np.ndarray | None = None) -> np.ndarray:
-        """Wait until all ranks have ended their training; set the weights to the centre.
-
-        Args:
-            statistics: float64, of this rank, equally many on all; None: there are none.
-
-        Returns:
-            Their averages over the ranks.
-
-        **Ranks:** all that still train, outside of traced code. From then on a rank that ends
-        without a word makes the others end, as in every training.
-        """
-        mine = np.zeros(0) if statistics is None else statistics
-        if self._worker is None:
-            return mine
-        self._serve()  # Since the end before this rank may have exchanged nothing
-        final = self._worker.end(mine)
-        self._stop_serving()
-        if self._server is not None:
-            self._server.finish()
-        self._trains = False
-        for path, value in self._by_variable(final.centre).items():
-            self._weights[path].assign(tf.cast(value, self._weights[path].dtype))
-        self._comm.departures.forbid()
-        return final.statistics if self._strategy.statistics == "average" else mine
-
-    def _by_variable(self, flat: np.ndarray) -> dict[str, np.ndarray]:
-        parts = np.split(flat, np.cumsum(self._sizes())[:-1])
-        return {
-            path: part.reshape(one.shape)
-            for (path, one), part in zip(self._weights.items(), parts, strict=True)
-        }
-
-
-def in_lock_step(strategy: object) -> bool:
-    """Tell whether the ranks take every step together, as with all strategies but this one."""
-    return bool(getattr(strategy, "in_lock_step", True))

@@ -15,8 +15,7 @@ import tensorflow as tf
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies.base import StrategyRun, require_sums_on_all_ranks
 from tfcommx.strategies.weights import broadcast_weights
-from tfcommx.terms import Plan, PlanError
-from tfcommx.terms.checks import plain_number
+from tfcommx.terms import Plan, check_whole
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,7 @@ class Rebroadcast:
     reduces_to_root: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "every", plain_number(self.every))
-        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
-            raise PlanError(
-                f"`every` must be an integer >= 1, in steps. Received {self.every!r}. The paper "
-                "has 5."
-            )
+        object.__setattr__(self, "every", check_whole("every", self.every, least=1))
 
     def check(self, plan: Plan) -> None:
         """Refuse a plan that brings the sums to rank 0 alone. **Raises:** PlanError."""

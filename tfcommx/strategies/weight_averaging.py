@@ -23,8 +23,7 @@ import tensorflow as tf
 
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies.base import StrategyRun, require_sums_on_all_ranks
-from tfcommx.terms import Plan, PlanError, check_name
-from tfcommx.terms.checks import plain_number
+from tfcommx.terms import Plan, PlanError, check_name, check_whole
 
 SENDS = ("weights", "updates")
 MOMENTUM = ("keep", "average", "reset")
@@ -54,9 +53,7 @@ class WeightAveraging:
     keeps_weights_equal: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "every", plain_number(self.every))
-        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
-            raise PlanError(f"`every` must be an integer >= 1, in steps. Received {self.every!r}.")
+        object.__setattr__(self, "every", check_whole("every", self.every, least=1))
         check_name("sends", self.sends, SENDS)
         check_name("momentum", self.momentum, MOMENTUM)
 

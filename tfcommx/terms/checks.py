@@ -33,18 +33,19 @@ def check_name(what: str, name: str, known: Iterable[str]) -> str:
     raise PlanError(f"Unknown {what} {name!r}. {hint}Known: {', '.join(names)}.")
 
 
-def check_whole(what: str, value: Any) -> int:
+def check_whole(what: str, value: Any, least: int | None = None) -> int:
     """Return a whole number, such as NumPy's or 1e9, as Python's own; refuse anything else.
 
-    >>> check_whole("entries", 1e9)
+    >>> check_whole("entries", 1e9, least=1)
     1000000000
 
-    **Raises:** PlanError.
+    **Raises:** PlanError, also for less than `least`.
     """
-    if isinstance(value, bool) or not (
-        isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
-    ):
+    is_whole = isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not is_whole:
         raise PlanError(f"`{what}` must be a whole number. Received {value!r}.")
+    if least is not None and value < least:
+        raise PlanError(f"`{what}` must be >= {least}. Received {value!r}.")
     return int(value)
 
 

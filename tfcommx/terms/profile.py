@@ -94,10 +94,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("steps", 0)):
-            value = check_whole(name, getattr(self, name))
-            object.__setattr__(self, name, value)
-            if value < least:
-                raise PlanError(f"`{name}` must be >= {least}. Received {name}={value}.")
+            object.__setattr__(self, name, check_whole(name, getattr(self, name), least))
         for name in ("forward_s", "backward_s", "density"):
             object.__setattr__(self, name, plain_number(getattr(self, name)))
         for name in ("forward_s", "backward_s"):

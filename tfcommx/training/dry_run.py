@@ -87,10 +87,10 @@ def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int
     data = untuned(run.objective.targets(tf.data.Dataset.from_tensors(batch)).cache().repeat())
     begin, exchanger, first = [callbacks.BroadcastState()] * (number == 0), exchanger_of(model), 0.0
     accumulated = steps_of_update(model.optimizer)
-    exchanger.ahead = run_ahead(run, number, accumulated)
+    exchanger.requested.ahead = run_ahead(run, number, accumulated)
     # What "auto" tries is over before steps are timed
-    tries = exchanger.ranks > 1 and not exchanger.runs and auto_of(exchanger.schemes)
-    tried = [(exchanger.ahead.of_trial + 1) * accumulated] if tries else []
+    tries = exchanger.ranks > 1 and not exchanger.runs and auto_of(exchanger.requested.schemes)
+    tried = [(exchanger.requested.ahead.of_trial + 1) * accumulated] if tries else []
     for count in [*tried, 1 + steps]:
         model.fit(data, steps_per_epoch=count, verbose=0, shuffle=False, callbacks=[*begin, timing])
         begin, first = [], first or timing.seconds["first_step"]

@@ -56,7 +56,7 @@ def measure_recipe_exchange(recipe: Recipe, steps: int) -> MeasuredStep:
             "with horovodrun -np 2 or more."
         )
     with _model_and_batches(recipe) as (model, batches):
-        plan = exchanger_of(model).plan_of(model.trainable_variables)
+        plan = exchanger_of(model).requested.plan_of(model.trainable_variables)
         exchange = PlanExecutor(plan, process.current()).exchange
         return measure_exchange(model, batches, plan, exchange, steps)
 

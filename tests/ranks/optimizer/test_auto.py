@@ -117,18 +117,18 @@ def test_where_fit_knows_that_few_steps_follow_nothing_is_measured(
     x, y = batch(comm.rank, rows=32)
     every = [callbacks.BroadcastState()]
     net.fit(x, y, batch_size=8, epochs=5, initial_epoch=2, verbose=0, callbacks=every)
-    assert net.optimizer.exchanger.ahead == RunAhead(steps=12, steps_of_epoch=4, batch=8)
+    assert net.optimizer.exchanger.requested.ahead == RunAhead(steps=12, steps_of_epoch=4, batch=8)
     assert isinstance(executor_of(net.optimizer), PlanExecutor) and not own_cache.exists()
     if comm.topology.size > 1:
         assert ("plain Horovod: 12 steps follow" in caplog.text) == (comm.rank == 0)
     # Another fit has steps of its own, unless it is a part of a run that somebody else knows
     for epochs, known in ((1, 4), (2, 8)):
         net.fit(x, y, batch_size=8, epochs=epochs, verbose=0, callbacks=every)
-        assert net.optimizer.exchanger.ahead.steps == known
+        assert net.optimizer.exchanger.requested.ahead.steps == known
     told = RunAhead(steps=1000, steps_of_epoch=4, batch=8, whole_run=True)
-    net.optimizer.exchanger.ahead = told
+    net.optimizer.exchanger.requested.ahead = told
     net.fit(x, y, batch_size=8, verbose=0, callbacks=every)
-    assert net.optimizer.exchanger.ahead == told
+    assert net.optimizer.exchanger.requested.ahead == told
 
 
 def test_two_optimizers_of_one_step_hold_their_trials_one_after_the_other(comm: Comm) -> None:

@@ -23,12 +23,12 @@ def look_ahead(
         epoch: that begins.
         end: the epoch that begins with another scheme; None: there is none.
     """
-    exchanger = exchanger_in(optimizer)
-    if exchanger.ahead.whole_run:
+    requested = exchanger_in(optimizer).requested
+    if requested.ahead.whole_run:
         return
     steps, epochs = (params or {}).get("steps"), (params or {}).get("epochs")
     follow = None  # What an earlier fit has told is not true any more
     if steps is not None and epochs is not None:
         last = epochs if end is None else min(end, epochs)
         follow = steps * (last - epoch) // steps_of_update(optimizer)
-    exchanger.ahead = exchanger.ahead._replace(steps=follow, steps_of_epoch=steps)
+    requested.ahead = requested.ahead._replace(steps=follow, steps_of_epoch=steps)

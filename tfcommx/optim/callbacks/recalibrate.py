@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from tfcommx.optim.keras_internals import layers_of
-from tfcommx.terms import PlanError, check_whole
+from tfcommx.terms import check_whole
 
 
 class RecalibrateBatchNorm(keras.callbacks.Callback):
@@ -33,9 +33,7 @@ class RecalibrateBatchNorm(keras.callbacks.Callback):
 
     def __init__(self, data: Iterable[Any], batches: int = 100) -> None:
         super().__init__()
-        self.data, self.batches = data, check_whole("batches", batches)
-        if self.batches < 1:
-            raise PlanError(f"`batches` must be an integer >= 1. Received {batches!r}.")
+        self.data, self.batches = data, check_whole("batches", batches, least=1)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Measure."""

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from tfcommx.comm import process
 from tfcommx.optim.callbacks.look_ahead import look_ahead
-from tfcommx.optim.exchanger import by_pattern
 from tfcommx.optim.keras_internals import has_schedule
+from tfcommx.optim.requested_plan import by_pattern
 from tfcommx.optim.wrapped import exchanger_of
 from tfcommx.terms import PlanError, Scheme
 
@@ -124,7 +124,7 @@ class SwitchScheme(keras.callbacks.Callback):
         """Refuse a scheme that cannot be carried out: now, not hours later."""
         self.first = True
         for schemes in self.schemes.values():
-            exchanger_of(self.model).check(schemes)
+            exchanger_of(self.model).requested.check(schemes)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Change what changes at this epoch."""
@@ -136,7 +136,7 @@ class SwitchScheme(keras.callbacks.Callback):
         if pixels is not None:
             self.resolution.assign(pixels)
         exchanger = exchanger_of(self.model)
-        if scheme is not None and exchanger.schemes != by_pattern(scheme):
+        if scheme is not None and exchanger.requested.schemes != by_pattern(scheme):
             exchanger.switch(scheme)
             self.model.make_train_function(force=True)
 

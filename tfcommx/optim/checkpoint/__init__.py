@@ -5,14 +5,10 @@ model.fit(..., initial_epoch=first, callbacks=[
     cx.callbacks.BroadcastState(), ..., cx.checkpoint.Checkpoint("run/checkpoint")])
 """
 
+from tfcommx.optim.checkpoint.callback import Checkpoint
 from tfcommx.optim.checkpoint.files import Head
-from tfcommx.optim.checkpoint.save_restore import (
-    Checkpoint,
-    RestoreOwn,
-    last,
-    next_epoch,
-    restore,
-    save,
-)
+from tfcommx.optim.checkpoint.own_values import RestoreOwn
+from tfcommx.optim.checkpoint.restoring import last, next_epoch, restore
+from tfcommx.optim.checkpoint.saving import save
 
 __all__ = ["Checkpoint", "Head", "RestoreOwn", "last", "next_epoch", "restore", "save"]

@@ -58,7 +58,7 @@ def record_of(optimizer: keras.optimizers.Optimizer, seeds: list[list[int]]) -> 
     return OptimizerRecord(
         trained=exchanger.names.of(trainable_variables(optimizer)),
         waiting_residuals=exchanger.residuals_outside_plans(),
-        waiting_velocities=exchanger.waiting_velocities,
+        waiting_velocities=exchanger.carried.velocities,
         accumulated={
             name: _wide(np.ravel(total.numpy())) for name, total in accumulated(optimizer).items()
         },

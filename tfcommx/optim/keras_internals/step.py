@@ -26,6 +26,11 @@ class StepUnderWay(threading.local):
     clips = False
     # A gradient of this step
     gradient: Sequence[tf.Tensor] = ()
+    # Whose gradients come next. Not kept on the optimizer: Keras would count a list of variables
+    # there as part of its state.
+    variables: Sequence[keras.Variable] = ()
+    # Whether the gradients were exchanged
+    exchange_ran = False
     # Open until the step's end
     scope: contextlib.ExitStack | None = None
 
@@ -35,8 +40,6 @@ class StepExchange(Protocol):
 
     # How an outer LossScaleOptimizer decides: "none" is there, "local" (alone) or "agreed"
     loss_scale: str
-    # Whether the step that is under way has exchanged its gradients
-    exchange_ran: bool
     step: StepUnderWay
     # Ranks in all, >= 1
     ranks: int
@@ -144,7 +147,7 @@ class ExchangesGradients:
                 f"{self.name!r} was made from a wrapped optimizer's class, and exchanges nothing. "
                 "Make it from the plain class, such as keras.optimizers.SGD, and wrap it."
             )
-        self.exchanger.exchange_ran = False
+        self.exchanger.step.exchange_ran = False
         # A class of a user's may call other optimizers in its step
         with allow_plain_optimizers(), contextlib.ExitStack() as self.exchanger.step.scope:
             result = super().apply(grads, trainable_variables)
@@ -193,7 +196,8 @@ class ExchangesGradients:
             grads, trainable_variables
         )
         # Nothing is left to exchange.
-        self.exchanger.exchange_ran = self.exchanger.exchange_ran or not others
+        step = self.exchanger.step
+        step.exchange_ran = step.exchange_ran or not others
         return grads, others
 
     def _clip_gradients(self, grads: list[tf.Tensor]) -> list[tf.Tensor]:

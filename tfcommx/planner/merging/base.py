@@ -49,8 +49,7 @@ class Prices:
     def __post_init__(self) -> None:
         check_name("place of the selection", self.selection_on, ("compute", "beside"))
         for name in ("entry_bytes", "bucket_bytes"):
-            if check_whole(name, getattr(self, name)) < 1:
-                raise PlanError(f"`{name}` must be >= 1. Received {getattr(self, name)}.")
+            check_whole(name, getattr(self, name), least=1)
 
     @property
     def startup_s(self) -> float:

@@ -23,7 +23,7 @@ from tfcommx.simulator.models import (
     transformer,
     vgg,
 )
-from tfcommx.terms import LayerTable, PlanError, check_name, check_whole
+from tfcommx.terms import LayerTable, check_name, check_whole
 
 _ALL: tuple[Callable[..., LayerTable], ...] = (
     resnet.resnet50,
@@ -58,6 +58,4 @@ def get(name: str, size: int | None = None) -> LayerTable:
     make = MODELS[check_name("model", name, MODELS)]
     if size is None:
         return make()
-    if check_whole("size", size) < 1:
-        raise PlanError(f"The size of a sample must be >= 1. Received {size}.")
-    return make(check_whole("size", size))
+    return make(check_whole("size", size, least=1))

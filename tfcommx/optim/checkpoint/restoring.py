@@ -1,153 +1,35 @@
-"""Saving and restoring: the model and its optimizers from rank 0, residuals from every rank.
-
-    folder/
-      checkpoint.json                  written last: names the save that is whole, its epoch and
-                                       step, the number of ranks, and older saves that are kept
-      model-0003.keras                 of save 3: weights and optimizers' state, a plain Keras file
-      residuals-0003-rank-0000.npz     one per rank: residuals and velocities, as they lie in its
-                                       plans; sums of gradients; seeds
-
-Saves are numbered, each one more than the last, also if an epoch is saved twice: no file of the
-checkpoint that checkpoint.json names is ever replaced. So a run that is killed while it saves
-leaves the one before intact, or the new one.
-"""
+"""Restoring: model, optimizers, and what each rank of now inherits of the ranks of then."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
 
 from tfcommx.comm import process
-from tfcommx.optim.centre import with_centre
 from tfcommx.optim.checkpoint.files import (
     Head,
     model_name,
-    put_in_place,
     read_heads,
-    read_own_head,
-    remove_other_saves,
     residuals_name,
-    why_not_writable,
-    write_head,
 )
 from tfcommx.optim.checkpoint.records import (
     OptimizerRecord,
-    read_own,
     read_residuals,
-    write_residuals,
 )
-from tfcommx.optim.keras_internals import seed_generators, statistics_of, unlisted
-from tfcommx.optim.settle import settle
+from tfcommx.optim.keras_internals import seed_generators, unlisted
 from tfcommx.optim.wrapped import (
     accumulated,
     agree_on_names,
     exchanger_in,
-    trains_alone,
     wrapped_optimizers,
 )
 from tfcommx.runtime.rates import highest
 from tfcommx.runtime.residuals import sum_residuals
-from tfcommx.terms import PlanError, check_whole
-
-
-class Checkpoint(keras.callbacks.Callback):
-    """Save model, optimizers and residuals at the end of every epoch; the last ones are kept.
-
-    Args:
-        folder: where to; on every node, or on a file system that all nodes see.
-        keep: saves that are kept, >= 1.
-
-    **Ranks:** all. **Cost:** rank 0 writes the model, each rank its residuals (4 bytes per entry
-    that it selects from).
-    **Raises:** PlanError, before the first step, for a model that Keras cannot write down, for a
-    damaged checkpoint.json, and for a folder that a rank cannot write to.
-    """
-
-    def __init__(self, folder: str | Path, keep: int = 1) -> None:
-        super().__init__()
-        self.folder, self.keep = Path(folder), check_whole("keep", keep)
-        if self.keep < 1:
-            raise PlanError(f"`keep` must be >= 1. Received {keep}.")
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Refuse a folder or a model of which no checkpoint could be written."""
-        everyone = process.current().gather_objects(why_not_writable(self.folder))
-        for rank, reason in enumerate(everyone):
-            if reason:
-                raise PlanError(
-                    "A checkpoint needs a folder that every rank can write to. Received "
-                    f"{self.folder}, of which rank {rank} says: {reason}. Make room for it, or "
-                    "give another."
-                )
-        read_heads(self.folder)
-        wrapped_optimizers(self.model)
-        try:
-            json.dumps(keras.saving.serialize_keras_object(self.model))
-        except Exception as error:  # Of any kind: it is raised by a get_config() of the user.
-            raise PlanError(
-                "A checkpoint needs a model that model.save can write down, with its optimizer "
-                f"and its loss. Received {self.model.name!r}, for which Keras says: {error} Give "
-                "that object a get_config(), or train without Checkpoint."
-            ) from error
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Save."""
-        save(self.model, self.folder, epoch, self.keep)
-
-
-def save(
-    model: keras.Model,
-    folder: str | Path,
-    epoch: int,
-    keep: int = 1,
-    *,
-    step: int = 0,
-    steps: int = 0,
-    notes: dict[str, Any] | None = None,
-) -> None:
-    """Write a whole checkpoint of `epoch`, then delete those that are not to be kept.
-
-    Args:
-        model: built, compiled with wrapped optimizers.
-        folder: is made if it is not there.
-        epoch: the epoch that has ended, from 0; -1: none.
-        keep: saves that are kept, this one included, >= 1.
-        step: steps taken since: of the epoch under way.
-        steps: that the epoch under way has; 0 if none is.
-        notes: what `last` is to return, as JSON has it; those of rank 0 count.
-
-    **Ranks:** all, between the same two steps; with ElasticAveraging each when it likes: the lowest
-    that is there writes, the centre in the place of its weights.
-    """
-    here, folder = process.current(), Path(folder)
-    if trains_alone(model):
-        _save_centre(model, folder, Head(0, epoch, 1, step, steps, notes or {}), keep)
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    heads = read_heads(folder)
-    number = max((head.save + 1 for head in heads if head is not None), default=0)
-    for optimizer in wrapped_optimizers(model):
-        settle(optimizer)
-    if here.rank == 0:
-        part = folder / f".{model_name(number)}"
-        model.save(part)
-        put_in_place(part, folder / model_name(number))
-    write_residuals(model, folder / residuals_name(number, here.rank))
-    here.gather_objects("written")
-    # One rank of each node: the folder may be the node's own.
-    before = heads[0]
-    older = () if before is None else (before._replace(older=()), *before.older)[: keep - 1]
-    if here.rank % here.topology.slots == 0:
-        head = Head(number, epoch, here.topology.size, step, steps, notes or {}, older)
-        write_head(head, folder, here.rank)
-    here.gather_objects("named")
-    kept = {number, *(one.save for one in older)}
-    remove_other_saves(folder, kept, here.rank, here.topology.size)
+from tfcommx.terms import PlanError
 
 
 def last(folder: str | Path) -> Head | None:
@@ -156,28 +38,6 @@ def last(folder: str | Path) -> Head | None:
     **Ranks:** all; what rank 0 sees counts.
     """
     return read_heads(Path(folder))[0]
-
-
-def _save_centre(model: keras.Model, folder: Path, head: Head, keep: int) -> None:
-    """Write what one rank has, with the centre as weights, while the other ranks train on.
-
-    It is a checkpoint of one rank, from which any number of them starts; `head` lacks its number
-    and the saves before. Rank 0 writes it; if that has died, the lowest that is there.
-    """
-    here = process.current()
-    if here.rank != min(set(range(here.topology.size)) - here.departures.ranks()):
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    before = read_own_head(folder)
-    number = 0 if before is None else before.save + 1
-    older = () if before is None else (before._replace(older=()), *before.older)[: keep - 1]
-    with with_centre(model):
-        part = folder / f".{model_name(number)}"
-        model.save(part)
-        put_in_place(part, folder / model_name(number))
-        write_residuals(model, folder / residuals_name(number, 0))
-        write_head(head._replace(save=number, older=older), folder, 0)
-    remove_other_saves(folder, {number, *(one.save for one in older)}, 0, 1)
 
 
 def next_epoch(folder: str | Path) -> int:
@@ -243,44 +103,6 @@ def restore(model: keras.Model, folder: str | Path) -> int:
     if model.train_function is not None:
         model.make_train_function(force=True)  # The one there is uses the residuals of before.
     return head.epoch + 1
-
-
-class RestoreOwn(keras.callbacks.Callback):
-    """Give each rank back what it alone had in mid-epoch: batch norm's statistics, metrics' sums.
-
-    Put it behind BroadcastState, which sets those of one rank everywhere. Metrics must be built.
-    Nothing is done for a checkpoint of an epoch's end, where all are equal, and with another number
-    of ranks.
-
-    Args:
-        folder: as `restore` took it.
-
-    **Ranks:** all.
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        super().__init__()
-        self.folder = Path(folder)
-        self.values: list[np.ndarray] = []
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Read the values of this rank, and set the statistics."""
-        here, head = process.current(), last(self.folder)
-        if head is None or not head.step or head.ranks != here.topology.size:
-            return
-        self.values = read_own(self.folder / residuals_name(head.save, here.rank))
-        self._assign(statistics_of(self.model), self.values)
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Set the metrics, which Keras has just reset."""
-        count = len(statistics_of(self.model))
-        self._assign(self.model.metrics_variables, self.values[count:])
-        self.values = []
-
-    @staticmethod
-    def _assign(variables: Sequence[keras.Variable], values: Sequence[np.ndarray]) -> None:
-        for variable, value in zip(variables, values, strict=False):
-            variable.assign(value)
 
 
 class _RootState(NamedTuple):

@@ -1,0 +1,45 @@
+"""Print the tests of the rooms that were changed, for `make check`.
+
+    python scripts/tests_of_changes.py          # since main, with what is not committed yet
+
+A file of tfcommx/ROOM/ stands for tests/ROOM/; a test for itself; a page for tests/docs.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path, PurePosixPath
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def changed_files() -> list[str]:
+    """Return what differs from where this branch left main, tracked or new."""
+    base = git("merge-base", "HEAD", "main")[:1] or ["HEAD"]
+    return git("diff", "--name-only", *base) + git("ls-files", "--others", "--exclude-standard")
+
+
+def git(*words: str) -> list[str]:
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.split()
+
+
+def tests_of(path: str) -> str | None:
+    """Return the file or folder with the tests of a changed file; None if it has none.
+
+    >>> tests_of("tfcommx/routes/hitopk.py"), tests_of("README.md"), tests_of("LICENSE")
+    ('tests/routes', 'tests/docs', None)
+    """
+    parts = PurePosixPath(path).parts
+    if parts[0] == "tests" and parts[-1].startswith("test_"):
+        return path
+    if path.endswith(".md"):
+        return "tests/docs"
+    room = {"tfcommx": parts[1:2], "ops": ("kernels",), "configs": ("recipes",)}.get(parts[0])
+    folder = f"tests/{room[0]}" if room else ""
+    return folder if room and (ROOT / folder).is_dir() else None
+
+
+if __name__ == "__main__":
+    found = {one for one in map(tests_of, changed_files()) if one and (ROOT / one).exists()}
+    print(*sorted({"tests/test_floors.py", *found}))

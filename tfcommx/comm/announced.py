@@ -1,0 +1,107 @@
+"""Who a process is, as launchers other than horovodrun and mpirun announce it.
+
+    table of launchers    torchrun's variables, srun's    -> Announced
+    comm/rendezvous.py    Announced                       -> a Gloo launch, as horovodrun makes it
+
+To add one, write a function that returns Announced, or None if it did not start this process, and
+put it into LAUNCHERS.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tfcommx.comm.allocation import expand_nodelist
+from tfcommx.terms import PlanError
+
+# Above the ports of common services and below those that systems hand out
+FIRST_PORT, PORTS = 12_000, 20_000
+
+
+class Announced(NamedTuple):
+    """What a launcher says of one process before any two of them have met."""
+
+    # For messages
+    launcher: str
+    # In [0, size)
+    rank: int
+    size: int
+    # Number of the process on its host, from 0; None: it does not say
+    local_rank: int | None
+    # Where rank 0 is
+    address: str
+    # TCP port at which rank 0 listens
+    port: int
+
+
+def announced() -> Announced | None:
+    """Read what a launcher announces; None for a process that none of these has started.
+
+    **Ranks:** local. **Raises:** PlanError that names a variable which is missing or no number.
+    """
+    found = (read() for read in LAUNCHERS)
+    return next((one for one in found if one is not None), None)
+
+
+def of_srun() -> Announced | None:
+    """Read what Slurm's srun says of a task.
+
+    srun's address is the step's first node, its port follows from the job and the step.
+    """
+    if os.environ.get("SLURM_STEP_NUM_TASKS", "1") in ("", "0", "1"):
+        return None
+    job, step = _number("srun", "SLURM_JOB_ID"), _number("srun", "SLURM_STEP_ID")
+    return Announced(
+        "srun",
+        _number("srun", "SLURM_PROCID"),
+        _number("srun", "SLURM_STEP_NUM_TASKS"),
+        _number("srun", "SLURM_LOCALID"),
+        expand_nodelist(_word("srun", "SLURM_STEP_NODELIST"))[0],
+        _own_port() or FIRST_PORT + (97 * job + step) % PORTS,
+    )
+
+
+def of_torchrun() -> Announced | None:
+    """Read the variables of torchrun, which many managed services set as well.
+
+    torchrun itself listens at MASTER_PORT; then rank 0 takes the next port.
+    """
+    if os.environ.get("WORLD_SIZE", "1") in ("", "0", "1"):
+        return None
+    local_rank = os.environ.get("LOCAL_RANK")
+    taken = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Announced(
+        "torchrun",
+        _number("torchrun", "RANK"),
+        _number("torchrun", "WORLD_SIZE"),
+        int(local_rank) if (local_rank or "").isdecimal() else None,
+        _word("torchrun", "MASTER_ADDR"),
+        _own_port() or _number("torchrun", "MASTER_PORT") + taken,
+    )
+
+
+LAUNCHERS: tuple[Callable[[], Announced | None], ...] = (of_srun, of_torchrun)
+
+
+def _own_port() -> int | None:
+    """Return the port that the user asks for."""
+    return _number("a user", "TFCOMMX_PORT") if "TFCOMMX_PORT" in os.environ else None
+
+
+def _word(launcher: str, name: str) -> str:
+    if not (value := os.environ.get(name, "")):
+        raise PlanError(
+            f"{launcher} seems to have started this process, so {name} is required in its "
+            f"environment. Received none. Export it in the script that {launcher} starts, or start "
+            "the ranks with `tfcommx run`."
+        )
+    return value
+
+
+def _number(launcher: str, name: str) -> int:
+    value = _word(launcher, name)
+    if not value.isdecimal():
+        raise PlanError(f"{name} must be a whole number >= 0. Received {value!r}.")
+    return int(value)

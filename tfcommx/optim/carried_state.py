@@ -1,0 +1,72 @@
+"""CarriedState: what an optimizer's exchange keeps when the plan that produced it is gone.
+
+            first step    change of scheme, of variables, of optimizer    restore
+    optimizer   |---------------------------|---------------------------|------>
+    plan            |=======================|===========================|=====>
+    carried     ----^                   in  ^  out                  in  ^  out
+
+At each `|` residuals and velocities leave the plan that ends (`add`) and enter the one that begins
+(`move_into`); between two plans, and for variables that no plan exchanges, they wait here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.runtime.rates import UNKNOWN
+from tfcommx.runtime.residuals import PlanState, Residuals, sum_residuals, without
+from tfcommx.runtime.trial import TrialExecutor
+
+
+class CarriedState:
+    """What one rank has not sent yet and no plan at work keeps."""
+
+    def __init__(self) -> None:
+        self.residuals: Residuals = {}
+        # Also while plans have no momentum
+        self.velocities: Residuals = {}
+        # Exponent of the highest learning rate under earlier plans
+        self.rate_exponent = UNKNOWN
+        # Plans of a checkpoint, until the model asks for an equal one
+        self.restored: list[PlanState] = []
+        # Bytes between nodes that plain Horovod would have sent in the steps of earlier plans
+        self.dense_bytes = 0.0
+
+    def add(self, residuals: Residuals, velocities: Residuals) -> None:
+        """Take over what a plan had that is not used any more."""
+        self.residuals = sum_residuals([self.residuals, residuals])
+        self.velocities = sum_residuals([self.velocities, velocities])
+
+    def add_plan(self, state: PlanState) -> None:
+        """Take over everything that a plan had."""
+        self.add(state.residuals_by_variable(), state.velocities_by_variable())
+
+    def take_residuals(self, names: set[str]) -> Residuals:
+        """Return the residuals of these variables, and forget them."""
+        found = {name: self.residuals[name] for name in names & self.residuals.keys()}
+        self.residuals = without(self.residuals, names)
+        return found
+
+    def move_into(
+        self, executor: PlanExecutor | TrialExecutor, agree_on_rate: Callable[[], int]
+    ) -> None:
+        """Give a new plan what waits for its variables.
+
+        Args:
+            executor: of the new plan.
+            agree_on_rate: returns the highest rate's exponent over all ranks.
+
+        **Ranks:** all, outside of traced code.
+        """
+        plan = executor.plan
+        rate = agree_on_rate()
+        for state in [state for state in self.restored if state.variables & plan.paths]:
+            self.restored.remove(state)
+            # It has another plan if the model or the scheme has changed since
+            if not executor.restore(state):
+                self.add_plan(state)
+        executor.continue_rate(rate)
+        executor.import_residuals(self.residuals, self.velocities)
+        self.residuals = without(self.residuals, plan.paths)
+        self.velocities = without(self.velocities, plan.paths_with_momentum)

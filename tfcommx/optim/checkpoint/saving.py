@@ -1,0 +1,113 @@
+"""Saving: the model and its optimizers from rank 0, residuals from every rank.
+
+    folder/
+      checkpoint.json                  written last: names the save that is whole, its epoch and
+                                       step, the number of ranks, and older saves that are kept
+      model-0003.keras                 of save 3: weights and optimizers' state, a plain Keras file
+      residuals-0003-rank-0000.npz     one per rank: residuals and velocities, as they lie in its
+                                       plans; sums of gradients; seeds
+
+Saves are numbered, each one more than the last, also if an epoch is saved twice: no file of the
+checkpoint that checkpoint.json names is ever replaced. So a run that is killed while it saves
+leaves the one before intact, or the new one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from tfcommx.comm import process
+from tfcommx.optim.centre import with_centre
+from tfcommx.optim.checkpoint.files import (
+    Head,
+    model_name,
+    put_in_place,
+    read_heads,
+    read_own_head,
+    remove_other_saves,
+    residuals_name,
+    write_head,
+)
+from tfcommx.optim.checkpoint.records import (
+    write_residuals,
+)
+from tfcommx.optim.settle import settle
+from tfcommx.optim.wrapped import (
+    trains_alone,
+    wrapped_optimizers,
+)
+
+
+def save(
+    model: keras.Model,
+    folder: str | Path,
+    epoch: int,
+    keep: int = 1,
+    *,
+    step: int = 0,
+    steps: int = 0,
+    notes: dict[str, Any] | None = None,
+) -> None:
+    """Write a whole checkpoint of `epoch`, then delete those that are not to be kept.
+
+    Args:
+        model: built, compiled with wrapped optimizers.
+        folder: is made if it is not there.
+        epoch: the epoch that has ended, from 0; -1: none.
+        keep: saves that are kept, this one included, >= 1.
+        step: steps taken since: of the epoch under way.
+        steps: that the epoch under way has; 0 if none is.
+        notes: what `last` is to return, as JSON has it; those of rank 0 count.
+
+    **Ranks:** all, between the same two steps; with ElasticAveraging each when it likes: the lowest
+    that is there writes, the centre in the place of its weights.
+    """
+    here, folder = process.current(), Path(folder)
+    if trains_alone(model):
+        _save_centre(model, folder, Head(0, epoch, 1, step, steps, notes or {}), keep)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    heads = read_heads(folder)
+    number = max((head.save + 1 for head in heads if head is not None), default=0)
+    for optimizer in wrapped_optimizers(model):
+        settle(optimizer)
+    if here.rank == 0:
+        part = folder / f".{model_name(number)}"
+        model.save(part)
+        put_in_place(part, folder / model_name(number))
+    write_residuals(model, folder / residuals_name(number, here.rank))
+    here.gather_objects("written")
+    # One rank of each node: the folder may be the node's own.
+    before = heads[0]
+    older = () if before is None else (before._replace(older=()), *before.older)[: keep - 1]
+    if here.rank % here.topology.slots == 0:
+        head = Head(number, epoch, here.topology.size, step, steps, notes or {}, older)
+        write_head(head, folder, here.rank)
+    here.gather_objects("named")
+    kept = {number, *(one.save for one in older)}
+    remove_other_saves(folder, kept, here.rank, here.topology.size)
+
+
+def _save_centre(model: keras.Model, folder: Path, head: Head, keep: int) -> None:
+    """Write what one rank has, with the centre as weights, while the other ranks train on.
+
+    It is a checkpoint of one rank, from which any number of them starts; `head` lacks its number
+    and the saves before. Rank 0 writes it; if that has died, the lowest that is there.
+    """
+    here = process.current()
+    if here.rank != min(set(range(here.topology.size)) - here.departures.ranks()):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    before = read_own_head(folder)
+    number = 0 if before is None else before.save + 1
+    older = () if before is None else (before._replace(older=()), *before.older)[: keep - 1]
+    with with_centre(model):
+        part = folder / f".{model_name(number)}"
+        model.save(part)
+        put_in_place(part, folder / model_name(number))
+        write_residuals(model, folder / residuals_name(number, 0))
+        write_head(head._replace(save=number, older=older), folder, 0)
+    remove_other_saves(folder, {number, *(one.save for one in older)}, 0, 1)

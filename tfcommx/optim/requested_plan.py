@@ -1,0 +1,97 @@
+"""RequestedPlan: what the user asked for, and the plan that it gives for a set of variables.
+
+It lives as long as the optimizer; a change of scheme replaces the schemes in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import keras
+
+from tfcommx.comm.base import Comm
+from tfcommx.optim.automatic import executor_for
+from tfcommx.optim.exchange_settings import ExchangeSettings, momentum_twice
+from tfcommx.optim.run_ahead import RunAhead
+from tfcommx.optim.variable_names import VariableNames
+from tfcommx.planner.automatic import Asked, auto_of, with_auto_plain
+from tfcommx.planner.check import check_scheme, require_coverage
+from tfcommx.planner.plan import Gradient
+from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.runtime.trial import TrialExecutor
+from tfcommx.terms import Plan, PlanError, Scheme
+
+
+class RequestedPlan:
+    """Schemes, or a plan given, and what is known of the run: makes executors."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        schemes: Scheme | Mapping[str, Scheme],
+        settings: ExchangeSettings,
+        names: VariableNames,
+    ) -> None:
+        """Check what can be checked before the first step. **Raises:** PlanError."""
+        self._comm, self._settings, self._names = comm, settings, names
+        self.check(schemes)
+        self.schemes, self._given_plan = by_pattern(schemes), settings.plan
+        if settings.plan is not None and settings.plan.topology != comm.topology:
+            raise PlanError(
+                f"The plan is for {settings.plan.topology}. Received a launch of {comm.topology}. "
+                "Make it for this cluster."
+            )
+        # For "auto"; `fit` and recipes fill it in
+        self.ahead = RunAhead()
+
+    def check(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
+        """Refuse schemes that cannot be carried out. **Raises:** PlanError."""
+        for pattern, scheme in by_pattern(schemes).items():
+            if not isinstance(pattern, str) or not isinstance(scheme, Scheme):
+                raise PlanError(
+                    "A tfcommx.Scheme is required, or a mapping from patterns of variable paths, "
+                    f"such as '*embedding*', to Schemes. Received {scheme!r} for {pattern!r}."
+                )
+            check_scheme(scheme, self._comm.topology, self._comm.has_messages)
+            if scheme.momentum and self._settings.own_momentum:
+                raise PlanError(momentum_twice(self._settings.own_momentum))
+        auto_of(by_pattern(schemes))
+
+    def replace(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
+        """Ask for other schemes, that were checked; a plan that was given does not count now."""
+        self.schemes, self._given_plan = by_pattern(schemes), None
+
+    def plan_of(self, variables: Sequence[keras.Variable]) -> Plan:
+        """Return the plan given, or one made from the schemes, with "auto" as plain Horovod.
+
+        **Raises:** PlanError for a given plan of other variables.
+        """
+        if self._given_plan:
+            require_coverage(self._given_plan, set(self._names.of(variables)))
+            return self._given_plan
+        to_root = self._settings.strategy.reduces_to_root
+        return self._asked(variables).plan(with_auto_plain(self.schemes), to_root)
+
+    def executor_of(self, variables: Sequence[keras.Variable]) -> PlanExecutor | TrialExecutor:
+        """Return what exchanges these variables' gradients. **Ranks:** all, untraced."""
+        strategy = self._settings.strategy
+        if self._given_plan is None:
+            asked = self._asked(variables)
+            return executor_for(self.schemes, asked, self._comm, strategy, self.ahead)
+        plan = self.plan_of(variables)
+        strategy.check(plan)
+        return PlanExecutor(plan, self._comm)
+
+    def _asked(self, variables: Sequence[keras.Variable]) -> Asked:
+        gradients = [
+            Gradient(name, tuple(one.shape), keras.backend.standardize_dtype(one.dtype))
+            for name, one in zip(self._names.of(variables), variables, strict=True)
+        ]
+        settings = self._settings
+        measured = settings.links, settings.profile
+        return Asked(gradients, self._comm.topology, settings.operation, *measured)
+
+
+def by_pattern(schemes: Scheme | Mapping[str, Scheme]) -> dict[str, Scheme]:
+    """Return pattern of variable paths -> Scheme; a single Scheme is for all."""
+    return dict(schemes) if isinstance(schemes, Mapping) else {"*": schemes}
