@@ -51,11 +51,18 @@ __m128i narrow(__m256 x) {
   return _mm256_castsi256_si128(packed);
 }
 
+// Not lambdas, to which GCC does not hand the target on.
+__m256 all(float x) { return _mm256_set1_ps(x); }
+
+template <bool half>
+__m256 load(const uint16_t* p) {
+  return widen<half>(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
 // Returns how many entries are done: all but fewer than eight.
 template <bool half>
 int64_t write_eights(const Rounding& how, const float* gradient, float* residual, uint16_t* written,
                      int64_t n) {
-  const auto all = [](float x) { return _mm256_set1_ps(x); };
   const __m256 sign = all(-0.0f), scale = all(how.scale), inverse = all(1 / how.scale);
   const __m256 near = all(0x1p29f * how.reach), far = all(0x1p39f * how.reach);
   const __m256 largest = all(half ? kFloat16Largest * how.reach : kBfloat16Largest);
@@ -83,15 +90,12 @@ int64_t write_eights(const Rounding& how, const float* gradient, float* residual
 template <bool half>
 int64_t add_eights(const uint16_t* written, int64_t parts, int64_t stride, float factor,
                    float* total, int64_t n) {
-  const auto load = [](const uint16_t* p) {
-    return widen<half>(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  };
   int64_t i = 0;
   for (; i + 8 <= n; i += 8) {
-    __m256 sum = load(written + i);
+    __m256 sum = load<half>(written + i);
     for (int64_t part = 1; part < parts; ++part)
-      sum = _mm256_add_ps(sum, load(written + part * stride + i));
-    _mm256_storeu_ps(total + i, _mm256_mul_ps(sum, _mm256_set1_ps(factor)));
+      sum = _mm256_add_ps(sum, load<half>(written + part * stride + i));
+    _mm256_storeu_ps(total + i, _mm256_mul_ps(sum, all(factor)));
   }
   return i;
 }

@@ -284,14 +284,15 @@ def _bucket(gradients: list[Gradient], stream: _Stream, topology: Topology, link
     """Make the bucket of some gradients, without its name."""
     scheme, route = stream.scheme, stream.route
     sizes = tuple(gradient.entries for gradient in gradients)
+    wire = _wire(stream, topology)
     bucket = Bucket(
         "",
         tuple(gradient.path for gradient in gradients),
         sizes,
         stream.dtype,
         route.name,
-        padding=_padding(route, sum(sizes), topology),
-        wire=_wire(stream, topology),
+        padding=_padding(route, wire, sum(sizes), topology),
+        wire=wire,
         options=route.options(scheme, links),
         momentum=float(scheme.momentum),
         clip_norm=scheme.clip_norm,
@@ -311,9 +312,13 @@ def _wire(stream: _Stream, topology: Topology) -> str:
     return PLAIN if wire in NARROW and as_it_is else wire
 
 
-def _padding(route: Route, size: int, topology: Topology) -> int:
-    """Count the zeros that must follow `size` entries so that the route can cut equal shards."""
-    return -size % {"none": 1, "slots": topology.slots, "ranks": topology.size}[route.shards]
+def _padding(route: Route, wire: str, size: int, topology: Topology) -> int:
+    """Count the zeros that must follow `size` entries so that the route can cut equal shards.
+
+    In 16 bits peers cut a slot's shard among themselves.
+    """
+    shards = "ranks" if route.shards == "slots" and wire in NARROW else route.shards
+    return -size % {"none": 1, "slots": topology.slots, "ranks": topology.size}[shards]
 
 
 def _reduced_to_root(bucket: Bucket) -> Bucket:

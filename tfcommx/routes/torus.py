@@ -86,7 +86,7 @@ class Torus(RouteBase):
     name = "torus"
     levels = 2
     wires = (PLAIN, *NARROW)
-    shards = "ranks"
+    shards = "slots"
     options_type = TorusOptions
 
     def options(self, scheme: Scheme, links: Links) -> TorusOptions:
