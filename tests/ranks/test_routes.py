@@ -270,5 +270,5 @@ def test_a_probe_frees_its_communicators(comm: Comm, monkeypatch: pytest.MonkeyP
         return opened[-1]
 
     monkeypatch.setattr(comm, "open_own_messages", noted)
-    links.probe(comm, [1024], repeats=1, blocks=(), steady=1024, load=lambda: None)
+    links.probe(comm, [1024, 65536], repeats=1, blocks=(), steady=1024, load=lambda: None)
     assert opened and not any(messages._world for messages in opened)
