@@ -1,13 +1,13 @@
 # make demo   set everything up, train, print and save a report
+# make results   measure what README.md and docs/results.md show, on quiet cores, as root; then
+#             make figures
+# make figures   put the figures of docs/records into the pages
 # make test   set everything up, check the style, pass the tests: every law on every member of every
 #             family, real ranks under Gloo and MPI, faults, the README's commands; the same cases each
 #             time
 # make test-all   the same, and what is marked `exhaustive`: whole products of parameters, all tests
 #             of ranks in all launches; random cases are new ones each time
 # make test-peers   Keras's own tests of optimizers, trainer and callbacks, with all optimizers wrapped
-# make results   measure what README.md and docs/results.md show, on quiet cores, as root; then
-#             make figures
-# make figures   put the figures of docs/records into the pages
 # make setup  set everything up; TFCOMMX_SETUP="--gpu" for TensorFlow's GPU wheel and NCCL
 
 VENV := $(or $(TFCOMMX_VENV),.venv)
@@ -17,12 +17,20 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 PYTEST = python -m pytest
 SIDE_BY_SIDE = -n 2 --dist loadgroup
 
-.PHONY: setup demo test test-all test-peers results figures lint
+.PHONY: setup demo test test-all test-peers lint
 setup:
 	python3 scripts/bootstrap.py $(TFCOMMX_SETUP)
 
 demo: setup
 	tfcommx train configs/fashion_mnist.yaml --processes 4
+
+.PHONY: results figures
+results: setup
+	python scripts/measure_results.py
+	python scripts/figures.py
+
+figures: setup
+	python scripts/figures.py
 
 test: setup lint
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not serial and not exhaustive"
@@ -34,13 +42,6 @@ test-all: setup lint
 
 test-peers: setup
 	python tests/peers/run.py
-
-results: setup
-	python scripts/measure_results.py
-	python scripts/figures.py
-
-figures: setup
-	python scripts/figures.py
 
 lint: setup
 	ruff check .
