@@ -18,7 +18,7 @@ import griffe
 ROOT = Path(__file__).resolve().parent.parent
 # Section -> what is in it: module or class, and names in it
 SECTIONS = {
-    "Start": ("tfcommx", ("init", "rank", "size", "is_chief")),
+    "Start": ("tfcommx", ("init", "rank", "size", "local_rank", "local_size", "is_chief")),
     "Train": (
         "tfcommx",
         (
@@ -30,10 +30,12 @@ SECTIONS = {
             "take_centre",
             "parallel_operator",
             "profile",
+            "allow_plain_optimizers",
         ),
     ),
     "What the exchange has sent": ("tfcommx.optim.exchanger.Exchanger", ("traffic", "plan_states")),
     "Callbacks": ("tfcommx.optim.callbacks", None),
+    "Layers": ("tfcommx.optim.layers", None),
     "Checkpoints": ("tfcommx.optim.checkpoint", None),
     "Optimizers": ("tfcommx.optim.optimizers", None),
     "Strategies": (
@@ -49,6 +51,7 @@ WRITTEN = {
     "tfcommx": "cx.",
     "tfcommx.optim.exchanger.Exchanger": "optimizer.exchanger.",
     "tfcommx.optim.callbacks": "cx.callbacks.",
+    "tfcommx.optim.layers": "cx.layers.",
     "tfcommx.optim.checkpoint": "cx.checkpoint.",
     "tfcommx.optim.optimizers": "cx.optimizers.",
     "tfcommx.strategies": "cx.strategies.",
