@@ -8,7 +8,9 @@ import tensorflow as tf
 from laws_helpers import (
     every_scheme,
     every_topology,
+    gradients,
     plan_for,
+    scheme,
 )
 
 from tfcommx import routes
@@ -58,6 +60,18 @@ def test_law_4_count(scheme: Scheme, topology: Topology) -> None:
             indices = sparse.indices.numpy()
             assert len(indices) == len(set(indices.tolist())) == k == len(sparse.values)
             assert indices.min() >= 0 and indices.max() < sparse.size
+
+
+def test_float16_is_half_of_what_plain_horovod_sends() -> None:
+    plan = plan_for(scheme("allreduce", wire="float16"), Topology(3, 1))
+
+    def work(comm: Comm) -> tuple[float, float]:
+        running = PlanExecutor(plan, comm)
+        running.exchange({path: tf.constant(one) for path, one in gradients(0, 0).items()})
+        return comm.traffic().between, running.dense_bytes_between_nodes()
+
+    for sent, plain in ThreadComm.run(plan.topology, work):
+        assert 0 < sent == pytest.approx(plain / 2)
 
 
 def test_a_buffer_of_unknown_shape_is_refused_where_it_would_be_sent() -> None:

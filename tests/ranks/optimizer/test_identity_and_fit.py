@@ -68,9 +68,6 @@ def test_fit_trains_and_replicas_stay_identical(comm: Comm, route: str, wire: st
     assert fit(net, comm, epochs=3).identical
     history = net.history.history["loss"]
     assert history[-1] < history[0]
-    if (route, wire) == ("allreduce", "float16"):  # Half of plain Horovod's
-        traffic = net.optimizer.exchanger.traffic()
-        assert traffic["bytes_between_nodes"] == traffic["bytes_between_nodes_dense"] / 2
     assert comm.gather_objects(history) == [history] * comm.topology.size
 
 
