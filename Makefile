@@ -1,21 +1,15 @@
 # make demo   set everything up, train, print and save a report
-# make results   measure what README.md and docs/results.md show, on quiet cores, as root; then
-#             make figures
-# make figures   put the figures of docs/records into the pages
+# make check  lint, types, floors, and the quick tests of the rooms that differ from main
 # make test   set everything up, check the style, pass the tests: every law on every member of every
 #             family, real ranks under Gloo and MPI, faults, the README's commands; the same cases each
 #             time
 # make test-all   the same, and what is marked `exhaustive`: whole products of parameters, all tests
 #             of ranks in all launches; random cases are new ones each time
-# make check  lint, types, floors, and the quick tests of the rooms that differ from main
 # make test-peers   Keras's own tests of optimizers, trainer and callbacks, with all optimizers wrapped
-<<<<<<< HEAD
 # make results   measure what README.md and docs/results.md show, on quiet cores, as root; then
 #             make figures
 # make figures   put the figures of docs/records into the pages
 # make docs   the documents as a site, in build/docs, with all links checked
-=======
->>>>>>> results
 # make setup  set everything up; TFCOMMX_SETUP="--gpu" for TensorFlow's GPU wheel and NCCL
 
 VENV := $(or $(TFCOMMX_VENV),.venv)
@@ -25,29 +19,15 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 PYTEST = python -m pytest
 SIDE_BY_SIDE = -n 2 --dist loadgroup
 
-<<<<<<< HEAD
 .PHONY: setup demo check test test-all test-peers results figures docs lint
-=======
-.PHONY: setup demo test test-all test-peers lint
->>>>>>> results
 setup:
 	python3 scripts/bootstrap.py $(TFCOMMX_SETUP)
 
 demo: setup
 	tfcommx train configs/fashion_mnist.yaml --processes 4
 
-<<<<<<< HEAD
 check: lint
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not (serial or exhaustive or long_wait)" $$(python scripts/tests_of_changes.py)
-=======
-.PHONY: results figures
-results: setup
-	python scripts/measure_results.py
-	python scripts/figures.py
-
-figures: setup
-	python scripts/figures.py
->>>>>>> results
 
 test: setup lint
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not serial and not exhaustive"
@@ -60,20 +40,18 @@ test-all: setup lint
 test-peers: setup
 	python tests/peers/run.py
 
-<<<<<<< HEAD
 results: setup
 	python scripts/measure_results.py
 	python scripts/figures.py
 
 figures: setup
 	python scripts/figures.py
+
 # Strict: a page that is not current, or a link that leads nowhere, ends it
 docs: setup
 	python scripts/reference.py --check
 	NO_MKDOCS_2_WARNING=1 mkdocs build
 
-=======
->>>>>>> results
 lint: setup
 	ruff check .
 	ruff format --check .
