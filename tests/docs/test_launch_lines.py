@@ -8,6 +8,7 @@ files.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -167,6 +168,9 @@ def filled(words: tuple[str, ...]) -> list[str]:
 
 def check_program(words: list[str]) -> None:
     """Check the options of a `tfcommx` command, the recipe's keys, and that scripts exist."""
+    if words[:2] == ["python", "-m"]:
+        assert importlib.util.find_spec(words[2]) is not None, words[2]
+        return
     if words[0] == "python":
         script = next(word for word in words if word.endswith(".py"))
         assert "/" not in script or (ROOT / script).is_file(), script

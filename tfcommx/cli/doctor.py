@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
 from typing import Annotated
 
@@ -13,7 +12,8 @@ from rich.text import Text
 
 from tfcommx.cli import findings, launches
 from tfcommx.cli.findings import FAILED, OK, WARNING, Finding
-from tfcommx.terms import PlanError
+from tfcommx.comm.allocation import Host, parse_hosts
+from tfcommx.comm.horovodrun import KINDS
 
 COLOURS = {OK: "green", WARNING: "yellow", FAILED: "bold red"}
 # Where a launch of all hosts stands in the report
@@ -57,22 +57,19 @@ def examine(hosts: str | None, launch: bool) -> dict[str, list[Finding]]:
     here = socket.gethostname()
     if hosts is None:
         report = {here: findings.here()}
-        hosts = "localhost:2"
+        chosen = [Host("localhost", 2)]
     else:
-        if not re.fullmatch(r"[^\s:,]+(:[1-9]\d*)?(,[^\s:,]+(:[1-9]\d*)?)*", hosts):
-            raise PlanError(
-                f"`-H` must name hosts and slots, such as node1:4,node2:4. Received {hosts!r}."
-            )
+        chosen = parse_hosts(hosts)
         report = {
-            host: findings.here() if findings.is_here(host) else launches.on_host(host)
-            for host in launches.slots_of(hosts)
+            name: findings.here() if findings.is_here(name) else launches.on_host(name)
+            for name, _ in chosen
         }
         report[ALL_HOSTS] = [same_versions(report)]
     if launch:
         gpus = findings.gpu_names()
-        more = [launches.bare(hosts)]
-        for engine in ("gloo", "mpi"):
-            more += launches.exchange(hosts, engine, len(gpus))
+        more = [launches.bare(tuple(chosen))]
+        for engine in KINDS:
+            more += launches.exchange(tuple(chosen), engine, len(gpus))
         report.setdefault(ALL_HOSTS if len(report) > 1 else here, []).extend(more)
     return report
 

@@ -9,18 +9,19 @@ import shlex
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tfcommx.cli.exchange import MARK
 from tfcommx.cli.findings import FAILED, OK, WARNING, Finding, find_program
+from tfcommx.comm.allocation import Host
+from tfcommx.comm.horovodrun import BINDING, Launch, LaunchError, environment
 
 # A launch takes some seconds on a machine that is not loaded
 LIMIT_SECONDS = 120
-# What horovodrun lacks where Open MPI 5 refuses its own options
-MPI = ("--mpi", "--binding-args=--bind-to none --map-by slot")
-HOW_TO_LAUNCH = "Launch by `tfcommx run`, by `horovodrun --gloo`, or by horovodrun with "
-HOW_TO_LAUNCH += f"{shlex.join(MPI)}."
+HOW_TO_LAUNCH = (
+    "Launch by `tfcommx run`, by `horovodrun --gloo`, or by `horovodrun --mpi "
+    f'--binding-args="{BINDING}"`.'
+)
 # As horovodrun calls it
 SSH = ("ssh", "-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=no")
 
@@ -33,32 +34,33 @@ class Ended(NamedTuple):
     late: bool = False
 
 
-def bare(hosts: str) -> Finding:
-    """Start a process on each slot as a user does who gives no option.
-
-    Args:
-        hosts: as for `horovodrun -H`.
-    """
-    ended = _horovodrun(hosts, [], ["-c", "pass"])
+def bare(hosts: tuple[Host, ...]) -> Finding:
+    """Start a process on each slot as a user does who gives no option."""
+    where = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+    ranks = sum(host.slots for host in hosts)
+    program = find_program("horovodrun") or "horovodrun"
+    ended = _run([program, "-np", str(ranks), "-H", where, sys.executable, "-c", "pass"])
     name = "bare horovodrun"
     if ended.status == 0:
-        return Finding(name, OK, f"horovodrun -H {hosts} starts")
+        return Finding(name, OK, f"horovodrun -H {where} starts")
     return Finding(name, WARNING, f"does not start: {_last_words(ended)}", HOW_TO_LAUNCH)
 
 
-def exchange(hosts: str, engine: str, gpus: int) -> list[Finding]:
+def exchange(hosts: tuple[Host, ...], engine: str, gpus: int) -> list[Finding]:
     """Add a megabyte over the ranks; say how long it took, and what the ranks computed on.
 
     Args:
-        hosts: as for `horovodrun -H`.
+        hosts: with a rank on every slot.
         engine: "gloo" or "mpi".
         gpus: of this host, as the driver has them. They are hidden from ranks that outnumber them.
     """
-    ranks = slots_of(hosts)
-    hidden = gpus < max(ranks.values())
-    flags = ["--gloo"] if engine == "gloo" else list(MPI)
+    hidden = gpus < max(host.slots for host in hosts)
     more = {"CUDA_VISIBLE_DEVICES": "-1"} if hidden else {}
-    ended = _horovodrun(hosts, flags, ["-m", "tfcommx.cli.exchange"], more)
+    launch = Launch(hosts, (sys.executable, "-m", "tfcommx.cli.exchange"), engine)
+    try:
+        ended = _run(launch.words(), more)
+    except LaunchError as error:
+        ended = Ended(error.status, str(error))
     return judge(engine, ended, 0 if hidden else gpus)
 
 
@@ -106,33 +108,11 @@ def on_host(host: str) -> list[Finding]:
     return [Finding("ssh", FAILED, f"{host}: {_last_words(ended)}", remedy)]
 
 
-def slots_of(hosts: str) -> dict[str, int]:
-    """Return the slots of each host.
-
-    >>> slots_of("node1:4,node2")
-    {'node1': 4, 'node2': 1}
-    """
-    found = (host.partition(":") for host in hosts.split(","))
-    return {host: int(slots or 1) for host, _, slots in found}
-
-
-def _horovodrun(
-    hosts: str, flags: list[str], words: list[str], more: dict[str, str] | None = None
-) -> Ended:
-    program = find_program("horovodrun")
-    if program is None:
-        return Ended(127, "there is no horovodrun")
-    ranks = sum(slots_of(hosts).values())
-    launch = [program, "-np", str(ranks), "-H", hosts, *flags, sys.executable, *words]
-    return _run(launch, more)
-
-
 def _run(words: list[str], more: dict[str, str] | None = None) -> Ended:
     """Run a command to its end; end it, with all that it has started, if it takes too long."""
-    path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
     process = subprocess.Popen(
         words,
-        env={**os.environ, "PATH": path, **(more or {})},
+        env={**environment(), **(more or {})},
         text=True,
         errors="replace",
         stdin=subprocess.DEVNULL,
