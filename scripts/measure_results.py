@@ -25,11 +25,15 @@ from records import FOLDER, ROOT
 # Settings of the same training: what is changed in the demo's recipe, whose three phases have 3, 2
 # and 6 epochs; the last is dense
 SPARSE = "{route: hitopk, selection: mstopk, density: 0.01, dense_route: torus}"
+SHORT_ENTRIES = (
+    "{route: hitopk, selection: mstopk, density: 0.04, wire: block16/float16, dense_route: torus}"
+)
 WARM_UP = "warm_up: [0.25, 0.063, 0.015]"
 SETTINGS = {
     "demo": [],
     "dense": [f"phases.{number}.scheme={{route: torus}}" for number in (0, 1)],
     "one_percent": [f"phases.{number}.scheme={SPARSE}" for number in (0, 1, 2)],
+    "four_percent": [f"phases.{number}.scheme={SHORT_ENTRIES}" for number in (0, 1, 2)],
     "dense_end": [
         *(f"phases.{number}.scheme={SPARSE}" for number in (0, 1)),
         f"phases.0.{WARM_UP.replace(': ', '=', 1)}",
@@ -63,11 +67,14 @@ COMMANDS = {
     "demo": train("demo", 0),
     "dense": train("dense", 0),
     "one_percent": train("one_percent", 0),
+    "four_percent": train("four_percent", 0),
     "dense_end": train("dense_end", 0),
     "training": f"{TRAINING} --batch 4 --repeats 5 --schemes none horovod "
     '"allreduce float16" "auto sparse"',
     "training_densities": f"{TRAINING} --batch 4 --repeats 5 --schemes none "
-    + " ".join(f'"hitopk block16/float16 {density}"' for density in (0.25, 0.063, 0.05, 0.015)),
+    + " ".join(
+        f'"hitopk block16/float16 {density}"' for density in (0.25, 0.063, 0.05, 0.04, 0.015)
+    ),
     "routes": "python scripts/bench_routes.py --sizes 25000000 --probe "
     "--routes hitopk allgather allreduce torus "
     "--wires plain float16 bfloat16 pair32 block16/float16",
