@@ -48,7 +48,9 @@ from typing import Any
 from records import FOLDER, ROOT
 
 FIGURE = re.compile(
-    r"(?P<head><!--figure (?P<what>(?:(?!-->).)+) (?P<form>[\w.,%+]+)-->).*?(?P<end><!--/-->)", re.S
+    r"(?P<head><!--figure (?P<what>(?:(?!-->).)+) (?P<form>[\w.,%+]+)-->)"
+    r"(?:(?!<!--).)*?(?P<end><!--/-->)",
+    re.S,
 )
 TABLE = re.compile(
     r"(?P<head><!--table (?P<record>\w+)(?: where (?P<where>[^\n]+))?\n(?P<columns>.*?)-->\n)"
@@ -198,6 +200,9 @@ def filled(text: str, records: dict[str, Any]) -> str:
         template = re.sub(r"\{([^{}:]+):([^{}]*)\}", part, found["template"])
         return f"{found['mark']} {template}\n{found['below']}"
 
+    for kind, pattern in (("figure", FIGURE), ("table", TABLE), ("conditions", CONDITIONS)):
+        if text.count(f"<!--{kind} ") != len(pattern.findall(text)):
+            raise FigureError(f"a marker <!--{kind} ...--> lacks its format or its end.")
     text = FIGURE.sub(figure, text)
     text = TABLE.sub(lambda one: f"{one['head']}\n{table(one, records)}\n{one['end']}", text)
     text = CONDITIONS.sub(

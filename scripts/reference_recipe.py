@@ -26,7 +26,7 @@ from tfcommx.recipes.tasks import TASKS
 from tfcommx.recipes.user import FORM
 from tfcommx.routes import ROUTES
 from tfcommx.selection import RULES
-from tfcommx.terms import Scheme
+from tfcommx.terms import NARROW, PLAIN, Scheme
 from tfcommx.terms.scheme import AUTO, WIRES
 
 PARTS: dict[str, type] = {
@@ -63,6 +63,7 @@ SCHEME: dict[str, dict[str, Any]] = {
     "peer_route": {"enum": list(PEER_ROUTES)},
     "selection": {"enum": list(RULES)},
     "wire": {"enum": list(WIRES)},
+    "dense_wire": {"enum": [PLAIN, *NARROW]},
     "merging": {"enum": list(MERGINGS)},
     "density": {"exclusiveMinimum": 0, "maximum": 1},
     "dense_below": {"minimum": 0},

@@ -35,9 +35,10 @@ def tests_of(path: str) -> str | None:
         return path
     if path.endswith(".md"):
         return "tests/docs"
-    room = {"tfcommx": parts[1:2], "ops": ("kernels",), "configs": ("recipes",)}.get(parts[0])
-    folder = f"tests/{room[0]}" if room else ""
-    return folder if room and (ROOT / folder).is_dir() else None
+    rooms = {"ops": "kernels", "configs": "recipes", "scripts": "scripts", "docs": "docs"}
+    room = parts[1:2] if parts[0] == "tfcommx" else [rooms.get(parts[0], "")]
+    folder = f"tests/{room[0]}" if room and room[0] else ""
+    return folder if folder and (ROOT / folder).is_dir() else None
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -116,6 +117,51 @@ def test_strangers_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     browser.close()
 
 
+def test_other_hosts_are_told_an_address_that_they_can_reach() -> None:
+    """Debian's /etc/hosts gives a host's own name 127.0.1.1, reached from 127.0.0.1."""
+    conversation = rendezvous.Conversation(socket.socket(), "")
+    here = rendezvous.Arrival(1, "a", None, "127.0.1.1", "127.0.0.1", conversation)
+    there = rendezvous.Arrival(2, "b", None, "10.0.0.1", "10.0.0.2", conversation)
+    assert rendezvous._address_of_rank_0([here, there]) == "10.0.0.1"
+    assert rendezvous._address_of_rank_0([here]) == "127.0.1.1"
+    conversation.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"[" * 60_000,
+        b'{"rank": "1", "host": "a", "local_rank": null, "challenge": "", "proof": ""}',
+        b'{"rank": 1, "host": "a", "local_rank": null, "challenge": "", "proof": "no"}',
+    ],
+    ids=["brackets", "text", "proof"],
+)
+def test_what_is_no_rank_is_left_out(said: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    theirs.sendall(said + b"\n")
+    assert rendezvous._receive(Announced("srun", 0, 2, None, "a", 1), ours) is None
+    theirs.close()
+
+
+def test_one_that_sends_byte_after_byte_has_its_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "MESSAGE_SECONDS", 0.5)
+    ours, theirs = socket.socketpair()
+
+    def drip() -> None:
+        for _ in range(30):
+            with contextlib.suppress(OSError):
+                theirs.send(b"x")
+            time.sleep(0.1)
+
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    start = time.monotonic()
+    assert rendezvous._receive(Announced("srun", 0, 2, None, "a", 1), ours) is None
+    assert time.monotonic() - start < 2
+    dripping.join()
+    theirs.close()
+
+
 def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
@@ -142,7 +188,7 @@ TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT"
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        (SRUN, Announced("srun", 3, 4, 1, "gpu07", 12_000 + 97 * 41 + 2)),
+        (SRUN, Announced("srun", 3, 4, 1, "gpu07", 12_000 + 97 * 41 + 2, "41.2")),
         (TORCHRUN, Announced("torchrun", 2, 4, None, "head", 29500)),
         (
             TORCHRUN | {"LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"},
@@ -154,6 +200,12 @@ TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT"
         ({"WORLD_SIZE": "1", "RANK": "0"}, None),
         # In a launch of horovodrun, inside of an allocation
         (SRUN | {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "1"}, "gloo"),
+        # A variable that somebody left in the environment
+        (
+            {"WORLD_SIZE": "4", "HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}
+            | {"HOROVOD_LOCAL_RANK": "1"},
+            "gloo",
+        ),
     ],
 )
 def test_what_launchers_announce(

@@ -18,7 +18,19 @@ import record_run
 import records
 
 # Numbers in README that nobody measured: versions, of a license too, and what a setting is
-ALLOWED = {"2.0", "2.21", "3.15", "0.28.1", "3.10", "3.13", "200 Mbit/s", "1 %", "5 %", "1 Gbit/s"}
+ALLOWED = {
+    "2.0",
+    "2.21",
+    "3.15",
+    "0.28.1",
+    "3.10",
+    "3.13",
+    "200 Mbit/s",
+    "1 %",
+    "4 %",
+    "5 %",
+    "1 Gbit/s",
+}
 # With a decimal point, or before a unit
 NUMBER = re.compile(
     r"(?<![\w.])\d[\d,]*(?:\.\d+)*"
@@ -53,6 +65,12 @@ def test_a_typed_number_is_seen() -> None:
     text += "    2.5 s\n```\n1.5 s\n```\n7 %\n"
     marked = "<!--figure demo.seconds .0f-->114<!--/--> s"
     assert typed_numbers(text + marked) == ["0.53 s", "12 times", "3.10", "7 %"]
+
+
+@pytest.mark.parametrize("marker", ["<!--figure a.b-->0.1<!--/-->", "<!--figure a.b .1f-->0.1"])
+def test_a_marker_without_its_format_or_end_is_an_error(marker: str) -> None:
+    with pytest.raises(figures.FigureError, match="lacks its format or its end"):
+        figures.filled(f"{marker} and more\n# A heading <!--figure a.b .1f-->1<!--/-->\n", {})
 
 
 @pytest.fixture

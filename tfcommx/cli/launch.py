@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from pathlib import Path
 from types import FrameType
 
 from tfcommx.cli.environment import quiet_horovod
 from tfcommx.comm.allocation import Host
-from tfcommx.comm.horovodrun import Launch, LaunchError, Running
+from tfcommx.comm.horovodrun import Launch, LaunchError, Running, on_end_signals
 from tfcommx.comm.rank_lines import RankLines
 from tfcommx.training.signals import STOP_FILE
 
@@ -39,8 +38,7 @@ def launch_train(hosts: list[Host], words: list[str], folder: Path, saves: bool 
     command = (sys.executable, "-m", "tfcommx.cli.main", *words)
     running = Running(Launch(tuple(hosts), command))
     stop = Stop(running, folder, saves)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, stop.ask)
+    on_end_signals(stop.ask)
     lines = RankLines()
     status = running.wait(lines)
     if stop.number:

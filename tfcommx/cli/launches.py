@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from tfcommx.cli.exchange import MARK
 from tfcommx.cli.findings import FAILED, OK, WARNING, Finding, find_program
 from tfcommx.comm.allocation import Host
-from tfcommx.comm.horovodrun import BINDING, Launch, LaunchError, environment
+from tfcommx.comm.horovodrun import BINDING, Launch, LaunchError, environment, search_path
 
 # A launch takes some seconds on a machine that is not loaded
 LIMIT_SECONDS = 120
@@ -39,7 +39,8 @@ def bare(hosts: tuple[Host, ...]) -> Finding:
     where = ",".join(f"{host.name}:{host.slots}" for host in hosts)
     ranks = sum(host.slots for host in hosts)
     program = find_program("horovodrun") or "horovodrun"
-    ended = _run([program, "-np", str(ranks), "-H", where, sys.executable, "-c", "pass"])
+    words = [program, "-np", str(ranks), "-H", where, sys.executable, "-c", "pass"]
+    ended = _run(words, {**os.environ, "PATH": search_path()})
     name = "bare horovodrun"
     if ended.status == 0:
         return Finding(name, OK, f"horovodrun -H {where} starts")
@@ -55,10 +56,10 @@ def exchange(hosts: tuple[Host, ...], engine: str, gpus: int) -> list[Finding]:
         gpus: of this host, as the driver has them. They are hidden from ranks that outnumber them.
     """
     hidden = gpus < max(host.slots for host in hosts)
-    more = {"CUDA_VISIBLE_DEVICES": "-1"} if hidden else {}
+    env = environment() | ({"CUDA_VISIBLE_DEVICES": "-1"} if hidden else {})
     launch = Launch(hosts, (sys.executable, "-m", "tfcommx.cli.exchange"), engine)
     try:
-        ended = _run(launch.words(), more)
+        ended = _run(launch.words(), env)
     except LaunchError as error:
         ended = Ended(error.status, str(error))
     return judge(engine, ended, 0 if hidden else gpus)
@@ -97,7 +98,7 @@ def on_host(host: str) -> list[Finding]:
     words = [sys.executable, "-m", "tfcommx.cli.main", "doctor", "--no-launch", "--json"]
     path = os.environ.get("PYTHONPATH", "")
     remote = f"cd {shlex.quote(os.getcwd())} && PYTHONPATH={shlex.quote(path)} {shlex.join(words)}"
-    ended = _run([*SSH, host, remote])
+    ended = _run([*SSH, host, remote], environment())
     with contextlib.suppress(ValueError, KeyError, IndexError):
         (rows,) = json.loads(ended.output[ended.output.index("{") :])["hosts"].values()
         return [Finding(**row) for row in rows]
@@ -108,18 +109,21 @@ def on_host(host: str) -> list[Finding]:
     return [Finding("ssh", FAILED, f"{host}: {_last_words(ended)}", remedy)]
 
 
-def _run(words: list[str], more: dict[str, str] | None = None) -> Ended:
+def _run(words: list[str], env: dict[str, str]) -> Ended:
     """Run a command to its end; end it, with all that it has started, if it takes too long."""
-    process = subprocess.Popen(
-        words,
-        env={**environment(), **(more or {})},
-        text=True,
-        errors="replace",
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    try:
+        process = subprocess.Popen(
+            words,
+            env=env,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except FileNotFoundError as error:
+        return Ended(127, str(error))
     try:
         output, _ = process.communicate(timeout=LIMIT_SECONDS)
         return Ended(process.returncode, output)

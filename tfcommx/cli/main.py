@@ -84,7 +84,10 @@ def main() -> None:
 
 def tell(error: Exception) -> None:
     """Print an error that the user can fix; with the rank, except on rank 0."""
-    rank = launcher().rank
+    try:
+        rank = launcher().rank
+    except PlanError:  # That is the error, most likely
+        rank = 0
     if rank:
         time.sleep(RANK_0_FIRST_SECONDS)
     print(f"tfcommx: rank {rank}: {error}" if rank else f"tfcommx: {error}", file=sys.stderr)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import sys
 from pathlib import Path
 from types import FrameType
@@ -12,7 +11,13 @@ from typing import Annotated
 import typer
 
 from tfcommx.comm.allocation import Host, allocation, parse_hosts, ranks_on, read_hostfile
-from tfcommx.comm.horovodrun import Launch, LaunchError, Running, search_path
+from tfcommx.comm.horovodrun import (
+    Launch,
+    LaunchError,
+    Running,
+    on_end_signals,
+    search_path,
+)
 from tfcommx.comm.rank_lines import RankLines
 from tfcommx.terms import PlanError
 
@@ -121,8 +126,7 @@ def carry_out(launch: Launch) -> None:
         received.append(number)
         running.terminate()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, end)
+    on_end_signals(end)
     lines = RankLines()
     status = running.wait(lines)
     if received:

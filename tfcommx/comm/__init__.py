@@ -4,6 +4,8 @@ launcher    what the launcher's environment variables say           (reads os.en
 allocation  the hosts of a launch: -H, a hostfile, Slurm, PBS, LSF, Kubernetes (reads os.environ)
 horovodrun  one start of ranks, from its command line to its exit status  (reads os.environ)
 rank_lines  what is shown of the lines that ranks write
+announced   who a process is, as srun and torchrun say               (reads os.environ)
+rendezvous  makes a Gloo launch of such processes                    (writes os.environ)
 base        Comm, the contract, and its checks
 point_to_point   PointToPoint, the contract of messages between two ranks
 line        of several that measure step times on one rank, who goes first

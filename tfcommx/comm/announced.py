@@ -34,6 +34,8 @@ class Announced(NamedTuple):
     address: str
     # TCP port at which rank 0 listens
     port: int
+    # What ranks of other launches do not have
+    launch: str = ""
 
 
 def announced() -> Announced | None:
@@ -60,6 +62,7 @@ def of_srun() -> Announced | None:
         _number("srun", "SLURM_LOCALID"),
         expand_nodelist(_word("srun", "SLURM_STEP_NODELIST"))[0],
         _own_port() or FIRST_PORT + (97 * job + step) % PORTS,
+        f"{job}.{step}",
     )
 
 
@@ -79,6 +82,7 @@ def of_torchrun() -> Announced | None:
         int(local_rank) if (local_rank or "").isdecimal() else None,
         _word("torchrun", "MASTER_ADDR"),
         _own_port() or _number("torchrun", "MASTER_PORT") + taken,
+        os.environ.get("TORCHELASTIC_RUN_ID", ""),
     )
 
 

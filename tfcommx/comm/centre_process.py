@@ -15,12 +15,14 @@ name it. It ends when all ranks have said END, or are gone.
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import faulthandler
 import functools
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import NoReturn
@@ -122,10 +124,12 @@ class ExitStatus:
 
         @functools.wraps(self._exit)
         def exit(code: object = None, /) -> NoReturn:
-            self._code = code
+            if threading.current_thread() is threading.main_thread():
+                self._code = code
             self._exit(code)
 
-        sys.exit = exit
+        # `exit` and `quit` are the interpreter's own; a SystemExit that is raised is not seen
+        sys.exit = builtins.exit = builtins.quit = exit
 
     def get(self) -> int:
         """Return the status of a process that ends now: that of the last `sys.exit`.

@@ -91,6 +91,7 @@ def serve_rendezvous(slots: Mapping[str, int]) -> int:
     Returns:
         The port. The server lives in a thread of this process.
     """
+    import_horovod()
     from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
     from horovod.runner.http.http_server import RendezvousServer
 

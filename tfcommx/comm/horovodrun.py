@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import os
 import shlex
@@ -16,13 +17,16 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
 from tfcommx.comm.allocation import Host
 from tfcommx.comm.rank_lines import RankLines
 
+PR_SET_PDEATHSIG = 1  # prctl(2)
 KINDS = ("gloo", "mpi")
 # What Open MPI 5 takes; a Horovod that set-up has not changed has one dash too few
 BINDING = "--bind-to none --map-by slot"
@@ -109,6 +113,18 @@ def environment() -> dict[str, str]:
     return {**own, "PATH": search_path()}
 
 
+def on_end_signals(handle: Callable[[int, FrameType | None], None]) -> None:
+    """Handle SIGINT (Ctrl-C), SIGTERM and SIGHUP, except those that are ignored, as by nohup."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handle)
+
+
+def _end_with_parent() -> None:
+    """Let this process get SIGTERM when the one that started it is gone, also by kill -9."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 class Running:
     """A launch that has been started.
 
@@ -126,6 +142,7 @@ class Running:
             stderr=subprocess.PIPE,
             # Ctrl-C is for this process alone
             start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
 
     def terminate(self) -> None:

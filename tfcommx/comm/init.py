@@ -71,8 +71,8 @@ def init(
     stall_seconds, stall_limit_seconds = launcher.stall_times(stall_seconds, stall_limit_seconds)
     if process.started():
         return _started_before(node_size)
-    if (found := announced.announced()) is not None and launcher.launcher().kind == "announced":
-        rendezvous.join(found)
+    if launcher.launcher().kind == "announced":
+        rendezvous.join(announced.announced())
     here = launcher.launcher()
     topology = _topology(here, node_size)
     _keep_one_gpu(here)

@@ -98,6 +98,23 @@ def message_timeout(default: float) -> float:
     return float(os.environ.get("TFCOMMX_MESSAGE_TIMEOUT_SECONDS", default))
 
 
+def rendezvous_seconds(default: float) -> float:
+    """Return how long ranks that srun or torchrun has started wait for each other.
+
+    **Raises:** PlanError for what is no number > 0.
+    """
+    word = os.environ.get("TFCOMMX_RENDEZVOUS_SECONDS", str(default))
+    try:
+        seconds = float(word)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise PlanError(
+            f"TFCOMMX_RENDEZVOUS_SECONDS must be a number of seconds > 0. Received {word!r}."
+        )
+    return seconds
+
+
 def stall_times(seconds: float | None, limit: float | None) -> tuple[float | None, float | None]:
     """Return the seconds of a wait that is reported, and of one that ends the job.
 
@@ -133,6 +150,11 @@ def run_name() -> str:
         # time of its start it means one process.
         stat = Path("/proc/self/stat").read_text()
         return f"{os.getpid()} {stat.rpartition(')')[2].split()[19]}"
+    if kind not in NAMES_OF_A_LAUNCH:
+        raise PlanError(
+            "The run has a name once its ranks have met. Received a process that has not called "
+            "tfcommx.init() yet. Call it first."
+        )
     names = NAMES_OF_A_LAUNCH[kind]
     if missing := [name for name in names if name not in os.environ]:
         raise PlanError(

@@ -174,4 +174,5 @@ class MpiPointToPoint:
 
     def close(self) -> None:
         """Free the communicator: an MPI has a limited number of them."""
-        self._world.Free()
+        if not self._shared:
+            self._world.Free()

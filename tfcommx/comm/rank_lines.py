@@ -79,13 +79,18 @@ class RankLines:
 
     def relay(self, stream: IO[str]) -> None:
         """Show all lines of a stream."""
+        unended: tuple[str, str] | None = None
         for line in stream:
-            marked = MARK.match(line)
-            if not marked:
+            if marked := MARK.match(line):
+                rank, kind = marked[2], marked[3]
+                text = marked[4].removeprefix(" ") if marked[1] else marked[4]
+            elif unended:  # mpirun marks the beginning of a line only: a progress bar goes on
+                (rank, kind), text = unended, line
+            else:
                 self.own.append(line)
                 continue
-            rank, text = marked[2], marked[4].removeprefix(" ") if marked[1] else marked[4]
-            if marked[3] == "stdout":
+            unended = (rank, kind) if text.endswith("\r") else None
+            if kind == "stdout":
                 print(f"{mark(rank, text)}{text}", end="", flush=True)
             else:
                 self.collect(rank, text)

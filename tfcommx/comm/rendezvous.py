@@ -16,6 +16,7 @@ horovodrun: the ports between the hosts belong into a private network.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import os
@@ -23,18 +24,33 @@ import secrets
 import socket
 import time
 from collections import Counter
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from tfcommx.comm.announced import Announced
 from tfcommx.comm.horovod import serve_rendezvous
+from tfcommx.comm.launcher import rendezvous_seconds
 from tfcommx.terms import PlanError
 
 # How long ranks wait for each other; TFCOMMX_RENDEZVOUS_SECONDS counts more
 SECONDS = 300.0
 # Of one message: a process that connects and says nothing holds nobody up for longer
 MESSAGE_SECONDS = 5.0
+LARGEST_MESSAGE = 65_536
 # The form of the messages: other versions, and other programs, are refused
 PROTOCOL = "tfcommx rendezvous 1"
+
+
+class Conversation(NamedTuple):
+    """An open connection to a rank that waits for its answer."""
+
+    connection: socket.socket
+    # What the answer must prove that it knows the secret by
+    challenge: str
+
+    def close(self) -> None:
+        """End it."""
+        self.connection.close()
 
 
 class Arrival(NamedTuple):
@@ -46,7 +62,7 @@ class Arrival(NamedTuple):
     # Address of rank 0 as this rank reaches it, and its own
     reached: str
     own: str
-    connection: Any
+    conversation: Conversation
 
 
 def join(here: Announced) -> None:
@@ -56,7 +72,7 @@ def join(here: Announced) -> None:
     **Raises:** PlanError, on all ranks that have come, that names ranks which did not come or came
     twice; a port that is in use; an address that does not answer.
     """
-    seconds = float(os.environ.get("TFCOMMX_RENDEZVOUS_SECONDS", SECONDS))
+    seconds = rendezvous_seconds(SECONDS)
     deadline = time.monotonic() + seconds
     if here.rank == 0:
         settings, address = _gather(here, deadline, seconds)
@@ -84,7 +100,7 @@ def _gather(here: Announced, deadline: float, seconds: float) -> tuple[dict[str,
     problem = ""
     with server:
         while len(arrivals) < here.size - 1 and not problem:
-            server.settimeout(max(deadline - time.monotonic(), 0.01))
+            server.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
                 connection, _ = server.accept()
             except TimeoutError:
@@ -96,12 +112,12 @@ def _gather(here: Announced, deadline: float, seconds: float) -> tuple[dict[str,
                     "between the hosts open? TFCOMMX_RENDEZVOUS_SECONDS changes the time."
                 )
                 break
-            arrival = _receive(connection)
+            arrival = _receive(here, connection)
             if arrival is not None:
                 problem = _problem(here, arrivals, arrival)
                 arrivals.setdefault(arrival.rank, arrival)
                 everyone.append(arrival)
-    own = _address_of_rank_0(here, arrivals.values())
+    own = _address_of_rank_0(arrivals.values())
     try:
         if problem:
             raise PlanError(problem)
@@ -109,51 +125,36 @@ def _gather(here: Announced, deadline: float, seconds: float) -> tuple[dict[str,
         for rank, arrival in arrivals.items():
             _answer(arrival, {"settings": settings[rank], "address": own})
         return settings[0], own
-    except PlanError as error:
+    except Exception as error:  # Whatever it is, ranks that wait must hear of it
         for arrival in everyone:
-            _answer(arrival, {"problem": str(error)})
+            _answer(arrival, {"problem": f"Rank 0: {error}"})
         raise
     finally:
         for arrival in everyone:
-            arrival.connection.close()
+            arrival.conversation.close()
 
 
-def _receive(connection: socket.socket) -> Arrival | None:
-    """Let a process say who it is; None for one that does not know the secret or the protocol."""
+def _receive(here: Announced, connection: socket.socket) -> Arrival | None:
+    """Let a process say who it is; None for one that is not of this launch."""
     try:
-        connection.settimeout(MESSAGE_SECONDS)
+        end = time.monotonic() + MESSAGE_SECONDS
         challenge = secrets.token_hex(16)
-        stream = connection.makefile("rw", encoding="utf-8", newline="\n")
-        _write(stream, {"protocol": PROTOCOL, "challenge": challenge})
-        said = json.loads(stream.readline(65_536))
-        proof = _proof(challenge, str(said["rank"]), said["host"], said["challenge"])
-        if said["protocol"] != PROTOCOL or not hmac.compare_digest(said["proof"], proof):
+        connection.settimeout(MESSAGE_SECONDS)
+        _write(connection, {"protocol": PROTOCOL, "challenge": challenge})
+        said = _read(connection, end)
+        rank, host, local_rank = said["rank"], said["host"], said["local_rank"]
+        numbers = rank, 0 if local_rank is None else local_rank
+        if not isinstance(host, str) or {type(number) for number in numbers} != {int}:
+            raise ValueError("a stranger")
+        words = _identity(here, rank, host, local_rank)
+        if not hmac.compare_digest(said["proof"], _proof(challenge, *words, said["challenge"])):
             raise ValueError("a stranger")
         reached, own = connection.getsockname()[0], connection.getpeername()[0]
-        return Arrival(
-            said["rank"],
-            said["host"],
-            said["local_rank"],
-            reached,
-            own,
-            _Conversation(connection, stream, said["challenge"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        conversation = Conversation(connection, said["challenge"])
+        return Arrival(rank, host, local_rank, reached, own, conversation)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         connection.close()
         return None
-
-
-class _Conversation(NamedTuple):
-    """An open connection to a rank that waits for its answer."""
-
-    connection: socket.socket
-    stream: Any
-    challenge: str
-
-    def close(self) -> None:
-        """End it."""
-        self.stream.close()
-        self.connection.close()
 
 
 def _problem(here: Announced, arrivals: dict[int, Arrival], new: Arrival) -> str:
@@ -171,15 +172,21 @@ def _problem(here: Announced, arrivals: dict[int, Arrival], new: Arrival) -> str
     return ""
 
 
-def _address_of_rank_0(here: Announced, arrivals: Any) -> str:
+def _address_of_rank_0(arrivals: Collection[Arrival]) -> str:
     """Return the address at which ranks on other hosts reach rank 0.
 
     On rank 0's own host its name may mean a loopback address, as Debian's /etc/hosts has it.
     """
-    remote = [one.reached for one in arrivals if one.reached != one.own]
-    if remote:
-        return remote[0]
-    return next((one.reached for one in arrivals), "127.0.0.1")
+    remote = [one.reached for one in arrivals if not _on_this_host(one.own, one.reached)]
+    return (remote or [one.reached for one in arrivals])[0]
+
+
+def _on_this_host(one: str, other: str) -> bool:
+    """Tell whether a connection between two addresses stays on one host.
+
+    A connection to 127.0.1.1 comes from 127.0.0.1.
+    """
+    return one == other or one.startswith("127.")
 
 
 def _serve(
@@ -238,11 +245,9 @@ def _slots(hosts: list[str], local_ranks: list[int | None]) -> list[dict[str, in
 
 def _answer(arrival: Arrival, text: dict[str, Any]) -> None:
     body = json.dumps(text)
-    said = {"body": body, "proof": _proof(arrival.connection.challenge, body)}
-    try:
-        _write(arrival.connection.stream, said)
-    except OSError:  # It has gone; the watch, or Gloo, will say so
-        return
+    said = {"body": body, "proof": _proof(arrival.conversation.challenge, body)}
+    with contextlib.suppress(OSError):  # It may have gone; the watch, or Gloo, will say so
+        _write(arrival.conversation.connection, said)
 
 
 # --- the other ranks ----------------------------------------------------------------------------
@@ -254,18 +259,16 @@ def _ask(here: Announced, deadline: float, seconds: float) -> tuple[dict[str, st
     while time.monotonic() < deadline:
         try:
             with socket.create_connection((here.address, here.port), MESSAGE_SECONDS) as connection:
-                # Rank 0 answers when all have come, or when its own time is over
-                connection.settimeout(max(deadline - time.monotonic(), 0) + 2 * MESSAGE_SECONDS)
                 own, peer = connection.getsockname()[0], connection.getpeername()[0]
-                answer = _converse(here, connection)
-        except (OSError, ValueError, KeyError) as error:
+                answer = _converse(here, connection, deadline + 2 * MESSAGE_SECONDS)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             reason = error
             time.sleep(0.2)
             continue
         if "problem" in answer:
             raise PlanError(answer["problem"])
         # On rank 0's host, the address that other hosts know
-        return answer["settings"], answer["address"] if own == peer else own
+        return answer["settings"], answer["address"] if _on_this_host(own, peer) else own
     raise PlanError(
         f"Rank {here.rank} of {here.size} could not join rank 0 at {here.address}, port "
         f"{here.port}, within {seconds:g} s: {reason}. Does rank 0 run and call tfcommx.init()? Is "
@@ -274,17 +277,20 @@ def _ask(here: Announced, deadline: float, seconds: float) -> tuple[dict[str, st
     )
 
 
-def _converse(here: Announced, connection: socket.socket) -> dict[str, Any]:
-    """Say who this is, and return what rank 0 answers. **Raises:** ValueError for a stranger."""
-    stream = connection.makefile("rw", encoding="utf-8", newline="\n")
-    greeting = json.loads(stream.readline(65_536))
+def _converse(here: Announced, connection: socket.socket, end: float) -> dict[str, Any]:
+    """Say who this is, and return what rank 0 answers. **Raises:** ValueError for a stranger.
+
+    Rank 0 answers when all have come, or when its own time is over.
+    """
+    greeting = _read(connection, end)
     if greeting["protocol"] != PROTOCOL:
         raise ValueError(f"another program, or version, listens there: {greeting['protocol']!r}")
     challenge, host = secrets.token_hex(16), socket.gethostname()
-    proof = _proof(greeting["challenge"], str(here.rank), host, challenge)
-    said = {"protocol": PROTOCOL, "rank": here.rank, "host": host, "local_rank": here.local_rank}
-    _write(stream, said | {"challenge": challenge, "proof": proof})
-    answer = json.loads(stream.readline())
+    words = _identity(here, here.rank, host, here.local_rank)
+    said = {"rank": here.rank, "host": host, "local_rank": here.local_rank}
+    proof = _proof(greeting["challenge"], *words, challenge)
+    _write(connection, said | {"challenge": challenge, "proof": proof})
+    answer = _read(connection, end)
     if not hmac.compare_digest(answer["proof"], _proof(challenge, answer["body"])):
         raise ValueError("what listens there does not know TFCOMMX_SECRET")
     return json.loads(answer["body"])
@@ -293,15 +299,31 @@ def _converse(here: Announced, connection: socket.socket) -> dict[str, Any]:
 # --- both ---------------------------------------------------------------------------------------
 
 
-def _proof(*words: str) -> str:
+def _identity(here: Announced, rank: int, host: str, local_rank: int | None) -> list[object]:
+    """Return what a rank proves: who it is, and that it is of this launch."""
+    return [PROTOCOL, here.launch, here.size, rank, host, local_rank]
+
+
+def _proof(*words: object) -> str:
     """Return what only a process with the launch's secret can make of these words."""
     key = os.environ.get("TFCOMMX_SECRET", "").encode()
     return hmac.digest(key, json.dumps(words).encode(), "sha256").hex()
 
 
-def _write(stream: Any, text: dict[str, Any]) -> None:
-    stream.write(json.dumps(text) + "\n")
-    stream.flush()
+def _write(connection: socket.socket, text: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(text).encode() + b"\n")
+
+
+def _read(connection: socket.socket, end: float) -> dict[str, Any]:
+    """Read a line, until `end` on the monotonic clock. **Raises:** OSError or ValueError."""
+    data = b""
+    while not data.endswith(b"\n"):
+        connection.settimeout(max(end - time.monotonic(), 0.001))
+        more = connection.recv(4096)
+        data += more
+        if not more or len(data) > LARGEST_MESSAGE:
+            raise ValueError("it has ended the connection")
+    return json.loads(data)
 
 
 def interface_of(address: str) -> str:

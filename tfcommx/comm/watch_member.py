@@ -214,8 +214,7 @@ class Member:
     def rank_is_gone(self, now: float) -> None:
         """Take note that this rank's process has ended, and tell the others if it said nothing.
 
-        Gloo aborts ranks whose neighbour has died before they can say why: their watchers then have
-        GATHER_SECONDS to hear of it.
+        Gloo aborts ranks whose neighbour has died before they can say why.
         """
         self.gone = True
         if not (self.leaving or self.told or self.rank in self.lost):
@@ -224,7 +223,7 @@ class Member:
 
     @property
     def last_words(self) -> str:
-        """What is said in the place of a rank that is gone; empty if it was not ended by others."""
+        """What is said in the place of a rank that is gone; empty if it was the first to go."""
         if not self._speaks or next(iter(self.lost)) == self.rank:
             return ""
         return self._sentence(self.lost.keys() - {self.rank})

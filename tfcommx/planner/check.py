@@ -41,6 +41,12 @@ def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> N
         _check_cluster(routes.get(name), topology, messages)
     wire_of(scheme, route)
     wire_of(scheme, routes.get(scheme.dense_route))
+    if scheme.dense_wire != PLAIN and not route.sparse:
+        raise PlanError(
+            "`dense_wire` is the format of what a sparse route leaves dense. Received "
+            f"dense_wire={scheme.dense_wire!r} with the route {scheme.route!r}, which is dense. "
+            "Use `wire`."
+        )
 
 
 def require_coverage(plan: Plan, names: set[str]) -> None:

@@ -4,7 +4,7 @@ In float16, as with Horovod's `Compression.fp16`, half the bytes travel, and the
 float16: each addition rounds to 11 bits. Each rank's own rounding error stays in its residual; that
 of the engine's partial sums is lost. Entries are divided by a power of two, at least p, before they
 are written, so that no sum overflows: a finite number beyond 65504 travels as 65504, and the rest
-stays. The engines add no bfloat16. Routes that add in float32: `torus` and `asa`.
+stays. The engines add no bfloat16. Routes that add in float32: `asa`, and `torus` in bfloat16.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class Torus(RouteBase):
     ) -> Tensor:
         """Return the sum of `flat` over all ranks.
 
-        **Ranks:** all. **Cost:** three collectives; in 16 bits four.
+        **Ranks:** all. **Cost:** three collectives; in bfloat16 four.
         """
         peers, topology = _of_peers(bucket, comm.topology)[0], comm.topology
         part = comm.reduce_scatter(flat, "node", f"{bucket.name}/scatter")

@@ -28,7 +28,7 @@ class Checkpoint(keras.callbacks.Callback):
         keep: saves that are kept, >= 1.
 
     **Ranks:** all. **Cost:** rank 0 writes the model, each rank its residuals (4 bytes per entry
-    that it selects from).
+    that it selects from, or sends in 16 bits).
     **Raises:** PlanError, before the first step, for a model that Keras cannot write down, for a
     damaged checkpoint.json, and for a folder that a rank cannot write to.
     """
