@@ -43,7 +43,7 @@ class Messages:
     def _texts(self, node: ast.expr) -> list[str]:
         """Return what an expression may say."""
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            return [re.sub(r"%[-.\d]*[a-z]", HOLE, node.value.replace("{epoch}", HOLE))]
+            return [re.sub(r"%[-.\d]*[a-z]|\{\w+\}", HOLE, node.value)]
         if isinstance(node, ast.JoinedStr):
             return ["".join(self._part(one) for one in node.values)]
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):

@@ -26,10 +26,12 @@ INTERNAL = {
     "The facts of a slab must fit": "an assertion",
     "A force must be taken": "an assertion",
     "A snapshot must be sent": "an assertion",
+    "a stranger": "caught: rank 0 turns the process away",
     "...:": "a text file's error: `... Check the path.` stands on the page",
 }
 # Put together from parts, so that their words are not found: where, and how they begin on the page
 BUILT = {
+    "tfcommx/comm/rendezvous.py": "did not come to rank 0 on",
     "tfcommx/runtime/replica_guard.py": "Replicas differ",
     "tfcommx/optim/callbacks/agree.py": "All ranks must hold the same trainable weights.",
     "tfcommx/comm/stalls.py": "and all ranks are alive.",

@@ -31,10 +31,10 @@ def plan(
         str,
         typer.Option(help="Of selected entries: block16/float16. Of all: float16, bfloat16 too."),
     ] = "plain",
-    mpi: Annotated[bool, typer.Option(help="Will it be an MPI launch?")] = False,
-    batch: Annotated[int, typer.Option(help="Samples of a rank in a step, of a name.")] = 64,
+    mpi: Annotated[bool, typer.Option(help="Include the routes that need MPI.")] = False,
+    batch: Annotated[int, typer.Option(help="Samples per rank and step, for a name.")] = 64,
     throughput: Annotated[
-        float, typer.Option(help="Samples per second of one rank alone, of a name.")
+        float, typer.Option(help="Samples/s of one rank alone, for a name.")
     ] = 250.0,
     output: Annotated[
         Path | None, typer.Option(help="Write the chosen plan: DistributedOptimizer(plan=...).")

@@ -54,10 +54,10 @@ def run(
     start_timeout: Annotated[
         int | None, typer.Option(min=1, help="Seconds for all hosts to answer; default 30.")
     ] = None,
-    mpi_args: Annotated[str, typer.Option(help="Options for mpirun, in one word.")] = "",
+    mpi_args: Annotated[str, typer.Option(help="Options for mpirun, as one word.")] = "",
     horovodrun_args: Annotated[
         list[str] | None,
-        typer.Option(metavar="WORD", help="A word for horovodrun as it is. Repeatable."),
+        typer.Option(metavar="WORD", help="Pass a word on to horovodrun. Repeatable."),
     ] = None,
 ) -> None:
     """Start COMMAND on every rank: `tfcommx run -np 8 -H node1:4,node2:4 -- python train.py`.

@@ -121,7 +121,7 @@ def _number(name: str, value: Any, kind: str) -> Any:
 
 def simulate(
     settings_file: Annotated[
-        Path | None, typer.Argument(help="YAML file of the same settings; flags count more.")
+        Path | None, typer.Argument(help="YAML file of these settings; options override it.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="resnet50 (default), vgg16, ...")] = None,
     size: Annotated[int | None, typer.Option(help="Pixels or words of a sample.")] = None,

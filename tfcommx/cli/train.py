@@ -33,10 +33,11 @@ def train(
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option("--processes", "-np", min=1, help="Start that many, here or on -H."),
+        typer.Option("--processes", "-np", min=1, help="Start so many ranks, here or on -H."),
     ] = None,
     hosts: Annotated[
-        str | None, typer.Option("-H", "--hosts", help="Start on these, such as node1:4,node2:4.")
+        str | None,
+        typer.Option("-H", "--hosts", help="Start ranks on these hosts, such as node1:4,node2:4."),
     ] = None,
     minutes: Annotated[
         float | None, typer.Option(min=0, help="Save and stop after that time; exit status 0.")
@@ -61,7 +62,7 @@ def train(
     """Train a model as a recipe says.
 
     On one machine: `tfcommx train CONFIG --processes 4`. On several: `tfcommx train CONFIG -H
-    node1:4,node2:4`, or any other launcher. SIGTERM, SIGINT or SIGUSR1 to any rank, or a file
+    node1:4,node2:4`, or by another launcher. SIGTERM, SIGINT or SIGUSR1 to any rank, or a file
     `stop` in the run's folder, make it save and stop.
     """
     changes = [*(settings or []), *([] if seed is None else [f"seed={seed}"])]

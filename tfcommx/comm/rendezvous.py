@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import logging
 import os
 import secrets
 import socket
@@ -31,6 +32,8 @@ from tfcommx.comm.announced import Announced
 from tfcommx.comm.horovod import serve_rendezvous
 from tfcommx.comm.launcher import rendezvous_seconds
 from tfcommx.terms import PlanError
+
+log = logging.getLogger("tfcommx")
 
 # How long ranks wait for each other; TFCOMMX_RENDEZVOUS_SECONDS counts more
 SECONDS = 300.0
@@ -73,6 +76,10 @@ def join(here: Announced) -> None:
     twice; a port that is in use; an address that does not answer.
     """
     seconds = rendezvous_seconds(SECONDS)
+    log.info(
+        "Rank %d of %d, started by %s, meets the others at %s, port %d, within %g s.",
+        *(here.rank, here.size, here.launcher, here.address, here.port, seconds),
+    )
     deadline = time.monotonic() + seconds
     if here.rank == 0:
         settings, address = _gather(here, deadline, seconds)

@@ -105,8 +105,10 @@ class UnwrappedOptimizers:
             _, known, *_ = self._traced.get(id(optimizer), ("", lambda: None))
             if known() is optimizer:
                 return
-            named = {one.name: one for one in optimizer.variables}
-            count = named.get("iteration")
+            try:
+                count = {one.name: one for one in optimizer.variables}.get("iteration")
+            except TypeError:  # Horovod's own wrapper calls it as a method, as in Keras 2
+                count = optimizer.iterations
             if count is None:  # A class that keeps its steps elsewhere
                 return
             self._traced[id(optimizer)] = (
