@@ -115,8 +115,10 @@ void dense_write_cpu(const Rounding& how, const float* gradient, float* residual
         int64_t i = 0;
 #if defined(__x86_64__)
         if (kHasEights)
-          i = (how.type == Float::float16 ? write_eights<true> : write_eights<false>)(
-              how, gradient + start, residual + start, written + start, entries);
+          i = (how.type == Float::float16 ? write_eights<true>
+                                          : write_eights<false>)(how, gradient + start,
+                                                                 residual + start, written + start,
+                                                                 entries);
 #endif
         for (; i < entries; ++i)
           write_one(how, gradient[start + i], residual + start + i, written + start + i);
@@ -131,8 +133,9 @@ void dense_add_cpu(Float type, const uint16_t* written, int64_t parts, float fac
         int64_t i = 0;
 #if defined(__x86_64__)
         if (kHasEights)
-          i = (type == Float::float16 ? add_eights<true> : add_eights<false>)(
-              written + start, parts, n, factor, total + start, entries);
+          i = (type == Float::float16
+                   ? add_eights<true>
+                   : add_eights<false>)(written + start, parts, n, factor, total + start, entries);
 #endif
         for (; i < entries; ++i)
           total[start + i] = sum_of_parts(type, written + start + i, parts, n) * factor;

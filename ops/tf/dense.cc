@@ -95,8 +95,7 @@ class DenseWriteOp : public DenseOp {
                     " of them, from ", start_, " on. Received ", variable->DebugString(), " (",
                     name(), "). Make it anew for this bucket."));
     float* residual;
-    OP_REQUIRES_OK(context,
-                   open_state<kGpu>(context, "residual", variable.get(), size, &residual));
+    OP_REQUIRES_OK(context, open_state<kGpu>(context, "residual", variable.get(), size, &residual));
     tensorflow::Tensor* written;
     OP_REQUIRES_OK(context, context->allocate_output(0, {n}, &written));
     const Rounding how{type_, scale_, reach_};
