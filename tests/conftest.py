@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 
 import pytest
@@ -10,6 +11,9 @@ from hypothesis import settings
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+# A job in the background of a shell ignores Ctrl-C, and so would all that tests start
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Where launches keep what Scheme("auto") has chosen: not in the user's own folder
 KEPT = tempfile.TemporaryDirectory(prefix="tfcommx_kept")
 os.environ["TFCOMMX_CACHE"] = KEPT.name
