@@ -86,6 +86,8 @@ class MpiPointToPoint:
         self._mpi = MPI
         ranks, all_processes = _communicators()
         self._world = all_processes if with_centre else ranks.Dup()
+        # With all centres: nobody may free it
+        self._shared = with_centre
         self.sent: dict[int, int] = {}
         self._counting = threading.Lock()  # A rank may be worker and server, in two threads
         # Tag -> messages that have begun to arrive: who sends, where to, and the request
