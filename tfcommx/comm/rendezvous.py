@@ -39,7 +39,8 @@ log = logging.getLogger("tfcommx")
 SECONDS = 300.0
 # Of one message: a process that connects and says nothing holds nobody up for longer
 MESSAGE_SECONDS = 5.0
-LARGEST_MESSAGE = 65_536
+# A deeply nested message of a stranger must not exhaust the stack
+LARGEST_MESSAGE = 8192
 # The form of the messages: other versions, and other programs, are refused
 PROTOCOL = "tfcommx rendezvous 1"
 
