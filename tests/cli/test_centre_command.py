@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 
 import pytest
@@ -35,8 +36,12 @@ def launched(monkeypatch: pytest.MonkeyPatch):
             raise Replaced
 
         monkeypatch.setattr(os, "execvp", replace)
-        with pytest.raises(Replaced):
-            main.main()
+        before = signal.getsignal(signal.SIGPIPE)
+        try:
+            with pytest.raises(Replaced):
+                main.main()
+        finally:  # It is meant for the process that this one does not become
+            signal.signal(signal.SIGPIPE, before)
         return became[0]
 
     return run

@@ -319,8 +319,7 @@ def _proof(*words: object) -> str:
 
 
 def _write(connection: socket.socket, text: dict[str, Any]) -> None:
-    # Libraries of the process may have set SIGPIPE to its default, which ends it
-    connection.sendall(json.dumps(text).encode() + b"\n", socket.MSG_NOSIGNAL)
+    connection.sendall(json.dumps(text).encode() + b"\n")
 
 
 def _read(connection: socket.socket, end: float) -> dict[str, Any]:
