@@ -42,7 +42,7 @@ from verify_weights import moved_alike
 
 import tfcommx as cx
 from tfcommx.comm.base import Comm
-from tfcommx.runtime.turns import STEPS
+from tfcommx.runtime.trial_rounds import STEPS
 from tfcommx.terms import Link, Links
 
 ALLOWED = 1.02  # times plain Horovod

@@ -209,7 +209,7 @@ def contestants(comm: Comm, chosen: Any, n: int, links: Links) -> dict[str, Cont
 
 def verify(comm: Comm, one: Contestant, reference: Contestant) -> bool:
     """Compare the weights with other ranks' and with the reference's. **Ranks:** all."""
-    cx.settle(one.optimizer)
+    cx.consolidate(one.optimizer)
     mine = [weight.numpy() for weight in one.net.weights]
     sums = comm.gather_objects([float(np.sum(value, dtype=np.float64)) for value in mine])
     other = [weight.numpy() for weight in reference.net.weights]

@@ -25,7 +25,7 @@ SECTIONS = {
             "DistributedOptimizer",
             "Scheme",
             "broadcast_variables",
-            "settle",
+            "consolidate",
             "begin_step",
             "take_centre",
             "parallel_operator",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import Any
 
 __version__ = "0.1.0"
@@ -23,8 +24,8 @@ _PUBLIC = {
     "PlanError": "tfcommx.terms",
     "DistributedOptimizer": "tfcommx.optim.distributed_optimizer",
     "broadcast_variables": "tfcommx.optim.broadcast",
-    "settle": "tfcommx.optim.settle",
-    "begin_step": "tfcommx.optim.settle",
+    "consolidate": "tfcommx.optim.step_boundary",
+    "begin_step": "tfcommx.optim.step_boundary",
     "take_centre": "tfcommx.optim.centre",
     "parallel_operator": "tfcommx.optim.parallel_operator",
     "DataCache": "tfcommx.data.cache.cache",
@@ -39,10 +40,21 @@ _MODULES = {
     "strategies": "tfcommx.strategies",
 }
 
+# Old name -> new name; both work until 1.0
+_RENAMED = {"settle": "consolidate"}
+
 __all__ = [*_PUBLIC, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        new = _RENAMED[name]
+        warnings.warn(
+            f"{name} is called {new} now; the old name works until 1.0.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return __getattr__(new)
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
     if name in _MODULES:

@@ -14,7 +14,7 @@ from tfcommx.comm.line import IDLE
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.runtime.residuals import Residuals, sum_residuals
 from tfcommx.runtime.trial import TrialExecutor
-from tfcommx.runtime.turns import STEPS, Turns
+from tfcommx.runtime.trial_rounds import STEPS, TrialRounds
 from tfcommx.terms import Plan, Topology
 
 TOPOLOGIES = [Topology(3, 1), Topology(2, 2)]
@@ -37,8 +37,8 @@ def kept(running: TrialExecutor) -> Residuals:
 
 def stays(monkeypatch: pytest.MonkeyPatch, chosen: int) -> None:
     """Let this plan be chosen after all turns."""
-    monkeypatch.setattr(Turns, "_drop_hopeless", lambda self: None)
-    monkeypatch.setattr(Turns, "_choose", lambda self: chosen)
+    monkeypatch.setattr(TrialRounds, "_drop_hopeless", lambda self: None)
+    monkeypatch.setattr(TrialRounds, "_choose", lambda self: chosen)
 
 
 @pytest.mark.parametrize("chosen", [0, 1, 2])
@@ -57,7 +57,7 @@ def test_nothing_is_lost_whichever_plan_stays(
             given = {path: tf.constant(one) for path, one in gradients(comm.rank, step).items()}
             result = running.exchange(given)
             sent = {path: one.numpy() for path, one in result.items()}
-            log.append((sent, kept(running), running.turns.chosen))
+            log.append((sent, kept(running), running.rounds.chosen))
         return log
 
     ranks = ThreadComm.run(topology, work)
@@ -120,7 +120,7 @@ def test_two_trials_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
             for one in both:
                 one.exchange(given)
             turns.append(tuple(int(one._last) for one in both))
-        assert all(one.turns.chosen == 1 and one.turns.steps == STEPS for one in both)
+        assert all(one.rounds.chosen == 1 and one.rounds.steps == STEPS for one in both)
         return turns
 
     for turns in ThreadComm.run(topology, work):
@@ -143,8 +143,8 @@ def test_nobody_waits_for_a_trial_that_takes_no_steps(monkeypatch: pytest.Monkey
             if step < 4:
                 idle.exchange(given)
             running.exchange(given)
-            chosen.append(running.turns.chosen)
-        assert idle.turns.chosen is None
+            chosen.append(running.rounds.chosen)
+        assert idle.rounds.chosen is None
         return chosen
 
     for chosen in ThreadComm.run(topology, work):
@@ -201,8 +201,8 @@ def test_ranks_that_measure_differently_decide_alike(monkeypatch: pytest.MonkeyP
     def work(comm: Comm) -> tuple[int | None, list[int]]:
         running, told = TrialExecutor(plans(topology)[:2], comm, lambda turns: told.append(1)), []
         for step in itertools.count():
-            if running.turns.chosen is not None:
-                return running.turns.chosen, told
+            if running.rounds.chosen is not None:
+                return running.rounds.chosen, told
             running.exchange(
                 {path: tf.constant(one) for path, one in gradients(comm.rank, step).items()}
             )

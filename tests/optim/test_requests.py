@@ -9,7 +9,7 @@ import pytest
 from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.optim.automatic import executor_for
-from tfcommx.optim.run_ahead import RunAhead
+from tfcommx.optim.expected_run import ExpectedRun
 from tfcommx.planner.automatic import Asked
 from tfcommx.planner.plan import Gradient
 from tfcommx.strategies import Synchronous
@@ -38,7 +38,7 @@ def test_the_difference_is_named(what: str, ones: dict[str, Any], others: dict[s
         mine |= others if comm.rank == 2 else ones
         asked = Asked([LAYER], comm.topology, "average", mine["links"], mine["profile"])
         with pytest.raises(PlanError) as refused:
-            executor_for(mine["schemes"], asked, comm, Synchronous(), RunAhead())
+            executor_for(mine["schemes"], asked, comm, Synchronous(), ExpectedRun())
         return str(refused.value)
 
     for said in ThreadComm.run(Topology(3, 1), work):
@@ -49,7 +49,7 @@ def test_the_difference_is_named(what: str, ones: dict[str, Any], others: dict[s
 def test_equal_requests_pass() -> None:
     def work(comm: Comm) -> int:
         asked = Asked([LAYER], comm.topology, "average", NOMINAL, profile(1.0))
-        plan = executor_for({"*": Scheme()}, asked, comm, Synchronous(), RunAhead()).plan
+        plan = executor_for({"*": Scheme()}, asked, comm, Synchronous(), ExpectedRun()).plan
         return len(plan.buckets)
 
     assert ThreadComm.run(Topology(3, 1), work) == [1] * 3

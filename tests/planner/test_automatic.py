@@ -10,10 +10,10 @@ from tfcommx.planner.automatic import (
     LEAST_BYTES,
     TRIED,
     Asked,
+    auto_as_plain,
     auto_of,
     is_worth_it,
     propose,
-    with_auto_plain,
 )
 from tfcommx.planner.check import check_scheme
 from tfcommx.planner.plan import Gradient, make_plan
@@ -49,7 +49,7 @@ def sparse(buckets: tuple[Bucket, ...]) -> bool:
 def test_a_lossless_auto_proposes_lossless_plans_other_than_plain_horovods() -> None:
     asked = Asked(LAYERS, Topology(4, 2), "sum", SLOW)
     found = propose({"*": Scheme("auto")}, asked)
-    plain = asked.plan(with_auto_plain({"*": Scheme("auto")}))
+    plain = asked.plan(auto_as_plain({"*": Scheme("auto")}))
     assert 1 <= len(found) <= TRIED
     plans = [plain, *(one.plan for one in found)]
     assert len({one.buckets for one in plans}) == len(plans)
@@ -153,5 +153,5 @@ def test_what_cannot_be_combined_is_refused() -> None:
 def test_a_profile_of_another_model_is_refused_by_name() -> None:
     asked = Asked([*LAYERS, Gradient("head/bias", (9,), "float32")], Topology(4, 1))
     with pytest.raises(PlanError, match=r"head/bias.*'dense layers' does not have it"):
-        asked._replace(profile=profile(0.1)).plan(with_auto_plain({"*": LOSSY}))
-    Asked(LAYERS, Topology(4, 1), profile=profile(0.1)).plan(with_auto_plain({"*": LOSSY}))
+        asked._replace(profile=profile(0.1)).plan(auto_as_plain({"*": LOSSY}))
+    Asked(LAYERS, Topology(4, 1), profile=profile(0.1)).plan(auto_as_plain({"*": LOSSY}))

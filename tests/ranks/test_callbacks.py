@@ -20,7 +20,7 @@ import tfcommx as cx
 from tfcommx import callbacks
 from tfcommx.comm import mpi
 from tfcommx.comm.base import Comm
-from tfcommx.optim.callbacks.start import SEED_STEP
+from tfcommx.optim.callbacks.broadcast_state import SEED_STEP
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.training.learning_rate import LearningRate
 from tfcommx.training.position import Piece, StepCounter

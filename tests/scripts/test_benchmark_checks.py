@@ -11,7 +11,7 @@ import tensorflow as tf
 from launching import ROOT
 
 from tfcommx.runtime.trial import TrialExecutor
-from tfcommx.runtime.turns import Turns
+from tfcommx.runtime.trial_rounds import TrialRounds
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import bench_elastic_averaging
@@ -40,11 +40,11 @@ def test_a_lost_entry_is_seen_and_all_is_put_back(kind: type, right: bool) -> No
 
 def test_a_trial_that_is_under_way_is_seen() -> None:
     trial = object.__new__(TrialExecutor)
-    trial.turns, trial.executors = Turns(2), ["plain", "other"]
+    trial.rounds, trial.executors = TrialRounds(2), ["plain", "other"]
     optimizer = Space(exchanger=Space(runs={"w": Space(executor=trial)}))
-    while trial.turns.chosen is None:
+    while trial.rounds.chosen is None:
         assert not plan_at_work.is_decided(optimizer)
-        trial.turns.record([0.1] * len(trial.turns.order))
+        trial.rounds.record([0.1] * len(trial.rounds.order))
     assert plan_at_work.is_decided(optimizer)
     assert plan_at_work.is_decided(keras.optimizers.SGD(0.1))  # Exchanges nothing
 

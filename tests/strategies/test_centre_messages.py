@@ -25,7 +25,7 @@ from tfcommx.comm.centre_server import (
 )
 from tfcommx.comm.departures import Departures
 from tfcommx.strategies import centre as module
-from tfcommx.strategies.centre import Worker
+from tfcommx.strategies.elastic_worker import Worker
 
 
 class Messages:

@@ -26,7 +26,7 @@ from tfcommx.comm.point_to_point import TAGS, Channel
 from tfcommx.comm.threads import ThreadComm, _Meeting, _ThreadPointToPoint
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies import ElasticAveraging
-from tfcommx.strategies.centre import Worker
+from tfcommx.strategies.elastic_worker import Worker
 from tfcommx.terms import PlanError, Topology
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from threaded_optimizers import (
 
 from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
-from tfcommx.optim.settle import settle
+from tfcommx.optim.step_boundary import consolidate
 from tfcommx.planner.plan import make_plan
 from tfcommx.strategies import Sharded
 from tfcommx.strategies.pull_times import pull_times
@@ -49,7 +49,7 @@ def test_over_the_node_it_equals_synchronous_training_by_the_torus_to_the_bit() 
     """Laws 1, 3 and 4: the same sums, in the same order, and the same bytes."""
 
     def look(optimizer: K.Optimizer, weights: list[keras.Variable]) -> tuple:
-        settle(optimizer)
+        consolidate(optimizer)
         traffic = optimizer.exchanger.comm.traffic()
         return [one.numpy() for one in weights], traffic.inside, traffic.between
 

@@ -20,7 +20,7 @@ from threaded_optimizers import (
 from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.optim.keras_internals import copy_state, plain_copy, require_shardable
-from tfcommx.optim.settle import settle
+from tfcommx.optim.step_boundary import consolidate
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.strategies import Sharded
 from tfcommx.strategies.shards import lay_out
@@ -195,18 +195,18 @@ def test_an_optimizer_that_has_state_keeps_it_when_it_is_wrapped() -> None:
 
 def test_state_that_was_not_gathered_is_not_written() -> None:
     def save(optimizer: K.Optimizer, _: object) -> str:
-        settle(optimizer)
+        consolidate(optimizer)
         optimizer.apply(gradients(optimizer.exchanger.comm.rank, 9))
         with pytest.raises(PlanError) as refused:
             optimizer.save_own_variables({})
         return str(refused.value)
 
     for said in train(lambda: K.Adam(0.1), "sharded", Topology(2, 1), after=save):
-        assert "after step 5. Call cx.settle(optimizer) on all ranks" in said
+        assert "after step 5. Call cx.consolidate(optimizer) on all ranks" in said
 
 
 def test_steps_that_begin_with_the_pull_are_equal_and_settle() -> None:
-    """Between them the weights are one update old; `settle` brings them up to date."""
+    """Between them the weights are one update old; `consolidate` brings them up to date."""
 
     def work(comm: Comm) -> tuple[list[bytes], list[bytes], list[bytes]]:
         strategy = Sharded("layers")
@@ -220,7 +220,7 @@ def test_steps_that_begin_with_the_pull_are_equal_and_settle() -> None:
             optimizer.apply(gradients(comm.rank, step), weights)
         old = [one.numpy().tobytes() for one in weights]
         assert old == seen[-1]
-        settle(optimizer)
+        consolidate(optimizer)
         new = [one.numpy().tobytes() for one in weights]
         weights[0].assign(weights[0] + 1)  # Somebody sets weights between steps: they count
         run.begin([tf.zeros([])])

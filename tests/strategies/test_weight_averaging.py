@@ -10,7 +10,7 @@ from threaded_optimizers import gradients, new_weights, train, wrap
 from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.optim.keras_internals import slots_of
-from tfcommx.optim.settle import settle
+from tfcommx.optim.step_boundary import consolidate
 from tfcommx.runtime.replica_guard import ReplicaError
 from tfcommx.strategies import WeightAveraging
 from tfcommx.terms import PlanError, Scheme, Topology
@@ -74,14 +74,14 @@ def test_local_steps_average_every_few_steps_and_when_asked(sends: str) -> None:
     three = train(lambda: K.SGD(0.1), strategy, THREE, steps=3)
     assert all_equal(three) and furthest(three[0], expected(3)) < 2e-6
 
-    def settled(optimizer: K.Optimizer, weights: list[keras.Variable]) -> list[np.ndarray]:
-        settle(optimizer)
+    def consolidated(optimizer: K.Optimizer, weights: list[keras.Variable]) -> list[np.ndarray]:
+        consolidate(optimizer)
         first = [one.numpy() for one in weights]
-        settle(optimizer)  # Nothing is left to do
+        consolidate(optimizer)  # Nothing is left to do
         assert furthest(first, [one.numpy() for one in weights]) == 0
         return first
 
-    five = train(lambda: K.SGD(0.1), strategy, THREE, steps=5, after=settled)
+    five = train(lambda: K.SGD(0.1), strategy, THREE, steps=5, after=consolidated)
     assert all_equal(five) and furthest(five[0], expected(5)) < 2e-6
 
 

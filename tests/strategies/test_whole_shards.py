@@ -26,7 +26,7 @@ from tfcommx.comm.threads import ThreadComm
 from tfcommx.optim.keras_internals import require_shardable
 from tfcommx.optim.lamb import LAMB
 from tfcommx.optim.lars import LARS
-from tfcommx.optim.settle import settle
+from tfcommx.optim.step_boundary import consolidate
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.strategies import Sharded, Shards
 from tfcommx.strategies.whole_shards import WholeShards, balance, lay_out_whole
@@ -192,27 +192,27 @@ def test_state_is_gathered_again_only_if_it_has_changed(
 
         monkeypatch.setattr(cls, "gather", gather)
 
-    def settled(optimizer: K.Optimizer) -> int:
+    def consolidated(optimizer: K.Optimizer) -> int:
         comm = optimizer.exchanger.comm
-        settle(optimizer)
+        consolidate(optimizer)
         return max(comm.gather_objects(len(gathered)))
 
     def work(comm: Comm) -> list[int]:
         optimizer, weights = wrap(make(), comm, "sharded", DENSE, "average"), new_weights()
         optimizer.apply(gradients(comm.rank, 0), weights)
-        counts = [settled(optimizer), settled(optimizer)]
+        counts = [consolidated(optimizer), consolidated(optimizer)]
         store: dict[str, np.ndarray] = {}
         if comm.rank == 0:
             optimizer.save_own_variables(store)
             doubled = {key: value * (1 if value.ndim == 0 else 2) for key, value in store.items()}
             optimizer.load_own_variables(doubled)
-        counts.append(settled(optimizer))
+        counts.append(consolidated(optimizer))
         if comm.rank == 1:
             state = optimizer.exchanger.sharding.state[0]
             state.assign(state + 1)
-        counts.append(settled(optimizer))
+        counts.append(consolidated(optimizer))
         optimizer.apply(gradients(comm.rank, 1), weights)
-        counts.append(settled(optimizer))
+        counts.append(consolidated(optimizer))
         return counts
 
     assert ThreadComm.run(Topology(2, 1), work) == [[2, 2, 4, 6, 8]] * 2

@@ -19,7 +19,7 @@ from tfcommx.optim.keras_internals import (
     copy_with,
     unlisted,
 )
-from tfcommx.optim.settle import settle
+from tfcommx.optim.step_boundary import consolidate
 from tfcommx.strategies import strategy_of
 from tfcommx.terms import Scheme, Topology
 
@@ -90,7 +90,7 @@ def save(
 ) -> dict[str, np.ndarray]:
     """Return, on rank 0, what a file would have, and the weights."""
     store: dict[str, np.ndarray] = {}
-    settle(optimizer)
+    consolidate(optimizer)
     if optimizer.exchanger.comm.rank == 0:
         optimizer.save_own_variables(store)
         store["weights"] = [one.numpy() for one in weights]

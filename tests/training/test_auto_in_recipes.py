@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from launching import WORKERS, horovodrun
 
-from tfcommx.optim.run_ahead import RunAhead
+from tfcommx.optim.expected_run import ExpectedRun
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.terms import Topology
-from tfcommx.training.dry_run import run_ahead
+from tfcommx.training.dry_run import expected_run
 from tfcommx.training.run import Run
 
 LOSSY = {"route": "auto", "selection": "mstopk", "density": 0.001}
@@ -29,10 +29,10 @@ def test_each_density_of_a_warm_up_has_its_own_steps() -> None:
     """And so a trial that fits into them: none, where an epoch has 60 steps."""
     phase = {"epochs": 10, "resolution": 8, "scheme": LOSSY, "warm_up": [0.25, 0.063, 0.015, 0.004]}
     run = prepared([phase], (60,))
-    told = [run.ahead(epoch) for epoch in range(10)]
+    told = [run.expected_run(epoch) for epoch in range(10)]
     assert [one.steps for one in told] == [60] * 4 + [360] * 6
-    assert [one.of_trial for one in told[:5]] == [1, 1, 1, 1, 7]
-    assert run_ahead(run, 0) == told[-1]._replace(keeps_choice=False)
+    assert [one.trial_steps for one in told[:5]] == [1, 1, 1, 1, 7]
+    assert expected_run(run, 0) == told[-1]._replace(keeps_choice=False)
 
 
 def test_phases_that_share_a_scheme_are_told_the_same() -> None:
@@ -45,12 +45,12 @@ def test_phases_that_share_a_scheme_are_told_the_same() -> None:
         {"epochs": 1, "resolution": 8, "scheme": {"route": "torus"}},
     ]
     run = prepared(phases, (500, 500, 1000, 500))
-    assert run.ahead(0).steps == run.ahead(6).steps == 500
-    told = RunAhead(2 * 500 + 3 * 1000, 500, 4, whole_run=True)
-    assert [run.ahead(epoch) for epoch in (1, 2)] == [told] * 2
+    assert run.expected_run(0).steps == run.expected_run(6).steps == 500
+    told = ExpectedRun(2 * 500 + 3 * 1000, 500, 4, whole_run=True)
+    assert [run.expected_run(epoch) for epoch in (1, 2)] == [told] * 2
     # Under another batch than that of the key nothing is kept
-    assert [run.ahead(epoch) for epoch in (3, 5)] == [told._replace(keeps_choice=False)] * 2
-    assert run.ahead(1, accumulated=3).steps == 4000 // 3
+    assert [run.expected_run(epoch) for epoch in (3, 5)] == [told._replace(keeps_choice=False)] * 2
+    assert run.expected_run(1, accumulated=3).steps == 4000 // 3
 
 
 @pytest.mark.exhaustive

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tfcommx.optim.run_ahead import RunAhead
+from tfcommx.optim.expected_run import ExpectedRun
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.terms import Topology
 from tfcommx.training import dry_run
@@ -78,11 +78,11 @@ def test_auto_knows_the_real_run_and_its_trial_is_over_before_steps_are_timed(
     monkeypatch.setattr(Run, "samples_of", lambda *_: SimpleNamespace(element_spec=PICTURES))
     monkeypatch.setattr(dry_run, "exchanger_of", lambda model: model.optimizer.exchanger)
     schemes = {"*": asked.phases[1].scheme}
-    requested = SimpleNamespace(ahead=RunAhead(), schemes=schemes)
+    requested = SimpleNamespace(ahead=ExpectedRun(), schemes=schemes)
     exchanger = SimpleNamespace(requested=requested, ranks=ranks, runs=runs)
     timing = SimpleNamespace(seconds=dict.fromkeys(BUSY, 1.0))
     model = Model(exchanger=exchanger, gradient_accumulation_steps=accumulated)
     dry_run._phase(model, run, 1, timing, steps=5)
     steps = (2 * 500 + 3 * 1000) // (accumulated or 1)
-    assert requested.ahead == RunAhead(steps, 500, 4, whole_run=True, keeps_choice=False)
+    assert requested.expected_run == ExpectedRun(steps, 500, 4, whole_run=True, keeps_choice=False)
     assert model.fits == fits

@@ -13,7 +13,7 @@ from pathlib import Path
 import keras
 
 import tfcommx as cx
-from tfcommx.optim import run_ahead
+from tfcommx.optim import expected_run
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.recipes.optimizers.sgd import Sgd
 from tfcommx.recipes.recipe import Recipe
@@ -31,7 +31,7 @@ BATCH, STEPS, UPDATE = 8, 12, 2
 
 comm = cx.init(node_size=1)
 saving.ASK_STEPS = 1  # The ranks ask each other after every step
-run_ahead.SHARE, run_ahead.FEW = 0.5, 0  # Few steps are enough for a whole trial
+expected_run.SHARE, expected_run.FEW = 0.5, 0  # Few steps are enough for a whole trial
 
 
 class Accumulating(Sgd):

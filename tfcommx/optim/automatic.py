@@ -24,20 +24,20 @@ import tfcommx
 from tfcommx.comm.base import Comm
 from tfcommx.comm.launcher import launcher
 from tfcommx.measure.links import probe
-from tfcommx.optim import kept_measurements
-from tfcommx.optim.run_ahead import SHARE, RunAhead
+from tfcommx.optim import measurement_cache
+from tfcommx.optim.expected_run import SHARE, ExpectedRun
 from tfcommx.planner.automatic import (
     Asked,
+    auto_as_plain,
     auto_of,
     is_worth_it,
     propose,
-    with_auto_plain,
 )
 from tfcommx.routes import read_plan
 from tfcommx.runtime.agreement import agree_on_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.trial import TrialExecutor
-from tfcommx.runtime.turns import LEAST_ROUNDS, Turns
+from tfcommx.runtime.trial_rounds import LEAST_ROUNDS, TrialRounds
 from tfcommx.strategies import Strategy, Synchronous
 from tfcommx.terms import Links, Plan, PlanError, Scheme
 
@@ -47,7 +47,7 @@ PLAIN_HOROVOD = "plain Horovod"
 # Raised when a trial decides by another rule or between other plans: kept choices are void then
 TRIAL = 2
 # Of the quick measurement before the first step: bytes that each rank sends, bytes that come
-# through a port before a time counts, turns that count
+# through a port before a time counts, rounds that count
 SIZES, STEADY, REPEATS = (1024, 262144), 2**20, 1
 
 
@@ -56,7 +56,7 @@ def executor_for(
     asked: Asked,
     comm: Comm,
     strategy: Strategy,
-    ahead: RunAhead,
+    expected: ExpectedRun,
 ) -> PlanExecutor | TrialExecutor:
     """Return what exchanges gradients under these schemes, "auto" perhaps among them.
 
@@ -65,13 +65,13 @@ def executor_for(
         asked: the gradients, and what was measured of model and cluster.
         comm: of this rank.
         strategy: with another one than Synchronous a lossless "auto" is plain Horovod.
-        ahead: what is known of the steps that follow; rank 0's counts.
+        expected: what is known of the steps that follow; rank 0's counts.
 
     **Ranks:** all, outside of traced code, with equal arguments. **Cost:** see
     DistributedOptimizer. **Raises:** PlanError for schemes that cannot be carried out, and for a
     profile of another model.
     """
-    plain = asked.plan(with_auto_plain(schemes), strategy.reduces_to_root)
+    plain = asked.plan(auto_as_plain(schemes), strategy.reduces_to_root)
     strategy.check(plain)
     agree_on_plan(plain, comm)
     _agree_on_request(schemes, asked, comm)
@@ -86,7 +86,7 @@ def executor_for(
         )
     if not synchronous or not is_worth_it(schemes, asked):
         return PlanExecutor(plain, comm)
-    return _chosen_or_tried(schemes, asked, comm, plain, comm.gather_objects(ahead)[0])
+    return _chosen_or_tried(schemes, asked, comm, plain, comm.gather_objects(expected)[0])
 
 
 def _agree_on_request(schemes: Mapping[str, Scheme], asked: Asked, comm: Comm) -> None:
@@ -105,16 +105,16 @@ def _agree_on_request(schemes: Mapping[str, Scheme], asked: Asked, comm: Comm) -
 
 
 def _chosen_or_tried(
-    schemes: Mapping[str, Scheme], asked: Asked, comm: Comm, plain: Plan, ahead: RunAhead
+    schemes: Mapping[str, Scheme], asked: Asked, comm: Comm, plain: Plan, expected: ExpectedRun
 ) -> PlanExecutor | TrialExecutor:
     cluster = _cluster(comm)
-    key = _key(schemes, asked, cluster, ahead)
-    kept = _of_rank_0(comm, lambda: kept_measurements.read("choice", key))
-    if kept is not None and (plan := _kept_plan(kept, plain, ahead)):
+    key = _key(schemes, asked, cluster, expected)
+    kept = _of_rank_0(comm, lambda: measurement_cache.read("choice", key))
+    if kept is not None and (plan := _kept_plan(kept, plain, expected)):
         _say(comm, f"{kept['chosen']}, as measured in a run before. {kept['said']}")
         return PlanExecutor(plan, comm)
-    if ahead.are_few:
-        _say(comm, f"{PLAIN_HOROVOD}: {ahead.steps} steps follow, too few to measure anything.")
+    if expected.is_short:
+        _say(comm, f"{PLAIN_HOROVOD}: {expected.steps} steps follow, too few to measure anything.")
         return PlanExecutor(plain, comm)
     if asked.links is None:
         asked = asked._replace(links=_links(comm, cluster))
@@ -129,29 +129,31 @@ def _chosen_or_tried(
     if not written:
         _say(comm, f"{PLAIN_HOROVOD}: nothing is predicted to be faster.")
         return PlanExecutor(plain, comm)
-    fit = ahead.of_trial // LEAST_ROUNDS
+    fit = expected.trial_steps // LEAST_ROUNDS
     if fit < 2:
-        return PlanExecutor(_predicted(written[0], plain, comm, ahead), comm)
+        return PlanExecutor(_predicted(written[0], plain, comm, expected), comm)
     written = written[: fit - 1]
     names = [PLAIN_HOROVOD, *(name for name, _, _ in written)]
     plans = [plain, *(read_plan(text) for _, text, _ in written)]
 
-    def decided(turns: Turns) -> None:
-        chosen, said = names[turns.chosen], _in_words(names, turns)
+    def decided(rounds: TrialRounds) -> None:
+        chosen, said = names[rounds.chosen], _in_words(names, rounds)
         _say(comm, f"{chosen}. {said}")
-        if comm.rank == 0 and ahead.keeps_choice:
-            value = {"chosen": chosen, "said": said, "plan": plans[turns.chosen].to_json()}
-            kept_measurements.write("choice", key, value | {"of_trial": ahead.of_trial})
+        if comm.rank == 0 and expected.keeps_choice:
+            value = {"chosen": chosen, "said": said, "plan": plans[rounds.chosen].to_json()}
+            measurement_cache.write("choice", key, value | {"of_trial": expected.trial_steps})
 
-    return TrialExecutor(plans, comm, decided, ahead.of_trial)
+    return TrialExecutor(plans, comm, decided, expected.trial_steps)
 
 
-def _predicted(found: tuple[str, str, bool], plain: Plan, comm: Comm, ahead: RunAhead) -> Plan:
+def _predicted(
+    found: tuple[str, str, bool], plain: Plan, comm: Comm, expected: ExpectedRun
+) -> Plan:
     """Return the first proposal (name, plan, whether it is clear), or plain Horovod's plan."""
     name, text, is_clear = found
     why = (
-        f"A trial takes {2 * LEAST_ROUNDS} steps or more, and {SHARE:.0%} of the {ahead.steps} "
-        f"that follow are {ahead.of_trial}"
+        f"A trial takes {2 * LEAST_ROUNDS} steps or more, and {SHARE:.0%} of the {expected.steps} "
+        f"that follow are {expected.trial_steps}"
     )
     if is_clear:
         _say(comm, f"{name}, by prediction. {why}.")
@@ -165,12 +167,12 @@ def _say(comm: Comm, what: str) -> None:
         log.warning("How gradients travel: %s", what)
 
 
-def _in_words(names: list[str], turns: Turns) -> str:
+def _in_words(names: list[str], rounds: TrialRounds) -> str:
     times = [
-        f"{name} {1e3 * mean:.1f} ms" if (mean := turns.mean(plan)) else name
+        f"{name} {1e3 * mean:.1f} ms" if (mean := rounds.mean(plan)) else name
         for plan, name in enumerate(names)
     ]
-    return f"Mean step in a trial of {turns.steps}: {'; '.join(times)}."
+    return f"Mean step in a trial of {rounds.steps}: {'; '.join(times)}."
 
 
 def _of_rank_0(comm: Comm, work: Callable[[], Any]) -> Any:
@@ -207,7 +209,7 @@ def _cluster(comm: Comm) -> dict[str, Any]:
 
 
 def _key(
-    schemes: Mapping[str, Scheme], asked: Asked, cluster: dict[str, Any], ahead: RunAhead
+    schemes: Mapping[str, Scheme], asked: Asked, cluster: dict[str, Any], expected: ExpectedRun
 ) -> dict[str, Any]:
     """Return all that a choice depends on, as far as the optimizer knows it."""
     profile = None if asked.profile is None else asked.profile.to_json()
@@ -220,11 +222,11 @@ def _key(
         "schemes": {pattern: dataclasses.asdict(scheme) for pattern, scheme in schemes.items()},
         "links": links,
         "profile": profile and hashlib.sha256(profile.encode()).hexdigest(),
-        **ahead.key(None if asked.profile is None else asked.profile.batch),
+        **expected.key(None if asked.profile is None else asked.profile.batch),
     }
 
 
-def _kept_plan(kept: dict[str, Any], plain: Plan, ahead: RunAhead) -> Plan | None:
+def _kept_plan(kept: dict[str, Any], plain: Plan, expected: ExpectedRun) -> Plan | None:
     """Return the plan of a kept choice; None if a longer trial fits now than its own did.
 
     None, with a warning, if it cannot be one for this.
@@ -233,7 +235,7 @@ def _kept_plan(kept: dict[str, Any], plain: Plan, ahead: RunAhead) -> Plan | Non
         plan = read_plan(kept["plan"])
         if plan.topology == plain.topology and plan.paths == plain.paths:
             kept["chosen"], kept["said"]
-            return plan if kept["of_trial"] >= ahead.of_trial else None
+            return plan if kept["of_trial"] >= expected.trial_steps else None
     except (ValueError, KeyError, TypeError, PlanError):
         pass
     log.warning("The choice kept by a run before is damaged, and is made again.")
@@ -247,7 +249,7 @@ def _links(comm: Comm, cluster: dict[str, Any]) -> Links | None:
     """
     if comm.topology.uneven:
         return None
-    kept = _of_rank_0(comm, lambda: kept_measurements.read("links", cluster))
+    kept = _of_rank_0(comm, lambda: measurement_cache.read("links", cluster))
     if kept is not None:
         try:
             return Links.from_dict(kept)
@@ -255,5 +257,5 @@ def _links(comm: Comm, cluster: dict[str, Any]) -> Links | None:
             log.warning("The links kept by a run before are damaged, and are measured again.")
     links = probe(comm, SIZES, REPEATS, blocks=(), steady=STEADY, fusion=True).links
     if comm.rank == 0:
-        kept_measurements.write("links", cluster, links.to_dict())
+        measurement_cache.write("links", cluster, links.to_dict())
     return links

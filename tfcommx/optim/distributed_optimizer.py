@@ -19,7 +19,7 @@ import keras
 from tfcommx.comm import process
 from tfcommx.optim.exchange_settings import ExchangeSettings
 from tfcommx.optim.exchanger import Exchanger
-from tfcommx.optim.from_horovod import names_instead
+from tfcommx.optim.from_horovod import refuse_horovod_arguments
 from tfcommx.optim.keras_internals import (
     AgreedLossScale,
     ExchangesGradients,
@@ -33,7 +33,7 @@ from tfcommx.strategies import Strategy, in_lock_step, strategy_of
 from tfcommx.terms import AUTO, Links, Plan, PlanError, Profile, Scheme, Topology
 
 
-@names_instead
+@refuse_horovod_arguments
 def DistributedOptimizer(
     optimizer: keras.optimizers.Optimizer,
     scheme: Scheme | Mapping[str, Scheme] | None = None,
@@ -148,7 +148,7 @@ def _wrap(
     """Wrap an optimizer with checked settings. **Raises:** RuntimeError before init()."""
     inner = _inner(optimizer)
     exchanger = Exchanger(process.current(), schemes, settings)
-    exchanger.reduce = _reduce
+    exchanger.reduce_for_pickle = _reduce
     mixin = UpdatesShards if settings.strategy.shards_weights else ExchangesGradients
     wrapped = copy_with(mixin, inner)
     wrapped.exchanger = exchanger

@@ -31,10 +31,10 @@ class ExchangeSettings:
         check_name("op", self.operation, OPERATIONS)
         buckets = () if self.plan is None else self.plan.buckets
         if self.own_momentum and any(bucket.momentum for bucket in buckets):
-            raise PlanError(momentum_twice(self.own_momentum))
+            raise PlanError(double_momentum_error(self.own_momentum))
 
 
-def momentum_twice(own_momentum: float) -> str:
+def double_momentum_error(own_momentum: float) -> str:
     """Return the error for momentum in a scheme and in the optimizer."""
     return (
         "Momentum must be applied once. Received a scheme with `momentum` and an optimizer with "

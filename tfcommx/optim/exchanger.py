@@ -51,7 +51,7 @@ class Exchanger:
         self.guard = ReplicaGuard(comm, every, settings.strategy.keeps_weights_equal)
         self.carried = CarriedState()
         # How `copy` and `pickle` make the wrapped optimizer again; the wrap sets it
-        self.reduce: Callable[[keras.optimizers.Optimizer], tuple[Any, ...]] | None = None
+        self.reduce_for_pickle: Callable[..., tuple[Any, ...]] | None = None
         # How an outer LossScaleOptimizer decides: "none" is there, "local" (alone) or "agreed"
         self.loss_scale = "none"
         self._finite = FiniteAgreement(comm)
@@ -135,10 +135,10 @@ class Exchanger:
         weights = self.weights_of(self.step.variables)
         self.run_for(self.step.variables).update(apply, gradients, weights, state)
 
-    def settle(self) -> None:
+    def consolidate(self) -> None:
         """Make the weights whole and equal. **Ranks:** all, outside of traced code."""
         for run in self.runs.values():
-            run.settle()
+            run.consolidate()
 
     def weights_of(self, variables: Sequence[keras.Variable]) -> dict[str, tf.Variable]:
         """Return name -> TensorFlow's variable."""
@@ -158,7 +158,7 @@ class Exchanger:
             )
 
     @tf.autograph.experimental.do_not_convert
-    def all_ranks(self, finite: tf.Tensor) -> tf.Tensor:
+    def finite_on_all_ranks(self, finite: tf.Tensor) -> tf.Tensor:
         """Tell whether `finite` (bool) holds on every rank, if ranks take their steps together.
 
         **Ranks:** all. **Cost:** one allreduce of 4 bytes.
@@ -183,7 +183,7 @@ class Exchanger:
                 "A change of scheme needs ranks that exchange gradients. Received one with "
                 f"{self.settings.strategy}. Leave SwitchScheme out."
             )
-        self.settle()
+        self.consolidate()
         self.carried.residuals = self.residuals_outside_plans()
         for state in self._running():
             self.carried.add_plan(state)
@@ -252,9 +252,9 @@ class Exchanger:
         """Return the strategy at work on the plan of these variables; start it if it is new."""
         names = tuple(self.names.of(variables))
         if names not in self.runs:
-            ahead = self.requested.ahead
+            ahead = self.requested.expected_run
             if not ahead.whole_run:
-                self.requested.ahead = ahead._replace(batch=traced_batch() or ahead.batch)
+                self.requested.expected_run = ahead._replace(batch=traced_batch() or ahead.batch)
             with tf.init_scope():  # Also while a step is traced: planning is done once, for real.
                 self._take_from_overlapping(set(names))
                 self._take_from_predecessors(variables)
@@ -283,13 +283,13 @@ class Exchanger:
             if predecessor not in (None, self):
                 rates = [self.carried.rate_exponent, predecessor.highest_rate()]
                 self.carried.rate_exponent = highest(rates)
-                handed = predecessor.hand_residuals_over(variables)
+                handed = predecessor.export_residuals(variables)
                 mine = dict(zip(map(id, variables), self.names.of(variables), strict=True))
                 self.carried.add({mine[key]: part for key, part in handed.items()}, {})
         for variable in variables:
             variable.tfcommx_exchanger = self
 
-    def hand_residuals_over(self, variables: Sequence[keras.Variable]) -> dict[int, np.ndarray]:
+    def export_residuals(self, variables: Sequence[keras.Variable]) -> dict[int, np.ndarray]:
         """Return, by id of the variable, what is not sent yet of these variables; forget it here.
 
         **Ranks:** all, outside of traced code.

@@ -39,7 +39,7 @@ INSTEAD = {
 _OPERATIONS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
 
 
-def names_instead(function: Callable[P, R]) -> Callable[P, R]:
+def refuse_horovod_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """Let a function that takes Horovod's place refuse its arguments in words, before it runs.
 
     **Raises:** PlanError that says what to write instead.

@@ -11,10 +11,10 @@ import keras
 
 from tfcommx.comm.base import Comm
 from tfcommx.optim.automatic import executor_for
-from tfcommx.optim.exchange_settings import ExchangeSettings, momentum_twice
-from tfcommx.optim.run_ahead import RunAhead
+from tfcommx.optim.exchange_settings import ExchangeSettings, double_momentum_error
+from tfcommx.optim.expected_run import ExpectedRun
 from tfcommx.optim.variable_names import VariableNames
-from tfcommx.planner.automatic import Asked, auto_of, with_auto_plain
+from tfcommx.planner.automatic import Asked, auto_as_plain, auto_of
 from tfcommx.planner.check import check_scheme, require_coverage
 from tfcommx.planner.plan import Gradient
 from tfcommx.runtime.executor import PlanExecutor
@@ -42,7 +42,7 @@ class RequestedPlan:
                 "Make it for this cluster."
             )
         # For "auto"; `fit` and recipes fill it in
-        self.ahead = RunAhead()
+        self.expected_run = ExpectedRun()
 
     def check(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
         """Refuse schemes that cannot be carried out. **Raises:** PlanError."""
@@ -54,7 +54,7 @@ class RequestedPlan:
                 )
             check_scheme(scheme, self._comm.topology, self._comm.has_messages)
             if scheme.momentum and self._settings.own_momentum:
-                raise PlanError(momentum_twice(self._settings.own_momentum))
+                raise PlanError(double_momentum_error(self._settings.own_momentum))
         auto_of(by_pattern(schemes))
 
     def replace(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
@@ -70,14 +70,14 @@ class RequestedPlan:
             require_coverage(self._given_plan, set(self._names.of(variables)))
             return self._given_plan
         to_root = self._settings.strategy.reduces_to_root
-        return self._asked(variables).plan(with_auto_plain(self.schemes), to_root)
+        return self._asked(variables).plan(auto_as_plain(self.schemes), to_root)
 
     def executor_of(self, variables: Sequence[keras.Variable]) -> PlanExecutor | TrialExecutor:
         """Return what exchanges these variables' gradients. **Ranks:** all, untraced."""
         strategy = self._settings.strategy
         if self._given_plan is None:
             asked = self._asked(variables)
-            return executor_for(self.schemes, asked, self._comm, strategy, self.ahead)
+            return executor_for(self.schemes, asked, self._comm, strategy, self.expected_run)
         plan = self.plan_of(variables)
         strategy.check(plan)
         return PlanExecutor(plan, self._comm)

@@ -31,7 +31,7 @@ class Sharding:
         # The strategy at work, from the first step on
         self.run: ShardedRun | None = None
         # Whether a step may begin with the pull
-        self.may_begin = False
+        self.can_pull_first = False
         # What the optimizer keeps of each shard, by attribute
         self.slots: dict[str, list[keras.Variable | None]] = {}
         # Steps at which the whole state was gathered, and the state on rank 0
@@ -103,9 +103,9 @@ class Sharding:
             raise PlanError(
                 'With strategy="sharded" each rank has a part of the optimizer\'s state, and rank '
                 f"0 writes the whole after all ranks have gathered it. Rank {self.comm.rank} "
-                f"wants to write it after step {steps}. Call cx.settle(optimizer) on all ranks "
-                "after the last step, then model.save on rank 0; BroadcastState does it at the end "
-                "of each epoch."
+                f"wants to write it after step {steps}. Call cx.consolidate(optimizer) on all "
+                "ranks after the last step, then model.save on rank 0; BroadcastState does it at "
+                "the end of each epoch."
             )
         return self._gathered[1]
 

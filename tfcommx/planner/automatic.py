@@ -129,10 +129,10 @@ def auto_of(schemes: Mapping[str, Scheme]) -> Scheme | None:
     return found.pop() if found else None
 
 
-def with_auto_plain(schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:
+def auto_as_plain(schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:
     """Return the schemes with plain Horovod's, which is always tried, in the place of "auto".
 
-    >>> with_auto_plain({"*": Scheme("auto")})["*"] == Scheme()
+    >>> auto_as_plain({"*": Scheme("auto")})["*"] == Scheme()
     True
     """
     auto = auto_of(schemes)
@@ -195,7 +195,7 @@ def propose(schemes: Mapping[str, Scheme], asked: Asked, messages: bool = False)
     first = rankings[0]
     clear = first.candidates[0].timeline.step_s <= CLEAR * first.plain_s
     count = 1 if given is not None and asked.links is not None and clear else TRIED
-    seen = [asked.plan(with_auto_plain(schemes)).buckets]
+    seen = [asked.plan(auto_as_plain(schemes)).buckets]
     found: list[Proposal] = []
     for profile, candidate in _in_order(rankings):
         if len(found) == count:

@@ -7,5 +7,6 @@ residuals       what a rank keeps of a plan's buckets, how it is saved and redis
 rates           learning rates that rise, which residuals follow
 flat, clipping  gradients to flat vectors and back; the joint norm of a rank's gradients
 agreement       all ranks carry out the same plan
-trial, turns    several plans take turns, and the fastest stays; who is next, and which one it is
+trial           several plans take turns, step by step, and the fastest stays
+trial_rounds    the order of their turns, and which plan the times choose
 """

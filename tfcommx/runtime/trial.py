@@ -2,7 +2,7 @@ r"""Several plans for the same gradients take turns, step by step; the fastest s
 
     gradients -> + what waits -> switch_case(whose turn) -> plain | plan 1 | plan 2 -> result
                                                                                   \-> stamp
-    at a round's end    stamps of all ranks -> the slowest rank's times -> `turns` -> whose turn
+    at a round's end    stamps of all ranks -> the slowest rank's times -> rounds -> whose turn
 
 All of it is in the graph of one step, so nothing is traced again when the turn changes. The times
 are those between the ends of two exchanges: whole steps, with what of the exchange they hide.
@@ -23,7 +23,7 @@ from tfcommx.kernels.stamp import stamp
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.rates import highest
 from tfcommx.runtime.residuals import PlanState, Residuals, send_with_residual, sum_residuals
-from tfcommx.runtime.turns import STEPS, Turns
+from tfcommx.runtime.trial_rounds import STEPS, TrialRounds
 from tfcommx.terms import Piece, Plan
 
 
@@ -34,7 +34,7 @@ class TrialExecutor:
         self,
         plans: Sequence[Plan],
         comm: Comm,
-        decided: Callable[[Turns], None] = lambda _: None,
+        decided: Callable[[TrialRounds], None] = lambda _: None,
         steps: int = STEPS,
     ) -> None:
         """Get ready for all plans.
@@ -49,7 +49,7 @@ class TrialExecutor:
         **Ranks:** all, outside of traced code, with equal plans. **Raises:** as PlanExecutor.
         """
         self.executors = [PlanExecutor(plan, comm) for plan in plans]
-        self.comm, self.turns, self._decided = comm, Turns(len(plans), steps), decided
+        self.comm, self.rounds, self._decided = comm, TrialRounds(len(plans), steps), decided
         self._scope, count = comm.own_scope(), len(plans)
         # Whether this round is one of the trial
         self._counts = all(comm.gather_objects(comm.trials.is_first(self)))
@@ -75,7 +75,7 @@ class TrialExecutor:
     @property
     def chosen(self) -> PlanExecutor | None:
         """The executor of the plan that stays, once that is decided."""
-        return None if self.turns.chosen is None else self.executors[self.turns.chosen]
+        return None if self.rounds.chosen is None else self.executors[self.rounds.chosen]
 
     @property
     def plan(self) -> Plan:
@@ -151,23 +151,23 @@ class TrialExecutor:
             seconds: float64 [plans], of the steps of the round, on the slowest rank.
             waits: whether another trial comes first, on any rank.
         """
-        turns, count = self.turns, len(self.executors)
+        rounds, count = self.rounds, len(self.executors)
         counts, self._counts = self._counts, not waits
         if waits:
             return np.zeros(count, np.int32), count, False
         if counts:
-            turns.record(seconds.numpy()[: len(turns.order)].tolist())
-        if turns.chosen is None:
-            padded = np.resize(turns.order, count)
-            return padded.astype(np.int32), len(turns.order), False
+            rounds.record(seconds.numpy()[: len(rounds.order)].tolist())
+        if rounds.chosen is None:
+            padded = np.resize(rounds.order, count)
+            return padded.astype(np.int32), len(rounds.order), False
         losers = [executor for executor in self.executors if executor is not self.chosen]
         left = [executor.export_residuals(set(self._waiting))[0] for executor in losers]
         self._add_waiting(sum_residuals(left))
         for executor in losers:
             executor.release()
         self.comm.trials.leave(self)
-        self._decided(turns)
-        return np.full(count, turns.chosen, np.int32), 0, any(map(bool, left))
+        self._decided(rounds)
+        return np.full(count, rounds.chosen, np.int32), 0, any(map(bool, left))
 
     def _with_waiting(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Return the gradients plus what waits for these variables on this rank."""

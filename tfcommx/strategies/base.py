@@ -3,7 +3,7 @@
 model.fit -> optimizer.apply -> run.exchange(gradients) -> Keras clips -> run.update(...)
                                 [what is exchanged]                       [who applies it;
                                                                            weights are shared]
-          -> epoch ends      -> run.settle()
+          -> epoch ends      -> run.consolidate()
                                 [weights become whole and equal]
 """
 
@@ -73,7 +73,7 @@ class StrategyRun:
         """Tell whether all ranks have the same weights before this step; asked once a step."""
         return True
 
-    def settle(self) -> None:
+    def consolidate(self) -> None:
         """Make the weights whole and equal on all ranks, for an evaluation or a file.
 
         Does nothing if they are. **Ranks:** all, outside of traced code, between the same steps.

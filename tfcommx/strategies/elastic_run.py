@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfcommx.comm.centre_server import CentreServer, cut
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies.base import StrategyRun
-from tfcommx.strategies.centre import END_SECONDS, Worker
+from tfcommx.strategies.elastic_worker import END_SECONDS, Worker
 
 CHIEF = 0  # The rank whose weights the centre begins with
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies.base import StrategyRun, require_sums_on_all_ranks
-from tfcommx.strategies.weights import broadcast_weights
+from tfcommx.strategies.broadcast_weights import broadcast_weights
 from tfcommx.terms import Plan, check_whole
 
 

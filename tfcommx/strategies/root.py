@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies.base import StrategyRun
-from tfcommx.strategies.weights import broadcast_weights
+from tfcommx.strategies.broadcast_weights import broadcast_weights
 from tfcommx.terms import Plan, PlanError
 
 

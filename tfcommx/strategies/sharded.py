@@ -326,10 +326,10 @@ class ShardedRun(StrategyRun):
         with tf.control_dependencies(before):
             shards.current.assign(True)
 
-    def settle(self) -> None:
+    def consolidate(self) -> None:
         """Pull, if the weights are one update old."""
         if not bool(self.shards.current.numpy()):
-            self.pull("settle")
+            self.pull("consolidate")
 
     def squares(self, gradients: Sequence[tf.Tensor]) -> dict[str, tf.Tensor]:
         """Return path -> sum of squares of the whole gradient, float32, equal on all ranks.

@@ -34,7 +34,7 @@ class WeightAveraging:
     """Update by each rank's own gradients; average the weights every some steps.
 
     Between averages the ranks' weights differ; at the end of an epoch, before an evaluation and
-    before a checkpoint they are averaged (cx.settle).
+    before a checkpoint they are averaged (cx.consolidate).
     """
 
     # Steps, an integer >= 1, after which weights are averaged: tau
@@ -171,7 +171,7 @@ class WeightAveragingRun(StrategyRun):
                 total = comm.allreduce(tf.convert_to_tensor(slot), "world", f"state{place}")
             slot.assign(total / tf.cast(comm.topology.size, total.dtype))
 
-    def settle(self) -> None:
+    def consolidate(self) -> None:
         """Average now, if steps were taken since the last time."""
         if int(self._steps.numpy()):
             self._average()

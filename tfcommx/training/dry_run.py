@@ -16,7 +16,7 @@ from tfcommx import report, routes
 from tfcommx.data.read_ahead import untuned
 from tfcommx.optim import callbacks
 from tfcommx.optim.exchanger import Exchanger
-from tfcommx.optim.run_ahead import RunAhead
+from tfcommx.optim.expected_run import ExpectedRun
 from tfcommx.optim.wrapped import exchanger_of, steps_of_update
 from tfcommx.planner.automatic import auto_of
 from tfcommx.recipes.recipe import Recipe
@@ -87,10 +87,10 @@ def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int
     data = untuned(run.objective.targets(tf.data.Dataset.from_tensors(batch)).cache().repeat())
     begin, exchanger, first = [callbacks.BroadcastState()] * (number == 0), exchanger_of(model), 0.0
     accumulated = steps_of_update(model.optimizer)
-    exchanger.requested.ahead = run_ahead(run, number, accumulated)
+    exchanger.requested.expected_run = expected_run(run, number, accumulated)
     # What "auto" tries is over before steps are timed
     tries = exchanger.ranks > 1 and not exchanger.runs and auto_of(exchanger.requested.schemes)
-    tried = [(exchanger.requested.ahead.of_trial + 1) * accumulated] if tries else []
+    tried = [(exchanger.requested.expected_run.trial_steps + 1) * accumulated] if tries else []
     for count in [*tried, 1 + steps]:
         model.fit(data, steps_per_epoch=count, verbose=0, shuffle=False, callbacks=[*begin, timing])
         begin, first = [], first or timing.seconds["first_step"]
@@ -114,14 +114,14 @@ def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int
     }
 
 
-def run_ahead(run: Run, number: int, accumulated: int = 1) -> RunAhead:
+def expected_run(run: Run, number: int, accumulated: int = 1) -> ExpectedRun:
     """Return what a real run knows of the steps that follow where a phase has its own scheme.
 
     What made-up batches choose is not kept: a real run measures with its own.
     """
     phase, begin = run.recipe.phases[number], sum(run.phases[:number])
     begin += min(len(phase.warm_up), phase.epochs - 1)
-    return run.ahead(begin, accumulated)._replace(keeps_choice=False)
+    return run.expected_run(begin, accumulated)._replace(keeps_choice=False)
 
 
 def made_up(spec: Sequence[Any], outputs: int, batch: int, resolution: int) -> Any:

@@ -18,4 +18,4 @@ class LookAhead(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         """Tell it: if the epoch has another scheme, its first step makes a new plan."""
         accumulated = steps_of_update(self.model.optimizer)
-        exchanger_of(self.model).requested.ahead = self.run.ahead(epoch, accumulated)
+        exchanger_of(self.model).requested.expected_run = self.run.expected_run(epoch, accumulated)

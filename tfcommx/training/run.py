@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tfcommx as cx
 from tfcommx.comm.base import Comm
-from tfcommx.optim.run_ahead import RunAhead
+from tfcommx.optim.expected_run import ExpectedRun
 from tfcommx.recipes.base import Data, Objective, Place
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.target import Target
@@ -52,7 +52,7 @@ class Run:
         ]
         return sum(ended[: position.epoch]) + position.step
 
-    def ahead(self, epoch: int, accumulated: int = 1) -> RunAhead:
+    def expected_run(self, epoch: int, accumulated: int = 1) -> ExpectedRun:
         """Return what "auto" is told of the epochs around one that share its scheme.
 
         Where among them a run is resumed changes nothing: it finds the choice, or makes it alike.
@@ -68,7 +68,7 @@ class Run:
         while end < len(schemes) and schemes[end] == schemes[epoch]:
             end += 1
         batch, now = (self.recipe.batch(phases[one]) for one in (first, epoch))
-        return RunAhead(
+        return ExpectedRun(
             sum(map(self.steps_of, range(first, end))) // accumulated,
             self.steps_of(first),
             batch,

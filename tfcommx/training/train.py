@@ -287,7 +287,7 @@ def fit_phases(model: keras.Model, run: Run, first: Position, run_callbacks: Run
     """Train the phases one after the other, from `first` on. **Raises:** Stopped."""
     begin: list[keras.callbacks.Callback] = [callbacks.BroadcastState()]
     if first.step:  # In mid-epoch; one that begins, if only again, begins with new metrics
-        begin.append(checkpoint.RestoreOwn(run.checkpoint))
+        begin.append(checkpoint.RestoreRankValues(run.checkpoint))
     phase = None
     for piece in pieces(run.phases, first, run.data.redistributes):
         if piece.phase != phase:
@@ -316,7 +316,7 @@ def fit_phases(model: keras.Model, run: Run, first: Position, run_callbacks: Run
 
 
 def build_metrics(model: keras.Model, batches: tf.data.Dataset) -> None:
-    """Build the metrics, as the first step would: only then can RestoreOwn set their sums."""
+    """Build the metrics, as the first step would: RestoreRankValues sets their sums."""
     inputs, targets, *weights = tf.nest.map_structure(
         lambda part: tf.zeros([size or 1 for size in part.shape], part.dtype), batches.element_spec
     )

@@ -16,11 +16,11 @@ from tfcommx import callbacks
 from tfcommx.comm.base import Comm
 from tfcommx.comm.line import Line
 from tfcommx.optim import automatic
-from tfcommx.optim.run_ahead import RunAhead
+from tfcommx.optim.expected_run import ExpectedRun
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.rates import UNKNOWN
 from tfcommx.runtime.trial import TrialExecutor
-from tfcommx.runtime.turns import STEPS
+from tfcommx.runtime.trial_rounds import STEPS
 from tfcommx.terms import Link, Links
 
 # So slow that predictions find several schemes faster than plain Horovod
@@ -83,7 +83,7 @@ def test_the_default_trains_as_plain_horovod_does_and_keeps_its_choice(
     if comm.topology.size == 1:
         assert isinstance(running, PlanExecutor) and not own_cache.exists()
         return
-    assert running.turns.chosen is not None and running.turns.steps <= STEPS
+    assert running.rounds.chosen is not None and running.rounds.steps <= STEPS
     assert [state.plan for state in net.optimizer.exchanger.plan_states()] == [running.plan]
     assert sum(int(one.steps) for one in running.executors) == 4 * epochs
     said = [one for one in caplog.messages if "How gradients travel" in one]
@@ -104,7 +104,7 @@ def test_a_run_of_a_few_steps_decides_nothing(comm: Comm, own_cache: Path) -> No
         return  # There is nothing to try
     net = trained(comm, 1, links=SLOW)
     running = executor_of(net.optimizer)
-    assert running.turns.chosen is None and not own_cache.exists()
+    assert running.rounds.chosen is None and not own_cache.exists()
     plans = [state.plan for state in net.optimizer.exchanger.plan_states()]
     assert plans == [one.plan for one in running.executors]
 
@@ -117,18 +117,19 @@ def test_where_fit_knows_that_few_steps_follow_nothing_is_measured(
     x, y = batch(comm.rank, rows=32)
     every = [callbacks.BroadcastState()]
     net.fit(x, y, batch_size=8, epochs=5, initial_epoch=2, verbose=0, callbacks=every)
-    assert net.optimizer.exchanger.requested.ahead == RunAhead(steps=12, steps_of_epoch=4, batch=8)
+    expected = ExpectedRun(steps=12, steps_of_epoch=4, batch=8)
+    assert net.optimizer.exchanger.requested.expected_run == expected
     assert isinstance(executor_of(net.optimizer), PlanExecutor) and not own_cache.exists()
     if comm.topology.size > 1:
         assert ("plain Horovod: 12 steps follow" in caplog.text) == (comm.rank == 0)
     # Another fit has steps of its own, unless it is a part of a run that somebody else knows
     for epochs, known in ((1, 4), (2, 8)):
         net.fit(x, y, batch_size=8, epochs=epochs, verbose=0, callbacks=every)
-        assert net.optimizer.exchanger.requested.ahead.steps == known
-    told = RunAhead(steps=1000, steps_of_epoch=4, batch=8, whole_run=True)
-    net.optimizer.exchanger.requested.ahead = told
+        assert net.optimizer.exchanger.requested.expected_run.steps == known
+    told = ExpectedRun(steps=1000, steps_of_epoch=4, batch=8, whole_run=True)
+    net.optimizer.exchanger.requested.expected_run = told
     net.fit(x, y, batch_size=8, verbose=0, callbacks=every)
-    assert net.optimizer.exchanger.requested.ahead == told
+    assert net.optimizer.exchanger.requested.expected_run == told
 
 
 def test_two_optimizers_of_one_step_hold_their_trials_one_after_the_other(comm: Comm) -> None:
@@ -148,11 +149,11 @@ def test_two_optimizers_of_one_step_hold_their_trials_one_after_the_other(comm: 
     for number in range(2 * STEPS + 9):
         step(*gradients)
         first, second = map(executor_of, optimizers)
-        if comm.topology.size > 1 and first.turns.chosen is None:
-            assert int(second.executors[0].steps) == number + 1 and second.turns.steps == 0
+        if comm.topology.size > 1 and first.rounds.chosen is None:
+            assert int(second.executors[0].steps) == number + 1 and second.rounds.steps == 0
     assert all(same_on_all_ranks(comm, net) for net in nets)
     if comm.topology.size > 1:
-        assert first.turns.chosen is not None and second.turns.chosen is not None
+        assert first.rounds.chosen is not None and second.rounds.chosen is not None
 
 
 def test_a_trial_that_is_dropped_holds_up_no_other(comm: Comm) -> None:
@@ -171,8 +172,8 @@ def test_a_trial_that_is_dropped_holds_up_no_other(comm: Comm) -> None:
         change()
     for _ in range(3):
         optimizer.apply_gradients(zip(gradients, net.trainable_variables, strict=True))
-    assert [trial.turns.steps for trial in dropped] == [0, 0]
-    assert executor_of(optimizer).turns.steps == 3
+    assert [trial.rounds.steps for trial in dropped] == [0, 0]
+    assert executor_of(optimizer).rounds.steps == 3
     optimizer.exchanger.switch(cx.Scheme())  # Without its trial for other tests
 
 
@@ -201,7 +202,7 @@ def test_a_lossy_auto_loses_nothing_in_a_loop_with_a_loss_scale(
         came = [one + mine.numpy() for one, mine in zip(came, gradients, strict=True)]
     assert same_on_all_ranks(comm, net)
     exchanger = optimizer.exchanger
-    assert executor_of(optimizer).turns.chosen is not None
+    assert executor_of(optimizer).rounds.chosen is not None
     waits = exchanger.all_residuals()
     names = exchanger.names.of(net.trainable_variables)
     mine = [
@@ -224,7 +225,7 @@ def test_other_strategies_have_plain_horovod_and_refuse_to_lose_anything(comm: C
 def test_a_damaged_choice_is_made_again(comm: Comm, own_cache: Path) -> None:
     if comm.topology.size == 1:
         return  # There is nothing to try
-    monkey = automatic.kept_measurements
+    monkey = automatic.measurement_cache
     if comm.rank == 0:
         original = monkey.read
         monkey.read = lambda kind, key: {"chosen": "x", "said": "", "plan": "{}"}

@@ -6,7 +6,7 @@ import keras
 
 from tfcommx.optim.callbacks.agree import AgreeOnStop
 from tfcommx.optim.callbacks.average import AverageBatchNorm
-from tfcommx.optim.callbacks.start import BroadcastState
+from tfcommx.optim.callbacks.broadcast_state import BroadcastState
 
 
 class Standard(keras.callbacks.CallbackList):

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfcommx.comm import process
-from tfcommx.optim.callbacks.look_ahead import look_ahead
+from tfcommx.optim.callbacks.expect_steps import expect_steps
 from tfcommx.optim.keras_internals import has_schedule
 from tfcommx.optim.requested_plan import by_pattern
 from tfcommx.optim.wrapped import exchanger_of
@@ -131,7 +131,7 @@ class SwitchScheme(keras.callbacks.Callback):
         pixels, scheme = self._at(self.resolutions, epoch), self._at(self.schemes, epoch)
         if self.first or scheme is not None:
             end = min((start for start in self.schemes if start > epoch), default=None)
-            look_ahead(self.model.optimizer, self.params, epoch, end)
+            expect_steps(self.model.optimizer, self.params, epoch, end)
         self.first = False
         if pixels is not None:
             self.resolution.assign(pixels)

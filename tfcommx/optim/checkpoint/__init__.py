@@ -5,10 +5,28 @@ model.fit(..., initial_epoch=first, callbacks=[
     cx.callbacks.BroadcastState(), ..., cx.checkpoint.Checkpoint("run/checkpoint")])
 """
 
+import warnings
+from typing import Any
+
 from tfcommx.optim.checkpoint.callback import Checkpoint
 from tfcommx.optim.checkpoint.files import Head
-from tfcommx.optim.checkpoint.own_values import RestoreOwn
+from tfcommx.optim.checkpoint.rank_values import RestoreRankValues
 from tfcommx.optim.checkpoint.restoring import last, next_epoch, restore
 from tfcommx.optim.checkpoint.saving import save
 
-__all__ = ["Checkpoint", "Head", "RestoreOwn", "last", "next_epoch", "restore", "save"]
+# Old name -> new name; both work until 1.0
+_RENAMED = {"RestoreOwn": "RestoreRankValues"}
+
+__all__ = ["Checkpoint", "Head", "RestoreRankValues", "last", "next_epoch", "restore", "save"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    new = _RENAMED[name]
+    warnings.warn(
+        f"{name} is called {new} now; the old name works until 1.0.",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return globals()[new]

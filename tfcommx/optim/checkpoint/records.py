@@ -33,9 +33,9 @@ class OptimizerRecord(NamedTuple):
     # Names of the variables that the optimizer was built for, in its order
     trained: list[str]
     # Of plans that are not used any more, until others take them over
-    waiting_residuals: Residuals
+    carried_residuals: Residuals
     # Likewise
-    waiting_velocities: Residuals
+    carried_velocities: Residuals
     # Sums of gradients that are being accumulated, at least float32
     accumulated: Residuals
     # Of plans in use
@@ -48,7 +48,7 @@ class OptimizerRecord(NamedTuple):
     @property
     def variables(self) -> set[str]:
         """The names of the variables that any of this belongs to."""
-        waiting = {*self.waiting_residuals, *self.waiting_velocities, *self.accumulated}
+        waiting = {*self.carried_residuals, *self.carried_velocities, *self.accumulated}
         return waiting.union(*(state.variables for state in self.plan_states))
 
 
@@ -57,8 +57,8 @@ def record_of(optimizer: keras.optimizers.Optimizer, seeds: list[list[int]]) -> 
     exchanger = exchanger_in(optimizer)
     return OptimizerRecord(
         trained=exchanger.names.of(trainable_variables(optimizer)),
-        waiting_residuals=exchanger.residuals_outside_plans(),
-        waiting_velocities=exchanger.carried.velocities,
+        carried_residuals=exchanger.residuals_outside_plans(),
+        carried_velocities=exchanger.carried.velocities,
         accumulated={
             name: _wide(np.ravel(total.numpy())) for name, total in accumulated(optimizer).items()
         },
@@ -113,8 +113,8 @@ def _index_of(record: OptimizerRecord, arrays: dict[str, np.ndarray]) -> dict[st
 
     return {
         "trained": record.trained,
-        "waiting_residuals": put(record.waiting_residuals),
-        "waiting_velocities": put(record.waiting_velocities),
+        "waiting_residuals": put(record.carried_residuals),
+        "waiting_velocities": put(record.carried_velocities),
         "accumulated": put(record.accumulated),
         "unlisted": put(record.unlisted),
         "seeds": record.seeds,
@@ -145,8 +145,8 @@ def _record_in(
 
     return OptimizerRecord(
         trained=entry["trained"],
-        waiting_residuals=get(entry["waiting_residuals"]),
-        waiting_velocities=get(entry["waiting_velocities"]),
+        carried_residuals=get(entry["waiting_residuals"]),
+        carried_velocities=get(entry["waiting_velocities"]),
         accumulated=get(entry["accumulated"]),
         plan_states=[
             PlanState(

@@ -204,9 +204,9 @@ def _continue_from(
     factor = new / old if averages else 1.0
     states = [state for record in records for state in record.plan_states]
     apart = states if new != old else []
-    residuals = [record.waiting_residuals for record in records]
+    residuals = [record.carried_residuals for record in records]
     residuals += [state.residuals_by_variable() for state in apart]
-    velocities = [record.waiting_velocities for record in records]
+    velocities = [record.carried_velocities for record in records]
     velocities += [state.velocities_by_variable() for state in apart]
     exchanger.continue_from(
         sum_residuals(residuals, factor),

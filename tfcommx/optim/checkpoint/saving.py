@@ -34,7 +34,7 @@ from tfcommx.optim.checkpoint.files import (
 from tfcommx.optim.checkpoint.records import (
     write_residuals,
 )
-from tfcommx.optim.settle import settle
+from tfcommx.optim.step_boundary import consolidate
 from tfcommx.optim.wrapped import (
     trains_alone,
     wrapped_optimizers,
@@ -73,7 +73,7 @@ def save(
     heads = read_heads(folder)
     number = max((head.save + 1 for head in heads if head is not None), default=0)
     for optimizer in wrapped_optimizers(model):
-        settle(optimizer)
+        consolidate(optimizer)
     if here.rank == 0:
         part = folder / f".{model_name(number)}"
         model.save(part)

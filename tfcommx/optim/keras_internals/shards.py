@@ -88,7 +88,7 @@ class UpdatesShards(ExchangesGradients):
             self._add_accumulators(variables)
         # A pull at the next step's beginning knows neither accumulated steps nor constraints, and
         # has nothing to overlap if all comes at once.
-        sharding.may_begin = (
+        sharding.can_pull_first = (
             not steps
             and all(one.constraint is None for one in variables)
             and self.exchanger.settings.strategy.pull != "at_once"

@@ -44,7 +44,7 @@ class StepExchange(Protocol):
     # Ranks in all, >= 1
     ranks: int
     # How `copy` and `pickle` make the wrapped optimizer again
-    reduce: Callable[[keras.optimizers.Optimizer], tuple[Any, ...]]
+    reduce_for_pickle: Callable[[keras.optimizers.Optimizer], tuple[Any, ...]]
 
     def prepare_step(
         self, variables: Sequence[keras.Variable], built: Sequence[keras.Variable]
@@ -64,13 +64,13 @@ class StepExchange(Protocol):
     ) -> None:
         """Call `apply` on the ranks that update the weights."""
 
-    def settle(self) -> None:
+    def consolidate(self) -> None:
         """Make the weights whole and equal on all ranks."""
 
     def check_exchange_ran(self, optimizer: str) -> None:
         """Refuse a step that bypassed `exchange`."""
 
-    def all_ranks(self, finite: tf.Tensor) -> tf.Tensor:
+    def finite_on_all_ranks(self, finite: tf.Tensor) -> tf.Tensor:
         """Tell whether `finite` holds on every rank."""
 
 
@@ -136,7 +136,7 @@ class ExchangesGradients:
     def __reduce__(self) -> tuple[Any, ...]:
         if self.exchanger is None:
             return super().__reduce__()
-        return self.exchanger.reduce(self)
+        return self.exchanger.reduce_for_pickle(self)
 
     def apply(
         self, grads: list[tf.Tensor | None], trainable_variables: list[keras.Variable] | None = None
@@ -221,7 +221,7 @@ class ExchangesGradients:
 
     def finalize_variable_values(self, var_list: list[keras.Variable]) -> None:
         """End a `fit` as Keras does, with weights that are whole and equal on all ranks."""
-        self.exchanger.settle()
+        self.exchanger.consolidate()
         super().finalize_variable_values(var_list)
 
 
@@ -236,11 +236,11 @@ class AgreedLossScale:
         return Listed(super().variables)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self.exchanger.reduce(self)
+        return self.exchanger.reduce_for_pickle(self)
 
     def check_finite(self, grads: list[tf.Tensor | None]) -> tf.Tensor:
         """Tell whether the gradients are finite on every rank."""
-        return self.exchanger.all_ranks(super().check_finite(grads))
+        return self.exchanger.finite_on_all_ranks(super().check_finite(grads))
 
     def save_own_variables(self, store: dict[str, Any]) -> None:
         """Save as Keras does, the inner optimizer's shards as whole variables."""

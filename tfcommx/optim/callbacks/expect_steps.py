@@ -9,7 +9,7 @@ import keras
 from tfcommx.optim.wrapped import exchanger_in, steps_of_update
 
 
-def look_ahead(
+def expect_steps(
     optimizer: keras.optimizers.Optimizer,
     params: dict[str, Any] | None,
     epoch: int,
@@ -24,11 +24,11 @@ def look_ahead(
         end: the epoch that begins with another scheme; None: there is none.
     """
     requested = exchanger_in(optimizer).requested
-    if requested.ahead.whole_run:
+    if requested.expected_run.whole_run:
         return
     steps, epochs = (params or {}).get("steps"), (params or {}).get("epochs")
     follow = None  # What an earlier fit has told is not true any more
     if steps is not None and epochs is not None:
         last = epochs if end is None else min(end, epochs)
         follow = steps * (last - epoch) // steps_of_update(optimizer)
-    requested.ahead = requested.ahead._replace(steps=follow, steps_of_epoch=steps)
+    requested.expected_run = requested.expected_run._replace(steps=follow, steps_of_epoch=steps)

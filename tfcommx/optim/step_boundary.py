@@ -11,7 +11,7 @@ from tfcommx.optim.keras_internals import steps_of
 from tfcommx.optim.wrapped import exchanger_in
 
 
-def settle(optimizer: keras.optimizers.Optimizer) -> None:
+def consolidate(optimizer: keras.optimizers.Optimizer) -> None:
     """Make a model ready to be evaluated or saved, under any strategy.
 
     Weights become whole and equal on all ranks; the state of shards is gathered on rank 0. `fit`
@@ -22,7 +22,7 @@ def settle(optimizer: keras.optimizers.Optimizer) -> None:
     >>> import tfcommx as cx
     >>> _ = cx.init()
     >>> optimizer = cx.DistributedOptimizer(keras.optimizers.Adam(0.1), strategy="sharded")
-    >>> cx.settle(optimizer)
+    >>> cx.consolidate(optimizer)
 
     Args:
         optimizer: wrapped.
@@ -33,7 +33,7 @@ def settle(optimizer: keras.optimizers.Optimizer) -> None:
     **Raises:** RuntimeError if the optimizer is not wrapped.
     """
     exchanger = exchanger_in(optimizer)
-    exchanger.settle()
+    exchanger.consolidate()
     if exchanger.sharding is not None:
         exchanger.sharding.gather_state(steps_of(optimizer))
 
@@ -44,7 +44,7 @@ def begin_step(optimizer: keras.optimizers.Optimizer, inputs: Any) -> None:
 
     Call it first in the function of the step. Without it, or with a strategy that pulls nothing,
     steps end with whole weights; with it the weights are one update old between steps, until
-    `settle`. `fit` does both with the callback BroadcastState.
+    `consolidate`. `fit` does both with the callback BroadcastState.
 
     >>> import keras
     >>> import tfcommx as cx
@@ -60,13 +60,13 @@ def begin_step(optimizer: keras.optimizers.Optimizer, inputs: Any) -> None:
     **Raises:** RuntimeError if the optimizer is not wrapped.
     """
     exchanger = exchanger_in(optimizer)
-    if may_begin_steps(optimizer):
+    if can_pull_first(optimizer):
         found = [one for one in tf.nest.flatten(inputs) if tf.is_tensor(one)]
         exchanger.run_for(exchanger.sharding.variables).begin(found[:1])
 
 
-def may_begin_steps(optimizer: keras.optimizers.Optimizer) -> bool:
+def can_pull_first(optimizer: keras.optimizers.Optimizer) -> bool:
     """Tell whether steps of a wrapped optimizer can begin with a pull; not before it is built."""
     exchanger = exchanger_in(optimizer)
     sharding = exchanger.sharding
-    return sharding is not None and sharding.may_begin and exchanger.ranks > 1
+    return sharding is not None and sharding.can_pull_first and exchanger.ranks > 1

@@ -33,13 +33,13 @@ HOPELESS, ROUNDS_BEFORE = 1.5, 2
 CLEARLY = 0.96
 
 
-class Turns:
+class TrialRounds:
     """The state of a trial: equal on all ranks that record equal times.
 
-    >>> turns = Turns(2)
-    >>> while turns.chosen is None:
-    ...     turns.record([0.2 if plan == 0 else 0.1 for plan in turns.order])
-    >>> turns.chosen, turns.mean(0)
+    >>> rounds = TrialRounds(2)
+    >>> while rounds.chosen is None:
+    ...     rounds.record([0.2 if plan == 0 else 0.1 for plan in rounds.order])
+    >>> rounds.chosen, rounds.mean(0)
     (1, 0.2)
     """
 

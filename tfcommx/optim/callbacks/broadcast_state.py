@@ -11,10 +11,10 @@ import keras
 from tfcommx.comm import process
 from tfcommx.optim.broadcast import broadcast_variables
 from tfcommx.optim.callbacks.average import average_over_ranks
-from tfcommx.optim.callbacks.look_ahead import look_ahead
+from tfcommx.optim.callbacks.expect_steps import expect_steps
 from tfcommx.optim.centre import begin_centre, take_centre
 from tfcommx.optim.keras_internals import layers_of, seed_generators, unlisted
-from tfcommx.optim.settle import begin_step, may_begin_steps, settle
+from tfcommx.optim.step_boundary import begin_step, can_pull_first, consolidate
 from tfcommx.optim.sync_batch_normalization import SyncBatchNormalization
 from tfcommx.optim.wrapped import (
     accumulated,
@@ -88,7 +88,7 @@ class BroadcastState(keras.callbacks.Callback):
         )
         steps, epochs, builts = zip(*everyone, strict=True)
         for optimizer in wrapped_optimizers(self.model):
-            exchanger_in(optimizer).settle()
+            exchanger_in(optimizer).consolidate()
         self.unbuilt, self.begun = not all(map(all, builts)), trains_alone(self.model)
         if not self.begun:
             _require_equal(
@@ -124,7 +124,7 @@ class BroadcastState(keras.callbacks.Callback):
     def _begin_steps_with_pulls(self) -> None:
         """Let steps begin with the pulls of shards, where there are such."""
         self._put_step_back()  # A `fit` that ended with an exception has left its step there
-        found = [one for one in wrapped_optimizers(self.model) if may_begin_steps(one)]
+        found = [one for one in wrapped_optimizers(self.model) if can_pull_first(one)]
         if not found:
             return
         step, held = self.model.train_step, vars(self.model)
@@ -168,7 +168,7 @@ class BroadcastState(keras.callbacks.Callback):
         if not self.begun:
             self._compare_first(epoch)
             for optimizer in wrapped_optimizers(self.model):
-                look_ahead(optimizer, self.params, epoch)
+                expect_steps(optimizer, self.params, epoch)
 
     # Not on_train_batch_end: for it, Keras waits after every step.
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -181,14 +181,14 @@ class BroadcastState(keras.callbacks.Callback):
         if self.unbuilt:
             self._broadcast_built()
         for optimizer in wrapped_optimizers(self.model):
-            settle(optimizer)
+            consolidate(optimizer)
         if not trains_alone(self.model):
             average_over_ranks({} if logs is None else logs)
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Make the weights whole. A rank that does not evaluate meets the others at the end."""
         for optimizer in wrapped_optimizers(self.model):
-            exchanger_in(optimizer).settle()
+            exchanger_in(optimizer).consolidate()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Compare the first epoch, if this rank had none to train; steps are as they were."""

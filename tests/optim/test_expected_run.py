@@ -13,13 +13,13 @@ import tensorflow as tf
 
 from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
-from tfcommx.optim import automatic, kept_measurements
+from tfcommx.optim import automatic, measurement_cache
+from tfcommx.optim.expected_run import FEW, ExpectedRun
 from tfcommx.optim.keras_internals import traced_batch
-from tfcommx.optim.run_ahead import FEW, RunAhead
 from tfcommx.planner.automatic import Asked
 from tfcommx.planner.plan import Gradient
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.runtime.turns import STEPS, Turns
+from tfcommx.runtime.trial_rounds import STEPS, TrialRounds
 from tfcommx.strategies import Synchronous
 from tfcommx.terms import Link, Links, PlanError, Scheme, Topology
 
@@ -34,15 +34,15 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFCOMMX_CACHE", str(tmp_path / "kept"))
 
 
-def begin(ahead: RunAhead, scheme: Scheme, links: Links | None) -> Any:
+def begin(expected: ExpectedRun, scheme: Scheme, links: Links | None) -> Any:
     """Return what both ranks begin with: (plans that take turns, its steps) or one plan."""
 
     def work(comm: Comm) -> Any:
         asked = Asked(LAYERS, comm.topology, links=links)
-        found = automatic.executor_for({"*": scheme}, asked, comm, Synchronous(), ahead)
+        found = automatic.executor_for({"*": scheme}, asked, comm, Synchronous(), expected)
         if isinstance(found, PlanExecutor):
             return found.plan
-        return len(found.executors), found.turns._most
+        return len(found.executors), found.rounds._most
 
     first, second = ThreadComm.run(TOPOLOGY, work)
     assert first == second
@@ -56,12 +56,12 @@ def begin(ahead: RunAhead, scheme: Scheme, links: Links | None) -> Any:
 def test_a_trial_takes_at_most_2_percent_of_the_steps_that_follow(
     steps: int | None, plans: int, most: int
 ) -> None:
-    assert begin(RunAhead(steps), LOSSY, SLOW) == (plans, most)
+    assert begin(ExpectedRun(steps), LOSSY, SLOW) == (plans, most)
 
 
 def test_where_no_trial_fits_a_clear_prediction_counts(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        plan = begin(RunAhead(399), LOSSY, SLOW)
+        plan = begin(ExpectedRun(399), LOSSY, SLOW)
     assert any(bucket.k is not None for bucket in plan.buckets)
     assert "by prediction. A trial takes 8 steps or more, and 2% of the 399" in caplog.text
 
@@ -71,7 +71,7 @@ def test_where_nothing_is_clear_it_is_plain_horovod(
 ) -> None:
     monkeypatch.setattr("tfcommx.planner.automatic.CLEAR", 0.0)
     with caplog.at_level(logging.WARNING):
-        plan = begin(RunAhead(399), LOSSY, SLOW)
+        plan = begin(ExpectedRun(399), LOSSY, SLOW)
     assert {(bucket.route, bucket.k) for bucket in plan.buckets} == {("allreduce", None)}
     assert "plain Horovod. A trial takes 8" in caplog.text
 
@@ -80,9 +80,9 @@ def test_between_assumed_links_nothing_is_clear(monkeypatch: pytest.MonkeyPatch)
     """As on nodes of unequal slots, whose links nobody measures."""
     monkeypatch.setattr("tfcommx.planner.automatic.CLEAR", 1.0)
     monkeypatch.setattr(automatic, "_links", lambda *_: None)
-    plan = begin(RunAhead(399), LOSSY, None)
+    plan = begin(ExpectedRun(399), LOSSY, None)
     assert {(bucket.route, bucket.k) for bucket in plan.buckets} == {("allreduce", None)}
-    plan = begin(RunAhead(399), LOSSY, SLOW)
+    plan = begin(ExpectedRun(399), LOSSY, SLOW)
     assert any(bucket.k is not None for bucket in plan.buckets)
 
 
@@ -92,19 +92,19 @@ def test_in_a_few_steps_nothing_is_measured_or_predicted(monkeypatch: pytest.Mon
 
     for name in ("propose", "probe"):
         monkeypatch.setattr(automatic, name, refuse)
-    plan = begin(RunAhead(FEW - 1), LOSSY, None)
+    plan = begin(ExpectedRun(FEW - 1), LOSSY, None)
     assert {(bucket.route, bucket.k) for bucket in plan.buckets} == {("allreduce", None)}
     with pytest.raises((AssertionError, PlanError), match="too few"):  # On rank 0, on others
-        begin(RunAhead(FEW), LOSSY, SLOW)
+        begin(ExpectedRun(FEW), LOSSY, SLOW)
 
 
-def decide(ahead: RunAhead) -> None:
+def decide(expected: ExpectedRun) -> None:
     """Hold a trial in which all plans are equally fast, and decide it."""
 
     def work(comm: Comm) -> None:
         asked = Asked(LAYERS, comm.topology, links=SLOW)
-        trial = automatic.executor_for({"*": LOSSY}, asked, comm, Synchronous(), ahead)
-        turns = Turns(len(trial.executors), ahead.of_trial)
+        trial = automatic.executor_for({"*": LOSSY}, asked, comm, Synchronous(), expected)
+        turns = TrialRounds(len(trial.executors), expected.trial_steps)
         while turns.chosen is None:
             turns.record([1.0 for _ in turns.order])
         comm.gather_objects("all ranks have looked for a choice")
@@ -115,7 +115,7 @@ def decide(ahead: RunAhead) -> None:
 
 def test_a_choice_is_used_again_until_a_longer_trial_fits() -> None:
     """Four rounds of two plans must not decide for a million steps."""
-    told = RunAhead(400, batch=4)
+    told = ExpectedRun(400, batch=4)
     decide(told._replace(keeps_choice=False))
     assert begin(told, LOSSY, SLOW) == (2, 8)  # Nothing was kept
     decide(told)
@@ -127,7 +127,7 @@ def test_a_choice_is_used_again_until_a_longer_trial_fits() -> None:
     assert begin(told._replace(steps=10**6), LOSSY, SLOW) == plan
 
 
-@pytest.mark.parametrize(("what", "where"), [("read", kept_measurements), ("propose", automatic)])
+@pytest.mark.parametrize(("what", "where"), [("read", measurement_cache), ("propose", automatic)])
 def test_what_fails_on_rank_0_alone_fails_on_all_ranks(
     what: str, where: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,7 +136,7 @@ def test_what_fails_on_rank_0_alone_fails_on_all_ranks(
     def work(comm: Comm) -> None:
         asked = Asked(LAYERS, comm.topology, links=SLOW)
         with pytest.raises(OSError if comm.rank == 0 else PlanError, match="no such disk"):
-            automatic.executor_for({"*": LOSSY}, asked, comm, Synchronous(), RunAhead())
+            automatic.executor_for({"*": LOSSY}, asked, comm, Synchronous(), ExpectedRun())
 
     def fails(*_: Any) -> None:
         raise OSError("no such disk")

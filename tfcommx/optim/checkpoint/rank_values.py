@@ -1,4 +1,4 @@
-"""RestoreOwn: what a rank alone had in mid-epoch, given back after BroadcastState."""
+"""RestoreRankValues: what a rank alone had in mid-epoch, given back after BroadcastState."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tfcommx.optim.checkpoint.restoring import last
 from tfcommx.optim.keras_internals import statistics_of
 
 
-class RestoreOwn(keras.callbacks.Callback):
+class RestoreRankValues(keras.callbacks.Callback):
     """Give each rank back what it alone had in mid-epoch: batch norm's statistics, metrics' sums.
 
     Put it behind BroadcastState, which sets those of one rank everywhere. Metrics must be built.

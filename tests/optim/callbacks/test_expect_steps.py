@@ -17,7 +17,7 @@ def test_the_steps_until_the_next_change_of_scheme_follow() -> None:
 
     class Watch(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            told[epoch] = self.model.optimizer.exchanger.requested.ahead.steps
+            told[epoch] = self.model.optimizer.exchanger.requested.expected_run.steps
 
     net = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
     plain = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)

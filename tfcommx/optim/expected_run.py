@@ -1,10 +1,10 @@
-"""RunAhead: what is known of the steps that follow, before the first of them."""
+"""ExpectedRun: what is known of the steps that follow, before the first of them."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from tfcommx.runtime.turns import STEPS
+from tfcommx.runtime.trial_rounds import STEPS
 
 # A trial takes at most this share of the steps that follow
 SHARE = 0.02
@@ -12,11 +12,11 @@ SHARE = 0.02
 FEW = 50
 
 
-class RunAhead(NamedTuple):
+class ExpectedRun(NamedTuple):
     """What is known of the steps that follow; None where it is not.
 
-    >>> RunAhead(steps=500).of_trial, RunAhead(steps=10**6).of_trial, RunAhead().of_trial
-    (10, 18, 18)
+    >>> [ExpectedRun(steps).trial_steps for steps in (500, 10**6, None)]
+    [10, 18, 18]
     """
 
     # That the optimizer will take, >= 0
@@ -31,12 +31,12 @@ class RunAhead(NamedTuple):
     keeps_choice: bool = True
 
     @property
-    def of_trial(self) -> int:
+    def trial_steps(self) -> int:
         """The steps that a trial may take."""
         return STEPS if self.steps is None else min(STEPS, int(SHARE * self.steps))
 
     @property
-    def are_few(self) -> bool:
+    def is_short(self) -> bool:
         """Are there too few steps to spend anything on a choice?"""
         return self.steps is not None and self.steps < FEW
 
@@ -45,7 +45,7 @@ class RunAhead(NamedTuple):
 
         Where nobody knows the batch, the steps of an epoch, which change with it, stand for it.
 
-        >>> RunAhead(100, 10, 32).key(None), RunAhead(100, 10).key(None), RunAhead().key(8)
+        >>> ExpectedRun(100, 10, 32).key(None), ExpectedRun(100, 10).key(None), ExpectedRun().key(8)
         ({'batch': 32}, {'batch': None, 'steps_of_epoch': 10}, {'batch': 8})
 
         Args:
