@@ -21,13 +21,13 @@ SIDE_BY_SIDE = -n 2 --dist loadgroup
 
 .PHONY: setup demo check test test-all test-peers results figures docs lint
 setup:
-	python3 scripts/bootstrap.py $(TFCOMMX_SETUP)
+	python3 scripts/setup $(TFCOMMX_SETUP)
 
 demo: setup
 	tfcommx train configs/fashion_mnist.yaml --processes 4
 
 check: lint
-	$(PYTEST) $(SIDE_BY_SIDE) -m "not (serial or exhaustive or long_wait)" $$(python scripts/tests_of_changes.py)
+	$(PYTEST) $(SIDE_BY_SIDE) -m "not (serial or exhaustive or long_wait)" $$(python tests/tests_of_changes.py)
 
 test: setup lint
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not serial and not exhaustive"
@@ -41,15 +41,15 @@ test-peers: setup
 	python tests/peers/run.py
 
 results: setup
-	python scripts/measure_results.py
-	python scripts/figures.py
+	python scripts/documents/measure_results.py
+	python scripts/documents/figures.py
 
 figures: setup
-	python scripts/figures.py
+	python scripts/documents/figures.py
 
 # Strict: a page that is not current, or a link that leads nowhere, ends it
 docs: setup
-	python scripts/reference.py --check
+	python scripts/documents/reference.py --check
 	NO_MKDOCS_2_WARNING=1 mkdocs build
 
 lint: setup

@@ -81,7 +81,7 @@ def find_toolchain() -> Toolchain:
     except ImportError as error:
         raise SystemExit(
             "TensorFlow must be installed before the native ops are built, and pip be told to use "
-            "it: pip install --no-build-isolation . (scripts/bootstrap.py sets up all of it.)"
+            "it: pip install --no-build-isolation . (scripts/setup sets up all of it.)"
         ) from error
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
     return Toolchain(

@@ -33,6 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).with_name("documents")))
 import records
 
 COLUMNS = ("name", "n", "density", "seconds", "limit_seconds", "times_limit", "verified")

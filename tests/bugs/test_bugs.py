@@ -129,9 +129,9 @@ def test_the_set_up_for_gpus_stays_one(
     It emptied the environment first, and took some ten minutes.
     """
     monkeypatch.setenv("TFCOMMX_VENV", str(tmp_path))
-    monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "setup")
     seen = []
-    script = runpy.run_path(str(ROOT / "scripts" / "bootstrap.py"))
+    script = runpy.run_path(str(ROOT / "scripts" / "setup" / "__main__.py"))
     for name in (
         "check_tools",
         "install_packages",
@@ -149,7 +149,7 @@ def test_the_set_up_for_gpus_stays_one(
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").write_text("")
     for options in ([asked], then):
-        monkeypatch.setattr(sys, "argv", ["bootstrap.py", "--only", "horovod", *options])
+        monkeypatch.setattr(sys, "argv", ["setup", "--only", "horovod", *options])
         assert script["main"]() == 0
     assert seen == made
 
@@ -160,7 +160,7 @@ def test_a_path_that_horovod_cannot_be_built_in_is_refused_at_once(tmp_path: Pat
     The error came after some minutes of downloads.
     """
     ended = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "bootstrap.py"],
+        [sys.executable, ROOT / "scripts" / "setup"],
         capture_output=True,
         text=True,
         env={**os.environ, "TFCOMMX_VENV": str(tmp_path / "a b")},
@@ -199,8 +199,8 @@ def test_cuda_is_found_behind_a_script_that_calls_nvcc(
     for script in (cuda / "bin" / "nvcc", commands / "nvcc"):
         script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{commands}:/bin:/usr/bin")
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    cuda_home = runpy.run_path(str(ROOT / "scripts" / "setup_horovod.py"))["cuda_home"]
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "setup")
+    cuda_home = runpy.run_path(str(ROOT / "scripts" / "setup" / "build_horovod.py"))["cuda_home"]
     assert cuda_home() is None  # no headers: its run-time part alone
     (cuda / "include" / "cuda_runtime.h").write_text("")
     assert cuda_home() == cuda

@@ -96,7 +96,7 @@ def exchange(status: int = 0, **found: Any) -> Ended:
         (lambda: findings.host_name("me", lambda name: None), FAILED, "127.0.1.1 me"),
         (lambda: findings.interfaces({"lo": ["127.0.0.1"], "eth1": []}), WARNING, "loopback"),
         (lambda: findings.interfaces({"lo": ["127.0.0.1"], "e": ["10.0.0.1"]}), OK, "e 10.0.0.1"),
-        (lambda: findings.native_library({}, "2.21.0"), WARNING, "python scripts/bootstrap.py"),
+        (lambda: findings.native_library({}, "2.21.0"), WARNING, "python scripts/setup"),
         (lambda: findings.native_library(FACTS, "2.20.0"), FAILED, "built for TensorFlow 2.21.0"),
         (lambda: findings.instructions("x86_64", {"avx2", "f16c"}), OK, "AVX2"),
         (lambda: findings.instructions("aarch64", set()), WARNING, "portable code, on aarch64"),

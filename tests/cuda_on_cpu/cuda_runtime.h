@@ -215,7 +215,7 @@ inline unsigned atomicAdd(unsigned* place, unsigned value) {
   return before;
 }
 
-// The runtime's functions that the kernels and scripts/check_cuda.cu call.
+// The runtime's functions that the kernels and scripts/verify/check_cuda.cu call.
 using cudaStream_t = CUstream_st*;
 using cudaEvent_t = double*;
 enum cudaError_t { cudaSuccess };

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts" / "documents"))
 import figures
 import measure_results
 import record_run
@@ -154,7 +154,14 @@ def test_a_training_is_recorded_from_its_summary(tmp_path: Path) -> None:
     row = record_run.row_of(tmp_path)
     assert (row["bytes_share"], row["tracing_seconds"], row["verified"]) == (0.25, 6.0, True)
     (tmp_path / "summary.json").write_text(json.dumps(summary | {"replicas_identical": False}))
-    command = [sys.executable, "scripts/record_run.py", str(tmp_path), "never", "--command", "x"]
+    command = [
+        sys.executable,
+        "scripts/documents/record_run.py",
+        str(tmp_path),
+        "never",
+        "--command",
+        "x",
+    ]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 1 and "not recorded" in ended.stderr
     assert not (records.FOLDER / "never.json").exists()

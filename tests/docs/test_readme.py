@@ -127,9 +127,9 @@ def test_the_command_line_answers_without_tensorflow() -> None:
 
 
 def test_the_set_up_does_nothing_the_second_time() -> None:
-    """`python3 scripts/bootstrap.py` in an environment that is ready says so within seconds."""
+    """`python3 scripts/setup` in an environment that is ready says so within seconds."""
     ended = subprocess.run(
-        [sys.executable, "scripts/bootstrap.py"],
+        [sys.executable, "scripts/setup"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -10,6 +10,4 @@ from tfcommx.kernels import loader
 @pytest.fixture(scope="module")
 def library() -> None:
     """Refuse to test the definitions alone: the native library must be there."""
-    assert loader.library() is not None, (
-        "set-up builds the native library: python scripts/bootstrap.py"
-    )
+    assert loader.library() is not None, "set-up builds the native library: python scripts/setup"

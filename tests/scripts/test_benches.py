@@ -111,14 +111,14 @@ def test_select_on_a_gpu(tmp_path: Path, wrong: bool) -> None:
     What is verified is real.
     """
     folder = tmp_path / "scripts"
-    folder.mkdir()
+    (folder / "documents").mkdir(parents=True)
     for name in (
         "bench_select_gpu.py",
         "benchmark_options.py",
-        "records.py",
+        "documents/records.py",
         "verify_selection.py",
     ):
-        shutil.copy(ROOT / "scripts" / name, folder)
+        shutil.copy(ROOT / "scripts" / name, folder / name)
     row = {"name": "mstopk", "n": 5000, "k": 50, "seconds": 1.0, "verified": True}
     (folder / "check_cuda").write_text(f"#!/bin/sh\necho '{json.dumps(row)}'\n")
     (folder / "check_cuda").chmod(0o755)

@@ -1,4 +1,4 @@
-"""How `scripts/misuse.py` judges runs, and two of its cases for real."""
+"""How `scripts/trials/misuse.py` judges runs, and two of its cases for real."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from launching import ROOT
 from test_cluster import ENVIRONMENT
 
-sys.path.append(str(ROOT / "scripts"))
+sys.path.append(str(ROOT / "scripts" / "trials"))
 from misuse_cases import MISUSES, Case, Outcome, draw, judge
 
 CASE = Case(0, 2, "a rank is killed", 1, 2, ("BroadcastState",), "number", "root", "dense", False)
@@ -78,6 +78,6 @@ def test_cases_for_real(tmp_path: Path) -> None:
     }
     rows = tmp_path / "rows.jsonl"
     words = ["--ranks", "2", "--json", str(rows), "--only", *map(str, seeds)]
-    subprocess.run([sys.executable, "scripts/misuse.py", *words], cwd=ROOT, env=ENVIRONMENT)
+    subprocess.run([sys.executable, "scripts/trials/misuse.py", *words], cwd=ROOT, env=ENVIRONMENT)
     ended = {row["seed"]: row["verdict"] for row in map(json.loads, rows.read_text().splitlines())}
     assert ended == seeds

@@ -65,8 +65,7 @@ def import_horovod() -> tuple[ModuleType, ModuleType]:
     TensorFlow.
     """
     remedy = (
-        "Install it after TensorFlow: python scripts/bootstrap.py, or as docs/how-to/install.md "
-        "describes."
+        "Install it after TensorFlow: python scripts/setup, or as docs/how-to/install.md describes."
     )
     try:
         import horovod

@@ -48,7 +48,7 @@ def compare_with_cpu(device: str) -> None:
         raise NativeLibraryError(
             f"The kernels on {device} must give what those on the CPU give. Received {problem}. "
             "Check them: scripts/check_cuda. Do without them: "
-            "TFCOMMX_CUDA=0 python scripts/bootstrap.py"
+            "TFCOMMX_CUDA=0 python scripts/setup"
         )
 
 

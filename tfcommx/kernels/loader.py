@@ -19,7 +19,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "lib"
 SOURCES = FOLDER.parent.parent / "ops"  # If the package is used from its source tree
 GPU_DEVICES = "CPU and CUDA"  # As setup.py writes it
 REBUILD = (
-    "Rebuild it: python scripts/bootstrap.py, or python setup.py build_ext --inplace in an "
+    "Rebuild it: python scripts/setup, or python setup.py build_ext --inplace in an "
     "environment that is set up."
 )
 

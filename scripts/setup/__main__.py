@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Set up everything that tfcommx needs, without root.
 
-    python3 scripts/bootstrap.py          # the CPU wheel of TensorFlow
-    python3 scripts/bootstrap.py --gpu    # the GPU wheel; Horovod with NCCL if CUDA is found
+    python3 scripts/setup          # the CPU wheel of TensorFlow
+    python3 scripts/setup --gpu    # the GPU wheel; Horovod with NCCL if CUDA is found
 
 The steps: a Python environment (.venv, or TFCOMMX_VENV), TensorFlow, Open MPI, Python packages,
 Horovod, the native ops, the images of the demo. A step is done again only if what it depends on has
@@ -26,7 +26,7 @@ import sysconfig
 import time
 from pathlib import Path
 
-from setup_horovod import (
+from build_horovod import (
     BINDING_OF_OPEN_MPI_5,
     HOROVOD,
     OPEN_MPI,
@@ -36,7 +36,7 @@ from setup_horovod import (
     horovod_works,
     install_horovod,
 )
-from setup_tools import ROOT, Environment, Missing, digest, run
+from tools import ROOT, Environment, Missing, digest, run
 
 VENV = Path(os.environ.get("TFCOMMX_VENV", ROOT / ".venv")).absolute()
 # Horovod imports the last two without requiring them.
@@ -50,7 +50,7 @@ def check_tools() -> None:
         raise Missing(
             f"Python 3.10 to 3.13 is required, because TensorFlow {TENSORFLOW} is made for these. "
             f"This is {platform.python_version()}: apt-get install python3.13-venv python3.13-dev, "
-            "then python3.13 scripts/bootstrap.py"
+            "then python3.13 scripts/setup"
         )
     # Open MPI's compiler names it without quotes, and Horovod's build stops
     if any(character in str(VENV) for character in " \t:"):

@@ -2,9 +2,9 @@
 """Record a training, or what the simulator predicts, as docs/records/NAME.json.
 
     tfcommx train configs/fashion_mnist.yaml --processes 4
-    python scripts/record_run.py runs/fashion_mnist demo --command \\
+    python scripts/documents/record_run.py runs/fashion_mnist demo --command \\
         "tfcommx train configs/fashion_mnist.yaml --processes 4"
-    python scripts/record_run.py rows.json predicted --command "tfcommx simulate ..."
+    python scripts/documents/record_run.py rows.json predicted --command "tfcommx simulate ..."
 
 Of a training it reads the summary in the run's folder, of a simulation the file of `--json`. Call
 it on the machine that trained, at the commit that did. A training's row `run` has the last epoch's

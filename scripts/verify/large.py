@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Claim: selection is right for a gradient of more than 2^31 entries, cut at the kernel's limit.
 
-    python scripts/check_large.py            # 22 GB of memory, a minute and a half
+    python scripts/verify/large.py            # 22 GB of memory, a minute and a half
 
 A float16 gradient of 2^31 + 1000 normal entries is selected from in two calls, of 2^31 - 1 entries
 (the most that one takes) and of the rest, with float32 residuals of zeros. Checked: k indices,

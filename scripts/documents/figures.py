@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
 """Put the figures of the records into the pages that show them.
 
-    python scripts/figures.py            # rewrite README.md, docs/ and the headers of configs/
-    python scripts/figures.py --check    # change nothing, name what differs; then the status is 1
+    python scripts/documents/figures.py          # rewrite README.md, docs/, headers of configs/
+    python scripts/documents/figures.py --check  # change nothing, name what differs; status 1
 
 A figure stands between markers, which GitHub does not show:
 
     accuracy <!--figure demo.test_accuracy .4f-->0.9084<!--/--> after ...
     <!--figure step("tfcommx").seconds / step("horovod").seconds .2f-->1.02<!--/--> times
 
-The expression names records (docs/records/NAME.json, written by scripts/records.py). A row is
-called by its name, and by other columns if several rows have that name:
+The expression names records (docs/records/NAME.json, see records.py). A row is called by its name,
+and by other columns if several rows have that name:
 `select("mstopk", density=0.01).seconds`. Of a record with one row, columns are attributes of the
 record. The last word is Python's format. What can be computed from records is computed, never
 typed: in the expression, or in docs/records/derived.txt, whose lines `name = expression` give it a

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import griffe
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # Section -> what is in it: module or class, and names in it
 SECTIONS = {
     "Start": ("tfcommx", ("init", "rank", "size", "local_rank", "local_size", "is_chief")),

@@ -11,7 +11,7 @@ A record is one file, `docs/records/NAME.json`, of one call of a program:
     rows                            what was measured, one object each, told apart by `name`
 
 Benchmarks write one with `--record NAME` (scripts/benchmark_options.py), trainings get theirs from
-their summary (scripts/record_run.py). Pages include figures from records (scripts/figures.py).
+their summary (record_run.py). Pages include figures from records (figures.py).
 
 The standard library suffices.
 """
@@ -31,7 +31,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "records"
 # What a version is called in a record -> the packages that may bring it
 PACKAGES = {

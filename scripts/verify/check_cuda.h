@@ -1,4 +1,4 @@
-// What scripts/check_cuda.cu compares with: random problems of selection, the definition of the
+// What scripts/verify/check_cuda.cu compares with: random problems of selection, the definition of the
 // right answer, and the kernels' own on a CPU and on a GPU. Included once.
 #pragma once
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Claim: whatever users forget, ranks end with equal weights or with an error that names it.
 
-    python scripts/misuse.py --minutes 60 --seed 1 --json misuse.jsonl
-    python scripts/misuse.py --only 17 23            # these cases again, with what they printed
+    python scripts/trials/misuse.py --minutes 60 --seed 1 --json misuse.jsonl
+    python scripts/trials/misuse.py --only 17 23    # these cases again, with what they printed
 
 Draws a small training by seed: callbacks, schedule, strategy, scheme, seeds of the ranks, and one
-thing that is wrong (scripts/misuse_cases.py has the list, and which text counts as the error that
-names it). Starts it with horovodrun on 2 or 4 ranks of this machine, and judges how it ends:
+thing that is wrong (misuse_cases.py has the list, and which text counts as the error that names
+it). Starts it with horovodrun on 2 or 4 ranks of this machine, and judges how it ends:
 
     equal           all ranks ended in order, with the same trainable weights
     named           the output has the text that names what is wrong
@@ -34,8 +34,8 @@ from pathlib import Path
 
 import misuse_cases
 
-ROOT = Path(__file__).resolve().parent.parent
-WORKER = ROOT / "scripts" / "misuse_worker.py"
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = Path(__file__).with_name("misuse_worker.py")
 LIMIT_SECONDS = 90.0
 # For launching, importing TensorFlow and tracing the first step, on a crowded machine
 START_SECONDS = 240.0
@@ -66,7 +66,7 @@ def run(case: misuse_cases.Case, choices: list[int]) -> misuse_cases.Outcome:
         folder = Path(name)
         hosts = ["-np", str(case.ranks), "-H", f"localhost:{case.ranks}", "--gloo"]
         numbers = [str(case.seed), ",".join(map(str, choices)), name]
-        paths = [str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]
+        paths = [str(ROOT), str(WORKER.parent), os.environ.get("PYTHONPATH", "")]
         with (folder / "output").open("wb") as output:
             launch = subprocess.Popen(
                 ["horovodrun", *hosts, sys.executable, str(WORKER), *numbers],

@@ -1,6 +1,6 @@
 """One rank of a case of `misuse.py`: a small training in which something is wrong.
 
-python scripts/misuse_worker.py SEED 2,4 FOLDER
+python scripts/trials/misuse_worker.py SEED 2,4 FOLDER
 """
 
 from __future__ import annotations

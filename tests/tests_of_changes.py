@@ -1,6 +1,6 @@
 """Print the tests of the rooms that were changed, for `make check`.
 
-    python scripts/tests_of_changes.py          # since main, with what is not committed yet
+    python tests/tests_of_changes.py          # since main, with what is not committed yet
 
 A file of tfcommx/ROOM/ stands for tests/ROOM/; a test for itself; a page for tests/docs.
 """

@@ -1,4 +1,4 @@
-"""Build and install Horovod 0.28.1 against TensorFlow 2.21, a step of scripts/bootstrap.py.
+"""Build and install Horovod 0.28.1 against TensorFlow 2.21, a step of scripts/setup.
 
 Horovod comes as source only, and two things that it uses have moved since in TensorFlow; two small
 headers put them back. Building takes minutes, so its wheel is kept in the user's cache folder under
@@ -14,7 +14,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from setup_tools import Environment, digest, run
+from tools import Environment, digest, run
 
 TENSORFLOW = "2.21.0"
 HOROVOD = "0.28.1"

@@ -1,5 +1,5 @@
 // Times selection on a GPU, in turns with a copy, the bare addition and CUB's top k. Included once,
-// by scripts/check_cuda.cu, which says what is claimed and printed.
+// by scripts/verify/check_cuda.cu, which says what is claimed and printed.
 #pragma once
 
 #include "check_cuda.h"

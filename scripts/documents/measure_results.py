@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Measure what README.md and docs/results.md show, on a quiet machine, one after the other.
 
-    python scripts/measure_results.py                    # all; needs root and iproute2
-    python scripts/measure_results.py --only select step
-    python scripts/measure_results.py --missing          # those that have no record yet
-    python scripts/measure_results.py --list
+    python scripts/documents/measure_results.py                    # all; needs root and iproute2
+    python scripts/documents/measure_results.py --only select step
+    python scripts/documents/measure_results.py --missing          # those that have no record yet
+    python scripts/documents/measure_results.py --list
 
 Each writes docs/records/NAME.json; `make figures` puts the figures into the pages. Before each the
 cores must have been idle for some seconds. The most important ones come first.
@@ -112,7 +112,7 @@ def wait_for_quiet(at_most: float = 300.0) -> None:
 def measure(name: str) -> bool:
     """Carry out a measurement and record it; return whether that went well."""
     command, out = COMMANDS[name], ROOT / "runs" / "results" / name
-    record = [sys.executable, "scripts/record_run.py", out, name, "--command", command]
+    record = [sys.executable, "scripts/documents/record_run.py", out, name, "--command", command]
     out.parent.mkdir(parents=True, exist_ok=True)
     if command.startswith("tfcommx train"):
         words = [*shlex.split(command), "--output", out]

@@ -1,7 +1,7 @@
 """Write the reference pages that follow from the code: docs/reference/.
 
-    python scripts/reference.py             # writes what has changed
-    python scripts/reference.py --check     # writes nothing; status 1 if a page is not current
+    python scripts/documents/reference.py          # writes what has changed
+    python scripts/documents/reference.py --check  # writes nothing; status 1 if one is not current
 
 api.md from signatures and docstrings (griffe), recipe.md and recipe.schema.json from the models of
 recipes (pydantic), command-line.md from the commands (typer). TensorFlow is not loaded.
@@ -22,9 +22,9 @@ from typer.cli import get_docs_for_click
 import tfcommx
 from tfcommx.cli.main import app
 
-FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
 # At the end: a page's title is its first line
-GENERATED = "\n<!-- Written by scripts/reference.py: change the code, and run it. -->\n"
+GENERATED = "\n<!-- Written by scripts/documents/reference.py: change the code, and run it. -->\n"
 
 
 def command_line() -> str:
@@ -57,7 +57,7 @@ def main() -> None:
             if "--check" not in sys.argv:
                 file.write_text(text)
     if stale and "--check" in sys.argv:
-        sys.exit(f"Not current: {', '.join(stale)}. Run python scripts/reference.py.")
+        sys.exit(f"Not current: {', '.join(stale)}. Run python scripts/documents/reference.py.")
     print(f"written: {', '.join(stale)}" if stale else "all pages are current")
 
 
