@@ -55,7 +55,7 @@ def make_step(entries: int) -> tuple[Callable[[], float], keras.optimizers.Optim
 
 def make_marks(buckets: int) -> tuple[Callable[[], None], Callable[[], int]]:
     """Return what the watch adds to a step of so many buckets, and how often it has counted."""
-    waits = cx.comm.current().activity.waits([f"bucket {i}" for i in range(buckets)])
+    waits = cx.comm.current().progress.of_exchange([f"bucket {i}" for i in range(buckets)])
     gradients = [tf.ones([1]) for _ in range(LAYERS)]
 
     @tf.function
@@ -98,7 +98,7 @@ def main() -> int:
         empty = median_seconds(nothing, chosen.repeats, CALLS)
         marked = median_seconds(marks, chosen.repeats, CALLS)
         counts = begun() == CALLS * (chosen.repeats + 1)
-        look = median_seconds(comm.activity.look, chosen.repeats, CALLS)
+        look = median_seconds(comm.progress.look, chosen.repeats, CALLS)
         share = max(0.0, marked - empty) / step_seconds
         row = benchmark_options.row
         rows += [

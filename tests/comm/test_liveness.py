@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tfcommx.comm import liveness
-from tfcommx.comm.departures import Departures
+from tfcommx.comm.membership import Membership
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "excepthook", lambda *failure: None)
     monkeypatch.setattr(liveness.atexit, "register", lambda ends: None)
     ours, theirs = socket.socketpair()
-    liveness._say_how_it_ends(ours, Departures())
+    liveness._say_how_it_ends(ours, Membership())
 
     def tell(error: BaseException) -> str:
         sys.excepthook(type(error), error, error.__traceback__)
@@ -85,7 +85,7 @@ def test_an_error_because_another_rank_is_gone_waits_for_the_alarm(
     monkeypatch.setattr(liveness.time, "sleep", lambda seconds: done.append("wait"))
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        failed = liveness._say_how_it_ends(ours, Departures())
+        failed = liveness._say_how_it_ends(ours, Membership())
         error = RuntimeError(
             f"{liveness.GONE}. This was caused by an exception on one of the ranks"
         )
@@ -107,12 +107,12 @@ def test_after_a_rank_has_died_the_process_ends_without_waiting_for_it(
     monkeypatch.setattr(liveness.os, "_exit", statuses.append)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        departures = Departures()
-        liveness._say_how_it_ends(ours, departures)
+        membership = Membership()
+        liveness._say_how_it_ends(ours, membership)
         ends[0]()
-        departures.add(1, "it has ended", True)
+        membership.mark_gone(1, "it has ended", True)
         ends[0]()
         assert statuses == []
-        departures.add(2, "its process has ended", False)
+        membership.mark_gone(2, "its process has ended", False)
         ends[0]()
         assert statuses == [0] and theirs.recv(100) == b"bye\n" * 3

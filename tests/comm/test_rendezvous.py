@@ -17,11 +17,11 @@ import pytest
 from launching import ROOT, WORKERS, horovodrun
 
 from tfcommx.comm import rendezvous
-from tfcommx.comm.announced import Announced, announced
+from tfcommx.comm.cluster_environment import ClusterEnvironment, cluster_environment
 from tfcommx.comm.launcher import launcher
 from tfcommx.terms import PlanError
 
-WORKER = str(WORKERS / "announced.py")
+WORKER = str(WORKERS / "cluster_environment.py")
 
 
 def free_port() -> int:
@@ -47,7 +47,7 @@ def together(ranks: int, work: Callable[[int], Any]) -> list[Any]:
     return found
 
 
-def meet(here: Announced, seconds: float = 20.0) -> tuple[dict[str, str], str]:
+def meet(here: ClusterEnvironment, seconds: float = 20.0) -> tuple[dict[str, str], str]:
     """Do what `join` does, without changing this process's environment."""
     part = rendezvous._gather if here.rank == 0 else rendezvous._ask
     return part(here, time.monotonic() + seconds, seconds)
@@ -55,7 +55,9 @@ def meet(here: Announced, seconds: float = 20.0) -> tuple[dict[str, str], str]:
 
 def test_each_rank_gets_its_own_settings_and_all_the_same_rendezvous() -> None:
     port = free_port()
-    found = together(3, lambda r: meet(Announced("torchrun", r, 3, None, "localhost", port)))
+    found = together(
+        3, lambda r: meet(ClusterEnvironment("torchrun", r, 3, None, "localhost", port))
+    )
     for rank, (settings, address) in enumerate(found):
         assert settings["HOROVOD_RANK"] == settings["HOROVOD_LOCAL_RANK"] == str(rank)
         assert settings["HOROVOD_SIZE"] == settings["HOROVOD_LOCAL_SIZE"] == "3"
@@ -67,7 +69,11 @@ def test_a_rank_that_does_not_come_is_named_on_all_that_have_come() -> None:
     port = free_port()
 
     def work(rank: int) -> Any:
-        return None if rank == 2 else meet(Announced("srun", rank, 4, None, "localhost", port), 2)
+        return (
+            None
+            if rank == 2
+            else meet(ClusterEnvironment("srun", rank, 4, None, "localhost", port), 2)
+        )
 
     found = together(4, work)
     for rank in (0, 1, 3):
@@ -78,7 +84,7 @@ def test_two_processes_with_one_number_are_refused() -> None:
     port = free_port()
     number = [0, 1, 1]
     found = together(
-        3, lambda r: meet(Announced("torchrun", number[r], 3, None, "localhost", port), 4)
+        3, lambda r: meet(ClusterEnvironment("torchrun", number[r], 3, None, "localhost", port), 4)
     )
     assert all("two that are rank 1" in str(error) for error in found), found
 
@@ -89,7 +95,7 @@ def test_strangers_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFCOMMX_SECRET", "ours")
     port = free_port()
     rank_0 = threading.Thread(
-        target=lambda: found.append(meet(Announced("srun", 0, 2, None, "localhost", port)))
+        target=lambda: found.append(meet(ClusterEnvironment("srun", 0, 2, None, "localhost", port)))
     )
     found: list[Any] = []
     rank_0.start()
@@ -98,8 +104,9 @@ def test_strangers_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     browser = socket.create_connection(("localhost", port))
     browser.sendall(b"GET / HTTP/1.1\r\n\r\n")
     code = (
-        "import time; from tfcommx.comm import rendezvous as r; from tfcommx.comm.announced import "
-        f"Announced; r._ask(Announced('srun', 1, 2, None, 'localhost', {port}), "
+        "import time; from tfcommx.comm import rendezvous as r; "
+        "from tfcommx.comm.cluster_environment import ClusterEnvironment; "
+        f"r._ask(ClusterEnvironment('srun', 1, 2, None, 'localhost', {port}), "
         "time.monotonic() + 1, 1)"
     )
     thief = subprocess.run(
@@ -110,7 +117,7 @@ def test_strangers_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert "TFCOMMX_SECRET equal on all ranks" in thief.stderr, thief.stderr
     assert not found
-    settings, _ = meet(Announced("srun", 1, 2, None, "localhost", port))
+    settings, _ = meet(ClusterEnvironment("srun", 1, 2, None, "localhost", port))
     rank_0.join(20)
     assert settings["HOROVOD_RANK"] == "1" and found[0][0]["HOROVOD_RANK"] == "0"
     silent.close()
@@ -139,7 +146,7 @@ def test_other_hosts_are_told_an_address_that_they_can_reach() -> None:
 def test_what_is_no_rank_is_left_out(said: bytes) -> None:
     ours, theirs = socket.socketpair()
     theirs.sendall(said + b"\n")
-    assert rendezvous._receive(Announced("srun", 0, 2, None, "a", 1), ours) is None
+    assert rendezvous._receive(ClusterEnvironment("srun", 0, 2, None, "a", 1), ours) is None
     theirs.close()
 
 
@@ -156,7 +163,7 @@ def test_one_that_sends_byte_after_byte_has_its_time_too(monkeypatch: pytest.Mon
     dripping = threading.Thread(target=drip)
     dripping.start()
     start = time.monotonic()
-    assert rendezvous._receive(Announced("srun", 0, 2, None, "a", 1), ours) is None
+    assert rendezvous._receive(ClusterEnvironment("srun", 0, 2, None, "a", 1), ours) is None
     assert time.monotonic() - start < 2
     dripping.join()
     theirs.close()
@@ -166,7 +173,7 @@ def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(PlanError, match=f"needs TCP port {port} .* Set TFCOMMX_PORT"):
-            meet(Announced("srun", 0, 2, None, "localhost", port))
+            meet(ClusterEnvironment("srun", 0, 2, None, "localhost", port))
 
 
 def test_a_rank_whose_number_on_its_host_is_another_is_refused() -> None:
@@ -188,13 +195,16 @@ TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT"
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        (SRUN, Announced("srun", 3, 4, 1, "gpu07", 12_000 + 97 * 41 + 2, "41.2")),
-        (TORCHRUN, Announced("torchrun", 2, 4, None, "head", 29500)),
+        (SRUN, ClusterEnvironment("srun", 3, 4, 1, "gpu07", 12_000 + 97 * 41 + 2, "41.2")),
+        (TORCHRUN, ClusterEnvironment("torchrun", 2, 4, None, "head", 29500)),
         (
             TORCHRUN | {"LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"},
-            Announced("torchrun", 2, 4, 0, "head", 29501),
+            ClusterEnvironment("torchrun", 2, 4, 0, "head", 29501),
         ),
-        (TORCHRUN | {"TFCOMMX_PORT": "5000"}, Announced("torchrun", 2, 4, None, "head", 5000)),
+        (
+            TORCHRUN | {"TFCOMMX_PORT": "5000"},
+            ClusterEnvironment("torchrun", 2, 4, None, "head", 5000),
+        ),
         # In an allocation, but not started by srun; and alone
         ({"SLURM_JOB_ID": "41", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),
         ({"WORLD_SIZE": "1", "RANK": "0"}, None),
@@ -216,8 +226,8 @@ def test_what_launchers_announce(
     if expected == "gloo":
         assert launcher().kind == "gloo"
         return
-    assert announced() == expected
-    assert launcher().kind == ("none" if expected is None else "announced")
+    assert cluster_environment() == expected
+    assert launcher().kind == ("none" if expected is None else "environment")
     assert launcher().size == (1 if expected is None else 4)
 
 
@@ -230,7 +240,7 @@ def test_a_variable_that_is_missing_is_named(
         if name != missing:
             monkeypatch.setenv(name, value)
     with pytest.raises(PlanError, match=f"{missing} is required"):
-        announced()
+        cluster_environment()
 
 
 def start(ranks: int, arguments: list[str], variables: Callable[[int], dict[str, str]]) -> list:

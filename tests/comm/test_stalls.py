@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from launching import WORKERS, horovodrun
 
-from tfcommx.comm import activity, launcher, stalls
+from tfcommx.comm import launcher, progress, stalls
 from tfcommx.comm.init import init
 from tfcommx.comm.stalls import (
     COMPUTES,
@@ -89,7 +89,7 @@ def test_a_summary_stays_small_and_keeps_the_longest_wait_and_who_does_not_wait(
     assert sum(group.count for group in found) == 2000
     assert max(group.seconds for group in found) == 99.9
     assert any(group.doing == LEFT and group.ranks == [0] for group in found)
-    assert len(json.dumps([one._replace(what="x" * activity.LONGEST) for one in found])) < 2000
+    assert len(json.dumps([one._replace(what="x" * progress.LONGEST) for one in found])) < 2000
 
 
 def test_ranks_that_do_the_same_are_one_group_with_the_longest_time() -> None:
@@ -121,17 +121,17 @@ def test_settings_come_from_the_environment_first(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> activity.Activity:
-    one = activity.Activity()
+def watched(monkeypatch: pytest.MonkeyPatch) -> progress.Progress:
+    one = progress.Progress()
     one.watched = True
     return one
 
 
 @pytest.mark.parametrize("traced", [True, False])
 def test_an_exchange_waits_in_the_first_part_that_has_not_ended(
-    watched: activity.Activity, traced: bool
+    watched: progress.Progress, traced: bool
 ) -> None:
-    waits = watched.waits(["bucket 0", "bucket 1", "bucket 2"])
+    waits = watched.of_exchange(["bucket 0", "bucket 1", "bucket 2"])
     ended = tf.Variable([True, True, True])
 
     def step(value: tf.Tensor) -> None:
@@ -158,8 +158,8 @@ def test_an_exchange_waits_in_the_first_part_that_has_not_ended(
     assert (waits.begun(), waits.waiting()) == (3, "")
 
 
-def test_where_a_rank_is_in_python(watched: activity.Activity) -> None:
-    waits = watched.waits(["bucket 0"])
+def test_where_a_rank_is_in_python(watched: progress.Progress) -> None:
+    waits = watched.of_exchange(["bucket 0"])
     waits.begin([])
     assert watched.look()[:2] == (1, COMPUTES)
     step, doing, what = watched.look()
@@ -167,10 +167,10 @@ def test_where_a_rank_is_in_python(watched: activity.Activity) -> None:
     assert re.fullmatch(r"test_stalls\.py:\d+ in test_where_a_rank_is_in_python \(.*look\)", what)
 
 
-def test_a_collective_that_a_callback_calls_is_named(watched: activity.Activity) -> None:
+def test_a_collective_that_a_callback_calls_is_named(watched: progress.Progress) -> None:
     """As in AverageMetrics: not part of a traced step."""
     found = {"look": watched.look}
-    library = os.path.join(activity.HERE, "horovod.py")
+    library = os.path.join(progress.HERE, "horovod.py")
     exec(compile("def gather(): return look()", library, "exec"), found)
 
     class Averages:
@@ -183,7 +183,7 @@ def test_a_collective_that_a_callback_calls_is_named(watched: activity.Activity)
     assert what.startswith("a collective of ") and what.endswith("Averages.on_epoch_end")
 
 
-def test_a_rank_that_has_been_in_fit_has_left_it(watched: activity.Activity) -> None:
+def test_a_rank_that_has_been_in_fit_has_left_it(watched: progress.Progress) -> None:
     found = {"look": watched.look}
     place = os.path.join(os.path.dirname(keras.__file__), "trainer.py")
     exec(compile("def fit(): return look()", place, "exec"), found)
@@ -195,7 +195,7 @@ def test_a_rank_that_has_been_in_fit_has_left_it(watched: activity.Activity) -> 
 def test_nothing_is_added_to_a_step_that_nobody_watches() -> None:
     @tf.function
     def step(value: tf.Tensor) -> tf.Tensor:
-        waits = activity.Activity().waits(["bucket 0"])
+        waits = progress.Progress().of_exchange(["bucket 0"])
         waits.end(0, [value], waits.begin([value]))
         return value
 

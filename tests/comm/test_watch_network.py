@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tfcommx.comm import liveness
-from tfcommx.comm.watch_member import GATHER_SECONDS, NAMES, Member, children, neighbours
+from tfcommx.comm.watch_protocol import GATHER_SECONDS, NAMES, WatchProtocol, children, neighbours
 
 MANY = 4096
 # A tree with 4 children, and a ring
@@ -37,7 +37,7 @@ class Simulated:
         job = {"size": size, "host": "here", "limit": LIMIT}
         job |= {"stall_seconds": None, "stall_limit": None} | settings
         self.members = {
-            rank: Member({**job, "rank": rank, "hosts": ["there"] * degree(rank, size)}, 0.0)
+            rank: WatchProtocol({**job, "rank": rank, "hosts": ["there"] * degree(rank, size)}, 0.0)
             for rank in range(size)
         }
         for rank, member in self.members.items():
@@ -63,7 +63,7 @@ class Simulated:
                     self.members[other].received(rank, line, self.now)
         return count
 
-    def taken(self, member: Member) -> list[tuple[int, str]]:
+    def taken(self, member: WatchProtocol) -> list[tuple[int, str]]:
         lines, member.outbox = member.outbox, []
         return lines
 

@@ -10,8 +10,8 @@ import tensorflow as tf
 from laws_helpers import RULES, SHAPES, gradients, name_of, plan_for, scheme
 
 from tfcommx.comm.base import Comm
-from tfcommx.comm.line import IDLE
 from tfcommx.comm.threads import ThreadComm
+from tfcommx.comm.trial_queue import IDLE
 from tfcommx.runtime.residuals import Residuals, sum_residuals
 from tfcommx.runtime.trial import TrialExecutor
 from tfcommx.runtime.trial_rounds import STEPS, TrialRounds

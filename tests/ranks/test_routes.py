@@ -22,7 +22,7 @@ from tfcommx.comm.base import Comm
 from tfcommx.measure import links
 from tfcommx.planner.check import check_scheme
 from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.routes import moves, pipeline
+from tfcommx.routes import pipeline, transfers
 from tfcommx.routes.hitopk import HitopkOptions
 from tfcommx.runtime.executor import PlanExecutor
 
@@ -108,13 +108,13 @@ def test_messages_of_all_lengths_from_every_root(comm: Comm) -> None:
     for entries in (1, 5, 70_001):
         for root in ranks:
             mine = np.full(entries, comm.rank + 1, np.float64)
-            for operation in moves.OPERATIONS:
-                got = moves.carry_out(
+            for operation in transfers.OPERATIONS:
+                got = transfers.carry_out(
                     operation,
                     mine,
-                    moves.Participants(ranks, comm.rank, root, comm._point_to_point),
+                    transfers.Participants(ranks, comm.rank, root, comm._point_to_point),
                     pipeline.schedule,
-                    moves.run_when_ready,
+                    transfers.run_when_ready,
                     block=1000,
                 )
                 total = sum(rank + 1 for rank in ranks)

@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 from tfcommx import routes
 from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
-from tfcommx.routes import bidirectional, moves, pipeline, tree
+from tfcommx.routes import bidirectional, pipeline, transfers, tree
 from tfcommx.routes.messages import MessageRoute
-from tfcommx.routes.moves import Move
+from tfcommx.routes.transfers import Transfer
 from tfcommx.terms import PlanError, Topology
 
 ROUTES = [name for name, route in routes.ROUTES.items() if isinstance(route, MessageRoute)]
-BY_ROUND = [name for name in ROUTES if routes.get(name).run_moves is moves.run_by_round]
-WHEN_READY = [name for name in ROUTES if routes.get(name).run_moves is moves.run_when_ready]
+BY_ROUND = [name for name in ROUTES if routes.get(name).run_transfers is transfers.run_by_round]
+WHEN_READY = [name for name in ROUTES if routes.get(name).run_transfers is transfers.run_when_ready]
 every_route = pytest.mark.parametrize("route", ROUTES)
-every_operation = pytest.mark.parametrize("operation", moves.OPERATIONS)
+every_operation = pytest.mark.parametrize("operation", transfers.OPERATIONS)
 
 
 def test_the_pipeline_is_as_drawn() -> None:
@@ -40,10 +40,10 @@ def test_the_pipeline_is_as_drawn() -> None:
             if letter != " ":
                 drawn[round_, int(source), int(target)] = letter
     found = {
-        (move.round, move.source, move.target): "abcdef"[move.start]
-        if move.add
-        else "ABCDEF"[move.start]
-        for move in pipeline.schedule("allreduce", positions=3, entries=6, block=1)
+        (transfer.round, transfer.source, transfer.target): "abcdef"[transfer.start]
+        if transfer.add
+        else "ABCDEF"[transfer.start]
+        for transfer in pipeline.schedule("allreduce", positions=3, entries=6, block=1)
     }
     assert found == drawn and len(drawn) == 24
 
@@ -55,7 +55,8 @@ def test_the_tree_is_as_drawn() -> None:
         for source, target in re.findall(r"(\d) -> (\d)", line)
     }
     assert {
-        (move.round, move.source, move.target) for move in tree.schedule("broadcast", 5, 10)
+        (transfer.round, transfer.source, transfer.target)
+        for transfer in tree.schedule("broadcast", 5, 10)
     } == drawn and len(drawn) == 4
 
 
@@ -67,12 +68,14 @@ def test_the_bidirectional_exchange_is_as_drawn() -> None:
     holds = [set("abcd") for _ in range(4)]
     for round_, expected in enumerate(drawn):
         now = [
-            move for move in bidirectional.schedule("allreduce", 4, 4, 4) if move.round == round_
+            transfer
+            for transfer in bidirectional.schedule("allreduce", 4, 4, 4)
+            if transfer.round == round_
         ]
-        for move in now:
-            parts = set("abcd"[move.start : move.stop])
-            holds[move.source] -= parts if move.add else set()
-            holds[move.target] |= parts
+        for transfer in now:
+            parts = set("abcd"[transfer.start : transfer.stop])
+            holds[transfer.source] -= parts if transfer.add else set()
+            holds[transfer.target] |= parts
         assert [
             "".join(part if part in held else "-" for part in "abcd") for held in holds
         ] == list(expected)
@@ -87,7 +90,7 @@ def test_rounds_of_the_pipeline_by_hand(operation: str, rounds: int) -> None:
 
     The paper's chain takes 9 rounds for the allreduce (section 3), reduce then broadcast 10.
     """
-    assert 1 + max(move.round for move in pipeline.schedule(operation, 3, 4, 1)) == rounds
+    assert 1 + max(transfer.round for transfer in pipeline.schedule(operation, 3, 4, 1)) == rounds
 
 
 @every_route
@@ -99,23 +102,31 @@ def test_nothing_meets_on_a_link(route: str, operation: str, positions: int) -> 
     In the bidirectional exchange these are all blocks of one part or more to one position; in the
     pipeline's allreduce there is one per round and direction of a link, where its two ways cross.
     """
-    found: list[Move] = routes.get(route).schedule(operation, positions, 40, 3)
+    found: list[Transfer] = routes.get(route).schedule(operation, positions, 40, 3)
     crossing = route == "pipeline" and operation == "allreduce"
     for port in ("source", "target"):
         used = [
-            (move.round, getattr(move, port), crossing and (move.source, move.target))
-            for move in found
+            (
+                transfer.round,
+                getattr(transfer, port),
+                crossing and (transfer.source, transfer.target),
+            )
+            for transfer in found
         ]
         if route == "bidirectional":
             used = [
                 key
                 for key, _ in {
-                    (key, (move.source, move.target)) for key, move in zip(used, found, strict=True)
+                    (key, (transfer.source, transfer.target))
+                    for key, transfer in zip(used, found, strict=True)
                 }
             ]
         assert len(used) == len(set(used))
-    assert [move.round for move in found] == sorted(move.round for move in found)
-    assert all(0 <= move.start < move.stop <= 40 and move.source != move.target for move in found)
+    assert [transfer.round for transfer in found] == sorted(transfer.round for transfer in found)
+    assert all(
+        0 <= transfer.start < transfer.stop <= 40 and transfer.source != transfer.target
+        for transfer in found
+    )
 
 
 @pytest.mark.parametrize("route", BY_ROUND)
@@ -125,7 +136,7 @@ def test_no_position_sends_in_a_round_what_it_receives_in_it(
     route: str, operation: str, positions: int
 ) -> None:
     """As `run_by_round` needs it: it changes the vector while it sends."""
-    found: list[Move] = routes.get(route).schedule(operation, positions, 40, 3)
+    found: list[Transfer] = routes.get(route).schedule(operation, positions, 40, 3)
     assert not [
         (sent, came)
         for sent in found
@@ -143,8 +154,8 @@ def test_all_moves_cut_the_vector_in_the_same_blocks(
     route: str, operation: str, positions: int
 ) -> None:
     """As `run_when_ready` needs it: it knows blocks by where they start."""
-    found: list[Move] = routes.get(route).schedule(operation, positions, 40, 3)
-    blocks = sorted({(move.start, move.stop) for move in found})
+    found: list[Transfer] = routes.get(route).schedule(operation, positions, 40, 3)
+    blocks = sorted({(transfer.start, transfer.stop) for transfer in found})
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(blocks))
 
 
@@ -163,10 +174,10 @@ def test_what_comes_early_is_added_in_its_turn() -> None:
             return requests.index(max(requests))
 
     vector = np.zeros(1, np.float32)
-    moves.run_when_ready(
-        [Move(round_, round_ + 1, 0, 0, 1, True) for round_ in range(3)],
+    transfers.run_when_ready(
+        [Transfer(round_, round_ + 1, 0, 0, 1, True) for round_ in range(3)],
         vector,
-        moves.Participants(range(4), 0, 0, PointToPoint()),
+        transfers.Participants(range(4), 0, 0, PointToPoint()),
     )
     assert vector[0] == 1  # the other way around the 1 is lost beside 1e8
 
@@ -178,20 +189,20 @@ def test_no_message_is_longer_than_a_block(route: str, operation: str) -> None:
     schedule = routes.get(route).schedule
     for position in range(5):
         whole = [
-            (move, entry)
-            for move in schedule(operation, 5, 40, 7)
-            if position in move[1:3]
-            for entry in range(*move[3:5])
+            (transfer, entry)
+            for transfer in schedule(operation, 5, 40, 7)
+            if position in transfer[1:3]
+            for entry in range(*transfer[3:5])
         ]
         cut = [
-            (move, entry)
-            for move in moves.own_moves(schedule, operation, 5, 40, 7, position)
-            for entry in range(*move[3:5])
+            (transfer, entry)
+            for transfer in transfers.own_transfers(schedule, operation, 5, 40, 7, position)
+            for entry in range(*transfer[3:5])
         ]
-        assert [(*move[:3], move.add, entry) for move, entry in whole] == [
-            (*move[:3], move.add, entry) for move, entry in cut
+        assert [(*transfer[:3], transfer.add, entry) for transfer, entry in whole] == [
+            (*transfer[:3], transfer.add, entry) for transfer, entry in cut
         ]
-        assert max(move.stop - move.start for move, _ in cut) == 7
+        assert max(transfer.stop - transfer.start for transfer, _ in cut) == 7
 
 
 @every_route
@@ -209,12 +220,12 @@ def test_any_number_of_ranks_root_and_length(
 
     def work(comm: Comm) -> np.ndarray:
         comm.open_point_to_point()
-        return moves.carry_out(
+        return transfers.carry_out(
             operation,
             given_[comm.rank],
-            moves.Participants(range(ranks), comm.rank, root, comm._point_to_point),
+            transfers.Participants(range(ranks), comm.rank, root, comm._point_to_point),
             routes.get(route).schedule,
-            routes.get(route).run_moves,
+            routes.get(route).run_transfers,
             block,
         )
 
@@ -233,8 +244,8 @@ def test_any_number_of_ranks_root_and_length(
 
 def test_a_root_that_does_not_take_part_is_refused() -> None:
     with pytest.raises(PlanError, match=r"root=5, ranks=\[0, 1\] \(rank 1\)"):
-        nobody = moves.Participants([0, 1], 1, 5, None)
-        moves.carry_out("reduce", np.zeros(3), nobody, tree.schedule, moves.run_by_round)
+        nobody = transfers.Participants([0, 1], 1, 5, None)
+        transfers.carry_out("reduce", np.zeros(3), nobody, tree.schedule, transfers.run_by_round)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from tfcommx.comm.base import Comm
-from tfcommx.comm.centre_process import END, CentreProcess
-from tfcommx.comm.departures import Departures
+from tfcommx.comm.easgd_process import END, CentreProcess
+from tfcommx.comm.membership import Membership
 from tfcommx.comm.threads import ThreadComm, _ThreadPointToPoint
 from tfcommx.terms import Topology
 
@@ -27,7 +27,7 @@ def run_ranks(server: str, topology: Topology, work: Callable[[Comm], Any]) -> l
         comm.centre_rank = topology.size
         if comm.rank == 0:
             messages = _ThreadPointToPoint(topology.size, comm._meeting)
-            process = CentreProcess(messages, topology.size, Departures())
+            process = CentreProcess(messages, topology.size, Membership())
             thread = threading.Thread(target=process.run, daemon=True)
             thread.start()
         try:

@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from tfcommx.comm import departures as departures_module
-from tfcommx.comm.centre_server import (
+from tfcommx.comm import membership as membership_module
+from tfcommx.comm.easgd_server import (
     CENTRE,
     DONE,
     FORCE,
@@ -23,7 +23,7 @@ from tfcommx.comm.centre_server import (
     cut,
     start_message,
 )
-from tfcommx.comm.departures import Departures
+from tfcommx.comm.membership import Membership
 from tfcommx.strategies import centre as module
 from tfcommx.strategies.elastic_worker import Worker
 
@@ -53,15 +53,15 @@ class Messages:
         return None
 
 
-def left(*ranks: int) -> Departures:
-    departures = Departures()
+def left(*ranks: int) -> Membership:
+    membership = Membership()
     for rank in ranks:
-        departures.add(rank, "it has ended", True)
-    return departures
+        membership.mark_gone(rank, "it has ended", True)
+    return membership
 
 
-def holding(messages: Messages, departures: Departures) -> CentreServer:
-    server = CentreServer(messages, range(3), departures)
+def holding(messages: Messages, membership: Membership) -> CentreServer:
+    server = CentreServer(messages, range(3), membership)
     server.centre = Centre(np.ones(2), 0.5)
     return server
 
@@ -75,8 +75,8 @@ def finishing(server: CentreServer) -> threading.Thread:
 def test_a_server_ends_when_its_answers_have_arrived_and_waits_for_nobody_who_is_gone() -> None:
     """Rank 0 may end its process next: an answer that it has not sent would be lost with it."""
     statistics = np.array([1.0])
-    messages, departures = Messages(*((rank, DONE, statistics) for rank in range(3))), left()
-    server = holding(messages, departures)
+    messages, membership = Messages(*((rank, DONE, statistics) for rank in range(3))), left()
+    server = holding(messages, membership)
     while server.turn():
         pass
     assert sorted(one[:2] for one in messages.sent) == [
@@ -86,7 +86,7 @@ def test_a_server_ends_when_its_answers_have_arrived_and_waits_for_nobody_who_is
     messages.arrived |= {(0, CENTRE), (0, STATISTICS), (1, CENTRE), (2, CENTRE)}
     waits.join(0.05)
     assert waits.is_alive()  # Two statistics are on their way
-    departures.add(2, "its process has ended", False)  # It dies meanwhile
+    membership.mark_gone(2, "its process has ended", False)  # It dies meanwhile
     waits.join(0.05)
     assert waits.is_alive()
     messages.arrived.add((1, STATISTICS))
@@ -149,10 +149,10 @@ def test_the_answers_of_several_servers_are_put_in_order_and_one_that_is_gone_is
 def test_a_server_that_nobody_tells_of_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker's neighbours in the watch have died before, and the server after them."""
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(departures_module, "FIND_SECONDS", 0.02)
-    departures = left(0, 2)
-    departures.ask(lambda rank: False, [0, 2, 3], 0.1)
-    worker = Worker(Messages(), 1, cut(1, [3]), np.dtype("float64"), departures)
+    monkeypatch.setattr(membership_module, "FIND_SECONDS", 0.02)
+    membership = left(0, 2)
+    membership.probe_with(lambda rank: False, [0, 2, 3], 0.1)
+    worker = Worker(Messages(), 1, cut(1, [3]), np.dtype("float64"), membership)
     with pytest.raises(RuntimeError, match="Rank 3, which held the centre, has ended"):
         worker.exchange(np.array([7.0]))
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from elastic_servers import SERVERS, run_ranks
 
 from tfcommx.comm.base import Comm
-from tfcommx.comm.centre_server import Centre
+from tfcommx.comm.easgd_server import Centre
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
@@ -279,14 +279,14 @@ def test_a_rank_that_has_left_is_not_missed_and_a_server_that_has_left_is_named(
             left.set()
             return None
         left.wait(60)
-        comm.departures.add(2, "on there: its process has ended", False)
+        comm.membership.mark_gone(2, "on there: its process has ended", False)
         for _ in range(5):
             rank.step()
         average = rank.run.end(np.array([float(comm.rank)]))
         with pytest.raises(PlanError, match=r"after rank 2 has left \(on there: its process"):
             comm.allreduce(tf.ones(1), "world", "never")
         if comm.rank == 1:  # Its server's thread has ended with the training
-            comm.departures.add(0, "it has ended", True)
+            comm.membership.mark_gone(0, "it has ended", True)
             with pytest.raises(RuntimeError, match="Rank 0, which held the centre, has ended"):
                 rank.run.end()
         return average.tolist()

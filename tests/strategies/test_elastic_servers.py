@@ -17,11 +17,11 @@ import tensorflow as tf
 from elastic_servers import SERVERS, run_ranks
 from test_elastic_averaging import ENTRIES, RATE, SHAPES, Rank, plan_for
 
-from tfcommx.comm import centre_process, departures, liveness
+from tfcommx.comm import easgd_process, liveness, membership
 from tfcommx.comm.base import Comm
-from tfcommx.comm.centre_process import END, CentreProcess
-from tfcommx.comm.centre_server import DONE, START, Centre, CentreServer, cut, start_message
-from tfcommx.comm.departures import Departures
+from tfcommx.comm.easgd_process import END, CentreProcess
+from tfcommx.comm.easgd_server import DONE, START, Centre, CentreServer, cut, start_message
+from tfcommx.comm.membership import Membership
 from tfcommx.comm.point_to_point import TAGS, Channel
 from tfcommx.comm.threads import ThreadComm, _Meeting, _ThreadPointToPoint
 from tfcommx.runtime.executor import PlanExecutor
@@ -44,13 +44,13 @@ def test_parts_have_the_bits_of_the_whole_for_the_same_order_of_messages(
         ranks = range(servers + 3)
         post = {rank: _ThreadPointToPoint(rank, meeting) for rank in ranks}
         workers = ranks[servers:]
-        holders = [CentreServer(post[rank], workers, Departures()) for rank in ranks[:servers]]
+        holders = [CentreServer(post[rank], workers, Membership()) for rank in ranks[:servers]]
         stopped = threading.Event()
         threads = [threading.Thread(target=one.run, args=(stopped,)) for one in holders]
         for thread in threads:
             thread.start()
         parts = cut(entries, ranks[:servers])
-        sides = [Worker(post[rank], rank, parts, np.dtype(dtype), Departures()) for rank in workers]
+        sides = [Worker(post[rank], rank, parts, np.dtype(dtype), Membership()) for rank in workers]
         first = numbers.normal(size=entries).astype(dtype)
         sides[0].start(0.3, first)
         whole = Centre(first, 0.3)
@@ -220,7 +220,7 @@ def test_an_extra_rank_without_its_launch_is_refused_with_the_line() -> None:
     ThreadComm.run(Topology(2, 1), work)
 
 
-class Told(Departures):
+class Told(Membership):
     """Notes what the watcher is told."""
 
     def __init__(self) -> None:
@@ -272,7 +272,7 @@ def test_the_process_looks_for_ranks_whose_end_nobody_would_tell(
 ) -> None:
     """Of three ranks that were killed at once it was told of one, and waited for the others."""
     here, told, _ = process
-    monkeypatch.setattr(departures, "FIND_SECONDS", 0.02)
+    monkeypatch.setattr(membership, "FIND_SECONDS", 0.02)
     there = {0, 1, 2}
     told.ask(lambda rank: rank in there, range(3), 0.1)
 
@@ -292,9 +292,9 @@ def test_the_process_looks_for_ranks_whose_end_nobody_would_tell(
 
 def test_a_forked_child_does_not_say_that_its_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        centre_process.mpi, "MpiPointToPoint", lambda **options: pytest.fail("it sends")
+        easgd_process.mpi, "MpiPointToPoint", lambda **options: pytest.fail("it sends")
     )
-    centre_process._say_end(os.getpid() + 1, centre_process.ExitStatus())
+    easgd_process._say_end(os.getpid() + 1, easgd_process.ExitStatus())
 
 
 @pytest.mark.parametrize("server", SERVERS)
@@ -363,7 +363,7 @@ def test_a_launch_fails_if_all_ranks_have(
 def test_a_rank_knows_at_its_end_what_it_ends_with(code: str, status: int) -> None:
     """`sys.exit(3)` counted as ended well."""
     script = (
-        "import atexit, sys; from tfcommx.comm.centre_process import ExitStatus; "
+        "import atexit, sys; from tfcommx.comm.easgd_process import ExitStatus; "
         "status = ExitStatus(); status.watch(); atexit.register(lambda: print(status.get())); "
         f"exec({code!r})"
     )
@@ -400,7 +400,7 @@ def test_channels_keep_their_messages_apart() -> None:
 def test_the_process_with_the_centre_loads_no_tensorflow() -> None:
     """As it is started, but for MPI, which only `main` loads."""
     code = (
-        "import sys, tfcommx.comm.centre_process; "
+        "import sys, tfcommx.comm.easgd_process; "
         "sys.exit(bool({'tensorflow', 'keras', 'horovod', 'mpi4py'} & sys.modules.keys()))"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

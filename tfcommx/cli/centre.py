@@ -15,7 +15,7 @@ from tfcommx.terms import PlanError
 
 # Two that train, and the one with the centre
 FEWEST = 3
-SERVER = [sys.executable, "-m", "tfcommx.comm.centre_process"]
+SERVER = [sys.executable, "-m", "tfcommx.comm.easgd_process"]
 
 
 def centre(

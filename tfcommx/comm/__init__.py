@@ -1,26 +1,37 @@
-"""Collectives and messages between ranks, and how a process finds its rank among them.
+"""Communication between ranks: how a run starts, how tensors travel, how a failure is noticed.
 
-launcher    what the launcher's environment variables say           (reads os.environ)
-allocation  the hosts of a launch: -H, a hostfile, Slurm, PBS, LSF, Kubernetes (reads os.environ)
-horovodrun  one start of ranks, from its command line to its exit status  (reads os.environ)
-rank_lines  what is shown of the lines that ranks write
-announced   who a process is, as srun and torchrun say               (reads os.environ)
-rendezvous  makes a Gloo launch of such processes                    (writes os.environ)
-base        Comm, the contract, and its checks
-point_to_point   PointToPoint, the contract of messages between two ranks
-line        of several that measure step times on one rank, who goes first
-horovod     Comm on Horovod: NCCL, MPI or Gloo                       (the only `import horovod`)
-mpi         PointToPoint on MPI                                      (the only `import mpi4py`)
-centre_server   holds the centre of elastic averaging, or a part, and answers for it
-centre_process  the process that does this beside the ranks that train
-threads     both contracts, for p ranks as threads of one process: law tests
-process     the process's own Comm, as init() made it
-liveness    ends this rank if another does not respond; its watcher process is watcher.py, which
-            decides by watch_member.py
-activity    what this rank does, as its watcher is told
-stalls      who waits for whom, from what all ranks do
-unwrapped   warns of optimizers that take steps without an exchange
-init        init(): all of this, in order
+Starting (no TensorFlow, except horovod and init)
+    allocation           the hosts of a launch: -H, a hostfile, Slurm, PBS, LSF, Kubernetes
+    horovodrun           start ranks by horovodrun, and wait for them
+    rank_lines           show what the ranks write
+    launcher             what horovodrun, mpirun and the user's TFCOMMX_... variables say
+    cluster_environment  what srun and torchrun say of a process
+    rendezvous           make a Gloo launch of processes that these have started
+    init                 init(): from all of this to a running Horovod
+    process              the process's own Comm: rank(), size(), ...
+
+Tensors and messages
+    base                 Comm, the contract
+    point_to_point       PointToPoint, the contract of messages between two ranks
+    horovod              Comm on Horovod: NCCL, MPI or Gloo (the only `import horovod`)
+    mpi                  PointToPoint on MPI (the only `import mpi4py`)
+    threads              both, for p ranks as threads of one process: the law tests
+    easgd_server         holds the centre of elastic averaging
+    easgd_process        a process for it, beside the ranks that train
+
+Failures
+    liveness             start the watch of this rank; end it at an alarm
+    watcher              the watch's process, one beside each rank: sockets and clock
+    watch_protocol       what a watcher says and decides, without sockets
+    membership           which ranks have left while the others go on
+    progress             what this rank is doing
+    stalls               who waits for whom, from the progress of all ranks
+
+Misuse, and trials
+    unwrapped            warn of optimizers that take steps without an exchange
+    trial_queue          of several plans under trial, which one is measured now
+
+Only this room, `cli` and `kernels.loader` read the environment.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.comm.activity import Activity
-from tfcommx.comm.departures import Departures
-from tfcommx.comm.line import Line
+from tfcommx.comm.membership import Membership
 from tfcommx.comm.point_to_point import Channel, PointToPoint
+from tfcommx.comm.progress import Progress
+from tfcommx.comm.trial_queue import TrialQueue
 from tfcommx.cost import alltoall_traffic, broadcast_traffic, ring_traffic
 from tfcommx.terms import MPI_LAUNCH, PlanError, Topology, Traffic
 
@@ -68,11 +68,11 @@ class Comm(abc.ABC):
         self._centres = 0
         self._scopes, self._scope = 0, ""
         # What its watcher is told of this rank
-        self.activity = Activity()
+        self.progress = Progress()
         # Trials of plans on this rank, which follow each other
-        self.trials = Line()
+        self.trials = TrialQueue()
         # Which ranks have left while this one goes on
-        self.departures = Departures()
+        self.membership = Membership()
 
     def own_scope(self) -> str:
         """Return a name that nobody else has, for `scope`.
@@ -337,7 +337,7 @@ class Comm(abc.ABC):
             )
 
     def _check(self, tensor: tf.Tensor, group: str) -> tuple[int, ...]:
-        self.departures.require_all()
+        self.membership.require_all()
         ranks, entries = self.members(group), tensor.shape.num_elements()
         if entries is None and len(ranks) > 1:
             raise PlanError(

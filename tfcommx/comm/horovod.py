@@ -192,7 +192,7 @@ class HorovodComm(Comm):
     def gather_objects(self, item: Any) -> list[Any]:
         if self.topology.size == 1:
             return [item]
-        self.departures.require_all()
+        self.membership.require_all()
         with tf.init_scope():
             return self._hvd.allgather_object(item)
 

@@ -8,9 +8,9 @@ import math
 import tensorflow as tf
 
 from tfcommx.comm import (
-    announced,
     base,
-    centre_process,
+    cluster_environment,
+    easgd_process,
     horovod,
     launcher,
     liveness,
@@ -71,8 +71,8 @@ def init(
     stall_seconds, stall_limit_seconds = launcher.stall_times(stall_seconds, stall_limit_seconds)
     if process.started():
         return _started_before(node_size)
-    if launcher.launcher().kind == "announced":
-        rendezvous.join(announced.announced())
+    if launcher.launcher().kind == "environment":
+        rendezvous.join(cluster_environment.cluster_environment())
     here = launcher.launcher()
     topology = _topology(here, node_size)
     _keep_one_gpu(here)
@@ -87,7 +87,7 @@ def init(
         )
         if here.centre:
             # Before the end of the watch, which may end the process
-            centre_process.tell_the_centre_at_exit()
+            easgd_process.tell_the_centre_at_exit()
         UnwrappedOptimizers(here.rank).watch()
     return comm
 

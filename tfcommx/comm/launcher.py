@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from tfcommx.comm.announced import announced
+from tfcommx.comm.cluster_environment import cluster_environment
 from tfcommx.terms import PlanError
 
 # Where launchers that are not supported say how many processes they started: Hydra (MPICH, Intel
@@ -31,7 +31,7 @@ NAMES_OF_A_LAUNCH = {
 class Launcher(NamedTuple):
     """What the launcher says about this process, before Horovod starts."""
 
-    # "gloo", "mpi" or "none"; "announced": before `rendezvous.join` makes it a Gloo launch
+    # "gloo", "mpi" or "none"; "environment": before `rendezvous.join` makes it a Gloo launch
     kind: str
     # Of the ranks that train; a process that holds a centre has the number `size`
     rank: int
@@ -64,8 +64,8 @@ def launcher() -> Launcher:
             launch = os.environ.get("PMIX_NAMESPACE", "")
             centre = kind == "mpi" and launch == os.environ.get(CENTRE_VARIABLE)
             return Launcher(kind, rank, size - centre, local_rank, centre)
-    if (here := announced()) is not None:
-        return Launcher("announced", here.rank, here.size, here.local_rank or 0)
+    if (here := cluster_environment()) is not None:
+        return Launcher("environment", here.rank, here.size, here.local_rank or 0)
     return Launcher("none", 0, 1, 0)
 
 

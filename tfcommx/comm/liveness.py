@@ -1,9 +1,9 @@
 """Law 7, "no hang": if a rank is missing, every other rank ends soon, with an error that names it.
 
 Horovod's collectives wait for a rank that was stopped, or whose machine or network is gone, and
-their own time limits name nobody. Beside each rank runs a small process (watcher.py) that exchanges
-heartbeats with a few other watchers over TCP (watch_member.py); a thread of the rank waits for its
-alarm.
+their own time limits name nobody. Beside each rank runs a small process (watcher.py), which
+exchanges heartbeats with a few other watchers over TCP (watch_protocol.py); a thread of the rank
+waits for its alarm.
 A rank that ends normally, early or late, says so and is not reported as missing. Nor is a rank that
 computes, traces or compiles, however long: only one that is stopped, dead or cut off.
 
@@ -17,7 +17,7 @@ The rank that fails prints its traceback; every other rank prints one line, also
 raised an error there because the failed rank is gone.
 
 If all ranks are alive, but some wait long for others, every rank logs who waits for whom
-(stalls.py); activity.py sees what this rank does.
+(stalls.py); progress.py sees what this rank does.
 
 **Cost:** one process of about 10 MB per rank, asleep except for 10 messages of 2 bytes to each of
 at most 7 other watchers per `limit` seconds, and one of at most 2 kB to one of them.
@@ -43,9 +43,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
-from tfcommx.comm.departures import Departures
+from tfcommx.comm.membership import Membership
 from tfcommx.comm.stalls import CAUSES
-from tfcommx.comm.watch_member import MISSING, neighbours
+from tfcommx.comm.watch_protocol import MISSING, neighbours
 
 log = logging.getLogger("tfcommx")
 
@@ -107,9 +107,9 @@ class Watched(Protocol):
     """What the watch needs of a process that is watched, as Comm has it."""
 
     rank: int
-    departures: Departures
+    membership: Membership
     # With `watch(send, period)`: says through `send` what the process does
-    activity: Any
+    progress: Any
 
 
 def start(
@@ -145,13 +145,13 @@ def start(
         return
     job = make_job(here.rank, os.getpid(), every)
     ours = start_watcher(listening, job)
-    failed = _say_how_it_ends(ours, here.departures)
-    here.departures.watch(ours.send)
+    failed = _say_how_it_ends(ours, here.membership)
+    here.membership.report_to(ours.send)
     others = set(range(len(every))) - {here.rank}
-    here.departures.ask(lambda rank: responds(every[rank]), others, job["limit"])
+    here.membership.probe_with(lambda rank: responds(every[rank]), others, job["limit"])
     periods = [seconds for seconds in (job["stall_seconds"], job["stall_limit"]) if seconds]
     if periods:
-        here.activity.watch(ours.send, min(LOOK_SECONDS, *(one / 5 for one in periods)))
+        here.progress.watch(ours.send, min(LOOK_SECONDS, *(one / 5 for one in periods)))
     threading.Thread(
         target=_wait, args=(ours, here, failed), name="tfcommx-watch", daemon=True
     ).start()
@@ -219,7 +219,7 @@ def _wait(ours: socket.socket, here: Watched, failed: threading.Event) -> None:
             if kind not in ("stall", "gone"):
                 break
             if kind == "gone":
-                here.departures.add(*json.loads(text))
+                here.membership.mark_gone(*json.loads(text))
             else:
                 log.warning("Log of rank %d: %s", here.rank, text)
             kind, text = "lost", "the watcher of this rank, a process of its own, has ended."
@@ -245,7 +245,7 @@ def _cause_first(text: str) -> str:
     return " ".join(lines[-1:] + lines[:-1])
 
 
-def _say_how_it_ends(ours: socket.socket, departures: Departures) -> threading.Event:
+def _say_how_it_ends(ours: socket.socket, membership: Membership) -> threading.Event:
     """Say bye at the interpreter's end; after an uncaught exception tell the other ranks instead.
 
     Horovod raises on every rank if one is gone. That is not this rank's failure: it waits a little
@@ -254,7 +254,7 @@ def _say_how_it_ends(ours: socket.socket, departures: Departures) -> threading.E
 
     Args:
         ours: leads to this rank's watcher.
-        departures: after a rank has died, Horovod's and MPI's own ends would wait for it.
+        membership: after a rank has died, Horovod's and MPI's own ends would wait for it.
 
     Returns:
         An event that is set if this rank has failed.
@@ -283,7 +283,7 @@ def _say_how_it_ends(ours: socket.socket, departures: Departures) -> threading.E
         if os.getpid() == pid and not no_bye.is_set():
             with contextlib.suppress(OSError):
                 ours.send(b"bye\n")
-            if departures.died():
+            if membership.any_died():
                 for stream in (sys.stdout, sys.stderr):
                     stream.flush()
                 os._exit(0)

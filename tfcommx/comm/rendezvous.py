@@ -1,6 +1,6 @@
 """Ranks that somebody else has started find each other: a Gloo launch without horovodrun.
 
-    rank r                         rank 0, at the announced address and port
+    rank r                         rank 0, at the address and port of its environment
       connect ------------------->
       <------------------ challenge
       who I am, my challenge ----->   ... until all ranks have come, or the time is over
@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from tfcommx.comm.announced import Announced
+from tfcommx.comm.cluster_environment import ClusterEnvironment
 from tfcommx.comm.horovod import serve_rendezvous
 from tfcommx.comm.launcher import rendezvous_seconds
 from tfcommx.terms import PlanError
@@ -69,7 +69,7 @@ class Arrival(NamedTuple):
     conversation: Conversation
 
 
-def join(here: Announced) -> None:
+def join(here: ClusterEnvironment) -> None:
     """Bring all ranks together, and make this process one of a Gloo launch.
 
     **Ranks:** all, before Horovod starts. **Cost:** one connection of every rank to rank 0.
@@ -94,7 +94,9 @@ def join(here: Announced) -> None:
 # --- rank 0 -------------------------------------------------------------------------------------
 
 
-def _gather(here: Announced, deadline: float, seconds: float) -> tuple[dict[str, str], str]:
+def _gather(
+    here: ClusterEnvironment, deadline: float, seconds: float
+) -> tuple[dict[str, str], str]:
     """Wait for all ranks, and answer them; return this rank's settings and address."""
     try:
         server = socket.create_server(("", here.port), backlog=min(here.size, 1024))
@@ -142,7 +144,7 @@ def _gather(here: Announced, deadline: float, seconds: float) -> tuple[dict[str,
             arrival.conversation.close()
 
 
-def _receive(here: Announced, connection: socket.socket) -> Arrival | None:
+def _receive(here: ClusterEnvironment, connection: socket.socket) -> Arrival | None:
     """Let a process say who it is; None for one that is not of this launch."""
     try:
         end = time.monotonic() + MESSAGE_SECONDS
@@ -165,7 +167,7 @@ def _receive(here: Announced, connection: socket.socket) -> Arrival | None:
         return None
 
 
-def _problem(here: Announced, arrivals: dict[int, Arrival], new: Arrival) -> str:
+def _problem(here: ClusterEnvironment, arrivals: dict[int, Arrival], new: Arrival) -> str:
     """Return why this rank cannot be one of the launch; empty if it can."""
     if not 0 < new.rank < here.size:
         return (
@@ -198,7 +200,7 @@ def _on_this_host(one: str, other: str) -> bool:
 
 
 def _serve(
-    here: Announced, arrivals: dict[int, Arrival], address: str
+    here: ClusterEnvironment, arrivals: dict[int, Arrival], address: str
 ) -> dict[int, dict[str, str]]:
     """Start Horovod's rendezvous; return what each rank's environment needs."""
     hosts = [socket.gethostname(), *(arrivals[rank].host for rank in range(1, here.size))]
@@ -261,7 +263,7 @@ def _answer(arrival: Arrival, text: dict[str, Any]) -> None:
 # --- the other ranks ----------------------------------------------------------------------------
 
 
-def _ask(here: Announced, deadline: float, seconds: float) -> tuple[dict[str, str], str]:
+def _ask(here: ClusterEnvironment, deadline: float, seconds: float) -> tuple[dict[str, str], str]:
     """Tell rank 0 who this is, and wait for its answer; return settings and own address."""
     reason: object = "nobody listens there"
     while time.monotonic() < deadline:
@@ -285,7 +287,7 @@ def _ask(here: Announced, deadline: float, seconds: float) -> tuple[dict[str, st
     )
 
 
-def _converse(here: Announced, connection: socket.socket, end: float) -> dict[str, Any]:
+def _converse(here: ClusterEnvironment, connection: socket.socket, end: float) -> dict[str, Any]:
     """Say who this is, and return what rank 0 answers. **Raises:** ValueError for a stranger.
 
     Rank 0 answers when all have come, or when its own time is over.
@@ -307,7 +309,9 @@ def _converse(here: Announced, connection: socket.socket, end: float) -> dict[st
 # --- both ---------------------------------------------------------------------------------------
 
 
-def _identity(here: Announced, rank: int, host: str, local_rank: int | None) -> list[object]:
+def _identity(
+    here: ClusterEnvironment, rank: int, host: str, local_rank: int | None
+) -> list[object]:
     """Return what a rank proves: who it is, and that it is of this launch."""
     return [PROTOCOL, here.launch, here.size, rank, host, local_rank]
 

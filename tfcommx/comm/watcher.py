@@ -3,7 +3,7 @@
 A process of its own, because the rank may hold Python's lock for long (tracing, compilation)
 without being in trouble, and because a stopped rank cannot speak for itself. Started by
 liveness.py; knows only the standard library. It has at most 7 connections: what it says on them,
-and what it concludes, is in watch_member.py; here are the sockets and the clock.
+and what it concludes, is in watch_protocol.py; here are the sockets and the clock.
 
     rank 0 -- watcher 0 ===== TCP, neighbours ===== watcher 1 -- rank 1
        socket pair
@@ -22,7 +22,7 @@ import threading
 import time
 from typing import Any
 
-from tfcommx.comm.watch_member import GATHER_SECONDS, MISSING, Member
+from tfcommx.comm.watch_protocol import GATHER_SECONDS, MISSING, WatchProtocol
 
 # Messages "alive" in `limit` seconds, and what the ranks do in `stall_seconds`
 BEATS = 10
@@ -36,7 +36,8 @@ class Watcher:
     """The sockets of one watcher; `run` is its loop.
 
     Args:
-        job: what Member takes, and pid, token; addresses (best first) and ports of the neighbours.
+        job: what WatchProtocol takes; pid and token; addresses (best first) and ports of the
+            neighbours.
         listening: the socket whose port the neighbours know.
         to_rank: leads to the rank's process.
     """
@@ -45,7 +46,7 @@ class Watcher:
         self, job: dict[str, Any], listening: socket.socket, to_rank: socket.socket
     ) -> None:
         self.token, self.pid = job["token"], job["pid"]
-        self.member = Member(job, time.monotonic())
+        self.member = WatchProtocol(job, time.monotonic())
         places = zip(job["addresses"], job["ports"], strict=True)
         self.places = dict(zip(self.member.neighbours, places, strict=True))
         self.links: dict[int, socket.socket] = {}

@@ -12,7 +12,7 @@ class FiniteAgreement:
 
     def __init__(self, comm: Comm) -> None:
         self._comm, self._scope = comm, ""
-        self._waits = comm.activity.waits(["the agreement on finite gradients"], False)
+        self._waits = comm.progress.of_exchange(["the agreement on finite gradients"], False)
 
     def everywhere(self, finite: tf.Tensor) -> tf.Tensor:
         """Tell whether `finite` (bool) holds on every rank.

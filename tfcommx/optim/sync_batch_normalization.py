@@ -97,7 +97,7 @@ class _Sums:
         # Not the layer's name: Keras numbers layers, also those that one rank makes alone.
         self._comm, self._scope = comm, comm.own_scope()
         self._waits = {
-            what: comm.activity.waits([f"the {what} of {layer!r}"], counted=False)
+            what: comm.progress.of_exchange([f"the {what} of {layer!r}"], counted=False)
             for what in ("statistics", "gradient")
         }
 

@@ -27,11 +27,11 @@ import itertools
 from tfcommx import cost
 from tfcommx.routes.base import slowest_link
 from tfcommx.routes.messages import MessageRoute
-from tfcommx.routes.moves import Move, run_when_ready
+from tfcommx.routes.transfers import Transfer, run_when_ready
 from tfcommx.terms import Bucket, Links, Topology
 
 
-def schedule(operation: str, positions: int, entries: int, block: int) -> list[Move]:
+def schedule(operation: str, positions: int, entries: int, block: int) -> list[Transfer]:
     """Return who sends what to whom in which round, as drawn above.
 
     Parts are cut into blocks, at the same entries in every round, so that a block can go on while
@@ -44,7 +44,7 @@ def schedule(operation: str, positions: int, entries: int, block: int) -> list[M
         block: entries of a block, >= 1.
 
     Returns:
-        The moves, rounds ascending; empty parts are left out.
+        The transfers, rounds ascending; empty parts are left out.
     """
     # Positions that swap; each of the others depends on one of these.
     core = 1 << (positions.bit_length() - 1)
@@ -52,26 +52,33 @@ def schedule(operation: str, positions: int, entries: int, block: int) -> list[M
     halves, collects, gathers = _swaps(core, cut)
     last = core.bit_length() - 2
     scatters = [
-        Move(last - move.round, move.target, move.source, move.start, move.stop, False)
-        for move in gathers
+        Transfer(
+            last - transfer.round,
+            transfer.target,
+            transfer.source,
+            transfer.start,
+            transfer.stop,
+            False,
+        )
+        for transfer in gathers
     ]
-    fold = [Move(0, other, other - core, 0, entries, True) for other in range(core, positions)]
-    unfold = [Move(0, move.target, move.source, 0, entries, False) for move in fold]
+    fold = [Transfer(0, other, other - core, 0, entries, True) for other in range(core, positions)]
+    unfold = [Transfer(0, transfer.target, transfer.source, 0, entries, False) for transfer in fold]
     phases = {
         "broadcast": [scatters, collects, unfold],
         "reduce": [fold, halves, gathers],
         "allreduce": [fold, halves, collects, unfold],
     }[operation]
-    found: list[Move] = []
+    found: list[Transfer] = []
     now = 0
     for phase in phases:
         found += sorted(_in_blocks(phase, cut, block, now))
-        now += max((move.round + 1 for move in phase), default=0)
+        now += max((transfer.round + 1 for transfer in phase), default=0)
     return found
 
 
-def _swaps(core: int, cut: list[int]) -> tuple[list[Move], list[Move], list[Move]]:
-    """Return the moves that halve and add, those that collect, and those that gather at 0.
+def _swaps(core: int, cut: list[int]) -> tuple[list[Transfer], list[Transfer], list[Transfer]]:
+    """Return the transfers that halve and add, those that collect, and those that gather at 0.
 
     Args:
         core: positions, a power of two.
@@ -85,20 +92,27 @@ def _swaps(core: int, cut: list[int]) -> tuple[list[Move], list[Move], list[Move
         other, first = position ^ reach, position & -reach
         partner = other & -reach
         kept, given = (cut[first], cut[first + reach]), (cut[partner], cut[partner + reach])
-        halves.append(Move(step, position, other, *given, True))
-        collects.append(Move(back, position, other, *kept, False))
+        halves.append(Transfer(step, position, other, *given, True))
+        collects.append(Transfer(back, position, other, *kept, False))
         if position % (2 * reach) == reach:
-            gathers.append(Move(back, position, position - reach, *kept, False))
+            gathers.append(Transfer(back, position, position - reach, *kept, False))
     return halves, collects, gathers
 
 
-def _in_blocks(phase: list[Move], cut: list[int], block: int, now: int) -> list[Move]:
-    """Cut each move into blocks that do not cross the border of a part, `now` rounds later."""
+def _in_blocks(phase: list[Transfer], cut: list[int], block: int, now: int) -> list[Transfer]:
+    """Cut each transfer into blocks that do not cross the border of a part, `now` rounds later."""
     return [
-        Move(now + move.round, move.source, move.target, start, min(start + block, stop), move.add)
-        for move in phase
+        Transfer(
+            now + transfer.round,
+            transfer.source,
+            transfer.target,
+            start,
+            min(start + block, stop),
+            transfer.add,
+        )
+        for transfer in phase
         for first, stop in itertools.pairwise(cut)
-        if move.start <= first and stop <= move.stop
+        if transfer.start <= first and stop <= transfer.stop
         for start in range(first, stop, block)
     ]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tfcommx.routes import moves
+from tfcommx.routes import transfers
 from tfcommx.routes.base import Codec, RouteBase, Select, Tensor, own_options
 from tfcommx.terms import (
     Bucket,
@@ -51,9 +51,9 @@ class MessageRoute(RouteBase):
     # In the table.
     name: str
     # Which message is sent when, a pure function.
-    schedule: moves.Schedule
-    # How a rank carries out its part: `moves.run_by_round` or `moves.run_when_ready`.
-    run_moves: moves.RunMoves
+    schedule: transfers.Schedule
+    # How a rank carries out its part: `transfers.run_by_round` or `transfers.run_when_ready`.
+    run_transfers: transfers.RunTransfers
     # Seconds of an allreduce.
     price: Price
 
@@ -92,12 +92,12 @@ class MessageRoute(RouteBase):
             return flat
         tag, block = tag_of(bucket.name), entries_per_block(bucket)
         return comm.run_with_messages(
-            lambda array, point_to_point: moves.carry_out(
+            lambda array, point_to_point: transfers.carry_out(
                 operation,
                 array,
-                moves.Participants(ranks, comm.rank, ranks[0], point_to_point, tag),
+                transfers.Participants(ranks, comm.rank, ranks[0], point_to_point, tag),
                 self.schedule,
-                self.run_moves,
+                self.run_transfers,
                 block,
             ),
             flat,
@@ -139,11 +139,11 @@ class MessageRoute(RouteBase):
         if topology.size == 1:
             return
         block = entries_per_block(bucket)
-        for move in self.schedule(operation, topology.size, bucket.padded, block):
+        for transfer in self.schedule(operation, topology.size, bucket.padded, block):
             yield (
-                topology.node_of(move.source),
-                topology.node_of(move.target),
-                (move.stop - move.start) * bucket.entry_bytes,
+                topology.node_of(transfer.source),
+                topology.node_of(transfer.target),
+                (transfer.stop - transfer.start) * bucket.entry_bytes,
             )
 
     def seconds(self, bucket: Bucket, topology: Topology, links: Links) -> float:

@@ -25,11 +25,11 @@ from __future__ import annotations
 
 from tfcommx.routes.base import own_options, slowest_link
 from tfcommx.routes.messages import MessageOptions, MessageRoute
-from tfcommx.routes.moves import WINDOW, Move, run_when_ready
+from tfcommx.routes.transfers import WINDOW, Transfer, run_when_ready
 from tfcommx.terms import Bucket, Links, Topology
 
 
-def schedule(operation: str, positions: int, entries: int, block: int) -> list[Move]:
+def schedule(operation: str, positions: int, entries: int, block: int) -> list[Transfer]:
     """Return which block is sent from where to where in which round, as drawn above.
 
     Args:
@@ -39,9 +39,9 @@ def schedule(operation: str, positions: int, entries: int, block: int) -> list[M
         block: entries of a block, >= 1.
 
     Returns:
-        The moves, rounds ascending.
+        The transfers, rounds ascending.
     """
-    found: list[Move] = []
+    found: list[Transfer] = []
     for number, start in enumerate(range(0, entries, block)):
         stop = min(start + block, entries)
         # The totals of one group of p blocks go back while the next group comes.
@@ -54,16 +54,16 @@ def schedule(operation: str, positions: int, entries: int, block: int) -> list[M
         chain = [(first + position) % positions for position in range(positions)]
         if operation != "broadcast":
             found += [
-                Move(now + hop, chain[-1 - hop], chain[-2 - hop], start, stop, True)
+                Transfer(now + hop, chain[-1 - hop], chain[-2 - hop], start, stop, True)
                 for hop in range(positions - 1)
             ]
             now += positions - 1
         if operation != "reduce":
             found += [
-                Move(now + hop, chain[hop], chain[hop + 1], start, stop, False)
+                Transfer(now + hop, chain[hop], chain[hop + 1], start, stop, False)
                 for hop in range(positions - 1)
             ]
-    return sorted(found, key=lambda move: move.round)
+    return sorted(found, key=lambda transfer: transfer.round)
 
 
 def seconds(bucket: Bucket, topology: Topology, links: Links) -> float:
@@ -71,7 +71,7 @@ def seconds(bucket: Bucket, topology: Topology, links: Links) -> float:
 
     Table 1 of the paper has 2 (p - 1 + n/b) messages through the port of a position in the middle
     of its one chain, and pays the latency of each. Here a direction has several messages under way
-    (`moves.WINDOW`), whose latencies overlap.
+    (`transfers.WINDOW`), whose latencies overlap.
     """
     ranks, total = topology.size, bucket.padded_bytes
     if ranks == 1 or total == 0:

@@ -18,11 +18,11 @@ from __future__ import annotations
 from tfcommx import cost
 from tfcommx.routes.base import slowest_link
 from tfcommx.routes.messages import MessageRoute
-from tfcommx.routes.moves import Move, run_by_round
+from tfcommx.routes.transfers import Transfer, run_by_round
 from tfcommx.terms import Bucket, Links, Topology
 
 
-def schedule(operation: str, positions: int, entries: int, block: int = 0) -> list[Move]:
+def schedule(operation: str, positions: int, entries: int, block: int = 0) -> list[Transfer]:
     """Return who sends the vector to whom in which round, as drawn above.
 
     Args:
@@ -32,11 +32,11 @@ def schedule(operation: str, positions: int, entries: int, block: int = 0) -> li
         block: not used: the vector is not cut.
 
     Returns:
-        The moves, rounds ascending.
+        The transfers, rounds ascending.
     """
     steps = (positions - 1).bit_length()
     down = [
-        Move(step, position, position + reach, 0, entries, False)
+        Transfer(step, position, position + reach, 0, entries, False)
         for step in range(steps)
         for reach in [1 << (steps - 1 - step)]
         for position in range(0, positions - reach, 2 * reach)
@@ -44,12 +44,12 @@ def schedule(operation: str, positions: int, entries: int, block: int = 0) -> li
     if operation == "broadcast":
         return down
     up = [
-        Move(steps - 1 - move.round, move.target, move.source, 0, entries, True)
-        for move in reversed(down)
+        Transfer(steps - 1 - transfer.round, transfer.target, transfer.source, 0, entries, True)
+        for transfer in reversed(down)
     ]
     if operation == "reduce":
         return up
-    return up + [move._replace(round=steps + move.round) for move in down]
+    return up + [transfer._replace(round=steps + transfer.round) for transfer in down]
 
 
 def seconds(bucket: Bucket, topology: Topology, links: Links) -> float:

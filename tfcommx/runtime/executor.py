@@ -49,7 +49,7 @@ class PlanExecutor:
         self._steps_before = 0
         self._store = ResidualStore(plan, comm)
         self._make_runners()
-        self._waits = comm.activity.waits([_in_words(bucket) for bucket in plan.buckets])
+        self._waits = comm.progress.of_exchange([_in_words(bucket) for bucket in plan.buckets])
 
     def _make_runners(self) -> None:
         """Decide what kind of bucket each one is; again after residuals came from elsewhere."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.comm.centre_server import CentreServer, cut
+from tfcommx.comm.easgd_server import CentreServer, cut
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies.base import StrategyRun
 from tfcommx.strategies.elastic_worker import END_SECONDS, Worker
@@ -186,10 +186,10 @@ class ElasticRun(StrategyRun):
         messages = comm.open_centre_messages() if extra else comm.open_own_messages()
         dtype = np.dtype(self._dtype.as_numpy_dtype)
         parts = cut(sum(self._sizes()), self._servers)
-        self._worker = Worker(messages, comm.rank, parts, dtype, comm.departures)
+        self._worker = Worker(messages, comm.rank, parts, dtype, comm.membership)
         if comm.rank in self._servers:
             everyone = range(comm.topology.size)
-            self._server = ServerThread(CentreServer(messages, everyone, comm.departures))
+            self._server = ServerThread(CentreServer(messages, everyone, comm.membership))
         self._set_centre()
         atexit.register(self._worker.stop)
 
@@ -209,7 +209,7 @@ class ElasticRun(StrategyRun):
         """
         if not self._trains:
             self._trains = True
-            self._comm.departures.allow(self._servers)
+            self._comm.membership.allow_leaving(self._servers)
             if self._server is not None:
                 self._server.start()
 
@@ -223,7 +223,7 @@ class ElasticRun(StrategyRun):
         if self._worker.waits:
             self._worker.take()
         self._trains = False  # An error may have ended the training before
-        self._comm.departures.forbid()
+        self._comm.membership.forbid_leaving()
         self._comm.gather_objects("no force is under way")
         self._set_centre()
         self._sent_at = int(self.executor.steps.numpy())
@@ -257,7 +257,7 @@ class ElasticRun(StrategyRun):
         self._trains = False
         for path, value in self._by_variable(final.centre).items():
             self._weights[path].assign(tf.cast(value, self._weights[path].dtype))
-        self._comm.departures.forbid()
+        self._comm.membership.forbid_leaving()
         return final.statistics if self._exchanges.averages_statistics else mine
 
     def _by_variable(self, flat: np.ndarray) -> dict[str, np.ndarray]:

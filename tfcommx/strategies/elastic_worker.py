@@ -3,7 +3,7 @@
     one server      x = [ 0 ................... n )  --SNAPSHOT--> server       <--FORCE--
     several         x = [ 0 ... a ) [ a ... b ) [ b ... n )  a part to each, and one from each
 
-comm/centre_server.py says what the messages are, and answers them.
+comm/easgd_server.py says what the messages are, and answers them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tfcommx.comm.centre_server import (
+from tfcommx.comm.easgd_server import (
     CENTRE,
     DONE,
     FORCE,
@@ -31,7 +31,7 @@ from tfcommx.comm.centre_server import (
     Part,
     start_message,
 )
-from tfcommx.comm.departures import Departures
+from tfcommx.comm.membership import Membership
 from tfcommx.comm.point_to_point import PointToPoint
 
 log = logging.getLogger("tfcommx")
@@ -63,7 +63,7 @@ class Worker:
         rank: the worker's, for people.
         parts: who holds which range of the centre; all of it, in order.
         dtype: of the centre.
-        departures: the ranks that have ended or died.
+        membership: the ranks that have ended or died.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class Worker:
         rank: int,
         parts: Sequence[Part],
         dtype: np.dtype,
-        departures: Departures,
+        membership: Membership,
     ) -> None:
         self._messages, self._rank, self._parts = messages, rank, parts
-        self._dtype, self._departures = dtype, departures
+        self._dtype, self._membership = dtype, membership
         self._stopped = threading.Event()
         self._under_way: _UnderWay | None = None
         # Whether weights that are not finite were warned of
@@ -208,7 +208,7 @@ class Worker:
                 continue
             if self._stopped.is_set():
                 raise RuntimeError("The process ends while it waits for the centre.")
-            if gone := sorted(set(missing) & self._departures.ranks()):
+            if gone := sorted(set(missing) & self._membership.gone()):
                 gone_at = min(gone_at, time.monotonic())
             # What it sent last may still be on its way
             if time.monotonic() - gone_at > GRACE_SECONDS:
@@ -225,7 +225,7 @@ class Worker:
                     AWAITED.get(tag, "the centre"),
                     missing,
                 )
-            self._departures.find()
+            self._membership.find_dead()
             time.sleep(LOOK_SECONDS)
         return [found[server] for server in servers]
 

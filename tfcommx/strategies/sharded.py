@@ -206,7 +206,7 @@ class ShardedRun(StrategyRun):
             if short and paths == sorted(bucket.variables):
                 self._segments[bucket.name] = mine
         gathers = [f"the pull of batch {number}" for number in range(len(shards.batches()))]
-        self._waits = self.executor.comm.activity.waits(gathers, counted=False)
+        self._waits = self.executor.comm.progress.of_exchange(gathers, counted=False)
 
     # What follows is a graph already, also in a caller's loop.
     @tf.autograph.experimental.do_not_convert

@@ -14,7 +14,7 @@ from rank_helpers import batch, gradients_of, same_on_all_ranks, weights
 import tfcommx as cx
 from tfcommx import callbacks
 from tfcommx.comm.base import Comm
-from tfcommx.comm.line import Line
+from tfcommx.comm.trial_queue import TrialQueue
 from tfcommx.optim import automatic
 from tfcommx.optim.expected_run import ExpectedRun
 from tfcommx.runtime.executor import PlanExecutor
@@ -134,7 +134,7 @@ def test_where_fit_knows_that_few_steps_follow_nothing_is_measured(
 
 def test_two_optimizers_of_one_step_hold_their_trials_one_after_the_other(comm: Comm) -> None:
     """As a GAN has them: while the one tries its plans, the other exchanges by plain Horovod."""
-    comm.trials = Line()  # Without the trials of other tests
+    comm.trials = TrialQueue()  # Without the trials of other tests
     nets, optimizers = [wide(), wide()], []
     for net in nets:
         optimizers.append(cx.DistributedOptimizer(keras.optimizers.SGD(0.01), LOSSY, links=SLOW))
@@ -160,7 +160,7 @@ def test_a_trial_that_is_dropped_holds_up_no_other(comm: Comm) -> None:
     """A change of scheme, and a checkpoint, drop one that is under way."""
     if comm.topology.size == 1:
         return  # There is nothing to try
-    comm.trials, net = Line(), wide()  # Without the trials of other tests
+    comm.trials, net = TrialQueue(), wide()  # Without the trials of other tests
     optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.01), links=SLOW)
     optimizer.build(net.trainable_variables)
     gradients, dropped = gradients_of(net, batch(comm.rank)), []

@@ -98,7 +98,7 @@ def _save_centre(model: keras.Model, folder: Path, head: Head, keep: int) -> Non
     and the saves before. Rank 0 writes it; if that has died, the lowest that is there.
     """
     here = process.current()
-    if here.rank != min(set(range(here.topology.size)) - here.departures.ranks()):
+    if here.rank != min(set(range(here.topology.size)) - here.membership.gone()):
         return
     folder.mkdir(parents=True, exist_ok=True)
     before = read_own_head(folder)

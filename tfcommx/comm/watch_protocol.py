@@ -26,7 +26,7 @@ has heard nothing of a neighbour for `limit` seconds, or at once if a neighbour'
 without a bye. Who hears an alarm for the first time passes it on to all neighbours. A neighbour
 that dies does not stop it: each of its other neighbours notices the death itself.
 
-While ranks may leave (departures.py), only the loss of a rank that is needed is an alarm; of the
+While ranks may leave (membership.py), only the loss of a rank that is needed is an alarm; of the
 others each rank is told by `gone`, also when they end in order.
 
 A watcher whose rank has ended in order still passes on what it hears, until all ranks have ended.
@@ -96,7 +96,7 @@ class Neighbour:
         return self.leaving and not self.connected
 
 
-class Member:
+class WatchProtocol:
     """The state of one watcher. Whoever drives it sends what it puts into `outbox` and `to_rank`.
 
     Args:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfcommx.comm.departures import Departures
+from tfcommx.comm.membership import Membership
 from tfcommx.comm.point_to_point import PointToPoint
 
 START, STARTED, SNAPSHOT, FORCE, READ, VALUES, DONE, CENTRE, STATISTICS = range(1, 10)
@@ -126,13 +126,13 @@ class CentreServer:
     Args:
         messages: of the server's rank.
         workers: ranks that take part.
-        departures: the ranks that have ended or died: nobody waits for them.
+        membership: the ranks that have ended or died: nobody waits for them.
     """
 
     def __init__(
-        self, messages: PointToPoint, workers: Collection[int], departures: Departures
+        self, messages: PointToPoint, workers: Collection[int], membership: Membership
     ) -> None:
-        self._messages, self._workers, self._departures = messages, set(workers), departures
+        self._messages, self._workers, self._membership = messages, set(workers), membership
         # What it holds, from the first START on
         self.centre: Centre | None = None
         # Whether a training is under way
@@ -175,8 +175,8 @@ class CentreServer:
     def _end_if_all_are_done(self) -> bool:
         if not self._done:
             return False
-        if self._workers - self._done.keys() - self._departures.ranks():
-            self._departures.find()
+        if self._workers - self._done.keys() - self._membership.gone():
+            self._membership.find_dead()
             return False
         done, self._done, self.trains = self._done, {}, False
         statistics = _average(list(done.values()))
@@ -200,9 +200,9 @@ class CentreServer:
         while self._answers:
             for worker, answers in list(self._answers.items()):
                 answers[:] = [one for one in answers if not self._messages.done(one[0])]
-                if not answers or worker in self._departures.ranks():
+                if not answers or worker in self._membership.gone():
                     del self._answers[worker]
-            self._departures.find()
+            self._membership.find_dead()
             time.sleep(LOOK_SECONDS if self._answers else 0)
 
     def run(self, stopped: threading.Event) -> None:

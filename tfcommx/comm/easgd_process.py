@@ -30,9 +30,9 @@ from typing import NoReturn
 import numpy as np
 
 from tfcommx.comm import liveness, mpi
-from tfcommx.comm.centre_server import LOOK_SECONDS, CentreServer
-from tfcommx.comm.departures import Departures
+from tfcommx.comm.easgd_server import LOOK_SECONDS, CentreServer
 from tfcommx.comm.launcher import launch_interfaces, launcher, message_timeout
+from tfcommx.comm.membership import Membership
 from tfcommx.comm.point_to_point import Channel, PointToPoint
 from tfcommx.comm.stalls import SERVES
 
@@ -52,11 +52,11 @@ class CentreProcess:
     Args:
         messages: with all ranks.
         ranks: that train, >= 1; this process has the next number.
-        departures: what it is told of them.
+        membership: what it is told of them.
     """
 
-    def __init__(self, messages: PointToPoint, ranks: int, departures: Departures) -> None:
-        self._messages, self._ranks, self._departures = messages, set(range(ranks)), departures
+    def __init__(self, messages: PointToPoint, ranks: int, membership: Membership) -> None:
+        self._messages, self._ranks, self._membership = messages, set(range(ranks)), membership
         self._rank = ranks
         # Those that have said END, and of these the ones that had failed
         self._ended: set[int] = set()
@@ -71,13 +71,13 @@ class CentreProcess:
 
         **Raises:** RuntimeError if all have failed or died: the launch's status must say so.
         """
-        while self._ranks - self._departures.ranks():
+        while self._ranks - self._membership.gone():
             if not self.turn():
-                self._departures.find()
+                self._membership.find_dead()
                 time.sleep(LOOK_SECONDS)
         for server in self.servers:
             server.finish()
-        if self._ranks <= self._failed | (self._departures.ranks() - self._ended):
+        if self._ranks <= self._failed | (self._membership.gone() - self._ended):
             raise RuntimeError("All ranks that train have failed or died; nobody has the centre.")
         if len(self.servers) == 1:
             log.warning(
@@ -92,7 +92,7 @@ class CentreProcess:
         if found is not None:
             rank, status = found[0], int(found[1].view(np.int32)[0])
             self._ended.add(rank)
-            self._departures.add(rank, "it has ended", True)
+            self._membership.mark_gone(rank, "it has ended", True)
             if status:
                 self._failed.add(rank)
                 log.warning("Rank %d has failed: it ended with exit status %d.", rank, status)
@@ -103,13 +103,13 @@ class CentreProcess:
         if trains != self._trains:
             self._trains = trains
             if trains:
-                self._departures.allow({self._rank})
+                self._membership.allow_leaving({self._rank})
             else:
-                self._departures.forbid()
+                self._membership.forbid_leaving()
         return found is not None or any(heard)
 
     def _next_server(self, number: int) -> CentreServer:
-        return CentreServer(Channel(self._messages, number), self._ranks, self._departures)
+        return CentreServer(Channel(self._messages, number), self._ranks, self._membership)
 
 
 class ExitStatus:
@@ -164,7 +164,7 @@ class _Place:
     """This process, as the watch sees it."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.departures, self.activity = rank, Departures(), self
+        self.rank, self.membership, self.progress = rank, Membership(), self
 
     def watch(self, send: Callable[[bytes], object], period: float) -> None:
         """Say what it does, once."""
@@ -188,7 +188,7 @@ def wait_until_all_ranks_call_init(here: _Place) -> CentreProcess:
         holds=", which holds the centre",
     )
     faulthandler.cancel_dump_traceback_later()
-    return CentreProcess(messages, here.rank, here.departures)
+    return CentreProcess(messages, here.rank, here.membership)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Line: of several that measure step times on one rank, who goes first."""
+"""Of several plans under trial on one rank: which one is measured now."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 IDLE = 8
 
 
-class Line:
+class TrialQueue:
     """Members in the order in which they came; those that do not go on are passed over.
 
     >>> class Trial:
     ...     pass
-    >>> line, first, second = Line(), Trial(), Trial()
-    >>> line.is_first(first), line.is_first(second), line.is_first(first)
+    >>> queue, first, second = TrialQueue(), Trial(), Trial()
+    >>> queue.is_first(first), queue.is_first(second), queue.is_first(first)
     (True, False, True)
-    >>> [line.is_first(second) for _ in range(IDLE)].index(True)
+    >>> [queue.is_first(second) for _ in range(IDLE)].index(True)
     7
-    >>> line.leave(first)
-    >>> line.is_first(second)
+    >>> queue.leave(first)
+    >>> queue.is_first(second)
     True
     """
 

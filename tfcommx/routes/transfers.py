@@ -1,8 +1,8 @@
-"""Schedules of messages as lists of moves between positions 0 .. p - 1, and two ways to run them.
+"""A schedule as a list of transfers between positions 0 .. p - 1, and two ways to run it.
 
-Position 0 is the root, and position i the i-th rank after it, around the end. A move sends part of
-the sender's vector; it is added to the receiver's (`add`) or replaces it. Rounds say what may
-happen at once if all messages take equally long.
+Position 0 is the root, and position i the i-th rank after it, cyclically. A transfer sends a part
+of the sender's vector, which is added to the receiver's (`add`) or replaces it. Transfers of one
+round may run at once.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ OPERATIONS = ("broadcast", "reduce", "allreduce")
 WINDOW = 8
 
 
-class Move(NamedTuple):
+class Transfer(NamedTuple):
     """One message of a schedule."""
 
-    # >= 0; a schedule lists its moves with ascending rounds.
+    # >= 0; a schedule lists its transfers with ascending rounds.
     round: int
     # Position of the sender.
     source: int
@@ -42,8 +42,8 @@ class Move(NamedTuple):
     add: bool
 
 
-# (operation, positions, entries, entries of a block) -> moves, rounds ascending
-Schedule = Callable[[str, int, int, int], list[Move]]
+# (operation, positions, entries, entries of a block) -> transfers, rounds ascending
+Schedule = Callable[[str, int, int, int], list[Transfer]]
 
 
 class Participants(NamedTuple):
@@ -83,8 +83,8 @@ class Participants(NamedTuple):
         return self.point_to_point.wait_any(requests)
 
 
-# (the moves of one position, the vector that they change, who takes part)
-RunMoves = Callable[[Sequence[Move], "np.ndarray[Any, Any]", Participants], None]
+# (the transfers of one position, the vector that they change, who takes part)
+RunTransfers = Callable[[Sequence[Transfer], "np.ndarray[Any, Any]", Participants], None]
 
 
 def carry_out(
@@ -92,7 +92,7 @@ def carry_out(
     array: np.ndarray[Any, Any],
     participants: Participants,
     schedule: Schedule,
-    run_moves: RunMoves,
+    run_transfers: RunTransfers,
     block: int = 16384,
 ) -> np.ndarray[Any, Any]:
     """Carry out one broadcast, reduce or allreduce.
@@ -102,7 +102,7 @@ def carry_out(
         array: one-dimensional, of any length, the same length and dtype on every rank; not changed.
         participants: the ranks, the same on each of them except for `rank`.
         schedule: says which message is sent when.
-        run_moves: `run_by_round` or `run_when_ready`.
+        run_transfers: `run_by_round` or `run_when_ready`.
         block: entries of a block, >= 1.
 
     Returns:
@@ -121,53 +121,53 @@ def carry_out(
         )
     result, position = array.copy(), participants.position
     if len(ranks) > 1 and len(array):
-        moves = own_moves(schedule, operation, len(ranks), len(array), block, position)
-        run_moves(moves, result, participants)
+        transfers = own_transfers(schedule, operation, len(ranks), len(array), block, position)
+        run_transfers(transfers, result, participants)
     return array.copy() if operation == "reduce" and position else result
 
 
 @functools.lru_cache(maxsize=256)
-def own_moves(
+def own_transfers(
     schedule: Schedule, operation: str, positions: int, entries: int, block: int, position: int
-) -> tuple[Move, ...]:
-    """Return the moves of one position, the same ones every step, in messages of at most a block.
+) -> tuple[Transfer, ...]:
+    """Return the transfers of one position, cut into messages of at most a block.
 
     Two long messages that meet on a link wait for each other in Open MPI's TCP: short ones use both
     directions.
     """
     return tuple(
-        move._replace(start=start, stop=min(start + block, move.stop))
-        for move in schedule(operation, positions, entries, block)
-        if position in (move.source, move.target)
-        for start in range(move.start, move.stop, block)
+        transfer._replace(start=start, stop=min(start + block, transfer.stop))
+        for transfer in schedule(operation, positions, entries, block)
+        if position in (transfer.source, transfer.target)
+        for start in range(transfer.start, transfer.stop, block)
     )
 
 
 def run_by_round(
-    moves: Sequence[Move], vector: np.ndarray[Any, Any], participants: Participants
+    transfers: Sequence[Transfer], vector: np.ndarray[Any, Any], participants: Participants
 ) -> None:
-    """Run the moves of one position, round after round; within a round it sends and receives.
+    """Run the transfers of one position, round after round; within a round it sends and receives.
 
     Needs a schedule in which no position sends in a round what it receives in the same one.
     """
-    for _, now in itertools.groupby(moves, key=lambda move: move.round):
+    for _, now in itertools.groupby(transfers, key=lambda transfer: transfer.round):
         run_when_ready(list(now), vector, participants)
 
 
 def run_when_ready(
-    moves: Sequence[Move], vector: np.ndarray[Any, Any], participants: Participants
+    transfers: Sequence[Transfer], vector: np.ndarray[Any, Any], participants: Participants
 ) -> None:
-    """Run the moves of one position as soon as their data are there.
+    """Run the transfers of one position as soon as their data are there.
 
-    Neither directions nor rounds wait for each other. A block is sent when all moves that bring it
-    in earlier rounds have come, and what comes is applied in the order of the rounds, so that sums
-    are the same every time. Blocks to one position are sent in the order of their rounds, in which
+    Neither directions nor rounds wait for each other. A block is sent when all earlier transfers of
+    it have come, and what comes is applied in the order of the rounds, so that sums are the same
+    every time. Blocks to one position are sent in the order of their rounds, in which
     they are awaited there. Needs a schedule that cuts the vector into the same blocks for all
-    moves.
+    transfers.
 
     **Cost:** one copy of each block that is sent, because the vector goes on changing meanwhile.
     """
-    queues = _Queues(moves, vector, participants)
+    queues = _Queues(transfers, vector, participants)
     queues.start_what_is_ready()
     while queues.finish_one():
         queues.start_what_is_ready()
@@ -175,71 +175,74 @@ def run_when_ready(
 
 class _UnderWay(NamedTuple):
     request: Any
-    move: Move
+    transfer: Transfer
     # Must live until the request is done.
     buffer: np.ndarray[Any, Any]
 
 
 class _Queues:
-    """The moves of one position: waiting, under way, and come before their turn.
+    """The transfers of one position: waiting, under way, and come before their turn.
 
-    The turn of a move is the number of moves that must have brought the same block before.
+    The turn of a transfer is the number of transfers that must have brought the same block before.
     """
 
     def __init__(
-        self, moves: Sequence[Move], vector: np.ndarray[Any, Any], participants: Participants
+        self,
+        transfers: Sequence[Transfer],
+        vector: np.ndarray[Any, Any],
+        participants: Participants,
     ) -> None:
         self.vector, self.participants = vector, participants
         self.position = participants.position
-        # ("from" or "to", other position) -> moves that are not under way yet, in order
-        self.waiting: dict[tuple[str, int], deque[Move]] = {}
-        self.turn: dict[Move, int] = {}
+        # ("from" or "to", other position) -> transfers that are not under way yet, in order
+        self.waiting: dict[tuple[str, int], deque[Transfer]] = {}
+        self.turn: dict[Transfer, int] = {}
         awaited: Counter[int] = Counter()  # Moves by the start of the block that they bring
-        for move in moves:
-            comes = move.target == self.position
-            line = ("from", move.source) if comes else ("to", move.target)
-            self.waiting.setdefault(line, deque()).append(move)
-            self.turn[move] = awaited[move.start]
-            awaited[move.start] += comes
+        for transfer in transfers:
+            comes = transfer.target == self.position
+            line = ("from", transfer.source) if comes else ("to", transfer.target)
+            self.waiting.setdefault(line, deque()).append(transfer)
+            self.turn[transfer] = awaited[transfer.start]
+            awaited[transfer.start] += comes
         self.under_way: dict[tuple[str, int], deque[_UnderWay]] = {
             line: deque() for line in self.waiting
         }
-        self.came: Counter[int] = Counter()  # As `awaited`: moves that have been applied
+        self.came: Counter[int] = Counter()  # As `awaited`: transfers that have been applied
         # (start of a block, turn) -> what has come before its turn
-        self.early: dict[tuple[int, int], tuple[Move, np.ndarray[Any, Any]]] = {}
+        self.early: dict[tuple[int, int], tuple[Transfer, np.ndarray[Any, Any]]] = {}
 
     def start_what_is_ready(self) -> None:
-        """Start every move whose data are there, up to WINDOW in each direction."""
+        """Start every transfer whose data are there, up to WINDOW in each direction."""
         for (way, other), queue in self.waiting.items():
             line = self.under_way[way, other]
             while queue and len(line) < WINDOW and (way == "from" or self._has_come(queue[0])):
-                move = queue.popleft()
-                part = self.vector[move.start : move.stop]
+                transfer = queue.popleft()
+                part = self.vector[transfer.start : transfer.stop]
                 buffer = np.empty_like(part) if way == "from" else part.copy()
                 request = self.participants.start(way, buffer, other)
-                line.append(_UnderWay(request, move, buffer))
+                line.append(_UnderWay(request, transfer, buffer))
 
     def finish_one(self) -> bool:
-        """Wait for one move and apply what can be applied; False if none is under way."""
+        """Wait for one transfer and apply what can be applied; False if none is under way."""
         fronts = [line for line in self.under_way.values() if line]
         if not fronts:
             return False
         done = self.participants.wait_any([line[0].request for line in fronts])
-        _, move, buffer = fronts[done].popleft()
-        if move.target == self.position:
-            self.early[move.start, self.turn[move]] = move, buffer
-            while ready := self.early.pop((move.start, self.came[move.start]), None):
+        _, transfer, buffer = fronts[done].popleft()
+        if transfer.target == self.position:
+            self.early[transfer.start, self.turn[transfer]] = transfer, buffer
+            while ready := self.early.pop((transfer.start, self.came[transfer.start]), None):
                 _apply(*ready, self.vector)
-                self.came[move.start] += 1
+                self.came[transfer.start] += 1
         return True
 
-    def _has_come(self, move: Move) -> bool:
-        return self.turn[move] <= self.came[move.start]
+    def _has_come(self, transfer: Transfer) -> bool:
+        return self.turn[transfer] <= self.came[transfer.start]
 
 
-def _apply(move: Move, buffer: np.ndarray[Any, Any], vector: np.ndarray[Any, Any]) -> None:
-    part = vector[move.start : move.stop]
-    if move.add:
+def _apply(transfer: Transfer, buffer: np.ndarray[Any, Any], vector: np.ndarray[Any, Any]) -> None:
+    part = vector[transfer.start : transfer.stop]
+    if transfer.add:
         np.add(part, buffer, out=part)
     else:
         part[...] = buffer

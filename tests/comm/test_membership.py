@@ -8,9 +8,9 @@ import time
 import pytest
 from test_watch_network import BEAT, LIMIT, Simulated
 
-from tfcommx.comm import departures as module
-from tfcommx.comm.departures import Departures
-from tfcommx.comm.watch_member import neighbours
+from tfcommx.comm import membership as module
+from tfcommx.comm.membership import Membership
+from tfcommx.comm.watch_protocol import neighbours
 from tfcommx.terms import PlanError
 
 DIED = "on there: its process has ended"
@@ -99,18 +99,18 @@ def test_watchers_of_the_others_end_although_one_has_died() -> None:
 
 
 def test_a_collective_after_a_death_is_refused_and_after_an_end_in_order_is_not() -> None:
-    departures, said = Departures(), []
-    departures.watch(said.append)
-    departures.allow({0})
-    departures.forbid()
+    membership, said = Membership(), []
+    membership.report_to(said.append)
+    membership.allow_leaving({0})
+    membership.forbid_leaving()
     assert said == [b"needs [0]\n", b"needs all\n"]
-    departures.add(3, "it has ended", True)
-    departures.require_all()
-    assert departures.ranks() == {3} and not departures.died()
-    departures.add(2, DIED, False)
-    assert departures.ranks() == {2, 3} and departures.died()
+    membership.mark_gone(3, "it has ended", True)
+    membership.require_all()
+    assert membership.gone() == {3} and not membership.any_died()
+    membership.mark_gone(2, DIED, False)
+    assert membership.gone() == {2, 3} and membership.any_died()
     with pytest.raises(PlanError, match=f"after rank 2 has left \\({DIED}\\)"):
-        departures.require_all()
+        membership.require_all()
 
 
 def test_a_rank_whose_end_nobody_tells_is_found_after_a_while_of_silence(
@@ -118,7 +118,7 @@ def test_a_rank_whose_end_nobody_tells_is_found_after_a_while_of_silence(
 ) -> None:
     """A link that is down for a moment is no end, and before the first departure nobody asks."""
     monkeypatch.setattr(module, "FIND_SECONDS", 0.01)
-    departures, asked, silent = Departures(), [], {3}
+    membership, asked, silent = Membership(), [], {3}
 
     def responds(rank: int) -> bool:
         asked.append(rank)
@@ -127,22 +127,22 @@ def test_a_rank_whose_end_nobody_tells_is_found_after_a_while_of_silence(
     def look(seconds: float) -> None:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            departures.find()
+            membership.find_dead()
             time.sleep(0.002)
 
     look(0.05)  # There is no watch
-    departures.ask(responds, {0, 1, 3}, 0.5)
+    membership.probe_with(responds, {0, 1, 3}, 0.5)
     look(0.05)
     assert asked == []
-    departures.add(1, "it has ended", True)
+    membership.mark_gone(1, "it has ended", True)
     look(0.2)
-    assert set(asked) == {0, 3} and departures.ranks() == {1}
+    assert set(asked) == {0, 3} and membership.gone() == {1}
     silent.clear()
     look(0.1)
     silent.add(3)
     look(0.4)
-    assert departures.ranks() == {1}
+    assert membership.gone() == {1}
     look(0.4)
-    assert departures.ranks() == {1, 3} and departures.died()
+    assert membership.gone() == {1, 3} and membership.any_died()
     with pytest.raises(PlanError, match=r"rank 3 has left \(its watcher has not responded for"):
-        departures.require_all()
+        membership.require_all()

@@ -1,11 +1,11 @@
 """Which ranks have left while the others go on: for trainings in which no rank waits for another.
 
-Usually a rank that dies makes all others end (liveness.py). While `allow` holds, only the ranks
-that are needed do; of the others this one is told, and goes on. A process that has died without a
-word is missing in every collective from then on, so that none can be done any more.
+Usually a rank that dies makes all others end (liveness.py). After `allow_leaving` only the death of
+a needed rank does; of the other ranks this one is told, and goes on. Collectives are impossible
+from the first death on, because the dead rank would be missing in each.
 
 Watchers end with their ranks and pass nothing on. After a few deaths nobody may be left who would
-tell of one more: `find` asks every rank's watcher itself.
+tell of one more: `find_dead` asks every rank's watcher itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tfcommx.terms import PlanError
 FIND_SECONDS = 5.0
 
 
-class Departures:
+class Membership:
     """What this rank knows of ranks that have left."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Departures:
         self._ended: dict[int, str] = {}
         self._died: dict[int, str] = {}
         self._send: Callable[[bytes], object] | None = None
-        # What `find` asks, whom, and after how many seconds without an answer a rank is gone
+        # What `find_dead` asks, whom, and after how many seconds without an answer a rank is gone
         self._responds: Callable[[int], bool] | None = None
         self._others: Collection[int] = ()
         self._limit = math.inf
@@ -39,57 +39,59 @@ class Departures:
         # Time of the next look; infinite while one is under way
         self._look_at = 0.0
 
-    def watch(self, send: Callable[[bytes], object]) -> None:
+    def report_to(self, send: Callable[[bytes], object]) -> None:
         """Tell the watcher, from now on, through `send`, who may leave."""
         self._send = send
 
-    def ask(self, responds: Callable[[int], bool], others: Collection[int], limit: float) -> None:
-        """Let `find` ask the others' watchers, through `responds`; `limit`: in seconds, > 0."""
+    def probe_with(
+        self, responds: Callable[[int], bool], others: Collection[int], limit: float
+    ) -> None:
+        """Let `find_dead` ask watchers through `responds`; silent for `limit` seconds: dead."""
         self._responds, self._others, self._limit = responds, others, limit
 
-    def find(self) -> None:
+    def find_dead(self) -> None:
         """Look for ranks that are gone without anybody's telling, in a thread, if one has left.
 
         For whoever waits for a rank. **Cost:** one connection for each rank every FIND_SECONDS;
         nothing before the first departure, or without a watch.
         """
-        if self._responds is None or not self.ranks() or time.monotonic() < self._look_at:
+        if self._responds is None or not self.gone() or time.monotonic() < self._look_at:
             return
         self._look_at = math.inf
         threading.Thread(target=self._look, name="tfcommx-find", daemon=True).start()
 
     def _look(self) -> None:
         try:
-            for rank in sorted(set(self._others) - self.ranks()):
+            for rank in sorted(set(self._others) - self.gone()):
                 if self._responds(rank):
                     self._silent.pop(rank, None)
                     continue
                 silent = time.monotonic() - self._silent.setdefault(rank, time.monotonic())
                 # A link may be down for a while, as the watch has it
                 if silent >= self._limit:
-                    self.add(rank, f"its watcher has not responded for {silent:.0f} s", False)
+                    self.mark_gone(rank, f"its watcher has not responded for {silent:.0f} s", False)
         finally:  # A look that has failed is not the last
             self._look_at = time.monotonic() + FIND_SECONDS
 
-    def allow(self, needed: Collection[int]) -> None:
+    def allow_leaving(self, needed: Collection[int]) -> None:
         """Let ranks leave that are not needed. **Ranks:** all, with equal arguments."""
         if self._send is not None:
             self._send(f"needs {json.dumps(sorted(needed))}\n".encode())
 
-    def forbid(self) -> None:
+    def forbid_leaving(self) -> None:
         """Need all ranks again."""
         if self._send is not None:
             self._send(b"needs all\n")
 
-    def add(self, rank: int, what: str, in_order: bool) -> None:
+    def mark_gone(self, rank: int, what: str, in_order: bool) -> None:
         """Take note that a rank has left; `what` says how, for people."""
         (self._ended if in_order else self._died)[rank] = what
 
-    def ranks(self) -> set[int]:
+    def gone(self) -> set[int]:
         """Return the ranks that have left, in whichever way."""
         return {*self._ended, *self._died}
 
-    def died(self) -> bool:
+    def any_died(self) -> bool:
         """Tell whether a rank has left without a word."""
         return bool(self._died)
 

@@ -1,10 +1,9 @@
-"""Who a process is, as launchers other than horovodrun and mpirun announce it.
+"""What srun, torchrun and other launchers than horovodrun and mpirun tell each process.
 
-    table of launchers    torchrun's variables, srun's    -> Announced
-    comm/rendezvous.py    Announced                       -> a Gloo launch, as horovodrun makes it
+    environment --cluster_environment()--> ClusterEnvironment --rendezvous.join()--> Gloo launch
 
-To add one, write a function that returns Announced, or None if it did not start this process, and
-put it into LAUNCHERS.
+To add a launcher, write a function that returns its ClusterEnvironment, or None if it did not start
+this process, and put it into LAUNCHERS.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from tfcommx.terms import PlanError
 FIRST_PORT, PORTS = 12_000, 20_000
 
 
-class Announced(NamedTuple):
-    """What a launcher says of one process before any two of them have met."""
+class ClusterEnvironment(NamedTuple):
+    """What a launcher says of one process, before the processes have met."""
 
     # For messages
     launcher: str
@@ -38,8 +37,8 @@ class Announced(NamedTuple):
     launch: str = ""
 
 
-def announced() -> Announced | None:
-    """Read what a launcher announces; None for a process that none of these has started.
+def cluster_environment() -> ClusterEnvironment | None:
+    """Read what the launcher says; None for a process that none of LAUNCHERS has started.
 
     **Ranks:** local. **Raises:** PlanError that names a variable which is missing or no number.
     """
@@ -47,7 +46,7 @@ def announced() -> Announced | None:
     return next((one for one in found if one is not None), None)
 
 
-def of_srun() -> Announced | None:
+def srun() -> ClusterEnvironment | None:
     """Read what Slurm's srun says of a task.
 
     srun's address is the step's first node, its port follows from the job and the step.
@@ -55,7 +54,7 @@ def of_srun() -> Announced | None:
     if os.environ.get("SLURM_STEP_NUM_TASKS", "1") in ("", "0", "1"):
         return None
     job, step = _number("srun", "SLURM_JOB_ID"), _number("srun", "SLURM_STEP_ID")
-    return Announced(
+    return ClusterEnvironment(
         "srun",
         _number("srun", "SLURM_PROCID"),
         _number("srun", "SLURM_STEP_NUM_TASKS"),
@@ -66,7 +65,7 @@ def of_srun() -> Announced | None:
     )
 
 
-def of_torchrun() -> Announced | None:
+def torchrun() -> ClusterEnvironment | None:
     """Read the variables of torchrun, which many managed services set as well.
 
     torchrun itself listens at MASTER_PORT; then rank 0 takes the next port.
@@ -75,7 +74,7 @@ def of_torchrun() -> Announced | None:
         return None
     local_rank = os.environ.get("LOCAL_RANK")
     taken = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Announced(
+    return ClusterEnvironment(
         "torchrun",
         _number("torchrun", "RANK"),
         _number("torchrun", "WORLD_SIZE"),
@@ -86,7 +85,7 @@ def of_torchrun() -> Announced | None:
     )
 
 
-LAUNCHERS: tuple[Callable[[], Announced | None], ...] = (of_srun, of_torchrun)
+LAUNCHERS: tuple[Callable[[], ClusterEnvironment | None], ...] = (srun, torchrun)
 
 
 def _own_port() -> int | None:

@@ -40,7 +40,7 @@ PACKAGE = os.path.dirname(HERE)
 LIBRARIES = (PACKAGE, "site-packages", "dist-packages", os.path.dirname(os.__file__), "<")
 
 
-class Waits:
+class ExchangeProgress:
     """Where one exchange of this rank is: whether it has begun, and which parts have ended."""
 
     def __init__(self, parts: Sequence[str], counted: bool) -> None:
@@ -75,7 +75,7 @@ class Waits:
         return ""
 
 
-class NoWaits(Waits):
+class UnwatchedExchange(ExchangeProgress):
     """An exchange that nobody watches: nothing is added to the step."""
 
     def __init__(self) -> None:
@@ -89,17 +89,17 @@ class NoWaits(Waits):
         """Do nothing."""
 
 
-class Activity:
+class Progress:
     """What this rank does, seen from a thread of its own."""
 
     def __init__(self) -> None:
         self.watched, self._saw_fit, self._step = False, False, -1
         # Of exchanges that are still there, each with its steps at the last look
-        self._waits: dict[weakref.ref[Waits], int] = {}
+        self._waits: dict[weakref.ref[ExchangeProgress], int] = {}
         # Of those that are gone
         self._steps_before = 0
 
-    def waits(self, parts: Sequence[str], counted: bool = True) -> Waits:
+    def of_exchange(self, parts: Sequence[str], counted: bool = True) -> ExchangeProgress:
         """Return what an exchange tells where it is.
 
         Args:
@@ -107,9 +107,9 @@ class Activity:
             counted: whether the exchange makes a step.
         """
         if not self.watched:
-            return NoWaits()
+            return UnwatchedExchange()
         self._saw_fit = self._saw_fit or _in_fit(_frames(sys._getframe()))
-        made = Waits(parts, counted)
+        made = ExchangeProgress(parts, counted)
         self._waits[weakref.ref(made)] = 0
         return made
 
@@ -131,7 +131,7 @@ class Activity:
                     with contextlib.suppress(OSError):
                         send(b"at " + json.dumps(found).encode() + b"\n")
 
-        thread = threading.Thread(target=look, name="tfcommx-activity", daemon=True)
+        thread = threading.Thread(target=look, name="tfcommx-progress", daemon=True)
         thread.start()
 
         def end() -> None:
@@ -152,7 +152,7 @@ class Activity:
         doing, what = self._doing(frames, there)
         return step, doing, what[:LONGEST]
 
-    def _still_there(self) -> list[Waits]:
+    def _still_there(self) -> list[ExchangeProgress]:
         """Return the exchanges that somebody still has, and count their steps."""
         there = []
         for found in list(self._waits):
@@ -164,7 +164,7 @@ class Activity:
             self._waits[found] = one.begun() if one.counted else 0
         return there
 
-    def _doing(self, frames: list[FrameType], there: list[Waits]) -> tuple[str, str]:
+    def _doing(self, frames: list[FrameType], there: list[ExchangeProgress]) -> tuple[str, str]:
         in_fit = _in_fit(frames)
         self._saw_fit = self._saw_fit or in_fit
         in_library = bool(frames) and _is_in(frames[0], "tensorflow", "horovod")
