@@ -33,7 +33,7 @@ from tfcommx.measure.layers import StepTiming
 from tfcommx.measure.links import probe
 from tfcommx.optim.variable_names import VariableNames
 from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.simulator.conditions import Conditions, measured_in
+from tfcommx.simulator.assumptions import Assumptions, measured_time
 from tfcommx.simulator.step import simulate
 from tfcommx.terms import NOMINAL, Links, Plan, PlanError, Profile, Scheme, VariableProfile
 
@@ -272,11 +272,11 @@ def measure_model(
     timing = train(comm, racing, Contestant(ALONE, *made), chosen.repeats)
     alone_s = statistics.median(next(one.seconds for one in racing if one.name == ALONE))
     profile = joint_profile(comm, timing, alone_s, chosen)
-    conditions = Conditions(measured_in(profile))
+    assumptions = Assumptions(measured_time(profile))
     horovod = next((one.seconds for one in racing if one.name == "horovod"), None)
     for one in racing:
         plan, named = one.plan(comm), dataclasses.replace(profile, variables=one.named(profile))
-        step = alone_s if plan is None else simulate(plan, named, links, conditions).step_s
+        step = alone_s if plan is None else simulate(plan, named, links, assumptions).step_s
         yield row_of(comm, one, step, horovod, chosen) | {"model": name}
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from reproduction import CALIBRATED, NOT_SCORED, SCORED, main, read, row, solve, verdict
 
-from tfcommx.planner.what_if import what_if
+from tfcommx.planner.predict import predict_step
 from tfcommx.simulator import models
-from tfcommx.simulator.conditions import Conditions
+from tfcommx.simulator.assumptions import Assumptions
 from tfcommx.terms import Link, Links, Profile, Scheme, Topology
 
 
@@ -48,8 +48,8 @@ def predict(
         Link(known["between_alpha_s"], 8e-9 / known["between_gbit"] / efficiency, gamma),
     )
     topology = Topology(known["nodes"], known["slots"])
-    conditions = Conditions(selection_on="beside")
-    step = what_if(profile, scheme_of(data, column), topology, links, conditions).step_s
+    assumptions = Assumptions(selection_on="beside")
+    step = predict_step(profile, scheme_of(data, column), topology, links, assumptions).step_s
     return step + (overhead_s if column == "MSTopK" else 0.0)
 
 

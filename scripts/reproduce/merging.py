@@ -25,7 +25,7 @@ from typing import Any
 from tfcommx.planner import merging
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.simulator import models
-from tfcommx.simulator.conditions import Conditions, sorting
+from tfcommx.simulator.assumptions import Assumptions, sorting_time
 from tfcommx.simulator.step import simulate
 from tfcommx.terms import Link, Links, Profile, Scheme, Topology
 
@@ -70,7 +70,7 @@ def rows_of(model: str, exchange: str, gbit: float) -> list[dict[str, Any]]:
     link = Link(ALPHA, 8e-9 / gbit, ADDING)
     links, topology = Links(link, link), Topology(NODES, 1)
     make_scheme, engine_s = EXCHANGES[exchange]
-    conditions = Conditions(sorting(GAMMA), engine_s=engine_s)
+    assumptions = Assumptions(sorting_time(GAMMA), engine_s=engine_s)
     found = []
     for name in merging.MERGINGS:
         start = time.process_time()
@@ -80,10 +80,10 @@ def rows_of(model: str, exchange: str, gbit: float) -> list[dict[str, Any]]:
             topology,
             links=links,
             profile=profile,
-            conditions=conditions,
+            assumptions=assumptions,
         )
         seconds = time.process_time() - start
-        timeline = simulate(plan, profile, links, conditions)
+        timeline = simulate(plan, profile, links, assumptions)
         found.append(
             {
                 "model": model,

@@ -12,7 +12,7 @@ from reproduction import CALIBRATED, SCORED, main, read, row, solve, verdict
 from tfcommx.planner import merging
 from tfcommx.planner.merging.base import Prices, finish_s
 from tfcommx.simulator import models
-from tfcommx.simulator.conditions import sorting
+from tfcommx.simulator.assumptions import sorting_time
 from tfcommx.terms import Profile
 
 MERGINGS = {"TopK-SGD": "single", "MGS-SGD": "threshold", "OMGS-SGD": "omgs"}
@@ -24,7 +24,7 @@ def prices(data: dict[str, Any], model: str) -> Prices:
     per_entry = known["beta_s_per_byte"] * 4 * known["ranks"] * density
     return Prices(
         message_s=lambda entries: 2 * (known["alpha_s"] + per_entry * entries),
-        selection_s=sorting(known["gamma_s"]),
+        selection_s=sorting_time(known["gamma_s"]),
         entry_bytes=4,
         bucket_bytes=4 * known["threshold_entries"],
     )

@@ -14,7 +14,7 @@ from launching import ROOT
 
 from tfcommx.cli.main import main
 from tfcommx.data.cache.slab import Slab
-from tfcommx.data.cache.slab_files import state_of
+from tfcommx.data.cache.slab_files import slab_state
 from tfcommx.data.sources.find import find_source
 from tfcommx.terms import PlanError
 
@@ -126,7 +126,7 @@ def test_warm_on_the_nodes_of_a_launch(tmp_path, slots):
             if held == 2 * slots:
                 break
         slabs = sorted(memory.glob("*.slab"))
-        shares = [state_of(slab)[:2] for slab in slabs]
+        shares = [slab_state(slab)[:2] for slab in slabs]
         launch.send_signal(signal.SIGTERM)
         lines += launch.communicate(timeout=60)[0]
     assert held == 2 * slots and shares == [(40, 20), (40, 20)], lines

@@ -16,7 +16,7 @@ from tfcommx.comm.threads import ThreadComm
 from tfcommx.optim import automatic, measurement_cache
 from tfcommx.optim.expected_run import FEW, ExpectedRun
 from tfcommx.optim.keras_internals import traced_batch
-from tfcommx.planner.automatic import Asked
+from tfcommx.planner.automatic import PlanRequest
 from tfcommx.planner.plan import Gradient
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.trial_rounds import STEPS, TrialRounds
@@ -38,7 +38,7 @@ def begin(expected: ExpectedRun, scheme: Scheme, links: Links | None) -> Any:
     """Return what both ranks begin with: (plans that take turns, its steps) or one plan."""
 
     def work(comm: Comm) -> Any:
-        asked = Asked(LAYERS, comm.topology, links=links)
+        asked = PlanRequest(LAYERS, comm.topology, links=links)
         found = automatic.executor_for({"*": scheme}, asked, comm, Synchronous(), expected)
         if isinstance(found, PlanExecutor):
             return found.plan
@@ -102,7 +102,7 @@ def decide(expected: ExpectedRun) -> None:
     """Hold a trial in which all plans are equally fast, and decide it."""
 
     def work(comm: Comm) -> None:
-        asked = Asked(LAYERS, comm.topology, links=SLOW)
+        asked = PlanRequest(LAYERS, comm.topology, links=SLOW)
         trial = automatic.executor_for({"*": LOSSY}, asked, comm, Synchronous(), expected)
         turns = TrialRounds(len(trial.executors), expected.trial_steps)
         while turns.chosen is None:
@@ -134,7 +134,7 @@ def test_what_fails_on_rank_0_alone_fails_on_all_ranks(
     """The others would wait for it."""
 
     def work(comm: Comm) -> None:
-        asked = Asked(LAYERS, comm.topology, links=SLOW)
+        asked = PlanRequest(LAYERS, comm.topology, links=SLOW)
         with pytest.raises(OSError if comm.rank == 0 else PlanError, match="no such disk"):
             automatic.executor_for({"*": LOSSY}, asked, comm, Synchronous(), ExpectedRun())
 

@@ -10,7 +10,7 @@ from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.optim.automatic import executor_for
 from tfcommx.optim.expected_run import ExpectedRun
-from tfcommx.planner.automatic import Asked
+from tfcommx.planner.automatic import PlanRequest
 from tfcommx.planner.plan import Gradient
 from tfcommx.strategies import Synchronous
 from tfcommx.terms import NOMINAL, Link, PlanError, Profile, Scheme, Topology, VariableProfile
@@ -36,7 +36,7 @@ def test_the_difference_is_named(what: str, ones: dict[str, Any], others: dict[s
     def work(comm: Comm) -> str:
         mine = {"schemes": {"*": Scheme("auto")}, "links": None, "profile": None}
         mine |= others if comm.rank == 2 else ones
-        asked = Asked([LAYER], comm.topology, "average", mine["links"], mine["profile"])
+        asked = PlanRequest([LAYER], comm.topology, "average", mine["links"], mine["profile"])
         with pytest.raises(PlanError) as refused:
             executor_for(mine["schemes"], asked, comm, Synchronous(), ExpectedRun())
         return str(refused.value)
@@ -48,7 +48,7 @@ def test_the_difference_is_named(what: str, ones: dict[str, Any], others: dict[s
 
 def test_equal_requests_pass() -> None:
     def work(comm: Comm) -> int:
-        asked = Asked([LAYER], comm.topology, "average", NOMINAL, profile(1.0))
+        asked = PlanRequest([LAYER], comm.topology, "average", NOMINAL, profile(1.0))
         plan = executor_for({"*": Scheme()}, asked, comm, Synchronous(), ExpectedRun()).plan
         return len(plan.buckets)
 

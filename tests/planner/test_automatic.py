@@ -9,10 +9,10 @@ import pytest
 from tfcommx.planner.automatic import (
     LEAST_BYTES,
     TRIED,
-    Asked,
+    PlanRequest,
     auto_as_plain,
-    auto_of,
-    is_worth_it,
+    find_auto,
+    is_worth_a_trial,
     propose,
 )
 from tfcommx.planner.check import check_scheme
@@ -47,7 +47,7 @@ def sparse(buckets: tuple[Bucket, ...]) -> bool:
 
 
 def test_a_lossless_auto_proposes_lossless_plans_other_than_plain_horovods() -> None:
-    asked = Asked(LAYERS, Topology(4, 2), "sum", SLOW)
+    asked = PlanRequest(LAYERS, Topology(4, 2), "sum", SLOW)
     found = propose({"*": Scheme("auto")}, asked)
     plain = asked.plan(auto_as_plain({"*": Scheme("auto")}))
     assert 1 <= len(found) <= TRIED
@@ -60,7 +60,7 @@ def test_a_lossless_auto_proposes_lossless_plans_other_than_plain_horovods() -> 
 
 def test_routes_of_messages_need_an_mpi_launch() -> None:
     def routes_of(messages: bool) -> set[str]:
-        found = propose({"*": Scheme("auto")}, Asked(LAYERS, Topology(4, 1)), messages)
+        found = propose({"*": Scheme("auto")}, PlanRequest(LAYERS, Topology(4, 1)), messages)
         return {bucket.route for one in found for bucket in one.plan.buckets}
 
     assert routes_of(True) & {"pipeline", "tree", "bidirectional"}
@@ -68,10 +68,10 @@ def test_routes_of_messages_need_an_mpi_launch() -> None:
 
 
 def test_a_lossy_auto_sparsifies_on_slow_links_in_the_shortest_format() -> None:
-    first, *_ = propose({"*": LOSSY}, Asked(LAYERS, Topology(4, 1), links=SLOW))
+    first, *_ = propose({"*": LOSSY}, PlanRequest(LAYERS, Topology(4, 1), links=SLOW))
     assert sparse(first.plan.buckets) and "block16/float16" in first.name
     asked = dataclasses.replace(LOSSY, wire="pair32")
-    first, *_ = propose({"*": asked}, Asked(LAYERS, Topology(4, 1), links=SLOW))
+    first, *_ = propose({"*": asked}, PlanRequest(LAYERS, Topology(4, 1), links=SLOW))
     assert {bucket.wire for bucket in first.plan.buckets} == {"pair32"}
 
 
@@ -79,7 +79,7 @@ def test_a_lossy_auto_sparsifies_on_slow_links_in_the_shortest_format() -> None:
 def test_an_auto_in_16_bits_proposes_dense_plans_in_them(wire: str) -> None:
     """On slow links; without being asked it loses nothing."""
     for topology in (Topology(4, 1), Topology(4, 2)):
-        asked = Asked(LAYERS, topology, links=SLOW)
+        asked = PlanRequest(LAYERS, topology, links=SLOW)
         first, *_ = propose({"*": Scheme("auto", wire=wire)}, asked)
         assert {bucket.wire for bucket in first.plan.buckets} == {wire} and wire in first.name
         assert all(bucket.k is None and bucket.rounds for bucket in first.plan.buckets)
@@ -89,13 +89,13 @@ def test_an_auto_in_16_bits_proposes_dense_plans_in_them(wire: str) -> None:
 
 def test_what_a_lossy_auto_leaves_dense_may_travel_in_16_bits() -> None:
     asked = dataclasses.replace(LOSSY, dense_wire="bfloat16", dense_below=10**9)
-    first, *_ = propose({"*": asked}, Asked(LAYERS, Topology(4, 1), links=SLOW))
+    first, *_ = propose({"*": asked}, PlanRequest(LAYERS, Topology(4, 1), links=SLOW))
     assert {bucket.wire for bucket in first.plan.buckets} == {"bfloat16"}
 
 
 def test_a_clear_prediction_is_tried_alone_and_a_hopeless_one_not_at_all() -> None:
     """Where the backward pass hides every exchange, nothing can be faster."""
-    clear = Asked(LAYERS, Topology(4, 1), links=SLOW, profile=profile(0.01))
+    clear = PlanRequest(LAYERS, Topology(4, 1), links=SLOW, profile=profile(0.01))
     assert len(propose({"*": LOSSY}, clear)) == 1
     assert len(propose({"*": LOSSY}, clear._replace(links=None))) == TRIED
     fast = Links(Link(1e-9, 1e-15), Link(1e-9, 1e-15))
@@ -104,7 +104,7 @@ def test_a_clear_prediction_is_tried_alone_and_a_hopeless_one_not_at_all() -> No
 
 def test_auto_for_some_patterns_leaves_the_others_as_asked() -> None:
     schemes = {"layer0/*": Scheme("asa"), "*": LOSSY}
-    for one in propose(schemes, Asked(LAYERS, Topology(4, 1), links=SLOW)):
+    for one in propose(schemes, PlanRequest(LAYERS, Topology(4, 1), links=SLOW)):
         (bucket,) = [one for one in one.plan.buckets if "layer0/kernel" in one.variables]
         assert (bucket.route, bucket.k) == ("asa", None)
         assert sparse(one.plan.buckets)
@@ -114,10 +114,10 @@ def test_what_is_worth_it() -> None:
     entries = LEAST_BYTES // 4
     schemes = {"small": Scheme("asa"), "*": Scheme("auto")}
     large, small = Gradient("large", (entries,), "float32"), Gradient("small", (9,), "float32")
-    assert is_worth_it(schemes, Asked([large, small], Topology(2, 1)))
-    assert not is_worth_it(schemes, Asked([large, small], Topology(1, 1)))
+    assert is_worth_a_trial(schemes, PlanRequest([large, small], Topology(2, 1)))
+    assert not is_worth_a_trial(schemes, PlanRequest([large, small], Topology(1, 1)))
     almost = Gradient("large", (entries - 1,), "float32")
-    assert not is_worth_it(schemes, Asked([almost, small], Topology(2, 1)))
+    assert not is_worth_a_trial(schemes, PlanRequest([almost, small], Topology(2, 1)))
 
 
 @pytest.mark.parametrize(
@@ -141,17 +141,17 @@ def test_an_auto_that_asks_for_what_it_cannot_keep_is_refused(scheme: Scheme, na
 
 def test_what_cannot_be_combined_is_refused() -> None:
     with pytest.raises(PlanError, match=r"share one.*a\*"):
-        auto_of({"a*": Scheme("auto"), "*": LOSSY})
+        find_auto({"a*": Scheme("auto"), "*": LOSSY})
     moving = Scheme("allgather", "mstopk", 0.01, momentum=0.9)
     with pytest.raises(PlanError, match="velocity"):
-        auto_of({"a*": moving, "*": LOSSY})
-    assert auto_of({"a*": LOSSY, "*": LOSSY}) == LOSSY and auto_of({"*": moving}) is None
+        find_auto({"a*": moving, "*": LOSSY})
+    assert find_auto({"a*": LOSSY, "*": LOSSY}) == LOSSY and find_auto({"*": moving}) is None
     with pytest.raises(PlanError, match="DistributedOptimizer"):
         make_plan(LAYERS, {"*": LOSSY}, Topology(2, 1))
 
 
 def test_a_profile_of_another_model_is_refused_by_name() -> None:
-    asked = Asked([*LAYERS, Gradient("head/bias", (9,), "float32")], Topology(4, 1))
+    asked = PlanRequest([*LAYERS, Gradient("head/bias", (9,), "float32")], Topology(4, 1))
     with pytest.raises(PlanError, match=r"head/bias.*'dense layers' does not have it"):
         asked._replace(profile=profile(0.1)).plan(auto_as_plain({"*": LOSSY}))
-    Asked(LAYERS, Topology(4, 1), profile=profile(0.1)).plan(auto_as_plain({"*": LOSSY}))
+    PlanRequest(LAYERS, Topology(4, 1), profile=profile(0.1)).plan(auto_as_plain({"*": LOSSY}))

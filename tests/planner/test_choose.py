@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from tfcommx.planner.choose import candidates, name_of, what_helps
-from tfcommx.planner.what_if import what_if
-from tfcommx.simulator.conditions import Conditions
+from tfcommx.planner.predict import predict_step
+from tfcommx.simulator.assumptions import Assumptions
 from tfcommx.terms import NOMINAL, Links, PlanError, Profile, Scheme, Topology, VariableProfile
 
 SPARSE = Scheme("allgather", "mstopk", density=0.01, wire="block16/float16")
@@ -38,7 +38,7 @@ def test_lossless_means_dense_routes_in_float32_and_the_fastest_comes_first() ->
     assert {(one.scheme.selection, one.scheme.wire) for one in found} == {("all", "plain")}
     assert all(one.residual_bytes == 0 for one in found)
     for one in found:
-        assert one.timeline == what_if(profile(), one.scheme, Topology(2, 2), NOMINAL)
+        assert one.timeline == predict_step(profile(), one.scheme, Topology(2, 2), NOMINAL)
 
 
 def test_in_16_bits_every_dense_route_that_writes_them_is_tried_too() -> None:
@@ -74,12 +74,12 @@ def test_an_mpi_launch_has_routes_of_messages_too() -> None:
 
 
 def test_selection_wins_on_a_slow_network_and_loses_on_a_fast_one() -> None:
-    takes = Conditions(selection=lambda entries: 2e-9 * entries)
-    sparse = candidates(profile(), Topology(4, 2), slow(50), SPARSE, conditions=takes)
+    takes = Assumptions(selection=lambda entries: 2e-9 * entries)
+    sparse = candidates(profile(), Topology(4, 2), slow(50), SPARSE, assumptions=takes)
     assert sparse[0].scheme.selection == "mstopk" and sparse[0].scheme.wire == SPARSE.wire
     assert sparse[0].residual_bytes > 0
     assert sparse[0].bytes_between < 0.1 * max(one.bytes_between for one in sparse)
-    dense = candidates(profile(), Topology(1, 2), NOMINAL, SPARSE, conditions=takes)
+    dense = candidates(profile(), Topology(1, 2), NOMINAL, SPARSE, assumptions=takes)
     assert dense[0].scheme.selection == "all"
 
 
@@ -105,7 +105,7 @@ def test_what_would_help_where_the_network_is_slow() -> None:
     changes = what_helps(Scheme(), profile(), Topology(4, 2), slow(50))
     step = {change.what: change.step_s for change in changes}
     now = step.pop("as it is")
-    assert now == what_if(profile(), Scheme(), Topology(4, 2), slow(50)).step_s
+    assert now == predict_step(profile(), Scheme(), Topology(4, 2), slow(50)).step_s
     assert step["twice the rate between nodes"] < 0.7 * now
     assert step["twice the rate inside nodes"] == pytest.approx(now, rel=0.01)
     twice = next(change for change in changes if change.what == "twice the batch")

@@ -12,7 +12,7 @@ from tfcommx.planner.merging.base import finish_s
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.planner.prices import prices_of
 from tfcommx.simulator import models
-from tfcommx.simulator.conditions import Conditions, sorting
+from tfcommx.simulator.assumptions import Assumptions, sorting_time
 from tfcommx.simulator.step import simulate
 from tfcommx.terms import Link, Links, PlanError, Profile, Scheme, Topology
 
@@ -68,7 +68,7 @@ def test_the_optimal_merging_has_the_shortest_simulated_step(route: str) -> None
     profile = dataclasses.replace(PROFILE, variables=rows)
     gradients = [Gradient(row.name, row.shape, row.dtype) for row in reversed(rows)]
     sparse = {"selection": "exact", "density": 0.001} if routes.get(route).sparse else {}
-    conditions = Conditions(selection=sorting(2e-10), engine_s=1e-4, selection_on="beside")
+    assumptions = Assumptions(selection=sorting_time(2e-10), engine_s=1e-4, selection_on="beside")
     steps = {}
     for name in merging.MERGINGS:
         scheme = Scheme(route, dense_below=0, merging=name, **sparse)
@@ -78,9 +78,9 @@ def test_the_optimal_merging_has_the_shortest_simulated_step(route: str) -> None
             FOUR,
             links=SLOW,
             profile=profile,
-            conditions=conditions,
+            assumptions=assumptions,
         )
-        steps[name] = simulate(plan, profile, SLOW, conditions).step_s
+        steps[name] = simulate(plan, profile, SLOW, assumptions).step_s
     assert min(steps.values()) == pytest.approx(steps["optimal"], rel=1e-9), steps
     assert steps["each"] > steps["optimal"]
 
@@ -92,7 +92,7 @@ def test_what_solvers_minimize_is_the_simulated_step(route: str, place: str) -> 
     rows = tuple(row for row in PROFILE.variables if len(row.shape) > 1)
     profile = dataclasses.replace(PROFILE, variables=rows)
     gradients = [Gradient(row.name, row.shape, row.dtype) for row in reversed(rows)]
-    conditions = Conditions(lambda entries: 0.004, place, engine_s=1e-3)
+    assumptions = Assumptions(lambda entries: 0.004, place, engine_s=1e-3)
     sparse = {"selection": "exact", "density": 0.01} if routes.get(route).sparse else {}
     for name in ("each", "threshold"):
         scheme = Scheme(route, dense_below=0, merging=name, bucket_bytes=2**22, **sparse)
@@ -106,12 +106,12 @@ def test_what_solvers_minimize_is_the_simulated_step(route: str, place: str) -> 
             ),
             FOUR,
             SLOW,
-            conditions,
+            assumptions,
             1,
         )
         places = {row.name: number for number, row in enumerate(rows)}
         groups = [[places[path] for path in bucket.variables] for bucket in plan.buckets]
-        step = simulate(plan, profile, SLOW, conditions).step_s
+        step = simulate(plan, profile, SLOW, assumptions).step_s
         found = profile.forward_s + finish_s(groups, profile, prices)
         assert found == pytest.approx(step, rel=1e-9)
 

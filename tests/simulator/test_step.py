@@ -9,7 +9,12 @@ import pytest
 from tfcommx import routes
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.simulator import models
-from tfcommx.simulator.conditions import Conditions, measured, measured_in, sorting
+from tfcommx.simulator.assumptions import (
+    Assumptions,
+    interpolated_time,
+    measured_time,
+    sorting_time,
+)
 from tfcommx.simulator.step import simulate, stages_of
 from tfcommx.terms import (
     NOMINAL,
@@ -45,7 +50,7 @@ AB_C = Plan((bucket("0", "a", "b"), bucket("1", "c")), TWO)
 
 def found(plan: Plan, profile: Profile = PROFILE, **more: object) -> list[tuple[object, ...]]:
     """What is not compute, as (resource, kind, start, end, bucket)."""
-    timeline = simulate(plan, profile, LINKS, Conditions(**more))
+    timeline = simulate(plan, profile, LINKS, Assumptions(**more))
     return [
         (span.resource, span.kind, span.start_s, span.end_s, span.bucket)
         for span in timeline.spans
@@ -147,11 +152,11 @@ def test_allreduces_that_wait_together_are_fused_if_the_engine_does_so() -> None
         ("between", "message", 18, 28, 1),
         ("between", "message", 28, 28 + with_d, 3),
     ]
-    # The links say what the conditions leave open; d is negotiated together with b and c
+    # The links say what the assumptions leave open; d is negotiated together with b and c
     links = LINKS._replace(fuses=True, engine_s=0.5)
-    timeline = simulate(plan, profile, links, Conditions())
+    timeline = simulate(plan, profile, links, Assumptions())
     assert timeline.step_s == 28 + with_d + 2 * 0.5
-    assert simulate(plan, profile, links, Conditions(engine_s=0.0)).step_s == 28 + with_d
+    assert simulate(plan, profile, links, Assumptions(engine_s=0.0)).step_s == 28 + with_d
     assert [span[3] for span in found(plan, profile)] == [18, 24, 30, 30 + with_d]
 
 
@@ -167,21 +172,21 @@ def test_contention_slows_messages_while_the_backward_pass_runs() -> None:
 
 
 def test_the_slowest_rank_holds_up_all() -> None:
-    conditions = Conditions(spread=0.1)
-    slowest = conditions.slowest(2)
-    timeline = simulate(AB_C, PROFILE, LINKS, conditions)
+    assumptions = Assumptions(spread=0.1)
+    slowest = assumptions.slowest(2)
+    timeline = simulate(AB_C, PROFILE, LINKS, assumptions)
     assert 1.05 < slowest < 1.06  # The mean of the larger of two normal numbers: 0.564
     assert timeline.spans[1].start_s == pytest.approx(10 * slowest)
     assert timeline.compute_s == 20
-    assert Conditions(spread=0.1).slowest(1000) == pytest.approx(1.324, abs=0.003)
+    assert Assumptions(spread=0.1).slowest(1000) == pytest.approx(1.324, abs=0.003)
 
 
 def test_engine_loading_and_update() -> None:
     profile = Profile("abc", (*PROFILE.variables[:2], row("c", 9, update_s=4.0)), 10.0, 10.0, 6)
-    timeline = simulate(AB_C, profile, LINKS, Conditions(engine_s=0.5, loading_s=25.0))
+    timeline = simulate(AB_C, profile, LINKS, Assumptions(engine_s=0.5, loading_s=25.0))
     assert timeline.spans[-1] == Span("compute", "update", "update", 31, 35)
     assert timeline.compute_s == 24 and timeline.step_s == 35
-    assert simulate(AB_C, profile, LINKS, Conditions(loading_s=50.0)).step_s == 50
+    assert simulate(AB_C, profile, LINKS, Assumptions(loading_s=50.0)).step_s == 50
 
 
 def test_one_rank_exchanges_nothing() -> None:
@@ -196,19 +201,19 @@ def test_a_profile_of_another_model_is_refused() -> None:
     with pytest.raises(PlanError, match=r"'c' has 1 entries .* and 0 in the plan"):
         simulate(Plan((bucket("0", "a", "b"),), TWO), PROFILE, LINKS)
     with pytest.raises(PlanError, match="`spread` must be >= 0"):
-        Conditions(spread=-1)
+        Assumptions(spread=-1)
     with pytest.raises(PlanError, match="place of the selection"):
-        Conditions(selection_on="computer")
+        Assumptions(selection_on="computer")
 
 
 def test_times_of_selection() -> None:
-    assert sorting(2.0)(8) == 2 * 8 * 3 and sorting(2.0)(1) == 0
-    curve = measured([(10, 1.0), (20, 4.0)])
+    assert sorting_time(2.0)(8) == 2 * 8 * 3 and sorting_time(2.0)(1) == 0
+    curve = interpolated_time([(10, 1.0), (20, 4.0)])
     assert [curve(size) for size in (5, 10, 15, 20, 40)] == [0.5, 1.0, 2.5, 4.0, 8.0]
     known = Profile("m", (row("a", 0, 10, selection_s=1.0),), 1.0, 1.0, 1)
-    assert measured_in(known)(20) == 2.0 and measured_in(PROFILE) is None
+    assert measured_time(known)(20) == 2.0 and measured_time(PROFILE) is None
     with pytest.raises(PlanError, match="Times of vectors"):
-        measured([])
+        interpolated_time([])
 
 
 def step_of_500(nodes: int) -> tuple[Plan, Profile]:

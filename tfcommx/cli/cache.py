@@ -123,16 +123,16 @@ def _fill(cache: DataCache, comm: Comm, hold: bool) -> None:
 def status(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
     """List the slabs in memory and the data sets on the disk level."""
     from tfcommx.data.cache.disk import usage
-    from tfcommx.data.cache.slab_files import SlabError, facts_of, state_of
+    from tfcommx.data.cache.slab_files import SlabError, read_metadata, slab_state
 
     _check_folders(memory, disk)
     for path in sorted(memory.glob("tfcommx-*.slab")):
         try:
-            count, filled, used, alive = state_of(path)
+            count, filled, used, alive = slab_state(path)
         except (OSError, SlabError) as error:
             typer.echo(f"{path}: {error}")
             continue
-        source = facts_of(path).get("source", "an unknown source")
+        source = read_metadata(path).get("source", "an unknown source")
         typer.echo(
             f"{path}: {filled:,} of {count:,} samples, {used:,} bytes, "
             f"{'in use' if alive else 'of a run that died'}; "
@@ -146,10 +146,10 @@ def status(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
 def drop(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
     """Remove the slabs that no living process uses, and all data sets of the disk level."""
     from tfcommx.data.cache import disk as level
-    from tfcommx.data.cache.slab_files import reclaim
+    from tfcommx.data.cache.slab_files import remove_unused
 
     _check_folders(memory, disk)  # Before anything is removed
-    for path in [*reclaim(memory), *(level.drop(disk) if disk else ())]:
+    for path in [*remove_unused(memory), *(level.drop(disk) if disk else ())]:
         typer.echo(f"removed {path}")
 
 

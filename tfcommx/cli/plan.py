@@ -55,15 +55,15 @@ def plan(
         _compare(model, Links.read(links), compare)
         return
     from tfcommx.planner import choose
-    from tfcommx.simulator.conditions import Conditions, measured_in
+    from tfcommx.simulator.assumptions import Assumptions, measured_time
 
     profile = _profile(model, throughput, batch)
     topology, known = Topology(nodes, slots), Links.read(links)
     asked = _asked(selection, density, wire)
-    conditions = Conditions(measured_in(profile))
-    found = choose.candidates(profile, topology, known, asked, mpi, conditions)
+    assumptions = Assumptions(measured_time(profile))
+    found = choose.candidates(profile, topology, known, asked, mpi, assumptions)
     best = found[0]
-    changes = choose.what_helps(best.scheme, profile, topology, known, conditions)
+    changes = choose.what_helps(best.scheme, profile, topology, known, assumptions)
     _show([_row(candidate) for candidate in found], changes)
     print(f"\n{_advice(best)}")
     if json_file:
@@ -77,12 +77,12 @@ def _compare(measured: str, links: Links, png: Path) -> None:
     """Draw a measured step beside a simulated one: as text, as a picture, as trace events."""
     from tfcommx import routes
     from tfcommx.report import timeline as report
-    from tfcommx.simulator.conditions import Conditions, measured_in
+    from tfcommx.simulator.assumptions import Assumptions, measured_time
     from tfcommx.simulator.step import simulate
 
     step = MeasuredStep.read(measured, routes.read_plan)
-    conditions = Conditions(measured_in(step.profile))
-    simulated = simulate(step.plan, step.profile, links, conditions)
+    assumptions = Assumptions(measured_time(step.profile))
+    simulated = simulate(step.plan, step.profile, links, assumptions)
     both = {"measured": step.timeline, "simulated": simulated}
     for name, timeline in both.items():
         print(f"{name}\n{report.draw_text(timeline)}\n")

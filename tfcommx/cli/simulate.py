@@ -56,7 +56,7 @@ class Settings:
     merging: str = "threshold"
     # Of merging "threshold", 10^6 bytes.
     bucket_mbytes: float = Scheme().bucket_bytes / 1e6
-    # See `simulator.conditions.Conditions`; engine and contention None: as the links say.
+    # See `simulator.assumptions.Assumptions`; engine and contention None: as the links say.
     selection_on: str = "compute"
     engine: float | None = None
     spread: float = 0.0
@@ -279,9 +279,9 @@ def _numbers(words: list[str], name: str) -> list[float]:
 
 def _step(settings: Settings) -> tuple[Any, dict[str, Any]]:
     """Simulate one step; return its timeline and its row."""
-    from tfcommx.planner.what_if import row_of, what_if
+    from tfcommx.planner.predict import predict_step, row_of
     from tfcommx.simulator import models
-    from tfcommx.simulator.conditions import Conditions, measured_in
+    from tfcommx.simulator.assumptions import Assumptions, measured_time
     from tfcommx.terms import Profile
 
     if settings.profile is not None:
@@ -289,8 +289,8 @@ def _step(settings: Settings) -> tuple[Any, dict[str, Any]]:
     else:
         table = models.get(settings.model, settings.size)
         profile = Profile.from_throughput(table, settings.throughput, batch=settings.batch)
-    conditions = Conditions(
-        measured_in(profile),
+    assumptions = Assumptions(
+        measured_time(profile),
         settings.selection_on,
         settings.engine,
         spread=settings.spread,
@@ -298,7 +298,7 @@ def _step(settings: Settings) -> tuple[Any, dict[str, Any]]:
         loading_s=settings.loading,
     )
     scheme, topology = settings.planned, settings.topology
-    timeline = what_if(profile, scheme, topology, settings.priced, conditions)
+    timeline = predict_step(profile, scheme, topology, settings.priced, assumptions)
     return timeline, row_of(timeline, scheme, topology)
 
 

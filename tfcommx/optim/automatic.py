@@ -27,10 +27,10 @@ from tfcommx.measure.links import probe
 from tfcommx.optim import measurement_cache
 from tfcommx.optim.expected_run import SHARE, ExpectedRun
 from tfcommx.planner.automatic import (
-    Asked,
+    PlanRequest,
     auto_as_plain,
-    auto_of,
-    is_worth_it,
+    find_auto,
+    is_worth_a_trial,
     propose,
 )
 from tfcommx.routes import read_plan
@@ -53,7 +53,7 @@ SIZES, STEADY, REPEATS = (1024, 262144), 2**20, 1
 
 def executor_for(
     schemes: Mapping[str, Scheme],
-    asked: Asked,
+    asked: PlanRequest,
     comm: Comm,
     strategy: Strategy,
     expected: ExpectedRun,
@@ -75,7 +75,7 @@ def executor_for(
     strategy.check(plain)
     agree_on_plan(plain, comm)
     _agree_on_request(schemes, asked, comm)
-    auto = auto_of(schemes)
+    auto = find_auto(schemes)
     if auto is None:
         return PlanExecutor(plain, comm)
     synchronous = isinstance(strategy, Synchronous)
@@ -84,12 +84,12 @@ def executor_for(
             f'Scheme("auto", {auto.selection!r}) needs the strategy "synchronous". Received '
             f"{strategy}. Name a route."
         )
-    if not synchronous or not is_worth_it(schemes, asked):
+    if not synchronous or not is_worth_a_trial(schemes, asked):
         return PlanExecutor(plain, comm)
     return _chosen_or_tried(schemes, asked, comm, plain, comm.gather_objects(expected)[0])
 
 
-def _agree_on_request(schemes: Mapping[str, Scheme], asked: Asked, comm: Comm) -> None:
+def _agree_on_request(schemes: Mapping[str, Scheme], asked: PlanRequest, comm: Comm) -> None:
     """Refuse, on every rank, requests that would lead ranks into different exchanges."""
     profile = None if asked.profile is None else asked.profile.to_json()
     everyone = comm.gather_objects((repr(dict(schemes)), repr(asked.links), profile))
@@ -105,7 +105,11 @@ def _agree_on_request(schemes: Mapping[str, Scheme], asked: Asked, comm: Comm) -
 
 
 def _chosen_or_tried(
-    schemes: Mapping[str, Scheme], asked: Asked, comm: Comm, plain: Plan, expected: ExpectedRun
+    schemes: Mapping[str, Scheme],
+    asked: PlanRequest,
+    comm: Comm,
+    plain: Plan,
+    expected: ExpectedRun,
 ) -> PlanExecutor | TrialExecutor:
     cluster = _cluster(comm)
     key = _key(schemes, asked, cluster, expected)
@@ -209,7 +213,10 @@ def _cluster(comm: Comm) -> dict[str, Any]:
 
 
 def _key(
-    schemes: Mapping[str, Scheme], asked: Asked, cluster: dict[str, Any], expected: ExpectedRun
+    schemes: Mapping[str, Scheme],
+    asked: PlanRequest,
+    cluster: dict[str, Any],
+    expected: ExpectedRun,
 ) -> dict[str, Any]:
     """Return all that a choice depends on, as far as the optimizer knows it."""
     profile = None if asked.profile is None else asked.profile.to_json()

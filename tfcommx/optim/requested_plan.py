@@ -14,7 +14,7 @@ from tfcommx.optim.automatic import executor_for
 from tfcommx.optim.exchange_settings import ExchangeSettings, double_momentum_error
 from tfcommx.optim.expected_run import ExpectedRun
 from tfcommx.optim.variable_names import VariableNames
-from tfcommx.planner.automatic import Asked, auto_as_plain, auto_of
+from tfcommx.planner.automatic import PlanRequest, auto_as_plain, find_auto
 from tfcommx.planner.check import check_scheme, require_coverage
 from tfcommx.planner.plan import Gradient
 from tfcommx.runtime.executor import PlanExecutor
@@ -55,7 +55,7 @@ class RequestedPlan:
             check_scheme(scheme, self._comm.topology, self._comm.has_messages)
             if scheme.momentum and self._settings.own_momentum:
                 raise PlanError(double_momentum_error(self._settings.own_momentum))
-        auto_of(by_pattern(schemes))
+        find_auto(by_pattern(schemes))
 
     def replace(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
         """Ask for other schemes, that were checked; a plan that was given does not count now."""
@@ -82,14 +82,14 @@ class RequestedPlan:
         strategy.check(plan)
         return PlanExecutor(plan, self._comm)
 
-    def _asked(self, variables: Sequence[keras.Variable]) -> Asked:
+    def _asked(self, variables: Sequence[keras.Variable]) -> PlanRequest:
         gradients = [
             Gradient(name, tuple(one.shape), keras.backend.standardize_dtype(one.dtype))
             for name, one in zip(self._names.of(variables), variables, strict=True)
         ]
         settings = self._settings
         measured = settings.links, settings.profile
-        return Asked(gradients, self._comm.topology, settings.operation, *measured)
+        return PlanRequest(gradients, self._comm.topology, settings.operation, *measured)
 
 
 def by_pattern(schemes: Scheme | Mapping[str, Scheme]) -> dict[str, Scheme]:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from tfcommx.planner.choose import Candidate, candidates, name_of
 from tfcommx.planner.plan import Gradient, make_plan, scheme_of
 from tfcommx.planner.prices import sub_profile
-from tfcommx.simulator.conditions import Conditions, measured_in
-from tfcommx.simulator.step import UNDISTURBED
+from tfcommx.simulator.assumptions import Assumptions, measured_time
+from tfcommx.simulator.step import IDEAL
 from tfcommx.terms import (
     AUTO,
     NOMINAL,
@@ -47,7 +47,7 @@ SHORTER_WIRE = "block16/float16"
 NO_TIME = 1e-9
 
 
-class Asked(NamedTuple):
+class PlanRequest(NamedTuple):
     """What plans are made of, besides the schemes."""
 
     # In forward order
@@ -108,7 +108,7 @@ class Proposal(NamedTuple):
         return self.share <= CLEAR
 
 
-def auto_of(schemes: Mapping[str, Scheme]) -> Scheme | None:
+def find_auto(schemes: Mapping[str, Scheme]) -> Scheme | None:
     """Return the scheme "auto" of a mapping; None if there is none.
 
     **Raises:** PlanError for two different ones, and for one beside a scheme with momentum.
@@ -135,7 +135,7 @@ def auto_as_plain(schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:
     >>> auto_as_plain({"*": Scheme("auto")})["*"] == Scheme()
     True
     """
-    auto = auto_of(schemes)
+    auto = find_auto(schemes)
     return dict(schemes) if auto is None else _with_auto_as(schemes, _plain_scheme(auto))
 
 
@@ -150,23 +150,25 @@ def _plain_scheme(auto: Scheme) -> Scheme:
 
 
 def _require_auto(schemes: Mapping[str, Scheme]) -> Scheme:
-    auto = auto_of(schemes)
+    auto = find_auto(schemes)
     if auto is None:
         raise PlanError(f'A Scheme("auto") is required among them. Received {dict(schemes)}.')
     return auto
 
 
-def is_worth_it(schemes: Mapping[str, Scheme], asked: Asked) -> bool:
+def is_worth_a_trial(schemes: Mapping[str, Scheme], asked: PlanRequest) -> bool:
     """Tell whether there is anything to choose: several ranks, and enough gradients."""
     mine = _of_auto(schemes, asked.gradients)
     size = sum(gradient.entries for gradient in mine)
     return asked.topology.size > 1 and 4 * size >= LEAST_BYTES
 
 
-def propose(schemes: Mapping[str, Scheme], asked: Asked, messages: bool = False) -> list[Proposal]:
+def propose(
+    schemes: Mapping[str, Scheme], asked: PlanRequest, messages: bool = False
+) -> list[Proposal]:
     """Return the plans that are worth a trial, the most promising first; plain Horovod's excluded.
 
-    >>> asked = Asked([Gradient("w", (4096, 512), "float32")], Topology(4, 1))
+    >>> asked = PlanRequest([Gradient("w", (4096, 512), "float32")], Topology(4, 1))
     >>> [found.name for found in propose({"*": Scheme("auto", "mstopk", 0.01)}, asked)][:1]
     ['allgather + allreduce, threshold, block16/float16']
 
@@ -184,13 +186,13 @@ def propose(schemes: Mapping[str, Scheme], asked: Asked, messages: bool = False)
     given = asked.profile
     rankings: list[_Ranking] = []
     if given is not None:
-        conditions = Conditions(selection=measured_in(given))
-        rankings.append(_ranking(given, schemes, asked, conditions, messages))
+        assumptions = Assumptions(selection=measured_time(given))
+        rankings.append(_ranking(given, schemes, asked, assumptions, messages))
     else:
         seconds = NO_TIME
         for _ in range(2):
             assumed = _assumed(asked.gradients, seconds)
-            rankings.append(_ranking(assumed, schemes, asked, UNDISTURBED, messages))
+            rankings.append(_ranking(assumed, schemes, asked, IDEAL, messages))
             seconds = rankings[0].plain_s
     first = rankings[0]
     clear = first.candidates[0].timeline.step_s <= CLEAR * first.plain_s
@@ -228,8 +230,8 @@ def _assumed(gradients: Sequence[Gradient], seconds: float) -> Profile:
 def _ranking(
     profile: Profile,
     schemes: Mapping[str, Scheme],
-    asked: Asked,
-    conditions: Conditions,
+    asked: PlanRequest,
+    assumptions: Assumptions,
     messages: bool,
 ) -> _Ranking:
     """Predict all schemes for the variables whose scheme is chosen."""
@@ -244,7 +246,7 @@ def _ranking(
             auto, route=Scheme().route, wire=SHORTER_WIRE if shorter else auto.wire
         ),
         messages,
-        conditions,
+        assumptions,
         thorough=asked.profile is not None,
     )
     plain = next(one for one in ranked if one.scheme == _plain_scheme(auto))

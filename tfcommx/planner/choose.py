@@ -20,8 +20,8 @@ from tfcommx import routes
 from tfcommx.planner.check import check_scheme
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.routes.torus import PEER_ROUTES
-from tfcommx.simulator.conditions import Conditions
-from tfcommx.simulator.step import UNDISTURBED, simulate
+from tfcommx.simulator.assumptions import Assumptions
+from tfcommx.simulator.step import IDEAL, simulate
 from tfcommx.terms import (
     NARROW,
     PLAIN,
@@ -95,7 +95,7 @@ def candidates(
     links: Links,
     asked: Scheme | None = None,
     messages: bool = False,
-    conditions: Conditions = UNDISTURBED,
+    assumptions: Assumptions = IDEAL,
     thorough: bool = True,
 ) -> list[Candidate]:
     """Plan and simulate every scheme that is as good as what is asked for; the fastest first.
@@ -113,7 +113,7 @@ def candidates(
         asked: with selection "all" (None: so): nothing but the order of additions may change.
             With another one: gradients may be selected by it at the scheme's density.
         messages: can the launch send messages between two ranks? An MPI launch can.
-        conditions: what else is assumed.
+        assumptions: what else is assumed.
         thorough: also the merging `optimal`, of the best routes, which takes most of the time.
 
     Returns:
@@ -128,7 +128,7 @@ def candidates(
             f"{profile.model!r} with sizes only. Measure it."
         )
     asked = asked or Scheme()
-    work = _Work(profile, topology, links, conditions, ROUTES_FOR_OPTIMAL if thorough else 0)
+    work = _Work(profile, topology, links, assumptions, ROUTES_FOR_OPTIMAL if thorough else 0)
     dense = _ranked(work, _dense(asked, topology, messages))
     if asked.selection == "all":
         return dense
@@ -145,7 +145,7 @@ class _Work(NamedTuple):
     profile: Profile
     topology: Topology
     links: Links
-    conditions: Conditions
+    assumptions: Assumptions
     routes_for_optimal: int = ROUTES_FOR_OPTIMAL
 
     def predict(self, scheme: Scheme) -> Candidate:
@@ -158,9 +158,9 @@ class _Work(NamedTuple):
             self.topology,
             links=self.links,
             profile=self.profile,
-            conditions=self.conditions,
+            assumptions=self.assumptions,
         )
-        return Candidate(scheme, plan, simulate(plan, self.profile, self.links, self.conditions))
+        return Candidate(scheme, plan, simulate(plan, self.profile, self.links, self.assumptions))
 
 
 def _ranked(work: _Work, schemes: Sequence[Scheme]) -> list[Candidate]:
@@ -241,7 +241,7 @@ def what_helps(
     profile: Profile,
     topology: Topology,
     links: Links,
-    conditions: Conditions = UNDISTURBED,
+    assumptions: Assumptions = IDEAL,
 ) -> list[Change]:
     """Simulate one change at a time: links twice as fast, fewer slots, half the density, ...
 
@@ -249,7 +249,7 @@ def what_helps(
     """
     between, inside = links.between, links.inside
     half = dataclasses.replace
-    work = _Work(profile, topology, links, conditions)
+    work = _Work(profile, topology, links, assumptions)
     changes = [("as it is", scheme, work)]
     if topology.nodes > 1:
         faster = links._replace(between=half(between, beta_s_per_byte=between.beta_s_per_byte / 2))

@@ -20,8 +20,8 @@ from tfcommx.planner.check import check_scheme, wire_of
 from tfcommx.planner.prices import prices_of, sub_profile
 from tfcommx.routes.base import Route
 from tfcommx.routes.messages import MessageOptions
-from tfcommx.simulator.conditions import Conditions
-from tfcommx.simulator.step import UNDISTURBED
+from tfcommx.simulator.assumptions import Assumptions
+from tfcommx.simulator.step import IDEAL
 from tfcommx.terms import (
     AUTO,
     LARGEST,
@@ -73,7 +73,7 @@ class _Cluster(NamedTuple):
 
     topology: Topology
     links: Links
-    conditions: Conditions
+    assumptions: Assumptions
 
 
 # Position of a variable in backward order, and its gradient or a piece of it.
@@ -89,7 +89,7 @@ def make_plan(
     reduce_to_root: bool = False,
     largest: int = LARGEST,
     profile: Profile | None = None,
-    conditions: Conditions = UNDISTURBED,
+    assumptions: Assumptions = IDEAL,
 ) -> Plan:
     """Put each gradient into one bucket: in backward order, by scheme, merged as it says.
 
@@ -111,7 +111,7 @@ def make_plan(
             for itself.
         profile: when gradients are ready, the same on every rank; a merging that goes by time
             needs it.
-        conditions: what selections and the engine take, for such a merging.
+        assumptions: what selections and the engine take, for such a merging.
 
     Returns:
         The plan; a pure function of the arguments, so equal on every rank that asks the same.
@@ -120,7 +120,7 @@ def make_plan(
     """
     _check_schemes(schemes, gradients, topology)
     _check_times(schemes, profile)
-    cluster = _Cluster(topology, links, conditions)
+    cluster = _Cluster(topology, links, assumptions)
     # (position of its last gradient in backward order, bucket)
     ready: list[tuple[int, Bucket]] = []
     for stream, members in _streams(gradients, schemes, largest).items():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from tfcommx.planner.merging.base import Prices
 from tfcommx.routes.base import SELECT
-from tfcommx.simulator.conditions import Conditions
+from tfcommx.simulator.assumptions import Assumptions
 from tfcommx.simulator.step import selection_seconds, stages_of
 from tfcommx.terms import (
     Bucket,
@@ -25,7 +25,7 @@ def prices_of(
     make_bucket: Callable[[int], Bucket],
     topology: Topology,
     links: Links,
-    conditions: Conditions,
+    assumptions: Assumptions,
     bucket_bytes: int,
 ) -> Prices:
     """Price groups of a stream of gradients as the simulator does.
@@ -36,7 +36,7 @@ def prices_of(
         make_bucket: entries of a group -> its bucket.
         topology: of the ranks.
         links: what messages cost.
-        conditions: what selections and the engine take.
+        assumptions: what selections and the engine take.
         bucket_bytes: what the user asks for.
     """
 
@@ -44,25 +44,25 @@ def prices_of(
     def stages(entries: int) -> tuple[float, float]:
         """Return the seconds of the selection before the message, and of the message."""
         bucket = make_bucket(entries)
-        found = stages_of(bucket, topology, links, conditions)
+        found = stages_of(bucket, topology, links, assumptions)
         total = sum(stage.seconds for stage in found)
         first = found[0].seconds if found and found[0].resource == SELECT else 0.0
         return first, total - first
 
     sample = make_bucket(1)
     # Of a route whose first collective is in a group of one rank, the selection comes first, too
-    begins = stages_of(sample, topology, links, conditions)[:1]
+    begins = stages_of(sample, topology, links, assumptions)[:1]
     selects_first = [stage.resource for stage in begins] == [SELECT]
 
     def selection_s(entries: int) -> float:
         if not selects_first:
             return 0.0
-        return selection_seconds(make_bucket(entries), topology, links, conditions)
+        return selection_seconds(make_bucket(entries), topology, links, assumptions)
 
     return Prices(
         message_s=lambda entries: stages(entries)[1],
         selection_s=functools.cache(selection_s),
-        selection_on=conditions.selection_on,
+        selection_on=assumptions.selection_on,
         entry_bytes=sample.entry_bytes,
         bucket_bytes=bucket_bytes,
     )

@@ -13,7 +13,7 @@ one node is simulated however many there are.
 
 Source: the timeline of Shi et al., "Communication-Efficient Distributed Deep Learning with Merged
 Gradient Sparsification on GPUs" (2020), equations 5 to 9, with a port inside a node, the price of
-any route, and the conditions.
+any route, and the assumptions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 from tfcommx import routes
 from tfcommx.routes.base import SELECT, Stage
-from tfcommx.simulator.conditions import Conditions
+from tfcommx.simulator.assumptions import Assumptions
 from tfcommx.terms import (
     RESOURCES,
     Bucket,
@@ -41,13 +41,13 @@ from tfcommx.terms import (
 )
 from tfcommx.wire import formats
 
-UNDISTURBED = Conditions()
+IDEAL = Assumptions()
 # On the compute stream what is first is served first.
 SELECT_FIRST, BACKWARD = 0, 1
 
 
 def simulate(
-    plan: Plan, profile: Profile, links: Links, conditions: Conditions = UNDISTURBED
+    plan: Plan, profile: Profile, links: Links, assumptions: Assumptions = IDEAL
 ) -> Timeline:
     """Return the timeline of a step.
 
@@ -55,27 +55,27 @@ def simulate(
         plan: of the ranks of its topology.
         profile: of the same model, on one rank.
         links: what messages cost.
-        conditions: what else is assumed.
+        assumptions: what else is assumed.
 
     **Cost:** about 10 microseconds for each variable and bucket, however many nodes there are.
     **Raises:** PlanError for a plan and a profile of different models, naming a variable.
     """
-    return _Step(plan, profile, links, conditions).run()
+    return _Step(plan, profile, links, assumptions).run()
 
 
 def stages_of(
-    bucket: Bucket, topology: Topology, links: Links, conditions: Conditions = UNDISTURBED
+    bucket: Bucket, topology: Topology, links: Links, assumptions: Assumptions = IDEAL
 ) -> list[Stage]:
     """Return what a bucket does after its last gradient, one after another, without waiting.
 
-    The prices are the route's own, the selection takes what the conditions say, and each collective
-    the engine's time besides.
+    The prices are the route's own; the selection takes what the assumptions say; each collective
+    takes the engine's time besides.
     """
     found = []
-    engine_s = links.engine_s if conditions.engine_s is None else conditions.engine_s
+    engine_s = links.engine_s if assumptions.engine_s is None else assumptions.engine_s
     for stage in routes.get(bucket.route).stages(bucket, topology, links):
         if stage.resource == SELECT:
-            seconds = selection_seconds(bucket, topology, links, conditions)
+            seconds = selection_seconds(bucket, topology, links, assumptions)
             found.append(Stage(SELECT, seconds))
         elif stage.seconds > 0:  # A group of one rank has no collective
             found.append(Stage(stage.resource, stage.seconds + engine_s))
@@ -83,12 +83,12 @@ def stages_of(
 
 
 def selection_seconds(
-    bucket: Bucket, topology: Topology, links: Links, conditions: Conditions
+    bucket: Bucket, topology: Topology, links: Links, assumptions: Assumptions
 ) -> float:
     """Return what one rank needs to select from its part of a bucket."""
     start, stop = routes.get(bucket.route).shard(bucket, topology, 0)
-    if conditions.selection is not None:
-        return conditions.selection(stop - start)
+    if assumptions.selection is not None:
+        return assumptions.selection(stop - start)
     return (stop - start) * bucket.entry_bytes * links.inside.gamma_s_per_byte
 
 
@@ -135,13 +135,19 @@ class _Running:
 class _Step:
     """Carries out the events of a step in the order of their times."""
 
-    def __init__(self, plan: Plan, profile: Profile, links: Links, conditions: Conditions) -> None:
-        self.profile, self.conditions, self.topology = profile, conditions.on(links), plan.topology
-        self.links, self.contention = links, self.conditions.contention or 0.0
+    def __init__(
+        self, plan: Plan, profile: Profile, links: Links, assumptions: Assumptions
+    ) -> None:
+        self.profile, self.assumptions, self.topology = (
+            profile,
+            assumptions.on(links),
+            plan.topology,
+        )
+        self.links, self.contention = links, self.assumptions.contention or 0.0
         self.buckets = plan.buckets
-        self.slowest = conditions.slowest(plan.topology.size)
+        self.slowest = assumptions.slowest(plan.topology.size)
         self.remaining = [
-            stages_of(bucket, plan.topology, links, conditions) for bucket in plan.buckets
+            stages_of(bucket, plan.topology, links, assumptions) for bucket in plan.buckets
         ]
         self.pieces = _pieces(profile, ready_times(plan, profile))
         self.spans: list[Span] = []
@@ -160,8 +166,8 @@ class _Step:
 
     def run(self) -> Timeline:
         forward = self.profile.forward_s * self.slowest
-        if self.conditions.loading_s:
-            self._note(Span("host", "load", "batch", 0.0, self.conditions.loading_s))
+        if self.assumptions.loading_s:
+            self._note(Span("host", "load", "batch", 0.0, self.assumptions.loading_s))
         self._note(Span("compute", "forward", "forward", 0.0, forward))
         self._at(forward, lambda now: self._backward(0, now))
         while self.events:
@@ -173,7 +179,7 @@ class _Step:
             self._note(Span("compute", "update", "update", end, end + update))
         return Timeline(
             tuple(sorted(self.spans, key=_place)),
-            max(end + update, self.conditions.loading_s),
+            max(end + update, self.assumptions.loading_s),
             self.profile.compute_s,
             self.profile.batch,
             self.topology.size,
@@ -206,11 +212,11 @@ class _Step:
         name = self.buckets[number].name
         after: _After = lambda end: self._next_stage(number, end)  # noqa: E731
         if stage.resource == SELECT:
-            lane = self.conditions.selection_on
+            lane = self.assumptions.selection_on
             span = Span(lane, "select", name, now, now, number)
             self._ask(lane, SELECT_FIRST, stage.seconds * self.slowest, span, after, now)
             return
-        engine = stage.resource if self.conditions.ports_together else "engine"
+        engine = stage.resource if self.assumptions.ports_together else "engine"
         span = Span(stage.resource, "message", name, now, now, number)
         self._ask(engine, 0, stage.seconds, span, after, now)
 
@@ -231,10 +237,10 @@ class _Step:
         if resource in self.busy or not self.waiting[resource]:
             return
         _, number, seconds, span, after = heapq.heappop(self.waiting[resource])
-        if self.conditions.fuses and span.kind == "message":
+        if self.assumptions.fuses and span.kind == "message":
             seconds, after = self._fused(resource, seconds, span, after)
             if number in self.negotiated:
-                seconds -= self.conditions.engine_s or 0.0
+                seconds -= self.assumptions.engine_s or 0.0
             else:  # Whatever waits is negotiated with it
                 self.negotiated |= {one[1] for one in self.waiting[resource]}
         slow = 1.0
@@ -269,7 +275,7 @@ class _Step:
             sizes=tuple(size for bucket in joined for size in bucket.sizes),
             padding=sum(bucket.padding for bucket in joined),
         )
-        (stage,) = stages_of(whole, self.topology, self.links, self.conditions)
+        (stage,) = stages_of(whole, self.topology, self.links, self.assumptions)
 
         def all_of_them(end: float) -> None:
             for one in others:

@@ -33,7 +33,7 @@ from tfcommx.comm.launcher import CENTRE_LAUNCH
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies.elastic_run import CHIEF, ElasticRun, Exchanges
 from tfcommx.terms import MPI_LAUNCH, Plan, PlanError, check_name, check_whole
-from tfcommx.terms.checks import plain_number
+from tfcommx.terms.checks import python_number
 
 log = logging.getLogger("tfcommx")
 
@@ -101,7 +101,7 @@ server='thread')
     def __post_init__(self) -> None:
         object.__setattr__(self, "every", check_whole("every", self.every, least=1))
         for name in ("beta", "alpha"):
-            value = plain_number(getattr(self, name))
+            value = python_number(getattr(self, name))
             object.__setattr__(self, name, value)
             if (name, value) == ("alpha", None):
                 continue

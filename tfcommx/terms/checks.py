@@ -49,7 +49,7 @@ def check_whole(what: str, value: Any, least: int | None = None) -> int:
     return int(value)
 
 
-def plain_number(value: Any) -> Any:
+def python_number(value: Any) -> Any:
     """Return a number, such as NumPy's, as Python's own; anything else as it is."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return value

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfcommx.terms.checks import PlanError, check_whole, plain_number
+from tfcommx.terms.checks import PlanError, check_whole, python_number
 from tfcommx.terms.layers import LayerTable
 
 # Of a step that is derived from a throughput: the backward pass computes two products, by the
@@ -49,7 +49,7 @@ class VariableProfile:
         shape = tuple(check_whole(f"shape of {self.name!r}", length) for length in self.shape)
         object.__setattr__(self, "shape", shape)
         for name in ("ready_s", "ready_spread_s", "forward_s", "selection_s", "update_s"):
-            value = plain_number(getattr(self, name))
+            value = python_number(getattr(self, name))
             object.__setattr__(self, name, value)
             if value is None and name in ("selection_s", "update_s"):
                 continue
@@ -96,7 +96,7 @@ class Profile:
         for name, least in (("batch", 1), ("steps", 0)):
             object.__setattr__(self, name, check_whole(name, getattr(self, name), least))
         for name in ("forward_s", "backward_s", "density"):
-            object.__setattr__(self, name, plain_number(getattr(self, name)))
+            object.__setattr__(self, name, python_number(getattr(self, name)))
         for name in ("forward_s", "backward_s"):
             _check_seconds(f"`{name}`", getattr(self, name))
         if self.density is not None and not 0 < self.density <= 1:

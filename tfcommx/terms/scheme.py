@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tfcommx.terms.checks import PlanError, check_name, plain_number
+from tfcommx.terms.checks import PlanError, check_name, python_number
 
 # The wire format of a dense route that sends the gradient's own dtype.
 PLAIN = "plain"
@@ -85,7 +85,7 @@ class Scheme:
     def __post_init__(self) -> None:
         # NumPy's numbers become Python's, which JSON can write.
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, plain_number(getattr(self, field.name)))
+            object.__setattr__(self, field.name, python_number(getattr(self, field.name)))
         self._check_density()
         self._check_sizes()
         check_name("wire format", self.wire, WIRES)

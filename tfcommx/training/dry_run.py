@@ -13,12 +13,12 @@ import tensorflow as tf
 
 import tfcommx as cx
 from tfcommx import report, routes
-from tfcommx.data.read_ahead import untuned
+from tfcommx.data.prefetch import without_autotune
 from tfcommx.optim import callbacks
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.expected_run import ExpectedRun
 from tfcommx.optim.wrapped import exchanger_of, steps_of_update
-from tfcommx.planner.automatic import auto_of
+from tfcommx.planner.automatic import find_auto
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.training.position import Piece
 from tfcommx.training.run import Run, prepare
@@ -84,12 +84,14 @@ def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int
     spec = run.samples_of(Piece(number, range(1))).element_spec
     mine = run.global_batch(number) // run.comm.topology.size
     batch = made_up(spec, run.objective.outputs, mine, phase.resolution)
-    data = untuned(run.objective.targets(tf.data.Dataset.from_tensors(batch)).cache().repeat())
+    data = without_autotune(
+        run.objective.targets(tf.data.Dataset.from_tensors(batch)).cache().repeat()
+    )
     begin, exchanger, first = [callbacks.BroadcastState()] * (number == 0), exchanger_of(model), 0.0
     accumulated = steps_of_update(model.optimizer)
     exchanger.requested.expected_run = expected_run(run, number, accumulated)
     # What "auto" tries is over before steps are timed
-    tries = exchanger.ranks > 1 and not exchanger.runs and auto_of(exchanger.requested.schemes)
+    tries = exchanger.ranks > 1 and not exchanger.runs and find_auto(exchanger.requested.schemes)
     tried = [(exchanger.requested.expected_run.trial_steps + 1) * accumulated] if tries else []
     for count in [*tried, 1 + steps]:
         model.fit(data, steps_per_epoch=count, verbose=0, shuffle=False, callbacks=[*begin, timing])

@@ -79,7 +79,7 @@ class Run:
 
     def batches(self, piece: Piece) -> tf.data.Dataset:
         """Return this rank's training batches of a piece: what `fit` takes in every step."""
-        # One is made ready while a step runs: tf.data itself adds no such stage (`read_ahead`)
+        # One is made ready while a step runs: tf.data itself adds no such stage (`data.prefetch`)
         return self.objective.targets(self.samples_of(piece)).prefetch(1)
 
     def samples_of(self, piece: Piece) -> tf.data.Dataset:

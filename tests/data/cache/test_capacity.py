@@ -88,7 +88,7 @@ def test_the_room_for_an_error_of_the_estimate_is_not_reserved(shm, monkeypatch)
     with OpenCache(train, shm) as first:
         needed = overhead_bytes(100) + 100 * record_bytes(400)
         assert first.slab.length > 1.4 * needed
-        assert capacity.reserved_elsewhere(str(shm)) == {
+        assert capacity.reserved_by_others(str(shm)) == {
             first.slab.path.name: needed - first.slab.used_bytes
         }
         with pytest.raises(
@@ -97,14 +97,14 @@ def test_the_room_for_an_error_of_the_estimate_is_not_reserved(shm, monkeypatch)
         ):
             OpenCache(other, shm, memory_bytes=1000)
         first.warm()
-        assert capacity.reserved_elsewhere(str(shm)) == {}
+        assert capacity.reserved_by_others(str(shm)) == {}
     unlimited = SimpleNamespace(f_bavail=0, f_blocks=0, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda _: unlimited)
-    assert capacity.offered_bytes(str(shm), None) > 0  # a tmpfs of size=0
+    assert capacity.available_bytes(str(shm), None) > 0  # a tmpfs of size=0
     small = SimpleNamespace(f_bavail=200, f_blocks=800, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda _: small)
     # A full one ends other programs, such as MPI, with a fatal signal
-    assert capacity.offered_bytes(str(shm), None) == 100 * 4096
+    assert capacity.available_bytes(str(shm), None) == 100 * 4096
 
 
 def test_a_source_that_cannot_be_reached_is_no_reason_for_a_slab_of_no_room(folder, shm):
@@ -132,12 +132,12 @@ def test_what_another_run_puts_there_meanwhile_takes_no_room_twice(folder, tmp_p
         OpenCache(folder, shm, disk=str(tmp_path / "disk")) as two,
     ):
         samples, absent, epoch = np.arange(50), np.ones(50, np.uint8), np.int64(0)
-        files, labels, level = two.filler.read(samples, absent)
+        files, labels, level = two.filler.read_files(samples, absent)
         one.warm()
         used = one.slab.used_bytes
         remaining = batches.fill(two.slab, files, samples, labels, absent, 3, None).numpy()
-        assert remaining.tolist() == [batches.THERE] * 50 and two.slab.used_bytes == used
-        got, loose, _ = two.filler.settle(samples, absent, remaining, epoch, files, labels, level)
+        assert remaining.tolist() == [batches.FILLED_BY_OTHER] * 50 and two.slab.used_bytes == used
+        got, loose, _ = two.filler.finish(samples, absent, remaining, epoch, files, labels, level)
         assert got.tolist() == samples.tolist() and loose.size == 0
         assert (
             two.filler.counts[0] == {"source": 50}
@@ -156,10 +156,10 @@ def test_what_another_run_puts_there_meanwhile_takes_no_room_twice(folder, tmp_p
 
 
 def test_what_other_slabs_have_reserved_is_not_offered_again(shm):
-    size = capacity.offered_bytes(str(shm), None) // 2
+    size = capacity.available_bytes(str(shm), None) // 2
     slab = Slab(shm / "tfcommx-a.slab", "k", 1, lambda: size)
-    assert capacity.offered_bytes(str(shm), None) == pytest.approx(size, rel=0.1)
+    assert capacity.available_bytes(str(shm), None) == pytest.approx(size, rel=0.1)
     # The first made it meanwhile
-    assert capacity.offered_bytes(str(shm), None, "tfcommx-a") == pytest.approx(2 * size, rel=0.1)
-    assert capacity.offered_bytes(str(shm), 1000) == 1000
+    assert capacity.available_bytes(str(shm), None, "tfcommx-a") == pytest.approx(2 * size, rel=0.1)
+    assert capacity.available_bytes(str(shm), 1000) == 1000
     slab.close()

@@ -15,9 +15,9 @@ from tfcommx.data.cache.cgroups import remaining_bytes
 
 MIB = 1 << 20
 ASK = (
-    "from tfcommx.data.cache.capacity import offered_bytes, remaining_bytes; "
+    "from tfcommx.data.cache.capacity import available_bytes, remaining_bytes; "
     "print(remaining_bytes(), "
-    "offered_bytes('/dev/shm', None))"
+    "available_bytes('/dev/shm', None))"
 )
 
 

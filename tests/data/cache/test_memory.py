@@ -42,7 +42,7 @@ def test_batches_are_written_to_memory_that_was_used_before(opened, monkeypatch)
 
     Epochs of 38 MB batches took up to 2.2 times as long while the queue grew.
     """
-    monkeypatch.setattr("tfcommx.data.read_ahead.READ_AHEAD", 4 * BATCH_BYTES)
+    monkeypatch.setattr("tfcommx.data.prefetch.PREFETCH_BYTES", 4 * BATCH_BYTES)
     spec = BatchSpec(BATCH, SIDE)
     batches = iter(opened.dataset(spec, epochs=100))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -37,7 +37,7 @@ def test_every_sample_once_on_every_topology(count, topology, seed, epoch, fract
     for drop in (False, True):
         steps = order.steps(count, topology, batch, drop)
         for length in lengths:
-            ends = order.bounds(length, batch, steps)
+            ends = order.batch_bounds(length, batch, steps)
             sizes = np.diff(ends)
             assert len(sizes) == steps and (steps == 0 or ends[0] == 0)
             assert (

@@ -11,7 +11,7 @@ import tensorflow as tf
 from data_helpers import WHOLE, OpenCache, picture, served
 from PIL import Image
 
-from tfcommx.data.cache import calls
+from tfcommx.data.cache import python_callbacks
 from tfcommx.data.cache.batch_spec import BatchSpec
 from tfcommx.data.sources.arrays import Arrays
 from tfcommx.terms import PlanError, Topology
@@ -204,19 +204,21 @@ def test_the_end_of_the_process_waits_for_calls_under_way_and_lets_none_begin(mo
 
     It happened now and then, after an error.
     """
-    monkeypatch.setattr(calls, "_ended", False)
+    monkeypatch.setattr(python_callbacks, "_ended", False)
     begun, done = threading.Event(), []
-    work = calls.until_exit(lambda: (begun.set(), time.sleep(0.2), done.append(True)))
+    work = python_callbacks.joined_at_exit(
+        lambda: (begun.set(), time.sleep(0.2), done.append(True))
+    )
     threading.Thread(target=work).start()
     assert begun.wait(10)
-    calls._end()
+    python_callbacks._end()
     assert done == [True]
     with pytest.raises(RuntimeError, match="process ends"):
         work()
 
 
 def test_a_forked_child_does_not_wait_for_calls_of_its_parent(monkeypatch):
-    monkeypatch.setattr(calls, "_inside", 1)
+    monkeypatch.setattr(python_callbacks, "_inside", 1)
     if (child := os.fork()) == 0:
-        os._exit(calls._inside)
+        os._exit(python_callbacks._inside)
     assert os.waitpid(child, 0)[1] == 0

@@ -17,7 +17,7 @@ from tfcommx.data.cache.batch_spec import BatchSpec
 from tfcommx.data.cache.cache import DataCache
 from tfcommx.data.cache.record import record_bytes
 from tfcommx.data.cache.slab import Slab
-from tfcommx.data.cache.slab_files import SlabError, facts_of, overhead_bytes, reclaim
+from tfcommx.data.cache.slab_files import SlabError, overhead_bytes, read_metadata, remove_unused
 from tfcommx.data.sources.arrays import Arrays
 from tfcommx.terms import PlanError, Topology
 
@@ -30,7 +30,7 @@ def test_a_living_slab_is_not_reclaimed_and_other_data_do_not_share_it(folder, t
     ):
         assert one.slab.path != two.slab.path
         assert three.slab.path == one.slab.path and not three.slab.created
-        assert reclaim(shm) == []
+        assert remove_unused(shm) == []
         with pytest.raises(SlabError, match="other contents"):
             Slab(one.slab.path, "another key", 50, lambda: 10**6)
         one.close()
@@ -92,7 +92,7 @@ def test_a_forked_child_leaves_its_parent_the_slab(shm):
         slab.close()
         os._exit(0)
     os.waitpid(child, 0)
-    assert slab.path.exists() and reclaim(shm) == []
+    assert slab.path.exists() and remove_unused(shm) == []
     slab.close()
 
 
@@ -113,14 +113,14 @@ def test_a_slab_that_another_process_is_looking_at_is_left_to_it(shm):
     stale.write_bytes(page)
     with stale.open("rb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        assert reclaim(shm) == [] and stale.exists()
-    assert reclaim(shm) == [stale]
+        assert remove_unused(shm) == [] and stale.exists()
+    assert remove_unused(shm) == [stale]
 
 
 @pytest.mark.parametrize("name", ["b" * 5000, "数" * 1000, "\U0001f600" * 1000])
 def test_a_long_name_of_a_source_is_shortened_in_the_facts(shm, name):
     with OpenCache(Arrays(np.zeros((1, 2, 2, 3), np.uint8), np.zeros(1), name=name), shm) as cache:
-        kept = facts_of(cache.slab.path)["source"]
+        kept = read_metadata(cache.slab.path)["source"]
         assert len(kept) > 160 and name.endswith(kept)
 
 

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 
 from tfcommx.planner.merging.base import Prices, finish_s
-from tfcommx.simulator.conditions import sorting
+from tfcommx.simulator.assumptions import sorting_time
 from tfcommx.terms import Profile, VariableProfile
 
 
@@ -38,7 +38,7 @@ def random_case(draw: random.Random, count: int) -> tuple[Profile, Prices]:
     gamma = draw.choice([0.0, 1e-5, 1e-4])
     return profile_of(sizes, seconds, draw.choice([0.1, 2.0])), Prices(
         message_s=lambda entries: alpha + beta * entries,
-        selection_s=sorting(gamma),
+        selection_s=sorting_time(gamma),
         selection_on=draw.choice(["compute", "beside"]),
         entry_bytes=1,
         bucket_bytes=1000,

@@ -13,7 +13,7 @@ from merging_helpers import brute_force, profile_of, random_case
 
 from tfcommx.planner import merging
 from tfcommx.planner.merging.base import Prices, finish_s
-from tfcommx.simulator.conditions import sorting
+from tfcommx.simulator.assumptions import sorting_time
 from tfcommx.terms import PlanError, Profile, VariableProfile
 
 TIMED = [name for name, solver in merging.MERGINGS.items() if solver.needs_times]
@@ -24,7 +24,7 @@ TIMED = [name for name, solver in merging.MERGINGS.items() if solver.needs_times
 @given(st.lists(st.tuples(st.integers(0, 50), st.floats(0, 2)), max_size=12))
 def test_every_gradient_once_and_in_order(name: str, rows: list[tuple[int, float]]) -> None:
     profile = profile_of([size for size, _ in rows], [seconds for _, seconds in rows], rest=1.0)
-    prices = Prices(lambda entries: 0.5 + 0.1 * entries, sorting(0.01))
+    prices = Prices(lambda entries: 0.5 + 0.1 * entries, sorting_time(0.01))
     groups = merging.get(name).groups(profile, prices)
     assert [position for group in groups for position in group] == list(range(len(rows)))
     assert all(groups) and groups == merging.get(name).groups(profile, prices)
@@ -49,7 +49,7 @@ def test_optimal_is_the_best_of_all_merges_of_fourteen(seed: int, place: str) ->
     draw = random.Random(seed)
     sizes = [draw.randrange(1, 4000) for _ in range(14)]
     profile = profile_of(sizes, [draw.random() for _ in range(14)])
-    prices = Prices(lambda n: 0.4 + 3e-4 * n, sorting(2e-5), place)
+    prices = Prices(lambda n: 0.4 + 3e-4 * n, sorting_time(2e-5), place)
     groups = merging.get("optimal").groups(profile, prices)
     found = finish_s(groups, profile, prices)
     assert found == pytest.approx(brute_force(profile, prices), rel=1e-9)
@@ -111,7 +111,7 @@ def test_the_optimum_of_500_gradients_is_found_fast(gamma: float, alpha: float) 
     draw = random.Random(1)
     sizes = [draw.choice([256, 2048, 65_536, 1_000_000]) for _ in range(500)]
     profile = profile_of(sizes, [0.3 / 500 * draw.random() * 2 for _ in range(500)])
-    prices = Prices(lambda n: alpha + n * 1e-9, sorting(gamma))
+    prices = Prices(lambda n: alpha + n * 1e-9, sorting_time(gamma))
     start = time.process_time()
     groups = merging.get("optimal").groups(profile, prices)
     assert time.process_time() - start < 20

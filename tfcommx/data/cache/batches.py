@@ -18,7 +18,7 @@ from tfcommx.kernels.draws import uniform
 
 # States of a sample besides 0, ready: absent, in memory with a wrong CRC, and (after
 # `fill`) brought by another process meanwhile.
-ABSENT, DAMAGED, THERE = 1, 2, 3
+ABSENT, DAMAGED, FILLED_BY_OTHER = 1, 2, 3
 # Sets the draws of `check` apart from those of windows.
 _CHECK_STREAM = 0x5EED0FC5C5EED
 
@@ -84,8 +84,8 @@ def fill(
         store: short side at which images are kept, pixels; None: their own size.
 
     Returns:
-        uint8 [b]: 0 if this call has put the sample into the slab, THERE if another process has
-        meanwhile, else its state. Without the native library, `state`.
+        uint8 [b]: 0 if this call has put the sample into the slab, FILLED_BY_OTHER if another
+        process has meanwhile, else its state. Without the native library, `state`.
 
     **Cost:** a decoding, of JPEGs at the smallest of 1, 1/2, 1/4 and 1/8 that is large enough, one
     pass for the rest of the way to `store`, one for the CRC, one copy; on TensorFlow's threads.

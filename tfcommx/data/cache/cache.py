@@ -24,16 +24,16 @@ import numpy as np
 from tfcommx.comm import process
 from tfcommx.data.cache import capacity, launch, order
 from tfcommx.data.cache.batch_spec import BatchSpec
-from tfcommx.data.cache.calls import weakly
 from tfcommx.data.cache.disk import Disk
+from tfcommx.data.cache.epoch_stats import EpochStats
 from tfcommx.data.cache.fill import Filler
 from tfcommx.data.cache.loader import Loader, warming_steps
-from tfcommx.data.cache.meter import Meter
 from tfcommx.data.cache.options import options_of
+from tfcommx.data.cache.python_callbacks import weak_method
 from tfcommx.data.cache.reshuffle import Transport, reshuffle
 from tfcommx.data.cache.slab import Slab
-from tfcommx.data.cache.slab_files import reclaim
-from tfcommx.data.read_ahead import in_flight, untuned
+from tfcommx.data.cache.slab_files import remove_unused
+from tfcommx.data.prefetch import prefetch_sizes, without_autotune
 from tfcommx.data.sources.base import Source, key_of
 from tfcommx.data.sources.decode import stored_size
 from tfcommx.data.sources.find import find_source
@@ -93,7 +93,7 @@ class DataCache:
         self.source: Source = find_source(source) if is_text else source
         position = launch.find_position(topology, rank)
         self.topology, self.rank, self.node, self.slot = position
-        self.reclaimed = reclaim(Path(self.options.memory))
+        self.reclaimed = remove_unused(Path(self.options.memory))
         self.disk = None
         if self.options.disk is not None:
             self.disk = Disk(self.options.disk, self.source.key, self.source.count)
@@ -102,7 +102,7 @@ class DataCache:
         self._loader = Loader(self.source, self.slab, self.filler, self.options)
         # Epoch -> samples that came from other nodes for it.
         self._arrived: dict[int, int] = {}
-        self._meters: list[Meter] = []
+        self._stats: list[EpochStats] = []
         self._closed = weakref.finalize(self, _close, self.filler, self.slab, self.disk)
 
     def _open_slab(self) -> Slab:
@@ -114,7 +114,7 @@ class DataCache:
         facts = {"source": _end_of(source.name), "node": str(self.node)}
 
         def length() -> int:
-            size, known = capacity.slab_bytes(source, self.disk, part, options, name)
+            size, known = capacity.choose_length(source, self.disk, part, options, name)
             facts.update(known)
             return size
 
@@ -159,7 +159,7 @@ class DataCache:
         """Return the batches of some epochs, one epoch after the other, as a `tf.data.Dataset`.
 
         Loading runs ahead in the background, by up to 64 MB or three batches. tf.data tunes nothing
-        (`autotune.enabled` is False), which `tfcommx.data.read_ahead` explains: give stages that
+        (`autotune.enabled` is False), which `tfcommx.data.prefetch` explains: give stages that
         you add numbers, `map(..., num_parallel_calls=4)` and `prefetch(2)`, not AUTOTUNE.
 
         The order is a pure function of the seed, the epoch, the ranks and this rank: datasets of
@@ -181,19 +181,19 @@ class DataCache:
         import tensorflow as tf
 
         self._check_dataset(spec, first_epoch, epochs, step)
-        meter = Meter(first_epoch, epochs)
-        self._meters.append(meter)
+        stats = EpochStats(first_epoch, epochs)
+        self._stats.append(stats)
 
         def load(samples: Any, epoch: Any) -> Any:
             return *self._loader.load(samples, epoch, spec), epoch
 
-        indices = self._indices(spec, first_epoch, epochs, step, meter)
-        at_once, ready = in_flight(self._batch_bytes(spec), self._threads())
+        indices = self._indices(spec, first_epoch, epochs, step, stats)
+        at_once, ready = prefetch_sizes(self._batch_bytes(spec), self._threads())
         batches = indices.map(load, num_parallel_calls=at_once, deterministic=True).prefetch(ready)
         # Without it, Keras says at the first end of a validation that training is interrupted, and
         # BroadcastState cannot compare steps.
         known = tf.data.experimental.assert_cardinality(epochs * self.steps(spec) - step)
-        return untuned(meter.timed(batches).apply(known))
+        return without_autotune(stats.recorded(batches).apply(known))
 
     def _batch_bytes(self, spec: BatchSpec) -> int:
         """Return the bytes of a batch of pictures; 0 if their size is known only when read."""
@@ -235,21 +235,21 @@ class DataCache:
             )
 
     def _indices(
-        self, spec: BatchSpec, first_epoch: int, epochs: int, step: int, meter: Meter
+        self, spec: BatchSpec, first_epoch: int, epochs: int, step: int, stats: EpochStats
     ) -> Any:
         """Return the dataset of (samples int64 [b], epoch) of every batch, in order."""
         import tensorflow as tf
 
         count = self.steps(spec)
-        bounds = tf.constant(order.bounds(len(self.share(0, False)), spec.batch, count))
+        bounds = tf.constant(order.batch_bounds(len(self.share(0, False)), spec.batch, count))
 
         def share_of(cache: DataCache, epoch: np.ndarray) -> np.ndarray:
             samples = cache.share(int(epoch), spec.shuffle)
-            if spec.shuffle and len(samples) < 2 * meter.of(int(epoch))[1]:
+            if spec.shuffle and len(samples) < 2 * stats.of(int(epoch))[1]:
                 warnings.warn(SERVED_AGAIN.format(epoch=epoch), stacklevel=2)
             return samples
 
-        share = weakly(self, share_of)
+        share = weak_method(self, share_of)
 
         def of_epoch(epoch: Any) -> Any:
             samples = tf.numpy_function(share, [epoch], tf.int64, stateful=False)
@@ -275,7 +275,7 @@ class DataCache:
             loader_wait_seconds: that the consumer waited for batches; NaN under
                 `enable_op_determinism`, which has no clock.
         """
-        rows = [meter.of(epoch) for meter in self._meters]
+        rows = [stats.of(epoch) for stats in self._stats]
         waited, served = (float(sum(row[column] for row in rows)) for column in (0, 1))
         counts = self.filler.counts.get(epoch, {})
         disk, source = (

@@ -15,7 +15,7 @@ from tfcommx.data.cache.options import Options
 from tfcommx.data.cache.order import shuffled
 from tfcommx.data.cache.record import record_bytes
 from tfcommx.data.cache.slab import Slab
-from tfcommx.data.cache.slab_files import SlabError, facts_of, overhead_bytes, reserved_bytes
+from tfcommx.data.cache.slab_files import SlabError, overhead_bytes, read_metadata, reserved_bytes
 from tfcommx.data.sources.base import SampleError, Source
 from tfcommx.data.sources.decode import decode
 
@@ -23,10 +23,12 @@ from tfcommx.data.sources.decode import decode
 PROBES = 64
 # Bytes, and at most an eighth, of a shared memory that no slab takes: MPI and NCCL need some, and
 # if it is full they die.
-SPARED = 1 << 30
+HEADROOM_BYTES = 1 << 30
 
 
-def sample_bytes(source: Source, disk: Disk | None, part: np.ndarray, store: int | None) -> float:
+def estimate_sample_bytes(
+    source: Source, disk: Disk | None, part: np.ndarray, store: int | None
+) -> float:
     """Estimate the bytes that a sample of `part` takes in a slab.
 
     The mean size and three standard errors, from 64 of them; exact for samples of one size. Samples
@@ -54,7 +56,7 @@ def sample_bytes(source: Source, disk: Disk | None, part: np.ndarray, store: int
     return np.mean(sizes) + 3 * np.std(sizes) / np.sqrt(len(sizes)) if sizes else 0.0
 
 
-def reserved_elsewhere(folder: str, own: str = "") -> dict[str, int]:
+def reserved_by_others(folder: str, own: str = "") -> dict[str, int]:
     """Return the bytes that each slab in `folder` has reserved and not yet taken.
 
     Args:
@@ -69,7 +71,7 @@ def reserved_elsewhere(folder: str, own: str = "") -> dict[str, int]:
     return {name: size for name, size in reserved.items() if size > 0}
 
 
-def offered_bytes(folder: str, limit: int | None, own: str = "") -> int:
+def available_bytes(folder: str, limit: int | None, own: str = "") -> int:
     """Return the bytes that a slab in `folder` may take.
 
     The least of what is free there, except some for others, in the node's memory, in this
@@ -77,7 +79,7 @@ def offered_bytes(folder: str, limit: int | None, own: str = "") -> int:
     is not free; the slab of the name `own` is not another.
     """
     free = os.statvfs(folder)
-    spared = min(SPARED, free.f_blocks * free.f_frsize // 8)
+    spared = min(HEADROOM_BYTES, free.f_blocks * free.f_frsize // 8)
     # A tmpfs without a limit has no blocks.
     offers = [free.f_bavail * free.f_frsize - spared] if free.f_blocks else []
     if (remaining := remaining_bytes()) is not None:
@@ -85,7 +87,7 @@ def offered_bytes(folder: str, limit: int | None, own: str = "") -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             offers.append(int(line.split()[1]) * 1024)
-    offered = max(0, min(offers) - sum(reserved_elsewhere(folder, own).values()))
+    offered = max(0, min(offers) - sum(reserved_by_others(folder, own).values()))
     return offered if limit is None else min(offered, limit)
 
 
@@ -94,7 +96,7 @@ def part_key(part: np.ndarray) -> str:
     return hashlib.sha256(part.tobytes()).hexdigest()[:16]
 
 
-def slab_bytes(
+def choose_length(
     source: Source, disk: Disk | None, part: np.ndarray, options: Options, name: str
 ) -> tuple[int, dict[str, str]]:
     """Return the length of the slab to make, and facts of it.
@@ -111,11 +113,11 @@ def slab_bytes(
 
     **Raises:** SlabError if more is needed than offered and `options.partial` is False.
     """
-    mean = sample_bytes(source, disk, part, options.store)
+    mean = estimate_sample_bytes(source, disk, part, options.store)
     needed = math.ceil(mean * len(part)) + overhead_bytes(source.count)
-    offered = offered_bytes(options.memory, options.memory_bytes, name)
+    offered = available_bytes(options.memory, options.memory_bytes, name)
     if needed > offered and not options.partial:
-        others = reserved_elsewhere(options.memory, name)
+        others = reserved_by_others(options.memory, name)
         beside = "".join(
             f", beside {other}, which is still to take {size:,}" for other, size in others.items()
         )
@@ -139,14 +141,14 @@ def check_length(
     Room is what it has beside what it was made for.
 
     **Cost:** none if it was made for the same part, as by the other processes of a run; else that
-    of `sample_bytes`.
+    of `estimate_sample_bytes`.
     **Raises:** SlabError.
     """
-    facts = facts_of(slab.path)
+    facts = read_metadata(slab.path)
     absent = int(np.count_nonzero(slab.index[part] == 0))
     if options.partial or slab.created or facts.get("part") == part_key(part) or not absent:
         return
-    needed = math.ceil(sample_bytes(source, disk, part, options.store) * absent)
+    needed = math.ceil(estimate_sample_bytes(source, disk, part, options.store) * absent)
     offered = max(0, slab.length - max(slab.used_bytes, int(facts.get("need", 0))))
     if needed > offered:
         raise SlabError(

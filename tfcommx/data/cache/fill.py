@@ -12,16 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from tfcommx.data.cache.batches import ABSENT, DAMAGED, THERE
-from tfcommx.data.cache.calls import until_exit
+from tfcommx.data.cache.batches import ABSENT, DAMAGED, FILLED_BY_OTHER
 from tfcommx.data.cache.disk import Disk
 from tfcommx.data.cache.options import Options
+from tfcommx.data.cache.python_callbacks import joined_at_exit
 from tfcommx.data.cache.record import pack
 from tfcommx.data.cache.slab import Slab
 from tfcommx.data.sources.base import SampleError, Source
 from tfcommx.data.sources.decode import JPEG, PNG, decode
 
-# Where `read` found a sample's file.
+# Where `read_files` found a sample's file.
 FROM_DISK, FROM_SOURCE = 1, 2
 
 
@@ -57,8 +57,8 @@ class Filler:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "tfcommx-fill")
 
-    @until_exit
-    def read(
+    @joined_at_exit
+    def read_files(
         self, samples: np.ndarray, state: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Read the JPEGs and PNGs among a batch's absent samples, for the native fill.
@@ -103,8 +103,8 @@ class Filler:
             return None
         return data, label, FROM_DISK if kept else FROM_SOURCE
 
-    @until_exit
-    def settle(
+    @joined_at_exit
+    def finish(
         self,
         samples: np.ndarray,
         state: np.ndarray,
@@ -121,18 +121,18 @@ class Filler:
             state: uint8 [b], of `batches.check`.
             remaining: uint8 [b], of `batches.fill`.
             epoch: that is charged.
-            encoded: of `read`, as `labels` and `level`.
+            encoded: of `read_files`, as `labels` and `level`.
 
         Returns:
             As `fetch`.
         """
-        brought = (remaining == 0) | (remaining == THERE)
+        brought = (remaining == 0) | (remaining == FILLED_BY_OTHER)
         for i in np.flatnonzero((state != 0) & brought).tolist():
             self._count(int(epoch), "disk" if level[i] == FROM_DISK else "source")
             # If another process was faster, it keeps the sample.
             if self.disk is not None and level[i] == FROM_SOURCE and remaining[i] == 0:
                 self.disk.write(int(samples[i]), int(labels[i]), encoded[i])
-        return self.fetch(samples, np.where(remaining == THERE, 0, remaining), epoch)
+        return self.fetch(samples, np.where(remaining == FILLED_BY_OTHER, 0, remaining), epoch)
 
     def fetch(
         self, samples: np.ndarray, state: np.ndarray, epoch: int

@@ -1,6 +1,6 @@
 """One batch: which of its samples are in memory, the others brought there, all read and augmented.
 
-    check -> (read files -> native fill -> settle the rest) -> read
+    check -> (read files -> native fill -> finish the rest) -> read
 
 The steps in brackets run only if a sample is absent or damaged.
 """
@@ -14,9 +14,9 @@ import numpy as np
 
 from tfcommx.data.cache import batches
 from tfcommx.data.cache.batch_spec import BatchSpec
-from tfcommx.data.cache.calls import weakly
 from tfcommx.data.cache.fill import Filler
 from tfcommx.data.cache.options import Options
+from tfcommx.data.cache.python_callbacks import weak_method
 from tfcommx.data.cache.slab import Slab
 from tfcommx.data.sources.base import Source
 from tfcommx.data.sources.decode import stored_size
@@ -37,8 +37,8 @@ class Loader:
 
     def __init__(self, source: Source, slab: Slab, filler: Filler, options: Options) -> None:
         self.source, self.slab, self.filler, self.options = source, slab, filler, options
-        self._read = weakly(self, lambda loader, *args: loader.filler.read(*args))
-        self._settle = weakly(self, lambda loader, *args: loader.filler.settle(*args))
+        self._read = weak_method(self, lambda loader, *args: loader.filler.read_files(*args))
+        self._finish = weak_method(self, lambda loader, *args: loader.filler.finish(*args))
 
     def load(self, samples: Any, epoch: Any, spec: BatchSpec) -> tuple[Any, Any]:
         """Return (images spec.dtype [b, h, w, c], labels int64 [b]) of a batch.
@@ -74,7 +74,7 @@ class Loader:
         )
         remaining = self._fill(encoded, samples, labels, state)
         asked = [samples, state, remaining, epoch, encoded, labels, level]
-        got = tf.numpy_function(self._settle, asked, [tf.int64, tf.uint8, tf.int64])
+        got = tf.numpy_function(self._finish, asked, [tf.int64, tf.uint8, tf.int64])
         for tensor in got:
             tensor.set_shape([None])
         return tuple(got)
@@ -110,9 +110,9 @@ class Loader:
         for start in range(0, len(samples), WARM):
             some = samples[start : start + WARM]
             state = check(some)
-            files, labels, level = self.filler.read(some, state)
+            files, labels, level = self.filler.read_files(some, state)
             remaining = fill(files, some, labels, state)
-            self.filler.settle(some, state, remaining, -1, files, labels, level)
+            self.filler.finish(some, state, remaining, -1, files, labels, level)
             yield
 
 

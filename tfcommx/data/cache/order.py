@@ -152,14 +152,14 @@ def steps(count: int, topology: Topology, batch: int, drop: bool) -> int:
     return math.ceil(math.ceil(count / topology.size) / batch)
 
 
-def bounds(length: int, batch: int, count: int) -> np.ndarray:
+def batch_bounds(length: int, batch: int, count: int) -> np.ndarray:
     """Return int64 [count + 1]: where the batches of a share begin and end.
 
     Batches are full. If the remainder is kept, the last one is smaller, but not empty: it borrows
     from the one before, because all ranks take `count` steps. Only a share with fewer samples than
     steps (a batch of 1, an almost empty data set) gives empty ones.
 
-    >>> bounds(17, 8, 3).tolist(), bounds(16, 8, 3).tolist()
+    >>> batch_bounds(17, 8, 3).tolist(), batch_bounds(16, 8, 3).tolist()
     ([0, 8, 16, 17], [0, 8, 15, 16])
 
     Args:

@@ -31,11 +31,11 @@ from tfcommx.data.cache.slab_files import (
     NEXT_AT,
     SlabError,
     allocation_lock,
-    attach_or_make,
-    facts_of,
     free_memory,
-    lock_alone,
-    still_at,
+    is_still_at,
+    open_or_create,
+    read_metadata,
+    try_exclusive_lock,
 )
 
 # In the index: no level can give this sample.
@@ -52,7 +52,7 @@ class Slab:
         count: samples of the data set, >= 0.
         length: returns the bytes of the file, or refuses; asked only if there is no slab yet.
             Memory is taken as it fills.
-        facts: strings for `facts_of`.
+        facts: strings for `read_metadata`.
 
     **Ranks:** every process of a node calls it, in any order and at any time; the first makes the
     slab.
@@ -71,7 +71,7 @@ class Slab:
         self._owner = os.getpid()
         facts = {} if facts is None else facts
         try:
-            self.file, self.created = attach_or_make(self.path, key, count, length, facts)
+            self.file, self.created = open_or_create(self.path, key, count, length, facts)
         except OSError as error:
             raise SlabError(
                 f"A slab cannot be made in {self.path.parent}: {error}. Give `memory` a folder of "
@@ -81,7 +81,7 @@ class Slab:
         magic, self.count, index_at, self.data_at, self.length, _, self.id = HEADER.unpack_from(
             self._map, 0
         )
-        found = facts_of(self.path).get("key")
+        found = read_metadata(self.path).get("key")
         if magic != MAGIC or self.count != count or found != key:
             self.close()
             raise SlabError(
@@ -239,7 +239,7 @@ class Slab:
         # A forked child has the same lock: an exclusive lock would succeed there, and an unlock
         # would hold for both.
         if os.getpid() == self._owner:
-            if lock_alone(self.file) and still_at(self.path, self.file):
+            if try_exclusive_lock(self.file) and is_still_at(self.path, self.file):
                 free_memory(self.file)
                 self.path.unlink(missing_ok=True)
             # The mapping has a duplicate of the descriptor, which would keep the lock.

@@ -61,7 +61,7 @@ def allocation_lock(file: int) -> Iterator[None]:
         ask(fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
 
 
-def lock_alone(file: int) -> bool:
+def try_exclusive_lock(file: int) -> bool:
     """Try to lock a slab exclusively; True if no other process uses it.
 
     A shared lock that this process held on the file is lost either way.
@@ -83,7 +83,7 @@ def free_memory(file: int) -> None:
     ctypes.CDLL(None).fallocate(file, _PUNCH_HOLE, ctypes.c_long(PAGE), ctypes.c_long(length))
 
 
-def still_at(path: Path, file: int) -> bool:
+def is_still_at(path: Path, file: int) -> bool:
     """Tell whether an open file is still the one at `path`."""
     try:
         return os.stat(path).st_ino == os.fstat(file).st_ino
@@ -99,7 +99,7 @@ def remove_if_unused(path: Path) -> bool:
         return False
     try:
         # A process that does not hold the lock must not: the holder may have made a new one by now.
-        if lock_alone(file) and still_at(path, file):
+        if try_exclusive_lock(file) and is_still_at(path, file):
             path.unlink(missing_ok=True)
             return True
         return False
@@ -107,7 +107,7 @@ def remove_if_unused(path: Path) -> bool:
         os.close(file)
 
 
-def attach_or_make(
+def open_or_create(
     path: Path, key: str, count: int, length: Callable[[], int], facts: dict[str, str]
 ) -> tuple[int, bool]:
     """Open the slab at `path`, or make it; hold its shared lock.
@@ -117,7 +117,7 @@ def attach_or_make(
         key: hash of the contents.
         count: samples of the data set, >= 0.
         length: returns the bytes of a new file, or raises; it may add to `facts`.
-        facts: strings for `facts_of`.
+        facts: strings for `read_metadata`.
 
     Returns:
         The file's descriptor, and whether this process made the slab.
@@ -132,7 +132,7 @@ def attach_or_make(
                 return made, True
             continue
         fcntl.flock(file, fcntl.LOCK_SH)
-        if still_at(path, file):
+        if is_still_at(path, file):
             return file, False
         os.close(file)
 
@@ -173,7 +173,7 @@ def _write_header(file: int, key: str, count: int, length: int, facts: dict[str,
     os.pwrite(file, text + b"\0", FACTS_AT)
 
 
-def reclaim(folder: Path) -> list[Path]:
+def remove_unused(folder: Path) -> list[Path]:
     """Remove all slabs in `folder`, complete or half made, that no living process uses.
 
     Returns:
@@ -183,7 +183,7 @@ def reclaim(folder: Path) -> list[Path]:
     return [path for path in sorted(found) if remove_if_unused(path)]
 
 
-def facts_of(path: Path) -> dict[str, Any]:
+def read_metadata(path: Path) -> dict[str, Any]:
     """Read what a slab says about itself: key, source, pid, created; {} if that is not legible."""
     try:
         with path.open("rb") as file:
@@ -203,10 +203,10 @@ def reserved_bytes(path: Path) -> int:
             magic, *_, length, used, _ = HEADER.unpack(file.read(HEADER.size))
     except (OSError, struct.error):
         return 0
-    return max(0, int(facts_of(path).get("need", length)) - used) if magic == MAGIC else 0
+    return max(0, int(read_metadata(path).get("need", length)) - used) if magic == MAGIC else 0
 
 
-def state_of(path: Path) -> tuple[int, int, int, bool]:
+def slab_state(path: Path) -> tuple[int, int, int, bool]:
     """Return what a slab holds, and whether it is in use.
 
     Returns:
@@ -221,4 +221,4 @@ def state_of(path: Path) -> tuple[int, int, int, bool]:
             raise SlabError(f"{path} is no slab. Remove it by hand if nothing needs it.")
         _, count, index_at, _, _, used, _ = HEADER.unpack(page)
         index = np.fromfile(path, np.int64, count, offset=index_at)
-        return count, int(np.count_nonzero(index > 0)), used, not lock_alone(file.fileno())
+        return count, int(np.count_nonzero(index > 0)), used, not try_exclusive_lock(file.fileno())

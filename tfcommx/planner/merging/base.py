@@ -97,7 +97,7 @@ def ready_times(profile: Profile) -> list[float]:
 def finish_s(groups: Sequence[Sequence[int]], profile: Profile, prices: Prices) -> float:
     """Return when the backward pass and all messages have ended, as drawn above.
 
-    `simulator.step.simulate` gives the same without further conditions.
+    `simulator.step.simulate` gives the same without further assumptions.
 
     Args:
         groups: as `Merging.groups` returns them.

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm.base import Comm
-from tfcommx.data.read_ahead import untuned
+from tfcommx.data.prefetch import without_autotune
 from tfcommx.recipes.base import Place
 from tfcommx.recipes.text.batches import Batch, LengthBatches, in_order, padded
 from tfcommx.recipes.text.corpus import Corpus, Pairs, open_corpora
@@ -118,4 +118,4 @@ def _example(corpus: Corpus, batch: Batch) -> tuple[dict[str, np.ndarray], np.nd
 def _dataset(served: Any, signature: Any, count: int) -> tf.data.Dataset:
     batches = tf.data.Dataset.from_generator(served, output_signature=signature)
     known = tf.data.experimental.assert_cardinality(count)
-    return untuned(batches.apply(known).prefetch(8))
+    return without_autotune(batches.apply(known).prefetch(8))

@@ -1,4 +1,4 @@
-"""Conditions: what a simulated step assumes besides profile, plan and links; times of selection."""
+"""What a simulated step assumes besides profile, plan and links; curves of selection times."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SelectionTime = Callable[[int], float]
 
 
 @dataclass(frozen=True)
-class Conditions:
+class Assumptions:
     """What a step is simulated under; the defaults disturb nothing.
 
-    >>> Conditions(spread=0.1).slowest(1), round(Conditions(spread=0.1).slowest(16), 3)
+    >>> Assumptions(spread=0.1).slowest(1), round(Assumptions(spread=0.1).slowest(16), 3)
     (1.0, 1.177)
     """
 
@@ -55,12 +55,12 @@ class Conditions:
             if not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise PlanError(f"`{name}` must be >= 0. Received {name}={value!r}.")
 
-    def on(self, links: Links) -> Conditions:
-        """Return these conditions, with what the links say where these say nothing.
+    def on(self, links: Links) -> Assumptions:
+        """Return these assumptions, with what the links say where these say nothing.
 
         >>> from tfcommx.terms import NOMINAL
-        >>> Conditions(contention=0.5).on(NOMINAL._replace(engine_s=1e-3, contention=2.0))
-        Conditions(selection=None, selection_on='compute', engine_s=0.001, ports_together=False,
+        >>> Assumptions(contention=0.5).on(NOMINAL._replace(engine_s=1e-3, contention=2.0))
+        Assumptions(selection=None, selection_on='compute', engine_s=0.001, ports_together=False,
                    spread=0.0, contention=0.5, fuses=False, loading_s=0.0)
         """
         own = {name: getattr(self, name) for name in ("engine_s", "contention", "fuses")}
@@ -79,10 +79,10 @@ class Conditions:
         return 1 + self.spread * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
-def sorting(gamma: float, density: float = 1.0) -> SelectionTime:
+def sorting_time(gamma: float, density: float = 1.0) -> SelectionTime:
     """Return the time of an exact selection: gamma density d log2 d for d entries.
 
-    >>> sorting(1e-3, density=0.5)(1024)
+    >>> sorting_time(1e-3, density=0.5)(1024)
     5.12
 
     Source: Shi et al., "Communication-Efficient Distributed Deep Learning with Merged Gradient
@@ -92,12 +92,13 @@ def sorting(gamma: float, density: float = 1.0) -> SelectionTime:
     return lambda entries: gamma * density * entries * math.log2(entries) if entries > 1 else 0.0
 
 
-def measured(points: Sequence[tuple[int, float]]) -> SelectionTime:
+def interpolated_time(points: Sequence[tuple[int, float]]) -> SelectionTime:
     """Return the curve through measured (entries, seconds).
 
     It is linear between two points; before the first and after the last one it is proportional.
 
-    >>> measured([(100, 1.0), (200, 3.0)])(150), measured([(100, 1.0), (200, 3.0)])(400)
+    >>> curve = interpolated_time([(100, 1.0), (200, 3.0)])
+    >>> curve(150), curve(400)
     (2.0, 6.0)
 
     **Raises:** PlanError without any point.
@@ -118,11 +119,11 @@ def measured(points: Sequence[tuple[int, float]]) -> SelectionTime:
     return seconds
 
 
-def measured_in(profile: Profile) -> SelectionTime | None:
+def measured_time(profile: Profile) -> SelectionTime | None:
     """Return the curve through a profile's selection times; None if it has none."""
     points = [
         (row.size, row.selection_s)
         for row in profile.variables
         if row.selection_s is not None and row.size
     ]
-    return measured(points) if points else None
+    return interpolated_time(points) if points else None

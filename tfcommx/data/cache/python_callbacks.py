@@ -23,7 +23,7 @@ _inside = 0
 _ended = False
 
 
-def until_exit(work: Callable[..., Any]) -> Callable[..., Any]:
+def joined_at_exit(work: Callable[..., Any]) -> Callable[..., Any]:
     """Return `work` for TensorFlow's threads: the end of the process waits for it.
 
     Calls that are under way then are waited for; others raise.
@@ -46,7 +46,7 @@ def until_exit(work: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def weakly(owner: object, work: Callable[..., Any]) -> Callable[..., Any]:
+def weak_method(owner: object, work: Callable[..., Any]) -> Callable[..., Any]:
     """Return `work` for TensorFlow; its first argument is `owner`, of which it keeps no reference.
 
     TensorFlow never drops the functions that it is given, and would keep `owner` with them.
@@ -62,7 +62,7 @@ def weakly(owner: object, work: Callable[..., Any]) -> Callable[..., Any]:
             )
         return work(living, *args)
 
-    return until_exit(call)
+    return joined_at_exit(call)
 
 
 def _end() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 
-class Meter:
+class EpochStats:
     """What one dataset served, epoch by epoch.
 
     Args:
@@ -32,7 +32,7 @@ class Meter:
         waited, served = self._rows[row].numpy().tolist()
         return waited, served
 
-    def timed(self, batches: Any) -> Any:
+    def recorded(self, batches: Any) -> Any:
         """Return a dataset of (images, labels) from one of (images, labels, epoch), and record it.
 
         Under `enable_op_determinism`, which has no clock, the seconds are NaN.

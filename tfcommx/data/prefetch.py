@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 # Bytes of the batches that are made or ready, if more than three have room in it. Each batch more
 # is fresh memory, which costs more than the pixels in it
-READ_AHEAD = 64 << 20
+PREFETCH_BYTES = 64 << 20
 
 
-def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+def without_autotune(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Return the dataset without tf.data's tuning; its stages say themselves how far they go."""
     import tensorflow as tf
 
@@ -31,16 +31,16 @@ def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
-def in_flight(batch_bytes: int, threads: int) -> tuple[int, int]:
+def prefetch_sizes(batch_bytes: int, threads: int) -> tuple[int, int]:
     """Return how many batches are made at once, and how many wait ready.
 
     Args:
         batch_bytes: of one batch; 0 if nobody knows, which is taken for large.
         threads: that this process may use, >= 1.
 
-    >>> in_flight(1 << 20, 4), in_flight(16 << 20, 4), in_flight(38 << 20, 4), in_flight(0, 4)
-    ((4, 4), (3, 1), (2, 1), (2, 1))
+    >>> [prefetch_sizes(mbytes << 20, threads=4) for mbytes in (1, 16, 38, 0)]
+    [(4, 4), (3, 1), (2, 1), (2, 1)]
     """
-    room = max(3, READ_AHEAD // (batch_bytes or READ_AHEAD))
+    room = max(3, PREFETCH_BYTES // (batch_bytes or PREFETCH_BYTES))
     at_once = min(threads, room - 1)
     return at_once, min(max(2, threads), room - at_once)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.simulator.conditions import Conditions
-from tfcommx.simulator.step import UNDISTURBED, simulate
+from tfcommx.simulator.assumptions import Assumptions
+from tfcommx.simulator.step import IDEAL, simulate
 from tfcommx.terms import Links, Profile, Scheme, Timeline, Topology
 
 
-def what_if(
+def predict_step(
     profile: Profile,
     scheme: Scheme,
     topology: Topology,
     links: Links,
-    conditions: Conditions = UNDISTURBED,
+    assumptions: Assumptions = IDEAL,
 ) -> Timeline:
     """Return the timeline of a step in which every gradient travels by one scheme.
 
@@ -24,15 +24,15 @@ def what_if(
         scheme: how gradients travel, and which together.
         topology: of the cluster.
         links: what messages cost on it.
-        conditions: what else is assumed.
+        assumptions: what else is assumed.
 
     **Raises:** PlanError for a scheme that the cluster cannot carry out.
     """
     gradients = [Gradient(row.name, row.shape, row.dtype) for row in reversed(profile.variables)]
     plan = make_plan(
-        gradients, {"*": scheme}, topology, links=links, profile=profile, conditions=conditions
+        gradients, {"*": scheme}, topology, links=links, profile=profile, assumptions=assumptions
     )
-    return simulate(plan, profile, links, conditions)
+    return simulate(plan, profile, links, assumptions)
 
 
 def row_of(timeline: Timeline, scheme: Scheme, topology: Topology) -> dict[str, Any]:
