@@ -415,7 +415,7 @@ def test_tensorboard_events_are_written_while_the_run_goes(summary, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util import tensor_util
 
-    writer = report.Events(tmp_path)
+    writer = report.TensorBoardEvents(tmp_path)
     status = {
         "loss": 0.5,
         "accuracy": 0.8,

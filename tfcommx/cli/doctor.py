@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tfcommx.cli import findings, launches
-from tfcommx.cli.findings import FAILED, OK, WARNING, Finding
+from tfcommx.cli import doctor_host, doctor_launches
+from tfcommx.cli.doctor_host import FAILED, OK, WARNING, Finding
 from tfcommx.comm.allocation import Host, parse_hosts
 from tfcommx.comm.horovodrun import KINDS
 
@@ -56,20 +56,20 @@ def examine(hosts: str | None, launch: bool) -> dict[str, list[Finding]]:
     """
     here = socket.gethostname()
     if hosts is None:
-        report = {here: findings.here()}
+        report = {here: doctor_host.here()}
         chosen = [Host("localhost", 2)]
     else:
         chosen = parse_hosts(hosts)
         report = {
-            name: findings.here() if findings.is_here(name) else launches.on_host(name)
+            name: doctor_host.here() if doctor_host.is_here(name) else doctor_launches.on_host(name)
             for name, _ in chosen
         }
         report[ALL_HOSTS] = [same_versions(report)]
     if launch:
-        gpus = findings.gpu_names()
-        more = [launches.bare(tuple(chosen))]
+        gpus = doctor_host.gpu_names()
+        more = [doctor_launches.bare(tuple(chosen))]
         for engine in KINDS:
-            more += launches.exchange(tuple(chosen), engine, len(gpus))
+            more += doctor_launches.exchange(tuple(chosen), engine, len(gpus))
         report.setdefault(ALL_HOSTS if len(report) > 1 else here, []).extend(more)
     return report
 

@@ -14,7 +14,6 @@ from tfcommx.cli import (
     cache,
     centre,
     doctor,
-    launch,
     plan,
     probe,
     profile,
@@ -22,13 +21,14 @@ from tfcommx.cli import (
     run,
     simulate,
     train,
+    train_launch,
     version,
 )
 from tfcommx.cli.environment import quiet_tensorflow
 from tfcommx.comm.launcher import launcher
 from tfcommx.data.cache.slab_files import SlabError
 from tfcommx.data.sources.base import SampleError
-from tfcommx.recipes.datasets.idx import DataError
+from tfcommx.recipes.base import DataError
 from tfcommx.recipes.reader import RecipeError
 from tfcommx.report.summary import ReportError
 from tfcommx.terms import PlanError
@@ -74,12 +74,12 @@ def main() -> None:
         quiet_tensorflow()
     try:
         app()
-    except launch.LaunchError as error:
+    except train_launch.LaunchError as error:
         tell(error)
         sys.exit(error.status)
     except USER_ERRORS as error:
         tell(error)
-        sys.exit(launch.USER_ERROR)
+        sys.exit(train_launch.USER_ERROR)
 
 
 def tell(error: Exception) -> None:

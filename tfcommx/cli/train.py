@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tfcommx.cli.environment import load_tensorflow
-from tfcommx.cli.launch import launch_train
+from tfcommx.cli.train_launch import launch_train
 from tfcommx.comm.allocation import Host, parse_hosts, ranks_on
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
@@ -109,8 +109,8 @@ def train_here(recipe: Recipe, folder: Path, options: dict[str, Any]) -> bool:
     """
     load_tensorflow()
     from tfcommx import is_chief
-    from tfcommx.training.train import Options
+    from tfcommx.training.train import TrainOptions
     from tfcommx.training.train import train as run
 
-    summary = run(recipe, folder, Options(**options))
+    summary = run(recipe, folder, TrainOptions(**options))
     return bool(is_chief()) and bool(summary["rows"])

@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm.base import Comm
-from tfcommx.measure.engine import Turns, contention_of, engine_fuses, engine_of
+from tfcommx.measure.engine import Timer, engine_fuses, measure_contention, measure_engine
 from tfcommx.measure.fit import fit
 from tfcommx.routes import pipeline
 from tfcommx.routes.messages import MessageOptions, tag_of
@@ -40,7 +40,7 @@ BLOCKS = (16384, 32768, 49152, 65536, 131072, 262144)
 STEADY, MOST = 2**22, 16
 
 
-class Probed(NamedTuple):
+class ProbeResult(NamedTuple):
     """What was measured, equal on all ranks."""
 
     links: Links
@@ -48,7 +48,7 @@ class Probed(NamedTuple):
     points: dict[str, list[tuple[float, float, float]]]
     # (bytes of a block, seconds of the pipeline); empty if messages are not possible.
     blocks: list[tuple[int, float]]
-    # Standard deviation of what was measured, over the turns: "inside.alpha_s", "contention", ...
+    # Standard deviation of what was measured, over the repeats: "inside.alpha_s", "contention", ...
     spread: dict[str, float] = {}  # noqa: RUF012  Nobody changes it
     # Did the engine carry out what was timed? Then its time is in the points.
     by_engine: bool = False
@@ -62,13 +62,13 @@ class Probed(NamedTuple):
         return json.dumps(found, indent=1) + "\n"
 
     @staticmethod
-    def from_json(text: str) -> Probed:
+    def from_json(text: str) -> ProbeResult:
         """Read what `to_json` wrote."""
         read = json.loads(text)
         points = {kind: [tuple(point) for point in found] for kind, found in read["points"].items()}
         blocks = [tuple(row) for row in read["blocks"]]
         more = (read.get("spread", {}), read.get("by_engine", False))
-        return Probed(Links.from_dict(read["links"]), points, blocks, *more)
+        return ProbeResult(Links.from_dict(read["links"]), points, blocks, *more)
 
 
 def probe(
@@ -80,7 +80,7 @@ def probe(
     steady: int = STEADY,
     load: Callable[[], object] | None = None,
     fusion: bool = False,
-) -> Probed:
+) -> ProbeResult:
     """Measure this cluster's links; if messages are possible, tune the pipeline's blocks to them.
 
     Args:
@@ -92,7 +92,7 @@ def probe(
         blocks: bytes of a block of the pipeline, multiples of 4, >= 4; tried on a vector of half
             the largest of `sizes`.
         steady: messages are repeated until so many bytes have come through a port.
-        load: computes while messages are timed again (`measure.engine.multiply`, or a step of a
+        load: computes while messages are timed again (`measure.engine.matmul_load`, or a step of a
             model); None: contention is not measured.
         fusion: whether to try if the engine fuses allreduces; the library must work in graphs.
 
@@ -106,19 +106,19 @@ def probe(
     """
     topology = comm.topology
     topology.require_even("probing the links")
-    turns = functools.partial(_turns, comm, repeats=repeats, clock=clock)
+    timer = functools.partial(_slowest_seconds, comm, repeats=repeats, clock=clock)
     gamma = max(comm.gather_objects(_gamma(max(sizes), repeats, clock)))
     found: dict[str, Any] = {}
     points: dict[str, list[tuple[float, float, float]]] = {}
     spread: dict[str, float] = {}
     for kind, group, together in (("inside", "node", 1), ("between", "peers", topology.slots)):
-        timed = _time(comm, group, sizes, together, turns, steady)
+        timed = _time(comm, group, sizes, together, timer, steady)
         points[kind] = [(terms, size, min(times)) for terms, size, times in timed]
         if not timed:
             found[kind] = getattr(NOMINAL, kind)
             continue
         alpha, beta = fit(points[kind])
-        engine = engine_of(comm, group, alpha, turns)
+        engine = measure_engine(comm, group, alpha, timer)
         found |= {
             kind: Link(engine.alpha_s, beta, gamma),
             # Between nodes, if there are several
@@ -126,21 +126,23 @@ def probe(
         }
         spread |= {**_spread(kind, timed), "engine_s": statistics.pstdev(engine.seconds)}
     if topology.size > 1:
-        found |= _under_load(comm, sizes, load, turns, spread)
-        found["fuses"] = fusion and engine_fuses(comm, turns)
-    tried = _time_blocks(comm, max(sizes) // 8, blocks, turns)
+        found |= _under_load(comm, sizes, load, timer, spread)
+        found["fuses"] = fusion and engine_fuses(comm, timer)
+    tried = _time_blocks(comm, max(sizes) // 8, blocks, timer)
     best = min(tried, key=lambda row: row[1])[0] if tried else NOMINAL.block_bytes
     by_engine = not comm.has_messages
-    return Probed(Links(**found, block_bytes=best), points, tried, spread, by_engine)
+    return ProbeResult(Links(**found, block_bytes=best), points, tried, spread, by_engine)
 
 
 def _spread(kind: str, timed: list[tuple[float, float, list[float]]]) -> dict[str, float]:
-    """Return the standard deviations of alpha and beta, each turn fitted by itself.
+    """Return the standard deviations of alpha and beta, each repeat fitted by itself.
 
     The alphas have the engine's time in them where the engine sends what is timed.
     """
-    turns = range(len(timed[0][2]))
-    fits = [fit([(terms, size, times[turn]) for terms, size, times in timed]) for turn in turns]
+    fits = [
+        fit([(terms, size, times[repeat]) for terms, size, times in timed])
+        for repeat in range(len(timed[0][2]))
+    ]
     alphas, betas = zip(*fits, strict=True)
     return {
         f"{kind}.alpha_s": statistics.pstdev(alphas),
@@ -152,7 +154,7 @@ def _under_load(
     comm: Comm,
     sizes: Sequence[int],
     load: Callable[[], object] | None,
-    turns: Turns,
+    timer: Timer,
     spread: dict[str, float],
 ) -> dict[str, float]:
     """Time a message of a middle size again while all ranks compute; nothing without a load."""
@@ -162,18 +164,23 @@ def _under_load(
     group = "peers" if comm.topology.nodes > 1 else "node"
     with _exchange(comm, group) as exchange:
         work = functools.partial(exchange, size // 4, f"tfcommx/probe/load/{size}", 1)
-        found = contention_of(work, load, turns)
+        found = measure_contention(work, load, timer)
     spread["contention"] = statistics.pstdev(found)
     return {"contention": statistics.median(found)}
 
 
 def _time(
-    comm: Comm, group: str, sizes: Sequence[int], together: int, turns: Turns, steady: int
+    comm: Comm,
+    group: str,
+    sizes: Sequence[int],
+    together: int,
+    timer: Timer,
+    steady: int,
 ) -> list[tuple[float, float, list[float]]]:
     """Time exchanges in a group; a group of one has none.
 
     Returns:
-        (latency terms, bytes that come in through one port, seconds of each turn) of each size.
+        (latency terms, bytes that come in through one port, seconds of each repeat) of each size.
     """
     members = comm.members(group)
     if len(members) == 1:
@@ -187,7 +194,7 @@ def _time(
             through = parts * size * together
             times = min(MOST, max(1, steady // through))
             work = functools.partial(exchange, size // 4, f"tfcommx/probe/{group}/{size}", times)
-            points.append((latencies, float(through), [one / times for one in turns(work)]))
+            points.append((latencies, float(through), [one / times for one in timer(work)]))
     return points
 
 
@@ -221,7 +228,7 @@ def _exchange(comm: Comm, group: str) -> Iterator[Callable[[int, str, int], None
 
 
 def _time_blocks(
-    comm: Comm, entries: int, blocks: Sequence[int], turns: Turns
+    comm: Comm, entries: int, blocks: Sequence[int], timer: Timer
 ) -> list[tuple[int, float]]:
     """Time the pipeline's allreduce with each size of block; nothing if it cannot run.
 
@@ -242,14 +249,14 @@ def _time_blocks(
             options=MessageOptions(block),
         )
         work = functools.partial(pipeline.ROUTE.run_in_group, vector, bucket, comm, "world")
-        found.append((block, min(turns(work))))
+        found.append((block, min(timer(work))))
     return found
 
 
-def _turns(
+def _slowest_seconds(
     comm: Comm, work: Callable[[], object], repeats: int, clock: Callable[[], float]
 ) -> list[float]:
-    """Return the seconds of the slowest rank in each of `repeats` turns."""
+    """Return the seconds of the slowest rank in each of `repeats` repeats of some work."""
     seconds = []
     for _ in range(repeats + 1):
         comm.gather_objects(None)  # All start together

@@ -27,9 +27,7 @@ from tfcommx.recipes.reader import (
     member_of,
     refuse_unknown,
 )
-from tfcommx.recipes.saving import Saving
 from tfcommx.recipes.schedules import SCHEDULES, Schedule
-from tfcommx.recipes.target import Target
 from tfcommx.recipes.tasks import TASKS
 from tfcommx.recipes.user import UserDataset, UserModel, UserOptimizer, UserTask
 from tfcommx.terms import Scheme, Topology
@@ -130,6 +128,29 @@ class LearningRate(Part):
         return peak * self.decay.factor(step, warm_up, steps, steps_per_epoch)
 
 
+class Target(Part):
+    """A score that the evaluation should reach; the run goes on after that.
+
+    **Source:** DAWNBench's instructions for ImageNet (github.com/stanford-futuredata/
+    dawn-bench-entries, README): the first epoch with a top-5 accuracy of at least 93 %.
+    """
+
+    # As the task calls it, without `test_`: accuracy, top5, bleu
+    score: str = Field("accuracy", min_length=1)
+    at_least: float = Field(allow_inf_nan=False)
+
+
+class CheckpointSettings(Part):
+    """Checkpoints besides those at each epoch's end, at the run's end, and when it is stopped."""
+
+    # Steps of the whole run between two checkpoints; None: not by steps
+    every_steps: int | None = Field(None, ge=1)
+    # Minutes between two checkpoints, by rank 0's clock; None: not by time
+    every_minutes: float | None = Field(None, gt=0)
+    # Checkpoints that are kept
+    keep: int = Field(3, ge=1)
+
+
 class Recipe(Part):
     """All that a training run is made of."""
 
@@ -158,7 +179,7 @@ class Recipe(Part):
     # Whose time is reported; None: none
     target: Target | None = None
     # When checkpoints are saved, and how many are kept
-    checkpoint: Saving = Saving()
+    checkpoint: CheckpointSettings = CheckpointSettings()
     # Type of the network's computation; its weights are float32. Half precision is fast on GPUs
     # with tensor cores, and slow on CPUs
     precision: Literal["float32", "mixed_float16", "mixed_bfloat16"] = "float32"

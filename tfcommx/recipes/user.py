@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-class User(BaseModel):
+class UserFunction(BaseModel):
     """A function of the user, and the settings that it is called with."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -66,7 +66,7 @@ class User(BaseModel):
         return function(**given, **(self.model_extra or {}))
 
 
-class UserModel(User):
+class UserModel(UserFunction):
     """`function(inputs, outputs, **settings)` returns a Keras model with logits."""
 
     def build(self, inputs: int, outputs: int) -> keras.Model:
@@ -74,7 +74,7 @@ class UserModel(User):
         return self.call(inputs=inputs, outputs=outputs)
 
 
-class UserDataset(User):
+class UserDataset(UserFunction):
     """`function(place, **settings)` returns `recipes.base.Data`, as `open_arrays` does."""
 
     def fetch(self) -> None:
@@ -85,7 +85,7 @@ class UserDataset(User):
         return self.call(place=place)
 
 
-class UserTask(User):
+class UserTask(UserFunction):
     """`function(data, **settings)` returns a `recipes.base.Objective`."""
 
     def build(self, data: Data) -> Objective:
@@ -93,7 +93,7 @@ class UserTask(User):
         return self.call(data=data)
 
 
-class UserOptimizer(User):
+class UserOptimizer(UserFunction):
     """`function(**settings)` returns a Keras optimizer; each step sets its learning rate."""
 
     @property

@@ -12,10 +12,10 @@ from rich.table import Table
 from tfcommx.report.summary import (
     ReportError,
     bytes_text,
-    of_today,
     plural,
     size_text,
     time_text,
+    upgrade_names,
     write_json,
 )
 
@@ -35,7 +35,7 @@ def read_alone(folder: Path) -> list[float]:
     path = Path(folder) / FILE
     try:
         found = json.loads(path.read_text())
-        ranks, phases = found["ranks"], map(of_today, found["phases"])
+        ranks, phases = found["ranks"], map(upgrade_names, found["phases"])
         rates = [phase["throughput"] for phase in phases]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ReportError(

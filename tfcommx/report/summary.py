@@ -46,10 +46,10 @@ def scheme_text(row: dict[str, Any]) -> str:
     return f"{row['route']}{sparse}"
 
 
-def of_today(found: dict[str, Any]) -> dict[str, Any]:
+def upgrade_names(found: dict[str, Any]) -> dict[str, Any]:
     """Return an epoch's row, or a summary without its rows, with the names of today.
 
-    >>> of_today({"images_per_second": 5.0})
+    >>> upgrade_names({"images_per_second": 5.0})
     {'counted': 'images', 'throughput': 5.0}
     """
     names = {"images_per_second": "throughput"}
@@ -233,8 +233,8 @@ def read(folder: Path) -> dict[str, Any]:
         raise ReportError(f"{path} is not JSON: {error}.") from error
     if not isinstance(summary, dict):
         raise ReportError(f"{path} is no summary of a run. Train again to write it anew.")
-    summary = of_today(summary)
+    summary = upgrade_names(summary)
     missing = [key for key in REQUIRED if key not in summary]
     if missing:
         raise ReportError(f"{path} lacks {', '.join(missing)}. Train again to write it anew.")
-    return summary | {"rows": list(map(of_today, summary["rows"]))}
+    return summary | {"rows": list(map(upgrade_names, summary["rows"]))}

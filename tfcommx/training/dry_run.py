@@ -20,8 +20,8 @@ from tfcommx.optim.expected_run import ExpectedRun
 from tfcommx.optim.wrapped import exchanger_of, steps_of_update
 from tfcommx.planner.automatic import find_auto
 from tfcommx.recipes.recipe import Recipe
-from tfcommx.training.position import Piece
 from tfcommx.training.run import Run, prepare
+from tfcommx.training.steps import FitCall
 from tfcommx.training.timing import Timing
 from tfcommx.training.train import compile_model
 
@@ -81,7 +81,7 @@ def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int
     """Take the steps of one phase; return its part of the report."""
     phase, start = run.recipe.phases[number], time.monotonic()
     model.make_train_function(force=True)
-    spec = run.samples_of(Piece(number, range(1))).element_spec
+    spec = run.samples_of(FitCall(number, range(1))).element_spec
     mine = run.global_batch(number) // run.comm.topology.size
     batch = made_up(spec, run.objective.outputs, mine, phase.resolution)
     data = without_autotune(

@@ -8,10 +8,10 @@ from typing import Any
 import keras
 
 from tfcommx.optim import callbacks
-from tfcommx.report import Events, Progress
+from tfcommx.report import Progress, TensorBoardEvents
 from tfcommx.report.summary import target_text, time_to_target
-from tfcommx.training.position import StepCounter
 from tfcommx.training.run import Run
+from tfcommx.training.steps import StepCounter
 from tfcommx.training.timing import Timing
 
 
@@ -92,7 +92,7 @@ class ShowProgress(keras.callbacks.Callback):
     """Shows on rank 0 how the run goes; comes after what measures it."""
 
     def __init__(
-        self, history: EpochHistory, progress: Progress, events: Events | None = None
+        self, history: EpochHistory, progress: Progress, events: TensorBoardEvents | None = None
     ) -> None:
         super().__init__()
         self.history, self.progress, self.events = history, progress, events

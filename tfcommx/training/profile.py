@@ -12,17 +12,17 @@ import tensorflow as tf
 from tfcommx.comm import process
 from tfcommx.comm.launcher import launcher
 from tfcommx.measure.exchange import measure_exchange
-from tfcommx.measure.layers import Measured, measure
+from tfcommx.measure.profile import MeasuredProfile, measure
 from tfcommx.optim.wrapped import exchanger_of
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.terms import MeasuredStep, PlanError
-from tfcommx.training.position import Piece
 from tfcommx.training.run import prepare
+from tfcommx.training.steps import FitCall
 from tfcommx.training.train import compile_model
 
 
-def measure_recipe(recipe: Recipe, steps: int) -> Measured:
+def measure_recipe(recipe: Recipe, steps: int) -> MeasuredProfile:
     """Measure the model of a recipe's first phase, and the selection that its scheme asks for.
 
     **Ranks:** one process. **Raises:** PlanError and DataError as training does.
@@ -72,6 +72,6 @@ def _model_and_batches(recipe: Recipe) -> Iterator[tuple[keras.Model, tf.data.Da
     model = recipe.build_model(run.objective)
     compile_model(model, run, recipe.scheme_of_epoch()[0])
     try:
-        yield model, run.batches(Piece(0, range(1))).take(1)
+        yield model, run.batches(FitCall(0, range(1))).take(1)
     finally:
         run.data.close()

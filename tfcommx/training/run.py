@@ -11,9 +11,8 @@ import tfcommx as cx
 from tfcommx.comm.base import Comm
 from tfcommx.optim.expected_run import ExpectedRun
 from tfcommx.recipes.base import Data, Objective, Place
-from tfcommx.recipes.recipe import Recipe
-from tfcommx.recipes.target import Target
-from tfcommx.training.position import Piece, Position
+from tfcommx.recipes.recipe import Recipe, Target
+from tfcommx.training.steps import FitCall, Position
 
 
 @dataclass(frozen=True)
@@ -77,16 +76,16 @@ class Run:
             keeps_choice=batch == now,
         )
 
-    def batches(self, piece: Piece) -> tf.data.Dataset:
-        """Return this rank's training batches of a piece: what `fit` takes in every step."""
-        # One is made ready while a step runs: tf.data itself adds no such stage (`data.prefetch`)
-        return self.objective.targets(self.samples_of(piece)).prefetch(1)
+    def batches(self, call: FitCall) -> tf.data.Dataset:
+        """Return this rank's training batches of a call: what `fit` takes in every step."""
+        # One is made ready while a step runs: tf.data itself adds no such stage (`read_ahead`)
+        return self.objective.targets(self.samples_of(call)).prefetch(1)
 
-    def samples_of(self, piece: Piece) -> tf.data.Dataset:
-        """Return this rank's training batches of a piece: (inputs, labels) for every step."""
-        phase = self.recipe.phases[piece.phase]
+    def samples_of(self, call: FitCall) -> tf.data.Dataset:
+        """Return this rank's training batches of a call: (inputs, labels) for every step."""
+        phase = self.recipe.phases[call.phase]
         batch = self.recipe.batch(phase)
-        return self.data.train(batch, phase.resolution, piece.epochs, piece.step)
+        return self.data.train(batch, phase.resolution, call.epochs, call.step)
 
     @property
     def checkpoint(self) -> Path:

@@ -39,7 +39,7 @@ class Timing(keras.callbacks.Callback):
     - `update`: the rest of the step.
     - `first_step`: the whole first step of each `fit`, and after each change of scheme, in which
       TensorFlow traces and compiles the step.
-    - `evaluation`, `saving`: measured by Evaluation and by Saving.
+    - `evaluation`, `saving`: measured by Evaluation and by SaveAndStop.
     - `other`: the rest of the epoch: averaging, comparing, reporting.
 
     The clock is read inside the step, by `tf.timestamp`.

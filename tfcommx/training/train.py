@@ -17,21 +17,19 @@ import tfcommx as cx
 from tfcommx import report
 from tfcommx.optim import callbacks, checkpoint
 from tfcommx.recipes.recipe import Recipe
-from tfcommx.training.evaluation import Evaluation
+from tfcommx.training.callbacks import Evaluation, InformAuto, LearningRate
 from tfcommx.training.history import EpochHistory, ShowProgress
-from tfcommx.training.learning_rate import LearningRate
-from tfcommx.training.look_ahead import LookAhead
-from tfcommx.training.position import Position, StepCounter, pieces
 from tfcommx.training.run import Run, prepare
-from tfcommx.training.saving import Saving, StopAtEpochEnd, Stopped
+from tfcommx.training.save_and_stop import SaveAndStop, StopAtEpochEnd, Stopped
 from tfcommx.training.signals import StopRequests
+from tfcommx.training.steps import Position, StepCounter, fit_calls
 from tfcommx.training.timing import BUSY, Timing
 
 log = logging.getLogger("tfcommx")
 
 
 @dataclass(frozen=True)
-class Options:
+class TrainOptions:
     """What a run does besides what its recipe says."""
 
     # Continue after the last whole checkpoint in the run's folder, if there is one
@@ -46,7 +44,9 @@ class Options:
     alone: tuple[float, ...] = ()
 
 
-def train(recipe: Recipe, output_folder: Path, options: Options | None = None) -> dict[str, Any]:
+def train(
+    recipe: Recipe, output_folder: Path, options: TrainOptions | None = None
+) -> dict[str, Any]:
     """Train as the recipe says; save as it says, and when the run is stopped; write the report.
 
     SIGTERM, SIGINT and SIGUSR1 to any rank, and a file `stop` in the folder, make all ranks save
@@ -68,7 +68,7 @@ def train(recipe: Recipe, output_folder: Path, options: Options | None = None) -
 
     **Ranks:** all, with the same recipe. **Raises:** PlanError and DataError before the first step.
     """
-    options, start = options or Options(), time.monotonic()
+    options, start = options or TrainOptions(), time.monotonic()
     end = None if options.minutes is None else start + 60 * options.minutes
     run = prepare(recipe, output_folder)
     requests = StopRequests(output_folder if run.comm.rank == 0 else None)
@@ -76,7 +76,7 @@ def train(recipe: Recipe, output_folder: Path, options: Options | None = None) -
         keras.utils.set_random_seed(recipe.seed)
         model = recipe.build_model(run.objective)
         saved = last_checkpoint(run, options.resume)
-        first = start_of(run, saved)
+        first = first_position(run, saved)
         optimizer = compile_model(model, run, recipe.scheme_of_epoch()[first.epoch])
         if saved:
             checkpoint.restore(model, run.checkpoint)
@@ -102,7 +102,7 @@ def train(recipe: Recipe, output_folder: Path, options: Options | None = None) -
         summary["target"] = report.time_to_target(rows, target.score, target.at_least)
     if stopped:
         summary["stopped"] = stopped
-        tell_stop(run, stopped)
+        print_stop(run, stopped)
     if cx.is_chief() and summary["rows"]:
         report.write(summary, output_folder)
     return summary
@@ -155,7 +155,7 @@ def last_checkpoint(run: Run, resume: bool) -> checkpoint.Head | None:
     return saved if resume else None
 
 
-def start_of(run: Run, saved: checkpoint.Head | None) -> Position:
+def first_position(run: Run, saved: checkpoint.Head | None) -> Position:
     """Return the first step of a run.
 
     With another number of ranks, or another batch, an epoch has another number of steps, and other
@@ -164,7 +164,7 @@ def start_of(run: Run, saved: checkpoint.Head | None) -> Position:
     if saved is None:
         return Position(0)
     epoch = saved.epoch + 1
-    step = scaled(saved.step, run, saved)
+    step = scaled_steps(saved.step, run, saved)
     if step != saved.step and run.comm.rank == 0:
         ranks, batch = run.comm.topology.size, run.recipe.batch(run.recipe.phase_of_epoch()[epoch])
         log.warning(
@@ -181,7 +181,7 @@ def start_of(run: Run, saved: checkpoint.Head | None) -> Position:
     return Position(epoch, step)
 
 
-def scaled(count: int, run: Run, saved: checkpoint.Head) -> int:
+def scaled_steps(count: int, run: Run, saved: checkpoint.Head) -> int:
     """Return steps of the epoch that was under way as steps of this run, of about the same samples.
 
     Args:
@@ -193,7 +193,7 @@ def scaled(count: int, run: Run, saved: checkpoint.Head) -> int:
     return count if saved.steps in (0, steps) else count * steps // saved.steps
 
 
-def tell_stop(run: Run, stopped: dict[str, Any]) -> None:
+def print_stop(run: Run, stopped: dict[str, Any]) -> None:
     """Say on rank 0 where the run was stopped, and how it goes on."""
     if run.comm.rank == 0:
         steps = run.steps_of(stopped["epoch"])
@@ -225,7 +225,7 @@ class RunCallbacks(NamedTuple):
     counter: StepCounter
     timing: Timing
     learning_rate: LearningRate
-    look_ahead: LookAhead
+    inform_auto: InformAuto
     switch: callbacks.SwitchScheme
     metrics: callbacks.AverageMetrics
     batch_norm: callbacks.AverageBatchNorm
@@ -233,7 +233,7 @@ class RunCallbacks(NamedTuple):
     evaluation: Evaluation
     # It reads what those before it put into the logs
     history: EpochHistory
-    saving: Saving
+    saving: SaveAndStop
     show: ShowProgress
     # Last: those before it must see the epoch's end
     stopping: StopAtEpochEnd
@@ -243,7 +243,7 @@ def make_callbacks(
     run: Run,
     first: Position,
     saved: checkpoint.Head | None,
-    options: Options,
+    options: TrainOptions,
     requests: StopRequests,
     end: float | None,
     totals: Totals,
@@ -254,23 +254,23 @@ def make_callbacks(
     schemes = enumerate(pairwise(recipe.scheme_of_epoch()), 1)
     changes = {at: new for at, (old, new) in schemes if new != old and at > first.epoch}
     counted = {"counted": run.objective.counted}
-    rows = [report.of_today(row) | counted for row in notes.get("rows", ())]
+    rows = [report.upgrade_names(row) | counted for row in notes.get("rows", ())]
     history = EpochHistory(run, counter, timing, compare, rows, totals.seconds)
     if saved and saved.step:
         under_way = notes.get("under_way", {})
         counts = (under_way.get(name, 0) for name in ("steps", "first_steps"))
-        history.measured_before, first_steps = (scaled(count, run, saved) for count in counts)
+        history.measured_before, first_steps = (scaled_steps(count, run, saved) for count in counts)
         timing.continue_from(under_way.get("seconds", {}), first_steps)
     steps = run.steps_before(Position(recipe.epochs)) - run.steps_before(first)
     progress = report.Progress(steps, recipe.epochs, shown=cx.is_chief(), terminal=options.terminal)
     shown = options.tensorboard and cx.is_chief()
-    events = report.Events(run.folder / "tensorboard") if shown else None
-    saving = Saving(run, history, requests, end, totals.so_far)
+    events = report.TensorBoardEvents(run.folder / "tensorboard") if shown else None
+    saving = SaveAndStop(run, history, requests, end, totals.so_far)
     return RunCallbacks(
         counter,
         timing,
         LearningRate(run, counter),
-        LookAhead(run),
+        InformAuto(run),
         callbacks.SwitchScheme(changes),
         callbacks.AverageMetrics(),
         callbacks.AverageBatchNorm(),
@@ -289,25 +289,25 @@ def fit_phases(model: keras.Model, run: Run, first: Position, run_callbacks: Run
     if first.step:  # In mid-epoch; one that begins, if only again, begins with new metrics
         begin.append(checkpoint.RestoreRankValues(run.checkpoint))
     phase = None
-    for piece in pieces(run.phases, first, run.data.redistributes):
-        if piece.phase != phase:
-            phase = piece.phase
-            run_callbacks.evaluation.at(model, run.recipe.phases[phase])
+    for call in fit_calls(run.phases, first, run.data.redistributes):
+        if call.phase != phase:
+            phase = call.phase
+            run_callbacks.evaluation.start_phase(model, run.recipe.phases[phase])
             # Keras traces with reduced retracing: without this, a second resolution would get a
             # graph of dynamic shapes, whose sums differ in the last bits from those of a run that
             # is resumed here
             model.make_train_function(force=True)
-        if piece.epochs.start > first.epoch:
-            run.data.redistribute(piece.epochs.start, run.comm)
-        run_callbacks.counter.begin(piece, run.steps[phase])
-        batches = run.batches(piece)
-        if piece.step:
+        if call.epochs.start > first.epoch:
+            run.data.redistribute(call.epochs.start, run.comm)
+        run_callbacks.counter.begin(call, run.steps[phase])
+        batches = run.batches(call)
+        if call.step:
             build_metrics(model, batches)
         model.fit(
             batches,
-            initial_epoch=piece.epochs.start,
-            epochs=piece.epochs.stop,
-            steps_per_epoch=run.steps[phase] - piece.step,
+            initial_epoch=call.epochs.start,
+            epochs=call.epochs.stop,
+            steps_per_epoch=run.steps[phase] - call.step,
             verbose=0,
             shuffle=False,
             callbacks=[*begin, *run_callbacks],

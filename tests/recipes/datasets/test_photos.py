@@ -6,10 +6,9 @@ import tensorflow as tf
 from data_helpers import make_folder, picture
 
 from tfcommx.data.sources.folder import Folder
-from tfcommx.recipes.base import Place
+from tfcommx.recipes.base import DataError, Place
 from tfcommx.recipes.datasets import photos
 from tfcommx.recipes.datasets.arrays import ArrayFile
-from tfcommx.recipes.datasets.idx import DataError
 from tfcommx.recipes.datasets.photos import ClassFolders, ImageNet, TensorFlowDataset
 from tfcommx.recipes.tasks.classify import Classification
 from tfcommx.terms import PlanError, Topology

@@ -8,14 +8,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tfcommx.recipes.base import Data, Place
-from tfcommx.recipes.datasets.cached import Cached
-from tfcommx.recipes.datasets.idx import DataError
+from tfcommx.recipes.base import Data, DataError, Place
+from tfcommx.recipes.datasets.picture_dataset import PictureDataset
 
 ENTRIES = ("train_images", "train_labels", "test_images", "test_labels")
 
 
-class ArrayFile(Cached):
+class ArrayFile(PictureDataset):
     """Pictures of one size in a NumPy file (`np.savez`).
 
     Its entries are train_images uint8 [n, h, w, c] or [n, h, w], train_labels [n], test_images and
@@ -49,7 +48,7 @@ class ArrayFile(Cached):
         return open_arrays((arrays[0], arrays[1]), (arrays[2], arrays[3]), place, self)
 
 
-class Settings(Cached):
+class Settings(PictureDataset):
     """How arrays are kept and served that no file was named for."""
 
     name: Literal["arrays"] = "arrays"
@@ -60,7 +59,7 @@ def open_arrays(
     train: tuple[np.ndarray, np.ndarray],
     test: tuple[np.ndarray, np.ndarray],
     place: Place,
-    settings: Cached | None = None,
+    settings: PictureDataset | None = None,
     **options: Any,
 ) -> Data:
     """Open pictures that are in memory: what a user's own data set can return.
@@ -70,7 +69,7 @@ def open_arrays(
         test: the same for evaluation.
         place: as the function received it.
         settings: how they are kept and served; None: of `options`.
-        options: fields of `Cached`, such as `flip=True`, and `classes`, the names of the labels.
+        options: fields of `PictureDataset` such as `flip=True`, and `classes`, the label names.
 
     **Ranks:** every rank opens the same arrays; the node keeps one copy.
     """

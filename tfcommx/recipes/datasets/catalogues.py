@@ -16,10 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from tfcommx.recipes.base import Data, Place
+from tfcommx.recipes.base import Data, DataError, Place
 from tfcommx.recipes.datasets import debian
-from tfcommx.recipes.datasets.idx import DataError
-from tfcommx.recipes.datasets.texts import Translations
+from tfcommx.recipes.datasets.translations import Translations
 
 PACKAGES = (
     "coreutils",

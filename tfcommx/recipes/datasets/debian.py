@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfcommx.recipes.datasets.idx import DataError
+from tfcommx.recipes.base import DataError
 
 # Longest wait for one command that downloads, seconds
 DOWNLOAD_SECONDS = 120

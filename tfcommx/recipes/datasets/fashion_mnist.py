@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from tfcommx.recipes.base import Data, Place
-from tfcommx.recipes.datasets.cached import Cached
 from tfcommx.recipes.datasets.fashion_mnist_files import CLASSES, SIDE, fetch, load
+from tfcommx.recipes.datasets.picture_dataset import PictureDataset
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
 
-class FashionMnist(Cached):
+class FashionMnist(PictureDataset):
     """60,000 + 10,000 pictures of clothes, 28 x 28 pixels in grey, and how they are varied.
 
     At a resolution above 28 they are enlarged.

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+from tfcommx.recipes.base import DataError
 from tfcommx.recipes.datasets import debian
-from tfcommx.recipes.datasets.idx import DataError, damaged, read_idx
+from tfcommx.recipes.datasets.idx import damaged, read_idx
 
 FILES = (
     "train-images-idx3-ubyte.gz",

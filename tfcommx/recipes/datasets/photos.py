@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from tfcommx.recipes.base import Data, Place
-from tfcommx.recipes.datasets.cached import IMAGENET_MEAN, IMAGENET_STD, Cached
+from tfcommx.recipes.datasets.picture_dataset import IMAGENET_MEAN, IMAGENET_STD, PictureDataset
 
 if TYPE_CHECKING:
     from tfcommx.data.sources.base import Source
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 IMAGENET_CLASSES = 1000
 
 
-class Photos(Cached):
+class Photos(PictureDataset):
     """What photographs have in common: random crops in training, centre crops in evaluation."""
 
     crop: Literal["random", "center", "whole"] = "random"

@@ -10,7 +10,7 @@ from tfcommx.comm.base import Comm
 from tfcommx.data.cache.cache import DataCache
 from tfcommx.data.sources.base import Source
 from tfcommx.recipes.base import Place
-from tfcommx.recipes.datasets.cached import Cached
+from tfcommx.recipes.datasets.picture_dataset import PictureDataset
 from tfcommx.terms import PlanError
 
 # Changes a batch of pictures [b, h, w, c]; the seed is an integer [2], its own for every (epoch,
@@ -35,7 +35,7 @@ class Pictures:
 
     def __init__(
         self,
-        settings: Cached,
+        settings: PictureDataset,
         train: Source,
         test: Source,
         place: Place,

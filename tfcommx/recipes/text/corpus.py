@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from tfcommx.data.sources.base import key_of
-from tfcommx.recipes.datasets.idx import DataError
+from tfcommx.recipes.base import DataError
 from tfcommx.recipes.text.vocabulary import Vocabulary, learn
 
 # Pairs that are encoded together

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from tfcommx.recipes.base import Data, Place
-from tfcommx.recipes.datasets.idx import DataError
+from tfcommx.recipes.base import Data, DataError, Place
 from tfcommx.recipes.reader import Part
 
 if TYPE_CHECKING:
@@ -27,9 +26,9 @@ class Translations(Part):
 
     def open(self, train: Pairs, test: Pairs, place: Place) -> Data:
         """Open training and test pairs on this rank."""
-        from tfcommx.recipes.datasets.sentences import PairsOfSentences
+        from tfcommx.recipes.datasets.sentence_pairs import SentencePairs
 
-        return PairsOfSentences(train, test, self.vocabulary, self.kept.expanduser(), place)
+        return SentencePairs(train, test, self.vocabulary, self.kept.expanduser(), place)
 
 
 class LinePairs:

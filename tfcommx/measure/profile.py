@@ -32,7 +32,7 @@ SELECTION_SIZES = 6
 WARM_UP = 2
 
 
-class Measured(NamedTuple):
+class MeasuredProfile(NamedTuple):
     """A profile, and how far its stamps disturb what they measure."""
 
     profile: Profile
@@ -83,7 +83,7 @@ def measure(
     steps: int = 10,
     rule: str | None = None,
     density: float = 0.01,
-) -> Measured:
+) -> MeasuredProfile:
     """Do what `profile` does, and tell how far the stamps disturb the step."""
     timing = StepTiming(model, data, steps)
     for _ in range(steps + WARM_UP):
@@ -127,7 +127,7 @@ class StepTiming:
             self._plain_s.append(time.perf_counter() - start)
         self._rows.append(found)
 
-    def measured(self, rule: str | None = None, density: float = 0.01) -> Measured:
+    def measured(self, rule: str | None = None, density: float = 0.01) -> MeasuredProfile:
         """Return what the steps so far have shown; times selection and update."""
         model, batches = self._model, self._batches
         variables = [self._variables[position] for position in self._connected]
@@ -139,7 +139,7 @@ class StepTiming:
         found = _profile(model, names, variables, rows, update_s, select)
         samples = int(tf.nest.flatten(batches[0][0])[0].shape[0])
         density_or_none = density if rule else None
-        return Measured(
+        return MeasuredProfile(
             Profile(batch=samples, steps=len(rows), density=density_or_none, **found),
             statistics.median(self._plain_s[WARM_UP:]),
             statistics.median(self._stamped_s[WARM_UP:]),

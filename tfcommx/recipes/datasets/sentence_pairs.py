@@ -20,7 +20,7 @@ WORDS = tf.TensorSpec([None, None], tf.int32)
 INPUTS = {"source": WORDS, "target": WORDS}
 
 
-class PairsOfSentences:
+class SentencePairs:
     """Training and test pairs of two languages, as numbers of word pieces.
 
     A batch is ({"source": int32 [b, words], "target": ...}, labels): the target begins with BEGIN

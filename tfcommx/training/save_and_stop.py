@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from tfcommx.optim import checkpoint
 from tfcommx.training.history import EpochHistory
-from tfcommx.training.position import Position
 from tfcommx.training.run import Run
 from tfcommx.training.signals import StopRequests
+from tfcommx.training.steps import Position
 
 # Seconds between two times that the ranks ask each other, about: horovodrun kills the ranks 5 s
 # after it was asked to end
@@ -41,7 +41,7 @@ class Stopped(Exception):
         self.position, self.reason = position, reason
 
 
-class Saving(keras.callbacks.Callback):
+class SaveAndStop(keras.callbacks.Callback):
     """Saves whatever a run needs to go on, and stops it if any rank is asked to.
 
     The ranks ask each other about twice a second: whether one of them was asked to stop, and
@@ -155,12 +155,12 @@ class Saving(keras.callbacks.Callback):
 
 
 class StopAtEpochEnd(keras.callbacks.Callback):
-    """Stops the run at an epoch's end, if any rank is asked to; it comes last, after Saving.
+    """Stops the run at an epoch's end, if any rank is asked to; it comes last, after SaveAndStop.
 
     **Ranks:** all.
     """
 
-    def __init__(self, saving: Saving) -> None:
+    def __init__(self, saving: SaveAndStop) -> None:
         super().__init__()
         self.saving = saving
 

@@ -3,8 +3,8 @@
 phases of 2 and 1 epochs, 10 steps each; a run that was saved after step 4 of its second epoch:
 
 epoch 0 |          | done
-epoch 1 |====      | Piece(phase 0, epochs 1 to 2, step 4): six steps are left
-epoch 2 |          | Piece(phase 1, epochs 2 to 3, step 0)
+epoch 1 |====      | FitCall(phase 0, epochs 1 to 2, step 4): six steps are left
+epoch 2 |          | FitCall(phase 1, epochs 2 to 3, step 0)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Position(NamedTuple):
     step: int = 0
 
 
-class Piece(NamedTuple):
+class FitCall(NamedTuple):
     """Epochs of one phase that are served in one go."""
 
     # Number of the phase, from 0
@@ -35,11 +35,11 @@ class Piece(NamedTuple):
     step: int = 0
 
 
-def pieces(phases: Sequence[int], start: Position, one_by_one: bool = False) -> list[Piece]:
-    """Cut what is left of a run into pieces.
+def fit_calls(phases: Sequence[int], start: Position, one_by_one: bool = False) -> list[FitCall]:
+    """Cut what is left of a run into fit_calls.
 
-    >>> pieces([2, 1], Position(1, 4))
-    [Piece(phase=0, epochs=range(1, 2), step=4), Piece(phase=1, epochs=range(2, 3), step=0)]
+    >>> fit_calls([2, 1], Position(1, 4))
+    [FitCall(phase=0, epochs=range(1, 2), step=4), FitCall(phase=1, epochs=range(2, 3), step=0)]
 
     Args:
         phases: epochs of each phase, >= 1.
@@ -50,12 +50,12 @@ def pieces(phases: Sequence[int], start: Position, one_by_one: bool = False) -> 
     for number, epochs in enumerate(phases):
         first, end = max(end, start.epoch), end + epochs
         if first < end and first == start.epoch and start.step:
-            found.append(Piece(number, range(first, first + 1), start.step))
+            found.append(FitCall(number, range(first, first + 1), start.step))
             first += 1
         if one_by_one:
-            found += [Piece(number, range(epoch, epoch + 1)) for epoch in range(first, end)]
+            found += [FitCall(number, range(epoch, epoch + 1)) for epoch in range(first, end)]
         elif first < end:
-            found.append(Piece(number, range(first, end)))
+            found.append(FitCall(number, range(first, end)))
     return found
 
 
@@ -70,9 +70,9 @@ class StepCounter(keras.callbacks.Callback):
         self.steps, self.taken, self.phase = 0, 0, 0
         self._offset = 0
 
-    def begin(self, piece: Piece, steps: int) -> None:
+    def begin(self, call: FitCall, steps: int) -> None:
         """Take note of what is trained next; `steps` are those of one whole epoch."""
-        self.phase, self.steps, self._offset = piece.phase, steps, piece.step
+        self.phase, self.steps, self._offset = call.phase, steps, call.step
 
     @property
     def after(self) -> Position:

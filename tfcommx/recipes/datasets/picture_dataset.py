@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-class Cached(Part):
+class PictureDataset(Part):
     """How the data cache holds pictures, and how a batch of them is made."""
 
     # Folder of shared memory that holds one copy for all ranks of a node

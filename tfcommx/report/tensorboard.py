@@ -21,7 +21,7 @@ SCALARS = (
 STEP_SECONDS = 1.0
 
 
-class Events:
+class TensorBoardEvents:
     """Writes the numbers of epochs and steps as TensorBoard scalars.
 
     Args:
