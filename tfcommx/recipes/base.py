@@ -30,6 +30,10 @@ Gather = Callable[[Any], list[Any]]
 Scorer = Callable[["tf.data.Dataset", Gather], dict[str, float]]
 
 
+class DataError(RuntimeError):
+    """Data that is missing or damaged; the message ends with what to do."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a data set is opened: which ranks there are, which of them this is."""

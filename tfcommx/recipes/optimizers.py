@@ -101,8 +101,10 @@ class Lamb(AdamW):
     """LAMB, for large batches of Transformers; biases and normalisation are excluded."""
 
     name: Literal["lamb"] = "lamb"
+    # Of the second moment
     beta_2: float = Field(0.999, ge=0, lt=1)
     epsilon: float = Field(1e-6, gt=0)
+    # Part of a weight that joins the update before its ratio; not for biases and normalisation
     weight_decay: float = Field(0.01, ge=0)
 
     def build(self) -> keras.optimizers.Optimizer:
