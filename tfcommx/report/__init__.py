@@ -5,11 +5,11 @@ No TensorFlow is imported until events are written, so `tfcommx report` is quick
 
 from tfcommx.report.dry_run import read_alone, show_dry_run, write_dry_run
 from tfcommx.report.figures import PICTURES, draw, draw_links
+from tfcommx.report.page import write_report
 from tfcommx.report.progress import Progress
-from tfcommx.report.summary import PARTS, ReportError, read, time_to_target, upgrade_names
+from tfcommx.report.summary import PARTS, ReportError, read, time_to_target
 from tfcommx.report.tensorboard import TensorBoardEvents
 from tfcommx.report.terminal import show, show_run
-from tfcommx.report.write import write
 
 __all__ = [
     "PARTS",
@@ -25,7 +25,6 @@ __all__ = [
     "show_dry_run",
     "show_run",
     "time_to_target",
-    "upgrade_names",
-    "write",
     "write_dry_run",
+    "write_report",
 ]

@@ -1,4 +1,4 @@
-"""Pictures of a run and of measured links."""
+"""Pictures of one run and of measured links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorBoard events of a run, written while it goes."""
+"""TensorBoard events, written while a run goes on."""
 
 from __future__ import annotations
 

@@ -12,15 +12,7 @@ import tensorflow as tf
 from tfcommx.optim.wrapped import exchanger_of
 
 # What is measured of an epoch, in seconds; `other` is the rest
-KINDS = (
-    "data",
-    "compute",
-    "gradients",
-    "update",
-    "first_step",
-    "evaluation",
-    "saving",
-)
+KINDS = ("data", "compute", "gradients", "update", "first_step", "evaluation", "saving")
 # Of these, what belongs to training steps
 BUSY = ("data", "compute", "gradients", "update", "first_step")
 

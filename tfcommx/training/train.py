@@ -104,7 +104,7 @@ def train(
         summary["stopped"] = stopped
         print_stop(run, stopped)
     if cx.is_chief() and summary["rows"]:
-        report.write(summary, output_folder)
+        report.write_report(summary, output_folder)
     return summary
 
 
@@ -253,8 +253,7 @@ def make_callbacks(
     compare, notes = callbacks.CompareReplicas(), saved.notes if saved else {}
     schemes = enumerate(pairwise(recipe.scheme_of_epoch()), 1)
     changes = {at: new for at, (old, new) in schemes if new != old and at > first.epoch}
-    counted = {"counted": run.objective.counted}
-    rows = [report.upgrade_names(row) | counted for row in notes.get("rows", ())]
+    rows = list(notes.get("rows", ()))
     history = EpochHistory(run, counter, timing, compare, rows, totals.seconds)
     if saved and saved.step:
         under_way = notes.get("under_way", {})
