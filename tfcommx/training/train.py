@@ -1,4 +1,4 @@
-"""Carry out a recipe: train on all ranks, evaluate on all ranks, return a summary."""
+"""Trains what a recipe describes, on all ranks, and returns a summary."""
 
 from __future__ import annotations
 
@@ -30,41 +30,40 @@ log = logging.getLogger("tfcommx")
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What a run does besides what its recipe says."""
+    """Options of a run beside its recipe."""
 
     # Continue after the last whole checkpoint in the run's folder, if there is one
     resume: bool = False
-    # Save and stop after so many minutes of this process, > 0; None: when the run is through
+    # Save and stop after so many minutes of this process, > 0; None: no limit
     minutes: float | None = None
-    # Device file of a terminal for the progress bar, if rank 0's own output is a pipe
+    # Device file of a terminal for the progress bar if rank 0's output is a pipe
     terminal: str | None = None
-    # Write TensorBoard events while the run goes
+    # Write TensorBoard events
     tensorboard: bool = False
-    # Throughput of one process in each phase, from its dry run; empty: not known
+    # Throughput of one process in each phase, from its dry run; empty: unknown
     alone: tuple[float, ...] = ()
 
 
 def train(
     recipe: Recipe, output_folder: Path, options: TrainOptions | None = None
 ) -> dict[str, Any]:
-    """Train as the recipe says; save as it says, and when the run is stopped; write the report.
+    """Train a recipe, save checkpoints, and write the report.
 
-    SIGTERM, SIGINT and SIGUSR1 to any rank, and a file `stop` in the folder, make all ranks save
-    after the same step and return. So does the time limit.
+    SIGTERM, SIGINT and SIGUSR1 to any rank, a file `stop` in the folder, and the time limit make
+    all ranks save after the same step and return.
 
     Args:
         recipe: what to train.
-        output_folder: where checkpoints and report go.
-        options: what else to do; None: the defaults.
+        output_folder: for checkpoints and report.
+        options: None: the defaults.
 
     Returns:
-        The summary, as in `summary.json`: of the whole run, with what it did before it was resumed.
-        `seconds` is wall-clock time, except for the report's files; `throughput` is the
-        `counted` of all ranks (images or word pieces) over the time in steps, tracing and waiting
-        for data included, evaluation not; bytes are per rank, the whole run; `rows` has the
-        epochs. Times are rank 0's. `target` says when the recipe's target was reached, `stopped`
-        after which step and why the run was stopped, if it is not through. Without an epoch that
-        has ended there is no report, and `rows` is empty.
+        The summary of the whole run, its parts before a resume included, as in `summary.json`.
+        `seconds` is wall-clock time without writing the report. `throughput` is the `counted` of
+        all ranks (images or word pieces) per second in steps, tracing and waiting for data
+        included, evaluation not. Bytes are those of one rank. `rows` has the epochs; times are
+        rank 0's. `target` says when the recipe's target was reached, `stopped` where and why the
+        run was stopped. Until an epoch has ended there is no report, and `rows` is empty.
 
     **Ranks:** all, with the same recipe. **Raises:** PlanError and DataError before the first step.
     """
@@ -81,7 +80,7 @@ def train(
         if saved:
             checkpoint.restore(model, run.checkpoint)
         if run.comm.rank == 0:
-            # Of an earlier run: `tfcommx report` would take it for the report of this one
+            # An earlier run's: `tfcommx report` would take it for this one's
             with contextlib.suppress(OSError):
                 (output_folder / "summary.json").unlink()
         totals = Totals(saved.notes if saved else {}, optimizer, start)
@@ -109,7 +108,7 @@ def train(
 
 
 class Totals:
-    """Bytes and seconds of the whole run, with those before it was resumed."""
+    """Bytes and seconds of the whole run, those before a resume included."""
 
     KEYS = ("bytes_between_nodes", "bytes_between_nodes_dense", "seconds")
 
@@ -122,11 +121,9 @@ class Totals:
         self.at_start = self.exchanger.traffic()
 
     def seconds(self) -> float:
-        """Return the seconds alone."""
         return float(self.before["seconds"] + time.monotonic() - self.start)
 
     def so_far(self) -> dict[str, Any]:
-        """Return the sums by key."""
         found = {
             key: self.before[key] + value - self.at_start[key]
             for key, value in self.exchanger.traffic().items()
@@ -135,7 +132,7 @@ class Totals:
 
 
 def last_checkpoint(run: Run, resume: bool) -> checkpoint.Head | None:
-    """Return the checkpoint to continue from; warn if the run will replace one.
+    """Return the checkpoint to resume; warn if the run will replace one.
 
     **Raises:** PlanError if a resumed run has no epochs left to train.
     """
@@ -158,8 +155,8 @@ def last_checkpoint(run: Run, resume: bool) -> checkpoint.Head | None:
 def first_position(run: Run, saved: checkpoint.Head | None) -> Position:
     """Return the first step of a run.
 
-    With another number of ranks, or another batch, an epoch has another number of steps, and other
-    samples in each: the run goes on at the same share of the epoch.
+    With another number of ranks or another batch, an epoch has another number of steps; the run
+    resumes at the same share of the epoch.
     """
     if saved is None:
         return Position(0)
@@ -182,11 +179,11 @@ def first_position(run: Run, saved: checkpoint.Head | None) -> Position:
 
 
 def scaled_steps(count: int, run: Run, saved: checkpoint.Head) -> int:
-    """Return steps of the epoch that was under way as steps of this run, of about the same samples.
+    """Convert steps of the interrupted epoch into this run's, of about the same samples.
 
     Args:
         count: in [0, saved.steps].
-        run: with as many ranks and as large a batch as now.
+        run: with today's ranks and batch.
         saved: the checkpoint.
     """
     steps = run.steps_of(saved.epoch + 1)
@@ -194,7 +191,7 @@ def scaled_steps(count: int, run: Run, saved: checkpoint.Head) -> int:
 
 
 def print_stop(run: Run, stopped: dict[str, Any]) -> None:
-    """Say on rank 0 where the run was stopped, and how it goes on."""
+    """Print on rank 0 where the run was stopped, and how to resume it."""
     if run.comm.rank == 0:
         steps = run.steps_of(stopped["epoch"])
         print(
@@ -205,7 +202,7 @@ def print_stop(run: Run, stopped: dict[str, Any]) -> None:
 
 
 def compile_model(model: keras.Model, run: Run, scheme: cx.Scheme) -> keras.optimizers.Optimizer:
-    """Compile the model with the recipe's optimizer, made distributed; return the optimizer."""
+    """Compile the model with the recipe's optimizer, wrapped; return the wrapper."""
     optimizer = cx.DistributedOptimizer(
         run.recipe.optimizer.build(), scheme=scheme, links=run.recipe.links
     )
@@ -221,7 +218,7 @@ def compile_model(model: keras.Model, run: Run, scheme: cx.Scheme) -> keras.opti
 class RunCallbacks(NamedTuple):
     """The callbacks of a run, in the order in which Keras calls them."""
 
-    # First: the others ask it
+    # First: the others read it
     counter: StepCounter
     timing: Timing
     learning_rate: LearningRate
@@ -231,7 +228,7 @@ class RunCallbacks(NamedTuple):
     batch_norm: callbacks.AverageBatchNorm
     compare: callbacks.CompareReplicas
     evaluation: Evaluation
-    # It reads what those before it put into the logs
+    # Reads the logs of those before it
     history: EpochHistory
     saving: SaveAndStop
     show: ShowProgress
@@ -248,7 +245,7 @@ def make_callbacks(
     end: float | None,
     totals: Totals,
 ) -> RunCallbacks:
-    """Make the callbacks of a run that begins at `first`, or continues from `saved` there."""
+    """Make the callbacks of a run that begins, or resumes `saved`, at `first`."""
     recipe, counter, timing = run.recipe, StepCounter(), Timing()
     compare, notes = callbacks.CompareReplicas(), saved.notes if saved else {}
     schemes = enumerate(pairwise(recipe.scheme_of_epoch()), 1)
@@ -285,16 +282,15 @@ def make_callbacks(
 def fit_phases(model: keras.Model, run: Run, first: Position, run_callbacks: RunCallbacks) -> None:
     """Train the phases one after the other, from `first` on. **Raises:** Stopped."""
     begin: list[keras.callbacks.Callback] = [callbacks.BroadcastState()]
-    if first.step:  # In mid-epoch; one that begins, if only again, begins with new metrics
+    if first.step:  # Resumed in mid-epoch: with the metrics so far
         begin.append(checkpoint.RestoreRankValues(run.checkpoint))
     phase = None
     for call in fit_calls(run.phases, first, run.data.redistributes):
         if call.phase != phase:
             phase = call.phase
             run_callbacks.evaluation.start_phase(model, run.recipe.phases[phase])
-            # Keras traces with reduced retracing: without this, a second resolution would get a
-            # graph of dynamic shapes, whose sums differ in the last bits from those of a run that
-            # is resumed here
+            # Keras reduces retracing: without this, a second resolution would get a graph of
+            # dynamic shapes, whose sums differ in the last bits from those of a run resumed here
             model.make_train_function(force=True)
         if call.epochs.start > first.epoch:
             run.data.redistribute(call.epochs.start, run.comm)
@@ -315,16 +311,16 @@ def fit_phases(model: keras.Model, run: Run, first: Position, run_callbacks: Run
 
 
 def build_metrics(model: keras.Model, batches: tf.data.Dataset) -> None:
-    """Build the metrics, as the first step would: RestoreRankValues sets their sums."""
+    """Build the metrics as the first step would, so that RestoreRankValues can set their sums."""
     inputs, targets, *weights = tf.nest.map_structure(
         lambda part: tf.zeros([size or 1 for size in part.shape], part.dtype), batches.element_spec
     )
-    # What it adds to them, `fit` takes away
+    # `fit` resets what this adds
     model.compute_metrics(inputs, targets, model(inputs, training=False), *weights)
 
 
 def summarise(run: Run, model: keras.Model, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the summary of a run from the rows of its epochs, without its traffic and its time."""
+    """Return the summary of a run from its rows, without traffic and time."""
     busy = sum(row["seconds"].get(kind, 0) for row in rows for kind in BUSY)
     samples = sum(row["steps"] * row["global_batch"] for row in rows)
     last = rows[-1] if rows else {"test_accuracy": None}

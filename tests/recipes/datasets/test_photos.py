@@ -43,9 +43,9 @@ def test_class_folders(folder, tmp_path):
 def test_the_evaluation_crop_and_its_scale(folder, tmp_path):
     data = ClassFolders(folder=folder, memory=tmp_path, test_scale=1.25).build(ALONE)
     assert next(iter(data.test(2, 16)))[0].shape == (2, 20, 20, 3)
-    spec = data.settings.test_serving(2, 16, 3)
+    spec = data.settings.test_spec(2, 16, 3)
     assert (spec.crop, spec.center, spec.shuffle, spec.flip) == ("center", 0.875, False, False)
-    assert data.settings.serving(2, 16, 3).crop == "random"
+    assert data.settings.train_spec(2, 16, 3).crop == "random"
     data.close()
 
 

@@ -1,4 +1,4 @@
-"""Photographs in files: ImageNet's shards, class folders, TensorFlow Datasets by name."""
+"""Photographs in files: ImageNet's shards, class folders, data sets of TensorFlow Datasets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IMAGENET_CLASSES = 1000
 
 
 class Photos(PictureDataset):
-    """What photographs have in common: random crops in training, centre crops in evaluation."""
+    """Usual settings of photographs: random crops in training, centre crops in evaluation."""
 
     crop: Literal["random", "center", "whole"] = "random"
     test_crop: Literal["center", "whole"] = "center"
@@ -37,11 +37,11 @@ class ImageNet(Photos):
     """ImageNet 2012 in its usual shards, train-00000-of-01024 and validation-00000-of-00128."""
 
     name: Literal["imagenet"] = "imagenet"
-    # Of all shards
+    # Holds all shards
     folder: Path
 
     def fetch(self) -> Path:
-        """Return the folder; ImageNet's licence leaves fetching it to you."""
+        """Return the folder; under ImageNet's licence you download it yourself."""
         return self.folder
 
     def build(self, place: Place) -> Data:
@@ -58,12 +58,11 @@ class ClassFolders(Photos):
 
     name: Literal["folder"] = "folder"
     folder: Path
-    # Names of the folders inside
+    # Names of the two folders inside
     train: str = "train"
     test: str = "test"
 
     def fetch(self) -> Path:
-        """Return the folder."""
         return self.folder
 
     def build(self, place: Place) -> Data:
@@ -87,7 +86,7 @@ class TensorFlowDataset(Photos):
     folder: Path | None = None
 
     def fetch(self) -> Path | None:
-        """Download and prepare it, if that has not been done."""
+        """Download and prepare the data set, unless that has been done."""
         from tfcommx.data.sources.tfrecord import tfds
 
         tfds(self.dataset, self.train, self.folder)
