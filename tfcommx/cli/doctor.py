@@ -1,4 +1,4 @@
-"""`tfcommx doctor`: whether this machine, or these hosts, can train; and what to do if not."""
+"""`tfcommx doctor`: check whether this machine, or these hosts, can train, and what to fix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfcommx.comm.allocation import Host, parse_hosts
 from tfcommx.comm.horovodrun import KINDS
 
 COLOURS = {OK: "green", WARNING: "yellow", FAILED: "bold red"}
-# Where a launch of all hosts stands in the report
+# Heading of the launches on all hosts
 ALL_HOSTS = "all hosts"
 
 
@@ -43,16 +43,16 @@ def doctor(
 
 
 def examine(hosts: str | None, launch: bool) -> dict[str, list[Finding]]:
-    """Look at each host, then start ranks on all of them.
+    """Check each host, then start ranks on all of them.
 
     Args:
         hosts: as for `horovodrun -H`; None: this host, with two ranks.
-        launch: False: no ranks are started.
+        launch: whether to start ranks.
 
     Returns:
-        Host -> its findings; those of the launches under ALL_HOSTS.
+        Host -> its findings; those of launches on several hosts under ALL_HOSTS.
 
-    **Raises:** PlanError for hosts that are not written as horovodrun wants them.
+    **Raises:** PlanError for hosts in another form than horovodrun's.
     """
     here = socket.gethostname()
     if hosts is None:
@@ -75,7 +75,7 @@ def examine(hosts: str | None, launch: bool) -> dict[str, list[Finding]]:
 
 
 def same_versions(report: dict[str, list[Finding]]) -> Finding:
-    """Compare the versions that the hosts have."""
+    """Compare the hosts' versions."""
     by_text: dict[str, list[str]] = {}
     for host, found in report.items():
         for one in found:
@@ -88,7 +88,7 @@ def same_versions(report: dict[str, list[Finding]]) -> Finding:
 
 
 def show(report: dict[str, list[Finding]], console: Console | None = None) -> None:
-    """Print a report: a line for each finding, and under it what to do."""
+    """Print a line for each finding, and below it what to do."""
     console = console or Console(highlight=False, soft_wrap=True)
     width = max(len(one.name) for found in report.values() for one in found)
     for host, found in report.items():

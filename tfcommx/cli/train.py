@@ -78,7 +78,7 @@ def train(
         words += [] if minutes is None else ["--minutes", str(minutes)]
         words += [] if baseline is None else ["--baseline", str(baseline)]
         launch_train(chosen, words, folder, saves=not dry_run)
-        # Stopped in its first epoch, it has no report; a dry run has shown its own
+        # A run stopped in its first epoch has no report; a dry run has shown its own
         if (folder / "summary.json").exists() and not dry_run:
             show_run(folder)
     elif dry_run:
@@ -91,7 +91,7 @@ def train(
 
 
 def dry_run_here(recipe: Recipe, folder: Path) -> None:
-    """Make a dry run in this process, one of those that the launcher started."""
+    """Make a dry run in this process, one of the launcher's."""
     load_tensorflow()
     from tfcommx import is_chief
     from tfcommx.training.dry_run import dry_run
@@ -102,11 +102,7 @@ def dry_run_here(recipe: Recipe, folder: Path) -> None:
 
 
 def train_here(recipe: Recipe, folder: Path, options: dict[str, Any]) -> bool:
-    """Train in this process, one of those that the launcher started.
-
-    Returns:
-        Whether this is rank 0, and has a report to show.
-    """
+    """Train in this process, one of the launcher's; return whether it has a report to show."""
     load_tensorflow()
     from tfcommx import is_chief
     from tfcommx.training.train import TrainOptions

@@ -1,9 +1,9 @@
-"""Measures what collectives cost besides their price: the engine's own time, and under load.
+"""Measures what collectives cost besides alpha and beta: the engine's time, and the load's.
 
     tiny all-gather    | engine | log2(p) alpha |
     tiny allreduce     | engine |      2 (p - 1) alpha      |
 
-Both latency terms and the engine's time are paid by every collective, so two kinds of collective
+Every collective pays the engine's time and latency terms; two kinds with different numbers of terms
 tell them apart. If messages are possible, they give alpha without the engine.
 """
 
@@ -23,16 +23,16 @@ from tfcommx.comm.base import Comm
 # Repeats some work on all ranks; returns the seconds of the slowest rank in each repeat
 Timer = Callable[[Callable[[], object]], list[float]]
 
-# Entries of the vectors that are hardly more than a latency term
+# Entries of vectors that cost hardly more than latency
 TINY = 8
-# Allreduces that wait for the engine at once
+# Allreduces that wait for the engine at the same time
 WAITING = 16
-# Rows of the square matrices that are multiplied as a load
+# Rows of the square matrices that are multiplied as load
 ROWS = 384
 
 
 class Engine(NamedTuple):
-    """What one group's collectives cost besides bytes."""
+    """What a group's collectives cost besides bytes."""
 
     # Seconds of a latency term, >= 0
     alpha_s: float
@@ -41,13 +41,13 @@ class Engine(NamedTuple):
 
 
 def measure_engine(comm: Comm, group: str, alpha_s: float, timer: Timer) -> Engine:
-    """Tell the engine's time from the latency terms of a group.
+    """Measure the engine's time per collective and the latency of a group.
 
     Args:
         comm: this rank's view of the others.
         group: "node" or "peers", of more than one rank.
-        alpha_s: of messages between two ranks, if there are such; else of all-gathers, with the
-            engine's time in it.
+        alpha_s: of messages between two ranks, if there are any; else of all-gathers, with the
+            engine's time included.
         timer: repeats and times some work.
 
     **Ranks:** all.
@@ -65,7 +65,7 @@ def measure_engine(comm: Comm, group: str, alpha_s: float, timer: Timer) -> Engi
 
 
 def engine_fuses(comm: Comm, timer: Timer) -> bool:
-    """Tell whether allreduces that wait for the engine together are carried out as one.
+    """Return whether the engine fuses allreduces that wait for it at the same time.
 
     **Ranks:** all. The library must work in traced code.
     """
@@ -91,15 +91,15 @@ def engine_fuses(comm: Comm, timer: Timer) -> bool:
 def measure_contention(
     work: Callable[[], object], load: Callable[[], object], timer: Timer
 ) -> list[float]:
-    """Return by how much longer a message takes while every rank computes, of each repeat.
+    """Return how much longer a message takes while every rank computes, for each repeat.
 
     Args:
-        work: the message.
-        load: computes, for some milliseconds; it is called again and again.
+        work: sends the message.
+        load: computes for some milliseconds; it is called again and again.
         timer: repeats and times some work.
 
     Returns:
-        Seconds under load over those without, less 1, >= 0.
+        Seconds under load / seconds without - 1, >= 0.
 
     **Ranks:** all.
     """
@@ -117,7 +117,7 @@ def matmul_load() -> Callable[[], object]:
 
 @contextlib.contextmanager
 def _computing(load: Callable[[], object]) -> Iterator[None]:
-    """Let a thread compute until the end."""
+    """Let a thread compute meanwhile."""
     ended = threading.Event()
 
     def compute() -> None:
