@@ -78,7 +78,7 @@ class Run:
 
     def batches(self, call: FitCall) -> tf.data.Dataset:
         """Return the batches of this rank for a call of `fit`."""
-        # One batch is prepared during each step: tf.data adds no such stage here (`read_ahead`)
+        # One batch is prepared during each step: tf.data adds no such stage here (`data.prefetch`)
         return self.objective.targets(self.samples_of(call)).prefetch(1)
 
     def samples_of(self, call: FitCall) -> tf.data.Dataset:
