@@ -22,7 +22,7 @@ from tfcommx import routes
 from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.strategies import Rebroadcast, Root, Strategy, Synchronous
+from tfcommx.strategies import Rebroadcast, Root, Strategy, Synchronous, Update
 from tfcommx.terms import Plan, Scheme, Topology
 
 SYNCHRONOUS = Synchronous()
@@ -50,7 +50,7 @@ def train(
                     momentum[path] = 0.5 * momentum[path] + result[path]
                     weights[path].assign_sub(0.1 * momentum[path])
 
-            run.update(apply, list(result.values()), weights)
+            run.update(Update(apply, list(result.values()), weights))
             for path in SHAPES if step == drift else ():
                 weights[path].assign_add(tf.fill(SHAPES[path], float(comm.rank)))
             log.append({path: variable.numpy() for path, variable in weights.items()})
@@ -99,7 +99,7 @@ def test_bytes_of_a_step_that_the_root_updates(route: str, topology: Topology) -
             {path: tf.constant(value) for path, value in gradients(comm.rank, 0).items()}
         )
         weights = {path: tf.Variable(tf.ones(shape)) for path, shape in SHAPES.items()}
-        run.update(lambda: None, list(result.values()), weights)
+        run.update(Update(lambda: None, list(result.values()), weights))
         return comm.traffic()
 
     expected = np.zeros(2)

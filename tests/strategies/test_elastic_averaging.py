@@ -17,7 +17,7 @@ from tfcommx.comm.easgd_server import Centre
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.strategies import ElasticAveraging, ElasticRun
+from tfcommx.strategies import ElasticAveraging, ElasticRun, Update
 from tfcommx.terms import Plan, PlanError, Scheme, Topology
 
 SHAPES = {"first/kernel": (7, 5), "last/kernel": (5, 9)}
@@ -51,7 +51,7 @@ class Rank:
             for path, gradient in gradients.items():
                 self.weights[path].assign_sub(RATE * gradient)
 
-        self.run.update(apply, list(gradients.values()), self.weights)
+        self.run.update(Update(apply, list(gradients.values()), self.weights))
 
     def flat(self) -> np.ndarray:
         return np.concatenate([one.numpy().ravel() for one in self.weights.values()])

@@ -64,8 +64,8 @@ def test_parts_have_the_bits_of_the_whole_for_the_same_order_of_messages(
         ends = [threading.Thread(target=one.end, args=(np.zeros(0),)) for one in sides[1:]]
         for end in ends:
             end.start()
-        final = sides[0].end(np.zeros(0))
-        assert final.centre.tobytes() == whole.values.tobytes()
+        centre, _ = sides[0].end(np.zeros(0))
+        assert centre.tobytes() == whole.values.tobytes()
         stopped.set()
         for thread in [*threads, *ends]:
             thread.join(10)

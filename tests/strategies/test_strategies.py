@@ -20,9 +20,9 @@ from tfcommx.strategies import (
     ShardedRun,
     Strategy,
     Synchronous,
+    Update,
     WeightAveraging,
     agree_on_strategy,
-    in_lock_step,
     strategy_of,
 )
 from tfcommx.terms import NOMINAL, Plan, PlanError, Scheme, Topology
@@ -64,7 +64,8 @@ def train(strategy: Strategy, topology: Topology, scheme: Scheme) -> list[dict[s
                     for path, shape in SHAPES.items()
                 }
             )
-            run.update(_applier(gradients, updated), list(gradients.values()), weights)
+            apply = _applier(gradients, updated)
+            run.update(Update(apply, list(gradients.values()), weights))
         return {path: variable.numpy() for path, variable in weights.items()}
 
     return ThreadComm.run(topology, work)
@@ -81,7 +82,7 @@ def _applier(
 
 
 @pytest.mark.parametrize("route", ["allreduce", "pipeline", "torus"])
-@pytest.mark.parametrize("strategy", list(filter(in_lock_step, EVERY)), ids=repr)
+@pytest.mark.parametrize("strategy", [one for one in EVERY if one.in_lock_step], ids=repr)
 def test_every_strategy_ends_with_the_weights_of_the_identity(
     strategy: Strategy, route: str
 ) -> None:

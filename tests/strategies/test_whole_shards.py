@@ -29,7 +29,7 @@ from tfcommx.optim.lars import LARS
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.strategies import Sharded, Shards
-from tfcommx.strategies.whole_shards import WholeShards, balance, lay_out_whole
+from tfcommx.strategies.whole_shards import WholeShards, lay_out_whole
 from tfcommx.terms import PlanError, Scheme, Topology
 
 K = keras.optimizers
@@ -231,11 +231,6 @@ def test_an_optimizer_without_state_is_saved_after_each_step() -> None:
         return found
 
     assert ThreadComm.run(Topology(2, 1), work) == [[1, 2], []]
-
-
-def test_longest_first() -> None:
-    assert balance([5, 5, 4, 4, 3, 3], 2) == [0, 1, 0, 1, 0, 1]
-    assert balance([1, 9, 2, 2, 4], 3) == [1, 0, 2, 2, 1]
 
 
 def test_the_vectors_hold_each_ranks_variables_side_by_side() -> None:

@@ -29,7 +29,7 @@ from tfcommx.optim.keras_internals import (
     plain_copy,
     require_shardable,
 )
-from tfcommx.strategies import Strategy, in_lock_step, strategy_of
+from tfcommx.strategies import Strategy, strategy_of
 from tfcommx.terms import AUTO, Links, Plan, PlanError, Profile, Scheme, Topology
 
 
@@ -118,7 +118,7 @@ def DistributedOptimizer(
     """
     _check_optimizer(optimizer)
     strategy = strategy_of(strategy)
-    if not in_lock_step(strategy) and getattr(_inner(optimizer), "use_ema", False):
+    if not strategy.in_lock_step and getattr(_inner(optimizer), "use_ema", False):
         raise PlanError(
             "The centre of elastic averaging is an average already. Received an optimizer with "
             "use_ema=True. Leave it out."

@@ -13,9 +13,9 @@
     >>> cx.strategies.Rebroadcast(every=5)
     Rebroadcast(every=5)
 
-To add one: write one file with a frozen dataclass that fulfils `base.Strategy`, whose fields are
-its options, and a subclass of `base.StrategyRun`, which itself is synchronous training; add a row
-to `STRATEGIES`; list it above.
+To add one: write one file with a frozen dataclass that inherits from `base.Strategy`, whose fields
+are its options, and a subclass of `base.StrategyRun`; both are synchronous training, and the new
+ones override what differs. Add a row to `STRATEGIES`; list it above.
 The laws in tests/strategies run over the table: after a step all ranks hold the same weights (or,
 if it lets them drift, become equal when it says so), and a mismatch between ranks is refused.
 """
@@ -24,12 +24,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from tfcommx.strategies.base import Strategy, StrategyRun, agree_on_strategy, in_lock_step
+from tfcommx.strategies.base import Strategy, StrategyRun, Update, agree_on_strategy
 from tfcommx.strategies.elastic_averaging import ElasticAveraging
 from tfcommx.strategies.elastic_run import ElasticRun
 from tfcommx.strategies.rebroadcast import Rebroadcast
 from tfcommx.strategies.root import Root
-from tfcommx.strategies.sharded import Sharded, ShardedRun
+from tfcommx.strategies.sharded import Sharded
+from tfcommx.strategies.sharded_run import ShardedRun
 from tfcommx.strategies.shards import Shards
 from tfcommx.strategies.synchronous import Synchronous
 from tfcommx.strategies.weight_averaging import WeightAveraging
@@ -57,9 +58,9 @@ __all__ = [
     "Strategy",
     "StrategyRun",
     "Synchronous",
+    "Update",
     "WeightAveraging",
     "agree_on_strategy",
-    "in_lock_step",
     "strategy_of",
 ]
 

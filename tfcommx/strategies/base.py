@@ -10,7 +10,7 @@ model.fit -> optimizer.apply -> run.exchange(gradients) -> Keras clips -> run.up
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import tensorflow as tf
 
@@ -20,10 +20,24 @@ from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.terms import Plan, PlanError
 
 
+class Update(NamedTuple):
+    """The update of one step, which a strategy lets this rank apply or not."""
+
+    # Applies `gradients` to the weights
+    apply: Callable[[], None]
+    # What `StrategyRun.exchange` returned, clipped by Keras
+    gradients: Sequence[tf.Tensor]
+    # Variable path -> variable, for exactly the variables of the plan
+    weights: Mapping[str, tf.Variable]
+    # What the optimizer keeps for each entry of the weights, such as momentum
+    state: Sequence[tf.Variable] = ()
+
+
 class StrategyRun:
     """A strategy at work on one plan: it may keep state of its own between steps.
 
-    What this class does is the identity, synchronous training.
+    What this class does is the identity, synchronous training. Methods that a step traces are graph
+    code, which AutoGraph must not convert, also in a caller's loop.
     """
 
     # Training steps for each that the executor counts
@@ -50,24 +64,12 @@ class StrategyRun:
         """Take note of the step's learning rate: residuals of gradients shrink as it rises."""
         self.executor.follow_rate(rate)
 
-    def update(
-        self,
-        apply: Callable[[], None],
-        gradients: Sequence[tf.Tensor],
-        weights: Mapping[str, tf.Variable],
-        state: Sequence[tf.Variable] = (),
-    ) -> None:
-        """Call `apply`, which updates the weights, if this rank does; share weights if it is time.
-
-        Args:
-            apply: applies `gradients` to the weights.
-            gradients: what `exchange` returned, clipped by Keras.
-            weights: variable path -> variable, for exactly the variables of the plan.
-            state: what the optimizer keeps for each entry of the weights, such as momentum.
+    def update(self, step: Update) -> None:
+        """Apply a step's update if this rank does; share the weights if it is time.
 
         **Ranks:** all.
         """
-        apply()
+        step.apply()
 
     def weights_are_equal(self) -> tf.Tensor | bool:
         """Tell whether all ranks have the same weights before this step; asked once a step."""
@@ -82,34 +84,29 @@ class StrategyRun:
 
 @runtime_checkable
 class Strategy(Protocol):
-    """What a user asks for: a frozen dataclass of options, equal (by its repr) on all ranks."""
+    """What a user asks for: a frozen dataclass of options, equal (by its repr) on all ranks.
 
-    @property
-    def keeps_weights_equal(self) -> bool:
-        """All ranks have the same weights, to the bit, in steps where the run says so."""
+    A strategy inherits from this class and says what differs.
+    """
 
-    @property
-    def updates_alike(self) -> bool:
-        """Every rank applies the same gradients to the same weights: ranks may share its parts."""
-
-    @property
-    def reduces_to_root(self) -> bool:
-        """The sums of gradients are needed on rank 0 alone: routes that can, reduce to it."""
-
-    @property
-    def shards_weights(self) -> bool:
-        """The optimizer updates this rank's shards of the weights, and keeps state for no more."""
+    # All ranks have the same weights, to the bit, in steps where the run says so
+    keeps_weights_equal: ClassVar[bool] = True
+    # Every rank applies the same gradients to the same weights: ranks may share that work
+    updates_alike: ClassVar[bool] = False
+    # The sums of gradients are needed on rank 0 alone: routes that can, reduce to it
+    reduces_to_root: ClassVar[bool] = False
+    # The optimizer updates this rank's shards of the weights, and keeps state for no more
+    shards_weights: ClassVar[bool] = False
+    # Ranks take every step together; otherwise each trains, and may end, by itself
+    in_lock_step: ClassVar[bool] = True
 
     def check(self, plan: Plan) -> None:
         """Refuse a plan that the strategy cannot work with. **Raises:** PlanError."""
+        require_sums_on_all_ranks(plan, self)
 
     def start(self, executor: PlanExecutor) -> StrategyRun:
         """Get ready for the steps of one plan. **Ranks:** all, outside of traced code."""
-
-
-def in_lock_step(strategy: object) -> bool:
-    """Tell whether the ranks take every step together, as with all but ElasticAveraging."""
-    return bool(getattr(strategy, "in_lock_step", True))
+        return StrategyRun(executor)
 
 
 def agree_on_strategy(strategy: Strategy, comm: Comm) -> None:

@@ -15,15 +15,16 @@ def broadcast_weights(weights: Mapping[str, tf.Variable], executor: PlanExecutor
 
     Args:
         weights: variable path -> variable, for exactly the variables of the plan.
-        executor: of the plan; the caller is in its `scope`.
+        executor: of the plan.
 
     **Ranks:** all. **Cost:** one broadcast a bucket, by messages if its route is one of messages.
     """
     whole = {path: tf.convert_to_tensor(variable) for path, variable in weights.items()}
     pieces = cut(whole, executor.plan)
     result: dict[str, tf.Tensor] = {}
-    for runner in executor.runners:
-        names = runner.bucket.variables
-        result |= zip(names, runner.broadcast([pieces[name] for name in names]), strict=True)
+    with executor.scope():
+        for runner in executor.runners:
+            names = runner.bucket.variables
+            result |= zip(names, runner.broadcast([pieces[name] for name in names]), strict=True)
     for path, value in join(result, whole).items():
         weights[path].assign(value)

@@ -31,7 +31,8 @@ import numpy as np
 from tfcommx.comm.base import Comm
 from tfcommx.comm.launcher import CENTRE_LAUNCH
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.strategies.elastic_run import CHIEF, ElasticRun, Exchanges
+from tfcommx.strategies.base import Strategy
+from tfcommx.strategies.elastic_run import CHIEF, ElasticRun
 from tfcommx.terms import MPI_LAUNCH, Plan, PlanError, check_name, check_whole
 from tfcommx.terms.checks import python_number
 
@@ -46,7 +47,7 @@ STATISTICS = ("average", "own")
 
 
 @dataclass(frozen=True)
-class ElasticAveraging:
+class ElasticAveraging(Strategy):
     """Train each rank by itself and pull it, every few steps, towards a centre that all share.
 
     >>> import tfcommx as cx
@@ -92,9 +93,6 @@ server='thread')
     server: str = "thread"
 
     keeps_weights_equal: ClassVar[bool] = False
-    updates_alike: ClassVar[bool] = False
-    reduces_to_root: ClassVar[bool] = False
-    shards_weights: ClassVar[bool] = False
     # Ranks take steps, and whole epochs, without each other
     in_lock_step: ClassVar[bool] = False
 
@@ -161,8 +159,8 @@ server='thread')
                 "blocking" if self.blocking else "delayed",
                 "" if self.blocking else " while learning rate x curvature is at most 1",
             )
-        exchanges = Exchanges(self.every, alpha, self.blocking, self.statistics == "average")
-        return ElasticRun(executor, exchanges, self.servers(comm))
+        averages = self.statistics == "average"
+        return ElasticRun(executor, self.servers(comm), alpha, self.every, self.blocking, averages)
 
     def servers(self, comm: Comm) -> list[int]:
         """Return the ranks that hold the centre, each a range of it."""

@@ -9,31 +9,17 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm.easgd_server import CentreServer, cut
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.strategies.base import StrategyRun
+from tfcommx.strategies.base import StrategyRun, Update
 from tfcommx.strategies.elastic_worker import END_SECONDS, Worker
 
 CHIEF = 0  # The rank whose weights the centre begins with
-
-
-class Exchanges(NamedTuple):
-    """How a rank exchanges weights with the centre."""
-
-    # Steps between two, >= 1
-    every: int
-    # The moving rate, > 0
-    alpha: float
-    # Wait for each force; False: go on, and apply it when it is there
-    blocking: bool
-    # Whether statistics such as batch norm's means are averaged at the end
-    averages_statistics: bool
 
 
 class ServerThread:
@@ -73,12 +59,28 @@ class ElasticRun(StrategyRun):
     """The strategy at work on one plan."""
 
     def __init__(
-        self, executor: PlanExecutor, exchanges: Exchanges, servers: Sequence[int]
+        self,
+        executor: PlanExecutor,
+        servers: Sequence[int],
+        alpha: float,
+        every: int,
+        blocking: bool,
+        averages_statistics: bool,
     ) -> None:
-        """Take the ranks that hold the centre, each a range of it, as `servers`."""
+        """Get ready; the exchange begins with the first step.
+
+        Args:
+            executor: of the plan.
+            servers: the ranks that hold the centre, each a range of it.
+            alpha: the moving rate, > 0.
+            every: steps between two exchanges, >= 1.
+            blocking: wait for each force; False: go on, and apply it when it is there.
+            averages_statistics: whether such as batch norm's means are averaged at the end.
+        """
         super().__init__(executor)
-        self._exchanges, self._servers = exchanges, servers
-        self._comm = executor.comm
+        self._comm, self._servers, self._alpha = executor.comm, servers, alpha
+        self._every, self._blocking = every, blocking
+        self._averages_statistics = averages_statistics
         self._weights: Mapping[str, tf.Variable] = {}
         self._worker: Worker | None = None
         # On a rank that holds a range of the centre
@@ -95,27 +97,20 @@ class ElasticRun(StrategyRun):
             self.executor.steps.assign_add(1)
         return dict(gradients)
 
-    # What follows is a graph already, also in a caller's loop.
     @tf.autograph.experimental.do_not_convert
-    def update(
-        self,
-        apply: Callable[[], None],
-        gradients: Sequence[tf.Tensor],
-        weights: Mapping[str, tf.Variable],
-        state: Sequence[tf.Variable] = (),
-    ) -> None:
+    def update(self, step: Update) -> None:
         """Apply this rank's update; exchange with the centre if it is time."""
         if self._comm.topology.size > 1 and not self._weights:
             with tf.init_scope():
-                self._open(weights)
-        apply()
+                self._open(step.weights)
+        step.apply()
         if self._comm.topology.size == 1:
             return
         with tf.device("/cpu:0"):
             # Steps as they are after this one, whose gradients they have waited for
             steps = self.executor.steps.read_value()
-            if self._exchanges.blocking:
-                tf.cond(steps % self._exchanges.every == 0, self._exchange_now, lambda: None)
+            if self._blocking:
+                tf.cond(steps % self._every == 0, self._exchange_now, lambda: None)
                 return
             receives, sends = tf.numpy_function(self._turn, [steps], [tf.bool, tf.bool])
             tf.cond(receives, self._receive, lambda: None)
@@ -148,7 +143,7 @@ class ElasticRun(StrategyRun):
     def _turn(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tell whether a force is applied in this step, and whether a snapshot is sent."""
         receives = self._worker.arrived()
-        sends = steps - self._sent_at >= self._exchanges.every
+        sends = steps - self._sent_at >= self._every
         sends = bool(sends and (receives or not self._worker.waits))
         if sends:
             self._sent_at = int(steps)
@@ -198,7 +193,7 @@ class ElasticRun(StrategyRun):
         if self._server is not None:
             self._server.start()
         if self._comm.rank == CHIEF:
-            self._worker.start(self._exchanges.alpha, self._flat().numpy())
+            self._worker.start(self._alpha, self._flat().numpy())
         self._comm.gather_objects("the centre is set")
         self._serve()
 
@@ -251,14 +246,14 @@ class ElasticRun(StrategyRun):
         if self._worker is None:
             return mine
         self._serve()  # Since the end before this rank may have exchanged nothing
-        final = self._worker.end(mine)
+        centre, averages = self._worker.end(mine)
         if self._server is not None:
             self._server.end()
         self._trains = False
-        for path, value in self._by_variable(final.centre).items():
+        for path, value in self._by_variable(centre).items():
             self._weights[path].assign(tf.cast(value, self._weights[path].dtype))
         self._comm.membership.forbid_leaving()
-        return final.statistics if self._exchanges.averages_statistics else mine
+        return averages if self._averages_statistics else mine
 
     def _by_variable(self, flat: np.ndarray) -> dict[str, np.ndarray]:
         parts = np.split(flat, np.cumsum(self._sizes())[:-1])

@@ -1,4 +1,4 @@
-"""A worker's side of elastic averaging: its messages to the servers that hold the centre.
+"""A worker of elastic averaging: its messages to the servers that hold the centre.
 
     one server      x = [ 0 ................... n )  --SNAPSHOT--> server       <--FORCE--
     several         x = [ 0 ... a ) [ a ... b ) [ b ... n )  a part to each, and one from each
@@ -13,7 +13,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -44,15 +43,6 @@ END_SECONDS = 2.0
 GRACE_SECONDS = 10.0
 AWAITED = {FORCE: "the force", CENTRE: "the other ranks to end their training"}
 EMPTY = np.zeros(0)
-
-
-class Final(NamedTuple):
-    """What all workers have at the end of a training."""
-
-    # float32 or float64 [entries]
-    centre: np.ndarray
-    # float64, the average over the workers
-    statistics: np.ndarray
 
 
 class Worker:
@@ -141,8 +131,8 @@ class Worker:
         (force,) = self._ask(SNAPSHOT, self._cut(snapshot), FORCE)
         return self._joined(force)
 
-    def end(self, statistics: np.ndarray) -> Final:
-        """Wait until all workers have ended their training; return the centre.
+    def end(self, statistics: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Wait until all workers have ended; return the centre and the average statistics.
 
         Args:
             statistics: float64, equally many on all workers; the first server averages them.
@@ -161,7 +151,7 @@ class Worker:
                 f"norm's means. Rank {self._rank} has {statistics.size}, others have more or less. "
                 "Build the same model on all ranks."
             )
-        return Final(self._joined(centre), average)
+        return self._joined(centre), average
 
     def stop(self) -> None:
         """End the waits of this process's threads: MPI is about to end."""

@@ -8,29 +8,26 @@ Algorithm 2. Routes of messages reduce to rank 0; others bring the sums to all r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import tensorflow as tf
 
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.strategies.base import StrategyRun
+from tfcommx.strategies.base import Strategy, StrategyRun, Update
 from tfcommx.strategies.broadcast_weights import broadcast_weights
 from tfcommx.terms import Plan, PlanError
 
 
 @dataclass(frozen=True)
-class Root:
+class Root(Strategy):
     """Let rank 0 alone apply the gradients and broadcast the weights after each step.
 
     The other ranks' momentum and the like stay as they began, and a checkpoint of rank 0 has the
     whole state. It costs more bytes than an allreduce; it saves the update on all ranks but one.
     """
 
-    keeps_weights_equal: ClassVar[bool] = True
-    updates_alike: ClassVar[bool] = False
-    shards_weights: ClassVar[bool] = False
     reduces_to_root: ClassVar[bool] = True
 
     def check(self, plan: Plan) -> None:
@@ -53,23 +50,16 @@ class RootRun(StrategyRun):
         super().__init__(executor)
         self._forced = ForcedExecution()
 
-    # What follows is a graph already, also in a caller's loop.
     @tf.autograph.experimental.do_not_convert
-    def update(
-        self,
-        apply: Callable[[], None],
-        gradients: Sequence[tf.Tensor],
-        weights: Mapping[str, tf.Variable],
-        state: Sequence[tf.Variable] = (),
-    ) -> None:
+    def update(self, step: Update) -> None:
         """Apply the update on rank 0 and broadcast the weights; elsewhere only take part."""
         if self.executor.comm.rank == 0:
-            apply()
+            step.apply()
             done = []
         else:
-            done = [self._forced.force(gradients)]
-        with tf.control_dependencies(done), self.executor.scope():
-            broadcast_weights(weights, self.executor)
+            done = [self._forced.force(step.gradients)]
+        with tf.control_dependencies(done):
+            broadcast_weights(step.weights, self.executor)
 
 
 class ForcedExecution:

@@ -22,7 +22,7 @@ from typing import ClassVar
 import tensorflow as tf
 
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.strategies.base import StrategyRun, require_sums_on_all_ranks
+from tfcommx.strategies.base import Strategy, StrategyRun, Update
 from tfcommx.terms import Plan, PlanError, check_name, check_whole
 
 SENDS = ("weights", "updates")
@@ -30,7 +30,7 @@ MOMENTUM = ("keep", "average", "reset")
 
 
 @dataclass(frozen=True)
-class WeightAveraging:
+class WeightAveraging(Strategy):
     """Update by each rank's own gradients; average the weights every some steps.
 
     Between averages the ranks' weights differ; at the end of an epoch, before an evaluation and
@@ -46,9 +46,6 @@ class WeightAveraging:
     # again from 0
     momentum: str = "keep"
 
-    updates_alike: ClassVar[bool] = False
-    shards_weights: ClassVar[bool] = False
-    reduces_to_root: ClassVar[bool] = False
     # In the steps that begin with an average; `WeightAveragingRun.weights_are_equal` says which
     keeps_weights_equal: ClassVar[bool] = True
 
@@ -59,7 +56,7 @@ class WeightAveraging:
 
     def check(self, plan: Plan) -> None:
         """Refuse what cannot carry weights: sums, selections, momentum. **Raises:** PlanError."""
-        require_sums_on_all_ranks(plan, self)
+        super().check(plan)
         if self.sends == "updates":
             return
         odd = next((one for one in plan.buckets if one.keeps_residual or one.momentum), None)
@@ -104,36 +101,29 @@ class WeightAveragingRun(StrategyRun):
         """Tell whether the last step ended with an average."""
         return self._options.every == 1 or tf.equal(self._steps.value(), 0)
 
-    # What follows is a graph already, also in a caller's loop.
     @tf.autograph.experimental.do_not_convert
-    def update(
-        self,
-        apply: Callable[[], None],
-        gradients: Sequence[tf.Tensor],
-        weights: Mapping[str, tf.Variable],
-        state: Sequence[tf.Variable] = (),
-    ) -> None:
+    def update(self, step: Update) -> None:
         """Apply the update of this rank; average if it is time."""
-        self._weights, self._state = weights, state
+        self._weights, self._state = step.weights, step.state
         every = self._options.every
         # Without data there is no step
-        with tf.control_dependencies(list(gradients)[-1:]):
+        with tf.control_dependencies(list(step.gradients)[-1:]):
             before = self._steps.read_value()
         if self._options.sends == "updates":
-            self._make_anchors(weights)
-            self._when(before, 0, self._set_anchors)
+            self._make_anchors(step.weights)
+            self._at_zero(before, self._set_anchors)
         with tf.control_dependencies([before]):
-            apply()
+            step.apply()
             after = self._steps.assign((before + 1) % every).read_value()
-        self._when(after, 0, self._average)
+        self._at_zero(after, self._average)
 
-    def _when(self, steps: tf.Tensor, value: int, work: Callable[[], None]) -> None:
-        """Do some work in the steps that have the value; in all if each step averages."""
+    def _at_zero(self, steps: tf.Tensor, work: Callable[[], None]) -> None:
+        """Do some work if a count of steps is 0: always if each step averages."""
         if self._options.every == 1:
             with tf.control_dependencies([steps]):
                 work()
         else:
-            tf.cond(tf.equal(steps, value), work, lambda: None)
+            tf.cond(tf.equal(steps, 0), work, lambda: None)
 
     def _make_anchors(self, weights: Mapping[str, tf.Variable]) -> None:
         if not self._anchors:

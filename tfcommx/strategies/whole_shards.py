@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm.base import Comm
+from tfcommx.runtime.balance import balance
 from tfcommx.strategies.shards import (
     Segment,
     Shards,
@@ -30,26 +31,6 @@ from tfcommx.strategies.shards import (
     sizes_of,
 )
 from tfcommx.terms import Plan, PlanError
-
-
-def balance(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Return who owns each variable: longest first, each to the rank that has least so far.
-
-    >>> balance([6, 4, 3, 1], ranks=2)
-    [0, 1, 1, 0]
-
-    Args:
-        sizes: of the variables, > 0.
-        ranks: >= 1; of those that have equally little the first.
-
-    **Source:** Graham, "Bounds on Multiprocessing Timing Anomalies" (1969): the rank that has most
-    has at most 4/3 of what it has in the best partition.
-    """
-    owners, loads = [0] * len(sizes), [0] * ranks
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        owners[place] = loads.index(min(loads))
-        loads[owners[place]] += sizes[place]
-    return owners
 
 
 def lay_out_whole(
