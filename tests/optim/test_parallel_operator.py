@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.kernels.norms import squared_norms
-from tfcommx.optim.parallel_operator import Choice, ParallelOperator, longest_first
+from tfcommx.optim.parallel_operator import ParallelOperator
+from tfcommx.optim.parallel_shares import Choice
 from tfcommx.optim.result_bytes import pack, size_bytes, unpack
 from tfcommx.terms import Link, Links, PlanError, Topology
 
@@ -194,16 +195,6 @@ def test_wrong_arguments_are_refused_in_words() -> None:
     on_ranks(Topology(1, 2), body)
     with pytest.raises(PlanError, match="Equally many slots"):
         ThreadComm.run(UNEVEN, lambda comm: operator(comm, OPS["norms"], group="node"))
-
-
-@settings(max_examples=100)
-@given(costs=st.lists(st.floats(0, 100), max_size=30), parts=st.integers(1, 8))
-def test_longest_first_deals_out_everything_and_evenly(costs: list[float], parts: int) -> None:
-    dealt = longest_first(costs, parts)
-    assert sorted(itertools.chain(*dealt)) == list(range(len(costs)))
-    loads = [sum(costs[i] for i in part) for part in dealt]
-    bound = max(sum(costs) / parts, max(costs, default=0))
-    assert max(loads) <= bound * (2 - 1 / parts) + 1e-9
 
 
 @settings(max_examples=30)

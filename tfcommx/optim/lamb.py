@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfcommx.optim.layerwise import EXCLUDED, LayerwiseOptimizer, check_fraction, check_positive
+from tfcommx.optim.layerwise import EXCLUDED, LayerwiseOptimizer, check_number
 
 
 @keras.saving.register_keras_serializable("tfcommx")
@@ -70,9 +70,9 @@ class LAMB(LayerwiseOptimizer):
         **keras_options: Any,
     ) -> None:
         super().__init__(learning_rate, weight_decay, exclude, norms, **keras_options)
-        self.beta_1 = check_fraction("beta_1", beta_1)
-        self.beta_2 = check_fraction("beta_2", beta_2)
-        self.epsilon = check_positive("epsilon", epsilon)
+        self.beta_1 = check_number("beta_1", beta_1, "in [0, 1)")
+        self.beta_2 = check_number("beta_2", beta_2, "in [0, 1)")
+        self.epsilon = check_number("epsilon", epsilon, "above 0")
         self.decay_in_ratio = bool(decay_in_ratio)
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
@@ -106,7 +106,7 @@ class LAMB(LayerwiseOptimizer):
             updates.append(update)
         ratios = self.ratios(
             positions,
-            [tf.convert_to_tensor(variable) for variable in variables],
+            variables,
             updates,
             lambda weight, update, _: weight / update,
         )

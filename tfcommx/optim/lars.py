@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfcommx.kernels.lars import lars_update, lars_update_definition
 from tfcommx.optim.keras_internals import compiled_by_xla
-from tfcommx.optim.layerwise import EXCLUDED, LayerwiseOptimizer, check_fraction, check_positive
+from tfcommx.optim.layerwise import EXCLUDED, LayerwiseOptimizer, check_number
 
 
 @keras.saving.register_keras_serializable("tfcommx")
@@ -67,9 +67,9 @@ class LARS(LayerwiseOptimizer):
         **keras_options: Any,
     ) -> None:
         super().__init__(learning_rate, weight_decay, exclude, norms, **keras_options)
-        self.momentum = check_fraction("momentum", momentum)
+        self.momentum = check_number("momentum", momentum, "in [0, 1)")
         self.nesterov = bool(nesterov)
-        self.trust_coefficient = check_positive("trust_coefficient", trust_coefficient)
+        self.trust_coefficient = check_number("trust_coefficient", trust_coefficient, "above 0")
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Make a momentum for each variable."""
@@ -89,7 +89,7 @@ class LARS(LayerwiseOptimizer):
         trust = self.trust_coefficient
         ratios = self.ratios(
             positions,
-            [tf.convert_to_tensor(variable) for variable in variables],
+            variables,
             gradients,
             lambda weight, gradient, decay: trust * weight / (gradient + decay * weight),
         )

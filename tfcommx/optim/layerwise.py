@@ -11,12 +11,18 @@ import tensorflow as tf
 
 from tfcommx.kernels.norms import squared_norms, squared_norms_definition
 from tfcommx.optim.keras_internals import UpdatesTogether, compiled_by_xla
-from tfcommx.optim.parallel_operator import MODES, parallel_operator
+from tfcommx.optim.parallel_operator import parallel_operator
+from tfcommx.optim.parallel_shares import MODES
 from tfcommx.optim.variable_names import path_of
 from tfcommx.terms import PlanError, check_name
 
 # Biases, and the scales and offsets of normalisation: few, near 0 or 1, and not scale-free.
 EXCLUDED = ("*bias", "*gamma", "*beta", "*scale")
+RANGES: dict[str, Callable[[float], bool]] = {
+    "in [0, 1)": lambda value: 0 <= value < 1,
+    "above 0": lambda value: value > 0,
+    ">= 0": lambda value: value >= 0,
+}
 
 
 class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
@@ -50,7 +56,7 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
                 "`exclude` must be a list of patterns of variable paths, such as "
                 f"{list(EXCLUDED)}. Received {exclude!r}."
             )
-        _check_from_zero("weight_decay", weight_decay or 0.0)
+        check_number("weight_decay", weight_decay or 0.0, ">= 0")
         super().__init__(learning_rate=learning_rate, weight_decay=weight_decay, **keras_options)
         self.exclude, self.norms = tuple(exclude), norms
 
@@ -79,7 +85,7 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
     def ratios(
         self,
         positions: Sequence[int],
-        weights: Sequence[tf.Tensor],
+        variables: Sequence[tf.Variable],
         updates: Sequence[tf.Tensor],
         formula: Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor],
     ) -> tf.Tensor:
@@ -87,7 +93,7 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
 
         Args:
             positions: of the variables, among those that the optimizer was built for.
-            weights: their values.
+            variables: the weights.
             updates: what the ratio compares them with, of the same shapes.
             formula: (norms of the weights, norms of the updates, weight decay of each) -> the
                 ratios where both norms are above 0; they are 1 elsewhere.
@@ -100,6 +106,7 @@ class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
         mine = [i for i, position in enumerate(positions) if self.adapted[position]]
         if not mine:
             return tf.ones([len(positions)])
+        weights = {i: tf.convert_to_tensor(variables[i]) for i in mine}
         pairs = [(_for_norms(weights[i]), _for_norms(updates[i])) for i in mine]
         if self.norms == "local" or not shares_norms(self):
             squares = _squares(pairs)
@@ -125,23 +132,11 @@ def shares_norms(optimizer: keras.optimizers.Optimizer) -> bool:
     return exchanger.settings.strategy.updates_alike
 
 
-def check_fraction(what: str, value: float) -> float:
-    """Return a number in [0, 1). **Raises:** PlanError."""
-    if not isinstance(value, int | float) or not 0 <= value < 1:
-        raise PlanError(f"`{what}` must be a number in [0, 1). Received {value!r}.")
+def check_number(what: str, value: float, wanted: str) -> float:
+    """Return a number in the range that is `wanted`, a key of RANGES. **Raises:** PlanError."""
+    if not isinstance(value, int | float) or not RANGES[wanted](value):
+        raise PlanError(f"`{what}` must be a number {wanted}. Received {value!r}.")
     return float(value)
-
-
-def check_positive(what: str, value: float) -> float:
-    """Return a number above 0. **Raises:** PlanError."""
-    if not isinstance(value, int | float) or not value > 0:
-        raise PlanError(f"`{what}` must be a number above 0. Received {value!r}.")
-    return float(value)
-
-
-def _check_from_zero(what: str, value: float) -> None:
-    if not isinstance(value, int | float) or not value >= 0:
-        raise PlanError(f"`{what}` must be a number >= 0. Received {value!r}.")
 
 
 def _squares(pairs: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> tf.Tensor:

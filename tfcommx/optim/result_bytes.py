@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 HEAD = 512  # Bytes of the head: the text of an error, padded with zeros; all zeros: none
+
+
+def computed(
+    op: Callable[[list[Any]], Sequence[tf.Tensor]], items: list[Any], width: int, rank: int
+) -> tf.Tensor:
+    """Compute op of a share's items; return head and results, uint8 [HEAD + width].
+
+    Operation by operation: a compiled function inside of an operation of the step would wait for
+    threads that the step may keep, forever.
+    """
+    try:
+        results = list(op(items)) if items else []
+        return tf.concat([head_of(""), pack(results, width)], axis=0)
+    except Exception as error:  # Whatever it is, all ranks must hear of it
+        text = f"op failed on rank {rank}: {type(error).__name__}: {error}"
+        return tf.concat([head_of(text), tf.zeros([width], tf.uint8)], axis=0)
 
 
 def size_bytes(spec: tf.TensorSpec) -> int:
