@@ -106,7 +106,7 @@ def dry() -> None:
 
     dry_run._phase = phase
     dry_run.dry_run(recipe(), ROOT / "dry", steps=3)
-    turns = seen[0].turns
+    turns = seen[0].rounds
     assert turns.chosen is not None, turns.steps
     taken = sum(int(one.steps.numpy()) for one in seen[0].executors)
     # The trial in the first phase, and one update after it; then what is timed in both
@@ -120,7 +120,7 @@ if comm.rank == 0:
 comm.gather_objects("written")
 dry()
 first = run(Position(4, 3))
-assert isinstance(first, TrialExecutor) and first.turns.chosen is not None
+assert isinstance(first, TrialExecutor) and first.rounds.chosen is not None
 assert choices() == ["choice"]
 second = run(None)
 assert isinstance(second, PlanExecutor) and second.plan == first.plan

@@ -1,11 +1,13 @@
 """What a wrapped optimizer knows of the other ranks; kept out of Keras's variables.
 
-Each part has a life of its own:
+                wrap      first step       SwitchScheme      restore
+    optimizer   |==================================================>  `settings`, `names`, `guard`,
+                |                                                     `requested` (schemes -> plans)
+                |                                                     `carried` (between plans)
+    a plan                |================|=================|=====>  `runs`: the strategy at work
+    a step                | | | | | | | | | | | | | | | | | | | | |   `step`: whose gradients come
 
-    the optimizer's     settings, names, guard, `requested` (schemes -> plan), `carried` (residuals
-                        between plans)
-    a plan's            `runs`: the strategy at work on the plan of one set of variables
-    a step's            `step`: whose gradients come next, and whether they were exchanged
+What is one strategy's or one plan's own belongs to its run, or to the run's executor.
 """
 
 from __future__ import annotations
@@ -21,15 +23,15 @@ import tensorflow as tf
 from tfcommx.comm.base import Comm
 from tfcommx.optim.carried_state import CarriedState
 from tfcommx.optim.exchange_settings import ExchangeSettings
-from tfcommx.optim.finite_agreement import FiniteAgreement
 from tfcommx.optim.keras_internals import StepUnderWay, compiled_by_xla, traced_batch
 from tfcommx.optim.requested_plan import RequestedPlan
 from tfcommx.optim.sharding import Sharding
 from tfcommx.optim.variable_names import VariableNames
+from tfcommx.optim.watched_sum import WatchedSum
 from tfcommx.runtime.rates import highest
 from tfcommx.runtime.replica_guard import ReplicaGuard
 from tfcommx.runtime.residuals import PlanState, Residuals, sum_residuals
-from tfcommx.strategies import StrategyRun, agree_on_strategy, in_lock_step
+from tfcommx.strategies import StrategyRun, Update, agree_on_strategy
 from tfcommx.terms import PlanError, Scheme
 
 log = logging.getLogger("tfcommx")
@@ -46,7 +48,7 @@ class Exchanger:
         self.names = VariableNames()
         self.requested = RequestedPlan(comm, schemes, settings, self.names)
         # Whether all ranks take every step together
-        self.in_lock_step = in_lock_step(settings.strategy)
+        self.in_lock_step = settings.strategy.in_lock_step
         every = settings.check_replicas_every if self.in_lock_step else None
         self.guard = ReplicaGuard(comm, every, settings.strategy.keeps_weights_equal)
         self.carried = CarriedState()
@@ -54,7 +56,7 @@ class Exchanger:
         self.reduce_for_pickle: Callable[..., tuple[Any, ...]] | None = None
         # How an outer LossScaleOptimizer decides: "none" is there, "local" (alone) or "agreed"
         self.loss_scale = "none"
-        self._finite = FiniteAgreement(comm)
+        self._not_finite = WatchedSum(comm, "finite", "the agreement on finite gradients")
         # The shards of a strategy that has them, from the optimizer's build on
         self.sharding: Sharding | None = None
         # Names of a set of variables -> the strategy at work on their plan
@@ -65,6 +67,164 @@ class Exchanger:
     def ranks(self) -> int:
         """The number of ranks."""
         return self.comm.topology.size
+
+    def switch(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
+        """Exchange by other schemes from now on; what was not sent yet is sent under the new ones.
+
+        Velocities continue under the new schemes, their sum over the ranks conserved; under schemes
+        without momentum they wait until others with momentum follow. Functions that were traced
+        before must be traced again (the callback SwitchScheme does it).
+
+        **Ranks:** all, between the same two steps. **Raises:** PlanError for a scheme that cannot
+        be carried out.
+        """
+        self.requested.check(schemes)
+        if not self.in_lock_step:
+            raise PlanError(
+                "A change of scheme needs ranks that exchange gradients. Received one with "
+                f"{self.settings.strategy}. Leave SwitchScheme out."
+            )
+        self.consolidate()
+        self.carried.residuals = self.residuals_outside_plans()
+        for state in self._running():
+            self.carried.add_plan(state)
+        self._drop_runs()
+        self.requested.replace(schemes)
+
+    def continue_from(
+        self, residuals: Residuals, velocities: Residuals, restored: list[PlanState], rate: int
+    ) -> None:
+        """Keep what a checkpoint holds in place of what is kept here; traffic goes on."""
+        self._drop_runs()
+        self.carried.rate_exponent = rate
+        self.carried.residuals, self.carried.velocities = residuals, velocities
+        self.carried.restored = restored
+
+    def traffic(self) -> dict[str, float]:
+        """Return the bytes between nodes of this process so far, and of plain Horovod.
+
+        The latter is what it would have sent for the same steps.
+        """
+        dense = sum(
+            run.steps_per_exchange * run.executor.dense_bytes_between_nodes()
+            for run in self.runs.values()
+        )
+        return {
+            "bytes_between_nodes": self.comm.traffic().between,
+            "bytes_between_nodes_dense": self.carried.dense_bytes + dense,
+        }
+
+    # --- Plans, one for each set of variables -----------------------------------------------
+
+    def run_for(self, variables: Sequence[keras.Variable]) -> StrategyRun:
+        """Return the strategy at work on the plan of these variables; start it if it is new."""
+        names = tuple(self.names.of(variables))
+        if names not in self.runs:
+            ahead = self.requested.expected_run
+            if not ahead.whole_run:
+                self.requested.expected_run = ahead._replace(batch=traced_batch() or ahead.batch)
+            with tf.init_scope():  # Also while a step is traced: planning is done once, for real.
+                self._take_from_overlapping(set(names))
+                self._take_from_predecessors(variables)
+                self.runs[names] = self._start(variables, names)
+        return self.runs[names]
+
+    def _start(self, variables: Sequence[keras.Variable], names: tuple[str, ...]) -> StrategyRun:
+        """Plan, agree, and take over what waits for these variables. **Ranks:** all."""
+        agree_on_strategy(self.settings.strategy, self.comm)
+        executor = self.requested.executor_of(variables)
+        self.carried.move_into(
+            executor, lambda: highest(self.comm.gather_objects(self.highest_rate()))
+        )
+        run = self.settings.strategy.start(executor)
+        if self.sharding is not None:
+            self.sharding.attach(run, self.names.of(self.sharding.variables))
+        return run
+
+    def _take_from_overlapping(self, names: set[str]) -> None:
+        """Take what other plans keep of these variables: another plan exchanges their gradients."""
+        for others, run in self.runs.items():
+            if names & set(others):
+                log.warning(
+                    "Gradients of another set of variables are exchanged from now on: %r, for "
+                    "example, was added or removed. All ranks must change alike, or they wait for "
+                    "each other.",
+                    sorted(names ^ set(others))[0],
+                )
+                self.carried.add(*run.executor.export_residuals(names))
+
+    def _take_from_predecessors(self, variables: Sequence[keras.Variable]) -> None:
+        """Take residuals over from optimizers that exchanged these variables' gradients before.
+
+        Their velocities stay: a new optimizer begins with none.
+        """
+        found = [getattr(variable, "tfcommx_exchanger", None) for variable in variables]
+        for predecessor in {id(one): one for one in found}.values():
+            if predecessor not in (None, self):
+                rates = [self.carried.rate_exponent, predecessor.highest_rate()]
+                self.carried.rate_exponent = highest(rates)
+                handed = predecessor.export_residuals(variables)
+                mine = dict(zip(map(id, variables), self.names.of(variables), strict=True))
+                self.carried.add({mine[key]: part for key, part in handed.items()}, {})
+        for variable in variables:
+            variable.tfcommx_exchanger = self
+
+    def export_residuals(self, variables: Sequence[keras.Variable]) -> dict[int, np.ndarray]:
+        """Return, by id of the variable, what is not sent yet of these variables; forget it here.
+
+        **Ranks:** all, outside of traced code.
+        """
+        names = dict(zip(self.names.of(variables), map(id, variables), strict=True))
+        parts = [run.executor.export_residuals(set(names))[0] for run in self.runs.values()]
+        parts.append(self.carried.take_residuals(set(names)))
+        return {names[name]: part for name, part in sum_residuals(parts).items()}
+
+    def _drop_runs(self) -> None:
+        """Forget all plans: their steps still count, and other trials do not wait for theirs."""
+        self.carried.dense_bytes = self.traffic()["bytes_between_nodes_dense"]
+        self.carried.rate_exponent = self.highest_rate()
+        for run in self.runs.values():
+            self.comm.trials.leave(run.executor)
+        self.runs = {}
+
+    def consolidate(self) -> None:
+        """Make the weights whole and equal. **Ranks:** all, outside of traced code."""
+        for run in self.runs.values():
+            run.consolidate()
+
+    def weights_of(self, variables: Sequence[keras.Variable]) -> dict[str, tf.Variable]:
+        """Return name -> TensorFlow's variable."""
+        values = [one if isinstance(one, tf.Variable) else one.value for one in variables]
+        return dict(zip(self.names.of(variables), values, strict=True))
+
+    def plan_states(self) -> list[PlanState]:
+        """Return the state of every plan on this rank, also of restored ones."""
+        return self._running() + self.carried.restored
+
+    def _running(self) -> list[PlanState]:
+        return [state for run in self.runs.values() for state in run.executor.states()]
+
+    def all_residuals(self) -> Residuals:
+        """Return what this rank has not sent yet, over all plans."""
+        kept = (state.residuals_by_variable() for state in self.plan_states())
+        return sum_residuals([self.residuals_outside_plans(), *kept])
+
+    def residuals_outside_plans(self) -> Residuals:
+        """Return what this rank has not sent yet and no plan keeps."""
+        waiting = [run.executor.waiting() for run in self.runs.values()]
+        return sum_residuals([self.carried.residuals, *waiting])
+
+    def all_velocities(self) -> Residuals:
+        """Return this rank's part of the velocities, over all plans."""
+        kept = [state.velocities_by_variable() for state in self.plan_states()]
+        return sum_residuals([self.carried.velocities, *kept])
+
+    def highest_rate(self) -> int:
+        """Return the exponent of the highest learning rate so far, or UNKNOWN."""
+        kept = [*(run.executor for run in self.runs.values()), *self.carried.restored, self.carried]
+        return highest(one.rate_exponent for one in kept)
+
+    # --- A step ------------------------------------------------------------------------------
 
     @tf.autograph.experimental.do_not_convert
     def prepare_step(
@@ -133,17 +293,18 @@ class Exchanger:
         **Ranks:** all.
         """
         weights = self.weights_of(self.step.variables)
-        self.run_for(self.step.variables).update(apply, gradients, weights, state)
+        self.run_for(self.step.variables).update(Update(apply, gradients, weights, state))
 
-    def consolidate(self) -> None:
-        """Make the weights whole and equal. **Ranks:** all, outside of traced code."""
-        for run in self.runs.values():
-            run.consolidate()
+    @tf.autograph.experimental.do_not_convert
+    def finite_on_all_ranks(self, finite: tf.Tensor) -> tf.Tensor:
+        """Tell whether `finite` (bool) holds on every rank, if ranks take their steps together.
 
-    def weights_of(self, variables: Sequence[keras.Variable]) -> dict[str, tf.Variable]:
-        """Return name -> TensorFlow's variable."""
-        values = [one if isinstance(one, tf.Variable) else one.value for one in variables]
-        return dict(zip(self.names.of(variables), values, strict=True))
+        **Ranks:** all. **Cost:** one allreduce of 4 bytes.
+        """
+        if self.ranks == 1 or not self.in_lock_step:
+            return finite
+        mine = tf.reshape(tf.cast(tf.logical_not(finite), tf.float32), [1])
+        return tf.equal(self._not_finite(mine)[0], 0)
 
     @tf.autograph.experimental.do_not_convert
     def check_exchange_ran(self, optimizer: str) -> None:
@@ -156,157 +317,3 @@ class Exchanger:
                 f"another one in this version, {keras.__version__}. Wrap one of Keras's, or one "
                 "for each part of the model in a training step of your own."
             )
-
-    @tf.autograph.experimental.do_not_convert
-    def finite_on_all_ranks(self, finite: tf.Tensor) -> tf.Tensor:
-        """Tell whether `finite` (bool) holds on every rank, if ranks take their steps together.
-
-        **Ranks:** all. **Cost:** one allreduce of 4 bytes.
-        """
-        if self.ranks == 1 or not self.in_lock_step:
-            return finite
-        return self._finite.everywhere(finite)
-
-    def switch(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
-        """Exchange by other schemes from now on; what was not sent yet is sent under the new ones.
-
-        Velocities continue under the new schemes, their sum over the ranks conserved; under schemes
-        without momentum they wait until others with momentum follow. Functions that were traced
-        before must be traced again (the callback SwitchScheme does it).
-
-        **Ranks:** all, between the same two steps. **Raises:** PlanError for a scheme that cannot
-        be carried out.
-        """
-        self.requested.check(schemes)
-        if not self.in_lock_step:
-            raise PlanError(
-                "A change of scheme needs ranks that exchange gradients. Received one with "
-                f"{self.settings.strategy}. Leave SwitchScheme out."
-            )
-        self.consolidate()
-        self.carried.residuals = self.residuals_outside_plans()
-        for state in self._running():
-            self.carried.add_plan(state)
-        self._drop_runs()
-        self.requested.replace(schemes)
-
-    def continue_from(
-        self, residuals: Residuals, velocities: Residuals, restored: list[PlanState], rate: int
-    ) -> None:
-        """Keep what a checkpoint holds in place of what is kept here; traffic goes on."""
-        self._drop_runs()
-        self.carried.rate_exponent = rate
-        self.carried.residuals, self.carried.velocities = residuals, velocities
-        self.carried.restored = restored
-
-    def _drop_runs(self) -> None:
-        """Forget all plans: their steps still count, and other trials do not wait for theirs."""
-        self.carried.dense_bytes = self.traffic()["bytes_between_nodes_dense"]
-        self.carried.rate_exponent = self.highest_rate()
-        for run in self.runs.values():
-            self.comm.trials.leave(run.executor)
-        self.runs = {}
-
-    def all_residuals(self) -> Residuals:
-        """Return what this rank has not sent yet, over all plans."""
-        kept = (state.residuals_by_variable() for state in self.plan_states())
-        return sum_residuals([self.residuals_outside_plans(), *kept])
-
-    def residuals_outside_plans(self) -> Residuals:
-        """Return what this rank has not sent yet and no plan keeps."""
-        waiting = [run.executor.waiting() for run in self.runs.values()]
-        return sum_residuals([self.carried.residuals, *waiting])
-
-    def all_velocities(self) -> Residuals:
-        """Return this rank's part of the velocities, over all plans."""
-        kept = [state.velocities_by_variable() for state in self.plan_states()]
-        return sum_residuals([self.carried.velocities, *kept])
-
-    def plan_states(self) -> list[PlanState]:
-        """Return the state of every plan on this rank, also of restored ones."""
-        return self._running() + self.carried.restored
-
-    def highest_rate(self) -> int:
-        """Return the exponent of the highest learning rate so far, or UNKNOWN."""
-        kept = [*(run.executor for run in self.runs.values()), *self.carried.restored, self.carried]
-        return highest(one.rate_exponent for one in kept)
-
-    def _running(self) -> list[PlanState]:
-        return [state for run in self.runs.values() for state in run.executor.states()]
-
-    def traffic(self) -> dict[str, float]:
-        """Return the bytes between nodes of this process so far, and of plain Horovod.
-
-        The latter is what it would have sent for the same steps.
-        """
-        dense = sum(
-            run.steps_per_exchange * run.executor.dense_bytes_between_nodes()
-            for run in self.runs.values()
-        )
-        return {
-            "bytes_between_nodes": self.comm.traffic().between,
-            "bytes_between_nodes_dense": self.carried.dense_bytes + dense,
-        }
-
-    def run_for(self, variables: Sequence[keras.Variable]) -> StrategyRun:
-        """Return the strategy at work on the plan of these variables; start it if it is new."""
-        names = tuple(self.names.of(variables))
-        if names not in self.runs:
-            ahead = self.requested.expected_run
-            if not ahead.whole_run:
-                self.requested.expected_run = ahead._replace(batch=traced_batch() or ahead.batch)
-            with tf.init_scope():  # Also while a step is traced: planning is done once, for real.
-                self._take_from_overlapping(set(names))
-                self._take_from_predecessors(variables)
-                self.runs[names] = self._start(variables, names)
-        return self.runs[names]
-
-    def _take_from_overlapping(self, names: set[str]) -> None:
-        """Take what other plans keep of these variables: another plan exchanges their gradients."""
-        for others, run in self.runs.items():
-            if names & set(others):
-                log.warning(
-                    "Gradients of another set of variables are exchanged from now on: %r, for "
-                    "example, was added or removed. All ranks must change alike, or they wait for "
-                    "each other.",
-                    sorted(names ^ set(others))[0],
-                )
-                self.carried.add(*run.executor.export_residuals(names))
-
-    def _take_from_predecessors(self, variables: Sequence[keras.Variable]) -> None:
-        """Take residuals over from optimizers that exchanged these variables' gradients before.
-
-        Their velocities stay: a new optimizer begins with none.
-        """
-        found = [getattr(variable, "tfcommx_exchanger", None) for variable in variables]
-        for predecessor in {id(one): one for one in found}.values():
-            if predecessor not in (None, self):
-                rates = [self.carried.rate_exponent, predecessor.highest_rate()]
-                self.carried.rate_exponent = highest(rates)
-                handed = predecessor.export_residuals(variables)
-                mine = dict(zip(map(id, variables), self.names.of(variables), strict=True))
-                self.carried.add({mine[key]: part for key, part in handed.items()}, {})
-        for variable in variables:
-            variable.tfcommx_exchanger = self
-
-    def export_residuals(self, variables: Sequence[keras.Variable]) -> dict[int, np.ndarray]:
-        """Return, by id of the variable, what is not sent yet of these variables; forget it here.
-
-        **Ranks:** all, outside of traced code.
-        """
-        names = dict(zip(self.names.of(variables), map(id, variables), strict=True))
-        parts = [run.executor.export_residuals(set(names))[0] for run in self.runs.values()]
-        parts.append(self.carried.take_residuals(set(names)))
-        return {names[name]: part for name, part in sum_residuals(parts).items()}
-
-    def _start(self, variables: Sequence[keras.Variable], names: tuple[str, ...]) -> StrategyRun:
-        """Plan, agree, and take over what waits for these variables. **Ranks:** all."""
-        agree_on_strategy(self.settings.strategy, self.comm)
-        executor = self.requested.executor_of(variables)
-        self.carried.move_into(
-            executor, lambda: highest(self.comm.gather_objects(self.highest_rate()))
-        )
-        run = self.settings.strategy.start(executor)
-        if self.sharding is not None:
-            self.sharding.attach(run, self.names.of(self.sharding.variables))
-        return run

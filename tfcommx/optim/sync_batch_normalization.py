@@ -11,8 +11,8 @@ import keras
 import tensorflow as tf
 
 from tfcommx.comm import process
-from tfcommx.comm.base import Comm
 from tfcommx.optim.keras_internals import OwnMoments
+from tfcommx.optim.watched_sum import WatchedSum
 
 
 @keras.saving.register_keras_serializable("tfcommx")
@@ -60,26 +60,31 @@ class SyncBatchNormalization(OwnMoments):
     variance of channels with a large mean.
     """
 
-    # Its collectives: made by the first call in training, on all ranks alike
-    _sums: _Sums | None = None
+    # Its collectives, of the forward and the backward pass
+    _statistics: WatchedSum | None = None
+    _gradient: WatchedSum | None = None
 
     def moments(
         self, inputs: tf.Tensor, axes: list[int], mask: tf.Tensor | None
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the mean and variance of each channel over all ranks. **Ranks:** all."""
-        if self._sums is None:
-            self._sums = _Sums(process.current(), self.path)
-        sums, counted = self._sums, None
+        if self._statistics is None:
+            comm = process.current()
+            self._statistics, self._gradient = (
+                WatchedSum(comm, name, f"the {name} of {self.path!r}")
+                for name in ("statistics", "gradient")
+            )
+        statistics, sum_gradient, counted = self._statistics, self._gradient, None
         if mask is not None:
             mask = tf.cast(mask, tf.bool)[..., tf.newaxis]
             counted = tf.broadcast_to(mask, tf.shape(inputs))
 
         @tf.custom_gradient
         def over_ranks(values: tf.Tensor):
-            count, mean, variance = _over_ranks(values, axes, counted, sums)
+            count, mean, variance = _over_ranks(values, axes, counted, statistics)
 
             def gradient(of_mean: tf.Tensor, of_variance: tf.Tensor) -> tf.Tensor:
-                both = sums.sum(tf.stack([of_mean, of_variance]), "gradient")
+                both = sum_gradient(tf.stack([of_mean, of_variance]))
                 both = tf.math.divide_no_nan(both, tf.cast(count, both.dtype))
                 of_mean, of_variance = (_along(one, values, axes) for one in tf.unstack(both))
                 result = of_mean + 2 * of_variance * (values - _along(mean, values, axes))
@@ -90,28 +95,8 @@ class SyncBatchNormalization(OwnMoments):
         return over_ranks(inputs)
 
 
-class _Sums:
-    """Sums over the ranks, which the stall watch can name."""
-
-    def __init__(self, comm: Comm, layer: str) -> None:
-        # Not the layer's name: Keras numbers layers, also those that one rank makes alone.
-        self._comm, self._scope = comm, comm.own_scope()
-        self._waits = {
-            what: comm.progress.of_exchange([f"the {what} of {layer!r}"], counted=False)
-            for what in ("statistics", "gradient")
-        }
-
-    def sum(self, mine: tf.Tensor, what: str) -> tf.Tensor:
-        """Return the sum over all ranks of "statistics", or of their "gradient"."""
-        number = self._waits[what].begin([mine])
-        with self._comm.scope(self._scope):
-            total = self._comm.allreduce(mine, "world", what)
-        self._waits[what].end(0, [total], number)
-        return total
-
-
 def _over_ranks(
-    values: tf.Tensor, axes: list[int], counted: tf.Tensor | None, sums: _Sums
+    values: tf.Tensor, axes: list[int], counted: tf.Tensor | None, statistics: WatchedSum
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Return how many entries of a channel count, float64, and their mean and variance."""
     if counted is None:
@@ -124,7 +109,7 @@ def _over_ranks(
         variance = tf.math.divide_no_nan(tf.reduce_sum(away**2, axes), count)
     count, mean, variance = (tf.cast(one, tf.float64) for one in (count, mean, variance))
     flat = tf.concat([count, count * mean, count * (variance + mean**2)], axis=0)
-    flat = sums.sum(flat, "statistics")
+    flat = statistics(flat)
     channels = mean.shape[0]
     count, total, squares = tf.split(flat, [count.shape[0], channels, channels])
     mean = tf.math.divide_no_nan(total, count)

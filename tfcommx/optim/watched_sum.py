@@ -1,4 +1,4 @@
-"""FiniteAgreement: do all ranks have finite gradients? For loss scaling, which skips steps."""
+"""WatchedSum: a small sum over the ranks within a step, which the stall watch can name."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ import tensorflow as tf
 from tfcommx.comm.base import Comm
 
 
-class FiniteAgreement:
-    """One small collective a step, in a scope of its own, that the stall watch knows."""
+class WatchedSum:
+    """One sum over all ranks, in a scope of its own.
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm, self._scope = comm, ""
-        self._waits = comm.progress.of_exchange(["the agreement on finite gradients"], False)
+    Args:
+        comm: of this rank.
+        name: of the collective.
+        what: is summed, for people.
+    """
 
-    def everywhere(self, finite: tf.Tensor) -> tf.Tensor:
-        """Tell whether `finite` (bool) holds on every rank.
+    def __init__(self, comm: Comm, name: str, what: str) -> None:
+        self._comm, self._name = comm, name
+        # Taken by the first sum, which all ranks compute; one rank alone may make an optimizer
+        self._scope = ""
+        self._waits = comm.progress.of_exchange([what], counted=False)
 
-        **Ranks:** all. **Cost:** one allreduce of 4 bytes.
-        """
-        bad = tf.reshape(tf.cast(tf.logical_not(finite), tf.float32), [1])
+    def __call__(self, mine: tf.Tensor) -> tf.Tensor:
+        """Return the sum over all ranks. **Ranks:** all. **Cost:** one allreduce."""
+        number = self._waits.begin([mine])
         self._scope = self._scope or self._comm.own_scope()
-        number = self._waits.begin([bad])
         with self._comm.scope(self._scope):
-            bad = self._comm.allreduce(bad, "world", "finite")
-        self._waits.end(0, [bad], number)
-        return tf.equal(bad[0], 0)
+            total = self._comm.allreduce(mine, "world", self._name)
+        self._waits.end(0, [total], number)
+        return total

@@ -9,14 +9,9 @@ from typing import Any
 import keras
 
 from tfcommx.comm import process
-from tfcommx.optim.checkpoint.files import (
-    read_heads,
-    why_not_writable,
-)
+from tfcommx.optim.checkpoint.files import read_heads, why_not_writable
 from tfcommx.optim.checkpoint.saving import save
-from tfcommx.optim.wrapped import (
-    wrapped_optimizers,
-)
+from tfcommx.optim.wrapped import wrapped_optimizers
 from tfcommx.terms import PlanError, check_whole
 
 

@@ -10,12 +10,8 @@ import keras
 import numpy as np
 
 from tfcommx.comm import process
-from tfcommx.optim.checkpoint.files import (
-    residuals_name,
-)
-from tfcommx.optim.checkpoint.records import (
-    read_own,
-)
+from tfcommx.optim.checkpoint.files import residuals_name
+from tfcommx.optim.checkpoint.records import read_own
 from tfcommx.optim.checkpoint.restoring import last
 from tfcommx.optim.keras_internals import statistics_of
 

@@ -10,23 +10,10 @@ import keras
 import numpy as np
 
 from tfcommx.comm import process
-from tfcommx.optim.checkpoint.files import (
-    Head,
-    model_name,
-    read_heads,
-    residuals_name,
-)
-from tfcommx.optim.checkpoint.records import (
-    OptimizerRecord,
-    read_residuals,
-)
+from tfcommx.optim.checkpoint.files import Head, model_name, read_heads, residuals_name
+from tfcommx.optim.checkpoint.records import OptimizerRecord, read_residuals
 from tfcommx.optim.keras_internals import seed_generators, unlisted
-from tfcommx.optim.wrapped import (
-    accumulated,
-    agree_on_names,
-    exchanger_in,
-    wrapped_optimizers,
-)
+from tfcommx.optim.wrapped import accumulated, agree_on_names, exchanger_in, wrapped_optimizers
 from tfcommx.runtime.rates import highest
 from tfcommx.runtime.residuals import sum_residuals
 from tfcommx.terms import PlanError

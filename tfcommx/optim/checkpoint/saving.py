@@ -31,14 +31,9 @@ from tfcommx.optim.checkpoint.files import (
     residuals_name,
     write_head,
 )
-from tfcommx.optim.checkpoint.records import (
-    write_residuals,
-)
+from tfcommx.optim.checkpoint.records import write_residuals
 from tfcommx.optim.step_boundary import consolidate
-from tfcommx.optim.wrapped import (
-    trains_alone,
-    wrapped_optimizers,
-)
+from tfcommx.optim.wrapped import trains_alone, wrapped_optimizers
 
 
 def save(
@@ -75,20 +70,28 @@ def save(
     for optimizer in wrapped_optimizers(model):
         consolidate(optimizer)
     if here.rank == 0:
-        part = folder / f".{model_name(number)}"
-        model.save(part)
-        put_in_place(part, folder / model_name(number))
+        _write_model(model, folder / model_name(number))
     write_residuals(model, folder / residuals_name(number, here.rank))
     here.gather_objects("written")
+    older = _older(heads[0], keep)
     # One rank of each node: the folder may be the node's own.
-    before = heads[0]
-    older = () if before is None else (before._replace(older=()), *before.older)[: keep - 1]
     if here.rank % here.topology.slots == 0:
         head = Head(number, epoch, here.topology.size, step, steps, notes or {}, older)
         write_head(head, folder, here.rank)
     here.gather_objects("named")
     kept = {number, *(one.save for one in older)}
     remove_other_saves(folder, kept, here.rank, here.topology.size)
+
+
+def _write_model(model: keras.Model, path: Path) -> None:
+    part = path.with_name(f".{path.name}")
+    model.save(part)
+    put_in_place(part, path)
+
+
+def _older(before: Head | None, keep: int) -> tuple[Head, ...]:
+    """Return the saves that are kept beside the new one, the newest first."""
+    return () if before is None else (before._replace(older=()), *before.older)[: keep - 1]
 
 
 def _save_centre(model: keras.Model, folder: Path, head: Head, keep: int) -> None:
@@ -103,11 +106,9 @@ def _save_centre(model: keras.Model, folder: Path, head: Head, keep: int) -> Non
     folder.mkdir(parents=True, exist_ok=True)
     before = read_own_head(folder)
     number = 0 if before is None else before.save + 1
-    older = () if before is None else (before._replace(older=()), *before.older)[: keep - 1]
+    older = _older(before, keep)
     with with_centre(model):
-        part = folder / f".{model_name(number)}"
-        model.save(part)
-        put_in_place(part, folder / model_name(number))
+        _write_model(model, folder / model_name(number))
         write_residuals(model, folder / residuals_name(number, 0))
         write_head(head._replace(save=number, older=older), folder, 0)
     remove_other_saves(folder, {number, *(one.save for one in older)}, 0, 1)
