@@ -1,4 +1,4 @@
-"""Quiet start-up: environment variables for TensorFlow and Horovod, and TensorFlow's import."""
+"""What the commands set before TensorFlow and Horovod are loaded, and how they load TensorFlow."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from tfcommx.comm.rank_lines import without_start_up_messages
 
 
 def quiet_tensorflow() -> None:
-    """Silence messages of TensorFlow and absl; call it before they are loaded.
+    """Let TensorFlow and absl print no messages while they run; call it before they are loaded.
 
-    Child processes inherit it: horovodrun loads TensorFlow too. Errors still come as exceptions. A
-    TF_CPP_MIN_LOG_LEVEL of the user stays.
+    Processes that are started from here inherit it: horovodrun loads TensorFlow too. Errors still
+    come as exceptions. If the user has set TF_CPP_MIN_LOG_LEVEL, that level stays.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
 def load_tensorflow() -> None:
-    """Import TensorFlow without its start-up messages, and without garbage collection.
+    """Import TensorFlow without its start-up messages, and without garbage collection meanwhile.
 
-    Where oneDNN is on by default, TensorFlow announces it at any log level. Other output of the
-    import is shown afterwards. Collecting garbage among the 300,000 objects that the import makes,
-    and keeps, would take a sixth of its time.
+    On processors where oneDNN is on by default it says so whatever the level is. What else is
+    written meanwhile, by any thread, is shown afterwards. Looking for garbage among the 300,000
+    objects that the import makes, and keeps, would be a sixth of its time.
     """
     if "tensorflow" in sys.modules or sys.stderr is None:
         return
@@ -47,8 +47,8 @@ def load_tensorflow() -> None:
 
 
 def quiet_horovod() -> None:
-    """Silence Horovod's messages about a dead rank; the launcher names that rank.
+    """Let Horovod print no messages of its own if a rank is gone; the launcher names that rank.
 
-    A HOROVOD_LOG_LEVEL of the user stays.
+    If the user has set HOROVOD_LOG_LEVEL, that level stays.
     """
     os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")

@@ -7,6 +7,7 @@ Starting (no TensorFlow, except horovod and init)
     launcher             what horovodrun, mpirun and the user's TFCOMMX_... variables say
     cluster_environment  what srun and torchrun say of a process
     rendezvous           make a Gloo launch of processes that these have started
+    mpi_start            end the ranks that wait in MPI's start for one that does not come
     init                 init(): from all of this to a running Horovod
     process              the process's own Comm: rank(), size(), ...
 

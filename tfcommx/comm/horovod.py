@@ -12,13 +12,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfcommx.comm.base import Comm
-from tfcommx.comm.launcher import Launcher, check_alone, gloo_store
+from tfcommx.comm.launcher import Launcher, check_alone, gloo_store, rendezvous_seconds
 from tfcommx.comm.point_to_point import PointToPoint
 from tfcommx.terms import PlanError, Topology, Traffic
 
 # The release that is tested; its private functions are used.
 HOROVOD = "0.28."
-# How long a rank waits for the others before Horovod starts
+# How long ranks wait for each other before Horovod starts; TFCOMMX_RENDEZVOUS_SECONDS overrides it
 RENDEZVOUS_SECONDS = 60
 
 
@@ -37,7 +37,8 @@ def gloo_hosts(here: Launcher) -> list[str]:
     found = gloo_store()
     store = (found.address, found.port, "tfcommx_hosts")
     http_client.put_data_into_kvstore(*store, str(here.rank), found.host)
-    hosts, deadline = [], time.monotonic() + RENDEZVOUS_SECONDS
+    seconds = rendezvous_seconds(RENDEZVOUS_SECONDS)
+    hosts, deadline = [], time.monotonic() + seconds
     while len(hosts) < here.size:
         late = time.monotonic() > deadline
         try:
@@ -49,7 +50,7 @@ def gloo_hosts(here: Launcher) -> list[str]:
             if late:
                 raise PlanError(
                     f"Rank {len(hosts)} of {here.size} has not called init() within "
-                    f"{RENDEZVOUS_SECONDS} s "
+                    f"{seconds:g} s "
                     f"(seen from rank {here.rank}). Does every rank call tfcommx.init()?"
                 ) from error
             time.sleep(max(0.02, here.size / 500))  # All together at most 500 reads a second.

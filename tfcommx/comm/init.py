@@ -74,6 +74,8 @@ def init(
     if launcher.launcher().kind == "environment":
         rendezvous.join(cluster_environment.cluster_environment())
     here = launcher.launcher()
+    if here.kind == "mpi":
+        mpi.start()
     topology = _topology(here, node_size)
     _keep_one_gpu(here)
     comm = horovod.HorovodComm(here, topology, _messages(here, watch_seconds is not None))

@@ -99,7 +99,7 @@ def message_timeout(default: float) -> float:
 
 
 def rendezvous_seconds(default: float) -> float:
-    """Return how long ranks that srun or torchrun has started wait for each other.
+    """Return how long ranks wait for each other at the start.
 
     **Raises:** PlanError for what is no number > 0.
     """

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from tfcommx.comm.launcher import launcher, message_timeout
+from tfcommx.comm.launcher import launcher, message_timeout, rendezvous_seconds
+from tfcommx.comm.mpi_start import limited
 
 log = logging.getLogger("tfcommx")
 
@@ -20,27 +21,38 @@ log = logging.getLogger("tfcommx")
 TIMEOUT_SECONDS = 50.0
 # With a watch it gives up later: the watch reports missing ranks, so a late one is only busy.
 WATCHED_SECONDS = 6 * 3600.0
+# Until all ranks have started MPI; TFCOMMX_RENDEZVOUS_SECONDS overrides it
+START_SECONDS = 600.0
 
 
 @functools.cache
 def _communicators() -> tuple[Any, Any]:
     """Return that of the ranks that train, and theirs with the process that holds a centre.
 
-    **Ranks:** all processes of the launch, once.
+    **Ranks:** all processes of the launch, once. One that others wait for longer than
+    START_SECONDS makes them end, and is named.
     """
-    from mpi4py import MPI
-
     here = launcher()
+    with limited(here.rank, here.local_rank, here.size, rendezvous_seconds(START_SECONDS)):
+        from mpi4py import MPI
+
     if not here.centre:
         return MPI.COMM_WORLD, None
     return MPI.COMM_WORLD.Split(here.rank == here.size), MPI.COMM_WORLD.Dup()
 
 
+def start() -> None:
+    """Start MPI with full thread support, which Horovod then shares and leaves running.
+
+    **Ranks:** all processes of an MPI launch, before Horovod starts.
+    """
+    _communicators()
+
+
 def mpi_hosts() -> list[str]:
     """Return every rank's host name, in rank order.
 
-    **Ranks:** all ranks of an MPI launch, before Horovod starts. mpi4py starts MPI with full thread
-    support, which Horovod then shares and leaves running.
+    **Ranks:** all ranks of an MPI launch, after `start`.
     """
     from mpi4py import MPI
 

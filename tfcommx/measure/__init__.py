@@ -1,1 +1,1 @@
-"""Measures what plans and simulations need: links, the engine, a model's layers, its exchange."""
+"""What a plan is made from, measured: the links of the cluster."""

@@ -1,4 +1,4 @@
-"""Reads YAML into checked settings; an error names its place in the file and the nearest key."""
+"""Reading YAML: settings, unknown keys, error messages with their place."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ from pydantic import (
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot be run; the message names the place in the file."""
+    """A recipe that cannot be carried out; the message names the place in the file."""
 
 
 class YamlLoader(yaml.SafeLoader):
-    """Reads 1e-3 as a number and refuses repeated keys, as YAML 1.2 does and PyYAML does not."""
+    """Read YAML in which 1e-3 is a number and no key comes twice.
+
+    As YAML 1.2 has it; PyYAML alone takes 1e-3 for text, and the last one of equal keys counts.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -43,7 +46,7 @@ YamlLoader.add_implicit_resolver(
 
 
 def refuse_unknown(given: Iterable[str], known: Sequence[str], what: str = "key") -> None:
-    """Check that all words are known. **Raises:** ValueError with the nearest known word."""
+    """Check that all given words are known. **Raises:** ValueError with the nearest known word."""
     for word in given:
         if word not in known:
             near = difflib.get_close_matches(str(word), known, n=1, cutoff=0.5)
@@ -52,7 +55,7 @@ def refuse_unknown(given: Iterable[str], known: Sequence[str], what: str = "key"
 
 
 class Part(BaseModel):
-    """Base of all parts of a recipe: frozen, validated, without unknown keys."""
+    """A part of a recipe: frozen, checked, without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -70,15 +73,18 @@ def member_of(
     own: type[BaseModel] | None = None,
     by_name: bool = False,
 ) -> PlainValidator:
-    """Return the annotation of a field that holds one member of a family.
+    """Make the annotation of a field that holds one member of a family.
 
     In YAML it is a mapping with the member's `name` and its settings: `{name: sgd, momentum: 0}`.
 
     Args:
         table: the members, `Part`s, by name.
-        default: name of the member if the mapping has none.
-        own: class for a user's own name, `module:function`; None: such names are refused.
-        by_name: whether to accept a bare name, for the member with default settings.
+        default: name of the member that is meant if none is given.
+        own: what a name with a colon, `module:function`, is read into; None: it is refused.
+        by_name: whether a bare name is taken too, for the member with its usual settings.
+
+    Returns:
+        A validator that reads the mapping into the member's class.
     """
 
     def read(value: Any) -> Any:
@@ -97,10 +103,10 @@ def member_of(
         try:
             return kind.model_validate(value)
         except ValidationError as error:
-            # `error_lines` describes each error with its place
+            # `error_lines` describes each of them, with its place
             raise ValueError(str(error)) from error
 
-    # For the JSON schema: what `read` accepts
+    # For the JSON schema: what `read` takes
     accepted: list[Any] = [*table.values(), *([own] if own else [])]
     if by_name:
         accepted.append(Literal[tuple(table)])
@@ -108,11 +114,11 @@ def member_of(
 
 
 def change(tree: dict[str, Any], setting: str) -> None:
-    """Apply a setting such as `a.0.b=value` to the tree.
+    """Carry out `a.0.b=value` in place.
 
     Args:
-        tree: contents of the YAML file.
-        setting: keys and positions joined by dots, `=`, and the new value as YAML.
+        tree: what the YAML file holds.
+        setting: keys and positions, joined by dots; `=`; the new value, as YAML.
 
     **Raises:** RecipeError if the tree has no such place, or the value is not YAML.
     """
@@ -138,11 +144,14 @@ def change(tree: dict[str, Any], setting: str) -> None:
 
 
 def error_lines(error: ValidationError, place: str = "") -> list[str]:
-    """Return a line `place: what was required. Received ...` for each wrong setting.
+    """Describe pydantic's errors, each as `place: what was required. Received ...`.
 
     Args:
         error: what pydantic raised.
         place: of the part that it was raised for; empty: the whole recipe.
+
+    Returns:
+        One line for each wrong setting, those of the members included.
     """
     lines: list[str] = []
     for detail in error.errors():

@@ -1,1 +1,1 @@
-"""Trains what a recipe describes: the loop over phases, timing, history, saving, dry runs."""
+"""Carries a recipe out: train, timing, evaluation, history, learning rate."""

@@ -1,7 +1,8 @@
-"""English messages of programs and their German translations, from Debian packages.
+"""English messages of programs and their German translations, out of Debian's packages.
 
-Gettext catalogues hold messages that people wrote and translated: labels, errors, help. They do not
-teach general German, but they are real text, and available where nothing else is.
+Gettext's catalogues hold messages and translations that people wrote: short texts, error messages,
+help. Nothing that such sentences teach is general German; they are real, and can be had where
+nothing else can.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from tfcommx.recipes.base import Data, DataError, Place
+from tfcommx.recipes.base import Data, Place
 from tfcommx.recipes.datasets import debian
-from tfcommx.recipes.datasets.translations import Translations
+from tfcommx.recipes.datasets.idx import DataError
+from tfcommx.recipes.datasets.texts import Translations
 
 PACKAGES = (
     "coreutils",
@@ -34,13 +36,13 @@ ONE_IN = 40
 
 
 def catalogue_pairs(path: Path) -> Iterator[tuple[str, str]]:
-    """Return the messages of one catalogue with their translations, cleaned.
+    """Return the messages of one catalogue and their translations, cleaned.
 
-    Messages without translation, without letters or with several lines are left out.
+    Left out is what is not translated, and what has no letters or several lines.
     """
     with open(path, "rb") as file:
         try:
-            # The module has no public list of messages
+            # Gettext has no other way to list what it read
             messages = gettext.GNUTranslations(file)._catalog
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(
@@ -48,8 +50,8 @@ def catalogue_pairs(path: Path) -> Iterator[tuple[str, str]]:
             ) from error
     for key, translation in messages.items():
         if isinstance(key, tuple) and key[1]:
-            continue  # (message, number): plural forms; the singular is number 0
-        # A context stands before the message
+            continue  # (message, number): what stands for one comes as number 0
+        # Contexts stand before the message
         message = str(key[0] if isinstance(key, tuple) else key).rpartition("\x04")[2]
         source, target = (_cleaned(text) for text in (message, str(translation)))
         if source and target and source != target and re.search("[a-z]{2}", source):
@@ -62,7 +64,7 @@ def _cleaned(text: str) -> str:
     if "\n" in text:
         return ""
     if text.count("_") == 1:
-        # Marks a menu's shortcut; identifiers have more
+        # The mark of a menu's letter, not part of an identifier
         text = text.replace("_", "")
     return " ".join(text.split())
 
@@ -82,6 +84,7 @@ class CataloguePairs:
         self.key = key_of(("catalogues", test, *self.pairs))
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
+        """Return the pairs."""
         return iter(self.pairs)
 
 
@@ -93,13 +96,13 @@ class Catalogues(Translations):
     """Messages of programs, English to German, out of some of Debian's packages."""
 
     name: Literal["catalogues"] = "catalogues"
-    # Of the catalogues; None: they are downloaded
+    # Where the catalogues are; None: fetched
     folder: Path | None = None
 
     def fetch(self) -> Path:
-        """Return the folder of the catalogues; download them if they are not on this machine.
+        """Return the folder of the catalogues; fetch them first if they are not on this machine.
 
-        **Raises:** DataError if that fails.
+        **Raises:** DataError if they cannot be had.
         """
         target = self.folder or Path.home() / ".cache" / "tfcommx" / "catalogues-de"
         if target.is_dir():
@@ -122,5 +125,6 @@ class Catalogues(Translations):
         return target
 
     def build(self, place: Place) -> Data:
+        """Open the messages on this rank; they are fetched first if need be."""
         folder = self.fetch()
         return self.open(CataloguePairs(folder, False), CataloguePairs(folder, True), place)

@@ -1,4 +1,4 @@
-"""Downloads and unpacks Debian packages, without root and without installing them."""
+"""Files out of Debian's packages, without root and without installing them."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfcommx.recipes.base import DataError
+from tfcommx.recipes.datasets.idx import DataError
 
 # Longest wait for one command that downloads, seconds
 DOWNLOAD_SECONDS = 120
 
 
 def unpack(packages: Sequence[str], work: Path) -> Path:
-    """Download packages, and unpack them in the empty folder `work`.
+    """Download packages and unpack them.
 
-    The machine's package lists are tried first, then fresh ones.
+    The machine's package lists are tried first, then lists of our own.
+
+    Args:
+        packages: their names.
+        work: an empty folder.
 
     Returns:
         The folder that stands for `/`.
 
-    **Raises:** DataError if that fails.
+    **Raises:** DataError if they cannot be had.
     """
     for tool in ("apt-get", "dpkg"):
         if shutil.which(tool) is None:
@@ -46,7 +50,10 @@ def unpack(packages: Sequence[str], work: Path) -> Path:
 
 
 def run(command: Sequence[str], folder: Path) -> str:
-    """Run a command in `folder`; return its output. **Raises:** DataError with its last line."""
+    """Run a command in `folder`; return its output.
+
+    **Raises:** DataError with the last line of the output.
+    """
     try:
         done = subprocess.run(
             command,

@@ -1,4 +1,4 @@
-"""Classification of pictures."""
+"""Classification: one class for each picture."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
 
 class Classify(Part):
-    """Classify pictures."""
+    """Name the class of a picture."""
 
     name: Literal["classify"] = "classify"
-    # Part of the target that is spread over all classes: keeps the network from overconfidence
+    # Part of the target that is spread over all classes: keeps the network from being too sure
     label_smoothing: float = Field(0.0, ge=0, lt=1)
 
     def build(self, data: Data) -> Classification:
+        """Return the classification into the classes of these samples."""
         return Classification(data.inputs, len(data.classes), self.label_smoothing)
 
 
@@ -40,7 +41,7 @@ class Classification:
 
     @property
     def counted(self) -> str:
-        """Unit of a batch's size."""
+        """What a batch's size counts."""
         return "images"
 
     @property
@@ -67,10 +68,10 @@ class Classification:
         return batches.map(lambda pictures, labels: (pictures, tf.one_hot(labels, self.outputs)))
 
     def scorer(self, model: keras.Model) -> Scorer:
-        """Return a function that computes `test_accuracy` and, above 5 classes, `test_top5`.
+        """Return what counts the pictures of which the model names the class.
 
-        It counts the pictures whose label has the largest logit, or one of the five largest. Counts
-        are summed exactly.
+        Its scores are `test_accuracy` (the largest logit is that of the label) and, with more than
+        5 classes, `test_top5` (one of the five largest is). Counts are summed exactly.
         """
         import numpy as np
         import tensorflow as tf

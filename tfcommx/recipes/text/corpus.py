@@ -1,4 +1,4 @@
-"""Encoded pairs of sentences, in files that all ranks of a node map into memory."""
+"""Pairs of sentences as numbers, in files that all ranks of a node map into memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Protocol
 import numpy as np
 
 from tfcommx.data.sources.base import key_of
-from tfcommx.recipes.base import DataError
+from tfcommx.recipes.datasets.idx import DataError
 from tfcommx.recipes.text.vocabulary import Vocabulary, learn
 
 # Pairs that are encoded together
 CHUNK = 10_000
-# Version of the files
+# Of what is kept: raised if it changes
 FORMAT = 2
 
 
@@ -36,17 +36,19 @@ class Pairs(Protocol):
 
 @dataclass(frozen=True)
 class Sentences:
-    """Sentences of different length, one after the other in one array."""
+    """Sentences of different length, one behind the other."""
 
-    # int32, the word numbers of all sentences
+    # int32, the numbers of all sentences
     words: np.ndarray
-    # int64 [n + 1], where each sentence begins, and the end of the last
+    # int64 [n + 1], where each begins and the last one ends
     starts: np.ndarray
 
     def __len__(self) -> int:
+        """Return how many sentences there are."""
         return len(self.starts) - 1
 
     def __getitem__(self, number: int) -> np.ndarray:
+        """Return the words of a sentence."""
         return self.words[self.starts[number] : self.starts[number + 1]]
 
     @property
@@ -66,15 +68,15 @@ class Corpus:
 def open_corpora(
     train: Pairs, test: Pairs, size: int, folder: Path
 ) -> tuple[Vocabulary, Corpus, Corpus]:
-    """Learn the vocabulary and encode all pairs, or open the files of an earlier run.
+    """Learn the vocabulary and encode all pairs, or open what was kept.
 
     Args:
         train: the vocabulary is learnt from both of its languages.
         test: pairs for evaluation.
         size: of the vocabulary.
-        folder: of vocabulary and encoded pairs, on a disk of the node.
+        folder: where vocabulary and numbers are kept, on a disk of the node.
 
-    **Ranks:** all; the first one of a node does the work while the others wait.
+    **Ranks:** every rank calls it; the first one of a node does the work, the others wait for it.
     **Raises:** DataError if there are no pairs.
     """
     kept = folder / key_of((FORMAT, train.key, test.key, size))[:20]
@@ -96,7 +98,7 @@ def open_corpora(
 def _encode(
     pairs: Iterable[tuple[str, str]], vocabulary: Vocabulary, kept: Path, name: str
 ) -> None:
-    """Encode all pairs into files; their folder appears whole, by a rename."""
+    """Write the numbers of all pairs; the folder appears whole, by a rename."""
     words: tuple[list[np.ndarray], ...] = ([], [])
     lengths: tuple[list[int], ...] = ([], [])
     remaining = iter(pairs)
@@ -134,7 +136,7 @@ def _write(path: Path, content: bytes) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold a lock that one process of the machine can have."""
+    """Let one process of the machine in at a time."""
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""A vocabulary of word pieces, which SentencePiece learns from text."""
+"""A vocabulary of word pieces, learnt from text by SentencePiece."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ def sentencepiece() -> Any:
 
 
 def learn(lines: Iterable[str], size: int) -> bytes:
-    """Learn a vocabulary, and return it in SentencePiece's format; deterministic.
+    """Learn a vocabulary; the same lines give the same one.
 
     Args:
         lines: of all languages that share it.
         size: word pieces, the four marks included; fewer if the text has fewer.
+
+    Returns:
+        The vocabulary, as SentencePiece keeps it.
 
     **Source:** Sennrich, Haddow, Birch, "Neural Machine Translation of Rare Words with Subword
     Units" (2016): byte pair encoding.
@@ -42,7 +45,7 @@ def learn(lines: Iterable[str], size: int) -> bytes:
         hard_vocab_limit=False,
         model_type="bpe",
         character_coverage=1.0,
-        # BLEU compares with the sentences as they were written
+        # A translation is compared with sentences as they are
         normalization_rule_name="identity",
         pad_id=PADDING,
         unk_id=UNKNOWN,
@@ -74,7 +77,7 @@ class Vocabulary:
         return tuple(self._pieces.id_to_piece(number) for number in range(self.size))
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Return the numbers of each text's word pieces, END last."""
+        """Return the numbers of each text's word pieces, with END."""
         return [[*numbers, END] for numbers in self._pieces.encode(texts)]
 
     def decode(self, numbers: Sequence[int]) -> str:

@@ -1,7 +1,7 @@
-"""The checks of `tfcommx doctor` on one host, without starting ranks. They print nothing.
+"""What `tfcommx doctor` finds out about one host, without starting ranks. It prints nothing.
 
-Each check returns one finding. Checks take the facts as arguments, so that tests can try each of
-their answers.
+Each probe looks at one thing and returns what it found; a probe of what a machine may lack in
+several ways takes the facts as arguments, so that each of its answers can be tried.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ class Finding(NamedTuple):
     name: str
     # "ok", "warning" or "failed"
     state: str
+    # What was found
     what: str
-    # What to do about it; empty if nothing
+    # What to do about it; nothing if it is well
     remedy: str = ""
 
 
 def here() -> list[Finding]:
-    """Check this host. **Cost:** some tenths of a second; TensorFlow is not loaded."""
-    checks: tuple[Callable[[], Finding], ...] = (
+    """Look at this host. **Cost:** some tenths of a second; TensorFlow is not loaded."""
+    probes: tuple[Callable[[], Finding], ...] = (
         lambda: packages(versions(), _requirements()),
         lambda: launchers({name: find_program(name) for name in ("horovodrun", "mpirun", "srun")}),
         lambda: host_name(socket.gethostname(), _address),
@@ -50,14 +51,19 @@ def here() -> list[Finding]:
         lambda: gpus(gpu_names()),
         lambda: shared_memory(*_shared_memory()),
     )
-    return [check() for check in checks]
+    return [probe() for probe in probes]
 
 
 def packages(found: Mapping[str, str], required: Iterable[str]) -> Finding:
-    """Compare installed versions with requirements such as "keras<3.16,>=3.15"."""
+    """Compare the installed versions with those that tfcommx needs.
+
+    Args:
+        found: name -> version, as `versions` returns them.
+        required: as package metadata write it, such as "keras<3.16,>=3.15".
+    """
     what = ", ".join(f"{name} {version}" for name, version in found.items())
     wrong = [f"{name} is missing" for name, version in found.items() if version == "not installed"]
-    if wrong:  # Horovod brings `packaging`
+    if wrong:  # Horovod brings what the rest of this needs
         return Finding("versions", FAILED, f"{what}: {'; '.join(wrong)}", SET_UP)
     from packaging.requirements import Requirement
 
@@ -79,7 +85,11 @@ def packages(found: Mapping[str, str], required: Iterable[str]) -> Finding:
 
 
 def launchers(found: Mapping[str, str | None]) -> Finding:
-    """Report the launchers and their paths, None for a missing one."""
+    """Say which launchers there are.
+
+    Args:
+        found: name -> path; None if there is none.
+    """
     what = ", ".join(path if path else f"no {name}" for name, path in found.items())
     if not found["horovodrun"]:
         return Finding("launchers", FAILED, what, f"Horovod's launcher is required. {SET_UP}")
@@ -91,7 +101,7 @@ def launchers(found: Mapping[str, str | None]) -> Finding:
 
 
 def host_name(name: str, address_of: Callable[[str], str | None]) -> Finding:
-    """Check that this host's own name resolves."""
+    """Look this host's own name up."""
     address = address_of(name)
     if address is None:
         remedy = f"Gloo needs it, and crashes without. Add a line `127.0.1.1 {name}` to /etc/hosts."
@@ -100,7 +110,11 @@ def host_name(name: str, address_of: Callable[[str], str | None]) -> Finding:
 
 
 def interfaces(addresses: Mapping[str, list[str]]) -> Finding:
-    """Report the addresses, by interface, at which other hosts may reach this one."""
+    """Say which addresses other hosts may reach this one by.
+
+    Args:
+        addresses: interface -> its addresses.
+    """
     outside = {name: found for name, found in addresses.items() if name != "lo" and found}
     what = ", ".join(f"{name} {' '.join(found)}" for name, found in outside.items())
     if not outside:
@@ -110,7 +124,12 @@ def interfaces(addresses: Mapping[str, list[str]]) -> Finding:
 
 
 def native_library(facts: Mapping[str, str], tensorflow: str) -> Finding:
-    """Compare the native library's build facts, empty without one, with TensorFlow's version."""
+    """Compare the native library with the installed TensorFlow.
+
+    Args:
+        facts: what the build noted; empty if there is no library.
+        tensorflow: the version that is installed.
+    """
     name = "native library"
     if os.environ.get("TFCOMMX_NATIVE", "1") == "0":
         remedy = "Plain TensorFlow does its work, more slowly. Unset TFCOMMX_NATIVE."
@@ -125,7 +144,12 @@ def native_library(facts: Mapping[str, str], tensorflow: str) -> Finding:
 
 
 def instructions(machine: str, flags: set[str]) -> Finding:
-    """Report the instruction set that the native library uses on this processor."""
+    """Say which of its codes the native library chooses on this processor.
+
+    Args:
+        machine: such as "x86_64".
+        flags: what the processor can do, as the kernel calls it.
+    """
     if {"avx512bw", "avx512vl"} <= flags:
         return Finding("instructions", OK, "AVX-512")
     if {"avx2", "f16c"} <= flags:
@@ -135,12 +159,16 @@ def instructions(machine: str, flags: set[str]) -> Finding:
 
 
 def gpus(found: list[str]) -> Finding:
-    """Report the driver's GPUs; the exchange checks whether TensorFlow and NCCL use them."""
+    """Say which GPUs the driver has; the exchange says whether TensorFlow and NCCL use them."""
     return Finding("GPUs", OK, ", ".join(found) or "none: ranks compute on CPUs")
 
 
 def shared_memory(size: int, free: int) -> Finding:
-    """Report the room for a data cache, which lives in /dev/shm, in bytes."""
+    """Say how large a data cache may become: it lives in /dev/shm.
+
+    Args:
+        size, free: bytes.
+    """
     what = f"/dev/shm has {size / 1e9:.1f} GB, of which {free / 1e9:.1f} GB are free"
     if free < LEAST_SHARED_BYTES:
         remedy = "The data cache needs it. Start a container with a larger one (docker run "
@@ -158,7 +186,7 @@ def _requirements() -> list[str]:
 
 
 def find_program(name: str) -> str | None:
-    """Find a program as a launch would: beside Python, then in PATH."""
+    """Find a program where the launch would: beside Python, then in PATH."""
     return shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
 
 
@@ -181,7 +209,7 @@ def _addresses() -> dict[str, list[str]]:
 
 
 def is_here(host: str) -> bool:
-    """Return whether a name or an address is this host's own."""
+    """Tell whether a name or an address is this host's own."""
     own = {address for found in _addresses().values() for address in found}
     return host == socket.gethostname() or _address(host) in own
 
