@@ -16,12 +16,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from drawing import case
 from launching import ROOT, WORKERS
+from virtual_cluster import wait_until, why_not
 
 SCRIPT = str(ROOT / "scripts" / "cluster")
 WORKER = str(WORKERS / "cluster.py")
@@ -33,18 +34,6 @@ ENVIRONMENT = {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     "PYTHONPATH": str(ROOT),
 }
-
-
-def why_not() -> str:
-    """Return the reason why there can be no cluster here; empty if there can."""
-    missing = [tool for tool in ("ip", "tc", "unshare", "hostname") if not shutil.which(tool)]
-    if missing:
-        return f"a virtual cluster needs {', '.join(missing)}"
-    if os.geteuid() != 0:
-        return "a virtual cluster needs root"
-    refused = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True)
-    return f"no network namespaces here: {refused.stderr.strip()}" if refused.returncode else ""
-
 
 pytestmark = [pytest.mark.long_wait, pytest.mark.xdist_group("cluster")]  # they share one
 REASON = why_not()
@@ -64,13 +53,6 @@ def cluster(
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
     )
-
-
-def wait_until(true: Callable[[], bool], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"{what} did not come within {seconds} s"
-        time.sleep(0.1)
 
 
 def namespaces(name: str) -> list[str]:

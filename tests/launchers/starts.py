@@ -1,0 +1,73 @@
+"""All launchers, and how each starts 4 ranks as 2 x 2 on node1 and node2.
+
+A launcher is one row of LAUNCHERS. To add one, write what it needs into `why_not`, and its row.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import slurm
+from launching import LAUNCHERS as OPTIONS
+from launching import ROOT
+
+PYTHON = sys.executable
+HOSTS = ["-np", "4", "-H", "node1:2,node2:2"]
+HOROVOD = [*HOSTS, "--network-interfaces", "eth0"]
+# In an environment of its own: it needs nothing of ours, and we nothing of its
+TORCHRUN = os.environ.get("TFCOMMX_TORCHRUN", str(ROOT / ".venv-torchrun" / "bin" / "torchrun"))
+INSTALL_TORCHRUN = "python3 -m venv .venv-torchrun && .venv-torchrun/bin/pip install torch==2.13.0"
+
+
+class Start(NamedTuple):
+    """A command that somebody gives on a node."""
+
+    node: int
+    words: list[str]
+    environment: dict[str, str]
+
+
+def torchrun(program: list[str]) -> list[Start]:
+    """On each node; `--no-python`, because the program has another Python than torchrun."""
+    words = [TORCHRUN, "--nnodes=2", "--nproc-per-node=2", "--master-addr=node1"]
+    words += ["--master-port=29500", "--no-python"]
+    return [Start(1 + rank, [*words, f"--node-rank={rank}", *program], {}) for rank in (0, 1)]
+
+
+def by_hand(program: list[str]) -> list[Start]:
+    """Each process by itself, with torchrun's variables."""
+    common = {"WORLD_SIZE": "4", "MASTER_ADDR": "node1", "MASTER_PORT": "29600"}
+    return [Start(1 + rank // 2, program, common | {"RANK": str(rank)}) for rank in range(4)]
+
+
+def on_head(*words: str) -> Callable[[list[str]], list[Start]]:
+    """One command, on the node from which users start their runs."""
+    return lambda program: [Start(0, [*words, *program], {})]
+
+
+# Name -> program -> what is to be started. Ray's row belongs here.
+LAUNCHERS: dict[str, Callable[[list[str]], list[Start]]] = {
+    "tfcommx run": on_head("tfcommx", "run", *HOROVOD, "--"),
+    "tfcommx run --mpi": on_head("tfcommx", "run", *HOROVOD, "--mpi", "--"),
+    "horovodrun --gloo": on_head("horovodrun", *HOROVOD, "--gloo"),
+    "horovodrun --mpi": on_head("horovodrun", *HOROVOD, *OPTIONS["mpi"]),
+    "mpirun": on_head("mpirun", *HOSTS, "--bind-to", "none", "--map-by", "slot"),
+    "srun": on_head("srun", "-N2", "-n4", "--kill-on-bad-exit=1"),
+    "torchrun": torchrun,
+    "torchrun's variables": by_hand,
+}
+SLURM = {"srun"}
+MPI = {"tfcommx run --mpi", "horovodrun --mpi", "mpirun"}
+
+
+def why_not(launcher: str) -> str:
+    """Return the reason why this launcher cannot be tried here; empty if it can."""
+    if launcher in SLURM:
+        return slurm.why_not()
+    if launcher == "torchrun" and not Path(TORCHRUN).is_file():
+        return f"no torchrun at {TORCHRUN}; {INSTALL_TORCHRUN}"
+    return ""

@@ -1,0 +1,169 @@
+"""On a real Slurm: batch jobs, allocations, the time limit, and jobs that are requeued.
+
+The batch files are those of docs/how-to/slurm.md.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import zipfile
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from launching import ROOT, WORKERS
+from slurm import Slurm
+from starts import PYTHON
+from virtual_cluster import Nodes, wait_until
+
+FILES = ROOT / "scripts" / "examples" / "slurm"
+PAGE = ROOT / "docs" / "how-to" / "slurm.md"
+PROGRAM = [PYTHON, str(WORKERS / "launched.py")]
+RECIPE = "paced.yaml"
+SECONDS = 240.0
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+
+on_slurm = [
+    pytest.mark.exhaustive,
+    pytest.mark.long_wait,
+    pytest.mark.xdist_group("launchers"),  # They share the nodes
+]
+
+
+def marked(test: object) -> object:
+    """Mark a test of a real Slurm."""
+    for mark in on_slurm:
+        test = mark(test)
+    return test
+
+
+@pytest.mark.parametrize("path", sorted(FILES.glob("*.sh")), ids=lambda path: path.name)
+def test_the_page_shows_the_batch_files_that_are_run(path: Path) -> None:
+    assert f"```bash\n{path.read_text()}```\n" in PAGE.read_text(), f"{path} differs from {PAGE}"
+
+
+def job_output(slurm: Slurm, job: int) -> str:
+    """Return what the jobs in the test's folder have printed."""
+    return (slurm.folder / f"slurm-{job}.out").read_text(errors="replace")
+
+
+def weights(output: str) -> dict[str, str]:
+    return dict(re.findall(r"rank (\d) weights ([0-9a-f]{16})", output))
+
+
+@marked
+@pytest.mark.parametrize("name", ["srun.sh", "run.sh"])
+def test_a_batch_job_trains_on_its_allocation(slurm: Slurm, name: str) -> None:
+    job = slurm.submit(FILES / name, *PROGRAM)
+    found = slurm.wait_for(job, ENDED, SECONDS)
+    output = job_output(slurm, job)
+    assert found["JobState"] == "COMPLETED", output[-6000:]
+    assert len(re.findall(r"rank \d 2 x 2", output)) == 4, output[-6000:]
+    assert len(weights(output)) == 4 and len(set(weights(output).values())) == 1
+
+
+@marked
+@pytest.mark.parametrize(
+    "words", [["mpirun", "--bind-to", "none"], ["tfcommx", "run", "--mpi", "--"]], ids=" ".join
+)
+def test_mpi_reads_the_allocation_of_salloc(
+    nodes: Nodes, slurm: Slurm, words: list[str], tmp_path: Path
+) -> None:
+    command = ["salloc", "-N2", "--ntasks-per-node=2", *words, *PROGRAM]
+    ended = nodes.run(command, tmp_path / "log", SECONDS)
+    assert ended.status == 0, ended.output[-6000:]
+    assert len(re.findall(r"rank \d 2 x 2", ended.output)) == 4, ended.output[-6000:]
+
+
+@marked
+def test_a_batch_script_without_srun_is_one_process(slurm: Slurm, tmp_path: Path) -> None:
+    """The job has several tasks; what its script starts by itself is none of them."""
+    script = tmp_path / "one.sh"
+    say = "from tfcommx.comm.launcher import launcher; print(launcher())"
+    script.write_text(f'#!/bin/bash\n#SBATCH -N2 -n4\n{PYTHON} -c "{say}"\n')
+    job = slurm.submit(script)
+    slurm.wait_for(job, ENDED, SECONDS)
+    assert "kind='none', rank=0, size=1" in job_output(slurm, job), job_output(slurm, job)
+
+
+# --- jobs that are requeued -----------------------------------------------------------------------
+
+
+def left(folder: Path) -> dict[str, bytes]:
+    """Return what a run's last checkpoint holds: weights, optimizer, residuals of all ranks."""
+    files = folder / "checkpoint"
+    save = json.loads((files / "checkpoint.json").read_text())["save"]
+    found: dict[str, bytes] = {}
+
+    def keep(name: str, item: object) -> None:
+        # Keras saves none of the seeds: those are among what each rank keeps
+        if isinstance(item, h5py.Dataset) and "seed_generator" not in name:
+            found[name] = item[()].tobytes()
+
+    with zipfile.ZipFile(files / f"model-{save:04d}.keras") as archive:
+        model = io.BytesIO(archive.read("model.weights.h5"))
+    with h5py.File(model) as stored:
+        stored.visititems(keep)
+    for rank in range(4):
+        with np.load(files / f"residuals-{save:04d}-rank-{rank:04d}.npz") as stored:
+            found |= {f"{rank} {name}": stored[name].tobytes() for name in stored.files}
+    assert found
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(slurm: Slurm) -> dict[str, bytes]:
+    """What a run leaves that nobody has stopped."""
+    for name in (RECIPE, "paced.py"):  # Jobs start in this folder
+        shutil.copy(WORKERS / name, slurm.folder)
+    folder = slurm.folder / "whole"
+    words = ["tfcommx", "train", RECIPE, "--output", folder]
+    job = slurm.submit("--export=ALL,PACED_SECONDS=0", FILES / "srun.sh", *words)
+    found = slurm.wait_for(job, ENDED, SECONDS)
+    assert found["JobState"] == "COMPLETED", job_output(slurm, job)[-6000:]
+    return left(folder)
+
+
+def requeued(slurm: Slurm, job: int, whole: dict[str, bytes]) -> None:
+    """Wait until a job has run again, and compare what it leaves."""
+    wait_until(lambda: slurm.state(job)["Restarts"] == "1", SECONDS, f"job {job}'s second start")
+    first = job_output(slurm, job)
+    assert "and saved" in first, first[-6000:]
+    found = slurm.wait_for(job, ENDED, SECONDS)
+    output = job_output(slurm, job)
+    assert found["JobState"] == "COMPLETED", output[-6000:]
+    folder = slurm.folder / "runs" / f"train-{job}"
+    assert "stopped" not in json.loads((folder / "summary.json").read_text())
+    assert left(folder) == whole
+
+
+@marked
+def test_a_signal_to_the_job_saves_requeues_and_goes_on(
+    slurm: Slurm, whole: dict[str, bytes]
+) -> None:
+    job = slurm.submit(FILES / "requeue.sh", RECIPE)
+    folder = slurm.folder / "runs" / f"train-{job}"
+    wait_until((folder / "checkpoint" / "checkpoint.json").exists, SECONDS, "the first epoch")
+    slurm.do("scancel", "--signal=TERM", "--batch", job)
+    requeued(slurm, job, whole)
+
+
+@marked
+def test_a_signal_to_the_ranks_does_the_same(slurm: Slurm, whole: dict[str, bytes]) -> None:
+    """As Slurm sends it before it takes the nodes for another job."""
+    job = slurm.submit(FILES / "requeue.sh", RECIPE)
+    folder = slurm.folder / "runs" / f"train-{job}"
+    wait_until((folder / "checkpoint" / "checkpoint.json").exists, SECONDS, "the first epoch")
+    slurm.do("scancel", "--signal=TERM", job)
+    requeued(slurm, job, whole)
+
+
+@marked
+def test_the_time_limit_saves_requeues_and_goes_on(slurm: Slurm, whole: dict[str, bytes]) -> None:
+    """Slurm may send the signal up to 60 s earlier than asked."""
+    job = slurm.submit("--time=4", "--signal=B:TERM@120", FILES / "requeue.sh", RECIPE)
+    requeued(slurm, job, whole)
