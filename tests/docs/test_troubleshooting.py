@@ -36,7 +36,7 @@ BUILT = {
     "tfcommx/optim/callbacks/agree.py": "All ranks must hold the same trainable weights.",
     "tfcommx/comm/stalls.py": "and all ranks are alive.",
     "tfcommx/data/sources/folder.py": "Check the path and its mount.",
-    "tfcommx/recipes/datasets/texts.py": "Check the path.",
+    "tfcommx/recipes/datasets/translations.py": "Check the path.",
     "tfcommx/report/summary.py": "Train again to write it anew.",
 }
 # They pass on what others said
@@ -45,7 +45,7 @@ PASSED_ON = (
     "tfcommx/comm/horovodrun.py",
     "tfcommx/comm/watcher.py",
     "tfcommx/comm/liveness.py",
-    "tfcommx/cli/launch.py",
+    "tfcommx/cli/train_launch.py",
     "tfcommx/cli/run.py",
     "tfcommx/optim/automatic.py",
     "tfcommx/recipes/reader.py",

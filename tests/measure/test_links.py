@@ -20,7 +20,7 @@ from tfcommx import cost
 from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.measure import links
-from tfcommx.measure.engine import WAITING, contention_of, engine_fuses
+from tfcommx.measure.engine import WAITING, engine_fuses, measure_contention
 from tfcommx.measure.fit import fit
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.terms import NOMINAL, Link, Links, PlanError, Scheme, Topology
@@ -81,7 +81,7 @@ def test_what_cannot_be_fitted_is_refused(points: list) -> None:
 def test_all_ranks_agree_and_links_that_are_not_there_stay_nominal(
     topology: Topology, measured: set[str], messages: bool
 ) -> None:
-    def work(comm: Comm) -> links.Probed:
+    def work(comm: Comm) -> links.ProbeResult:
         if not messages:
             comm._open_point_to_point = None
         return links.probe(comm, sizes=(1024, 65536), repeats=2, blocks=(1024, 4096))
@@ -94,7 +94,7 @@ def test_all_ranks_agree_and_links_that_are_not_there_stay_nominal(
         for kind in ("inside", "between")
         if getattr(results[0].links, kind) != getattr(NOMINAL, kind)
     } == measured
-    assert links.Probed.from_json(results[0].to_json()) == results[0]
+    assert links.ProbeResult.from_json(results[0].to_json()) == results[0]
     assert [block for block, _ in results[0].blocks] == (
         [1024, 4096] if messages and topology.size > 1 else []
     )
@@ -124,7 +124,7 @@ def test_the_slots_of_a_node_share_its_port() -> None:
     """
     clocks: dict[int, float] = {}
 
-    def work(comm: Comm) -> links.Probed:
+    def work(comm: Comm) -> links.ProbeResult:
         comm._open_point_to_point = None
         gather, allreduce = comm.all_gather, comm.allreduce
         clocks[comm.rank] = 0.0
@@ -165,7 +165,7 @@ def test_contention_is_what_a_message_takes_longer_while_the_ranks_compute() -> 
             assert computing.wait(timeout=10)
 
     messages: list[None] = []
-    assert contention_of(message, computing.set, turns) == [0.5, 1.0, 1.5]
+    assert measure_contention(message, computing.set, turns) == [0.5, 1.0, 1.5]
 
 
 def test_unequal_nodes_are_refused_by_name() -> None:
@@ -177,7 +177,7 @@ def test_messages_of_a_node_share_its_port_too() -> None:
     """A clock that counts what each of two slots sends finds the beta of both together."""
     clocks: dict[int, float] = {}
 
-    def work(comm: Comm) -> links.Probed:
+    def work(comm: Comm) -> links.ProbeResult:
         post = comm.open_own_messages()
         comm.open_own_messages = lambda counted: post
         send = post.send
@@ -207,7 +207,7 @@ def test_a_burst_that_a_link_lets_pass_hardly_counts() -> None:
     """
     clocks, bucket = {}, {}
 
-    def work(comm: Comm) -> links.Probed:
+    def work(comm: Comm) -> links.ProbeResult:
         post = comm.open_own_messages()
         comm.open_own_messages = lambda counted: post
         send, gather = post.send, comm.gather_objects
@@ -297,7 +297,7 @@ def test_links_of_another_cluster_are_refused(tmp_path: Path) -> None:
     """A file that was probed on one node says nothing of the links between nodes."""
     file = tmp_path / "links.json"
     points = {"inside": [(1.0, 1024.0, 1e-3)], "between": []}
-    file.write_text(links.Probed(NOMINAL, points, []).to_json())
+    file.write_text(links.ProbeResult(NOMINAL, points, []).to_json())
     assert Links.read(file, Topology(1, 4)) == NOMINAL
     with pytest.raises(PlanError, match="without links between"):
         Links.read(file, Topology(2, 4))

@@ -22,8 +22,8 @@ from tfcommx.comm import mpi
 from tfcommx.comm.base import Comm
 from tfcommx.optim.callbacks.broadcast_state import SEED_STEP
 from tfcommx.recipes.recipe import Recipe
-from tfcommx.training.learning_rate import LearningRate
-from tfcommx.training.position import Piece, StepCounter
+from tfcommx.training.callbacks import LearningRate
+from tfcommx.training.steps import FitCall, StepCounter
 
 
 class Subclassed(keras.Model):
@@ -343,7 +343,7 @@ def test_a_recipes_rate_counts_steps_not_calls(comm: Comm) -> None:
     )
     net, rates, counter = small(steps_per_execution=2), Rates(), StepCounter()
     run = SimpleNamespace(recipe=recipe, steps=(8,), comm=comm)
-    counter.begin(Piece(0, range(1, 3)), 8)
+    counter.begin(FitCall(0, range(1, 3)), 8)
     x, y = data(64)
     listed = [callbacks.BroadcastState(), counter, LearningRate(run, counter), rates]
     net.fit(x, y, batch_size=8, epochs=3, initial_epoch=1, verbose=0, callbacks=listed)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tfcommx.recipes.target import Target
+from tfcommx.recipes.recipe import Target
 from tfcommx.recipes.tasks.classify import Classification
 from tfcommx.terms import PlanError
 from tfcommx.training.history import EpochHistory

@@ -16,10 +16,10 @@ from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.tasks.classify import Classification
 from tfcommx.terms import Topology
 from tfcommx.training import learning_rate, position, saving
-from tfcommx.training.position import Position
 from tfcommx.training.run import Run
 from tfcommx.training.signals import StopRequests
-from tfcommx.training.train import Options, make_callbacks, start_of, train
+from tfcommx.training.steps import Position
+from tfcommx.training.train import TrainOptions, first_position, make_callbacks, train
 
 SAMPLES = 40
 SPARSE = {"route": "hitopk", "selection": "mstopk", "density": 0.1, "dense_below": 8}
@@ -68,7 +68,7 @@ def run(folder: Path, asked: Recipe, stop: Position | None, monkeypatch: Any) ->
     with monkeypatch.context() as patched:
         patched.setattr(saving, "ASK_STEPS", 1)
         patched.setattr(learning_rate, "rate_at", rate_at)
-        return train(asked, folder, Options(resume=True, tensorboard=True))
+        return train(asked, folder, TrainOptions(resume=True, tensorboard=True))
 
 
 def test_a_run_is_stopped_and_goes_on_with_another_batch(
@@ -133,10 +133,10 @@ def test_what_was_measured_is_scaled_and_never_lost(tmp_path: Path) -> None:
         saved = checkpoint.Head(
             save=1, epoch=1, step=step, steps=10, ranks=1, notes={"under_way": under_way}
         )
-        first = start_of(here, saved)
+        first = first_position(here, saved)
         assert first == Position(2, expected[0])
         totals = SimpleNamespace(seconds=float, so_far=dict)
-        made = make_callbacks(here, first, saved, Options(), StopRequests(None), None, totals)
+        made = make_callbacks(here, first, saved, TrainOptions(), StopRequests(None), None, totals)
         made.timing.on_epoch_begin(2)
         assert (made.history.steps_measured(), made.timing.first_steps) == expected
         assert made.timing.seconds["compute"] == 3.0

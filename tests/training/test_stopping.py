@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfcommx.training.position import Piece, Position, StepCounter, pieces
 from tfcommx.training.signals import SIGNALS, StopRequests
+from tfcommx.training.steps import FitCall, Position, StepCounter, fit_calls
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data(), st.booleans())
@@ -19,25 +19,25 @@ def test_pieces_are_what_is_left(phases: list[int], data: st.DataObject, one_by_
     """Every epoch that is left comes once, in order, in its own phase; the first may be cut."""
     epoch = data.draw(st.integers(0, sum(phases) - 1))
     start = Position(epoch, data.draw(st.integers(0, 3)))
-    found = pieces(phases, start, one_by_one)
-    assert [one for piece in found for one in piece.epochs] == list(range(epoch, sum(phases)))
+    found = fit_calls(phases, start, one_by_one)
+    assert [one for call in found for one in call.epochs] == list(range(epoch, sum(phases)))
     of_epoch = [number for number, epochs in enumerate(phases) for _ in range(epochs)]
-    for piece in found:
-        assert {of_epoch[one] for one in piece.epochs} == {piece.phase}
-        assert piece.step == (start.step if piece.epochs.start == epoch else 0)
-        assert len(piece.epochs) == 1 or not (piece.step or one_by_one)
+    for call in found:
+        assert {of_epoch[one] for one in call.epochs} == {call.phase}
+        assert call.step == (start.step if call.epochs.start == epoch else 0)
+        assert len(call.epochs) == 1 or not (call.step or one_by_one)
 
 
 def test_the_counter_counts_over_the_whole_run() -> None:
     counter = StepCounter()
-    counter.begin(Piece(1, range(3, 4), step=5), steps=8)
+    counter.begin(FitCall(1, range(3, 4), step=5), steps=8)
     counter.on_epoch_begin(3)
     for batch in range(2):
         counter.on_train_batch_begin(batch)
         counter.on_train_batch_end(batch)
     assert counter.position == Position(3, 6) and counter.after == Position(3, 7)
     assert (counter.taken, counter.phase, counter.steps) == (2, 1, 8)
-    counter.begin(Piece(1, range(4, 6)), steps=8)
+    counter.begin(FitCall(1, range(4, 6)), steps=8)
     counter.on_epoch_begin(4)
     assert counter.position == Position(4, 0) and counter.taken == 0
 

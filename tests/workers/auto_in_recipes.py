@@ -15,13 +15,13 @@ import keras
 import tfcommx as cx
 from tfcommx.optim import expected_run
 from tfcommx.optim.exchanger import Exchanger
-from tfcommx.recipes.optimizers.sgd import Sgd
+from tfcommx.recipes.optimizers import Sgd
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.trial import TrialExecutor
 from tfcommx.terms import Link, Links
 from tfcommx.training import dry_run, learning_rate, saving, train
-from tfcommx.training.position import Position
+from tfcommx.training.steps import Position
 
 ROOT, KEPT = Path(sys.argv[1]), Path(os.environ["TFCOMMX_CACHE"])
 # So slow that predictions find several schemes faster than plain Horovod
@@ -87,7 +87,7 @@ def run(stop: Position | None) -> PlanExecutor | TrialExecutor:
 
     learning_rate.rate_at, train.compile_model = rate_at, compile_model
     try:
-        summary = train.train(recipe(), ROOT / "run", train.Options(resume=True))
+        summary = train.train(recipe(), ROOT / "run", train.TrainOptions(resume=True))
     finally:
         learning_rate.rate_at, train.compile_model = plain_rate, plain_compile
     assert ("stopped" in summary) == (stop is not None), summary

@@ -23,8 +23,8 @@ from tfcommx.recipes.models.small_cnn import SmallCnn
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.training import learning_rate, saving
 from tfcommx.training.dry_run import dry_run
-from tfcommx.training.position import Position
-from tfcommx.training.train import Options, train
+from tfcommx.training.steps import Position
+from tfcommx.training.train import TrainOptions, train
 
 ROOT, TASK = Path(sys.argv[1]), sys.argv[2]
 SPARSE = {"route": "hitopk", "selection": "mstopk", "density": 0.1, "dense_below": 8}
@@ -82,7 +82,7 @@ def run(folder: Path, resume: bool, interrupt: dict[Position, str], **more: obje
 
     plain_rate, learning_rate.rate_at = learning_rate.rate_at, rate_at
     try:
-        return train(recipe(**more), folder, Options(resume=resume))
+        return train(recipe(**more), folder, TrainOptions(resume=resume))
     except Killed:
         return {}
     finally:
@@ -136,7 +136,7 @@ def stops(positions: Iterable[tuple[int, int]], afresh: bool) -> None:
     assert "stopped" not in whole and [row["epoch"] for row in whole["rows"]] == [1, 2, 3, 4]
     dry(whole)
     keras.utils.clear_session()
-    in_time = train(recipe(), ROOT / "stops", Options(minutes=1e-6))
+    in_time = train(recipe(), ROOT / "stops", TrainOptions(minutes=1e-6))
     assert in_time["stopped"] == {"epoch": 0, "step": 1, "reason": "the time limit"}, in_time
     assert not in_time["rows"] and not (ROOT / "stops" / "summary.json").exists()
     if afresh:

@@ -1,4 +1,4 @@
-"""`tfcommx cache`: what the data cache keeps on this machine."""
+"""`tfcommx cache`: fill, list and remove what the data cache keeps on this machine."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def warm(
     from tfcommx.data.sources.find import find_source
 
     samples, comm = find_source(source, split), init()
-    # The process ends normally and removes its slab.
+    # So that the process ends normally, and removes its slab
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _room(memory, hold) as room:
         cache = DataCache(samples, seed=seed, store=store, disk=disk, on_error="skip", **room)
@@ -89,7 +89,7 @@ def warm(
 
 @contextlib.contextmanager
 def _room(memory: Path, hold: bool) -> Iterator[dict[str, Any]]:
-    """Yield the options of a slab to hold, or of one without room that no run shares."""
+    """Yield options of a slab to hold, or of a private one without room."""
     if hold:
         yield dict(memory=memory)
         return
@@ -98,7 +98,7 @@ def _room(memory: Path, hold: bool) -> Iterator[dict[str, Any]]:
 
 
 def _fill(cache: DataCache, comm: Comm, hold: bool) -> None:
-    """Load the samples of this rank, and print on each node how many are there."""
+    """Load this rank's samples; print on each node how many it has."""
     from rich.progress import track
 
     steps = cache.warming_steps

@@ -40,6 +40,6 @@ def centre(
     words = SERVER if here.rank == here.size - 1 else command
     os.environ[CENTRE_VARIABLE] = run_name()
     sys.stdout.flush()
-    # Python ignores it; a command must not inherit that
+    # Python ignores SIGPIPE; the command must not inherit that
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     os.execvp(words[0], words)

@@ -1,4 +1,4 @@
-"""`tfcommx doctor`: whether this machine, or these hosts, can train; and what to do if not."""
+"""`tfcommx doctor`: check whether this machine, or these hosts, can train, and what to fix."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tfcommx.cli import findings, launches
-from tfcommx.cli.findings import FAILED, OK, WARNING, Finding
+from tfcommx.cli import doctor_host, doctor_launches
+from tfcommx.cli.doctor_host import FAILED, OK, WARNING, Finding
 from tfcommx.comm.allocation import Host, parse_hosts
 from tfcommx.comm.horovodrun import KINDS
 
 COLOURS = {OK: "green", WARNING: "yellow", FAILED: "bold red"}
-# Where a launch of all hosts stands in the report
+# Heading of the launches on all hosts
 ALL_HOSTS = "all hosts"
 
 
@@ -43,39 +43,39 @@ def doctor(
 
 
 def examine(hosts: str | None, launch: bool) -> dict[str, list[Finding]]:
-    """Look at each host, then start ranks on all of them.
+    """Check each host, then start ranks on all of them.
 
     Args:
         hosts: as for `horovodrun -H`; None: this host, with two ranks.
-        launch: False: no ranks are started.
+        launch: whether to start ranks.
 
     Returns:
-        Host -> its findings; those of the launches under ALL_HOSTS.
+        Host -> its findings; those of launches on several hosts under ALL_HOSTS.
 
-    **Raises:** PlanError for hosts that are not written as horovodrun wants them.
+    **Raises:** PlanError for hosts in another form than horovodrun's.
     """
     here = socket.gethostname()
     if hosts is None:
-        report = {here: findings.here()}
+        report = {here: doctor_host.here()}
         chosen = [Host("localhost", 2)]
     else:
         chosen = parse_hosts(hosts)
         report = {
-            name: findings.here() if findings.is_here(name) else launches.on_host(name)
+            name: doctor_host.here() if doctor_host.is_here(name) else doctor_launches.on_host(name)
             for name, _ in chosen
         }
         report[ALL_HOSTS] = [same_versions(report)]
     if launch:
-        gpus = findings.gpu_names()
-        more = [launches.bare(tuple(chosen))]
+        gpus = doctor_host.gpu_names()
+        more = [doctor_launches.bare(tuple(chosen))]
         for engine in KINDS:
-            more += launches.exchange(tuple(chosen), engine, len(gpus))
+            more += doctor_launches.exchange(tuple(chosen), engine, len(gpus))
         report.setdefault(ALL_HOSTS if len(report) > 1 else here, []).extend(more)
     return report
 
 
 def same_versions(report: dict[str, list[Finding]]) -> Finding:
-    """Compare the versions that the hosts have."""
+    """Compare the hosts' versions."""
     by_text: dict[str, list[str]] = {}
     for host, found in report.items():
         for one in found:
@@ -88,7 +88,7 @@ def same_versions(report: dict[str, list[Finding]]) -> Finding:
 
 
 def show(report: dict[str, list[Finding]], console: Console | None = None) -> None:
-    """Print a report: a line for each finding, and under it what to do."""
+    """Print a line for each finding, and below it what to do."""
     console = console or Console(highlight=False, soft_wrap=True)
     width = max(len(one.name) for found in report.values() for one in found)
     for host, found in report.items():

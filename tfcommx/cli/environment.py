@@ -1,4 +1,4 @@
-"""What the commands set before TensorFlow and Horovod are loaded, and how they load TensorFlow."""
+"""Quiet start-up: environment variables for TensorFlow and Horovod, and TensorFlow's import."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from tfcommx.comm.rank_lines import without_start_up_messages
 
 
 def quiet_tensorflow() -> None:
-    """Let TensorFlow and absl print no messages while they run; call it before they are loaded.
+    """Silence messages of TensorFlow and absl; call it before they are loaded.
 
-    Processes that are started from here inherit it: horovodrun loads TensorFlow too. Errors still
-    come as exceptions. If the user has set TF_CPP_MIN_LOG_LEVEL, that level stays.
+    Child processes inherit it: horovodrun loads TensorFlow too. Errors still come as exceptions. A
+    TF_CPP_MIN_LOG_LEVEL of the user stays.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
 def load_tensorflow() -> None:
-    """Import TensorFlow without its start-up messages, and without garbage collection meanwhile.
+    """Import TensorFlow without its start-up messages, and without garbage collection.
 
-    On processors where oneDNN is on by default it says so whatever the level is. What else is
-    written meanwhile, by any thread, is shown afterwards. Looking for garbage among the 300,000
-    objects that the import makes, and keeps, would be a sixth of its time.
+    Where oneDNN is on by default, TensorFlow announces it at any log level. Other output of the
+    import is shown afterwards. Collecting garbage among the 300,000 objects that the import makes,
+    and keeps, would take a sixth of its time.
     """
     if "tensorflow" in sys.modules or sys.stderr is None:
         return
@@ -47,8 +47,8 @@ def load_tensorflow() -> None:
 
 
 def quiet_horovod() -> None:
-    """Let Horovod print no messages of its own if a rank is gone; the launcher names that rank.
+    """Silence Horovod's messages about a dead rank; the launcher names that rank.
 
-    If the user has set HOROVOD_LOG_LEVEL, that level stays.
+    A HOROVOD_LOG_LEVEL of the user stays.
     """
     os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")

@@ -14,7 +14,6 @@ from tfcommx.cli import (
     cache,
     centre,
     doctor,
-    launch,
     plan,
     probe,
     profile,
@@ -22,19 +21,20 @@ from tfcommx.cli import (
     run,
     simulate,
     train,
+    train_launch,
     version,
 )
 from tfcommx.cli.environment import quiet_tensorflow
 from tfcommx.comm.launcher import launcher
 from tfcommx.data.cache.slab_files import SlabError
 from tfcommx.data.sources.base import SampleError
-from tfcommx.recipes.datasets.idx import DataError
+from tfcommx.recipes.base import DataError
 from tfcommx.recipes.reader import RecipeError
 from tfcommx.report.summary import ReportError
 from tfcommx.terms import PlanError
 
 USER_ERRORS = (PlanError, RecipeError, DataError, ReportError, SampleError, SlabError)
-# How long other ranks wait before they print an error, which rank 0 most likely has too. The
+# Other ranks wait so long before they print an error, which rank 0 most likely has too. The
 # launcher ends all ranks after rank 0 has printed it.
 RANK_0_FIRST_SECONDS = 5.0
 
@@ -57,7 +57,7 @@ for command in (
     doctor.doctor,
 ):
     app.command()(command)
-# What follows its first word is another command's
+# What follows the first word belongs to another command
 app.command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )(centre.centre)
@@ -70,23 +70,23 @@ def main() -> None:
     An error that the user can fix is printed without a traceback, with exit status 2; by rank 0
     alone if all ranks have it.
     """
-    if sys.argv[1:2] not in (["centre"], ["run"]):  # The script that they run is the user's
+    if sys.argv[1:2] not in (["centre"], ["run"]):  # These run a user's script
         quiet_tensorflow()
     try:
         app()
-    except launch.LaunchError as error:
+    except train_launch.LaunchError as error:
         tell(error)
         sys.exit(error.status)
     except USER_ERRORS as error:
         tell(error)
-        sys.exit(launch.USER_ERROR)
+        sys.exit(train_launch.USER_ERROR)
 
 
 def tell(error: Exception) -> None:
-    """Print an error that the user can fix; with the rank, except on rank 0."""
+    """Print an error that the user can fix, with the rank on ranks other than 0."""
     try:
         rank = launcher().rank
-    except PlanError:  # That is the error, most likely
+    except PlanError:  # Most likely `error` itself
         rank = 0
     if rank:
         time.sleep(RANK_0_FIRST_SECONDS)

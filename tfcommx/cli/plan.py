@@ -1,4 +1,4 @@
-"""`tfcommx plan`: which scheme a model should travel by on a cluster, and what would help most."""
+"""`tfcommx plan`: rank the schemes for a model on a cluster, and find what would help most."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def plan(
 
 
 def _compare(measured: str, links: Links, png: Path) -> None:
-    """Draw a measured step beside a simulated one: as text, as a picture, as trace events."""
+    """Draw a measured step beside a simulated one, as text, picture and trace events."""
     from tfcommx import routes
     from tfcommx.report import timeline as report
     from tfcommx.simulator.assumptions import Assumptions, measured_time
@@ -137,7 +137,6 @@ def _row(candidate: Candidate) -> dict[str, Any]:
 
 
 def _show(rows: list[dict[str, Any]], changes: list[Change]) -> None:
-    """Print the tables."""
     from rich.console import Console
     from rich.table import Table
 
@@ -186,7 +185,7 @@ def _words(row: dict[str, Any]) -> str:
 
 
 def _advice(best: Candidate) -> str:
-    """Return the line of code that the best scheme is."""
+    """Return the line of code for the best scheme."""
     from tfcommx.planner import merging
 
     scheme = best.scheme

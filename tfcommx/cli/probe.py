@@ -28,7 +28,7 @@ def probe(
     load_tensorflow()
     from tfcommx import init, is_chief
     from tfcommx.measure import links
-    from tfcommx.measure.engine import multiply
+    from tfcommx.measure.engine import matmul_load
     from tfcommx.report import figures
 
     comm = init()
@@ -39,7 +39,7 @@ def probe(
             "the folder, or give another."
         )
     sizes = [size for size in links.SIZES if size <= largest]
-    found = links.probe(comm, sizes, repeats, load=multiply(), fusion=True)
+    found = links.probe(comm, sizes, repeats, load=matmul_load(), fusion=True)
     if is_chief():
         output.write_text(found.to_json())
         figures.draw_links(found, output.with_suffix(".png"))

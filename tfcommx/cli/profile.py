@@ -1,4 +1,4 @@
-"""`tfcommx profile`: measure when the gradients of a recipe's model are ready, and exchanged."""
+"""`tfcommx profile`: measure when the gradients of a recipe's model are ready and exchanged."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def report(
 
 
 def names_of(folders: list[Path]) -> list[str]:
-    """Return what tells folders apart: their last names, or their whole paths.
+    """Return distinct names of folders: their last parts, or their whole paths.
 
     >>> names_of([Path("runs/dense"), Path("runs/sparse")])
     ['dense', 'sparse']

@@ -1,4 +1,4 @@
-"""`tfcommx run`: start a command on all hosts, a thin front of horovodrun."""
+"""`tfcommx run`: start a command on all hosts; a thin front of horovodrun."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tfcommx.comm.horovodrun import (
 from tfcommx.comm.rank_lines import RankLines
 from tfcommx.terms import PlanError
 
-# What a shell returns for a command that it does not find
+# A shell's exit status for a missing command
 NOT_FOUND = 127
 
 
@@ -90,9 +90,9 @@ def run(
 
 
 def choose_hosts(ranks: int | None, hosts: str | None, hostfile: Path | None) -> list[Host]:
-    """Return the hosts with as many slots as ranks will be started on them.
+    """Return the hosts, each with a slot for every rank to start there.
 
-    **Raises:** PlanError for unusable hosts, too few slots, or without any number of ranks.
+    **Raises:** PlanError for unusable hosts, too few slots, or an unknown number of ranks.
     """
     if hosts and hostfile:
         raise PlanError("One of -H and --hostfile is required at most. Received both.")
@@ -113,10 +113,9 @@ def choose_hosts(ranks: int | None, hosts: str | None, hostfile: Path | None) ->
 
 
 def carry_out(launch: Launch) -> None:
-    """Start the ranks and show their lines until they end.
+    """Start the ranks and show their output until they end.
 
-    SIGINT (Ctrl-C), SIGTERM or SIGHUP end all ranks; once more, without the 5 s that they have to
-    end by themselves.
+    SIGINT (Ctrl-C), SIGTERM or SIGHUP end all ranks; a second one does so without the 5 s of grace.
 
     **Raises:** LaunchError if a rank fails; SystemExit after a signal.
     """

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 import sys
+import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,57 +19,56 @@ from tfcommx.recipes.reader import YamlLoader
 from tfcommx.terms import Link, Links, PlanError, Scheme, Topology, check_name, check_whole
 
 
+def setting(default: Any, text: str) -> Any:
+    """Declare a setting: its default, and the help text of its option."""
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a simulation: flags, or keys of a YAML file with - or _."""
+    """The settings of a simulation: options, or keys of a YAML file with - or _."""
 
-    # A name of the table in tfcommx.simulator.models.
-    model: str = "resnet50"
-    # Of a sample: pixels of a side, or words; None: the model's usual one.
-    size: int | None = None
-    # File of a measured profile; then model, batch and throughput are its own.
-    profile: str | None = None
-    # Samples of one rank in a step.
-    batch: int = 64
-    # Samples per second of one rank alone.
-    throughput: float = 250.0
-    nodes: int = 4
-    # Ranks on each node.
-    slots: int = 1
-    # File of `tfcommx probe`; then the rates and latencies below are its own.
-    links: str | None = None
-    # Rate of a node's port to the other nodes, 10^9 bit/s.
-    between_gbit: float = 10.0
-    # Seconds of latency.
-    between_alpha: float = 5e-5
-    # Rate of a rank's connection inside its node, 10^9 byte/s.
-    inside_gbytes: float = 10.0
-    inside_alpha: float = 1e-5
-    # Share of both rates that messages reach, in (0, 1].
-    efficiency: float = 1.0
-    # Seconds per byte that is added or selected from.
-    gamma: float = 1e-11
-    # A name of the table in tfcommx.routes, and the other settings of a Scheme.
-    scheme: str = "allreduce"
-    selection: str | None = None
-    density: float | None = None
-    wire: str = "plain"
-    dense_route: str = "allreduce"
-    merging: str = "threshold"
-    # Of merging "threshold", 10^6 bytes.
-    bucket_mbytes: float = Scheme().bucket_bytes / 1e6
-    # See `simulator.assumptions.Assumptions`; engine and contention None: as the links say.
-    selection_on: str = "compute"
-    engine: float | None = None
-    spread: float = 0.0
-    contention: float | None = None
-    loading: float = 0.0
+    model: str = setting("resnet50", "A network, such as resnet50 or vgg16.")
+    size: int | None = setting(None, "Pixels a side, or words, of a sample; the model's own.")
+    profile: str | None = setting(
+        None, "File of a measured profile; it replaces --model, --batch and --throughput."
+    )
+    batch: int = setting(64, "Samples of one rank in a step.")
+    throughput: float = setting(250.0, "Samples per second of one rank alone.")
+    nodes: int = setting(4, "Nodes of the cluster.")
+    slots: int = setting(1, "Ranks on each node.")
+    links: str | None = setting(
+        None, "File that `tfcommx probe` wrote; it replaces rates, latencies and gamma."
+    )
+    between_gbit: float = setting(10.0, "Rate of a node's port to other nodes, 10^9 bit/s.")
+    between_alpha: float = setting(5e-5, "Its latency, s.")
+    inside_gbytes: float = setting(10.0, "Rate of a rank inside its node, 10^9 byte/s.")
+    inside_alpha: float = setting(1e-5, "Its latency, s.")
+    efficiency: float = setting(1.0, "Share of both rates that messages reach, in (0, 1].")
+    gamma: float = setting(1e-11, "Seconds per byte that is added or selected from.")
+    scheme: str = setting("allreduce", "Route: allreduce, torus, hitopk, ...")
+    selection: str | None = setting(None, "Rule of a sparse route; mstopk.")
+    density: float | None = setting(None, "Entries sent / entries, of a sparse route; 0.01.")
+    wire: str = setting("plain", "Format of entries: block16/float16; of dense ones: float16.")
+    dense_route: str = setting("allreduce", "Route of what stays dense.")
+    merging: str = setting("threshold", "threshold, single, each, mg_wfbp, omgs or optimal.")
+    bucket_mbytes: float = setting(
+        Scheme().bucket_bytes / 1e6, "Size of a bucket of merging threshold, 10^6 bytes."
+    )
+    # The following: see `simulator.assumptions.Assumptions`
+    selection_on: str = setting("compute", "compute (delays the backward pass) or beside.")
+    engine: float | None = setting(None, "Seconds per collective; as --links says, or 0.")
+    spread: float = setting(0.0, "Relative spread of compute times over the ranks.")
+    contention: float | None = setting(
+        None, "How much longer messages last during the backward pass; as --links says, or 0."
+    )
+    loading: float = setting(0.0, "Seconds to load a batch.")
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is not None and "str" not in str(field.type):
-                object.__setattr__(self, field.name, _number(field.name, value, str(field.type)))
+        for name, kind in KINDS.items():
+            value = getattr(self, name)
+            if value is not None and kind is not str:
+                object.__setattr__(self, name, _number(name, value, kind))
         for name in ("between_gbit", "inside_gbytes", "efficiency", "bucket_mbytes"):
             if not 0 < getattr(self, name) < math.inf:
                 raise PlanError(f"`{name}` must be > 0. Received {getattr(self, name)!r}.")
@@ -75,12 +76,7 @@ class Settings:
             raise PlanError(f"`efficiency` must be in (0, 1]. Received {self.efficiency}.")
 
     @property
-    def topology(self) -> Topology:
-        """Nodes and slots."""
-        return Topology(self.nodes, self.slots)
-
-    @property
-    def planned(self) -> Scheme:
+    def requested_scheme(self) -> Scheme:
         """How gradients travel."""
         from tfcommx import routes
 
@@ -98,7 +94,7 @@ class Settings:
         )
 
     @property
-    def priced(self) -> Links:
+    def link_prices(self) -> Links:
         """What messages cost."""
         if self.links is not None:
             return Links.read(self.links)
@@ -108,68 +104,40 @@ class Settings:
         )
 
 
-NAMES = tuple(field.name for field in dataclasses.fields(Settings))
+# Name of a setting -> str, int or float
+KINDS: dict[str, type] = {
+    name: next(one for one in (*typing.get_args(kind), kind) if one is not type(None))
+    for name, kind in typing.get_type_hints(Settings).items()
+}
 
 
-def _number(name: str, value: Any, kind: str) -> Any:
-    if "int" in kind:
+def _number(name: str, value: Any, kind: type) -> Any:
+    if kind is int:
         return check_whole(name, value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise PlanError(f"`{name}` must be a number. Received {value!r}.")
     return float(value)
 
 
+def _option(field: dataclasses.Field[Any]) -> inspect.Parameter:
+    """Return the parameter of the command that sets a setting."""
+    text, default = field.metadata["help"], field.default
+    if default is not None:
+        text += f" Default: {f'{default:g}' if isinstance(default, float) else default}."
+    kind: Any = KINDS[field.name]
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, typer.Option(help=text)],
+    )
+
+
 def simulate(
     settings_file: Annotated[
         Path | None, typer.Argument(help="YAML file of these settings; options override it.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="resnet50 (default), vgg16, ...")] = None,
-    size: Annotated[int | None, typer.Option(help="Pixels or words of a sample.")] = None,
-    profile: Annotated[str | None, typer.Option(help="File of a measured profile.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Samples of a rank in a step; 64.")] = None,
-    throughput: Annotated[
-        float | None, typer.Option(help="Samples per second of one rank alone; 250.")
-    ] = None,
-    nodes: Annotated[int | None, typer.Option(help="4.")] = None,
-    slots: Annotated[int | None, typer.Option(help="Ranks on each node; 1.")] = None,
-    links: Annotated[str | None, typer.Option(help="File that `tfcommx probe` wrote.")] = None,
-    between_gbit: Annotated[
-        float | None, typer.Option(help="Rate between nodes, 10^9 bit/s; 10.")
-    ] = None,
-    between_alpha: Annotated[float | None, typer.Option(help="Its latency, s; 5e-5.")] = None,
-    inside_gbytes: Annotated[
-        float | None, typer.Option(help="Rate inside a node, 10^9 byte/s; 10.")
-    ] = None,
-    inside_alpha: Annotated[float | None, typer.Option(help="Its latency, s; 1e-5.")] = None,
-    efficiency: Annotated[
-        float | None, typer.Option(help="Share of both rates that messages reach; 1.")
-    ] = None,
-    gamma: Annotated[float | None, typer.Option(help="Seconds per byte added; 1e-11.")] = None,
-    scheme: Annotated[str | None, typer.Option(help="Route: allreduce, torus, hitopk ...")] = None,
-    selection: Annotated[str | None, typer.Option(help="Rule of a sparse route; mstopk.")] = None,
-    density: Annotated[float | None, typer.Option(help="Of a sparse route; 0.01.")] = None,
-    wire: Annotated[
-        str | None, typer.Option(help="Format: block16/float16; dense: float16.")
-    ] = None,
-    dense_route: Annotated[str | None, typer.Option(help="Of what stays dense.")] = None,
-    merging: Annotated[
-        str | None, typer.Option(help="threshold, single, each, mg_wfbp, omgs, optimal.")
-    ] = None,
-    bucket_mbytes: Annotated[float | None, typer.Option(help="Of threshold, 10^6 bytes.")] = None,
-    selection_on: Annotated[
-        str | None, typer.Option(help="compute (delays the backward pass) or beside.")
-    ] = None,
-    engine: Annotated[
-        float | None, typer.Option(help="Seconds per collective; as --links say, or 0.")
-    ] = None,
-    spread: Annotated[
-        float | None, typer.Option(help="Of compute times over ranks, relative; 0.")
-    ] = None,
-    contention: Annotated[
-        float | None,
-        typer.Option(help="Messages last so much longer during backward; as --links say, or 0."),
-    ] = None,
-    loading: Annotated[float | None, typer.Option(help="Seconds to load a batch; 0.")] = None,
+    *,
     sweep: Annotated[
         str | None, typer.Option(help="Setting and values: nodes=1,2,4,...,1024.")
     ] = None,
@@ -180,31 +148,30 @@ def simulate(
     trace: Annotated[
         Path | None, typer.Option(help="Write the timeline for chrome://tracing and Perfetto.")
     ] = None,
+    **given: Any,
 ) -> None:
     """Simulate a step: what would a model take on a cluster, under a scheme?"""
-    given = {name: value for name, value in locals().items() if name in NAMES}
     settings = _settings(settings_file, given)
-    swept, values = _sweep(sweep, settings) if sweep else (None, [None])
-    if swept and trace:
+    if sweep and trace:
         raise PlanError("`--trace` writes one timeline. Received --sweep. Leave one of them out.")
-    rows = []
-    for value in values:
-        chosen = dataclasses.replace(settings, **{swept: value}) if swept else settings
-        timeline, row = _step(chosen)
-        rows.append(_with(swept, value, row))
-    if swept:
-        swept = next(name for name in rows[0] if name in (swept, f"rank_{swept}"))
-    _show(rows, swept)
+    if sweep:
+        name, values = _sweep(sweep)
+        steps = [_step(dataclasses.replace(settings, **{name: value})) for value in values]
+        rows = [_with(name, value, row) for value, (_, row) in zip(values, steps, strict=True)]
+        name = name if name in rows[0] else f"rank_{name}"
+        _show(rows, best=True)
+    else:
+        timeline, row = _step(settings)
+        rows = [row]
+        _show(rows)
     if json_file:
         json_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if swept:
-        if png:
-            from tfcommx.report.timeline import draw_sweep
-
-            draw_sweep(rows, swept, png)
-        return
     from tfcommx.report import timeline as report
 
+    if sweep:
+        if png:
+            report.draw_sweep(rows, name, png)
+        return
     print(report.draw_text(timeline))
     if png:
         title = f"{settings.model}, {settings.nodes} x {settings.slots}, {settings.scheme}"
@@ -213,11 +180,19 @@ def simulate(
         trace.write_text(report.trace_events(timeline))
 
 
-def _with(swept: str | None, value: Any, row: dict[str, Any]) -> dict[str, Any]:
-    """Add the swept setting to a row; `throughput`, of one rank, beside that of all ranks."""
+# What typer reads: an option for each setting in place of `given`
+_settings_file, *_others, _ = inspect.signature(simulate, eval_str=True).parameters.values()
+_options = [_option(field) for field in dataclasses.fields(Settings)]
+simulate.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [_settings_file, *_options, *_others]
+)
+
+
+def _with(swept: str, value: Any, row: dict[str, Any]) -> dict[str, Any]:
+    """Add the swept setting to a row; `throughput` of one rank beside that of all ranks."""
     if swept == "throughput":
         return {"rank_throughput": value, **row}
-    return {swept: value, **row} if swept and swept not in row else row
+    return row if swept in row else {swept: value, **row}
 
 
 def _settings(file: Path | None, given: dict[str, Any]) -> Settings:
@@ -225,7 +200,6 @@ def _settings(file: Path | None, given: dict[str, Any]) -> Settings:
     found: dict[str, Any] = {}
     if file is not None:
         try:
-            # A subclass of PyYAML's safe loader
             found = yaml.load(file.read_text(), YamlLoader) or {}
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise PlanError(f"A YAML file is required. Received {file}: {error}.") from error
@@ -233,26 +207,22 @@ def _settings(file: Path | None, given: dict[str, Any]) -> Settings:
             raise PlanError(f"Settings, one a line, are required. Received {file}: {found!r}.")
         found = {str(name).replace("-", "_"): value for name, value in found.items()}
         for name in found:
-            check_name(f"setting in {file}", name, NAMES)
+            check_name(f"setting in {file}", name, list(KINDS))
     return Settings(**{**found, **{name: x for name, x in given.items() if x is not None}})
 
 
-def _sweep(text: str, settings: Settings) -> tuple[str, list[Any]]:
+def _sweep(text: str) -> tuple[str, list[Any]]:
     """Read `nodes=1,2,4,...,1024`: a setting, and its values."""
     name, _, listed = text.partition("=")
-    name = check_name("setting", name.strip().replace("-", "_"), NAMES)
+    name = check_name("setting", name.strip().replace("-", "_"), list(KINDS))
     words = [word.strip() for word in listed.split(",") if word.strip()]
-    kind = {field.name: str(field.type) for field in dataclasses.fields(Settings)}[name]
-    if "str" in kind:
-        values: list[Any] = list(words)
-    else:
-        values = _numbers(words, name)
+    values = words if KINDS[name] is str else _numbers(words, name)
     if not values:
         raise PlanError(f"`--sweep` needs values, as nodes=1,2,4. Received {text!r}.")
     return name, values
 
 
-def _numbers(words: list[str], name: str) -> list[float]:
+def _numbers(words: list[str], name: str) -> list[Any]:
     """Read numbers; `...` goes on as the two before it do, by a factor or else by steps."""
     found: list[float] = []
     try:
@@ -297,13 +267,13 @@ def _step(settings: Settings) -> tuple[Any, dict[str, Any]]:
         contention=settings.contention,
         loading_s=settings.loading,
     )
-    scheme, topology = settings.planned, settings.topology
-    timeline = predict_step(profile, scheme, topology, settings.priced, assumptions)
+    scheme, topology = settings.requested_scheme, Topology(settings.nodes, settings.slots)
+    timeline = predict_step(profile, scheme, topology, settings.link_prices, assumptions)
     return timeline, row_of(timeline, scheme, topology)
 
 
-def _show(rows: list[dict[str, Any]], swept: str | None) -> None:
-    """Print the rows as a table."""
+def _show(rows: list[dict[str, Any]], best: bool = False) -> None:
+    """Print the rows as a table; the one of the highest throughput bold, if it is asked for."""
     from rich.console import Console
     from rich.table import Table
 
@@ -312,12 +282,8 @@ def _show(rows: list[dict[str, Any]], swept: str | None) -> None:
     table = Table(box=None)
     for name in rows[0]:
         table.add_column(name.replace("_", " "), justify="right")
+    fastest = max(rows, key=lambda row: row["throughput"])
     for row in rows:
         cells = (f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values())
-        table.add_row(*cells, style="bold" if swept and row is _best(rows) else None)
-    wide = None if sys.stdout.isatty() else WIDE
-    Console(highlight=False, width=wide).print(table)
-
-
-def _best(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return max(rows, key=lambda row: row["throughput"])
+        table.add_row(*cells, style="bold" if best and row is fastest else None)
+    Console(highlight=False, width=None if sys.stdout.isatty() else WIDE).print(table)

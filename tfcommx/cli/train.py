@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tfcommx.cli.environment import load_tensorflow
-from tfcommx.cli.launch import launch_train
+from tfcommx.cli.train_launch import launch_train
 from tfcommx.comm.allocation import Host, parse_hosts, ranks_on
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
@@ -78,7 +78,7 @@ def train(
         words += [] if minutes is None else ["--minutes", str(minutes)]
         words += [] if baseline is None else ["--baseline", str(baseline)]
         launch_train(chosen, words, folder, saves=not dry_run)
-        # Stopped in its first epoch, it has no report; a dry run has shown its own
+        # A run stopped in its first epoch has no report; a dry run has shown its own
         if (folder / "summary.json").exists() and not dry_run:
             show_run(folder)
     elif dry_run:
@@ -91,7 +91,7 @@ def train(
 
 
 def dry_run_here(recipe: Recipe, folder: Path) -> None:
-    """Make a dry run in this process, one of those that the launcher started."""
+    """Make a dry run in this process, one of the launcher's."""
     load_tensorflow()
     from tfcommx import is_chief
     from tfcommx.training.dry_run import dry_run
@@ -102,15 +102,11 @@ def dry_run_here(recipe: Recipe, folder: Path) -> None:
 
 
 def train_here(recipe: Recipe, folder: Path, options: dict[str, Any]) -> bool:
-    """Train in this process, one of those that the launcher started.
-
-    Returns:
-        Whether this is rank 0, and has a report to show.
-    """
+    """Train in this process, one of the launcher's; return whether it has a report to show."""
     load_tensorflow()
     from tfcommx import is_chief
-    from tfcommx.training.train import Options
+    from tfcommx.training.train import TrainOptions
     from tfcommx.training.train import train as run
 
-    summary = run(recipe, folder, Options(**options))
+    summary = run(recipe, folder, TrainOptions(**options))
     return bool(is_chief()) and bool(summary["rows"])

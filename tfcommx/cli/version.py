@@ -1,4 +1,4 @@
-"""Versions of what tfcommx works with, from the installed packages: nothing of them is imported."""
+"""`tfcommx --version`: versions from package metadata; nothing is imported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-# As users call them -> the packages that hold them; the first one that is installed counts
+# Name -> packages that may hold it; the first installed one counts
 PACKAGES = {
     "tfcommx": ("tfcommx",),
     "TensorFlow": ("tensorflow", "tensorflow-cpu"),
@@ -18,7 +18,7 @@ PACKAGES = {
 
 
 def versions() -> dict[str, str]:
-    """Return the version of each package, "not installed" if there is none, and Python's."""
+    """Return the version of each package, or "not installed", and Python's."""
     found = {name: _version(packages) for name, packages in PACKAGES.items()}
     return {**found, "Python": platform.python_version()}
 
@@ -44,4 +44,4 @@ def version(
         typer.Option("--version", callback=_show, is_eager=True, help="Show versions, and exit."),
     ] = False,
 ) -> None:
-    """Take the options that stand before a command."""
+    """Take options that come before a command."""

@@ -1,1 +1,1 @@
-"""What a plan is made from, measured: the links of the cluster."""
+"""Measures what plans and simulations need: links, the engine, a model's layers, its exchange."""

@@ -1,9 +1,9 @@
-"""Measures what collectives cost besides their price: the engine's own time, and under load.
+"""Measures what collectives cost besides alpha and beta: the engine's time, and the load's.
 
     tiny all-gather    | engine | log2(p) alpha |
     tiny allreduce     | engine |      2 (p - 1) alpha      |
 
-Both latency terms and the engine's time are paid by every collective, so two kinds of collective
+Every collective pays the engine's time and latency terms; two kinds with different numbers of terms
 tell them apart. If messages are possible, they give alpha without the engine.
 """
 
@@ -20,52 +20,52 @@ import tensorflow as tf
 
 from tfcommx.comm.base import Comm
 
-# Work that takes a turn of some messages: the seconds of the slowest rank, of each turn
-Turns = Callable[[Callable[[], object]], list[float]]
+# Repeats some work on all ranks; returns the seconds of the slowest rank in each repeat
+Timer = Callable[[Callable[[], object]], list[float]]
 
-# Entries of the vectors that are hardly more than a latency term
+# Entries of vectors that cost hardly more than latency
 TINY = 8
-# Allreduces that wait for the engine at once
+# Allreduces that wait for the engine at the same time
 WAITING = 16
-# Rows of the square matrices that are multiplied as a load
+# Rows of the square matrices that are multiplied as load
 ROWS = 384
 
 
 class Engine(NamedTuple):
-    """What one group's collectives cost besides bytes."""
+    """What a group's collectives cost besides bytes."""
 
     # Seconds of a latency term, >= 0
     alpha_s: float
-    # Seconds of the engine for a collective, >= 0, of each turn
+    # Seconds of the engine for a collective, >= 0, of each repeat
     seconds: list[float]
 
 
-def engine_of(comm: Comm, group: str, alpha_s: float, turns: Turns) -> Engine:
-    """Tell the engine's time from the latency terms of a group.
+def measure_engine(comm: Comm, group: str, alpha_s: float, timer: Timer) -> Engine:
+    """Measure the engine's time per collective and the latency of a group.
 
     Args:
         comm: this rank's view of the others.
         group: "node" or "peers", of more than one rank.
-        alpha_s: of messages between two ranks, if there are such; else of all-gathers, with the
-            engine's time in it.
-        turns: times some work.
+        alpha_s: of messages between two ranks, if there are any; else of all-gathers, with the
+            engine's time included.
+        timer: repeats and times some work.
 
     **Ranks:** all.
     """
     ranks, tensor = len(comm.members(group)), tf.zeros([TINY])
     terms, name = 2 * (ranks - 1), f"tfcommx/probe/engine/{group}"
-    reduced = turns(lambda: comm.allreduce(tensor, group, f"{name}/allreduce", counted=False))
+    reduced = timer(lambda: comm.allreduce(tensor, group, f"{name}/allreduce", counted=False))
     if comm.has_messages:
         return Engine(alpha_s, [max(one - terms * alpha_s, 0.0) for one in reduced])
-    gathered = turns(lambda: comm.all_gather(tensor, group, f"{name}/all_gather", counted=False))
+    gathered = timer(lambda: comm.all_gather(tensor, group, f"{name}/all_gather", counted=False))
     fewer = math.log2(ranks)
     found = (statistics.median(reduced) - statistics.median(gathered)) / (terms - fewer)
     alpha_s = min(max(found, 0.0), alpha_s)
     return Engine(alpha_s, [max(one - fewer * alpha_s, 0.0) for one in gathered])
 
 
-def engine_fuses(comm: Comm, turns: Turns) -> bool:
-    """Tell whether allreduces that wait for the engine together are carried out as one.
+def engine_fuses(comm: Comm, timer: Timer) -> bool:
+    """Return whether the engine fuses allreduces that wait for it at the same time.
 
     **Ranks:** all. The library must work in traced code.
     """
@@ -84,32 +84,32 @@ def engine_fuses(comm: Comm, turns: Turns) -> bool:
         ]
 
     tensor = tf.zeros([TINY])
-    together = statistics.median(turns(lambda: many(tensor)))
-    return together < WAITING / 2 * statistics.median(turns(lambda: one(tensor)))
+    together = statistics.median(timer(lambda: many(tensor)))
+    return together < WAITING / 2 * statistics.median(timer(lambda: one(tensor)))
 
 
-def contention_of(
-    work: Callable[[], object], load: Callable[[], object], turns: Turns
+def measure_contention(
+    work: Callable[[], object], load: Callable[[], object], timer: Timer
 ) -> list[float]:
-    """Return by how much longer a message takes while every rank computes, of each turn.
+    """Return how much longer a message takes while every rank computes, for each repeat.
 
     Args:
-        work: the message.
-        load: computes, for some milliseconds; it is called again and again.
-        turns: times some work.
+        work: sends the message.
+        load: computes for some milliseconds; it is called again and again.
+        timer: repeats and times some work.
 
     Returns:
-        Seconds under load over those without, less 1, >= 0.
+        Seconds under load / seconds without - 1, >= 0.
 
     **Ranks:** all.
     """
-    alone = statistics.median(turns(work))
+    alone = statistics.median(timer(work))
     with _computing(load):
-        loaded = turns(work)
+        loaded = timer(work)
     return [max(one / alone - 1, 0.0) for one in loaded]
 
 
-def multiply() -> Callable[[], object]:
+def matmul_load() -> Callable[[], object]:
     """Return a load like a backward pass: products of matrices on all cores."""
     matrix = tf.random.stateless_normal([ROWS, ROWS], [1, 2])
     return tf.function(lambda: tf.reduce_sum(tf.linalg.matmul(matrix, matrix)), autograph=False)
@@ -117,7 +117,7 @@ def multiply() -> Callable[[], object]:
 
 @contextlib.contextmanager
 def _computing(load: Callable[[], object]) -> Iterator[None]:
-    """Let a thread compute until the end."""
+    """Let a thread compute meanwhile."""
     ended = threading.Event()
 
     def compute() -> None:

@@ -1,4 +1,4 @@
-"""Measures a step with its exchange: when gradients are ready, and when their sums are there.
+"""Measures a step with its exchange: when gradients are ready, and when their sums arrive.
 
 compute   | forward |  grad c  |  grad b  |  grad a  |            | update |
 between                        | bucket 0 |          |  bucket 1  |
@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.kernels.stamp import stamp
-from tfcommx.measure.layers import WARM_UP, StepTiming, batches_of, statistics_kept, variable_names
+from tfcommx.measure.profile import WARM_UP, StepTiming, batches_of, statistics_kept, variable_names
 from tfcommx.terms import Bucket, MeasuredStep, Piece, Plan, PlanError, Profile, Span, Timeline
 
 Exchange = Callable[[Mapping[str, tf.Tensor]], Mapping[str, tf.Tensor]]
@@ -27,18 +27,19 @@ def measure_exchange(
 ) -> MeasuredStep:
     """Measure the steps of a model whose gradients travel by a plan; weights are not updated.
 
-    A message begins when the last gradient of its bucket is ready and the message before has ended:
-    that is not measured. Residuals change as in any step, so train on with another optimizer.
+    The start of a message is not measured: it is taken to begin when the last gradient of its
+    bucket is ready and the message before has ended. Residuals change as in any step; for training
+    make a new optimizer.
 
     Args:
         model: compiled, and built.
         data: batches (inputs, targets) or (inputs, targets, weights), of one shape.
         plan: of the model's variables.
-        exchange: carries it out, as `PlanExecutor.exchange` does: names -> gradients.
-        steps: that count, >= 1.
+        exchange: maps gradients by name to their sums, as `PlanExecutor.exchange` does.
+        steps: to measure, >= 1.
 
     Returns:
-        The means over the steps, on this rank, and its profile.
+        Means over the steps on this rank, and its profile.
 
     **Ranks:** all, with equal plans. **Cost:** three times `steps` + 2 steps, three tracings.
     **Raises:** PlanError for a model that is not compiled or not built, without data, or for a plan
@@ -70,7 +71,7 @@ def measure_exchange(
 def _step(
     model: keras.Model, names: list[str], plan: Plan, exchange: Exchange
 ) -> Callable[..., tf.Tensor]:
-    """Return a traced step: the times of [loss, gradients..., a sum of each bucket...]."""
+    """Return a traced step that returns times of [loss, gradients..., one sum per bucket...]."""
     places = dict(zip(variable_names(model), model.trainable_variables, strict=True))
 
     @tf.function(autograph=False)
@@ -94,7 +95,7 @@ def _timeline(
     plan: Plan,
     profile: Profile,
 ) -> Timeline:
-    """Draw what was measured as spans; times are seconds from the start of the step."""
+    """Turn measured times, in seconds from the start of the step, into spans."""
     spans, before = [Span("compute", "forward", "forward", 0.0, forward_s)], forward_s
     for name in sorted(ready, key=ready.__getitem__):
         spans.append(Span("compute", "backward", name, before, ready[name]))

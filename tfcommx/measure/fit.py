@@ -1,4 +1,4 @@
-"""Alpha and beta of a link from times of several sizes: least squares, without TensorFlow."""
+"""Fits alpha and beta of a link to times of several sizes, without TensorFlow."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import numpy as np
 
 from tfcommx.terms import PlanError
 
-# Seconds per byte: faster than any memory; noise must not make a link free.
+# Seconds per byte, faster than any memory: noise must not make a link free
 SMALLEST_BETA = 1e-13
 
 
 def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Find the latency and the time per byte that explain some times best.
+    """Fit a latency and a time per byte to measured times.
 
     >>> alpha, beta = fit([(1, 1000, 1.5), (1, 2000, 2.5)])
     >>> round(alpha, 9), round(beta, 9)
     (0.5, 0.001)
 
-    These are the least squares of the relative error: a small message counts as much as a large
-    one; otherwise alpha would vanish in beta's noise.
+    It minimizes the squared relative error: small messages count as much as large ones, or alpha
+    would vanish in beta's noise.
 
     Args:
-        points: (latency terms, bytes, seconds) of each message, or of several at once.
+        points: (latency terms, bytes, seconds) of each measurement.
 
     Returns:
         alpha (seconds, >= 0) and beta (seconds per byte, > 0).
@@ -38,7 +38,7 @@ def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
         )
     rows = np.stack([latencies, sizes], axis=1) / seconds[:, None]
     alpha, beta = np.linalg.lstsq(rows, np.ones(len(seconds)), rcond=None)[0]
-    if alpha < 0:  # Then the best fit without any latency
+    if alpha < 0:  # Fit without latency
         alpha, beta = 0.0, rows[:, 1].sum() / (rows[:, 1] ** 2).sum()
     if beta < SMALLEST_BETA:
         alpha, beta = rows[:, 0].sum() / (rows[:, 0] ** 2).sum(), SMALLEST_BETA

@@ -1,10 +1,10 @@
-"""Measures the links of the cluster that this runs on: alpha and beta by messages, gamma by adding.
+"""Measures the links of this cluster: alpha and beta by messages, gamma by adding.
 
 Under MPI each rank sends s bytes to the next one of its group while it receives as many: alpha + s
-beta. Otherwise the engine gathers s bytes from each of p ranks, priced at log2(p) alpha + (p - 1) s
-beta (`cost.all_gather`), and what it needs besides. Times of several sizes give alpha and beta.
-Among peers all slots of a node send at once and share its port, so there s is the node's bytes.
-What the engine needs besides, and what a message takes while the ranks compute: `measure.engine`.
+beta. Otherwise the engine gathers s bytes from each of p ranks: log2(p) alpha + (p - 1) s beta
+(`cost.all_gather`), plus its own time. Times of several sizes give alpha and beta. Among peers all
+slots of a node send at once and share its port; there s is the node's bytes. `measure.engine`
+measures the engine's own time, and messages while the ranks compute.
 
 Source: the alpha-beta model of Thakur et al., "Optimization of Collective Communication Operations
 in MPICH" (2005).
@@ -25,50 +25,46 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm.base import Comm
-from tfcommx.measure.engine import Turns, contention_of, engine_fuses, engine_of
+from tfcommx.measure.engine import Timer, engine_fuses, measure_contention, measure_engine
 from tfcommx.measure.fit import fit
 from tfcommx.routes import pipeline
 from tfcommx.routes.messages import MessageOptions, tag_of
 from tfcommx.terms import NOMINAL, Bucket, Link, Links
 
-# Bytes from each rank: 1 KB to 16 MB.
+# Bytes from each rank: 1 KB to 16 MB
 SIZES = tuple(4**power for power in range(5, 13))
-# Bytes of the pipeline's blocks that are tried.
+# Sizes of the pipeline's blocks to try, bytes
 BLOCKS = (16384, 32768, 49152, 65536, 131072, 262144)
-# Messages are repeated until this many bytes have come through the port, at most MOST of them:
-# traffic shapers let a burst pass.
+# Messages are repeated, at most MOST times, until this many bytes have come through the port:
+# traffic shapers let a burst pass
 STEADY, MOST = 2**22, 16
 
 
-class Probed(NamedTuple):
-    """What was measured, equal on all ranks."""
+class ProbeResult(NamedTuple):
+    """Measured links, equal on all ranks."""
 
     links: Links
-    # "inside", "between" -> (latency terms, bytes that come in, seconds).
+    # "inside", "between" -> (latency terms, bytes that come in, seconds)
     points: dict[str, list[tuple[float, float, float]]]
-    # (bytes of a block, seconds of the pipeline); empty if messages are not possible.
+    # (bytes of a block, seconds of the pipeline); empty without messages
     blocks: list[tuple[int, float]]
-    # Standard deviation of what was measured, over the turns: "inside.alpha_s", "contention", ...
+    # Standard deviations over the repeats: "inside.alpha_s", "contention", ...
     spread: dict[str, float] = {}  # noqa: RUF012  Nobody changes it
-    # Did the engine carry out what was timed? Then its time is in the points.
+    # Whether the engine ran the messages: then its time is in the points
     by_engine: bool = False
 
     def to_json(self) -> str:
-        """Write all as JSON.
-
-        A kind of link that this cluster does not have has no points, and nominal values.
-        """
+        """Return JSON; a kind of link that this cluster lacks has no points, and nominal values."""
         found = {**self._asdict(), "links": self.links.to_dict()}
         return json.dumps(found, indent=1) + "\n"
 
     @staticmethod
-    def from_json(text: str) -> Probed:
-        """Read what `to_json` wrote."""
+    def from_json(text: str) -> ProbeResult:
         read = json.loads(text)
         points = {kind: [tuple(point) for point in found] for kind, found in read["points"].items()}
         blocks = [tuple(row) for row in read["blocks"]]
         more = (read.get("spread", {}), read.get("by_engine", False))
-        return Probed(Links.from_dict(read["links"]), points, blocks, *more)
+        return ProbeResult(Links.from_dict(read["links"]), points, blocks, *more)
 
 
 def probe(
@@ -80,45 +76,44 @@ def probe(
     steady: int = STEADY,
     load: Callable[[], object] | None = None,
     fusion: bool = False,
-) -> Probed:
-    """Measure this cluster's links; if messages are possible, tune the pipeline's blocks to them.
+) -> ProbeResult:
+    """Measure this cluster's links; with messages also the best size of the pipeline's blocks.
 
     Args:
         comm: this rank's view of the others.
         sizes: bytes that each rank sends, multiples of 4, >= 4.
-        repeats: of each size; the fastest counts, because the slower ones were disturbed; of the
-            engine's time and of contention, which are disturbances themselves, the median. >= 1.
-        clock: seconds from any start.
-        blocks: bytes of a block of the pipeline, multiples of 4, >= 4; tried on a vector of half
-            the largest of `sizes`.
+        repeats: of each size, >= 1. The fastest counts, because slower ones were disturbed; for the
+            engine's time and contention, which are disturbances themselves, the median.
+        clock: returns seconds from any start.
+        blocks: sizes of the pipeline's blocks to try, bytes, multiples of 4, >= 4; the vector has
+            half the largest of `sizes`.
         steady: messages are repeated until so many bytes have come through a port.
-        load: computes while messages are timed again (`measure.engine.multiply`, or a step of a
+        load: computes while messages are timed again (`measure.engine.matmul_load`, or a step of a
             model); None: contention is not measured.
-        fusion: whether to try if the engine fuses allreduces; the library must work in graphs.
+        fusion: whether to measure if the engine fuses allreduces; `comm` must work in graphs.
 
     Returns:
-        The same on every rank: of each message the slowest rank's time.
+        The same on every rank; a message takes what it takes on the slowest rank.
 
     **Ranks:** all, outside of traced code, with equal arguments. **Cost:** (repeats + 1) times 1 to
-    16 exchanges of each size and group, small ones more often, and (repeats + 1) allreduces for
-    each size of block.
+    16 exchanges of each size and group, and (repeats + 1) allreduces for each size of block.
     **Raises:** PlanError if the nodes have unequal numbers of slots.
     """
     topology = comm.topology
     topology.require_even("probing the links")
-    turns = functools.partial(_turns, comm, repeats=repeats, clock=clock)
+    timer = functools.partial(_slowest_seconds, comm, repeats=repeats, clock=clock)
     gamma = max(comm.gather_objects(_gamma(max(sizes), repeats, clock)))
     found: dict[str, Any] = {}
     points: dict[str, list[tuple[float, float, float]]] = {}
     spread: dict[str, float] = {}
     for kind, group, together in (("inside", "node", 1), ("between", "peers", topology.slots)):
-        timed = _time(comm, group, sizes, together, turns, steady)
+        timed = _time(comm, group, sizes, together, timer, steady)
         points[kind] = [(terms, size, min(times)) for terms, size, times in timed]
         if not timed:
             found[kind] = getattr(NOMINAL, kind)
             continue
         alpha, beta = fit(points[kind])
-        engine = engine_of(comm, group, alpha, turns)
+        engine = measure_engine(comm, group, alpha, timer)
         found |= {
             kind: Link(engine.alpha_s, beta, gamma),
             # Between nodes, if there are several
@@ -126,21 +121,20 @@ def probe(
         }
         spread |= {**_spread(kind, timed), "engine_s": statistics.pstdev(engine.seconds)}
     if topology.size > 1:
-        found |= _under_load(comm, sizes, load, turns, spread)
-        found["fuses"] = fusion and engine_fuses(comm, turns)
-    tried = _time_blocks(comm, max(sizes) // 8, blocks, turns)
+        found |= _under_load(comm, sizes, load, timer, spread)
+        found["fuses"] = fusion and engine_fuses(comm, timer)
+    tried = _time_blocks(comm, max(sizes) // 8, blocks, timer)
     best = min(tried, key=lambda row: row[1])[0] if tried else NOMINAL.block_bytes
     by_engine = not comm.has_messages
-    return Probed(Links(**found, block_bytes=best), points, tried, spread, by_engine)
+    return ProbeResult(Links(**found, block_bytes=best), points, tried, spread, by_engine)
 
 
 def _spread(kind: str, timed: list[tuple[float, float, list[float]]]) -> dict[str, float]:
-    """Return the standard deviations of alpha and beta, each turn fitted by itself.
-
-    The alphas have the engine's time in them where the engine sends what is timed.
-    """
-    turns = range(len(timed[0][2]))
-    fits = [fit([(terms, size, times[turn]) for terms, size, times in timed]) for turn in turns]
+    """Return the standard deviations of alpha and beta, fitted to each repeat by itself."""
+    fits = [
+        fit([(terms, size, times[repeat]) for terms, size, times in timed])
+        for repeat in range(len(timed[0][2]))
+    ]
     alphas, betas = zip(*fits, strict=True)
     return {
         f"{kind}.alpha_s": statistics.pstdev(alphas),
@@ -152,28 +146,33 @@ def _under_load(
     comm: Comm,
     sizes: Sequence[int],
     load: Callable[[], object] | None,
-    turns: Turns,
+    timer: Timer,
     spread: dict[str, float],
 ) -> dict[str, float]:
-    """Time a message of a middle size again while all ranks compute; nothing without a load."""
+    """Time a message of middle size while all ranks compute; return nothing without a load."""
     if load is None:
         return {}
     size = sorted(sizes)[len(sizes) // 2]
     group = "peers" if comm.topology.nodes > 1 else "node"
     with _exchange(comm, group) as exchange:
         work = functools.partial(exchange, size // 4, f"tfcommx/probe/load/{size}", 1)
-        found = contention_of(work, load, turns)
+        found = measure_contention(work, load, timer)
     spread["contention"] = statistics.pstdev(found)
     return {"contention": statistics.median(found)}
 
 
 def _time(
-    comm: Comm, group: str, sizes: Sequence[int], together: int, turns: Turns, steady: int
+    comm: Comm,
+    group: str,
+    sizes: Sequence[int],
+    together: int,
+    timer: Timer,
+    steady: int,
 ) -> list[tuple[float, float, list[float]]]:
-    """Time exchanges in a group; a group of one has none.
+    """Time exchanges in a group of two or more ranks.
 
     Returns:
-        (latency terms, bytes that come in through one port, seconds of each turn) of each size.
+        (latency terms, bytes that come in through one port, seconds of each repeat) of each size.
     """
     members = comm.members(group)
     if len(members) == 1:
@@ -187,15 +186,15 @@ def _time(
             through = parts * size * together
             times = min(MOST, max(1, steady // through))
             work = functools.partial(exchange, size // 4, f"tfcommx/probe/{group}/{size}", times)
-            points.append((latencies, float(through), [one / times for one in turns(work)]))
+            points.append((latencies, float(through), [one / times for one in timer(work)]))
     return points
 
 
 @contextlib.contextmanager
 def _exchange(comm: Comm, group: str) -> Iterator[Callable[[int, str, int], None]]:
-    """Make what sends so many entries around a group, some times. **Ranks:** all."""
+    """Yield a function that sends entries around a group several times. **Ranks:** all."""
     members = comm.members(group)
-    # Its own: a route's messages would change how a rank ends after an exception
+    # Its own connection: a route's would change how a rank ends after an exception
     point_to_point = comm.open_own_messages(counted=False) if comm.has_messages else None
     position = members.index(comm.rank)
 
@@ -216,18 +215,14 @@ def _exchange(comm: Comm, group: str) -> Iterator[Callable[[int, str, int], None
             requests.pop(point_to_point.wait_any(requests))
 
     yield exchange
-    if point_to_point is not None:  # After an exception the others may not come
+    if point_to_point is not None:  # Not after an exception: closing waits for the others
         point_to_point.close()
 
 
 def _time_blocks(
-    comm: Comm, entries: int, blocks: Sequence[int], turns: Turns
+    comm: Comm, entries: int, blocks: Sequence[int], timer: Timer
 ) -> list[tuple[int, float]]:
-    """Time the pipeline's allreduce with each size of block; nothing if it cannot run.
-
-    Returns:
-        (bytes of a block, seconds) of each.
-    """
+    """Return (bytes of a block, seconds of the pipeline's allreduce); empty if it cannot run."""
     if not blocks or not comm.has_messages or comm.topology.size == 1:
         return []
     comm.open_point_to_point()
@@ -242,21 +237,21 @@ def _time_blocks(
             options=MessageOptions(block),
         )
         work = functools.partial(pipeline.ROUTE.run_in_group, vector, bucket, comm, "world")
-        found.append((block, min(turns(work))))
+        found.append((block, min(timer(work))))
     return found
 
 
-def _turns(
+def _slowest_seconds(
     comm: Comm, work: Callable[[], object], repeats: int, clock: Callable[[], float]
 ) -> list[float]:
-    """Return the seconds of the slowest rank in each of `repeats` turns."""
+    """Return the seconds that some work takes on the slowest rank, for each repeat."""
     seconds = []
     for _ in range(repeats + 1):
         comm.gather_objects(None)  # All start together
         start = clock()
         work()
         seconds.append(max(comm.gather_objects(clock() - start)))
-    return seconds[1:]  # The first one makes connections
+    return seconds[1:]  # The first one opens connections
 
 
 def _gamma(size: int, repeats: int, clock: Callable[[], float]) -> float:

@@ -1,5 +1,6 @@
-"""What a run is made of: a recipe, read from YAML, with one member of each family.
+"""Recipes: YAML files that say what a run trains, on what, and how.
 
-`datasets`, `models`, `tasks` and `optimizers` are the families; `base` holds their contracts, and
-each family's `__init__` its table and how to add a member. Reading a recipe loads no TensorFlow.
+A recipe has one member of each family: `datasets`, `models`, `tasks`, `optimizers`. `base` holds
+the families' contracts; each family has a table, with how to add a member above it. Reading a
+recipe loads no TensorFlow.
 """

@@ -1,7 +1,7 @@
-"""Contracts of what a recipe is made of: data set, model, task and optimizer.
+"""The contracts of a recipe's families: data set, model, task and optimizer.
 
-A member is a frozen, checked class that a recipe's YAML is read into. Its `build` makes its part of
-the run when the run starts: reading a recipe loads no TensorFlow.
+A member is a frozen class that validates its part of the YAML. Its `build` runs when training
+starts.
 
     Dataset --build(place)--> Data --+--> Task.build(data) --> Objective
                                      |                          | inputs, outputs
@@ -24,22 +24,26 @@ if TYPE_CHECKING:
     from tfcommx.comm.base import Comm
     from tfcommx.terms import Topology
 
-# Gives one object of this rank, and returns those of all ranks, in their order
+# Takes an object of this rank, and returns those of all ranks in the order of the ranks
 Gather = Callable[[Any], list[Any]]
 # Evaluates a model on this rank's batches of test samples; returns the scores over all ranks
 Scorer = Callable[["tf.data.Dataset", Gather], dict[str, float]]
 
 
+class DataError(RuntimeError):
+    """Data that is missing or damaged; the message ends with what to do."""
+
+
 @dataclass(frozen=True)
 class Place:
-    """Where a data set is opened: which ranks there are, which of them this is."""
+    """The rank that opens a data set, among which others."""
 
     topology: Topology
     # In [0, topology.size)
     rank: int
-    # Of the order of the samples and of their variation
+    # Decides the order of the samples and their augmentation
     seed: int = 0
-    # That prepare batches in one process; None: all processors of the process
+    # Threads that prepare batches; None: all processors of the process
     threads: int | None = None
 
 
@@ -48,18 +52,19 @@ class Data(Protocol):
 
     # Channels of the pictures, or words of the vocabulary
     inputs: int
-    # Names of the classes in the order of their numbers; for text the words of the vocabulary
+    # Names of the classes by number; for text the words of the vocabulary
     classes: tuple[str, ...]
     # Samples for training, over all ranks
     count: int
-    # Whether samples are redistributed between epochs: then nothing may read ahead over the end
+    # Whether samples move between nodes from epoch to epoch: then `train` must not read ahead over
+    # an epoch's end
     redistributes: bool
 
     def steps(self, batch: int, resolution: int) -> int:
         """Return the steps of an epoch, >= 0, the same on every rank and in every epoch.
 
         Args:
-            batch: pictures, or word pieces, a step on one rank.
+            batch: pictures, or word pieces, per step and rank.
             resolution: pixels a side, or word pieces of the longest sentence.
         """
 
@@ -69,84 +74,78 @@ class Data(Protocol):
         They are a pure function of the arguments and the place.
 
         Args:
-            batch: as `steps` takes it.
-            resolution: as `steps` takes it.
+            batch, resolution: as `steps` takes them.
             epochs: numbers of the epochs, counted over the whole run: they decide the order.
             step: first step of the first epoch, in [0, steps]: to resume in mid-epoch.
         """
 
     def test(self, batch: int, resolution: int) -> tf.data.Dataset:
-        """Return this rank's own part of the test samples, each once, in batches."""
+        """Return batches of this rank's share of the test samples, each sample once."""
 
     def redistribute(self, epoch: int, comm: Comm) -> None:
-        """Redistribute samples before an epoch, if they are. **Ranks:** all."""
+        """Move samples between nodes before an epoch, if `redistributes`. **Ranks:** all."""
 
     def report(self, epoch: int) -> dict[str, float]:
-        """Return numbers of the loading in an epoch; empty if there are none."""
+        """Return statistics of loading in an epoch; empty if there are none."""
 
     def close(self) -> None:
-        """Give memory back."""
+        """Free the memory."""
 
 
 class Dataset(Protocol):
-    """Which samples, how they are kept, and how they are varied."""
+    """Which samples, where they are kept, and how they are augmented."""
 
     def fetch(self) -> Path | None:
-        """Put the files on this machine, if they are not there; return their folder."""
+        """Download the files if they are not on this machine; return their folder."""
 
     def build(self, place: Place) -> Data:
         """Open the data set on this rank.
 
-        **Ranks:** all; none waits for another. **Raises:** DataError, PlanError or SampleError if
-        samples are missing or damaged.
+        **Ranks:** all; none waits for another. **Raises:** DataError, PlanError or SampleError for
+        missing or damaged samples.
         """
 
 
 class Model(Protocol):
-    """A network and its sizes. A field `resolution` says the only one that it takes, in pixels."""
+    """A network and its sizes; one that takes a single resolution has a field `resolution`."""
 
     def build(self, inputs: int, outputs: int) -> keras.Model:
-        """Build the network.
-
-        Args:
-            inputs: channels of the pictures, or words of the vocabulary.
-            outputs: logits: classes, or words of the vocabulary.
-        """
+        """Build a network of `Objective.inputs` and `Objective.outputs`."""
 
 
 class Objective(Protocol):
-    """What a network is trained for, on one data set."""
+    """A task on one data set: loss, metrics and scores."""
 
     @property
     def inputs(self) -> int:
-        """What the network takes: channels of the pictures, or words of the vocabulary."""
+        """Channels of the pictures, or words of the vocabulary."""
 
     @property
     def outputs(self) -> int:
-        """Number of outputs that the network needs."""
+        """Logits of the network: classes, or words of the vocabulary."""
 
     @property
     def counted(self) -> str:
-        """What a batch's size and the throughput count: "images", "word pieces", ..."""
+        """The unit of batch size and throughput: "images", "word pieces", ..."""
 
     @property
     def scores(self) -> Sequence[str]:
-        """Names of what `scorer` finds."""
+        """Names of the scores that `scorer` computes."""
 
     def loss(self) -> keras.losses.Loss:
-        """Return the loss of (targets, outputs)."""
+        """Return the loss, a function of targets and outputs."""
 
     def metrics(self) -> Sequence[Any]:
-        """Return Keras's metrics, or their names; one has the name `accuracy`."""
+        """Return Keras metrics, or their names; one is called `accuracy`."""
 
     def targets(self, batches: tf.data.Dataset) -> tf.data.Dataset:
         """Turn batches of (inputs, labels) into what `fit` takes: (inputs, targets[, weights])."""
 
     def scorer(self, model: keras.Model) -> Scorer:
-        """Return what evaluates the model as it is when it is called.
+        """Return a function that scores the model's current weights.
 
-        Its scores are named `test_...`; `test_accuracy`, in [0, 1], is among them. It is made anew
-        for each resolution, so that TensorFlow traces each once.
+        Names of scores begin with `test_`; `test_accuracy`, in [0, 1], is among them. It is made
+        anew for each resolution, so that TensorFlow traces each once.
         """
 
 
@@ -154,7 +153,7 @@ class Task(Protocol):
     """What a network learns."""
 
     def build(self, data: Data) -> Objective:
-        """Return the task for these samples."""
+        """Return the objective on these samples."""
 
 
 class OptimizerRecipe(Protocol):
@@ -165,4 +164,4 @@ class OptimizerRecipe(Protocol):
         """Momentum of the optimizer, in [0, 1); 0 if it has none."""
 
     def build(self) -> keras.optimizers.Optimizer:
-        """Build the optimizer of one process, with learning rate 0: each step sets its own."""
+        """Build a plain Keras optimizer with learning rate 0: the run sets that of each step."""

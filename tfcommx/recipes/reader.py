@@ -1,4 +1,4 @@
-"""Reading YAML: settings, unknown keys, error messages with their place."""
+"""Reads YAML into checked settings; an error names its place in the file and the nearest key."""
 
 from __future__ import annotations
 
@@ -20,14 +20,11 @@ from pydantic import (
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot be carried out; the message names the place in the file."""
+    """A recipe that cannot be run; the message names the place in the file."""
 
 
 class YamlLoader(yaml.SafeLoader):
-    """Read YAML in which 1e-3 is a number and no key comes twice.
-
-    As YAML 1.2 has it; PyYAML alone takes 1e-3 for text, and the last one of equal keys counts.
-    """
+    """Reads 1e-3 as a number and refuses repeated keys, as YAML 1.2 does and PyYAML does not."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -46,7 +43,7 @@ YamlLoader.add_implicit_resolver(
 
 
 def refuse_unknown(given: Iterable[str], known: Sequence[str], what: str = "key") -> None:
-    """Check that all given words are known. **Raises:** ValueError with the nearest known word."""
+    """Check that all words are known. **Raises:** ValueError with the nearest known word."""
     for word in given:
         if word not in known:
             near = difflib.get_close_matches(str(word), known, n=1, cutoff=0.5)
@@ -55,7 +52,7 @@ def refuse_unknown(given: Iterable[str], known: Sequence[str], what: str = "key"
 
 
 class Part(BaseModel):
-    """A part of a recipe: frozen, checked, without unknown keys."""
+    """Base of all parts of a recipe: frozen, validated, without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -73,18 +70,15 @@ def member_of(
     own: type[BaseModel] | None = None,
     by_name: bool = False,
 ) -> PlainValidator:
-    """Make the annotation of a field that holds one member of a family.
+    """Return the annotation of a field that holds one member of a family.
 
     In YAML it is a mapping with the member's `name` and its settings: `{name: sgd, momentum: 0}`.
 
     Args:
         table: the members, `Part`s, by name.
-        default: name of the member that is meant if none is given.
-        own: what a name with a colon, `module:function`, is read into; None: it is refused.
-        by_name: whether a bare name is taken too, for the member with its usual settings.
-
-    Returns:
-        A validator that reads the mapping into the member's class.
+        default: name of the member if the mapping has none.
+        own: class for a user's own name, `module:function`; None: such names are refused.
+        by_name: whether to accept a bare name, for the member with default settings.
     """
 
     def read(value: Any) -> Any:
@@ -103,10 +97,10 @@ def member_of(
         try:
             return kind.model_validate(value)
         except ValidationError as error:
-            # `error_lines` describes each of them, with its place
+            # `error_lines` describes each error with its place
             raise ValueError(str(error)) from error
 
-    # For the JSON schema: what `read` takes
+    # For the JSON schema: what `read` accepts
     accepted: list[Any] = [*table.values(), *([own] if own else [])]
     if by_name:
         accepted.append(Literal[tuple(table)])
@@ -114,11 +108,11 @@ def member_of(
 
 
 def change(tree: dict[str, Any], setting: str) -> None:
-    """Carry out `a.0.b=value` in place.
+    """Apply a setting such as `a.0.b=value` to the tree.
 
     Args:
-        tree: what the YAML file holds.
-        setting: keys and positions, joined by dots; `=`; the new value, as YAML.
+        tree: contents of the YAML file.
+        setting: keys and positions joined by dots, `=`, and the new value as YAML.
 
     **Raises:** RecipeError if the tree has no such place, or the value is not YAML.
     """
@@ -144,14 +138,11 @@ def change(tree: dict[str, Any], setting: str) -> None:
 
 
 def error_lines(error: ValidationError, place: str = "") -> list[str]:
-    """Describe pydantic's errors, each as `place: what was required. Received ...`.
+    """Return a line `place: what was required. Received ...` for each wrong setting.
 
     Args:
         error: what pydantic raised.
         place: of the part that it was raised for; empty: the whole recipe.
-
-    Returns:
-        One line for each wrong setting, those of the members included.
     """
     lines: list[str] = []
     for detail in error.errors():

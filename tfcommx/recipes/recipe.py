@@ -1,7 +1,4 @@
-"""Recipes: a YAML file read into frozen, checked models.
-
-A bad setting is refused before any process is busy.
-"""
+"""A recipe: a YAML file read into frozen, checked models, before any process starts."""
 
 from __future__ import annotations
 
@@ -27,9 +24,7 @@ from tfcommx.recipes.reader import (
     member_of,
     refuse_unknown,
 )
-from tfcommx.recipes.saving import Saving
 from tfcommx.recipes.schedules import SCHEDULES, Schedule
-from tfcommx.recipes.target import Target
 from tfcommx.recipes.tasks import TASKS
 from tfcommx.recipes.user import UserDataset, UserModel, UserOptimizer, UserTask
 from tfcommx.terms import Scheme, Topology
@@ -39,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def _scheme(value: Any) -> Scheme:
-    """Build a Scheme from a mapping; its own checks, and the tables of names, say what is wrong."""
+    """Build a Scheme from a mapping, with its own checks."""
     if not isinstance(value, Mapping):
         raise ValueError(
             f"A mapping such as {{route: hitopk, selection: mstopk, density: 0.05}} is required. "
@@ -47,26 +42,26 @@ def _scheme(value: Any) -> Scheme:
         )
     refuse_unknown(value, [field.name for field in dataclasses.fields(Scheme)])
     scheme = Scheme(**value)
-    # Names, and what fits what; the cluster is checked when it is known
+    # Checks names and combinations; those with the cluster follow when it is known
     check_scheme(scheme, Topology(1, 1))
     return scheme
 
 
 class Phase(Part):
-    """Some epochs at one resolution with one way of exchanging gradients."""
+    """Some epochs at one resolution and with one scheme."""
 
     # Passes over the training data
     epochs: int = Field(ge=1)
-    # Pixels a side: small pictures first are cheap (progressive resizing). Of text, word pieces of
+    # Pixels a side; small pictures first are cheap (progressive resizing). For text, word pieces of
     # the longest sentence
     resolution: int = Field(ge=8)
-    # Samples a step on one rank; None: the recipe's
+    # Samples per step and rank; None: the recipe's
     batch: int | None = Field(None, ge=1)
-    # The learning rate is multiplied by it
+    # Multiplies the learning rate
     learning_rate_factor: float = Field(1.0, gt=0, allow_inf_nan=False)
     # How gradients travel; everything by Horovod's allreduce if it is left out
     scheme: Annotated[Scheme, PlainValidator(_scheme, json_schema_input_type=Scheme)] = Scheme()
-    # Densities of the phase's first epochs; then the scheme's
+    # Densities of the phase's first epochs; the scheme's follows
     warm_up: tuple[Annotated[float, Field(gt=0, le=1)], ...] = ()
 
     @model_validator(mode="after")
@@ -87,13 +82,13 @@ class Phase(Part):
 class LearningRate(Part):
     """Linear warm-up to a peak, then a schedule's decay to the end of the run."""
 
-    # The peak itself; this or the next
+    # The peak; either this or peak_per_256
     peak: float | None = Field(None, gt=0, allow_inf_nan=False)
-    # The peak for 256 samples a step; grows with the batch
+    # The peak for 256 samples a step; it scales with the global batch
     peak_per_256: float | None = Field(None, gt=0, allow_inf_nan=False)
     # Large batches diverge when they start at the peak
     warm_up_epochs: float = Field(1, ge=0)
-    # The same in steps; it replaces warm_up_epochs
+    # In steps; replaces warm_up_epochs
     warm_up_steps: int | None = Field(None, ge=0)
     # Its name, or a mapping with its settings
     decay: Annotated[Schedule, member_of(SCHEDULES, "cosine", by_name=True)] = Field(
@@ -113,13 +108,10 @@ class LearningRate(Part):
         """Return the learning rate of a step.
 
         Args:
-            step: in [0, steps); counted over the whole run.
+            step: in [0, steps), counted over the whole run.
             steps_per_epoch: >= 1.
             steps: of the whole run, >= 1.
             global_batch: samples a step over all ranks, >= 1.
-
-        Returns:
-            The learning rate, >= 0.
         """
         peak = self.peak or (self.peak_per_256 or 0.0) * global_batch / 256
         warm_up = self.warm_up_steps
@@ -130,12 +122,35 @@ class LearningRate(Part):
         return peak * self.decay.factor(step, warm_up, steps, steps_per_epoch)
 
 
+class Target(Part):
+    """A score that the evaluation should reach; the run goes on after that.
+
+    **Source:** DAWNBench's instructions for ImageNet (github.com/stanford-futuredata/
+    dawn-bench-entries, README): the first epoch with a top-5 accuracy of at least 93 %.
+    """
+
+    # As the task calls it, without `test_`: accuracy, top5, bleu
+    score: str = Field("accuracy", min_length=1)
+    at_least: float = Field(allow_inf_nan=False)
+
+
+class CheckpointSettings(Part):
+    """Checkpoints besides those at each epoch's end, at the run's end, and when it is stopped."""
+
+    # Steps of the whole run between two checkpoints; None: not by steps
+    every_steps: int | None = Field(None, ge=1)
+    # Minutes between two checkpoints, by rank 0's clock; None: not by time
+    every_minutes: float | None = Field(None, gt=0)
+    # Checkpoints that are kept
+    keep: int = Field(3, ge=1)
+
+
 class Recipe(Part):
-    """All that a training run is made of."""
+    """A whole training run."""
 
     # Of the run's folder in runs/
     name: str = Field(min_length=1, pattern=r"^\w[\w.-]*$")
-    # What is trained on, and how it is read
+    # The samples, and how they are read
     data: Annotated[Dataset, member_of(DATASETS, "fashion_mnist", UserDataset)] = Field(
         {}, validate_default=True
     )
@@ -145,30 +160,30 @@ class Recipe(Part):
     )
     # What the network learns
     task: Annotated[Task, member_of(TASKS, "classify", UserTask)] = Field({}, validate_default=True)
-    # Samples a step on one rank; of text, word pieces. A phase may have its own
+    # Samples per step and rank; for text, word pieces. A phase may have its own
     batch_per_rank: int = Field(ge=1)
     # One after the other
     phases: tuple[Phase, ...] = Field(min_length=1)
-    # Without its learning rate, which follows
+    # Except its learning rate, which follows
     optimizer: Annotated[OptimizerRecipe, member_of(OPTIMIZERS, "sgd", UserOptimizer)] = Field(
         {}, validate_default=True
     )
     # Over the whole run
     learning_rate: LearningRate
-    # Whose time is reported; None: none
+    # A score whose time is reported; None: none
     target: Target | None = None
     # When checkpoints are saved, and how many are kept
-    checkpoint: Saving = Saving()
-    # Type of the network's computation; its weights are float32. Half precision is fast on GPUs
-    # with tensor cores, and slow on CPUs
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    # Type that the network computes in; weights are float32. Half precision is fast on GPUs with
+    # tensor cores, and slow on CPUs
     precision: Literal["float32", "mixed_float16", "mixed_bfloat16"] = "float32"
-    # As NumPy takes it; of the initial weights, the order of the samples and their variation
+    # Decides the initial weights, the order of the samples and their augmentation
     seed: int = Field(0, ge=0, lt=2**32)
-    # What `tfcommx probe` wrote, on every node; None: nominal prices
+    # File that `tfcommx probe` wrote, on every node; None: nominal prices
     links: Path | None = None
-    # Ranks that stand for a node; None: the real hosts
+    # Ranks that count as a node; None: as the hosts are
     node_size: int | None = Field(None, ge=1)
-    # Of one operation in one process; None: TensorFlow's choice, all cores
+    # Threads of one operation in one process; None: TensorFlow's choice, all cores
     threads: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
@@ -177,8 +192,7 @@ class Recipe(Part):
         if rate.warm_up_steps is None and rate.warm_up_epochs >= self.epochs:
             raise ValueError(
                 f"learning_rate.warm_up_epochs must be less than the {self.epochs} epochs of all "
-                "phases. "
-                f"Received {self.learning_rate.warm_up_epochs}."
+                f"phases. Received {rate.warm_up_epochs}."
             )
         return self
 
@@ -206,19 +220,20 @@ class Recipe(Part):
         return self
 
     def batch(self, phase: Phase) -> int:
-        """Return the samples a step on one rank in a phase."""
+        """Return the samples per step and rank in a phase."""
         return phase.batch or self.batch_per_rank
 
     def rate(self, epoch: int, step: float, steps_per_epoch: int, ranks: int) -> float:
         """Return the learning rate of a step.
 
-        Phases may differ in batch, and so in steps: how far the run is, is counted in epochs.
+        Phases may differ in batch, and so in steps per epoch: the whole run is counted in steps of
+        the first phase.
 
         Args:
             epoch: in [0, epochs).
-            step: of the epoch, in [0, steps_per_epoch); of a phase with more or fewer steps the
-                same share of the epoch.
-            steps_per_epoch: of the first phase, >= 1, in which the whole run is counted.
+            step: of the epoch, in [0, steps_per_epoch); in a phase with other steps, the same share
+                of the epoch.
+            steps_per_epoch: of the first phase, >= 1.
             ranks: >= 1.
         """
         phase = self.phase_of_epoch()[epoch]
@@ -227,7 +242,7 @@ class Recipe(Part):
         return phase.learning_rate_factor * rate
 
     def build_model(self, objective: Objective) -> keras.Model:
-        """Build the network for an objective, at the recipe's precision."""
+        """Build the network for an objective, in the recipe's precision."""
         import keras
 
         before = keras.config.dtype_policy()
@@ -257,14 +272,11 @@ class Recipe(Part):
 
 
 def read(path: Path, settings: Sequence[str] = ()) -> Recipe:
-    """Read a recipe from a YAML file.
+    """Read and check a recipe.
 
     Args:
-        path: the file.
-        settings: changes such as `phases.0.epochs=1`, in the file's terms; values are YAML.
-
-    Returns:
-        The recipe, checked.
+        path: a YAML file.
+        settings: changes such as `phases.0.epochs=1`; values are YAML.
 
     **Raises:** RecipeError that names the file, the place, what is wrong and the nearest key.
     """

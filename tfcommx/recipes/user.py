@@ -1,7 +1,7 @@
-"""A user's own members of a recipe, named `module:function`.
+"""A user's own model, data set, task or optimizer in a recipe, named `module:function`.
 
-The function is looked for on Python's path and in the folder where the run was started. It is
-loaded when the run starts: reading a recipe only checks that there is such a module.
+The module is found on Python's path or in the folder where the run starts, and loaded when training
+starts: reading a recipe only checks that there is such a module.
 
     model: {name: "shop.models:build_net", width: 64}
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-class User(BaseModel):
-    """A function of the user, and the settings that it is called with."""
+class UserFunction(BaseModel):
+    """A user's function, and the settings to call it with."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -52,9 +52,9 @@ class User(BaseModel):
         return name
 
     def call(self, **given: Any) -> Any:
-        """Call the function with what the run gives it and the settings.
+        """Call the function with what the run gives it and with the settings.
 
-        **Raises:** RecipeError if there is no such function. Its own errors pass.
+        **Raises:** RecipeError if there is no such function.
         """
         _look_here()
         module, _, name = self.name.partition(":")
@@ -66,34 +66,31 @@ class User(BaseModel):
         return function(**given, **(self.model_extra or {}))
 
 
-class UserModel(User):
+class UserModel(UserFunction):
     """`function(inputs, outputs, **settings)` returns a Keras model with logits."""
 
     def build(self, inputs: int, outputs: int) -> keras.Model:
-        """Build the network."""
         return self.call(inputs=inputs, outputs=outputs)
 
 
-class UserDataset(User):
+class UserDataset(UserFunction):
     """`function(place, **settings)` returns `recipes.base.Data`, as `open_arrays` does."""
 
     def fetch(self) -> None:
-        """Do nothing: the function brings its files itself."""
+        """Do nothing: the function downloads what it needs."""
 
     def build(self, place: Place) -> Data:
-        """Open the data set on this rank."""
         return self.call(place=place)
 
 
-class UserTask(User):
+class UserTask(UserFunction):
     """`function(data, **settings)` returns a `recipes.base.Objective`."""
 
     def build(self, data: Data) -> Objective:
-        """Return the task for these samples."""
         return self.call(data=data)
 
 
-class UserOptimizer(User):
+class UserOptimizer(UserFunction):
     """`function(**settings)` returns a Keras optimizer; each step sets its learning rate."""
 
     @property
@@ -102,12 +99,11 @@ class UserOptimizer(User):
         return float((self.model_extra or {}).get("momentum", 0.0))
 
     def build(self) -> keras.optimizers.Optimizer:
-        """Build the optimizer of one process."""
         return self.call()
 
 
 def _look_here() -> None:
-    """Let Python find modules in the current folder, after all other places."""
+    """Put the current folder at the end of Python's path."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)

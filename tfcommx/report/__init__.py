@@ -4,28 +4,27 @@ No TensorFlow is imported until events are written, so `tfcommx report` is quick
 """
 
 from tfcommx.report.dry_run import read_alone, show_dry_run, write_dry_run
-from tfcommx.report.events import Events
 from tfcommx.report.figures import PICTURES, draw, draw_links
+from tfcommx.report.page import write_report
 from tfcommx.report.progress import Progress
-from tfcommx.report.summary import PARTS, ReportError, of_today, read, time_to_target
+from tfcommx.report.summary import PARTS, ReportError, read, time_to_target
+from tfcommx.report.tensorboard import TensorBoardEvents
 from tfcommx.report.terminal import show, show_run
-from tfcommx.report.write import write
 
 __all__ = [
     "PARTS",
     "PICTURES",
-    "Events",
     "Progress",
     "ReportError",
+    "TensorBoardEvents",
     "draw",
     "draw_links",
-    "of_today",
     "read",
     "read_alone",
     "show",
     "show_dry_run",
     "show_run",
     "time_to_target",
-    "write",
     "write_dry_run",
+    "write_report",
 ]

@@ -1,4 +1,4 @@
-"""Figures of one or several runs beside each other: how they learned, where time and bytes went."""
+"""Figures that compare runs: how they learned, where time and bytes went."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of a dry run: dry_run.json, its table, and what it says of one process alone."""
+"""The report of a dry run: dry_run.json, its table, and the throughput of one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from rich.table import Table
 from tfcommx.report.summary import (
     ReportError,
     bytes_text,
-    of_today,
     plural,
     size_text,
     time_text,
@@ -35,8 +34,7 @@ def read_alone(folder: Path) -> list[float]:
     path = Path(folder) / FILE
     try:
         found = json.loads(path.read_text())
-        ranks, phases = found["ranks"], map(of_today, found["phases"])
-        rates = [phase["throughput"] for phase in phases]
+        ranks, rates = found["ranks"], [phase["throughput"] for phase in found["phases"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ReportError(
             f"A dry run of one process is required. {path}: {error}. Make it: tfcommx train CONFIG "

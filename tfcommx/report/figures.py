@@ -1,4 +1,4 @@
-"""Pictures of a run and of measured links."""
+"""Pictures of one run and of measured links."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _time_breakdown(summary: dict[str, Any], axes: Axes) -> None:
     axes.set(xlabel="epoch", ylabel="seconds on rank 0", xticks=epochs, title="where the time went")
 
 
-class Probed(Protocol):
+class ProbeResult(Protocol):
     """Measured links, as `measure.links.probe` returns them."""
 
     @property
@@ -79,7 +79,7 @@ class Probed(Protocol):
         """Is the engine's time in the points?"""
 
 
-def draw_links(probed: Probed, path: Path) -> None:
+def draw_links(probed: ProbeResult, path: Path) -> None:
     """Draw the measured times over the size of the message, and the lines fitted to them."""
     from matplotlib.figure import Figure
 

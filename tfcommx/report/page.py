@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs neither network nor scripts: its figures are inside."""
+"""What a run writes at its end, and the report as one HTML page with its figures inside."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfcommx.report.comparison import Runs, between_nodes, bytes_sent, curves, panels, time_spent
+from tfcommx.report.figures import draw
 from tfcommx.report.summary import (
     PARTS,
     bytes_text,
@@ -22,6 +23,7 @@ from tfcommx.report.summary import (
     size_text,
     target_text,
     time_text,
+    write_json,
 )
 
 if TYPE_CHECKING:
@@ -50,6 +52,21 @@ th { font-weight: 600; border-bottom: 2px solid #999; white-space: normal; verti
   td:first-child { font-weight: 600; } td:empty { display: none; }
 }
 """.strip()
+
+
+def write_report(summary: dict[str, Any], folder: Path) -> None:
+    """Write summary.json, the pictures and the page into a run's folder, which is made.
+
+    Args:
+        summary: as `training.train` made it.
+        folder: of the run.
+
+    **Ranks:** rank 0 only.
+    """
+    folder = Path(folder)
+    write_json(summary, folder / "summary.json")
+    draw(summary, folder)
+    write_page({summary.get("name", "run"): summary}, folder)
 
 
 def write_page(runs: Runs, folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Progress of a run while it goes: a bar on a terminal, else a line for each epoch."""
+"""Shows the progress of a run: a bar on a terminal, else a line for each epoch."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ class Progress:
 
         Args:
             status: epoch and step, from 1; steps of the epoch; loss and accuracy so far;
-                throughput, of what is `counted`; data and gradients: the shares of the time in
-                steps that were spent waiting for them. None: nothing is known.
+                throughput, of what is `counted`; data and gradients: shares of the time in steps
+                that were spent waiting for them. None: nothing is known.
         """
         self.done += 1
         if self.done == 1:
-            # Before it comes what takes long once: tracing
+            # Tracing came before it
             self.last_line = time.monotonic()
         if self.bar:
             parts = [] if status is None else status_parts(status)
@@ -132,8 +132,8 @@ class Line(ProgressColumn):
 
     epoch 6/11 ━━━━━━╺━━━━━ 530/990 1:04, 0:55 left  loss 0.500  accuracy 0.8100  1234 images/s ...
 
-    Count, times and loss always stand there. Then come, as long as they fit, the bar, and the parts
-    of the status in their order; the bar is longer where there is room.
+    Count, times and loss are always shown. The bar and then the other parts of the status follow
+    as long as they fit; the bar takes what room remains.
     """
 
     def __init__(self, console: Console) -> None:
@@ -166,7 +166,7 @@ class Line(ProgressColumn):
 
 
 def clock(seconds: float | None) -> str:
-    """Write seconds as a clock shows them.
+    """Return seconds as a clock shows them.
 
     >>> clock(64.2), clock(3665), clock(None)
     ('1:04', '1:01:05', '-:--')
@@ -179,7 +179,7 @@ def clock(seconds: float | None) -> str:
 
 
 def status_parts(status: dict[str, Any]) -> list[str]:
-    """Say how an epoch goes, in parts, the most important one first.
+    """Return how an epoch goes, in parts, the most important first.
 
     >>> status_parts({"loss": 0.5, "accuracy": 0.81, "throughput": 1234.5,
     ...               "counted": "images", "data": 0.02, "gradients": 0.3})

@@ -1,4 +1,4 @@
-"""summary.json: written at the end of a run, read by `tfcommx report`."""
+"""summary.json: written at the end of a run, read by `tfcommx report`; and texts made from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ PARTS = {
     "compute": "forward and backward pass",
     "gradients": "waiting for gradients",
     "update": "update",
-    "step": "steps (older runs)",
     "first_step": "first steps: tracing",
     "evaluation": "evaluation",
     "saving": "saving checkpoints",
@@ -46,19 +45,8 @@ def scheme_text(row: dict[str, Any]) -> str:
     return f"{row['route']}{sparse}"
 
 
-def of_today(found: dict[str, Any]) -> dict[str, Any]:
-    """Return an epoch's row, or a summary without its rows, with the names of today.
-
-    >>> of_today({"images_per_second": 5.0})
-    {'counted': 'images', 'throughput': 5.0}
-    """
-    names = {"images_per_second": "throughput"}
-    renamed = {names.get(name, name): value for name, value in found.items()}
-    return {"counted": "images"} | renamed
-
-
 def size_text(row: dict[str, Any]) -> str:
-    """Return a row's resolution and its unit, if that is known.
+    """Return a row's resolution with its unit, if the unit is known.
 
     >>> size_text({"resolution": 96, "counted": "images"})
     '96 px'
@@ -68,7 +56,7 @@ def size_text(row: dict[str, Any]) -> str:
 
 
 def more_scores(row: dict[str, Any]) -> dict[str, float]:
-    """Return the scores on the test set beside the accuracy, by what they are called in tables.
+    """Return the test scores other than accuracy, by their names in tables.
 
     >>> more_scores({"test_accuracy": 0.7, "test_top5": 0.9, "loss": 1.2})
     {'top5': 0.9}
@@ -81,17 +69,16 @@ def more_scores(row: dict[str, Any]) -> dict[str, float]:
 
 
 def time_to_target(rows: list[dict[str, Any]], score: str, at_least: float) -> dict[str, Any]:
-    """Return when a score was reached first: its epoch and the clock then, None if it was not.
+    """Return in which epoch, and after how many seconds, a score was reached; None if it was not.
 
     >>> rows = [{"epoch": n, "test_top5": n / 4, "clock_seconds": 10.0 * n} for n in (1, 2, 3)]
     >>> time_to_target(rows, "top5", 0.5)
     {'score': 'top5', 'at_least': 0.5, 'best': 0.75, 'epoch': 2, 'seconds': 20.0}
 
     Args:
-        rows: of the epochs that have ended. Those of an earlier process may lack the score, and the
-            clock.
+        rows: of the epochs that have ended. Rows of an earlier process may lack score and clock.
         score: its name, without `test_`.
-        at_least: what it must be.
+        at_least: the value to reach.
     """
     name = f"test_{score}"
     scored = [row for row in rows if name in row]
@@ -106,7 +93,7 @@ def time_to_target(rows: list[dict[str, Any]], score: str, at_least: float) -> d
 
 
 def target_text(target: dict[str, Any]) -> str:
-    """Say when a target was reached, in one sentence.
+    """Return a sentence on when a target was reached.
 
     >>> target_text(dict(score="top5", at_least=0.93, best=0.934, epoch=28, seconds=151.2))
     'top5 >= 0.93 in epoch 28 after 151.2 s, without evaluation and saving'
@@ -130,26 +117,24 @@ def seconds_by_part(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def phase_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each phase that has ended an epoch, as in the paper's table 4.
+    """Return a row for each phase with a finished epoch, as in the paper's table 4.
 
-    Throughput counts the time in steps and waiting for data, without first steps, which trace.
-    Scaling efficiency is the throughput over that of as many processes as one alone would give; it
-    is None if one alone was not measured.
+    Throughput counts steps and waiting for data, but not first steps, which trace. Scaling
+    efficiency is the throughput divided by that of one process times the number of processes; None
+    if one process was not measured.
 
     **Source:** Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud
     Clusters" (2021), section 5.6, table 4.
     """
     found = []
-    for phase in sorted({row["phase"] for row in summary["rows"] if "phase" in row}):
-        rows = [row for row in summary["rows"] if row.get("phase") == phase]
+    for phase in sorted({row["phase"] for row in summary["rows"]}):
+        rows = [row for row in summary["rows"] if row["phase"] == phase]
         samples = busy = processes = 0.0
         for row in rows:  # A process that resumed the run may have had other ranks and batches
-            # Rows of older runs do not say how many steps are in `first_step`: one, or none
-            first_steps = row.get("first_steps", row["seconds"]["first_step"] > 0)
-            samples += (row["steps"] - first_steps) * row["global_batch"]
+            samples += (row["steps"] - row["first_steps"]) * row["global_batch"]
             seconds = sum(row["seconds"][kind] for kind in STEADY)
             busy += seconds
-            processes += seconds * row.get("ranks", summary["ranks"])
+            processes += seconds * row["ranks"]
         rate = samples / busy if busy else 0.0
         alone = dict(enumerate(summary.get("alone", ()), 1)).get(phase)
         found.append(
@@ -169,7 +154,7 @@ def phase_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def plural(count: int, word: str) -> str:
-    """Write a number of things for people.
+    """Return a count with its noun, plural if need be.
 
     >>> plural(2, "node"), plural(1, "process")
     ('2 nodes', '1 process')
@@ -179,7 +164,7 @@ def plural(count: int, word: str) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """Write a number of bytes for people.
+    """Return a number of bytes with a unit.
 
     >>> bytes_text(1234), bytes_text(2e6), bytes_text(0)
     ('1.23 kB', '2 MB', '0 B')
@@ -192,7 +177,7 @@ def bytes_text(count: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Write a time for people.
+    """Return seconds as minutes or hours.
 
     >>> time_text(12.3), time_text(150), time_text(4000)
     ('12 s', '2 min 30 s', '1 h 6 min')
@@ -204,7 +189,7 @@ def time_text(seconds: float) -> str:
 
 
 def write_json(found: dict[str, Any], path: Path) -> None:
-    """Write a report as JSON, as a whole or not at all; its folder is made."""
+    """Write a JSON file atomically; make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(f"{path.name}.part")
     half.write_text(json.dumps(found, indent=1) + "\n")
@@ -212,13 +197,7 @@ def write_json(found: dict[str, Any], path: Path) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Read a run's summary.json.
-
-    Args:
-        folder: of the run.
-
-    Returns:
-        The summary, as `training.train` made it.
+    """Read the summary.json of a run's folder, as `training.train` made it.
 
     **Raises:** ReportError if there is none, or if it lacks a key.
     """
@@ -233,8 +212,7 @@ def read(folder: Path) -> dict[str, Any]:
         raise ReportError(f"{path} is not JSON: {error}.") from error
     if not isinstance(summary, dict):
         raise ReportError(f"{path} is no summary of a run. Train again to write it anew.")
-    summary = of_today(summary)
     missing = [key for key in REQUIRED if key not in summary]
     if missing:
         raise ReportError(f"{path} lacks {', '.join(missing)}. Train again to write it anew.")
-    return summary | {"rows": list(map(of_today, summary["rows"]))}
+    return summary

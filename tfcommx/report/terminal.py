@@ -1,4 +1,4 @@
-"""The report of a run, printed to the terminal."""
+"""The report of runs as tables on the terminal."""
 
 from __future__ import annotations
 

@@ -164,18 +164,16 @@ def _events(timeline: Timeline, process: int) -> list[dict[str, Any]]:
     return events
 
 
-def draw_sweep(
-    rows: list[dict[str, Any]], swept: str, path: Path, column: str = "throughput"
-) -> None:
-    """Draw a column of simulated steps over what was swept, beside perfect scaling."""
+def draw_sweep(rows: list[dict[str, Any]], swept: str, path: Path) -> None:
+    """Draw the throughput of simulated steps over the swept setting, beside perfect scaling."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     values = [row[swept] for row in rows]
-    whole = [row[column] / row["scaling_efficiency"] for row in rows]
+    whole = [row["throughput"] / row["scaling_efficiency"] for row in rows]
     left.plot(values, whole, "--", color="0.7", label="without exchange")
-    left.plot(values, [row[column] for row in rows], "o-", label="simulated")
+    left.plot(values, [row["throughput"] for row in rows], "o-", label="simulated")
     scale = "linear" if any(isinstance(value, str) for value in values) else "log"
     left.set(xlabel=swept, ylabel="samples per second", xscale=scale, yscale="log")
     left.legend()

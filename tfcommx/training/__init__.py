@@ -1,1 +1,1 @@
-"""Carries a recipe out: train, timing, evaluation, history, learning rate."""
+"""Trains what a recipe describes: the loop over phases, timing, history, saving, dry runs."""

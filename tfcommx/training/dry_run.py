@@ -1,4 +1,4 @@
-"""A dry run: every phase for a few steps on made-up data; what it costs, what the run will take."""
+"""Dry runs: a few steps of every phase on made-up data, to predict time, memory and bytes."""
 
 from __future__ import annotations
 
@@ -20,32 +20,31 @@ from tfcommx.optim.expected_run import ExpectedRun
 from tfcommx.optim.wrapped import exchanger_of, steps_of_update
 from tfcommx.planner.automatic import find_auto
 from tfcommx.recipes.recipe import Recipe
-from tfcommx.training.position import Piece
 from tfcommx.training.run import Run, prepare
+from tfcommx.training.steps import FitCall
 from tfcommx.training.timing import Timing
 from tfcommx.training.train import compile_model
 
-# Steps of a phase that are timed
+# Timed steps of each phase
 STEPS = 5
 
 
 def dry_run(recipe: Recipe, output_folder: Path, steps: int = STEPS) -> dict[str, Any]:
-    """Take a few steps of every phase, with its switches; write `dry_run.json`.
+    """Take a few steps of every phase, and write `dry_run.json`.
 
-    The batches are made up, in the shapes and types of the data set's, which is opened for that and
-    for its size. So waiting for data is not in the times, nor evaluation and saving. A phase's
-    epochs of other densities (`warm_up`) are not run, and count as its others. With "auto" the
-    trial that a real run would make comes before what is timed. Its choice is not kept; links that
-    are measured for it are.
+    The batches are made up, with the shapes and types of the data set, which is opened for these
+    and for its size. The times therefore leave out waiting for data, evaluation and saving. Epochs
+    with a `warm_up` density are not run, and count as the phase's others. With "auto", the trial of
+    a real run comes before the timed steps; its choice is not kept, but measured links are.
 
     Args:
         recipe: what would be trained.
-        output_folder: of the report.
-        steps: that are timed in each phase, >= 1; one before them, which traces, is not.
+        output_folder: for the report.
+        steps: to time in each phase, >= 1, after one that traces.
 
     Returns:
-        What is written: seconds are rank 0's, memory is that of the largest rank, bytes are sent by
-        one rank in a step, as the mean over the ranks.
+        What is written: seconds of rank 0, memory of the largest rank, and bytes that one rank
+        sends in a step, as the mean over the ranks.
 
     **Ranks:** all, with the same recipe. **Raises:** PlanError and DataError before the first step.
     """
@@ -78,10 +77,10 @@ def dry_run(recipe: Recipe, output_folder: Path, steps: int = STEPS) -> dict[str
 
 
 def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int) -> dict[str, Any]:
-    """Take the steps of one phase; return its part of the report."""
+    """Take the steps of one phase; return its row of the report."""
     phase, start = run.recipe.phases[number], time.monotonic()
     model.make_train_function(force=True)
-    spec = run.samples_of(Piece(number, range(1))).element_spec
+    spec = run.samples_of(FitCall(number, range(1))).element_spec
     mine = run.global_batch(number) // run.comm.topology.size
     batch = made_up(spec, run.objective.outputs, mine, phase.resolution)
     data = without_autotune(
@@ -90,7 +89,7 @@ def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int
     begin, exchanger, first = [callbacks.BroadcastState()] * (number == 0), exchanger_of(model), 0.0
     accumulated = steps_of_update(model.optimizer)
     exchanger.requested.expected_run = expected_run(run, number, accumulated)
-    # What "auto" tries is over before steps are timed
+    # The trial of "auto" ends before the timed steps
     tries = exchanger.ranks > 1 and not exchanger.runs and find_auto(exchanger.requested.schemes)
     tried = [(exchanger.requested.expected_run.trial_steps + 1) * accumulated] if tries else []
     for count in [*tried, 1 + steps]:
@@ -103,7 +102,7 @@ def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int
         "epochs": phase.epochs,
         "steps": run.steps[number],
         "resolution": phase.resolution,
-        # Densities of first epochs, which are not run
+        # Densities of the first epochs, which are not run
         "warm_up": list(phase.warm_up),
         "global_batch": global_batch,
         "first_step_seconds": round(first, 3),
@@ -117,9 +116,9 @@ def _phase(model: keras.Model, run: Run, number: int, timing: Timing, steps: int
 
 
 def expected_run(run: Run, number: int, accumulated: int = 1) -> ExpectedRun:
-    """Return what a real run knows of the steps that follow where a phase has its own scheme.
+    """Return what a real run tells "auto" about a phase, after its `warm_up`.
 
-    What made-up batches choose is not kept: a real run measures with its own.
+    The choice is not kept: a real run measures with its own batches.
     """
     phase, begin = run.recipe.phases[number], sum(run.phases[:number])
     begin += min(len(phase.warm_up), phase.epochs - 1)
@@ -127,7 +126,7 @@ def expected_run(run: Run, number: int, accumulated: int = 1) -> ExpectedRun:
 
 
 def made_up(spec: Sequence[Any], outputs: int, batch: int, resolution: int) -> Any:
-    """Return a batch of these shapes and types: numbers in [0, 1), whole ones below `outputs`.
+    """Return a batch of these shapes and types: floats in [0, 1), integers below `outputs`.
 
     >>> spec = (tf.TensorSpec([None, 4, 4, 1]), tf.TensorSpec([None], tf.int64))
     >>> pictures, labels = made_up(spec, outputs=10, batch=2, resolution=4)
@@ -135,11 +134,10 @@ def made_up(spec: Sequence[Any], outputs: int, batch: int, resolution: int) -> A
     ([2, 4, 4, 1], 'int64')
 
     Args:
-        spec: of the batch, as a dataset has it.
+        spec: element spec of the dataset.
         outputs: classes, or words of the vocabulary.
-        batch: of one rank; of sentences, which are rows of integers whose length is not known, word
-            pieces.
-        resolution: of the phase, which sizes that are not known are.
+        batch: of one rank; in word pieces for sentences, which are integer rows of unknown length.
+        resolution: of the phase; replaces unknown sizes.
     """
     sentences = any(
         part.dtype.is_integer and part.shape.as_list()[1:] == [None]
@@ -159,7 +157,7 @@ def made_up(spec: Sequence[Any], outputs: int, batch: int, resolution: int) -> A
 
 
 def bytes_by_route(exchanger: Exchanger) -> dict[str, dict[str, float]]:
-    """Return route -> bytes that one rank sends in a step inside its node, and between nodes."""
+    """Return, for each route, the bytes that one rank sends per step inside and between nodes."""
     found: dict[str, dict[str, float]] = {}
     for strategy in exchanger.runs.values():
         plan = strategy.executor.plan
@@ -172,7 +170,7 @@ def bytes_by_route(exchanger: Exchanger) -> dict[str, dict[str, float]]:
 
 
 def _memory() -> dict[str, int]:
-    """Return the largest memory of this process so far, bytes, and of its GPU if it has one."""
+    """Return the peak memory of this process, bytes, and of its GPU if it has one."""
     found = {"memory_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
     if tf.config.list_logical_devices("GPU"):
         found["gpu_memory_bytes"] = tf.config.experimental.get_memory_info("GPU:0")["peak"]

@@ -1,4 +1,4 @@
-"""One row of numbers for each epoch."""
+"""The history of a run, one row per epoch, and its display while the run goes on."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 import keras
 
 from tfcommx.optim import callbacks
-from tfcommx.report import Events, Progress
+from tfcommx.report import Progress, TensorBoardEvents
 from tfcommx.report.summary import target_text, time_to_target
-from tfcommx.training.position import StepCounter
 from tfcommx.training.run import Run
+from tfcommx.training.steps import StepCounter
 from tfcommx.training.timing import Timing
 
 
 class EpochHistory(keras.callbacks.Callback):
-    """Keeps one row of numbers per epoch, those of an earlier process included.
+    """Keeps a row of numbers per epoch, rows of an earlier process included.
 
-    It reads what the callbacks before it put into the logs. `elapsed` returns the seconds of the
-    whole run so far.
+    It reads what the callbacks before it have put into the logs. `elapsed` returns the seconds of
+    the whole run so far.
     """
 
     def __init__(
@@ -35,15 +35,14 @@ class EpochHistory(keras.callbacks.Callback):
         self.elapsed = elapsed
         self.run, self.counter, self.timing, self.compare = run, counter, timing, compare
         self.schemes, self.rows = run.recipe.scheme_of_epoch(), rows
-        # Steps of the epoch under way that an earlier process has taken and measured
+        # Steps of the current epoch that an earlier process took and measured
         self.measured_before = 0
 
     def steps_measured(self) -> int:
-        """Return the steps of the epoch so far that `timing` has measured."""
+        """Return the steps of the epoch so far, those of an earlier process included."""
         return self.measured_before + self.counter.taken
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Add the epoch's row."""
         self.rows.append(self.row(epoch, logs or {}))
         self.measured_before = 0
 
@@ -74,10 +73,10 @@ class EpochHistory(keras.callbacks.Callback):
             "density": scheme.density,
             "loss": float(logs["loss"]),
             "train_accuracy": float(logs["accuracy"]),
-            # test_accuracy, and what else the task's scorer found
+            # test_accuracy, and other scores of the task
             **{name: value for name, value in logs.items() if name.startswith("test_")},
             "steps": steps,
-            # Of them, those whose time is in seconds.first_step
+            # Of these, those whose time is in seconds.first_step
             "first_steps": self.timing.first_steps,
             "counted": self.run.objective.counted,
             "throughput": steps * self.run.global_batch(phase) / self.timing.busy(),
@@ -89,16 +88,15 @@ class EpochHistory(keras.callbacks.Callback):
 
 
 class ShowProgress(keras.callbacks.Callback):
-    """Shows on rank 0 how the run goes; comes after what measures it."""
+    """Shows progress on rank 0; comes after the callbacks that measure it."""
 
     def __init__(
-        self, history: EpochHistory, progress: Progress, events: Events | None = None
+        self, history: EpochHistory, progress: Progress, events: TensorBoardEvents | None = None
     ) -> None:
         super().__init__()
         self.history, self.progress, self.events = history, progress, events
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        """Count the step, and show the loss so far."""
         history, counter, logs = self.history, self.history.counter, logs or {}
         busy = max(history.timing.busy(), 1e-9)
         samples = history.steps_measured() * history.run.global_batch(counter.phase)
@@ -118,7 +116,6 @@ class ShowProgress(keras.callbacks.Callback):
             self.events.step(history.run.steps_before(counter.after), status)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Show the epoch's row."""
         rows, target = self.history.rows, self.history.run.recipe.target
         self.progress.epoch(rows[-1])
         if target:

@@ -1,4 +1,4 @@
-"""Measure a recipe's model on its own data: what a plan by time needs, and a step on all ranks."""
+"""Measures the model of a recipe on its own data: its profile, or a step with its exchange."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ import tensorflow as tf
 from tfcommx.comm import process
 from tfcommx.comm.launcher import launcher
 from tfcommx.measure.exchange import measure_exchange
-from tfcommx.measure.layers import Measured, measure
+from tfcommx.measure.profile import MeasuredProfile, measure
 from tfcommx.optim.wrapped import exchanger_of
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.terms import MeasuredStep, PlanError
-from tfcommx.training.position import Piece
 from tfcommx.training.run import prepare
+from tfcommx.training.steps import FitCall
 from tfcommx.training.train import compile_model
 
 
-def measure_recipe(recipe: Recipe, steps: int) -> Measured:
+def measure_recipe(recipe: Recipe, steps: int) -> MeasuredProfile:
     """Measure the model of a recipe's first phase, and the selection that its scheme asks for.
 
     **Ranks:** one process. **Raises:** PlanError and DataError as training does.
     """
-    # One process is no node of several
     recipe = recipe.model_copy(update={"node_size": None})
     scheme = recipe.scheme_of_epoch()[0]
     rule = None if scheme.selection == "all" else scheme.selection
@@ -36,16 +35,16 @@ def measure_recipe(recipe: Recipe, steps: int) -> Measured:
 
 
 def measure_recipe_exchange(recipe: Recipe, steps: int) -> MeasuredStep:
-    """Measure a step of a recipe's first phase on all ranks, with the exchange of its gradients.
+    """Measure a step of a recipe's first phase with the exchange of its gradients.
 
-    They travel by the plan of the phase's scheme; by plain Horovod's if that is "auto".
+    They travel by the plan of the phase's scheme; for "auto" by plain Horovod's.
 
     Args:
         recipe: what to train.
-        steps: that count, >= 1.
+        steps: to measure, >= 1.
 
     Returns:
-        The means on this rank.
+        Means on this rank.
 
     **Ranks:** all, two or more, with the same recipe. **Cost:** as `measure_exchange`.
     **Raises:** PlanError on one rank, and as training does; DataError likewise.
@@ -63,15 +62,15 @@ def measure_recipe_exchange(recipe: Recipe, steps: int) -> MeasuredStep:
 
 @contextlib.contextmanager
 def _model_and_batches(recipe: Recipe) -> Iterator[tuple[keras.Model, tf.data.Dataset]]:
-    """Make the model of a recipe's first phase, compiled, and one batch of it.
+    """Build and compile the model of a recipe's first phase, and take one batch.
 
-    A text's batches have several lengths, each of which would be traced.
+    Batches of text have several lengths, and each would be traced.
     """
     run = prepare(recipe, Path())
     keras.utils.set_random_seed(recipe.seed)
     model = recipe.build_model(run.objective)
     compile_model(model, run, recipe.scheme_of_epoch()[0])
     try:
-        yield model, run.batches(Piece(0, range(1))).take(1)
+        yield model, run.batches(FitCall(0, range(1))).take(1)
     finally:
         run.data.close()

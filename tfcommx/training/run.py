@@ -1,4 +1,4 @@
-"""A run: a recipe made ready on this rank."""
+"""A run: a recipe with its data, its task and the other ranks, ready to train."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import tfcommx as cx
 from tfcommx.comm.base import Comm
 from tfcommx.optim.expected_run import ExpectedRun
 from tfcommx.recipes.base import Data, Objective, Place
-from tfcommx.recipes.recipe import Recipe
-from tfcommx.recipes.target import Target
-from tfcommx.training.position import Piece, Position
+from tfcommx.recipes.recipe import Recipe, Target
+from tfcommx.training.steps import FitCall, Position
 
 
 @dataclass(frozen=True)
 class Run:
-    """A recipe made ready on this rank: its samples are there, the ranks know each other."""
+    """A recipe that is ready to train on this rank."""
 
     recipe: Recipe
     # Where checkpoint and report go
@@ -53,13 +52,13 @@ class Run:
         return sum(ended[: position.epoch]) + position.step
 
     def expected_run(self, epoch: int, accumulated: int = 1) -> ExpectedRun:
-        """Return what "auto" is told of the epochs around one that share its scheme.
+        """Return how many steps share the scheme of an epoch, for "auto".
 
-        Where among them a run is resumed changes nothing: it finds the choice, or makes it alike.
+        It is the same for each of these epochs, so a resumed run finds or makes the same choice.
 
         Args:
             epoch: in [0, epochs of the run).
-            accumulated: steps for each update of the weights, >= 1.
+            accumulated: steps per update of the weights, >= 1.
         """
         schemes, phases = self.recipe.scheme_of_epoch(), self.recipe.phase_of_epoch()
         first = end = epoch
@@ -73,20 +72,20 @@ class Run:
             self.steps_of(first),
             batch,
             whole_run=True,
-            # Under the first one's batch; measured under another it would mislead other runs
+            # Measured under another batch than the first epoch's, it would mislead other runs
             keeps_choice=batch == now,
         )
 
-    def batches(self, piece: Piece) -> tf.data.Dataset:
-        """Return this rank's training batches of a piece: what `fit` takes in every step."""
-        # One is made ready while a step runs: tf.data itself adds no such stage (`data.prefetch`)
-        return self.objective.targets(self.samples_of(piece)).prefetch(1)
+    def batches(self, call: FitCall) -> tf.data.Dataset:
+        """Return the batches of this rank for a call of `fit`."""
+        # One batch is prepared during each step: tf.data adds no such stage here (`data.prefetch`)
+        return self.objective.targets(self.samples_of(call)).prefetch(1)
 
-    def samples_of(self, piece: Piece) -> tf.data.Dataset:
-        """Return this rank's training batches of a piece: (inputs, labels) for every step."""
-        phase = self.recipe.phases[piece.phase]
+    def samples_of(self, call: FitCall) -> tf.data.Dataset:
+        """Return this rank's batches (inputs, labels) for a call of `fit`, without targets."""
+        phase = self.recipe.phases[call.phase]
         batch = self.recipe.batch(phase)
-        return self.data.train(batch, phase.resolution, piece.epochs, piece.step)
+        return self.data.train(batch, phase.resolution, call.epochs, call.step)
 
     @property
     def checkpoint(self) -> Path:
@@ -95,18 +94,15 @@ class Run:
 
 
 def prepare(recipe: Recipe, folder: Path) -> Run:
-    """Start Horovod, read the samples and open the data cache.
+    """Start Horovod, open the data set and build the task.
 
     Args:
         recipe: what to train.
-        folder: where checkpoint and report go.
-
-    Returns:
-        The run.
+        folder: for checkpoint and report.
 
     **Ranks:** all, with the same recipe.
-    **Raises:** DataError for samples that are missing, PlanError if there are too few for a step,
-    if the target is no score of the task, or if the task does not say what a batch counts.
+    **Raises:** DataError for missing samples; PlanError if there are too few for a step, if the
+    target is no score of the task, or if the task has no `counted`.
     """
     if recipe.threads:
         # Must be set before TensorFlow runs anything
@@ -134,7 +130,7 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
 
 
 def check_counted(objective: Objective) -> None:
-    """Check that a user's own task says what a batch's size counts. **Raises:** PlanError."""
+    """Check that a user's own task has `counted`. **Raises:** PlanError."""
     if not isinstance(getattr(objective, "counted", None), str):
         raise cx.PlanError(
             "A task's objective needs `counted`: what a batch's size counts, such as 'images'. "
@@ -143,7 +139,7 @@ def check_counted(objective: Objective) -> None:
 
 
 def check_target(target: Target, objective: Objective) -> None:
-    """Check that the evaluation finds the target's score. **Raises:** PlanError."""
+    """Check that the target is a score of the task. **Raises:** PlanError."""
     known = [score.removeprefix("test_") for score in objective.scores]
     if target.score not in known:
         raise cx.PlanError(

@@ -1,4 +1,4 @@
-"""Signals that ask a run to save and stop, and a file that does the same."""
+"""Requests to save and stop a run: signals, or a file."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-# SIGUSR1: mpirun hands it on to the ranks, but ends them for SIGTERM
+# mpirun forwards SIGUSR1 to the ranks, and ends them for SIGTERM
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # In the run's folder; `touch` it to stop the run
 STOP_FILE = "stop"
 
 
 class StopRequests:
-    """Takes note, while it is entered, of the first signal; the next one does what it always did.
+    """Catches the first signal while it is entered; a second one has its usual effect.
 
     Args:
-        folder: of the run, whose file `stop` counts as a signal; None: on other ranks than rank 0.
+        folder: of the run, whose file `stop` counts as a signal; None on ranks other than rank 0.
 
     **Ranks:** each by itself; the ranks agree afterwards.
     """
@@ -30,9 +30,9 @@ class StopRequests:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequests:
-        # Python allows it nowhere else
+        # Python allows signal handlers there only
         if threading.current_thread() is threading.main_thread():
-            self._before = {one: signal.signal(one, self._note) for one in SIGNALS}
+            self._before = {one: signal.signal(one, self._catch) for one in SIGNALS}
         return self
 
     def __exit__(
@@ -44,15 +44,15 @@ class StopRequests:
         self._restore()
 
     def asked(self) -> bool:
-        """Tell whether this rank was asked to stop."""
+        """Return whether this rank was asked to stop."""
         if self.file is not None and self.file.exists():
             self.reason = self.reason or f"the file {self.file}"
-            # Otherwise it would stop the next run too
+            # Else it would stop the next run too
             with contextlib.suppress(OSError):
                 self.file.unlink()
         return bool(self.reason)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _catch(self, number: int, frame: FrameType | None) -> None:
         self.reason = signal.Signals(number).name
         self._restore()
 

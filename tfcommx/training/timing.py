@@ -1,4 +1,4 @@
-"""Timing: where the seconds of an epoch go."""
+"""Measures where the seconds of an epoch go."""
 
 from __future__ import annotations
 
@@ -12,15 +12,7 @@ import tensorflow as tf
 from tfcommx.optim.wrapped import exchanger_of
 
 # What is measured of an epoch, in seconds; `other` is the rest
-KINDS = (
-    "data",
-    "compute",
-    "gradients",
-    "update",
-    "first_step",
-    "evaluation",
-    "saving",
-)
+KINDS = ("data", "compute", "gradients", "update", "first_step", "evaluation", "saving")
 # Of these, what belongs to training steps
 BUSY = ("data", "compute", "gradients", "update", "first_step")
 
@@ -32,14 +24,14 @@ class Timing(keras.callbacks.Callback):
           |   data      |     compute       | gradients |   update   |
 
     - `data`: from the start of a step until its batch has arrived.
-    - `compute`: from then until the last gradient of this rank is there: forward and backward pass,
-      and what is selected and exchanged meanwhile.
-    - `gradients`: from then until the last exchanged gradient has arrived: the part of selection
-      and exchange that nothing hides, with the wait for slower ranks.
+    - `compute`: until the last gradient of this rank is ready: forward and backward pass, with the
+      selection and exchange that they hide.
+    - `gradients`: until the last exchanged gradient has arrived: exposed selection and exchange,
+      with the wait for slower ranks.
     - `update`: the rest of the step.
-    - `first_step`: the whole first step of each `fit`, and after each change of scheme, in which
-      TensorFlow traces and compiles the step.
-    - `evaluation`, `saving`: measured by Evaluation and by Saving.
+    - `first_step`: the whole first step of each `fit` and after each change of scheme, which
+      TensorFlow traces and compiles.
+    - `evaluation`, `saving`: as Evaluation and SaveAndStop measure them.
     - `other`: the rest of the epoch: averaging, comparing, reporting.
 
     The clock is read inside the step, by `tf.timestamp`.
@@ -54,9 +46,9 @@ class Timing(keras.callbacks.Callback):
         self.seconds = dict.fromkeys(KINDS, 0.0)
         # Steps of the epoch whose time is in `first_step`
         self.first_steps = 0
-        # Of the epoch under way: before this process began, and when it began here
+        # Seconds of the current epoch before this process began, and when it began here
         self._before, self._epoch_start = 0.0, time.time()
-        # What an earlier process measured of the first epoch: seconds, and its first steps
+        # Seconds and first steps that an earlier process measured of the first epoch
         self._continued: tuple[dict[str, float], int] = {}, 0
         self.first = True
 
@@ -65,22 +57,22 @@ class Timing(keras.callbacks.Callback):
         self._continued = seconds, first_steps
 
     def watch(self, model: keras.Model) -> None:
-        """Make the model's training step note when batch and gradients have arrived."""
+        """Make the model's training step record when batch and gradients arrive."""
         train_step, exchanger = model.train_step, exchanger_of(model)
         exchange = exchanger.exchange
 
         def timed_step(data: Any) -> Any:
-            with _noted(self.arrived, tf.nest.flatten(data)):
+            with _stamped(self.arrived, tf.nest.flatten(data)):
                 return train_step(data)
 
         @tf.autograph.experimental.do_not_convert
         def timed_exchange(
             gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor, steps: tf.Tensor
         ) -> list[tf.Tensor]:
-            with _noted(self.ready, gradients):
+            with _stamped(self.ready, gradients):
                 pass
             result = exchange(gradients, learning_rate, steps)
-            with _noted(self.exchanged, result):
+            with _stamped(self.exchanged, result):
                 pass
             return result
 
@@ -96,7 +88,7 @@ class Timing(keras.callbacks.Callback):
         self._epoch_start = time.time()
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        # A change of scheme leaves no plan at work: the step is traced again
+        # A change of scheme drops the plans: the step is traced again
         self.first |= not exchanger_of(self.model).runs
         self.batch_start = time.time()
 
@@ -129,8 +121,8 @@ class Timing(keras.callbacks.Callback):
         return {**self.seconds, "other": total - sum(self.seconds.values())}
 
 
-def _noted(stamp: tf.Variable, tensors: Sequence[Any]) -> Any:
-    """Note in the graph when all tensors are there; what is made inside waits for that."""
+def _stamped(stamp: tf.Variable, tensors: Sequence[Any]) -> Any:
+    """Record in the graph when all tensors are ready; operations made inside wait for that."""
     with tf.control_dependencies(list(tensors)):
-        noted = stamp.assign(tf.timestamp())
-    return tf.control_dependencies([noted])
+        stamped = stamp.assign(tf.timestamp())
+    return tf.control_dependencies([stamped])

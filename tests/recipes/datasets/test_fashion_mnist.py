@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tfcommx.recipes.base import DataError
 from tfcommx.recipes.datasets import fashion_mnist_files
 from tfcommx.recipes.datasets.__main__ import main
 from tfcommx.recipes.datasets.fashion_mnist_files import FILES, fetch, load
-from tfcommx.recipes.datasets.idx import DataError, read_idx
+from tfcommx.recipes.datasets.idx import read_idx
 
 TRAIN, TEST = 5, 3
 

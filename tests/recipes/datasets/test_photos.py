@@ -6,10 +6,9 @@ import tensorflow as tf
 from data_helpers import make_folder, picture
 
 from tfcommx.data.sources.folder import Folder
-from tfcommx.recipes.base import Place
+from tfcommx.recipes.base import DataError, Place
 from tfcommx.recipes.datasets import photos
 from tfcommx.recipes.datasets.arrays import ArrayFile
-from tfcommx.recipes.datasets.idx import DataError
 from tfcommx.recipes.datasets.photos import ClassFolders, ImageNet, TensorFlowDataset
 from tfcommx.recipes.tasks.classify import Classification
 from tfcommx.terms import PlanError, Topology
@@ -44,9 +43,9 @@ def test_class_folders(folder, tmp_path):
 def test_the_evaluation_crop_and_its_scale(folder, tmp_path):
     data = ClassFolders(folder=folder, memory=tmp_path, test_scale=1.25).build(ALONE)
     assert next(iter(data.test(2, 16)))[0].shape == (2, 20, 20, 3)
-    spec = data.settings.test_serving(2, 16, 3)
+    spec = data.settings.test_spec(2, 16, 3)
     assert (spec.crop, spec.center, spec.shuffle, spec.flip) == ("center", 0.875, False, False)
-    assert data.settings.serving(2, 16, 3).crop == "random"
+    assert data.settings.train_spec(2, 16, 3).crop == "random"
     data.close()
 
 

@@ -7,8 +7,7 @@ import tensorflow as tf
 from tfcommx.data.sources.arrays import Arrays
 from tfcommx.recipes.base import Place
 from tfcommx.recipes.datasets import fashion_mnist
-from tfcommx.recipes.datasets.pictures import Pictures
-from tfcommx.recipes.datasets.shift import shifted
+from tfcommx.recipes.datasets.pictures import Pictures, shifted
 from tfcommx.recipes.tasks.classify import Classification
 from tfcommx.terms import Topology
 

@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfcommx.recipes.base import Place
+from tfcommx.recipes.base import DataError, Place
 from tfcommx.recipes.datasets.catalogues import CataloguePairs, Catalogues
-from tfcommx.recipes.datasets.idx import DataError
-from tfcommx.recipes.datasets.texts import LinePairs, PreparedPairs, TextFiles
+from tfcommx.recipes.datasets.translations import LinePairs, PreparedPairs, TextFiles
 from tfcommx.recipes.models.transformer import Transformer
 from tfcommx.recipes.tasks.translate import Translate
 from tfcommx.recipes.text.decoding import greedy_decoder

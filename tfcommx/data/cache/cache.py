@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 
 from tfcommx.comm import process
-from tfcommx.data.cache import capacity, launch, order
+from tfcommx.data.cache import capacity, order
 from tfcommx.data.cache.batch_spec import BatchSpec
 from tfcommx.data.cache.disk import Disk
 from tfcommx.data.cache.epoch_stats import EpochStats
 from tfcommx.data.cache.fill import Filler
 from tfcommx.data.cache.loader import Loader, warming_steps
 from tfcommx.data.cache.options import options_of
+from tfcommx.data.cache.position import find_position, slab_name
 from tfcommx.data.cache.python_callbacks import weak_method
 from tfcommx.data.cache.reshuffle import Transport, reshuffle
 from tfcommx.data.cache.slab import Slab
@@ -91,7 +92,7 @@ class DataCache:
         self.options = options_of(options)
         is_text = isinstance(source, str | os.PathLike)
         self.source: Source = find_source(source) if is_text else source
-        position = launch.find_position(topology, rank)
+        position = find_position(topology, rank)
         self.topology, self.rank, self.node, self.slot = position
         self.reclaimed = remove_unused(Path(self.options.memory))
         self.disk = None
@@ -110,7 +111,7 @@ class DataCache:
         source, options, part = self.source, self.options, self._part()
         key = key_of((FORMAT, source.key, source.count, source.channels, options.store))
         own = options.reshuffle_fraction > 0 and self.topology.nodes > 1
-        name = launch.slab_name(key, self.node, own)
+        name = slab_name(key, self.node, own)
         facts = {"source": _end_of(source.name), "node": str(self.node)}
 
         def length() -> int:

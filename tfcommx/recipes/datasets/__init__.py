@@ -1,8 +1,9 @@
 """Data sets of the recipes: one a file, or a few that share their settings.
 
 To add one: write a frozen `Part` that satisfies `recipes.base.Dataset` (its own settings, a `name`,
-`fetch` and `build`), and add a row here. Pictures derive from `Cached` and build `Pictures` from
-two sources. TensorFlow is imported inside functions only: reading a recipe must not load it.
+`fetch` and `build`), and add a row here. Data sets of pictures derive from `PictureDataset` and
+build `Pictures` from two sources. TensorFlow is imported inside functions only: reading a recipe
+must not load it.
 """
 
 from tfcommx.recipes.base import Dataset
@@ -10,7 +11,7 @@ from tfcommx.recipes.datasets.arrays import ArrayFile
 from tfcommx.recipes.datasets.catalogues import Catalogues
 from tfcommx.recipes.datasets.fashion_mnist import FashionMnist
 from tfcommx.recipes.datasets.photos import ClassFolders, ImageNet, TensorFlowDataset
-from tfcommx.recipes.datasets.texts import TensorFlowTranslations, TextFiles
+from tfcommx.recipes.datasets.translations import TensorFlowTranslations, TextFiles
 
 DATASETS: dict[str, type[Dataset]] = {
     "fashion_mnist": FashionMnist,

@@ -1,16 +1,16 @@
-"""`python -m tfcommx.recipes.datasets NAME...`: put data sets on this machine before training."""
+"""`python -m tfcommx.recipes.datasets NAME...`: download data sets before training."""
 
 from __future__ import annotations
 
 import sys
 
+from tfcommx.recipes.base import DataError
 from tfcommx.recipes.datasets import DATASETS
-from tfcommx.recipes.datasets.idx import DataError
 
 
 def main(names: list[str]) -> int:
     """Fetch the data sets; return the exit status."""
-    # Those that need no settings
+    # Data sets without required settings
     known = [
         name
         for name, kind in DATASETS.items()

@@ -1,8 +1,7 @@
-"""English messages of programs and their German translations, out of Debian's packages.
+"""English messages of programs and their German translations, from Debian packages.
 
-Gettext's catalogues hold messages and translations that people wrote: short texts, error messages,
-help. Nothing that such sentences teach is general German; they are real, and can be had where
-nothing else can.
+Gettext catalogues hold messages that people wrote and translated: labels, errors, help. They do not
+teach general German, but they are real text, and available where nothing else is.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from tfcommx.recipes.base import Data, Place
+from tfcommx.recipes.base import Data, DataError, Place
 from tfcommx.recipes.datasets import debian
-from tfcommx.recipes.datasets.idx import DataError
-from tfcommx.recipes.datasets.texts import Translations
+from tfcommx.recipes.datasets.translations import Translations
 
 PACKAGES = (
     "coreutils",
@@ -36,13 +34,13 @@ ONE_IN = 40
 
 
 def catalogue_pairs(path: Path) -> Iterator[tuple[str, str]]:
-    """Return the messages of one catalogue and their translations, cleaned.
+    """Return the messages of one catalogue with their translations, cleaned.
 
-    Left out is what is not translated, and what has no letters or several lines.
+    Messages without translation, without letters or with several lines are left out.
     """
     with open(path, "rb") as file:
         try:
-            # Gettext has no other way to list what it read
+            # The module has no public list of messages
             messages = gettext.GNUTranslations(file)._catalog
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(
@@ -50,8 +48,8 @@ def catalogue_pairs(path: Path) -> Iterator[tuple[str, str]]:
             ) from error
     for key, translation in messages.items():
         if isinstance(key, tuple) and key[1]:
-            continue  # (message, number): what stands for one comes as number 0
-        # Contexts stand before the message
+            continue  # (message, number): plural forms; the singular is number 0
+        # A context stands before the message
         message = str(key[0] if isinstance(key, tuple) else key).rpartition("\x04")[2]
         source, target = (_cleaned(text) for text in (message, str(translation)))
         if source and target and source != target and re.search("[a-z]{2}", source):
@@ -64,7 +62,7 @@ def _cleaned(text: str) -> str:
     if "\n" in text:
         return ""
     if text.count("_") == 1:
-        # The mark of a menu's letter, not part of an identifier
+        # Marks a menu's shortcut; identifiers have more
         text = text.replace("_", "")
     return " ".join(text.split())
 
@@ -84,7 +82,6 @@ class CataloguePairs:
         self.key = key_of(("catalogues", test, *self.pairs))
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        """Return the pairs."""
         return iter(self.pairs)
 
 
@@ -96,13 +93,13 @@ class Catalogues(Translations):
     """Messages of programs, English to German, out of some of Debian's packages."""
 
     name: Literal["catalogues"] = "catalogues"
-    # Where the catalogues are; None: fetched
+    # Of the catalogues; None: they are downloaded
     folder: Path | None = None
 
     def fetch(self) -> Path:
-        """Return the folder of the catalogues; fetch them first if they are not on this machine.
+        """Return the folder of the catalogues; download them if they are not on this machine.
 
-        **Raises:** DataError if they cannot be had.
+        **Raises:** DataError if that fails.
         """
         target = self.folder or Path.home() / ".cache" / "tfcommx" / "catalogues-de"
         if target.is_dir():
@@ -125,6 +122,5 @@ class Catalogues(Translations):
         return target
 
     def build(self, place: Place) -> Data:
-        """Open the messages on this rank; they are fetched first if need be."""
         folder = self.fetch()
         return self.open(CataloguePairs(folder, False), CataloguePairs(folder, True), place)

@@ -1,4 +1,4 @@
-"""Files out of Debian's packages, without root and without installing them."""
+"""Downloads and unpacks Debian packages, without root and without installing them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,21 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfcommx.recipes.datasets.idx import DataError
+from tfcommx.recipes.base import DataError
 
 # Longest wait for one command that downloads, seconds
 DOWNLOAD_SECONDS = 120
 
 
 def unpack(packages: Sequence[str], work: Path) -> Path:
-    """Download packages and unpack them.
+    """Download packages, and unpack them in the empty folder `work`.
 
-    The machine's package lists are tried first, then lists of our own.
-
-    Args:
-        packages: their names.
-        work: an empty folder.
+    The machine's package lists are tried first, then fresh ones.
 
     Returns:
         The folder that stands for `/`.
 
-    **Raises:** DataError if they cannot be had.
+    **Raises:** DataError if that fails.
     """
     for tool in ("apt-get", "dpkg"):
         if shutil.which(tool) is None:
@@ -50,10 +46,7 @@ def unpack(packages: Sequence[str], work: Path) -> Path:
 
 
 def run(command: Sequence[str], folder: Path) -> str:
-    """Run a command in `folder`; return its output.
-
-    **Raises:** DataError with the last line of the output.
-    """
+    """Run a command in `folder`; return its output. **Raises:** DataError with its last line."""
     try:
         done = subprocess.run(
             command,

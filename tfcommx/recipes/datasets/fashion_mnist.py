@@ -1,4 +1,4 @@
-"""Fashion-MNIST as the data set of a recipe."""
+"""Fashion-MNIST in a recipe: its settings."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from tfcommx.recipes.base import Data, Place
-from tfcommx.recipes.datasets.cached import Cached
 from tfcommx.recipes.datasets.fashion_mnist_files import CLASSES, SIDE, fetch, load
+from tfcommx.recipes.datasets.picture_dataset import PictureDataset
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
 
-class FashionMnist(Cached):
-    """60,000 + 10,000 pictures of clothes, 28 x 28 pixels in grey, and how they are varied.
+class FashionMnist(PictureDataset):
+    """60,000 + 10,000 pictures of clothes, 28 x 28 pixels in grey, and their augmentation.
 
     At a resolution above 28 they are enlarged.
     """
@@ -28,18 +28,13 @@ class FashionMnist(Cached):
     limit: int | None = Field(None, ge=1)
     # Pictures to evaluate with, the first ones; None: all 10,000
     test_limit: int | None = Field(None, ge=1)
-    # Pixels of the full picture; the largest random shift of a batch, 0 for none
+    # Largest random shift of a batch, pixels of the full picture; 0 for none
     shift: int = Field(1, ge=0, le=8)
 
     def fetch(self) -> Path:
-        """Return the folder of the files; fetch them first if they are not on this machine."""
         return fetch(self.folder)
 
     def build(self, place: Place) -> Data:
-        """Open the files, which are fetched first if they are not on this machine.
-
-        **Raises:** DataError for files that are missing or damaged.
-        """
         from tfcommx.data.sources.arrays import Arrays
         from tfcommx.recipes.datasets.pictures import Pictures
 
@@ -55,6 +50,6 @@ class FashionMnist(Cached):
 
     def _shifted(self, pictures: tf.Tensor, seed: tf.Tensor, resolution: int) -> tf.Tensor:
         """Shift a batch by up to `shift` pixels of the full picture."""
-        from tfcommx.recipes.datasets.shift import shifted
+        from tfcommx.recipes.datasets.pictures import shifted
 
         return shifted(pictures, seed, round(self.shift * resolution / SIDE))

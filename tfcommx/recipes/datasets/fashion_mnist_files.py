@@ -1,7 +1,7 @@
-"""The files of Fashion-MNIST: find or fetch the original IDX files, and read them.
+"""The files of Fashion-MNIST: finds or downloads the original IDX files, and reads them.
 
-Files are taken from the cache folder, then from Debian's package if it is installed, then from
-that package by `apt-get download` (which needs no root), then from TensorFlow Datasets' download.
+They come from the cache folder, else from Debian's package if it is installed, else from that
+package by `apt-get download` (which needs no root), else from TensorFlow Datasets' download.
 
 **Source:** H. Xiao, K. Rasul, R. Vollgraf, "Fashion-MNIST: a novel image dataset for benchmarking
 machine learning algorithms", 2017. 60,000 training and 10,000 test images of 10 kinds of clothing;
@@ -18,8 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+from tfcommx.recipes.base import DataError
 from tfcommx.recipes.datasets import debian
-from tfcommx.recipes.datasets.idx import DataError, damaged, read_idx
+from tfcommx.recipes.datasets.idx import damaged, read_idx
 
 FILES = (
     "train-images-idx3-ubyte.gz",
@@ -48,22 +49,17 @@ DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 
 
 def fetch(folder: Path | None = None) -> Path:
-    """Return a folder that holds the four files; fetch them first if no folder does.
+    """Return a folder that holds the four files; download them first if no folder does.
 
-    Each file appears whole, by a rename, so a killed fetch leaves no half file and several
-    processes may call at once.
+    Files appear by a rename: a killed download leaves no half file, and several processes may call
+    at once.
 
     Args:
-        folder: where to keep the files; by default `~/.cache/tfcommx/fashion-mnist`.
-
-    Returns:
-        The folder.
+        folder: where to keep the files; None: `~/.cache/tfcommx/fashion-mnist`.
 
     **Raises:** DataError that lists what was tried and the command that installs the package.
     """
-    target = (
-        Path(folder) if folder is not None else Path.home() / ".cache" / "tfcommx" / "fashion-mnist"
-    )
+    target = Path(folder or Path.home() / ".cache" / "tfcommx" / "fashion-mnist")
     for there in (target, DEBIAN_FOLDER):
         if _complete(there):
             return there
@@ -93,6 +89,8 @@ def _complete(folder: Path) -> bool:
 
 def _put_in_place(found: Path, target: Path) -> None:
     """Check the files in `found`, on the same file system, and rename each into `target`."""
+    if missing := [name for name in FILES if not (found / name).is_file()]:
+        raise DataError(f"{', '.join(missing)} missing in what was downloaded")
     load(found)
     target.mkdir(exist_ok=True)
     for name in FILES:
@@ -100,13 +98,11 @@ def _put_in_place(found: Path, target: Path) -> None:
 
 
 def _from_debian(work: Path) -> Path:
-    """Download and unpack Debian's package without root."""
-    unpacked = debian.unpack([DEBIAN_PACKAGE], work)
-    return _only_the_files(unpacked / DEBIAN_FOLDER.relative_to("/"), work / "files")
+    return debian.unpack([DEBIAN_PACKAGE], work) / DEBIAN_FOLDER.relative_to("/")
 
 
 def _from_tensorflow_datasets(work: Path) -> Path:
-    """Let TensorFlow Datasets download its own copy, and keep the IDX files that it downloaded."""
+    """Let TensorFlow Datasets download its copy; keep the IDX files."""
     code = (
         "import shutil, sys, tensorflow_datasets as tfds\n"
         "manager = tfds.download.DownloadManager(download_dir=sys.argv[1])\n"
@@ -115,24 +111,12 @@ def _from_tensorflow_datasets(work: Path) -> Path:
         "f'{sys.argv[2]}/{name}')\n"
     )
     (work / "named").mkdir()
-    # In a process of its own: it imports TensorFlow, and it can be ended if the network does not
-    # answer.
+    # In a process of its own: it imports TensorFlow, and can be ended if the network does not
+    # answer
     debian.run(
         [sys.executable, "-c", code, str(work / "downloads"), str(work / "named"), *FILES], work
     )
-    return _only_the_files(work / "named", work / "files")
-
-
-def _only_the_files(source: Path, target: Path) -> Path:
-    if not _complete(source):
-        raise DataError(
-            f"{', '.join(name for name in FILES if not (source / name).is_file())} missing in "
-            "what was downloaded"
-        )
-    target.mkdir()
-    for name in FILES:
-        os.replace(source / name, target / name)
-    return target
+    return work / "named"
 
 
 # --- read them --------------------------------------------------------------------------
@@ -145,14 +129,13 @@ def load(
 
     Args:
         folder: holds the four files.
-        train_images: number of training images; other numbers than the real one are for tests.
-        test_images: number of test images.
+        train_images, test_images: how many there must be; other numbers are for tests.
 
     Returns:
         Train images uint8 [60000, 28, 28, 1], train labels uint8 [60000] in [0, 9], test images
         uint8 [10000, 28, 28, 1], test labels uint8 [10000].
 
-    **Raises:** DataError that names the file which is missing, truncated or of another kind.
+    **Raises:** DataError that names a file which is missing, truncated or of another kind.
     """
     arrays: list[np.ndarray] = []
     for images, labels, count in (

@@ -10,12 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from tfcommx.recipes.base import DataError
+
 # The command that fetches the files of the only data set in this format
 FETCH = "python -m tfcommx.recipes.datasets fashion_mnist"
-
-
-class DataError(RuntimeError):
-    """Data that is missing or damaged; the message ends with what to do."""
 
 
 def read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Photographs in files: ImageNet's shards, class folders, TensorFlow Datasets by name."""
+"""Photographs in files: ImageNet's shards, class folders, data sets of TensorFlow Datasets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from tfcommx.recipes.base import Data, Place
-from tfcommx.recipes.datasets.cached import IMAGENET_MEAN, IMAGENET_STD, Cached
+from tfcommx.recipes.datasets.picture_dataset import IMAGENET_MEAN, IMAGENET_STD, PictureDataset
 
 if TYPE_CHECKING:
     from tfcommx.data.sources.base import Source
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 IMAGENET_CLASSES = 1000
 
 
-class Photos(Cached):
-    """What photographs have in common: random crops in training, centre crops in evaluation."""
+class Photos(PictureDataset):
+    """Usual settings of photographs: random crops in training, centre crops in evaluation."""
 
     crop: Literal["random", "center", "whole"] = "random"
     test_crop: Literal["center", "whole"] = "center"
@@ -37,11 +37,11 @@ class ImageNet(Photos):
     """ImageNet 2012 in its usual shards, train-00000-of-01024 and validation-00000-of-00128."""
 
     name: Literal["imagenet"] = "imagenet"
-    # Of all shards
+    # Holds all shards
     folder: Path
 
     def fetch(self) -> Path:
-        """Return the folder; ImageNet's licence leaves fetching it to you."""
+        """Return the folder; under ImageNet's licence you download it yourself."""
         return self.folder
 
     def build(self, place: Place) -> Data:
@@ -58,12 +58,11 @@ class ClassFolders(Photos):
 
     name: Literal["folder"] = "folder"
     folder: Path
-    # Names of the folders inside
+    # Names of the two folders inside
     train: str = "train"
     test: str = "test"
 
     def fetch(self) -> Path:
-        """Return the folder."""
         return self.folder
 
     def build(self, place: Place) -> Data:
@@ -87,7 +86,7 @@ class TensorFlowDataset(Photos):
     folder: Path | None = None
 
     def fetch(self) -> Path | None:
-        """Download and prepare it, if that has not been done."""
+        """Download and prepare the data set, unless that has been done."""
         from tfcommx.data.sources.tfrecord import tfds
 
         tfds(self.dataset, self.train, self.folder)

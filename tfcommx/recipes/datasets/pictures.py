@@ -1,4 +1,4 @@
-"""Pictures, open on one rank: two data caches, one for training and one for evaluation."""
+"""Pictures that are open on one rank: a data cache for training and one for evaluation."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tfcommx.comm.base import Comm
 from tfcommx.data.cache.cache import DataCache
 from tfcommx.data.sources.base import Source
 from tfcommx.recipes.base import Place
-from tfcommx.recipes.datasets.cached import Cached
+from tfcommx.recipes.datasets.picture_dataset import PictureDataset
 from tfcommx.terms import PlanError
 
-# Changes a batch of pictures [b, h, w, c]; the seed is an integer [2], its own for every (epoch,
-# step, rank); the resolution is in pixels
-Vary = Callable[[tf.Tensor, tf.Tensor, int], tf.Tensor]
+# Augments a batch of pictures [b, h, w, c]: batch, seed, resolution in pixels -> batch. The seed is
+# an integer [2], another one for every epoch, step and rank
+Augment = Callable[[tf.Tensor, tf.Tensor, int], tf.Tensor]
 
 
 class Pictures:
@@ -26,8 +26,8 @@ class Pictures:
         train: source of the training pictures.
         test: source of the test pictures, with the same channels.
         place: the ranks, and which of them this is.
-        vary: changes the training batches further; None: nothing does.
-        classes: their names; empty: as the source names them.
+        augment: changes the training batches further; None: nothing does.
+        classes: their names; empty: those of the source.
 
     **Ranks:** every rank makes one; none waits for another.
     **Raises:** PlanError if the sources differ in channels, or their classes have other names.
@@ -35,18 +35,17 @@ class Pictures:
 
     def __init__(
         self,
-        settings: Cached,
+        settings: PictureDataset,
         train: Source,
         test: Source,
         place: Place,
-        vary: Vary | None = None,
+        augment: Augment | None = None,
         classes: tuple[str, ...] = (),
     ) -> None:
-        _check_alike(train, test)
-        self.settings, self.place, self.vary = settings, place, vary
+        self.settings, self.place, self.augment = settings, place, augment
         self.inputs, self.count = train.channels, train.count
         self.classes = tuple(classes or train.classes)
-        _check_named(self.classes, train)
+        _check_sources(train, test, self.classes)
         self.redistributes = settings.reshuffle_fraction > 0
         self.cache = self._open(train, settings.reshuffle_fraction)
         self.test_cache = self._open(test, 0.0)
@@ -69,8 +68,7 @@ class Pictures:
         )
 
     def steps(self, batch: int, resolution: int) -> int:
-        """Return the steps of an epoch, the same on every rank."""
-        return self.cache.steps(self.settings.serving(batch, resolution, self.inputs))
+        return self.cache.steps(self.settings.train_spec(batch, resolution, self.inputs))
 
     def train(self, batch: int, resolution: int, epochs: range, step: int = 0) -> tf.data.Dataset:
         """Return the training batches of some epochs.
@@ -78,10 +76,10 @@ class Pictures:
         Returns:
             (pictures settings.dtype [batch, h, w, c], labels int64 [batch]), one for every step.
         """
-        spec = self.settings.serving(batch, resolution, self.inputs)
+        spec = self.settings.train_spec(batch, resolution, self.inputs)
         batches = self.cache.dataset(spec, epochs.start, len(epochs), step)
-        if self.vary is not None:
-            batches = self._varied(
+        if self.augment is not None:
+            batches = self._augmented(
                 batches, resolution, epochs.start * self.cache.steps(spec) + step
             )
         options = tf.data.Options()
@@ -90,40 +88,36 @@ class Pictures:
             options.threading.private_threadpool_size = self.place.threads
         return batches.with_options(options)
 
-    def _varied(self, batches: tf.data.Dataset, resolution: int, first: int) -> tf.data.Dataset:
-        """Vary each batch with a seed of its own; `first` counts the steps over the whole run."""
-        place, vary = self.place, self.vary
+    def _augmented(self, batches: tf.data.Dataset, resolution: int, first: int) -> tf.data.Dataset:
+        """Augment each batch with a seed of its own; the first batch is step `first` of the run."""
+        place, augment = self.place, self.augment
 
         def finish(
             number: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor]
         ) -> tuple[tf.Tensor, tf.Tensor]:
             pictures, labels = batch
             seed = tf.stack([place.seed, number * place.topology.size + place.rank])
-            return vary(pictures, seed, resolution), labels
+            return augment(pictures, seed, resolution), labels
 
         calls = self.place.threads or 2
         return batches.enumerate(first).map(finish, num_parallel_calls=calls, deterministic=True)
 
     def test(self, batch: int, resolution: int) -> tf.data.Dataset:
-        """Return this rank's own part of the test pictures, each once, with their labels."""
-        return self.test_cache.dataset(self.settings.test_serving(batch, resolution, self.inputs))
+        return self.test_cache.dataset(self.settings.test_spec(batch, resolution, self.inputs))
 
     def redistribute(self, epoch: int, comm: Comm) -> None:
-        """Bring the pictures that are new on this node in an epoch. **Ranks:** all."""
         self.cache.reshuffle(epoch, comm)
 
     def report(self, epoch: int) -> dict[str, float]:
-        """Return what the data cache saw of the training pictures in an epoch."""
         return self.cache.report(epoch)
 
     def close(self) -> None:
-        """Give the memory back."""
         self.cache.close()
         self.test_cache.close()
 
 
-def _check_alike(train: Source, test: Source) -> None:
-    """Refuse test pictures that the network cannot be tested on."""
+def _check_sources(train: Source, test: Source, classes: tuple[str, ...]) -> None:
+    """Refuse test pictures that do not fit the training pictures, and classes without names."""
     if train.channels != test.channels:
         raise PlanError(
             f"Test pictures need as many channels as training pictures. {test.name} has "
@@ -137,11 +131,20 @@ def _check_alike(train: Source, test: Source) -> None:
             "folders."
         )
 
-
-def _check_named(classes: tuple[str, ...], source: Source) -> None:
-    """Refuse a source of which nobody knows how many classes there are."""
     if not classes:
         raise PlanError(
-            f"The names of the classes are required. {source.name} has none. Give them, or class "
+            f"The names of the classes are required. {train.name} has none. Give them, or class "
             "folders."
         )
+
+
+def shifted(images: tf.Tensor, seed: tf.Tensor, most: int) -> tf.Tensor:
+    """Shift a batch of pictures [n, h, w, c] by up to `most` pixels each way, around the edges.
+
+    The same seed, an integer [2], gives the same shift.
+    """
+    # One shift for the batch: a gather per picture would cost as much as the training step of a
+    # network this small.
+    return tf.roll(
+        images, tf.random.stateless_uniform([2], seed, -most, most + 1, tf.int32), axis=[1, 2]
+    )

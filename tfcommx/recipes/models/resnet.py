@@ -39,16 +39,16 @@ class ResNet(Part):
     blocks: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(None, min_length=1)
     # Filters of the first convolution and of the first stage; each stage doubles them
     width: int = Field(64, ge=1)
-    # Pixels a side of the picture for one that enters the first stage: 4 is a 7x7 convolution of
-    # stride 2 and a pooling, 2 the convolution alone, 1 a 3x3 convolution, for small pictures
+    # Pixels of the picture for one at the first stage, a side: 4 is a 7x7 convolution of stride 2
+    # and a pooling, 2 the convolution alone, 1 a 3x3 convolution for small pictures
     stem_stride: Literal[1, 2, 4] = 4
-    # A block whose last scale begins at zero begins as the identity, which large batches need
+    # Begin the last scale of each block at zero: the block is the identity then, which large
+    # batches need
     zero_gamma: bool = True
-    # Share of the running statistics that a step keeps: 0.9 follows within a short run
+    # Share of the running statistics that a step keeps; 0.9 suits short runs
     batch_norm_momentum: float = Field(0.9, ge=0, lt=1)
 
     def build(self, inputs: int, outputs: int) -> keras.Model:
-        """Build the network for pictures of `inputs` channels, with `outputs` logits."""
         import keras
         from keras import layers
 
@@ -72,7 +72,7 @@ class ResNet(Part):
     def _block(
         self, flow: keras.KerasTensor, filters: int, stride: int, bottleneck: bool, name: str
     ) -> keras.KerasTensor:
-        """Add two or three convolutions and a short cut around them."""
+        """Add two or three convolutions with a shortcut around them."""
         from keras import layers
 
         if bottleneck:

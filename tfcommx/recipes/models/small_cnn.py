@@ -17,20 +17,15 @@ MEAN, DEVIATION = 0.286, 0.353
 
 
 class SmallCnn(Part):
-    """A small convolutional network that takes any resolution.
-
-    It can, because it averages over all positions at its end.
-    """
+    """A small convolutional network for any resolution: it ends in an average over positions."""
 
     name: Literal["small_cnn"] = "small_cnn"
-    # Filters of the 3x3 convolutions; after the first two a pooling halves the sides, because they
-    # would take most of the time
+    # Filters of the 3x3 convolutions; after each of the first two, pooling halves the sides
     filters: tuple[Annotated[int, Field(ge=1)], ...] = Field((16, 32, 64), min_length=1)
-    # Blocks with a short cut after them, with as many filters as the last convolution
+    # 3x3 convolutions with a shortcut that follow, with as many filters as the last
     residual: int = Field(1, ge=0)
 
     def build(self, inputs: int, outputs: int) -> keras.Model:
-        """Build the network for pictures of `inputs` channels, with `outputs` logits."""
         return small_cnn(self.filters, self.residual, outputs, inputs)
 
 
@@ -40,9 +35,7 @@ def small_cnn(
     """Build a convolutional network that takes pictures of any size.
 
     Args:
-        filters: of each 3x3 convolution; after the first two, max pooling halves the sides.
-        residual: number of 3x3 convolutions with a short cut that follow, with as many filters as
-            the last.
+        filters, residual: as in `SmallCnn`.
         classes: number of outputs, which are logits.
         channels: of the pictures.
 
@@ -68,10 +61,7 @@ def small_cnn(
 
 
 def _normalised(flow: keras.KerasTensor) -> keras.KerasTensor:
-    """Normalise with statistics that follow quickly.
-
-    Runs are short: with Keras's 0.99 the statistics would lag behind by an epoch.
-    """
+    """Normalise with a momentum for short runs: Keras's 0.99 would lag an epoch behind."""
     from keras import layers
 
     return layers.BatchNormalization(momentum=0.9)(flow)

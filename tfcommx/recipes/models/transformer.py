@@ -28,7 +28,7 @@ class Transformer(Part):
     """
 
     name: Literal["transformer"] = "transformer"
-    # What width, inner, heads and dropout are if they are not given
+    # Decides width, inner, heads and dropout unless they are given
     size: Literal["base", "big"] = "base"
     # Blocks of the encoder, and of the decoder
     blocks: int = Field(6, ge=1)
@@ -39,8 +39,8 @@ class Transformer(Part):
     heads: int = Field(8, ge=1)
     # Part of each block's output, and of the embeddings, that is set to zero in training
     dropout: float = Field(0.1, ge=0, lt=1)
-    # Where the normalisation stands: "post", after each sum, as published, or "pre", before each
-    # part, which needs less care with the learning rate
+    # Place of the normalisation: "post", after each sum, as published, or "pre", before each part,
+    # which tolerates larger learning rates
     norm: Literal["post", "pre"] = "post"
 
     @model_validator(mode="before")
@@ -59,7 +59,7 @@ class Transformer(Part):
         return self
 
     def build(self, inputs: int, outputs: int) -> keras.Model:
-        """Build the network for a vocabulary of `inputs` words; it shares it with the outputs."""
+        """Build the network; inputs and outputs share a vocabulary of `inputs` words."""
         import keras
         from keras import layers, ops
 
@@ -76,7 +76,7 @@ class Transformer(Part):
             embeddings_initializer=keras.initializers.RandomNormal(stddev=self.width**-0.5),
             name="words",
         )
-        # Padding is 0: nobody looks at it
+        # Padding is 0, and masked
         seen = ops.expand_dims(ops.not_equal(source, 0), 1)
         encoded = self._embedded(words, source, "encoder")
         for number in range(1, self.blocks + 1):
@@ -99,7 +99,7 @@ class Transformer(Part):
     def _embedded(
         self, words: keras.Layer, numbers: keras.KerasTensor, name: str
     ) -> keras.KerasTensor:
-        """Turn words into vectors that know their positions."""
+        """Embed words, and add their positions."""
         from keras import layers
 
         from tfcommx.recipes.text.layers import Positions
@@ -110,7 +110,7 @@ class Transformer(Part):
     def _attended(
         self, flow: keras.KerasTensor, memory: keras.KerasTensor, name: str, **masks: Any
     ) -> keras.KerasTensor:
-        """Add what each position finds in the memory."""
+        """Add a block of attention from each position to the memory."""
         from keras import layers
 
         attention = layers.MultiHeadAttention(
@@ -123,7 +123,7 @@ class Transformer(Part):
         return self._summed(flow, attend, name)
 
     def _transformed(self, flow: keras.KerasTensor, name: str) -> keras.KerasTensor:
-        """Add what two dense layers make of each position."""
+        """Add a block of two dense layers."""
         from keras import layers
 
         inner = layers.Dense(self.inner, activation="relu", name=f"{name}_inner")
@@ -131,7 +131,7 @@ class Transformer(Part):
         return self._summed(flow, lambda position: outer(inner(position)), name)
 
     def _summed(self, flow: keras.KerasTensor, part: Any, name: str) -> keras.KerasTensor:
-        """Add a part to the flow, with dropout and normalisation."""
+        """Add a part's output to the flow, with dropout and normalisation."""
         from keras import layers
 
         norm = layers.LayerNormalization(epsilon=1e-6, name=f"{name}_norm")
@@ -141,7 +141,7 @@ class Transformer(Part):
         return norm(layers.Add(name=f"{name}_add")([flow, drop(part(flow))]))
 
     def _ended(self, flow: keras.KerasTensor, name: str) -> keras.KerasTensor:
-        """Name the end of a stack; `pre` needs a last normalisation."""
+        """End a stack with a layer of this name; `pre` needs a last normalisation."""
         from keras import layers
 
         if self.norm == "pre":

@@ -1,4 +1,4 @@
-"""VGG-19: sixteen convolutions and three dense layers, which have most of its weights."""
+"""VGG-19: sixteen convolutions, and three dense layers with most of the weights."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Vgg19(Part):
     """VGG-19, configuration E.
 
     **Source:** Simonyan, Zisserman, "Very Deep Convolutional Networks for Large-Scale Image
-    Recognition" (2015), table 1; weights begin as He et al. (2015), so that no part needs training
-    ahead.
+    Recognition" (2015), table 1; initial weights of He et al. (2015), so that no part needs
+    pre-training.
     """
 
     name: Literal["vgg19"] = "vgg19"
@@ -34,7 +34,6 @@ class Vgg19(Part):
     dropout: float = Field(0.5, ge=0, lt=1)
 
     def build(self, inputs: int, outputs: int) -> keras.Model:
-        """Build the network for pictures of `inputs` channels, with `outputs` logits."""
         import keras
         from keras import layers
 

@@ -1,4 +1,4 @@
-"""Tasks of the recipes: what a network learns, one a file.
+"""Tasks of the recipes, one a file: what a network learns.
 
 To add one: write a file with a frozen `Part` that satisfies `recipes.base.Task` (its settings, a
 `name` and `build`) and what it builds, a `recipes.base.Objective`; add a row here. TensorFlow is

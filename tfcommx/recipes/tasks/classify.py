@@ -1,4 +1,4 @@
-"""Classification: one class for each picture."""
+"""Classification of pictures."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ if TYPE_CHECKING:
 
 
 class Classify(Part):
-    """Name the class of a picture."""
+    """Classify pictures."""
 
     name: Literal["classify"] = "classify"
-    # Part of the target that is spread over all classes: keeps the network from being too sure
+    # Part of the target that is spread over all classes: keeps the network from overconfidence
     label_smoothing: float = Field(0.0, ge=0, lt=1)
 
     def build(self, data: Data) -> Classification:
-        """Return the classification into the classes of these samples."""
         return Classification(data.inputs, len(data.classes), self.label_smoothing)
 
 
@@ -41,7 +40,7 @@ class Classification:
 
     @property
     def counted(self) -> str:
-        """What a batch's size counts."""
+        """Unit of a batch's size."""
         return "images"
 
     @property
@@ -68,10 +67,10 @@ class Classification:
         return batches.map(lambda pictures, labels: (pictures, tf.one_hot(labels, self.outputs)))
 
     def scorer(self, model: keras.Model) -> Scorer:
-        """Return what counts the pictures of which the model names the class.
+        """Return a function that computes `test_accuracy` and, above 5 classes, `test_top5`.
 
-        Its scores are `test_accuracy` (the largest logit is that of the label) and, with more than
-        5 classes, `test_top5` (one of the five largest is). Counts are summed exactly.
+        It counts the pictures whose label has the largest logit, or one of the five largest. Counts
+        are summed exactly.
         """
         import numpy as np
         import tensorflow as tf

@@ -1,4 +1,4 @@
-"""Translation: the next word of a sentence in another language."""
+"""Translation of sentences, scored by BLEU."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Translate(Part):
     name: Literal["translate"] = "translate"
     # Part of the target that is spread over the vocabulary
     label_smoothing: float = Field(0.1, ge=0, lt=1)
-    # Test pairs that are translated for BLEU after each epoch, over all ranks; 0: none. Words are
-    # scored on all pairs
+    # Test pairs that are translated for BLEU after each epoch, over all ranks; 0: none. Accuracy is
+    # of all pairs
     bleu_sentences: int = Field(2000, ge=0)
-    # Translations of a sentence that are compared while they grow; 1: greedy
+    # Width of beam search; 1: greedy
     beam: int = Field(1, ge=1)
-    # Of beam search: 0 compares probabilities, which favours short translations
+    # Of beam search; 0 compares probabilities, which favours short translations
     length_penalty: float = Field(0.6, ge=0, allow_inf_nan=False)
 
     def build(self, data: Data) -> Translation:
-        """Return the task for these pairs. **Raises:** PlanError if they are no sentences."""
+        """Return the objective. **Raises:** PlanError for data that are no sentences."""
         if not hasattr(data, "vocabulary") or not hasattr(data, "references"):
             raise PlanError(
                 "The task translate needs pairs of sentences. Choose the data set text_files, "
@@ -49,7 +49,7 @@ class Translate(Part):
 class Translation:
     """Translation of one data set's pairs."""
 
-    # With `vocabulary` and `references` too
+    # `Data` with `vocabulary` and `references`
     data: Any
     label_smoothing: float
     bleu_sentences: int
@@ -68,7 +68,7 @@ class Translation:
 
     @property
     def counted(self) -> str:
-        """What a batch's size counts."""
+        """Unit of a batch's size."""
         return "word pieces"
 
     @property
@@ -89,14 +89,14 @@ class Translation:
         return [WordAccuracy(name="accuracy")]
 
     def targets(self, batches: tf.data.Dataset) -> tf.data.Dataset:
-        """Return the batches as they are: labels are targets."""
+        """Return the batches unchanged: labels are targets."""
         return batches
 
     def scorer(self, model: keras.Model) -> Scorer:
-        """Return what scores words and translations.
+        """Return a function that computes `test_accuracy` and `test_bleu`.
 
-        Its scores are `test_accuracy` (words that are right where all words before are given) and
-        `test_bleu` (of translations by beam search, or greedy ones, in [0, 100]).
+        `test_accuracy` is the share of words that are predicted right from all words before them;
+        `test_bleu`, in [0, 100], is of translations by beam search or greedy decoding.
         """
         import numpy as np
         import tensorflow as tf

@@ -1,4 +1,4 @@
-"""What text needs: vocabulary, batches, layers, loss, decoding.
+"""What translation needs: vocabulary, batches, layers, loss, decoding.
 
 Batches and vocabulary load no TensorFlow.
 """

@@ -1,12 +1,12 @@
-"""Batches of sentences of similar length, with a fixed number of word pieces.
+"""Batches of sentences of similar length with a fixed number of word pieces.
 
     lengths up to    8 |######|######|###          a global batch: as many sentences on every rank,
                     16     |#####|#####|##         padded to the same length
                     24        |####|####|.  dropped
-    What fills no batch goes on to the next length; the last remainder is dropped.
+    What does not fill a batch moves to the next length; the last remainder is dropped.
 
-How many batches there are follows from the lengths alone, so it is the same in every epoch and on
-every rank; which sentences share a batch, and the order of the batches, change with the epoch.
+The number of batches depends on the lengths only: it is the same in every epoch and on every rank.
+Which sentences share a batch, and the order of the batches, change with the epoch.
 
 **Source:** Vaswani et al., "Attention Is All You Need" (2017), section 5.1: batches by approximate
 length, with about 25,000 words of each language.
@@ -32,9 +32,9 @@ class Batch:
 
 
 def bounds(longest: int) -> list[int]:
-    """Return the lengths to which batches are padded: each at least a quarter above the last.
+    """Return the lengths to which batches are padded, each at least a quarter above the last.
 
-    Multiples of 8, which suit half precision, except the longest.
+    All but the longest are multiples of 8, which suit half precision.
 
     >>> bounds(60)
     [8, 16, 24, 32, 40, 56, 60]
@@ -46,7 +46,7 @@ def bounds(longest: int) -> list[int]:
 
 
 class LengthBatches:
-    """Batches of one epoch after the other, for all ranks.
+    """The batches of every epoch, for all ranks.
 
     >>> lengths = np.array([3, 5, 8, 8, 9, 20])
     >>> batches = LengthBatches(lengths, words=24, longest=24, ranks=1, seed=0)
@@ -101,11 +101,11 @@ class LengthBatches:
 
 
 def in_order(lengths: np.ndarray, words: int, rank: int, ranks: int) -> list[Batch]:
-    """Return a rank's part of all sentences, each once, shortest first: for evaluation.
+    """Return a rank's share of all sentences, each once, shortest first: for evaluation.
 
     Args:
         lengths: whole numbers [n], of the longer side of each pair.
-        words: of a batch, padding included; a longer sentence has a batch of its own.
+        words: of a batch, padding included; a longer sentence gets a batch of its own.
         rank: in [0, ranks).
         ranks: >= 1.
     """

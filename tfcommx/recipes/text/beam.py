@@ -1,4 +1,4 @@
-"""Beam search: the most probable translation among a few that grow together."""
+"""Beam search."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ State = tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]
 def beam_decoder(
     model: keras.Model, beam: int, length_penalty: float = 0.6, more: int = MORE
 ) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Return what translates a batch with the model as it is when it is called.
+    """Return a function that translates a batch with the model's current weights.
 
-    In each step every translation that has not ended grows by every word, and the `beam` best of
-    all are kept. How good one is, is its log-probability over ((5 + words) / 6) ** length_penalty,
-    END counted as a word. The best at the end is returned; with a beam of 1 it is the greedy one.
+    In each step every unfinished translation is extended by every word, and the `beam` best are
+    kept. They are ranked by log-probability / ((5 + words) / 6) ** length_penalty, where END counts
+    as a word. A beam of 1 is greedy decoding.
 
     Args:
-        model: as `greedy_decoder` takes it.
+        model, more: as `greedy_decoder` takes them.
         beam: translations that are kept for each sentence, >= 1.
         length_penalty: >= 0; 0 compares probabilities, which favours short translations.
-        more: as `greedy_decoder` takes it.
 
     Returns:
-        What `greedy_decoder` returns.
+        A function as `greedy_decoder` returns.
 
     **Cost:** the model once for each word of the longest translation, on `beam` times the
     sentences and all words before.
@@ -48,7 +47,7 @@ def beam_decoder(
         sources = tf.repeat(source, beam, axis=0)
 
         def go_on(said: tf.Tensor, logs: tf.Tensor, lengths: tf.Tensor, ended: tf.Tensor) -> bool:
-            # Log-probabilities only fall: a translation that grows can get no better than this
+            # Log-probabilities only fall: this bounds what an unfinished translation can reach
             hope = tf.where(ended, -math.inf, goodness(logs, limits))
             found = tf.where(ended, goodness(logs, lengths), -math.inf)
             open_ones = tf.reduce_max(found, axis=1) < tf.reduce_max(hope, axis=1)
@@ -59,7 +58,7 @@ def beam_decoder(
             words = tf.nn.log_softmax(tf.cast(logits_of(sources, rows), tf.float32))
             vocabulary = tf.shape(words)[1]
             words = tf.reshape(words, [sentences, beam, vocabulary])
-            # One that has ended says END again, which costs nothing
+            # A finished one repeats END, at no cost
             silence = tf.one_hot(END, vocabulary, on_value=0.0, off_value=-math.inf)
             grown = logs[..., None] + tf.where(ended[..., None], silence, words)
             lengths += tf.cast(~ended, tf.int32)
@@ -75,7 +74,7 @@ def beam_decoder(
 
         begin = (
             tf.fill([sentences, beam, 1], BEGIN),
-            # All are alike at first: one of them counts
+            # All are equal at first: only one counts
             tf.tile([[0.0] + [-math.inf] * (beam - 1)], [sentences, 1]),
             tf.zeros([sentences, beam], tf.int32),
             tf.tile(limits < 1, [1, beam]),

@@ -1,4 +1,4 @@
-"""Pairs of sentences as numbers, in files that all ranks of a node map into memory."""
+"""Encoded pairs of sentences, in files that all ranks of a node map into memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Protocol
 import numpy as np
 
 from tfcommx.data.sources.base import key_of
-from tfcommx.recipes.datasets.idx import DataError
+from tfcommx.recipes.base import DataError
 from tfcommx.recipes.text.vocabulary import Vocabulary, learn
 
 # Pairs that are encoded together
 CHUNK = 10_000
-# Of what is kept: raised if it changes
+# Version of the files
 FORMAT = 2
 
 
@@ -36,19 +36,17 @@ class Pairs(Protocol):
 
 @dataclass(frozen=True)
 class Sentences:
-    """Sentences of different length, one behind the other."""
+    """Sentences of different length, one after the other in one array."""
 
-    # int32, the numbers of all sentences
+    # int32, the word numbers of all sentences
     words: np.ndarray
-    # int64 [n + 1], where each begins and the last one ends
+    # int64 [n + 1], where each sentence begins, and the end of the last
     starts: np.ndarray
 
     def __len__(self) -> int:
-        """Return how many sentences there are."""
         return len(self.starts) - 1
 
     def __getitem__(self, number: int) -> np.ndarray:
-        """Return the words of a sentence."""
         return self.words[self.starts[number] : self.starts[number + 1]]
 
     @property
@@ -68,15 +66,15 @@ class Corpus:
 def open_corpora(
     train: Pairs, test: Pairs, size: int, folder: Path
 ) -> tuple[Vocabulary, Corpus, Corpus]:
-    """Learn the vocabulary and encode all pairs, or open what was kept.
+    """Learn the vocabulary and encode all pairs, or open the files of an earlier run.
 
     Args:
         train: the vocabulary is learnt from both of its languages.
         test: pairs for evaluation.
         size: of the vocabulary.
-        folder: where vocabulary and numbers are kept, on a disk of the node.
+        folder: of vocabulary and encoded pairs, on a disk of the node.
 
-    **Ranks:** every rank calls it; the first one of a node does the work, the others wait for it.
+    **Ranks:** all; the first one of a node does the work while the others wait.
     **Raises:** DataError if there are no pairs.
     """
     kept = folder / key_of((FORMAT, train.key, test.key, size))[:20]
@@ -98,7 +96,7 @@ def open_corpora(
 def _encode(
     pairs: Iterable[tuple[str, str]], vocabulary: Vocabulary, kept: Path, name: str
 ) -> None:
-    """Write the numbers of all pairs; the folder appears whole, by a rename."""
+    """Encode all pairs into files; their folder appears whole, by a rename."""
     words: tuple[list[np.ndarray], ...] = ([], [])
     lengths: tuple[list[int], ...] = ([], [])
     remaining = iter(pairs)
@@ -136,7 +134,7 @@ def _write(path: Path, content: bytes) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Let one process of the machine in at a time."""
+    """Hold a lock that one process of the machine can have."""
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

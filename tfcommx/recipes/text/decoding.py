@@ -1,4 +1,4 @@
-"""Greedy decoding: the most probable word, one after the other."""
+"""Greedy decoding: always the most probable next word."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ import tensorflow as tf
 
 from tfcommx.recipes.text.vocabulary import BEGIN, END, PADDING
 
-# Words that a translation may have more than its source (Vaswani et al. 2017, section 6.1)
+# Words that a translation may have beyond its source's (Vaswani et al. 2017, section 6.1)
 MORE = 50
 
 
 def greedy_decoder(model: keras.Model, more: int = MORE) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Return what translates a batch with the model as it is when it is called.
+    """Return a function that translates a batch with the model's current weights.
 
     Args:
-        model: takes {"source", "target"}, returns logits [n, words, vocabulary]. Has it the layers
-            `decoded` and `words` (as `recipes.models.transformer`), then only the last word's
-            logits are computed.
-        more: words that a translation may have more than its source, >= 0; then it is cut. Padding
-            does not count, so a translation does not depend on the sentences beside it.
+        model: maps {"source", "target"} to logits [n, words, vocabulary]. If it has the layers
+            `decoded` and `words` (as `recipes.models.transformer`), only the last word's logits are
+            computed.
+        more: words that a translation may have beyond its source's, >= 0; longer ones are cut.
+            Padding does not count, so a translation does not depend on the rest of its batch.
 
     Returns:
-        A function of source int32 [n, words] to translations int32 [n, longest], each up to END;
-        one that was cut has END behind it if others are longer.
+        A function of source int32 [n, words] to translations int32 [n, longest], filled with END.
 
-    **Cost:** the model once for each word of the longest translation, on all words before.
+    **Cost:** the model once for each word of the longest translation, on all words before it.
     """
     logits_of = next_logits(model)
 
@@ -53,20 +52,20 @@ def greedy_decoder(model: keras.Model, more: int = MORE) -> Callable[[tf.Tensor]
 
 
 def most_words(source: tf.Tensor, more: int) -> tf.Tensor:
-    """Return int32 [n]: how many words the translation of each source [n, words] may have."""
+    """Return int32 [n], the largest number of words of each source's translation."""
     return tf.math.count_nonzero(source != PADDING, axis=1, dtype=tf.int32) + more
 
 
 def next_logits(model: keras.Model) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
-    """Return what gives the logits [n, vocabulary] of the word after those that were said."""
+    """Return a function of (source, words so far) to the next word's logits [n, vocabulary]."""
     if not {"decoded", "words"} <= {layer.name for layer in model.layers}:
 
         def of_whole(source: tf.Tensor, said: tf.Tensor) -> tf.Tensor:
             return model({"source": source, "target": said}, training=False)[:, -1]
 
         return of_whole
-    # A model that began at the encoder's output would be faster, but Keras then adds nodes to the
-    # graph of layers, and cannot save the whole model any more
+    # A model that begins at the encoder's output would be faster, but building it adds nodes to the
+    # graph of layers, and Keras can no longer save the whole model
     inputs = {tensor.name: tensor for tensor in model.inputs}
     body = keras.Model(inputs, model.get_layer("decoded").output)
     words = model.get_layer("words")

@@ -1,4 +1,4 @@
-"""Layers of text that Keras does not have."""
+"""Position encoding, which Keras does not have."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ class Positions(keras.layers.Layer):
     >>> [round(float(one), 3) for one in Positions()(ops.zeros([1, 2, 2]))[0, 1]]
     [0.841, 0.54]
 
-    **Source:** Vaswani et al., "Attention Is All You Need" (2017), sections 3.4 and 3.5. The sines
-    stand before the cosines, and not between them; a permutation of the width.
+    **Source:** Vaswani et al., "Attention Is All You Need" (2017), sections 3.4 and 3.5. There
+    sines and cosines alternate; here all sines come first.
     """
 
     def call(self, embeddings: keras.KerasTensor) -> keras.KerasTensor:
-        """Return float [n, words, width] of the same."""
         width = embeddings.shape[-1]
         rates = 1e4 ** (-np.arange((width + 1) // 2, dtype=np.float32) * 2 / width)
         places = ops.arange(ops.shape(embeddings)[1], dtype="float32")
@@ -30,5 +29,4 @@ class Positions(keras.layers.Layer):
         return embeddings * math.sqrt(width) + ops.cast(waves, embeddings.dtype)
 
     def compute_output_shape(self, shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
-        """Return the shape of the embeddings."""
         return shape

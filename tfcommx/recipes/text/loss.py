@@ -1,4 +1,4 @@
-"""Loss and accuracy of words, without padding."""
+"""Loss and accuracy of words, ignoring padding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keras import ops
 
 @keras.saving.register_keras_serializable("tfcommx")
 class WordLoss(keras.losses.Loss):
-    """Cross-entropy of the words, averaged over those that are no padding.
+    """Cross-entropy, averaged over the words of the batch without padding.
 
     >>> logits = ops.zeros([1, 3, 4])
     >>> round(float(WordLoss()(ops.array([[3, 1, 0]]), logits)), 4)
@@ -27,7 +27,7 @@ class WordLoss(keras.losses.Loss):
     def __init__(
         self, label_smoothing: float = 0.0, name: str = "word_loss", **keras_options: Any
     ) -> None:
-        # `call` reduces: what a batch is divided by, are its words
+        # `call` reduces: it divides by the words of the batch
         super().__init__(name=name, reduction=None, **keras_options)
         self.label_smoothing = label_smoothing
 
@@ -43,22 +43,20 @@ class WordLoss(keras.losses.Loss):
         return ops.sum(losses * real) / ops.maximum(ops.sum(real), 1.0)
 
     def get_config(self) -> dict[str, Any]:
-        """Return what the loss is made again from."""
         return {"label_smoothing": self.label_smoothing, "name": self.name}
 
 
 @keras.saving.register_keras_serializable("tfcommx")
 class WordAccuracy(keras.metrics.Mean):
-    """Share of the words, padding left out, whose logit is the largest."""
+    """Share of the words, without padding, whose logit is the largest."""
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        """Count the words of a batch."""
         right, real = count_right(y_true, y_pred)
         super().update_state(right / ops.maximum(real, 1.0), real)
 
 
 def count_right(labels: Any, logits: Any) -> tuple[Any, Any]:
-    """Return how many words are right, and how many there are, float32 each."""
+    """Return the number of words with the right prediction, and of all words; float32."""
     labels = ops.cast(labels, "int32")
     real = ops.cast(ops.not_equal(labels, 0), "float32")
     right = ops.cast(ops.equal(ops.cast(ops.argmax(logits, axis=-1), "int32"), labels), "float32")

@@ -1,4 +1,4 @@
-"""A vocabulary of word pieces, learnt from text by SentencePiece."""
+"""A vocabulary of word pieces, which SentencePiece learns from text."""
 
 from __future__ import annotations
 
@@ -24,14 +24,11 @@ def sentencepiece() -> Any:
 
 
 def learn(lines: Iterable[str], size: int) -> bytes:
-    """Learn a vocabulary; the same lines give the same one.
+    """Learn a vocabulary, and return it in SentencePiece's format; deterministic.
 
     Args:
         lines: of all languages that share it.
         size: word pieces, the four marks included; fewer if the text has fewer.
-
-    Returns:
-        The vocabulary, as SentencePiece keeps it.
 
     **Source:** Sennrich, Haddow, Birch, "Neural Machine Translation of Rare Words with Subword
     Units" (2016): byte pair encoding.
@@ -45,7 +42,7 @@ def learn(lines: Iterable[str], size: int) -> bytes:
         hard_vocab_limit=False,
         model_type="bpe",
         character_coverage=1.0,
-        # A translation is compared with sentences as they are
+        # BLEU compares with the sentences as they were written
         normalization_rule_name="identity",
         pad_id=PADDING,
         unk_id=UNKNOWN,
@@ -77,7 +74,7 @@ class Vocabulary:
         return tuple(self._pieces.id_to_piece(number) for number in range(self.size))
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Return the numbers of each text's word pieces, with END."""
+        """Return the numbers of each text's word pieces, END last."""
         return [[*numbers, END] for numbers in self._pieces.encode(texts)]
 
     def decode(self, numbers: Sequence[int]) -> str:

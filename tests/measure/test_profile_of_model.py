@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import tfcommx as cx
 from tfcommx.measure import layers
-from tfcommx.measure.layers import measure, profile
+from tfcommx.measure.profile import measure, profile
 from tfcommx.terms import PlanError, Profile
 from tfcommx.wire import codec
 

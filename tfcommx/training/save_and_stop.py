@@ -1,8 +1,8 @@
-"""Saves in mid-epoch, at the end of epochs, and before the run is stopped, on all ranks alike.
+"""Saves checkpoints, and stops a run after the same step on all ranks.
 
 rank 0   step  step  step ask step  step  step ask save, stop
 rank 1   step  step  step ask step  step  step ask save, stop
-SIGTERM
+                             SIGTERM
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import tensorflow as tf
 
 from tfcommx.optim import checkpoint
 from tfcommx.training.history import EpochHistory
-from tfcommx.training.position import Position
 from tfcommx.training.run import Run
 from tfcommx.training.signals import StopRequests
+from tfcommx.training.steps import Position
 
-# Seconds between two times that the ranks ask each other, about: horovodrun kills the ranks 5 s
-# after it was asked to end
+# About how many seconds pass until the ranks ask each other again: horovodrun kills them 5 s after
+# it was asked to end
 ASK_SECONDS = 0.5
-# Steps between them at most
+# The most steps in between
 ASK_STEPS = 1000
 
 
 class Stopped(Exception):
-    """Ends `fit` on all ranks after the same step; the run is saved.
+    """Ends `fit` on all ranks after the same step, once the run is saved.
 
     Args:
         position: the next step.
-        reason: what asked for it, for people.
+        reason: what stopped the run, as a text for the user.
     """
 
     def __init__(self, position: Position, reason: str) -> None:
@@ -41,19 +41,19 @@ class Stopped(Exception):
         self.position, self.reason = position, reason
 
 
-class Saving(keras.callbacks.Callback):
-    """Saves whatever a run needs to go on, and stops it if any rank is asked to.
+class SaveAndStop(keras.callbacks.Callback):
+    """Saves what a run needs to resume, and stops it if any rank is asked to.
 
-    The ranks ask each other about twice a second: whether one of them was asked to stop, and
-    whether rank 0's clock says that it is time to save or to end. So all save after the same step.
-    At an epoch's end it saves, and StopAtEpochEnd stops.
+    About twice a second the ranks ask each other whether one of them was asked to stop, and whether
+    it is time to save or to end by rank 0's clock. So all save after the same step. At an epoch's
+    end this saves, and StopAtEpochEnd stops.
 
     Args:
         run: what is trained.
-        history: its rows are saved too; it stands before this callback.
-        requests: what asks this rank to stop.
-        end: when the run must end, as `time.monotonic` has it; None: when it is through.
-        notes: what else is saved, asked for at each save.
+        history: its rows are saved too; it comes before this callback.
+        requests: requests to stop this rank.
+        end: when the run must end, by `time.monotonic`; None: at its last epoch.
+        notes: returns what else to save; called at each save.
 
     **Ranks:** all. **Cost:** an allreduce of 16 bytes about twice a second.
     """
@@ -71,15 +71,15 @@ class Saving(keras.callbacks.Callback):
         self.requests, self.end, self.notes = requests, end, notes
         self.settings = run.recipe.checkpoint
         self.saved_at, self.asked_at = time.monotonic(), time.monotonic()
-        # Steps until the ranks ask each other, and between the last two times
+        # Steps until the ranks ask each other again, and between the last two times
         self._until, self._between = 1, 1
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        """Ask the other ranks, if it is time; save and stop as they all say."""
+        """Ask the other ranks if it is time; save and stop if they agree to."""
         self._until -= 1
         after = self.counter.after
         if after.step == self.counter.steps:
-            return  # What follows is the epoch's end
+            return  # The epoch's end follows
         stop, save = self.ask() if self._until <= 0 else ("", False)
         if stop or save or self._due(after):
             self._save(after)
@@ -87,20 +87,18 @@ class Saving(keras.callbacks.Callback):
             raise Stopped(after, stop)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Save."""
         seconds = self.history.timing.seconds
         before = seconds["saving"]
         self._save(Position(epoch + 1))
-        # The row is older than what it took to save it
+        # The row was made before the save
         self.history.rows[-1]["seconds"]["saving"] += round(seconds["saving"] - before, 3)
 
     def _due(self, after: Position) -> bool:
-        """Tell whether a checkpoint is due by the number of steps."""
         every = self.settings.every_steps
         return every is not None and self.run.steps_before(after) % every == 0
 
     def ask(self) -> tuple[str, bool]:
-        """Return why all ranks stop, empty if they do not, and whether it is time to save.
+        """Return the reason why all ranks stop, empty if they do not, and whether to save.
 
         **Ranks:** all. **Cost:** an allreduce of 16 bytes.
         """
@@ -144,28 +142,24 @@ class Saving(keras.callbacks.Callback):
             self.settings.keep,
             step=after.step,
             steps=self.counter.steps if after.step else 0,
-            notes={
-                "rows": self.history.rows,
-                "under_way": under_way,
-                **self.notes(),
-            },
+            notes={"rows": self.history.rows, "under_way": under_way, **self.notes()},
         )
         self.saved_at = time.monotonic()
         timing.seconds["saving"] += time.time() - start
 
 
 class StopAtEpochEnd(keras.callbacks.Callback):
-    """Stops the run at an epoch's end, if any rank is asked to; it comes last, after Saving.
+    """Stops the run at an epoch's end if any rank is asked to; the last callback.
 
     **Ranks:** all.
     """
 
-    def __init__(self, saving: Saving) -> None:
+    def __init__(self, saving: SaveAndStop) -> None:
         super().__init__()
         self.saving = saving
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        """Ask the other ranks; stop as they all say, unless the run is through."""
+        """Ask the other ranks; stop if one was asked to, unless this was the last epoch."""
         stop, _ = self.saving.ask()
         if stop and epoch + 1 < self.saving.run.recipe.epochs:
             raise Stopped(Position(epoch + 1), stop)

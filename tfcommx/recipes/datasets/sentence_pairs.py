@@ -1,4 +1,4 @@
-"""Pairs of sentences, open on one rank."""
+"""Pairs of sentences that are open on one rank."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ WORDS = tf.TensorSpec([None, None], tf.int32)
 INPUTS = {"source": WORDS, "target": WORDS}
 
 
-class PairsOfSentences:
+class SentencePairs:
     """Training and test pairs of two languages, as numbers of word pieces.
 
-    A batch is ({"source": int32 [b, words], "target": ...}, labels): the target begins with BEGIN
-    and is what the network has read when it says the label; both end with END; padding is 0.
+    A batch is ({"source": int32 [b, words], "target": ...}, labels). The target is the labels
+    shifted by one word, with BEGIN first. Source and labels end with END; padding is 0.
 
     Args:
         train: pairs for training, from which the vocabulary is learnt.
@@ -48,7 +48,7 @@ class PairsOfSentences:
         self._batches: dict[tuple[int, int], LengthBatches] = {}
 
     def batches(self, batch: int, resolution: int) -> LengthBatches:
-        """Return the batches of all ranks for batches of so many word pieces."""
+        """Return the batches of all ranks, of `batch` word pieces each."""
         if (batch, resolution) not in self._batches:
             place, lengths = self.place, _lengths(self.corpus)
             self._batches[batch, resolution] = LengthBatches(
@@ -57,7 +57,6 @@ class PairsOfSentences:
         return self._batches[batch, resolution]
 
     def steps(self, batch: int, resolution: int) -> int:
-        """Return the steps of an epoch, the same on every rank and in every epoch."""
         return self.batches(batch, resolution).steps
 
     def train(self, batch: int, resolution: int, epochs: range, step: int = 0) -> tf.data.Dataset:
@@ -74,10 +73,10 @@ class PairsOfSentences:
         return _dataset(served, (INPUTS, WORDS), count)
 
     def test(self, batch: int, resolution: int) -> tf.data.Dataset:
-        """Return this rank's own part of the test pairs, shortest first.
+        """Return this rank's share of the test pairs, shortest first.
 
-        Longer sentences than `resolution` are not cut. Labels are (words int32 [b, words],
-        numbers of the pairs int64 [b]); `references` has their translations.
+        Sentences longer than `resolution` are not cut. Labels are (words int32 [b, words], numbers
+        of the pairs int64 [b]); `references` has the translations.
         """
         topology = self.place.topology
         mine = in_order(_lengths(self.tests), batch, self.place.rank, topology.size)
@@ -110,7 +109,7 @@ def _example(corpus: Corpus, batch: Batch) -> tuple[dict[str, np.ndarray], np.nd
     """Return inputs and labels of a batch."""
     source = padded([corpus.source[n] for n in batch.sentences], batch.length)
     labels = padded([corpus.target[n] for n in batch.sentences], batch.length)
-    # What the network has read: one word less than it says
+    # What the network reads when it predicts each label: the words before it
     target = np.concatenate([np.full((len(labels), 1), BEGIN, np.int32), labels[:, :-1]], axis=1)
     return {"source": source, "target": target}, labels
 

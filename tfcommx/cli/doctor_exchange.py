@@ -1,4 +1,4 @@
-"""What `tfcommx doctor` starts on several ranks: one allreduce, timed and verified."""
+"""What `tfcommx doctor` starts on several ranks: a timed and verified allreduce."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import time
 
 from tfcommx.cli.environment import load_tensorflow
 
-# Before the line of rank 0 that says what was found
+# Begins rank 0's line with the result
 MARK = "tfcommx exchange: "
 ENTRIES, ROUNDS = 2**18, 5
 
 
 def main() -> None:
-    """Add a megabyte over all ranks; rank 0 prints its time and what the ranks compute on."""
+    """Add a megabyte over all ranks; rank 0 prints the time and what the ranks compute on."""
     load_tensorflow()
     import tensorflow as tf
 
@@ -24,7 +24,7 @@ def main() -> None:
 
     comm = cx.init()
     ranks = comm.topology.size
-    values = tf.cast(tf.range(ENTRIES) % 256, tf.float32)  # Whose sums are exact
+    values = tf.cast(tf.range(ENTRIES) % 256, tf.float32)  # Their sums are exact
     expected = ranks * values
     seconds = []
     for number in range(ROUNDS):

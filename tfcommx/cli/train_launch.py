@@ -1,4 +1,4 @@
-"""Start `tfcommx train` on several ranks, as `tfcommx run` does, and let Ctrl-C save first."""
+"""Starts `tfcommx train` on several ranks as `tfcommx run` does; Ctrl-C saves first."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from tfcommx.comm.horovodrun import Launch, LaunchError, Running, on_end_signals
 from tfcommx.comm.rank_lines import RankLines
 from tfcommx.training.signals import STOP_FILE
 
-# Exit status of a rank that has printed an error that the user can fix
+# Exit status of a rank after an error that the user can fix
 USER_ERROR = 2
 
 
 def launch_train(hosts: list[Host], words: list[str], folder: Path, saves: bool = True) -> None:
-    """Run `tfcommx WORDS...` on several ranks, and wait for their end.
+    """Run `tfcommx WORDS...` on several ranks until they end.
 
     The first SIGINT (Ctrl-C), SIGTERM or SIGHUP asks the ranks to save and stop, by the file `stop`
-    in the run's folder; the second one ends them. horovodrun alone kills them 5 s after the first.
+    in the run's folder; the second one ends them. horovodrun alone would kill them 5 s after the
+    first.
 
     Args:
         hosts: with a rank on every slot.
-        words: command and options of `tfcommx`; `--terminal` is added if there is one.
+        words: command and options of `tfcommx`; `--terminal` is added if there is a terminal.
         folder: of the run.
         saves: whether the ranks save when they are asked to stop; else the first signal ends them.
 
-    **Raises:** LaunchError if a rank fails; SystemExit if a rank printed an error that the user can
-    fix.
+    **Raises:** LaunchError if a rank fails; SystemExit after a user's error.
     """
     if sys.stdout.isatty():
         words = [*words, "--terminal", os.ttyname(sys.stdout.fileno())]
@@ -60,17 +60,17 @@ def refuse(running: Running, status: int, lines: RankLines) -> None:
 
 
 class Stop:
-    """Stops a launch when this process is asked to end."""
+    """Ends a launch when this process gets a signal."""
 
     def __init__(self, running: Running, folder: Path, saves: bool = True) -> None:
         self.running, self.file, self.saves = running, folder / STOP_FILE, saves
-        # The signal that came first; 0: none
+        # The first signal; 0: none
         self.number = 0
-        # Of an earlier run
+        # An earlier run's
         self.file.unlink(missing_ok=True)
 
     def ask(self, number: int, frame: FrameType | None) -> None:
-        """Ask the ranks to save and stop; end them when asked again, or if they save nothing."""
+        """Ask the ranks to save and stop; end them the second time, or if they do not save."""
         again, self.number = self.number, self.number or number
         if again or not self.saves:
             self.running.terminate()

@@ -1,4 +1,4 @@
-"""TensorBoard events of a run, written while it goes."""
+"""TensorBoard events, written while a run goes on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCALARS = (
 STEP_SECONDS = 1.0
 
 
-class Events:
+class TensorBoardEvents:
     """Writes the numbers of epochs and steps as TensorBoard scalars.
 
     Args:

@@ -1,7 +1,7 @@
-"""What `tfcommx doctor` finds out about one host, without starting ranks. It prints nothing.
+"""The checks of `tfcommx doctor` on one host, without starting ranks. They print nothing.
 
-Each probe looks at one thing and returns what it found; a probe of what a machine may lack in
-several ways takes the facts as arguments, so that each of its answers can be tried.
+Each check returns one finding. Checks take the facts as arguments, so that tests can try each of
+their answers.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ class Finding(NamedTuple):
     name: str
     # "ok", "warning" or "failed"
     state: str
-    # What was found
     what: str
-    # What to do about it; nothing if it is well
+    # What to do about it; empty if nothing
     remedy: str = ""
 
 
 def here() -> list[Finding]:
-    """Look at this host. **Cost:** some tenths of a second; TensorFlow is not loaded."""
-    probes: tuple[Callable[[], Finding], ...] = (
+    """Check this host. **Cost:** some tenths of a second; TensorFlow is not loaded."""
+    checks: tuple[Callable[[], Finding], ...] = (
         lambda: packages(versions(), _requirements()),
         lambda: launchers({name: find_program(name) for name in ("horovodrun", "mpirun", "srun")}),
         lambda: host_name(socket.gethostname(), _address),
@@ -51,19 +50,14 @@ def here() -> list[Finding]:
         lambda: gpus(gpu_names()),
         lambda: shared_memory(*_shared_memory()),
     )
-    return [probe() for probe in probes]
+    return [check() for check in checks]
 
 
 def packages(found: Mapping[str, str], required: Iterable[str]) -> Finding:
-    """Compare the installed versions with those that tfcommx needs.
-
-    Args:
-        found: name -> version, as `versions` returns them.
-        required: as package metadata write it, such as "keras<3.16,>=3.15".
-    """
+    """Compare installed versions with requirements such as "keras<3.16,>=3.15"."""
     what = ", ".join(f"{name} {version}" for name, version in found.items())
     wrong = [f"{name} is missing" for name, version in found.items() if version == "not installed"]
-    if wrong:  # Horovod brings what the rest of this needs
+    if wrong:  # Horovod brings `packaging`
         return Finding("versions", FAILED, f"{what}: {'; '.join(wrong)}", SET_UP)
     from packaging.requirements import Requirement
 
@@ -85,11 +79,7 @@ def packages(found: Mapping[str, str], required: Iterable[str]) -> Finding:
 
 
 def launchers(found: Mapping[str, str | None]) -> Finding:
-    """Say which launchers there are.
-
-    Args:
-        found: name -> path; None if there is none.
-    """
+    """Report the launchers and their paths, None for a missing one."""
     what = ", ".join(path if path else f"no {name}" for name, path in found.items())
     if not found["horovodrun"]:
         return Finding("launchers", FAILED, what, f"Horovod's launcher is required. {SET_UP}")
@@ -101,7 +91,7 @@ def launchers(found: Mapping[str, str | None]) -> Finding:
 
 
 def host_name(name: str, address_of: Callable[[str], str | None]) -> Finding:
-    """Look this host's own name up."""
+    """Check that this host's own name resolves."""
     address = address_of(name)
     if address is None:
         remedy = f"Gloo needs it, and crashes without. Add a line `127.0.1.1 {name}` to /etc/hosts."
@@ -110,11 +100,7 @@ def host_name(name: str, address_of: Callable[[str], str | None]) -> Finding:
 
 
 def interfaces(addresses: Mapping[str, list[str]]) -> Finding:
-    """Say which addresses other hosts may reach this one by.
-
-    Args:
-        addresses: interface -> its addresses.
-    """
+    """Report the addresses, by interface, at which other hosts may reach this one."""
     outside = {name: found for name, found in addresses.items() if name != "lo" and found}
     what = ", ".join(f"{name} {' '.join(found)}" for name, found in outside.items())
     if not outside:
@@ -124,12 +110,7 @@ def interfaces(addresses: Mapping[str, list[str]]) -> Finding:
 
 
 def native_library(facts: Mapping[str, str], tensorflow: str) -> Finding:
-    """Compare the native library with the installed TensorFlow.
-
-    Args:
-        facts: what the build noted; empty if there is no library.
-        tensorflow: the version that is installed.
-    """
+    """Compare the native library's build facts, empty without one, with TensorFlow's version."""
     name = "native library"
     if os.environ.get("TFCOMMX_NATIVE", "1") == "0":
         remedy = "Plain TensorFlow does its work, more slowly. Unset TFCOMMX_NATIVE."
@@ -144,12 +125,7 @@ def native_library(facts: Mapping[str, str], tensorflow: str) -> Finding:
 
 
 def instructions(machine: str, flags: set[str]) -> Finding:
-    """Say which of its codes the native library chooses on this processor.
-
-    Args:
-        machine: such as "x86_64".
-        flags: what the processor can do, as the kernel calls it.
-    """
+    """Report the instruction set that the native library uses on this processor."""
     if {"avx512bw", "avx512vl"} <= flags:
         return Finding("instructions", OK, "AVX-512")
     if {"avx2", "f16c"} <= flags:
@@ -159,16 +135,12 @@ def instructions(machine: str, flags: set[str]) -> Finding:
 
 
 def gpus(found: list[str]) -> Finding:
-    """Say which GPUs the driver has; the exchange says whether TensorFlow and NCCL use them."""
+    """Report the driver's GPUs; the exchange checks whether TensorFlow and NCCL use them."""
     return Finding("GPUs", OK, ", ".join(found) or "none: ranks compute on CPUs")
 
 
 def shared_memory(size: int, free: int) -> Finding:
-    """Say how large a data cache may become: it lives in /dev/shm.
-
-    Args:
-        size, free: bytes.
-    """
+    """Report the room for a data cache, which lives in /dev/shm, in bytes."""
     what = f"/dev/shm has {size / 1e9:.1f} GB, of which {free / 1e9:.1f} GB are free"
     if free < LEAST_SHARED_BYTES:
         remedy = "The data cache needs it. Start a container with a larger one (docker run "
@@ -186,7 +158,7 @@ def _requirements() -> list[str]:
 
 
 def find_program(name: str) -> str | None:
-    """Find a program where the launch would: beside Python, then in PATH."""
+    """Find a program as a launch would: beside Python, then in PATH."""
     return shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
 
 
@@ -209,7 +181,7 @@ def _addresses() -> dict[str, list[str]]:
 
 
 def is_here(host: str) -> bool:
-    """Tell whether a name or an address is this host's own."""
+    """Return whether a name or an address is this host's own."""
     own = {address for found in _addresses().values() for address in found}
     return host == socket.gethostname() or _address(host) in own
 

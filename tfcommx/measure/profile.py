@@ -1,10 +1,10 @@
-"""Measures a model's step on this rank: when each gradient is ready, what the parts take.
+"""Measures the profile of a model on this rank: when each gradient is ready, and update times.
 
     step    | forward |  grad z  | grad y |   grad x   |
     stamps            |          |        |            |
 
-The step is Keras's own: the model's call, its `compute_loss`, its gradients. A stamp reads the
-clock when one entry of a tensor is on the host. What the stamps add is measured, too.
+The step is Keras's own: the model's call, `compute_loss`, gradients. A stamp reads the clock when
+one entry of a tensor is on the host. Steps without stamps show what the stamps cost.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from tfcommx.kernels.stamp import stamp
 from tfcommx.terms import SPARSE_WIRES, PlanError, Profile, VariableProfile
 from tfcommx.wire import codec
 
-# Vectors that a sparse bucket's work is timed on; times between are read off the curve.
+# Lengths of vector on which selection is timed; other lengths are interpolated
 SELECTION_SIZES = 6
-# Steps that do not count: the first is traced
+# Steps that do not count; the first is traced
 WARM_UP = 2
 
 
-class Measured(NamedTuple):
-    """A profile, and how far its stamps disturb what they measure."""
+class MeasuredProfile(NamedTuple):
+    """A profile, and how much its stamps slow the step."""
 
     profile: Profile
     # Median seconds of forward and backward pass without stamps
     plain_s: float
-    # The same with stamps, measured in turn
+    # The same with stamps, measured alternately
     stamped_s: float
 
 
@@ -60,15 +60,15 @@ def profile(
 
     Args:
         model: compiled, and built.
-        data: batches (inputs, targets) or (inputs, targets, weights), of one shape; taken again
-            from the start if there are too few.
-        steps: that count, >= 1; two before them do not.
-        rule: a name of the table in tfcommx.selection: the time of selecting by it, and of writing
-            and merging what is selected, is measured; None: it is not.
+        data: batches (inputs, targets) or (inputs, targets, weights), of one shape; repeated if
+            there are too few.
+        steps: to measure, >= 1, after two that do not count.
+        rule: a selection rule such as "mstopk", to time its selection, encoding and merging; None:
+            these are not timed.
         density: entries selected / entries, in (0, 1].
 
     Returns:
-        Variables in backward order; mean and standard deviation over the steps.
+        Variables in backward order; means and standard deviations over the steps.
 
     **Ranks:** local; the plan of a launch needs one profile, the same on all ranks.
     **Cost:** twice `steps` + 2 steps, two tracings, an optimizer's state for a moment.
@@ -83,8 +83,8 @@ def measure(
     steps: int = 10,
     rule: str | None = None,
     density: float = 0.01,
-) -> Measured:
-    """Do what `profile` does, and tell how far the stamps disturb the step."""
+) -> MeasuredProfile:
+    """Do what `profile` does, and measure how much the stamps slow the step."""
     timing = StepTiming(model, data, steps)
     for _ in range(steps + WARM_UP):
         timing.step()
@@ -92,7 +92,7 @@ def measure(
 
 
 class StepTiming:
-    """Times a model's step, one step at a time: between them other things may be measured.
+    """Times a model's step, one call per step, so that other measurements can go between them.
 
     >>> model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)])
     >>> model.compile("sgd", loss="mse")
@@ -104,10 +104,10 @@ class StepTiming:
     """
 
     def __init__(self, model: keras.Model, data: Iterable[Any], steps: int = 1) -> None:
-        """Check the model, and take the batches of so many steps; see `profile`."""
+        """Check the model, and take batches for `steps` steps; see `profile`."""
         self._model, self._variables = model, _check(model, steps)
         self._batches = batches_of(data, steps + WARM_UP)
-        # Positions of the variables that the loss depends on: Keras exchanges no others
+        # Positions of the variables that have a gradient: Keras exchanges no others
         self._connected: list[int] = []
         self._stamped = _step(model, self._connected, stamps=True)
         self._plain = _step(model, self._connected, stamps=False)
@@ -127,8 +127,8 @@ class StepTiming:
             self._plain_s.append(time.perf_counter() - start)
         self._rows.append(found)
 
-    def measured(self, rule: str | None = None, density: float = 0.01) -> Measured:
-        """Return what the steps so far have shown; times selection and update."""
+    def measured(self, rule: str | None = None, density: float = 0.01) -> MeasuredProfile:
+        """Return the profile of the steps so far; times selection and update too."""
         model, batches = self._model, self._batches
         variables = [self._variables[position] for position in self._connected]
         update_s = _update_seconds(model, variables)
@@ -139,7 +139,7 @@ class StepTiming:
         found = _profile(model, names, variables, rows, update_s, select)
         samples = int(tf.nest.flatten(batches[0][0])[0].shape[0])
         density_or_none = density if rule else None
-        return Measured(
+        return MeasuredProfile(
             Profile(batch=samples, steps=len(rows), density=density_or_none, **found),
             statistics.median(self._plain_s[WARM_UP:]),
             statistics.median(self._stamped_s[WARM_UP:]),
@@ -148,7 +148,7 @@ class StepTiming:
 
 @contextlib.contextmanager
 def statistics_kept(model: keras.Model) -> Iterator[None]:
-    """Keep what steps change without an update: statistics, such as batch norm's means; metrics."""
+    """Restore afterwards what steps change without an update, such as batch norm's means."""
     kept = [variable.numpy() for variable in model.non_trainable_variables]
     try:
         yield
@@ -190,9 +190,9 @@ def _tensors(batch: Any) -> tuple[Any, Any, Any]:
 
 
 def _step(model: keras.Model, connected: list[int], stamps: bool) -> Callable[..., tf.Tensor]:
-    """Return a traced step, without update: times, or an entry, of [loss, gradients...].
+    """Return a traced step without update; it returns times, or entries, of [loss, gradients...].
 
-    Tracing it puts the positions of the variables that have gradients into `connected`.
+    Tracing fills `connected` with the positions of the variables that have gradients.
     """
 
     @tf.function(autograph=False)
@@ -203,11 +203,11 @@ def _step(model: keras.Model, connected: list[int], stamps: bool) -> Callable[..
         values = [one.value for one in model.trainable_variables]
         found = tape.gradient(loss, values)
         connected[:] = [place for place, one in enumerate(found) if one is not None]
-        # Those of embeddings become dense, as an exchange makes them
+        # Gradients of embeddings become dense, as in an exchange
         gradients = [tf.convert_to_tensor(found[place]) for place in connected]
         if stamps:
             return tf.stack([stamp(one) for one in (loss, *gradients)])
-        # TensorFlow prunes what only a control dependency asks for
+        # TensorFlow prunes what only a control dependency needs
         entries = [tf.reshape(one, [-1])[0] for one in (loss, *gradients)]
         return tf.stack([tf.cast(entry, tf.float32) for entry in entries])
 
@@ -215,10 +215,7 @@ def _step(model: keras.Model, connected: list[int], stamps: bool) -> Callable[..
 
 
 def variable_names(model: keras.Model) -> list[str]:
-    """Return what plans call the trainable variables: their paths, made unique by a number.
-
-    Two parts of a model may have layers of one name.
-    """
+    """Return the trainable variables' names in plans: their paths, made unique by a number."""
     variables = model.trainable_variables
     if (exchanger := getattr(model.optimizer, "exchanger", None)) is not None:
         return exchanger.names.of(variables)
@@ -241,9 +238,9 @@ def _profile(
     update_s: float,
     select: Callable[[int], float | None],
 ) -> dict[str, Any]:
-    """Turn stamps [steps, 1 + variables], in seconds from the start, into a profile's fields."""
+    """Turn stamps [steps, 1 + variables], in seconds from the start, into fields of a profile."""
     entries = sum(int(np.prod(one.shape)) for one in variables)
-    # The stamp of the loss may come late: the backward pass does not wait for it
+    # The stamp of the loss may be late: the backward pass does not wait for it
     forward = stamps.min(axis=1, keepdims=True)
     ready = stamps[:, 1:] - forward
     mean, spread = ready.mean(axis=0), ready.std(axis=0)
@@ -273,7 +270,7 @@ def _profile(
 def _update_seconds(model: keras.Model, variables: Sequence[keras.Variable]) -> float:
     """Time a copy of the optimizer on copies of the variables."""
     given = model.optimizer
-    # A user's own class, which Keras need not know by name; not the one that wraps it
+    # Classes of the user, which Keras does not know by name; without the wrapper's
     known = {
         cls.__name__: cls
         for one in (given, getattr(given, "inner_optimizer", given))
@@ -282,7 +279,7 @@ def _update_seconds(model: keras.Model, variables: Sequence[keras.Variable]) -> 
     }
     optimizer = keras.optimizers.deserialize(keras.optimizers.serialize(given), known)
     for one in (optimizer, getattr(optimizer, "inner_optimizer", None)):
-        if one is not None:  # Each step updates then
+        if one is not None:  # So that each step updates
             one.gradient_accumulation_steps = None
     copies = [keras.Variable(one, dtype=one.dtype) for one in variables]
     optimizer.build(copies)
@@ -295,10 +292,10 @@ def _update_seconds(model: keras.Model, variables: Sequence[keras.Variable]) -> 
 def _selection_times(
     variables: Sequence[keras.Variable], rule: str, density: float
 ) -> Callable[[int], float]:
-    """Time a sparse bucket's work on vectors from the smallest variable's length to the largest's.
+    """Time a sparse bucket's work besides messages, on lengths from the smallest variable's on.
 
-    It is what a rank does besides messages: copy into the flat vector, select, write for the wire
-    (in the plain format, which rounds nothing), merge (its own entries: others' are not there).
+    A rank copies into the flat vector, selects, encodes (in the plain format) and merges (here its
+    own entries only).
     """
     chosen = selection.rule(rule)
     lengths = [int(np.prod(one.shape)) for one in variables]
@@ -323,10 +320,9 @@ def _selection_times(
 
 
 def _typical(work: Callable[[], Any], repeats: int = 5) -> float:
-    """Return the median seconds of some work's turns.
+    """Return the median seconds of some work, after a first call that traces.
 
-    Not the fastest: ranks that share cores disturb each other in every step, too. The first turn,
-    which traces it, does not count.
+    Not the fastest: ranks that share cores disturb each other in every real step, too.
     """
     times = []
     for _ in range(repeats + 1):

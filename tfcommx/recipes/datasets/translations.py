@@ -1,4 +1,4 @@
-"""Translations in text files and in TensorFlow Datasets."""
+"""Data sets of translations: text files, and TensorFlow Datasets."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from tfcommx.recipes.base import Data, Place
-from tfcommx.recipes.datasets.idx import DataError
+from tfcommx.recipes.base import Data, DataError, Place
 from tfcommx.recipes.reader import Part
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Translations(Part):
-    """What pairs of sentences have in common: the vocabulary, and where it is kept."""
+    """Settings of every data set of translations: the vocabulary, and where it is kept."""
 
     # Word pieces of both languages together, four marks included
     vocabulary: int = Field(8000, ge=32)
@@ -27,13 +26,13 @@ class Translations(Part):
 
     def open(self, train: Pairs, test: Pairs, place: Place) -> Data:
         """Open training and test pairs on this rank."""
-        from tfcommx.recipes.datasets.sentences import PairsOfSentences
+        from tfcommx.recipes.datasets.sentence_pairs import SentencePairs
 
-        return PairsOfSentences(train, test, self.vocabulary, self.kept.expanduser(), place)
+        return SentencePairs(train, test, self.vocabulary, self.kept.expanduser(), place)
 
 
 class LinePairs:
-    """Two files with as many lines; the lines of one number are a sentence and its translation."""
+    """Two files of equally many lines: line n of the second translates line n of the first."""
 
     def __init__(self, source: Path, target: Path) -> None:
         from tfcommx.data.sources.base import key_of
@@ -76,11 +75,10 @@ class TextFiles(Translations):
     test_target: Path
 
     def fetch(self) -> Path:
-        """Return the folder of the files."""
         return self.source.parent
 
     def build(self, place: Place) -> Data:
-        """Open the files on this rank. **Raises:** DataError if they are missing or unlike."""
+        """Open the files on this rank. **Raises:** DataError for missing or unequal files."""
         train = LinePairs(self.source, self.target)
         return self.open(train, LinePairs(self.test_source, self.test_target), place)
 
@@ -95,7 +93,6 @@ class PreparedPairs:
         self.key = key_of(("tfds", builder.info.full_name, split, *languages))
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        """Return the pairs in the order of the files."""
         source, target = self.languages
         for pair in self._examples():
             yield pair[source].decode().strip(), pair[target].decode().strip()
@@ -123,7 +120,7 @@ class TensorFlowTranslations(Translations):
     folder: Path | None = None
 
     def fetch(self) -> Path | None:
-        """Download and prepare it, if that has not been done."""
+        """Download and prepare the data set, unless that has been done."""
         self._builder().download_and_prepare()
         return self.folder
 

@@ -1,0 +1,123 @@
+"""Optimizers of the recipes: their settings, and how they are built.
+
+To add one: write a frozen `Part` that satisfies `recipes.base.OptimizerRecipe` (its settings, a
+`name`, `momentum` and `build`), and add a row to `OPTIMIZERS`. Keras is imported inside functions
+only: reading a recipe must not load it. Each is built with learning rate 0: the run sets the rate
+of every step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from tfcommx.recipes.base import OptimizerRecipe
+from tfcommx.recipes.reader import Part
+
+if TYPE_CHECKING:
+    import keras
+
+# Decay pulls weights to zero; scales, offsets and biases have no reason to be small.
+NOT_DECAYED = ["gamma", "beta", "bias"]
+
+
+class Sgd(Part):
+    """Stochastic gradient descent with momentum."""
+
+    name: Literal["sgd"] = "sgd"
+    momentum: float = Field(0.9, ge=0, lt=1)
+    nesterov: bool = True
+    # Part of a weight that is taken away in a step if the learning rate is 1; not from biases and
+    # batch normalisation
+    weight_decay: float = Field(5e-4, ge=0)
+
+    def build(self) -> keras.optimizers.Optimizer:
+        """Build Keras's SGD."""
+        import keras
+
+        optimizer = keras.optimizers.SGD(
+            0.0,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            weight_decay=self.weight_decay or None,
+        )
+        optimizer.exclude_from_weight_decay(var_names=NOT_DECAYED)
+        return optimizer
+
+
+class Lars(Part):
+    """LARS, for large batches of convolutional networks; biases and normalisation are excluded."""
+
+    name: Literal["lars"] = "lars"
+    momentum: float = Field(0.9, ge=0, lt=1)
+    nesterov: bool = False
+    # Part of the gradient, and of the ratio
+    weight_decay: float = Field(5e-4, ge=0)
+    trust_coefficient: float = Field(0.001, gt=0)
+
+    def build(self) -> keras.optimizers.Optimizer:
+        """Build tfcommx's LARS."""
+        from tfcommx.optim.lars import LARS
+
+        return LARS(
+            0.0,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            weight_decay=self.weight_decay or None,
+            trust_coefficient=self.trust_coefficient,
+        )
+
+
+class AdamW(Part):
+    """Adam with decoupled weight decay; without decay it is Adam."""
+
+    name: Literal["adamw"] = "adamw"
+    beta_1: float = Field(0.9, ge=0, lt=1)
+    # 0.98 and epsilon 1e-9 are usual for Transformers
+    beta_2: float = Field(0.999, ge=0, lt=1)
+    epsilon: float = Field(1e-7, gt=0)
+    # Part of a weight that is taken away in a step if the learning rate is 1; not from biases and
+    # normalisation
+    weight_decay: float = Field(0.004, ge=0)
+
+    @property
+    def momentum(self) -> float:
+        """Momentum of the first moment."""
+        return self.beta_1
+
+    def build(self) -> keras.optimizers.Optimizer:
+        """Build Keras's AdamW."""
+        import keras
+
+        moments = {"beta_1": self.beta_1, "beta_2": self.beta_2, "epsilon": self.epsilon}
+        optimizer = keras.optimizers.AdamW(0.0, weight_decay=self.weight_decay, **moments)
+        if self.weight_decay:
+            optimizer.exclude_from_weight_decay(var_names=NOT_DECAYED)
+        return optimizer
+
+
+class Lamb(AdamW):
+    """LAMB, for large batches of Transformers; biases and normalisation are excluded."""
+
+    name: Literal["lamb"] = "lamb"
+    # Of the second moment
+    beta_2: float = Field(0.999, ge=0, lt=1)
+    epsilon: float = Field(1e-6, gt=0)
+    # Part of a weight that joins the update before its ratio; not for biases and normalisation
+    weight_decay: float = Field(0.01, ge=0)
+
+    def build(self) -> keras.optimizers.Optimizer:
+        """Build tfcommx's LAMB."""
+        from tfcommx.optim.lamb import LAMB
+
+        moments = {"beta_1": self.beta_1, "beta_2": self.beta_2, "epsilon": self.epsilon}
+        return LAMB(0.0, weight_decay=self.weight_decay or None, **moments)
+
+
+OPTIMIZERS: dict[str, type[OptimizerRecipe]] = {
+    "sgd": Sgd,
+    "adamw": AdamW,
+    "lars": Lars,
+    "lamb": Lamb,
+}
