@@ -33,7 +33,8 @@ from tfcommx.measure.links import probe
 from tfcommx.measure.profile import StepTiming
 from tfcommx.optim.variable_names import VariableNames
 from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.simulator.assumptions import Assumptions, measured_time
+from tfcommx.simulator.assumptions import Assumptions
+from tfcommx.simulator.selection_time import measured_time
 from tfcommx.simulator.step import simulate
 from tfcommx.terms import NOMINAL, Links, Plan, PlanError, Profile, Scheme, VariableProfile
 

@@ -71,8 +71,8 @@ def alltoall_traffic(sent: float, group: str, topology: Topology) -> Traffic:
         return Traffic(sent, 0.0)
     if group == "peers":
         return Traffic(0.0, sent)
-    nodes = [slots for _, slots in topology.uneven] or [topology.slots] * topology.nodes
-    inside = sum(slots * (slots - 1) for slots in nodes) / (topology.size * (topology.size - 1))
+    pairs = sum(slots * (slots - 1) for slots in topology.slots_by_node)
+    inside = pairs / (topology.size * (topology.size - 1))
     return Traffic(sent * inside, sent * (1 - inside))
 
 

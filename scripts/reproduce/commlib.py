@@ -10,7 +10,7 @@ from typing import Any
 
 from reproduction import CALIBRATED, NOT_SCORED, SCORED, main, read, row, solve, verdict
 
-from tfcommx.planner.predict import predict_step
+from tfcommx.planner.predict import Setting
 from tfcommx.simulator import models
 from tfcommx.simulator.assumptions import Assumptions
 from tfcommx.terms import Link, Links, Profile, Scheme, Topology
@@ -49,7 +49,8 @@ def predict(
     )
     topology = Topology(known["nodes"], known["slots"])
     assumptions = Assumptions(selection_on="beside")
-    step = predict_step(profile, scheme_of(data, column), topology, links, assumptions).step_s
+    setting = Setting(profile, topology, links, assumptions)
+    step = setting.predict(scheme_of(data, column)).step_s
     return step + (overhead_s if column == "MSTopK" else 0.0)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from reproduction import CALIBRATED, NOT_SCORED, SCORED, main, read, row, solve, verdict
 
-from tfcommx.planner.predict import predict_step
+from tfcommx.planner.predict import Setting
 from tfcommx.simulator import models
 from tfcommx.terms import Link, Links, Profile, Scheme, Topology
 
@@ -29,7 +29,7 @@ def predict(data: dict[str, Any], model: str, method: str, gpus: int, efficiency
     between = Link(hop, 8e-9 / known["between_gbit"] / efficiency, known["gamma_s_per_byte"])
     scheme = Scheme("allreduce", merging=MERGINGS[method])
     topology = Topology(gpus // SLOTS, SLOTS)
-    return predict_step(profile, scheme, topology, Links(between, between)).step_s
+    return Setting(profile, topology, Links(between, between)).predict(scheme).step_s
 
 
 def run() -> tuple[list[dict[str, Any]], list[str]]:

@@ -25,7 +25,8 @@ from typing import Any
 from tfcommx.planner import merging
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.simulator import models
-from tfcommx.simulator.assumptions import Assumptions, sorting_time
+from tfcommx.simulator.assumptions import Assumptions
+from tfcommx.simulator.selection_time import sorting_time
 from tfcommx.simulator.step import simulate
 from tfcommx.terms import Link, Links, Profile, Scheme, Topology
 

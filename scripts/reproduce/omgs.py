@@ -12,7 +12,7 @@ from reproduction import CALIBRATED, SCORED, main, read, row, solve, verdict
 from tfcommx.planner import merging
 from tfcommx.planner.merging.base import Prices, finish_s
 from tfcommx.simulator import models
-from tfcommx.simulator.assumptions import sorting_time
+from tfcommx.simulator.selection_time import sorting_time
 from tfcommx.terms import Profile
 
 MERGINGS = {"TopK-SGD": "single", "MGS-SGD": "threshold", "OMGS-SGD": "omgs"}

@@ -69,7 +69,7 @@ def test_where_no_trial_fits_a_clear_prediction_counts(caplog: pytest.LogCapture
 def test_where_nothing_is_clear_it_is_plain_horovod(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tfcommx.planner.automatic.CLEAR", 0.0)
+    monkeypatch.setattr("tfcommx.planner.automatic.CLEARLY_FASTER", 0.0)
     with caplog.at_level(logging.WARNING):
         plan = begin(ExpectedRun(399), LOSSY, SLOW)
     assert {(bucket.route, bucket.k) for bucket in plan.buckets} == {("allreduce", None)}
@@ -78,7 +78,7 @@ def test_where_nothing_is_clear_it_is_plain_horovod(
 
 def test_between_assumed_links_nothing_is_clear(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on nodes of unequal slots, whose links nobody measures."""
-    monkeypatch.setattr("tfcommx.planner.automatic.CLEAR", 1.0)
+    monkeypatch.setattr("tfcommx.planner.automatic.CLEARLY_FASTER", 1.0)
     monkeypatch.setattr(automatic, "_links", lambda *_: None)
     plan = begin(ExpectedRun(399), LOSSY, None)
     assert {(bucket.route, bucket.k) for bucket in plan.buckets} == {("allreduce", None)}

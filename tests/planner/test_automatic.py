@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from tfcommx.planner.automatic import (
-    LEAST_BYTES,
-    TRIED,
+    MAX_TRIALS,
+    MIN_BYTES,
     PlanRequest,
     auto_as_plain,
     find_auto,
@@ -50,7 +50,7 @@ def test_a_lossless_auto_proposes_lossless_plans_other_than_plain_horovods() -> 
     asked = PlanRequest(LAYERS, Topology(4, 2), "sum", SLOW)
     found = propose({"*": Scheme("auto")}, asked)
     plain = asked.plan(auto_as_plain({"*": Scheme("auto")}))
-    assert 1 <= len(found) <= TRIED
+    assert 1 <= len(found) <= MAX_TRIALS
     plans = [plain, *(one.plan for one in found)]
     assert len({one.buckets for one in plans}) == len(plans)
     for one in plans:
@@ -97,7 +97,7 @@ def test_a_clear_prediction_is_tried_alone_and_a_hopeless_one_not_at_all() -> No
     """Where the backward pass hides every exchange, nothing can be faster."""
     clear = PlanRequest(LAYERS, Topology(4, 1), links=SLOW, profile=profile(0.01))
     assert len(propose({"*": LOSSY}, clear)) == 1
-    assert len(propose({"*": LOSSY}, clear._replace(links=None))) == TRIED
+    assert len(propose({"*": LOSSY}, clear._replace(links=None))) == MAX_TRIALS
     fast = Links(Link(1e-9, 1e-15), Link(1e-9, 1e-15))
     assert propose({"*": LOSSY}, clear._replace(links=fast, profile=profile(10.0))) == []
 
@@ -111,7 +111,7 @@ def test_auto_for_some_patterns_leaves_the_others_as_asked() -> None:
 
 
 def test_what_is_worth_it() -> None:
-    entries = LEAST_BYTES // 4
+    entries = MIN_BYTES // 4
     schemes = {"small": Scheme("asa"), "*": Scheme("auto")}
     large, small = Gradient("large", (entries,), "float32"), Gradient("small", (9,), "float32")
     assert is_worth_a_trial(schemes, PlanRequest([large, small], Topology(2, 1)))

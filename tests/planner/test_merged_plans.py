@@ -12,7 +12,8 @@ from tfcommx.planner.merging.base import finish_s
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.planner.prices import prices_of
 from tfcommx.simulator import models
-from tfcommx.simulator.assumptions import Assumptions, sorting_time
+from tfcommx.simulator.assumptions import Assumptions
+from tfcommx.simulator.selection_time import sorting_time
 from tfcommx.simulator.step import simulate
 from tfcommx.terms import Link, Links, PlanError, Profile, Scheme, Topology
 

@@ -9,13 +9,10 @@ import pytest
 from tfcommx import routes
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.simulator import models
-from tfcommx.simulator.assumptions import (
-    Assumptions,
-    interpolated_time,
-    measured_time,
-    sorting_time,
-)
-from tfcommx.simulator.step import simulate, stages_of
+from tfcommx.simulator.assumptions import Assumptions
+from tfcommx.simulator.selection_time import interpolated_time, measured_time, sorting_time
+from tfcommx.simulator.stages import stages_of
+from tfcommx.simulator.step import simulate
 from tfcommx.terms import (
     NOMINAL,
     Bucket,

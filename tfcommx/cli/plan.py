@@ -13,7 +13,7 @@ import typer
 from tfcommx.terms import Links, MeasuredStep, PlanError, Profile, Scheme, Topology
 
 if TYPE_CHECKING:
-    from tfcommx.planner.choose import Candidate, Change
+    from tfcommx.planner.predict import Prediction
 
 
 def plan(
@@ -54,17 +54,18 @@ def plan(
     if compare is not None:
         _compare(model, Links.read(links), compare)
         return
-    from tfcommx.planner import choose
-    from tfcommx.simulator.assumptions import Assumptions, measured_time
+    from tfcommx.planner.choose import candidates
+    from tfcommx.planner.predict import Setting
+    from tfcommx.planner.sensitivity import what_helps
+    from tfcommx.simulator.assumptions import Assumptions
+    from tfcommx.simulator.selection_time import measured_time
 
     profile = _profile(model, throughput, batch)
-    topology, known = Topology(nodes, slots), Links.read(links)
-    asked = _asked(selection, density, wire)
     assumptions = Assumptions(measured_time(profile))
-    found = choose.candidates(profile, topology, known, asked, mpi, assumptions)
+    setting = Setting(profile, Topology(nodes, slots), Links.read(links), assumptions)
+    found = candidates(setting, _asked(selection, density, wire), mpi)
     best = found[0]
-    changes = choose.what_helps(best.scheme, profile, topology, known, assumptions)
-    _show([_row(candidate) for candidate in found], changes)
+    _show([_row(candidate) for candidate in found], what_helps(best.scheme, setting))
     print(f"\n{_advice(best)}")
     if json_file:
         json_file.write_text("".join(json.dumps(_row(one)) + "\n" for one in found))
@@ -77,7 +78,8 @@ def _compare(measured: str, links: Links, png: Path) -> None:
     """Draw a measured step beside a simulated one, as text, picture and trace events."""
     from tfcommx import routes
     from tfcommx.report import timeline as report
-    from tfcommx.simulator.assumptions import Assumptions, measured_time
+    from tfcommx.simulator.assumptions import Assumptions
+    from tfcommx.simulator.selection_time import measured_time
     from tfcommx.simulator.step import simulate
 
     step = MeasuredStep.read(measured, routes.read_plan)
@@ -116,7 +118,7 @@ def _profile(model: str, throughput: float, batch: int) -> Profile:
     return Profile.read(model)
 
 
-def _row(candidate: Candidate) -> dict[str, Any]:
+def _row(candidate: Prediction) -> dict[str, Any]:
     scheme, timeline = candidate.scheme, candidate.timeline
     return {
         "scheme": scheme.route,
@@ -136,7 +138,7 @@ def _row(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def _show(rows: list[dict[str, Any]], changes: list[Change]) -> None:
+def _show(rows: list[dict[str, Any]], changes: dict[str, Prediction]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -172,8 +174,8 @@ def _show(rows: list[dict[str, Any]], changes: list[Change]) -> None:
     helps = Table(box=None, title="what would help", title_justify="left")
     for name in ("change", "step ms", "samples/s"):
         helps.add_column(name, justify="left" if name == "change" else "right")
-    for change in changes:
-        helps.add_row(change.what, f"{1e3 * change.step_s:.1f}", f"{change.throughput:.4g}")
+    for what, one in changes.items():
+        helps.add_row(what, f"{1e3 * one.step_s:.1f}", f"{one.timeline.throughput:.4g}")
     console.print(helps)
 
 
@@ -184,7 +186,7 @@ def _words(row: dict[str, Any]) -> str:
     return f"{row['scheme']}{peers}{share}{wire}, {row['merging']}"
 
 
-def _advice(best: Candidate) -> str:
+def _advice(best: Prediction) -> str:
     """Return the line of code for the best scheme."""
     from tfcommx.planner import merging
 

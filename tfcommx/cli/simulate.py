@@ -249,9 +249,10 @@ def _numbers(words: list[str], name: str) -> list[Any]:
 
 def _step(settings: Settings) -> tuple[Any, dict[str, Any]]:
     """Simulate one step; return its timeline and its row."""
-    from tfcommx.planner.predict import predict_step, row_of
+    from tfcommx.planner.predict import Setting
     from tfcommx.simulator import models
-    from tfcommx.simulator.assumptions import Assumptions, measured_time
+    from tfcommx.simulator.assumptions import Assumptions
+    from tfcommx.simulator.selection_time import measured_time
     from tfcommx.terms import Profile
 
     if settings.profile is not None:
@@ -267,9 +268,10 @@ def _step(settings: Settings) -> tuple[Any, dict[str, Any]]:
         contention=settings.contention,
         loading_s=settings.loading,
     )
-    scheme, topology = settings.requested_scheme, Topology(settings.nodes, settings.slots)
-    timeline = predict_step(profile, scheme, topology, settings.link_prices, assumptions)
-    return timeline, row_of(timeline, scheme, topology)
+    topology = Topology(settings.nodes, settings.slots)
+    setting = Setting(profile, topology, settings.link_prices, assumptions)
+    found = setting.predict(settings.requested_scheme)
+    return found.timeline, found.row()
 
 
 def _show(rows: list[dict[str, Any]], best: bool = False) -> None:

@@ -1,9 +1,9 @@
-"""`Scheme("auto")`: which plans are worth a trial beside plain Horovod's.
+"""Proposes plans for `Scheme("auto")`: those that may be faster than plain Horovod's.
 
-    links, profile known           one ranking of all schemes, by the predicted step
-    the time of computing unknown  two rankings: exchange alone; as much computing as exchange
+    compute time measured       one ranking of all schemes, by the predicted step
+    compute time not measured   two rankings: exchange alone; as much computing as exchange
 
-What nobody has measured is assumed; so predictions propose two plans, and measured steps decide.
+Predictions only propose two plans; measured steps decide between them and plain Horovod's.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from tfcommx.planner.choose import Candidate, candidates, name_of
-from tfcommx.planner.plan import Gradient, make_plan, scheme_of
+from tfcommx.planner.choose import candidates
+from tfcommx.planner.plan import make_plan
+from tfcommx.planner.predict import Prediction, Setting, describe
 from tfcommx.planner.prices import sub_profile
-from tfcommx.simulator.assumptions import Assumptions, measured_time
-from tfcommx.simulator.step import IDEAL
+from tfcommx.planner.streams import Gradient, scheme_of
+from tfcommx.simulator.assumptions import Assumptions
+from tfcommx.simulator.selection_time import measured_time
 from tfcommx.terms import (
     AUTO,
     NOMINAL,
@@ -31,24 +33,24 @@ from tfcommx.terms import (
     VariableProfile,
 )
 
-# Bytes of gradients from which something is tried: of less, latencies decide, and plain Horovod,
-# which merges all it finds, has the fewest
-LEAST_BYTES = 2**18
-# A plan is tried if its predicted step takes at most this share of plain Horovod's
-WORTH = 0.97
-# With a profile a prediction of at most this share is clear: nothing else is tried
-CLEAR = 0.8
-# Plans tried beside plain Horovod's
-TRIED = 2
-# The shortest format of selected entries: theirs, unless a scheme names another one than the
-# default. What rounding loses stays in the residual
-SHORTER_WIRE = "block16/float16"
-# Seconds of computing that vanish beside any exchange
+# With fewer bytes of gradients nothing is tried: latencies decide, and plain Horovod, which merges
+# all it finds, has the fewest.
+MIN_BYTES = 2**18
+# A plan is tried if its predicted step takes at most this share of plain Horovod's.
+WORTH_A_TRIAL = 0.97
+# With a profile, a prediction of at most this share is clear: nothing else is tried.
+CLEARLY_FASTER = 0.8
+# Plans tried beside plain Horovod's.
+MAX_TRIALS = 2
+# The shortest format of selected entries, for schemes that name none. What rounding loses stays in
+# the residual.
+SHORTEST_WIRE = "block16/float16"
+# Seconds of computing that vanish beside any exchange.
 NO_TIME = 1e-9
 
 
 class PlanRequest(NamedTuple):
-    """What plans are made of, besides the schemes."""
+    """What plans are made from, besides the schemes."""
 
     # In forward order
     gradients: Sequence[Gradient]
@@ -74,22 +76,22 @@ class PlanRequest(NamedTuple):
 
 
 class _Ranking(NamedTuple):
-    """All schemes under one assumption of what computing takes, the fastest first."""
+    """Predictions of all schemes for one assumed or measured compute time, the fastest first."""
 
     profile: Profile
-    candidates: list[Candidate]
+    candidates: list[Prediction]
     # Of a step by plain Horovod
     plain_s: float
 
     def share(self, scheme: Scheme) -> float:
         """Return a scheme's step over plain Horovod's; 1 for one that is not ranked."""
-        found = [one.timeline.step_s for one in self.candidates if one.scheme == scheme]
+        found = [one.step_s for one in self.candidates if one.scheme == scheme]
         return found[0] / self.plain_s if found else 1.0
 
     @property
-    def worth(self) -> list[Candidate]:
+    def worth(self) -> list[Prediction]:
         """Those that are predicted to be faster than plain Horovod."""
-        return [one for one in self.candidates if one.timeline.step_s <= WORTH * self.plain_s]
+        return [one for one in self.candidates if one.step_s <= WORTH_A_TRIAL * self.plain_s]
 
 
 class Proposal(NamedTuple):
@@ -98,14 +100,14 @@ class Proposal(NamedTuple):
     # The scheme in a few words
     name: str
     plan: Plan
-    # Its predicted step over plain Horovod's: the larger one, if computing takes no time, and if it
-    # takes as long as the exchange
+    # Its predicted step over plain Horovod's; if compute was not measured, the larger of the two
+    # rankings' shares.
     share: float
 
     @property
     def is_clear(self) -> bool:
-        """Is it fast enough to be taken without a trial, where none can be held?"""
-        return self.share <= CLEAR
+        """Is it fast enough to be taken where no trial can be held?"""
+        return self.share <= CLEARLY_FASTER
 
 
 def find_auto(schemes: Mapping[str, Scheme]) -> Scheme | None:
@@ -130,7 +132,7 @@ def find_auto(schemes: Mapping[str, Scheme]) -> Scheme | None:
 
 
 def auto_as_plain(schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:
-    """Return the schemes with plain Horovod's, which is always tried, in the place of "auto".
+    """Replace "auto" by plain Horovod's scheme, which is always tried.
 
     >>> auto_as_plain({"*": Scheme("auto")})["*"] == Scheme()
     True
@@ -149,18 +151,10 @@ def _plain_scheme(auto: Scheme) -> Scheme:
     return Scheme(bucket_bytes=auto.bucket_bytes, block_bytes=auto.block_bytes)
 
 
-def _require_auto(schemes: Mapping[str, Scheme]) -> Scheme:
-    auto = find_auto(schemes)
-    if auto is None:
-        raise PlanError(f'A Scheme("auto") is required among them. Received {dict(schemes)}.')
-    return auto
-
-
 def is_worth_a_trial(schemes: Mapping[str, Scheme], asked: PlanRequest) -> bool:
     """Tell whether there is anything to choose: several ranks, and enough gradients."""
-    mine = _of_auto(schemes, asked.gradients)
-    size = sum(gradient.entries for gradient in mine)
-    return asked.topology.size > 1 and 4 * size >= LEAST_BYTES
+    size = sum(gradient.entries for gradient in _of_auto(schemes, asked.gradients))
+    return asked.topology.size > 1 and 4 * size >= MIN_BYTES
 
 
 def propose(
@@ -178,25 +172,19 @@ def propose(
         messages: can the launch send messages between two ranks? An MPI launch can.
 
     Returns:
-        At most TRIED; none if no scheme is predicted to be faster.
+        At most MAX_TRIALS; none if no scheme is predicted to be faster.
 
     **Cost:** a plan and a simulated step for each scheme; some seconds for a model of 500
     variables. **Raises:** PlanError for a profile of another model, or one without times.
     """
     given = asked.profile
-    rankings: list[_Ranking] = []
-    if given is not None:
-        assumptions = Assumptions(selection=measured_time(given))
-        rankings.append(_ranking(given, schemes, asked, assumptions, messages))
-    else:
-        seconds = NO_TIME
-        for _ in range(2):
-            assumed = _assumed(asked.gradients, seconds)
-            rankings.append(_ranking(assumed, schemes, asked, IDEAL, messages))
-            seconds = rankings[0].plain_s
-    first = rankings[0]
-    clear = first.candidates[0].timeline.step_s <= CLEAR * first.plain_s
-    count = 1 if given is not None and asked.links is not None and clear else TRIED
+    first = _ranking(given or _assumed(asked.gradients, NO_TIME), schemes, asked, messages)
+    rankings = [first]
+    if given is None:
+        assumed = _assumed(asked.gradients, first.plain_s)
+        rankings.append(_ranking(assumed, schemes, asked, messages))
+    clear = first.candidates[0].step_s <= CLEARLY_FASTER * first.plain_s
+    count = 1 if given is not None and asked.links is not None and clear else MAX_TRIALS
     seen = [asked.plan(auto_as_plain(schemes)).buckets]
     found: list[Proposal] = []
     for profile, candidate in _in_order(rankings):
@@ -207,7 +195,9 @@ def propose(
         if plan.buckets not in seen:
             seen.append(plan.buckets)
             share = max(ranking.share(candidate.scheme) for ranking in rankings)
-            found.append(Proposal(_words(candidate.scheme), plan, share))
+            wire = candidate.scheme.wire
+            name = describe(candidate.scheme) + ("" if wire == PLAIN else f", {wire}")
+            found.append(Proposal(name, plan, share))
     return found
 
 
@@ -228,32 +218,30 @@ def _assumed(gradients: Sequence[Gradient], seconds: float) -> Profile:
 
 
 def _ranking(
-    profile: Profile,
-    schemes: Mapping[str, Scheme],
-    asked: PlanRequest,
-    assumptions: Assumptions,
-    messages: bool,
+    profile: Profile, schemes: Mapping[str, Scheme], asked: PlanRequest, messages: bool
 ) -> _Ranking:
-    """Predict all schemes for the variables whose scheme is chosen."""
-    auto = _require_auto(schemes)
-    shorter = auto.selection != "all" and auto.wire == PLAIN
+    """Predict all schemes for the variables whose scheme is "auto".
+
+    **Raises:** PlanError if none of the schemes is "auto".
+    """
+    auto = find_auto(schemes)
+    if auto is None:
+        raise PlanError(f'A Scheme("auto") is required among them. Received {dict(schemes)}.')
     mine = sub_profile(list(reversed(_of_auto(schemes, asked.gradients))), profile)
+    shortened = auto.selection != "all" and auto.wire == PLAIN
+    wire = SHORTEST_WIRE if shortened else auto.wire
+    assumptions = Assumptions(selection=measured_time(profile))
     ranked = candidates(
-        mine,
-        asked.topology,
-        asked.links or NOMINAL,
-        dataclasses.replace(
-            auto, route=Scheme().route, wire=SHORTER_WIRE if shorter else auto.wire
-        ),
+        Setting(mine, asked.topology, asked.links or NOMINAL, assumptions),
+        dataclasses.replace(auto, route=Scheme().route, wire=wire),
         messages,
-        assumptions,
         thorough=asked.profile is not None,
     )
     plain = next(one for one in ranked if one.scheme == _plain_scheme(auto))
-    return _Ranking(profile, ranked, plain.timeline.step_s)
+    return _Ranking(profile, ranked, plain.step_s)
 
 
-def _in_order(rankings: Sequence[_Ranking]) -> Iterator[tuple[Profile, Candidate]]:
+def _in_order(rankings: Sequence[_Ranking]) -> Iterator[tuple[Profile, Prediction]]:
     """Yield what is predicted to be faster: the best of each ranking, then other routes, then all.
 
     A second plan by the first one's route would fail where that route does.
@@ -266,8 +254,3 @@ def _in_order(rankings: Sequence[_Ranking]) -> Iterator[tuple[Profile, Candidate
         yield from ((ranking.profile, one) for one in others)
     for ranking in rankings:
         yield from ((ranking.profile, one) for one in ranking.worth)
-
-
-def _words(scheme: Scheme) -> str:
-    wire = "" if scheme.wire == PLAIN else f", {scheme.wire}"
-    return f"{name_of(scheme)}{wire}"

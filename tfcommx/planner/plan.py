@@ -1,4 +1,6 @@
-"""From what a user asks for to what is done bucket by bucket.
+"""Makes the plan: from the schemes that a user asks for to buckets, each with its route and k.
+
+    gradients --streams--> those that may travel together --merging--> groups --> buckets
 
 All that can be refused is refused here, before any collective.
 """
@@ -6,22 +8,23 @@ All that can be refused is refused here, before any collective.
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
-import itertools
 import logging
-import math
-import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
-from tfcommx import routes
 from tfcommx.planner import merging
 from tfcommx.planner.check import check_scheme, wire_of
 from tfcommx.planner.prices import prices_of, sub_profile
+from tfcommx.planner.streams import (
+    DENSE_DTYPES,
+    Gradient,
+    Member,
+    Stream,
+    matches,
+    sort_into_streams,
+)
 from tfcommx.routes.base import Route
 from tfcommx.routes.messages import MessageOptions
-from tfcommx.simulator.assumptions import Assumptions
-from tfcommx.simulator.step import IDEAL
+from tfcommx.simulator.assumptions import IDEAL, Assumptions
 from tfcommx.terms import (
     AUTO,
     LARGEST,
@@ -30,7 +33,6 @@ from tfcommx.terms import (
     PLAIN,
     Bucket,
     Links,
-    Piece,
     Plan,
     PlanError,
     Profile,
@@ -40,44 +42,8 @@ from tfcommx.terms import (
 
 log = logging.getLogger("tfcommx")
 
-# What the engine reduces, with the bytes of an entry; others travel as float32.
-DENSE_DTYPES = {"float16": 2, "float32": 4, "float64": 8}
 
-
-class Gradient(NamedTuple):
-    """What the planner must know of a variable's gradient."""
-
-    # Path of the variable.
-    path: str
-    shape: tuple[int, ...]
-    # Name of the dtype.
-    dtype: str
-
-    @property
-    def entries(self) -> int:
-        """Number of entries."""
-        return math.prod(self.shape)
-
-
-class _Stream(NamedTuple):
-    """Gradients that may travel together."""
-
-    scheme: Scheme
-    route: Route
-    # Of the flat vectors.
-    dtype: str
-
-
-class _Cluster(NamedTuple):
-    """What a step costs depends on."""
-
-    topology: Topology
-    links: Links
-    assumptions: Assumptions
-
-
-# Position of a variable in backward order, and its gradient or a piece of it.
-_Member = tuple[int, Gradient]
+__all__ = ["Gradient", "make_plan"]
 
 
 def make_plan(
@@ -120,10 +86,10 @@ def make_plan(
     """
     _check_schemes(schemes, gradients, topology)
     _check_times(schemes, profile)
-    cluster = _Cluster(topology, links, assumptions)
+    cluster = (topology, links, assumptions)
     # (position of its last gradient in backward order, bucket)
     ready: list[tuple[int, Bucket]] = []
-    for stream, members in _streams(gradients, schemes, largest).items():
+    for stream, members in sort_into_streams(gradients, schemes, largest).items():
         for chosen in _merged(stream, members, largest, cluster, profile):
             bucket = _bucket([gradient for _, gradient in chosen], stream, topology, links)
             ready.append((chosen[-1][0], bucket))
@@ -151,7 +117,7 @@ def _check_schemes(
             )
         if pattern == "*" or not gradients:
             continue
-        if not any(_matches(gradient.path, pattern) for gradient in gradients):
+        if not any(matches(gradient.path, pattern) for gradient in gradients):
             log.warning(
                 "The pattern %r matches none of the %d variables with gradients, such as %r. "
                 "Patterns are of whole paths: '*embedding*'.",
@@ -176,79 +142,13 @@ def _check_times(schemes: Mapping[str, Scheme], profile: Profile | None) -> None
             )
 
 
-def _streams(
-    gradients: Sequence[Gradient], schemes: Mapping[str, Scheme], largest: int
-) -> dict[_Stream, list[_Member]]:
-    """Sort the gradients, in backward order, by what may travel together."""
-    streams: dict[_Stream, list[_Member]] = {}
-    for order, gradient in enumerate(reversed(gradients)):
-        stream = _stream_of(gradient, scheme_of(gradient.path, schemes))
-        pieces = _cut(gradient, largest) if stream.route.sparse else [gradient]
-        streams.setdefault(stream, []).extend((order, piece) for piece in pieces)
-    return streams
-
-
-def _stream_of(gradient: Gradient, scheme: Scheme) -> _Stream:
-    if gradient.dtype.startswith("complex"):
-        raise PlanError(
-            f"Real gradients are required. Received {gradient.dtype} for {gradient.path!r}. "
-            "Train its real and its imaginary part as two variables."
-        )
-    route = routes.get(scheme.route)
-    if route.sparse:
-        small = len(gradient.shape) <= 1 or gradient.entries < scheme.dense_below
-        if not small and gradient.dtype != "float64":
-            return _Stream(scheme, route, "float32")
-        route = routes.get(scheme.dense_route)
-    dtype = gradient.dtype if gradient.dtype in DENSE_DTYPES else "float32"
-    return _Stream(scheme, route, dtype)
-
-
-def scheme_of(path: str, schemes: Mapping[str, Scheme]) -> Scheme:
-    """Return the scheme of the first pattern that matches a variable's path.
-
-    >>> scheme_of("dense/kernel", {"*kernel": Scheme("asa"), "*": Scheme()}).route
-    'asa'
-
-    **Raises:** PlanError if none matches.
-    """
-    for pattern, scheme in schemes.items():
-        if _matches(path, pattern):
-            return scheme
-    raise PlanError(
-        f"No scheme for the variable {path!r}: none of the patterns {list(schemes)} matches. Add "
-        "the pattern '*'."
-    )
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Tell whether a pattern matches a variable.
-
-    A variable whose path another one has, too, has a number after its name.
-    """
-    return fnmatch.fnmatchcase(re.sub(r"#\d+$", "", name), pattern)
-
-
-def _cut(gradient: Gradient, largest: int) -> list[Gradient]:
-    """Cut a gradient into pieces of equal length, of at most `largest` entries."""
-    size = gradient.entries
-    if size <= largest:
-        return [gradient]
-    count = -(-size // largest)
-    ends = [size * piece // count for piece in range(count + 1)]
-    return [
-        Gradient(Piece(gradient.path, start, stop).name, (stop - start,), gradient.dtype)
-        for start, stop in itertools.pairwise(ends)
-    ]
-
-
 def _merged(
-    stream: _Stream,
-    members: list[_Member],
+    stream: Stream,
+    members: list[Member],
     largest: int,
-    cluster: _Cluster,
+    cluster: tuple[Topology, Links, Assumptions],
     profile: Profile | None,
-) -> list[list[_Member]]:
+) -> list[list[Member]]:
     """Decide which gradients of a stream travel together."""
     limit = stream.scheme.bucket_bytes
     if stream.route.sparse:
@@ -256,7 +156,7 @@ def _merged(
 
     def make_bucket(entries: int) -> Bucket:
         group = [Gradient("group", (entries,), stream.dtype)]
-        return _bucket(group, stream, cluster.topology, cluster.links)
+        return _bucket(group, stream, *cluster[:2])
 
     rows = sub_profile([gradient for _, gradient in members], profile)
     prices = prices_of(make_bucket, *cluster, limit)
@@ -267,9 +167,9 @@ def _merged(
     return [part for group in groups for part in _short(group, largest)]
 
 
-def _short(group: list[_Member], largest: int) -> list[list[_Member]]:
+def _short(group: list[Member], largest: int) -> list[list[Member]]:
     """Close a group on a sparse route where the next gradient would make it too long."""
-    parts: list[list[_Member]] = [[]]
+    parts: list[list[Member]] = [[]]
     size = 0
     for member in group:
         if parts[-1] and size + member[1].entries > largest:
@@ -280,7 +180,7 @@ def _short(group: list[_Member], largest: int) -> list[list[_Member]]:
     return parts
 
 
-def _bucket(gradients: list[Gradient], stream: _Stream, topology: Topology, links: Links) -> Bucket:
+def _bucket(gradients: list[Gradient], stream: Stream, topology: Topology, links: Links) -> Bucket:
     """Make the bucket of some gradients, without its name."""
     scheme, route = stream.scheme, stream.route
     sizes = tuple(gradient.entries for gradient in gradients)
@@ -305,7 +205,7 @@ def _bucket(gradients: list[Gradient], stream: _Stream, topology: Topology, link
     return route.cheapest(bucket, topology, links)
 
 
-def _wire(stream: _Stream, topology: Topology) -> str:
+def _wire(stream: Stream, topology: Topology) -> str:
     """Return how a stream is written: in 16 bits only if it is of float32, and travels."""
     wire = wire_of(stream.scheme, stream.route)
     as_it_is = stream.dtype != "float32" or topology.size == 1

@@ -1,50 +1,101 @@
-"""What a step of a model would take on a cluster under a scheme: plan it, then simulate it."""
+"""Predicts a training step under a scheme: plan it, then simulate the plan."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.simulator.assumptions import Assumptions
-from tfcommx.simulator.step import IDEAL, simulate
-from tfcommx.terms import Links, Profile, Scheme, Timeline, Topology
+from tfcommx import routes
+from tfcommx.planner.plan import make_plan
+from tfcommx.planner.streams import Gradient
+from tfcommx.simulator.assumptions import IDEAL, Assumptions
+from tfcommx.simulator.step import simulate
+from tfcommx.terms import PLAIN, Links, Plan, Profile, Scheme, Timeline, Topology
 
 
-def predict_step(
-    profile: Profile,
-    scheme: Scheme,
-    topology: Topology,
-    links: Links,
-    assumptions: Assumptions = IDEAL,
-) -> Timeline:
-    """Return the timeline of a step in which every gradient travels by one scheme.
+class Setting(NamedTuple):
+    """A model on a cluster: all that a predicted step depends on besides the scheme."""
 
-    Args:
-        profile: of one rank, with times.
-        scheme: how gradients travel, and which together.
-        topology: of the cluster.
-        links: what messages cost on it.
-        assumptions: what else is assumed.
+    # Of one rank, with times.
+    profile: Profile
+    topology: Topology
+    links: Links
+    assumptions: Assumptions = IDEAL
 
-    **Raises:** PlanError for a scheme that the cluster cannot carry out.
+    def predict(self, scheme: Scheme) -> Prediction:
+        """Return the step in which every gradient travels by `scheme`.
+
+        **Raises:** PlanError for a scheme that the cluster cannot carry out.
+        """
+        rows = reversed(self.profile.variables)
+        plan = make_plan(
+            [Gradient(row.name, row.shape, row.dtype) for row in rows],
+            {"*": scheme},
+            self.topology,
+            links=self.links,
+            profile=self.profile,
+            assumptions=self.assumptions,
+        )
+        timeline = simulate(plan, self.profile, self.links, self.assumptions)
+        return Prediction(scheme, plan, timeline)
+
+
+class Prediction(NamedTuple):
+    """A scheme, its plan, and the step that is predicted under it."""
+
+    scheme: Scheme
+    plan: Plan
+    timeline: Timeline
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step."""
+        return self.timeline.step_s
+
+    @property
+    def bytes_between(self) -> float:
+        """Bytes that one rank sends to other nodes in a step, as the mean over the ranks."""
+        return sum(
+            routes.get(bucket.route).wire_bytes(bucket, self.plan.topology).between
+            for bucket in self.plan.buckets
+        )
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes that rank 0 keeps of what it has not sent: 4 for each entry that it selects from.
+
+        Momentum correction keeps as many again.
+        """
+        kept = 0
+        for bucket in self.plan.buckets:
+            if bucket.keeps_residual:
+                start, stop = routes.get(bucket.route).shard(bucket, self.plan.topology, 0)
+                kept += 4 * (stop - start) * (2 if bucket.momentum else 1)
+        return kept
+
+    def row(self) -> dict[str, Any]:
+        """Return the columns of `tfcommx simulate`, for tables and for lines of JSON."""
+        scheme, topology, timeline = self.scheme, self.plan.topology, self.timeline
+        return {
+            "scheme": scheme.route,
+            "merging": scheme.merging,
+            "nodes": topology.nodes,
+            "slots": topology.slots,
+            "step_seconds": timeline.step_s,
+            "compute_seconds": timeline.compute_s,
+            "exposed_seconds": timeline.exposed_s,
+            "throughput": timeline.throughput,
+            "scaling_efficiency": timeline.scaling_efficiency,
+        }
+
+
+def describe(scheme: Scheme) -> str:
+    """Return a scheme in a few words: route, peers' route, dense route, merging.
+
+    >>> describe(Scheme("torus", peer_route="pipeline", merging="single"))
+    'torus (pipeline), single'
     """
-    gradients = [Gradient(row.name, row.shape, row.dtype) for row in reversed(profile.variables)]
-    plan = make_plan(
-        gradients, {"*": scheme}, topology, links=links, profile=profile, assumptions=assumptions
-    )
-    return simulate(plan, profile, links, assumptions)
-
-
-def row_of(timeline: Timeline, scheme: Scheme, topology: Topology) -> dict[str, Any]:
-    """Return the columns of a simulated step, in tables and in lines of JSON."""
-    return {
-        "scheme": scheme.route,
-        "merging": scheme.merging,
-        "nodes": topology.nodes,
-        "slots": topology.slots,
-        "step_seconds": timeline.step_s,
-        "compute_seconds": timeline.compute_s,
-        "exposed_seconds": timeline.exposed_s,
-        "throughput": timeline.throughput,
-        "scaling_efficiency": timeline.scaling_efficiency,
-    }
+    peers = f" ({scheme.peer_route})" if scheme.peer_route != "allreduce" else ""
+    dense = f" + {scheme.dense_route}" if routes.get(scheme.route).sparse else ""
+    if dense and scheme.dense_wire != PLAIN:
+        dense += f" {scheme.dense_wire}"
+    return f"{scheme.route}{peers}{dense}, {scheme.merging}"

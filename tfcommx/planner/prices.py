@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from tfcommx.planner.merging.base import Prices
 from tfcommx.routes.base import SELECT
 from tfcommx.simulator.assumptions import Assumptions
-from tfcommx.simulator.step import selection_seconds, stages_of
+from tfcommx.simulator.stages import selection_seconds, stages_of
 from tfcommx.terms import (
     Bucket,
     Links,

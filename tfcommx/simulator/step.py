@@ -23,25 +23,15 @@ import heapq
 import itertools
 from collections import defaultdict
 from collections.abc import Callable
+from typing import NamedTuple
 
-from tfcommx import routes
-from tfcommx.routes.base import SELECT, Stage
-from tfcommx.simulator.assumptions import Assumptions
-from tfcommx.terms import (
-    RESOURCES,
-    Bucket,
-    Links,
-    Piece,
-    Plan,
-    PlanError,
-    Profile,
-    Span,
-    Timeline,
-    Topology,
-)
+from tfcommx.routes.base import SELECT
+from tfcommx.simulator.assumptions import IDEAL, Assumptions
+from tfcommx.simulator.backward_pass import backward_pieces
+from tfcommx.simulator.stages import stages_of
+from tfcommx.terms import RESOURCES, Links, Plan, Profile, Span, Timeline
 from tfcommx.wire import formats
 
-IDEAL = Assumptions()
 # On the compute stream what is first is served first.
 SELECT_FIRST, BACKWARD = 0, 1
 
@@ -63,73 +53,18 @@ def simulate(
     return _Step(plan, profile, links, assumptions).run()
 
 
-def stages_of(
-    bucket: Bucket, topology: Topology, links: Links, assumptions: Assumptions = IDEAL
-) -> list[Stage]:
-    """Return what a bucket does after its last gradient, one after another, without waiting.
-
-    The prices are the route's own; the selection takes what the assumptions say; each collective
-    takes the engine's time besides.
-    """
-    found = []
-    engine_s = links.engine_s if assumptions.engine_s is None else assumptions.engine_s
-    for stage in routes.get(bucket.route).stages(bucket, topology, links):
-        if stage.resource == SELECT:
-            seconds = selection_seconds(bucket, topology, links, assumptions)
-            found.append(Stage(SELECT, seconds))
-        elif stage.seconds > 0:  # A group of one rank has no collective
-            found.append(Stage(stage.resource, stage.seconds + engine_s))
-    return found
-
-
-def selection_seconds(
-    bucket: Bucket, topology: Topology, links: Links, assumptions: Assumptions
-) -> float:
-    """Return what one rank needs to select from its part of a bucket."""
-    start, stop = routes.get(bucket.route).shard(bucket, topology, 0)
-    if assumptions.selection is not None:
-        return assumptions.selection(stop - start)
-    return (stop - start) * bucket.entry_bytes * links.inside.gamma_s_per_byte
-
-
-def ready_times(plan: Plan, profile: Profile) -> list[float]:
-    """Return when the last gradient of each bucket is ready, from the start of the backward pass.
-
-    **Raises:** PlanError if the plan and the profile have different variables.
-    """
-    known = {row.name: row for row in profile.variables}
-    entries: defaultdict[str, int] = defaultdict(int)
-    found = []
-    for bucket in plan.buckets:
-        paths = [Piece.of(name).path for name in bucket.variables]
-        for path, size in zip(paths, bucket.sizes, strict=True):
-            entries[path] += size
-            if path not in known:
-                raise PlanError(
-                    f"A profile of the plan's model is required. The profile of "
-                    f"{profile.model!r} lacks {path!r}; it has {list(known)[:3]}, ..."
-                )
-        found.append(max((known[path].ready_s for path in paths), default=0.0))
-    for name, row in known.items():
-        if entries[name] != row.size:
-            raise PlanError(
-                f"A profile of the plan's model is required. {name!r} has {row.size} entries in "
-                f"the profile of {profile.model!r} and {entries[name]} in the plan."
-            )
-    return found
-
-
 # What happens when something has ended, at a time.
 _After = Callable[[float], None]
 
 
-class _Running:
+class _Running(NamedTuple):
     """What a resource is doing."""
 
-    __slots__ = ("after", "seconds", "span", "start")
-
-    def __init__(self, start: float, seconds: float, span: Span, after: _After) -> None:
-        self.start, self.seconds, self.span, self.after = start, seconds, span, after
+    start: float
+    seconds: float
+    # Without its end.
+    span: Span
+    after: _After
 
 
 class _Step:
@@ -149,7 +84,7 @@ class _Step:
         self.remaining = [
             stages_of(bucket, plan.topology, links, assumptions) for bucket in plan.buckets
         ]
-        self.pieces = _pieces(profile, ready_times(plan, profile))
+        self.pieces = backward_pieces(plan, profile)
         self.spans: list[Span] = []
         # (seconds, number of the event, what happens)
         self.events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -289,8 +224,8 @@ class _Step:
         if found.span.kind != "message" or not self.contention:
             return
         done = (now - found.start) / (1 + self.contention)
-        running = _Running(found.start, found.seconds, found.span, found.after)
-        self.busy[resource] = running
+        # Another one, so that the end that was foreseen before finds it gone.
+        running = self.busy[resource] = found._replace()
         self._at(now + found.seconds - done, lambda end: self._finish(resource, running, end))
 
     def _finish(self, resource: str, running: _Running, now: float) -> None:
@@ -318,20 +253,3 @@ class _Step:
 def _place(span: Span) -> tuple[float, int]:
     """Order spans by their start, and by the lanes of a drawing."""
     return span.start_s, RESOURCES.index(span.resource)
-
-
-def _pieces(profile: Profile, ready: list[float]) -> list[tuple[str, float, list[int]]]:
-    """Cut the backward pass into pieces: (variable, seconds, buckets that it completes)."""
-    complete: defaultdict[float, list[int]] = defaultdict(list)
-    for number, seconds in enumerate(ready):
-        complete[seconds].append(number)
-    names: dict[float, str] = {}
-    for row in profile.variables:
-        names[row.ready_s] = row.name
-    found, before = [], 0.0
-    for seconds in sorted(names):
-        found.append((names[seconds], seconds - before, complete.pop(seconds, [])))
-        before = seconds
-    if profile.backward_s > before:
-        found.append(("rest of the backward pass", profile.backward_s - before, []))
-    return found

@@ -42,6 +42,11 @@ class Topology:
         """Number of ranks."""
         return sum(slots for _, slots in self.uneven) if self.uneven else self.nodes * self.slots
 
+    @property
+    def slots_by_node(self) -> tuple[int, ...]:
+        """Number of ranks on each node."""
+        return tuple(slots for _, slots in self.uneven) or (self.slots,) * self.nodes
+
     def group(self, name: str, rank: int) -> tuple[int, ...]:
         """Return the ranks, ascending, of the group `name` that `rank` belongs to."""
         check_name("group", name, GROUPS)
@@ -57,8 +62,24 @@ class Topology:
         """Return the number of the node that holds `rank`."""
         if not self.uneven:
             return rank // self.slots
-        ends = itertools.accumulate(slots for _, slots in self.uneven)
+        ends = itertools.accumulate(self.slots_by_node)
         return next(node for node, end in enumerate(ends) if rank < end)
+
+    def position_of(self, rank: int) -> tuple[int, int]:
+        """Return (node, slot) of a rank.
+
+        >>> Topology(nodes=2, slots=3).position_of(4)
+        (1, 1)
+
+        **Raises:** PlanError for a rank that the topology does not have.
+        """
+        if not 0 <= rank < self.size:
+            raise PlanError(
+                f"`rank` must be in [0, {self.size}). Received rank={rank}. Pass the rank that "
+                "the launcher gave."
+            )
+        node = self.node_of(rank)
+        return node, rank - sum(self.slots_by_node[:node])
 
     def require_even(self, what: str) -> None:
         """Refuse `what`, a phrase for the message, if the nodes have unequal numbers of slots.

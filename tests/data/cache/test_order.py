@@ -97,11 +97,11 @@ def test_parts_of_late_epochs_go_on_from_those_that_are_known(monkeypatch):
 
 def test_node_and_slot_count_through_uneven_nodes():
     topology = Topology(2, 3, (("a", 1), ("b", 3)))
-    assert [order.node_and_slot(topology, rank) for rank in range(4)] == [
+    assert [topology.position_of(rank) for rank in range(4)] == [
         (0, 0),
         (1, 0),
         (1, 1),
         (1, 2),
     ]
     with pytest.raises(PlanError, match=r"\[0, 4\).*rank=4"):
-        order.node_and_slot(topology, 4)
+        topology.position_of(4)

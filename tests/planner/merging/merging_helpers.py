@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 
 from tfcommx.planner.merging.base import Prices, finish_s
-from tfcommx.simulator.assumptions import sorting_time
+from tfcommx.simulator.selection_time import sorting_time
 from tfcommx.terms import Profile, VariableProfile
 
 

@@ -13,7 +13,7 @@ from merging_helpers import brute_force, profile_of, random_case
 
 from tfcommx.planner import merging
 from tfcommx.planner.merging.base import Prices, finish_s
-from tfcommx.simulator.assumptions import sorting_time
+from tfcommx.simulator.selection_time import sorting_time
 from tfcommx.terms import PlanError, Profile, VariableProfile
 
 TIMED = [name for name, solver in merging.MERGINGS.items() if solver.needs_times]

@@ -3,6 +3,10 @@
     source (any file system)  ->  local disk: encoded bytes  ->  node's memory: decoded uint8, one
     slab  ->  batches
 
+Three lives: the samples in memory outlive every dataset, and this process if another one of the
+node uses them (`slab`); the cache and its threads live as long as the DataCache (`loader`, `fill`);
+one call of `dataset` has its epochs and what it served (`epochs`, `epoch_stats`).
+
 **Source:** Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud
 Clusters" (2021), section 4.1; we keep one copy per node in shared memory and not one per process.
 Loading runs ahead of training as in Ma et al., "Theano-MPI" (2016), section 3.3.
@@ -10,10 +14,8 @@ Loading runs ahead of training as in Ma et al., "Theano-MPI" (2016), section 3.3
 
 from __future__ import annotations
 
-import json
 import os
 import time
-import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,35 +24,24 @@ from typing import Any
 import numpy as np
 
 from tfcommx.comm import process
-from tfcommx.data.cache import capacity, order
+from tfcommx.data.cache import order
 from tfcommx.data.cache.batch_spec import BatchSpec
 from tfcommx.data.cache.disk import Disk
 from tfcommx.data.cache.epoch_stats import EpochStats
+from tfcommx.data.cache.epochs import Epochs, warn_if_served
 from tfcommx.data.cache.fill import Filler
 from tfcommx.data.cache.loader import Loader, warming_steps
+from tfcommx.data.cache.node_slab import open_slab
 from tfcommx.data.cache.options import options_of
-from tfcommx.data.cache.position import find_position, slab_name
+from tfcommx.data.cache.position import find_position
 from tfcommx.data.cache.python_callbacks import weak_method
 from tfcommx.data.cache.reshuffle import Transport, reshuffle
 from tfcommx.data.cache.slab import Slab
 from tfcommx.data.cache.slab_files import remove_unused
 from tfcommx.data.prefetch import prefetch_sizes, without_autotune
-from tfcommx.data.sources.base import Source, key_of
-from tfcommx.data.sources.decode import stored_size
+from tfcommx.data.sources.base import Source
 from tfcommx.data.sources.find import find_source
-from tfcommx.terms import PlanError, Topology
-
-# Bytes of the source's name among the facts of a slab, whose page is 4096.
-NAME_BYTES = 2000
-# Version of what is kept in memory: raised if decoding or the layout changes.
-FORMAT = 1
-
-SERVED_AGAIN = (
-    "Epoch {epoch} is served again, in the same order and with the same crops and flips, because "
-    "its dataset is iterated again. To train, ask for all epochs at once: "
-    "`dataset(spec, 0, epochs=90)` and `fit(..., steps_per_epoch=cache.steps(spec))`. To evaluate, "
-    "give the spec shuffle=False."
-)
+from tfcommx.terms import Topology
 
 
 class DataCache:
@@ -92,13 +83,14 @@ class DataCache:
         self.options = options_of(options)
         is_text = isinstance(source, str | os.PathLike)
         self.source: Source = find_source(source) if is_text else source
-        position = find_position(topology, rank)
-        self.topology, self.rank, self.node, self.slot = position
+        self.topology, self.rank = find_position(topology, rank)
+        self.node, self.slot = self.topology.position_of(self.rank)
         self.reclaimed = remove_unused(Path(self.options.memory))
         self.disk = None
         if self.options.disk is not None:
             self.disk = Disk(self.options.disk, self.source.key, self.source.count)
-        self.slab = self._open_slab()
+        own = self.options.reshuffle_fraction > 0 and self.topology.nodes > 1
+        self.slab = open_slab(self.source, self.disk, self._part(), self.options, self.node, own)
         self.filler = Filler(self.source, self.slab, self.disk, self.options, self._threads())
         self._loader = Loader(self.source, self.slab, self.filler, self.options)
         # Epoch -> samples that came from other nodes for it.
@@ -106,30 +98,9 @@ class DataCache:
         self._stats: list[EpochStats] = []
         self._closed = weakref.finalize(self, _close, self.filler, self.slab, self.disk)
 
-    def _open_slab(self) -> Slab:
-        """Open the slab of this node, or make it."""
-        source, options, part = self.source, self.options, self._part()
-        key = key_of((FORMAT, source.key, source.count, source.channels, options.store))
-        own = options.reshuffle_fraction > 0 and self.topology.nodes > 1
-        name = slab_name(key, self.node, own)
-        facts = {"source": _end_of(source.name), "node": str(self.node)}
-
-        def length() -> int:
-            size, known = capacity.choose_length(source, self.disk, part, options, name)
-            facts.update(known)
-            return size
-
-        slab = Slab(Path(options.memory, f"{name}.slab"), key, source.count, length, facts)
-        try:
-            capacity.check_length(slab, source, self.disk, part, options)
-        except BaseException:
-            slab.close()
-            raise
-        return slab
-
     def _part(self) -> np.ndarray:
         """Return the samples of this node in the first epoch, int64 [n]."""
-        slots = order.slots_of(self.topology)
+        slots = self.topology.slots_by_node
         return order.parts(self.source.count, slots, self.options.seed)[self.node]
 
     def _threads(self) -> int:
@@ -137,7 +108,7 @@ class DataCache:
         own = len(os.sched_getaffinity(0))
         # By the launcher: the other processes of the node have other processors.
         bound = own < (os.cpu_count() or own)
-        share = own if bound else max(1, own // order.slots_of(self.topology)[self.node])
+        share = own if bound else max(1, own // self.topology.slots_by_node[self.node])
         return self.options.threads or share
 
     def steps(self, spec: BatchSpec) -> int:
@@ -181,85 +152,27 @@ class DataCache:
         """
         import tensorflow as tf
 
-        self._check_dataset(spec, first_epoch, epochs, step)
+        request = Epochs(spec, first_epoch, epochs, step, self.steps(spec))
+        request.check(self.source.count, self.topology.size, self.options.store)
         stats = EpochStats(first_epoch, epochs)
         self._stats.append(stats)
+
+        def share(cache: DataCache, epoch: np.ndarray) -> np.ndarray:
+            samples = cache.share(int(epoch), spec.shuffle)
+            if spec.shuffle:
+                warn_if_served(stats, int(epoch), len(samples))
+            return samples
 
         def load(samples: Any, epoch: Any) -> Any:
             return *self._loader.load(samples, epoch, spec), epoch
 
-        indices = self._indices(spec, first_epoch, epochs, step, stats)
-        at_once, ready = prefetch_sizes(self._batch_bytes(spec), self._threads())
+        indices = request.indices(weak_method(self, share), len(self.share(0, False)))
+        at_once, ready = prefetch_sizes(self._loader.batch_bytes(spec), self._threads())
         batches = indices.map(load, num_parallel_calls=at_once, deterministic=True).prefetch(ready)
         # Without it, Keras says at the first end of a validation that training is interrupted, and
         # BroadcastState cannot compare steps.
-        known = tf.data.experimental.assert_cardinality(epochs * self.steps(spec) - step)
+        known = tf.data.experimental.assert_cardinality(epochs * request.steps - step)
         return without_autotune(stats.recorded(batches).apply(known))
-
-    def _batch_bytes(self, spec: BatchSpec) -> int:
-        """Return the bytes of a batch of pictures; 0 if their size is known only when read."""
-        import tensorflow as tf
-
-        height, width = (spec.resolution or 0,) * 2
-        if spec.resolution is None and self.source.shape is not None:
-            height, width = stored_size(*self.source.shape, self.options.store)
-        return spec.batch * height * width * self.source.channels * tf.as_dtype(spec.dtype).size
-
-    def _check_dataset(self, spec: BatchSpec, first_epoch: int, epochs: int, step: int) -> None:
-        """Refuse what `dataset` cannot serve, and warn of what is enlarged."""
-        import tensorflow as tf
-
-        if tf.inside_function():
-            raise PlanError(
-                "`dataset` must be called outside of tf.function, because it makes a variable. "
-                "Pass the dataset to the function."
-            )
-        count = self.steps(spec)
-        if first_epoch < 0 or epochs < 1 or not 0 <= step <= count:
-            raise PlanError(
-                f"`first_epoch` must be >= 0, `epochs` >= 1, `step` in [0, {count}]. Received "
-                f"{first_epoch}, {epochs}, {step}."
-            )
-        if count == 0:
-            raise PlanError(
-                f"At least one batch per rank is required. {self.source.count} samples over "
-                f"{self.topology.size} ranks give none of {spec.batch}. Lower `batch`, or set "
-                "drop_remainder=False."
-            )
-        store = self.options.store
-        if store is not None and spec.resolution is not None and store < spec.resolution:
-            warnings.warn(
-                f"Images are kept with a short side of store={store} pixels, and enlarged for "
-                f"resolution={spec.resolution}: details are lost. Make the DataCache with the "
-                "largest resolution to come as its `store`.",
-                stacklevel=3,
-            )
-
-    def _indices(
-        self, spec: BatchSpec, first_epoch: int, epochs: int, step: int, stats: EpochStats
-    ) -> Any:
-        """Return the dataset of (samples int64 [b], epoch) of every batch, in order."""
-        import tensorflow as tf
-
-        count = self.steps(spec)
-        bounds = tf.constant(order.batch_bounds(len(self.share(0, False)), spec.batch, count))
-
-        def share_of(cache: DataCache, epoch: np.ndarray) -> np.ndarray:
-            samples = cache.share(int(epoch), spec.shuffle)
-            if spec.shuffle and len(samples) < 2 * stats.of(int(epoch))[1]:
-                warnings.warn(SERVED_AGAIN.format(epoch=epoch), stacklevel=2)
-            return samples
-
-        share = weak_method(self, share_of)
-
-        def of_epoch(epoch: Any) -> Any:
-            samples = tf.numpy_function(share, [epoch], tf.int64, stateful=False)
-            samples.set_shape([None])
-            start = tf.where(epoch == first_epoch, tf.constant(step, tf.int64), 0)
-            steps = tf.data.Dataset.range(start, count)
-            return steps.map(lambda s: (samples[bounds[s] : bounds[s + 1]], epoch))
-
-        return tf.data.Dataset.range(first_epoch, first_epoch + epochs).flat_map(of_epoch)
 
     def report(self, epoch: int) -> dict[str, float]:
         """Return what this process saw in an epoch.
@@ -358,17 +271,6 @@ class DataCache:
         error, and one that was being read may be black.
         """
         self._closed()
-
-
-def _end_of(name: str) -> str:
-    """Return as much of the end of a name as a slab's facts can hold.
-
-    JSON takes up to 12 bytes for a character.
-    """
-    name = name[-NAME_BYTES:]
-    while len(json.dumps(name)) > NAME_BYTES:
-        name = name[1:]
-    return name
 
 
 def _close(filler: Filler, slab: Slab, disk: Disk | None) -> None:

@@ -82,6 +82,15 @@ class Loader:
     def _fill(self, *args: Any) -> Any:
         return batches.fill(self.slab, *args, self.source.channels, self.options.store)
 
+    def batch_bytes(self, spec: BatchSpec) -> int:
+        """Return the bytes of a batch of images; 0 if their size is known only when read."""
+        import tensorflow as tf
+
+        height, width = (spec.resolution or 0,) * 2
+        if spec.resolution is None and self.source.shape is not None:
+            height, width = stored_size(*self.source.shape, self.options.store)
+        return spec.batch * height * width * self.source.channels * tf.as_dtype(spec.dtype).size
+
     def _with_static_shape(self, images: Any, labels: Any, spec: BatchSpec) -> tuple[Any, Any]:
         """Tell TensorFlow what is known of the shapes before a batch is loaded."""
         import tensorflow as tf

@@ -18,33 +18,14 @@ import threading
 import numpy as np
 
 from tfcommx.kernels.draws import draws
-from tfcommx.terms import PlanError, Topology
+from tfcommx.terms import Topology
 
 # Streams of random numbers that must not coincide.
 _PART, _OFFER, _POOL, _SHUFFLE = range(4)
 # Epochs whose parts are kept, besides the first: one that is served, one that is loaded ahead, and
 # the one before a reshuffle.
-KEPT = 3
+EPOCHS_KEPT = 3
 _lock = threading.Lock()
-
-
-def slots_of(topology: Topology) -> tuple[int, ...]:
-    """Return the number of ranks on each node."""
-    return tuple(slots for _, slots in topology.uneven) or (topology.slots,) * topology.nodes
-
-
-def node_and_slot(topology: Topology, rank: int) -> tuple[int, int]:
-    """Return (node, slot) of a rank."""
-    if not 0 <= rank < topology.size:
-        raise PlanError(
-            f"`rank` must be in [0, {topology.size}). Received rank={rank}. Pass the rank that "
-            "the launcher gave."
-        )
-    for node, slots in enumerate(slots_of(topology)):
-        if rank < slots:
-            return node, rank
-        rank -= slots
-    raise AssertionError("unreachable: the slots add up to the size")
 
 
 def shuffled(samples: np.ndarray, *stream: int) -> np.ndarray:
@@ -101,7 +82,8 @@ def parts(
         newest = max(number for number in known if number <= epoch)
         for number in range(newest + 1, epoch + 1):
             known[number] = _redistributed(known[number - 1], seed, number, fraction)
-            for old in list(known)[1:-KEPT]:  # The first epoch stays: all others are made from it
+            # The first epoch stays: all others are made from it.
+            for old in list(known)[1:-EPOCHS_KEPT]:
                 del known[old]
         return known[epoch]
 
@@ -133,8 +115,8 @@ def share(
 
     Lengths differ by one at most between ranks.
     """
-    node, slot = node_and_slot(topology, rank)
-    slots = slots_of(topology)
+    node, slot = topology.position_of(rank)
+    slots = topology.slots_by_node
     part = parts(count, slots, seed, epoch, fraction)[node]
     return _cut(shuffled(part, seed, _SHUFFLE, epoch) if shuffle else part, (1,) * slots[node])[
         slot

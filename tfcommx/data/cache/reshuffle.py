@@ -66,8 +66,8 @@ def reshuffle(
     of the part.
     """
     queues = _leaving(slab.count, topology, rank, seed, fraction, epoch)
-    node, slot = order.node_and_slot(topology, rank)
-    slots = order.slots_of(topology)[node]
+    node, slot = topology.position_of(rank)
+    slots = topology.slots_by_node[node]
     transport.gather_objects(None)  # All ranks are here: nobody reads or fills now
     # Each rank of a node has its own holes, and later those of the samples that it has sent.
     free = slab.holes()[slot::slots]
@@ -99,8 +99,8 @@ def _leaving(
     count: int, topology: Topology, rank: int, seed: int, fraction: float, epoch: int
 ) -> list[list[int]]:
     """Return, for each node, the samples that this rank sends to it before `epoch`."""
-    node, slot = order.node_and_slot(topology, rank)
-    slots = order.slots_of(topology)
+    node, slot = topology.position_of(rank)
+    slots = topology.slots_by_node
     before, after = (
         order.parts(count, slots, seed, number, fraction) for number in (epoch - 1, epoch)
     )

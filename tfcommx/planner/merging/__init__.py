@@ -2,32 +2,35 @@
 
 Merging saves latency terms and costs overlap: a bucket is sent when its last gradient is ready.
 
-To add one: write a file with a frozen class that has what `base.Merging` says, and `SOLVER`, its
-one object; a pure function of its arguments without TensorFlow, whose docstring draws the timeline
-and cites the paper. Add it to `_ALL` below. tests/planner/merging compares every member with all
-merges of small models. `single`, `each` and `threshold` need sizes only; the others ask the profile
-when gradients are ready.
+To add one: write a pure function (profile, prices) -> groups in a file of its own, without
+TensorFlow, whose module docstring draws the timeline and cites the paper; add its row below.
+tests/planner/merging compares every row with all merges of small models.
 """
 
 from __future__ import annotations
 
-from tfcommx.planner.merging import each, mg_wfbp, omgs, optimal, single, threshold
 from tfcommx.planner.merging.base import Merging
+from tfcommx.planner.merging.each import each
+from tfcommx.planner.merging.mg_wfbp import mg_wfbp
+from tfcommx.planner.merging.omgs import omgs
+from tfcommx.planner.merging.optimal import optimal
+from tfcommx.planner.merging.single import single
+from tfcommx.planner.merging.threshold import threshold
 from tfcommx.terms import check_name
 
-_ALL: tuple[Merging, ...] = (
-    threshold.SOLVER,
-    single.SOLVER,
-    each.SOLVER,
-    mg_wfbp.SOLVER,
-    omgs.SOLVER,
-    optimal.SOLVER,
+_ROWS = (
+    Merging("threshold", threshold, needs_times=False),
+    Merging("single", single, needs_times=False),
+    Merging("each", each, needs_times=False),
+    Merging("mg_wfbp", mg_wfbp),
+    Merging("omgs", omgs),
+    Merging("optimal", optimal),
 )
-MERGINGS: dict[str, Merging] = {solver.name: solver for solver in _ALL}
+MERGINGS: dict[str, Merging] = {row.name: row for row in _ROWS}
 
 
 def get(name: str) -> Merging:
-    """Return the solver of a name.
+    """Return the merging of a name.
 
     >>> get("threshold").needs_times, get("optimal").needs_times
     (False, True)

@@ -12,12 +12,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from tfcommx.terms import PlanError, Profile, Scheme, check_name, check_whole
 
 # Entries of a group -> seconds.
 Seconds = Callable[[int], float]
+# The positions, in backward order, of the gradients of each group.
 Groups = list[list[int]]
 
 
@@ -57,27 +57,17 @@ class Prices:
         return max(2 * self.message_s(1) - self.message_s(2), 0.0)
 
 
-class Merging(Protocol):
-    """Decides which gradients travel together."""
+@dataclass(frozen=True)
+class Merging:
+    """A way to decide which gradients travel together."""
 
-    @property
-    def name(self) -> str:
-        """The name in the table."""
-
-    @property
-    def needs_times(self) -> bool:
-        """Does it ask when gradients are ready? Otherwise a profile of sizes suffices."""
-
-    def groups(self, profile: Profile, prices: Prices) -> Groups:
-        """Group consecutive gradients: a pure function, so equal on every rank.
-
-        Args:
-            profile: of the gradients in backward order.
-            prices: what a group costs.
-
-        Returns:
-            The positions of each group in ascending order; every position in exactly one group.
-        """
+    # In the table and in `Scheme.merging`.
+    name: str
+    # (profile of the gradients in backward order, prices) -> the positions of each group,
+    # ascending; every position is in exactly one group. A pure function, so equal on every rank.
+    groups: Callable[[Profile, Prices], Groups]
+    # Does it ask when gradients are ready? Otherwise a profile of sizes suffices.
+    needs_times: bool = True
 
 
 def ready_times(profile: Profile) -> list[float]:
@@ -97,10 +87,10 @@ def ready_times(profile: Profile) -> list[float]:
 def finish_s(groups: Sequence[Sequence[int]], profile: Profile, prices: Prices) -> float:
     """Return when the backward pass and all messages have ended, as drawn above.
 
-    `simulator.step.simulate` gives the same without further assumptions.
+    `simulator.step.simulate` gives the same under the assumptions `IDEAL`.
 
     Args:
-        groups: as `Merging.groups` returns them.
+        groups: as a solver returns them.
         profile: with times.
         prices: what a group costs.
 

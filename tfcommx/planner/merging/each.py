@@ -15,15 +15,6 @@ from tfcommx.planner.merging.base import Groups, Prices
 from tfcommx.terms import Profile
 
 
-class Each:
-    """Most overlap, and a latency term for every gradient."""
-
-    name = "each"
-    needs_times = False
-
-    def groups(self, profile: Profile, prices: Prices) -> Groups:
-        """Put each position into its own group."""
-        return [[position] for position in range(len(profile.variables))]
-
-
-SOLVER = Each()
+def each(profile: Profile, prices: Prices) -> Groups:
+    """Put each position into its own group."""
+    return [[position] for position in range(len(profile.variables))]

@@ -20,29 +20,20 @@ from tfcommx.planner.merging.base import Groups, Prices, ready_times
 from tfcommx.terms import Profile
 
 
-class MgWfbp:
-    """The greedy rule for dense gradients."""
+def mg_wfbp(profile: Profile, prices: Prices) -> Groups:
+    """Merge each group with the next gradient if that one is ready in less than a latency.
 
-    name = "mg_wfbp"
-    needs_times = True
-
-    def groups(self, profile: Profile, prices: Prices) -> Groups:
-        """Merge each group with the next gradient if that one is ready in less than a latency.
-
-        **Cost:** two prices for each gradient.
-        """
-        ready, startup = ready_times(profile), prices.startup_s
-        groups: Groups = []
-        port_free, size = 0.0, 0
-        for position, row in enumerate(profile.variables):
-            if not groups or ready[position] - max(port_free, ready[position - 1]) >= startup:
-                if groups:
-                    port_free = max(port_free, ready[position - 1]) + prices.message_s(size)
-                groups.append([])
-                size = 0
-            groups[-1].append(position)
-            size += row.size
-        return groups
-
-
-SOLVER = MgWfbp()
+    **Cost:** two prices for each gradient.
+    """
+    ready, startup = ready_times(profile), prices.startup_s
+    groups: Groups = []
+    port_free, size = 0.0, 0
+    for position, row in enumerate(profile.variables):
+        if not groups or ready[position] - max(port_free, ready[position - 1]) >= startup:
+            if groups:
+                port_free = max(port_free, ready[position - 1]) + prices.message_s(size)
+            groups.append([])
+            size = 0
+        groups[-1].append(position)
+        size += row.size
+    return groups

@@ -26,42 +26,33 @@ from tfcommx.planner.merging.base import Groups, Prices, ready_times
 from tfcommx.terms import Profile
 
 
-class Omgs:
-    """The greedy rule for selected gradients."""
+def omgs(profile: Profile, prices: Prices) -> Groups:
+    """Merge each group with the next gradient if conditions Q3 and Q5 hold.
 
-    name = "omgs"
-    needs_times = True
+    The selection is priced by `prices.selection_s`: gamma rho d log d (equation 10) or a
+    measured curve.
 
-    def groups(self, profile: Profile, prices: Prices) -> Groups:
-        """Merge each group with the next gradient if conditions Q3 and Q5 hold.
-
-        The selection is priced by `prices.selection_s`: gamma rho d log d (equation 10) or a
-        measured curve.
-
-        **Cost:** five prices for each gradient.
-        """
-        ready, startup = ready_times(profile), prices.startup_s
-        groups: Groups = []
-        # Of the group that is still open: entries, and when its last gradient is ready.
-        size, computed = 0, 0.0
-        port_free = 0.0
-        for position, row in enumerate(profile.variables):
-            takes = ready[position] - (ready[position - 1] if position else 0.0)
-            if groups:
-                selected = prices.selection_s(size)
-                sent = max(port_free, computed + selected)
-                # Q3 and Q5 of the paper
-                alone = computed + takes + selected + prices.selection_s(row.size)
-                merged = computed + takes + prices.selection_s(size + row.size)
-                if alone < sent + prices.message_s(size) and sent + startup > merged:
-                    groups[-1].append(position)
-                    size, computed = size + row.size, computed + takes
-                    continue
-                port_free = sent + prices.message_s(size)
-                computed += selected
-            groups.append([position])
-            size, computed = row.size, computed + takes
-        return groups
-
-
-SOLVER = Omgs()
+    **Cost:** five prices for each gradient.
+    """
+    ready, startup = ready_times(profile), prices.startup_s
+    groups: Groups = []
+    # Of the group that is still open: entries, and when its last gradient is ready.
+    size, computed = 0, 0.0
+    port_free = 0.0
+    for position, row in enumerate(profile.variables):
+        takes = ready[position] - (ready[position - 1] if position else 0.0)
+        if groups:
+            selected = prices.selection_s(size)
+            sent = max(port_free, computed + selected)
+            # Q3 and Q5 of the paper
+            alone = computed + takes + selected + prices.selection_s(row.size)
+            merged = computed + takes + prices.selection_s(size + row.size)
+            if alone < sent + prices.message_s(size) and sent + startup > merged:
+                groups[-1].append(position)
+                size, computed = size + row.size, computed + takes
+                continue
+            port_free = sent + prices.message_s(size)
+            computed += selected
+        groups.append([position])
+        size, computed = row.size, computed + takes
+    return groups

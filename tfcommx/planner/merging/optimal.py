@@ -25,8 +25,11 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from tfcommx.planner.merging import each, mg_wfbp, omgs, single
 from tfcommx.planner.merging.base import Groups, Prices, Seconds, finish_s, ready_times
+from tfcommx.planner.merging.each import each
+from tfcommx.planner.merging.mg_wfbp import mg_wfbp
+from tfcommx.planner.merging.omgs import omgs
+from tfcommx.planner.merging.single import single
 from tfcommx.terms import Profile
 
 Floats = NDArray[np.float64]
@@ -35,44 +38,35 @@ Integers = NDArray[np.int64]
 ROUNDING = 1e-12
 # Sizes at which bounds of a price are known, for each factor of 2.
 STEPS = 512
-
-
 # Weights of the bounds, from all on the backward pass to all on the port.
 WEIGHTS = 21
 # States kept after a position: in a coarse search, and at most.
 BORDERS = (8, 32)
 
 
-class Optimal:
-    """The exact optimum of the simulated step over all merges of consecutive gradients."""
+def optimal(profile: Profile, prices: Prices) -> Groups:
+    """Return groups with the smallest `finish_s`, to rounding.
 
-    name = "optimal"
-    needs_times = True
+    It is the optimum of `simulator.step.simulate` on one stream of gradients without contention
+    and spread, if a longer message never costs less. Where more than 32 states are kept after
+    a position (hundreds of gradients, an exact selection on the compute stream and messages
+    that need tens of milliseconds each), 32 of them are followed: then it is exact only up to
+    what lies between two of these.
 
-    def groups(self, profile: Profile, prices: Prices) -> Groups:
-        """Return groups with the smallest `finish_s`, to rounding.
-
-        It is the optimum of `simulator.step.simulate` on one stream of gradients without contention
-        and spread, if a longer message never costs less. Where more than 32 states are kept after
-        a position (hundreds of gradients, an exact selection on the compute stream and messages
-        that need tens of milliseconds each), 32 of them are followed: then it is exact only up to
-        what lies between two of these.
-
-        **Cost:** for 500 gradients a few seconds at most; some thousand prices.
-        """
-        if not profile.variables:
-            return []
-        simple = (single.SOLVER, each.SOLVER, mg_wfbp.SOLVER, omgs.SOLVER)
-        tried = [solver.groups(profile, prices) for solver in simple]
-        best = min(tried, key=lambda groups: finish_s(groups, profile, prices))
-        limit = finish_s(best, profile, prices)
-        bounds = _Bounds(profile, prices)
-        # A coarse search first: a good limit makes the other one short
-        for border in BORDERS:
-            groups = _Search(bounds, limit, border).groups()
-            if groups and finish_s(groups, profile, prices) <= limit:
-                best, limit = groups, finish_s(groups, profile, prices)
-        return best
+    **Cost:** for 500 gradients a few seconds at most; some thousand prices.
+    """
+    if not profile.variables:
+        return []
+    tried = [greedy(profile, prices) for greedy in (single, each, mg_wfbp, omgs)]
+    best = min(tried, key=lambda groups: finish_s(groups, profile, prices))
+    limit = finish_s(best, profile, prices)
+    bounds = _Bounds(profile, prices)
+    # A coarse search first: a good limit makes the other one short
+    for border in BORDERS:
+        groups = _Search(bounds, limit, border).groups()
+        if groups and finish_s(groups, profile, prices) <= limit:
+            best, limit = groups, finish_s(groups, profile, prices)
+    return best
 
 
 def _border(first: Floats, port: Floats) -> Integers:
@@ -236,6 +230,3 @@ class _Search:
         end = self.bounds.end(lows[0], lows[1], stop)
         found: NDArray[np.bool_] = (lows[1] <= beaten) & (end <= self.limit)
         return found
-
-
-SOLVER = Optimal()

@@ -14,15 +14,6 @@ from tfcommx.planner.merging.base import Groups, Prices
 from tfcommx.terms import Profile
 
 
-class Single:
-    """One latency term, and no overlap."""
-
-    name = "single"
-    needs_times = False
-
-    def groups(self, profile: Profile, prices: Prices) -> Groups:
-        """Put all positions into one group."""
-        return [list(range(len(profile.variables)))] if profile.variables else []
-
-
-SOLVER = Single()
+def single(profile: Profile, prices: Prices) -> Groups:
+    """Put all positions into one group."""
+    return [list(range(len(profile.variables)))] if profile.variables else []

@@ -18,26 +18,17 @@ from tfcommx.planner.merging.base import Groups, Prices
 from tfcommx.terms import Profile
 
 
-class Threshold:
-    """The identity among the solvers: the sizes alone decide."""
+def threshold(profile: Profile, prices: Prices) -> Groups:
+    """Group consecutive positions until a group holds at least `prices.bucket_bytes`.
 
-    name = "threshold"
-    needs_times = False
-
-    def groups(self, profile: Profile, prices: Prices) -> Groups:
-        """Group consecutive positions until a group holds at least `prices.bucket_bytes`.
-
-        The last group may be smaller.
-        """
-        groups: Groups = []
-        room = 0
-        for position, row in enumerate(profile.variables):
-            if room <= 0:
-                groups.append([])
-                room = prices.bucket_bytes
-            groups[-1].append(position)
-            room -= prices.entry_bytes * row.size
-        return groups
-
-
-SOLVER = Threshold()
+    The last group may be smaller.
+    """
+    groups: Groups = []
+    room = 0
+    for position, row in enumerate(profile.variables):
+        if room <= 0:
+            groups.append([])
+            room = prices.bucket_bytes
+        groups[-1].append(position)
+        room -= prices.entry_bytes * row.size
+    return groups

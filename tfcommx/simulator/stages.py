@@ -1,0 +1,37 @@
+"""What a bucket does after its last gradient, stage by stage, and how long each stage takes."""
+
+from __future__ import annotations
+
+from tfcommx import routes
+from tfcommx.routes.base import SELECT, Stage
+from tfcommx.simulator.assumptions import IDEAL, Assumptions
+from tfcommx.terms import Bucket, Links, Topology
+
+
+def stages_of(
+    bucket: Bucket, topology: Topology, links: Links, assumptions: Assumptions = IDEAL
+) -> list[Stage]:
+    """Return what a bucket does after its last gradient, one after another, without waiting.
+
+    The prices are the route's own; the selection takes what the assumptions say; each collective
+    takes the engine's time besides.
+    """
+    found = []
+    engine_s = links.engine_s if assumptions.engine_s is None else assumptions.engine_s
+    for stage in routes.get(bucket.route).stages(bucket, topology, links):
+        if stage.resource == SELECT:
+            seconds = selection_seconds(bucket, topology, links, assumptions)
+            found.append(Stage(SELECT, seconds))
+        elif stage.seconds > 0:  # A group of one rank has no collective
+            found.append(Stage(stage.resource, stage.seconds + engine_s))
+    return found
+
+
+def selection_seconds(
+    bucket: Bucket, topology: Topology, links: Links, assumptions: Assumptions
+) -> float:
+    """Return what one rank needs to select from its part of a bucket."""
+    start, stop = routes.get(bucket.route).shard(bucket, topology, 0)
+    if assumptions.selection is not None:
+        return assumptions.selection(stop - start)
+    return (stop - start) * bucket.entry_bytes * links.inside.gamma_s_per_byte
