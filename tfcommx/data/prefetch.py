@@ -1,7 +1,7 @@
-"""How far an input pipeline runs ahead of its consumer: fixed, instead of tuned by tf.data.
+"""Fixed prefetch depths for input pipelines, in place of tf.data's autotuning.
 
-tf.data tunes in a thread of each iterator, which sleeps between two looks, up to a minute in the
-end. Who lets the iterator go, as `fit` and `evaluate` do when they end, waits for that thread; and
+tf.data tunes in a thread of each iterator, which sleeps between two looks, for up to a minute.
+Whoever releases the iterator, as `fit` and `evaluate` do at their end, waits for that thread; and
 TensorFlow 2.21 wakes it before it sets the flag that tells it to end, so that it may look too early
 and sleep on. All other ranks wait in their next exchange: 10 to 50 s at a change of phase.
 
@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import tensorflow as tf
 
-# Bytes of the batches that are made or ready, if more than three have room in it. Each batch more
-# is fresh memory, which costs more than the pixels in it
+# Bytes of the batches that are being made or are ready; at least three batches in any case. More
+# batches cost fresh memory, which takes longer than the pixels in it.
 PREFETCH_BYTES = 64 << 20
 
 
 def without_autotune(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return the dataset without tf.data's tuning; its stages say themselves how far they go."""
+    """Turn tf.data's autotuning off for a dataset; its stages need numbers of their own."""
     import tensorflow as tf
 
     options = tf.data.Options()
@@ -32,7 +32,7 @@ def without_autotune(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def prefetch_sizes(batch_bytes: int, threads: int) -> tuple[int, int]:
-    """Return how many batches are made at once, and how many wait ready.
+    """Return how many batches are made in parallel, and how many are kept ready.
 
     Args:
         batch_bytes: of one batch; 0 if nobody knows, which is taken for large.

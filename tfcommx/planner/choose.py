@@ -1,4 +1,4 @@
-"""Which schemes can carry a model's gradients on a cluster, and what a step would take under each.
+"""Ranks the schemes that a cluster can carry out by the predicted time of a step.
 
     asked for               tried
     selection "all"         every dense route of the cluster x mergings; nothing is lost

@@ -1,4 +1,4 @@
-"""What a merging solver is told: the prices of a stream of gradients, and when they are ready."""
+"""Prepares what merging solvers work on: prices of a group of gradients, and ready times."""
 
 from __future__ import annotations
 

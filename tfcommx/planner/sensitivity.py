@@ -1,4 +1,4 @@
-"""What would shorten a step: the prediction again, with one thing changed at a time."""
+"""What would shorten a step: predictions with one thing changed at a time."""
 
 from __future__ import annotations
 

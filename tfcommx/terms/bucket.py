@@ -1,4 +1,4 @@
-"""Bucket: variables whose gradients travel together; RouteOptions: what their route must know."""
+"""Bucket: variables whose gradients travel together. RouteOptions: settings of their route."""
 
 from __future__ import annotations
 
@@ -93,12 +93,12 @@ class Bucket:
 
     @property
     def rounds(self) -> bool:
-        """Does it travel whole, in fewer bits than it has?"""
+        """Whether all entries travel, rounded to fewer bits."""
         return self.k is None and self.wire in NARROW
 
     @property
     def keeps_residual(self) -> bool:
-        """Does each rank keep what it did not send of its own part: entries, or rounding errors?"""
+        """Whether each rank keeps what it did not send: entries, or rounding errors."""
         return self.k is not None or self.rounds
 
     @property

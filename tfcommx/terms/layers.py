@@ -1,4 +1,4 @@
-"""Layer and LayerTable: what a model computes and which variables it has, without the model."""
+"""Layer and LayerTable: the work and the variables of a model's layers, without the model."""
 
 from __future__ import annotations
 

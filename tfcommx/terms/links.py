@@ -1,4 +1,4 @@
-"""Link and Links: what a message costs inside a node and between nodes; Traffic: what is sent."""
+"""Link and Links: what a message costs inside a node and between nodes. Traffic: bytes sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MeasuredStep: a step with its exchange as it was measured, and what the simulator needs of it."""
+"""MeasuredStep: the timeline of a measured step, with the profile and the plan to simulate it."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def first_difference(here: Any, there: Any, where: str = "plan") -> str | None:
     'sizes[1]: 2 against 3'
     """
     if dataclasses.is_dataclass(here) and type(here) is type(there):
-        here, there = _fields(here), _fields(there)
+        here, there = vars(here), vars(there)
     if isinstance(here, Mapping) and isinstance(there, Mapping):
         pairs = [(f"{where}.{key}", here.get(key), there.get(key)) for key in {**here, **there}]
     elif isinstance(here, tuple) and isinstance(there, tuple):
@@ -108,7 +108,3 @@ def first_difference(here: Any, there: Any, where: str = "plan") -> str | None:
     else:
         return None if here == there else f"{where}: {here!r} against {there!r}"
     return next((found for name, a, b in pairs if (found := first_difference(a, b, name))), None)
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

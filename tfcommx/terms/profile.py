@@ -1,4 +1,4 @@
-"""Profile: when the gradients of a model are ready, and what its parts take, on one rank."""
+"""Profile: the times of a training step on one rank, variable by variable, without exchange."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Profile:
 
     @property
     def timed(self) -> bool:
-        """Does it say when gradients are ready? `of_sizes` makes one that does not."""
+        """Whether it says when gradients are ready; one made by `of_sizes` does not."""
         return self.backward_s > 0
 
     @property

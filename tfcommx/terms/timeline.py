@@ -62,7 +62,3 @@ class Timeline:
     def scaling_efficiency(self) -> float:
         """Throughput over that of as many ranks without exchange, in (0, 1]."""
         return self.compute_s / self.step_s
-
-    def busy_s(self, kind: str) -> float:
-        """Add the seconds of all spans of a kind."""
-        return sum(span.end_s - span.start_s for span in self.spans if span.kind == kind)

@@ -1,4 +1,4 @@
-"""How many words each sparse wire format takes: the layout's arithmetic, without TensorFlow.
+"""Sizes of the sparse wire formats, in words; without TensorFlow.
 
 `tfcommx.wire` describes the formats; ops/kernels/wire.h has the layout of the words.
 """

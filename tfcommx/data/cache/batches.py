@@ -1,6 +1,6 @@
-"""From sample indices to batches: the native ops on the slab, or their plain-TensorFlow definition.
+"""The ops on a slab that make batches (check, fill, read): native, or in plain TensorFlow.
 
-The definition serves if no native library was built.
+The plain definitions serve if no native library was built.
 """
 
 from __future__ import annotations

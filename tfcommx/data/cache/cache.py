@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from tfcommx.comm import process
+from tfcommx.comm.base import Comm
 from tfcommx.data.cache import order
 from tfcommx.data.cache.batch_spec import BatchSpec
 from tfcommx.data.cache.disk import Disk
@@ -35,7 +36,7 @@ from tfcommx.data.cache.node_slab import open_slab
 from tfcommx.data.cache.options import options_of
 from tfcommx.data.cache.position import find_position
 from tfcommx.data.cache.python_callbacks import weak_method
-from tfcommx.data.cache.reshuffle import Transport, reshuffle
+from tfcommx.data.cache.reshuffle import reshuffle
 from tfcommx.data.cache.slab import Slab
 from tfcommx.data.cache.slab_files import remove_unused
 from tfcommx.data.prefetch import prefetch_sizes, without_autotune
@@ -223,7 +224,7 @@ class DataCache:
         """Steps of `warming`."""
         return warming_steps(len(self.share(0)))
 
-    def reshuffle(self, epoch: int, transport: Transport | None = None) -> int:
+    def reshuffle(self, epoch: int, transport: Comm | None = None) -> int:
         """Bring the samples that are new on this node in `epoch` from the other nodes' memory.
 
         Nothing moves without `reshuffle_fraction`, or on one node. Without this call the samples

@@ -1,4 +1,4 @@
-"""How much memory a slab needs, and how much there is: asked before the fill."""
+"""Sizes a slab: the memory that its samples need, and the memory that is available."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tfcommx.data.sources.decode import decode
 
 # Samples that are decoded for the estimate.
 PROBES = 64
-# Bytes, and at most an eighth, of a shared memory that no slab takes: MPI and NCCL need some, and
-# if it is full they die.
+# Bytes of a shared memory, at most an eighth of it, that no slab takes: MPI and NCCL need some and
+# crash if it is full.
 HEADROOM_BYTES = 1 << 30
 
 
@@ -37,7 +37,7 @@ def estimate_sample_bytes(
     **Raises:** SlabError if none of the 64 can be read because the source cannot be reached: a slab
     of no room would follow.
     """
-    sizes, away = [], None
+    sizes, last_error = [], None
     for sample in shuffled(part, 0)[:PROBES].tolist():
         try:
             kept = disk.read(sample) if disk is not None else None
@@ -46,11 +46,11 @@ def estimate_sample_bytes(
         except SampleError:
             continue
         except OSError as error:
-            away = f"{source.where(sample)}: {error}"
-    if not sizes and away is not None:
+            last_error = f"{source.where(sample)}: {error}"
+    if not sizes and last_error is not None:
         raise SlabError(
             f"Samples that tell their size are required. None of {min(PROBES, len(part))} of "
-            f"{source.name} can be read; the last: {away}. "
+            f"{source.name} can be read; the last: {last_error}. "
             "Check the source and its mount, and start again."
         )
     return np.mean(sizes) + 3 * np.std(sizes) / np.sqrt(len(sizes)) if sizes else 0.0
@@ -92,14 +92,14 @@ def available_bytes(folder: str, limit: int | None, own: str = "") -> int:
 
 
 def part_key(part: np.ndarray) -> str:
-    """Return a hash of the samples of a part, for a slab's facts."""
+    """Return a hash of the samples of a part."""
     return hashlib.sha256(part.tobytes()).hexdigest()[:16]
 
 
 def choose_length(
     source: Source, disk: Disk | None, part: np.ndarray, options: Options, name: str
 ) -> tuple[int, dict[str, str]]:
-    """Return the length of the slab to make, and facts of it.
+    """Return the length of the slab to make, and what its metadata says of that.
 
     Args:
         source: of the samples.
@@ -109,7 +109,7 @@ def choose_length(
         name: of the slab.
 
     Returns:
-        Bytes; and `need`, the bytes that are required, and `part`, whose samples it can hold.
+        Bytes; and metadata: `need`, the bytes that are required, and `part`, which samples fit.
 
     **Raises:** SlabError if more is needed than offered and `options.partial` is False.
     """
@@ -144,12 +144,12 @@ def check_length(
     of `estimate_sample_bytes`.
     **Raises:** SlabError.
     """
-    facts = read_metadata(slab.path)
+    metadata = read_metadata(slab.path)
     absent = int(np.count_nonzero(slab.index[part] == 0))
-    if options.partial or slab.created or facts.get("part") == part_key(part) or not absent:
+    if options.partial or slab.created or metadata.get("part") == part_key(part) or not absent:
         return
     needed = math.ceil(estimate_sample_bytes(source, disk, part, options.store) * absent)
-    offered = max(0, slab.length - max(slab.used_bytes, int(facts.get("need", 0))))
+    offered = max(0, slab.length - max(slab.used_bytes, int(metadata.get("need", 0))))
     if needed > offered:
         raise SlabError(
             f"About {needed:,} bytes of memory are required for {absent:,} samples of "

@@ -1,4 +1,4 @@
-"""Memory that the control groups of this process still allow: a container's limit, or a job's.
+"""Memory limits of this process's control groups: those of a container or of a batch job.
 
 **Source:** Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
 """

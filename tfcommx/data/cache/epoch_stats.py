@@ -1,4 +1,4 @@
-"""How long a consumer waited for its batches, and how many samples it was given."""
+"""Counts what a dataset serves in each epoch, and how long its consumer waits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EpochStats:
             self._rows = tf.Variable(tf.zeros([epochs, 2], tf.float64), trainable=False)
 
     def of(self, epoch: int) -> tuple[float, float]:
-        """Return (seconds waited, samples served) of an epoch; zeros if it is another dataset's."""
+        """Return (seconds waited, samples served) of an epoch; zeros for one of another dataset."""
         row = epoch - self.first_epoch
         if not 0 <= row < self._rows.shape[0]:
             return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Samples that are not in memory: fetched, decoded by several threads, put into the slab.
+"""Fills the slab: missing samples are read and decoded by several threads, and stored.
 
 They come from the disk level or, if it does not have them, from the source.
 """

@@ -1,4 +1,4 @@
-"""One batch: which of its samples are in memory, the others brought there, all read and augmented.
+"""Loads a batch: brings missing samples into memory, then reads and augments all of them.
 
     check -> (read files -> native fill -> finish the rest) -> read
 

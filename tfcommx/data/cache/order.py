@@ -1,4 +1,4 @@
-"""Which sample comes when: pure functions of (seed, epoch), the same on every rank.
+"""The order of samples: which rank serves which, and when; pure functions of (seed, epoch).
 
     all samples --part--> a node's samples --share--> a rank's samples, shuffled --batches--> its
     batches

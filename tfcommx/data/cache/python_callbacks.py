@@ -1,4 +1,4 @@
-"""Calls from TensorFlow's threads into Python: they end with the process, and keep no owner alive.
+"""Wraps Python functions that TensorFlow's threads call: none runs on after Python's end.
 
 A thread that called Python after Python's end would hang there; its tf.data pipeline would wait for
 it, and the process would never end.
@@ -24,9 +24,9 @@ _ended = False
 
 
 def joined_at_exit(work: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `work` for TensorFlow's threads: the end of the process waits for it.
+    """Wrap a function for TensorFlow's threads: the end of the process waits for calls under way.
 
-    Calls that are under way then are waited for; others raise.
+    Later calls raise RuntimeError.
     """
 
     @functools.wraps(work)
@@ -47,7 +47,7 @@ def joined_at_exit(work: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def weak_method(owner: object, work: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `work` for TensorFlow; its first argument is `owner`, of which it keeps no reference.
+    """Bind `work` to `owner` by a weak reference, and wrap it as `joined_at_exit` does.
 
     TensorFlow never drops the functions that it is given, and would keep `owner` with them.
     """
@@ -75,7 +75,7 @@ def _end() -> None:
 
 
 def _forget_calls() -> None:
-    """Start anew in a forked child, which has none of the threads whose calls are under way."""
+    """Reset the count in a forked child, which has none of the threads whose calls run."""
     global _calls, _inside
     _calls, _inside = threading.Condition(), 0
 

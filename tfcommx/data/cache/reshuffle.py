@@ -1,4 +1,4 @@
-"""Samples that change nodes between two epochs: sent from one node's memory to another's.
+"""Moves samples between nodes before an epoch, from one node's memory to another's.
 
 They are put into the room of the samples that were sent away:
 
@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import bisect
 import warnings
-from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 
+from tfcommx.comm.base import Comm
 from tfcommx.data.cache import order
 from tfcommx.data.cache.record import is_record, pack, record_bytes, sample_of, unpack
 from tfcommx.data.cache.slab import Slab
@@ -29,24 +29,9 @@ from tfcommx.terms import Topology
 ROUND_BYTES = 64 * 2**20
 
 
-class Transport(Protocol):
-    """What a reshuffle needs of a communicator."""
-
-    def alltoall(self, tensor: Any, group: str, name: str) -> Any:
-        """Cut uint8 [m * n] into m shards, one for each rank of my slot; return those for me.
-
-        Shards are in the order of the nodes.
-        """
-        ...
-
-    def gather_objects(self, item: Any) -> list[Any]:
-        """Return every rank's item."""
-        ...
-
-
 def reshuffle(
     slab: Slab,
-    transport: Transport,
+    comm: Comm,
     topology: Topology,
     rank: int,
     seed: int,
@@ -68,20 +53,20 @@ def reshuffle(
     queues = _leaving(slab.count, topology, rank, seed, fraction, epoch)
     node, slot = topology.position_of(rank)
     slots = topology.slots_by_node[node]
-    transport.gather_objects(None)  # All ranks are here: nobody reads or fills now
+    comm.gather_objects(None)  # All ranks are here: nobody reads or fills now
     # Each rank of a node has its own holes, and later those of the samples that it has sent.
     free = slab.holes()[slot::slots]
-    transport.gather_objects(None)  # All have found their holes: now samples may be removed
+    comm.gather_objects(None)  # All have found their holes: now samples may be removed
     arrived, lost = 0, 0
     while True:
         shards = [_take(slab, queue, free, ROUND_BYTES // len(queues)) for queue in queues]
-        longest = max(transport.gather_objects(max(map(len, shards))))
+        longest = max(comm.gather_objects(max(map(len, shards))))
         if longest == 0:
             break
         sent = np.zeros((len(shards), longest), np.uint8)
         for row, shard in zip(sent, shards, strict=True):
             row[: len(shard)] = np.frombuffer(shard, np.uint8)
-        received = transport.alltoall(tf.constant(sent.reshape(-1)), "peers", "tfcommx_reshuffle")
+        received = comm.alltoall(tf.constant(sent.reshape(-1)), "peers", "tfcommx_reshuffle")
         for row in np.asarray(received).reshape(sent.shape):
             kept, refused = _keep(slab, row, free)
             arrived, lost = arrived + kept, lost + refused

@@ -52,7 +52,7 @@ class Slab:
         count: samples of the data set, >= 0.
         length: returns the bytes of the file, or refuses; asked only if there is no slab yet.
             Memory is taken as it fills.
-        facts: strings for `read_metadata`.
+        metadata: strings for `read_metadata`.
 
     **Ranks:** every process of a node calls it, in any order and at any time; the first makes the
     slab.
@@ -65,13 +65,13 @@ class Slab:
         key: str,
         count: int,
         length: Callable[[], int],
-        facts: dict[str, str] | None = None,
+        metadata: dict[str, str] | None = None,
     ) -> None:
         self.path = Path(path)
         self._owner = os.getpid()
-        facts = {} if facts is None else facts
+        metadata = {} if metadata is None else metadata
         try:
-            self.file, self.created = open_or_create(self.path, key, count, length, facts)
+            self.file, self.created = open_or_create(self.path, key, count, length, metadata)
         except OSError as error:
             raise SlabError(
                 f"A slab cannot be made in {self.path.parent}: {error}. Give `memory` a folder of "

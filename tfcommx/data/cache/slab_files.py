@@ -29,8 +29,8 @@ PAGE = 4096
 HEADER = struct.Struct("<8sqqqqqq")
 # Byte offset of the next free byte's number.
 NEXT_AT = 40
-# Byte offset of the facts, a JSON text that ends with a zero byte.
-FACTS_AT = 256
+# Byte offset of the metadata, a JSON text that ends with a zero byte.
+METADATA_AT = 256
 # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _PUNCH_HOLE = 1 | 2
 
@@ -108,7 +108,7 @@ def remove_if_unused(path: Path) -> bool:
 
 
 def open_or_create(
-    path: Path, key: str, count: int, length: Callable[[], int], facts: dict[str, str]
+    path: Path, key: str, count: int, length: Callable[[], int], metadata: dict[str, str]
 ) -> tuple[int, bool]:
     """Open the slab at `path`, or make it; hold its shared lock.
 
@@ -116,8 +116,8 @@ def open_or_create(
         path: ends with `.slab`.
         key: hash of the contents.
         count: samples of the data set, >= 0.
-        length: returns the bytes of a new file, or raises; it may add to `facts`.
-        facts: strings for `read_metadata`.
+        length: returns the bytes of a new file, or raises; it may add to `metadata`.
+        metadata: strings for `read_metadata`.
 
     Returns:
         The file's descriptor, and whether this process made the slab.
@@ -127,7 +127,7 @@ def open_or_create(
         try:
             file = os.open(path, os.O_RDWR)
         except FileNotFoundError:
-            made = _make(path, key, count, length(), facts)
+            made = _make(path, key, count, length(), metadata)
             if made is not None:
                 return made, True
             continue
@@ -137,13 +137,13 @@ def open_or_create(
         os.close(file)
 
 
-def _make(path: Path, key: str, count: int, length: int, facts: dict[str, str]) -> int | None:
+def _make(path: Path, key: str, count: int, length: int, metadata: dict[str, str]) -> int | None:
     """Make a slab under another name, then publish it; None if another process was first."""
     part = path.with_suffix(f".{os.getpid()}-{secrets.token_hex(4)}.part")
     file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_SH)
-        _write_header(file, key, count, length, facts)
+        _write_header(file, key, count, length, metadata)
         # It fails if the name is taken; a rename would replace the other process's slab.
         os.link(part, path)
         return file
@@ -157,20 +157,20 @@ def _make(path: Path, key: str, count: int, length: int, facts: dict[str, str]) 
         part.unlink(missing_ok=True)
 
 
-def _write_header(file: int, key: str, count: int, length: int, facts: dict[str, str]) -> None:
-    """Give a new file its length, header and facts."""
+def _write_header(file: int, key: str, count: int, length: int, metadata: dict[str, str]) -> None:
+    """Give a new file its length, header and metadata."""
     data_at = overhead_bytes(count)
     length = max(length, data_at)
     os.ftruncate(file, length)
     os.posix_fallocate(file, 0, data_at)
-    text = json.dumps({"key": key, "pid": os.getpid(), "created": time.time(), **facts}).encode()
-    if len(text) >= PAGE - FACTS_AT:
+    text = json.dumps({"key": key, "pid": os.getpid(), "created": time.time(), **metadata}).encode()
+    if len(text) >= PAGE - METADATA_AT:
         raise PlanError(
-            f"The facts of a slab must fit {PAGE - FACTS_AT} bytes. Received {len(text)}."
+            f"The facts of a slab must fit {PAGE - METADATA_AT} bytes. Received {len(text)}."
         )
     identity = secrets.randbits(63)
     os.pwrite(file, HEADER.pack(MAGIC, count, PAGE, data_at, length, data_at, identity), 0)
-    os.pwrite(file, text + b"\0", FACTS_AT)
+    os.pwrite(file, text + b"\0", METADATA_AT)
 
 
 def remove_unused(folder: Path) -> list[Path]:
@@ -188,7 +188,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             page = file.read(PAGE)
-        return json.loads(page[FACTS_AT:].split(b"\0", 1)[0]) if page[:8] == MAGIC else {}
+        return json.loads(page[METADATA_AT:].split(b"\0", 1)[0]) if page[:8] == MAGIC else {}
     except (OSError, ValueError):
         return {}
 
@@ -196,7 +196,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
 def reserved_bytes(path: Path) -> int:
     """Return the bytes that a slab has reserved and not yet taken; 0 if it is gone.
 
-    What it reserves is its fact `need`, or its length if it has none.
+    What it reserves is `need` of its metadata, or its length if that has none.
     """
     try:
         with path.open("rb") as file:

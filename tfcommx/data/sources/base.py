@@ -1,4 +1,4 @@
-"""What a source of samples is.
+"""The interface of a source of samples.
 
 A source numbers its samples 0 to count - 1 and never renumbers them, gives the encoded bytes of any
 of them in any order and from any thread, and names its contents by a key that changes when they do.

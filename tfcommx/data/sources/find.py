@@ -1,4 +1,4 @@
-"""A source from what a user types: a path, or the name of a TensorFlow data set."""
+"""Finds the source that a user names: a path, or a TensorFlow data set."""
 
 from __future__ import annotations
 

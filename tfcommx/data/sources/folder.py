@@ -85,11 +85,7 @@ class Folder:
     def __init__(self, path: str | os.PathLike, classes: tuple[str, ...] | None = None) -> None:
         self.path = Path(path)
         self.name = str(self.path)
-        if not self.path.is_dir():
-            raise PlanError(
-                f"A folder of class folders is required. {self.path} is not a folder. Check the "
-                "path and its mount."
-            )
+        check_folder(self.path)
         try:
             names = sorted(name for name in os.listdir(self.path) if not name.startswith("."))
         except OSError as error:

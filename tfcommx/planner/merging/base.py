@@ -1,4 +1,4 @@
-"""What a merging solver is, what it is told of the prices, and the step that it wants to be short.
+"""The interface of merging solvers: the prices they are given, and the finish they minimize.
 
 Gradients a, b, c become ready one after another; a and b travel together:
 
