@@ -106,7 +106,7 @@ class Proposal(NamedTuple):
 
     @property
     def is_clear(self) -> bool:
-        """Is it fast enough to be taken where no trial can be held?"""
+        """Whether it is fast enough to be taken where no trial can be held."""
         return self.share <= CLEARLY_FASTER
 
 

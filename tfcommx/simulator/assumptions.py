@@ -27,7 +27,7 @@ class Assumptions:
     # Seconds that the engine needs for each collective besides its price, >= 0: negotiation, cycle.
     # None: as the links say.
     engine_s: float | None = None
-    # Can the ports inside and between work on two messages at once? Horovod's engine carries out
+    # Whether the ports inside and between carry two messages at once. Horovod's engine carries out
     # one collective after the other.
     ports_together: bool = False
     # Of the compute times of the ranks: standard deviation / mean, >= 0. All ranks wait for the
@@ -36,7 +36,7 @@ class Assumptions:
     # By how much longer a message takes while the backward pass runs: 0.5 is half as long again.
     # None: as the links say.
     contention: float | None = None
-    # Does the engine negotiate at once for all that waits, and carry out the allreduces among them
+    # Whether the engine negotiates at once for all that waits, and fuses the allreduces among them
     # as one, as Horovod does? None: as the links say. Its limit of 128 MiB is not counted.
     fuses: bool | None = None
     # Seconds of loading a batch on the cores of the host, >= 0, during the step before.

@@ -57,14 +57,24 @@ def simulate(
 _After = Callable[[float], None]
 
 
+class _Task(NamedTuple):
+    """What waits for a resource, or has it; the first by priority, then by number, is served."""
+
+    priority: int
+    # In the order in which tasks ask.
+    number: int
+    seconds: float
+    # Without its times.
+    span: Span
+    # What happens when it has ended.
+    after: _After
+
+
 class _Running(NamedTuple):
-    """What a resource is doing."""
+    """A task that has its resource."""
 
     start: float
-    seconds: float
-    # Without its end.
-    span: Span
-    after: _After
+    task: _Task
 
 
 class _Step:
@@ -73,30 +83,25 @@ class _Step:
     def __init__(
         self, plan: Plan, profile: Profile, links: Links, assumptions: Assumptions
     ) -> None:
-        self.profile, self.assumptions, self.topology = (
-            profile,
-            assumptions.on(links),
-            plan.topology,
-        )
-        self.links, self.contention = links, self.assumptions.contention or 0.0
-        self.buckets = plan.buckets
+        self.plan, self.profile, self.links = plan, profile, links
+        self.assumptions = assumptions.on(links)
+        self.contention = self.assumptions.contention or 0.0
         self.slowest = assumptions.slowest(plan.topology.size)
-        self.remaining = [
+        # Of each bucket, from the next one on.
+        self.stages = [
             stages_of(bucket, plan.topology, links, assumptions) for bucket in plan.buckets
         ]
         self.pieces = backward_pieces(plan, profile)
         self.spans: list[Span] = []
-        # (seconds, number of the event, what happens)
-        self.events: list[tuple[float, int, Callable[[float], None]]] = []
+        # (seconds, number of the event, what happens), a heap.
+        self.events: list[tuple[float, int, _After]] = []
         self.number = itertools.count()
-        # Waiting for a resource: (priority, number, seconds, span without times, what comes after)
-        self.waiting: defaultdict[str, list[tuple[int, int, float, Span, _After]]] = defaultdict(
-            list
-        )
-        self.busy: dict[str, _Running] = {}
-        # Numbers of messages that were negotiated together with one before
+        # By resource, each a heap.
+        self.waiting: defaultdict[str, list[_Task]] = defaultdict(list)
+        self.running: dict[str, _Running] = {}
+        # Numbers of messages that were negotiated together with one before.
         self.negotiated: set[int] = set()
-        self.backward_ends: float | None = None
+        self.is_backward = True
         self.end = 0.0
 
     def run(self) -> Timeline:
@@ -117,15 +122,15 @@ class _Step:
             max(end + update, self.assumptions.loading_s),
             self.profile.compute_s,
             self.profile.batch,
-            self.topology.size,
+            self.plan.topology.size,
         )
 
     def _backward(self, place: int, now: float) -> None:
         """Ask for the next piece of the backward pass, up to a gradient that completes buckets."""
         if place == len(self.pieces):
-            self.backward_ends = now
+            self.is_backward = False
             self.end = max(self.end, now)
-            for resource in list(self.busy):
+            for resource in list(self.running):
                 self._speed_up(resource, now)
             return
         name, seconds, complete = self.pieces[place]
@@ -140,11 +145,10 @@ class _Step:
 
     def _next_stage(self, number: int, now: float) -> None:
         """Let a bucket ask for the resource that it needs next."""
-        if not self.remaining[number]:
+        if not self.stages[number]:
             self.end = max(self.end, now)
             return
-        stage = self.remaining[number].pop(0)
-        name = self.buckets[number].name
+        stage, name = self.stages[number].pop(0), self.plan.buckets[number].name
         after: _After = lambda end: self._next_stage(number, end)  # noqa: E731
         if stage.resource == SELECT:
             lane = self.assumptions.selection_on
@@ -164,77 +168,76 @@ class _Step:
         after: _After,
         now: float,
     ) -> None:
-        heapq.heappush(self.waiting[resource], (priority, next(self.number), seconds, span, after))
-        if resource not in self.busy:
+        task = _Task(priority, next(self.number), seconds, span, after)
+        heapq.heappush(self.waiting[resource], task)
+        if resource not in self.running:
             self._serve_later(resource, now)
 
     def _serve(self, resource: str, now: float) -> None:
-        if resource in self.busy or not self.waiting[resource]:
+        if resource in self.running or not self.waiting[resource]:
             return
-        _, number, seconds, span, after = heapq.heappop(self.waiting[resource])
-        if self.assumptions.fuses and span.kind == "message":
-            seconds, after = self._fused(resource, seconds, span, after)
-            if number in self.negotiated:
-                seconds -= self.assumptions.engine_s or 0.0
-            else:  # Whatever waits is negotiated with it
-                self.negotiated |= {one[1] for one in self.waiting[resource]}
-        slow = 1.0
-        if span.kind == "message" and self.backward_ends is None:
-            slow += self.contention
-        running = _Running(now, seconds, span, after)
-        self.busy[resource] = running
-        self._at(now + seconds * slow, lambda end: self._finish(resource, running, end))
+        task = heapq.heappop(self.waiting[resource])
+        is_message = task.span.kind == "message"
+        if is_message and self.assumptions.fuses:
+            task = self._negotiated(resource, self._fused(resource, task))
+        slow = 1.0 + self.contention if is_message and self.is_backward else 1.0
+        self._start(resource, _Running(now, task), now + task.seconds * slow)
 
-    def _fused(
-        self, resource: str, seconds: float, span: Span, after: _After
-    ) -> tuple[float, _After]:
+    def _negotiated(self, resource: str, task: _Task) -> _Task:
+        """Negotiate for a message and all that wait; one of these does not pay for it again."""
+        if task.number in self.negotiated:
+            return task._replace(seconds=task.seconds - (self.assumptions.engine_s or 0.0))
+        self.negotiated |= {one.number for one in self.waiting[resource]}
+        return task
+
+    def _fused(self, resource: str, task: _Task) -> _Task:
         """Take the other allreduces of this dtype that wait, and price all as one."""
-        first = self.buckets[span.bucket]
-        joined, others, rest = [first], [after], []
-        fused = (first.route, formats.dense_dtype(first), first.options)
-        for one in self.waiting[resource]:
-            bucket = self.buckets[one[3].bucket]
-            kind = (bucket.route, formats.dense_dtype(bucket), bucket.options)
-            if first.route != "allreduce" or kind != fused:
-                rest.append(one)
-                continue
-            joined.append(bucket)
-            others.append(one[4])
-        if len(joined) == 1:
-            return seconds, after
-        self.waiting[resource] = rest
-        heapq.heapify(rest)
+        kind = self._fuses_as(task)
+        waiting = self.waiting[resource]
+        joined = [one for one in waiting if kind is not None and self._fuses_as(one) == kind]
+        if not joined:
+            return task
+        self.waiting[resource] = [one for one in waiting if self._fuses_as(one) != kind]
+        heapq.heapify(self.waiting[resource])
+        buckets = [self.plan.buckets[one.span.bucket] for one in (task, *joined)]
         whole = dataclasses.replace(
-            first,
+            buckets[0],
             variables=(),
-            sizes=tuple(size for bucket in joined for size in bucket.sizes),
-            padding=sum(bucket.padding for bucket in joined),
+            sizes=tuple(size for bucket in buckets for size in bucket.sizes),
+            padding=sum(bucket.padding for bucket in buckets),
         )
-        (stage,) = stages_of(whole, self.topology, self.links, self.assumptions)
+        (stage,) = stages_of(whole, self.plan.topology, self.links, self.assumptions)
 
-        def all_of_them(end: float) -> None:
-            for one in others:
-                one(end)
+        def after(end: float) -> None:
+            for one in (task, *joined):
+                one.after(end)
 
-        return stage.seconds, all_of_them
+        return task._replace(seconds=stage.seconds, after=after)
+
+    def _fuses_as(self, task: _Task) -> tuple[object, ...] | None:
+        """Return what fused messages have in common; None for one that the engine never fuses."""
+        bucket = self.plan.buckets[task.span.bucket]
+        is_allreduce = bucket.route == "allreduce"
+        return (formats.dense_dtype(bucket), bucket.options) if is_allreduce else None
+
+    def _start(self, resource: str, running: _Running, end: float) -> None:
+        self.running[resource] = running
+        self._at(end, lambda now: self._finish(resource, running, now))
 
     def _speed_up(self, resource: str, now: float) -> None:
         """Let a message go on at full speed when the backward pass has ended."""
-        found = self.busy[resource]
-        if found.span.kind != "message" or not self.contention:
-            return
-        done = (now - found.start) / (1 + self.contention)
-        # Another one, so that the end that was foreseen before finds it gone.
-        running = self.busy[resource] = found._replace()
-        self._at(now + found.seconds - done, lambda end: self._finish(resource, running, end))
+        found = self.running[resource]
+        if found.task.span.kind == "message" and self.contention:
+            done = (now - found.start) / (1 + self.contention)
+            # A new object: the end that was foreseen for the old one no longer counts.
+            self._start(resource, _Running(*found), now + found.task.seconds - done)
 
     def _finish(self, resource: str, running: _Running, now: float) -> None:
-        if self.busy.get(resource) is not running:
+        if self.running.get(resource) is not running:
             return  # It went on faster, and has ended already or will at another time
-        del self.busy[resource]
-        resource_shown, kind, name, _, _, bucket = running.span
-        self._note(Span(resource_shown, kind, name, running.start, now, bucket))
-        running.after(now)
+        del self.running[resource]
+        self._note(running.task.span._replace(start_s=running.start, end_s=now))
+        running.task.after(now)
         if self.waiting[resource]:
             self._serve_later(resource, now)
 

@@ -51,7 +51,7 @@ class Links(NamedTuple):
     engine_s: float = 0.0
     # By how much longer a message takes while the ranks compute, >= 0: 0.5 is half as long again.
     contention: float = 0.0
-    # Does the engine carry out all allreduces that wait for it as one?
+    # Whether the engine fuses all allreduces that wait for it into one.
     fuses: bool = False
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Timeline: what the resources of one node do in a training step, simulated or measured."""
+"""Timeline: what each resource of a node does during a training step, simulated or measured."""
 
 from __future__ import annotations
 

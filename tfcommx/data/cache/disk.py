@@ -1,4 +1,4 @@
-"""The local disk level: encoded bytes as they came from the source, kept from run to run.
+"""The disk level of the cache: encoded bytes as the source gave them, kept from run to run.
 
 A folder per data set; in it, per process that wrote, a pack (the bytes, end to end) and its index
 (32 bytes per sample). A process appends to its own files only, the bytes first, so that a kill
@@ -25,7 +25,7 @@ import numpy as np
 _ENTRY = np.dtype(
     [("sample", "<i8"), ("label", "<i8"), ("at", "<i8"), ("length", "<i4"), ("crc", "<u4")]
 )
-# Seconds, at least, between two looks at what other processes have written.
+# Least seconds between two looks at what other processes have written.
 _REFRESH_S = 1.0
 
 
@@ -48,7 +48,7 @@ class Disk:
     def __init__(self, folder: str | Path, key: str, count: int) -> None:
         self.folder = Path(folder) / f"tfcommx-{key[:32]}"
         self.corrupt = 0
-        self.trouble: str | None = None
+        self.write_error: str | None = None
         self._lock = threading.Lock()
         # Opened for each read: many runs leave more of them than a process may have open.
         self._packs: list[Path] = []
@@ -115,7 +115,7 @@ class Disk:
     def write(self, sample: int, label: int, data: bytes) -> None:
         """Keep a sample, unless a write has failed before."""
         with self._lock:
-            if self.trouble is not None:
+            if self.write_error is not None:
                 return
             try:
                 if self._out is None:
@@ -129,7 +129,7 @@ class Disk:
                     raise OSError("no space left on the device")
                 self._end += len(data)
             except OSError as error:
-                self.trouble = str(error)
+                self.write_error = str(error)
                 warnings.warn(
                     f"The disk level {self.folder} takes no more samples: {error}. Training goes "
                     "on; the next run will read more from the source. Give `disk` a folder with "
@@ -149,7 +149,7 @@ class Disk:
         with self._lock:
             files, self._out = self._out or (), None
             self._pack_of[:] = -1
-            self.trouble = self.trouble or "closed"
+            self.write_error = self.write_error or "closed"
         for file in files:
             with contextlib.suppress(OSError):
                 os.close(file)
