@@ -124,12 +124,12 @@ def _sparse(asked: Scheme, dense: Scheme, topology: Topology, messages: bool) ->
 
 
 def _possible(schemes: Sequence[Scheme], topology: Topology, messages: bool) -> Iterator[Scheme]:
-    """Leave out what the cluster or the launch cannot carry out, and what others do as well."""
+    """Skip schemes that the cluster or launch cannot carry out, or that equal another."""
     two_levels = topology.nodes > 1 and topology.slots > 1
     for scheme in schemes:
         route = routes.get(scheme.route)
         if route.levels == 2 and not route.sparse and not two_levels:
-            continue  # Of the torus one level would be left, which is a route of its own
+            continue  # One level of the torus would be left, which is a route of its own
         with contextlib.suppress(PlanError):
             check_scheme(scheme, topology, messages)
             yield scheme

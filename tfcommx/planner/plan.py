@@ -57,7 +57,7 @@ def make_plan(
     profile: Profile | None = None,
     assumptions: Assumptions = IDEAL,
 ) -> Plan:
-    """Put each gradient into one bucket: in backward order, by scheme, merged as it says.
+    """Assign each gradient to a bucket, in backward order: by scheme, merged as the scheme asks.
 
     >>> plan = make_plan([Gradient("w", (8, 8), "float32")], {"*": Scheme()}, Topology(2, 2))
     >>> [(bucket.route, bucket.variables) for bucket in plan.buckets]
@@ -164,11 +164,11 @@ def _merged(
     groups = [[members[position] for position in group] for group in found]
     if not stream.route.sparse or stream.scheme.merging == "threshold":
         return groups
-    return [part for group in groups for part in _short(group, largest)]
+    return [part for group in groups for part in _split_long(group, largest)]
 
 
-def _short(group: list[Member], largest: int) -> list[list[Member]]:
-    """Close a group on a sparse route where the next gradient would make it too long."""
+def _split_long(group: list[Member], largest: int) -> list[list[Member]]:
+    """Split a group on a sparse route where the next gradient would make it too long."""
     parts: list[list[Member]] = [[]]
     size = 0
     for member in group:

@@ -48,7 +48,7 @@ Member = tuple[int, Gradient]
 def sort_into_streams(
     gradients: Sequence[Gradient], schemes: Mapping[str, Scheme], largest: int
 ) -> dict[Stream, list[Member]]:
-    """Sort the gradients, in backward order, by what may travel together."""
+    """Group the gradients, in backward order, by scheme, route and dtype; cut long ones."""
     streams: dict[Stream, list[Member]] = {}
     for order, gradient in enumerate(reversed(gradients)):
         stream = _stream_of(gradient, scheme_of(gradient.path, schemes))

@@ -36,8 +36,8 @@ class Assumptions:
     # By how much longer a message takes while the backward pass runs: 0.5 is half as long again.
     # None: as the links say.
     contention: float | None = None
-    # Whether the engine negotiates at once for all that waits, and fuses the allreduces among them
-    # as one, as Horovod does? None: as the links say. Its limit of 128 MiB is not counted.
+    # Whether the engine negotiates at once for all that waits, and fuses the allreduces among them,
+    # as Horovod does. None: as the links say. Its limit of 128 MiB is not counted.
     fuses: bool | None = None
     # Seconds of loading a batch on the cores of the host, >= 0, during the step before.
     loading_s: float = 0.0

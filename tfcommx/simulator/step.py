@@ -1,4 +1,4 @@
-"""Simulates a training step: the plan's buckets on the resources of one node.
+"""Simulates a training step: the buckets of a plan on the resources of one node.
 
 Gradients a, b, c become ready one after another; a and b are bucket 0, c is bucket 1:
 
@@ -32,7 +32,7 @@ from tfcommx.simulator.stages import stages_of
 from tfcommx.terms import RESOURCES, Links, Plan, Profile, Span, Timeline
 from tfcommx.wire import formats
 
-# On the compute stream what is first is served first.
+# Priorities on the compute stream; the lower one is served first.
 SELECT_FIRST, BACKWARD = 0, 1
 
 

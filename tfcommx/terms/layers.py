@@ -11,7 +11,7 @@ from tfcommx.terms.checks import PlanError
 
 
 class Layer(NamedTuple):
-    """A layer of a model: its work, and its variables."""
+    """A layer of a model: its multiply-adds and its variables."""
 
     # Unique in its table.
     name: str

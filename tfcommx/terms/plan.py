@@ -1,4 +1,4 @@
-"""Plan: what is done with each variable's gradient, bucket by bucket."""
+"""Plan: the buckets in which the gradients of all variables travel."""
 
 from __future__ import annotations
 

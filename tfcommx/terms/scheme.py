@@ -33,7 +33,8 @@ WIRES = (PLAIN, *VALUE_DTYPES, *SPARSE_WIRES)
 # Densities of the first epochs; deep gradient compression (DGC) then stays at 0.001.
 DGC_WARM_UP = (0.25, 0.063, 0.015, 0.004)
 
-# It works with a Horovod that somebody else has built, too: see comm/horovodrun.py
+# The remedy in messages. It also works with a Horovod that somebody else has built: see
+# comm/horovodrun.py.
 MPI_LAUNCH = "tfcommx run --mpi ... (or horovodrun --mpi, or mpirun)"
 
 
@@ -67,7 +68,7 @@ class Scheme:
     # dtype on dense ones. "float16" and "bfloat16" are for gradients in float32, also of bfloat16
     # variables; float16 and float64 ones travel as they are.
     wire: str = PLAIN
-    # Likewise of variables that a sparse scheme leaves dense.
+    # The same for variables that a sparse scheme leaves dense.
     dense_wire: str = PLAIN
     # How the torus sums among peers; with MPI also a route of messages.
     peer_route: str = "allreduce"

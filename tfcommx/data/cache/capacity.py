@@ -74,9 +74,9 @@ def reserved_by_others(folder: str, own: str = "") -> dict[str, int]:
 def available_bytes(folder: str, limit: int | None, own: str = "") -> int:
     """Return the bytes that a slab in `folder` may take.
 
-    The least of what is free there, except some for others, in the node's memory, in this
-    process's control groups, and `limit`. What other slabs there have reserved and not yet taken
-    is not free; the slab of the name `own` is not another.
+    The smallest of what is free in the folder less HEADROOM_BYTES, the node's available memory,
+    and what the control groups allow; less what slabs in the folder other than `own` have reserved
+    and not yet taken; at most `limit`.
     """
     free = os.statvfs(folder)
     spared = min(HEADROOM_BYTES, free.f_blocks * free.f_frsize // 8)

@@ -63,7 +63,7 @@ class Filler:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Read the JPEGs and PNGs among a batch's absent samples, for the native fill.
 
-        All else is for `fetch`, errors too.
+        Everything else, errors included, is left to `fetch`.
 
         Args:
             samples: int64 [b].
@@ -114,7 +114,7 @@ class Filler:
         labels: np.ndarray,
         level: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Count and keep on disk what the native fill has brought, and `fetch` what it has not.
+        """Count what the native fill has stored, keep it on disk, and `fetch` the rest.
 
         Args:
             samples: int64 [b].

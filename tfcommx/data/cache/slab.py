@@ -3,10 +3,10 @@
     page of header | index: int64 byte offset per sample (0 absent, -1 unreadable) | records at
     multiples of 64 bytes
 
-A record is written with pwrite (a full disk is an error there, and a fatal signal in a mapping;
-what the native fill does if several write at once is in ops/kernels/fill_cpu.cc) and published by
-one aligned 8-byte store of its offset, after it is whole. There are no locks on samples: two
-processes that write the same one at the same moment write the same bytes twice, and a process
+A record is written with pwrite, which reports a full file system as an error; a store through the
+mapping would be a fatal signal. (ops/kernels/fill_cpu.cc says how the native fill writes.) Once it
+is whole, it is published by one aligned 8-byte store of its offset. There are no locks on samples:
+two processes that write the same one at the same moment write the same bytes twice, and a process
 killed in the middle has published nothing. Only space is taken under a lock, for two microseconds,
 by a process that finds there that the sample is still absent; the lock dies with its holder.
 """
@@ -38,7 +38,7 @@ from tfcommx.data.cache.slab_files import (
     try_exclusive_lock,
 )
 
-# In the index: no level can give this sample.
+# In the index: neither disk nor source can give this sample.
 UNREADABLE = -1
 
 
@@ -206,11 +206,11 @@ class Slab:
         return crc == HEAD.unpack_from(self._map, at)[-1]
 
     def mark_unreadable(self, sample: int) -> None:
-        """Say that no level can give this sample, so that nobody tries again."""
+        """Mark a sample that neither disk nor source can give, so that nobody tries again."""
         self.index[sample] = UNREADABLE
 
     def unreadable(self, sample: int) -> bool:
-        """Tell whether the sample has been marked as one that no level can give."""
+        """Tell whether a sample has been marked by `mark_unreadable`."""
         return int(self.index[sample]) == UNREADABLE
 
     def forget(self, sample: int) -> None:

@@ -59,7 +59,7 @@ def _decoded(data: bytes, channels: int, store: int | None) -> np.ndarray:
 
 
 def _has_colours(bitmap: bytes) -> bool:
-    """Tell whether a BMP has a table of colours other than number i for grey i.
+    """Tell whether a BMP has a colour table that is not a plain ramp of greys.
 
     **Source:** Microsoft, BITMAPINFOHEADER.
     """

@@ -66,9 +66,9 @@ class Folder:
     """One folder per class, images anywhere below it.
 
     Labels number the class folders in alphabetical order. An empty class folder is a class without
-    samples. Links are followed. Hidden files and folders, other endings and what is no regular file
-    are left out. The key is made of the files' relative paths, sizes and times of change: a file
-    that is replaced makes new caches.
+    samples. Links are followed. Hidden files and folders, other endings and anything but regular
+    files are skipped. The key is made of the files' relative paths, sizes and times of change: a
+    file that is replaced makes new caches.
 
     Args:
         path: of the folder that holds the class folders.
@@ -76,7 +76,7 @@ class Folder:
 
     **Cost:** one walk over the folder with one stat per file.
     **Raises:** PlanError if there is no class folder or no image, a folder cannot be listed, or a
-    link leads nowhere.
+    link is broken.
     """
 
     channels = 3

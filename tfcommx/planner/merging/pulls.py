@@ -31,9 +31,9 @@ from dataclasses import dataclass
 
 from tfcommx.terms import PlanError
 
-# Batches that finish so much later are as good: no prediction is better
+# Batches that finish later by this factor count as equally good: predictions are no better.
 AS_GOOD = 1.02
-# Layers of each batch, from 0, as slices have them: [start, stop)
+# The layers of each batch, numbered from 0: [start, stop).
 Batches = list[tuple[int, int]]
 
 
