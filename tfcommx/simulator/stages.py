@@ -1,4 +1,8 @@
-"""What a bucket does after its last gradient, stage by stage, and how long each stage takes."""
+"""What a bucket does after its last gradient, stage by stage, and how long each stage takes.
+
+A route prices its messages on an idle network. What the engine adds to each collective, and what a
+selection takes, is added here and nowhere else; the waiting is `step`'s.
+"""
 
 from __future__ import annotations
 
