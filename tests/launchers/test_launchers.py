@@ -148,9 +148,7 @@ def test_a_cable_that_is_cut_ends_all_ranks_on_both_sides(
         finally:
             nodes.do("heal", 2)
         assert any(launch.statuses(2 * END_SECONDS, "after the cut"))
-        assert re.search(r"rank [23] on node2 \(", launch.output), launch.output[
-            -6000:
-        ]
+        assert re.search(r"rank [23] on node2 \(", launch.output), launch.output[-6000:]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -110,7 +110,7 @@ def test_auto_for_some_patterns_leaves_the_others_as_asked() -> None:
         assert sparse(one.plan.buckets)
 
 
-def test_what_is_worth_it() -> None:
+def test_what_is_worth_a_trial() -> None:
     entries = MIN_BYTES // 4
     schemes = {"small": Scheme("asa"), "*": Scheme("auto")}
     large, small = Gradient("large", (entries,), "float32"), Gradient("small", (9,), "float32")
