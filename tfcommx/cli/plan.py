@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -139,24 +138,15 @@ def _row(candidate: Prediction) -> dict[str, Any]:
 
 
 def _show(rows: list[dict[str, Any]], changes: dict[str, Prediction]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    from tfcommx.report.terminal import WIDE
+    from tfcommx.report.terminal import terminal_console
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
-    table = Table(box=None)
-    numbers = (
-        "buckets",
-        "step ms",
-        "exposed ms",
-        "samples/s",
-        "efficiency",
-        "MB between",
-        "MB kept",
-    )
+    console, table = terminal_console(), Table(box=None)
     table.add_column("scheme")
-    for name in numbers:
+    for name in ("buckets", "step ms", "exposed ms", "samples/s", "efficiency"):
+        table.add_column(name, justify="right")
+    for name in ("MB between", "MB kept"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(

@@ -42,7 +42,7 @@ def probe(
     found = links.probe(comm, sizes, repeats, load=matmul_load(), fusion=True)
     if is_chief():
         output.write_text(found.to_json())
-        figures.draw_links(found, output.with_suffix(".png"))
+        figures.draw_links(found.links, found.points, found.by_engine, output.with_suffix(".png"))
         for kind, link in found.links._asdict().items():
             print(f"{kind}: {link}")
         spread = ", ".join(f"{name} {value:.3g}" for name, value in found.spread.items())

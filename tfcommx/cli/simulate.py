@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import json
 import math
-import sys
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -276,10 +275,9 @@ def _step(settings: Settings) -> tuple[Any, dict[str, Any]]:
 
 def _show(rows: list[dict[str, Any]], best: bool = False) -> None:
     """Print the rows as a table; the one of the highest throughput bold, if it is asked for."""
-    from rich.console import Console
     from rich.table import Table
 
-    from tfcommx.report.terminal import WIDE
+    from tfcommx.report.terminal import terminal_console
 
     table = Table(box=None)
     for name in rows[0]:
@@ -288,4 +286,4 @@ def _show(rows: list[dict[str, Any]], best: bool = False) -> None:
     for row in rows:
         cells = (f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values())
         table.add_row(*cells, style="bold" if best and row is fastest else None)
-    Console(highlight=False, width=None if sys.stdout.isatty() else WIDE).print(table)
+    terminal_console().print(table)

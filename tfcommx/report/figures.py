@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tfcommx.report.summary import PARTS, scheme_text, size_text
 from tfcommx.terms import Links
@@ -12,6 +12,8 @@ from tfcommx.terms import Links
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+# (latency terms, bytes, seconds) of each measured size
+Points = Sequence[tuple[float, float, float]]
 # The files that `draw` writes into a run's folder
 PICTURES = ("learning_curve.png", "time_breakdown.png")
 
@@ -63,37 +65,28 @@ def _time_breakdown(summary: dict[str, Any], axes: Axes) -> None:
     axes.set(xlabel="epoch", ylabel="seconds on rank 0", xticks=epochs, title="where the time went")
 
 
-class ProbeResult(Protocol):
-    """Measured links, as `measure.links.probe` returns them."""
+def draw_links(links: Links, points: Mapping[str, Points], by_engine: bool, path: Path) -> None:
+    """Draw measured times over the size of the message, and the fitted lines.
 
-    @property
-    def links(self) -> Links:
-        """The links that were fitted to the times."""
-
-    @property
-    def points(self) -> Mapping[str, Sequence[tuple[float, float, float]]]:
-        """By kind of link: latency terms, bytes and seconds of every measured size."""
-
-    @property
-    def by_engine(self) -> bool:
-        """Is the engine's time in the points?"""
-
-
-def draw_links(probed: ProbeResult, path: Path) -> None:
-    """Draw the measured times over the size of the message, and the lines fitted to them."""
+    Args:
+        links: as fitted to the times.
+        points: "inside", "between" -> latency terms, bytes and seconds of every size.
+        by_engine: whether the engine's time is in the points.
+        path: of the picture.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for kind, colour in (("inside", "tab:blue"), ("between", "tab:orange")):
-        link, points = getattr(probed.links, kind), probed.points[kind]
-        if not points:
+        link, measured = getattr(links, kind), points[kind]
+        if not measured:
             continue
-        sizes = [size for _, size, _ in points]
-        seconds = [seconds for _, _, seconds in points]
-        more = probed.links.engine_s if probed.by_engine else 0.0
+        sizes = [size for _, size, _ in measured]
+        seconds = [seconds for _, _, seconds in measured]
+        more = links.engine_s if by_engine else 0.0
         fitted = [
-            more + terms * link.alpha_s + size * link.beta_s_per_byte for terms, size, _ in points
+            more + terms * link.alpha_s + size * link.beta_s_per_byte for terms, size, _ in measured
         ]
         text = f"{link.alpha_s * 1e6:.0f} us + {link.beta_s_per_byte * 1e9:.3g} ns per byte"
         axes.plot(sizes, seconds, "o", color=colour, label=f"{kind} nodes, measured")
@@ -101,6 +94,6 @@ def draw_links(probed: ProbeResult, path: Path) -> None:
     axes.set(
         xscale="log", yscale="log", xlabel="bytes that come in through a port", ylabel="seconds"
     )
-    if any(probed.points.values()):
+    if any(points.values()):
         axes.legend()
     figure.savefig(path, dpi=120)

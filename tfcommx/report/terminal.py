@@ -29,6 +29,11 @@ from tfcommx.report.summary import (
 WIDE = 120
 
 
+def terminal_console() -> Console:
+    """Return a console for tables: as wide as the terminal, or WIDE without one."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
+
+
 def show_run(folder: Path) -> None:
     """Print the report of a run and the paths of its files.
 
@@ -43,9 +48,7 @@ def show_run(folder: Path) -> None:
 
 def show(summary: dict[str, Any], console: Console | None = None) -> None:
     """Print the tables of the report to the terminal."""
-    if console is None:
-        wide = None if sys.stdout.isatty() else WIDE
-        console = Console(highlight=False, width=wide)
+    console = console or terminal_console()
     tables = [_epochs(summary), _phases(summary), _totals(summary), _breakdown(summary)]
     for table in tables:
         if table.row_count:
@@ -74,7 +77,7 @@ def show_comparison(runs: Mapping[str, dict[str, Any]]) -> None:
         found = [seconds_by_part(run["rows"])[part] for run in runs.values()]
         if any(found):
             table.add_row(meaning, *(f"{seconds:.1f} s" for seconds in found))
-    Console(highlight=False, width=None if sys.stdout.isatty() else WIDE).print(table)
+    terminal_console().print(table)
 
 
 def _epochs(summary: dict[str, Any]) -> Table:
