@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfcommx as cx
-from tfcommx.measure import layers
+from tfcommx.measure import profile as measuring
 from tfcommx.measure.profile import measure, profile
 from tfcommx.terms import PlanError, Profile
 from tfcommx.wire import codec
@@ -102,8 +102,8 @@ def test_a_profile_of_a_wrapped_model_fits_its_plan() -> None:
 
 
 def test_gradients_of_embeddings_are_ready_when_they_are_dense(monkeypatch: Any) -> None:
-    shapes, given = [], layers.stamp
-    monkeypatch.setattr(layers, "stamp", lambda one: (shapes.append(one.shape), given(one))[1])
+    shapes, given = [], measuring.stamp
+    monkeypatch.setattr(measuring, "stamp", lambda one: (shapes.append(one.shape), given(one))[1])
     net = keras.Sequential([keras.layers.Input((5,), dtype="int32"), keras.layers.Embedding(50, 8)])
     net.compile("sgd", loss="mse", jit_compile=False)
     profile(net, [(np.zeros((4, 5), "int32"), np.zeros((4, 5, 8), "float32"))], steps=1)

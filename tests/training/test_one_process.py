@@ -15,7 +15,7 @@ from tfcommx.optim import automatic, checkpoint, requested_plan
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.tasks.classify import Classification
 from tfcommx.terms import Topology
-from tfcommx.training import learning_rate, position, saving
+from tfcommx.training import callbacks, save_and_stop, steps
 from tfcommx.training.run import Run
 from tfcommx.training.signals import StopRequests
 from tfcommx.training.steps import Position
@@ -57,7 +57,7 @@ def recipe(file: Path, batch: int, **more: Any) -> Recipe:
 
 def run(folder: Path, asked: Recipe, stop: Position | None, monkeypatch: Any) -> dict[str, Any]:
     """Train in `folder`, from its checkpoint if it has one; stop after the step `stop`."""
-    plain = learning_rate.rate_at
+    plain = callbacks.rate_at
     keras.utils.clear_session()
 
     def rate_at(the_run: Run, phase: int, position: Position) -> float:
@@ -66,8 +66,8 @@ def run(folder: Path, asked: Recipe, stop: Position | None, monkeypatch: Any) ->
         return plain(the_run, phase, position)
 
     with monkeypatch.context() as patched:
-        patched.setattr(saving, "ASK_STEPS", 1)
-        patched.setattr(learning_rate, "rate_at", rate_at)
+        patched.setattr(save_and_stop, "ASK_STEPS", 1)
+        patched.setattr(callbacks, "rate_at", rate_at)
         return train(asked, folder, TrainOptions(resume=True, tensorboard=True))
 
 
@@ -105,14 +105,14 @@ def test_a_run_is_stopped_and_goes_on_with_another_batch(
 
     # One step of 5 is none of 1: the epoch begins afresh, and so do its loss and its accuracy
     counted: list[set[float]] = []
-    plain = position.StepCounter.on_train_batch_end
+    plain = steps.StepCounter.on_train_batch_end
 
     def on_train_batch_end(self: Any, batch: int, logs: Any = None) -> None:
         kept = self.model.metrics_variables
         counted.append({float(one.numpy()) for one in kept if one.name == "count"})
         plain(self, batch, logs)
 
-    monkeypatch.setattr(position.StepCounter, "on_train_batch_end", on_train_batch_end)
+    monkeypatch.setattr(steps.StepCounter, "on_train_batch_end", on_train_batch_end)
     rows = run(folder, recipe(pictures, batch=40), None, monkeypatch)["rows"]
     assert counted == [{40.0}, {40.0}] and told == [(5, True)] * 2 + [(1, True)] * 2
     assert [row["steps"] for row in rows] == [10, 5, 1, 1]

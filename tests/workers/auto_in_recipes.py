@@ -20,7 +20,7 @@ from tfcommx.recipes.recipe import Recipe
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.trial import TrialExecutor
 from tfcommx.terms import Link, Links
-from tfcommx.training import dry_run, learning_rate, saving, train
+from tfcommx.training import callbacks, dry_run, save_and_stop, train
 from tfcommx.training.steps import Position
 
 ROOT, KEPT = Path(sys.argv[1]), Path(os.environ["TFCOMMX_CACHE"])
@@ -30,7 +30,7 @@ SLOW = Links(Link(1e-6, 1e-7), Link(1e-6, 1e-7))
 BATCH, STEPS, UPDATE = 8, 12, 2
 
 comm = cx.init(node_size=1)
-saving.ASK_STEPS = 1  # The ranks ask each other after every step
+save_and_stop.ASK_STEPS = 1  # The ranks ask each other after every step
 expected_run.SHARE, expected_run.FEW = 0.5, 0  # Few steps are enough for a whole trial
 
 
@@ -74,7 +74,7 @@ def run(stop: Position | None) -> PlanExecutor | TrialExecutor:
     """Train, from the checkpoint if there is one, until after `stop`; return what exchanged."""
     keras.utils.clear_session()
     made: list[keras.optimizers.Optimizer] = []
-    plain_rate, plain_compile = learning_rate.rate_at, train.compile_model
+    plain_rate, plain_compile = callbacks.rate_at, train.compile_model
 
     def rate_at(the_run: object, phase: int, position: Position) -> float:
         if position == stop and comm.rank == 0:
@@ -85,11 +85,11 @@ def run(stop: Position | None) -> PlanExecutor | TrialExecutor:
         made.append(plain_compile(*given))
         return made[-1]
 
-    learning_rate.rate_at, train.compile_model = rate_at, compile_model
+    callbacks.rate_at, train.compile_model = rate_at, compile_model
     try:
         summary = train.train(recipe(), ROOT / "run", train.TrainOptions(resume=True))
     finally:
-        learning_rate.rate_at, train.compile_model = plain_rate, plain_compile
+        callbacks.rate_at, train.compile_model = plain_rate, plain_compile
     assert ("stopped" in summary) == (stop is not None), summary
     return executor_of(made[-1].exchanger)
 

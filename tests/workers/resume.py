@@ -21,7 +21,7 @@ import tfcommx as cx
 from tfcommx.optim import checkpoint
 from tfcommx.recipes.models.small_cnn import SmallCnn
 from tfcommx.recipes.recipe import Recipe
-from tfcommx.training import learning_rate, saving
+from tfcommx.training import callbacks, save_and_stop
 from tfcommx.training.dry_run import dry_run
 from tfcommx.training.steps import Position
 from tfcommx.training.train import TrainOptions, train
@@ -32,7 +32,7 @@ SPARSE = {"route": "hitopk", "selection": "mstopk", "density": 0.1, "dense_below
 BATCH, STEPS = 16, 4
 
 comm = cx.init(node_size=1)
-saving.ASK_STEPS = 1  # The ranks ask each other after every step
+save_and_stop.ASK_STEPS = 1  # The ranks ask each other after every step
 
 
 class WithDropout(SmallCnn):
@@ -80,13 +80,13 @@ def run(folder: Path, resume: bool, interrupt: dict[Position, str], **more: obje
             os.kill(os.getpid(), signal.SIGTERM)
         return plain_rate(the_run, phase, position)
 
-    plain_rate, learning_rate.rate_at = learning_rate.rate_at, rate_at
+    plain_rate, callbacks.rate_at = callbacks.rate_at, rate_at
     try:
         return train(recipe(**more), folder, TrainOptions(resume=resume))
     except Killed:
         return {}
     finally:
-        learning_rate.rate_at = plain_rate
+        callbacks.rate_at = plain_rate
 
 
 def in_pieces(
