@@ -29,7 +29,7 @@ class Epochs(NamedTuple):
     # Number of the first epoch.
     first: int
     # How many.
-    count: int
+    epochs: int
     # First step of the first epoch.
     step: int
     # Batches of an epoch.
@@ -52,10 +52,10 @@ class Epochs(NamedTuple):
                 "`dataset` must be called outside of tf.function, because it makes a variable. "
                 "Pass the dataset to the function."
             )
-        if self.first < 0 or self.count < 1 or not 0 <= self.step <= self.steps:
+        if self.first < 0 or self.epochs < 1 or not 0 <= self.step <= self.steps:
             raise PlanError(
                 "`first_epoch` must be >= 0, `epochs` >= 1, `step` in "
-                f"[0, {self.steps}]. Received {self.first}, {self.count}, {self.step}."
+                f"[0, {self.steps}]. Received {self.first}, {self.epochs}, {self.step}."
             )
         if self.steps == 0:
             raise PlanError(
@@ -90,7 +90,7 @@ class Epochs(NamedTuple):
             steps = tf.data.Dataset.range(start, self.steps)
             return steps.map(lambda s: (samples[bounds[s] : bounds[s + 1]], epoch))
 
-        return tf.data.Dataset.range(self.first, self.first + self.count).flat_map(of_epoch)
+        return tf.data.Dataset.range(self.first, self.first + self.epochs).flat_map(of_epoch)
 
 
 def warn_if_served(stats: EpochStats, epoch: int, length: int) -> None:
