@@ -144,8 +144,8 @@ class RankLines:
             why = "; ".join(f"{host} ({' '.join(text.split())})" for host, text in hosts)
             return (
                 f"Every host must answer ssh. No answer from {why}. `ssh {hosts[0][0]} true` must "
-                "return at once and without a password; --ssh-port and --ssh-identity-file say how. "
-                "Without ssh, start the ranks by srun, if this is a Slurm job."
+                "return at once and without a password; --ssh-port and --ssh-identity-file say "
+                "how. Without ssh, start the ranks by srun, if this is a Slurm job."
             )
         before, found, trace = said.partition(TRACEBACK)
         lines = [line for line in trace.splitlines() if line and not line[0].isspace()]
