@@ -41,7 +41,7 @@ test-peers: setup
 	python tests/peers/run.py
 
 results: setup
-	python scripts/documents/measure_results.py
+	python scripts/bench results
 	python scripts/documents/figures.py
 
 figures: setup

@@ -35,7 +35,10 @@ def tests_of(path: str) -> str | None:
         return path
     if path.endswith(".md"):
         return "tests/docs"
-    rooms = {"ops": "kernels", "configs": "recipes", "scripts": "scripts", "docs": "docs"}
+    rooms = {"ops": "kernels", "configs": "recipes", "docs": "docs"}
+    if parts[0] == "scripts":
+        room = {"documents": "docs", "setup": "bugs"}.get(parts[1], f"scripts/{parts[1]}")
+        return f"tests/{room}" if (ROOT / "tests" / room).is_dir() else "tests/scripts"
     room = parts[1:2] if parts[0] == "tfcommx" else [rooms.get(parts[0], "")]
     folder = f"tests/{room[0]}" if room and room[0] else ""
     return folder if folder and (ROOT / folder).is_dir() else None

@@ -12,10 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 from launching import ROOT, Ended
 
 SCRIPT = str(ROOT / "scripts" / "cluster")
 COMPUTE = ("node1", "node2")
+# What commands run in, as a user's do
+ENVIRONMENT = {
+    **os.environ,
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "PYTHONPATH": str(ROOT),
+}
 
 
 def why_not() -> str:
@@ -27,6 +34,10 @@ def why_not() -> str:
         return "a virtual cluster needs root"
     refused = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True)
     return f"no network namespaces here: {refused.stderr.strip()}" if refused.returncode else ""
+
+
+REASON = why_not()
+needs_cluster = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
 def wait_until(true: Callable[[], object], seconds: float, what: str) -> None:

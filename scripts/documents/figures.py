@@ -9,8 +9,8 @@ A figure stands between markers, which GitHub does not show:
     accuracy <!--figure demo.test_accuracy .4f-->0.9084<!--/--> after ...
     <!--figure step("tfcommx").seconds / step("horovod").seconds .2f-->1.02<!--/--> times
 
-The expression names records (docs/records/NAME.json, see records.py). A row is called by its name,
-and by other columns if several rows have that name:
+The expression names records (docs/records/NAME.json, see scripts/bench/records.py). A row is
+called by its name, and by other columns if several rows have that name:
 `select("mstopk", density=0.01).seconds`. Of a record with one row, columns are attributes of the
 record. The last word is Python's format. What can be computed from records is computed, never
 typed: in the expression, or in docs/records/derived.txt, whose lines `name = expression` give it a
@@ -45,7 +45,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from records import FOLDER, ROOT
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "docs" / "records"
 
 FIGURE = re.compile(
     r"(?P<head><!--figure (?P<what>(?:(?!-->).)+) (?P<form>[\w.,%+]+)-->)"

@@ -7,7 +7,7 @@
 // LARS against the CPU kernels; every array lies between guards that must stay untouched. Then times
 // selection (check_cuda_timing.h) in turns with a copy of 8 bytes an entry (which moves 16) and with
 // the bare addition r += g. Prints one JSON object a line: {"name": "check", "cases", "failures"},
-// then those of scripts/bench_select.py.
+// then those of the benchmark `select`.
 #include "check_cuda.h"
 #include "check_cuda_timing.h"
 

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
+sys.path.insert(0, str(ROOT / "scripts"))
 sys.path.insert(0, str(ROOT / "scripts" / "documents"))
 import figures
-import measure_results
-import record_run
-import records
+from bench import record, records, results
 
 # Numbers in README that nobody measured: versions, of a license too, and what a setting is
 ALLOWED = {
@@ -133,7 +132,7 @@ def test_a_record_says_how_it_was_measured(tmp_path: Path) -> None:
 
 
 def test_what_is_recorded_can_be_measured_again() -> None:
-    assert {path.stem for path in records.FOLDER.glob("*.json")} <= set(measure_results.COMMANDS)
+    assert {path.stem for path in records.FOLDER.glob("*.json")} <= set(results.COMMANDS)
 
 
 def test_a_training_is_recorded_from_its_summary(tmp_path: Path) -> None:
@@ -151,17 +150,10 @@ def test_a_training_is_recorded_from_its_summary(tmp_path: Path) -> None:
         "rows": [{"seconds": seconds}, {"seconds": seconds}],
     }
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    row = record_run.row_of(tmp_path)
+    row = record.row_of(tmp_path)
     assert (row["bytes_share"], row["tracing_seconds"], row["verified"]) == (0.25, 6.0, True)
     (tmp_path / "summary.json").write_text(json.dumps(summary | {"replicas_identical": False}))
-    command = [
-        sys.executable,
-        "scripts/documents/record_run.py",
-        str(tmp_path),
-        "never",
-        "--command",
-        "x",
-    ]
+    command = [sys.executable, "scripts/bench", "record", str(tmp_path), "never", "--command", "x"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 1 and "not recorded" in ended.stderr
     assert not (records.FOLDER / "never.json").exists()

@@ -14,7 +14,7 @@ To add one:
     2. Add its ROUTE to `_ALL` below.
     3. If it needs something that no other route needs, give it a frozen class of options and
        `options(scheme, links)`. A bucket carries them.
-    The laws (tests/laws), the planner, the benchmark (scripts/bench_routes.py) and the tests of
+    The laws (tests/laws), the planner, the benchmark (`scripts/bench routes`) and the tests of
     the prices walk over the table.
 """
 

@@ -1,0 +1,115 @@
+"""What takes turns in the benchmark of training: a model under each scheme."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from bench.benchmarks import training_models
+from bench.peers import PlainHorovod
+
+import tfcommx as cx
+from tfcommx import routes
+from tfcommx.comm.base import Comm
+from tfcommx.optim.variable_names import VariableNames
+from tfcommx.planner.plan import Gradient, make_plan
+from tfcommx.terms import Links, Plan, PlanError, Profile, Scheme, VariableProfile
+
+# The scheme that exchanges nothing. Its step is what predictions of the others begin with
+ALONE = "none"
+
+
+@dataclasses.dataclass
+class Contestant:
+    """A model that is trained under one scheme."""
+
+    name: str
+    model: keras.Model
+    batch: training_models.Batch
+    # Of the slowest rank, step by step
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    # That this rank has sent to other nodes in the steps that count
+    sent: float = 0.0
+
+    @property
+    def exchanger(self) -> Any:
+        """What the wrapped optimizer exchanges by; None if it is not wrapped."""
+        return getattr(self.model.optimizer, "exchanger", None)
+
+    def plan(self, comm: Comm) -> Plan | None:
+        """Return what the gradients travel by; of plain Horovod, each by itself."""
+        if self.name == ALONE:
+            return None
+        if self.exchanger is not None:
+            (run,) = self.exchanger.runs.values()
+            return run.executor.plan
+        rows = zip(self.names(), self.model.trainable_variables, strict=True)
+        gradients = [Gradient(name, tuple(one.shape), "float32") for name, one in rows]
+        return make_plan(gradients, {"*": Scheme(merging="each")}, comm.topology)
+
+    def names(self) -> list[str]:
+        """Return what the plan calls the variables."""
+        names = VariableNames() if self.exchanger is None else self.exchanger.names
+        return names.of(self.model.trainable_variables)
+
+    def named(self, profile: Profile) -> tuple[VariableProfile, ...]:
+        """Return the rows of a profile of an equal model, under this one's names."""
+        names = reversed(self.names())
+        return tuple(
+            dataclasses.replace(row, name=name)
+            for row, name in zip(profile.variables, names, strict=True)
+        )
+
+
+class DenseSgd(keras.optimizers.SGD):
+    """SGD that makes gradients of embeddings dense, as an exchange does."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Update the variables by dense gradients."""
+        with cx.allow_plain_optimizers():
+            super().apply([tf.convert_to_tensor(one) for one in grads], trainable_variables)
+
+
+def split_name(name: str, chosen: argparse.Namespace) -> tuple[str, float]:
+    """Return a scheme's name without the density that may follow it, and its density."""
+    first, _, last = name.rpartition(" ")
+    return (first, float(last)) if last[:1] in ("0", ".") else (name, chosen.density)
+
+
+def optimizer_of(name: str, links: Links, chosen: argparse.Namespace) -> keras.optimizers.Optimizer:
+    """Return the optimizer of a scheme. **Raises:** PlanError for what cannot be carried out."""
+    if name == ALONE:
+        return DenseSgd(0.01)
+    if name == "horovod":
+        return PlainHorovod(0.01, name="plain_horovod")
+    name, density = split_name(name, chosen)
+    route, _, wire = name.partition(" ")
+    route, _, peers = route.partition("+")
+    how: dict[str, Any] = {"peer_route": peers or "allreduce", "bucket_bytes": chosen.bucket_bytes}
+    if wire == "sparse" or (route in routes.ROUTES and routes.get(route).sparse):
+        how |= {"selection": chosen.selection, "density": density}
+    if wire and wire != "sparse":
+        how["wire"] = wire
+    scheme = Scheme(route, **how)
+    return cx.DistributedOptimizer(
+        keras.optimizers.SGD(0.01), scheme, links=links, check_replicas_every=None
+    )
+
+
+def contestants(
+    comm: Comm, model: str, links: Links, chosen: argparse.Namespace
+) -> Iterator[Contestant]:
+    """Make a model for each scheme; say which schemes are refused. **Ranks:** all."""
+    for name in dict.fromkeys([ALONE, *chosen.schemes]):
+        try:
+            optimizer = optimizer_of(name, links, chosen)
+        except PlanError as refusal:
+            if comm.rank == 0:
+                print(f"{model}, {name}: left out: {refusal}", flush=True)
+            continue
+        made = training_models.make(model, optimizer, chosen.batch, comm.rank)
+        yield Contestant(name, *made)

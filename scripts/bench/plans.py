@@ -1,0 +1,95 @@
+"""Plans at work: what gradients travel by, whether that is decided, whether a step is right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from bench.checks import gradient, weighted_sum
+from tfcommx.comm.base import Comm
+from tfcommx.runtime.trial import TrialExecutor
+from tfcommx.terms import PLAIN, Plan
+
+
+def executors(optimizer: Any) -> list[Any]:
+    """Return what carries out the plans of an optimizer: nothing, if it is not wrapped."""
+    exchanger = getattr(optimizer, "exchanger", None)
+    return [] if exchanger is None else [run.executor for run in exchanger.runs.values()]
+
+
+def is_decided(optimizer: Any) -> bool:
+    """Tell whether no trial is under way: steps of several plans would be timed as one's."""
+    trials = [one for one in executors(optimizer) if isinstance(one, TrialExecutor)]
+    return all(one.chosen is not None for one in trials)
+
+
+def selects(plan: Plan) -> bool:
+    """Tell whether any bucket sends a selection of its entries."""
+    return any(bucket.k is not None for bucket in plan.buckets)
+
+
+def in_words(plan: Plan) -> str:
+    """Return how the buckets of a plan travel, and how many there are."""
+    kinds = dict.fromkeys(
+        bucket.route + ("" if bucket.wire == PLAIN else f" {bucket.wire}")
+        for bucket in plan.buckets
+    )
+    return f"{' + '.join(kinds)}, {len(plan.buckets)} bucket{'s' * (len(plan.buckets) > 1)}"
+
+
+def sums_are_right(
+    comm: Comm,
+    optimizer: keras.optimizers.Optimizer,
+    variables: list[keras.Variable],
+    exchanges: bool = True,
+) -> bool:
+    """Take one step with known gradients from weights of zero; then put everything back.
+
+    The plan that is at work then is what is checked. Residuals are dropped before and afterwards.
+
+    Args:
+        comm: of this rank.
+        optimizer: SGD without momentum, wrapped or not.
+        variables: that it trains.
+        exchanges: False: each rank must keep its own gradients.
+
+    Returns:
+        Whether the weights became minus the average over the ranks of what was not kept.
+
+    **Ranks:** all.
+    """
+    ranks = comm.topology.size
+    given = [gradient(comm.rank, int(np.prod(variable.shape))) for variable in variables]
+    before, rate = [variable.numpy() for variable in variables], float(optimizer.learning_rate)
+    _drop_residuals(optimizer, variables)
+    for variable in variables:
+        variable.assign(np.zeros(variable.shape, "float32"))
+    optimizer.learning_rate = 1.0
+    shaped = [part.reshape(row.shape) for part, row in zip(given, variables, strict=True)]
+    tensors = map(keras.ops.convert_to_tensor, shaped)
+    optimizer.apply_gradients(list(zip(tensors, variables, strict=True)))
+    arrived = sum(weighted_sum(-variable.numpy().ravel()) for variable in variables)
+    kept = 0.0
+    if executors(optimizer):
+        kept = sum(map(weighted_sum, optimizer.exchanger.all_residuals().values()))
+    _drop_residuals(optimizer, variables)
+    for variable, value in zip(variables, before, strict=True):
+        variable.assign(value)
+    optimizer.learning_rate = rate
+    mine = sum(map(weighted_sum, given))
+    everyone = comm.gather_objects((arrived, kept, mine))
+    if not exchanges:
+        return all(got == own for got, _, own in everyone)
+    averages, residuals, gradients = zip(*everyone, strict=True)
+    # A sum over 3 ranks, divided by 3, is not exact
+    size = sum(weighted_sum(abs(part)) for part in given)
+    apart = abs(ranks * averages[0] + sum(residuals) - sum(gradients))
+    exact = ranks & (ranks - 1) == 0
+    return len(set(averages)) == 1 and apart <= (0 if exact else 1e-7 * size * ranks)
+
+
+def _drop_residuals(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:
+    for executor in executors(optimizer):
+        executor.export_residuals(set(optimizer.exchanger.names.of(variables)))

@@ -1,0 +1,203 @@
+"""Where the ranks of a benchmark are: on this host, on a virtual cluster, or on real hosts."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.registry import Benchmark
+from tfcommx.cli.environment import quiet_tensorflow
+from tfcommx.comm.allocation import Host, parse_hosts
+from tfcommx.comm.horovodrun import Launch, Running
+from tfcommx.comm.launcher import launcher  # noqa: F401 (asked of this module)
+from tfcommx.comm.rank_lines import RankLines
+
+SCRIPTS = Path(__file__).resolve().parent.parent
+END_SECONDS = 20  # for horovodrun to end its ranks
+WATCH_SECONDS = 120  # nodes of a virtual cluster share one machine, which may be slow
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where the ranks are."""
+    place = parser.add_argument_group("where the ranks are")
+    place.add_argument("--ranks", type=int, help="so many on this host")
+    place.add_argument("--nodes", type=int, nargs="+", help="of a virtual cluster; several: each")
+    place.add_argument("--slots", type=int, help="ranks of a node")
+    place.add_argument(
+        "--rate",
+        "--rates",
+        nargs="+",
+        help="of a node's link, each way; several: each; none: all nodes on this host, no root",
+    )
+    place.add_argument("--cluster", help="name of a virtual cluster that is up; default: make one")
+    place.add_argument("--hosts", help="real hosts, as for horovodrun -H")
+    place.add_argument("--node-size", type=int, help="ranks that stand for a node")
+    place.add_argument("--launcher", choices=["gloo", "mpi"])
+    place.add_argument("--rate-mbit", type=float, help=argparse.SUPPRESS)
+
+
+def join(chosen: argparse.Namespace) -> Any:
+    """Start Horovod as the options say; return the Comm. **Ranks:** all."""
+    import tfcommx as cx
+
+    return cx.init(node_size=chosen.node_size, watch_seconds=WATCH_SECONDS)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Make the parser of what the process that starts the ranks must know."""
+    found = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    found.add_argument("--json", type=Path)
+    found.add_argument("--png", type=Path)
+    found.add_argument("--record")
+    found.add_argument("--smoke", action="store_true")
+    add_options(found)
+    return found
+
+
+class Cluster(NamedTuple):
+    """A virtual cluster: one that is up, or one that is made of so many nodes and slots."""
+
+    name: str | None
+    nodes: int
+    slots: int
+    rate: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a launch runs."""
+
+    hosts: tuple[Host, ...]
+    cluster: Cluster | None = None
+    node_size: int | None = None
+    launcher: str = "gloo"
+    mpi_args: str = ""
+
+    @property
+    def size(self) -> int:
+        return sum(host.slots for host in self.hosts)
+
+    def note(self) -> str:
+        """Say for a record what to know about it."""
+        if self.cluster is None:
+            names = {host.name for host in self.hosts}
+            return "" if names == {"localhost"} else f"hosts {', '.join(sorted(names))}"
+        return (
+            f"a virtual cluster: {self.cluster.nodes} nodes of {self.cluster.slots} as network "
+            "namespaces of this machine, which share its cores; links of "
+            f"{self.cluster.rate} each way (scripts/cluster)"
+        )
+
+
+@dataclass(frozen=True)
+class LaunchThere(Launch):
+    """A launch that another command starts, such as `scripts/cluster run --`."""
+
+    before: tuple[str, ...] = ()
+
+    def words(self) -> list[str]:
+        return [*self.before, *super().words()]
+
+
+def smoke_place(benchmark: Benchmark) -> Place:
+    """Return where a benchmark's smallest run is: one launch for all that want the same."""
+    hosts = (Host("localhost", max(1, benchmark.ranks)),)
+    return Place(hosts, None, 1, benchmark.launcher, benchmark.mpi_args)
+
+
+def places(chosen: argparse.Namespace, benchmark: Benchmark) -> list[Place]:
+    """Return where a benchmark runs: one launch each.
+
+    Args:
+        chosen: the options of `add_options`; None where nothing was said.
+        benchmark: what it takes then.
+    """
+    how = chosen.launcher or benchmark.launcher, benchmark.mpi_args
+    size, slots = chosen.node_size, chosen.slots or benchmark.slots
+    if chosen.hosts:
+        return [Place(tuple(parse_hosts(chosen.hosts)), None, size, *how)]
+    on_nodes = chosen.nodes or chosen.rate or chosen.cluster or benchmark.nodes
+    if chosen.ranks or chosen.smoke or not on_nodes:
+        hosts = (Host("localhost", chosen.ranks or benchmark.ranks),)
+        return [Place(hosts, None, size or (1 if chosen.smoke else None), *how)]
+    found = []
+    for nodes in chosen.nodes or [benchmark.nodes or 4]:
+        for rate in chosen.rate or ["200mbit"]:
+            if rate == "none":
+                hosts = (Host("localhost", nodes * slots),)
+                found.append(Place(hosts, None, size or slots, *how))
+                continue
+            hosts = tuple(Host(f"node{node}", slots) for node in range(nodes))
+            found.append(Place(hosts, Cluster(chosen.cluster, nodes, slots, rate), size, *how))
+    return found
+
+
+def launch(place: Place, words: list[str]) -> int:
+    """Run the benchmarks' command on ranks; return the exit status.
+
+    Args:
+        place: where.
+        words: after `python scripts/bench`. On a virtual cluster the ranks get `--rate-mbit` of
+            its links besides.
+    """
+    quiet_tensorflow()
+    paths = [str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = ":".join(filter(None, paths))
+    # By default the process would end at once, and leave ranks, and the cluster that it has made
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        return _launch_on_cluster(place, words) if place.cluster else _run(place, words)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _launch_on_cluster(place: Place, words: list[str]) -> int:
+    assert place.cluster is not None
+    cluster, name = place.cluster, place.cluster.name or f"b{os.getpid()}"
+    command = [str(SCRIPTS / "cluster"), "--name", name]
+    size = ["--nodes", str(cluster.nodes), "--slots", str(cluster.slots), "--rate", cluster.rate]
+    try:
+        if not cluster.name:
+            subprocess.run([*command, "up", *size], check=True)
+        state = json.loads(Path(f"/run/tfcommx-{name}/state.json").read_text())
+        nodes = tuple(Host(f"node{node}", state["slots"]) for node in range(state["nodes"]))
+        rate = ["--rate-mbit", str(state["rate_mbit"])]
+        there = dataclasses.replace(place, hosts=nodes)
+        return _run(there, [*words, *rate], (*command, "run", "--"))
+    except subprocess.CalledProcessError as error:
+        return error.returncode  # scripts/cluster has said why
+    finally:
+        if not cluster.name:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # A half would be left
+            subprocess.run([*command, "down"], stdout=subprocess.DEVNULL)
+
+
+def _run(place: Place, words: list[str], before: tuple[str, ...] = ()) -> int:
+    """Run a launch to its end; end it if this process is to end."""
+    if place.node_size:
+        words = [*words, "--node-size", str(place.node_size)]
+    command = (sys.executable, str(SCRIPTS / "bench"), *words)
+    if place.size == 1:
+        return subprocess.call(command)
+    launch = LaunchThere(place.hosts, command, place.launcher, place.mpi_args, before=before)
+    running, lines = Running(launch), RankLines()
+    try:
+        status = running.wait(lines)
+        if status:
+            print(running.failed(status, lines), file=sys.stderr)
+        return status
+    finally:
+        if running.process.poll() is None:
+            running.terminate()
+            try:
+                running.process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                running.terminate()

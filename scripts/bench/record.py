@@ -1,0 +1,65 @@
+"""Record a training, or what the simulator predicts, as docs/records/NAME.json.
+
+    tfcommx train configs/fashion_mnist.yaml --processes 4
+    python scripts/bench record runs/fashion_mnist demo --command \\
+        "tfcommx train configs/fashion_mnist.yaml --processes 4"
+    python scripts/bench record rows.json predicted --command "tfcommx simulate ..."
+
+Of a training it reads the summary in the run's folder, of a simulation the file of `--json`. Call
+it on the machine that trained, at the commit that did. A training's row `run` has the last epoch's
+scores, the seconds of the whole run, the bytes that a rank sent to other nodes, and those that
+plain Horovod would have sent; `bytes_share` is the one over the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import records
+from tfcommx.report.summary import read
+
+KEPT = ("test_accuracy", "bleu", "ranks", "nodes", "epochs", "parameters", "seconds", "throughput")
+BYTES = ("bytes_between_nodes", "bytes_between_nodes_dense")
+
+
+def row_of(folder: Path) -> dict[str, Any]:
+    """Return the row of a run from its folder."""
+    summary = read(folder)
+    sent, dense = (summary[name] for name in BYTES)
+    kept = {name: summary[name] for name in summary if name in KEPT or name.startswith("test_")}
+    return {
+        "name": "run",
+        **kept,
+        "bytes_between": sent,
+        "bytes_between_dense": dense,
+        "bytes_share": sent / dense,
+        "tracing_seconds": sum(one["seconds"]["first_step"] for one in summary["rows"]),
+        "evaluation_seconds": sum(one["seconds"]["evaluation"] for one in summary["rows"]),
+        "verified": summary["replicas_identical"],
+    }
+
+
+def main(words: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="bench record",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, help="the run's folder, or the simulation's rows")
+    parser.add_argument("name", help="of the record")
+    parser.add_argument("--command", required=True, help="what trained")
+    chosen = parser.parse_args(words)
+    if chosen.run.is_file():
+        lines = map(json.loads, chosen.run.read_text().splitlines())
+        rows = [{"name": one["scheme"], **one} for one in lines]
+        note = "a prediction: nothing of this was measured"
+    else:
+        rows = [row_of(chosen.run)]
+        note = f"{rows[0]['ranks']} ranks as {rows[0]['nodes']} nodes on this machine"
+        if not rows[0]["verified"]:
+            raise SystemExit(f"Ranks of {chosen.run} had different weights: not recorded.")
+    print(f"recorded: {records.write(chosen.name, rows, chosen.command, note)}")

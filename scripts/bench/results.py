@@ -1,0 +1,155 @@
+"""Measure what README.md and docs/results.md show, on a quiet machine, one after the other.
+
+    python scripts/bench results                    # all; needs root and iproute2
+    python scripts/bench results --only select step
+    python scripts/bench results --missing          # those that have no record yet
+    python scripts/bench results --list
+
+Each writes docs/records/NAME.json; `make figures` puts the figures into the pages. Before each the
+cores must have been idle for some seconds. The most important ones come first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.records import FOLDER, ROOT
+
+# Settings of the same training: what is changed in the demo's recipe, whose three phases have 3, 2
+# and 6 epochs; the last is dense
+SPARSE = "{route: hitopk, selection: mstopk, density: 0.01, dense_route: torus}"
+SHORT_ENTRIES = (
+    "{route: hitopk, selection: mstopk, density: 0.04, wire: block16/float16, dense_route: torus}"
+)
+WARM_UP = "warm_up: [0.25, 0.063, 0.015]"
+SETTINGS = {
+    "demo": [],
+    "dense": [f"phases.{number}.scheme={{route: torus}}" for number in (0, 1)],
+    "one_percent": [f"phases.{number}.scheme={SPARSE}" for number in (0, 1, 2)],
+    "four_percent": [f"phases.{number}.scheme={SHORT_ENTRIES}" for number in (0, 1, 2)],
+    "dense_end": [
+        *(f"phases.{number}.scheme={SPARSE}" for number in (0, 1)),
+        f"phases.0.{WARM_UP.replace(': ', '=', 1)}",
+    ],
+    "short_dense_end": [
+        f"phases=[{{epochs: 3, resolution: 14, {WARM_UP}, scheme: {SPARSE}}}, "
+        f"{{epochs: 2, resolution: 20, scheme: {SPARSE}}}, "
+        f"{{epochs: 4, resolution: 28, scheme: {SPARSE}}}, "
+        "{epochs: 2, resolution: 28, scheme: {route: torus}}]"
+    ],
+    "float16": [f"phases.{number}.scheme={{route: torus, wire: float16}}" for number in (0, 1, 2)],
+}
+SIMULATE = (
+    "tfcommx simulate --model resnet50 --batch 64 --throughput 250 --nodes 4 --slots 8 "
+    "--sweep between_gbit=1,10,25"
+)
+TRAINING = "python scripts/bench training --nodes 4 --slots 1 --rates 200mbit --models resnet50"
+
+
+def train(setting: str, seed: int) -> str:
+    """Return the command of a training."""
+    words = ["tfcommx", "train", "configs/fashion_mnist.yaml", "--processes", "4"]
+    changes = [*SETTINGS[setting], *([f"seed={seed}"] if seed else [])]
+    for change in changes:
+        words += ["--set", change]
+    return shlex.join(words)
+
+
+# Record -> command
+COMMANDS = {
+    "demo": train("demo", 0),
+    "dense": train("dense", 0),
+    "one_percent": train("one_percent", 0),
+    "four_percent": train("four_percent", 0),
+    "dense_end": train("dense_end", 0),
+    "training": f"{TRAINING} --batch 4 --repeats 5 --schemes none horovod "
+    '"allreduce float16" "auto sparse"',
+    "training_densities": f"{TRAINING} --batch 4 --repeats 5 --schemes none "
+    + " ".join(
+        f'"hitopk block16/float16 {density}"' for density in (0.25, 0.063, 0.05, 0.04, 0.015)
+    ),
+    "routes": "python scripts/bench routes --sizes 25000000 --probe "
+    "--routes hitopk allgather allreduce torus "
+    "--wires plain float16 bfloat16 pair32 block16/float16",
+    "step": "python scripts/bench step",
+    "select": "python scripts/bench select",
+    "data": "python scripts/bench data --sizes 128",
+    "predicted_dense": f"{SIMULATE} --scheme allreduce",
+    "predicted_sparse": f"{SIMULATE} --scheme hitopk",
+    "short_dense_end": train("short_dense_end", 0),
+    **{f"{name}_seed1": train(name, 1) for name in SETTINGS if name != "float16"},
+    "float16": train("float16", 0),
+    "float16_seed1": train("float16", 1),
+}
+
+
+def idle_seconds() -> float:
+    """Return the seconds that all cores together have been idle since the start."""
+    words = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    return (int(words[4]) + int(words[5])) / 100
+
+
+def wait_for_quiet(at_most: float = 300.0) -> None:
+    """Wait until the cores have been idle for 3 s, but for a twentieth."""
+    cores, end = len(os.sched_getaffinity(0)), time.monotonic() + at_most
+    while True:
+        before, start = idle_seconds(), time.monotonic()
+        time.sleep(3)
+        share = (idle_seconds() - before) / (time.monotonic() - start) / cores
+        if share > 0.95:
+            return
+        if time.monotonic() > end:
+            raise SystemExit(f"Quiet cores are required. They were idle {share:.0%} of 3 s.")
+
+
+def measure(name: str) -> bool:
+    """Carry out a measurement and record it; return whether that went well."""
+    command, out = COMMANDS[name], ROOT / "runs" / "results" / name
+    out.parent.mkdir(parents=True, exist_ok=True)
+    words, option = shlex.split(command), {"train": "--output", "simulate": "--json"}
+    if words[0] != "tfcommx":
+        return subprocess.call([*words, "--record", name], cwd=ROOT) == 0
+    record = [sys.executable, "scripts/bench", "record", out, name, "--command", command]
+    return not (
+        subprocess.call([*words, option[words[1]], out], cwd=ROOT)
+        or subprocess.call([*map(str, record)], cwd=ROOT)
+    )
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="bench results",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", nargs="+", choices=COMMANDS, metavar="NAME", help="these records")
+    parser.add_argument("--missing", action="store_true", help="those that have no record yet")
+    parser.add_argument("--list", action="store_true", help="print the commands")
+    parser.add_argument("--crowded", action="store_true", help="do not wait for quiet cores")
+    chosen = parser.parse_args(words)
+    names = [
+        name
+        for name in chosen.only or COMMANDS
+        if not (chosen.missing and (FOLDER / f"{name}.json").exists())
+    ]
+    failed = []
+    for name in names:
+        if chosen.list:
+            print(f"{name}: {COMMANDS[name]}")
+            continue
+        if not chosen.crowded:
+            wait_for_quiet()
+        start = time.monotonic()
+        if not measure(name):
+            failed.append(name)
+        print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
+    if failed:
+        print(f"not measured: {', '.join(failed)}")
+    return int(bool(failed))

@@ -1,0 +1,86 @@
+"""The checks inside of benchmarks fail when what they check is wrong."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace as Space
+
+import keras
+import pytest
+import tensorflow as tf
+from launching import ROOT
+
+from tfcommx.runtime.trial import TrialExecutor
+from tfcommx.runtime.trial_rounds import TrialRounds
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from bench import plans
+from bench.benchmarks import elastic_averaging, passes
+
+
+class Loses(keras.optimizers.SGD):
+    """Loses one entry of the last gradient."""
+
+    def apply(self, grads: list, trainable_variables: list) -> None:
+        last = grads[-1] * tf.constant([1.0, 1.0, 0.0])
+        super().apply([*grads[:-1], last], trainable_variables)
+
+
+@pytest.mark.parametrize(("kind", "right"), [(keras.optimizers.SGD, True), (Loses, False)])
+def test_a_lost_entry_is_seen_and_all_is_put_back(kind: type, right: bool) -> None:
+    alone = Space(rank=0, topology=Space(size=1), gather_objects=lambda mine: [mine])
+    weights = [keras.Variable([[1.0, 2.0]]), keras.Variable([3.0, 4.0, 5.0])]
+    optimizer = kind(0.25)
+    assert plans.sums_are_right(alone, optimizer, weights) == right
+    assert [one.numpy().tolist() for one in weights] == [[[1, 2]], [3, 4, 5]]
+    assert float(optimizer.learning_rate) == 0.25
+
+
+def test_a_trial_that_is_under_way_is_seen() -> None:
+    trial = object.__new__(TrialExecutor)
+    trial.rounds, trial.executors = TrialRounds(2), ["plain", "other"]
+    optimizer = Space(exchanger=Space(runs={"w": Space(executor=trial)}))
+    while trial.rounds.chosen is None:
+        assert not plans.is_decided(optimizer)
+        trial.rounds.record([0.1] * len(trial.rounds.order))
+    assert plans.is_decided(optimizer)
+    assert plans.is_decided(keras.optimizers.SGD(0.1))  # Exchanges nothing
+
+
+@pytest.mark.parametrize("broken", [None, "merge", "encode", "rounded"])
+def test_each_pass_is_checked(monkeypatch: pytest.MonkeyPatch, broken: str | None) -> None:
+    """Most rows were "verified" without a check."""
+    bucket = passes.bucket_of(40960, 0.05)
+    if broken:
+        once = getattr(passes.codec, broken)
+        wrong = {
+            "merge": lambda *given, **named: once(*given, **named) + 1e-7,
+            "encode": lambda sparse, wire: once(sparse._replace(values=-sparse.values), wire),
+            "rounded": lambda sparse, wire: (sparse, tf.zeros_like(sparse.values)),
+        }[broken]
+        monkeypatch.setattr(passes.codec, broken, wrong)
+    found = passes.parts_of(bucket)
+    right = passes.verified(bucket, found)
+    assert right.keys() == found.keys()
+    failed = {None: set(), "merge": {"merge", "merge and average"}, "encode": {"encode"}}
+    expected = failed.get(broken, {"round"})
+    assert {name for name, verdict in right.items() if not verdict} == expected
+
+
+def test_the_merge_has_other_entries_from_each_rank() -> None:
+    """It had the same four times: a quarter of the scattered places."""
+    bucket = passes.bucket_of(40960, 0.05)
+    places = {int(place) for one in bucket.sent for place in one.indices}
+    assert len(places) > 3 * bucket.plan.selected
+    # Some variables begin at multiples of 64 bytes, some do not
+    starts = [sum(bucket.plan.sizes[:i]) % 16 for i in range(len(bucket.plan.sizes))]
+    assert {bool(start) for start in starts} == {True, False}
+
+
+def test_a_centre_beside_training_that_failed_is_not_good() -> None:
+    """Dense training was compared with itself, and one look counted."""
+    good = elastic_averaging.is_as_good
+    assert good(0.84, 0.845, 0.8) and not good(0.834, 0.845, 0.8)
+    assert not good(0.1, 0.1, 0.8)
+    curve = [[1.0, 0.5], [2.0, 0.83], [3.0, 0.85], [4.0, 0.81]]
+    assert elastic_averaging.accuracy_of(curve) == pytest.approx(0.83)
