@@ -145,7 +145,7 @@ def finish(
     if chosen.png and rows:
         (draw or save_picture)(rows, chosen.png)
     if chosen.record and rows and right(rows):
-        command = records.command_of(Path(sys.argv[0]))
+        command = records.command_of(sys.argv[1:])
         print(f"recorded: {records.write(chosen.record, rows, command, note)}")
     return 0 if right(rows) else 1
 

@@ -88,8 +88,10 @@ class Place:
     def note(self) -> str:
         """Say for a record what to know about it."""
         if self.cluster is None:
-            names = {host.name for host in self.hosts}
-            return "" if names == {"localhost"} else f"hosts {', '.join(sorted(names))}"
+            names = sorted({host.name for host in self.hosts})
+            if names == ["localhost"]:
+                return "all ranks on this host, no links" if self.node_size else ""
+            return f"hosts {', '.join(names)}"
         return (
             f"a virtual cluster: {self.cluster.nodes} nodes of {self.cluster.slots} as network "
             "namespaces of this machine, which share its cores; links of "
@@ -124,8 +126,8 @@ def places(chosen: argparse.Namespace, benchmark: Benchmark) -> list[Place]:
     size, slots = chosen.node_size, chosen.slots or benchmark.slots
     if chosen.hosts:
         return [Place(tuple(parse_hosts(chosen.hosts)), None, size, *how)]
-    on_nodes = chosen.nodes or chosen.rate or chosen.cluster or benchmark.nodes
-    if chosen.ranks or chosen.smoke or not on_nodes:
+    on_nodes = chosen.nodes or chosen.rate or chosen.cluster
+    if chosen.ranks or not (on_nodes or (benchmark.nodes and not chosen.smoke)):
         hosts = (Host("localhost", chosen.ranks or benchmark.ranks),)
         return [Place(hosts, None, size or (1 if chosen.smoke else None), *how)]
     found = []

@@ -87,22 +87,21 @@ def write(
     return path
 
 
-def command_of(script: Path) -> str:
+def command_of(words: Sequence[str]) -> str:
     """Return the command that started this process, from the launcher if there is one.
 
     Args:
-        script: the program, as one of the words of the command names it.
+        words: what follows the name of this program; a launcher's command ends with them, too.
     """
-    found, process = [str(script)], os.getpid()
+    found, process = ["python", "scripts/bench", *words], os.getpid()
     while process > 1:
         try:
-            words = Path(f"/proc/{process}/cmdline").read_text().split("\0")[:-1]
+            command = Path(f"/proc/{process}/cmdline").read_text().split("\0")[:-1]
             parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError):
             break
-        names_it = any(Path(word).name == script.name for word in words)
-        if names_it and STARTERS.search(words[0]):
-            found = words
+        if STARTERS.search(command[0]) and command[-len(words) :] == [*words]:
+            found = command
         process = parent
     return tidied(found)
 

@@ -41,43 +41,19 @@ from tfcommx.comm.base import Comm
 from tfcommx.kernels import loader
 from tfcommx.kernels.norms import squared_norms
 from tfcommx.optim.parallel_operator import ParallelOperator
+from tfcommx.simulator import models
 
 OVER_READ, OVER_BYTES, OVER_BETTER = 1.3, 1.25, 1.05
 Shapes = list[tuple[int, ...]]
 Step = Callable[[], Any]
 
 
-def resnet50() -> Shapes:
-    """Return the shapes of ResNet-50's 161 trainable variables."""
-
-    def convolution(size: int, inputs: int, outputs: int) -> Shapes:
-        return [(size, size, inputs, outputs), (outputs,), (outputs,)]
-
-    found, inputs = convolution(7, 3, 64), 64
-    for width, blocks in zip((64, 128, 256, 512), (3, 4, 6, 3), strict=True):
-        for block in range(blocks):
-            found += convolution(1, inputs, width) + convolution(3, width, width)
-            found += convolution(1, width, 4 * width)
-            if block == 0:
-                found += convolution(1, inputs, 4 * width)
-            inputs = 4 * width
-    return [*found, (2048, 1000), (1000,)]
+MODELS = ("resnet50", "transformer_base", "transformer_big")
 
 
-def transformer(width: int, inner: int) -> Shapes:
-    """Return the shapes of a Transformer of 6 + 6 layers and 37,000 shared words."""
-    attention = [(width, width)] * 4
-    feed = [(width, inner), (inner,), (inner, width), (width,)]
-    norm = [(width,)] * 2
-    encoder = attention + norm + feed + norm
-    return [(37000, width), *(encoder + attention + norm) * 6, *encoder * 6]
-
-
-MODELS = {
-    "resnet50": resnet50,
-    "transformer_base": lambda: transformer(512, 2048),
-    "transformer_big": lambda: transformer(1024, 4096),
-}
+def shapes_of(model: str) -> Shapes:
+    """Return the shapes of a model's variables."""
+    return [shape for layer in models.get(model).layers for _, shape in layer.variables]
 
 
 def entries_of(shapes: Shapes) -> int:
@@ -102,7 +78,7 @@ def timed(steps: dict[str, Step], repeats: int, comm: Comm | None = None) -> dic
 
 def measure_norms(model: str, repeats: int) -> list[dict]:
     """Time the norms of a model's weights and gradients."""
-    shapes = MODELS[model]()
+    shapes = shapes_of(model)
     values = arrays(shapes, 1) + arrays(shapes, 2)
     # Variables, as in training; a traced step could compute with constants beforehand
     tensors = [tf.Variable(value) for value in values]
@@ -125,7 +101,7 @@ def measure_norms(model: str, repeats: int) -> list[dict]:
 
 def measure_steps(model: str, repeats: int) -> list[dict]:
     """Time steps of LARS and SGD on a model's variables."""
-    shapes = MODELS[model]()
+    shapes = shapes_of(model)
     entries = entries_of(shapes)
     gradients = [tf.Variable(value * 1e-3) for value in arrays(shapes, 2)]
     optimizers = {
@@ -239,7 +215,7 @@ def svd(items: list[tf.Tensor]) -> list[tf.Tensor]:
 def measure_operator(name: str, comm: Comm, model: str, repeats: int) -> list[dict]:
     """Time the three modes of an operator. **Ranks:** all."""
     op = {"norms": native_norms, "tf_norm": each_norm, "svd": svd}[name]
-    shapes = [(192, 192)] * 16 if name == "svd" else MODELS[model]() * 2
+    shapes = [(192, 192)] * 16 if name == "svd" else shapes_of(model) * 2
     tensors = [tf.Variable(value) for value in arrays(shapes, 1)]
     operators = {
         mode: ParallelOperator(op, mode, "world", None, None, comm)
@@ -271,7 +247,7 @@ def measure_operator(name: str, comm: Comm, model: str, repeats: int) -> list[di
 def parser() -> argparse.ArgumentParser:
     found = options.parser(__doc__, sizes=[], repeats=11)
     found.add_argument(
-        "--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="whose variables"
+        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="whose variables"
     )
     found.add_argument(
         "--operators",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+import shlex
 import sys
 from types import SimpleNamespace as Space
 
@@ -14,8 +17,9 @@ from tfcommx.runtime.trial import TrialExecutor
 from tfcommx.runtime.trial_rounds import TrialRounds
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from bench import plans
+from bench import plans, ranks, results
 from bench.benchmarks import elastic_averaging, passes
+from bench.registry import BENCHMARKS
 
 
 class Loses(keras.optimizers.SGD):
@@ -84,3 +88,27 @@ def test_a_centre_beside_training_that_failed_is_not_good() -> None:
     assert not good(0.1, 0.1, 0.8)
     curve = [[1.0, 0.5], [2.0, 0.83], [3.0, 0.85], [4.0, 0.81]]
     assert elastic_averaging.accuracy_of(curve) == pytest.approx(0.83)
+
+
+def documented() -> set[str]:
+    """Return what documents print after `scripts/bench`, and what `bench results` runs."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    texts = [page.read_text().replace("\\\n", " ") for page in pages]
+    texts += [command for command in results.COMMANDS.values()]
+    return {
+        line for text in texts for line in re.findall(r"python3? scripts/bench ([^`\n]*)", text)
+    }
+
+
+@pytest.mark.parametrize("line", sorted(documented()))
+def test_a_command_of_the_documents_is_taken(line: str) -> None:
+    name, *words = shlex.split(line, comments=True)
+    if name not in BENCHMARKS:
+        assert name in ("--list", "all", "results", "record")
+        return
+    parser = importlib.import_module(f"bench.benchmarks.{name}").parser()
+    if BENCHMARKS[name].ranks:
+        ranks.add_options(parser)
+        chosen, _ = ranks.parser().parse_known_args(words)
+        assert ranks.places(chosen, BENCHMARKS[name])
+    parser.parse_args(words)
