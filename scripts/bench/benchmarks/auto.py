@@ -30,10 +30,10 @@ import tensorflow as tf
 from bench import options, plans, ranks, rounds
 from bench.checks import moved_alike
 from bench.peers import PlainHorovod
-from tfcommx.runtime.turns import STEPS
 
 import tfcommx as cx
 from tfcommx.comm.base import Comm
+from tfcommx.runtime.trial_rounds import STEPS
 from tfcommx.terms import Link, Links
 
 ALLOWED = 1.02  # times plain Horovod
