@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import records
+from bench.rounds import paired_ratio
 
 COLUMNS = ("name", "n", "density", "seconds", "limit_seconds", "times_limit", "verified")
 SPREAD = ("repeats", "lowest_seconds", "highest_seconds")
@@ -116,6 +117,40 @@ def row(
     return dict(zip((*COLUMNS, *SPREAD), shared + spread, strict=True)) | more
 
 
+def rows_of(
+    n: int,
+    seconds: Mapping[str, Sequence[float]],
+    verified: bool | Mapping[str, bool | None],
+    base: str | None = None,
+    allowed: float | None = None,
+    density: float = 1.0,
+    **more: Any,
+) -> list[dict[str, Any]]:
+    """Make the rows of contestants that took turns.
+
+    >>> rows = rows_of(8, {"plain": [1.0, 2.0], "ours": [1.1, 1.8]}, True, "plain", allowed=1.02)
+    >>> [round(row["ratio"], 2) for row in rows], round(rows[1]["limit_seconds"], 2)
+    ([1.0, 1.0], 1.53)
+
+    Args:
+        n, verified, density: the columns; `verified` of all, or of each.
+        seconds: name -> of each round.
+        base: a contestant; `ratio` is the median over the rounds of the time over its time in the
+            same round.
+        allowed: times the base's median is the limit.
+        more: the benchmark's own columns, the same in all rows.
+    """
+    limit = None if base is None or allowed is None else allowed * statistics.median(seconds[base])
+    rows = []
+    for name, times in seconds.items():
+        good = verified if isinstance(verified, bool) else verified[name]
+        own = dict(more)
+        if base is not None and len(times) == len(seconds[base]):
+            own["ratio"] = paired_ratio(times, seconds[base])
+        rows.append(row(name, n, times, good, density, limit, **own))
+    return rows
+
+
 def right(rows: Rows) -> bool:
     """Tell whether no row is wrong; some are not judged."""
     return all(one["verified"] in (True, None) for one in rows)
@@ -153,6 +188,8 @@ def finish(
 def print_table(table: Table) -> None:
     """Print the shared columns of some rows, then the benchmark's own."""
     more = dict(table.own)
+    if all(one.get("ratio") is not None for one in table.rows):
+        more = {"ratio": lambda one: f"{one['ratio']:.3f}"} | more
     if table.base is not None:
         base = next(one["seconds"] for one in table.rows if one["name"] == table.base)
         more = {f"/ {table.base}": lambda one: f"{one['seconds'] / base:.2f}"} | more

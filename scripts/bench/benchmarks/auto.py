@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -159,26 +158,12 @@ def race(comm: Comm, n: int, links: Links | None, chosen: argparse.Namespace) ->
         for name in rounds.turns(contestants, turn):
             taken = run(comm, contestants[name], range(first, first + STEPS_A_ROUND))
             seconds[name].append(taken / STEPS_A_ROUND)
-    rows = []
-    for name, one in contestants.items():
-        sent, words = how(one, chosen.density)
-        rows.append(
-            options.row(
-                name,
-                n,
-                seconds[name],
-                verified(comm, one, contestants["plain"], lossless),
-                sent,
-                limit_seconds=ALLOWED * statistics.median(seconds["plain"]),
-                ranks=comm.topology.size,
-                ratio=rounds.paired_ratio(seconds[name], seconds["plain"]),
-                begin_seconds=begin[name],
-                chosen=words,
-            )
-        )
-    own = {
-        "ratio": lambda one: f"{one['ratio']:.3f}",
-        "begin, s": lambda one: f"{one['begin_seconds']:.1f}",
-    }
+    plain = contestants["plain"]
+    right = {name: verified(comm, one, plain, lossless) for name, one in contestants.items()}
+    rows = options.rows_of(n, seconds, right, "plain", ALLOWED, ranks=comm.topology.size)
+    for row, one in zip(rows, contestants.values(), strict=True):
+        row["density"], row["chosen"] = how(one, chosen.density)
+        row["begin_seconds"] = begin[row["name"]]
+    own = {"begin, s": lambda one: f"{one['begin_seconds']:.1f}"}
     notes = [f"{one['name']}: {one['chosen']}" for one in rows]
     return options.Table(f"{n:,} parameters, {comm.topology}", rows, "plain", own, notes)

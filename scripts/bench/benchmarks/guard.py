@@ -74,16 +74,9 @@ def measure(chosen: argparse.Namespace) -> Iterator[options.Table]:
         shares["with a check"] /= EVERY
         found = finds_a_difference(*made["with a check"])
         cheap = chosen.smoke or shares["with a check"] < LIMIT
-        rows = [
-            options.row(
-                name,
-                entries,
-                times,
-                name != "with a check" or (found and cheap),
-                share=shares[name],
-            )
-            for name, times in seconds.items()
-        ]
+        right = {name: name != "with a check" or (found and cheap) for name in KINDS}
+        rows = options.rows_of(entries, seconds, right)
+        rows = [row | {"share": shares[row["name"]]} for row in rows]
         title = (
             f"{entries:,} entries, {comm.topology.size} ranks; a check in {EVERY} steps, limit "
             f"{100 * LIMIT} %"

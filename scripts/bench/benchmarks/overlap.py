@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -91,23 +90,9 @@ def measure(chosen: argparse.Namespace) -> Iterator[options.Table]:
         )
         verified = all(comm.gather_objects(alike))
         seconds = rounds.take_turns(steps, chosen.repeats, comm, warm_up=0)
-        base = seconds["horovod"]
-        rows = [
-            options.row(
-                name,
-                n,
-                times,
-                verified,
-                limit_seconds=ALLOWED * statistics.median(base),
-                ranks=comm.topology.size,
-                buckets=buckets[name],
-                ratio=rounds.paired_ratio(times, base),
-            )
-            for name, times in seconds.items()
-        ]
-        own = {
-            "buckets": lambda one: str(one["buckets"] or ""),
-            "ratio": lambda one: f"{one['ratio']:.3f}",
-        }
+        own = {"ranks": comm.topology.size}
+        rows = options.rows_of(n, seconds, verified, "horovod", ALLOWED, **own)
+        rows = [row | {"buckets": buckets[row["name"]]} for row in rows]
+        own = {"buckets": lambda one: str(one["buckets"] or "")}
         title = f"{LAYERS} layers of {n:,} weights, {comm.topology.size} ranks"
         yield options.Table(title, rows, "horovod", own)

@@ -169,16 +169,5 @@ def measure(chosen: argparse.Namespace) -> Iterator[options.Table]:
         right = verified(bucket, found)
         steps = {name: tf.function(part, autograph=False) for name, part in found.items()}
         seconds = rounds.take_turns(steps, chosen.repeats)
-        rows = [
-            options.row(
-                name,
-                n,
-                times,
-                right[name],
-                chosen.density,
-                ratio=rounds.paired_ratio(times, seconds["flatten"]),
-            )
-            for name, times in seconds.items()
-        ]
-        own = {"ratio": lambda one: f"{one['ratio']:.2f}"}
-        yield options.Table(f"{n:,} entries, {WIRE}, {RANKS} ranks", rows, own=own)
+        rows = options.rows_of(n, seconds, right, "flatten", density=chosen.density)
+        yield options.Table(f"{n:,} entries, {WIRE}, {RANKS} ranks", rows)

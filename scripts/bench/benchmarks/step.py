@@ -11,7 +11,6 @@ Horovod's time in the same round. `limit_seconds` is 1.05 times plain Horovod's 
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -95,20 +94,7 @@ def measure(chosen: argparse.Namespace) -> Iterator[options.Table]:
             for name, step in steps.items()
         }
         seconds = rounds.take_turns(calls, chosen.repeats, comm, warm_up=0)
-        plain = seconds["horovod"]
-        rows = [
-            options.row(
-                name,
-                n,
-                times,
-                verified,
-                limit_seconds=ALLOWED * statistics.median(plain),
-                ranks=comm.topology.size,
-                gradients=len(sizes),
-                ratio=rounds.paired_ratio(times, plain),
-            )
-            for name, times in seconds.items()
-        ]
+        own = {"ranks": comm.topology.size, "gradients": len(sizes)}
+        rows = options.rows_of(n, seconds, verified, "horovod", ALLOWED, **own)
         title = f"{n:,} entries, {len(sizes)} gradients, {comm.topology.size} ranks"
-        own = {"ratio": lambda one: f"{one['ratio']:.3f}"}
-        yield options.Table(title, rows, "horovod", own)
+        yield options.Table(title, rows, "horovod")
