@@ -41,7 +41,7 @@ def warm(
         int | None,
         typer.Option(help="Short side at which images are kept, pixels; by default their own."),
     ] = None,
-    split: Annotated[str, typer.Option(help="Of shards and of TensorFlow data sets.")] = "train",
+    split: Annotated[str, typer.Option(help="Split of shards, or of a TensorFlow set.")] = "train",
     memory: Memory = Path("/dev/shm"),
     hold: Annotated[
         bool,
@@ -52,8 +52,8 @@ def warm(
     seed: Annotated[
         int,
         typer.Option(
-            help="Of the runs to come: it says which samples are whose, if there is more than one "
-            "node."
+            help="Seed of the runs to come, which decides the samples of each node, if there are "
+            "several."
         ),
     ] = 0,
 ) -> None:

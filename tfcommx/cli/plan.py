@@ -23,17 +23,19 @@ def plan(
     nodes: Annotated[int, typer.Option(help="Nodes of the cluster.")] = 4,
     slots: Annotated[int, typer.Option(help="Ranks on each node.")] = 1,
     selection: Annotated[
-        str, typer.Option(help="all: nothing is lost; or a rule, such as mstopk.")
+        str, typer.Option(help="all, which loses nothing, or a rule such as mstopk.")
     ] = "all",
     density: Annotated[float, typer.Option(help="Entries sent / entries, of a rule.")] = 0.01,
     wire: Annotated[
         str,
-        typer.Option(help="Of selected entries: block16/float16. Of all: float16, bfloat16 too."),
+        typer.Option(
+            help="Format of selected entries: block16/float16; of all: float16, bfloat16."
+        ),
     ] = "plain",
     mpi: Annotated[bool, typer.Option(help="Include the routes that need MPI.")] = False,
-    batch: Annotated[int, typer.Option(help="Samples per rank and step, for a name.")] = 64,
+    batch: Annotated[int, typer.Option(help="Samples per rank and step, if MODEL is a name.")] = 64,
     throughput: Annotated[
-        float, typer.Option(help="Samples/s of one rank alone, for a name.")
+        float, typer.Option(help="Samples/s of one rank alone, if MODEL is a name.")
     ] = 250.0,
     output: Annotated[
         Path | None, typer.Option(help="Write the chosen plan: DistributedOptimizer(plan=...).")

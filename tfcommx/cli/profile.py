@@ -16,7 +16,7 @@ from tfcommx.recipes.recipe import read as read_recipe
 def profile(
     config: Annotated[Path, typer.Argument(help="Recipe, such as configs/fashion_mnist.yaml.")],
     output: Annotated[Path, typer.Option(help="File of the profile.")] = Path("profile.json"),
-    steps: Annotated[int, typer.Option(min=1, help="Steps that are measured.")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to measure.")] = 10,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="PLACE=VALUE", help=SET_HELP)
     ] = None,

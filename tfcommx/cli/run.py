@@ -43,7 +43,7 @@ def run(
         bool, typer.Option("--mpi", help="Launch with mpirun: for routes of messages.")
     ] = False,
     network_interfaces: Annotated[
-        str | None, typer.Option(help="Of all hosts, such as eth0, or eth0,eth1.")
+        str | None, typer.Option(help="Networks of all hosts, such as eth0 or eth0,eth1.")
     ] = None,
     ssh_port: Annotated[
         int | None, typer.Option("-p", "--ssh-port", help="The same on all hosts.")

@@ -33,7 +33,7 @@ def train(
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option("--processes", "-np", min=1, help="Start so many ranks, here or on -H."),
+        typer.Option("--processes", "-np", min=1, help="Start this many ranks, here or on -H."),
     ] = None,
     hosts: Annotated[
         str | None,

@@ -87,13 +87,13 @@ def probe(
         clock: returns seconds from any start.
         blocks: sizes of the pipeline's blocks to try, bytes, multiples of 4, >= 4; the vector has
             half the largest of `sizes`.
-        steady: messages are repeated until so many bytes have come through a port.
+        steady: messages are repeated until this many bytes have come through a port.
         load: computes while messages are timed again (`measure.engine.matmul_load`, or a step of a
             model); None: contention is not measured.
         fusion: whether to measure if the engine fuses allreduces; `comm` must work in graphs.
 
     Returns:
-        The same on every rank; a message takes what it takes on the slowest rank.
+        The same on every rank; times of messages are the slowest rank's.
 
     **Ranks:** all, outside of traced code, with equal arguments. **Cost:** (repeats + 1) times 1 to
     16 exchanges of each size and group, and (repeats + 1) allreduces for each size of block.

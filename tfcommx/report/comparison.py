@@ -29,7 +29,7 @@ def curves(runs: Runs) -> Figure:
 
 
 def panels(runs: Runs) -> dict[str, Figure]:
-    """Draw each panel of how the runs learned into a figure of its own, by what it shows."""
+    """Draw a figure for each panel of how the runs learned, by its title."""
     from matplotlib.figure import Figure
 
     found = {}

@@ -34,7 +34,7 @@ class TrainOptions:
 
     # Continue after the last whole checkpoint in the run's folder, if there is one
     resume: bool = False
-    # Save and stop after so many minutes of this process, > 0; None: no limit
+    # Save and stop after this many minutes of this process, > 0; None: no limit
     minutes: float | None = None
     # Device file of a terminal for the progress bar if rank 0's output is a pipe
     terminal: str | None = None

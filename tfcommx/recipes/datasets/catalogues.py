@@ -29,7 +29,7 @@ PACKAGES = (
     "iso-codes",
 )
 LOCALES = Path("usr/share/locale/de/LC_MESSAGES")
-# One in so many messages is for evaluation, chosen by a hash of the English text
+# One message in 40 is for evaluation, chosen by a hash of the English text
 ONE_IN = 40
 
 

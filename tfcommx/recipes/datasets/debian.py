@@ -30,7 +30,7 @@ def unpack(packages: Sequence[str], work: Path) -> Path:
     for needed in (lists / "partial", cache / "archives" / "partial"):
         needed.mkdir(parents=True)
     private = ["-o", f"Dir::State::Lists={lists}", "-o", f"Dir::Cache={cache}"]
-    # As root, apt would fetch as the user _apt, who cannot write here.
+    # As root, apt would download as the user _apt, which cannot write here
     download = ["apt-get", "-q", "-o", "APT::Sandbox::User=root"]
     try:
         run([*download, "download", *packages], work)

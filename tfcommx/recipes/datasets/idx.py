@@ -58,7 +58,7 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def damaged(path: Path, required: str, received: str) -> str:
-    """Return the message of an error about a file that is not what it should be."""
+    """Return the error message about a damaged file."""
     return (
         f"{path} is damaged: {required} required, received {received}. Delete it and run `{FETCH}`."
     )
