@@ -14,7 +14,7 @@ from tfcommx.recipes.recipe import Recipe
 from tfcommx.terms import Topology
 from tfcommx.training import dry_run
 from tfcommx.training.run import Run
-from tfcommx.training.timing import BUSY
+from tfcommx.training.timing import STEP_KINDS
 
 PICTURES = (tf.TensorSpec([None, None, None, 3]), tf.TensorSpec([None], tf.int64))
 WORDS = tf.TensorSpec([None, None], tf.int32)
@@ -78,9 +78,9 @@ def test_auto_knows_the_real_run_and_its_trial_is_over_before_steps_are_timed(
     monkeypatch.setattr(Run, "samples_of", lambda *_: SimpleNamespace(element_spec=PICTURES))
     monkeypatch.setattr(dry_run, "exchanger_of", lambda model: model.optimizer.exchanger)
     schemes = {"*": asked.phases[1].scheme}
-    requested = SimpleNamespace(ahead=ExpectedRun(), schemes=schemes)
+    requested = SimpleNamespace(expected_run=ExpectedRun(), schemes=schemes)
     exchanger = SimpleNamespace(requested=requested, ranks=ranks, runs=runs)
-    timing = SimpleNamespace(seconds=dict.fromkeys(BUSY, 1.0))
+    timing = SimpleNamespace(seconds=dict.fromkeys(STEP_KINDS, 1.0))
     model = Model(exchanger=exchanger, gradient_accumulation_steps=accumulated)
     dry_run._phase(model, run, 1, timing, steps=5)
     steps = (2 * 500 + 3 * 1000) // (accumulated or 1)

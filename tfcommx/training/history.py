@@ -59,7 +59,7 @@ class EpochHistory(keras.callbacks.Callback):
 
     def row(self, epoch: int, logs: dict[str, Any]) -> dict[str, Any]:
         """Return the numbers of an epoch that has just ended."""
-        scheme, seconds = self.schemes[epoch], self.timing.so_far()
+        scheme, seconds = self.schemes[epoch], self.timing.epoch_seconds()
         phase, steps = self.counter.phase, self.steps_measured()
         loader = self.run.data.report(epoch)
         return {
@@ -79,7 +79,7 @@ class EpochHistory(keras.callbacks.Callback):
             # Of these, those whose time is in seconds.first_step
             "first_steps": self.timing.first_steps,
             "counted": self.run.objective.counted,
-            "throughput": steps * self.run.global_batch(phase) / self.timing.busy(),
+            "throughput": steps * self.run.global_batch(phase) / self.timing.step_seconds(),
             "replicas_identical": bool(self.compare.identical),
             "seconds": {kind: round(value, 3) for kind, value in seconds.items()},
             "clock_seconds": round(self.clock(), 3),
@@ -98,7 +98,7 @@ class ShowProgress(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         history, counter, logs = self.history, self.history.counter, logs or {}
-        busy = max(history.timing.busy(), 1e-9)
+        busy = max(history.timing.step_seconds(), 1e-9)
         samples = history.steps_measured() * history.run.global_batch(counter.phase)
         status = {
             "epoch": counter.position.epoch + 1,

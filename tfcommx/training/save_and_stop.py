@@ -134,7 +134,7 @@ class SaveAndStop(keras.callbacks.Callback):
         under_way = {}
         if after.step:
             counts = {"steps": steps, "first_steps": timing.first_steps}
-            under_way = {"seconds": timing.so_far(), **counts}
+            under_way = {"seconds": timing.epoch_seconds(), **counts}
         checkpoint.save(
             self.model,
             self.run.checkpoint,

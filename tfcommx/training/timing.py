@@ -14,7 +14,7 @@ from tfcommx.optim.wrapped import exchanger_of
 # What is measured of an epoch, in seconds; `other` is the rest
 KINDS = ("data", "compute", "gradients", "update", "first_step", "evaluation", "saving")
 # Of these, what belongs to training steps
-BUSY = ("data", "compute", "gradients", "update", "first_step")
+STEP_KINDS = ("data", "compute", "gradients", "update", "first_step")
 
 
 class Timing(keras.callbacks.Callback):
@@ -111,11 +111,11 @@ class Timing(keras.callbacks.Callback):
             seconds["update"] += now - exchanged
         self.first = False
 
-    def busy(self) -> float:
+    def step_seconds(self) -> float:
         """Return the seconds in training steps of the epoch so far."""
-        return sum(self.seconds[kind] for kind in BUSY)
+        return sum(self.seconds[kind] for kind in STEP_KINDS)
 
-    def so_far(self) -> dict[str, float]:
+    def epoch_seconds(self) -> dict[str, float]:
         """Return the epoch's seconds by kind; they sum to its wall-clock time."""
         total = self._before + time.time() - self._epoch_start
         return {**self.seconds, "other": total - sum(self.seconds.values())}

@@ -23,7 +23,7 @@ from tfcommx.training.run import Run, prepare
 from tfcommx.training.save_and_stop import SaveAndStop, StopAtEpochEnd, Stopped
 from tfcommx.training.signals import StopRequests
 from tfcommx.training.steps import Position, StepCounter, fit_calls
-from tfcommx.training.timing import BUSY, Timing
+from tfcommx.training.timing import STEP_KINDS, Timing
 
 log = logging.getLogger("tfcommx")
 
@@ -321,7 +321,7 @@ def build_metrics(model: keras.Model, batches: tf.data.Dataset) -> None:
 
 def summarise(run: Run, model: keras.Model, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the summary of a run from its rows, without traffic and time."""
-    busy = sum(row["seconds"].get(kind, 0) for row in rows for kind in BUSY)
+    busy = sum(row["seconds"].get(kind, 0) for row in rows for kind in STEP_KINDS)
     samples = sum(row["steps"] * row["global_batch"] for row in rows)
     last = rows[-1] if rows else {"test_accuracy": None}
     scores = {name: value for name, value in last.items() if name.startswith("test_")}
