@@ -48,7 +48,7 @@ def run(name: str, words: list[str]) -> int:
         return run_here(name, words)
     from bench import ranks
 
-    if ranks.launcher().kind != "none":
+    if ranks.in_launch():
         return run_here(name, words)
     chosen, own = ranks.parser().parse_known_args(words)
     places = ranks.places(chosen, benchmark)
@@ -104,7 +104,7 @@ def run_here(name: str, words: Sequence[str], label: str | None = None) -> int:
         from bench import ranks
 
         ranks.add_options(parser)
-        chief = ranks.launcher().rank == 0
+        chief = ranks.is_chief()
     chosen, rows = parser.parse_args(words), []
     for table in module.measure(chosen):
         found = [{"benchmark": label} | row if label else row for row in table.rows]

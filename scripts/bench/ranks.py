@@ -17,7 +17,7 @@ from bench.registry import Benchmark
 from tfcommx.cli.environment import quiet_tensorflow
 from tfcommx.comm.allocation import Host, parse_hosts
 from tfcommx.comm.horovodrun import Launch, Running
-from tfcommx.comm.launcher import launcher  # noqa: F401 (asked of this module)
+from tfcommx.comm.launcher import launcher
 from tfcommx.comm.rank_lines import RankLines
 
 SCRIPTS = Path(__file__).resolve().parent.parent
@@ -42,6 +42,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     place.add_argument("--node-size", type=int, help="ranks that stand for a node")
     place.add_argument("--launcher", choices=["gloo", "mpi"])
     place.add_argument("--rate-mbit", type=float, help=argparse.SUPPRESS)
+
+
+def in_launch() -> bool:
+    """Tell whether a launcher has started this process."""
+    return launcher().kind != "none"
+
+
+def is_chief() -> bool:
+    """Tell whether this process is rank 0, or alone."""
+    return launcher().rank == 0
 
 
 def join(chosen: argparse.Namespace) -> Any:
