@@ -8,9 +8,11 @@
     lars      the update of LARS for all variables in one pass
     augment   cut, resize, mirror and normalise images
     crc32c    the checksum of TFRecord files
-    stamp     when a tensor is there
+    stamp     the time at which a tensor is ready
     loader    finds and loads the native library: the only file that does
-    device    where residuals live, and the comparison of that device's kernels with the CPU's
+    draws     random numbers as pure functions of integers
+    host      small numbers that kernels read on the host
+    device    the device of the residuals, and a check of its kernels against the CPU's
     build_digest  which sources the library was built from
 
 Each public function calls the native op if there is a library, else its definition, a function of

@@ -94,6 +94,15 @@ def write_definition(
     """Define `write` in plain TensorFlow."""
     kept, stop = residual.read_value(), start + gradient.shape[0]
     whole = gradient + kept[start:stop]
+    written = narrowed(whole, dtype, scale, reach)
+    error = whole - tf.cast(written, tf.float32) / scale
+    stays = tf.where(tf.math.is_finite(whole), error, kept[start:stop])
+    residual.assign(tf.concat([kept[:start], stays, kept[stop:]], axis=0))
+    return written if dtype == "float16" else tf.bitcast(written, tf.float16)
+
+
+def narrowed(whole: tf.Tensor, dtype: str, scale: float = 1.0, reach: float = 1.0) -> tf.Tensor:
+    """Return float32 numbers in 16 bits, as `write` writes them: the nearest ones, cut to reach."""
     finite, size = tf.math.is_finite(whole), tf.abs(whole)
     if dtype == "float16":
         far = tf.where(size < 2.0**39 * reach, 2.0**15 * reach, 0.0)
@@ -101,11 +110,7 @@ def write_definition(
     else:
         largest = tf.cast(tf.bfloat16.max, tf.float32)
     cut = tf.minimum(size, largest) * tf.sign(whole) * scale
-    written = tf.cast(tf.where(finite, cut, whole), dtype)
-    error = whole - tf.cast(written, tf.float32) / scale
-    stays = tf.where(finite, error, kept[start:stop])
-    residual.assign(tf.concat([kept[:start], stays, kept[stop:]], axis=0))
-    return written if dtype == "float16" else tf.bitcast(written, tf.float16)
+    return tf.cast(tf.where(finite, cut, whole), dtype)
 
 
 def add_definition(

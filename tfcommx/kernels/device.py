@@ -1,4 +1,4 @@
-"""Where residuals live, so that kernels update them in place; and whether that device is right."""
+"""The device that residuals live on, and a check that its kernels give the CPU's bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels read on the host: small numbers that must not wait for a GPU."""
+"""Small numbers that kernels read on the host, so that it never waits for a GPU."""
 
 from __future__ import annotations
 

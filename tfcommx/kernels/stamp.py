@@ -1,4 +1,4 @@
-"""Stamp: when a tensor is there, in seconds of a clock."""
+"""Stamp: the time at which a tensor is ready, in traced code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tfcommx.kernels import loader
 
 
 def stamp(tensor: tf.Tensor) -> tf.Tensor:
-    """Return when a tensor is there, in traced code: seconds of `time.perf_counter`.
+    """Return when a tensor was ready, in traced code: seconds of `time.perf_counter`.
 
     >>> before = time.perf_counter()
     >>> found = stamp(tf.ones([2, 3])).numpy()

@@ -9,7 +9,7 @@ price; `messages.MessageRoute` makes a route of them. Routes are given a communi
 selection, and import none of these: prices and plans need no TensorFlow.
 
 To add one:
-    1. Write the file: a class derived from `base.RouteBase`, or a schedule for a `MessageRoute`.
+    1. Write the file: a class derived from `base.Route`, or a schedule for a `MessageRoute`.
        The price stands beside what it prices; docs/explanation/routes.md derives it.
     2. Add its ROUTE to `_ALL` below.
     3. If it needs something that no other route needs, give it a frozen class of options and

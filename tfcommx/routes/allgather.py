@@ -9,15 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tfcommx import cost
-from tfcommx.routes.base import Codec, RouteBase, Select, Tensor, needed, slowest_link
+from tfcommx.routes.base import Route, Select, Tensor, needed, slowest_link
 from tfcommx.terms import SPARSE_WIRES, Bucket, Links, Topology, Traffic
 from tfcommx.wire import formats
 
 if TYPE_CHECKING:
     from tfcommx.comm.base import Comm
+    from tfcommx.wire.codec import Codec
 
 
-class Allgather(RouteBase):
+class Allgather(Route):
     """Every rank selects from, and keeps the residual of, the whole vector."""
 
     name = "allgather"

@@ -12,15 +12,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tfcommx import cost
-from tfcommx.routes.base import Codec, RouteBase, Select, Tensor, slowest_link
+from tfcommx.routes.base import PeerRoute, Select, Tensor, slowest_link
 from tfcommx.terms import PLAIN, Bucket, Links, Topology, Traffic
 from tfcommx.wire import formats
 
 if TYPE_CHECKING:
     from tfcommx.comm.base import Comm
+    from tfcommx.wire.codec import Codec
 
 
-class Allreduce(RouteBase):
+class Allreduce(PeerRoute):
     """The engine's own allreduce, on one flat vector or on a list of tensors."""
 
     name = "allreduce"

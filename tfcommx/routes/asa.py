@@ -20,15 +20,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tfcommx import cost
-from tfcommx.routes.base import Codec, RouteBase, Select, Tensor, slowest_link
+from tfcommx.routes.base import Route, Select, Tensor, slowest_link
 from tfcommx.terms import PLAIN, VALUE_DTYPES, Bucket, Links, Topology, Traffic
 from tfcommx.wire import formats
 
 if TYPE_CHECKING:
     from tfcommx.comm.base import Comm
+    from tfcommx.wire.codec import Codec
 
 
-class Asa(RouteBase):
+class Asa(Route):
     """Each rank adds one of p equal parts of the vector."""
 
     name = "asa"

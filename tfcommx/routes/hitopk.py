@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING
 from tfcommx import cost
 from tfcommx.routes.base import (
     SELECT,
-    Codec,
-    RouteBase,
+    Route,
     Select,
     Stage,
     Tensor,
     needed,
     own_options,
+    slot_part,
 )
 from tfcommx.terms import (
     SPARSE_WIRES,
@@ -44,6 +44,7 @@ from tfcommx.wire import formats
 
 if TYPE_CHECKING:
     from tfcommx.comm.base import Comm
+    from tfcommx.wire.codec import Codec
 
 LAST_STEPS = ("dense", "pairs")
 
@@ -60,7 +61,7 @@ class HitopkOptions(RouteOptions):
         check_name("last step", self.last_step, LAST_STEPS)
 
 
-class Hitopk(RouteBase):
+class Hitopk(Route):
     """Slot j selects from, and keeps the residual of, the j-th of n parts of its node's sum."""
 
     name = "hitopk"
@@ -87,9 +88,7 @@ class Hitopk(RouteBase):
 
     def shard(self, bucket: Bucket, topology: Topology, rank: int) -> tuple[int, int]:
         """Return the part of the rank's slot."""
-        length = bucket.padded // topology.slots
-        start = rank % topology.slots * length
-        return start, start + length
+        return slot_part(bucket, topology, rank)
 
     def run(
         self, flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec, select: Select | None = None

@@ -1,4 +1,4 @@
-"""MessageRoute: an allreduce made of messages between two ranks, by a schedule."""
+"""MessageRoute: an allreduce made of messages between two ranks, which a schedule lists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tfcommx.routes import transfers
-from tfcommx.routes.base import Codec, RouteBase, Select, Tensor, own_options
+from tfcommx.routes.base import PeerRoute, Select, Tensor, own_options
 from tfcommx.terms import (
     Bucket,
     Links,
@@ -23,6 +23,7 @@ from tfcommx.terms import (
 
 if TYPE_CHECKING:
     from tfcommx.comm.base import Comm
+    from tfcommx.wire.codec import Codec
 
 COLLECTIVES = ("allreduce", "reduce")
 
@@ -45,7 +46,7 @@ class MessageOptions(RouteOptions):
 
 
 @dataclass(frozen=True)
-class MessageRoute(RouteBase):
+class MessageRoute(PeerRoute):
     """A route whose messages a schedule lists."""
 
     # In the table.
@@ -91,7 +92,7 @@ class MessageRoute(RouteBase):
         if len(ranks) == 1:
             return flat
         tag, block = tag_of(bucket.name), entries_per_block(bucket)
-        return comm.run_with_messages(
+        return comm.messages.run(
             lambda array, point_to_point: transfers.carry_out(
                 operation,
                 array,

@@ -24,14 +24,13 @@ from typing import TYPE_CHECKING, Any
 from tfcommx import cost
 from tfcommx.routes import allreduce, asa, bidirectional, pipeline, tree
 from tfcommx.routes.base import (
-    Codec,
     PeerRoute,
     Route,
-    RouteBase,
     Select,
     Stage,
     Tensor,
     own_options,
+    slot_part,
 )
 from tfcommx.terms import (
     NARROW,
@@ -50,6 +49,7 @@ from tfcommx.wire import formats
 
 if TYPE_CHECKING:
     from tfcommx.comm.base import Comm
+    from tfcommx.wire.codec import Codec
 
 _PEERS: tuple[PeerRoute, ...] = (
     allreduce.ROUTE,
@@ -80,7 +80,7 @@ class TorusOptions(RouteOptions):
         return cls(peers.name, peers.options_type.from_dict(found["peers"]))
 
 
-class Torus(RouteBase):
+class Torus(Route):
     """Two levels: the node, and the peers of each slot."""
 
     name = "torus"
@@ -96,11 +96,7 @@ class Torus(RouteBase):
 
     def shard(self, bucket: Bucket, topology: Topology, rank: int) -> tuple[int, int]:
         """Return the part of the rank's slot in 16 bits; otherwise the whole vector."""
-        if not bucket.rounds:
-            return super().shard(bucket, topology, rank)
-        length = bucket.padded // topology.slots
-        start = rank % topology.slots * length
-        return start, start + length
+        return slot_part(bucket, topology, rank) if bucket.rounds else (0, bucket.padded)
 
     def needs_messages(self, bucket: Bucket) -> bool:
         """Tell whether the route among peers is made of messages."""

@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from tfcommx import routes
 from tfcommx.comm.base import Comm
-from tfcommx.routes.base import Codec
 from tfcommx.runtime.flat import flatten, unflatten
 from tfcommx.runtime.residuals import BucketState
 from tfcommx.runtime.selector import Selector
@@ -42,9 +41,9 @@ class BucketRunner:
         # A power of two may multiply the entries that came instead of the whole vector: the same
         # bits, except for numbers so small or large that float32 cannot hold them
         exact = bucket.k is not None and math.frexp(self.factor)[0] == 0.5
-        self.codec: Codec = codec.Averaging(self.factor) if exact else codec
+        self.codec = codec.Codec(self.factor if exact else 1.0)
         if bucket.rounds:
-            self.codec = codec.Rounding(state.residual, self.factor)
+            self.codec = codec.RoundingCodec(state.residual, self.factor)
         self._factor_after = 1.0 if exact or bucket.rounds else self.factor
         self.selector = None if bucket.k is None else Selector(plan, index, state, comm)
 

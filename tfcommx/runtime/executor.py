@@ -41,7 +41,7 @@ class PlanExecutor:
         """
         agree_on_plan(plan, comm)
         if any(routes.get(bucket.route).needs_messages(bucket) for bucket in plan.buckets):
-            comm.open_point_to_point()
+            comm.messages.open()
         self.plan, self.comm, self._scope = plan, comm, comm.own_scope()
         with tf.device("/cpu:0"):  # Seeds and conditions are read on the host.
             self.steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/steps")

@@ -13,9 +13,8 @@ velocity. The result depends on the inputs and the seed alone.
 
 To add one:
     1. A file here with a class that has `select` (see `base.Selector`), and its one object, RULE.
-       A rule says nothing of residuals: `error_feedback` wraps any. A rule whose kernel fuses both
-       defines `select_with_residual` too (see `base.Rule`); then nothing is wrapped around it.
-    2. A row of RULES below, and the function that loads the file.
+       A selector says nothing of residuals: `base.Rule` puts error feedback around any.
+    2. A row of RULES below.
     tests/kernels/test_select.py and tests/laws then hold it to the laws, on every route.
 
 Importing this loads no TensorFlow, because plans need only the names; `rule` loads it.
@@ -23,64 +22,26 @@ Importing this loads no TensorFlow, because plans need only the names; `rule` lo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pkgutil
+from typing import TYPE_CHECKING
 
-from tfcommx.selection.base import Rule, Selector
 from tfcommx.terms import check_name
 
+if TYPE_CHECKING:
+    from tfcommx.selection.base import Rule
 
-def _all() -> Selector:
-    from tfcommx.selection import all
-
-    return all.RULE
-
-
-def _dgc() -> Selector:
-    from tfcommx.selection import dgc
-
-    return dgc.RULE
-
-
-def _exact() -> Selector:
-    from tfcommx.selection import exact
-
-    return exact.RULE
-
-
-def _mstopk() -> Selector:
-    from tfcommx.selection import mstopk
-
-    return mstopk.RULE
-
-
-def _random() -> Selector:
-    from tfcommx.selection import random
-
-    return random.RULE
-
-
-def _threshold() -> Selector:
-    from tfcommx.selection import threshold
-
-    return threshold.RULE
-
-
-# Name -> what loads the rule.
-RULES: dict[str, Callable[[], Selector]] = {
-    "all": _all,
-    "dgc": _dgc,
-    "exact": _exact,
-    "mstopk": _mstopk,
-    "random": _random,
-    "threshold": _threshold,
+# Name -> where the selector is, as module:member
+RULES = {
+    name: f"tfcommx.selection.{name}:RULE"
+    for name in ("all", "dgc", "exact", "mstopk", "random", "threshold")
 }
 
 
 def rule(name: str) -> Rule:
-    """Return a rule of the table, with error feedback around it.
+    """Return a rule of the table.
 
     **Raises:** PlanError for an unknown name; it names the nearest one.
     """
-    from tfcommx.selection.error_feedback import with_error_feedback
+    from tfcommx.selection.base import Rule
 
-    return with_error_feedback(RULES[check_name("selection rule", name, RULES)]())
+    return Rule(pkgutil.resolve_name(RULES[check_name("selection rule", name, RULES)]))

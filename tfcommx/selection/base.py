@@ -1,13 +1,15 @@
-"""What a selection rule is, as types."""
+"""What a selection rule is: a selector, and error feedback around it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Protocol
 
+import tensorflow as tf
+
+from tfcommx.kernels import select as kernel
+from tfcommx.selection.native import NativeSelector
 from tfcommx.terms import Sparse
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 
 class Selector(Protocol):
@@ -30,9 +32,16 @@ class Selector(Protocol):
         ...
 
 
-@runtime_checkable
-class Rule(Selector, Protocol):
-    """What the runtime holds: a rule that also keeps what does not travel."""
+@dataclass(frozen=True)
+class Rule:
+    """A selector with error feedback and momentum correction around it: what the runtime holds."""
+
+    # Knows nothing of residuals
+    selector: Selector
+
+    def select(self, gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
+        """Choose k entries of a vector without a residual, as the selector does."""
+        return self.selector.select(gradient, k, seed)
 
     def select_with_residual(
         self,
@@ -45,11 +54,21 @@ class Rule(Selector, Protocol):
     ) -> Sparse:
         """Choose k entries of gradient + residual; the residual keeps the others.
 
-        With a velocity, momentum is corrected for: see `kernels.select.select_with_residual`.
+        With a velocity, momentum is corrected for.
 
         Args:
             gradient, k, seed: as `select`.
             residual, velocity: float32 [n] variables, updated in place.
             momentum: in [0, 1).
+
+        **Cost:** as `kernels.select.select_with_residual` for its rules; some five passes besides
+        the choice for others, four more with a velocity.
+        **Source:** see `kernels.select.with_error_feedback`, which has the equations.
         """
-        ...
+        if isinstance(self.selector, NativeSelector):
+            return kernel.select_with_residual(
+                gradient, residual, k, seed, self.selector.name, velocity, momentum
+            )
+        return kernel.with_error_feedback(
+            lambda acc: self.selector.select(acc, k, seed), gradient, residual, velocity, momentum
+        )

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tfcommx.selection.fused import FusedRule
+from tfcommx.selection.native import NativeSelector
 
-RULE = FusedRule("exact")
+RULE = NativeSelector("exact")

@@ -10,6 +10,6 @@ a binary search.
 
 from __future__ import annotations
 
-from tfcommx.selection.fused import FusedRule
+from tfcommx.selection.native import NativeSelector
 
-RULE = FusedRule("mstopk")
+RULE = NativeSelector("mstopk")

@@ -1,18 +1,18 @@
-"""Writes entries for the wire and reads them: the implementation of `routes.base.Codec`.
+"""Write entries for the wire, and read them: what routes are given as their codec.
 
-The module itself is what routes receive as their codec; `tfcommx.wire` has the formats.
+    Codec            loses nothing: sparse buckets, and dense ones in the dtype of their entries
+    RoundingCodec    dense buckets in 16 bits; a residual keeps what rounding loses
+
+`rounded` is the same for the entries that a sparse bucket sends. `tfcommx.wire` has the formats.
 """
 
 from __future__ import annotations
-
-import functools
 
 import tensorflow as tf
 
 from tfcommx.kernels import dense as dense_kernel
 from tfcommx.kernels import merge as merge_kernel
 from tfcommx.kernels import wire as wire_kernel
-from tfcommx.kernels.dense import FLOAT16_LARGEST
 from tfcommx.terms import Sparse
 from tfcommx.terms.wire_formats import value_dtype
 from tfcommx.wire.formats import sum_dtype
@@ -35,17 +35,11 @@ def rounded(sparse: Sparse, wire: str) -> tuple[Sparse, tf.Tensor | None]:
         The same indices with rounded values, float32 [k], and the error, float32 [k]; None if the
         format writes float32.
     """
-    values, dtype = sparse.values, tf.as_dtype(value_dtype(wire))
-    if dtype == tf.float32:
+    values, dtype = sparse.values, value_dtype(wire)
+    if dtype == "float32":
         return sparse, None
     finite = tf.math.is_finite(values)
-    size = tf.abs(values)
-    if dtype == tf.float16:
-        largest = tf.where(size < 2.0**29, FLOAT16_LARGEST, tf.where(size < 2.0**39, 2.0**15, 0.0))
-    else:
-        largest = tf.cast(tf.bfloat16.max, tf.float32)
-    cut = tf.where(finite, tf.minimum(size, largest) * tf.sign(values), values)
-    written = tf.cast(tf.cast(cut, dtype), tf.float32)
+    written = tf.cast(dense_kernel.narrowed(values, dtype), tf.float32)
     difference = tf.where(written == 0, values, values - written)
     error = tf.where(finite, difference, tf.zeros_like(values))
     return Sparse(sparse.indices, written, sparse.size), error
@@ -94,56 +88,50 @@ def merge(
     return tf.ensure_shape(merge_kernel.merge(indices, values, shards * size, k), [shards * size])
 
 
-def write_dense(
-    entries: tf.Tensor, dtype: str, start: int = 0, scale: float = 1.0, reach: float = 1.0
-) -> tf.Tensor:
-    """Write a dense vector for the wire, in a dtype that loses nothing that a residual keeps.
-
-    `Rounding` writes those that do. `start`, `scale` and `reach` are for it.
+class Codec:
+    """Writes entries as they are, in a dtype that loses nothing that a residual would keep.
 
     Args:
-        entries: float [n].
-        dtype: in which they travel: float16 of float16 entries, float32 or float64.
+        factor: > 0, of what sparse buckets merge.
     """
-    return tf.cast(entries, dtype)
-
-
-def read_dense(written: tf.Tensor, dtype: str, into: tf.DType, scale: float = 1.0) -> tf.Tensor:
-    """Read what `write_dense` wrote, into a dtype."""
-    return tf.cast(written, into)
-
-
-def add_dense(written: tf.Tensor, dtype: str, parts: int, scale: float = 1.0) -> tf.Tensor:
-    """Add equal parts of what `write_dense` wrote, in their order.
-
-    Args:
-        written: [parts * n].
-        dtype: in which it travelled.
-        parts: >= 1.
-
-    Returns:
-        float32 [n]; float64 if it travelled as float64.
-    """
-    total, *others = [tf.cast(part, sum_dtype(dtype)) for part in tf.split(written, parts)]
-    for other in others:
-        total += other
-    return total
-
-
-class Averaging:
-    """The codec of a sparse bucket that multiplies what it merges."""
-
-    def __init__(self, factor: float) -> None:
-        self.merge = functools.partial(merge, factor=factor)
 
     encode = staticmethod(encode)
-    write_dense = staticmethod(write_dense)
-    read_dense = staticmethod(read_dense)
-    add_dense = staticmethod(add_dense)
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
+
+    def merge(self, buffers: tf.Tensor, k: int, size: int, wire: str, shards: int = 1) -> tf.Tensor:
+        """Add the entries of all gathered buffers; see the function `merge`."""
+        return merge(buffers, k, size, wire, shards, self.factor)
+
+    def write_dense(
+        self, entries: tf.Tensor, dtype: str, start: int = 0, scale: float = 1.0, reach: float = 1.0
+    ) -> tf.Tensor:
+        """Write a dense vector: float16 as float16, float32 or float64."""
+        return tf.cast(entries, dtype)
+
+    def read_dense(
+        self, written: tf.Tensor, dtype: str, into: tf.DType, scale: float = 1.0
+    ) -> tf.Tensor:
+        """Read what `write_dense` wrote, into a dtype."""
+        return tf.cast(written, into)
+
+    def add_dense(
+        self, written: tf.Tensor, dtype: str, parts: int, scale: float = 1.0
+    ) -> tf.Tensor:
+        """Add equal parts of what `write_dense` wrote, in their order.
+
+        Returns:
+            float32 [n]; float64 if it travelled as float64.
+        """
+        total, *others = [tf.cast(part, sum_dtype(dtype)) for part in tf.split(written, parts)]
+        for other in others:
+            total += other
+        return total
 
 
-class Rounding:
-    """The codec of a dense bucket in 16 bits: a residual keeps what rounding loses.
+class RoundingCodec(Codec):
+    """Writes a dense vector in 16 bits: a residual keeps what rounding loses.
 
     Horovod has no bfloat16 and NCCL no 16-bit integers, so the bits of bfloat16 travel as
     float16's.
@@ -154,18 +142,11 @@ class Rounding:
     """
 
     def __init__(self, residual: tf.Variable, factor: float = 1.0) -> None:
-        self._residual, self._factor = residual, factor
-
-    encode = staticmethod(encode)
-    merge = staticmethod(merge)
+        super().__init__(factor)
+        self._residual = residual
 
     def write_dense(
-        self,
-        entries: tf.Tensor,
-        dtype: str,
-        start: int = 0,
-        scale: float = 1.0,
-        reach: float = 1.0,
+        self, entries: tf.Tensor, dtype: str, start: int = 0, scale: float = 1.0, reach: float = 1.0
     ) -> tf.Tensor:
         """Write entries and what the residual holds for them; the residual keeps the rest.
 
@@ -177,7 +158,7 @@ class Rounding:
         self, written: tf.Tensor, dtype: str, into: tf.DType, scale: float = 1.0
     ) -> tf.Tensor:
         """Read what was written with this scale, times the factor."""
-        return tf.cast(dense_kernel.add(written, dtype, factor=self._factor / scale), into)
+        return tf.cast(dense_kernel.add(written, dtype, factor=self.factor / scale), into)
 
     def add_dense(
         self, written: tf.Tensor, dtype: str, parts: int, scale: float = 1.0

@@ -11,8 +11,8 @@ from tfcommx.terms import Sparse
 
 
 @dataclass(frozen=True)
-class FusedRule:
-    """A rule of `kernels.select`; a `Rule`."""
+class NativeSelector:
+    """A rule of `kernels.select`."""
 
     # As the kernel names it: "exact" or "mstopk"
     name: str
@@ -20,17 +20,3 @@ class FusedRule:
     def select(self, gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
         """Choose k entries; see `kernels.select.select`."""
         return kernel.select(gradient, k, seed, self.name)
-
-    def select_with_residual(
-        self,
-        gradient: tf.Tensor,
-        residual: tf.Variable,
-        k: int,
-        seed: int = 0,
-        velocity: tf.Variable | None = None,
-        momentum: float = 0.0,
-    ) -> Sparse:
-        """Choose from gradient + residual; see `kernels.select.select_with_residual`."""
-        return kernel.select_with_residual(
-            gradient, residual, k, seed, self.name, velocity, momentum
-        )
