@@ -177,7 +177,7 @@ def test_a_watcher_whose_rank_was_killed_with_an_alarm_unread_ends_in_order() ->
         theirs.send(b"an alarm")
         mine.close()
         one.hear_rank(theirs)
-    one.member.turn(time.monotonic() + 1)  # The others have been told
+    one.member.tell_if_due(time.monotonic() + 1)  # The others have been told
     assert one.member.finished and not one.member.last_words
     theirs.close()
 
@@ -213,7 +213,7 @@ def test_a_stranger_who_calls_does_not_keep_a_watcher_from_its_beats() -> None:
             with pytest.raises(BlockingIOError):  # an alarm would be there to read
                 mine.recv(100)
         assert [list(one.links) for one in watchers] == [[1], [0]]
-        assert not watchers[0].callers
+        assert "hear_caller" not in " ".join(one.name for one in threading.enumerate())
     finally:
         for (mine, _), process in zip(ends, ranks, strict=True):
             mine.send(b"bye\n")

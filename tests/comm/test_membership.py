@@ -10,7 +10,7 @@ from test_watch_network import BEAT, LIMIT, Simulated
 
 from tfcommx.comm import membership as module
 from tfcommx.comm.membership import Membership
-from tfcommx.comm.watch_protocol import neighbours
+from tfcommx.comm.watch_tree import neighbours
 from tfcommx.terms import PlanError
 
 DIED = "on there: its process has ended"
@@ -45,7 +45,7 @@ def test_a_rank_that_dies_is_told_to_all_once_and_ends_nobody(size: int) -> None
     for member in network.members.values():
         member.rank_says("needs all", network.now)
     network.beat()
-    assert not any(member.lost for member in network.members.values())
+    assert not any(member.alarm.lost for member in network.members.values())
     network.members[0].broken(1, "its process has ended", network.now)
     network.hops()
     for rank, lines in network.told().items():
@@ -80,8 +80,8 @@ def test_a_rank_that_the_others_have_given_up_does_not_come_back() -> None:
         network.beat()
         assert network.now <= LIMIT + 3 * BEAT
     network.hops()
-    stopped.turn(network.now + 1)
-    assert stopped.to_rank[0].startswith("lost rank 2") and stopped.kill_at == network.now + 1
+    stopped.tell_if_due(network.now + 1)
+    assert stopped.to_rank[0].startswith("lost rank 2") and stopped.alarm.kill_at == network.now + 1
     del network.members[2]
     assert [row[0] for rows in gone(network).values() for row in rows] == [2, 2]
 

@@ -26,8 +26,8 @@ from tfcommx.comm.stalls import (
     Group,
     StallWatch,
     describe,
+    group_of,
     merge,
-    position,
 )
 from tfcommx.terms import PlanError
 
@@ -76,7 +76,7 @@ def test_every_kind_of_activity_is_described() -> None:
         assert words in said and stalls.CAUSES in said
     assert describe([waits]).endswith(stalls.SLOW)
     # A process that holds a centre keeps nobody waiting
-    serves = position(5, 0, stalls.SERVES, "")
+    serves = group_of(5, 0, stalls.SERVES, "")
     assert describe(merge([waits, serves])) == describe([waits])
 
 
@@ -84,7 +84,7 @@ def test_a_summary_stays_small_and_keeps_the_longest_wait_and_who_does_not_wait(
     found: list[Group] = []
     for rank in range(1000):
         one = Group(rank % 50, WAITS, f"bucket {rank % 7}", 1, [rank], rank / 10)
-        found = merge([*found, one, position(rank, rank, LEFT, f"line {rank}")])
+        found = merge([*found, one, group_of(rank, rank, LEFT, f"line {rank}")])
         assert len(found) <= GROUPS and all(len(group.ranks) <= EXAMPLES for group in found)
     assert sum(group.count for group in found) == 2000
     assert max(group.seconds for group in found) == 99.9
@@ -108,14 +108,16 @@ def test_a_wait_is_reported_once_and_a_later_one_if_it_is_twice_as_long() -> Non
 
 
 def test_settings_come_from_the_environment_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launcher.stall_times(60.0, None) == (60.0, None)
-    monkeypatch.setenv("TFCOMMX_STALL_SECONDS", "0")
-    monkeypatch.setenv("TFCOMMX_STALL_LIMIT_SECONDS", "7.5")
-    assert launcher.stall_times(60.0, None) == (None, 7.5)
+    name = "TFCOMMX_STALL_SECONDS"
+    assert launcher.seconds_from(name, 60.0, off=True) == 60.0
+    for word, seconds in (("0", None), ("7.5", 7.5)):
+        monkeypatch.setenv(name, word)
+        assert launcher.seconds_from(name, 60.0, off=True) == seconds
     for wrong in ("soon", "-1", "nan"):
-        monkeypatch.setenv("TFCOMMX_STALL_SECONDS", wrong)
-        with pytest.raises(PlanError, match="TFCOMMX_STALL_SECONDS"):
-            launcher.stall_times(60.0, None)
+        monkeypatch.setenv(name, wrong)
+        with pytest.raises(PlanError, match=f"{name} .* or 0 for off"):
+            init()
+    monkeypatch.delenv(name)
     with pytest.raises(PlanError, match="stall_limit_seconds"):
         init(stall_limit_seconds=0)
 

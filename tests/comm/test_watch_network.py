@@ -17,7 +17,9 @@ import psutil
 import pytest
 
 from tfcommx.comm import liveness
-from tfcommx.comm.watch_protocol import GATHER_SECONDS, NAMES, WatchProtocol, children, neighbours
+from tfcommx.comm.watch_alarm import GATHER_SECONDS, NAMES
+from tfcommx.comm.watch_protocol import WatchProtocol
+from tfcommx.comm.watch_tree import children, neighbours
 
 MANY = 4096
 # A tree with 4 children, and a ring
@@ -86,7 +88,7 @@ class Simulated:
     def told(self) -> dict[int, list[str]]:
         """Return what each rank is told when the watchers have gathered."""
         for member in self.members.values():
-            member.turn(self.now + GATHER_SECONDS)
+            member.tell_if_due(self.now + GATHER_SECONDS)
         return {rank: member.to_rank for rank, member in self.members.items()}
 
 
@@ -123,7 +125,7 @@ def test_an_alarm_reaches_all_survivors_in_few_hops(killed: list[int]) -> None:
     network.kill(killed)
     assert network.hops() <= LARGEST_HOPS
     assert max(network.sent.values()) <= NAMES * LARGEST_DEGREE
-    named = {rank: set(member.lost) for rank, member in network.members.items()}
+    named = {rank: set(member.alarm.lost) for rank, member in network.members.items()}
     assert all(lost and lost <= set(killed) for lost in named.values())
     # Only a rank that is cut off from the rest does not hear of all
     assert sum(lost == set(killed) for lost in named.values()) >= len(named) - 1
@@ -139,12 +141,12 @@ def test_silent_ranks_are_named_after_the_limit_and_beats_cost_the_same_for_all(
     network, silent = Simulated(MANY), frozenset({3, 100, 4000})
     network.beat()
     assert max(network.sent.values()) <= LARGEST_DEGREE
-    while not any(member.lost for member in network.members.values()):
+    while not any(member.alarm.lost for member in network.members.values()):
         network.beat(silent)
         assert network.now <= LIMIT + 3 * BEAT
     assert network.now > LIMIT
     for rank, member in network.members.items():
-        assert rank in silent or set(member.lost) == silent, (rank, member.lost)
+        assert rank in silent or set(member.alarm.lost) == silent, (rank, member.alarm.lost)
 
 
 def test_ranks_that_end_in_order_need_few_messages_and_none_is_missed() -> None:
@@ -156,7 +158,7 @@ def test_ranks_that_end_in_order_need_few_messages_and_none_is_missed() -> None:
             assert not network.members[rank].finished or count == MANY - 1
             network.hops()
     assert all(member.finished for member in network.members.values())
-    assert not any(member.lost for member in network.members.values())
+    assert not any(member.alarm.lost for member in network.members.values())
     # bye to all, ended to the parent, over to the children
     assert max(network.sent.values()) <= LARGEST_DEGREE + 1 + 4
 
@@ -186,7 +188,7 @@ def test_watchers_that_are_killed_after_their_ranks_end_keep_nobody() -> None:
             network.kill([1, 2, 9])
     network.hops()
     assert all(member.finished for member in network.members.values())
-    assert not any(member.lost for member in network.members.values())
+    assert not any(member.alarm.lost for member in network.members.values())
 
 
 def test_all_are_told_of_a_stall_and_what_is_sent_for_it_stays_small() -> None:
@@ -213,7 +215,7 @@ def test_all_are_told_of_a_stall_and_what_is_sent_for_it_stays_small() -> None:
         assert network.now <= 78
     for member in network.members.values():
         assert len(member.to_rank) == 2 and member.to_rank[1].startswith("end Ranks 0, 1, 2 and")
-        assert member.kill_at is not None
+        assert member.alarm.kill_at is not None
 
 
 def test_64_watchers_have_few_connections_and_an_alarm_reaches_all() -> None:
@@ -302,7 +304,7 @@ def test_who_was_aborted_because_of_another_is_spoken_for_by_its_watcher() -> No
         network.members[rank].rank_is_gone(1.05)
     network.hops()
     for member in network.members.values():
-        member.turn(1.1 + GATHER_SECONDS)
+        member.tell_if_due(1.1 + GATHER_SECONDS)
         assert member.finished
     assert network.members[2].last_words == ""
     for rank in (0, 1):

@@ -83,7 +83,7 @@ def test_all_ranks_agree_and_links_that_are_not_there_stay_nominal(
 ) -> None:
     def work(comm: Comm) -> links.ProbeResult:
         if not messages:
-            comm._open_point_to_point = None
+            comm.messages._make = None
         return links.probe(comm, sizes=(1024, 65536), repeats=2, blocks=(1024, 4096))
 
     results = ThreadComm.run(topology, work)
@@ -110,7 +110,7 @@ def test_all_ranks_agree_and_links_that_are_not_there_stay_nominal(
 def test_what_measures_is_no_traffic_of_the_training(messages: bool) -> None:
     def work(comm: Comm) -> tuple[float, float]:
         if not messages:
-            comm._open_point_to_point = None
+            comm.messages._make = None
         links.probe(comm, sizes=(1024, 65536), repeats=2, blocks=())
         return comm.traffic()
 
@@ -125,7 +125,7 @@ def test_the_slots_of_a_node_share_its_port() -> None:
     clocks: dict[int, float] = {}
 
     def work(comm: Comm) -> links.ProbeResult:
-        comm._open_point_to_point = None
+        comm.messages._make = None
         gather, allreduce = comm.all_gather, comm.allreduce
         clocks[comm.rank] = 0.0
 
@@ -178,8 +178,8 @@ def test_messages_of_a_node_share_its_port_too() -> None:
     clocks: dict[int, float] = {}
 
     def work(comm: Comm) -> links.ProbeResult:
-        post = comm.open_own_messages()
-        comm.open_own_messages = lambda counted: post
+        post = comm.messages.open_own()
+        comm.messages.open_own = lambda counted: post
         send = post.send
         clocks[comm.rank] = 0.0
 
@@ -208,8 +208,8 @@ def test_a_burst_that_a_link_lets_pass_hardly_counts() -> None:
     clocks, bucket = {}, {}
 
     def work(comm: Comm) -> links.ProbeResult:
-        post = comm.open_own_messages()
-        comm.open_own_messages = lambda counted: post
+        post = comm.messages.open_own()
+        comm.messages.open_own = lambda counted: post
         send, gather = post.send, comm.gather_objects
         clocks[comm.rank] = bucket[comm.rank] = 0.0
 

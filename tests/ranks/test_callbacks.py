@@ -356,10 +356,10 @@ def test_a_recipes_rate_counts_steps_not_calls(comm: Comm) -> None:
 def test_with_the_watch_a_rank_that_is_busy_is_waited_for(
     comm: Comm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if comm.topology.size == 1 or not comm.has_messages:
+    if comm.topology.size == 1 or not comm.messages.possible:
         return
     monkeypatch.setattr(mpi, "TIMEOUT_SECONDS", 0.2)
-    post, number = comm._open_point_to_point(), np.zeros(1)
+    post, number = comm.messages._make(), np.zeros(1)
     if comm.rank == 1:
         time.sleep(1)
         post.wait_any([post.send(np.ones(1), 0, 0)])

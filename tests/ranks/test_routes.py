@@ -54,10 +54,10 @@ def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
 def test_the_sum_of_all_ranks(comm: Comm, scheme: cx.Scheme) -> None:
     if (
         any(routes.get(name).messages for name in (scheme.route, scheme.peer_route))
-        and not comm.has_messages
+        and not comm.messages.possible
     ):
         with pytest.raises(cx.PlanError, match="horovodrun --mpi"):
-            check_scheme(scheme, comm.topology, comm.has_messages)
+            check_scheme(scheme, comm.topology, comm.messages.possible)
         return
     plan = make_plan(
         [Gradient(path, shape, "float32") for path, shape in SHAPES.items()],
@@ -90,7 +90,7 @@ def test_the_sum_of_all_ranks(comm: Comm, scheme: cx.Scheme) -> None:
 
 @pytest.mark.every_launch
 def test_the_plan_in_hand_is_refused_too(comm: Comm) -> None:
-    if comm.has_messages:
+    if comm.messages.possible:
         return
     plan = make_plan(
         [Gradient("w", (8, 8), "float32")], {"*": cx.Scheme("pipeline")}, comm.topology
@@ -101,9 +101,9 @@ def test_the_plan_in_hand_is_refused_too(comm: Comm) -> None:
 
 @pytest.mark.every_launch
 def test_messages_of_all_lengths_from_every_root(comm: Comm) -> None:
-    if not comm.has_messages or comm.topology.size == 1:
+    if not comm.messages.possible or comm.topology.size == 1:
         return
-    comm.open_point_to_point()
+    comm.messages.open()
     ranks = range(comm.topology.size)
     for entries in (1, 5, 70_001):
         for root in ranks:
@@ -112,7 +112,7 @@ def test_messages_of_all_lengths_from_every_root(comm: Comm) -> None:
                 got = transfers.carry_out(
                     operation,
                     mine,
-                    transfers.Participants(ranks, comm.rank, root, comm._point_to_point),
+                    transfers.Participants(ranks, comm.rank, root, comm.messages._of_steps),
                     pipeline.schedule,
                     transfers.run_when_ready,
                     block=1000,
@@ -237,7 +237,7 @@ def test_an_all_gather_beyond_what_mpi_counts_is_refused_while_tracing(comm: Com
 def test_who_waits_long_for_a_message_says_so(
     comm: Comm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if not comm.has_messages or comm.topology.size == 1:
+    if not comm.messages.possible or comm.topology.size == 1:
         return
     monkeypatch.setattr(mpi, "TIMEOUT_SECONDS", 0.3)
     running = PlanExecutor(
@@ -261,14 +261,14 @@ def test_who_waits_long_for_a_message_says_so(
 @pytest.mark.every_launch
 def test_a_probe_frees_its_communicators(comm: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
     """An MPI has a limited number of them, and each `auto` may measure the links again."""
-    if not comm.has_messages or comm.topology.size == 1:
+    if not comm.messages.possible or comm.topology.size == 1:
         return
-    opened, open_messages = [], comm.open_own_messages
+    opened, open_messages = [], comm.messages.open_own
 
     def noted(**options: Any) -> Any:
         opened.append(open_messages(**options))
         return opened[-1]
 
-    monkeypatch.setattr(comm, "open_own_messages", noted)
+    monkeypatch.setattr(comm.messages, "open_own", noted)
     links.probe(comm, [1024, 65536], repeats=1, blocks=(), steady=1024, load=lambda: None)
     assert opened and not any(messages._world for messages in opened)

@@ -149,7 +149,7 @@ def test_in_fit_beside_the_exchange(comm: Comm, tmp_path: Path) -> None:
     net = keras.Model(inputs, keras.layers.Dense(3)(both))
     # Messages hold one of TensorFlow's threads each while they wait.
     sparse = cx.Scheme("allgather", "mstopk", 0.3, dense_below=8)
-    scheme = cx.Scheme("pipeline") if comm.has_messages else sparse
+    scheme = cx.Scheme("pipeline") if comm.messages.possible else sparse
     net.compile(
         cx.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme), loss="mse", jit_compile=False
     )

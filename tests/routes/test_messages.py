@@ -219,11 +219,11 @@ def test_any_number_of_ranks_root_and_length(
     ]
 
     def work(comm: Comm) -> np.ndarray:
-        comm.open_point_to_point()
+        comm.messages.open()
         return transfers.carry_out(
             operation,
             given_[comm.rank],
-            transfers.Participants(range(ranks), comm.rank, root, comm._point_to_point),
+            transfers.Participants(range(ranks), comm.rank, root, comm.messages._of_steps),
             routes.get(route).schedule,
             routes.get(route).run_transfers,
             block,
@@ -266,7 +266,7 @@ def test_messages_in_a_graph_follow_each_other_in_the_order_of_the_plan(inside: 
     def send(name: str, tensor: tf.Tensor) -> tf.Tensor:
         # Of its own: TensorFlow itself orders only those that change nothing or the same
         steps[name].assign_add(1)
-        return comm.run_with_messages(lambda array, post: seen.append(name) or array, tensor, "b0")
+        return comm.messages.run(lambda array, post: seen.append(name) or array, tensor, "b0")
 
     @tf.function
     def step(a: tf.Tensor, b: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

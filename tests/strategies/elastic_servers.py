@@ -24,7 +24,7 @@ def run_ranks(server: str, topology: Topology, work: Callable[[Comm], Any]) -> l
     ended: list[bool] = []
 
     def with_process(comm: ThreadComm) -> Any:
-        comm.centre_rank = topology.size
+        comm.messages.centre_rank = topology.size
         if comm.rank == 0:
             messages = _ThreadPointToPoint(topology.size, comm._meeting)
             process = CentreProcess(messages, topology.size, Membership())
@@ -33,7 +33,7 @@ def run_ranks(server: str, topology: Topology, work: Callable[[Comm], Any]) -> l
         try:
             return work(comm)
         finally:
-            last = comm._open_point_to_point(lasting=False, with_centre=True)
+            last = comm.messages._make(lasting=False, with_centre=True)
             last.send(np.zeros(1, np.int32), topology.size, END)
             if comm.rank == 0:
                 thread.join(30)

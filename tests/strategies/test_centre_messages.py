@@ -77,7 +77,7 @@ def test_a_server_ends_when_its_answers_have_arrived_and_waits_for_nobody_who_is
     statistics = np.array([1.0])
     messages, membership = Messages(*((rank, DONE, statistics) for rank in range(3))), left()
     server = holding(messages, membership)
-    while server.turn():
+    while server.answer_next():
         pass
     assert sorted(one[:2] for one in messages.sent) == [
         (rank, tag) for rank in range(3) for tag in (CENTRE, STATISTICS)
@@ -115,7 +115,7 @@ def test_a_worker_that_dies_before_it_has_its_answer_keeps_nobody_waiting() -> N
     messages = Messages((1, SNAPSHOT, np.ones(2)), (1, READ, np.zeros(0)), (2, READ, np.zeros(0)))
     server = holding(messages, left(1))
     messages.wait_any = lambda requests: pytest.fail("the server waits for one worker")
-    while server.turn():
+    while server.answer_next():
         pass
     assert [one[:2] for one in messages.sent] == [(1, FORCE), (1, VALUES), (2, VALUES)]
 
@@ -162,11 +162,11 @@ def test_a_training_that_begins_anew_forgets_who_had_ended_the_one_before() -> N
     begins = start_message(0.5, np.zeros(2))
     messages = Messages((0, DONE, np.ones(1)))
     server = holding(messages, left())
-    assert server.turn()
+    assert server.answer_next()
     messages.inbox = [(0, START, begins)]
-    assert server.turn()
+    assert server.answer_next()
     messages.inbox = [(rank, DONE, np.ones(1)) for rank in (1, 2)]
-    while server.turn():
+    while server.answer_next():
         pass
     assert not [tag for _, tag, _ in messages.sent if tag == CENTRE]  # Rank 0 trains
 

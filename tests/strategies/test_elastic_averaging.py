@@ -373,7 +373,7 @@ def test_a_moving_rate_that_may_be_unstable_is_warned_of(
 
 def test_without_messages_the_launch_line_is_named() -> None:
     def work(comm: Comm) -> None:
-        comm._open_point_to_point = None
+        comm.messages._make = None
         executor = PlanExecutor(plan_for(comm.topology), comm)
         with pytest.raises(PlanError, match=r"horovodrun.*--mpi-args=--enable-recovery"):
             ElasticAveraging().start(executor)

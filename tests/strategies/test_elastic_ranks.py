@@ -106,7 +106,7 @@ def test_a_launch_with_a_process_for_a_centre_ends_also_if_nobody_uses_it(recove
         "import tensorflow as tf, tfcommx as cx; comm = cx.init(node_size=2); "
         "mine = tf.constant([1.0, comm.rank]); "
         "sums = [comm.allreduce(mine, name, name) for name in ('world', 'node', 'peers')]; "
-        "comm.open_point_to_point(); said = [one.numpy().tolist() for one in sums]; "
+        "comm.messages.open(); said = [one.numpy().tolist() for one in sums]; "
         "print(f'rank {comm.rank} of {cx.size()}: {said}')"
     )
     command = ["-m", "tfcommx.cli.main", "centre", "--", sys.executable, "-c", code]

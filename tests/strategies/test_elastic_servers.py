@@ -226,7 +226,7 @@ class Told(Membership):
     def __init__(self) -> None:
         super().__init__()
         self.said: list[bytes] = []
-        self.watch(self.said.append)
+        self.report_to(self.said.append)
 
 
 @pytest.fixture
@@ -240,21 +240,21 @@ def test_the_process_with_the_centre_misses_nobody_during_a_training_and_all_bef
     process: tuple,
 ) -> None:
     here, told, post = process
-    assert not here.turn() and told.said == []
+    assert not here.answer_next() and told.said == []
     Channel(post[0], 1).send(start_message(0.5, np.ones(4, "float32")), 3, START)
-    assert here.turn() and told.said == [b"needs [3]\n"]
+    assert here.answer_next() and told.said == [b"needs [3]\n"]
     assert [server.centre is None for server in here.servers] == [False, True]
-    told.add(2, "its process has ended", False)  # It is not waited for
+    told.mark_gone(2, "its process has ended", False)  # It is not waited for
     for rank in (0, 1):
         Channel(post[rank], 1).send(np.zeros(1), 3, DONE)
-    while here.turn():
+    while here.answer_next():
         pass
     assert told.said == [b"needs [3]\n", b"needs all\n"]
     # It ends after the last word of those that are there
     for rank in (0, 1):
         post[rank].send(np.zeros(1, np.int32), 3, END)
     here.run()
-    assert told.ranks() == {0, 1, 2}
+    assert told.gone() == {0, 1, 2}
 
 
 def test_a_process_that_no_training_has_used_says_so(
@@ -274,7 +274,7 @@ def test_the_process_looks_for_ranks_whose_end_nobody_would_tell(
     here, told, _ = process
     monkeypatch.setattr(membership, "FIND_SECONDS", 0.02)
     there = {0, 1, 2}
-    told.ask(lambda rank: rank in there, range(3), 0.1)
+    told.probe_with(lambda rank: rank in there, range(3), 0.1)
 
     def run() -> None:
         with pytest.raises(RuntimeError, match="All ranks that train have failed or died"):
@@ -284,10 +284,10 @@ def test_the_process_looks_for_ranks_whose_end_nobody_would_tell(
     running.start()
     there.clear()
     time.sleep(0.3)
-    assert told.ranks() == set()  # It would be told of the first
-    told.add(0, "its process has ended", False)
+    assert told.gone() == set()  # It would be told of the first
+    told.mark_gone(0, "its process has ended", False)
     running.join(10)
-    assert not running.is_alive() and told.ranks() == {0, 1, 2}
+    assert not running.is_alive() and told.gone() == {0, 1, 2}
 
 
 def test_a_forked_child_does_not_say_that_its_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,8 +337,8 @@ def test_a_launch_fails_if_all_ranks_have(
     """One dies, the others say how they end: those that fail are named."""
     here, told, post = process
     if 2 in fail:
-        told.add(2, "its process has ended", False)
-        told.add(1, "failed: ValueError", False)  # The watch was faster than its last message
+        told.mark_gone(2, "its process has ended", False)
+        told.mark_gone(1, "failed: ValueError", False)  # The watch was faster than its last message
     for rank in (0, 1) if 2 in fail else (0, 1, 2):
         post[rank].send(np.array([3 * (rank in fail)], np.int32), 3, END)
     if 2 in fail:

@@ -1,42 +1,36 @@
-"""Comm: the collectives and messages of one rank, whatever library carries them.
+"""Comm: the collectives of one rank, whatever library carries them out.
 
-Every collective takes a group (`world`, `node` or `peers`) and a name. The name must be equal on
-all members and not be in flight twice. All members of the group must call, with equal dtype and
-shape.
-A group of one rank returns its input.
+Every collective takes a group (`world`, `node` or `peers`) and a name that is equal on all members
+and not in flight twice. All members call it, with equal dtype and shape. A group of one rank
+returns its input. Each call counts the bytes that the collective's ring sends for its buffer.
 
-Traffic is counted where it is sent: each call adds what the collective's ring moves for the buffer
-that it was given; messages between two ranks are counted one by one.
+What a Comm has beside its collectives, by life:
 
-To add a library, write a subclass of `Comm` in a file of its own: the methods that begin with `_`
-and are abstract here, and `gather_objects`. `comm/horovod.py` is the one that trains,
-`comm/threads.py` the one for tests; tests/laws walk over every route on the latter.
+    the launch     rank, topology, local_rank, local_size
+    the process    messages (between two ranks), membership, progress, trials
+    a collective   the scope that it is named after
+
+To add a library, write a subclass of `Comm` in a file of its own: `gather_objects`, and the
+abstract methods that begin with `_`. `comm/horovod.py` is the one that trains, `comm/threads.py`
+the one for tests; tests/laws run every route on the latter.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
-import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm.membership import Membership
-from tfcommx.comm.point_to_point import Channel, PointToPoint
+from tfcommx.comm.messages import Messages
 from tfcommx.comm.progress import Progress
 from tfcommx.comm.trial_queue import TrialQueue
 from tfcommx.cost import alltoall_traffic, broadcast_traffic, ring_traffic
-from tfcommx.terms import MPI_LAUNCH, PlanError, Topology, Traffic
-
-MESSAGES_NEED_MPI = (
-    "Routes made of messages between two ranks (pipeline, tree, bidirectional) need an MPI launch: "
-    f"{MPI_LAUNCH}. Received a Gloo launch. Launch with MPI, or use allreduce or torus."
-)
-
+from tfcommx.terms import PlanError, Topology, Traffic
 
 LARGEST_COUNT = 2**31 - 1  # Entries; Gloo and NCCL count in int32
 
@@ -47,32 +41,18 @@ class Comm(abc.ABC):
     Args:
         rank: this process's, in [0, topology.size).
         topology: all ranks and their nodes.
+        messages: between this rank and others.
     """
 
-    def __init__(self, rank: int, topology: Topology) -> None:
-        self.rank = rank
-        self.topology = topology
+    def __init__(self, rank: int, topology: Topology, messages: Messages) -> None:
+        self.rank, self.topology, self.messages = rank, topology, messages
         # This rank's number among those of its host, and how many they are
         nodes = [topology.node_of(other) for other in range(topology.size)]
         self.local_rank = nodes[:rank].count(nodes[rank])
         self.local_size = nodes.count(nodes[rank])
-        # `lasting=False`: ranks may leave while the others go on; `with_centre`: the process beside
-        # them that holds a centre takes part
-        self._open_point_to_point: Callable[..., PointToPoint] | None = None
-        self._point_to_point: PointToPoint | None = None
-        self._own_messages: list[PointToPoint] = []
-        # The number, for messages, of a process without training that holds the centres of elastic
-        # averaging; None: there is none
-        self.centre_rank: int | None = None
-        self._with_centre: PointToPoint | None = None
-        self._centres = 0
+        # Which ranks have left; what this one is doing, for its watcher; its trials of plans
+        self.membership, self.progress, self.trials = Membership(), Progress(), TrialQueue()
         self._scopes, self._scope = 0, ""
-        # What its watcher is told of this rank
-        self.progress = Progress()
-        # Trials of plans on this rank, which follow each other
-        self.trials = TrialQueue()
-        # Which ranks have left while this one goes on
-        self.membership = Membership()
 
     def own_scope(self) -> str:
         """Return a name that nobody else has, for `scope`.
@@ -123,8 +103,7 @@ class Comm(abc.ABC):
         if len(ranks) == 1:
             return tensor
         if counted:
-            sent = 2 * (len(ranks) - 1) / len(ranks) * _bytes(tensor)
-            self._count(ring_traffic(sent, group, self.topology))
+            self._count(ring_traffic(2 * _sent([tensor], ranks), group, self.topology))
         return self._allreduce(tensor, group, name)
 
     def allreduce_list(self, tensors: list[tf.Tensor], name: str, average: bool) -> list[tf.Tensor]:
@@ -135,10 +114,10 @@ class Comm(abc.ABC):
         """
         for tensor in tensors:
             self._check(tensor, "world")
-        if self.topology.size == 1:
+        ranks = self.members("world")
+        if len(ranks) == 1:
             return tensors
-        sent = 2 * (self.topology.size - 1) / self.topology.size * sum(map(_bytes, tensors))
-        self._count(ring_traffic(sent, "world", self.topology))
+        self._count(ring_traffic(2 * _sent(tensors, ranks), "world", self.topology))
         return self._allreduce_list(tensors, name, average)
 
     def reduce_scatter(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
@@ -147,13 +126,10 @@ class Comm(abc.ABC):
         **Ranks:** all members. **Cost:** (p - 1)/p of the buffer sent.
         **Raises:** PlanError if the first dimension cannot be cut into p equal shards.
         """
-        ranks = self._check(tensor, group)
+        ranks = self._check_shards("reduce_scatter", tensor, group, name)
         if len(ranks) == 1:
             return tensor
-        self._check_shards("reduce_scatter", tensor, ranks, name)
-        self._count(
-            ring_traffic((len(ranks) - 1) / len(ranks) * _bytes(tensor), group, self.topology)
-        )
+        self._count(ring_traffic(_sent([tensor], ranks), group, self.topology))
         return self._reduce_scatter(tensor, group, name)
 
     def all_gather(
@@ -170,8 +146,8 @@ class Comm(abc.ABC):
         if (entries := len(ranks) * tensor.shape.num_elements()) > LARGEST_COUNT:
             raise PlanError(
                 f"An all-gather brings at most {LARGEST_COUNT} entries together. {name!r} brings "
-                f"{entries} from {len(ranks)} "
-                "ranks. Lower `density`, `bucket_bytes`, or the wire format's bytes."
+                f"{entries} from {len(ranks)} ranks. Lower `density`, `bucket_bytes`, or the wire "
+                "format's bytes."
             )
         if counted:
             self._count(ring_traffic((len(ranks) - 1) * _bytes(tensor), group, self.topology))
@@ -184,13 +160,10 @@ class Comm(abc.ABC):
         rank.
         **Raises:** PlanError if the first dimension cannot be cut into p equal shards.
         """
-        ranks = self._check(tensor, group)
+        ranks = self._check_shards("alltoall", tensor, group, name)
         if len(ranks) == 1:
             return tensor
-        self._check_shards("alltoall", tensor, ranks, name)
-        self._count(
-            alltoall_traffic((len(ranks) - 1) / len(ranks) * _bytes(tensor), group, self.topology)
-        )
+        self._count(alltoall_traffic(_sent([tensor], ranks), group, self.topology))
         return self._alltoall(tensor, group, name)
 
     def broadcast(
@@ -212,89 +185,6 @@ class Comm(abc.ABC):
             self._count(broadcast_traffic(_bytes(tensor), self.topology))
         return self._broadcast(tensor, root, name)
 
-    @property
-    def has_messages(self) -> bool:
-        """Whether messages between two ranks are possible here; a single rank needs none."""
-        return self._open_point_to_point is not None or self.topology.size == 1
-
-    def open_point_to_point(self) -> PointToPoint | None:
-        """Get ready for messages; return None for a single rank, which has none.
-
-        **Ranks:** all, outside of traced code. **Raises:** PlanError without an MPI launch.
-        """
-        if not self.has_messages:
-            raise PlanError(MESSAGES_NEED_MPI)
-        if self._point_to_point is None and self.topology.size > 1:
-            self._point_to_point = self._open_point_to_point()
-        return self._point_to_point
-
-    def open_own_messages(self, counted: bool = True) -> PointToPoint:
-        """Return messages that nobody else sends or takes, for ranks that do not meet in steps.
-
-        Args:
-            counted: whether they are part of the training, and so of its traffic.
-
-        **Ranks:** all, more than one, in the same order, outside of traced code, under MPI.
-        """
-        opened = self._open_point_to_point(lasting=False)
-        if counted:
-            self._own_messages.append(opened)
-        return opened
-
-    def open_centre_messages(self) -> PointToPoint:
-        """Return messages of their own, for one centre, to the process that holds the centres.
-
-        **Ranks:** all, in the same order, where `centre_rank` is one.
-        """
-        if self._with_centre is None:
-            self._with_centre = self._open_point_to_point(lasting=False, with_centre=True)
-            self._own_messages.append(self._with_centre)
-        self._centres += 1
-        return Channel(self._with_centre, self._centres)
-
-    def run_with_messages(
-        self, work: Callable[[np.ndarray, PointToPoint], np.ndarray], tensor: tf.Tensor, name: str
-    ) -> tf.Tensor:
-        """Run `work(array, messages)` on the host, eagerly or as part of a graph.
-
-        In traced code the calls follow each other in the order in which they were traced, which is
-        the plan's and so the same on every rank, also from one `tf.cond` to the next: TensorFlow
-        orders what changes a variable, and each call changes one. Without that order, one rank's
-        threads could all wait in one bucket while another's wait in the next one, or take the
-        messages of another optimizer for their own.
-
-        Args:
-            work: takes the tensor as an array, and this rank's PointToPoint; returns an array of
-                the same dtype and shape.
-            tensor: its shape must be known while tracing.
-            name: of the operation in the graph.
-
-        Returns:
-            What `work` returned, as a tensor.
-
-        **Ranks:** as the messages need, after `open_point_to_point`.
-        **Cost:** on GPUs a copy to the host and back.
-        """
-
-        def call(array: np.ndarray) -> np.ndarray:
-            return work(array, self._point_to_point)
-
-        if tf.executing_eagerly():
-            return tf.constant(call(tensor.numpy()))
-        with tf.device("/cpu:0"):
-            with tf.control_dependencies([self._calls.assign_add(1)]):
-                result = tf.numpy_function(
-                    call, [tensor], tensor.dtype, name=name.replace("/", "_")
-                )
-            with tf.control_dependencies([result]):
-                self._calls.assign_add(1)
-        return tf.ensure_shape(result, tensor.shape)
-
-    @functools.cached_property
-    def _calls(self) -> tf.Variable:
-        with tf.init_scope(), tf.device("/cpu:0"):
-            return tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/calls")
-
     @abc.abstractmethod
     def gather_objects(self, item: Any) -> list[Any]:
         """Return the items of all ranks, in rank order; an item must be picklable.
@@ -306,44 +196,32 @@ class Comm(abc.ABC):
         """Return the bytes that this rank has sent so far, inside its node and to other nodes.
 
         For collectives it is the mean over the ranks, for messages what this rank itself has sent.
-        A process that holds a centre counts as one of the last rank's node; what it sends itself
-        is no rank's.
         """
-        inside, between = self._counted()
-        opened = [*self._own_messages, *([self._point_to_point] if self._point_to_point else [])]
-        for rank, amount in [pair for one in opened for pair in list(one.sent.items())]:
-            if rank == self.rank:  # It may be worker and server
-                continue
-            # A process that holds a centre is the launch's last
-            node = self.topology.node_of(min(rank, self.topology.size - 1))
-            if node == self.topology.node_of(self.rank):
-                inside += amount
-            else:
-                between += amount
-        return Traffic(inside, between)
+        pairs = zip(self._counted(), self.messages.traffic(), strict=True)
+        return Traffic(*(collectives + messages for collectives, messages in pairs))
 
     @abc.abstractmethod
     def _counted(self) -> Traffic:
         """Return the bytes of collectives so far."""
 
-    def _check_shards(
-        self, what: str, tensor: tf.Tensor, ranks: tuple[int, ...], name: str
-    ) -> None:
-        if tensor.shape[0] % len(ranks):
+    def _check_shards(self, what: str, tensor: tf.Tensor, group: str, name: str) -> tuple[int, ...]:
+        ranks = self._check(tensor, group)
+        if len(ranks) > 1 and tensor.shape[0] % len(ranks):
             raise PlanError(
                 f"{what} {name!r} needs a length that {len(ranks)} ranks divide. Received "
-                f"{tensor.shape[0]} "
-                f"on rank {self.rank}. Pad the buffer."
+                f"{tensor.shape[0]} on rank {self.rank}. Pad the buffer."
             )
+        return ranks
 
     def _check(self, tensor: tf.Tensor, group: str) -> tuple[int, ...]:
+        """Refuse what no collective can carry; return the ranks of the group."""
         self.membership.require_all()
         ranks, entries = self.members(group), tensor.shape.num_elements()
         if entries is None and len(ranks) > 1:
             raise PlanError(
                 "A collective needs a tensor whose shape is known while tracing: its bytes are "
-                "counted then. Received shape "
-                f"{tensor.shape} on rank {self.rank}. Declare it with tf.ensure_shape."
+                f"counted then. Received shape {tensor.shape} on rank {self.rank}. Declare it "
+                "with tf.ensure_shape."
             )
         if entries is not None and entries > LARGEST_COUNT:
             raise PlanError(
@@ -382,3 +260,8 @@ class Comm(abc.ABC):
 
 def _bytes(tensor: tf.Tensor) -> int:
     return math.prod(tensor.shape) * tensor.dtype.size
+
+
+def _sent(tensors: list[tf.Tensor], ranks: tuple[int, ...]) -> float:
+    """Count the bytes that a rank sends if it keeps its own one of p shards of these tensors."""
+    return (len(ranks) - 1) / len(ranks) * sum(map(_bytes, tensors))

@@ -72,7 +72,7 @@ class CentreProcess:
         **Raises:** RuntimeError if all have failed or died: the launch's status must say so.
         """
         while self._ranks - self._membership.gone():
-            if not self.turn():
+            if not self.answer_next():
                 self._membership.find_dead()
                 time.sleep(LOOK_SECONDS)
         for server in self.servers:
@@ -86,7 +86,7 @@ class CentreProcess:
                 "centre`, and one process less."
             )
 
-    def turn(self) -> bool:
+    def answer_next(self) -> bool:
         """Answer what has arrived for each centre; tell whether there was anything."""
         found = self._messages.take(END)
         if found is not None:
@@ -96,7 +96,7 @@ class CentreProcess:
             if status:
                 self._failed.add(rank)
                 log.warning("Rank %d has failed: it ended with exit status %d.", rank, status)
-        heard = [server.turn() for server in self.servers]
+        heard = [server.answer_next() for server in self.servers]
         if self.servers[-1].centre is not None:
             self.servers.append(self._next_server(len(self.servers) + 1))
         trains = any(server.trains for server in self.servers)

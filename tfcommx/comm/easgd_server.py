@@ -142,7 +142,7 @@ class CentreServer:
         # Answers on their way: an array must live until it has been sent
         self._answers: dict[int, list[tuple[Any, np.ndarray]]] = {}
 
-    def turn(self) -> bool:
+    def answer_next(self) -> bool:
         """Answer a message that has arrived, or the end of all; tell whether there was anything."""
         for tag, answer in (
             (START, self._start),
@@ -209,7 +209,7 @@ class CentreServer:
         """Answer until `stopped`; a failure is a failure of the rank."""
         try:
             while not stopped.is_set():
-                if not self.turn():
+                if not self.answer_next():
                     time.sleep(LOOK_SECONDS)
         except Exception:
             sys.excepthook(*sys.exc_info())

@@ -12,7 +12,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfcommx.comm.base import Comm
-from tfcommx.comm.launcher import Launcher, check_alone, gloo_store, rendezvous_seconds
+from tfcommx.comm.launcher import Launcher, check_alone, rendezvous_seconds
+from tfcommx.comm.messages import Messages
 from tfcommx.comm.point_to_point import PointToPoint
 from tfcommx.terms import PlanError, Topology, Traffic
 
@@ -34,9 +35,9 @@ def gloo_hosts(here: Launcher) -> list[str]:
     """
     from horovod.runner.http import http_client
 
-    found = gloo_store()
-    store = (found.address, found.port, "tfcommx_hosts")
-    http_client.put_data_into_kvstore(*store, str(here.rank), found.host)
+    place = (os.environ[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT"))
+    store = (*place, "tfcommx_hosts")
+    http_client.put_data_into_kvstore(*store, str(here.rank), os.environ["HOROVOD_HOSTNAME"])
     seconds = rendezvous_seconds(RENDEZVOUS_SECONDS)
     hosts, deadline = [], time.monotonic() + seconds
     while len(hosts) < here.size:
@@ -50,8 +51,8 @@ def gloo_hosts(here: Launcher) -> list[str]:
             if late:
                 raise PlanError(
                     f"Rank {len(hosts)} of {here.size} has not called init() within "
-                    f"{seconds:g} s "
-                    f"(seen from rank {here.rank}). Does every rank call tfcommx.init()?"
+                    f"{seconds:g} s (seen from rank {here.rank}). Does every rank call "
+                    "tfcommx.init()?"
                 ) from error
             time.sleep(max(0.02, here.size / 500))  # All together at most 500 reads a second.
     if here.rank == 0:
@@ -146,7 +147,7 @@ class HorovodComm(Comm):
     Args:
         here: what the launcher says.
         topology: all ranks and their nodes.
-        open_point_to_point: makes this rank's messages; None if there can be none.
+        make_messages: makes a PointToPoint of this rank; None if there can be none.
 
     **Ranks:** all, with equal topologies. It starts Horovod.
     **Raises:** PlanError if Horovod is missing, runs already, or counts other ranks.
@@ -156,14 +157,15 @@ class HorovodComm(Comm):
         self,
         here: Launcher,
         topology: Topology,
-        open_point_to_point: Callable[..., PointToPoint] | None = None,
+        make_messages: Callable[..., PointToPoint] | None = None,
     ) -> None:
         hvd, mpi_ops = import_horovod()
-        super().__init__(here.rank, topology)
-        self._hvd, self._ops, self._open_point_to_point = hvd, mpi_ops, open_point_to_point
+        centre_rank = here.size if here.centre else None
+        messages = Messages(here.rank, topology, make_messages, centre_rank)
+        super().__init__(here.rank, topology, messages)
+        self._hvd, self._ops = hvd, mpi_ops
         sets = {ranks: hvd.ProcessSet(ranks) for ranks in smaller_groups(topology)}
         self._start(here, list(sets.values()))
-        self.centre_rank = here.size if here.centre else None
         self._gloo_scatters = here.kind != "mpi" and not nccl_scatters(hvd)
         self._sets = {tuple(range(topology.size)): hvd.global_process_set, **sets}
         with tf.device("/cpu:0"):

@@ -1,4 +1,4 @@
-"""One start of ranks: what horovodrun is called with, and the processes until they end.
+"""Start ranks with horovodrun, and wait until they have ended.
 
     Launch(hosts, command)  ->  Running(launch)  ->  wait(lines) -> exit status
 

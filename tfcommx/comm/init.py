@@ -68,7 +68,10 @@ def init(
             raise PlanError(
                 f"`{name}` must be > 0 and finite, or None for no watch. Received {seconds!r}."
             )
-    stall_seconds, stall_limit_seconds = launcher.stall_times(stall_seconds, stall_limit_seconds)
+    stall_seconds = launcher.seconds_from("TFCOMMX_STALL_SECONDS", stall_seconds, off=True)
+    stall_limit_seconds = launcher.seconds_from(
+        "TFCOMMX_STALL_LIMIT_SECONDS", stall_limit_seconds, off=True
+    )
     if process.started():
         return _started_before(node_size)
     if launcher.launcher().kind == "environment":
@@ -78,7 +81,10 @@ def init(
         mpi.start()
     topology = _topology(here, node_size)
     _keep_one_gpu(here)
-    comm = horovod.HorovodComm(here, topology, _messages(here, watch_seconds is not None))
+    watched = watch_seconds is not None
+    # Messages between two ranks need MPI
+    make_messages = functools.partial(mpi.MpiPointToPoint, watched) if here.kind == "mpi" else None
+    comm = horovod.HorovodComm(here, topology, make_messages)
     process.set_current(comm)
     if here.size > 1:
         liveness.start(
@@ -128,10 +134,3 @@ def _keep_one_gpu(here: launcher.Launcher) -> None:
         )
     tf.config.set_visible_devices(gpus[here.local_rank], "GPU")
     tf.config.experimental.set_memory_growth(gpus[here.local_rank], True)
-
-
-def _messages(
-    here: launcher.Launcher, watched: bool
-) -> functools.partial[mpi.MpiPointToPoint] | None:
-    """Return what opens messages between two ranks; None without MPI."""
-    return functools.partial(mpi.MpiPointToPoint, watched=watched) if here.kind == "mpi" else None

@@ -1,4 +1,4 @@
-"""What the launcher's environment variables say about this process."""
+"""What horovodrun, mpirun and the user say about this process, in environment variables."""
 
 from __future__ import annotations
 
@@ -42,15 +42,6 @@ class Launcher(NamedTuple):
     centre: bool = False
 
 
-class GlooStore(NamedTuple):
-    """The key-value store that horovodrun keeps for a Gloo launch, and this process's host."""
-
-    address: str
-    port: str
-    # As the other ranks know it
-    host: str
-
-
 def launcher() -> Launcher:
     """Read the launcher's environment variables; without any the process is alone.
 
@@ -69,15 +60,6 @@ def launcher() -> Launcher:
     return Launcher("none", 0, 1, 0)
 
 
-def gloo_store() -> GlooStore:
-    """Read where the store of a Gloo launch is."""
-    return GlooStore(
-        os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"],
-        os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"],
-        os.environ["HOROVOD_HOSTNAME"],
-    )
-
-
 def check_alone() -> None:
     """Refuse a process that is one of several which an unsupported launcher has started.
 
@@ -93,49 +75,40 @@ def check_alone() -> None:
             )
 
 
-def message_timeout(default: float) -> float:
-    """Return the seconds that a rank waits for a message before it gives up."""
-    return float(os.environ.get("TFCOMMX_MESSAGE_TIMEOUT_SECONDS", default))
+def seconds_from(name: str, default: float | None, off: bool = False) -> float | None:
+    """Return the seconds that an environment variable says, > 0; without it the default.
 
+    Args:
+        name: of the variable.
+        default: what holds without it.
+        off: whether 0 is allowed; it then means None.
 
-def rendezvous_seconds(default: float) -> float:
-    """Return how long ranks wait for each other at the start.
-
-    **Raises:** PlanError for what is no number > 0.
+    **Raises:** PlanError for what is no such number.
     """
-    word = os.environ.get("TFCOMMX_RENDEZVOUS_SECONDS", str(default))
+    word = os.environ.get(name)
+    if word is None:
+        return default
     try:
         seconds = float(word)
     except ValueError:
-        seconds = 0.0
+        seconds = -1.0
+    if off and seconds == 0:
+        return None
     if not 0 < seconds < math.inf:
         raise PlanError(
-            f"TFCOMMX_RENDEZVOUS_SECONDS must be a number of seconds > 0. Received {word!r}."
+            f"{name} must be a number of seconds > 0{', or 0 for off' * off}. Received {word!r}."
         )
     return seconds
 
 
-def stall_times(seconds: float | None, limit: float | None) -> tuple[float | None, float | None]:
-    """Return the seconds of a wait that is reported, and of one that ends the job.
+def rendezvous_seconds(default: float) -> float:
+    """Return how long ranks wait for each other at the start."""
+    return seconds_from("TFCOMMX_RENDEZVOUS_SECONDS", default)
 
-    Those of the environment, where it has any, in place of the arguments; 0 there turns one off.
 
-    **Raises:** PlanError for what is no number, or negative.
-    """
-    found: list[float | None] = []
-    names = ("TFCOMMX_STALL_SECONDS", "TFCOMMX_STALL_LIMIT_SECONDS")
-    for name, default in zip(names, (seconds, limit), strict=True):
-        word = os.environ.get(name)
-        try:
-            value = default if word is None else float(word) or None
-        except ValueError:
-            value = -1.0
-        if value is not None and not 0 < value < math.inf:
-            raise PlanError(
-                f"{name} must be a number of seconds > 0, or 0 for off. Received {word!r}."
-            )
-        found.append(value)
-    return found[0], found[1]
+def message_timeout(default: float) -> float:
+    """Return the seconds that a rank waits for a message before it gives up."""
+    return seconds_from("TFCOMMX_MESSAGE_TIMEOUT_SECONDS", default)
 
 
 def run_name() -> str:

@@ -19,7 +19,7 @@ raised an error there because the failed rank is gone.
 If all ranks are alive, but some wait long for others, every rank logs who waits for whom
 (stalls.py); progress.py sees what this rank does.
 
-**Cost:** one process of about 10 MB per rank, asleep except for 10 messages of 2 bytes to each of
+**Cost:** one process of about 15 MB per rank, asleep except for 10 messages of 2 bytes to each of
 at most 7 other watchers per `limit` seconds, and one of at most 2 kB to one of them.
 """
 
@@ -45,7 +45,8 @@ from typing import Any, NamedTuple, Protocol
 
 from tfcommx.comm.membership import Membership
 from tfcommx.comm.stalls import CAUSES
-from tfcommx.comm.watch_protocol import MISSING, neighbours
+from tfcommx.comm.watch_alarm import MISSING
+from tfcommx.comm.watch_tree import neighbours
 
 log = logging.getLogger("tfcommx")
 

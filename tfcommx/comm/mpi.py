@@ -120,21 +120,15 @@ class MpiPointToPoint:
         sys.excepthook = report_and_end
 
     def send(self, array: np.ndarray, target: int, tag: int) -> Any:
-        """Start to send a contiguous array, as bytes, to a rank of the world."""
         with self._counting:
             self.sent[target] = self.sent.get(target, 0) + array.nbytes
         return self._world.Isend([array.view(np.uint8), self._mpi.BYTE], target, tag), target
 
     def receive(self, array: np.ndarray, source: int, tag: int) -> Any:
-        """Start to receive into a contiguous array of the length that is sent."""
         return self._world.Irecv([array.view(np.uint8), self._mpi.BYTE], source, tag), source
 
     def wait_any(self, requests: list[Any]) -> int:
-        """Wait until one of the requests is done; return its position in the list.
-
-        Other threads of this process run meanwhile.
-        **Raises:** RuntimeError that names the ranks awaited if nothing comes in time.
-        """
+        """As PointToPoint has it; other threads of this process run meanwhile."""
         pending = [request for request, _ in requests]
         start, turns, late = time.monotonic(), 0, TIMEOUT_SECONDS
         while True:
@@ -157,13 +151,11 @@ class MpiPointToPoint:
             if waited > self._timeout:
                 raise RuntimeError(
                     f"A message must come within {self._timeout:.0f} s. Rank {self._world.rank} "
-                    "has waited longer for "
-                    f"ranks {awaited}. Are they alive, and does the network work? If they are "
-                    "only slow, raise TFCOMMX_MESSAGE_TIMEOUT_SECONDS."
+                    f"has waited longer for ranks {awaited}. Are they alive, and does the network "
+                    "work? If they are only slow, raise TFCOMMX_MESSAGE_TIMEOUT_SECONDS."
                 )
 
     def done(self, request: Any) -> bool:
-        """Tell whether a request is done."""
         return request[0].Test()
 
     def take(self, tag: int) -> tuple[int, np.ndarray] | None:

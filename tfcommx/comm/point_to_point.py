@@ -80,15 +80,12 @@ class Channel:
         self.wait_any, self.done = messages.wait_any, messages.done
 
     def send(self, array: np.ndarray, target: int, tag: int) -> Any:
-        """Start to send, as PointToPoint does."""
         return self._messages.send(array, target, self._first + tag)
 
     def receive(self, array: np.ndarray, source: int, tag: int) -> Any:
-        """Start to receive, as PointToPoint does."""
         return self._messages.receive(array, source, self._first + tag)
 
     def take(self, tag: int) -> tuple[int, np.ndarray] | None:
-        """Receive what has arrived, as PointToPoint does."""
         return self._messages.take(self._first + tag)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What this rank does, as the stall watch is told: at which step, and whether it waits for others.
+"""What this rank is doing, for the stall watch: at which step it is, and whether it waits.
 
     graph of a step     all gradients are there --> begun = n
                         bucket's result is there --> ended[bucket] = n
@@ -41,10 +41,14 @@ LIBRARIES = (PACKAGE, "site-packages", "dist-packages", os.path.dirname(os.__fil
 
 
 class ExchangeProgress:
-    """Where one exchange of this rank is: whether it has begun, and which parts have ended."""
+    """Counters of one exchange: how often it has begun, and each of its parts ended.
+
+    Args:
+        parts: what ranks wait in, for people, such as "the exchange of bucket 3".
+        counted: whether the exchange makes a step.
+    """
 
     def __init__(self, parts: Sequence[str], counted: bool) -> None:
-        """Make the counters of an exchange of these parts; `counted`: it makes a step."""
         self.parts, self.counted = parts, counted
         with tf.init_scope(), tf.device("/cpu:0"):
             self._begun = tf.Variable(0, dtype=tf.int64, trainable=False, name="begun")
@@ -79,18 +83,17 @@ class UnwatchedExchange(ExchangeProgress):
     """An exchange that nobody watches: nothing is added to the step."""
 
     def __init__(self) -> None:
-        """Make no counters."""
+        pass
 
     def begin(self, inputs: Iterable[tf.Tensor]) -> tf.Tensor:
-        """Do nothing."""
         return None
 
     def end(self, part: int, outputs: Iterable[tf.Tensor], number: tf.Tensor) -> None:
-        """Do nothing."""
+        pass
 
 
 class Progress:
-    """What this rank does, seen from a thread of its own."""
+    """What this rank is doing, seen from a thread of its own."""
 
     def __init__(self) -> None:
         self.watched, self._saw_fit, self._step = False, False, -1
@@ -100,12 +103,7 @@ class Progress:
         self._steps_before = 0
 
     def of_exchange(self, parts: Sequence[str], counted: bool = True) -> ExchangeProgress:
-        """Return what an exchange tells where it is.
-
-        Args:
-            parts: what ranks wait in, for people, such as "the exchange of bucket 3".
-            counted: whether the exchange makes a step.
-        """
+        """Return the counters of an exchange; see ExchangeProgress."""
         if not self.watched:
             return UnwatchedExchange()
         self._saw_fit = self._saw_fit or _in_fit(_frames(sys._getframe()))

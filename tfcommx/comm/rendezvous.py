@@ -1,33 +1,29 @@
-"""Ranks that somebody else has started find each other: a Gloo launch without horovodrun.
+"""A Gloo launch without horovodrun: ranks that srun, torchrun or others started find each other.
 
     rank r                         rank 0, at the address and port of its environment
-      connect ------------------->
-      <------------------ challenge
-      who I am, my challenge ----->   ... until all ranks have come, or the time is over
+      who I am ------------------>   ... until all ranks have come, or the time is over
       <---- where Horovod's rendezvous is, slots on hosts; or why there will be none
 
 Rank 0 then serves what horovodrun would serve, and every rank sets the variables that horovodrun
 would have set; from there on it is a launch like any other under Gloo.
 
-With TFCOMMX_SECRET in the environment of all ranks, both sides prove that they know it, and the
-secret itself does not travel. Horovod's rendezvous and Gloo's connections are not secured, as under
-horovodrun: the ports between the hosts belong into a private network.
+With TFCOMMX_SECRET in the environment of all ranks, both sides prove that they know it
+(challenge.py). Horovod's rendezvous and Gloo's connections are not secured, as under horovodrun:
+the ports between the hosts belong into a private network.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
-import json
 import logging
 import os
-import secrets
 import socket
 import time
 from collections import Counter
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+from tfcommx.comm.challenge import NO_PARTNER, Caller, Handshake
 from tfcommx.comm.cluster_environment import ClusterEnvironment
 from tfcommx.comm.horovod import serve_rendezvous
 from tfcommx.comm.launcher import rendezvous_seconds
@@ -39,22 +35,8 @@ log = logging.getLogger("tfcommx")
 SECONDS = 300.0
 # Of one message: a process that connects and says nothing holds nobody up for longer
 MESSAGE_SECONDS = 5.0
-# A deeply nested message of a stranger must not exhaust the stack
-LARGEST_MESSAGE = 8192
 # The form of the messages: other versions, and other programs, are refused
-PROTOCOL = "tfcommx rendezvous 1"
-
-
-class Conversation(NamedTuple):
-    """An open connection to a rank that waits for its answer."""
-
-    connection: socket.socket
-    # What the answer must prove that it knows the secret by
-    challenge: str
-
-    def close(self) -> None:
-        """End it."""
-        self.connection.close()
+PROTOCOL = "tfcommx rendezvous 2"
 
 
 class Arrival(NamedTuple):
@@ -66,7 +48,7 @@ class Arrival(NamedTuple):
     # Address of rank 0 as this rank reaches it, and its own
     reached: str
     own: str
-    conversation: Conversation
+    caller: Caller
 
 
 def join(here: ClusterEnvironment) -> None:
@@ -141,28 +123,20 @@ def _gather(
         raise
     finally:
         for arrival in everyone:
-            arrival.conversation.close()
+            arrival.caller.connection.close()
 
 
 def _receive(here: ClusterEnvironment, connection: socket.socket) -> Arrival | None:
     """Let a process say who it is; None for one that is not of this launch."""
     try:
-        end = time.monotonic() + MESSAGE_SECONDS
-        challenge = secrets.token_hex(16)
-        connection.settimeout(MESSAGE_SECONDS)
-        _write(connection, {"protocol": PROTOCOL, "challenge": challenge})
-        said = _read(connection, end)
-        rank, host, local_rank = said["rank"], said["host"], said["local_rank"]
+        caller = _handshake(here).hear(connection, time.monotonic() + MESSAGE_SECONDS)
+        rank, host, local_rank = caller.said
         numbers = rank, 0 if local_rank is None else local_rank
         if not isinstance(host, str) or {type(number) for number in numbers} != {int}:
             raise ValueError("a stranger")
-        words = _identity(here, rank, host, local_rank)
-        if not hmac.compare_digest(said["proof"], _proof(challenge, *words, said["challenge"])):
-            raise ValueError("a stranger")
         reached, own = connection.getsockname()[0], connection.getpeername()[0]
-        conversation = Conversation(connection, said["challenge"])
-        return Arrival(rank, host, local_rank, reached, own, conversation)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return Arrival(rank, host, local_rank, reached, own, caller)
+    except NO_PARTNER:
         connection.close()
         return None
 
@@ -254,10 +228,8 @@ def _slots(hosts: list[str], local_ranks: list[int | None]) -> list[dict[str, in
 
 
 def _answer(arrival: Arrival, text: dict[str, Any]) -> None:
-    body = json.dumps(text)
-    said = {"body": body, "proof": _proof(arrival.conversation.challenge, body)}
     with contextlib.suppress(OSError):  # It may have gone; the watch, or Gloo, will say so
-        _write(arrival.conversation.connection, said)
+        arrival.caller.answer(text)
 
 
 # --- the other ranks ----------------------------------------------------------------------------
@@ -270,8 +242,10 @@ def _ask(here: ClusterEnvironment, deadline: float, seconds: float) -> tuple[dic
         try:
             with socket.create_connection((here.address, here.port), MESSAGE_SECONDS) as connection:
                 own, peer = connection.getsockname()[0], connection.getpeername()[0]
-                answer = _converse(here, connection, deadline + 2 * MESSAGE_SECONDS)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+                said = (here.rank, socket.gethostname(), here.local_rank)
+                # Rank 0 answers when all have come, or when its own time is over
+                answer = _handshake(here).call(connection, said, deadline + 2 * MESSAGE_SECONDS)
+        except NO_PARTNER as error:
             reason = error
             time.sleep(0.2)
             continue
@@ -287,55 +261,12 @@ def _ask(here: ClusterEnvironment, deadline: float, seconds: float) -> tuple[dic
     )
 
 
-def _converse(here: ClusterEnvironment, connection: socket.socket, end: float) -> dict[str, Any]:
-    """Say who this is, and return what rank 0 answers. **Raises:** ValueError for a stranger.
-
-    Rank 0 answers when all have come, or when its own time is over.
-    """
-    greeting = _read(connection, end)
-    if greeting["protocol"] != PROTOCOL:
-        raise ValueError(f"another program, or version, listens there: {greeting['protocol']!r}")
-    challenge, host = secrets.token_hex(16), socket.gethostname()
-    words = _identity(here, here.rank, host, here.local_rank)
-    said = {"rank": here.rank, "host": host, "local_rank": here.local_rank}
-    proof = _proof(greeting["challenge"], *words, challenge)
-    _write(connection, said | {"challenge": challenge, "proof": proof})
-    answer = _read(connection, end)
-    if not hmac.compare_digest(answer["proof"], _proof(challenge, answer["body"])):
-        raise ValueError("what listens there does not know TFCOMMX_SECRET")
-    return json.loads(answer["body"])
-
-
 # --- both ---------------------------------------------------------------------------------------
 
 
-def _identity(
-    here: ClusterEnvironment, rank: int, host: str, local_rank: int | None
-) -> list[object]:
-    """Return what a rank proves: who it is, and that it is of this launch."""
-    return [PROTOCOL, here.launch, here.size, rank, host, local_rank]
-
-
-def _proof(*words: object) -> str:
-    """Return what only a process with the launch's secret can make of these words."""
-    key = os.environ.get("TFCOMMX_SECRET", "").encode()
-    return hmac.digest(key, json.dumps(words).encode(), "sha256").hex()
-
-
-def _write(connection: socket.socket, text: dict[str, Any]) -> None:
-    connection.sendall(json.dumps(text).encode() + b"\n")
-
-
-def _read(connection: socket.socket, end: float) -> dict[str, Any]:
-    """Read a line, until `end` on the monotonic clock. **Raises:** OSError or ValueError."""
-    data = b""
-    while not data.endswith(b"\n"):
-        connection.settimeout(max(end - time.monotonic(), 0.001))
-        more = connection.recv(4096)
-        data += more
-        if not more or len(data) > LARGEST_MESSAGE:
-            raise ValueError("it has ended the connection")
-    return json.loads(data)
+def _handshake(here: ClusterEnvironment) -> Handshake:
+    secret = os.environ.get("TFCOMMX_SECRET", "")
+    return Handshake(secret, PROTOCOL, (here.launch, here.size))
 
 
 def interface_of(address: str) -> str:

@@ -51,8 +51,8 @@ class Group(NamedTuple):
     seconds: float
 
 
-def position(rank: int, step: int, doing: str, what: str) -> Group:
-    """Return the group of one rank, from now on."""
+def group_of(rank: int, step: int, doing: str, what: str) -> Group:
+    """Return a group of this rank alone, which begins now."""
     return Group(step, doing, what, 1, [rank], 0.0)
 
 
@@ -64,8 +64,8 @@ def later(groups: Sequence[Group], seconds: float) -> list[Group]:
 def merge(groups: Sequence[Group]) -> list[Group]:
     """Add groups up that do the same; keep at most GROUPS.
 
-    >>> ones = [position(rank, 118, WAITS, "bucket 2") for rank in range(100)]
-    >>> for group in merge([*ones, position(100, 117, LEFT, "train.py:31")]):
+    >>> ones = [group_of(rank, 118, WAITS, "bucket 2") for rank in range(100)]
+    >>> for group in merge([*ones, group_of(100, 117, LEFT, "train.py:31")]):
     ...     print(group.step, group.doing, group.count, group.ranks)
     117 left 1 [100]
     118 waits 100 [0, 1, 2]
@@ -106,7 +106,7 @@ def describe(groups: Sequence[Group]) -> str:
 
     A process that serves the others takes no steps: no rank waits for it in a collective.
 
-    >>> print(describe([position(1, 117, LEFT, "train.py:31 in <module>"),
+    >>> print(describe([group_of(1, 117, LEFT, "train.py:31 in <module>"),
     ...                 Group(118, WAITS, "the exchange of bucket 2", 3, [0, 2, 3], 62.0)]))
     Ranks 0, 2, 3 have waited 62 s in the exchange of bucket 2 at step 118, and all ranks are \
 alive. Rank 1 has left `fit`, after step 117: train.py:31 in <module>. Usual causes: ranks take \

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm.base import Comm
+from tfcommx.comm.messages import Messages
 from tfcommx.terms import Topology, Traffic
 
 
@@ -33,20 +34,24 @@ class _Meeting:
             room = self.rooms.setdefault((ranks, turn), {})
             room[rank] = (label, item)
             self.lock.notify_all()
-            if not self.lock.wait_for(
-                lambda: self.failure is not None or len(room) == len(ranks), timeout=60
-            ):
-                self.failure = TimeoutError(
-                    f"Rank {rank} waited for ranks {sorted(set(ranks) - set(room))} in {label!r}."
-                )
-            if self.failure is not None:
-                raise RuntimeError(
-                    f"Rank {rank} was left alone in {label!r}: {self.failure}"
-                ) from self.failure
+            self.wait(
+                rank,
+                lambda: len(room) == len(ranks),
+                lambda: f"ranks {sorted(set(ranks) - set(room))} in {label!r}",
+            )
         labels = {text for text, _ in room.values()}
         if len(labels) > 1:
             raise RuntimeError(f"Ranks {ranks} met in different collectives: {sorted(labels)}.")
         return [room[member][1] for member in ranks]
+
+    def wait(self, rank: int, ready: Callable[[], Any], awaited: Callable[[], str]) -> None:
+        """Wait, with the lock, until it is ready, a rank has failed, or it takes too long."""
+        if not self.lock.wait_for(lambda: self.failure is not None or ready(), timeout=60):
+            self.failure = TimeoutError(f"Rank {rank} waited for {awaited()}.")
+        if self.failure is not None:
+            raise RuntimeError(
+                f"Rank {rank} was left alone, waiting for {awaited()}: {self.failure}"
+            ) from self.failure
 
 
 class _ThreadPointToPoint:
@@ -76,8 +81,14 @@ class _ThreadPointToPoint:
             return array, source, self.meeting.mailbox.setdefault((source, self.rank, tag), deque())
 
     def wait_any(self, requests: list[Any]) -> int:
+        def ready() -> list[int]:
+            """Positions of the requests that are sends, or have a message."""
+            return [i for i, request in enumerate(requests) if request is None or request[2]]
+
         with self.meeting.lock:
-            position = self._wait(requests)
+            ranks = sorted({request[1] for request in requests if request is not None})
+            self.meeting.wait(self.rank, ready, lambda: f"messages of ranks {ranks}")
+            position = ready()[0]
             if requests[position] is not None:
                 array, source, messages = requests[position]
                 message = messages.popleft()
@@ -102,28 +113,6 @@ class _ThreadPointToPoint:
                     return source, messages.popleft().reshape(-1).view(np.uint8)
         return None
 
-    def _wait(self, requests: list[Any]) -> int:
-        """Return the first position whose request is a send, or has a message."""
-        meeting = self.meeting
-
-        def ready() -> list[int]:
-            return [
-                position
-                for position, request in enumerate(requests)
-                if request is None or request[2]
-            ]
-
-        if not meeting.lock.wait_for(lambda: meeting.failure is not None or ready(), timeout=60):
-            awaited = sorted({request[1] for request in requests})
-            meeting.failure = TimeoutError(
-                f"Rank {self.rank} waited for messages of ranks {awaited}."
-            )
-        if meeting.failure is not None:
-            raise RuntimeError(
-                f"Rank {self.rank} was left alone: {meeting.failure}"
-            ) from meeting.failure
-        return ready()[0]
-
     def close(self) -> None:
         pass
 
@@ -136,13 +125,13 @@ class ThreadComm(Comm):
     """
 
     def __init__(self, rank: int, meeting: _Meeting) -> None:
-        super().__init__(rank, meeting.topology)
+        messages = Messages(
+            rank, meeting.topology, lambda **options: _ThreadPointToPoint(rank, meeting)
+        )
+        super().__init__(rank, meeting.topology, messages)
         self._meeting = meeting
         self._turns: dict[tuple[int, ...], int] = {}
         self._sent = Traffic(0.0, 0.0)
-        self._open_point_to_point = lambda lasting=True, with_centre=False: _ThreadPointToPoint(
-            rank, meeting
-        )
 
     @staticmethod
     def run(topology: Topology, work: Callable[[Comm], Any]) -> list[Any]:

@@ -1,15 +1,4 @@
-"""What one watcher knows and decides: no sockets, no clock of its own, so it can be simulated.
-
-Each watcher is connected to at most 7 others, however many ranks there are: a tree with 4 children
-to a rank, and a ring, which keeps what is below a dead rank connected with the rest.
-
-    0 --+-- 1 --+-- 5        tree: the parent of r is (r - 1) // 4
-        |       +-- 6
-        |       +-- 7        ring: 0 -- 1 -- 2 -- ... -- p-1 -- 0
-        |       +-- 8
-        +-- 2 --+-- 9 ...
-        +-- 3
-        +-- 4
+"""What one watcher says and decides: no sockets and no clock, so that thousands can be simulated.
 
     lines between watchers     .            alive
                                bye          the rank ends as it should; its watcher stays
@@ -21,6 +10,9 @@ to a rank, and a ring, which keeps what is below a dead rank connected with the 
                                stall JSON   to the children: who waits for whom
                                end JSON     the same, and it has lasted too long: all end
 
+    lines from the rank        bye, failed: ..., at JSON, needs JSON or all
+    lines to the rank          lost TEXT, gone JSON, stall TEXT, end TEXT
+
 A watcher says "alive" while its rank's process exists and is not stopped. It raises the alarm if it
 has heard nothing of a neighbour for `limit` seconds, or at once if a neighbour's connection ends
 without a bye. Who hears an alarm for the first time passes it on to all neighbours. A neighbour
@@ -31,6 +23,9 @@ others each rank is told by `gone`, also when they end in order.
 
 A watcher whose rank has ended in order still passes on what it hears, until all ranks have ended.
 
+To add a fault: a line of its own in `rank_says` or `received`, and whoever notices it calls
+`_learn_missing`; the rest of the alarm is the same for all faults.
+
 **Cost:** per beat one message of 2 bytes to each neighbour and one to the parent; per alarm at most
 NAMES ranks to each neighbour.
 """
@@ -38,45 +33,11 @@ NAMES ranks to each neighbour.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from typing import Any
 
-from tfcommx.comm.stalls import ENDED, UNKNOWN, Group, StallWatch, later, merge, position
-
-CHILDREN = 4
-# From the first sign to what the rank is told: ranks of a node that die are named together
-GATHER_SECONDS = 0.3
-# For the rank to end by itself after an alarm, before it is killed
-LAST_WORDS_SECONDS = 8.0
-# Missing ranks that one alarm names
-NAMES = 8
-# What a rank says before it ends because of others, or its watcher in its place
-MISSING = (
-    "tfcommx: rank {rank} ends, because ranks are missing: {text} Start again from the last "
-    "checkpoint.\n"
-)
-
-
-def parent(rank: int) -> int | None:
-    """Return the rank above in the tree; None for rank 0."""
-    return (rank - 1) // CHILDREN if rank else None
-
-
-def children(rank: int, size: int) -> list[int]:
-    """Return the ranks below in the tree."""
-    first = CHILDREN * rank + 1
-    return list(range(first, min(first + CHILDREN, size)))
-
-
-def neighbours(rank: int, size: int) -> list[int]:
-    """Return the ranks whose watchers this rank's watcher is connected to, ascending.
-
-    >>> neighbours(0, 2), neighbours(1, 100), neighbours(99, 100)
-    ([1], [0, 2, 5, 6, 7, 8], [0, 24, 98])
-    """
-    above = [] if rank == 0 else [(rank - 1) // CHILDREN]
-    ring = [(rank - 1) % size, (rank + 1) % size]
-    return sorted({*above, *children(rank, size), *ring} - {rank})
+from tfcommx.comm.stalls import ENDED, UNKNOWN, Group, StallWatch, group_of, later, merge
+from tfcommx.comm.watch_alarm import Alarm
+from tfcommx.comm.watch_tree import children, neighbours, parent
 
 
 class Neighbour:
@@ -117,19 +78,14 @@ class WatchProtocol:
         # (neighbour, line), and lines for this rank's process
         self.outbox: list[tuple[int, str]] = []
         self.to_rank: list[str] = []
-        # Missing rank -> [host, what, by whom]
-        self.lost: dict[int, list[Any]] = {}
-        # When this rank's process is told of them; None once it was told, or if nothing is wrong
-        self.alarm_at: float | None = None
-        self.told = False
-        self.kill_at: float | None = None
+        self.alarm = Alarm(self.rank, others)
         # This rank has said bye; its process is stopped; it is gone
         self.leaving, self.stopped, self.gone = False, False, False
         # The watcher says for the rank, which could not, why it has ended
-        self._speaks = False
+        self._speaks_for_rank = False
         # The parent knows that all have ended here and below; all ranks have ended
         self.said_ended, self.over = False, False
-        self.position, self.position_at = position(self.rank, 0, UNKNOWN, ""), now
+        self.group, self.group_since = group_of(self.rank, 0, UNKNOWN, ""), now
         # Ranks whose loss is an alarm; None: all
         self.needed: set[int] | None = None
         # Ranks that have left while others go on -> whether they ended in order
@@ -139,7 +95,9 @@ class WatchProtocol:
     @property
     def finished(self) -> bool:
         """Whether the watcher has nothing to do any more."""
-        return self.gone and (self.over or self.told or (not self.leaving and not self.lost))
+        return self.gone and (
+            self.over or self.alarm.told or (not self.leaving and not self.alarm.lost)
+        )
 
     def connected(self, other: int, now: float) -> None:
         """Take note of a connection to a neighbour."""
@@ -151,8 +109,8 @@ class WatchProtocol:
             self.outbox.append((other, "bye"))
         if self.said_ended and other == self.parent:
             self.outbox.append((other, "ended"))
-        if self.lost:
-            self.outbox.append((other, f"lost {json.dumps(self.lost)}"))
+        if self.alarm.lost:
+            self.outbox.append((other, f"lost {json.dumps(self.alarm.lost)}"))
 
     def disconnected(self, other: int) -> None:
         """Take note that the connection to a neighbour never worked."""
@@ -165,7 +123,7 @@ class WatchProtocol:
         if one.leaving:
             self._see_whether_all_ended()
         else:
-            self._sign(other, what, now)
+            self._report_missing(other, what, now)
 
     def received(self, other: int, line: str, now: float) -> None:
         """Take a neighbour's line in."""
@@ -185,7 +143,9 @@ class WatchProtocol:
         elif kind == "over":
             self._pass_over()
         elif kind == "lost":
-            self._learn({int(rank): row for rank, row in json.loads(text).items()}, other, now)
+            self._learn_missing(
+                {int(rank): row for rank, row in json.loads(text).items()}, other, now
+            )
         elif kind == "at":
             one.groups, one.groups_at = [Group(*row) for row in json.loads(text)], now
         elif kind == "stall":
@@ -194,22 +154,19 @@ class WatchProtocol:
             self._end(line, other, now)
 
     def rank_says(self, line: str, now: float) -> None:
-        """Take in what this watcher's own rank says.
-
-        `bye`, `failed: ...`, `at JSON`, or `needs JSON`: the ranks whose loss is an alarm, or all.
-        """
+        """Take in what this watcher's own rank says."""
         kind, _, text = line.partition(" ")
         if kind == "at":
-            self.position, self.position_at = position(self.rank, *json.loads(text)), now
+            self.group, self.group_since = group_of(self.rank, *json.loads(text)), now
         elif kind == "needs":
             self.needed = None if text == "all" else set(json.loads(text))
         elif kind == "bye":
             self.leaving = True
-            self.position, self.position_at = position(self.rank, 0, ENDED, ""), now
+            self.group, self.group_since = group_of(self.rank, 0, ENDED, ""), now
             self._say_to_all("bye")
             self._see_whether_all_ended()
         elif line:
-            self._learn({self.rank: [self.host, line, self.rank]}, None, now)
+            self._learn_missing({self.rank: [self.host, line, self.rank]}, None, now)
 
     def rank_is_gone(self, now: float) -> None:
         """Take note that this rank's process has ended, and tell the others if it said nothing.
@@ -217,16 +174,19 @@ class WatchProtocol:
         Gloo aborts ranks whose neighbour has died before they can say why.
         """
         self.gone = True
-        if not (self.leaving or self.told or self.rank in self.lost):
-            self._speaks = True
-            self._learn({self.rank: [self.host, "its process has ended", self.rank]}, None, now)
+        if not (self.leaving or self.alarm.told or self.rank in self.alarm.lost):
+            self._speaks_for_rank = True
+            self._learn_missing(
+                {self.rank: [self.host, "its process has ended", self.rank]}, None, now
+            )
 
     @property
     def last_words(self) -> str:
         """What is said in the place of a rank that is gone; empty if it was the first to go."""
-        if not self._speaks or next(iter(self.lost)) == self.rank:
+        lost = self.alarm.lost
+        if not self._speaks_for_rank or next(iter(lost)) == self.rank:
             return ""
-        return self._sentence(self.lost.keys() - {self.rank})
+        return self.alarm.sentence(lost.keys() - {self.rank})
 
     def beat(self, now: float, late: float = 0.0) -> None:
         """Say that the rank is alive, what it and those below do, and look who is silent.
@@ -240,25 +200,24 @@ class WatchProtocol:
             one.heard = min(now, one.heard + late)
         if not self.stopped:
             self._say_to_all(".")
-        self._look(now)
-        if self.stalls.on and not self.told:
+        self._report_silent(now)
+        if self.stalls.on and not self.alarm.told:
             self._tell_what_ranks_do(now)
 
-    def turn(self, now: float) -> None:
+    def tell_if_due(self, now: float) -> None:
         """Do what is due: tell the rank of the alarm. Call it after each event, and often."""
-        if self.alarm_at is None or self.told or now < self.alarm_at:
-            return
-        self._tell_rank(f"lost {self._sentence(self.lost)}", now)
+        if self.alarm.is_due(now):
+            self._tell_rank(f"lost {self.alarm.sentence(self.alarm.lost)}", now)
 
     # --- the alarm ----------------------------------------------------------------------
 
-    def _look(self, now: float) -> None:
+    def _report_silent(self, now: float) -> None:
         """Find the neighbours that have been silent for too long."""
         if any(
             not one.leaving and now - one.heard > self.limit for one in self.neighbours.values()
         ):
             for other in self._silent(now):
-                self._sign(other, self._silence(other, now), now)
+                self._report_missing(other, self._silence(other, now), now)
 
     def _silent(self, now: float) -> list[int]:
         """Return the neighbours that seem to have been missing for a while."""
@@ -277,30 +236,21 @@ class WatchProtocol:
         )
         return f"no response for {now - one.heard:.0f} s{never}"
 
-    def _sign(self, other: int, what: str, now: float) -> None:
-        self._learn({other: [self.neighbours[other].host, what, self.rank]}, None, now)
+    def _report_missing(self, other: int, what: str, now: float) -> None:
+        self._learn_missing({other: [self.neighbours[other].host, what, self.rank]}, None, now)
 
-    def _learn(self, found: dict[int, list[Any]], source: int | None, now: float) -> None:
-        """Take note of missing ranks, and pass on what is new, until the rank has been told.
-
-        What ends after that, ends because of the alarm.
-        """
-        found = self._let_go(found, source)
-        new = {rank: row for rank, row in found.items() if rank not in self.lost}
-        new = dict(list(new.items())[: NAMES - len(self.lost)])
-        if self.told or not new:
-            return
-        self.lost |= new
-        for other in self.neighbours:
-            if other != source:
-                self.outbox.append((other, f"lost {json.dumps(new)}"))
-        if self.alarm_at is None:
-            self.alarm_at = now + GATHER_SECONDS
+    def _learn_missing(self, found: dict[int, list[Any]], source: int | None, now: float) -> None:
+        """Take note of missing ranks, and pass on what is new."""
+        first = not self.alarm.lost
+        if new := self.alarm.add(self._set_departed_aside(found, source), now):
+            self._pass_on(f"lost {json.dumps(new)}", source)
             # What died together with the first is named with it
-            for other in self._silent(now):
-                self._sign(other, self._silence(other, now), now)
+            for other in self._silent(now) if first else ():
+                self._report_missing(other, self._silence(other, now), now)
 
-    def _let_go(self, found: dict[int, list[Any]], source: int | None) -> dict[int, list[Any]]:
+    def _set_departed_aside(
+        self, found: dict[int, list[Any]], source: int | None
+    ) -> dict[int, list[Any]]:
         """Take note of missing ranks that may leave; return the others."""
         known = {rank: row for rank, row in found.items() if rank not in self.left}
         if self.needed is None:
@@ -311,8 +261,7 @@ class WatchProtocol:
             host, what, _ = known[rank]
             self.left[rank] = False
             self.to_rank.append(f"gone {json.dumps([rank, f'on {host}: {what}', False])}")
-            for other in self.neighbours.keys() - {source}:
-                self.outbox.append((other, f"lost {json.dumps({rank: known[rank]})}"))
+            self._pass_on(f"lost {json.dumps({rank: known[rank]})}", source)
             self._see_whether_all_ended()
         return {rank: row for rank, row in known.items() if rank in kept}
 
@@ -321,25 +270,11 @@ class WatchProtocol:
         if rank not in self.left:
             self.left[rank] = True
             self.to_rank.append(f"gone {json.dumps([rank, what, True])}")
-            for other in self.neighbours.keys() - {source}:
-                self.outbox.append((other, f"left {rank}"))
-
-    def _sentence(self, ranks: Collection[int]) -> str:
-        names = ", ".join(
-            f"rank {rank} on {self.lost[rank][0]} ({self.lost[rank][1]})" for rank in sorted(ranks)
-        )
-        more = " At least these." if len(self.lost) == NAMES else ""
-        by = sorted({by for _, _, by in self.lost.values()} - {self.rank} - set(self.lost))
-        noticed = f" Noticed by rank {', '.join(map(str, by[:3]))}." if by else ""
-        alone = set(self.neighbours) <= set(self.lost) and len(self.neighbours) > 1
-        cut = " No neighbour of this rank responds: it may have been cut off." if alone else ""
-        return f"{names}.{more}{noticed}{cut}"
+            self._pass_on(f"left {rank}", source)
 
     def _tell_rank(self, line: str, now: float) -> None:
-        self.told = True
         self.to_rank.append(line)
-        # A stopped process cannot end by itself
-        self.kill_at = now + (0 if self.stopped else LAST_WORDS_SECONDS)
+        self.alarm.set_told(now, self.stopped)
 
     # --- the end ------------------------------------------------------------------------
 
@@ -367,7 +302,7 @@ class WatchProtocol:
 
     def _tell_what_ranks_do(self, now: float) -> None:
         """Send up what the ranks from here down do; rank 0 sees whether some wait for others."""
-        groups = later([self.position], now - self.position_at)
+        groups = later([self.group], now - self.group_since)
         for child in self.children:
             one = self.neighbours[child]
             if self.left.get(child) is False:
@@ -389,12 +324,14 @@ class WatchProtocol:
             self.outbox.append((child, line))
 
     def _end(self, line: str, source: int | None, now: float) -> None:
-        if self.told:
+        if self.alarm.told:
             return
-        for other in self.neighbours:
-            if other != source:
-                self.outbox.append((other, line))
+        self._pass_on(line, source)
         self._tell_rank(f"end {json.loads(line.partition(' ')[2])}", now)
+
+    def _pass_on(self, line: str, source: int | None) -> None:
+        """Say to all neighbours what one of them, or none, has said."""
+        self.outbox += [(other, line) for other in self.neighbours if other != source]
 
     def _say_to_all(self, line: str) -> None:
         self.outbox += [(other, line) for other, one in self.neighbours.items() if one.connected]

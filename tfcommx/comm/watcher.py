@@ -12,21 +12,26 @@ and what it concludes, is in watch_protocol.py; here are the sockets and the clo
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import queue
 import selectors
 import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
-from tfcommx.comm.watch_protocol import GATHER_SECONDS, MISSING, WatchProtocol
+from tfcommx.comm.challenge import NO_PARTNER, Caller, Handshake
+from tfcommx.comm.watch_alarm import GATHER_SECONDS, MISSING
+from tfcommx.comm.watch_protocol import WatchProtocol
 
 # Messages "alive" in `limit` seconds, and what the ranks do in `stall_seconds`
 BEATS = 10
-# For one address to answer, and for whoever connects to say who it is
+# For one address to answer, and for whoever connects to prove who it is
 DIAL_SECONDS = 2.0
 # What is kept for a neighbour that does not read; more is dropped
 LARGEST_PENDING = 65536
@@ -45,7 +50,8 @@ class Watcher:
     def __init__(
         self, job: dict[str, Any], listening: socket.socket, to_rank: socket.socket
     ) -> None:
-        self.token, self.pid = job["token"], job["pid"]
+        self.pid = job["pid"]
+        self.handshake = Handshake(job["token"], "tfcommx watch 1")
         self.member = WatchProtocol(job, time.monotonic())
         places = zip(job["addresses"], job["ports"], strict=True)
         self.places = dict(zip(self.member.neighbours, places, strict=True))
@@ -54,25 +60,21 @@ class Watcher:
         # given up while it waited to be accepted
         self.greeted: set[int] = set()
         self.redial = threading.Event()
-        # Made by the thread that connects, until the loop takes them over
-        self.dialled: dict[int, socket.socket] = {}
+        # Neighbours that a connection was made to, and what threads give the loop to do
+        self.dialled: set[int] = set()
+        self.from_threads: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # Of each neighbour the beginning of a line whose end has not come, and what is to be sent
         self.rests: dict[int, bytes] = {}
         self.pending: dict[int, bytes] = {}
-        # Connections that have not said who they are: the bytes so far, and the deadline
-        self.callers: dict[socket.socket, tuple[bytes, float]] = {}
         self.to_rank, self.rank_rest = to_rank, b""
         periods = (job["limit"], job["stall_seconds"], job["stall_limit"])
         self.beat_seconds = min(period for period in periods if period) / BEATS
         self.select = selectors.DefaultSelector()
         listening.setblocking(False)
         woken, self.wake = socket.socketpair()
-        self.select.register(woken, selectors.EVENT_READ, self.take_dialled)
+        self.select.register(woken, selectors.EVENT_READ, self.do_for_threads)
         self.select.register(listening, selectors.EVENT_READ, self.accept)
         self.select.register(to_rank, selectors.EVENT_READ, self.hear_rank)
-
-    def hello(self, rank: int) -> bytes:
-        return f"{self.token} {rank}\n".encode()
 
     # --- connections --------------------------------------------------------------------
 
@@ -90,61 +92,50 @@ class Watcher:
     def dial(self, other: int) -> None:
         addresses, port = self.places[other]
         for address in addresses:
-            with contextlib.suppress(OSError), contextlib.ExitStack() as unless_kept:
+            with contextlib.suppress(*NO_PARTNER), contextlib.ExitStack() as unless_kept:
                 link = socket.create_connection((address, port), timeout=DIAL_SECONDS)
                 unless_kept.callback(link.close)
-                link.sendall(self.hello(self.member.rank))
-                # Another host may have the same address and port
-                if _line(link) == self.hello(other):
+                rank = self.handshake.call(link, self.member.rank, time.monotonic() + DIAL_SECONDS)
+                if rank == other:  # Another host may have the same address and port
                     unless_kept.pop_all()
-                    self.dialled[other] = link
-                    self.wake.send(b"w")
+                    self.dialled.add(other)
+                    self.in_loop(functools.partial(self.connected, other, link))
                     return
 
-    def take_dialled(self, woken: socket.socket) -> None:
+    def in_loop(self, work: Callable[[], None]) -> None:
+        self.from_threads.put(work)
+        self.wake.send(b"w")
+
+    def do_for_threads(self, woken: socket.socket) -> None:
         woken.recv(64)
-        for other, link in list(self.dialled.items()):
-            if other not in self.rests:
-                self.connected(other, link)
+        while not self.from_threads.empty():
+            self.from_threads.get()()
 
     def accept(self, listening: socket.socket) -> None:
-        """Accept a connection; the other side says later who it is.
-
-        Nobody may keep this loop from saying that its rank is alive.
-        """
         # It may be closed already, or there are too many of them
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, RuntimeError):
             link, _ = listening.accept()
-            link.setblocking(False)
-            self.callers[link] = b"", time.monotonic() + DIAL_SECONDS
-            self.select.register(link, selectors.EVENT_READ, self.greet)
+            threading.Thread(target=self.hear_caller, args=[link], daemon=True).start()
 
-    def greet(self, link: socket.socket) -> None:
-        received, until = self.callers[link]
+    def hear_caller(self, link: socket.socket) -> None:
+        """Let a caller prove who it is. In a thread, because it waits."""
         try:
-            more = link.recv(200)
-        except BlockingIOError:
-            return
-        except OSError:
-            more = b""
-        self.callers[link] = received + more, until
-        if more and b"\n" not in received + more and len(received + more) < 200:
-            return
-        self.dismiss(link)
-        try:
-            token, word = (received + more).decode().split()
-            other = int(word)
-            if token != self.token or other not in self.places or other in self.rests:
-                raise ValueError(token)
-            link.send(self.hello(self.member.rank))
-        except (OSError, ValueError):  # Not a watcher of this run
+            caller = self.handshake.hear(link, time.monotonic() + DIAL_SECONDS)
+        except NO_PARTNER:  # Not a watcher of this run
             link.close()
-            return
-        self.connected(other, link)
+        else:
+            self.in_loop(lambda: self.let_in(caller))
 
-    def dismiss(self, link: socket.socket) -> None:
-        self.select.unregister(link)
-        del self.callers[link]
+    def let_in(self, caller: Caller) -> None:
+        other = caller.said
+        try:
+            if other not in self.places or other in self.rests:
+                raise ValueError(other)
+            caller.answer(self.member.rank)
+        except (OSError, ValueError):
+            caller.connection.close()
+        else:
+            self.connected(other, caller.connection)
 
     def connected(self, other: int, link: socket.socket) -> None:
         link.setblocking(False)
@@ -157,7 +148,8 @@ class Watcher:
         """Connect again: the other side may have given the connection up and tried another."""
         self.member.disconnected(other)
         self.rests.pop(other)
-        if self.dialled.pop(other, None):
+        if other in self.dialled:
+            self.dialled.remove(other)
             self.redial.set()
 
     def send_all(self) -> None:
@@ -227,13 +219,10 @@ class Watcher:
             member = self.member
             wait = next_beat - time.monotonic()
             for key, _ in self.select.select(
-                max(0.0, min(wait, GATHER_SECONDS) if member.lost or self.pending else wait)
+                max(0.0, min(wait, GATHER_SECONDS) if member.alarm.lost or self.pending else wait)
             ):
                 key.data(key.fileobj)
             now = time.monotonic()
-            for link in [link for link, (_, until) in self.callers.items() if now > until]:
-                self.dismiss(link)
-                link.close()
             if now >= next_beat:
                 next_beat = now + self.beat_seconds
                 state = _state_of(self.pid) if not member.gone else ""
@@ -245,25 +234,16 @@ class Watcher:
                 member.stopped = state == "T"
                 member.beat(now, max(0.0, now - last_turn - self.beat_seconds))
             last_turn = now
-            member.turn(now)
+            member.tell_if_due(now)
             self.send_all()
             if member.finished:
                 if words := member.last_words:
                     sys.stderr.write(MISSING.format(rank=member.rank, text=words))
                 return
-            if member.kill_at is not None and now >= member.kill_at and not member.gone:
+            kill_at = member.alarm.kill_at
+            if kill_at is not None and now >= kill_at and not member.gone:
                 os.kill(self.pid, signal.SIGKILL)
                 return
-
-
-def _line(link: socket.socket) -> bytes:
-    data = b""
-    while not data.endswith(b"\n") and len(data) < 200:
-        more = link.recv(1)
-        if not more:
-            break
-        data += more
-    return data
 
 
 def _state_of(pid: int) -> str:

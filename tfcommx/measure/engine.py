@@ -55,7 +55,7 @@ def measure_engine(comm: Comm, group: str, alpha_s: float, timer: Timer) -> Engi
     ranks, tensor = len(comm.members(group)), tf.zeros([TINY])
     terms, name = 2 * (ranks - 1), f"tfcommx/probe/engine/{group}"
     reduced = timer(lambda: comm.allreduce(tensor, group, f"{name}/allreduce", counted=False))
-    if comm.has_messages:
+    if comm.messages.possible:
         return Engine(alpha_s, [max(one - terms * alpha_s, 0.0) for one in reduced])
     gathered = timer(lambda: comm.all_gather(tensor, group, f"{name}/all_gather", counted=False))
     fewer = math.log2(ranks)

@@ -125,7 +125,7 @@ def probe(
         found["fuses"] = fusion and engine_fuses(comm, timer)
     tried = _time_blocks(comm, max(sizes) // 8, blocks, timer)
     best = min(tried, key=lambda row: row[1])[0] if tried else NOMINAL.block_bytes
-    by_engine = not comm.has_messages
+    by_engine = not comm.messages.possible
     return ProbeResult(Links(**found, block_bytes=best), points, tried, spread, by_engine)
 
 
@@ -178,7 +178,7 @@ def _time(
     if len(members) == 1:
         return []
     latencies, parts = math.log2(len(members)), len(members) - 1
-    if comm.has_messages:
+    if comm.messages.possible:
         latencies, parts = 1.0, 1
     points = []
     with _exchange(comm, group) as exchange:
@@ -195,7 +195,7 @@ def _exchange(comm: Comm, group: str) -> Iterator[Callable[[int, str, int], None
     """Yield a function that sends entries around a group several times. **Ranks:** all."""
     members = comm.members(group)
     # Its own connection: a route's would change how a rank ends after an exception
-    point_to_point = comm.open_own_messages(counted=False) if comm.has_messages else None
+    point_to_point = comm.messages.open_own(counted=False) if comm.messages.possible else None
     position = members.index(comm.rank)
 
     def exchange(entries: int, name: str, times: int) -> None:
@@ -223,9 +223,9 @@ def _time_blocks(
     comm: Comm, entries: int, blocks: Sequence[int], timer: Timer
 ) -> list[tuple[int, float]]:
     """Return (bytes of a block, seconds of the pipeline's allreduce); empty if it cannot run."""
-    if not blocks or not comm.has_messages or comm.topology.size == 1:
+    if not blocks or not comm.messages.possible or comm.topology.size == 1:
         return []
-    comm.open_point_to_point()
+    comm.messages.open()
     vector, found = tf.zeros([entries]), []
     for block in blocks:
         bucket = Bucket(

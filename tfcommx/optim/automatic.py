@@ -127,7 +127,7 @@ def _chosen_or_tried(
         lambda: [
             # Between assumed links nothing is clear
             (found.name, found.plan.to_json(), found.is_clear and asked.links is not None)
-            for found in propose(schemes, asked, comm.has_messages)
+            for found in propose(schemes, asked, comm.messages.possible)
         ],
     )
     if not written:

@@ -52,7 +52,7 @@ class RequestedPlan:
                     "A tfcommx.Scheme is required, or a mapping from patterns of variable paths, "
                     f"such as '*embedding*', to Schemes. Received {scheme!r} for {pattern!r}."
                 )
-            check_scheme(scheme, self._comm.topology, self._comm.has_messages)
+            check_scheme(scheme, self._comm.topology, self._comm.messages.possible)
             if scheme.momentum and self._settings.own_momentum:
                 raise PlanError(double_momentum_error(self._settings.own_momentum))
         find_auto(by_pattern(schemes))

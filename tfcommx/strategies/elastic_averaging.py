@@ -139,12 +139,16 @@ server='thread')
         process is `tfcommx centre`'s.
         """
         comm, alpha = executor.comm, self.moving_rate(executor.comm.topology.size)
-        if not comm.has_messages:
+        if not comm.messages.possible:
             raise PlanError(
                 "Elastic averaging sends messages between two ranks, which need an MPI launch: "
                 f"{MPI_LAUNCH} --mpi-args=--enable-recovery. Received a Gloo launch."
             )
-        if self.server == "extra_rank" and comm.centre_rank is None and comm.topology.size > 1:
+        if (
+            self.server == "extra_rank"
+            and comm.messages.centre_rank is None
+            and comm.topology.size > 1
+        ):
             raise PlanError(
                 "server='extra_rank' needs a launch whose last process holds the centre: "
                 f"{CENTRE_LAUNCH}. Received one of {comm.topology.size} ranks that all train."
@@ -165,4 +169,6 @@ server='thread')
     def servers(self, comm: Comm) -> list[int]:
         """Return the ranks that hold the centre, each a range of it."""
         everyone = list(range(comm.topology.size))
-        return {"thread": everyone[:1], "sharded": everyone}.get(self.server, [comm.centre_rank])
+        return {"thread": everyone[:1], "sharded": everyone}.get(
+            self.server, [comm.messages.centre_rank]
+        )

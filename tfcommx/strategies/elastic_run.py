@@ -177,8 +177,8 @@ class ElasticRun(StrategyRun):
     def _open(self, weights: Mapping[str, tf.Variable]) -> None:
         """Open the messages, and the centre. **Ranks:** all."""
         self._weights = dict(weights)
-        comm, extra = self._comm, self._servers == [self._comm.centre_rank]
-        messages = comm.open_centre_messages() if extra else comm.open_own_messages()
+        comm, extra = self._comm, self._servers == [self._comm.messages.centre_rank]
+        messages = comm.messages.open_to_centre() if extra else comm.messages.open_own()
         dtype = np.dtype(self._dtype.as_numpy_dtype)
         parts = cut(sum(self._sizes()), self._servers)
         self._worker = Worker(messages, comm.rank, parts, dtype, comm.membership)

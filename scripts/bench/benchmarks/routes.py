@@ -105,7 +105,7 @@ def measure_network(comm: Comm, chosen: argparse.Namespace) -> Network:
 
 def planned(comm: Comm, scheme: Scheme, n: int, links: Links) -> Plan:
     """Plan the exchange of one gradient. **Raises:** PlanError if it cannot be carried out."""
-    check_scheme(scheme, comm.topology, comm.has_messages)
+    check_scheme(scheme, comm.topology, comm.messages.possible)
     return make_plan(
         [Gradient("gradient", (n, 1), "float32")], {"*": scheme}, comm.topology, "sum", links
     )

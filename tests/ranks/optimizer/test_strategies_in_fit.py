@@ -37,7 +37,7 @@ def test_the_steps_of_the_linear_pipeline_paper(comm: Comm, route: str, strategy
 
     The root's optimizer has the whole state.
     """
-    if routes.get(route).messages and not comm.has_messages:
+    if routes.get(route).messages and not comm.messages.possible:
         return
     scheme = cx.Scheme(
         route,

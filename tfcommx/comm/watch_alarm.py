@@ -1,0 +1,74 @@
+"""An alarm at one watcher: which ranks are missing, and from the first sign to the rank's end.
+
+    first sign -- GATHER_SECONDS --> the rank is told -- LAST_WORDS_SECONDS --> it is killed
+
+What ranks of a node that die together have in common is named together; what ends after the rank
+was told ends because of the alarm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+# From the first sign to what the rank is told
+GATHER_SECONDS = 0.3
+# For the rank to end by itself, before it is killed
+LAST_WORDS_SECONDS = 8.0
+# Missing ranks that one alarm names
+NAMES = 8
+# What a rank says before it ends because of others, or its watcher in its place
+MISSING = (
+    "tfcommx: rank {rank} ends, because ranks are missing: {text} Start again from the last "
+    "checkpoint.\n"
+)
+
+
+class Alarm:
+    """What one watcher knows of missing ranks.
+
+    Args:
+        rank: whose watcher it is.
+        neighbours: ranks whose watchers it is connected to.
+    """
+
+    def __init__(self, rank: int, neighbours: Collection[int]) -> None:
+        self._rank, self._neighbours = rank, set(neighbours)
+        # Missing rank -> [host, what, by whom]
+        self.lost: dict[int, list[Any]] = {}
+        # Whether the rank was told; when it is killed
+        self.told = False
+        self.kill_at: float | None = None
+        self._tell_at = 0.0
+
+    def add(self, found: dict[int, list[Any]], now: float) -> dict[int, list[Any]]:
+        """Take note of missing ranks; return those that are new: none once the rank was told."""
+        if self.told:
+            return {}
+        new = [(rank, row) for rank, row in found.items() if rank not in self.lost]
+        if not self.lost:
+            self._tell_at = now + GATHER_SECONDS
+        added = dict(new[: NAMES - len(self.lost)])
+        self.lost |= added
+        return added
+
+    def is_due(self, now: float) -> bool:
+        """Tell whether the rank must now be told."""
+        return bool(self.lost) and not self.told and now >= self._tell_at
+
+    def set_told(self, now: float, stopped: bool) -> None:
+        """Take note that the rank was told; one whose process is stopped cannot end by itself."""
+        self.told = True
+        self.kill_at = now + (0 if stopped else LAST_WORDS_SECONDS)
+
+    def sentence(self, ranks: Collection[int]) -> str:
+        """Say which of these ranks are missing, and who has noticed."""
+        names = ", ".join(
+            f"rank {rank} on {self.lost[rank][0]} ({self.lost[rank][1]})" for rank in sorted(ranks)
+        )
+        more = " At least these." if len(self.lost) == NAMES else ""
+        by = sorted({by for _, _, by in self.lost.values()} - {self._rank} - set(self.lost))
+        noticed = f" Noticed by rank {', '.join(map(str, by[:3]))}." if by else ""
+        alone = self._neighbours <= set(self.lost) and len(self._neighbours) > 1
+        cut = " No neighbour of this rank responds: it may have been cut off." if alone else ""
+        return f"{names}.{more}{noticed}{cut}"
