@@ -1,4 +1,9 @@
-"""What horovodrun, mpirun and the user say about this process, in environment variables."""
+"""What horovodrun, mpirun and the user say about this process, in environment variables.
+
+To add a launcher that sets variables of its own, and whose ranks find each other by ours: see
+cluster_environment. One that Horovod itself knows is a row of VARIABLES here, and words of its own
+in `horovodrun.Launch.words` if `tfcommx run` shall start it.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +26,10 @@ CENTRE_LAUNCH = (
 )
 # In it: the launch's name, so that launches which a script makes are not taken for it
 CENTRE_VARIABLE = "TFCOMMX_CENTRE"
-# What makes all processes of one launch recognise each other.
-NAMES_OF_A_LAUNCH = {
-    "gloo": ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
-    "mpi": ("PMIX_NAMESPACE",),
+# Kind -> prefix of its variables, and those by which processes of one launch recognise each other
+VARIABLES = {
+    "gloo": ("HOROVOD", ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")),
+    "mpi": ("OMPI_COMM_WORLD", ("PMIX_NAMESPACE",)),
 }
 
 
@@ -47,7 +52,7 @@ def launcher() -> Launcher:
 
     **Ranks:** local. Needs neither TensorFlow nor Horovod.
     """
-    for kind, prefix in (("gloo", "HOROVOD"), ("mpi", "OMPI_COMM_WORLD")):
+    for kind, (prefix, _) in VARIABLES.items():
         if f"{prefix}_RANK" in os.environ:
             rank, size, local_rank = (
                 int(os.environ[f"{prefix}_{name}"]) for name in ("RANK", "SIZE", "LOCAL_RANK")
@@ -123,12 +128,12 @@ def run_name() -> str:
         # time of its start it means one process.
         stat = Path("/proc/self/stat").read_text()
         return f"{os.getpid()} {stat.rpartition(')')[2].split()[19]}"
-    if kind not in NAMES_OF_A_LAUNCH:
+    if kind not in VARIABLES:
         raise PlanError(
             "The run has a name once its ranks have met. Received a process that has not called "
             "tfcommx.init() yet. Call it first."
         )
-    names = NAMES_OF_A_LAUNCH[kind]
+    _, names = VARIABLES[kind]
     if missing := [name for name in names if name not in os.environ]:
         raise PlanError(
             f"A name of the run is required in {' and '.join(names)}, as horovodrun and mpirun "

@@ -23,8 +23,10 @@ others each rank is told by `gone`, also when they end in order.
 
 A watcher whose rank has ended in order still passes on what it hears, until all ranks have ended.
 
-To add a fault: a line of its own in `rank_says` or `received`, and whoever notices it calls
-`_learn_missing`; the rest of the alarm is the same for all faults.
+To add a fault: whoever notices it calls `_learn_missing`, from which on an alarm is the same for
+all. This rank's process is looked at in watcher.py (`_state_of`), its exceptions are told by
+liveness.py (`fail`), neighbours are judged here (`broken`, `_report_silent`). liveness.py has the
+table of faults for people; `tests/comm/test_faults.py` makes them happen.
 
 **Cost:** per beat one message of 2 bytes to each neighbour and one to the parent; per alarm at most
 NAMES ranks to each neighbour.
