@@ -24,7 +24,7 @@ from tfcommx.comm.easgd_server import (
     start_message,
 )
 from tfcommx.comm.membership import Membership
-from tfcommx.strategies import centre as module
+from tfcommx.strategies import elastic_worker as module
 from tfcommx.strategies.elastic_worker import Worker
 
 
