@@ -15,12 +15,13 @@ from tfcommx.report.figures import draw
 from tfcommx.report.summary import (
     PARTS,
     bytes_text,
+    epoch_cells,
+    epoch_headings,
     more_scores,
+    phase_cells,
     phase_rows,
     plural,
-    scheme_text,
     seconds_by_part,
-    size_text,
     target_text,
     time_text,
     write_json,
@@ -208,40 +209,17 @@ def _breakdown_table(runs: Runs) -> str:
 
 
 def _phases_table(runs: Runs) -> str:
-    rows = [
-        (
-            name,
-            f"{row['phase']}",
-            f"{row['epochs']}",
-            row["size"],
-            f"{row['global_batch']}",
-            row["scheme"],
-            f"{row['throughput']:.0f} {row['counted']}/s",
-            f"{row['alone']:.0f}" if row["alone"] else "not measured",
-            f"{100 * row['efficiency']:.0f} %" if row["alone"] else "",
-        )
-        for name, summary in runs.items()
-        for row in phase_rows(summary)
-    ]
+    rows = []
+    for name, summary in runs.items():
+        for row in phase_rows(summary):
+            *how, rate, alone, efficiency = phase_cells(row)
+            rate = f"{rate} {row['counted']}/s"
+            rows.append((name, f"{row['phase']}", *how, rate, alone, efficiency))
     headings = ("run", "phase", "epochs", "size", "batch", "exchange", "in steps")
     return _table((*headings, "one process", "scaling efficiency"), rows)
 
 
 def _epochs_table(name: str, summary: dict[str, Any]) -> str:
-    rows = [
-        (
-            f"{row['epoch']}",
-            size_text(row),
-            scheme_text(row),
-            f"{row['loss']:.3f}",
-            f"{row['train_accuracy']:.4f}",
-            _scores(row),
-            f"{row['throughput']:.0f}",
-            f"{sum(row['seconds'].values()):.1f}",
-        )
-        for row in summary["rows"]
-    ]
-    rate = f"{summary['counted']}/s"
-    headings = ("epoch", "size", "exchange", "loss", "train", "test", rate, "seconds")
-    table = _table(headings, rows)
+    rows = [epoch_cells(row, _scores(row)) for row in summary["rows"]]
+    table = _table(epoch_headings(summary), rows)
     return f"<details><summary>{html.escape(name)}</summary>{table}</details>"

@@ -153,6 +153,40 @@ def phase_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+def phase_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return epochs, size, batch, exchange, throughput, that of one process, and efficiency."""
+    alone = row["alone"]
+    return (
+        f"{row['epochs']}",
+        row["size"],
+        f"{row['global_batch']}",
+        row["scheme"],
+        f"{row['throughput']:.0f}",
+        f"{alone:.0f}" if alone else "not measured",
+        f"{100 * row['efficiency']:.0f} %" if alone else "",
+    )
+
+
+def epoch_headings(summary: dict[str, Any]) -> tuple[str, ...]:
+    """Return the headings of `epoch_cells`."""
+    rate = f"{summary['counted']}/s"
+    return ("epoch", "size", "exchange", "loss", "train", "test", rate, "seconds")
+
+
+def epoch_cells(row: dict[str, Any], test: str) -> tuple[str, ...]:
+    """Return the cells of an epoch's row in a table; `test` are its scores."""
+    return (
+        f"{row['epoch']}",
+        size_text(row),
+        scheme_text(row),
+        f"{row['loss']:.3f}",
+        f"{row['train_accuracy']:.4f}",
+        test,
+        f"{row['throughput']:.0f}",
+        f"{sum(row['seconds'].values()):.1f}",
+    )
+
+
 def plural(count: int, word: str) -> str:
     """Return a count with its noun, plural if need be.
 

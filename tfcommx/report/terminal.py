@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,14 @@ from tfcommx.report.figures import PICTURES
 from tfcommx.report.summary import (
     PARTS,
     bytes_text,
+    epoch_cells,
+    epoch_headings,
     more_scores,
+    phase_cells,
     phase_rows,
     plural,
     read,
-    scheme_text,
     seconds_by_part,
-    size_text,
     target_text,
     time_text,
 )
@@ -82,39 +83,24 @@ def show_comparison(runs: Mapping[str, dict[str, Any]]) -> None:
 
 def _epochs(summary: dict[str, Any]) -> Table:
     table = Table(title=f"{summary.get('name', 'run')}: epochs", title_justify="left")
-    rate = f"{summary['counted']}/s"
-    for heading in ("epoch", "size", "exchange", "loss", "train", "test", rate, "seconds"):
-        table.add_column(heading, justify="left" if heading == "exchange" else "right")
+    _add_columns(table, epoch_headings(summary))
     for row in summary["rows"]:
-        table.add_row(
-            str(row["epoch"]),
-            size_text(row),
-            scheme_text(row),
-            f"{row['loss']:.3f}",
-            f"{row['train_accuracy']:.4f}",
-            f"{row['test_accuracy']:.4f}",
-            f"{row['throughput']:.0f}",
-            f"{sum(row['seconds'].values()):.1f}",
-        )
+        table.add_row(*epoch_cells(row, f"{row['test_accuracy']:.4f}"))
     return table
 
 
 def _phases(summary: dict[str, Any]) -> Table:
     table = Table(title="phases, without the first step of each", title_justify="left")
     rate = f"{summary['counted']}/s"
-    for heading in ("epochs", "size", "batch", "exchange", rate, "one process", "scaling"):
-        table.add_column(heading, justify="left" if heading == "exchange" else "right")
+    _add_columns(table, ("epochs", "size", "batch", "exchange", rate, "one process", "scaling"))
     for row in phase_rows(summary):
-        table.add_row(
-            str(row["epochs"]),
-            row["size"],
-            str(row["global_batch"]),
-            row["scheme"],
-            f"{row['throughput']:.0f}",
-            f"{row['alone']:.0f}" if row["alone"] else "not measured",
-            f"{100 * row['efficiency']:.0f} %" if row["alone"] else "",
-        )
+        table.add_row(*phase_cells(row))
     return table
+
+
+def _add_columns(table: Table, headings: Sequence[str]) -> None:
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "exchange" else "right")
 
 
 def _totals(summary: dict[str, Any]) -> Table:
