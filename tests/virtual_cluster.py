@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -109,20 +110,24 @@ class Nodes:
             end(process)
         return Ended(process.returncode, log.read_text(), time.monotonic() - start)
 
-    def ranks(self) -> list[str]:
-        """Return the command lines of Python's processes on the nodes that compute."""
+    def ranks(self) -> list[psutil.Process]:
+        """Return Python's processes on the nodes that compute: ranks, and what watches them."""
         found = []
         for node in range(1, 1 + len(COMPUTE)):
             space = f"tfcommx-{self.name}-{node}"
             pids = subprocess.run(["ip", "netns", "pids", space], text=True, capture_output=True)
             for pid in map(int, pids.stdout.split()):
-                try:
-                    words = psutil.Process(pid).cmdline()
-                except psutil.Error:
-                    continue
-                if words and "python" in Path(words[0]).name:
-                    found.append(" ".join(words))
+                with contextlib.suppress(psutil.Error):
+                    process = psutil.Process(pid)
+                    if "python" in process.name():
+                        found.append(process)
         return found
+
+    def end_ranks(self) -> None:
+        """Kill what a test has left."""
+        for process in self.ranks():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -61,7 +61,8 @@ LAUNCHERS: dict[str, Callable[[list[str]], list[Start]]] = {
     "torchrun's variables": by_hand,
 }
 SLURM = {"srun"}
-MPI = {"tfcommx run --mpi", "horovodrun --mpi", "mpirun"}
+# The end of ssh does not end what it has started on another host, and by hand nobody ends anything
+LEAVES_A_LATE_RANK = {"tfcommx run", "horovodrun --gloo", "torchrun's variables"}
 
 
 def why_not(launcher: str) -> str:
