@@ -119,6 +119,31 @@ def within(name: str, rooms: tuple[str, ...]) -> bool:
     return any(name == room or name.startswith(f"{room}.") for room in rooms)
 
 
+def in_this_tree(dotted: str) -> bool:
+    """Tell whether a dotted name is a module here, or a name that its module mentions."""
+    path = PACKAGE.parent.joinpath(*dotted.split("."))
+    if path.is_dir() or path.with_suffix(".py").is_file():
+        return True
+    module = path.parent.with_suffix(".py")
+    module = module if module.is_file() else path.parent / "__init__.py"
+    return module.is_file() and re.search(rf"\b{path.name}\b", module.read_text()) is not None
+
+
+def test_imports_name_modules_of_this_tree() -> None:
+    """A module that was renamed could still be imported, from another tree that is installed."""
+    root = PACKAGE.parent
+    missing = {
+        f"{path.relative_to(root)}: {dotted}"
+        for folder in ("tfcommx", "tests", "scripts")
+        for path in (root / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tfcommx"
+        for dotted in (f"{node.module}.{alias.name}" for alias in node.names)
+        if not in_this_tree(dotted)
+    }
+    assert not missing
+
+
 def test_every_module_has_a_floor() -> None:
     assert {name.split(".")[0] for name in MODULES} <= set(FLOORS)
 

@@ -97,7 +97,7 @@ def run_here(name: str, words: Sequence[str], label: str | None = None) -> int:
     # Before NumPy: threads that verify one step would go on spinning during the next one
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if not BENCHMARKS[name].needs_gpu:
-        importlib.import_module("tfcommx.cli.quiet_start")
+        importlib.import_module("tfcommx.cli.load_quietly")
     module = importlib.import_module(f"bench.benchmarks.{name}")
     parser, chief = module.parser(), True
     if BENCHMARKS[name].ranks:

@@ -24,7 +24,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-import tfcommx.cli.quiet_start  # noqa: F401
+import tfcommx.cli.load_quietly  # noqa: F401
 
 # isort: split
 import keras

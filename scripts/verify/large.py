@@ -17,7 +17,7 @@ import time
 # oneDNN's allocator takes memory in doubling regions, more than there may be.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
-import tfcommx.cli.quiet_start  # noqa: F401
+import tfcommx.cli.load_quietly  # noqa: F401
 
 # isort: split
 import numpy as np

@@ -1,4 +1,4 @@
-"""Imported before all else, by benchmarks: TensorFlow is loaded, and prints nothing of its own."""
+"""Loads TensorFlow without its start-up messages: scripts import this before all else."""
 
 from tfcommx.cli.environment import load_tensorflow, quiet_tensorflow
 
