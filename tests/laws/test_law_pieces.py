@@ -18,6 +18,7 @@ from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.runtime.residuals import VariableState
 from tfcommx.terms import Piece, Scheme, Topology
 
 
@@ -43,10 +44,10 @@ def test_variables_too_long_for_one_bucket_travel_in_pieces(route: str, topology
         result = running.exchange(
             {path: tf.constant(value) for path, value in gradients(comm.rank, 0).items()}
         )
-        kept = running.state().residuals_by_variable()
+        kept = running.state().by_variable().residuals
         again = PlanExecutor(plan, comm)
-        again.import_residuals(kept)
-        same = again.state().residuals_by_variable()
+        again.import_by_variable(VariableState(kept))
+        same = again.state().by_variable().residuals
         return {path: value.numpy() for path, value in result.items()}, [kept, same]
 
     ends = ThreadComm.run(topology, work)
@@ -86,9 +87,9 @@ def test_pieces_go_on_whole_and_the_other_way_around() -> None:
         sent, residuals = 0.0, {}
         for plan in (cut, whole, cut, dense):
             running = PlanExecutor(plan, comm)
-            running.import_residuals(residuals)
+            running.import_by_variable(VariableState(residuals))
             sent += float(tf.reduce_sum(running.exchange({"long": value})["long"]))
-            residuals = running.state().residuals_by_variable()
+            residuals = running.state().by_variable().residuals
         assert not residuals
         return sent
 

@@ -30,6 +30,7 @@ from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.runtime.residuals import VariableState
 from tfcommx.terms import Scheme, Topology
 
 
@@ -45,7 +46,7 @@ def test_a_switch_loses_nothing(before: Scheme, after: Scheme, topology: Topolog
         residuals: dict = {}
         for part, current in enumerate((before, after)):
             running = PlanExecutor(plan_for(current, topology), comm)
-            running.import_residuals(residuals)
+            running.import_by_variable(VariableState(residuals))
             for step in range(2):
                 given = fine_gradients(comm.rank, 2 * part + step)
                 result = running.exchange({path: tf.constant(given[path]) for path in SHAPES})
@@ -79,7 +80,7 @@ def test_a_switch_keeps_the_sum_of_velocities(
             {path: tf.constant(value) for path, value in gradients(comm.rank, 0).items()}
         )
         second, had = PlanExecutor(plan_for(after, topology), comm), velocities(first)
-        second.import_residuals(residuals_of(first), had)
+        second.import_by_variable(VariableState(residuals_of(first), had))
         return had, velocities(second)
 
     ends = ThreadComm.run(topology, work)
@@ -106,7 +107,7 @@ def test_a_residual_that_momentum_made_is_not_moved_again() -> None:
         )
         second = PlanExecutor(plan, comm)
         kept = first.state()
-        second.import_residuals(kept.residuals_by_variable(), kept.velocities_by_variable())
+        second.import_by_variable(kept.by_variable())
         return sent + sum(float(tf.reduce_sum(second.exchange(zeros)["a"])) for _ in range(200))
 
     for total in ThreadComm.run(topology, work):

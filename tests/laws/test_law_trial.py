@@ -12,7 +12,7 @@ from laws_helpers import RULES, SHAPES, gradients, name_of, plan_for, scheme
 from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.comm.trial_queue import IDLE
-from tfcommx.runtime.residuals import Residuals, sum_residuals
+from tfcommx.runtime.residuals import Residuals, VariableState, sum_residuals
 from tfcommx.runtime.trial import TrialExecutor
 from tfcommx.runtime.trial_rounds import STEPS, TrialRounds
 from tfcommx.terms import Plan, Topology
@@ -31,8 +31,8 @@ def plans(topology: Topology, operation: str = "sum", dtype: str = "float32") ->
 
 def kept(running: TrialExecutor) -> Residuals:
     """Return all that this rank has not sent yet."""
-    states = [state.residuals_by_variable() for state in running.states()]
-    return sum_residuals([running.waiting(), *states])
+    states = [state.by_variable().residuals for state in running.states()]
+    return sum_residuals([running.outside_plans().residuals, *states])
 
 
 def stays(monkeypatch: pytest.MonkeyPatch, chosen: int) -> None:
@@ -52,7 +52,9 @@ def test_nothing_is_lost_whichever_plan_stays(
 
     def work(comm: Comm) -> list[tuple[dict, Residuals, int | None]]:
         running, log = TrialExecutor(plans(topology), comm), []
-        running.import_residuals({**before, "of another model": np.ones(3, np.float32)})
+        running.import_by_variable(
+            VariableState({**before, "of another model": np.ones(3, np.float32)})
+        )
         for step in range(STEPS + 3):
             given = {path: tf.constant(one) for path, one in gradients(comm.rank, step).items()}
             result = running.exchange(given)
@@ -185,9 +187,9 @@ def test_float16_gradients_lose_nothing_by_rounding(monkeypatch: pytest.MonkeyPa
 
     def work(comm: Comm) -> tuple[dict, Residuals]:
         running = TrialExecutor(plans(topology, dtype="float16"), comm)
-        running.import_residuals(tiny)
+        running.import_by_variable(VariableState(tiny))
         ones = {path: tf.ones(shape, tf.float16) for path, shape in SHAPES.items()}
-        return running.exchange(ones), running.waiting()
+        return running.exchange(ones), running.outside_plans().residuals
 
     for result, left in ThreadComm.run(topology, work):
         assert (result["first/kernel"].numpy() == 2).all()

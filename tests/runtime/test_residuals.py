@@ -12,7 +12,12 @@ from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.runtime.residuals import ResidualStore, residuals_by_variable, sum_residuals
+from tfcommx.runtime.residuals import (
+    ResidualStore,
+    VariableState,
+    residuals_by_variable,
+    sum_residuals,
+)
 from tfcommx.terms import Plan, Scheme, Topology
 
 GRADIENTS = [Gradient("a", (3, 2), "float32"), Gradient("b", (5,), "float32")]
@@ -64,11 +69,11 @@ def test_what_is_exported_is_forgotten_and_the_rest_stays(route: str) -> None:
         executor = PlanExecutor(plan, comm)
         executor.exchange({"a": tf.ones((3, 2)), "b": tf.ones((5, 3))})
         before = executor.state()
-        residuals, velocities = executor.export_residuals({"a", "unknown"})
+        residuals, velocities = executor.export_by_variable({"a", "unknown"})
         after = executor.state()
         for exported, all_of_them, remaining in (
-            (residuals, before.residuals_by_variable(), after.residuals_by_variable()),
-            (velocities, before.velocities_by_variable(), after.velocities_by_variable()),
+            (residuals, before.by_variable().residuals, after.by_variable().residuals),
+            (velocities, before.by_variable().velocities, after.by_variable().velocities),
         ):
             assert set(exported) <= {"a"} and "a" not in remaining
             together = exported | remaining
@@ -87,10 +92,10 @@ def test_a_dense_bucket_has_no_residual_until_one_comes() -> None:
         (state,) = store.states.values()
         assert state.residual is None and state.pending is None
         executor = PlanExecutor(plan, comm)
-        executor.import_residuals({"b": np.full(5, 1 + comm.rank, np.float32)})
+        executor.import_by_variable(VariableState({"b": np.full(5, 1 + comm.rank, np.float32)}))
         zeros = {"a": tf.zeros((3, 2)), "b": tf.zeros(5)}
         first, second = (executor.exchange(zeros)["b"].numpy().tolist() for _ in range(2))
-        return first, second, bool(executor.state().residuals_by_variable())
+        return first, second, bool(executor.state().by_variable().residuals)
 
     assert ThreadComm.run(Topology(2, 1), work) == [([3] * 5, [0] * 5, False)] * 2
 
@@ -151,9 +156,9 @@ def test_rates_that_are_no_numbers_or_negative_change_nothing_that_they_should_n
         executor.exchange({"a": tf.ones((3, 2)), "b": tf.ones(5)})
         for rate in (np.nan, np.inf, -0.3, -0.0, 0.25):
             executor.follow_rate(tf.constant(rate, tf.float32))
-            assert executor.state().residuals_by_variable()["a"].max() == 1, rate
+            assert executor.state().by_variable().residuals["a"].max() == 1, rate
         executor.follow_rate(tf.constant(0.5))
-        assert executor.state().residuals_by_variable()["a"].max() == 0.5
+        assert executor.state().by_variable().residuals["a"].max() == 0.5
 
     ThreadComm.run(Topology(1, 1), work)
 
@@ -165,11 +170,11 @@ def test_gradients_of_a_rate_of_zero_are_never_applied() -> None:
         executor = PlanExecutor(plan, comm)
         executor.follow_rate(tf.constant(0.0))
         executor.exchange({"a": tf.ones((3, 2)), "b": tf.ones(5)})
-        assert executor.state().residuals_by_variable()["a"].max() == 1
+        assert executor.state().by_variable().residuals["a"].max() == 1
         executor.follow_rate(tf.constant(0.1))
-        assert executor.state().residuals_by_variable()["a"].max() < 1e-30
+        assert executor.state().by_variable().residuals["a"].max() < 1e-30
         executor.exchange({"a": tf.ones((3, 2)), "b": tf.ones(5)})
         executor.follow_rate(tf.constant(0.0))
-        assert executor.state().residuals_by_variable()["a"].max() == 1
+        assert executor.state().by_variable().residuals["a"].max() == 1
 
     ThreadComm.run(Topology(1, 1), work)

@@ -25,8 +25,8 @@ comm = cx.init(node_size=node_size)
 def kept(net: keras.Model) -> dict[str, np.ndarray]:
     exchanger, found = exchanger_of(net), {}
     for kind, mine in (
-        ("residual", exchanger.all_residuals()),
-        ("velocity", exchanger.all_velocities()),
+        ("residual", exchanger.state_by_variable().residuals),
+        ("velocity", exchanger.state_by_variable().velocities),
     ):
         everyone = comm.gather_objects(mine)
         for variable in net.trainable_variables:

@@ -1,4 +1,4 @@
-"""`Scheme("auto")` at work: what is known of model and cluster -> a plan, or a trial of plans.
+"""Choose a plan for `Scheme("auto")`: from an earlier run, by prediction, or by a trial.
 
     kept from a run before? -> its plan
     few steps follow? -> plain Horovod

@@ -1,4 +1,4 @@
-"""Starting all ranks from the same point: variables of one rank on every rank."""
+"""Copy one rank's variables to every rank, so that all start from the same point."""
 
 from __future__ import annotations
 

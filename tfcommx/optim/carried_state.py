@@ -1,4 +1,4 @@
-"""CarriedState: what an optimizer's exchange keeps when the plan that produced it is gone.
+"""CarriedState: residuals and velocities on their way from one plan to the next.
 
             first step    change of scheme, of variables, of optimizer    restore
     optimizer   |---------------------------|---------------------------|------>
@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.rates import UNKNOWN
-from tfcommx.runtime.residuals import PlanState, Residuals, sum_residuals, without
+from tfcommx.runtime.residuals import PlanState, VariableState, sum_states, without
 from tfcommx.runtime.trial import TrialExecutor
 
 
@@ -23,9 +23,8 @@ class CarriedState:
     """What one rank has not sent yet and no plan at work keeps."""
 
     def __init__(self) -> None:
-        self.residuals: Residuals = {}
-        # Also while plans have no momentum
-        self.velocities: Residuals = {}
+        # Velocities are here also while plans have no momentum
+        self.state = VariableState()
         # Exponent of the highest learning rate under earlier plans
         self.rate_exponent = UNKNOWN
         # Plans of a checkpoint, until the model asks for an equal one
@@ -33,19 +32,14 @@ class CarriedState:
         # Bytes between nodes that plain Horovod would have sent in the steps of earlier plans
         self.dense_bytes = 0.0
 
-    def add(self, residuals: Residuals, velocities: Residuals) -> None:
+    def add(self, state: VariableState) -> None:
         """Take over what a plan had that is not used any more."""
-        self.residuals = sum_residuals([self.residuals, residuals])
-        self.velocities = sum_residuals([self.velocities, velocities])
+        self.state = sum_states([self.state, state])
 
-    def add_plan(self, state: PlanState) -> None:
-        """Take over everything that a plan had."""
-        self.add(state.residuals_by_variable(), state.velocities_by_variable())
-
-    def take_residuals(self, names: set[str]) -> Residuals:
+    def take_residuals(self, names: set[str]) -> VariableState:
         """Return the residuals of these variables, and forget them."""
-        found = {name: self.residuals[name] for name in names & self.residuals.keys()}
-        self.residuals = without(self.residuals, names)
+        found = VariableState(self.state.of(names).residuals)
+        self.state = self.state._replace(residuals=without(self.state.residuals, names))
         return found
 
     def move_into(
@@ -65,8 +59,10 @@ class CarriedState:
             self.restored.remove(state)
             # It has another plan if the model or the scheme has changed since
             if not executor.restore(state):
-                self.add_plan(state)
+                self.add(state.by_variable())
         executor.continue_rate(rate)
-        executor.import_residuals(self.residuals, self.velocities)
-        self.residuals = without(self.residuals, plan.paths)
-        self.velocities = without(self.velocities, plan.paths_with_momentum)
+        executor.import_by_variable(self.state)
+        self.state = VariableState(
+            without(self.state.residuals, plan.paths),
+            without(self.state.velocities, plan.paths_with_momentum),
+        )

@@ -1,4 +1,4 @@
-"""The centre of elastic averaging, as a user of Keras meets it: it begins, is saved, and is taken.
+"""Elastic averaging's centre for Keras models: begin it, save it, take it at the end.
 
 With every other strategy these functions have nothing to do.
 """

@@ -1,7 +1,7 @@
-"""DistributedOptimizer: any Keras 3 optimizer, its gradients exchanged before it clips them.
+"""DistributedOptimizer: wrap a Keras 3 optimizer so that ranks exchange its gradients.
 
     fit / apply_gradients -> apply -> unscale -> accumulate -> [exchange over the ranks] -> clip ->
-    [update, as the strategy says] -> EMA
+    [update, by the strategy] -> EMA
 
 The wrapped optimizer is an instance of a subclass that carries its base's name and module and adds
 nothing to its variables or its config. So a saved model holds the plain optimizer and loads with

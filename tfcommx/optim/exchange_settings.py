@@ -1,4 +1,4 @@
-"""What a user asks of the exchange, besides how gradients travel."""
+"""The settings of a wrapped optimizer's exchange that do not change during training."""
 
 from __future__ import annotations
 

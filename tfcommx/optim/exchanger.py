@@ -1,11 +1,11 @@
-"""What a wrapped optimizer knows of the other ranks; kept out of Keras's variables.
+"""Exchanger: all that a wrapped optimizer has to do with the other ranks.
 
                 wrap      first step       SwitchScheme      restore
     optimizer   |==================================================>  `settings`, `names`, `guard`,
                 |                                                     `requested` (schemes -> plans)
                 |                                                     `carried` (between plans)
     a plan                |================|=================|=====>  `runs`: the strategy at work
-    a step                | | | | | | | | | | | | | | | | | | | | |   `step`: whose gradients come
+    a step                | | | | | | | | | | | | | | | | | | | | |   `step`: variables, gradients
 
 What is one strategy's or one plan's own belongs to its run, or to the run's executor.
 """
@@ -30,7 +30,7 @@ from tfcommx.optim.variable_names import VariableNames
 from tfcommx.optim.watched_sum import WatchedSum
 from tfcommx.runtime.rates import highest
 from tfcommx.runtime.replica_guard import ReplicaGuard
-from tfcommx.runtime.residuals import PlanState, Residuals, sum_residuals
+from tfcommx.runtime.residuals import PlanState, VariableState, sum_states
 from tfcommx.strategies import StrategyRun, Update, agree_on_strategy
 from tfcommx.terms import PlanError, Scheme
 
@@ -85,20 +85,17 @@ class Exchanger:
                 f"{self.settings.strategy}. Leave SwitchScheme out."
             )
         self.consolidate()
-        self.carried.residuals = self.residuals_outside_plans()
-        for state in self._running():
-            self.carried.add_plan(state)
+        self.carried.state = self.state_outside_plans()
+        for plan in self._running():
+            self.carried.add(plan.by_variable())
         self._drop_runs()
         self.requested.replace(schemes)
 
-    def continue_from(
-        self, residuals: Residuals, velocities: Residuals, restored: list[PlanState], rate: int
-    ) -> None:
+    def continue_from(self, state: VariableState, restored: list[PlanState], rate: int) -> None:
         """Keep what a checkpoint holds in place of what is kept here; traffic goes on."""
         self._drop_runs()
         self.carried.rate_exponent = rate
-        self.carried.residuals, self.carried.velocities = residuals, velocities
-        self.carried.restored = restored
+        self.carried.state, self.carried.restored = state, restored
 
     def traffic(self) -> dict[str, float]:
         """Return the bytes between nodes of this process so far, and of plain Horovod.
@@ -151,7 +148,7 @@ class Exchanger:
                     "each other.",
                     sorted(names ^ set(others))[0],
                 )
-                self.carried.add(*run.executor.export_residuals(names))
+                self.carried.add(run.executor.export_by_variable(names))
 
     def _take_from_predecessors(self, variables: Sequence[keras.Variable]) -> None:
         """Take residuals over from optimizers that exchanged these variables' gradients before.
@@ -165,7 +162,8 @@ class Exchanger:
                 self.carried.rate_exponent = highest(rates)
                 handed = predecessor.export_residuals(variables)
                 mine = dict(zip(map(id, variables), self.names.of(variables), strict=True))
-                self.carried.add({mine[key]: part for key, part in handed.items()}, {})
+                named = {mine[key]: part for key, part in handed.items()}
+                self.carried.add(VariableState(named))
         for variable in variables:
             variable.tfcommx_exchanger = self
 
@@ -175,9 +173,9 @@ class Exchanger:
         **Ranks:** all, outside of traced code.
         """
         names = dict(zip(self.names.of(variables), map(id, variables), strict=True))
-        parts = [run.executor.export_residuals(set(names))[0] for run in self.runs.values()]
+        parts = [run.executor.export_by_variable(set(names)) for run in self.runs.values()]
         parts.append(self.carried.take_residuals(set(names)))
-        return {names[name]: part for name, part in sum_residuals(parts).items()}
+        return {names[name]: part for name, part in sum_states(parts).residuals.items()}
 
     def _drop_runs(self) -> None:
         """Forget all plans: their steps still count, and other trials do not wait for theirs."""
@@ -204,20 +202,15 @@ class Exchanger:
     def _running(self) -> list[PlanState]:
         return [state for run in self.runs.values() for state in run.executor.states()]
 
-    def all_residuals(self) -> Residuals:
-        """Return what this rank has not sent yet, over all plans."""
-        kept = (state.residuals_by_variable() for state in self.plan_states())
-        return sum_residuals([self.residuals_outside_plans(), *kept])
+    def state_by_variable(self) -> VariableState:
+        """Return what this rank keeps in all, by variable: residuals and velocities."""
+        kept = (plan.by_variable() for plan in self.plan_states())
+        return sum_states([self.state_outside_plans(), *kept])
 
-    def residuals_outside_plans(self) -> Residuals:
-        """Return what this rank has not sent yet and no plan keeps."""
-        waiting = [run.executor.waiting() for run in self.runs.values()]
-        return sum_residuals([self.carried.residuals, *waiting])
-
-    def all_velocities(self) -> Residuals:
-        """Return this rank's part of the velocities, over all plans."""
-        kept = [state.velocities_by_variable() for state in self.plan_states()]
-        return sum_residuals([self.carried.velocities, *kept])
+    def state_outside_plans(self) -> VariableState:
+        """Return what this rank keeps and no plan does."""
+        outside = [run.executor.outside_plans() for run in self.runs.values()]
+        return sum_states([self.carried.state, *outside])
 
     def highest_rate(self) -> int:
         """Return the exponent of the highest learning rate so far, or UNKNOWN."""
@@ -230,7 +223,7 @@ class Exchanger:
     def prepare_step(
         self, variables: Sequence[keras.Variable], built: Sequence[keras.Variable] = ()
     ) -> None:
-        """Take note of whose gradients come next, and which variables the optimizer has in all.
+        """Take note of the next gradients' variables, and of all that the optimizer has.
 
         **Raises:** PlanError for what would fail or hang later: XLA, and a loss scale decided by
         each rank alone.
@@ -256,7 +249,7 @@ class Exchanger:
     def exchange(
         self, gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor, steps: tf.Tensor
     ) -> list[tf.Tensor]:
-        """Return the gradients that the optimizer continues with, as the strategy says.
+        """Return the gradients that the strategy lets the optimizer continue with.
 
         With a synchronous one: averaged (or summed) over the ranks, bit-identical on all.
 
@@ -288,7 +281,7 @@ class Exchanger:
         gradients: Sequence[tf.Tensor],
         state: Sequence[tf.Variable],
     ) -> None:
-        """Call `apply` on the ranks that update the weights, and share them, as the strategy says.
+        """Let the strategy apply the update, or not, and share the weights.
 
         **Ranks:** all.
         """

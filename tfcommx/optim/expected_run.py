@@ -1,4 +1,4 @@
-"""ExpectedRun: what is known of the steps that follow, before the first of them."""
+"""ExpectedRun: how many steps are expected to follow, for the choice of a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the arguments of Horovod's DistributedOptimizer are here: said when one of them comes."""
+"""Refuse arguments of Horovod's DistributedOptimizer, and say what to write instead."""
 
 from __future__ import annotations
 

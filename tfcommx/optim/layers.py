@@ -1,4 +1,4 @@
-"""Layers that know the other ranks.
+"""Keras layers that compute over all ranks.
 
 sync_batch_normalization   batch normalization by the joint batch of all ranks
 """

@@ -1,6 +1,6 @@
-"""Measurements that are kept on disk from one run to the next, by what they depend on.
+"""A cache on disk of what one run has measured, for the next run.
 
-    folder/choice-1f0c9a52b7d3e846.json    {"key": {...}, "value": {...}}
+    folder/choice-1f0c9a52b7d3e846.json    {"key": what it depends on, "value": {...}}
 
 Only rank 0 reads and writes them.
 """

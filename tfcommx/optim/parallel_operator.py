@@ -1,4 +1,4 @@
-"""Parallel tensor operator: what every rank would compute alike, computed by a share each.
+"""Compute a share of a list of tensors on each rank, and gather the results.
 
     every rank holds A B C D     rank 0  op(A) op(D)
                                  rank 1  op(B) op(C)    all-gather: op(A) op(B) op(C) op(D)

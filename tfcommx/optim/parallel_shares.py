@@ -1,4 +1,4 @@
-"""Who computes what in a `parallel_operator`: decided once for some shapes, equally on all ranks.
+"""Plan a `parallel_operator`: which rank computes which tensors, and whether it pays.
 
 shapes -> results (op is traced) -> shares of about equal cost -> "local" or "parallel", timed
 """

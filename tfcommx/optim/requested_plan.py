@@ -1,4 +1,4 @@
-"""RequestedPlan: what the user asked for, and the plan that it gives for a set of variables.
+"""RequestedPlan: schemes and settings as asked for, turned into plans.
 
 It lives as long as the optimizer; a change of scheme replaces the schemes in it.
 """

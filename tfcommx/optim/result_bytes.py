@@ -1,4 +1,4 @@
-"""Results of any dtypes as one vector of bytes, with a head that says whether there are any."""
+"""Pack results of any dtype, or the text of an error, into one vector of bytes."""
 
 from __future__ import annotations
 

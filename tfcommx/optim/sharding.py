@@ -1,4 +1,4 @@
-"""What a wrapped optimizer knows of its shards: the weights, the strategy at work, whole state."""
+"""Sharding: one optimizer's shards on this rank, and their state as a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between steps: weights that are whole and equal on all ranks, and a step's beginning."""
+"""What is done between two steps: consolidate weights, begin a step with its pull."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SyncBatchNormalization: batch normalization by the joint batch of all ranks.
+"""SyncBatchNormalization: batch normalization over the joint batch of all ranks.
 
                  this rank                               all ranks
 forward   x -> count, sum, sum of squares  -> allreduce -> mean, variance -> Keras normalizes

@@ -1,4 +1,4 @@
-"""What plans, residuals and checkpoints call the variables of a model."""
+"""Unique names of a model's variables, for plans and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wrapped optimizers of a model: finding them, their exchangers and what they accumulate."""
+"""Find the wrapped optimizers of a model, and their exchangers."""
 
 from __future__ import annotations
 

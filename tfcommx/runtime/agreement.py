@@ -1,4 +1,4 @@
-"""Agreement on the plan between the ranks."""
+"""Check that all ranks have the same plan."""
 
 from __future__ import annotations
 

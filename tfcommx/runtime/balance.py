@@ -1,4 +1,4 @@
-"""Work dealt to ranks so that all have about the same to do."""
+"""Deal work out to ranks evenly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One bucket's part of a step. The kind of the bucket is decided when the runner is made.
+"""BucketRunner: the exchange of one bucket in a step.
 
 The only file here that asks the table of routes for anything except shards and prices.
 """

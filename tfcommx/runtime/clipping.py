@@ -1,4 +1,4 @@
-"""Local gradient clipping: what is done to a rank's gradients before they are accumulated."""
+"""Clip a rank's own gradients before they enter its residuals."""
 
 from __future__ import annotations
 

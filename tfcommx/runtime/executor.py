@@ -1,4 +1,4 @@
-"""Carries out a Plan: gradients in, exchanged gradients out, residuals kept for the next step.
+"""PlanExecutor: exchange gradients by a plan; keep residuals for the next step.
 
     gradients -> per bucket: flat vector -> route (+ residual -> select -> wire -> exchange ->
     merge) -> average -> unflatten
@@ -23,7 +23,7 @@ from tfcommx.runtime.bucket_runner import BucketRunner
 from tfcommx.runtime.clipping import clip_buckets
 from tfcommx.runtime.flat import cut, join
 from tfcommx.runtime.rates import UNKNOWN
-from tfcommx.runtime.residuals import PlanState, Residuals, ResidualStore
+from tfcommx.runtime.residuals import PlanState, ResidualStore, VariableState
 from tfcommx.terms import PLAIN, Bucket, Plan
 
 # (runner of a bucket, its tensors, number of the step) -> what is made of them
@@ -145,15 +145,15 @@ class PlanExecutor:
 
     def state(self) -> PlanState:
         """Return a copy of what this rank keeps of the plan. Outside of traced code."""
-        return self._store.export_state(int(self.steps.numpy()))
+        return self._store.plan_state(int(self.steps.numpy()))
 
     def states(self) -> list[PlanState]:
         """Return copies of what this rank keeps of all plans that take turns: of this one."""
         return [self.state()]
 
-    def waiting(self) -> Residuals:
-        """Return what waits outside of the plans: nothing."""
-        return {}
+    def outside_plans(self) -> VariableState:
+        """Return what this rank keeps outside of the plan: nothing."""
+        return VariableState()
 
     def restore(self, state: PlanState) -> bool:
         """Continue from a state if it is one of an equal plan; tell whether it is."""
@@ -176,7 +176,7 @@ class PlanExecutor:
         self._store.assign(residuals, velocities)
         self._make_runners()
 
-    def import_residuals(self, residuals: Residuals, velocities: Residuals | None = None) -> None:
+    def import_by_variable(self, state: VariableState) -> None:
         """Add residuals and velocities of another plan; their sums over the ranks are conserved.
 
         On a sparse route they go to the rank that selects from that part of the vector. On a dense
@@ -185,15 +185,15 @@ class PlanExecutor:
 
         **Ranks:** all, outside of traced code.
         """
-        self._store.import_residuals(residuals, velocities or {})
+        self._store.import_by_variable(state)
         self._make_runners()
 
-    def export_residuals(self, paths: set[str]) -> tuple[Residuals, Residuals]:
+    def export_by_variable(self, paths: set[str]) -> VariableState:
         """Return, and forget here, this rank's residuals and velocities of these variables.
 
         **Ranks:** all, outside of traced code.
         """
-        return self._store.export_residuals(paths)
+        return self._store.export_by_variable(paths)
 
     def release(self) -> None:
         """Free the memory of residuals and velocities; no step may follow. Outside of graphs."""

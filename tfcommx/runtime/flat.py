@@ -1,4 +1,4 @@
-"""Gradients to the flat vectors of a plan, and back."""
+"""Turn gradients into the flat vectors of a plan, and back."""
 
 from __future__ import annotations
 

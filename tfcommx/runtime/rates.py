@@ -1,4 +1,4 @@
-"""Learning rates that rise: what was computed at a lower rate counts less later.
+"""Shrink residuals while the learning rate rises.
 
 An entry waits in the residual for some 1 / density steps, and is applied at the rate of the step
 that sends it. While the rate rises from next to nothing, as in a warm-up, the large gradients of

@@ -1,4 +1,4 @@
-"""The replica guard: what must be equal on all ranks is compared while they train.
+"""ReplicaGuard: compare what must be equal on all ranks while they train.
 
     every `every` steps    fingerprint of the weights, learning rate, step count
                            -> one all-gather of 24 bytes a rank -> equal: nothing; else an error

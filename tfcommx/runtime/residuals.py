@@ -1,4 +1,4 @@
-"""Residuals: what ranks have computed and not sent yet. Kept by bucket, moved by variable.
+"""What each rank keeps between steps: by bucket in a plan, by variable between plans.
 
 Between steps a rank keeps, of each bucket, its shard of
 
@@ -28,6 +28,22 @@ from tfcommx.terms import Bucket, Piece, Plan, Topology
 Residuals = dict[str, np.ndarray]
 
 
+class VariableState(NamedTuple):
+    """What one rank keeps, by variable, without zeros: the form that goes from plan to plan.
+
+    A kind of state is a field here, a variable of `BucketState`, and a part of `PlanState`.
+    """
+
+    # Not sent yet
+    residuals: Residuals = {}  # noqa: RUF012 - never changed
+    # The momentum of a scheme
+    velocities: Residuals = {}  # noqa: RUF012 - never changed
+
+    def of(self, paths: set[str]) -> VariableState:
+        """Return what is kept of these variables."""
+        return VariableState(*({path: one[path] for path in paths & one.keys()} for one in self))
+
+
 class PlanState(NamedTuple):
     """What one rank keeps of one plan, as a checkpoint stores it."""
 
@@ -48,13 +64,10 @@ class PlanState(NamedTuple):
         """The paths of the plan's variables."""
         return self.plan.paths
 
-    def residuals_by_variable(self) -> Residuals:
-        """Return the rank's part of the residuals by variable, without zeros."""
-        return residuals_by_variable(self.plan, self.residuals, self.rank)
-
-    def velocities_by_variable(self) -> Residuals:
-        """Return the rank's part of the velocities by variable, without zeros."""
-        return residuals_by_variable(self.plan, self.velocities, self.rank)
+    def by_variable(self) -> VariableState:
+        """Return the same by variable."""
+        kinds = (self.residuals, self.velocities)
+        return VariableState(*(residuals_by_variable(self.plan, one, self.rank) for one in kinds))
 
 
 def shard_of(bucket: Bucket, topology: Topology, rank: int) -> slice:
@@ -112,6 +125,11 @@ def sum_residuals(parts: Sequence[Residuals], factor: float = 1.0) -> Residuals:
         for path, values in part.items():
             total[path] = total.get(path, np.float32(0)) + values * np.float32(factor)
     return total
+
+
+def sum_states(parts: Sequence[VariableState], factor: float = 1.0) -> VariableState:
+    """Add what is kept, kind by kind, as `sum_residuals` does."""
+    return VariableState(*(sum_residuals(kind, factor) for kind in zip(*parts, strict=True)))
 
 
 def without(kept: Residuals, paths: set[str]) -> Residuals:
@@ -210,7 +228,7 @@ class ResidualStore:
         if residuals := self._residuals():
             self.highest_rate.follow(rate, list(residuals.values()))
 
-    def export_state(self, steps: int) -> PlanState:
+    def plan_state(self, steps: int) -> PlanState:
         """Return a copy of everything, for a checkpoint; `steps` were taken so far."""
         residuals, velocities = (
             {name: variable.numpy() for name, variable in kept.items()}
@@ -230,30 +248,26 @@ class ResidualStore:
             if name in velocities:
                 state.velocity.assign(velocities[name])
 
-    def import_residuals(self, residuals: Residuals, velocities: Residuals) -> None:
-        """Add residuals and velocities by variable; their sums over the ranks are conserved.
+    def import_by_variable(self, state: VariableState) -> None:
+        """Add what other plans kept; its sums over the ranks are conserved.
 
         **Ranks:** all, outside of traced code. **Cost:** at most two collectives a bucket.
         """
-        for bucket, mine in self._redistributed(residuals, self._plan.buckets, "residuals"):
+        for bucket, mine in self._redistributed(state.residuals, self._plan.buckets, "residuals"):
             self.states[bucket.name].expect_residual()
             self.states[bucket.name].residual.assign_add(mine)
         moving = [bucket for bucket in self._plan.buckets if bucket.momentum]
-        for bucket, mine in self._redistributed(velocities, moving, "velocities"):
+        for bucket, mine in self._redistributed(state.velocities, moving, "velocities"):
             self.states[bucket.name].velocity.assign_add(mine)
 
-    def export_residuals(self, paths: set[str]) -> tuple[Residuals, Residuals]:
-        """Return this rank's residuals and velocities of these variables, and set them to zero."""
-        state = self.export_state(0)
+    def export_by_variable(self, paths: set[str]) -> VariableState:
+        """Return what this rank keeps of these variables, and set it to zero."""
+        state = self.plan_state(0).by_variable().of(paths)
         for kept in (self._residuals(), self._velocities()):
             for name, variable in kept.items():
                 mine = self._entries_of(self.states[name], paths)
                 variable.assign(tf.where(mine, 0.0, variable))
-        residuals, velocities = state.residuals_by_variable(), state.velocities_by_variable()
-        return (
-            {path: residuals[path] for path in paths & set(residuals)},
-            {path: velocities[path] for path in paths & set(velocities)},
-        )
+        return state
 
     def release(self) -> None:
         """Free the memory of all residuals and velocities, which nobody reads any more.

@@ -1,4 +1,4 @@
-"""Which entries of a bucket travel on a sparse route, and what stays in its residual."""
+"""Selector: choose the entries of a bucket that are sent; keep the rest as residual."""
 
 from __future__ import annotations
 

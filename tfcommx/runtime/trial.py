@@ -1,4 +1,4 @@
-r"""Several plans for the same gradients take turns, step by step; the fastest stays.
+r"""TrialExecutor: plans for the same gradients take turns, and the fastest stays.
 
     gradients -> + what waits -> switch_case(whose turn) -> plain | plan 1 | plan 2 -> result
                                                                                   \-> stamp
@@ -22,7 +22,14 @@ from tfcommx.comm.base import Comm
 from tfcommx.kernels.stamp import stamp
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.rates import highest
-from tfcommx.runtime.residuals import PlanState, Residuals, send_with_residual, sum_residuals
+from tfcommx.runtime.residuals import (
+    PlanState,
+    Residuals,
+    VariableState,
+    send_with_residual,
+    sum_residuals,
+    sum_states,
+)
 from tfcommx.runtime.trial_rounds import STEPS, TrialRounds
 from tfcommx.terms import Piece, Plan
 
@@ -70,7 +77,7 @@ class TrialExecutor:
         # [0] if nothing of it is left
         self._waiting: dict[str, tf.Variable] = {}
         self._sizes: dict[str, int] = {}
-        self.import_residuals({})
+        self.import_by_variable(VariableState())
 
     @property
     def chosen(self) -> PlanExecutor | None:
@@ -161,7 +168,7 @@ class TrialExecutor:
             padded = np.resize(rounds.order, count)
             return padded.astype(np.int32), len(rounds.order), False
         losers = [executor for executor in self.executors if executor is not self.chosen]
-        left = [executor.export_residuals(set(self._waiting))[0] for executor in losers]
+        left = [executor.export_by_variable(set(self._waiting)).residuals for executor in losers]
         self._add_waiting(sum_residuals(left))
         for executor in losers:
             executor.release()
@@ -235,10 +242,10 @@ class TrialExecutor:
     def _that_keep(self) -> list[PlanExecutor]:
         return [self.chosen] if self.chosen else self.executors
 
-    def waiting(self) -> Residuals:
-        """Return what waits outside of the plans, by variable, without zeros."""
+    def outside_plans(self) -> VariableState:
+        """Return what this rank keeps outside of the plans, to be sent next."""
         kept = {path: variable.numpy() for path, variable in self._waiting.items()}
-        return {path: part for path, part in kept.items() if part.any()}
+        return VariableState({path: part for path, part in kept.items() if part.any()})
 
     def restore(self, state: PlanState) -> bool:
         """Tell that no plan continues from a state: what it kept waits, and is sent first."""
@@ -248,11 +255,12 @@ class TrialExecutor:
         """Return the bytes plain Horovod would have sent between nodes for the steps so far."""
         return sum(executor.dense_bytes_between_nodes() for executor in self.executors)
 
-    def import_residuals(self, residuals: Residuals, velocities: Residuals | None = None) -> None:
-        """Add residuals of other plans to the next gradients; velocities wait elsewhere.
+    def import_by_variable(self, state: VariableState) -> None:
+        """Add residuals of other plans to the next gradients; no plan here takes velocities.
 
         **Ranks:** local, outside of traced code, and before the first step is traced.
         """
+        residuals = state.residuals
         mine = self.plan.paths & residuals.keys()
         sizes = {path: residuals[path].size for path in mine}
         for bucket in (bucket for one in self.executors for bucket in one.plan.buckets):
@@ -264,13 +272,12 @@ class TrialExecutor:
             for path in sizes.keys() - self._waiting.keys():
                 self._waiting[path] = tf.Variable(tf.zeros([0]), trainable=False, shape=[None])
         self._add_waiting({path: residuals[path] for path in mine})
-        self._waits.assign(bool(self.waiting()))
+        self._waits.assign(bool(self.outside_plans().residuals))
 
-    def export_residuals(self, paths: set[str]) -> tuple[Residuals, Residuals]:
-        """Return, and forget here, this rank's residuals of these variables."""
-        waiting = self.waiting()
-        parts = [{path: waiting[path] for path in paths & waiting.keys()}]
-        parts += [executor.export_residuals(paths)[0] for executor in self._that_keep()]
+    def export_by_variable(self, paths: set[str]) -> VariableState:
+        """Return, and forget here, what this rank keeps of these variables."""
+        parts = [self.outside_plans().of(paths)]
+        parts += [executor.export_by_variable(paths) for executor in self._that_keep()]
         for path in paths & self._waiting.keys():
             self._waiting[path].assign(tf.zeros_like(self._waiting[path]))
-        return sum_residuals(parts), {}
+        return sum_states(parts)

@@ -1,4 +1,4 @@
-"""Whose turn it is in a trial of plans, and which one stays: times in, decision out.
+"""TrialRounds: the order of plans in a trial, and the choice from their times.
 
     step    1 2 3 | 4 5 6 | 7 8 9 | 10 11 12 | ...  18
     plan    0 1 2 | 1 2 0 | 2 0 1 |  0  1  2 | ...

@@ -1,4 +1,4 @@
-"""Who updates the weights: the table of strategies.
+"""Strategies: who updates the weights, and when they are exchanged.
 
     synchronous     gradients are exchanged, every rank applies them: the identity, as Horovod does
     root            gradients are reduced to rank 0, which applies them and broadcasts the weights

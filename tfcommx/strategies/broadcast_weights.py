@@ -1,4 +1,4 @@
-"""Rank 0's weights on every rank, bucket by bucket, within a training step."""
+"""Broadcast rank 0's weights within a training step, bucket by bucket."""
 
 from __future__ import annotations
 

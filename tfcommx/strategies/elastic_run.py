@@ -1,4 +1,4 @@
-"""Elastic averaging at work on one plan: what a rank does in its steps, and at both ends.
+"""The steps of elastic averaging: begin the centre, exchange with it, take it.
 
 begin   the centre starts from rank 0's weights
 steps   every few: send a snapshot of the weights; subtract the force when it is there

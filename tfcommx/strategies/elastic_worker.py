@@ -1,4 +1,4 @@
-"""A worker of elastic averaging: its messages to the servers that hold the centre.
+"""A worker's messages to the servers that hold the centre of elastic averaging.
 
     one server      x = [ 0 ................... n )  --SNAPSHOT--> server       <--FORCE--
     several         x = [ 0 ... a ) [ a ... b ) [ b ... n )  a part to each, and one from each

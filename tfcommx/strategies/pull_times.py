@@ -1,4 +1,4 @@
-"""What pulls are planned by: layers of variables, and their times from a profile and links."""
+"""Times of pulls and forward passes by layer, for pulls in batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sharded: every rank is worker and server of 1/p of the weights.
+"""Sharded: each rank updates 1/p of the weights and keeps 1/p of the state.
 
     gradients -> reduce-scatter -> each rank updates its shard -> all-gather -> weights on all ranks
                  [push]            [1/p of the optimizer's state]  [pull]

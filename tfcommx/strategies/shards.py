@@ -1,4 +1,4 @@
-"""Shards: which entries of the weights each rank updates, and in which batches they are pulled.
+"""Shards: the entries of the weights that each rank updates.
 
     bucket of the plan    |      b0       |  b1  |     reduce-scatter of its gradients
     batch of layers       |   1   |     0        |     all-gather of its weights

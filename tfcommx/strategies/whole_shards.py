@@ -1,4 +1,4 @@
-"""Shards of whole variables, for optimizers with statistics of each: LARS, LAMB, Adafactor, Muon.
+"""Shards of whole variables, for LARS, LAMB, Adafactor and Muon.
 
     variables      aaaaaa bbbb ccc d          longest first, each to the rank that has least
     rank 0         aaaaaa d                   its optimizer knows a and d alone

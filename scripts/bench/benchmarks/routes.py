@@ -134,7 +134,7 @@ def exchange(comm: Comm, plan: Plan, n: int, repeats: int) -> tuple[list[float],
 
         seconds.append(rounds.seconds_of(call, comm))
         arrived += weighted_sum(results[0].numpy()[:, 0])
-    residuals = executor.state().residuals_by_variable()
+    residuals = executor.state().by_variable().residuals
     everyone = comm.gather_objects(
         (
             arrived,

@@ -19,6 +19,7 @@ from tfcommx.optim import automatic
 from tfcommx.optim.expected_run import ExpectedRun
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.rates import UNKNOWN
+from tfcommx.runtime.residuals import VariableState
 from tfcommx.runtime.trial import TrialExecutor
 from tfcommx.runtime.trial_rounds import STEPS
 from tfcommx.terms import Link, Links
@@ -165,7 +166,7 @@ def test_a_trial_that_is_dropped_holds_up_no_other(comm: Comm) -> None:
     optimizer.build(net.trainable_variables)
     gradients, dropped = gradients_of(net, batch(comm.rank)), []
     changes = [lambda: optimizer.exchanger.switch(LOSSY)]
-    changes.append(lambda: optimizer.exchanger.continue_from({}, {}, [], UNKNOWN))
+    changes.append(lambda: optimizer.exchanger.continue_from(VariableState(), [], UNKNOWN))
     for change in changes:
         optimizer.apply_gradients(zip(gradients, net.trainable_variables, strict=True))
         dropped.append(executor_of(optimizer))  # The garbage collector does not free it
@@ -203,7 +204,7 @@ def test_a_lossy_auto_loses_nothing_in_a_loop_with_a_loss_scale(
     assert same_on_all_ranks(comm, net)
     exchanger = optimizer.exchanger
     assert executor_of(optimizer).rounds.chosen is not None
-    waits = exchanger.all_residuals()
+    waits = exchanger.state_by_variable().residuals
     names = exchanger.names.of(net.trainable_variables)
     mine = [
         one + 0.0 - waits.get(name, np.zeros(one.size)).reshape(one.shape)

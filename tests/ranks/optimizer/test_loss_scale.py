@@ -49,7 +49,7 @@ def test_a_non_finite_gradient_skips_the_step_on_all_ranks(
     before, scale, residuals = (
         weights(net),
         float(net.optimizer.dynamic_scale.numpy()),
-        exchanger.all_residuals(),
+        exchanger.state_by_variable().residuals,
     )
     steps = int(exchanger.plan_states()[0].steps)
     run(np.full_like(x, np.nan) if comm.rank == bad_rank % comm.topology.size else x)
@@ -57,7 +57,7 @@ def test_a_non_finite_gradient_skips_the_step_on_all_ranks(
         np.testing.assert_array_equal(old, new)
     assert net.optimizer.dynamic_scale.numpy() == scale / 2
     assert int(exchanger.plan_states()[0].steps) == steps
-    for path, part in exchanger.all_residuals().items():
+    for path, part in exchanger.state_by_variable().residuals.items():
         np.testing.assert_array_equal(part, residuals[path])
     run(x)
     assert same_on_all_ranks(comm, net) and int(exchanger.plan_states()[0].steps) == steps + 1

@@ -30,7 +30,9 @@ def test_switching_schemes_and_resolution_in_fit(comm: Comm) -> None:
 
     class Watch(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            waiting = any(comm.gather_objects(bool(net.optimizer.exchanger.all_residuals())))
+            waiting = any(
+                comm.gather_objects(bool(net.optimizer.exchanger.state_by_variable().residuals))
+            )
             seen[epoch] = (int(resolution.numpy()), waiting)
 
     switch = callbacks.SwitchScheme({2: cx.Scheme("torus")}, {2: 8}, resolution)
@@ -58,18 +60,22 @@ def test_the_density_warms_up_with_momentum(comm: Comm) -> None:
                 )
             )
             kept.append(
-                max(float(np.abs(part).max()) for part in exchanger.all_velocities().values())
+                max(
+                    float(np.abs(part).max())
+                    for part in exchanger.state_by_variable().velocities.values()
+                )
             )
 
     assert fit(
         net, comm, epochs=4, extra=(callbacks.SwitchScheme(scheme.warm_up([0.25, 0.1])), Watch())
     ).identical
     assert sent[0] > sent[1] > sent[2] == sent[3] and min(kept) > 0
-    moving = comm.gather_objects(net.optimizer.exchanger.all_velocities())
+    moving = comm.gather_objects(net.optimizer.exchanger.state_by_variable().velocities)
     net.optimizer.exchanger.switch(cx.Scheme("torus"))  # no momentum: the velocity rests
     fit(net, comm, epochs=1)
     assert {
-        path: part.tobytes() for path, part in net.optimizer.exchanger.all_velocities().items()
+        path: part.tobytes()
+        for path, part in net.optimizer.exchanger.state_by_variable().velocities.items()
     } == {path: part.tobytes() for path, part in moving[comm.rank].items()}
 
 
@@ -91,7 +97,9 @@ def test_what_waits_counts_less_as_the_rate_rises(comm: Comm) -> None:
     fit(net, comm, epochs=1)
 
     def waiting() -> dict[str, np.ndarray]:
-        return sum_residuals(comm.gather_objects(net.optimizer.exchanger.all_residuals()))
+        return sum_residuals(
+            comm.gather_objects(net.optimizer.exchanger.state_by_variable().residuals)
+        )
 
     for rate, factor in ((1.0, 8), (0.5, 1), (1.5, 1)):
         net.optimizer.learning_rate = rate
@@ -122,7 +130,7 @@ def test_the_highest_rate_outlives_plans(
         optimizer.learning_rate = rate
         own = [tf.random.stateless_normal(one.shape, [comm.rank, 7]) for one in variables]
         optimizer.apply(own)
-    before = sum_residuals(comm.gather_objects(optimizer.exchanger.all_residuals()))
+    before = sum_residuals(comm.gather_objects(optimizer.exchanger.state_by_variable().residuals))
     assert before
     if change == "optimizer":
         optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(rates[-1]), SPARSE)
@@ -133,7 +141,7 @@ def test_the_highest_rate_outlives_plans(
     optimizer.learning_rate = rates[-1]
     start = weights(net)
     optimizer.apply([tf.zeros(one.shape) for one in variables])
-    after = sum_residuals(comm.gather_objects(optimizer.exchanger.all_residuals()))
+    after = sum_residuals(comm.gather_objects(optimizer.exchanger.state_by_variable().residuals))
     for variable, was in zip(variables, start, strict=True):
         if variable.path in before:
             sent = (was - variable.numpy()).ravel() / rates[-1] * comm.topology.size

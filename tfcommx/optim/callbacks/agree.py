@@ -1,4 +1,4 @@
-"""Callbacks by which the ranks agree: on stopping, on equal weights."""
+"""AgreeOnStop and CompareReplicas: ranks stop together, and hold equal weights."""
 
 from __future__ import annotations
 

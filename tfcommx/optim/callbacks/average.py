@@ -1,4 +1,4 @@
-"""Callbacks that average over the ranks: metrics, batch-norm statistics."""
+"""AverageMetrics and AverageBatchNorm: averages over the ranks."""
 
 from __future__ import annotations
 

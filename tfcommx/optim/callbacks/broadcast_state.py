@@ -1,4 +1,4 @@
-"""BroadcastState: all ranks start from the same point."""
+"""BroadcastState: all ranks start from the same weights, state and settings."""
 
 from __future__ import annotations
 

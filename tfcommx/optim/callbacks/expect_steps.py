@@ -1,4 +1,4 @@
-"""Telling "auto" how many steps follow, as far as `fit` knows it."""
+"""Tell "auto" how many training steps follow, as far as `fit` knows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def expect_steps(
     epoch: int,
     end: int | None = None,
 ) -> None:
-    """Tell "auto" how many steps follow, if Keras knows it, and nobody has told of the run.
+    """Tell "auto" how many steps follow, unless a recipe has told it of the whole run.
 
     Args:
         optimizer: a wrapped one.

@@ -1,4 +1,4 @@
-"""RecalibrateBatchNorm: batch norm's statistics of the weights that a training has ended with."""
+"""RecalibrateBatchNorm: measure batch norm's statistics again after training."""
 
 from __future__ import annotations
 

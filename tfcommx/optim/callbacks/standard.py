@@ -1,4 +1,4 @@
-"""Standard: the callbacks that are right for nearly every training over several ranks."""
+"""Standard: the callbacks that nearly every training over several ranks needs."""
 
 from __future__ import annotations
 

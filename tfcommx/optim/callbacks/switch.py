@@ -1,4 +1,4 @@
-"""Callbacks that change settings while training: the scheme, the learning rate."""
+"""WarmUp and SwitchScheme: change the learning rate, the scheme or the resolution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that lose nothing: model, optimizers, and the residuals of every rank.
+"""Checkpoints of model, optimizers and every rank's residuals.
 
 first = cx.checkpoint.restore(model, "run/checkpoint")     # 0 if there is none
 model.fit(..., initial_epoch=first, callbacks=[

@@ -1,4 +1,4 @@
-"""Checkpoint: the callback that saves at the end of every epoch."""
+"""Checkpoint: save at the end of every epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: their names, and how each is written as a whole or not at all."""
+"""The files of a checkpoint: their names, and writing each one atomically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RestoreRankValues: what a rank alone had in mid-epoch, given back after BroadcastState."""
+"""RestoreRankValues: give each rank its own statistics and metrics back in mid-epoch."""
 
 from __future__ import annotations
 

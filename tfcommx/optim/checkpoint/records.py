@@ -1,4 +1,4 @@
-"""What one rank keeps beside the model: residuals, sums of gradients, seeds; as a file, and back.
+"""The file of one rank in a checkpoint: residuals, accumulated gradients, seeds.
 
 The file is NumPy's: arrays, and an index (JSON) with one entry for each wrapped optimizer, which
 says what each array is.
@@ -24,7 +24,7 @@ from tfcommx.optim.keras_internals import (
 from tfcommx.optim.wrapped import accumulated, exchanger_in, wrapped_optimizers
 from tfcommx.routes import read_plan
 from tfcommx.runtime.rates import UNKNOWN
-from tfcommx.runtime.residuals import PlanState, Residuals
+from tfcommx.runtime.residuals import PlanState, Residuals, VariableState
 
 
 class OptimizerRecord(NamedTuple):
@@ -32,10 +32,8 @@ class OptimizerRecord(NamedTuple):
 
     # Names of the variables that the optimizer was built for, in its order
     trained: list[str]
-    # Of plans that are not used any more, until others take them over
-    carried_residuals: Residuals
-    # Likewise
-    carried_velocities: Residuals
+    # Of plans that are not used any more, until others take it over
+    carried: VariableState
     # Sums of gradients that are being accumulated, at least float32
     accumulated: Residuals
     # Of plans in use
@@ -48,8 +46,9 @@ class OptimizerRecord(NamedTuple):
     @property
     def variables(self) -> set[str]:
         """The names of the variables that any of this belongs to."""
-        waiting = {*self.carried_residuals, *self.carried_velocities, *self.accumulated}
-        return waiting.union(*(state.variables for state in self.plan_states))
+        return {*self.accumulated}.union(
+            *self.carried, *(state.variables for state in self.plan_states)
+        )
 
 
 def record_of(optimizer: keras.optimizers.Optimizer, seeds: list[list[int]]) -> OptimizerRecord:
@@ -57,8 +56,7 @@ def record_of(optimizer: keras.optimizers.Optimizer, seeds: list[list[int]]) -> 
     exchanger = exchanger_in(optimizer)
     return OptimizerRecord(
         trained=exchanger.names.of(trainable_variables(optimizer)),
-        carried_residuals=exchanger.residuals_outside_plans(),
-        carried_velocities=exchanger.carried.velocities,
+        carried=exchanger.state_outside_plans(),
         accumulated={
             name: _wide(np.ravel(total.numpy())) for name, total in accumulated(optimizer).items()
         },
@@ -113,8 +111,8 @@ def _index_of(record: OptimizerRecord, arrays: dict[str, np.ndarray]) -> dict[st
 
     return {
         "trained": record.trained,
-        "waiting_residuals": put(record.carried_residuals),
-        "waiting_velocities": put(record.carried_velocities),
+        "waiting_residuals": put(record.carried.residuals),
+        "waiting_velocities": put(record.carried.velocities),
         "accumulated": put(record.accumulated),
         "unlisted": put(record.unlisted),
         "seeds": record.seeds,
@@ -145,8 +143,7 @@ def _record_in(
 
     return OptimizerRecord(
         trained=entry["trained"],
-        carried_residuals=get(entry["waiting_residuals"]),
-        carried_velocities=get(entry["waiting_velocities"]),
+        carried=VariableState(get(entry["waiting_residuals"]), get(entry["waiting_velocities"])),
         accumulated=get(entry["accumulated"]),
         plan_states=[
             PlanState(

@@ -1,4 +1,4 @@
-"""Restoring: model, optimizers, and what each rank of now inherits of the ranks of then."""
+"""Restore a checkpoint, also with another number of ranks or another plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tfcommx.optim.checkpoint.records import OptimizerRecord, read_residuals
 from tfcommx.optim.keras_internals import seed_generators, unlisted
 from tfcommx.optim.wrapped import accumulated, agree_on_names, exchanger_in, wrapped_optimizers
 from tfcommx.runtime.rates import highest
-from tfcommx.runtime.residuals import sum_residuals
+from tfcommx.runtime.residuals import sum_residuals, sum_states
 from tfcommx.terms import PlanError
 
 
@@ -191,13 +191,9 @@ def _continue_from(
     factor = new / old if averages else 1.0
     states = [state for record in records for state in record.plan_states]
     apart = states if new != old else []
-    residuals = [record.carried_residuals for record in records]
-    residuals += [state.residuals_by_variable() for state in apart]
-    velocities = [record.carried_velocities for record in records]
-    velocities += [state.velocities_by_variable() for state in apart]
+    kept = [record.carried for record in records] + [state.by_variable() for state in apart]
     exchanger.continue_from(
-        sum_residuals(residuals, factor),
-        sum_residuals(velocities, factor),
+        sum_states(kept, factor),
         states if new == old else [],
         highest(state.rate_exponent for state in apart),
     )

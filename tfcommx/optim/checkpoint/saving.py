@@ -1,4 +1,4 @@
-"""Saving: the model and its optimizers from rank 0, residuals from every rank.
+"""Save a checkpoint: rank 0 writes the model, every rank its residuals.
 
     folder/
       checkpoint.json                  written last: names the save that is whole, its epoch and

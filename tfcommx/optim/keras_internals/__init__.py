@@ -1,4 +1,4 @@
-"""The only room that touches private members of Keras, for the versions that it was tested with.
+"""Private members of Keras: the only package that touches them, for tested versions.
 
 version      which versions those are
 step         takes part in the step of an optimizer: exchanges where Keras would clip

@@ -1,4 +1,4 @@
-"""What a Keras model's layers keep: seeds, and statistics beside what they train."""
+"""Layers, seed generators and non-trained statistics of a Keras model."""
 
 from __future__ import annotations
 

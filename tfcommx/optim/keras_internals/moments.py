@@ -1,4 +1,4 @@
-"""Where Keras's batch normalization computes the statistics of a batch."""
+"""A batch normalization layer whose subclass computes the batch statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of Keras optimizers under a mixin, and the state that Keras neither lists nor saves."""
+"""Copy Keras optimizers with a mixin, and read the state that Keras does not list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixin of optimizers that update this rank's shards of the weights, and not the weights.
+"""Mixin of optimizers that update this rank's shards in place of the weights.
 
 apply -> unscale -> accumulate (whole) -> [push: shards of the gradients] -> clip -> decay
       -> update of the shards, with state for no more -> [pull] -> EMA of the shards

@@ -1,4 +1,4 @@
-"""Mixins that take part in the step of a Keras optimizer.
+"""Mixins that exchange gradients within the step of a Keras optimizer.
 
 apply -> unscale -> accumulate -> [exchange] -> clip -> [update: who applies it] -> EMA
 """
@@ -24,10 +24,10 @@ class StepUnderWay(threading.local):
 
     # Whether the optimizer is where Keras would clip the gradients, and not called from elsewhere
     clips = False
-    # A gradient of this step
+    # The last gradient of this step: what must not run without data waits for it
     gradient: Sequence[tf.Tensor] = ()
-    # Whose gradients come next. Not kept on the optimizer: Keras would count a list of variables
-    # there as part of its state.
+    # The variables of the gradients. Not kept on the optimizer: Keras would count a list there as
+    # part of its state.
     variables: Sequence[keras.Variable] = ()
     # Whether the gradients were exchanged
     exchange_ran = False
@@ -49,7 +49,7 @@ class StepExchange(Protocol):
     def prepare_step(
         self, variables: Sequence[keras.Variable], built: Sequence[keras.Variable]
     ) -> None:
-        """Take note of whose gradients come next."""
+        """Take note of the variables of the next gradients."""
 
     def exchange(
         self, gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor, steps: tf.Tensor

@@ -1,4 +1,4 @@
-"""The versions of Keras whose private members are known here."""
+"""The versions of Keras that were tested."""
 
 from __future__ import annotations
 
