@@ -1,7 +1,7 @@
 r"""TrialExecutor: plans for the same gradients take turns, and the fastest stays.
 
-    gradients -> + what waits -> switch_case(whose turn) -> plain | plan 1 | plan 2 -> result
-                                                                                  \-> stamp
+    gradients -> + unsent residuals -> switch_case(whose turn) -> plain | plan 1 | plan 2 -> result
+                                                                                        \-> stamp
     at a round's end    stamps of all ranks -> the slowest rank's times -> rounds -> whose turn
 
 All of it is in the graph of one step, so nothing is traced again when the turn changes. The times
@@ -71,11 +71,11 @@ class TrialExecutor:
             self._ends = tf.Variable(tf.zeros([count + 1], tf.float64), trainable=False)
             # What each turn writes and the record reads: so it waits for all that a turn does
             self._last = tf.Variable(-1, trainable=False, name="tfcommx/last")
-            # Is anything left of what waits?
-            self._waits = tf.Variable(False, trainable=False, name="tfcommx/waits")
+            # Whether any residual outside of the plans is unsent
+            self._has_unsent = tf.Variable(False, trainable=False, name="tfcommx/unsent")
         # Variable path -> float32 [its size]: what losing plans, and those before, have not sent;
         # [0] if nothing of it is left
-        self._waiting: dict[str, tf.Variable] = {}
+        self._unsent: dict[str, tf.Variable] = {}
         self._sizes: dict[str, int] = {}
         self.import_by_variable(VariableState())
 
@@ -100,7 +100,7 @@ class TrialExecutor:
         with tf.device("/cpu:0"), tf.control_dependencies([gradients[names[-1]]]):
             place = self._place.read_value()
             active = tf.gather(self._order, place)
-        given = self._with_waiting(gradients)
+        given = self._plus_unsent(gradients)
 
         def turn(number: int, executor: PlanExecutor) -> Callable[[], list[tf.Tensor]]:
             def run() -> list[tf.Tensor]:
@@ -149,7 +149,7 @@ class TrialExecutor:
         self._order.assign(tf.ensure_shape(order, [count]))
         self._steps_of_round.assign(tf.ensure_shape(steps, []))
         self._place.assign(0)
-        self._waits.assign(tf.logical_or(self._waits, tf.ensure_shape(waits, [])))
+        self._has_unsent.assign(tf.logical_or(self._has_unsent, tf.ensure_shape(waits, [])))
 
     def _conclude(self, seconds: tf.Tensor, waits: tf.Tensor) -> tuple[np.ndarray, int, bool]:
         """Return the next round's order and steps, and whether anything waits to be sent.
@@ -168,63 +168,61 @@ class TrialExecutor:
             padded = np.resize(rounds.order, count)
             return padded.astype(np.int32), len(rounds.order), False
         losers = [executor for executor in self.executors if executor is not self.chosen]
-        left = [executor.export_by_variable(set(self._waiting)).residuals for executor in losers]
-        self._add_waiting(sum_residuals(left))
+        left = [executor.export_by_variable(set(self._unsent)).residuals for executor in losers]
+        self._add_unsent(sum_residuals(left))
         for executor in losers:
             executor.release()
         self.comm.trials.leave(self)
         self._decided(rounds)
         return np.full(count, rounds.chosen, np.int32), 0, any(map(bool, left))
 
-    def _with_waiting(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Return the gradients plus what waits for these variables on this rank."""
-        if not self._waiting:
+    def _plus_unsent(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Return the gradients plus the unsent residuals of these variables on this rank."""
+        if not self._unsent:
             return dict(gradients)
-        paths = [path for path in gradients if path in self._waiting]
+        paths = [path for path in gradients if path in self._unsent]
         parts = [gradients[path] for path in paths]
         sent = tf.cond(
-            self._waits,
-            lambda: self._send_waiting(paths, parts),
+            self._has_unsent,
+            lambda: self._send_unsent(paths, parts),
             lambda: list(map(tf.identity, parts)),
         )
         return {**gradients, **dict(zip(paths, sent, strict=True))}
 
-    def _send_waiting(
-        self, paths: Sequence[str], gradients: Sequence[tf.Tensor]
-    ) -> list[tf.Tensor]:
+    def _send_unsent(self, paths: Sequence[str], gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         sent, left = [], []
         for path, gradient in zip(paths, gradients, strict=True):
-            waiting = self._waiting[path]
-            goes, stays = send_with_residual(gradient, tf.reshape(waiting, gradient.shape))
+            residual = tf.reshape(self._unsent[path], gradient.shape)
+            goes, stays = send_with_residual(gradient, residual)
             left.append(tf.reshape(stays, [-1]))
             sent.append(tf.identity(goes))
         waits = tf.reduce_any([tf.reduce_any(one != 0) for one in left])
         for path, stays in zip(paths, left, strict=True):
             # Nothing is left of any: no memory is held
-            self._waiting[path].assign(
+            self._unsent[path].assign(
                 tf.cond(waits, lambda kept=stays: kept, lambda: tf.zeros([0]))
             )
         with tf.device("/cpu:0"):
-            self._waits.assign(waits)
+            self._has_unsent.assign(waits)
         return sent
 
-    def _add_waiting(self, residuals: Residuals) -> None:
+    def _add_unsent(self, residuals: Residuals) -> None:
         if not any(part.any() for part in residuals.values()):
             return
-        for path, variable in self._waiting.items():
+        for path, variable in self._unsent.items():
             kept = variable.numpy() if variable.numpy().size else np.float32(0)
             whole = np.zeros(self._sizes[path], np.float32) + kept
             variable.assign(whole + residuals.get(path, np.float32(0)))
 
     def follow_rate(self, rate: tf.Tensor) -> None:
         """Take note of the step's learning rate, for all plans: one that waits keeps a residual."""
-        for executor in self._that_keep():
+        for executor in self._active():
             executor.follow_rate(rate)
 
     @property
     def rate_exponent(self) -> int:
         """Of the highest learning rate so far, over all plans."""
-        return highest(one.rate_exponent for one in self._that_keep())
+        return highest(one.rate_exponent for one in self._active())
 
     def continue_rate(self, exponent: int) -> None:
         """Go on from the highest rate of other plans."""
@@ -237,18 +235,18 @@ class TrialExecutor:
 
     def states(self) -> list[PlanState]:
         """Return copies of what this rank keeps of all plans that take turns, or of the chosen."""
-        return [one.state() for one in self._that_keep()]
+        return [one.state() for one in self._active()]
 
-    def _that_keep(self) -> list[PlanExecutor]:
+    def _active(self) -> list[PlanExecutor]:
         return [self.chosen] if self.chosen else self.executors
 
     def outside_plans(self) -> VariableState:
         """Return what this rank keeps outside of the plans, to be sent next."""
-        kept = {path: variable.numpy() for path, variable in self._waiting.items()}
+        kept = {path: variable.numpy() for path, variable in self._unsent.items()}
         return VariableState({path: part for path, part in kept.items() if part.any()})
 
     def restore(self, state: PlanState) -> bool:
-        """Tell that no plan continues from a state: what it kept waits, and is sent first."""
+        """Return False: no plan continues from a state, whose residuals are sent first."""
         return False
 
     def dense_bytes_between_nodes(self) -> float:
@@ -269,15 +267,15 @@ class TrialExecutor:
                     sizes[piece.path] = max(sizes.get(piece.path, 0), piece.stop or size)
         self._sizes |= sizes
         with tf.device("/cpu:0"):  # The memory of a GPU is left to the model
-            for path in sizes.keys() - self._waiting.keys():
-                self._waiting[path] = tf.Variable(tf.zeros([0]), trainable=False, shape=[None])
-        self._add_waiting({path: residuals[path] for path in mine})
-        self._waits.assign(bool(self.outside_plans().residuals))
+            for path in sizes.keys() - self._unsent.keys():
+                self._unsent[path] = tf.Variable(tf.zeros([0]), trainable=False, shape=[None])
+        self._add_unsent({path: residuals[path] for path in mine})
+        self._has_unsent.assign(bool(self.outside_plans().residuals))
 
     def export_by_variable(self, paths: set[str]) -> VariableState:
         """Return, and forget here, what this rank keeps of these variables."""
         parts = [self.outside_plans().of(paths)]
-        parts += [executor.export_by_variable(paths) for executor in self._that_keep()]
-        for path in paths & self._waiting.keys():
-            self._waiting[path].assign(tf.zeros_like(self._waiting[path]))
+        parts += [executor.export_by_variable(paths) for executor in self._active()]
+        for path in paths & self._unsent.keys():
+            self._unsent[path].assign(tf.zeros_like(self._unsent[path]))
         return sum_states(parts)
