@@ -26,12 +26,14 @@ from tfcommx.terms import Bucket, Piece, Plan, Topology
 
 # Variable path -> float32 [its size]: what this rank has not sent yet
 Residuals = dict[str, np.ndarray]
+# What a bucket keeps between steps: attributes of BucketState
+KINDS = ("residual", "velocity")
 
 
 class VariableState(NamedTuple):
     """What one rank keeps, by variable, without zeros: the form that goes from plan to plan.
 
-    A kind of state is a field here, a variable of `BucketState`, and a part of `PlanState`.
+    A kind of state is one of KINDS, and a field here and in `PlanState`.
     """
 
     # Not sent yet
@@ -225,14 +227,14 @@ class ResidualStore:
 
     def follow_rate(self, rate: tf.Tensor) -> None:
         """Shrink the residuals as the learning rate grows, a float scalar: that of this step."""
-        if residuals := self._residuals():
+        if residuals := self._kept("residual"):
             self.highest_rate.follow(rate, list(residuals.values()))
 
     def plan_state(self, steps: int) -> PlanState:
         """Return a copy of everything, for a checkpoint; `steps` were taken so far."""
         residuals, velocities = (
-            {name: variable.numpy() for name, variable in kept.items()}
-            for kept in (self._residuals(), self._velocities())
+            {name: variable.numpy() for name, variable in self._kept(kind).items()}
+            for kind in KINDS
         )
         rate = self.highest_rate.exponent
         return PlanState(self._plan, steps, self._comm.rank, residuals, velocities, rate)
@@ -263,8 +265,8 @@ class ResidualStore:
     def export_by_variable(self, paths: set[str]) -> VariableState:
         """Return what this rank keeps of these variables, and set it to zero."""
         state = self.plan_state(0).by_variable().of(paths)
-        for kept in (self._residuals(), self._velocities()):
-            for name, variable in kept.items():
+        for kind in KINDS:
+            for name, variable in self._kept(kind).items():
                 mine = self._entries_of(self.states[name], paths)
                 variable.assign(tf.where(mine, 0.0, variable))
         return state
@@ -274,24 +276,16 @@ class ResidualStore:
 
         A traced step holds the variables themselves, so each gets an empty value.
         """
-        for variable in (*self._residuals().values(), *self._velocities().values()):
-            with tf.device(variable.device):
-                # Not `assign`, which keeps to the shape
-                tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0]))
+        for kind in KINDS:
+            for variable in self._kept(kind).values():
+                with tf.device(variable.device):
+                    # Not `assign`, which keeps to the shape
+                    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0]))
 
-    def _residuals(self) -> dict[str, tf.Variable]:
-        return {
-            name: state.residual
-            for name, state in self.states.items()
-            if state.residual is not None
-        }
-
-    def _velocities(self) -> dict[str, tf.Variable]:
-        return {
-            name: state.velocity
-            for name, state in self.states.items()
-            if state.velocity is not None
-        }
+    def _kept(self, kind: str) -> dict[str, tf.Variable]:
+        """Return bucket name -> its variable of a kind, for buckets that have one."""
+        found = {name: getattr(state, kind) for name, state in self.states.items()}
+        return {name: variable for name, variable in found.items() if variable is not None}
 
     def _entries_of(self, state: BucketState, paths: set[str]) -> np.ndarray:
         """Return which entries of this rank's shard belong to the variables: bool [its shard]."""
