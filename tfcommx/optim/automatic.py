@@ -86,7 +86,7 @@ def executor_for(
         )
     if not synchronous or not is_worth_a_trial(schemes, asked):
         return PlanExecutor(plain, comm)
-    return _chosen_or_tried(schemes, asked, comm, plain, comm.gather_objects(expected)[0])
+    return _choose_or_try(schemes, asked, comm, plain, comm.gather_objects(expected)[0])
 
 
 def _agree_on_request(schemes: Mapping[str, Scheme], asked: PlanRequest, comm: Comm) -> None:
@@ -104,7 +104,7 @@ def _agree_on_request(schemes: Mapping[str, Scheme], asked: PlanRequest, comm: C
                 )
 
 
-def _chosen_or_tried(
+def _choose_or_try(
     schemes: Mapping[str, Scheme],
     asked: PlanRequest,
     comm: Comm,
@@ -112,17 +112,19 @@ def _chosen_or_tried(
     expected: ExpectedRun,
 ) -> PlanExecutor | TrialExecutor:
     cluster = _cluster(comm)
-    key = _key(schemes, asked, cluster, expected)
-    kept = _of_rank_0(comm, lambda: measurement_cache.read("choice", key))
-    if kept is not None and (plan := _kept_plan(kept, plain, expected)):
-        _say(comm, f"{kept['chosen']}, as measured in a run before. {kept['said']}")
+    key = _cache_key(schemes, asked, cluster, expected)
+    kept = _on_rank_0(comm, lambda: measurement_cache.read("choice", key))
+    if kept is not None and (plan := _cached_plan(kept, plain, expected)):
+        _announce(comm, f"{kept['chosen']}, as measured in a run before. {kept['said']}")
         return PlanExecutor(plan, comm)
     if expected.is_short:
-        _say(comm, f"{PLAIN_HOROVOD}: {expected.steps} steps follow, too few to measure anything.")
+        _announce(
+            comm, f"{PLAIN_HOROVOD}: {expected.steps} steps follow, too few to measure anything."
+        )
         return PlanExecutor(plain, comm)
     if asked.links is None:
         asked = asked._replace(links=_links(comm, cluster))
-    written = _of_rank_0(
+    written = _on_rank_0(
         comm,
         lambda: [
             # Between assumed links nothing is clear
@@ -131,18 +133,18 @@ def _chosen_or_tried(
         ],
     )
     if not written:
-        _say(comm, f"{PLAIN_HOROVOD}: nothing is predicted to be faster.")
+        _announce(comm, f"{PLAIN_HOROVOD}: nothing is predicted to be faster.")
         return PlanExecutor(plain, comm)
     fit = expected.trial_steps // LEAST_ROUNDS
     if fit < 2:
-        return PlanExecutor(_predicted(written[0], plain, comm, expected), comm)
+        return PlanExecutor(_plan_by_prediction(written[0], plain, comm, expected), comm)
     written = written[: fit - 1]
     names = [PLAIN_HOROVOD, *(name for name, _, _ in written)]
     plans = [plain, *(read_plan(text) for _, text, _ in written)]
 
     def decided(rounds: TrialRounds) -> None:
         chosen, said = names[rounds.chosen], _in_words(names, rounds)
-        _say(comm, f"{chosen}. {said}")
+        _announce(comm, f"{chosen}. {said}")
         if comm.rank == 0 and expected.keeps_choice:
             value = {"chosen": chosen, "said": said, "plan": plans[rounds.chosen].to_json()}
             measurement_cache.write("choice", key, value | {"of_trial": expected.trial_steps})
@@ -150,7 +152,7 @@ def _chosen_or_tried(
     return TrialExecutor(plans, comm, decided, expected.trial_steps)
 
 
-def _predicted(
+def _plan_by_prediction(
     found: tuple[str, str, bool], plain: Plan, comm: Comm, expected: ExpectedRun
 ) -> Plan:
     """Return the first proposal (name, plan, whether it is clear), or plain Horovod's plan."""
@@ -160,13 +162,13 @@ def _predicted(
         f"that follow are {expected.trial_steps}"
     )
     if is_clear:
-        _say(comm, f"{name}, by prediction. {why}.")
+        _announce(comm, f"{name}, by prediction. {why}.")
         return read_plan(text)
-    _say(comm, f"{PLAIN_HOROVOD}. {why}; no other is predicted to be clearly faster.")
+    _announce(comm, f"{PLAIN_HOROVOD}. {why}; no other is predicted to be clearly faster.")
     return plain
 
 
-def _say(comm: Comm, what: str) -> None:
+def _announce(comm: Comm, what: str) -> None:
     if comm.rank == 0:  # As a warning: Python shows nothing else that a user has not asked for
         log.warning("How gradients travel: %s", what)
 
@@ -179,7 +181,7 @@ def _in_words(names: list[str], rounds: TrialRounds) -> str:
     return f"Mean step in a trial of {rounds.steps}: {'; '.join(times)}."
 
 
-def _of_rank_0(comm: Comm, work: Callable[[], Any]) -> Any:
+def _on_rank_0(comm: Comm, work: Callable[[], Any]) -> Any:
     """Return what `work` returns on rank 0; if it fails there, it fails on all ranks."""
     found, error = None, None  # type: Any, Exception | None
     if comm.rank == 0:
@@ -212,7 +214,7 @@ def _cluster(comm: Comm) -> dict[str, Any]:
     }
 
 
-def _key(
+def _cache_key(
     schemes: Mapping[str, Scheme],
     asked: PlanRequest,
     cluster: dict[str, Any],
@@ -233,7 +235,7 @@ def _key(
     }
 
 
-def _kept_plan(kept: dict[str, Any], plain: Plan, expected: ExpectedRun) -> Plan | None:
+def _cached_plan(kept: dict[str, Any], plain: Plan, expected: ExpectedRun) -> Plan | None:
     """Return the plan of a kept choice; None if a longer trial fits now than its own did.
 
     None, with a warning, if it cannot be one for this.
@@ -256,7 +258,7 @@ def _links(comm: Comm, cluster: dict[str, Any]) -> Links | None:
     """
     if comm.topology.uneven:
         return None
-    kept = _of_rank_0(comm, lambda: measurement_cache.read("links", cluster))
+    kept = _on_rank_0(comm, lambda: measurement_cache.read("links", cluster))
     if kept is not None:
         try:
             return Links.from_dict(kept)
