@@ -55,7 +55,7 @@ class CarriedState:
         """
         plan = executor.plan
         rate = agree_on_rate()
-        for state in [state for state in self.restored if state.variables & plan.paths]:
+        for state in [state for state in self.restored if state.plan.paths & plan.paths]:
             self.restored.remove(state)
             # It has another plan if the model or the scheme has changed since
             if not executor.restore(state):

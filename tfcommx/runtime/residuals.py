@@ -61,11 +61,6 @@ class PlanState(NamedTuple):
     # Of the highest learning rate so far: the floor of its log2
     rate_exponent: int = rates.UNKNOWN
 
-    @property
-    def variables(self) -> set[str]:
-        """The paths of the plan's variables."""
-        return self.plan.paths
-
     def by_variable(self) -> VariableState:
         """Return the same by variable."""
         kinds = (self.residuals, self.velocities)

@@ -13,6 +13,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 
 import numpy as np
 
@@ -67,7 +69,7 @@ class Worker:
         self._messages, self._rank, self._parts = messages, rank, parts
         self._dtype, self._membership = dtype, membership
         self._stopped = threading.Event()
-        self._under_way: _UnderWay | None = None
+        self._under_way: Future[np.ndarray] | None = None
         # Whether weights that are not finite were warned of
         self._spoilt = False
 
@@ -93,7 +95,7 @@ class Worker:
 
     def arrived(self) -> bool:
         """Tell whether the force of the last snapshot is there."""
-        return self._under_way is not None and self._under_way.done.is_set()
+        return self._under_way is not None and self._under_way.done()
 
     def begin(self, snapshot: np.ndarray) -> None:
         """Send a snapshot and go on: a thread awaits the force.
@@ -106,7 +108,7 @@ class Worker:
         if self.waits:
             raise RuntimeError("A force must be taken before the next snapshot is sent.")
         kept = np.array(snapshot, self._dtype)  # The caller's memory is its own again
-        self._under_way = _UnderWay(lambda: self.exchange(kept))
+        self._under_way = _in_thread(lambda: self.exchange(kept))
 
     def take(self) -> np.ndarray:
         """Return the force of the last snapshot; wait for it, if need be."""
@@ -157,7 +159,7 @@ class Worker:
         """End the waits of this process's threads: MPI is about to end."""
         self._stopped.set()
         if self._under_way is not None:
-            self._under_way.done.wait(END_SECONDS)
+            futures.wait([self._under_way], END_SECONDS)
 
     def _warn(self) -> None:
         if not self._spoilt:
@@ -220,27 +222,15 @@ class Worker:
         return [found[server] for server in servers]
 
 
-class _UnderWay:
-    """A call in a thread of its own, and what it returns or raises."""
+def _in_thread(call: Callable[[], np.ndarray]) -> Future[np.ndarray]:
+    """Start a call in a daemon thread, which the end of the process does not wait for."""
+    future: Future[np.ndarray] = Future()
 
-    def __init__(self, call: Callable[[], np.ndarray]) -> None:
-        self.done = threading.Event()
-        self._result: np.ndarray | None = None
-        self._error: Exception | None = None
-        self._call = call
-        threading.Thread(target=self._run, name="tfcommx-elastic", daemon=True).start()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._result = self._call()
+            future.set_result(call())
         except Exception as error:
-            self._error = error
-        self.done.set()
+            future.set_exception(error)
 
-    def result(self) -> np.ndarray:
-        """Wait for the result. **Raises:** what the call has raised."""
-        self.done.wait()
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
+    threading.Thread(target=run, name="tfcommx-elastic", daemon=True).start()
+    return future

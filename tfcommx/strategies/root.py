@@ -48,7 +48,7 @@ class RootRun(StrategyRun):
 
     def __init__(self, executor: PlanExecutor) -> None:
         super().__init__(executor)
-        self._forced = ForcedExecution()
+        self._seen: tf.Variable | None = None
 
     @tf.autograph.experimental.do_not_convert
     def update(self, step: Update) -> None:
@@ -57,31 +57,19 @@ class RootRun(StrategyRun):
             step.apply()
             done = []
         else:
-            done = [self._forced.force(step.gradients)]
+            done = [self._force(step.gradients)]
         with tf.control_dependencies(done):
             broadcast_weights(step.weights, self.executor)
 
-
-class ForcedExecution:
-    """Sees to it that a rank computes tensors that it does not use."""
-
-    def __init__(self) -> None:
-        self._seen: tf.Variable | None = None
-
-    def force(self, results: Sequence[tf.Tensor]) -> tf.Operation | None:
-        """Return an operation after which all the results have been computed.
+    def _force(self, results: Sequence[tf.Tensor]) -> tf.Operation | None:
+        """Return an operation after which all the results have been computed, which nobody uses.
 
         TensorFlow drops what nobody uses, and Horovod's ops do not say that others wait for them; a
         control dependency on their results does not keep them either. Assigning an entry of each to
         a variable does.
         """
-        seen = tf.stack(
-            [
-                tf.cast(tf.reshape(result, [-1])[0], tf.float32)
-                for result in results
-                if result.shape.num_elements()
-            ]
-        )
+        entries = [tf.reshape(one, [-1])[0] for one in results if one.shape.num_elements()]
+        seen = tf.stack([tf.cast(entry, tf.float32) for entry in entries])
         if self._seen is None:
             with tf.init_scope(), tf.device("/cpu:0"):
                 self._seen = tf.Variable(tf.zeros(seen.shape), trainable=False, name="tfcommx/seen")

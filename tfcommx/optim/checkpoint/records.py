@@ -47,7 +47,7 @@ class OptimizerRecord(NamedTuple):
     def variables(self) -> set[str]:
         """The names of the variables that any of this belongs to."""
         return {*self.accumulated}.union(
-            *self.carried, *(state.variables for state in self.plan_states)
+            *self.carried, *(state.plan.paths for state in self.plan_states)
         )
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -33,45 +33,6 @@ class StepUnderWay(threading.local):
     exchange_ran = False
     # Open until the step's end
     scope: contextlib.ExitStack | None = None
-
-
-class StepExchange(Protocol):
-    """What the mixins need of an exchange over the ranks; `optim.exchanger.Exchanger` has it."""
-
-    # How an outer LossScaleOptimizer decides: "none" is there, "local" (alone) or "agreed"
-    loss_scale: str
-    step: StepUnderWay
-    # Ranks in all, >= 1
-    ranks: int
-    # How `copy` and `pickle` make the wrapped optimizer again
-    reduce_for_pickle: Callable[[keras.optimizers.Optimizer], tuple[Any, ...]]
-
-    def prepare_step(
-        self, variables: Sequence[keras.Variable], built: Sequence[keras.Variable]
-    ) -> None:
-        """Take note of the variables of the next gradients."""
-
-    def exchange(
-        self, gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor, steps: tf.Tensor
-    ) -> list[tf.Tensor]:
-        """Return the gradients over all ranks."""
-
-    def update(
-        self,
-        apply: Callable[[], None],
-        gradients: Sequence[tf.Tensor],
-        state: Sequence[tf.Variable],
-    ) -> None:
-        """Call `apply` on the ranks that update the weights."""
-
-    def consolidate(self) -> None:
-        """Make the weights whole and equal on all ranks."""
-
-    def check_exchange_ran(self, optimizer: str) -> None:
-        """Refuse a step that bypassed `exchange`."""
-
-    def finite_on_all_ranks(self, finite: tf.Tensor) -> tf.Tensor:
-        """Tell whether `finite` holds on every rank."""
 
 
 def compiled_by_xla() -> bool:
@@ -114,7 +75,8 @@ class Listed(list):
 class ExchangesGradients:
     """Mixed into an optimizer's class: exchanges gradients where Keras would clip them."""
 
-    exchanger: StepExchange | None = None
+    # An Exchanger, which is made of what is here
+    exchanger: Any = None
 
     @property
     def variables(self) -> Listed:
@@ -228,7 +190,7 @@ class ExchangesGradients:
 class AgreedLossScale:
     """Mixed into LossScaleOptimizer's class: a step is skipped by all ranks or by none."""
 
-    exchanger: StepExchange | None = None
+    exchanger: Any = None
 
     @property
     def variables(self) -> Listed:
