@@ -49,8 +49,7 @@ class Sharding:
 
         Args:
             exchanger: of the optimizer.
-            variables: in forward order.
-            decays: whether weight decay applies to each.
+            variables, decays: in forward order, and whether weight decay applies to each.
             whole: whether the optimizer needs whole variables.
 
         Local: what ranks must agree on, they compare at the first step.

@@ -91,14 +91,7 @@ class PlanExecutor:
     def exchange_buckets(
         self, gradients: Mapping[str, tf.Tensor], work: ExchangeBucket
     ) -> list[list[tf.Tensor]]:
-        """Take a step: let `work` exchange each bucket in the order of the plan.
-
-        Args:
-            gradients: as `exchange` takes them.
-            work: (runner of the bucket, its tensors, number of the step) -> what it makes of them.
-
-        Returns:
-            What `work` returned, bucket by bucket.
+        """Take a step: let `work` exchange each bucket in the order of the plan; return its results.
 
         **Ranks:** all, with work that exchanges alike.
         """
@@ -165,12 +158,7 @@ class PlanExecutor:
     def continue_from(
         self, steps: int, residuals: Mapping[str, np.ndarray], velocities: Mapping[str, np.ndarray]
     ) -> None:
-        """Set what this rank kept under an equal plan.
-
-        Args:
-            steps: steps taken so far, >= 0.
-            residuals, velocities: bucket name -> float32 [its shard]; others stay as they are.
-        """
+        """Set what this rank kept under an equal plan, as in `PlanState`; other buckets stay."""
         self.steps.assign(steps)
         self._steps_before = steps
         self._store.assign(residuals, velocities)

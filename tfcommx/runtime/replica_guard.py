@@ -45,13 +45,9 @@ class ReplicaGuard:
     """Compares the replicas of one optimizer's model, at its first step and every some steps."""
 
     def __init__(self, comm: Comm, every: int | None, compares_weights: bool) -> None:
-        """Get ready.
+        """Get ready to check every so many steps, >= 1; None: never.
 
-        Args:
-            comm: of this rank.
-            every: steps between two checks, >= 1; None: never.
-            compares_weights: False if the strategy lets the weights differ for a while.
-
+        `compares_weights` is False if the strategy lets the weights differ for a while.
         **Raises:** PlanError for an `every` out of range.
         """
         if every is not None:

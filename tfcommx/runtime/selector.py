@@ -29,11 +29,8 @@ class Selector:
     def select(self, part: tf.Tensor, seed: tf.Tensor) -> Sparse:
         """Choose k entries of gradient + residual, rounded to what the wire format can write.
 
-        What is not chosen, and what rounding loses, stays in the residual.
-
-        Args:
-            part: float [n], this rank's shard of the flat vector.
-            seed: int64, of `seed`.
+        `part` is this rank's shard of the flat vector. What is not chosen, and what rounding loses,
+        stays in the residual.
         """
         bucket, state = self.bucket, self.state
         chosen = self._rule.select_with_residual(

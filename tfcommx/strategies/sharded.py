@@ -80,11 +80,7 @@ class Sharded(Strategy):
     def batches(
         self, paths: Sequence[str], weights: Sequence[Any], topology: Topology, links: Links
     ) -> list[tuple[int, int]]:
-        """Return which variables are pulled together: [start, stop) in forward order.
-
-        Args:
-            paths, weights: of the variables in forward order.
-            topology, links: what a gather costs.
+        """Return which variables are pulled together, given in forward order: [start, stop).
 
         **Raises:** PlanError for a profile of another model, or without times.
         """

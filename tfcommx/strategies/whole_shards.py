@@ -38,11 +38,7 @@ def lay_out_whole(
 ) -> tuple[list[Segment], list[Segment]]:
     """Give each variable to a rank, by bytes; lay the ranks' variables side by side.
 
-    Args:
-        plan: covers exactly these variables.
-        weights: path -> variable, in forward order.
-        decays: whether weight decay applies to each.
-        ranks: of the group that shares them.
+    Arguments are as of `lay_out`.
 
     Returns:
         The segments that are gathered, one of each dtype, and those that are reduce-scattered, one

@@ -20,8 +20,7 @@ def expect_steps(
     Args:
         optimizer: a wrapped one.
         params: of a callback, as `fit` sets them.
-        epoch: that begins.
-        end: the epoch that begins with another scheme; None: there is none.
+        epoch, end: the epoch that begins, and the one that has another scheme; None: there is none.
     """
     requested = exchanger_in(optimizer).requested
     if requested.expected_run.whole_run:
