@@ -91,7 +91,7 @@ class PlanExecutor:
     def exchange_buckets(
         self, gradients: Mapping[str, tf.Tensor], work: ExchangeBucket
     ) -> list[list[tf.Tensor]]:
-        """Take a step: let `work` exchange each bucket in the order of the plan; return its results.
+        """Take a step: let `work` exchange each bucket in the plan's order; return its results.
 
         **Ranks:** all, with work that exchanges alike.
         """
