@@ -17,7 +17,7 @@ def calls(text: str) -> list[str]:
     joined = re.sub(r"\\\n *", "", re.sub(r"```(?:python|diff)\n.*?```", "", text, flags=re.S))
     fenced = "\n".join(re.findall(r"```\w*\n(.*?)```", joined, re.S))
     lines = [*re.findall(r"^ {4,}(.*)$", joined, re.M), *fenced.splitlines()]
-    commands = (re.sub(r"\s#.*", "", line) for line in lines)
+    commands = (re.sub(r"\s#.*|\s&$", "", line) for line in lines)
     found = (re.search(r"(?:^|[ /])tfcommx ([a-z-].*)$", line) for line in commands)
     return [one[1].removeprefix("tfcommx ") for one in found if one and " | " not in one[1]]
 
