@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm.base import Comm
+from tfcommx.kernels.untraced import untraced
 from tfcommx.optim.carried_state import CarriedState
 from tfcommx.optim.exchange_settings import ExchangeSettings
 from tfcommx.optim.keras_internals import StepUnderWay, compiled_by_xla, traced_batch
@@ -120,7 +121,7 @@ class Exchanger:
             ahead = self.requested.expected_run
             if not ahead.whole_run:
                 self.requested.expected_run = ahead._replace(batch=traced_batch() or ahead.batch)
-            with tf.init_scope():  # Also while a step is traced: planning is done once, for real.
+            with untraced():  # Also while a step is traced: planning is done once, for real.
                 self._take_from_overlapping(set(names))
                 self._take_from_predecessors(variables)
                 self.runs[names] = self._start(variables, names)

@@ -21,6 +21,7 @@ from typing import ClassVar
 
 import tensorflow as tf
 
+from tfcommx.kernels.untraced import untraced
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies.base import Strategy, StrategyRun, Update
 from tfcommx.terms import Plan, PlanError, check_name, check_whole
@@ -127,7 +128,7 @@ class WeightAveragingRun(StrategyRun):
 
     def _make_anchors(self, weights: Mapping[str, tf.Variable]) -> None:
         if not self._anchors:
-            with tf.init_scope():
+            with untraced():
                 self._anchors = {
                     path: tf.Variable(tf.zeros_like(weight), trainable=False, name="tfcommx/anchor")
                     for path, weight in weights.items()

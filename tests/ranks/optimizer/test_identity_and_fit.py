@@ -71,6 +71,29 @@ def test_fit_trains_and_replicas_stay_identical(comm: Comm, route: str, wire: st
     assert comm.gather_objects(history) == [history] * comm.topology.size
 
 
+@pytest.mark.parametrize(
+    ("scheme", "strategy"),
+    [
+        (cx.Scheme("allgather", "mstopk", 0.2, dense_below=8), "synchronous"),
+        (cx.Scheme(), cx.strategies.WeightAveraging(every=2, sends="updates")),
+    ],
+    ids=["sparse", "averages"],
+)
+def test_a_step_is_traced_once(comm: Comm, scheme: cx.Scheme, strategy: Any) -> None:
+    """What the exchange keeps is made outside of the trace, which needs no second one for it."""
+    traces = []
+
+    def loss(truth: tf.Tensor, out: tf.Tensor) -> tf.Tensor:
+        traces.append(out)
+        return tf.reduce_mean(out)
+
+    net = model()
+    wrapped = cx.DistributedOptimizer(OPTIMIZERS["sgd"](), scheme, strategy=strategy)
+    net.compile(wrapped, loss=loss, jit_compile=False)
+    fit(net, comm, epochs=1)
+    assert len(traces) == 1
+
+
 def test_replicas_that_drift_are_reported(comm: Comm) -> None:
     """The check can fail: a plain optimizer reduces nothing."""
     if comm.topology.size == 1:
