@@ -5,6 +5,7 @@
 #             time
 # make test-all   the same, and what is marked `exhaustive`: whole products of parameters, all tests
 #             of ranks in all launches; random cases are new ones each time
+# make test-times   as make test, without set-up: which test files take how many CPU seconds
 # make test-peers   Keras's own tests of optimizers, trainer and callbacks, with all optimizers wrapped
 # make results   measure what README.md and docs/results.md show, on quiet cores, as root; then
 #             make figures
@@ -19,7 +20,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 PYTEST = python -m pytest
 SIDE_BY_SIDE = -n 2 --dist loadgroup
 
-.PHONY: setup demo check test test-all test-peers results figures docs lint
+.PHONY: setup demo check test test-all test-times test-peers results figures docs lint
 setup:
 	python3 scripts/setup $(TFCOMMX_SETUP)
 
@@ -36,6 +37,10 @@ test: setup lint
 test-all: setup lint
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not serial" --hypothesis-profile=random
 	$(PYTEST) -m serial --hypothesis-profile=random
+
+test-times:
+	$(PYTEST) -p cpu_times $(SIDE_BY_SIDE) -m "not serial and not exhaustive"
+	$(PYTEST) -p cpu_times -m "serial and not exhaustive"
 
 test-peers: setup
 	python tests/peers/run.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -9,6 +10,7 @@ import tempfile
 import pytest
 from hypothesis import settings
 
+gc.set_threshold(100_000, 50, 50)  # Loading TensorFlow, and tracing, make much and little garbage
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 # A job in the background of a shell ignores Ctrl-C, and so would all that tests start

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 
-from launching import ROOT, WORKERS
+from launching import QUICK, ROOT, WORKERS
 from PIL import Image
 
 import tfcommx as cx
@@ -102,7 +102,7 @@ class Workers:
         self.socket.settimeout(120)
         environment = {
             **os.environ,
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+            "PYTHONPATH": f"{QUICK}:{ROOT / 'tests'}",
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
         self.server = subprocess.Popen(

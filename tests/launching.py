@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS = ROOT / "tests" / "workers"  # programs that tests start
+# As PYTHONPATH: programs start faster (workers/site/sitecustomize.py)
+QUICK = f"{ROOT}:{WORKERS / 'site'}"
 LAUNCHERS = {
     "gloo": ["--gloo"],
     # More processes than cores, and a rank that waits sleeps (sched_yield may starve others:
@@ -55,7 +57,7 @@ def horovodrun(
     env = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": QUICK,
         **environment,
     }
     start = time.monotonic()

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
-from launching import ROOT
+from launching import QUICK, ROOT
 
 from tfcommx.cli.main import main
 from tfcommx.data.cache.slab import Slab
@@ -23,7 +23,7 @@ def start(*words):
     command = [sys.executable, "-m", "tfcommx.cli.main", "cache", *map(str, words)]
     return subprocess.Popen(
         command,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": QUICK},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -114,7 +114,7 @@ def test_warm_on_the_nodes_of_a_launch(tmp_path, slots):
     env = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": QUICK,
     }
     with subprocess.Popen(
         words, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT
+from launching import QUICK, ROOT
 from rich.console import Console
 
 from tfcommx.cli import doctor
@@ -38,7 +38,7 @@ def test_this_machine_can_train() -> None:
     ended = subprocess.run(
         [*COMMAND, "doctor", "--json"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": QUICK},
         text=True,
         capture_output=True,
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import ROOT
+from launching import QUICK, ROOT
 
 TFCOMMX = (sys.executable, "-m", "tfcommx.cli.main")
 # Every rank says its number and its process; rank 1 ends as the argument says
@@ -30,11 +30,11 @@ time.sleep(600)
 
 
 def start(*words: str, **environment: str) -> subprocess.Popen[str]:
-    """Call tfcommx as a user does; nothing is in the environment that a user would not have."""
+    """Call tfcommx as a user does, but for `QUICK`."""
     return subprocess.Popen(
         [*TFCOMMX, *words],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "PYTHONPATH": QUICK, **environment},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -170,7 +170,7 @@ CLUSTER = (sys.executable, str(ROOT / "scripts" / "cluster"), "--name", "launch"
 def test_a_rank_on_another_host_is_named_with_it(script: str) -> None:
     """Over both launchers, and a host whose cable is cut."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PATH": path, "PYTHONPATH": QUICK}
 
     def cluster(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import re
 import subprocess
 import sys
 
 import pytest
-from launching import ROOT
+from launching import QUICK, ROOT
 
 from tfcommx.cli.train_launch import Stop, refuse
 from tfcommx.comm.allocation import Host
@@ -153,8 +154,9 @@ def test_a_host_without_an_answer_is_named_with_what_to_do(capsys):
     assert "No answer from node7 (connect: timed out). `ssh node7 true` must" in failure
 
 
-# A step an epoch, and two in the last phase, whose batch is half of the others'
+# A step an epoch, and two in the last phase, whose batch is half of the others'; a stage of three
 SHORT = {
+    "model.blocks": "[1]",
     "data.limit": "128",
     "data.test_limit": "1000",
     "phases.0.epochs": "1",
@@ -177,9 +179,12 @@ def train(folder, ranks: int, **settings: str) -> subprocess.CompletedProcess:
     for key, value in {**SHORT, **settings}.items():
         command += ["--set", f"{key}={value}"]
     # As a user has it: nothing that tests set to quiet TensorFlow
+    quiet = ("TF_CPP_MIN_LOG_LEVEL", "TF_ENABLE_ONEDNN_OPTS")
+    env = {name: value for name, value in os.environ.items() if name not in quiet}
     return subprocess.run(
-        ["env", "-u", "TF_CPP_MIN_LOG_LEVEL", "-u", "TF_ENABLE_ONEDNN_OPTS", *command],
+        command,
         cwd=ROOT,
+        env={**env, "PYTHONPATH": QUICK},
         text=True,
         capture_output=True,
         timeout=900,

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from launching import ROOT
+from launching import QUICK, ROOT
 
 
 def test_every_example_in_a_docstring() -> None:
@@ -14,7 +14,7 @@ def test_every_example_in_a_docstring() -> None:
     ended = subprocess.run(
         [sys.executable, "tests/workers/run_examples.py"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": QUICK},
         capture_output=True,
         text=True,
         timeout=300,

@@ -36,6 +36,7 @@ def save_photos(folder: Path) -> None:
         keras.utils.save_img(path, random.integers(0, 256, (12, 16, 3)), scale=False)
 
 
+@pytest.mark.long_wait
 def test_the_code_of_all_documents_trains_on_two_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,6 +58,7 @@ def test_the_code_of_all_documents_trains_on_two_ranks(
         assert ended.output.count(f"{name}: sent True") == 2, (name, ended.output[-6000:])
 
 
+@pytest.mark.long_wait
 def test_the_ten_lines_are_a_whole_script(tmp_path: Path) -> None:
     """README's block alone, in the order of a user's script: model and data come after init()."""
     ((_, block),) = blocks("README.md", run=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from documents import TUTORIAL, python_blocks
-from launching import WORKERS
+from launching import QUICK, WORKERS
 
 BLOCKS = python_blocks(TUTORIAL)
 ALONE, TRAIN = (
@@ -29,7 +29,11 @@ def start(folder: Path, code: str, ranks: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *(launch if ranks > 1 else []), *[sys.executable] * (ranks > 1), script],
         cwd=folder,
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        env={
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": QUICK,
+        },
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -41,6 +45,7 @@ def accuracy(output: str) -> float:
     return float(re.findall(r"'accuracy': ([\d.]+)", output)[-1])
 
 
+@pytest.mark.long_wait
 def test_the_script_that_trains_alone(tmp_path: Path) -> None:
     process = start(tmp_path, ALONE, 1)
     output, _ = process.communicate(timeout=120)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from launching import ROOT, horovodrun
+from launching import QUICK, ROOT, horovodrun
 
 from tfcommx import cost
 from tfcommx.comm.base import Comm
@@ -271,7 +271,7 @@ def test_the_command_refuses_a_file_that_it_could_not_write(tmp_path: Path) -> N
     ended = subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": QUICK},
         text=True,
         capture_output=True,
     )

@@ -12,13 +12,14 @@ import sys
 import keras
 import numpy as np
 import pytest
-from launching import ROOT, horovodrun
+from launching import QUICK, ROOT, horovodrun
 
 from tfcommx import report
 
 pytestmark = [pytest.mark.long_wait, pytest.mark.xdist_group("train")]  # they share a run
 SHORT = [
     "batch_per_rank=1000",
+    "data.limit=20000",
     "model.filters=[4, 8]",
     "phases.0.epochs=1",
     "phases.0.resolution=8",
@@ -56,7 +57,7 @@ def start(folder, *options, stderr=None):
     return subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": QUICK},
         text=True,
         stdout=subprocess.PIPE,
         stderr=stderr,
@@ -108,9 +109,9 @@ def test_a_killed_run_resumes_to_the_same_weights(run, tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_recipe_reshuffles_samples_between_nodes(tmp_path):
-    """A half of each node's 30,000 images is offered before an epoch, a half of that comes back.
+    """A half of each node's 10,000 images is offered before an epoch, a half of that comes back.
 
-    So 7,500 come from the memory of the other node.
+    So 2,500 come from the memory of the other node.
     """
     words = [
         word for setting in [*SHORT, "data.reshuffle_fraction=0.5"] for word in ("--set", setting)
@@ -131,9 +132,9 @@ def test_a_recipe_reshuffles_samples_between_nodes(tmp_path):
     summary = report.read(tmp_path)
     loaders = [row["loader"] for row in summary["rows"]]
     assert summary["nodes"] == 2 and summary["replicas_identical"]
-    assert [loader["samples"] for loader in loaders] == [30_000] * 3
+    assert [loader["samples"] for loader in loaders] == [10_000] * 3
     assert loaders[0]["arrived"] == 0 and all(
-        7_200 < loader["arrived"] < 7_800 for loader in loaders[1:]
+        2_300 < loader["arrived"] < 2_700 for loader in loaders[1:]
     )
     assert all(loader["hit_memory"] == 1 for loader in loaders[1:])
 
@@ -183,5 +184,5 @@ def test_the_checkpoint_loads_without_tfcommx(run):
     assert done.returncode == 0, done.stderr[-3000:]
     count, kind, steps = done.stdout.split()
     assert (
-        int(count) == report.read(run[0])["parameters"] and kind == "SGD" and int(steps) == 3 * 60
+        int(count) == report.read(run[0])["parameters"] and kind == "SGD" and int(steps) == 3 * 20
     )

@@ -8,6 +8,7 @@ import pytest
 from launching import WORKERS, horovodrun
 
 
+@pytest.mark.long_wait
 @pytest.mark.parametrize(
     "launches",
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -35,6 +36,14 @@ def test_a_saved_model_holds_the_plain_optimizer(comm: Comm, tmp_path: Path) -> 
     assert fit(plain, comm).identical
 
 
+class SaveTheSecond(checkpoint.Checkpoint):
+    """Saves the second epoch alone."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            super().on_epoch_end(epoch, logs)
+
+
 @pytest.mark.parametrize(
     ("scheme", "momentum"),
     [
@@ -47,7 +56,7 @@ def test_a_saved_model_holds_the_plain_optimizer(comm: Comm, tmp_path: Path) -> 
 def test_training_continues_exactly_from_a_checkpoint(
     comm: Comm, tmp_path: Path, scheme: cx.Scheme, momentum: float
 ) -> None:
-    """Two epochs, saved, restored, two more: the same weights as four epochs without a stop.
+    """Saved after two of four epochs, restored, two more: the same weights as without a stop.
 
     Residuals and velocities are restored too.
     """
@@ -57,9 +66,7 @@ def test_training_continues_exactly_from_a_checkpoint(
         return cx.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9 - momentum), scheme)
 
     straight = compiled(optimizer())
-    fit(straight, comm, epochs=4)
-    first = compiled(optimizer())
-    fit(first, comm, epochs=2, extra=(checkpoint.Checkpoint(folder),))
+    fit(straight, comm, epochs=4, extra=(SaveTheSecond(folder),))
     assert (
         len(list(folder.glob("residuals-*"))) == comm.topology.size
         and len(list(folder.glob("model-*"))) == 1

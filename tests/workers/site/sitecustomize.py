@@ -1,0 +1,16 @@
+"""On PYTHONPATH of what tests start: programs that load TensorFlow, and horovodrun, start faster.
+
+horovodrun loads TensorFlow at each launch, to ask what Horovod can do: 2 CPU seconds. Where Horovod
+was built without Gloo or MPI the ranks themselves fail. And a fifth of the time to load TensorFlow
+goes into looking for garbage, of which there is none yet.
+"""
+
+import gc
+import sys
+
+gc.set_threshold(100_000, 50, 50)
+
+if any(word.endswith("/horovodrun") for word in sys.orig_argv[1:2]):
+    from horovod.common import util
+
+    util.gloo_built = util.mpi_built = lambda verbose=False: True
