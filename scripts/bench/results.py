@@ -44,7 +44,9 @@ SETTINGS = {
         f"{{epochs: 4, resolution: 28, scheme: {SPARSE}}}, "
         "{epochs: 2, resolution: 28, scheme: {route: torus}}]"
     ],
-    "float16": [f"phases.{number}.scheme={{route: torus, wire: float16}}" for number in (0, 1, 2)],
+    "float16": [
+        f"phases.{number}.scheme={{route: allreduce, wire: float16}}" for number in (0, 1, 2)
+    ],
 }
 SIMULATE = (
     "tfcommx simulate --model resnet50 --batch 64 --throughput 250 --nodes 4 --slots 8 "
