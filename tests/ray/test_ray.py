@@ -1,0 +1,106 @@
+"""Ranks as actors of a real Ray cluster of two nodes on this host."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+import tfcommx.ray
+from tfcommx.terms import PlanError
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """Two nodes with places for two workers each."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'tfcommx[ray]'")
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    nodes.add_node(num_cpus=2)
+    ray.init(address=nodes.address)
+    # Workers do not find this file; of a user's script, which is __main__, Ray sends the function
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield
+    ray.shutdown()
+    nodes.shutdown()
+
+
+def train(fault: str = "") -> tuple[int, str, str]:
+    """Train for some steps; return rank, topology and a hash of the weights."""
+    import keras
+    import numpy as np
+
+    import tfcommx as cx
+
+    comm = cx.init(node_size=2)  # Ray's two nodes have one host name
+    if fault and comm.rank == 2:
+        raise ValueError(fault)
+    if fault:
+        time.sleep(600)
+    keras.utils.set_random_seed(comm.rank)
+    model = keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(64)])
+    scheme = cx.Scheme("hitopk", "mstopk", 0.05, dense_route="torus")
+    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.05), scheme)
+    model.compile(optimizer, loss="mse", jit_compile=False)
+    random = np.random.default_rng(comm.rank)
+    inputs, labels = random.normal(size=(64, 8)), random.normal(size=(64, 64))
+    model.fit(inputs, labels, callbacks=[cx.callbacks.BroadcastState()], verbose=0)
+    whole = b"".join(weight.tobytes() for weight in model.get_weights())
+    topology = f"{comm.topology.nodes} x {comm.topology.slots}"
+    return comm.rank, topology, hashlib.sha256(whole).hexdigest()
+
+
+@pytest.mark.exhaustive
+def test_ranks_of_a_node_are_consecutive_and_end_with_the_same_weights(cluster: None) -> None:
+    found = tfcommx.ray.run(train, 4, workers_per_node=2)
+    assert [rank for rank, _, _ in found] == [0, 1, 2, 3]
+    assert {topology for _, topology, _ in found} == {"2 x 2"}
+    assert len({weights for _, _, weights in found}) == 1
+
+
+@pytest.mark.exhaustive
+def test_the_rank_that_fails_is_named_and_the_others_end(cluster: None) -> None:
+    start = time.monotonic()
+    with pytest.raises(
+        RuntimeError, match=r"(?s)Rank 2 of 4 failed.*others have been ended.*on purpose"
+    ):
+        tfcommx.ray.run(train, 4, args=("on purpose",), workers_per_node=2)
+    assert time.monotonic() - start < 200
+
+
+@pytest.mark.exhaustive
+def test_places_that_the_cluster_does_not_have_are_named(
+    cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tfcommx.ray, "START_SECONDS", 2.0)
+    with pytest.raises(PlanError, match=r"3 places of .*CPU.* are required.*The cluster has"):
+        tfcommx.ray.run(train, 6, workers_per_node=2)
+
+
+@pytest.mark.parametrize(
+    ("workers", "each", "message"),
+    [
+        (0, None, "num_workers"),
+        (4, 3, "must divide num_workers, 4. Received 3"),
+        (4, 0, "workers_per"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(
+    workers: int, each: int | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tfcommx.ray, "_ray", lambda: None)
+    with pytest.raises(PlanError, match=message):
+        tfcommx.ray.run(train, workers, workers_per_node=each)
+
+
+def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with contextlib.suppress(KeyError):
+        monkeypatch.delitem(sys.modules, "ray.util")
+    with pytest.raises(PlanError, match=r"pip install 'tfcommx\[ray\]'"):
+        tfcommx.ray.run(train, 2)

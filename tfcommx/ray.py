@@ -1,0 +1,196 @@
+"""Runs a training function on the workers of a Ray cluster.
+
+    import tfcommx.ray
+
+    def train(rate):
+        import tfcommx as cx
+
+        cx.init()
+        ...
+        return model.evaluate(...)
+
+    results = tfcommx.ray.run(train, num_workers=8, workers_per_node=4, args=(0.1,))
+
+Each rank is a Ray actor. The ranks meet as those of torchrun do, by variables that say who they
+are, and by a secret of this launch. Needs the extra `ray`: pip install 'tfcommx[ray]'.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tfcommx.terms import PlanError, check_whole
+
+# For all workers to be placed and started
+START_SECONDS = 300.0
+
+
+class Place(NamedTuple):
+    """Where a worker runs."""
+
+    # Ray's name of the node
+    node: str
+    address: str
+    # CUDA_VISIBLE_DEVICES as Ray sets it: the GPUs that this worker has
+    gpus: str
+
+
+class Worker:
+    """A rank, in a process of its own; Ray makes an actor of this class."""
+
+    def place(self) -> Place:
+        """Say where this process runs."""
+        import ray
+
+        context = ray.get_runtime_context()
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        return Place(context.get_node_id(), ray.util.get_node_ip_address(), gpus)
+
+    def free_port(self) -> int:
+        """Find a TCP port that nobody listens at now."""
+        with socket.create_server(("", 0)) as server:
+            return int(server.getsockname()[1])
+
+    def call(self, variables: Mapping[str, str], train: Callable[..., Any], *args: Any) -> Any:
+        """Become a rank and train; return what the function returns."""
+        os.environ.update(variables)
+        return train(*args)
+
+
+def run(
+    train: Callable[..., Any],
+    num_workers: int,
+    *,
+    args: Sequence[Any] = (),
+    workers_per_node: int | None = None,
+    resources: Mapping[str, float] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Call a function on new workers, which `cx.init()` makes the ranks of one launch.
+
+    Args:
+        train: calls `cx.init()` and trains. Ray pickles it, and what it returns.
+        num_workers: number of ranks, >= 1.
+        args: of `train`, the same on all ranks.
+        workers_per_node: ranks on each node, which must divide num_workers; nodes then have equally
+            many, as routes that use the node's links need. None: as few nodes as possible.
+        resources: what one worker needs, as Ray counts it, such as {"CPU": 4, "GPU": 1}; default
+            {"CPU": 1}.
+        environment: variables of all ranks besides those that say who they are.
+
+    Returns:
+        What each rank's call returned, by rank. Ranks of a node are consecutive.
+
+    **Ranks:** the driver calls; `ray.init()` may have been called before. **Raises:** PlanError for
+    a missing Ray, or places that the cluster does not have within 300 s; RuntimeError that names
+    the rank which failed first; then all others have been ended.
+    """
+    ray = _ray()
+    check_whole("num_workers", num_workers, least=1)
+    each = dict(resources or {"CPU": 1})
+    bundles, strategy = [each] * num_workers, "PACK"
+    if workers_per_node is not None:
+        check_whole("workers_per_node", workers_per_node, least=1)
+        if num_workers % workers_per_node:
+            raise PlanError(
+                f"workers_per_node must divide num_workers, {num_workers}. Received "
+                f"{workers_per_node}."
+            )
+        whole = {name: amount * workers_per_node for name, amount in each.items()}
+        bundles, strategy = [whole] * (num_workers // workers_per_node), "STRICT_SPREAD"
+    if not ray.is_initialized():
+        ray.init()
+    group = ray.util.placement_group(bundles, strategy=strategy)
+    workers: list[Any] = []
+    try:
+        if not group.wait(START_SECONDS):
+            raise PlanError(
+                f"{len(bundles)} places of {bundles[0]} ({strategy}) are required for "
+                f"{num_workers} workers. The cluster has {ray.cluster_resources()} and gave none "
+                f"within {START_SECONDS:g} s."
+            )
+        workers = _start(ray, group, each, num_workers, len(bundles))
+        return _call(ray, workers, train, args, environment or {})
+    finally:
+        for worker in workers:
+            ray.kill(worker)
+        ray.util.remove_placement_group(group)
+
+
+def _ray() -> Any:
+    """Import Ray, or say how to get it."""
+    try:
+        import ray
+        import ray.util.scheduling_strategies
+    except ImportError as error:
+        raise PlanError("Ray is required: pip install 'tfcommx[ray]'.") from error
+    return ray
+
+
+def _start(ray: Any, group: Any, each: dict[str, float], workers: int, bundles: int) -> list[Any]:
+    """Start the workers in their places; return them, those of a node consecutive."""
+    others = {name: amount for name, amount in each.items() if name not in ("CPU", "GPU")}
+    options = {
+        "num_cpus": each.get("CPU", 0),
+        "num_gpus": each.get("GPU", 0),
+        "resources": others,
+    }
+    actor = ray.remote(Worker)
+    started = [
+        actor.options(
+            **options,
+            scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=number * bundles // workers
+            ),
+        ).remote()
+        for number in range(workers)
+    ]
+    places = ray.get([worker.place.remote() for worker in started], timeout=START_SECONDS)
+    nodes = list(dict.fromkeys(place.node for place in places))
+    order = sorted(range(workers), key=lambda number: nodes.index(places[number].node))
+    return [started[number] for number in order]
+
+
+def _call(
+    ray: Any,
+    workers: list[Any],
+    train: Callable[..., Any],
+    args: Sequence[Any],
+    environment: Mapping[str, str],
+) -> list[Any]:
+    """Say to each worker who it is, let it train, and end with the first that fails."""
+    places = ray.get([worker.place.remote() for worker in workers])
+    shared = {
+        "WORLD_SIZE": str(len(workers)),
+        "MASTER_ADDR": places[0].address,
+        "MASTER_PORT": str(ray.get(workers[0].free_port.remote())),
+        "TFCOMMX_SECRET": secrets.token_hex(16),
+        **environment,
+    }
+    seen: Counter[str] = Counter()
+    ranks: dict[Any, int] = {}
+    for rank, (worker, place) in enumerate(zip(workers, places, strict=True)):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(seen[place.address])}
+        seen[place.address] += 1
+        # `cx.init` takes the GPU with the number of the local rank
+        gpus = ",".join(other.gpus for other in places if other.address == place.address)
+        own |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+        ranks[worker.call.remote({**shared, **own}, train, *args)] = rank
+    results: dict[int, Any] = {}
+    waiting = list(ranks)
+    while waiting:
+        (ended, *_), waiting = ray.wait(waiting)
+        rank = ranks[ended]
+        try:
+            results[rank] = ray.get(ended)
+        except ray.exceptions.RayError as error:
+            raise RuntimeError(
+                f"Rank {rank} of {len(workers)} failed on {places[rank].address}; the others have "
+                f"been ended. {error}"
+            ) from error
+    return [results[rank] for rank in range(len(workers))]
