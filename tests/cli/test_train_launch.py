@@ -154,8 +154,9 @@ def test_a_host_without_an_answer_is_named_with_what_to_do(capsys):
     assert "No answer from node7 (connect: timed out). `ssh node7 true` must" in failure
 
 
-# A step an epoch, and two in the last phase, whose batch is half of the others'
+# A step an epoch, and two in the last phase, whose batch is half of the others'; a stage of three
 SHORT = {
+    "model.blocks": "[1]",
     "data.limit": "128",
     "data.test_limit": "1000",
     "phases.0.epochs": "1",

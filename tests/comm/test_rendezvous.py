@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import socket
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from launching import ROOT, WORKERS, horovodrun
+from launching import QUICK, ROOT, WORKERS, horovodrun
 
 from tfcommx.comm import rendezvous
 from tfcommx.comm.cluster_environment import ClusterEnvironment, cluster_environment
@@ -247,7 +248,7 @@ def start(ranks: int, arguments: list[str], variables: Callable[[int], dict[str,
     return [
         subprocess.Popen(
             [sys.executable, WORKER, *arguments],
-            env={**clean, "PYTHONPATH": str(ROOT), **variables(rank)},
+            env={**clean, "PYTHONPATH": QUICK, **variables(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -276,13 +277,25 @@ def as_srun(port: int) -> Callable[[int], dict[str, str]]:
     }
 
 
+@functools.cache
+def torchrun_until_rank_2_is_killed() -> tuple[list[int], list[str], float]:
+    """Return the ranks' exit statuses and outputs, and when the last one ended.
+
+    One launch for both tests: rank 2 is killed when all have trained.
+    """
+    processes = start(4, ["kill"], as_torchrun(free_port()))
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    return [process.returncode for process in processes], outputs, time.time()
+
+
 @pytest.mark.long_wait
+@pytest.mark.xdist_group("torchrun")
 def test_the_same_bits_under_every_launcher() -> None:
     """4 ranks as 2 nodes of 2, a sparse scheme: horovodrun, torchrun's variables, srun's."""
-    found = {"horovodrun": horovodrun(4, [WORKER]).output}
-    for name, variables in (("torchrun", as_torchrun), ("srun", as_srun)):
-        processes = start(4, [], variables(free_port()))
-        found[name] = "".join(process.communicate(timeout=120)[0] for process in processes)
+    srun = start(4, [], as_srun(free_port()))
+    found = {"srun": "".join(process.communicate(timeout=120)[0] for process in srun)}
+    found["torchrun"] = "".join(torchrun_until_rank_2_is_killed()[1])
+    found["horovodrun"] = horovodrun(4, [WORKER]).output
     bits = {}
     for name, output in found.items():
         hashes = re.findall(r"rank \d weights (\w+)", output)
@@ -292,12 +305,12 @@ def test_the_same_bits_under_every_launcher() -> None:
 
 
 @pytest.mark.long_wait
+@pytest.mark.xdist_group("torchrun")
 def test_without_a_launcher_a_rank_that_is_killed_still_ends_the_others() -> None:
-    processes = start(4, ["kill"], as_torchrun(free_port()))
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert processes[2].returncode == -9
+    statuses, outputs, ended = torchrun_until_rank_2_is_killed()
+    assert statuses[2] == -9
     died = float(re.search(r"now (\d+\.\d+)", outputs[2])[1])
-    assert time.time() - died < 60
+    assert ended - died < 60
     for rank in (0, 1, 3):
-        assert processes[rank].returncode not in (0, None)
+        assert statuses[rank] not in (0, None)
         assert re.search(r"rank 2 on \S+ \(", outputs[rank]), outputs[rank][-3000:]

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from drawing import drawn
 from tensorflow.python.framework.kernels import get_registered_kernels_for_op
 
 import tfcommx as cx
@@ -146,17 +147,21 @@ def _spread(op: tf.Operation, args: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("selection", ["mstopk", "exact", "dgc", "threshold", "random"])
 @pytest.mark.parametrize(
-    ("route", "last_step"), [("hitopk", "dense"), ("hitopk", "pairs"), ("allgather", "dense")]
+    ("selection", "way"),
+    drawn(
+        ["mstopk", "exact", "dgc", "threshold", "random"],
+        [("hitopk", "dense"), ("hitopk", "pairs"), ("allgather", "dense")],
+    ),
 )
 def test_nothing_large_would_leave_a_gpu_on_its_way(
-    comm: Comm, route: str, last_step: str, selection: str
+    comm: Comm, selection: str, way: tuple[str, str]
 ) -> None:
     """TensorFlow's own int32 kernels for GPUs mostly work in the host's memory.
 
     None of them may touch what is exchanged.
     """
+    route, last_step = way
     scheme = cx.Scheme(route, selection, 0.01)
     plan = make_plan([Gradient("w", (1000, 1000), "float32")], {"*": scheme}, comm.topology)
     if route == "hitopk":
