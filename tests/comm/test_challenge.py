@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
 import time
@@ -59,6 +60,19 @@ def test_a_stranger_is_refused_and_gets_no_answer(other: Handshake) -> None:
 def test_another_program_is_named() -> None:
     answer, _, _ = meet(OURS, OURS._replace(protocol="test 2"))
     assert "another program, or version, listens there: 'test 2'" in str(answer)
+
+
+def test_one_that_has_gone_does_not_end_this_process() -> None:
+    """Libraries may have set SIGPIPE to its default, which did."""
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        here, there = socket.socketpair()
+        there.close()
+        with pytest.raises(BrokenPipeError):
+            OURS.hear(here, time.monotonic() + 1)
+        here.close()
+    finally:
+        signal.signal(signal.SIGPIPE, before)
 
 
 def test_the_secret_does_not_travel(monkeypatch: pytest.MonkeyPatch) -> None:

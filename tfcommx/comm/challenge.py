@@ -80,7 +80,8 @@ class Caller(NamedTuple):
 
 
 def _write(connection: socket.socket, text: dict[str, Any]) -> None:
-    connection.sendall(json.dumps(text).encode() + b"\n")
+    # Libraries of the process may have set SIGPIPE to its default, which ends it
+    connection.sendall(json.dumps(text).encode() + b"\n", socket.MSG_NOSIGNAL)
 
 
 def _read(connection: socket.socket, end: float) -> dict[str, Any]:
