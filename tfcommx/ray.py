@@ -28,6 +28,17 @@ from tfcommx.terms import PlanError, check_whole
 
 # For all workers to be placed and started
 START_SECONDS = 300.0
+# For a worker that has trained to end by itself
+END_SECONDS = 10.0
+# What Ray's own processes may have from the launcher that started them: it is not theirs
+OF_OTHER_LAUNCHERS = (
+    "HOROVOD_RANK",
+    "OMPI_COMM_WORLD_RANK",
+    "SLURM_STEP_NUM_TASKS",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_RUN_ID",
+    "TFCOMMX_PORT",
+)
 
 
 class Place(NamedTuple):
@@ -58,6 +69,8 @@ class Worker:
 
     def call(self, variables: Mapping[str, str], train: Callable[..., Any], *args: Any) -> Any:
         """Become a rank and train; return what the function returns."""
+        for name in OF_OTHER_LAUNCHERS:
+            os.environ.pop(name, None)
         os.environ.update(variables)
         return train(*args)
 
@@ -115,7 +128,10 @@ def run(
                 f"within {START_SECONDS:g} s."
             )
         workers = _start(ray, group, each, num_workers, len(bundles))
-        return _call(ray, workers, train, args, environment or {})
+        results = _call(ray, workers, train, args, environment or {})
+        ends = [worker.__ray_terminate__.remote() for worker in workers]
+        ray.wait(ends, num_returns=len(ends), timeout=END_SECONDS)
+        return results
     finally:
         for worker in workers:
             ray.kill(worker)
@@ -134,12 +150,9 @@ def _ray() -> Any:
 
 def _start(ray: Any, group: Any, each: dict[str, float], workers: int, bundles: int) -> list[Any]:
     """Start the workers in their places; return them, those of a node consecutive."""
-    others = {name: amount for name, amount in each.items() if name not in ("CPU", "GPU")}
-    options = {
-        "num_cpus": each.get("CPU", 0),
-        "num_gpus": each.get("GPU", 0),
-        "resources": others,
-    }
+    own_options = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    options = {option: each.get(name, 0) for name, option in own_options.items()}
+    options["resources"] = {name: each[name] for name in each.keys() - own_options.keys()}
     actor = ray.remote(Worker)
     started = [
         actor.options(
@@ -150,7 +163,13 @@ def _start(ray: Any, group: Any, each: dict[str, float], workers: int, bundles: 
         ).remote()
         for number in range(workers)
     ]
-    places = ray.get([worker.place.remote() for worker in started], timeout=START_SECONDS)
+    try:
+        places = ray.get([worker.place.remote() for worker in started], timeout=START_SECONDS)
+    except ray.exceptions.GetTimeoutError as error:
+        raise PlanError(
+            f"{workers} workers must start within {START_SECONDS:g} s. Not all did: `ray list "
+            "actors` says why."
+        ) from error
     nodes = list(dict.fromkeys(place.node for place in places))
     order = sorted(range(workers), key=lambda number: nodes.index(places[number].node))
     return [started[number] for number in order]
@@ -178,7 +197,8 @@ def _call(
         own = {"RANK": str(rank), "LOCAL_RANK": str(seen[place.address])}
         seen[place.address] += 1
         # `cx.init` takes the GPU with the number of the local rank
-        gpus = ",".join(other.gpus for other in places if other.address == place.address)
+        named = ",".join(other.gpus for other in places if other.address == place.address)
+        gpus = ",".join(dict.fromkeys(filter(None, named.split(","))))
         own |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
         ranks[worker.call.remote({**shared, **own}, train, *args)] = rank
     results: dict[int, Any] = {}

@@ -81,6 +81,12 @@ def test_a_rank_that_does_not_come_is_named_on_all_that_have_come() -> None:
         assert re.search("Rank 2 of 4 did not come to rank 0 .* within 2 s", str(found[rank]))
 
 
+def test_rank_0_names_the_others_if_none_comes() -> None:
+    port = free_port()
+    error = meet(ClusterEnvironment("srun", 0, 2, None, "localhost", port), 0.5)
+    assert re.search("Rank 1 of 2 did not come to rank 0 .* within 0.5 s", str(error)), error
+
+
 def test_two_processes_with_one_number_are_refused() -> None:
     port = free_port()
     number = [0, 1, 1]

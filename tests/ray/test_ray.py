@@ -17,10 +17,12 @@ from tfcommx.terms import PlanError
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """Two nodes with places for two workers each."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'tfcommx[ray]'")
-    from ray.cluster_utils import Cluster
+    reason = "Ray is not installed: pip install 'tfcommx[ray]'"
+    # This folder is called ray, too, and would do for `import ray`
+    utils = pytest.importorskip("ray.cluster_utils", reason=reason, exc_type=ImportError)
+    import ray
 
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    nodes = utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
     nodes.add_node(num_cpus=2)
     ray.init(address=nodes.address)
     # Workers do not find this file; of a user's script, which is __main__, Ray sends the function

@@ -7,6 +7,7 @@ Starting (no TensorFlow, except horovod and init)
     launcher             what horovodrun, mpirun and the user's TFCOMMX_... variables say
     cluster_environment  what srun and torchrun say of a process
     rendezvous           make a Gloo launch of processes that these have started
+    challenge            two processes prove to each other that they know a secret
     mpi_start            end the ranks that wait in MPI's start for one that does not come
     init                 init(): from all of this to a running Horovod
     process              the process's own Comm: rank(), size(), ...
@@ -14,6 +15,7 @@ Starting (no TensorFlow, except horovod and init)
 Tensors and messages
     base                 Comm, the contract
     point_to_point       PointToPoint, the contract of messages between two ranks
+    messages             how a Comm's ranks open and end such messages
     horovod              Comm on Horovod: NCCL, MPI or Gloo (the only `import horovod`)
     mpi                  PointToPoint on MPI (the only `import mpi4py`)
     threads              both, for p ranks as threads of one process: the law tests
@@ -24,6 +26,8 @@ Failures
     liveness             start the watch of this rank; end it at an alarm
     watcher              the watch's process, one beside each rank: sockets and clock
     watch_protocol       what a watcher says and decides, without sockets
+    watch_tree           which watchers are connected
+    watch_alarm          from the first sign of a missing rank to this rank's end
     membership           which ranks have left while the others go on
     progress             what this rank is doing
     stalls               who waits for whom, from the progress of all ranks
@@ -32,7 +36,7 @@ Misuse, and trials
     unwrapped            warn of optimizers that take steps without an exchange
     trial_queue          of several plans under trial, which one is measured now
 
-Only this room, `cli` and `kernels.loader` read the environment.
+Only this room, `cli`, `ray` and `kernels.loader` read the environment.
 """
 
 from __future__ import annotations

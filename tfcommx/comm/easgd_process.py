@@ -17,7 +17,6 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
-import faulthandler
 import functools
 import logging
 import os
@@ -31,7 +30,7 @@ import numpy as np
 
 from tfcommx.comm import liveness, mpi
 from tfcommx.comm.easgd_server import LOOK_SECONDS, CentreServer
-from tfcommx.comm.launcher import launch_interfaces, launcher, message_timeout
+from tfcommx.comm.launcher import launch_interfaces, launcher
 from tfcommx.comm.membership import Membership
 from tfcommx.comm.point_to_point import Channel, PointToPoint
 from tfcommx.comm.stalls import SERVES
@@ -42,8 +41,6 @@ log = logging.getLogger("tfcommx")
 END = 0
 # For it to be on its way
 END_SECONDS = 2.0
-# For all ranks to call init(); TFCOMMX_MESSAGE_TIMEOUT_SECONDS counts if it is more
-JOIN_SECONDS = 600.0
 
 
 class CentreProcess:
@@ -175,10 +172,9 @@ class _Place:
 def wait_until_all_ranks_call_init(here: _Place) -> CentreProcess:
     """Return what answers them, and begin to watch them.
 
-    MPI waits without an end, and holds Python's lock, for ranks that end before. After
-    JOIN_SECONDS the process ends, and writes a stack with this function's name.
+    **Ranks:** as `mpi.start`, whose limit ends this process, too, if a rank does not come.
     """
-    faulthandler.dump_traceback_later(max(JOIN_SECONDS, message_timeout(JOIN_SECONDS)), exit=True)
+    mpi.start()
     messages = mpi.MpiPointToPoint(watched=True, lasting=False, with_centre=True)
     liveness.start(
         here,
@@ -187,7 +183,6 @@ def wait_until_all_ranks_call_init(here: _Place) -> CentreProcess:
         mpi.gather_with_centre,
         holds=", which holds the centre",
     )
-    faulthandler.cancel_dump_traceback_later()
     return CentreProcess(messages, here.rank, here.membership)
 
 

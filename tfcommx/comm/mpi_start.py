@@ -46,7 +46,7 @@ def limited(rank: int, local_rank: int, size: int, seconds: float) -> Iterator[N
     here = range(int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0")))
     marks = {rank - local_rank + one: f"{folder}/tfcommx-{launch}-{one}" for one in here}
     try:
-        Path(marks[rank]).touch()
+        Path(marks[rank] if folder and launch else "").touch()
     except (KeyError, OSError):  # Another launcher: it can be limited, but not told
         marks = {}
     job = {"pid": os.getpid(), "size": size, "seconds": seconds, "marks": marks}
@@ -61,6 +61,7 @@ def limited(rank: int, local_rank: int, size: int, seconds: float) -> Iterator[N
         yield
     finally:
         beside.stdin.close()
+        beside.kill()  # Another thread's child may hold the pipe open
         beside.wait()
 
 

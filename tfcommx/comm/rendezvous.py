@@ -109,10 +109,10 @@ def _gather(
                 problem = _problem(here, arrivals, arrival)
                 arrivals.setdefault(arrival.rank, arrival)
                 everyone.append(arrival)
-    own = _address_of_rank_0(arrivals.values())
     try:
         if problem:
             raise PlanError(problem)
+        own = _address_of_rank_0(arrivals.values())
         settings = _serve(here, arrivals, own)
         for rank, arrival in arrivals.items():
             _answer(arrival, {"settings": settings[rank], "address": own})

@@ -132,7 +132,7 @@ class Watcher:
             if other not in self.places or other in self.rests:
                 raise ValueError(other)
             caller.answer(self.member.rank)
-        except (OSError, ValueError):
+        except (OSError, TypeError, ValueError):
             caller.connection.close()
         else:
             self.connected(other, caller.connection)

@@ -197,7 +197,7 @@ class _Queues:
         # ("from" or "to", other position) -> transfers that are not under way yet, in order
         self.waiting: dict[tuple[str, int], deque[Transfer]] = {}
         self.turn: dict[Transfer, int] = {}
-        awaited: Counter[int] = Counter()  # Moves by the start of the block that they bring
+        awaited: Counter[int] = Counter()  # Transfers by the start of the block that they bring
         for transfer in transfers:
             comes = transfer.target == self.position
             line = ("from", transfer.source) if comes else ("to", transfer.target)
