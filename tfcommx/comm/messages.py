@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm.point_to_point import Channel, PointToPoint
+from tfcommx.kernels.untraced import untraced
 from tfcommx.terms import MPI_LAUNCH, PlanError, Topology, Traffic
 
 NEED_MPI = (
@@ -121,7 +122,7 @@ class Messages:
 
     @functools.cached_property
     def _calls(self) -> tf.Variable:
-        with tf.init_scope(), tf.device("/cpu:0"):
+        with untraced(), tf.device("/cpu:0"):
             return tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/calls")
 
     def traffic(self) -> Traffic:

@@ -29,6 +29,7 @@ from types import FrameType
 import tensorflow as tf
 
 from tfcommx.comm.stalls import COMPUTES, LEFT, PYTHON, WAITS
+from tfcommx.kernels.untraced import untraced
 
 # For the last look to end
 END_SECONDS = 2.0
@@ -50,7 +51,7 @@ class ExchangeProgress:
 
     def __init__(self, parts: Sequence[str], counted: bool) -> None:
         self.parts, self.counted = parts, counted
-        with tf.init_scope(), tf.device("/cpu:0"):
+        with untraced(), tf.device("/cpu:0"):
             self._begun = tf.Variable(0, dtype=tf.int64, trainable=False, name="begun")
             self._ended = [
                 tf.Variable(0, dtype=tf.int64, trainable=False, name="ended") for _ in parts

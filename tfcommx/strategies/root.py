@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import tensorflow as tf
 
+from tfcommx.kernels.untraced import untraced
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies.base import Strategy, StrategyRun, Update
 from tfcommx.strategies.broadcast_weights import broadcast_weights
@@ -71,6 +72,6 @@ class RootRun(StrategyRun):
         entries = [tf.reshape(one, [-1])[0] for one in results if one.shape.num_elements()]
         seen = tf.stack([tf.cast(entry, tf.float32) for entry in entries])
         if self._seen is None:
-            with tf.init_scope(), tf.device("/cpu:0"):
+            with untraced(), tf.device("/cpu:0"):
                 self._seen = tf.Variable(tf.zeros(seen.shape), trainable=False, name="tfcommx/seen")
         return self._seen.assign(seen, read_value=False)

@@ -76,8 +76,9 @@ def test_fit_trains_and_replicas_stay_identical(comm: Comm, route: str, wire: st
     [
         (cx.Scheme("allgather", "mstopk", 0.2, dense_below=8), "synchronous"),
         (cx.Scheme(), cx.strategies.WeightAveraging(every=2, sends="updates")),
+        (cx.Scheme(), "root"),
     ],
-    ids=["sparse", "averages"],
+    ids=["sparse", "averages", "root"],
 )
 def test_a_step_is_traced_once(comm: Comm, scheme: cx.Scheme, strategy: Any) -> None:
     """What the exchange keeps is made outside of the trace, which needs no second one for it."""
