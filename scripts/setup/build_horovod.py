@@ -240,6 +240,8 @@ def install_horovod(environment: Environment, key: str) -> str:
     origin = "from the cache of built wheels"
     if not list(wheels.glob("horovod-*.whl")):
         origin = f"built with {build_wheel(environment, wheels)}"
+    if environment.gpu:  # The wheel names the folder of links that was made when it was built
+        nccl_home(environment, environment.folder / "horovod-shims")
     patched = patch_wheel(environment, next(wheels.glob("horovod-*.whl")))
     environment.pip("install", "--force-reinstall", "--no-deps", patched)
     environment.pip("install", "cloudpickle", "psutil", "pyyaml", "packaging")

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from launching import ROOT
 
 from tfcommx.comm.mpi_start import limited
@@ -56,3 +57,15 @@ def test_a_start_in_time_leaves_nothing() -> None:
     with limited(rank=0, local_rank=0, size=2, seconds=60):
         pass
     assert time.monotonic() - began < 30
+
+
+def test_without_a_folder_of_the_launcher_no_mark_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would lie in the root folder, and name ranks of a launch that follows."""
+    marks: list[Path] = []
+    monkeypatch.setattr(Path, "touch", lambda path: marks.append(path))
+    monkeypatch.setenv("PMIX_SERVER_TMPDIR", "")
+    monkeypatch.setenv("PMIX_NAMESPACE", "prterun-a@1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+    with limited(rank=0, local_rank=0, size=2, seconds=60):
+        pass
+    assert not marks

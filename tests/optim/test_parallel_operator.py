@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.kernels.norms import squared_norms
 from tfcommx.optim.parallel_operator import ParallelOperator
-from tfcommx.optim.parallel_shares import Choice
+from tfcommx.optim.parallel_shares import Choice, SharesPlanner
 from tfcommx.optim.result_bytes import pack, size_bytes, unpack
 from tfcommx.terms import Link, Links, PlanError, Topology
 
@@ -31,7 +31,7 @@ DEAR = Link(10.0, 1.0)
 
 def operator(comm: ThreadComm, op: Any, mode: str = "parallel", **more: Any) -> ParallelOperator:
     settings = {"group": "world", "cost_of": None, "links": None} | more
-    return ParallelOperator(op, mode, comm=comm, **settings)
+    return ParallelOperator(SharesPlanner(op, mode, comm=comm, **settings))
 
 
 def on_ranks(topology: Topology, body: Callable[[Any], Any]) -> list[Any]:
@@ -64,6 +64,19 @@ def test_equal_to_the_local_form_bit_by_bit(kind: str) -> None:
         for found in on_ranks(topology, lambda comm: operator(comm, OPS[kind])(tensors())):
             assert [one.numpy().tobytes() for one in found] == right
             assert [one.shape for one in found] == [one.shape for one in OPS[kind](tensors())]
+
+
+def test_items_without_cost_are_dealt_out_evenly_beside_large_ones() -> None:
+    def shares(comm: ThreadComm) -> tuple[tuple[int, ...], ...]:
+        made = operator(
+            comm, OPS["whole tensors"], cost_of=lambda spec: 1e8 if spec.shape.rank else 0.0
+        )
+        made([tf.ones(3), tf.ones(3), *[tf.ones(())] * 6])
+        (found,) = made._shares.values()
+        return found.positions
+
+    for positions in on_ranks(Topology(1, 2), shares):
+        assert [len(own) for own in positions] == [4, 4]
 
 
 def test_items_may_be_tuples() -> None:

@@ -44,9 +44,11 @@ def limited(rank: int, local_rank: int, size: int, seconds: float) -> Iterator[N
     folder = os.environ.get(FOLDER, "")
     launch = re.sub(r"\W", "_", os.environ.get(LAUNCH, ""))
     here = range(int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "0")))
-    marks = {rank - local_rank + one: f"{folder}/tfcommx-{launch}-{one}" for one in here}
+    marks = {}
+    if folder and launch:
+        marks = {rank - local_rank + one: f"{folder}/tfcommx-{launch}-{one}" for one in here}
     try:
-        Path(marks[rank] if folder and launch else "").touch()
+        Path(marks[rank]).touch()
     except (KeyError, OSError):  # Another launcher: it can be limited, but not told
         marks = {}
     job = {"pid": os.getpid(), "size": size, "seconds": seconds, "marks": marks}

@@ -23,7 +23,6 @@ import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
 
 from tfcommx.comm import process
-from tfcommx.comm.base import Comm
 from tfcommx.optim.parallel_shares import Choice, Item, Operation, Shares, SharesPlanner, spec_of
 from tfcommx.optim.result_bytes import HEAD, computed, outcome_of, unpack
 from tfcommx.terms import Links, PlanError
@@ -86,23 +85,16 @@ def parallel_operator(
 @functools.lru_cache(maxsize=64)
 def _operator(*arguments: Any) -> ParallelOperator:
     """Keep operators, so that calls with equal arguments find the choice of the first one."""
-    return ParallelOperator(*arguments)
+    return ParallelOperator(SharesPlanner(*arguments))
 
 
 class ParallelOperator:
     """`parallel_operator` of one function; it remembers who computes what of which shapes."""
 
-    def __init__(
-        self,
-        op: Operation,
-        mode: str,
-        group: str,
-        cost_of: Callable[[Item], float] | None,
-        links: Links | None,
-        comm: Comm,
-    ) -> None:
-        self._planner = SharesPlanner(op, mode, group, cost_of, links, comm)
-        self.op, self.mode, self.group, self.comm = op, mode, group, comm
+    def __init__(self, planner: SharesPlanner) -> None:
+        self._planner = planner
+        self.op, self.mode, self.group = planner.op, planner.mode, planner.group
+        self.comm = planner.comm
         # Shapes of the items, and whether it is traced -> who computes what
         self._shares: dict[Any, Shares] = {}
         # All-gathers in each graph that was traced

@@ -98,8 +98,10 @@ class SharesPlanner:
                     "parallel_operator needs equal arguments on every rank. Rank 0 and rank "
                     f"{rank} differ: {said[0][1:]} and {tuple(rest)}."
                 )
-        # What costs nothing is dealt out evenly, too
-        costs = [max(float(self._cost_of(spec)), 1e-9) for spec in specs]
+        costs = [float(self._cost_of(spec)) for spec in specs]
+        # What costs nothing is dealt out evenly, too: the least that a large load's sum still shows
+        least = max(costs, default=0.0) * 1e-6 or 1.0
+        costs = [max(cost, least) for cost in costs]
         count = len(self.members)
         owners = list(range(len(specs))) if ranges else balance(costs, count)
         positions = tuple(

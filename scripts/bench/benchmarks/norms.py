@@ -41,6 +41,7 @@ from tfcommx.comm.base import Comm
 from tfcommx.kernels import loader
 from tfcommx.kernels.norms import squared_norms
 from tfcommx.optim.parallel_operator import ParallelOperator
+from tfcommx.optim.parallel_shares import SharesPlanner
 from tfcommx.simulator import models
 
 OVER_READ, OVER_BYTES, OVER_BETTER = 1.3, 1.25, 1.05
@@ -218,7 +219,7 @@ def measure_operator(name: str, comm: Comm, model: str, repeats: int) -> list[di
     shapes = [(192, 192)] * 16 if name == "svd" else shapes_of(model) * 2
     tensors = [tf.Variable(value) for value in arrays(shapes, 1)]
     operators = {
-        mode: ParallelOperator(op, mode, "world", None, None, comm)
+        mode: ParallelOperator(SharesPlanner(op, mode, "world", None, None, comm))
         for mode in ("local", "parallel", "auto")
     }
     steps = {
