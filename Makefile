@@ -50,7 +50,7 @@ test-peers: setup
 test-versions: setup
 	python scripts/verify/versions.py
 
-results: setup
+results: setup wheels
 	python scripts/bench results
 	python scripts/documents/figures.py
 

@@ -89,6 +89,7 @@ COMMANDS = {
     **{f"{name}_seed1": train(name, 1) for name in SETTINGS if name != "float16"},
     "float16": train("float16", 0),
     "float16_seed1": train("float16", 1),
+    "wheels": "python scripts/verify/wheels.py",
 }
 
 

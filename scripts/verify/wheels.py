@@ -50,6 +50,8 @@ def main() -> int:
     parser.add_argument("--wheels", type=Path, default=ROOT / "dist", help="their folder")
     parser.add_argument("--record", metavar="NAME", help="write docs/records/NAME.json")
     chosen = parser.parse_args()
+    if not list(chosen.wheels.glob("*.whl")):
+        raise SystemExit(f"Wheels are required in {chosen.wheels}: make wheels")
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
