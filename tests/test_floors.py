@@ -30,6 +30,7 @@ FLOORS = {
     "optim": 8,
     "recipes": 9,
     "training": 10,
+    "elastic": 10,
     "cli": 11,
     "ray": 11,
 }
@@ -49,6 +50,7 @@ NO_TENSORFLOW = (
     "comm.launcher",
     "comm.liveness",
     "comm.rank_lines",
+    "comm.remote_hosts",
     "comm.watcher",
     "wire.formats",
     "routes",
@@ -70,6 +72,7 @@ NO_TENSORFLOW = (
     "recipes.text.corpus",
     "recipes.text.vocabulary",
     "recipes.user",
+    "elastic",
     "cli",
     "ray",
 )

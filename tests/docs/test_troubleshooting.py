@@ -47,6 +47,7 @@ PASSED_ON = (
     "tfcommx/comm/liveness.py",
     "tfcommx/cli/train_launch.py",
     "tfcommx/cli/run.py",
+    "tfcommx/elastic/supervisor.py",
     "tfcommx/optim/automatic.py",
     "tfcommx/recipes/reader.py",
     "tfcommx/recipes/recipe.py",

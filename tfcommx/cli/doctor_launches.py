@@ -15,6 +15,7 @@ from tfcommx.cli.doctor_exchange import MARK
 from tfcommx.cli.doctor_host import FAILED, OK, WARNING, Finding, find_program
 from tfcommx.comm.allocation import Host
 from tfcommx.comm.horovodrun import BINDING, Launch, LaunchError, environment, search_path
+from tfcommx.comm.remote_hosts import SSH
 
 # A launch takes some seconds on a machine that is not loaded
 LIMIT_SECONDS = 120
@@ -22,8 +23,6 @@ HOW_TO_LAUNCH = (
     "Launch by `tfcommx run`, by `horovodrun --gloo`, or by `horovodrun --mpi "
     f'--binding-args="{BINDING}"`.'
 )
-# As horovodrun calls it
-SSH = ("ssh", "-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=no")
 
 
 class Ended(NamedTuple):

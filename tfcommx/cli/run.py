@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 
+from tfcommx.cli import elastic_options
 from tfcommx.comm.allocation import Host, allocation, parse_hosts, ranks_on, read_hostfile
 from tfcommx.comm.horovodrun import (
     Launch,
@@ -19,6 +19,8 @@ from tfcommx.comm.horovodrun import (
     search_path,
 )
 from tfcommx.comm.rank_lines import RankLines
+from tfcommx.comm.remote_hosts import RemoteHosts
+from tfcommx.elastic.supervisor import EndAtOnce
 from tfcommx.terms import PlanError
 
 # A shell's exit status for a missing command
@@ -59,12 +61,22 @@ def run(
         list[str] | None,
         typer.Option(metavar="WORD", help="Pass a word on to horovodrun. Repeatable."),
     ] = None,
+    min_np: elastic_options.MinNp = None,
+    max_np: elastic_options.MaxNp = None,
+    host_discovery_script: elastic_options.Script = None,
+    slots: elastic_options.Slots = None,
+    reset_limit: elastic_options.ResetLimit = None,
+    blacklist_cooldown_range: elastic_options.Cooldown = None,
+    elastic_timeout: elastic_options.Timeout = None,
+    grow_every: elastic_options.GrowEvery = None,
+    generations: elastic_options.GenerationsFile = None,
 ) -> None:
     """Start COMMAND on every rank: `tfcommx run -np 8 -H node1:4,node2:4 -- python train.py`.
 
     Without -H and --hostfile the hosts are those of the allocation: of Slurm, PBS, LSF, or
     Kubernetes' MPI operator; outside of one, this machine. Ctrl-C ends all ranks. If a rank fails,
-    the others are ended, one line says which it was, and its exit status is returned.
+    the others are ended, one line says which it was, and its exit status is returned. With an
+    elastic option the ranks are then started again, on the hosts that are left.
     """
     if gloo and mpi:
         raise PlanError("One of --gloo and --mpi is required at most. Received both.")
@@ -79,37 +91,63 @@ def run(
         "--start-timeout": start_timeout,
     }
     options = [word for name, value in given.items() if value for word in (name, str(value))]
-    launch = Launch(
-        tuple(choose_hosts(num_proc, hosts, hostfile)),
-        tuple(command),
-        "mpi" if mpi else "gloo",
-        mpi_args,
-        (*options, *(horovodrun_args or [])),
+    options += horovodrun_args or []
+
+    def make_launch(hosts: list[Host], generation: int = 0) -> Launch:
+        kind = "mpi" if mpi else "gloo"
+        return Launch(tuple(hosts), tuple(command), kind, mpi_args, tuple(options))
+
+    elastic = elastic_options.Elastic(
+        min_np,
+        max_np,
+        host_discovery_script,
+        slots,
+        reset_limit,
+        blacklist_cooldown_range,
+        elastic_timeout,
+        grow_every,
+        generations,
     )
-    carry_out(launch)
+    if not elastic.wanted:
+        source, found = find_hosts(num_proc, hosts, hostfile)
+        chosen = ranks_on(found, num_proc or sum(host.slots for host in found), source)
+        carry_out(make_launch(chosen))
+        return
+    if elastic.script and not (hosts or hostfile):
+        source, found = "", []
+    else:
+        source, found = find_hosts(num_proc or max_np or min_np, hosts, hostfile)
+    interfaces = tuple(network_interfaces.split(",")) if network_interfaces else ()
+    elastic_options.supervise(
+        elastic.source(found, source, num_proc),
+        elastic.options(num_proc, interfaces),
+        RemoteHosts(ssh_port, ssh_identity_file),
+        make_launch,
+        EndAtOnce(),
+    )
 
 
-def choose_hosts(ranks: int | None, hosts: str | None, hostfile: Path | None) -> list[Host]:
-    """Return the hosts, each with a slot for every rank to start there.
+def find_hosts(
+    ranks: int | None, hosts: str | None, hostfile: Path | None
+) -> tuple[str, list[Host]]:
+    """Return who names the hosts, and the hosts.
 
-    **Raises:** PlanError for unusable hosts, too few slots, or an unknown number of ranks.
+    **Raises:** PlanError for unusable hosts, and for an unknown number of ranks.
     """
     if hosts and hostfile:
         raise PlanError("One of -H and --hostfile is required at most. Received both.")
     if hosts:
-        source, found = "-H", parse_hosts(hosts)
-    elif hostfile:
-        source, found = str(hostfile), read_hostfile(hostfile)
-    elif given := allocation():
-        source, found = given
-    elif ranks:
-        source, found = "-np", [Host("localhost", ranks)]
-    else:
-        raise PlanError(
-            "A number of ranks is required: -np 4 on this machine, -H node1:4,node2:4 on several. "
-            "Received neither, outside of an allocation."
-        )
-    return ranks_on(found, ranks or sum(host.slots for host in found), source)
+        return "-H", parse_hosts(hosts)
+    if hostfile:
+        return str(hostfile), read_hostfile(hostfile)
+    if given := allocation():
+        return given.source, given.hosts
+    if ranks:
+        return "-np", [Host("localhost", ranks)]
+    raise PlanError(
+        "A number of ranks is required: -np 4 on this machine, -H node1:4,node2:4 on several. "
+        "Received neither, outside of an allocation."
+    )
 
 
 def carry_out(launch: Launch) -> None:
@@ -119,16 +157,11 @@ def carry_out(launch: Launch) -> None:
 
     **Raises:** LaunchError if a rank fails; SystemExit after a signal.
     """
-    running, received = Running(launch), []
-
-    def end(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        running.terminate()
-
-    on_end_signals(end)
-    lines = RankLines()
+    end, lines = EndAtOnce(), RankLines()
+    running = end.running = Running(launch)
+    on_end_signals(end.ask)
     status = running.wait(lines)
-    if received:
-        sys.exit(128 + received[0])
+    if end.number:
+        sys.exit(128 + end.number)
     if status:
         raise running.failed(status, lines)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from tfcommx.cli import elastic_options
 from tfcommx.cli.environment import load_tensorflow
-from tfcommx.cli.train_launch import launch_train
+from tfcommx.cli.train_launch import launch_train, supervise_train
 from tfcommx.comm.allocation import Host, parse_hosts, ranks_on
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
@@ -56,6 +58,15 @@ def train(
         Path | None,
         typer.Option(help="Folder of a --dry-run in one process: for the scaling efficiency."),
     ] = None,
+    min_np: elastic_options.MinNp = None,
+    max_np: elastic_options.MaxNp = None,
+    host_discovery_script: elastic_options.Script = None,
+    slots: elastic_options.Slots = None,
+    reset_limit: elastic_options.ResetLimit = None,
+    blacklist_cooldown_range: elastic_options.Cooldown = None,
+    elastic_timeout: elastic_options.Timeout = None,
+    grow_every: elastic_options.GrowEvery = None,
+    generations: elastic_options.GenerationsFile = None,
     terminal: Annotated[str | None, typer.Option(hidden=True)] = None,
     show_report: Annotated[bool, typer.Option("--report/--no-report", hidden=True)] = True,
 ) -> None:
@@ -69,15 +80,41 @@ def train(
     recipe = read_recipe(config, changes)
     folder = output or Path("runs") / recipe.name
     alone = () if baseline is None else tuple(read_alone(baseline))
-    if processes or hosts:
-        given = parse_hosts(hosts) if hosts else [Host("localhost", processes or 1)]
-        chosen = ranks_on(given, processes or sum(host.slots for host in given), "-H")
+    elastic = elastic_options.Elastic(
+        min_np,
+        max_np,
+        host_discovery_script,
+        slots,
+        reset_limit,
+        blacklist_cooldown_range,
+        elastic_timeout,
+        grow_every,
+        generations,
+    )
+    if processes or hosts or elastic.wanted:
         words = ["train", str(config), "--output", str(folder), "--no-report"]
         words += [word for change in changes for word in ("--set", change)]
-        words += ["--resume"] * resume + ["--tensorboard"] * tensorboard + ["--dry-run"] * dry_run
-        words += [] if minutes is None else ["--minutes", str(minutes)]
+        words += ["--tensorboard"] * tensorboard + ["--dry-run"] * dry_run
         words += [] if baseline is None else ["--baseline", str(baseline)]
-        launch_train(chosen, words, folder, saves=not dry_run)
+        began = time.monotonic()
+
+        def in_generation(number: int) -> list[str]:
+            """Return the words of a generation: later ones go on, in the time that is left."""
+            passed = (time.monotonic() - began) / 60 if number else 0.0
+            limit = [] if minutes is None else ["--minutes", str(max(0.0, minutes - passed))]
+            return [*words, *["--resume"] * (resume or number > 0), *limit]
+
+        if hosts:
+            given = parse_hosts(hosts)
+        elif processes or not host_discovery_script:
+            given = [Host("localhost", processes or max_np or min_np or 1)]
+        else:
+            given = []
+        if elastic.wanted and not dry_run:
+            supervise_train(elastic, given, processes, in_generation, folder)
+        else:
+            chosen = ranks_on(given, processes or sum(host.slots for host in given), "-H")
+            launch_train(chosen, in_generation(0), folder, saves=not dry_run)
         # A run stopped in its first epoch has no report; a dry run has shown its own
         if (folder / "summary.json").exists() and not dry_run:
             show_run(folder)

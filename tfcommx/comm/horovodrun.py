@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -129,14 +129,18 @@ class Running:
     """A launch that has been started.
 
     Signals of a terminal do not reach it: whoever started it says when it ends.
+
+    Args:
+        launch: what is started.
+        variables: environment variables of the ranks, beside those of this process.
     """
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: Launch, variables: Mapping[str, str] | None = None) -> None:
         self.launch = launch
         self._asked = False
         self.process = subprocess.Popen(
             launch.words(),
-            env=environment(),
+            env=environment() | dict(variables or {}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

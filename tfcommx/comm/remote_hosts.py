@@ -1,0 +1,80 @@
+"""Short commands on other hosts, which are reached as horovodrun reaches them.
+
+**Ranks:** local, in the launcher. Needs neither TensorFlow nor Horovod.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+# The options that horovodrun gives to ssh
+SSH = ("ssh", "-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=no")
+# The first MPI operator's command in place of ssh, and where it says so
+KUBEXEC, AGENT = "/etc/mpi/kubexec.sh", "OMPI_MCA_plm_rsh_agent"
+# For ssh to connect, and for a command of some milliseconds to end on a host that is busy
+CONNECT_SECONDS = 3
+COMMAND_SECONDS = 15.0
+
+
+def is_local(host: str) -> bool:
+    """Tell whether a host's name means this host: horovodrun then starts ranks without ssh."""
+    import psutil  # Horovod needs it
+
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        return False
+    own = (one for addresses in psutil.net_if_addrs().values() for one in addresses)
+    return any(one.address == address for one in own)
+
+
+class RemoteHosts(NamedTuple):
+    """How other hosts are reached: ssh's port and private key; None: as ssh is configured."""
+
+    port: int | None = None
+    identity_file: Path | None = None
+
+    def words(self, host: str, command: Sequence[str]) -> list[str]:
+        """Return the words that run a command on a host."""
+        if os.environ.get(AGENT) == KUBEXEC:
+            return [KUBEXEC, host, shlex.join(command)]
+        words = [*SSH, "-o", f"ConnectTimeout={CONNECT_SECONDS}"]
+        words += [] if self.port is None else ["-p", str(self.port)]
+        words += [] if self.identity_file is None else ["-i", str(self.identity_file)]
+        return [*words, host, shlex.join(command)]
+
+    def run(self, hosts: Collection[str], command: Sequence[str]) -> Mapping[str, str]:
+        """Run a command on several hosts at once; return the output of those on which it succeeds.
+
+        **Cost:** one connection to each host; at most `COMMAND_SECONDS`.
+        """
+        if not hosts:
+            return {}
+        with ThreadPoolExecutor(min(len(hosts), 32)) as pool:
+            outputs = pool.map(lambda host: _output(self.words(host, command)), hosts)
+            found = dict(zip(hosts, outputs, strict=True))
+        return {host: output for host, output in found.items() if output is not None}
+
+
+def _output(words: list[str]) -> str | None:
+    """Return what a command has written; None if it failed or took too long."""
+    try:
+        done = subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_SECONDS,
+            # Ctrl-C is for the launcher
+            start_new_session=True,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return None if done.returncode else done.stdout

@@ -1,0 +1,111 @@
+"""The table of generations, and the goodput: the share of steps and seconds that count."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tfcommx.elastic.generation import Generation
+from tfcommx.elastic.placement import in_words
+
+
+class Goodput(NamedTuple):
+    """Steps that count among all that were taken, and seconds of training among all."""
+
+    steps: int
+    steps_taken: int
+    training_seconds: float
+    seconds: float
+
+    def in_words(self) -> str:
+        """Say it in a sentence."""
+        seconds = f"{_share(self.training_seconds, self.seconds)} of {self.seconds:.0f} s"
+        if not self.steps_taken:
+            return f"Nothing is known of the steps; the run took {self.seconds:.0f} s."
+        return (
+            f"{self.steps} of {self.steps_taken} steps count "
+            f"({_share(self.steps, self.steps_taken)}); the ranks trained for {seconds}."
+        )
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "all"
+
+
+def goodput(generations: Sequence[Generation]) -> Goodput:
+    """Return the goodput of a run; steps that were repeated do not count."""
+    known = [one for one in generations if one.steps is not None]
+    return Goodput(
+        steps=(known[-1].steps or 0) - known[0].began_at_step if known else 0,
+        steps_taken=sum(one.steps_taken for one in known),
+        training_seconds=sum(one.training_seconds for one in known),
+        seconds=generations[-1].ended - generations[0].began,
+    )
+
+
+def _row(one: Generation) -> list[str]:
+    source = "-" if one.resumed is None else f"{one.resumed.source}, {one.resumed.total}"
+    return [
+        str(one.number),
+        str(one.ranks),
+        in_words(one.hosts),
+        source,
+        "-" if one.steps is None else str(one.steps),
+        f"{one.ended - one.began:.1f}",
+        "-" if one.steps is None else f"{one.training_seconds:.1f}",
+        one.how,
+    ]
+
+
+HEADER = [
+    "generation",
+    "ranks",
+    "hosts",
+    "goes on from",
+    "to step",
+    "seconds",
+    "training",
+    "how it ended",
+]
+
+
+def table(generations: Sequence[Generation]) -> str:
+    """Return a line for each generation, under a header."""
+    rows = [HEADER, *map(_row, generations)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def to_json(generations: Sequence[Generation]) -> dict[str, Any]:
+    """Return what `table` says, for programs. Times are seconds since the start of the run."""
+    start = generations[0].began
+    rows = []
+    for one in generations:
+        known = one.steps is not None
+        rows.append(
+            {
+                "generation": one.number,
+                "ranks": one.ranks,
+                "hosts": {host.name: host.slots for host in one.hosts},
+                "linked": one.linked,
+                "resumed": one.resumed._asdict() if one.resumed else None,
+                "steps": one.steps,
+                "began": round(one.began - start, 3),
+                "first_step": round(one.first_step_at - start, 3) if known else None,
+                "last_step": round(one.last_step_at - start, 3) if known else None,
+                "ended": round(one.ended - start, 3),
+                "snapshots": len(one.snapshots),
+                "snapshot_seconds": sum(seconds for seconds, _ in one.snapshots),
+                "snapshot_bytes": max((size for _, size in one.snapshots), default=0),
+                "how": one.how,
+            }
+        )
+    return {"generations": rows, "goodput": goodput(generations)._asdict()}
+
+
+def write(generations: Sequence[Generation], path: Path) -> None:
+    """Write `to_json` into a file."""
+    path.write_text(json.dumps(to_json(generations), indent=1) + "\n")

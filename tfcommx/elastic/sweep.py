@@ -1,0 +1,70 @@
+"""End what is left of a run's processes on this host, and remove its memory files.
+
+    python -I -S sweep.py RUN GENERATION     processes of that generation
+    python -I -S sweep.py RUN                all processes of the run, and its memory files
+
+They are found by the environment that the supervisor has given them. A process of the run that
+shall outlive a generation has no TFCOMMX_GENERATION in its environment. Knows only the standard
+library: the supervisor calls it over ssh, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+RUN, GENERATION = "TFCOMMX_RUN", "TFCOMMX_GENERATION"
+MEMORY = Path("/dev/shm")
+# For the kernel to end processes that were killed
+END_SECONDS = 5.0
+
+
+def find_processes(run: str, generation: str | None = None) -> list[int]:
+    """Return this user's processes of a run, or of one of its generations."""
+    wanted = {f"{RUN}={run}".encode()}
+    if generation is not None:
+        wanted.add(f"{GENERATION}={generation}".encode())
+    found = []
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
+        # It may have ended meanwhile, or be another user's
+        with contextlib.suppress(OSError):
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if wanted <= set(variables) and pid != os.getpid():
+                found.append(pid)
+    return found
+
+
+def end_processes(run: str, generation: str | None = None) -> list[int]:
+    """Kill a run's processes; return those that live nevertheless after some seconds."""
+    deadline = time.monotonic() + END_SECONDS
+    while found := find_processes(run, generation):
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    return found
+
+
+def remove_memory(run: str) -> None:
+    """Remove the run's files in shared memory."""
+    for path in MEMORY.glob(f"tfcommx-{os.getuid()}-{run}-*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def sweep(run: str, generation: str | None = None) -> list[int]:
+    """End the processes; without a generation remove the memory files, too."""
+    left = end_processes(run, generation)
+    if generation is None:
+        remove_memory(run)
+    return left
+
+
+if __name__ == "__main__":
+    sys.exit(1 if sweep(*sys.argv[1:]) else 0)
