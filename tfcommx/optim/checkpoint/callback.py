@@ -1,16 +1,24 @@
-"""Checkpoint: save at the end of every epoch."""
+"""Checkpoint: save at the end of every epoch; in a supervised run also in memory, and go on."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import keras
 
 from tfcommx.comm import process
+from tfcommx.comm.supervision import supervision
 from tfcommx.optim.checkpoint.files import read_heads, why_not_writable
+from tfcommx.optim.checkpoint.memory.newest import Newest, newest_of_run
+from tfcommx.optim.checkpoint.memory.snapshots import Snapshots
+from tfcommx.optim.checkpoint.rank_values import RestoreRankValues
+from tfcommx.optim.checkpoint.restoring import load, restored
 from tfcommx.optim.checkpoint.saving import save
+from tfcommx.optim.keras_internals import begin_at_epoch, skip_steps
 from tfcommx.optim.wrapped import wrapped_optimizers
 from tfcommx.terms import PlanError, check_whole
 
@@ -18,19 +26,52 @@ from tfcommx.terms import PlanError, check_whole
 class Checkpoint(keras.callbacks.Callback):
     """Save model, optimizers and residuals at the end of every epoch; the last ones are kept.
 
+    In a supervised run (`tfcommx run --min-np`) it also keeps snapshots in the hosts' memory, and
+    SIGTERM to a rank makes its host leave. From the second generation on, `fit` goes on at the step
+    after the newest snapshot, or at the epoch after the last save: what is loaded and skipped there
+    happens before and in `fit`. The batches of an epoch must not depend on the epochs before; those
+    that were trained already are read and not used.
+
     Args:
         folder: where to; on every node, or on a file system that all nodes see.
         keep: saves that are kept, >= 1.
+        memory_every: steps between two snapshots in memory, >= 1; None: none, except before a host
+            leaves or joins. Without a supervisor nothing is kept in memory.
 
     **Ranks:** all. **Cost:** rank 0 writes the model, each rank its residuals (4 bytes per entry
-    that it selects from, or sends in 16 bits).
+    that it selects from, or sends in 16 bits). Of a snapshot: see Snapshots.
     **Raises:** PlanError, before the first step, for a model that Keras cannot write down, for a
     damaged checkpoint.json, and for a folder that a rank cannot write to.
     """
 
-    def __init__(self, folder: str | Path, keep: int = 1) -> None:
+    def __init__(self, folder: str | Path, keep: int = 1, memory_every: int | None = None) -> None:
         super().__init__()
         self.folder, self.keep = Path(folder), check_whole("keep", keep, least=1)
+        self.memory_every = memory_every
+        if memory_every is not None:
+            check_whole("memory_every", memory_every, least=1)
+        self._snapshots: Snapshots | None = None
+        # What `fit` goes on from, until its first epoch begins; that rank's own values
+        self._begins_at: Newest | None = None
+        self._values: RestoreRankValues | None = None
+        # Of the epoch: steps that are skipped, those that are done; number of the epoch
+        self._skipped = self._done = self._epoch = 0
+        self._open = contextlib.ExitStack()
+
+    def set_model(self, model: keras.Model) -> None:
+        """Load the newest checkpoint, from the second generation on: before BroadcastState."""
+        super().set_model(model)
+        supervised = supervision()
+        if model is None or supervised is None or self._snapshots is not None:
+            return
+        found, start = None, time.monotonic()
+        if supervised.generation:
+            found = newest_of_run(self.folder)
+            if found is not None and restored(model) != found:
+                load(model, found)
+        self._snapshots = Snapshots(model, self.folder, self.memory_every)
+        self._snapshots.begin(found, time.monotonic() - start)
+        self._begins_at = found
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Refuse a folder or a model of which no checkpoint could be written."""
@@ -52,7 +93,47 @@ class Checkpoint(keras.callbacks.Callback):
                 f"and its loss. Received {self.model.name!r}, for which Keras says: {error} Give "
                 "that object a get_config(), or train without Checkpoint."
             ) from error
+        if self._begins_at is not None:
+            begin_at_epoch(self.model, self._begins_at.head.epoch + 1)
+            self._values = RestoreRankValues(self.folder)
+            self._values.set_model(self.model)
+        if self._snapshots is not None:
+            self._open.enter_context(self._snapshots.leaving_on_sigterm())
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """In the epoch that was under way, skip the steps that were done."""
+        self._epoch, self._skipped, self._done = epoch, 0, 0
+        if self._begins_at is None:
+            return
+        head, self._begins_at = self._begins_at.head, None
+        begin_at_epoch(self.model, None)
+        if epoch != head.epoch + 1 or not head.step:
+            return
+        # Behind on_train_begin of BroadcastState, which gives all ranks those of rank 0
+        self._values.on_train_begin()
+        self._values.on_epoch_begin(epoch)
+        steps, together = (self.params or {}).get("steps"), self.model.steps_per_execution
+        step = head.step * steps // head.steps if head.steps and steps else head.step
+        self._skipped = self._done = step // together * together
+        skip_steps(self.model, self._skipped)
+
+    # Not on_train_batch_end: for it, Keras waits after every step.
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Take a snapshot of the step before, if one is due."""
+        if self._snapshots is not None and batch > self._skipped:
+            self._snapshots.after_step(
+                self._epoch, batch, (self.params or {}).get("steps") or 0, batch - self._done
+            )
+            self._done = batch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Save."""
-        save(self.model, self.folder, epoch, self.keep)
+        notes = {}
+        if self._snapshots is not None:
+            self._snapshots.end_epoch(epoch, self.model.steps_per_execution)
+            notes = self._snapshots.notes()
+        save(self.model, self.folder, epoch, self.keep, notes=notes)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Let SIGTERM have its usual effect again."""
+        self._open.close()

@@ -68,12 +68,12 @@ def _read_head(path: Path) -> Head | str | None:
     text = path.read_text(errors="replace")
     try:
         found = json.loads(text)
-        return _head_of(found)._replace(older=tuple(map(_head_of, found.get("older", ()))))
+        return head_of(found)._replace(older=tuple(map(head_of, found.get("older", ()))))
     except (ValueError, TypeError, KeyError, AttributeError):
         return text
 
 
-def _head_of(found: dict[str, Any]) -> Head:
+def head_of(found: dict[str, Any]) -> Head:
     """Return the head in a JSON object, without older ones; what older writers left out is 0."""
     return Head(
         **{name: int(found[name]) for name in ("save", "epoch", "ranks")},
@@ -98,6 +98,15 @@ def model_name(save: int) -> str:
     'model-0003.keras'
     """
     return f"model-{save:04d}.keras"
+
+
+def memory_model_name(save: int) -> str:
+    """Return the name of the model of a save in memory.
+
+    >>> memory_model_name(3)
+    'model-0003.npz'
+    """
+    return f"model-{save:04d}.npz"
 
 
 def residuals_name(save: int, rank: int) -> str:

@@ -11,8 +11,8 @@ import numpy as np
 
 from tfcommx.comm import process
 from tfcommx.optim.checkpoint.files import residuals_name
+from tfcommx.optim.checkpoint.memory.newest import newest
 from tfcommx.optim.checkpoint.records import read_own
-from tfcommx.optim.checkpoint.restoring import last
 from tfcommx.optim.keras_internals import statistics_of
 
 
@@ -36,10 +36,10 @@ class RestoreRankValues(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Read the values of this rank, and set the statistics."""
-        here, head = process.current(), last(self.folder)
-        if head is None or not head.step or head.ranks != here.topology.size:
+        here, found = process.current(), newest(self.folder)
+        if found is None or not found.head.step or found.head.ranks != here.topology.size:
             return
-        self.values = read_own(self.folder / residuals_name(head.save, here.rank))
+        self.values = read_own(found.folder / residuals_name(found.head.save, here.rank))
         self._assign(statistics_of(self.model), self.values)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -58,32 +58,37 @@ def record_of(optimizer: keras.optimizers.Optimizer, seeds: list[list[int]]) -> 
         trained=exchanger.names.of(trainable_variables(optimizer)),
         carried=exchanger.state_outside_plans(),
         accumulated={
-            name: _wide(np.ravel(total.numpy())) for name, total in accumulated(optimizer).items()
+            name: wide(np.ravel(total.numpy())) for name, total in accumulated(optimizer).items()
         },
         plan_states=exchanger.plan_states(),
-        unlisted={name: _wide(state.numpy()) for name, state in unlisted(optimizer).items()},
+        unlisted={name: wide(state.numpy()) for name, state in unlisted(optimizer).items()},
         seeds=seeds,
     )
 
 
-def _wide(array: np.ndarray) -> np.ndarray:
-    """NumPy's files know no bfloat16: float32 holds it exactly."""
+def wide(array: np.ndarray) -> np.ndarray:
+    """Return an array that NumPy's files can hold: they know no bfloat16, and float32 holds it."""
     return array.astype(np.promote_types(array.dtype, np.float32))
 
 
 def write_residuals(model: keras.Model, path: Path) -> None:
     """Write what this rank keeps of each of the model's wrapped optimizers."""
+    part = path.with_name(f".{path.name}")
+    with part.open("wb") as file:
+        np.savez(file, **residual_arrays(model))
+    put_in_place(part, path)
+
+
+def residual_arrays(model: keras.Model) -> dict[str, np.ndarray]:
+    """Return what this rank keeps of each of the model's wrapped optimizers, as its file has it."""
     seeds = [generator.state.numpy().tolist() for generator in seed_generators(model)]
     arrays: dict[str, np.ndarray] = {}
     index = [
         _index_of(record_of(optimizer, seeds), arrays) for optimizer in wrapped_optimizers(model)
     ]
     for number, variable in enumerate(own_variables(model)):
-        arrays[f"own{number}"] = _wide(variable.numpy())
-    part = path.with_name(f".{path.name}")
-    with part.open("wb") as file:
-        np.savez(file, index=np.array(json.dumps(index)), **arrays)
-    put_in_place(part, path)
+        arrays[f"own{number}"] = wide(variable.numpy())
+    return {"index": np.array(json.dumps(index)), **arrays}
 
 
 def own_variables(model: keras.Model) -> list[keras.Variable]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +11,9 @@ import keras
 import numpy as np
 
 from tfcommx.comm import process
-from tfcommx.optim.checkpoint.files import Head, model_name, read_heads, residuals_name
+from tfcommx.optim.checkpoint.files import Head, memory_model_name, model_name, residuals_name
+from tfcommx.optim.checkpoint.memory.model_state import set_model
+from tfcommx.optim.checkpoint.memory.newest import Newest, newest
 from tfcommx.optim.checkpoint.records import OptimizerRecord, read_residuals
 from tfcommx.optim.keras_internals import seed_generators, unlisted
 from tfcommx.optim.wrapped import accumulated, agree_on_names, exchanger_in, wrapped_optimizers
@@ -22,9 +25,12 @@ from tfcommx.terms import PlanError
 def last(folder: str | Path) -> Head | None:
     """Return what is known of the last whole checkpoint: epoch, step, ranks, notes; None without.
 
+    In a supervised run it may be in memory.
+
     **Ranks:** all; what rank 0 sees counts.
     """
-    return read_heads(Path(folder))[0]
+    found = newest(Path(folder))
+    return None if found is None else found.head
 
 
 def next_epoch(folder: str | Path) -> int:
@@ -40,6 +46,8 @@ def next_epoch(folder: str | Path) -> int:
 
 def restore(model: keras.Model, folder: str | Path) -> int:
     """Load the last whole checkpoint; return the next epoch's number, 0 if there is none.
+
+    In a supervised run (`tfcommx run --min-np`) the checkpoint may be in memory.
 
     With the plan and the number of ranks that it was saved under, every rank continues with exactly
     its own residuals. Otherwise they are redistributed so that what they add to the weights is
@@ -62,14 +70,33 @@ def restore(model: keras.Model, folder: str | Path) -> int:
     **Raises:** FileNotFoundError that names the missing file; PlanError for a model that is not
     built, or lacks variables or optimizers of the checkpoint.
     """
-    here, folder = process.current(), Path(folder)
-    head = read_heads(folder)[0]
-    if head is None:
+    found = newest(Path(folder))
+    if found is None:
         return 0
+    load(model, found)
+    return found.head.epoch + 1
+
+
+# What each model was restored from
+_restored: weakref.WeakKeyDictionary[keras.Model, Newest] = weakref.WeakKeyDictionary()
+
+
+def restored(model: keras.Model) -> Newest | None:
+    """Return what a model was restored from; None if it was not."""
+    return _restored.get(model)
+
+
+def load(model: keras.Model, found: Newest) -> None:
+    """Load a checkpoint, as `restore` does. **Ranks:** all. **Raises:** as `restore`."""
+    _restored[model] = found
+    here, head, folder = process.current(), found.head, found.folder
     optimizers = wrapped_optimizers(model)
     _require_built(model)
     agree_on_names(model, 0)
-    files = _read_files(folder, head)
+    weights = folder / (
+        memory_model_name(head.save) if found.source == "memory" else model_name(head.save)
+    )
+    files = _read_files(folder, head, weights)
     roots = _roots_of(files, folder, len(optimizers))
     if files:  # A rank that was not there gets its seeds from BroadcastState.
         for generator, seed in zip(seed_generators(model), files[0][0].seeds, strict=False):
@@ -79,8 +106,10 @@ def restore(model: keras.Model, folder: str | Path) -> int:
         known = _known_variables(optimizer, model, records, roots[index], folder)
         whole = model.trainable_variables if len(optimizers) == 1 else []
         _build_optimizer(optimizer, known, roots[index], whole)
-    weights = folder / model_name(head.save)
-    if weights.is_file():  # The others get it by BroadcastState.
+    if found.source == "memory":
+        with np.load(weights) as arrays:
+            set_model(model, arrays)
+    elif weights.is_file():  # The others get it by BroadcastState.
         model.load_weights(weights)
     for optimizer in optimizers:
         if (sharding := exchanger_in(optimizer).sharding) is not None:
@@ -89,7 +118,6 @@ def restore(model: keras.Model, folder: str | Path) -> int:
         _continue_from(optimizer, [file[index] for file in files], head.ranks, here.topology.size)
     if model.train_function is not None:
         model.make_train_function(force=True)  # The one there is uses the residuals of before.
-    return head.epoch + 1
 
 
 class _RootState(NamedTuple):
@@ -110,12 +138,12 @@ def _require_built(model: keras.Model) -> None:
         )
 
 
-def _read_files(folder: Path, head: Head) -> list[list[OptimizerRecord]]:
+def _read_files(folder: Path, head: Head, weights: Path) -> list[list[OptimizerRecord]]:
     """Read what this rank inherits; refuse, on all ranks, a file that one of them does not see."""
     here = process.current()
     inherited = range(here.rank, head.ranks, here.topology.size)
     paths = [folder / residuals_name(head.save, rank) for rank in inherited]
-    needed = [folder / model_name(head.save), *paths] if here.rank == 0 else paths
+    needed = [weights, *paths] if here.rank == 0 else paths
     missing = [str(path) for path in needed if not path.is_file()]
     for rank, names in enumerate(here.gather_objects(missing)):
         if names:

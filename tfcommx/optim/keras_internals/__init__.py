@@ -6,9 +6,11 @@ optimizers   copies of optimizers, and state that Keras does not save
 shards       an optimizer that updates this rank's shards of the weights
 updates      updates all variables of an optimizer together
 models       layers, seeds and statistics of a model
+fit          the epoch and the step at which `fit` begins
 moments      where batch normalization computes the statistics of a batch
 """
 
+from tfcommx.optim.keras_internals.fit import begin_at_epoch, skip_steps
 from tfcommx.optim.keras_internals.models import layers_of, seed_generators, statistics_of
 from tfcommx.optim.keras_internals.moments import OwnMoments
 from tfcommx.optim.keras_internals.optimizers import (
@@ -43,6 +45,7 @@ __all__ = [
     "UpdatesShards",
     "UpdatesTogether",
     "accumulated_gradients",
+    "begin_at_epoch",
     "compiled_by_xla",
     "copy_state",
     "copy_with",
@@ -52,6 +55,7 @@ __all__ = [
     "plain_copy",
     "require_shardable",
     "seed_generators",
+    "skip_steps",
     "slots_of",
     "statistics_of",
     "steps_of",

@@ -33,6 +33,7 @@ PRIVATE_MEMBERS: dict[type, tuple[str, ...]] = {
         "_variables",
     ),
     keras.layers.BatchNormalization: ("_moments", "_reduction_axes"),
+    keras.Model: ("_initial_epoch",),
     keras.layers.Layer: ("_flatten_layers", "_non_trainable_variables", "_seed_generators"),
 }
 

@@ -1,0 +1,75 @@
+"""A training under a supervisor: `fit` of a model with dropout and batch norm, one callback added.
+
+supervised_fit.py FOLDER OPTIONS(json): scheme, strategy; faults: {"GENERATION": [RANK, STEP, KIND]}
+with STEP of the whole run and KIND kill, stop or term. Prints a hash of the weights at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfcommx as cx
+
+folder, options = sys.argv[1], json.loads(sys.argv[2])
+EPOCHS, STEPS = options.get("epochs", 3), options.get("steps", 12)
+GENERATION = os.environ.get("TFCOMMX_GENERATION", "0")
+comm = cx.init(watch_seconds=options.get("watch", 5))
+keras.utils.set_random_seed(7)
+layers = keras.layers
+model = keras.Sequential(
+    [
+        layers.Input((8,)),
+        layers.Dense(64, activation="relu"),
+        layers.BatchNormalization(),
+        layers.Dropout(0.2),
+        layers.Dense(1),
+    ]
+)
+scheme = cx.Scheme(**options.get("scheme", {"route": "hitopk", "selection": "mstopk"}))
+strategy = {"strategy": options["strategy"]} if "strategy" in options else {}
+optimizer = cx.DistributedOptimizer(
+    getattr(keras.optimizers, options.get("optimizer", "Adam"))(0.01), scheme, **strategy
+)
+model.compile(optimizer, loss="mse", metrics=["mae"], jit_compile=False)
+random = np.random.default_rng(comm.rank)
+inputs, targets = random.normal(size=(STEPS, 16, 8)), random.normal(size=(STEPS, 16, 1))
+batches = tf.data.Dataset.from_tensor_slices((inputs, targets))
+
+
+class Fault(keras.callbacks.Callback):
+    """Does to a rank what it is told to, after a step of the whole run."""
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        self.epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        time.sleep(options.get("step_seconds", 0))
+        rank, step, kind = options.get("faults", {}).get(GENERATION, (-1, 0, ""))
+        if comm.rank == rank and self.epoch * STEPS + batch == step:
+            print(f"{kind} at step {step}", flush=True)
+            number = {"kill": "SIGKILL", "stop": "SIGSTOP", "term": "SIGTERM"}[kind]
+            os.kill(os.getpid(), getattr(signal, number))
+
+
+model.fit(
+    batches,
+    epochs=EPOCHS,
+    verbose=0,
+    callbacks=[
+        cx.callbacks.BroadcastState(),
+        cx.callbacks.AverageBatchNorm(),
+        Fault(),
+        cx.checkpoint.Checkpoint(folder, memory_every=options.get("memory_every", 5)),
+    ],
+)
+whole = b"".join(weight.tobytes() for weight in model.get_weights())
+print(f"rank {comm.rank} weights {hashlib.sha256(whole).hexdigest()[:16]}", flush=True)

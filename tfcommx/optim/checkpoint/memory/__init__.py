@@ -1,0 +1,1 @@
+"""Snapshots of a supervised run in the memory of its hosts."""

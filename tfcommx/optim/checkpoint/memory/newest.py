@@ -1,0 +1,162 @@
+"""The newest checkpoint that is whole: in the memory of the hosts, or on disk.
+
+After the loss of hosts every file of a snapshot lies on one of those that are left, or it is not
+whole. Each host needs the files of the ranks that its ranks inherit from, and the model; what it
+lacks, a host that has it broadcasts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfcommx.comm import process
+from tfcommx.comm.supervision import Supervision, supervision
+from tfcommx.optim.checkpoint.files import Head, memory_model_name, read_heads, residuals_name
+from tfcommx.optim.checkpoint.memory.place import Held, Place, needed
+
+# Of a head's notes: the supervised run that has saved it
+RUN = "run"
+# Bytes of one broadcast
+PIECE = 1 << 28
+
+
+class Newest(NamedTuple):
+    """The checkpoint to go on from."""
+
+    head: Head
+    # Where its files are: the folder on disk, or that in this host's shared memory
+    folder: Path
+    # "memory" or "file"
+    source: str
+
+
+# Of each checkpoint folder what this generation found in memory; None: nothing
+_found: dict[Path, Head | None] = {}
+
+
+def newest(folder: Path) -> Newest | None:
+    """Return the newest whole checkpoint; None if there is none.
+
+    In memory it looks in the second generation of a supervised run and those after it, once.
+
+    **Ranks:** all. **Cost:** as long as it has not looked, each host reads its snapshots, and what
+    it lacks is broadcast. **Raises:** PlanError if checkpoint.json is damaged.
+    """
+    disk = read_heads(folder)[0]
+    supervised = supervision()
+    if supervised is None or not supervised.generation:
+        return None if disk is None else Newest(disk, folder, "file")
+    place = Place(supervised.memory, folder)
+    if folder not in _found:
+        _found[folder] = _bring(place, supervised, disk)
+    memory = _found[folder]
+    if memory is not None and not _is_newer(disk, memory):
+        return Newest(memory, place.path, "memory")
+    return None if disk is None else Newest(disk, folder, "file")
+
+
+def newest_of_run(folder: Path) -> Newest | None:
+    """Return the newest whole checkpoint that an earlier generation of this run has saved.
+
+    **Ranks:** all. **Cost, Raises:** as `newest`.
+    """
+    found, supervised = newest(folder), supervision()
+    if found is None or supervised is None or found.head.notes.get(RUN) != supervised.run:
+        return None
+    return found
+
+
+def _is_newer(disk: Head | None, memory: Head) -> bool:
+    """Tell whether a save of the same run is newer on disk than in memory."""
+    if disk is None or disk.notes.get(RUN) != memory.notes.get(RUN):
+        return False
+    return (disk.epoch, disk.step) > (memory.epoch, memory.step)
+
+
+def _bring(place: Place, supervised: Supervision, disk: Head | None) -> Head | None:
+    """Find the newest whole snapshot, complete what each host needs of it, delete all others."""
+    here = process.current()
+    hosts = here.gather_objects(supervised.host)
+    speaks = hosts.index(supervised.host) == here.rank
+    if speaks:
+        place.make()
+    everyone = here.gather_objects(place.held() if speaks else {})
+    head = choose(everyone)
+    if head is not None and _is_newer(disk, head):
+        head = None
+    if head is not None:
+        for name, size, root in missing(head, everyone, hosts):
+            _broadcast(place, name, size, root, speaks)
+    if speaks:
+        place.keep(set() if head is None else {head.save})
+    here.gather_objects("in place")
+    return head
+
+
+def choose(everyone: Sequence[dict[int, Held]]) -> Head | None:
+    """Return the newest save whose files are all somewhere; None if there is none.
+
+    Args:
+        everyone: what each rank's host has, by the number of the save.
+    """
+    for number in sorted({number for held in everyone for number in held}, reverse=True):
+        parts = [held[number] for held in everyone if number in held]
+        head = parts[0].head
+        there = {name for part in parts for name in part.files}
+        if all(part.head == head for part in parts) and there.issuperset(needed(head)):
+            return head
+    return None
+
+
+def missing(
+    head: Head, everyone: Sequence[dict[int, Held]], hosts: Sequence[str]
+) -> list[tuple[str, int, int]]:
+    """Return what some host needs and does not have: name, bytes, and a rank that has it.
+
+    Args:
+        head: of the save.
+        everyone: what each rank's host has; empty of ranks that are not the first of their host.
+        hosts: of each rank.
+    """
+    held = {
+        hosts[rank]: (rank, found[head.save].files)
+        for rank, found in enumerate(everyone)
+        if head.save in found
+    }
+    wanted: set[str] = set()
+    for host in dict.fromkeys(hosts):
+        names = {memory_model_name(head.save)}
+        for rank in (rank for rank, one in enumerate(hosts) if one == host):
+            inherited = range(rank, head.ranks, len(hosts))
+            names |= {residuals_name(head.save, other) for other in inherited}
+        wanted |= names - set(held[host][1] if host in held else ())
+    found = []
+    for name in sorted(wanted):
+        rank, files = next(one for one in held.values() if name in one[1])
+        found.append((name, files[name], rank))
+    return found
+
+
+def _broadcast(place: Place, name: str, size: int, root: int, speaks: bool) -> None:
+    """Give a file of rank `root`'s host to every host. **Ranks:** all."""
+    here, target = process.current(), place.path / name
+    writes = speaks and not target.exists()
+    with contextlib.ExitStack() as files:
+        source = files.enter_context(target.open("rb")) if here.rank == root else None
+        copy = files.enter_context(place.open_part(name)) if writes else None
+        for start in range(0, size, PIECE):
+            count = min(PIECE, size - start)
+            mine = source.read(count) if source else bytes(count)
+            with tf.device("/cpu:0"):
+                tensor = tf.constant(np.frombuffer(mine, np.uint8))
+                received = here.broadcast(tensor, root, f"tfcommx/snapshot/{name}/{start}")
+            if copy:
+                copy.write(received.numpy().tobytes())
+    if writes:
+        place.part(name).rename(target)

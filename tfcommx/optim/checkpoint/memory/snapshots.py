@@ -1,0 +1,291 @@
+"""Snapshots: copies of all ranks' state in the memory of the hosts, taken beside the steps.
+
+step 40          vote: all have written save 20?     yes: copy the state
+steps 41 ...                                         a thread writes the copy, and sends the mirror
+step 60          vote: all have written save 40?     yes: 40 is whole, 20 is deleted; copy
+                                                     no: vote again after each step
+
+Two saves are kept: the last one that is whole, and the one that is being written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfcommx.comm import process
+from tfcommx.comm.launcher import launch_interfaces
+from tfcommx.comm.supervision import PAUSED, SupervisorLink, supervision
+from tfcommx.optim.checkpoint.files import Head
+from tfcommx.optim.checkpoint.memory.mirror import PROTOCOL, Mirrors, partner
+from tfcommx.optim.checkpoint.memory.model_state import copy_model
+from tfcommx.optim.checkpoint.memory.newest import RUN, Newest
+from tfcommx.optim.checkpoint.memory.place import Place, head_array
+from tfcommx.optim.checkpoint.memory.writing import Captured, Writing, sender
+from tfcommx.optim.checkpoint.records import residual_arrays
+from tfcommx.optim.step_boundary import consolidate
+from tfcommx.optim.wrapped import exchanger_in, trains_alone, wrapped_optimizers
+from tfcommx.terms import PlanError
+
+log = logging.getLogger("tfcommx")
+
+# About how many seconds pass until the ranks ask each other again whether one must leave
+ASK_SECONDS = 0.5
+# The most steps in between
+ASK_STEPS = 1000
+# Of a head's notes: steps of the whole run
+TOTAL = "total_steps"
+
+
+class Snapshots:
+    """Snapshots of one model in a supervised run; elsewhere nothing is done.
+
+    Args:
+        model: built, compiled with wrapped optimizers.
+        folder: of its checkpoints, as all ranks call it.
+        every: steps between two snapshots, >= 1; None: only one before the ranks are replaced.
+
+    **Ranks:** all. **Cost:** a snapshot copies what this rank alone has, and the first rank of each
+    host the model; a thread writes the copies. About twice a second, and for each snapshot, an
+    allreduce of 16 bytes.
+    **Raises:** PlanError, in a supervised run, for strategy=ElasticAveraging, whose ranks have no
+    step in common.
+    """
+
+    def __init__(self, model: keras.Model, folder: str | Path, every: int | None) -> None:
+        self.model, self.every = model, every
+        self.supervised = supervision()
+        self.total = 0
+        self._writing: Writing | None = None
+        # The save that is whole on all ranks; the number of the next one; whether one is due
+        self._whole: int | None = None
+        self._next, self._due = 0, False
+        self._until, self._between, self._asked_at = 1, 1, time.monotonic()
+        self._leave, self._said = threading.Event(), 0.0
+        self._link: SupervisorLink | None = None
+        if self.supervised is None:
+            return
+        if trains_alone(model):
+            raise PlanError(
+                "Snapshots in memory need ranks that take each step together. Received "
+                "strategy=ElasticAveraging, which goes on by itself when a rank is lost. Leave "
+                "`memory_every` out."
+            )
+        self.place = Place(self.supervised.memory, Path(folder))
+        here = process.current()
+        self._comm = here
+        if here.rank == 0:
+            self._link = SupervisorLink(self.supervised, here.topology.size)
+        self._mirrors = Mirrors(
+            self.supervised.handshake(PROTOCOL),
+            self.supervised.host,
+            launch_interfaces(),
+            self.place,
+        )
+        rows = here.gather_objects(self._mirrors.row)
+        hosts = [row.host for row in rows]
+        self._writes_model = hosts.index(self.supervised.host) == here.rank
+        keeper = partner(here.rank, hosts)
+        self._send = None if keeper is None else sender(self._mirrors, rows[keeper], here.rank)
+        if self._writes_model:
+            self.place.make()
+        here.gather_objects("in place")
+
+    def begin(self, newest: Newest | None, seconds: float) -> None:
+        """Take note of where training begins.
+
+        Args:
+            newest: what was restored; None: nothing.
+            seconds: that it took.
+        """
+        head = None if newest is None else newest.head
+        self.total = 0 if head is None else int(head.notes.get(TOTAL, 0))
+        if newest is not None and newest.source == "memory":
+            self._whole, self._next = newest.head.save, newest.head.save + 1
+        if self._link is not None:
+            self._link.say(
+                resumed={
+                    "from": "start" if newest is None else newest.source,
+                    "epoch": 0 if head is None else head.epoch + 1,
+                    "step": 0 if head is None else head.step,
+                    "total": self.total,
+                    "seconds": round(seconds, 3),
+                }
+            )
+
+    def notes(self) -> dict[str, Any]:
+        """Return what a head says of this run, so that a later generation knows its saves."""
+        return {} if self.supervised is None else {TOTAL: self.total, RUN: self.supervised.run}
+
+    @contextlib.contextmanager
+    def leaving_on_sigterm(self) -> Iterator[None]:
+        """While entered, SIGTERM makes this rank's host leave; only in Python's main thread."""
+        if self.supervised is None or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, self._on_sigterm)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self._leave.set()
+
+    def leave(self) -> None:
+        """Ask for the next generation, without this host. Local."""
+        self._leave.set()
+
+    def after_step(
+        self,
+        epoch: int,
+        step: int,
+        steps: int,
+        taken: int = 1,
+        notes: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        """Take a snapshot if one is due; end the process if the ranks are to be replaced.
+
+        Args:
+            epoch: of the step, from 0.
+            step: steps of the epoch that are done, >= 1.
+            steps: that the epoch has; 0: unknown.
+            taken: steps since the last call.
+            notes: returns what `last` is to return, as JSON has it; those of rank 0 count.
+
+        **Ranks:** all, after each step. **Raises:** SystemExit with status 75 (PAUSED).
+        """
+        self._count(taken)
+        if self.supervised is None:
+            return
+        self._until -= 1
+        if not self._due and self._until > 0:
+            return
+        ready, leaves = self._vote()
+        if not ready and not leaves:
+            return
+        if leaves and self._writing is not None:
+            self._writing.wait()
+            ready, _ = self._vote()
+        if self._due or leaves:
+            head = Head(
+                self._next,
+                epoch - 1,
+                self._comm.topology.size,
+                step,
+                steps,
+                notes() | self.notes(),
+            )
+            self._capture(head)
+        if leaves:
+            self._end()
+
+    def end_epoch(self, epoch: int, taken: int = 1) -> None:
+        """Count the last steps of an epoch; a snapshot that is due waits for the next step."""
+        self._count(taken)
+        if self._link is not None:
+            self._link.say(steps=self.total)
+            self._link.say(epoch_ended=epoch)
+
+    def _count(self, taken: int) -> None:
+        before, self.total = self.total, self.total + taken
+        if self.every is not None and before // self.every != self.total // self.every:
+            self._due = True
+        now = time.monotonic()
+        if self._link is not None and now - self._said >= ASK_SECONDS:
+            self._said = now
+            self._link.say(steps=self.total)
+
+    def _vote(self) -> tuple[bool, bool]:
+        """Return whether all ranks have ended writing, and whether the ranks are to be replaced.
+
+        **Ranks:** all. **Cost:** an allreduce of 16 bytes.
+        """
+        writing, now = self._writing, time.monotonic()
+        busy = writing is not None and not writing.done()
+        failed = writing is not None and writing.done() and bool(writing.problem)
+        pause = self._leave.is_set() or (
+            self._link is not None and self._link.asked_to_pause.is_set()
+        )
+        step = max(now - self._asked_at, 1e-6) / self._between
+        wish = int(np.clip(ASK_SECONDS / step, 1, ASK_STEPS)) if self._comm.rank == 0 else 0
+        with tf.device("/cpu:0"):
+            votes = self._comm.allreduce(
+                tf.constant([busy, failed, pause, wish], tf.float32),
+                "world",
+                "tfcommx/snapshots",
+                counted=False,
+            ).numpy()
+        self._until = self._between = max(1, round(float(votes[3])))
+        self._asked_at = time.monotonic()
+        if votes[0]:
+            return False, bool(votes[2])
+        if writing is not None:
+            self._ended(writing, bool(votes[1]))
+        return True, bool(votes[2])
+
+    def _ended(self, writing: Writing, failed: bool) -> None:
+        """Take note of a snapshot that all ranks have ended writing."""
+        self._writing = None
+        if writing.problem:
+            log.warning(
+                "Log of rank %d: no snapshot in memory after step %d: %s. The one before stays; "
+                "%d bytes are free in %s.",
+                self._comm.rank,
+                self.total,
+                writing.problem,
+                shutil.disk_usage(self.place.path).free,
+                self.place.path,
+            )
+        if failed:
+            return
+        self._whole = writing.save
+        if self._link is not None:
+            self._link.say(
+                snapshot={
+                    "total": self.total,
+                    "seconds": round(writing.seconds, 3),
+                    "bytes": writing.bytes,
+                }
+            )
+
+    def _capture(self, head: Head) -> None:
+        """Copy the state, and let a thread write it. **Ranks:** all."""
+        sharded = False
+        for optimizer in wrapped_optimizers(self.model):
+            consolidate(optimizer)
+            sharded |= exchanger_in(optimizer).sharding is not None
+        writes = self._comm.rank == 0 if sharded else self._writes_model
+        own = {name: np.array(one) for name, one in residual_arrays(self.model).items()}
+        captured = Captured(
+            head.save,
+            {"head": head_array(head), **own},
+            copy_model(self.model) if writes else None,
+            sharded,
+        )
+        self._writing = Writing(captured, self._comm.rank, self.place, self._send, self._whole)
+        self._next, self._due = head.save + 1, False
+
+    def _end(self) -> None:
+        """End all ranks, once the snapshot is whole. **Raises:** SystemExit."""
+        assert self._writing is not None and self.supervised is not None
+        self._writing.wait()
+        self._vote()
+        leaving = self._comm.gather_objects(self.supervised.host if self._leave.is_set() else "")
+        if self._link is not None:
+            for host in dict.fromkeys(filter(None, leaving)):
+                self._link.say(leaving=host)
+        self._comm.gather_objects("told")
+        raise SystemExit(PAUSED)
