@@ -141,6 +141,9 @@ class CheckpointSettings(Part):
     every_steps: int | None = Field(None, ge=1)
     # Minutes between two checkpoints, by rank 0's clock; None: not by time
     every_minutes: float | None = Field(None, gt=0)
+    # Steps between two snapshots in memory, in a supervised run (`--min-np`); None: only before a
+    # host leaves or joins
+    memory_every: int | None = Field(None, ge=1)
     # Checkpoints that are kept
     keep: int = Field(3, ge=1)
 

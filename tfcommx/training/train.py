@@ -16,6 +16,7 @@ import tensorflow as tf
 import tfcommx as cx
 from tfcommx import report
 from tfcommx.optim import callbacks, checkpoint
+from tfcommx.optim.checkpoint.memory.newest import newest_of_run
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.training.callbacks import Evaluation, InformAuto, LearningRate
 from tfcommx.training.history import EpochHistory, ShowProgress
@@ -79,12 +80,14 @@ def train(
         optimizer = compile_model(model, run, recipe.scheme_of_epoch()[first.epoch])
         if saved:
             checkpoint.restore(model, run.checkpoint)
+        snapshots = checkpoint.Snapshots(model, run.checkpoint, recipe.checkpoint.memory_every)
+        snapshots.load()
         if run.comm.rank == 0:
             # An earlier run's: `tfcommx report` would take it for this one's
             with contextlib.suppress(OSError):
                 (output_folder / "summary.json").unlink()
         totals = Totals(saved.notes if saved else {}, optimizer, start)
-        run_callbacks = make_callbacks(run, first, saved, options, requests, end, totals)
+        run_callbacks = make_callbacks(run, first, saved, options, requests, end, totals, snapshots)
         run_callbacks.timing.watch(model)
         stopped: dict[str, Any] = {}
         with run_callbacks.show.progress:
@@ -134,8 +137,11 @@ class Totals:
 def last_checkpoint(run: Run, resume: bool) -> checkpoint.Head | None:
     """Return the checkpoint to resume; warn if the run will replace one.
 
+    The next generations of a supervised run resume what those before have saved.
+
     **Raises:** PlanError if a resumed run has no epochs left to train.
     """
+    resume = resume or newest_of_run(run.checkpoint) is not None
     saved = checkpoint.last(run.checkpoint)
     if saved and not resume and run.comm.rank == 0:
         log.warning(
@@ -244,6 +250,7 @@ def make_callbacks(
     requests: StopRequests,
     end: float | None,
     totals: Totals,
+    snapshots: checkpoint.Snapshots,
 ) -> RunCallbacks:
     """Make the callbacks of a run that begins, or resumes `saved`, at `first`."""
     recipe, counter, timing = run.recipe, StepCounter(), Timing()
@@ -261,7 +268,7 @@ def make_callbacks(
     progress = report.Progress(steps, recipe.epochs, shown=cx.is_chief(), terminal=options.terminal)
     shown = options.tensorboard and cx.is_chief()
     events = report.TensorBoardEvents(run.folder / "tensorboard") if shown else None
-    saving = SaveAndStop(run, history, requests, end, totals.so_far)
+    saving = SaveAndStop(run, history, requests, end, totals.so_far, snapshots)
     return RunCallbacks(
         counter,
         timing,

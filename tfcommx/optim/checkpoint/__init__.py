@@ -10,6 +10,7 @@ from typing import Any
 
 from tfcommx.optim.checkpoint.callback import Checkpoint
 from tfcommx.optim.checkpoint.files import Head
+from tfcommx.optim.checkpoint.memory.snapshots import Snapshots
 from tfcommx.optim.checkpoint.rank_values import RestoreRankValues
 from tfcommx.optim.checkpoint.restoring import last, next_epoch, restore
 from tfcommx.optim.checkpoint.saving import save
@@ -17,7 +18,16 @@ from tfcommx.optim.checkpoint.saving import save
 # Old name -> new name; both work until 1.0
 _RENAMED = {"RestoreOwn": "RestoreRankValues"}
 
-__all__ = ["Checkpoint", "Head", "RestoreRankValues", "last", "next_epoch", "restore", "save"]
+__all__ = [
+    "Checkpoint",
+    "Head",
+    "RestoreRankValues",
+    "Snapshots",
+    "last",
+    "next_epoch",
+    "restore",
+    "save",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,9 @@ import keras
 from tfcommx.comm import process
 from tfcommx.comm.supervision import supervision
 from tfcommx.optim.checkpoint.files import read_heads, why_not_writable
-from tfcommx.optim.checkpoint.memory.newest import Newest, newest_of_run
+from tfcommx.optim.checkpoint.memory.newest import Newest
 from tfcommx.optim.checkpoint.memory.snapshots import Snapshots
 from tfcommx.optim.checkpoint.rank_values import RestoreRankValues
-from tfcommx.optim.checkpoint.restoring import load, restored
 from tfcommx.optim.checkpoint.saving import save
 from tfcommx.optim.keras_internals import begin_at_epoch, skip_steps
 from tfcommx.optim.wrapped import wrapped_optimizers
@@ -61,17 +59,10 @@ class Checkpoint(keras.callbacks.Callback):
     def set_model(self, model: keras.Model) -> None:
         """Load the newest checkpoint, from the second generation on: before BroadcastState."""
         super().set_model(model)
-        supervised = supervision()
-        if model is None or supervised is None or self._snapshots is not None:
-            return
-        found, start = None, time.monotonic()
-        if supervised.generation:
-            found = newest_of_run(self.folder)
-            if found is not None and restored(model) != found:
-                load(model, found)
-        self._snapshots = Snapshots(model, self.folder, self.memory_every)
-        self._snapshots.begin(found, time.monotonic() - start)
-        self._begins_at = found
+        if model is not None and supervision() is not None and self._snapshots is None:
+            self._snapshots = Snapshots(model, self.folder, self.memory_every)
+            self._snapshots.load()
+            self._begins_at = self._snapshots.found
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Refuse a folder or a model of which no checkpoint could be written."""

@@ -64,12 +64,15 @@ def newest(folder: Path) -> Newest | None:
 def newest_of_run(folder: Path) -> Newest | None:
     """Return the newest whole checkpoint that an earlier generation of this run has saved.
 
+    None in the first generation, and without a supervisor.
+
     **Ranks:** all. **Cost, Raises:** as `newest`.
     """
-    found, supervised = newest(folder), supervision()
-    if found is None or supervised is None or found.head.notes.get(RUN) != supervised.run:
+    supervised = supervision()
+    if supervised is None or not supervised.generation:
         return None
-    return found
+    found = newest(folder)
+    return found if found and found.head.notes.get(RUN) == supervised.run else None
 
 
 def _is_newer(disk: Head | None, memory: Head) -> bool:

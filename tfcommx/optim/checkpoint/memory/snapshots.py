@@ -31,10 +31,12 @@ from tfcommx.comm.supervision import PAUSED, SupervisorLink, supervision
 from tfcommx.optim.checkpoint.files import Head
 from tfcommx.optim.checkpoint.memory.mirror import PROTOCOL, Mirrors, partner
 from tfcommx.optim.checkpoint.memory.model_state import copy_model
-from tfcommx.optim.checkpoint.memory.newest import RUN, Newest
+from tfcommx.optim.checkpoint.memory.newest import RUN, Newest, newest_of_run
 from tfcommx.optim.checkpoint.memory.place import Place, head_array
 from tfcommx.optim.checkpoint.memory.writing import Captured, Writing, sender
+from tfcommx.optim.checkpoint.rank_values import RestoreRankValues
 from tfcommx.optim.checkpoint.records import residual_arrays
+from tfcommx.optim.checkpoint.restoring import load, restored
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.optim.wrapped import exchanger_in, trains_alone, wrapped_optimizers
 from tfcommx.terms import PlanError
@@ -65,9 +67,11 @@ class Snapshots:
     """
 
     def __init__(self, model: keras.Model, folder: str | Path, every: int | None) -> None:
-        self.model, self.every = model, every
+        self.model, self.folder, self.every = model, Path(folder), every
         self.supervised = supervision()
+        # Steps of the whole run; what this generation goes on from
         self.total = 0
+        self.found: Newest | None = None
         self._writing: Writing | None = None
         # The save that is whole on all ranks; the number of the next one; whether one is due
         self._whole: int | None = None
@@ -83,7 +87,7 @@ class Snapshots:
                 "strategy=ElasticAveraging, which goes on by itself when a rank is lost. Leave "
                 "`memory_every` out."
             )
-        self.place = Place(self.supervised.memory, Path(folder))
+        self.place = Place(self.supervised.memory, self.folder)
         here = process.current()
         self._comm = here
         if here.rank == 0:
@@ -103,25 +107,43 @@ class Snapshots:
             self.place.make()
         here.gather_objects("in place")
 
-    def begin(self, newest: Newest | None, seconds: float) -> None:
-        """Take note of where training begins.
+    def restore(self) -> tuple[int, int]:
+        """Load the newest checkpoint of earlier generations; return epoch and step to begin with.
 
-        Args:
-            newest: what was restored; None: nothing.
-            seconds: that it took.
+        Both from 0; (0, 0) in the first generation. What differs between the ranks, as batch norm's
+        statistics, is loaded too: call it behind `broadcast_variables`.
+
+        **Ranks:** all, before the first step. **Raises:** as `checkpoint.restore`.
         """
-        head = None if newest is None else newest.head
+        self.load()
+        if self.found is None:
+            return 0, 0
+        values = RestoreRankValues(self.folder)
+        values.set_model(self.model)
+        values.on_train_begin()
+        return self.found.head.epoch + 1, self.found.head.step
+
+    def load(self) -> None:
+        """Load the newest checkpoint of earlier generations into `found`, and tell the supervisor.
+
+        **Ranks:** all. **Raises:** as `checkpoint.restore`.
+        """
+        start = time.monotonic()
+        self.found = found = newest_of_run(self.folder)
+        if found is not None and restored(self.model) != found:
+            load(self.model, found)
+        head = None if found is None else found.head
         self.total = 0 if head is None else int(head.notes.get(TOTAL, 0))
-        if newest is not None and newest.source == "memory":
-            self._whole, self._next = newest.head.save, newest.head.save + 1
+        if found is not None and found.source == "memory":
+            self._whole, self._next = found.head.save, found.head.save + 1
         if self._link is not None:
             self._link.say(
                 resumed={
-                    "from": "start" if newest is None else newest.source,
+                    "from": "start" if found is None else found.source,
                     "epoch": 0 if head is None else head.epoch + 1,
                     "step": 0 if head is None else head.step,
                     "total": self.total,
-                    "seconds": round(seconds, 3),
+                    "seconds": round(time.monotonic() - start, 3),
                 }
             )
 
