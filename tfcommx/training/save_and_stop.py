@@ -72,7 +72,7 @@ class SaveAndStop(keras.callbacks.Callback):
         super().__init__()
         self.run, self.history, self.counter = run, history, history.counter
         self.requests, self.end, self.notes = requests, end, notes
-        self.snapshots = snapshots
+        self.snapshots, self._patience = snapshots, checkpoint.Patience()
         self.settings = run.recipe.checkpoint
         self.saved_at, self.asked_at = time.monotonic(), time.monotonic()
         # Steps until the ranks ask each other again, and between the last two times
@@ -86,10 +86,11 @@ class SaveAndStop(keras.callbacks.Callback):
             self.snapshots.end_epoch(after.epoch)
             return  # The epoch's end follows
         stop, save = self.ask() if self._until <= 0 else ("", False)
-        if stop or save or self._due(after):
-            self._save(after)
         if stop:
+            self._save(after)
             raise Stopped(after, stop)
+        if save or self._due(after):
+            self._patience.save(lambda: self._save(after))
         self.snapshots.after_step(
             after.epoch, after.step, self.counter.steps, notes=lambda: self._notes(after)
         )
@@ -97,7 +98,7 @@ class SaveAndStop(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         seconds = self.history.timing.seconds
         before = seconds["saving"]
-        self._save(Position(epoch + 1))
+        self._patience.save(lambda: self._save(Position(epoch + 1)))
         # The row was made before the save
         self.history.rows[-1]["seconds"]["saving"] += round(seconds["saving"] - before, 3)
 

@@ -13,7 +13,7 @@ from tfcommx.optim.checkpoint.files import Head
 from tfcommx.optim.checkpoint.memory.snapshots import Snapshots
 from tfcommx.optim.checkpoint.rank_values import RestoreRankValues
 from tfcommx.optim.checkpoint.restoring import last, next_epoch, restore
-from tfcommx.optim.checkpoint.saving import save
+from tfcommx.optim.checkpoint.saving import Patience, SaveError, save
 
 # Old name -> new name; both work until 1.0
 _RENAMED = {"RestoreOwn": "RestoreRankValues"}
@@ -21,7 +21,9 @@ _RENAMED = {"RestoreOwn": "RestoreRankValues"}
 __all__ = [
     "Checkpoint",
     "Head",
+    "Patience",
     "RestoreRankValues",
+    "SaveError",
     "Snapshots",
     "last",
     "next_epoch",

@@ -15,7 +15,7 @@ from tfcommx.optim.checkpoint.files import read_heads, why_not_writable
 from tfcommx.optim.checkpoint.memory.newest import Newest
 from tfcommx.optim.checkpoint.memory.snapshots import Snapshots
 from tfcommx.optim.checkpoint.rank_values import RestoreRankValues
-from tfcommx.optim.checkpoint.saving import save
+from tfcommx.optim.checkpoint.saving import Patience, save
 from tfcommx.optim.keras_internals import begin_at_epoch, skip_steps
 from tfcommx.optim.wrapped import wrapped_optimizers
 from tfcommx.terms import PlanError, check_whole
@@ -54,7 +54,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._values: RestoreRankValues | None = None
         # Of the epoch: steps that are skipped, those that are done; number of the epoch
         self._skipped = self._done = self._epoch = 0
-        self._open = contextlib.ExitStack()
+        self._open, self._patience = contextlib.ExitStack(), Patience()
 
     def set_model(self, model: keras.Model) -> None:
         """Load the newest checkpoint, from the second generation on: before BroadcastState."""
@@ -118,12 +118,12 @@ class Checkpoint(keras.callbacks.Callback):
             self._done = batch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Save."""
+        """Save; if that fails, go on. **Raises:** SaveError after three failures in a row."""
         notes = {}
         if self._snapshots is not None:
             self._snapshots.end_epoch(epoch, self.model.steps_per_execution)
             notes = self._snapshots.notes()
-        save(self.model, self.folder, epoch, self.keep, notes=notes)
+        self._patience.save(lambda: save(self.model, self.folder, epoch, self.keep, notes=notes))
 
     def on_train_end(self, logs: Any = None) -> None:
         """Let SIGTERM have its usual effect again."""

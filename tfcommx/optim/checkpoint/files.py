@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -130,6 +131,14 @@ def remove_other_saves(folder: Path, kept: Collection[int], rank: int, ranks: in
             writer = int(found[3] or 0)
             if writer % ranks == rank:
                 old.unlink(missing_ok=True)
+
+
+def remove_save(folder: Path, save: int, rank: int) -> None:
+    """Delete what a rank has written of a save, if anything; files that cannot be deleted stay."""
+    names = [residuals_name(save, rank), *[model_name(save)] * (rank == 0)]
+    for name in [*names, *(f".{name}" for name in names), f".{HEAD}.{rank}"]:
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
 
 
 def put_in_place(part: Path, path: Path) -> None:

@@ -8,12 +8,15 @@
                                        plans; sums of gradients; seeds
 
 Saves are numbered, each one more than the last, also if an epoch is saved twice: no file of the
-checkpoint that checkpoint.json names is ever replaced. So a run that is killed while it saves
-leaves the one before intact, or the new one.
+checkpoint that checkpoint.json names is ever replaced. So a run that is killed while it saves, or
+has no room to, leaves the one before intact, or the new one.
 """
 
 from __future__ import annotations
 
+import logging
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +31,47 @@ from tfcommx.optim.checkpoint.files import (
     read_heads,
     read_own_head,
     remove_other_saves,
+    remove_save,
     residuals_name,
     write_head,
 )
 from tfcommx.optim.checkpoint.records import write_residuals
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.optim.wrapped import trains_alone, wrapped_optimizers
+
+log = logging.getLogger("tfcommx")
+
+# Saves that may fail one after the other before a run ends
+FAILURES = 3
+
+
+class SaveError(OSError):
+    """A checkpoint that could not be written, on all ranks; the one before is intact."""
+
+
+class Patience:
+    """Lets a run go on if a save fails, until FAILURES have failed in a row."""
+
+    def __init__(self) -> None:
+        self._failures = 0
+
+    def save(self, write: Callable[[], None]) -> None:
+        """Save; log a failure on rank 0. **Raises:** SaveError for the last one in a row."""
+        try:
+            write()
+        except SaveError as error:
+            self._failures += 1
+            if self._failures == FAILURES:
+                raise
+            if process.current().rank == 0:
+                log.error(
+                    "%s The run goes on, and tries again at the next save; it ends after %d "
+                    "failures in a row.",
+                    error,
+                    FAILURES,
+                )
+        else:
+            self._failures = 0
 
 
 def save(
@@ -59,28 +97,54 @@ def save(
 
     **Ranks:** all, between the same two steps; with ElasticAveraging each when it likes: the lowest
     that is there writes, the centre in the place of its weights.
+    **Raises:** SaveError, on all ranks, if one of them cannot write, as on a full disk. The save
+    before is intact, and nothing is left of this one.
     """
     here, folder = process.current(), Path(folder)
     if trains_alone(model):
         _save_centre(model, folder, Head(0, epoch, 1, step, steps, notes or {}), keep)
         return
-    folder.mkdir(parents=True, exist_ok=True)
     heads = read_heads(folder)
     number = max((head.save + 1 for head in heads if head is not None), default=0)
     for optimizer in wrapped_optimizers(model):
         consolidate(optimizer)
-    if here.rank == 0:
-        _write_model(model, folder / model_name(number))
-    write_residuals(model, folder / residuals_name(number, here.rank))
-    here.gather_objects("written")
     older = _older(heads[0], keep)
-    # One rank of each node: the folder may be the node's own.
-    if here.rank % here.topology.slots == 0:
-        head = Head(number, epoch, here.topology.size, step, steps, notes or {}, older)
-        write_head(head, folder, here.rank)
-    here.gather_objects("named")
+    head = Head(number, epoch, here.topology.size, step, steps, notes or {}, older)
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if here.rank == 0:
+            _write_model(model, folder / model_name(number))
+        write_residuals(model, folder / residuals_name(number, here.rank))
+
+    def name() -> None:
+        # One rank of each node: the folder may be the node's own.
+        if here.rank % here.topology.slots == 0:
+            write_head(head, folder, here.rank)
+
+    for stage in (write, name):
+        problems = here.gather_objects(_problem_of(stage, model, folder))
+        if any(problems):
+            remove_save(folder, number, here.rank)
+            here.gather_objects("removed")
+            rank = next(rank for rank, problem in enumerate(problems) if problem)
+            raise SaveError(
+                f"A checkpoint needs room in {folder}. Received, on rank {rank}: {problems[rank]} "
+                "The checkpoint before is intact."
+            )
     kept = {number, *(one.save for one in older)}
     remove_other_saves(folder, kept, here.rank, here.topology.size)
+
+
+def _problem_of(stage: Callable[[], None], model: keras.Model, folder: Path) -> str:
+    """Return why a part of saving failed on this rank; empty if it did not."""
+    try:
+        stage()
+    except (OSError, RuntimeError) as error:  # The latter from HDF5, when it closes a file
+        size = sum(one.value.dtype.size * one.value.shape.num_elements() for one in model.weights)
+        free = shutil.disk_usage(folder).free if folder.is_dir() else 0
+        return f"{error}; the weights have {size} bytes, and {free} are free there."
+    return ""
 
 
 def _write_model(model: keras.Model, path: Path) -> None:
