@@ -26,6 +26,11 @@ INTERNAL = {
     "The facts of a slab must fit": "an assertion",
     "A force must be taken": "an assertion",
     "A snapshot must be sent": "an assertion",
+    "no file of a snapshot:": "caught: the sender of a mirror is turned away",
+    "it has closed the connection": "caught: said behind `no snapshot in memory`",
+    "no address": "likewise",
+    "no answer from ...:": "likewise",
+    "the sender has gone": "caught: the rest of the file is deleted",
     "a stranger": "caught: rank 0 turns the process away",
     "...:": "a text file's error: `... Check the path.` stands on the page",
 }
