@@ -29,7 +29,7 @@ def wrapped_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """
     held = {
         id(value): value
-        for value in (model.optimizer, *vars(model).values())
+        for value in (getattr(model, "optimizer", None), *vars(model).values())
         if isinstance(value, keras.optimizers.Optimizer)
     }
     found = [optimizer for optimizer in held.values() if find_exchanger(optimizer) is not None]
