@@ -1,13 +1,8 @@
 """What `tfcommx run` has told this rank of a supervised run, and rank 0's connection to it.
 
-    supervisor                                 rank 0
-      <--------------------------------------- {"resumed": {...}}     once, before the first step
-      <--------------------------------------- {"steps": 480}         at most twice a second
-      <--------------------------------------- {"snapshot": {...}}, {"leaving": "node2"}
-      {"pause": "growth"} -------------------->                       snapshot, then PAUSED
-
-A supervised run is a series of generations of ranks. What one has in memory lies in a folder of
-its host's shared memory, where the next one finds it.
+What they say to each other stands in elastic/link.py. A supervised run is a series of generations
+of ranks. What one has in memory lies in a folder of its host's shared memory, where the next one
+finds it.
 """
 
 from __future__ import annotations
@@ -58,7 +53,7 @@ class Supervision(NamedTuple):
 
     def handshake(self, protocol: str) -> Handshake:
         """Return what ranks and supervisor of this generation prove to each other."""
-        return Handshake(self.secret, protocol, (self.run, self.generation))
+        return Handshake(self.secret, protocol, (self.run, str(self.generation)))
 
 
 @functools.cache

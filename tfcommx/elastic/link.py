@@ -42,10 +42,8 @@ from typing import Any
 
 from tfcommx.comm.challenge import LARGEST_MESSAGE, NO_PARTNER, Handshake
 from tfcommx.comm.liveness import LOOPBACK, addresses
+from tfcommx.comm.supervision import PROTOCOL
 
-PROTOCOL = "tfcommx supervisor 1"
-# sysexits.h, EX_TEMPFAIL: the ranks have saved, and want to be started again
-PAUSED = 75
 # For a caller to prove who it is
 HANDSHAKE_SECONDS = 5.0
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -19,6 +20,8 @@ from pathlib import Path
 
 RUN, GENERATION = "TFCOMMX_RUN", "TFCOMMX_GENERATION"
 MEMORY = Path("/dev/shm")
+# Without a change, and without a process: nobody comes back to it
+STALE_SECONDS = 3600.0
 # For the kernel to end processes that were killed
 END_SECONDS = 5.0
 
@@ -52,10 +55,19 @@ def end_processes(run: str, generation: str | None = None) -> list[int]:
 
 
 def remove_memory(run: str) -> None:
-    """Remove the run's files in shared memory."""
+    """Remove what the run has in shared memory."""
     for path in MEMORY.glob(f"tfcommx-{os.getuid()}-{run}-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_stale_memory() -> None:
+    """Remove what runs have left in shared memory whose supervisor was killed."""
+    for path in MEMORY.glob(f"tfcommx-{os.getuid()}-{'[0-9a-f]' * 16}-*"):
         with contextlib.suppress(OSError):
-            path.unlink()
+            newest = max(one.stat().st_mtime for one in (path, *path.rglob("*")))
+            run = path.name.split("-")[2]
+            if time.time() - newest > STALE_SECONDS and not find_processes(run):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def sweep(run: str, generation: str | None = None) -> list[int]:
@@ -63,6 +75,7 @@ def sweep(run: str, generation: str | None = None) -> list[int]:
     left = end_processes(run, generation)
     if generation is None:
         remove_memory(run)
+    remove_stale_memory()
     return left
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from tfcommx.comm.horovodrun import Launch
 from tfcommx.comm.rank_lines import Failure
+from tfcommx.comm.supervision import PAUSED
 from tfcommx.elastic.generation import Generation
-from tfcommx.elastic.link import PAUSED
 
 # Generations in a row that may die at the same step
 DEATHS = 3
