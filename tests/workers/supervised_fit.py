@@ -1,7 +1,9 @@
 """A training under a supervisor: `fit` of a model with dropout and batch norm, one callback added.
 
 supervised_fit.py FOLDER OPTIONS(json): scheme, strategy; faults: {"GENERATION": [RANK, STEP, KIND]}
-with STEP of the whole run and KIND kill, stop or term. Prints a hash of the weights at the end.
+with STEP of the whole run. KIND is kill, `kill with memory` (of this host), `kill with all memory`,
+stop, term, or `hosts FILE HOST...` (hosts that there are from now on). Prints a hash of the weights
+at the end.
 """
 
 from __future__ import annotations
@@ -9,9 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -56,8 +60,20 @@ class Fault(keras.callbacks.Callback):
         rank, step, kind = options.get("faults", {}).get(GENERATION, (-1, 0, ""))
         if comm.rank == rank and self.epoch * STEPS + batch == step:
             print(f"{kind} at step {step}", flush=True)
-            number = {"kill": "SIGKILL", "stop": "SIGSTOP", "term": "SIGTERM"}[kind]
-            os.kill(os.getpid(), getattr(signal, number))
+            meet(kind)
+
+
+def meet(kind: str) -> None:
+    word, *words = kind.split()
+    if word == "hosts":
+        Path(words[0]).write_text("\n".join(words[1:]))
+        return
+    if "memory" in words:
+        host = "*" if "all" in words else os.environ["HOROVOD_HOSTNAME"]
+        for folder in Path("/dev/shm").glob(f"tfcommx-*-{os.environ['TFCOMMX_RUN']}-{host}"):
+            shutil.rmtree(folder)
+    number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[word]
+    os.kill(os.getpid(), number)
 
 
 model.fit(

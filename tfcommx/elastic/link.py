@@ -16,7 +16,7 @@ of the whole run:
     rank 0 -> supervisor                                      when
     {"resumed": {"from": "memory" | "file" | "start",         once, before the first step
                  "epoch": e, "step": s, "total": t, "seconds": x}}
-    {"steps": t}                                              at most twice a second
+    {"steps": t}                                              at most 20 times a second
     {"snapshot": {"total": t, "seconds": x, "bytes": b}}      after each snapshot in memory
     {"epoch_ended": e}                                        after each epoch
     {"leaving": "node2"}                                      a rank there has got SIGTERM

@@ -45,7 +45,9 @@ log = logging.getLogger("tfcommx")
 
 # About how many seconds pass until the ranks ask each other again whether one must leave
 ASK_SECONDS = 0.5
-# The most steps in between
+# Between two reports of rank 0's steps
+SAY_SECONDS = 0.05
+# The most steps in between two questions
 ASK_STEPS = 1000
 # Of a head's notes: steps of the whole run
 TOTAL = "total_steps"
@@ -226,7 +228,7 @@ class Snapshots:
         if self.every is not None and before // self.every != self.total // self.every:
             self._due = True
         now = time.monotonic()
-        if self._link is not None and now - self._said >= ASK_SECONDS:
+        if self._link is not None and now - self._said >= SAY_SECONDS:
             self._said = now
             self._link.say(steps=self.total)
 
