@@ -8,6 +8,7 @@ import signal
 import tempfile
 
 import pytest
+import warm_ranks
 from hypothesis import settings
 
 gc.set_threshold(100_000, 50, 50)  # Loading TensorFlow, and tracing, make much and little garbage
@@ -25,6 +26,11 @@ os.environ["TFCOMMX_CACHE"] = KEPT.name
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("random", deadline=None, print_blob=True)
 settings.load_profile("same")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let ranks load TensorFlow for themselves in `make test-all`."""
+    warm_ranks.wanted = "not exhaustive" in config.option.markexpr
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

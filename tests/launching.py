@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import warm_ranks
+
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS = ROOT / "tests" / "workers"  # programs that tests start
 # As PYTHONPATH: programs start faster (workers/site/sitecustomize.py)
@@ -58,6 +60,7 @@ def horovodrun(
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": QUICK,
+        **warm_ranks.environment(),
         **environment,
     }
     start = time.monotonic()

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import ROOT, Ended
+from launching import QUICK, ROOT, Ended
 
 SCRIPT = str(ROOT / "scripts" / "cluster")
 COMPUTE = ("node1", "node2")
-# What commands run in, as a user's do
+# What commands run in, as a user's do, but for `QUICK`
 ENVIRONMENT = {
     **os.environ,
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": QUICK,
 }
 
 

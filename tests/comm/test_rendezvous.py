@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import warm_ranks
 from launching import QUICK, ROOT, WORKERS, horovodrun
 
 from tfcommx.comm import rendezvous
@@ -254,7 +255,7 @@ def start(ranks: int, arguments: list[str], variables: Callable[[int], dict[str,
     return [
         subprocess.Popen(
             [sys.executable, WORKER, *arguments],
-            env={**clean, "PYTHONPATH": QUICK, **variables(rank)},
+            env={**clean, "PYTHONPATH": QUICK, **warm_ranks.environment(), **variables(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm_ranks
 from documents import TUTORIAL, python_blocks
 from launching import QUICK, WORKERS
 
@@ -33,6 +34,7 @@ def start(folder: Path, code: str, ranks: int) -> subprocess.Popen[str]:
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": QUICK,
+            **warm_ranks.environment(alone=ranks == 1),
         },
         text=True,
         stdout=subprocess.PIPE,

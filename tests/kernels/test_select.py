@@ -10,9 +10,10 @@ import sys
 import numpy as np
 import pytest
 import tensorflow as tf
+import warm_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import ROOT
+from launching import QUICK, ROOT
 from selection_helpers import (
     DEFINITION,
     IMPLEMENTATIONS,
@@ -265,7 +266,8 @@ print(json.dumps(digest.hexdigest()))
 
 
 def test_the_number_of_threads_changes_nothing():
-    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
+    path = os.pathsep.join([str(ROOT / "tests"), QUICK])
+    start = {**os.environ, "PYTHONPATH": path, **warm_ranks.environment(alone=True)}
     results = {
         json.loads(
             subprocess.run(
@@ -273,7 +275,7 @@ def test_the_number_of_threads_changes_nothing():
                 check=True,
                 capture_output=True,
                 text=True,
-                env={**os.environ, "PYTHONPATH": path},
+                env=start,
             ).stdout
         )
         for threads in (1, 2, 7)

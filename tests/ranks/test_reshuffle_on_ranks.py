@@ -18,9 +18,8 @@ COUNT = 203
 @pytest.mark.every_launch
 @pytest.mark.parametrize("over_messages", [True, False])
 def test_every_sample_once_while_parts_mix(comm, over_messages):
-    # of the launcher: all ranks have the same
-    folder = Path("/dev/shm") / f"tfcommx-reshuffle-{os.getppid()}-{over_messages}"
-    folder = Path(comm.gather_objects(str(folder))[0])
+    name = f"tfcommx-reshuffle-{os.getpid()}-{over_messages}"
+    folder = Path("/dev/shm", comm.gather_objects(name)[0])
     folder.mkdir(exist_ok=True)
     images = np.stack([np.full((6, 5, 3), n, np.uint8) for n in range(COUNT)])
     cache = DataCache(

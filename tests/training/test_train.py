@@ -12,6 +12,7 @@ import sys
 import keras
 import numpy as np
 import pytest
+import warm_ranks
 from launching import QUICK, ROOT, horovodrun
 
 from tfcommx import report
@@ -57,7 +58,7 @@ def start(folder, *options, stderr=None):
     return subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": QUICK},
+        env={**os.environ, "PYTHONPATH": QUICK, **warm_ranks.environment(alone=True)},
         text=True,
         stdout=subprocess.PIPE,
         stderr=stderr,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import warm_ranks
 from launching import ROOT
 from virtual_cluster import ENVIRONMENT
 
@@ -21,7 +22,7 @@ def bench(folder: Path, *words: str) -> tuple[list[dict], str]:
     ended = subprocess.run(
         [sys.executable, "scripts/bench", *words, "--json", str(json_file)],
         cwd=ROOT,
-        env=ENVIRONMENT,
+        env={**ENVIRONMENT, **warm_ranks.environment()},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

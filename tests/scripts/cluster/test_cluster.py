@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import warm_ranks
 from drawing import case
 from launching import ROOT, WORKERS
 from virtual_cluster import ENVIRONMENT, needs_cluster, wait_until
@@ -86,7 +87,7 @@ class Training:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [SCRIPT, "--name", NAME, *map(str, words)],
-                env=ENVIRONMENT,
+                env={**ENVIRONMENT, **warm_ranks.environment()},
                 cwd=ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,

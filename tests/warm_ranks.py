@@ -1,0 +1,83 @@
+"""Ranks that need not load TensorFlow: in `make test` they are forks of processes that have.
+
+To load it takes a rank 2 CPU seconds, more than most of what it then does. So the first launch
+starts two servers (workers/site/warm_server.py); launchers start each rank as ever, and what it
+runs is handed over to one of them (workers/site/warm_start.py). The servers differ in how Python
+hashes strings, and ranks 0 and 1 have different ones, so an order of ranks' own is still seen. Only
+TensorFlow is loaded before the fork: tfcommx and Horovod are not. In `make test-all` every rank
+loads all itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SITE = Path(__file__).resolve().parent / "workers" / "site"
+wanted = True  # conftest.py
+
+
+def environment(alone: bool = False) -> dict[str, str]:
+    """Return what a launch needs in its environment, beside PYTHONPATH, for ranks to begin warm.
+
+    Args:
+        alone: no launch, but a program that is to begin so itself.
+    """
+    if not wanted:
+        return {}
+    return {"TFCOMMX_TEST_WARM": servers().name} | (
+        {"TFCOMMX_TEST_WARM_ALONE": "0"} if alone else {}
+    )
+
+
+def cpu_seconds() -> float:
+    """Return what warm ranks that have ended have used: it is not in this process's children's."""
+    if not servers.cache_info().currsize:
+        return 0.0
+    return sum(float(file.read_text()) for file in Path(servers().name).glob("*.cpu"))
+
+
+@functools.cache
+def servers() -> tempfile.TemporaryDirectory[str]:
+    """Start two servers that end with this process; return the folder with their sockets."""
+    folder = tempfile.TemporaryDirectory(prefix="tfcommx_warm")
+    lifeline, mine = os.pipe()
+    started = []
+    for number in (0, 1):
+        with socket.socket(socket.AF_UNIX) as listening:  # Callers wait until it has loaded
+            listening.bind(f"{folder.name}/{number}")
+            listening.listen(64)
+            given = (listening.fileno(), lifeline, f"{folder.name}/{number}.cpu")
+            words = [sys.executable, "-c", f"import warm_server; warm_server.main(*{given!r})"]
+            with open(f"{folder.name}/{number}.log", "w") as log:
+                started.append(
+                    subprocess.Popen(
+                        words,
+                        env={**os.environ, "PYTHONPATH": str(SITE), "PYTHONUNBUFFERED": "1"},
+                        pass_fds=given[:2],
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                    )
+                )
+    os.close(lifeline)
+
+    def end() -> None:
+        os.close(mine)
+        for server in started:
+            try:
+                server.wait(10)
+            except subprocess.TimeoutExpired:  # A process that a test has left holds the other end
+                server.kill()
+                server.wait()
+        folder.cleanup()
+
+    atexit.register(end)
+    return folder
