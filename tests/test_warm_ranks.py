@@ -57,12 +57,15 @@ def said(process: subprocess.Popen, text: str = "") -> dict:
 
 
 def test_it_is_what_python_would_have_made_of_it(tmp_path: Path) -> None:
-    """As a script, a module and a command: its words, files, folder, and modules of its own."""
+    """Script, module, command or folder: its words, files, and modules are its own."""
     (tmp_path / "say.py").write_text(SAY)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "__main__.py").write_text(SAY)
     kinds = {
         ("say.py", "a", "-b"): ["say.py", "a", "-b"],
         ("-m", "say", "a"): [str(tmp_path / "say.py"), "a"],
         ("-c", SAY, "a"): ["-c", "a"],
+        ("folder", "a"): ["folder", "a"],
     }
     for words, expected in kinds.items():
         warm = said(start(*words, folder=tmp_path), "read this")

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
+import warm_ranks
 from launching import QUICK, ROOT
 
 from tfcommx.cli.main import main
@@ -23,7 +24,7 @@ def start(*words):
     command = [sys.executable, "-m", "tfcommx.cli.main", "cache", *map(str, words)]
     return subprocess.Popen(
         command,
-        env={**os.environ, "PYTHONPATH": QUICK},
+        env={**os.environ, "PYTHONPATH": QUICK, **warm_ranks.environment(alone=True)},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -115,6 +116,7 @@ def test_warm_on_the_nodes_of_a_launch(tmp_path, slots):
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": QUICK,
+        **warm_ranks.environment(),
     }
     with subprocess.Popen(
         words, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_ranks
 from launching import QUICK, ROOT
 from rich.console import Console
 
@@ -38,7 +39,7 @@ def test_this_machine_can_train() -> None:
     ended = subprocess.run(
         [*COMMAND, "doctor", "--json"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": QUICK},
+        env={**os.environ, "PYTHONPATH": QUICK, **warm_ranks.environment()},
         text=True,
         capture_output=True,
     )

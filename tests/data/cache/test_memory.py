@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launching import ROOT
+import warm_ranks
+from launching import QUICK, ROOT
 
 from tfcommx.data.cache.batch_spec import BatchSpec
 from tfcommx.data.cache.cache import DataCache
@@ -61,9 +62,8 @@ def test_what_batches_used_is_offered_back_when_the_pipeline_is_gone(opened, req
     """
     if ALONE not in os.environ:
         again = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", request.node.nodeid]
-        done = subprocess.run(
-            again, env={**os.environ, ALONE: "1"}, cwd=ROOT, capture_output=True, text=True
-        )
+        env = {**os.environ, "PYTHONPATH": QUICK, **warm_ranks.environment(alone=True), ALONE: "1"}
+        done = subprocess.run(again, env=env, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
         return
     batches = iter(opened.dataset(BatchSpec(BATCH, SIDE), epochs=2))

@@ -94,7 +94,9 @@ class Server:
             if not pid:
                 break
             self.cpu_seconds += used.ru_utime + used.ru_stime
-            self.cpu_file.write_text(str(self.cpu_seconds))
+            part = self.cpu_file.with_suffix(".part")  # A reader finds the old text or the new one
+            part.write_text(str(self.cpu_seconds))
+            part.replace(self.cpu_file)
             done.append(self.callers.pop(pid))
             tell(done[-1], status)
         return done
@@ -156,8 +158,12 @@ def become(told: dict[str, Any]) -> None:
         sys.argv = ["-c", *words[1:]]
         exec(compile(words[0], "<string>", "exec", dont_inherit=True), names)
         return
-    sys.path.insert(0, str(Path(kind).resolve().parent))
     sys.argv = [kind, *words]
+    if Path(kind).is_dir():  # Of a package, such as scripts/bench
+        sys.path.insert(0, str(Path(kind).absolute()))
+        runpy._run_module_as_main("__main__", alter_argv=False)
+        return
+    sys.path.insert(0, str(Path(kind).resolve().parent))
     names["__file__"] = kind
     exec(compile(Path(kind).read_bytes(), kind, "exec", dont_inherit=True), names)
 

@@ -19,7 +19,7 @@ SOCKETS = "TFCOMMX_TEST_WARM"  # A folder with the servers' sockets, 0 and 1
 RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "RANK")
 ALONE = "TFCOMMX_TEST_WARM_ALONE"  # A program that is no rank begins so, too
 # What TensorFlow, its libraries and Python read while they are loaded
-EARLY = ("TF_", "XLA_", "KERAS_", "OMP_", "OPENBLAS_", "MKL_", "CUDA_", "MALLOC_", "PYTHON")
+EARLY = ("TF_", "XLA_", "KERAS_", "OMP_", "OPENBLAS_", "MKL_", "MALLOC_", "PYTHON")
 LATER = {"PYTHONPATH", "PYTHONUNBUFFERED"}
 PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
