@@ -140,11 +140,11 @@ def measure(chosen: argparse.Namespace) -> Iterator[options.Table]:
         if chosen.folder is None:
             data_pipelines.generate(folder, chosen.images)
         source = Folder(folder)
-        copy = memcpy_bytes_per_second()
+        copy = memcpy_bytes_per_second(2**24 if chosen.smoke else 2**29)
         # What TensorFlow starts at the first dataset.
         for image in tf.data.Dataset.range(2 * BATCH).map(lambda i: i).batch(BATCH):
             image.numpy()
-        whole = whole_samples(chosen.memory)
+        whole = whole_samples(chosen.memory, 512 if chosen.smoke else 8192)
         yield table("Whole samples", [whole], whole_note(whole))
         for resolution in chosen.sizes:
             feeding = Feeding(source, resolution, chosen)

@@ -34,9 +34,9 @@ def claim_memory(memory: str) -> None:
             file.write(piece)
 
 
-def memcpy_bytes_per_second() -> float:
-    """Copy 512 MiB, aligned; return the median rate of nine."""
-    a, b = np.ones(2**29, np.uint8), np.ones(2**29, np.uint8)
+def memcpy_bytes_per_second(size: int) -> float:
+    """Copy this many bytes, aligned; return the median rate of nine."""
+    a, b = np.ones(size, np.uint8), np.ones(size, np.uint8)
     rates = []
     for _ in range(9):
         start = time.perf_counter()
@@ -154,17 +154,18 @@ def check_with_twin(
         )
 
 
-def whole_samples(memory: str) -> dict[str, Any]:
+def whole_samples(memory: str, count: int) -> dict[str, Any]:
     """Time random batches of whole samples, in turn with a memcpy of as many bytes in a row.
 
     Args:
         memory: folder of the slab.
+        count: samples in it, a multiple of 256.
 
     Returns:
         The row of a batch of 256 x 128 x 128 x 3 bytes; its limit is the memcpy.
     """
-    images = np.random.default_rng(0).integers(0, 256, (8192, 128, 128, 3), np.uint8)
-    cache = cx.DataCache(Arrays(images, np.arange(8192)), memory=memory)
+    images = np.random.default_rng(0).integers(0, 256, (count, 128, 128, 3), np.uint8)
+    cache = cx.DataCache(Arrays(images, np.arange(count)), memory=memory)
     cache.warm()
     rng, none, at = np.random.default_rng(1), np.zeros(0, np.uint8), -np.ones(256, np.int64)
     spec = cx.BatchSpec(batch=256, dtype="uint8")
@@ -173,11 +174,11 @@ def whole_samples(memory: str) -> dict[str, Any]:
     def call(indices: tf.Tensor) -> tf.Tensor:
         return read(cache.slab, indices, none, at, tf.constant(0, tf.int64), spec, 3, 0)[0]
 
-    call(tf.constant(rng.permutation(8192)[:256]))  # maps the slab
+    call(tf.constant(rng.permutation(count)[:256]))  # maps the slab
     target, times = np.ones_like(images[:256]), []
     for turn in range(200):
-        indices = tf.constant(rng.permutation(8192)[:256])
-        start = int(rng.integers(8192 // 256)) * 256
+        indices = tf.constant(rng.permutation(count)[:256])
+        start = int(rng.integers(count // 256)) * 256
         got = None  # its memory is used again, as the copy uses one target
         marks = [(time.perf_counter(), time.process_time())]
         got = call(indices)

@@ -44,6 +44,7 @@ from tfcommx.optim.parallel_operator import ParallelOperator
 from tfcommx.optim.parallel_shares import SharesPlanner
 from tfcommx.simulator import models
 
+SMOKE_ENTRIES = 40_000  # Of a variable: larger ones are left out of a smoke run
 OVER_READ, OVER_BYTES, OVER_BETTER = 1.3, 1.25, 1.05
 Shapes = list[tuple[int, ...]]
 Step = Callable[[], Any]
@@ -77,9 +78,8 @@ def timed(steps: dict[str, Step], repeats: int, comm: Comm | None = None) -> dic
     return {name: statistics.median(found) for name, found in seconds.items()}
 
 
-def measure_norms(model: str, repeats: int) -> list[dict]:
+def measure_norms(model: str, shapes: Shapes, repeats: int) -> list[dict]:
     """Time the norms of a model's weights and gradients."""
-    shapes = shapes_of(model)
     values = arrays(shapes, 1) + arrays(shapes, 2)
     # Variables, as in training; a traced step could compute with constants beforehand
     tensors = [tf.Variable(value) for value in values]
@@ -100,9 +100,8 @@ def measure_norms(model: str, repeats: int) -> list[dict]:
     return rows_of(model, 2 * entries_of(shapes), seconds, limits, verified)
 
 
-def measure_steps(model: str, repeats: int) -> list[dict]:
+def measure_steps(model: str, shapes: Shapes, repeats: int) -> list[dict]:
     """Time steps of LARS and SGD on a model's variables."""
-    shapes = shapes_of(model)
     entries = entries_of(shapes)
     gradients = [tf.Variable(value * 1e-3) for value in arrays(shapes, 2)]
     optimizers = {
@@ -274,5 +273,8 @@ def measure(chosen: argparse.Namespace) -> Iterator[options.Table]:
         return
     with tf.device("/cpu:0"):
         for model in chosen.models:
-            yield options.Table(model, measure_norms(model, chosen.repeats), "read")
-            yield options.Table(model, measure_steps(model, chosen.repeats), "sgd")
+            shapes = shapes_of(model)
+            if chosen.smoke:
+                shapes = [one for one in shapes if np.prod(one) <= SMOKE_ENTRIES]
+            yield options.Table(model, measure_norms(model, shapes, chosen.repeats), "read")
+            yield options.Table(model, measure_steps(model, shapes, chosen.repeats), "sgd")
