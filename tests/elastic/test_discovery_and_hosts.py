@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from launching import ROOT
 
 from tfcommx.comm.allocation import Host
 from tfcommx.comm.horovodrun import LaunchError
@@ -51,6 +53,23 @@ def test_a_script_that_fails_is_named_with_what_it_said(script: str, said: str) 
     with pytest.raises(PlanError, match="The host discovery script must") as refused:
         ScriptHosts(script).hosts()
     assert script in str(refused.value) and said in str(refused.value)
+
+
+def test_the_script_for_slurm_prints_nodes_that_are_not_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = "n1 allocated\nn2 down*\nn3 mixed\nn3 mixed\nn4 idle*\nn5 draining\n"
+    sinfo = tmp_path / "sinfo"
+    sinfo.write_text(f"#!/bin/sh\necho $3 >{tmp_path}/nodes\nprintf '{states}'\n")
+    sinfo.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-5]")
+    monkeypatch.delenv("SLURM_NTASKS_PER_NODE", raising=False)
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x5)")
+    script = ROOT / "scripts" / "examples" / "discovery" / "slurm.sh"
+    hosts = ScriptHosts(str(script)).hosts()
+    assert hosts == [Host("n1", 4), Host("n3", 4), Host("n5", 4)]
+    assert (tmp_path / "nodes").read_text() == "--nodes=n[1-5]\n"
 
 
 # --- hosts that are left out -----------------------------------------------------------------

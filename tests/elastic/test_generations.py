@@ -41,15 +41,17 @@ def generation(number: int, first: int, last: int, began: float = 0.0, rate: flo
         (Ending(Failure(1, 137)), "Rank 1 on node1 was killed by SIGKILL"),
         (Ending(Failure(0, 3)), "Rank 0 on node0 ended with status 3"),
         (Ending(Failure(2, 255)), "The connection to rank 2 on node1 was lost"),
-        (Ending(None), "The ranks did not start"),
-        (Ending(Failure(0, 75)), "All ranks have saved and paused"),
-        (Ending(Failure(0, 75), leaving=["node1"]), "node1 leaves (SIGTERM)"),
+        (Ending(None), "The launcher ended, and does not say which rank was the first"),
+        (Ending(Failure(0, 75), asked=True), "All ranks have saved and paused"),
+        (Ending(Failure(0, 75), asked=True, leaving=["node1"]), "node1 leaves (SIGTERM)"),
+        # A program that ends so by itself
+        (Ending(Failure(0, 75)), "Rank 0 on node0 ended with status 75"),
         (
-            Ending(Failure(0, 1), [SILENT, CUT_OFF]),
+            Ending(Failure(0, 1), False, [SILENT, CUT_OFF]),
             "No response from rank 1 on node1, rank 2 on node1: stopped, or cut off",
         ),
         (
-            Ending(Failure(0, 1), [CUT_OFF, SILENT], dead=["node1"]),
+            Ending(Failure(0, 1), False, [CUT_OFF, SILENT], dead=["node1"]),
             "node1 with ranks 1 to 2 does not answer",
         ),
     ],

@@ -21,6 +21,7 @@ from starts import PYTHON
 from virtual_cluster import Nodes, wait_until
 
 FILES = ROOT / "scripts" / "examples" / "slurm"
+DISCOVERY = ROOT / "scripts" / "examples" / "discovery" / "slurm.sh"
 PAGE = ROOT / "docs" / "how-to" / "slurm.md"
 PROGRAM = [PYTHON, str(WORKERS / "launched.py")]
 RECIPE = "paced.yaml"
@@ -63,6 +64,23 @@ def test_a_batch_job_trains_on_its_allocation(slurm: Slurm, name: str) -> None:
     output = job_output(slurm, job)
     assert found["JobState"] == "COMPLETED", output[-6000:]
     assert len(re.findall(r"rank \d 2 x 2", output)) == 4, output[-6000:]
+    assert len(weights(output)) == 4 and len(set(weights(output).values())) == 1
+
+
+@marked
+def test_a_supervised_job_goes_on_without_a_rank_that_was_killed(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hosts come from the discovery script; the second start trains to the end."""
+    monkeypatch.setitem(slurm.nodes.environment, "DISCOVERY", str(DISCOVERY))
+    once = slurm.folder / "once.sh"
+    once.write_text('[ "$TFCOMMX_GENERATION" = 0 ] && exec "$@" kill 3\nexec "$@"\n')
+    job = slurm.submit(FILES / "elastic.sh", "bash", once, *PROGRAM)
+    found = slurm.wait_for(job, ENDED, SECONDS)
+    output = job_output(slurm, job)
+    assert found["JobState"] == "COMPLETED", output[-6000:]
+    assert "tfcommx: Rank 3 on node2 was killed by SIGKILL" in output
+    assert "tfcommx: Generation 1 starts on 4 ranks: node1:2,node2:2." in output
     assert len(weights(output)) == 4 and len(set(weights(output).values())) == 1
 
 

@@ -41,6 +41,8 @@ class Generation:
     snapshots: list[tuple[float, int]] = field(default_factory=list)
     # Hosts, a rank of which has got SIGTERM
     leaving: list[str] = field(default_factory=list)
+    # Whether the supervisor has asked for its end
+    asked_to_pause: bool = False
     ended: float = 0.0
     # How it ended, in words
     how: str = ""

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 
 from tfcommx.comm.allocation import Host
 
+# Hosts in a line
+SHOWN = 6
+
 
 def slots_of(hosts: Iterable[Host]) -> int:
     """Return how many ranks these hosts take."""
@@ -36,9 +39,11 @@ def place(offered: Iterable[Host], before: Iterable[Host], most: int | None) -> 
 
 
 def in_words(hosts: Iterable[Host]) -> str:
-    """Return hosts as -H has them.
+    """Return hosts as -H has them; of many the first ones.
 
     >>> in_words([Host("node0", 2), Host("node1", 1)])
     'node0:2,node1:1'
     """
-    return ",".join(f"{host.name}:{host.slots}" for host in hosts)
+    words = [f"{host.name}:{host.slots}" for host in hosts]
+    more = f",... ({len(words)} hosts)" if len(words) > SHOWN else ""
+    return ",".join(words[:SHOWN]) + more

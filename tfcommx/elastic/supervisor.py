@@ -114,7 +114,6 @@ class Supervisor:
         self.generations.append(generation)
         lines = RankLines()
         running, status = self._carry_out(generation, launch, lines)
-        generation.ended = time.monotonic()
         self._answered = self._sweep(generation)
         if self._stop.number:
             generation.how = f"ended by signal {self._stop.number}"
@@ -158,7 +157,10 @@ class Supervisor:
                 due, epochs[:] = bool(epochs), []
                 minutes = (time.monotonic() - generation.began) / 60
                 due |= self._options.grow_every is not None and minutes >= self._options.grow_every
-                if not ended.is_set() and due and self._grows(generation) and link.pause("growth"):
+                why = self._why_to_grow(generation) if due and not ended.is_set() else ""
+                if why and not ended.is_set() and link.pause("growth"):
+                    generation.asked_to_pause = True
+                    say(why)
                     return
 
         try:
@@ -168,6 +170,7 @@ class Supervisor:
             threading.Thread(target=look_for_hosts, name="tfcommx-growth", daemon=True).start()
             return running, running.wait(lines)
         finally:
+            generation.ended = time.monotonic()
             self._stop.running = None
             ended.set()
             wake.set()
@@ -189,7 +192,9 @@ class Supervisor:
         """Say what was lost, and leave hosts out. **Raises:** LaunchError to end the run."""
         names = {host.name for host in generation.hosts}
         leaving = [host for host in generation.leaving if host in names]
-        ending = Ending(lines.failure(), lines.missing, names - self._answered, leaving)
+        asked = generation.asked_to_pause or bool(generation.leaving)
+        dead = names - self._answered
+        ending = Ending(lines.failure(), asked, lines.missing, dead, leaving)
         generation.how = ending.what_was_lost(running.launch)
         if ending.first and not ending.paused and self._status is None:
             self._status = ending.first.status
@@ -230,26 +235,25 @@ class Supervisor:
 
     # --- growth ----------------------------------------------------------------------------
 
-    def _grows(self, generation: Generation) -> bool:
-        """Tell whether to start again on more hosts; say what it costs."""
+    def _why_to_grow(self, generation: Generation) -> str:
+        """Return what starting again on more hosts costs and gives; empty if it does not pay."""
         if generation.number == self._options.reset_limit:
-            return False
+            return ""
         hosts = place(self._hosts.offered(), generation.hosts, self._options.most)
         ranks = slots_of(hosts)
         if ranks <= generation.ranks:
-            return False
+            return ""
         found = price(self.generations, ranks)
         lasted = time.monotonic() - self.generations[0].began
         if found is None or found.pays_after > lasted:
-            return False
+            return ""
         new = {host.name for host in hosts} - {host.name for host in generation.hosts}
         if self._hosts.answering(new) != new:
-            return False
-        say(
+            return ""
+        return (
             f"{ranks} ranks can run in place of {generation.ranks}, on {in_words(hosts)}. "
             f"{found.in_words()} The ranks pause."
         )
-        return True
 
     # --- the end ---------------------------------------------------------------------------
 

@@ -29,6 +29,8 @@ class Ending(NamedTuple):
 
     # The rank that ended first; None if the launcher does not say so
     first: Failure | None
+    # Whether the ranks were asked to pause, or a host leaves
+    asked: bool = False
     # What ranks have said of others that they missed
     reports: Sequence[str] = ()
     # Hosts that do not answer, and those that have said that they leave
@@ -38,7 +40,7 @@ class Ending(NamedTuple):
     @property
     def paused(self) -> bool:
         """Return whether the ranks have saved, and want to be started again."""
-        return self.first is not None and self.first.status == PAUSED
+        return self.asked and self.first is not None and self.first.status == PAUSED
 
     def silent(self, launch: Launch) -> dict[int, str]:
         """Return the ranks that did not respond, with their hosts, if those answer."""
@@ -59,7 +61,7 @@ class Ending(NamedTuple):
             names = ", ".join(f"rank {rank} on {host}" for rank, host in silent.items())
             return f"No response from {names}: stopped, or cut off"
         if self.first is None:
-            return "The ranks did not start"
+            return "The launcher ended, and does not say which rank was the first"
         where = f"rank {self.first.rank} on {launch.host_of(self.first.rank)}"
         if self.first.status == SSH_LOST:
             return f"The connection to {where} was lost"

@@ -1,0 +1,66 @@
+"""Hosts of a virtual cluster that are cut off, lose power, or stop a rank: the run goes on."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import WORKERS
+from virtual_cluster import Nodes, end, needs_cluster, wait_until
+
+PYTHON_PROGRAM = str(WORKERS / "elastic_train.py")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.long_wait,
+    pytest.mark.xdist_group("cluster"),
+    needs_cluster,
+]
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    nodes = Nodes("lost")
+    nodes.up()
+    yield nodes
+    nodes.end_ranks()
+    nodes.down()
+
+
+@pytest.mark.parametrize("fault", ["cut", "kill", "stop"])
+def test_a_lost_host_is_left_out_and_the_others_go_on(
+    nodes: Nodes, tmp_path: Path, fault: str
+) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    options = ["-H", "node0:1,node1:1,node2:1", "--min-np", "2", "--reset-limit", "1"]
+    command = ["tfcommx", "run", *options, "--network-interfaces", "eth0", "--"]
+    process = nodes.start(
+        0, [*command, "python", PYTHON_PROGRAM, str(tmp_path / "run"), "slow"], log
+    )
+    try:
+        begun = tmp_path / "run" / "checkpoint.json"
+        wait_until(begun.exists, 120, "the first checkpoint")
+        if fault == "stop":
+            # Of node1, of which there is one rank, and its watcher
+            ranks = [one for one in nodes.ranks() if PYTHON_PROGRAM in one.cmdline()]
+            ranks[0].send_signal(signal.SIGSTOP)
+        else:
+            nodes.do(fault, 2)
+        wait_until(lambda: process.poll() is not None, 180, "the end of the run")
+    finally:
+        end(process)
+    said = log.read_text()
+    assert process.returncode == 0, said
+    if fault == "stop":
+        assert re.search(r"tfcommx: No response from rank \d on node\d: stopped, or cut off", said)
+        assert "tfcommx: Generation 1 starts on 3 ranks: node0:1,node1:1,node2:1." in said
+    else:
+        assert "tfcommx: node2 with rank 2 does not answer" in said, said
+        assert "tfcommx: node2 is left out for 60 s." in said
+        assert "tfcommx: Generation 1 starts on 2 ranks: node0:1,node1:1." in said
+    found = re.findall(r"rank \d begins with epoch (\d+)", said)
+    assert int(found[-1]) > 0
+    assert len(set(re.findall(r"rank \d ends with weights (\w+)", said))) == 1
