@@ -79,9 +79,13 @@ def run(tmp_path: Path) -> Iterator[Run]:
         assert not run.left()
 
 
-def test_a_killed_rank_starts_the_next_generation(run: Run) -> None:
-    """From the file that the ranks have saved; the table is printed, and the memory is cleared."""
-    status, out, errors = run.ended("-np", "2", "--reset-limit", "3", faults=("0:1:15:SIGKILL",))
+@pytest.mark.parametrize(
+    "launcher", ["--gloo", pytest.param("--mpi", marks=pytest.mark.exhaustive)]
+)
+def test_a_killed_rank_starts_the_next_generation(run: Run, launcher: str) -> None:
+    """From the file that the ranks have saved; the table is printed at the end."""
+    options = ("-np", "2", launcher, "--reset-limit", "3")
+    status, out, errors = run.ended(*options, faults=("0:1:15:SIGKILL",))
     assert status == 0, errors
     assert "rank 0 has taken 30 steps" in out
     first, second = run.generations()
@@ -162,7 +166,7 @@ def test_too_few_hosts_end_a_run_with_the_first_failure_s_status(run: Run) -> No
     hosts.write_text("localhost:1\n")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 137, errors
-    assert "2 ranks are required, and there are 1 slots (localhost:1): waiting" in errors
+    assert "2 ranks are required. The hosts have 1 slot (localhost:1). Waiting" in errors
     assert "2 ranks are required. cat " in errors and "within 2 s." in errors
 
 

@@ -26,6 +26,11 @@ STEP_SECONDS = 0.05
 PAUSED = 75
 
 
+def number(name: str) -> int:
+    """Return what horovodrun or mpirun says."""
+    return int(os.environ.get(f"HOROVOD_{name}") or os.environ[f"OMPI_COMM_WORLD_{name}"])
+
+
 def connect() -> socket.socket:
     """Connect to the supervisor, as rank 0."""
     places, _, port = os.environ["TFCOMMX_SUPERVISOR"].rpartition(":")
@@ -43,7 +48,7 @@ def connect() -> socket.socket:
 def wait_for_all(place: Path, rank: int, step: int) -> None:
     """Return when all ranks have taken the step."""
     Path(f"{place}.{rank}").write_text(f"{step} ")
-    others = [Path(f"{place}.{other}") for other in range(int(os.environ["HOROVOD_SIZE"]))]
+    others = [Path(f"{place}.{other}") for other in range(number("SIZE"))]
     while any(not one.exists() or int(one.read_text() or 0) < step for one in others):
         time.sleep(0.005)
 
@@ -60,7 +65,7 @@ def meet(how: str) -> None:
 
 def main() -> None:
     folder, steps, faults = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-    rank, generation = int(os.environ["HOROVOD_RANK"]), os.environ.get("TFCOMMX_GENERATION", "-")
+    rank, generation = number("RANK"), os.environ.get("TFCOMMX_GENERATION", "-")
     saved, paused = folder / "step", folder / f"paused{generation}"
     step = int(saved.read_text()) if saved.exists() else 0
     link = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Collection, Sequence
 
@@ -15,7 +16,25 @@ from tfcommx.elastic.placement import in_words, place, slots_of
 from tfcommx.terms import PlanError
 
 # Between two looks at the hosts while there are too few
-WAIT_SECONDS = 1.0
+WAIT_SECONDS = 2.0
+
+
+def host_named(name: str, hosts: Sequence[Host]) -> str | None:
+    """Return the host that a rank calls `name`, which may be longer or shorter than in -H.
+
+    >>> host_named("node1.example.org", [Host("node0", 1), Host("node1", 1)])
+    'node1'
+    """
+    own = name == socket.gethostname()
+    for fits in (
+        lambda host: host == name,
+        lambda host: host.split(".")[0] == name.split(".")[0],
+        lambda host: own and is_local(host),
+    ):
+        for host in hosts:
+            if fits(host.name):
+                return host.name
+    return None
 
 
 class Hosts:
@@ -108,7 +127,9 @@ class Hosts:
                 return hosts
             if silent:
                 continue
-            found = f"{slots_of(hosts)} slots" + (f" ({in_words(hosts)})" if hosts else "")
+            slots = slots_of(hosts)
+            found = f"{slots} slot{'s' * (slots != 1)}"
+            found += f" ({in_words(hosts)})" if hosts else ""
             if time.monotonic() >= end:
                 raise LaunchError(
                     f"{fewest} ranks are required. {self._source.name} and the hosts' state gave "
@@ -118,7 +139,7 @@ class Hosts:
             if not waiting:
                 waiting = True
                 self._say(
-                    f"{fewest} ranks are required, and there are {found}: waiting for hosts, for "
+                    f"{fewest} ranks are required. The hosts have {found}. Waiting for more, for "
                     f"{self._options.timeout:g} s at most."
                 )
             time.sleep(WAIT_SECONDS)

@@ -21,7 +21,7 @@ from tfcommx.comm.remote_hosts import is_local
 from tfcommx.elastic import summary, sweep
 from tfcommx.elastic.generation import Generation
 from tfcommx.elastic.growth import pause_before, price
-from tfcommx.elastic.hosts import Hosts
+from tfcommx.elastic.hosts import Hosts, host_named
 from tfcommx.elastic.link import Link, RunSecret
 from tfcommx.elastic.options import ElasticOptions
 from tfcommx.elastic.placement import in_words, place, slots_of
@@ -158,8 +158,9 @@ class Supervisor:
                 minutes = (time.monotonic() - generation.began) / 60
                 due |= self._options.grow_every is not None and minutes >= self._options.grow_every
                 why = self._why_to_grow(generation) if due and not ended.is_set() else ""
-                if why and not ended.is_set() and link.pause("growth"):
-                    generation.asked_to_pause = True
+                if why and not ended.is_set():
+                    generation.asked_to_pause = link.pause("growth")
+                if generation.asked_to_pause:
                     say(why)
                     return
 
@@ -191,7 +192,8 @@ class Supervisor:
     ) -> None:
         """Say what was lost, and leave hosts out. **Raises:** LaunchError to end the run."""
         names = {host.name for host in generation.hosts}
-        leaving = [host for host in generation.leaving if host in names]
+        said = (host_named(host, generation.hosts) for host in generation.leaving)
+        leaving = {host for host in said if host}
         asked = generation.asked_to_pause or bool(generation.leaving)
         dead = names - self._answered
         ending = Ending(lines.failure(), asked, lines.missing, dead, leaving)
@@ -270,7 +272,10 @@ class Supervisor:
             print(summary.table(self.generations), file=sys.stderr)
             say(found.in_words())
         if self._options.file:
-            summary.write(self.generations, self._options.file)
+            try:
+                summary.write(self.generations, self._options.file)
+            except OSError as error:  # It must not hide how the run ended
+                say(f"--generations: {error}.")
 
 
 def start_line(generation: Generation) -> str:
