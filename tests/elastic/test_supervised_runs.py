@@ -23,6 +23,30 @@ from tfcommx.terms import PlanError
 
 RANK = str(WORKERS / "elastic_rank.py")
 
+# Leaves a process behind, and one that shall outlive the generation; the second time it looks
+LEAVES_BEHIND = """\
+import os, pathlib, subprocess, sys
+
+def alive(pid):  # Not if it waits for init to look at its exit status
+    stat = pathlib.Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+folder, own = pathlib.Path(sys.argv[1]), dict(os.environ)
+keeper = {name: own[name] for name in own if name != "TFCOMMX_GENERATION"}
+memory = pathlib.Path(f"/dev/shm/tfcommx-{os.getuid()}-{own['TFCOMMX_RUN']}-test")
+if own["TFCOMMX_GENERATION"] == "0":
+    memory.mkdir()
+    (memory / "snapshot").write_text("x")
+    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    for env in (own, keeper):
+        left = subprocess.Popen(["sleep", "600"], env=env, start_new_session=True, **quiet)
+        with (folder / "pids").open("a") as file:
+            print(left.pid, file=file)
+    os._exit(3)
+pids = map(int, (folder / "pids").read_text().split())
+print([alive(pid) for pid in pids], memory.exists())
+"""
+
 
 class Run(NamedTuple):
     """A supervised run of elastic_rank.py in a folder of its own."""
@@ -173,25 +197,7 @@ def test_too_few_hosts_end_a_run_with_the_first_failure_s_status(run: Run) -> No
 def test_processes_and_memory_files_of_the_run_are_gone_at_the_end(run: Run) -> None:
     """Also a process that a rank has started and left behind, and a keeper of its memory."""
     script = run.folder / "leave.py"
-    script.write_text(
-        "import os, subprocess, sys, pathlib\n"
-        "own = dict(os.environ)\n"
-        "keeper = {k: v for k, v in own.items() if k != 'TFCOMMX_GENERATION'}\n"
-        "quiet = dict.fromkeys(('stdin', 'stdout', 'stderr'), subprocess.DEVNULL)\n"
-        "left = [subprocess.Popen(['sleep', '600'], env=env, start_new_session=True, **quiet)\n"
-        "        for env in (own, keeper)]\n"
-        "run, folder = os.environ['TFCOMMX_RUN'], pathlib.Path(sys.argv[1])\n"
-        "memory = pathlib.Path('/dev/shm') / f'tfcommx-{os.getuid()}-{run}-test'\n"
-        "memory.mkdir(exist_ok=True)\n"
-        "(memory / 'snapshot').write_text('x')\n"
-        "with (folder / 'pids').open('a') as file:\n"
-        "    print(*[one.pid for one in left], sep='\\n', file=file)\n"
-        "if os.environ['TFCOMMX_GENERATION'] == '0':\n"
-        "    os._exit(3)\n"
-        "first, kept = map(int, (folder / 'pids').read_text().split()[:2])\n"
-        "alive = [os.path.exists(f'/proc/{pid}') for pid in (first, kept)]\n"
-        "print(alive, memory.exists())\n"
-    )
+    script.write_text(LEAVES_BEHIND)
     command = ("-np", "1", "--min-np", "1", "--", "python", str(script), str(run.folder))
     done = subprocess.run(
         [sys.executable, "-m", "tfcommx.cli.main", "run", *command],
