@@ -64,3 +64,20 @@ def test_a_lost_host_is_left_out_and_the_others_go_on(
     found = re.findall(r"rank \d begins with epoch (\d+)", said)
     assert int(found[-1]) > 0
     assert len(set(re.findall(r"rank \d ends with weights (\w+)", said))) == 1
+
+
+def test_ranks_on_other_hosts_that_do_not_watch_each_other_are_ended(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    """Rank 1 waits for rank 2 for ever; ssh does not end it. Later node1 says that it leaves."""
+    log, run = tmp_path / "log", tmp_path / "run"
+    run.mkdir()
+    options = ["-H", "node0:1,node1:1,node2:1", "--min-np", "2", "--network-interfaces", "eth0"]
+    faults = ["0:2:15:SIGKILL", "1:0:25:leaving node1"]
+    program = ["python", str(WORKERS / "elastic_rank.py"), str(run), "40", *faults]
+    ended = nodes.run(["tfcommx", "run", *options, "--", *program], log, 90)
+    assert ended.status == 0, ended.output
+    assert "tfcommx: Rank 2 on node2 was killed by SIGKILL, at step 15." in ended.output
+    assert "tfcommx: node1 leaves (SIGTERM), at step 25." in ended.output
+    assert "tfcommx: Generation 2 starts on 2 ranks: node0:1,node2:1." in ended.output
+    assert not nodes.ranks()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -90,9 +91,16 @@ class Run(NamedTuple):
         """Return the ranks that live after some seconds: none, if all is well."""
         pids = [int(line) for line in (self.folder / "pids").read_text().splitlines()]
         deadline = time.monotonic() + 5
-        while (left := list(filter(psutil.pid_exists, pids))) and time.monotonic() < deadline:
+        while (left := list(filter(lives, pids))) and time.monotonic() < deadline:
             time.sleep(0.1)
         return left
+
+
+def lives(pid: int) -> bool:
+    """Tell whether a process is there, and not only its exit status, which init may read late."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @pytest.fixture

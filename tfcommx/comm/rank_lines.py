@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 import signal
 import sys
+import time
 from typing import IO, NamedTuple
 
 # horovodrun: `[rank]<stdout>:text`; mpirun: `[job,rank]<stdout>: text`
@@ -26,6 +27,8 @@ ENDED = ("Terminated\n", "Killed\n")
 TRACEBACK = "Traceback (most recent call last):"
 # How the launchers say which rank ended first: its exit status, or the signal
 EXITED = re.compile(r"Process name: (?:\[\S+,)?(\d+)\]?\s+Exit code:\s+(\d+)")
+# What horovodrun says as soon as a rank has failed
+ENDING = re.compile(r"Process \d+ exit with status code")
 SIGNALLED = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on\s+signal (\d+)")
 UNREACHED = re.compile(
     r"ssh not successful for host (\S+):\n(.*?)\n(?:\n|ssh|Traceback)", re.DOTALL
@@ -76,6 +79,8 @@ class RankLines:
         self.writers: dict[str, str] = {}
         # By rank: a traceback whose end has not come yet
         self.tracebacks: dict[str, str] = {}
+        # When a rank failed first (monotonic clock); None: not yet, or mpirun has started them
+        self.ending_since: float | None = None
 
     def relay(self, stream: IO[str]) -> None:
         """Show all lines of a stream."""
@@ -88,6 +93,8 @@ class RankLines:
                 (rank, kind), text = unended, line
             else:
                 self.own.append(line)
+                if self.ending_since is None and ENDING.match(line):
+                    self.ending_since = time.monotonic()
                 continue
             unended = (rank, kind) if text.endswith("\r") else None
             if kind == "stdout":

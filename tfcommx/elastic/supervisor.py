@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
@@ -27,6 +28,11 @@ from tfcommx.elastic.options import ElasticOptions
 from tfcommx.elastic.placement import in_words, place, slots_of
 from tfcommx.elastic.verdict import Deaths, Ending
 
+# So that horovodrun says at once that a rank has failed; it gives it to the ranks anyway
+UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
+# From then on: horovodrun kills ranks of this host after 5 s, the watch those that are stopped
+# after 8 s
+ENDING_SECONDS = 10.0
 # Between two looks for new hosts
 POLL_SECONDS = 5.0
 # Exit status of a rank after an error that the user can fix
@@ -165,10 +171,12 @@ class Supervisor:
                     return
 
         try:
-            running = self._stop.running = Running(launch, link.variables)
+            running = self._stop.running = Running(launch, link.variables | UNBUFFERED)
             if self._stop.number:  # While the ranks were started
                 running.terminate()
-            threading.Thread(target=look_for_hosts, name="tfcommx-growth", daemon=True).start()
+            rest = functools.partial(self._end_the_rest, generation, lines)
+            for work in (look_for_hosts, rest):
+                threading.Thread(target=work, daemon=True).start()
             return running, running.wait(lines)
         finally:
             generation.ended = time.monotonic()
@@ -177,10 +185,22 @@ class Supervisor:
             wake.set()
             link.close()
 
-    def _sweep(self, generation: Generation) -> set[str]:
+    def _end_the_rest(self, generation: Generation, lines: RankLines) -> None:
+        """End ranks that go on after another one has failed.
+
+        horovodrun waits for them; on other hosts nothing ends them, if they don't watch each other.
+        """
+        while not generation.ended:
+            time.sleep(1)
+            since = lines.ending_since
+            if since is not None and time.monotonic() - since > ENDING_SECONDS:
+                self._sweep(generation, "ranks")
+                return
+
+    def _sweep(self, generation: Generation, *ranks: str) -> set[str]:
         """End what is left of the generation's processes; return which hosts answer."""
         names = [host.name for host in generation.hosts]
-        said = self._ours.run, str(generation.number)
+        said = self._ours.run, str(generation.number), *ranks
         if left := sweep.sweep(*said):
             say(f"Processes of the ranks that were killed have not ended: {left}.")
         return self._hosts.answering(names, [sys.executable, "-I", "-S", sweep.__file__, *said])

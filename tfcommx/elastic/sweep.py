@@ -1,7 +1,8 @@
 """End what is left of a run's processes on this host, and remove its memory files.
 
-    python -I -S sweep.py RUN GENERATION     processes of that generation
-    python -I -S sweep.py RUN                all processes of the run, and its memory files
+    python -I -S sweep.py RUN GENERATION ranks     ranks of that generation, without the launcher
+    python -I -S sweep.py RUN GENERATION           all processes of that generation
+    python -I -S sweep.py RUN                      all processes of the run, and its memory files
 
 They are found by the environment that the supervisor has given them. A process of the run that
 shall outlive a generation has no TFCOMMX_GENERATION in its environment. Knows only the standard
@@ -19,6 +20,8 @@ import time
 from pathlib import Path
 
 RUN, GENERATION = "TFCOMMX_RUN", "TFCOMMX_GENERATION"
+# What horovodrun and mpirun give to ranks
+RANK = (b"HOROVOD_RANK=", b"OMPI_COMM_WORLD_RANK=")
 MEMORY = Path("/dev/shm")
 # Without a change, and without a process: nobody comes back to it
 STALE_SECONDS = 3600.0
@@ -26,8 +29,8 @@ STALE_SECONDS = 3600.0
 END_SECONDS = 5.0
 
 
-def find_processes(run: str, generation: str | None = None) -> list[int]:
-    """Return this user's processes of a run, or of one of its generations."""
+def find_processes(run: str, generation: str | None = None, ranks: str = "") -> list[int]:
+    """Return this user's processes of a run, or of one of its generations, or that one's ranks."""
     wanted = {f"{RUN}={run}".encode()}
     if generation is not None:
         wanted.add(f"{GENERATION}={generation}".encode())
@@ -36,15 +39,16 @@ def find_processes(run: str, generation: str | None = None) -> list[int]:
         # It may have ended meanwhile, or be another user's
         with contextlib.suppress(OSError):
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if wanted <= set(variables) and pid != os.getpid():
+            is_rank = any(variable.startswith(RANK) for variable in variables)
+            if wanted <= set(variables) and pid != os.getpid() and (is_rank or not ranks):
                 found.append(pid)
     return found
 
 
-def end_processes(run: str, generation: str | None = None) -> list[int]:
+def end_processes(run: str, generation: str | None = None, ranks: str = "") -> list[int]:
     """Kill a run's processes; return those that live nevertheless after some seconds."""
     deadline = time.monotonic() + END_SECONDS
-    while found := find_processes(run, generation):
+    while found := find_processes(run, generation, ranks):
         for pid in found:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -70,9 +74,9 @@ def remove_stale_memory() -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def sweep(run: str, generation: str | None = None) -> list[int]:
+def sweep(run: str, generation: str | None = None, ranks: str = "") -> list[int]:
     """End the processes; without a generation remove the memory files, too."""
-    left = end_processes(run, generation)
+    left = end_processes(run, generation, ranks)
     if generation is None:
         remove_memory(run)
     remove_stale_memory()
