@@ -1,4 +1,4 @@
-"""A real training under the supervisor: a rank is killed, and the run ends as if it were not."""
+"""Trainings that save into files only, under the supervisor: a rank is killed, and they go on."""
 
 from __future__ import annotations
 
@@ -30,25 +30,17 @@ def start(*words: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def weights(out: str) -> set[str]:
-    found = re.findall(r"rank \d ends with weights (\w+)", out)
-    assert len(found) == 2, out
-    return set(found)
-
-
-def test_a_script_goes_on_from_its_last_file_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_script_goes_on_from_its_last_file(tmp_path: Path) -> None:
     script = str(WORKERS / "elastic_train.py")
     options = ("-np", "2", "--min-np", "2", "--reset-limit", "1")
-    lost = start("run", *options, "--", "python", script, str(tmp_path / "lost"), "kill")
-    out, errors = lost.communicate(timeout=180)
-    assert lost.returncode == 0, errors
+    process = start("run", *options, "--", "python", script, str(tmp_path / "run"), "kill")
+    out, errors = process.communicate(timeout=180)
+    assert process.returncode == 0, errors
     assert "rank 0 begins with epoch 3" in out, out
     assert "tfcommx: Rank 1 on localhost was killed by SIGKILL" in errors
     assert "tfcommx: Generation 1 starts on 2 ranks: localhost:2." in errors
-    whole = start("run", "-np", "2", "--", "python", script, str(tmp_path / "whole"), "kill")
-    undisturbed, errors = whole.communicate(timeout=180)
-    assert whole.returncode == 0, errors
-    assert weights(out) == weights(undisturbed)
+    ended = re.findall(r"rank \d ends after epoch (\d+) with weights (\w+)", out)
+    assert len(ended) == 2 and len(set(ended)) == 1 and ended[0][0] == "6", out
 
 
 @pytest.mark.exhaustive
