@@ -34,6 +34,19 @@ def test_a_library_for_another_tensorflow_is_refused_before_loading(tmp_path, mo
         loader.library()
 
 
+def test_a_wheel_for_another_tensorflow_names_both_and_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "libtfcommx.so").write_text("not a library")
+    (tmp_path / "build.json").write_text(json.dumps({"tensorflow": "2.16.1"}))
+    monkeypatch.setattr(loader, "FOLDER", tmp_path)
+    monkeypatch.setattr(loader, "SOURCES", tmp_path / "ops")
+    found = (
+        rf"loads it, {tf.__version__}\. Received one built for 2\.16\.1.*Install TensorFlow "
+        r"2\.16\.1, or .*pip install --no-build-isolation.*python3 scripts/setup"
+    )
+    with pytest.raises(loader.NativeLibraryError, match=found):
+        loader.library()
+
+
 def test_a_library_of_other_sources_is_refused_before_loading(tmp_path, monkeypatch):
     """If its sources are beside it, it must be built from them; if not, nothing can differ."""
     loaded = []

@@ -83,10 +83,10 @@ def test_a_wheel_holds_the_package_and_its_library(wheel: Path) -> None:
     assert all("extra ==" in line for line in required if "pytest" in line or "ruff" in line)
 
 
-def test_a_wheel_trains_beside_an_existing_tensorflow_and_horovod(
-    wheel: Path, tmp_path: Path
-) -> None:
-    """In an environment of its own, outside the source tree."""
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel in an environment of its own, beside a TensorFlow and Horovod that are there."""
+    tmp_path = tmp_path_factory.mktemp("installed")
     venv = tmp_path / "venv"
     python = venv / "bin" / "python"
     call(sys.executable, "-m", "venv", "--without-pip", venv, folder=tmp_path)
@@ -95,9 +95,37 @@ def test_a_wheel_trains_beside_an_existing_tensorflow_and_horovod(
     # After the installation, so that pip does not change what is installed here.
     (packages,) = venv.glob("lib/python*/site-packages")
     (packages / "existing.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return venv
+
+
+OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+def test_a_wheel_trains_beside_an_existing_tensorflow_and_horovod(
+    installed: Path, tmp_path: Path
+) -> None:
+    """Outside the source tree."""
     (tmp_path / "train.py").write_text(TRAIN)
-    output = call(python, "train.py", folder=tmp_path, environment=environment)
+    output = call(installed / "bin" / "python", "train.py", folder=tmp_path, environment=OUTSIDE)
     assert "trained with the installed package" in output
-    answer = call(venv / "bin" / "tfcommx", "--help", folder=tmp_path, environment=environment)
+    answer = call(installed / "bin" / "tfcommx", "--help", folder=tmp_path, environment=OUTSIDE)
     assert "train" in answer
+
+
+REFUSED = """
+import tensorflow as tf
+
+built_for, tf.__version__ = tf.__version__, "2.0.0"
+from tfcommx.kernels import loader
+
+try:
+    loader.library()
+except loader.NativeLibraryError as error:
+    message = str(error)
+assert "loads it, 2.0.0. Received one built for " + built_for in message, message
+assert "Install TensorFlow " + built_for + ", or a tfcommx that is built for yours" in message
+"""
+
+
+def test_a_wheel_beside_another_tensorflow_says_what_fits(installed: Path, tmp_path: Path) -> None:
+    call(installed / "bin" / "python", "-c", REFUSED, folder=tmp_path, environment=OUTSIDE)

@@ -120,7 +120,7 @@ def native_library(facts: Mapping[str, str], tensorflow: str) -> Finding:
         return Finding(name, WARNING, f"none in {loader.FOLDER}", remedy)
     if facts.get("tensorflow") != tensorflow:
         what = f"built for TensorFlow {facts.get('tensorflow')}, and {tensorflow} is installed"
-        return Finding(name, FAILED, what, loader.REBUILD)
+        return Finding(name, FAILED, what, loader.another_build())
     return Finding(name, OK, f"for TensorFlow {tensorflow}, {facts.get('devices')}")
 
 

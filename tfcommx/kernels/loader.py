@@ -56,18 +56,33 @@ def library() -> Any | None:
 def _check_build(path: Path, tensorflow_version: str) -> None:
     """Refuse a library of another TensorFlow, or of other sources than those beside it."""
     found = facts()
-    built = found.get("tensorflow", "an unknown TensorFlow")
+    built = found.get("tensorflow", "an unknown version")
     if built != tensorflow_version:
         raise NativeLibraryError(
             "The native library must be built for the TensorFlow that loads it, "
-            f"{tensorflow_version}. Received one built for {built} ({path}). {REBUILD}"
+            f"{tensorflow_version}. Received one built for {built} ({path}). {another_build()}"
         )
-    in_source_tree = (SOURCES.parent / "setup.py").is_file()
-    if in_source_tree and found.get("sources") != build_digest.digest(SOURCES):
+    if in_source_tree() and found.get("sources") != build_digest.digest(SOURCES):
         raise NativeLibraryError(
             f"The native library must be built from the sources beside it, {SOURCES}. "
             f"Received one built from others ({path}). {REBUILD}"
         )
+
+
+def in_source_tree() -> bool:
+    """Tell whether the package is used from its source tree, not installed from a wheel."""
+    return (SOURCES.parent / "setup.py").is_file()
+
+
+def another_build() -> str:
+    """Say how to come to a library that fits the TensorFlow which is installed."""
+    if in_source_tree():
+        return REBUILD
+    return (
+        f"Install TensorFlow {facts().get('tensorflow', '')}, or a tfcommx that is built for "
+        "yours: `pip install --no-build-isolation .` in its source tree. `python3 scripts/setup` "
+        "there makes an environment in which all versions fit."
+    )
 
 
 def facts() -> dict[str, str]:
