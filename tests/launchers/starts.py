@@ -5,6 +5,7 @@ A launcher is one row of LAUNCHERS. To add one, write what it needs into `why_no
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 import slurm
 from launching import LAUNCHERS as OPTIONS
-from launching import ROOT
+from launching import ROOT, WORKERS
 
 PYTHON = sys.executable
 HOSTS = ["-np", "4", "-H", "node1:2,node2:2"]
@@ -49,7 +50,16 @@ def on_head(*words: str) -> Callable[[list[str]], list[Start]]:
     return lambda program: [Start(0, [*words, *program], {})]
 
 
-# Name -> program -> what is to be started. Ray's row belongs here.
+def ray(program: list[str]) -> list[Start]:
+    """On each node what makes it a node of Ray; on the first, also the driver."""
+    node = [PYTHON, str(WORKERS / "ray_node.py")]
+    return [
+        Start(1, [*node, "head", "node1", "2", *program], {}),
+        Start(2, [*node, "join", "node1"], {}),
+    ]
+
+
+# Name -> program -> what is to be started
 LAUNCHERS: dict[str, Callable[[list[str]], list[Start]]] = {
     "tfcommx run": on_head("tfcommx", "run", *HOROVOD, "--"),
     "tfcommx run --mpi": on_head("tfcommx", "run", *HOROVOD, "--mpi", "--"),
@@ -59,6 +69,7 @@ LAUNCHERS: dict[str, Callable[[list[str]], list[Start]]] = {
     "srun": on_head("srun", "-N2", "-n4", "--kill-on-bad-exit=1"),
     "torchrun": torchrun,
     "torchrun's variables": by_hand,
+    "tfcommx.ray": ray,
 }
 SLURM = {"srun"}
 # The end of ssh does not end what it has started on another host, and by hand nobody ends anything
@@ -71,4 +82,8 @@ def why_not(launcher: str) -> str:
         return slurm.why_not()
     if launcher == "torchrun" and not Path(TORCHRUN).is_file():
         return f"no torchrun at {TORCHRUN}; {INSTALL_TORCHRUN}"
+    if launcher == "tfcommx.ray":
+        found = importlib.util.find_spec("ray")
+        # The folder of Ray's tests has this name, too
+        return "" if found and found.origin else "no Ray; pip install 'tfcommx[ray]'"
     return ""

@@ -5,17 +5,14 @@ The batch files are those of docs/how-to/slurm.md.
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shutil
-import zipfile
 from pathlib import Path
 
-import h5py
-import numpy as np
 import pytest
 from launching import ROOT, WORKERS
+from saved import left
 from slurm import Slurm
 from starts import PYTHON
 from virtual_cluster import Nodes, wait_until
@@ -109,28 +106,6 @@ def test_a_batch_script_without_srun_is_one_process(slurm: Slurm, tmp_path: Path
 
 
 # --- jobs that are requeued -----------------------------------------------------------------------
-
-
-def left(folder: Path) -> dict[str, bytes]:
-    """Return what a run's last checkpoint holds: weights, optimizer, residuals of all ranks."""
-    files = folder / "checkpoint"
-    save = json.loads((files / "checkpoint.json").read_text())["save"]
-    found: dict[str, bytes] = {}
-
-    def keep(name: str, item: object) -> None:
-        # Keras saves none of the seeds: those are among what each rank keeps
-        if isinstance(item, h5py.Dataset) and "seed_generator" not in name:
-            found[name] = item[()].tobytes()
-
-    with zipfile.ZipFile(files / f"model-{save:04d}.keras") as archive:
-        model = io.BytesIO(archive.read("model.weights.h5"))
-    with h5py.File(model) as stored:
-        stored.visititems(keep)
-    for rank in range(4):
-        with np.load(files / f"residuals-{save:04d}-rank-{rank:04d}.npz") as stored:
-            found |= {f"{rank} {name}": stored[name].tobytes() for name in stored.files}
-    assert found
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,229 @@
+"""Pods on the virtual nodes, as far as a test can start them without a container runtime.
+
+A pod has its own processes, mounts, host name and network. It runs as the manifest's user, without
+a capability, with the manifest's environment and words and nothing else. What the image would hold
+comes from this checkout and this environment; so do libraries and programs of the system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+from launching import ROOT, WORKERS
+from manifests import FOLDER, HOSTFILE, Pod, hostfile
+from virtual_cluster import Nodes
+
+PROGRAMS = ("tini", "sshd", "ssh", "ssh-keygen", "setpriv", "unshare", "nsenter")
+INSTALL = "apt-get install tini openssh-server openssh-client"
+SEARCH = f"{os.environ['PATH']}:/usr/sbin"
+HOME = "/home/trainer"
+# What the image says of every process. Waiting ranks sleep: there are more than cores
+IMAGE = {
+    "HOME": HOME,
+    "PYTHONPATH": f"{ROOT}:{WORKERS}",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep",
+    "OMPI_MCA_threads_pthreads_nanosleep_time": "20000",
+}
+
+
+def why_not() -> str:
+    """Return the reason why pods cannot be started here; empty if they can."""
+    missing = [name for name in PROGRAMS if not shutil.which(name, path=SEARCH)]
+    return f"pods need {', '.join(missing)}; on Debian: {INSTALL}" if missing else ""
+
+
+class Machines:
+    """The nodes, and what pods on them share.
+
+    Args:
+        nodes: that are up.
+        folder: new; for all volumes. Its folders `data`, `runs` and `recipe` are shared.
+    """
+
+    def __init__(self, nodes: Nodes, folder: Path) -> None:
+        self.nodes, self.folder = nodes, folder
+        for name in ("data", "runs", "recipe", "ssh", "etc", "bin"):
+            (folder / name).mkdir()
+        (folder / "runs").chmod(0o777)
+        shutil.copy(FOLDER / "ranks", folder / "bin")
+        shutil.copy(FOLDER / "ssh_config", folder / "etc")
+        (folder / "etc" / "passwd").write_text(
+            f"root:x:0:0::/root:/bin/bash\nsshd:x:100:65534::/run/sshd:/bin/false\n"
+            f"trainer:x:1000:1000::{HOME}:/bin/bash\n"
+        )
+        self.make_keys()
+
+    def make_keys(self) -> None:
+        """Make the files of the Secret that the MPI operator mounts."""
+        key = self.folder / "ssh" / "id_rsa"
+        subprocess.run(["ssh-keygen", "-q", "-t", "rsa", "-N", "", "-f", key], check=True)
+        shutil.copy(f"{key}.pub", key.with_name("authorized_keys"))
+        for path in key.parent.iterdir():
+            os.chown(path, 0, 1000)
+            path.chmod(0o640)
+
+    def start(
+        self, pods: list[Pod], log: Path, **environment: str
+    ) -> dict[str, subprocess.Popen[bytes]]:
+        """Start pods whose names resolve, as a headless service's do; return their processes."""
+        (self.folder / "hostfile").write_text(hostfile(pods))
+        for node in {one.node for one in pods}:
+            self.write_hosts(pods, node)
+        return {one.name: self.start_pod(one, log, environment) for one in pods}
+
+    def write_hosts(self, pods: list[Pod], node: int) -> None:
+        """Let full names mean the pods; a short name, only on the pod itself."""
+        path = Path(f"/etc/netns/tfcommx-{self.nodes.name}-{node}/hosts")
+        lines = [line for line in path.read_text().splitlines() if "# pod" not in line]
+        addresses = {
+            name: address
+            for address, name in (line.split()[:2] for line in lines if "node" in line)
+        }
+        for one in pods:
+            names = f"{one.name}.{one.domain}" + f" {one.name}" * (one.node == node)
+            lines.append(f"{addresses[f'node{one.node}']} {names} # pod")
+        path.write_text("\n".join(lines) + "\n")
+
+    def start_pod(
+        self, one: Pod, log: Path, environment: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        script = [f"hostname {one.name}", *self.mount_lines(one)]
+        given = {**IMAGE, "PATH": self.path, **one.environment, **environment}
+        words = [*self.as_user(one), *one.command]
+        script.append(shlex.join(["exec", "env", "-i", *(f"{k}={v}" for k, v in given.items())]))
+        script[-1] += f" {shlex.join(words)}"
+        isolated = ["unshare", "--uts", "--mount", "--pid", "--fork", "--mount-proc"]
+        return self.nodes.start(one.node, [*isolated, "sh", "-ec", "\n".join(script)], log)
+
+    @property
+    def path(self) -> str:
+        return f"{Path(sys.executable).parent}:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+    def as_user(self, one: Pod) -> list[str]:
+        """Return the words that make a process what both security contexts say."""
+        whole, own = one.pod_spec["securityContext"], one.container["securityContext"]
+        assert whole["runAsNonRoot"] and own["capabilities"] == {"drop": ["ALL"]}
+        assert own["allowPrivilegeEscalation"] is False
+        return [
+            "setpriv",
+            f"--reuid={whole['runAsUser']}",
+            f"--regid={whole['runAsGroup']}",
+            f"--groups={whole['fsGroup']}",
+            "--no-new-privs",
+            "--bounding-set=-all",
+            "--inh-caps=-all",
+        ]
+
+    def mount_lines(self, one: Pod) -> list[str]:
+        """Return the commands that mount the pod's volumes and the image's own files."""
+        own = self.folder / one.name
+        shutil.rmtree(own, ignore_errors=True)
+        home = own / "home" / "trainer"
+        (home / ".ssh").mkdir(parents=True)
+        shutil.copy(FOLDER / "sshd_config", home)
+        os.chown(home, 1000, 1000)
+        lines = [*self.open_lines(own), f"mount --bind {own}/home /home"]
+        lines.append(f"mount --bind {self.folder}/bin /usr/local/bin")
+        lines.append(f"mount --bind {self.folder}/etc/passwd /etc/passwd")
+        lines.append(f"mount --bind {self.folder}/etc/ssh_config /etc/ssh/ssh_config")
+        (own / "mnt").mkdir()
+        lines.append(f"mount --bind {own}/mnt /mnt")
+        for path, volume in one.mounts.items():
+            if path.startswith("/mnt/"):
+                (own / path.lstrip("/")).mkdir()
+            lines.append(self.mount(own, path, volume))
+        if "OMPI_MCA_orte_default_hostfile" in one.environment:
+            # There is no /etc/mpi here
+            place = f"{HOME}/hostfile"
+            shutil.copy(self.folder / "hostfile", home)
+            assert one.environment["OMPI_MCA_orte_default_hostfile"] in (HOSTFILE, place)
+            one.environment["OMPI_MCA_orte_default_hostfile"] = place
+        return lines
+
+    def open_lines(self, own: Path) -> list[str]:
+        """Return the commands that let every user reach what the image would hold.
+
+        This Python, or this checkout, may lie in a folder that only root can enter.
+        """
+        needed = [Path(sys.base_prefix), Path(sys.prefix), ROOT]
+        closed = {path: _closed(path) for path in needed}
+        hidden = [path for path in needed if closed[path]]
+        lines = []
+        for number, path in enumerate(hidden):
+            (own / f"open{number}").mkdir()
+            lines.append(f"mount --bind {path} {own}/open{number}")
+        for top in {str(closed[path]) for path in hidden}:
+            lines.append(f"mount -t tmpfs -o mode=755 tmpfs {top}")
+        for number, path in enumerate(hidden):
+            lines += [f"mkdir -p {path}", f"mount --bind {own}/open{number} {path}"]
+        return lines
+
+    def mount(self, own: Path, path: str, volume: dict) -> str:
+        """Return the command that mounts a volume; an emptyDir is new in each pod."""
+        if "emptyDir" in volume:
+            if volume["emptyDir"].get("medium") == "Memory":
+                size = volume["emptyDir"]["sizeLimit"].removesuffix("i")
+                return f"mount -t tmpfs -o size={size},mode=1777 tmpfs {path}"
+            source = own / volume["name"]
+            source.mkdir()
+            source.chmod(0o777)
+            return f"mount --bind {source} {path}"
+        if "secret" in volume:
+            return f"mount --bind {self.folder}/ssh {path}"
+        return f"mount --bind {self.folder / volume['name']} {path}"
+
+    # --- what the kubelet does to a pod that runs -------------------------------------------------
+
+    def first_process(self, one: Pod) -> psutil.Process:
+        """Return the pod's process 1."""
+        space = f"tfcommx-{self.nodes.name}-{one.node}"
+        pids = subprocess.run(["ip", "netns", "pids", space], text=True, capture_output=True)
+        (found,) = [
+            process
+            for process in map(psutil.Process, map(int, pids.stdout.split()))
+            if process.name() == "tini"
+        ]
+        return found
+
+    def terminate(self, one: Pod) -> None:
+        """Send SIGTERM to the pod's process 1, as the kubelet does."""
+        self.first_process(one).send_signal(signal.SIGTERM)
+
+    def execute(self, one: Pod, command: list[str], log: Path) -> subprocess.Popen[bytes]:
+        """Run a hook's command in the pod."""
+        pid = self.first_process(one).pid
+        inside = ["nsenter", f"--target={pid}", "--mount", "--pid", "--net", "--uts"]
+        with log.open("ab") as out:
+            return subprocess.Popen(
+                [*inside, *self.as_user(one), *command],
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+
+    def end(self, processes: dict[str, subprocess.Popen[bytes]]) -> None:
+        """Kill pods that are left, with all that runs in them."""
+        for process in processes.values():
+            if process.poll() is None:
+                # The kernel ends a namespace of processes with its first
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.Error):
+                        child.kill()
+                process.kill()
+                process.wait()
+
+
+def _closed(path: Path) -> Path | None:
+    """Return the first folder on the way to a path that not everybody can enter."""
+    way = [*reversed(path.parents), path]
+    return next((one for one in way if not one.stat().st_mode & 1), None)

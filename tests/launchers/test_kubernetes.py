@@ -1,0 +1,313 @@
+"""The manifests of docs/how-to/kubernetes.md: their fields, and what they start.
+
+A container runtime and a cluster are not needed: see machines.py for what stands in for them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_helpers import make_folder
+from launching import ROOT
+from machines import Machines, why_not
+from manifests import FILES, FOLDER, Pod, pod_templates, pods_of, read
+from saved import left
+from virtual_cluster import Nodes, wait_until
+
+PAGE = ROOT / "docs" / "how-to" / "kubernetes.md"
+# Of an MPIJob; its templates of pods are core's
+MPI_JOB = {
+    "slotsPerWorker": int,
+    "mpiImplementation": str,
+    "launcherCreationPolicy": str,
+    "sshAuthMountPath": str,
+    "runPolicy": {"cleanPodPolicy": str, "backoffLimit": int},
+    "mpiReplicaSpecs": {
+        role: {"replicas": int, "restartPolicy": str, "template": dict}
+        for role in ("Launcher", "Worker")
+    },
+}
+RECIPE = """
+name: train
+data: {name: folder, folder: set on the command line, store: 24}
+model: {name: "paced:build_net"}
+optimizer: {name: sgd, momentum: 0.9}
+batch_per_rank: 2
+phases:
+  - epochs: 4
+    resolution: 16
+    scheme: {route: hitopk, selection: mstopk, density: 0.05, dense_below: 8, dense_route: torus}
+learning_rate: {peak: 0.05}
+checkpoint: {every_steps: 5}
+threads: 1
+"""
+QUICK = {"PACED_SECONDS": "0"}
+SECONDS = 300.0
+on_nodes = [
+    pytest.mark.exhaustive,
+    pytest.mark.long_wait,
+    pytest.mark.xdist_group("launchers"),  # They share the nodes
+]
+
+
+def marked(test: object) -> object:
+    """Mark a test that starts pods."""
+    for mark in on_nodes:
+        test = mark(test)
+    return test
+
+
+# --- fields ---------------------------------------------------------------------------------------
+
+
+def models() -> Any:
+    """Return the classes that Kubeflow publishes: its own resources, JobSet's and core's."""
+    reason = "pip install kubeflow-trainer-api"
+    return pytest.importorskip("kubeflow_trainer_api.models", reason=reason)
+
+
+def kept(kind: Any, document: dict[str, Any]) -> dict[str, Any]:
+    """Return what a class knows of a document; it checks types and passes over unknown fields."""
+    return kind.from_dict(document).to_dict()
+
+
+def test_fields_are_those_of_the_published_interfaces() -> None:
+    known = models()
+    kinds = {
+        "JobSet": known.JobsetV1alpha2JobSet,
+        "TrainJob": known.TrainerV1alpha1TrainJob,
+        "TrainingRuntime": known.TrainerV1alpha1TrainingRuntime,
+    }
+    documents = [document for file in FILES for document in read(file)]
+    own = [document for document in documents if document["kind"] in kinds]
+    assert len(own) == len(documents) - 1
+    for document in own:
+        assert kept(kinds[document["kind"]], document) == document
+    for template in pod_templates("mpijob.yaml"):
+        assert kept(known.IoK8sApiCoreV1PodTemplateSpec, template) == template
+
+
+def test_a_field_that_does_not_exist_is_found() -> None:
+    template = pod_templates("jobset.yaml")[0]
+    template["spec"]["terminationGraceSeconds"] = 5
+    assert kept(models().IoK8sApiCoreV1PodTemplateSpec, template) != template
+
+
+def of_shape(value: Any, shape: Any) -> bool:
+    """Tell whether a value has a type, or these fields and no others."""
+    if not isinstance(shape, dict):
+        return type(value) is shape
+    return value.keys() == shape.keys() and all(of_shape(value[k], shape[k]) for k in shape)
+
+
+def test_the_fields_of_the_mpi_job_are_those_of_v2beta1() -> None:
+    (job,) = read("mpijob.yaml")
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
+    assert of_shape(job["spec"], MPI_JOB)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_pod_has_what_the_page_says(file: str) -> None:
+    for template in pod_templates(file):
+        pod = template["spec"]
+        assert pod["securityContext"]["runAsNonRoot"] and pod["terminationGracePeriodSeconds"] > 60
+        (container,) = pod["containers"]
+        assert container["command"][:2] == ["tini", "--"]
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        assert volumes.keys() == set(mounts.values())
+        shared = volumes[mounts["/dev/shm"]]["emptyDir"]
+        assert shared["medium"] == "Memory" and shared["sizeLimit"]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_page_names_the_manifest(file: str) -> None:
+    assert file in PAGE.read_text()
+
+
+def test_all_manifests_start_the_same_command() -> None:
+    found = [pods_of(file)[-1].command for file in FILES]
+    words = [command[command.index("train") - 1 :] for command in found]
+    assert words[0] == words[1] == words[2] and words[0][:2] == ["tfcommx", "train"]
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+PLACE = {
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "1",
+    "PET_NPROC_PER_NODE": "2",
+    "PET_MASTER_ADDR": "node",
+    "PET_MASTER_PORT": "29500",
+}
+
+
+def start_ranks(*command: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(FOLDER / "ranks"), *command],
+        env={"PATH": "/usr/bin:/bin", **PLACE, **environment},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def test_ranks_have_the_variables_of_torchrun() -> None:
+    say = "echo $RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $MASTER_PORT"
+    process = start_ranks("sh", "-c", say)
+    output, _ = process.communicate(timeout=20)
+    assert sorted(output.splitlines()) == ["2 0 4 node 29500", "3 1 4 node 29500"]
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(("end", "status"), [("exit 5", 5), ("kill -9 $$", 137)])
+def test_a_rank_that_fails_is_named_and_ends_the_others_of_its_pod(end: str, status: int) -> None:
+    process = start_ranks("sh", "-c", f'[ "$RANK" = 3 ] && {end}; exec sleep 600')
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == status and "rank 3" in output and "rank 2" not in output
+
+
+def test_a_pod_whose_ranks_saved_after_sigterm_has_not_finished() -> None:
+    loop = "while :; do sleep 0.1; done"
+    process = start_ranks("sh", "-c", f'trap "echo saved; exit 0" TERM; echo up; {loop}')
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]
+    process.terminate()
+    assert [process.stdout.readline() for _ in range(2)] == ["saved\n", "saved\n"]
+    assert process.wait(20) == 143
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("PET_NPROC_PER_NODE", "auto"), ("PET_NNODES", ""), ("PET_NODE_RANK", "x")]
+)
+def test_a_number_that_is_missing_is_named(name: str, value: str) -> None:
+    process = start_ranks("true", **{name: value})
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 1 and f"{name} must be a number" in output
+
+
+# --- pods -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def machines(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    if reason := why_not():
+        pytest.skip(reason)
+    made = Machines(nodes, tmp_path_factory.mktemp("kubernetes"))
+    for split, count in (("train", 96), ("test", 12)):
+        make_folder(made.folder / "data" / split, count)
+    (made.folder / "recipe" / "recipe.yaml").write_text(RECIPE)
+    yield made
+
+
+class Run:
+    """Pods of a manifest that train in the folder of runs."""
+
+    def __init__(self, machines: Machines, file: str, log: Path, **environment: str) -> None:
+        self.machines, self.pods, self.log = machines, pods_of(file), log
+        self.processes = machines.start(self.pods, log, **environment)
+        # Workers of the MPI operator run sshd until their job is over
+        last = self.pods[-1]
+        self.finite = [last] if last.node == 0 else self.pods
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def statuses(self) -> list[int]:
+        """Wait for the end; return the exit statuses by pod."""
+        processes = [self.processes[one.name] for one in self.finite]
+        try:
+            wait_until(
+                lambda: all(process.poll() is not None for process in processes), SECONDS, "the end"
+            )
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.output[-6000:]}") from None
+        finally:
+            self.machines.end(self.processes)
+        return [process.returncode for process in processes]
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.machines.end(self.processes)
+
+
+def folder_of_run(machines: Machines) -> Path:
+    return machines.folder / "runs" / "train"
+
+
+@functools.cache
+def whole(machines: Machines, file: str) -> dict[str, bytes]:
+    """Return what a run leaves that nobody has stopped."""
+    remove(machines)
+    with Run(machines, file, machines.folder / f"{file}.log", **QUICK) as run:
+        assert not any(run.statuses()), run.output[-6000:]
+    assert "4 on 2 nodes" in run.output, run.output[-6000:]
+    assert "stopped" not in json.loads((folder_of_run(machines) / "summary.json").read_text())
+    return left(folder_of_run(machines))
+
+
+def remove(machines: Machines) -> None:
+    subprocess.run(["rm", "-rf", folder_of_run(machines)], check=True)
+
+
+def under_way(machines: Machines, run: Run) -> None:
+    """Wait until a run has saved for the first time."""
+    saved = folder_of_run(machines) / "checkpoint" / "checkpoint.json"
+    finite = [run.processes[one.name] for one in run.finite]
+    wait_until(
+        lambda: saved.is_file() or any(process.poll() is not None for process in finite),
+        SECONDS,
+        "the first checkpoint",
+    )
+    assert saved.is_file(), run.output[-6000:]
+
+
+@marked
+@pytest.mark.parametrize("file", FILES[1:])
+def test_all_manifests_train_to_the_same_bits(machines: Machines, file: str) -> None:
+    assert whole(machines, file) == whole(machines, FILES[0])
+
+
+@marked
+def test_a_pod_that_is_evicted_lets_all_save_and_the_next_start_goes_on(
+    machines: Machines, tmp_path: Path
+) -> None:
+    expected = whole(machines, FILES[0])
+    remove(machines)
+    with Run(machines, FILES[0], tmp_path / "first") as run:
+        under_way(machines, run)
+        machines.terminate(run.pods[1])
+        # 143: the pod's job has failed, and so starts again
+        assert run.statuses() == [0, 143], run.output[-6000:]
+        assert "and saved" in run.output, run.output[-6000:]
+    with Run(machines, FILES[0], tmp_path / "second", **QUICK) as run:
+        assert not any(run.statuses()), run.output[-6000:]
+    assert left(folder_of_run(machines)) == expected
+
+
+@marked
+def test_the_hook_of_a_worker_lets_the_launcher_start_again(
+    machines: Machines, tmp_path: Path
+) -> None:
+    expected = whole(machines, FILES[0])
+    remove(machines)
+    with Run(machines, "mpijob.yaml", tmp_path / "first") as run:
+        under_way(machines, run)
+        worker: Pod = run.pods[1]
+        hook = worker.container["lifecycle"]["preStop"]["exec"]["command"]
+        machines.execute(worker, hook, tmp_path / "hook")
+        assert run.statuses() == [1], run.output[-6000:]
+        assert "and saved" in run.output, run.output[-6000:]
+    with Run(machines, "mpijob.yaml", tmp_path / "second", **QUICK) as run:
+        assert run.statuses() == [0], run.output[-6000:]
+    assert left(folder_of_run(machines)) == expected
