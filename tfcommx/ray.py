@@ -97,7 +97,8 @@ def run(
         environment: variables of all ranks besides those that say who they are.
 
     Returns:
-        What each rank's call returned, by rank. Ranks of a node are consecutive.
+        What each rank's call returned, by rank. Ranks of a node are consecutive, and those on the
+        driver's own node come first.
 
     **Ranks:** the driver calls; `ray.init()` may have been called before. **Raises:** PlanError for
     a missing Ray, or places that the cluster does not have within 300 s; RuntimeError that names
@@ -149,7 +150,7 @@ def _ray() -> Any:
 
 
 def _start(ray: Any, group: Any, each: dict[str, float], workers: int, bundles: int) -> list[Any]:
-    """Start the workers in their places; return them, those of a node consecutive."""
+    """Start the workers in their places; return them, node by node, the driver's own node first."""
     own_options = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     options = {option: each.get(name, 0) for name, option in own_options.items()}
     options["resources"] = {name: each[name] for name in each.keys() - own_options.keys()}
@@ -170,7 +171,10 @@ def _start(ray: Any, group: Any, each: dict[str, float], workers: int, bundles: 
             f"{workers} workers must start within {START_SECONDS:g} s. Not all did: `ray list "
             "actors` says why."
         ) from error
-    nodes = list(dict.fromkeys(place.node for place in places))
+    # Rank 0 writes: where the driver is, if a worker is there
+    own = ray.util.get_node_ip_address()
+    nearest = sorted(places, key=lambda place: place.address != own)
+    nodes = list(dict.fromkeys(place.node for place in nearest))
     order = sorted(range(workers), key=lambda number: nodes.index(places[number].node))
     return [started[number] for number in order]
 

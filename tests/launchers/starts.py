@@ -52,9 +52,12 @@ def on_head(*words: str) -> Callable[[list[str]], list[Start]]:
 
 def ray(program: list[str]) -> list[Start]:
     """On each node what makes it a node of Ray; on the first, also the driver."""
-    node = [PYTHON, str(WORKERS / "ray_node.py")]
+    # Nodes share no folder: each would pass on the lines of all workers whose logs it finds
+    own = 'mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray && exec "$@"'
+    node = ["unshare", "--mount", "sh", "-c", own, "sh", PYTHON, str(WORKERS / "ray_node.py")]
     return [
-        Start(1, [*node, "head", "node1", "2", *program], {}),
+        # Each line counts, also if other ranks print the same
+        Start(1, [*node, "head", "node1", "2", *program], {"RAY_DEDUP_LOGS": "0"}),
         Start(2, [*node, "join", "node1"], {}),
     ]
 
