@@ -221,9 +221,9 @@ class Run:
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def statuses(self) -> list[int]:
-        """Wait for the end; return the exit statuses by pod."""
-        processes = [self.processes[one.name] for one in self.finite]
+    def statuses(self, *others: subprocess.Popen[bytes]) -> list[int]:
+        """Wait for the end, also of other processes; return the exit statuses by pod."""
+        processes = [*(self.processes[one.name] for one in self.finite), *others]
         try:
             wait_until(
                 lambda: all(process.poll() is not None for process in processes), SECONDS, "the end"
@@ -232,7 +232,7 @@ class Run:
             raise AssertionError(f"{error}\n{self.output[-6000:]}") from None
         finally:
             self.machines.end(self.processes)
-        return [process.returncode for process in processes]
+        return [process.returncode for process in processes[: len(self.finite)]]
 
     def __enter__(self) -> Run:
         return self
@@ -305,8 +305,10 @@ def test_the_hook_of_a_worker_lets_the_launcher_start_again(
         under_way(machines, run)
         worker: Pod = run.pods[1]
         hook = worker.container["lifecycle"]["preStop"]["exec"]["command"]
-        machines.execute(worker, hook, tmp_path / "hook")
-        assert run.statuses() == [1], run.output[-6000:]
+        hooked = machines.execute(worker, hook, tmp_path / "hook")
+        assert run.statuses(hooked) == [1], run.output[-6000:]
+        # With no ranks it would leave a file that stops the next run
+        assert not (folder_of_run(machines) / "stop").exists()
         assert "and saved" in run.output, run.output[-6000:]
     with Run(machines, "mpijob.yaml", tmp_path / "second", **QUICK) as run:
         assert run.statuses() == [0], run.output[-6000:]
