@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 PORT = 6379
+HEAD = ("--head", f"--port={PORT}", "--include-dashboard=false")
 WORKERS_PER_NODE = 2
 # For nodes to come, where 8 processes may share 2 cores
 SECONDS = 300.0
@@ -37,9 +38,10 @@ def start(*words: str) -> subprocess.Popen[bytes]:
 
 def end(node: subprocess.Popen[bytes]) -> None:
     """Kill Ray's processes on this host: asked to end without a head, they take half a minute."""
-    for process in [*psutil.Process(node.pid).children(recursive=True), node]:
-        with contextlib.suppress(psutil.Error):
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(node.pid).children(recursive=True):
             process.kill()
+    node.kill()
     node.wait()
 
 
@@ -66,16 +68,32 @@ def run_script(words: list[str]) -> None:
     runpy.run_path(words[0], run_name="__main__")
 
 
+def connect(host: str) -> subprocess.Popen[bytes]:
+    """Start the head, and be its driver; again if Ray gives up, as it does after 30 s."""
+    import ray
+
+    deadline = time.monotonic() + SECONDS
+    node = start(*HEAD)
+    while time.monotonic() < deadline:
+        try:
+            ray.init(address=f"{host}:{PORT}")
+            return node
+        except ConnectionError:
+            time.sleep(0.5)
+        if node.poll() is not None:
+            node = start(*HEAD)
+    end(node)
+    sys.exit("ray_node: the head did not start")
+
+
 def head(host: str, nodes: int, words: list[str]) -> None:
     """Start the head and run a script on all nodes."""
-    node = start("--head", f"--port={PORT}", "--include-dashboard=false")
+    node = connect(host)
     try:
-        wait_for_head(host)
         import ray
 
         import tfcommx.ray
 
-        ray.init(address=f"{host}:{PORT}")
         deadline = time.monotonic() + SECONDS
         while sum(one["Alive"] for one in ray.nodes()) < nodes:
             if time.monotonic() > deadline:
@@ -101,6 +119,8 @@ def join(host: str) -> None:
     try:
         while answers(host):
             time.sleep(0.5)
+            if node.poll() is not None:
+                node = start(f"--address={host}:{PORT}")
     finally:
         end(node)
 
