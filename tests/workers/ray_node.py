@@ -108,6 +108,8 @@ def head(host: str, nodes: int, words: list[str]) -> None:
             )
         finally:
             time.sleep(FORWARDING_SECONDS)
+            # With its head, and so within a moment
+            ray.shutdown()
     finally:
         end(node)
 
