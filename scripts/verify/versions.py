@@ -34,7 +34,6 @@ FOLDER = ROOT / "build" / "versions"
 TESTS = ("tests/laws", "tests/optim", "tests/test_real_ranks.py")
 # Name -> the Python that runs it, and packages other than those that set-up installs
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "py3.10": ("3.10", ()),
     "py3.11": ("3.11", ()),
     "py3.12": ("3.12", ()),
     "py3.13": ("3.13", ()),
