@@ -49,7 +49,7 @@ def check_tools() -> None:
     """Refuse what would fail later, and less clearly."""
     if not (3, 11) <= sys.version_info < (3, 14):
         raise Missing(
-            f"Python 3.11 to 3.13 is required: TensorFlow {TENSORFLOW} and today's Keras run on these. "
+            f"Python 3.11 to 3.13 is required: TensorFlow {TENSORFLOW} and Keras run on these. "
             f"This is {platform.python_version()}: apt-get install python3.13-venv python3.13-dev, "
             "then python3.13 scripts/setup"
         )
