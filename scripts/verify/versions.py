@@ -104,7 +104,7 @@ def check(name: str, python: str, packages: tuple[str, ...], tests: list[str]) -
     status, output = run(log, tree, environment, *train)
     summary = tree / "runs" / "fashion_mnist" / "summary.json"
     row["demo_accuracy"] = None if status else json.loads(summary.read_text())["test_accuracy"]
-    status, output = run(log, tree, environment, "python", "-m", "pytest", "-q", *tests)
+    status, output = run(log, tree, environment, "python", "-m", "pytest", *tests)
     last = output.strip().splitlines()[-1]
     for outcome in ("passed", "failed", "error"):
         counted = re.search(rf"(\d+) {outcome}", last)

@@ -18,7 +18,7 @@ from bench import record, records, results
 
 # Numbers in README that nobody measured: versions, of a license too, and what a setting is
 ALLOWED = {
-    *("2.0", "2.21", "3.15", "0.28.1", "3.10", "3.13"),
+    *("2.0", "2.21", "3.15", "0.28.1", "3.11", "3.13"),
     *("200 Mbit/s", "1 Gbit/s", "1 %", "4 %", "5 %"),
 }
 # With a decimal point, or before a unit
@@ -51,10 +51,10 @@ def test_the_readme_has_no_measured_number_that_was_typed() -> None:
 
 
 def test_a_typed_number_is_seen() -> None:
-    text = "It takes 0.53 s, or 12 times less; Python 3.10; 4 nodes; `0.7`; [x](a/1.5)\n"
+    text = "It takes 0.53 s, or 12 times less; Python 3.11; 4 nodes; `0.7`; [x](a/1.5)\n"
     text += "    2.5 s\n```\n1.5 s\n```\n7 %\n"
     marked = "<!--figure demo.seconds .0f-->114<!--/--> s"
-    assert typed_numbers(text + marked) == ["0.53 s", "12 times", "3.10", "7 %"]
+    assert typed_numbers(text + marked) == ["0.53 s", "12 times", "3.11", "7 %"]
 
 
 @pytest.mark.parametrize("marker", ["<!--figure a.b-->0.1<!--/-->", "<!--figure a.b .1f-->0.1"])
