@@ -9,11 +9,11 @@ import pytest
 
 from tfcommx.comm.allocation import Host
 from tfcommx.comm.horovodrun import Launch
-from tfcommx.comm.rank_lines import Failure
+from tfcommx.comm.rank_lines import Failure, RankLines
 from tfcommx.elastic import summary
 from tfcommx.elastic.generation import Generation
 from tfcommx.elastic.growth import price
-from tfcommx.elastic.verdict import Deaths, Ending
+from tfcommx.elastic.verdict import Deaths, Ending, first_failure
 
 HOSTS = (Host("node0", 1), Host("node1", 2))
 LAUNCH = Launch(HOSTS, ("python", "train.py"))
@@ -58,6 +58,24 @@ def generation(number: int, first: int, last: int, began: float = 0.0, rate: flo
 )
 def test_what_was_lost_is_said(ending: Ending, said: str) -> None:
     assert ending.what_was_lost(LAUNCH) == said
+
+
+@pytest.mark.parametrize(
+    "endings, rank",
+    [
+        ([(0.0, 1, 134), (0.2, 2, 137), (0.3, 0, 134)], 2),
+        # A rank that horovodrun had to kill
+        ([(0.0, 1, 134), (0.3, 0, 143), (5.2, 2, 137)], 1),
+        ([(0.0, 1, 3), (0.2, 2, 137)], 1),
+    ],
+)
+def test_a_rank_that_gloo_aborts_is_not_the_first(endings: list[tuple], rank: int) -> None:
+    lines = RankLines()
+    _, first, status = endings[0]
+    lines.own = [f"Process name: {first}\nExit code: {status}\n"]
+    lines.endings = [(when, Failure(one, status)) for when, one, status in endings]
+    found = first_failure(lines)
+    assert found is not None and found.rank == rank
 
 
 def test_three_deaths_at_the_same_step_are_too_many() -> None:

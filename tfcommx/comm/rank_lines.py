@@ -28,7 +28,7 @@ TRACEBACK = "Traceback (most recent call last):"
 # How the launchers say which rank ended first: its exit status, or the signal
 EXITED = re.compile(r"Process name: (?:\[\S+,)?(\d+)\]?\s+Exit code:\s+(\d+)")
 # What horovodrun says as soon as a rank has failed
-ENDING = re.compile(r"Process \d+ exit with status code")
+ENDING = re.compile(r"Process (\d+) exit with status code (\d+)")
 SIGNALLED = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on\s+signal (\d+)")
 UNREACHED = re.compile(
     r"ssh not successful for host (\S+):\n(.*?)\n(?:\n|ssh|Traceback)", re.DOTALL
@@ -79,8 +79,8 @@ class RankLines:
         self.writers: dict[str, str] = {}
         # By rank: a traceback whose end has not come yet
         self.tracebacks: dict[str, str] = {}
-        # When a rank failed first (monotonic clock); None: not yet, or mpirun has started them
-        self.ending_since: float | None = None
+        # Ranks that have failed, and when (monotonic clock); none if mpirun has started them
+        self.endings: list[tuple[float, Failure]] = []
 
     def relay(self, stream: IO[str]) -> None:
         """Show all lines of a stream."""
@@ -93,8 +93,9 @@ class RankLines:
                 (rank, kind), text = unended, line
             else:
                 self.own.append(line)
-                if self.ending_since is None and ENDING.match(line):
-                    self.ending_since = time.monotonic()
+                if found := ENDING.match(line):
+                    failure = Failure(int(found[1]), int(found[2]))
+                    self.endings.append((time.monotonic(), failure))
                 continue
             unended = (rank, kind) if text.endswith("\r") else None
             if kind == "stdout":

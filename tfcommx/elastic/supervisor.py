@@ -26,7 +26,7 @@ from tfcommx.elastic.hosts import Hosts, host_named
 from tfcommx.elastic.link import Link, RunSecret
 from tfcommx.elastic.options import ElasticOptions
 from tfcommx.elastic.placement import in_words, place, slots_of
-from tfcommx.elastic.verdict import Deaths, Ending
+from tfcommx.elastic.verdict import Deaths, Ending, first_failure
 
 # So that horovodrun says at once that a rank has failed; it gives it to the ranks anyway
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
@@ -192,8 +192,8 @@ class Supervisor:
         """
         while not generation.ended:
             time.sleep(1)
-            since = lines.ending_since
-            if since is not None and time.monotonic() - since > ENDING_SECONDS:
+            endings = lines.endings
+            if endings and time.monotonic() - endings[0][0] > ENDING_SECONDS:
                 self._sweep(generation, "ranks")
                 return
 
@@ -216,7 +216,7 @@ class Supervisor:
         leaving = {host for host in said if host}
         asked = generation.asked_to_pause or bool(generation.leaving)
         dead = names - self._answered
-        ending = Ending(lines.failure(), asked, lines.missing, dead, leaving)
+        ending = Ending(first_failure(lines), asked, lines.missing, dead, leaving)
         generation.how = ending.what_was_lost(running.launch)
         if ending.first and not ending.paused and self._status is None:
             self._status = ending.first.status

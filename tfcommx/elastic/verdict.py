@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from tfcommx.comm.horovodrun import Launch
-from tfcommx.comm.rank_lines import Failure
+from tfcommx.comm.rank_lines import Failure, RankLines
 from tfcommx.comm.supervision import PAUSED
 from tfcommx.elastic.generation import Generation
 
@@ -22,6 +23,30 @@ SSH_LOST = 255
 # What a rank's watcher says of others
 SILENT = re.compile(r"rank (\d+) on \S+ \(no response")
 CUT_OFF = "it may have been cut off"
+
+# Gloo aborts the ranks that notice that one has ended
+ABORTED = 128 + signal.SIGABRT
+# So long after the first one a rank that failed by itself may be seen to end, over ssh; those that
+# horovodrun ends get SIGKILL later
+SEEN_SECONDS = 3.0
+
+
+def first_failure(lines: RankLines) -> Failure | None:
+    """Return the rank that failed first; not one that was aborted because of it, if that is known.
+
+    Args:
+        lines: what the launcher has said.
+    """
+    first = lines.failure()
+    if first is None or first.status != ABORTED:
+        return first
+    soon = [
+        failure
+        for when, failure in lines.endings
+        if when - lines.endings[0][0] < SEEN_SECONDS
+        and failure.status not in (ABORTED, 128 + signal.SIGTERM)
+    ]
+    return soon[0] if soon else first
 
 
 class Ending(NamedTuple):
