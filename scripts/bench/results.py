@@ -90,6 +90,7 @@ COMMANDS = {
     "float16": train("float16", 0),
     "float16_seed1": train("float16", 1),
     "wheels": "python scripts/verify/wheels.py",
+    "losses": "python scripts/trials/losses.py",
 }
 
 

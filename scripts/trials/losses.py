@@ -178,7 +178,7 @@ class Run:
 def single(fault: str, nodes: int, setup: str, folder: Path, reference: str) -> dict[str, Any]:
     """Let a run meet one fault; return its row of the table."""
     run = Run(folder, nodes, setup, EPOCHS)
-    row: dict[str, Any] = {"fault": fault, "setup": setup, "nodes": nodes, "went_on": False}
+    row: dict[str, Any] = {"name": fault, "setup": setup, "nodes": nodes, "went_on": False}
     if not run.wait_for(0, STEPS_BEFORE):
         return row | {"status": run.end()}
     row["cold_start"] = run.steps(0)[0][0] - run.began
@@ -273,7 +273,7 @@ def line(row: dict[str, Any]) -> str:
     """Return a row of the table as text."""
     seconds = " ".join(f"{row[one]:10.1f}" if one in row else " " * 10 for one in COLUMNS)
     rest = (row.get(one, "") for one in ("repeated", "source", "ranks_after", "same_bits"))
-    return f"{row['fault']:8}{'yes' if row['went_on'] else 'NO':8}{seconds}  " + "  ".join(
+    return f"{row['name']:8}{'yes' if row['went_on'] else 'NO':8}{seconds}  " + "  ".join(
         f"{one!s:>8}" for one in rest
     )
 

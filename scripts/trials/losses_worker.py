@@ -56,18 +56,21 @@ def samples(count: int, seed: object) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Steps(keras.callbacks.Callback):
-    """Writes steps down, and keeps them from being too short."""
+    """Writes steps down, and keeps them from being too short; not those that are skipped."""
 
     def on_train_begin(self, logs: dict | None = None) -> None:
         self.file = (folder / f"steps-{generation}").open("a") if comm.rank == 0 else None
+        self.taken = int(model.optimizer.iterations)
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self.epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        if model.optimizer.iterations > 0 and self.file and batch:
-            print(time.time(), self.epoch * STEPS + batch, file=self.file, flush=True)
-        time.sleep(STEP_SECONDS)
+        before, self.taken = self.taken, int(model.optimizer.iterations)
+        if self.taken > before:
+            time.sleep(STEP_SECONDS)
+            if self.file:
+                print(time.time(), self.epoch * STEPS + batch, file=self.file, flush=True)
 
 
 inputs, targets = samples(STEPS * BATCH, [1, comm.rank])

@@ -83,6 +83,9 @@ class Snapshots:
         self._link: SupervisorLink | None = None
         if self.supervised is None:
             return
+        if trains_alone(model) and every is None:
+            self.supervised = None  # Such ranks go on by themselves
+            return
         if trains_alone(model):
             raise PlanError(
                 "Snapshots in memory need ranks that take each step together. Received "
