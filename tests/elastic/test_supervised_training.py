@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -55,10 +56,17 @@ class Trained:
 
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
-    before = set(MEMORY.glob(f"tfcommx-{os.getuid()}-*"))
+    """Memory that appeared during a test goes; that of tests beside this one may take a while."""
+
+    def found() -> set[Path]:
+        return set(MEMORY.glob(f"tfcommx-{os.getuid()}-{'[0-9a-f]' * 16}-*"))
+
+    before = found()
     yield
-    stays = {one for one in MEMORY.glob(f"tfcommx-{os.getuid()}-*") if "localhost" in one.name}
-    assert not stays - before
+    stays, deadline = found() - before, time.monotonic() + 150
+    while (stays := {one for one in stays if one.exists()}) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert not stays
 
 
 @pytest.mark.long_wait
