@@ -136,7 +136,8 @@ def test_what_was_measured_is_scaled_and_never_lost(tmp_path: Path) -> None:
         first = first_position(here, saved)
         assert first == Position(2, expected[0])
         totals = SimpleNamespace(seconds=float, so_far=dict)
-        made = make_callbacks(here, first, saved, TrainOptions(), StopRequests(None), None, totals)
+        requests, snapshots = StopRequests(None), SimpleNamespace(supervised=None)
+        made = make_callbacks(here, first, saved, TrainOptions(), requests, None, totals, snapshots)
         made.timing.on_epoch_begin(2)
         assert (made.history.steps_measured(), made.timing.first_steps) == expected
         assert made.timing.seconds["compute"] == 3.0
