@@ -75,4 +75,5 @@ def test_a_recipe_goes_on_and_stops_on_a_signal(tmp_path: Path) -> None:
     out, errors = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGINT, errors
     assert "Stopped by the file" in out and "was killed by SIGKILL" in errors
-    assert len(json.loads(table.read_text())["generations"]) == 2
+    before, after = json.loads(table.read_text())["generations"]
+    assert (before["resumed"]["source"], after["resumed"]["source"]) == ("start", "file")

@@ -99,10 +99,14 @@ def train(
         began = time.monotonic()
 
         def in_generation(number: int) -> list[str]:
-            """Return the words of a generation: later ones go on, in the time that is left."""
+            """Return the words of a generation: later ones have the time that is left.
+
+            They need no --resume to go on. With it they would take another run's checkpoint, if
+            this run was lost before its first save.
+            """
             passed = (time.monotonic() - began) / 60 if number else 0.0
             limit = [] if minutes is None else ["--minutes", str(max(0.0, minutes - passed))]
-            return [*words, *["--resume"] * (resume or number > 0), *limit]
+            return [*words, *["--resume"] * resume, *limit]
 
         if hosts:
             given = parse_hosts(hosts)
