@@ -67,6 +67,7 @@ NO_TENSORFLOW = (
     "recipes.reader",
     "recipes.recipe",
     "recipes.schedules",
+    "recipes.strategies",
     "recipes.tasks",
     "recipes.text.batches",
     "recipes.text.corpus",

@@ -20,6 +20,7 @@ from tfcommx.recipes.models import MODELS
 from tfcommx.recipes.optimizers import OPTIMIZERS
 from tfcommx.recipes.recipe import CheckpointSettings, LearningRate, Phase, Recipe, Target
 from tfcommx.recipes.schedules import SCHEDULES
+from tfcommx.recipes.strategies import STRATEGIES
 from tfcommx.recipes.tasks import TASKS
 from tfcommx.recipes.user import FORM
 from tfcommx.routes import ROUTES
@@ -40,6 +41,7 @@ FAMILIES = {
     "task": TASKS,
     "optimizer": OPTIMIZERS,
     "learning_rate.decay": SCHEDULES,
+    "strategy": STRATEGIES,
 }
 # Class -> the heading under which it stands
 HEADINGS = {model.__name__: name for name, model in PARTS.items()} | {

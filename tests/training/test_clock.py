@@ -16,7 +16,7 @@ def test_evaluation_and_saving_are_left_out():
     run = SimpleNamespace(recipe=SimpleNamespace(scheme_of_epoch=list))
     timing = SimpleNamespace(seconds={"evaluation": 3.0, "saving": 2.0, "compute": 50.0})
     rows = [{"seconds": {"evaluation": 5.0, "saving": 1.0, "compute": 20.0}}]
-    history = EpochHistory(run, None, timing, None, rows, lambda: 100.0)
+    history = EpochHistory(run, None, timing, None, rows, lambda: 100.0, lambda: 0)
     assert history.clock() == 89.0
 
 

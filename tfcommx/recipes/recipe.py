@@ -25,6 +25,7 @@ from tfcommx.recipes.reader import (
     refuse_unknown,
 )
 from tfcommx.recipes.schedules import SCHEDULES, Schedule
+from tfcommx.recipes.strategies import STRATEGIES, StrategyRecipe
 from tfcommx.recipes.tasks import TASKS
 from tfcommx.recipes.user import UserDataset, UserModel, UserOptimizer, UserTask
 from tfcommx.terms import Scheme, Topology
@@ -173,6 +174,10 @@ class Recipe(Part):
     )
     # Over the whole run
     learning_rate: LearningRate
+    # Who updates the weights, and how often the ranks meet
+    strategy: Annotated[StrategyRecipe, member_of(STRATEGIES, "synchronous", by_name=True)] = Field(
+        "synchronous", validate_default=True
+    )
     # A score whose time is reported; None: none
     target: Target | None = None
     # When checkpoints are saved, and how many are kept

@@ -6,6 +6,7 @@ import time
 
 import keras
 
+from tfcommx.optim.step_boundary import consolidate
 from tfcommx.optim.wrapped import exchanger_of, steps_of_update
 from tfcommx.recipes.recipe import Phase
 from tfcommx.training.run import Run
@@ -51,6 +52,18 @@ class InformAuto(keras.callbacks.Callback):
         """Tell it: if the epoch has another scheme, its first step makes a new plan."""
         accumulated = steps_of_update(self.model.optimizer)
         exchanger_of(self.model).requested.expected_run = self.run.expected_run(epoch, accumulated)
+
+
+class Consolidate(keras.callbacks.Callback):
+    """Makes the weights whole and equal at each epoch's end, if the strategy lets them drift.
+
+    BroadcastState does it too, but is there in a run's first phase only.
+    **Ranks:** all.
+    """
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        """Average what drifted."""
+        consolidate(self.model.optimizer)
 
 
 class Evaluation(keras.callbacks.Callback):

@@ -18,8 +18,8 @@ from tfcommx.training.timing import Timing
 class EpochHistory(keras.callbacks.Callback):
     """Keeps a row of numbers per epoch, rows of an earlier process included.
 
-    It reads what the callbacks before it have put into the logs. `elapsed` returns the seconds of
-    the whole run so far.
+    It reads what the callbacks before it have put into the logs. `elapsed` and `sent` return the
+    seconds of the whole run so far, and the bytes that this rank has sent to other nodes.
     """
 
     def __init__(
@@ -30,9 +30,10 @@ class EpochHistory(keras.callbacks.Callback):
         compare: callbacks.CompareReplicas,
         rows: list[dict[str, Any]],
         elapsed: Callable[[], float],
+        sent: Callable[[], int],
     ) -> None:
         super().__init__()
-        self.elapsed = elapsed
+        self.elapsed, self.sent = elapsed, sent
         self.run, self.counter, self.timing, self.compare = run, counter, timing, compare
         self.schemes, self.rows = run.recipe.scheme_of_epoch(), rows
         # Steps of the current epoch that an earlier process took and measured
@@ -83,6 +84,8 @@ class EpochHistory(keras.callbacks.Callback):
             "replicas_identical": bool(self.compare.identical),
             "seconds": {kind: round(value, 3) for kind, value in seconds.items()},
             "clock_seconds": round(self.clock(), 3),
+            # Of the run so far, as the clock
+            "bytes_between_nodes": self.sent(),
             "loader": {name: round(value, 6) for name, value in loader.items()},
         }
 

@@ -18,7 +18,7 @@ from tfcommx import report
 from tfcommx.optim import callbacks, checkpoint
 from tfcommx.optim.checkpoint.memory.newest import newest_of_run
 from tfcommx.recipes.recipe import Recipe
-from tfcommx.training.callbacks import Evaluation, InformAuto, LearningRate
+from tfcommx.training.callbacks import Consolidate, Evaluation, InformAuto, LearningRate
 from tfcommx.training.history import EpochHistory, ShowProgress
 from tfcommx.training.run import Run, prepare
 from tfcommx.training.save_and_stop import SaveAndStop, StopAtEpochEnd, Stopped
@@ -126,6 +126,9 @@ class Totals:
     def seconds(self) -> float:
         return float(self.before["seconds"] + time.monotonic() - self.start)
 
+    def bytes_between(self) -> int:
+        return int(self.so_far()["bytes_between_nodes"])
+
     def so_far(self) -> dict[str, Any]:
         found = {
             key: self.before[key] + value - self.at_start[key]
@@ -210,7 +213,10 @@ def print_stop(run: Run, stopped: dict[str, Any]) -> None:
 def compile_model(model: keras.Model, run: Run, scheme: cx.Scheme) -> keras.optimizers.Optimizer:
     """Compile the model with the recipe's optimizer, wrapped; return the wrapper."""
     optimizer = cx.DistributedOptimizer(
-        run.recipe.optimizer.build(), scheme=scheme, links=run.recipe.links
+        run.recipe.optimizer.build(),
+        scheme=scheme,
+        links=run.recipe.links,
+        strategy=run.recipe.strategy.build(),
     )
     model.compile(
         optimizer,
@@ -230,6 +236,8 @@ class RunCallbacks(NamedTuple):
     learning_rate: LearningRate
     inform_auto: InformAuto
     switch: callbacks.SwitchScheme
+    # Those that follow need whole and equal weights
+    consolidate: Consolidate
     metrics: callbacks.AverageMetrics
     batch_norm: callbacks.AverageBatchNorm
     compare: callbacks.CompareReplicas
@@ -258,7 +266,8 @@ def make_callbacks(
     schemes = enumerate(pairwise(recipe.scheme_of_epoch()), 1)
     changes = {at: new for at, (old, new) in schemes if new != old and at > first.epoch}
     rows = list(notes.get("rows", ()))
-    history = EpochHistory(run, counter, timing, compare, rows, totals.seconds)
+    counted = totals.seconds, totals.bytes_between
+    history = EpochHistory(run, counter, timing, compare, rows, *counted)
     if saved and saved.step:
         under_way = notes.get("under_way", {})
         counts = (under_way.get(name, 0) for name in ("steps", "first_steps"))
@@ -275,6 +284,7 @@ def make_callbacks(
         LearningRate(run, counter),
         InformAuto(run),
         callbacks.SwitchScheme(changes),
+        Consolidate(),
         callbacks.AverageMetrics(),
         callbacks.AverageBatchNorm(),
         compare,
