@@ -8,11 +8,13 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel
 from reference_api import comment_above
 
+from tfcommx.compression import COMPRESSIONS
 from tfcommx.planner.check import PEER_ROUTES
 from tfcommx.planner.merging import MERGINGS
 from tfcommx.recipes.datasets import DATASETS
@@ -56,12 +58,20 @@ USUAL = Recipe.model_validate(
         "learning_rate": {"peak": 1},
     }
 )
+
+
+def _open(names: Iterable[str], *patterns: str) -> dict[str, Any]:
+    """Return the schema of a family: names of its table, or somebody else's "module:MEMBER"."""
+    return {"anyOf": [{"enum": list(names)}, *({"pattern": one} for one in (*patterns, f"^{FORM.pattern}$"))]}
+
+
 # Of a scheme, which checks itself, with tables of names: JSON schema's words for its checks
 SCHEME: dict[str, dict[str, Any]] = {
-    "route": {"enum": [*ROUTES, AUTO]},
+    "route": _open([*ROUTES, AUTO]),
     "dense_route": {"enum": [name for name, route in ROUTES.items() if not route.sparse]},
     "peer_route": {"enum": list(PEER_ROUTES)},
-    "selection": {"enum": list(RULES)},
+    "selection": _open(RULES),
+    "compression": _open(["none", *COMPRESSIONS], f"^({'|'.join(COMPRESSIONS)})/"),
     "wire": {"enum": list(WIRES)},
     "dense_wire": {"enum": [PLAIN, *NARROW]},
     "merging": {"enum": list(MERGINGS)},

@@ -16,7 +16,7 @@ from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.terms import NARROW, Plan, Scheme, Topology
+from tfcommx.terms import NARROW, NO_COMPRESSION, Plan, Scheme, Topology
 
 ONE_LEVEL = [Topology(1, 1), Topology(2, 1), Topology(1, 2), Topology(3, 1)]
 
@@ -74,6 +74,12 @@ WIRED = [
 LOSSY = [scheme(route, wire=wire) for route in DENSE for wire in routes.get(route).wires[1:]]
 
 
+# Dense routes that sum the vectors of a compression; no matrix of SHAPES travels as it is
+COMPRESSED = [
+    dataclasses.replace(one, compression="powersgd/2") for one in [*map(scheme, DENSE), TORI[0]]
+]
+
+
 # Of these the ones in 16 bits, whose rounding errors are kept
 ROUNDED = [one for one in LOSSY if one.wire in NARROW]
 
@@ -88,7 +94,8 @@ def name_of(value: Any) -> str:
         return f"{value.nodes}x{value.slots}"
     if isinstance(value, Scheme):
         peers = [value.peer_route] * (value.peer_route != "allreduce")
-        return "-".join([value.route, value.selection, value.wire, *peers])
+        how = value.compression if value.compression != NO_COMPRESSION else value.selection
+        return "-".join([value.route, how, value.wire, *peers])
     return str(value)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from drawing import squares
 from laws_helpers import (
+    COMPRESSED,
     LOSSY,
     SCHEMES,
     SHAPES,
@@ -21,7 +22,7 @@ from tfcommx import routes
 from tfcommx.terms import Scheme, Topology
 
 
-@with_topologies(SCHEMES + WIRED + LOSSY)
+@with_topologies(SCHEMES + WIRED + LOSSY + COMPRESSED)
 def test_law_3_agreement(scheme: Scheme, topology: Topology) -> None:
     """All ranks get the same bits, also for numbers whose sum depends on the order."""
 
@@ -41,7 +42,7 @@ def test_law_3_agreement(scheme: Scheme, topology: Topology) -> None:
 @pytest.mark.parametrize(
     ("scheme", "topology", "bad"),
     squares(
-        SCHEMES + WIRED + LOSSY,
+        SCHEMES + WIRED + LOSSY + COMPRESSED,
         [Topology(1, 1), Topology(2, 2), Topology(3, 1)],
         [np.nan, np.inf, -np.inf],
     ),

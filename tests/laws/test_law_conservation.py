@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from laws_helpers import (
     ADDED_WIDE,
+    COMPRESSED,
     ROUNDED,
     SCHEMES,
     SHAPES,
@@ -44,6 +45,21 @@ def test_law_2_conservation(scheme: Scheme, topology: Topology) -> None:
             stays = sum(log[step][2][path] for log in logs)
             sent = logs[0][step][1][path].ravel()
             np.testing.assert_array_equal(sent + stays, came + before[path])
+            before[path] = stays
+
+
+@with_topologies(COMPRESSED)
+def test_law_2_of_compressions(scheme: Scheme, topology: Topology) -> None:
+    """To float32 rounding; and what is kept is worth keeping."""
+    logs = play(plan_for(scheme, topology), 3)
+    before = {path: np.zeros(np.prod(shape), np.float32) for path, shape in SHAPES.items()}
+    for step in range(3):
+        for path, shape in SHAPES.items():
+            came = sum(log[step][0][path].ravel() for log in logs) + before[path]
+            stays = sum(log[step][2][path] for log in logs)
+            sent = logs[0][step][1][path].ravel()
+            np.testing.assert_allclose(sent + stays, came, rtol=0, atol=2e-5 * np.abs(came).max())
+            assert stays.any() == (topology.size > 1 and len(shape) > 1)
             before[path] = stays
 
 

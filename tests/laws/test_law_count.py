@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import tensorflow as tf
 from laws_helpers import (
+    COMPRESSED,
     every_scheme,
     every_topology,
     gradients,
+    name_of,
     plan_for,
     scheme,
 )
@@ -18,6 +22,25 @@ from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.terms import PlanError, Scheme, Topology
+
+
+@every_topology
+@pytest.mark.parametrize("scheme", COMPRESSED, ids=name_of)
+def test_law_4_of_compressions(scheme: Scheme, topology: Topology) -> None:
+    """A step sends the vectors that the compression counts, and nothing else."""
+    plan = plan_for(scheme, topology)
+
+    def work(comm: Comm) -> np.ndarray:
+        running, start = PlanExecutor(plan, comm), comm.traffic()
+        running.exchange({path: tf.constant(one) for path, one in gradients(comm.rank, 0).items()})
+        return np.subtract(comm.traffic(), start)
+
+    sent = np.mean(ThreadComm.run(topology, work), axis=0)
+    expected = [routes.of(bucket).wire_bytes(bucket, topology) for bucket in plan.buckets]
+    np.testing.assert_allclose(sent, np.sum(expected, axis=0), rtol=1e-12)
+    whole = plan_for(dataclasses.replace(scheme, compression="none"), topology)
+    dense = [routes.of(bucket).wire_bytes(bucket, topology) for bucket in whole.buckets]
+    assert topology.size == 1 or sum(sent) < 0.5 * np.sum(dense)
 
 
 @every_topology

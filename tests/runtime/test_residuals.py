@@ -13,6 +13,7 @@ from tfcommx.comm.threads import ThreadComm
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.residuals import (
+    PlanState,
     ResidualStore,
     VariableState,
     residuals_by_variable,
@@ -69,7 +70,7 @@ def test_what_is_exported_is_forgotten_and_the_rest_stays(route: str) -> None:
         executor = PlanExecutor(plan, comm)
         executor.exchange({"a": tf.ones((3, 2)), "b": tf.ones((5, 3))})
         before = executor.state()
-        residuals, velocities = executor.export_by_variable({"a", "unknown"})
+        residuals, velocities, _ = executor.export_by_variable({"a", "unknown"})
         after = executor.state()
         for exported, all_of_them, remaining in (
             (residuals, before.by_variable().residuals, after.by_variable().residuals),
@@ -110,7 +111,7 @@ def test_a_state_continues_under_an_equal_plan() -> None:
         first.exchange(given)
         state = first.state()
         second = PlanExecutor(dataclasses.replace(plan), comm)
-        second.continue_from(state.steps, state.residuals, state.velocities)
+        second.continue_from(state)
         assert second.dense_bytes_between_nodes() == 0
         for path, value in first.exchange(given).items():
             np.testing.assert_array_equal(value, second.exchange(given)[path])
@@ -127,7 +128,7 @@ def test_residuals_shrink_while_the_rate_rises_and_never_grow() -> None:
         executor = PlanExecutor(plan, comm)
         (bucket,) = (one for one in plan.buckets if one.k is not None)
         start = np.arange(1, 1 + bucket.padded, dtype=np.float32)
-        executor.continue_from(0, {bucket.name: start}, {})
+        executor.continue_from(PlanState(plan, 0, comm.rank, {bucket.name: start}, {}))
         follow = tf.function(executor.follow_rate)
 
         def kept(rate: float) -> np.ndarray:

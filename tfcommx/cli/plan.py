@@ -32,6 +32,9 @@ def plan(
             help="Format of selected entries: block16/float16; of all: float16, bfloat16."
         ),
     ] = "plain",
+    compression: Annotated[
+        str, typer.Option(help="Also with shorter vectors in place of gradients: powersgd/4.")
+    ] = "none",
     mpi: Annotated[bool, typer.Option(help="Include the routes that need MPI.")] = False,
     batch: Annotated[int, typer.Option(help="Samples per rank and step, if MODEL is a name.")] = 64,
     throughput: Annotated[
@@ -64,7 +67,7 @@ def plan(
     profile = _profile(model, throughput, batch)
     assumptions = Assumptions(measured_time(profile))
     setting = Setting(profile, Topology(nodes, slots), Links.read(links), assumptions)
-    found = candidates(setting, _asked(selection, density, wire), mpi)
+    found = candidates(setting, _asked(selection, density, wire, compression), mpi)
     best = found[0]
     _show([_row(candidate) for candidate in found], what_helps(best.scheme, setting))
     print(f"\n{_advice(best)}")
@@ -97,11 +100,11 @@ def _compare(measured: str, links: Links, png: Path) -> None:
     print(f"{png}, {trace}: measured is process 0, simulated process 1.")
 
 
-def _asked(selection: str, density: float, wire: str) -> Scheme:
+def _asked(selection: str, density: float, wire: str, compression: str) -> Scheme:
     from tfcommx.planner.check import check_scheme
 
     how = {} if selection == "all" else {"selection": selection, "density": density}
-    asked = Scheme("auto", wire=wire, **how)
+    asked = Scheme("auto", wire=wire, compression=compression, **how)
     check_scheme(asked, Topology(1, 1))
     return dataclasses.replace(asked, route="allreduce" if selection == "all" else "allgather")
 
@@ -126,6 +129,7 @@ def _row(candidate: Prediction) -> dict[str, Any]:
         "peer_route": scheme.peer_route,
         "dense_route": scheme.dense_route,
         "wire": scheme.wire,
+        "compression": scheme.compression,
         "merging": scheme.merging,
         "selection": scheme.selection,
         "density": scheme.density,
@@ -174,8 +178,9 @@ def _show(rows: list[dict[str, Any]], changes: dict[str, Prediction]) -> None:
 def _words(row: dict[str, Any]) -> str:
     peers = f" ({row['peer_route']})" if row["scheme"] == "torus" else ""
     share = "" if row["selection"] == "all" else f", {row['selection']} {row['density']:g}"
-    wire = "" if row["wire"] == "plain" else f", {row['wire']}"
-    return f"{row['scheme']}{peers}{share}{wire}, {row['merging']}"
+    forms = (row["wire"], row["compression"])
+    form = "".join(f", {one}" for one in forms if one not in ("plain", "none"))
+    return f"{row['scheme']}{peers}{share}{form}, {row['merging']}"
 
 
 def _advice(best: Prediction) -> str:
@@ -187,7 +192,7 @@ def _advice(best: Prediction) -> str:
     if scheme.selection != "all":
         words += [repr(scheme.selection), f"density={scheme.density:g}"]
     default = Scheme()
-    for name in ("dense_route", "wire", "dense_wire", "peer_route", "merging"):
+    for name in ("dense_route", "wire", "dense_wire", "peer_route", "merging", "compression"):
         if getattr(scheme, name) != getattr(default, name):
             words.append(f"{name}={getattr(scheme, name)!r}")
     found = f"predicted to be the fastest: Scheme({', '.join(words)})"

@@ -50,6 +50,7 @@ class Settings:
     density: float | None = setting(None, "Entries sent / entries, of a sparse route; 0.01.")
     wire: str = setting("plain", "Format of entries: block16/float16; of dense ones: float16.")
     dense_route: str = setting("allreduce", "Route of what stays dense.")
+    compression: str = setting("none", "Shorter vectors in place of gradients: powersgd/4.")
     merging: str = setting("threshold", "threshold, single, each, mg_wfbp, omgs or optimal.")
     bucket_mbytes: float = setting(
         Scheme().bucket_bytes / 1e6, "Size of a bucket of merging threshold, 10^6 bytes."
@@ -90,6 +91,7 @@ class Settings:
             bucket_bytes=round(self.bucket_mbytes * 1e6),
             wire=self.wire,
             merging=self.merging,
+            compression=self.compression,
         )
 
     @property

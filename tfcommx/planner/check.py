@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tfcommx import routes, selection
+from tfcommx import compression, routes, selection
 from tfcommx.planner import merging
 from tfcommx.routes.base import Route
 from tfcommx.routes.torus import PEER_ROUTES
@@ -10,12 +10,12 @@ from tfcommx.terms import (
     AUTO,
     MPI_LAUNCH,
     NARROW,
+    NO_COMPRESSION,
     PLAIN,
     Plan,
     PlanError,
     Scheme,
     Topology,
-    check_name,
 )
 
 
@@ -29,7 +29,9 @@ def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> N
 
     **Raises:** PlanError.
     """
-    check_name("selection rule", scheme.selection, selection.RULES)
+    selection.check(scheme.selection)
+    if scheme.compression != NO_COMPRESSION:
+        compression.get(scheme.compression)
     if scheme.route == AUTO:
         _check_auto(scheme)
         return
@@ -120,6 +122,12 @@ def _check_kinds(scheme: Scheme, route: Route) -> None:
         raise PlanError(
             f"Selection {scheme.selection!r} needs a sparse route ({sparse}). Received "
             f"route={scheme.route!r}."
+        )
+
+    if scheme.compression != NO_COMPRESSION and route.sparse:
+        raise PlanError(
+            "A compression's vectors are summed by a dense route. Received compression="
+            f"{scheme.compression!r} with route={scheme.route!r}. Use allreduce or torus."
         )
 
 

@@ -3,6 +3,7 @@
     asked for               tried
     selection "all"         every dense route of the cluster x mergings; nothing is lost
     in 16 bits              these, and every dense route that writes them; what is rounded is kept
+    by a compression        these, and every dense route with it; what is not sent is kept
     "mstopk" at a density   these, and every sparse route x mergings, with what stays dense on the
                             dense route that is notably faster alone, or Horovod's
 
@@ -19,7 +20,7 @@ from tfcommx import routes
 from tfcommx.planner.check import check_scheme
 from tfcommx.planner.predict import Prediction, Setting
 from tfcommx.routes.torus import PEER_ROUTES
-from tfcommx.terms import NARROW, PLAIN, PlanError, Scheme, Topology
+from tfcommx.terms import NARROW, NO_COMPRESSION, PlanError, Scheme, Topology
 
 # Tried for every route; `optimal` takes seconds for a large model, and follows for the best routes.
 QUICK_MERGINGS = ("threshold", "mg_wfbp", "single")
@@ -93,13 +94,18 @@ def _step_s(one: Prediction) -> float:
 def _dense(asked: Scheme, topology: Topology, messages: bool) -> list[Scheme]:
     """Return the schemes that select nothing, plain Horovod's first.
 
-    Also in 16 bits if that is asked for.
+    Also in 16 bits, or by a compression, if that is asked for.
     """
     plain = Scheme(bucket_bytes=asked.bucket_bytes, block_bytes=asked.block_bytes)
     narrow = asked.wire if asked.selection == "all" else asked.dense_wire
+    forms = [plain]
+    if narrow in NARROW:
+        forms.append(dataclasses.replace(plain, wire=narrow))
+    if asked.compression != NO_COMPRESSION:
+        forms.append(dataclasses.replace(plain, compression=asked.compression))
     tried = [
-        dataclasses.replace(plain, route=name, peer_route=peers, wire=wire)
-        for wire in (PLAIN, *([narrow] if narrow in NARROW else []))
+        dataclasses.replace(form, route=name, peer_route=peers)
+        for form in forms
         for name, route in routes.ROUTES.items()
         if not route.sparse
         for peers in (PEER_ROUTES if name == "torus" else ("allreduce",))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Mapping, Sequence
 
 from tfcommx.planner import merging
@@ -22,13 +23,14 @@ from tfcommx.planner.streams import (
     matches,
     sort_into_streams,
 )
-from tfcommx.routes.base import Route
+from tfcommx.routes.compressed import vectors
 from tfcommx.routes.messages import MessageOptions
 from tfcommx.simulator.assumptions import IDEAL, Assumptions
 from tfcommx.terms import (
     AUTO,
     LARGEST,
     NARROW,
+    NO_COMPRESSION,
     NOMINAL,
     PLAIN,
     Bucket,
@@ -155,7 +157,9 @@ def _merged(
         limit = min(limit, DENSE_DTYPES[stream.dtype] * largest)
 
     def make_bucket(entries: int) -> Bucket:
-        group = [Gradient("group", (entries,), stream.dtype)]
+        # A compression needs matrices, and does best with square ones
+        side = math.isqrt(entries) if stream.scheme.compression != NO_COMPRESSION else 1
+        group = [Gradient("group", (entries // side, side), stream.dtype)]
         return _bucket(group, stream, *cluster[:2])
 
     rows = sub_profile([gradient for _, gradient in members], profile)
@@ -191,7 +195,7 @@ def _bucket(gradients: list[Gradient], stream: Stream, topology: Topology, links
         sizes,
         stream.dtype,
         route.name,
-        padding=_padding(route, wire, sum(sizes), topology),
+        padding=route.padding(sum(sizes), wire, topology),
         wire=wire,
         options=route.options(scheme, links),
         momentum=float(scheme.momentum),
@@ -202,7 +206,33 @@ def _bucket(gradients: list[Gradient], stream: Stream, topology: Topology, links
         # At least one: a small variable may be alone in its bucket.
         k = max(1, round(scheme.density * (stop - start)))
         bucket = dataclasses.replace(bucket, selection=scheme.selection, k=k, seed=scheme.seed)
+    if scheme.compression != NO_COMPRESSION:
+        return _compressed(bucket, gradients, stream, topology, links)
     return route.cheapest(bucket, topology, links)
+
+
+def _compressed(
+    bucket: Bucket,
+    gradients: list[Gradient],
+    stream: Stream,
+    topology: Topology,
+    links: Links,
+) -> Bucket:
+    """Let other vectors travel in place of the entries, if there is something to gain."""
+    found = dataclasses.replace(
+        bucket,
+        padding=0,
+        compression=stream.scheme.compression,
+        shapes=tuple(tuple(gradient.shape) for gradient in gradients),
+    )
+    travelling = vectors(found, stream.route, topology)
+    is_shorter = sum(one.size for one in travelling) < bucket.size
+    if not travelling or not is_shorter or bucket.dtype != "float32" or topology.size == 1:
+        return stream.route.cheapest(bucket, topology, links)
+    longest = max(travelling, key=lambda one: one.size)
+    return dataclasses.replace(
+        found, options=stream.route.cheapest(longest, topology, links).options
+    )
 
 
 def _wire(stream: Stream, topology: Topology) -> str:
@@ -212,18 +242,12 @@ def _wire(stream: Stream, topology: Topology) -> str:
     return PLAIN if wire in NARROW and as_it_is else wire
 
 
-def _padding(route: Route, wire: str, size: int, topology: Topology) -> int:
-    """Count the zeros that must follow `size` entries so that the route can cut equal shards.
-
-    In 16 bits peers cut a slot's shard among themselves.
-    """
-    shards = "ranks" if route.shards == "slots" and wire in NARROW else route.shards
-    return -size % {"none": 1, "slots": topology.slots, "ranks": topology.size}[shards]
-
-
 def _reduced_to_root(bucket: Bucket) -> Bucket:
-    """Let messages make the sum on rank 0 only; the engine's collectives have no reduce."""
-    if not isinstance(bucket.options, MessageOptions):
+    """Let messages make the sum on rank 0 only; the engine's collectives have no reduce.
+
+    A compression needs its sums on all ranks.
+    """
+    if bucket.compresses or not isinstance(bucket.options, MessageOptions):
         return bucket
     options = dataclasses.replace(bucket.options, collective="reduce")
     return dataclasses.replace(bucket, options=options)

@@ -9,7 +9,7 @@ from tfcommx.planner.plan import make_plan
 from tfcommx.planner.streams import Gradient
 from tfcommx.simulator.assumptions import IDEAL, Assumptions
 from tfcommx.simulator.step import simulate
-from tfcommx.terms import PLAIN, Links, Plan, Profile, Scheme, Timeline, Topology
+from tfcommx.terms import NO_COMPRESSION, PLAIN, Links, Plan, Profile, Scheme, Timeline, Topology
 
 
 class Setting(NamedTuple):
@@ -55,7 +55,7 @@ class Prediction(NamedTuple):
     def bytes_between(self) -> float:
         """Bytes that one rank sends to other nodes in a step, as the mean over the ranks."""
         return sum(
-            routes.get(bucket.route).wire_bytes(bucket, self.plan.topology).between
+            routes.of(bucket).wire_bytes(bucket, self.plan.topology).between
             for bucket in self.plan.buckets
         )
 
@@ -98,4 +98,5 @@ def describe(scheme: Scheme) -> str:
     dense = f" + {scheme.dense_route}" if routes.get(scheme.route).sparse else ""
     if dense and scheme.dense_wire != PLAIN:
         dense += f" {scheme.dense_wire}"
-    return f"{scheme.route}{peers}{dense}, {scheme.merging}"
+    how = f", {scheme.compression}" if scheme.compression != NO_COMPRESSION else ""
+    return f"{scheme.route}{peers}{dense}, {scheme.merging}{how}"

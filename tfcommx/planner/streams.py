@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tfcommx import routes
 from tfcommx.routes.base import Route
-from tfcommx.terms import Piece, PlanError, Scheme
+from tfcommx.terms import NO_COMPRESSION, Piece, PlanError, Scheme
 
 # What the engine reduces, with the bytes of an entry; others travel as float32.
 DENSE_DTYPES = {"float16": 2, "float32": 4, "float64": 8}
@@ -69,7 +69,9 @@ def _stream_of(gradient: Gradient, scheme: Scheme) -> Stream:
         if not small and gradient.dtype != "float64":
             return Stream(scheme, route, "float32")
         route = routes.get(scheme.dense_route)
-    dtype = gradient.dtype if gradient.dtype in DENSE_DTYPES else "float32"
+    compresses = scheme.compression != NO_COMPRESSION and gradient.dtype != "float64"
+    known = gradient.dtype in DENSE_DTYPES and not compresses
+    dtype = gradient.dtype if known else "float32"
     return Stream(scheme, route, dtype)
 
 

@@ -28,13 +28,14 @@ from tfcommx.routes import (
     allreduce,
     asa,
     bidirectional,
+    compressed,
     hitopk,
     pipeline,
     torus,
     tree,
 )
 from tfcommx.routes.base import Route
-from tfcommx.terms import Plan, RouteOptions, check_name
+from tfcommx.terms import Bucket, Plan, RouteOptions, check_name, is_member, load_member
 
 _ALL: tuple[Route, ...] = (
     allreduce.ROUTE,
@@ -50,14 +51,23 @@ ROUTES: dict[str, Route] = {route.name: route for route in _ALL}
 
 
 def get(name: str) -> Route:
-    """Return the route of a name.
+    """Return the route of a name, or the one that "module:MEMBER" names.
 
     >>> get("hitopk").sparse
     True
 
     **Raises:** PlanError for an unknown name; it names the nearest one.
     """
+    if is_member(name):
+        outside: Route = load_member("route", name, Route)
+        return outside
     return ROUTES[check_name("route", name, ROUTES)]
+
+
+def of(bucket: Bucket) -> Route:
+    """Return the route of a bucket, with the prices of what travels on it."""
+    route = get(bucket.route)
+    return compressed.Compressed(route) if bucket.compresses else route
 
 
 def read_plan(text: str) -> Plan:

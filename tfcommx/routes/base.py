@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tfcommx import cost
 from tfcommx.terms import (
+    NARROW,
     PLAIN,
     Bucket,
     Link,
@@ -81,6 +82,14 @@ class Route(abc.ABC):
     def cheapest(self, bucket: Bucket, topology: Topology, links: Links) -> Bucket:
         """Return the bucket with the options that cost least: a pure function of the arguments."""
         return bucket
+
+    def padding(self, size: int, wire: str, topology: Topology) -> int:
+        """Count the zeros that must follow `size` entries so that the route can cut equal shards.
+
+        In 16 bits peers cut a slot's shard among themselves.
+        """
+        shards = "ranks" if self.shards == "slots" and wire in NARROW else self.shards
+        return -size % {"none": 1, "slots": topology.slots, "ranks": topology.size}[shards]
 
     def needs_messages(self, bucket: Bucket) -> bool:
         """Tell whether this bucket sends messages between two ranks."""

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfcommx import routes
 from tfcommx.comm.base import Comm
+from tfcommx.runtime.compressor import Compressor
 from tfcommx.runtime.flat import flatten, unflatten
 from tfcommx.runtime.residuals import BucketState
 from tfcommx.runtime.selector import Selector
@@ -33,7 +34,7 @@ class BucketRunner:
         self.bucket, self.state, self._comm = bucket, state, comm
         self._route = routes.get(bucket.route)
         # Its sum is the engine's allreduce of what comes, and nothing else
-        changed = bucket.rounds or bucket.momentum or state.pending is not None
+        changed = bucket.keeps_residual or bucket.momentum or state.pending is not None
         self.is_plain = self._route.takes_list and not changed
         self._average = plan.operation == "average"
         # The sum over the ranks times this is the result.
@@ -46,6 +47,7 @@ class BucketRunner:
             self.codec = codec.RoundingCodec(state.residual, self.factor)
         self._factor_after = 1.0 if exact or bucket.rounds else self.factor
         self.selector = None if bucket.k is None else Selector(plan, index, state, comm)
+        self.compressor = Compressor(bucket, state, comm) if bucket.compresses else None
 
     def exchange(self, parts: Sequence[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
         """Return the average (or sum) over the ranks of each of the bucket's tensors.
@@ -78,6 +80,8 @@ class BucketRunner:
 
     def _sum(self, flat: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """Return the sum over the ranks of what is sent of the flat vector."""
+        if self.compressor is not None:
+            return self.compressor.exchange(flat)
         if self.selector is None:
             total = self._route.run(flat, self.bucket, self._comm, self.codec)
             # Earlier residuals are added after momentum, which has been applied to them already.

@@ -13,7 +13,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
 import tensorflow as tf
 
 from tfcommx import routes
@@ -24,7 +23,7 @@ from tfcommx.runtime.clipping import clip_buckets
 from tfcommx.runtime.flat import cut, join
 from tfcommx.runtime.rates import UNKNOWN
 from tfcommx.runtime.residuals import PlanState, ResidualStore, VariableState
-from tfcommx.terms import PLAIN, Bucket, Plan
+from tfcommx.terms import NO_COMPRESSION, PLAIN, Bucket, Plan
 
 # (runner of a bucket, its tensors, number of the step) -> what is made of them
 ExchangeBucket = Callable[[BucketRunner, Sequence[tf.Tensor], tf.Tensor], list[tf.Tensor]]
@@ -133,7 +132,10 @@ class PlanExecutor:
         topology, steps = self.plan.topology, int(self.steps.numpy()) - self._steps_before
         return float(steps) * sum(
             routes.get("allreduce").wire_bytes(as_it_is, topology).between
-            for as_it_is in (replace(bucket, wire=PLAIN) for bucket in self.plan.buckets)
+            for as_it_is in (
+                replace(bucket, wire=PLAIN, compression=NO_COMPRESSION)
+                for bucket in self.plan.buckets
+            )
         )
 
     def state(self) -> PlanState:
@@ -151,17 +153,15 @@ class PlanExecutor:
     def restore(self, state: PlanState) -> bool:
         """Continue from a state if it is one of an equal plan; tell whether it is."""
         if state.plan == self.plan:
-            self.continue_from(state.steps, state.residuals, state.velocities)
+            self.continue_from(state)
             self._store.highest_rate.exponent = state.rate_exponent
         return state.plan == self.plan
 
-    def continue_from(
-        self, steps: int, residuals: Mapping[str, np.ndarray], velocities: Mapping[str, np.ndarray]
-    ) -> None:
-        """Set what this rank kept under an equal plan, as in `PlanState`; other buckets stay."""
-        self.steps.assign(steps)
-        self._steps_before = steps
-        self._store.assign(residuals, velocities)
+    def continue_from(self, state: PlanState) -> None:
+        """Set what this rank kept under an equal plan; buckets that it does not name stay."""
+        self.steps.assign(state.steps)
+        self._steps_before = state.steps
+        self._store.assign(state)
         self._make_runners()
 
     def import_by_variable(self, state: VariableState) -> None:

@@ -5,9 +5,11 @@ Between steps a rank keeps, of each bucket, its shard of
     residual    gradients that were not sent, and what 16-bit formats round off; on other dense
                 routes what plans before had not sent
     velocity    the momentum of a scheme with `momentum`
+    compression the state of a compression, equal on all ranks
 
 Checkpoints, changes of scheme and changes of the number of ranks move them by variable, so that
-their sums over the ranks are conserved.
+their sums over the ranks are conserved. Of what is equal on all ranks each holds an equal part of
+the sum then.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ import tensorflow as tf
 from tfcommx import routes
 from tfcommx.comm.base import Comm
 from tfcommx.kernels.device import residual_device
-from tfcommx.runtime import rates
+from tfcommx.runtime import compression_state, rates
 from tfcommx.terms import Bucket, Piece, Plan, Topology
 
 # Variable path -> float32 [its size]: what this rank has not sent yet
 Residuals = dict[str, np.ndarray]
 # What a bucket keeps between steps: attributes of BucketState
-KINDS = ("residual", "velocity")
+KINDS = ("residual", "velocity", "compression")
 
 
 class VariableState(NamedTuple):
@@ -40,6 +42,8 @@ class VariableState(NamedTuple):
     residuals: Residuals = {}  # noqa: RUF012 - never changed
     # The momentum of a scheme
     velocities: Residuals = {}  # noqa: RUF012 - never changed
+    # Of a compression: this rank's part of a sum, of as many entries as the compression counts
+    compressions: Residuals = {}  # noqa: RUF012 - never changed
 
     def of(self, paths: set[str]) -> VariableState:
         """Return what is kept of these variables."""
@@ -60,11 +64,16 @@ class PlanState(NamedTuple):
     velocities: dict[str, np.ndarray]
     # Of the highest learning rate so far: the floor of its log2
     rate_exponent: int = rates.UNKNOWN
+    # Bucket name -> float32 [state entries], of buckets that compress; equal on all ranks
+    compressions: dict[str, np.ndarray] = {}  # noqa: RUF012 - never changed
 
     def by_variable(self) -> VariableState:
         """Return the same by variable."""
         kinds = (self.residuals, self.velocities)
-        return VariableState(*(residuals_by_variable(self.plan, one, self.rank) for one in kinds))
+        return VariableState(
+            *(residuals_by_variable(self.plan, one, self.rank) for one in kinds),
+            compression_state.by_variable(self.plan, self.compressions),
+        )
 
 
 def shard_of(bucket: Bucket, topology: Topology, rank: int) -> slice:
@@ -125,8 +134,11 @@ def sum_residuals(parts: Sequence[Residuals], factor: float = 1.0) -> Residuals:
 
 
 def sum_states(parts: Sequence[VariableState], factor: float = 1.0) -> VariableState:
-    """Add what is kept, kind by kind, as `sum_residuals` does."""
-    return VariableState(*(sum_residuals(kind, factor) for kind in zip(*parts, strict=True)))
+    """Add what is kept, kind by kind, as `sum_residuals` does; the factor is of gradients alone."""
+    *of_gradients, compressions = zip(*parts, strict=True)
+    return VariableState(
+        *(sum_residuals(kind, factor) for kind in of_gradients), sum_residuals(compressions)
+    )
 
 
 def without(kept: Residuals, paths: set[str]) -> Residuals:
@@ -162,6 +174,7 @@ class BucketState:
         self.bucket, self.shard = bucket, shard_of(bucket, topology, rank)
         self.residual = self._zeros("residual") if bucket.keeps_residual else None
         self.velocity = self._zeros("velocity") if bucket.momentum else None
+        self.compression = self._first_compression() if bucket.compresses else None
         # Of a bucket that keeps none, but got one from another plan: does any of it remain?
         self.pending: tf.Variable | None = None
 
@@ -171,6 +184,14 @@ class BucketState:
                 tf.zeros(self.shard.stop - self.shard.start),
                 trainable=False,
                 name=f"{self.bucket.name}/{what}",
+            )
+
+    def _first_compression(self) -> tf.Variable:
+        with tf.device(residual_device()):
+            return tf.Variable(
+                compression_state.first(self.bucket),
+                trainable=False,
+                name=f"{self.bucket.name}/compression",
             )
 
     def expect_residual(self) -> None:
@@ -227,28 +248,30 @@ class ResidualStore:
 
     def plan_state(self, steps: int) -> PlanState:
         """Return a copy of everything, for a checkpoint; `steps` were taken so far."""
-        residuals, velocities = (
+        residuals, velocities, compressions = (
             {name: variable.numpy() for name, variable in self._kept(kind).items()}
             for kind in KINDS
         )
         rate = self.highest_rate.exponent
-        return PlanState(self._plan, steps, self._comm.rank, residuals, velocities, rate)
+        return PlanState(
+            self._plan, steps, self._comm.rank, residuals, velocities, rate, compressions
+        )
 
-    def assign(
-        self, residuals: Mapping[str, np.ndarray], velocities: Mapping[str, np.ndarray]
-    ) -> None:
-        """Set the residuals and velocities that are given: bucket name -> float32 [its shard]."""
+    def assign(self, kept: PlanState) -> None:
+        """Set what was kept under an equal plan; buckets that it does not name stay."""
         for name, state in self.states.items():
-            if name in residuals:
+            if name in kept.residuals:
                 state.expect_residual()
-                state.residual.assign(residuals[name])
-            if name in velocities:
-                state.velocity.assign(velocities[name])
+                state.residual.assign(kept.residuals[name])
+            if name in kept.velocities:
+                state.velocity.assign(kept.velocities[name])
+            if name in kept.compressions:
+                state.compression.assign(kept.compressions[name])
 
     def import_by_variable(self, state: VariableState) -> None:
         """Add what other plans kept; its sums over the ranks are conserved.
 
-        **Ranks:** all, outside of traced code. **Cost:** at most two collectives a bucket.
+        **Ranks:** all, outside of traced code. **Cost:** at most three collectives a bucket.
         """
         for bucket, mine in self._redistributed(state.residuals, self._plan.buckets, "residuals"):
             self.states[bucket.name].expect_residual()
@@ -256,11 +279,21 @@ class ResidualStore:
         moving = [bucket for bucket in self._plan.buckets if bucket.momentum]
         for bucket, mine in self._redistributed(state.velocities, moving, "velocities"):
             self.states[bucket.name].velocity.assign_add(mine)
+        for bucket in (bucket for bucket in self._plan.buckets if bucket.compresses):
+            variable = self.states[bucket.name].compression
+            part = compression_state.of_bucket(bucket, state.compressions)
+            if any(self._comm.gather_objects(bool(part.any()))):
+                name = f"{bucket.name}/import_compression"
+                total = self._comm.allreduce(tf.constant(part), "world", name).numpy()
+                variable.assign(compression_state.chosen(bucket, total, variable.numpy()))
 
     def export_by_variable(self, paths: set[str]) -> VariableState:
-        """Return what this rank keeps of these variables, and set it to zero."""
+        """Return what this rank keeps of these variables, and set it to zero.
+
+        The state of a compression stays, too: it is no part of a gradient.
+        """
         state = self.plan_state(0).by_variable().of(paths)
-        for kind in KINDS:
+        for kind in ("residual", "velocity"):
             for name, variable in self._kept(kind).items():
                 mine = self._entries_of(self.states[name], paths)
                 variable.assign(tf.where(mine, 0.0, variable))

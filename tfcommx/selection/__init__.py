@@ -22,10 +22,9 @@ Importing this loads no TensorFlow, because plans need only the names; `rule` lo
 
 from __future__ import annotations
 
-import pkgutil
 from typing import TYPE_CHECKING
 
-from tfcommx.terms import check_name
+from tfcommx.terms import check_name, is_member, load_member
 
 if TYPE_CHECKING:
     from tfcommx.selection.base import Rule
@@ -38,10 +37,18 @@ RULES = {
 
 
 def rule(name: str) -> Rule:
-    """Return a rule of the table.
+    """Return a rule of the table, or the one that "module:MEMBER" names.
 
     **Raises:** PlanError for an unknown name; it names the nearest one.
     """
     from tfcommx.selection.base import Rule
 
-    return Rule(pkgutil.resolve_name(RULES[check_name("selection rule", name, RULES)]))
+    return Rule(load_member("selection rule", name if is_member(name) else RULES[check(name)]))
+
+
+def check(name: str) -> str:
+    """Return the name of a rule, or "module:MEMBER", if it is known; this loads no TensorFlow.
+
+    **Raises:** PlanError for an unknown name; it names the nearest one.
+    """
+    return name if is_member(name) else check_name("selection rule", name, RULES)

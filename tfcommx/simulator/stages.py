@@ -22,9 +22,10 @@ def stages_of(
     """
     found = []
     engine_s = links.engine_s if assumptions.engine_s is None else assumptions.engine_s
-    for stage in routes.get(bucket.route).stages(bucket, topology, links):
+    for stage in routes.of(bucket).stages(bucket, topology, links):
         if stage.resource == SELECT:
-            seconds = selection_seconds(bucket, topology, links, assumptions)
+            selects = selection_seconds(bucket, topology, links, assumptions)
+            seconds = stage.seconds if bucket.compresses else selects
             found.append(Stage(SELECT, seconds))
         elif stage.seconds > 0:  # A group of one rank has no collective
             found.append(Stage(stage.resource, stage.seconds + engine_s))

@@ -34,7 +34,7 @@ from tfcommx.strategies.sharded_run import ShardedRun
 from tfcommx.strategies.shards import Shards
 from tfcommx.strategies.synchronous import Synchronous
 from tfcommx.strategies.weight_averaging import WeightAveraging
-from tfcommx.terms import PlanError, check_name
+from tfcommx.terms import PlanError, check_name, is_member, load_member
 
 # Name -> class. Those whose options all have defaults can be asked for by name.
 STRATEGIES: dict[str, type[Strategy]] = {
@@ -66,10 +66,13 @@ __all__ = [
 
 
 def strategy_of(asked: str | Strategy) -> Strategy:
-    """Return the strategy that is asked for, by name or as an instance.
+    """Return the strategy that is asked for, by name, as an instance, or as "module:MEMBER".
 
     **Raises:** PlanError for an unknown name, with the nearest one, and for what is no strategy.
     """
+    if is_member(asked):
+        outside: Strategy = load_member("strategy", asked, Strategy)
+        return outside
     if isinstance(asked, str):
         return STRATEGIES[check_name("strategy", asked, STRATEGIES)]()
     is_instance = dataclasses.is_dataclass(asked) and not isinstance(asked, type)

@@ -5,7 +5,7 @@ collective starts.
 """
 
 from tfcommx.terms.bucket import Bucket, NoOptions, RouteOptions
-from tfcommx.terms.checks import PlanError, check_name, check_whole
+from tfcommx.terms.checks import PlanError, check_name, check_whole, is_member, load_member
 from tfcommx.terms.layers import Layer, LayerTable
 from tfcommx.terms.links import NOMINAL, Link, Links, Traffic
 from tfcommx.terms.measured_step import MeasuredStep
@@ -17,6 +17,7 @@ from tfcommx.terms.scheme import (
     DGC_WARM_UP,
     MPI_LAUNCH,
     NARROW,
+    NO_COMPRESSION,
     PLAIN,
     SPARSE_WIRES,
     VALUE_DTYPES,
@@ -36,6 +37,7 @@ __all__ = [
     "MPI_LAUNCH",
     "NARROW",
     "NOMINAL",
+    "NO_COMPRESSION",
     "OPERATIONS",
     "PLAIN",
     "RESOURCES",
@@ -65,4 +67,6 @@ __all__ = [
     "check_name",
     "check_whole",
     "first_difference",
+    "is_member",
+    "load_member",
 ]

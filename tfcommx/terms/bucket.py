@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tfcommx.terms.scheme import NARROW, PLAIN
+from tfcommx.terms.scheme import NARROW, NO_COMPRESSION, PLAIN
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,15 @@ class Bucket:
     momentum: float = 0.0
     # > 0: of the gradients of all buckets with the same value, on each rank; None: not clipped.
     clip_norm: float | None = None
+    # What shorter vectors travel in place of the entries; as `Scheme.compression`.
+    compression: str = NO_COMPRESSION
+    # Of each variable, for a compression; others need no shapes.
+    shapes: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def compresses(self) -> bool:
+        """Whether other, shorter vectors travel than the entries."""
+        return self.compression != NO_COMPRESSION
 
     @property
     def size(self) -> int:
@@ -98,8 +107,8 @@ class Bucket:
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether each rank keeps what it did not send: entries, or rounding errors."""
-        return self.k is not None or self.rounds
+        """Whether each rank keeps what it did not send: entries, or errors of what travelled."""
+        return self.k is not None or self.rounds or self.compresses
 
     @property
     def selected(self) -> int:

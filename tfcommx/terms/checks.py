@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import pkgutil
 from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
@@ -31,6 +32,40 @@ def check_name(what: str, name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     raise PlanError(f"Unknown {what} {name!r}. {hint}Known: {', '.join(names)}.")
+
+
+def is_member(name: Any) -> bool:
+    """Tell whether a name is "module:MEMBER": of somebody else's member of a family.
+
+    >>> is_member("mine.rules:RULE"), is_member("mstopk")
+    (True, False)
+    """
+    return isinstance(name, str) and ":" in name
+
+
+def load_member(what: str, name: str, kind: type | None = None) -> Any:
+    """Return the object that "module:MEMBER" names.
+
+    Args:
+        what: the family, for messages.
+        name: as the user gave it.
+        kind: the class that the object must be an instance of; None: anything.
+
+    **Raises:** PlanError if there is none, or if it is something else.
+    """
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise PlanError(
+            f"A {what} 'module:MEMBER' must be importable on every rank. Received {name!r}: "
+            f"{error}. Install its package, or set PYTHONPATH."
+        ) from error
+    if kind is not None and not isinstance(found, kind):
+        raise PlanError(
+            f"A {what} must be an object of a class that derives from {kind.__module__}."
+            f"{kind.__name__}. Received {name!r}, which is {found!r}."
+        )
+    return found
 
 
 def check_whole(what: str, value: Any, least: int | None = None) -> int:

@@ -87,6 +87,7 @@ def _bucket(row: Mapping[str, Any], read_options: ReadOptions) -> Bucket:
         **row,
         "variables": tuple(row["variables"]),
         "sizes": tuple(row["sizes"]),
+        "shapes": tuple(map(tuple, row.get("shapes", ()))),  # Older writers had none
         "options": read_options(row["route"], row["options"]),
     }
     return Bucket(**fields)

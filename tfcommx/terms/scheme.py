@@ -11,6 +11,9 @@ from tfcommx.terms.checks import PlanError, check_name, python_number
 # The wire format of a dense route that sends the gradient's own dtype.
 PLAIN = "plain"
 
+# Gradients are summed as they are, or by selected entries.
+NO_COMPRESSION = "none"
+
 # In place of a route: the optimizer tries several schemes, and keeps the fastest.
 AUTO = "auto"
 
@@ -82,6 +85,9 @@ class Scheme:
     # Which gradients travel together, so that they share a latency term; a name of the table in
     # tfcommx.planner.merging.
     merging: str = "threshold"
+    # What sends shorter vectors in place of the gradients, which a dense route sums; a name of the
+    # table in tfcommx.compression, such as "powersgd/4", or "module:MEMBER".
+    compression: str = NO_COMPRESSION
 
     def __post_init__(self) -> None:
         # NumPy's numbers become Python's, which JSON can write.
@@ -92,6 +98,15 @@ class Scheme:
         check_name("wire format", self.wire, WIRES)
         check_name("wire format of `dense_wire`", self.dense_wire, (PLAIN, *VALUE_DTYPES))
         self._check_momentum_and_clipping()
+        self._check_compression()
+
+    def _check_compression(self) -> None:
+        if self.compression != NO_COMPRESSION and (self.selection != "all" or self.wire != PLAIN):
+            raise PlanError(
+                "A compression sends vectors of its own in place of all entries. Received "
+                f"compression={self.compression!r} with selection={self.selection!r} and "
+                f"wire={self.wire!r}. Leave these out, or the compression."
+            )
 
     def _check_density(self) -> None:
         if not isinstance(self.density, int | float) or not 0 < self.density <= 1:

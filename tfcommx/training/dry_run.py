@@ -162,7 +162,7 @@ def bytes_by_route(exchanger: Exchanger) -> dict[str, dict[str, float]]:
     for strategy in exchanger.runs.values():
         plan = strategy.executor.plan
         for bucket in plan.buckets:
-            sent = routes.get(bucket.route).wire_bytes(bucket, plan.topology)
+            sent = routes.of(bucket).wire_bytes(bucket, plan.topology)
             sums = found.setdefault(bucket.route, {"inside": 0.0, "between": 0.0})
             sums["inside"] += sent.inside
             sums["between"] += sent.between

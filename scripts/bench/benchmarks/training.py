@@ -187,8 +187,7 @@ def row_of(
     promised = 0.0
     if plan is not None:
         promised = sum(
-            routes.get(bucket.route).wire_bytes(bucket, comm.topology).between
-            for bucket in plan.buckets
+            routes.of(bucket).wire_bytes(bucket, comm.topology).between for bucket in plan.buckets
         )
     weights = [weighted_sum(variable.numpy().ravel()) for variable in model.trainable_variables]
     everyone = comm.gather_objects((weights, one.sent))

@@ -118,6 +118,7 @@ def _index_of(record: OptimizerRecord, arrays: dict[str, np.ndarray]) -> dict[st
         "trained": record.trained,
         "waiting_residuals": put(record.carried.residuals),
         "waiting_velocities": put(record.carried.velocities),
+        "waiting_compressions": put(record.carried.compressions),
         "accumulated": put(record.accumulated),
         "unlisted": put(record.unlisted),
         "seeds": record.seeds,
@@ -128,6 +129,7 @@ def _index_of(record: OptimizerRecord, arrays: dict[str, np.ndarray]) -> dict[st
                 "residuals": put(state.residuals),
                 "velocities": put(state.velocities),
                 "rate_exponent": state.rate_exponent,
+                "compressions": put(state.compressions),
             }
             for state in record.plan_states
         ],
@@ -148,7 +150,11 @@ def _record_in(
 
     return OptimizerRecord(
         trained=entry["trained"],
-        carried=VariableState(get(entry["waiting_residuals"]), get(entry["waiting_velocities"])),
+        carried=VariableState(
+            get(entry["waiting_residuals"]),
+            get(entry["waiting_velocities"]),
+            get(entry.get("waiting_compressions", {})),  # Older writers had none
+        ),
         accumulated=get(entry["accumulated"]),
         plan_states=[
             PlanState(
@@ -157,7 +163,8 @@ def _record_in(
                 rank,
                 get(state["residuals"]),
                 get(state["velocities"]),
-                state.get("rate_exponent", UNKNOWN),  # Older writers had none
+                state.get("rate_exponent", UNKNOWN),  # Older writers had none, as of compressions
+                get(state.get("compressions", {})),
             )
             for state in entry["plan_states"]
         ],

@@ -1,0 +1,47 @@
+"""What changes gradients around a dense sum: the table of compressions.
+
+    powersgd/R   each matrix as a product of two of rank R, warm-started
+
+A selection chooses entries, and a wire format writes them in fewer bits. A compression turns a
+bucket's gradients into other, shorter vectors, which any dense route sums, and turns the sums back.
+Error feedback is around any: what a rank did not send stays in its residual (`runtime.compressor`).
+A compression may keep state, equal on all ranks, which is saved and follows its variables as
+residuals do.
+
+Laws: what all ranks sent plus what they keep is what came, to float32 rounding; all ranks get the
+same bits; NaN and Inf reach all ranks, and enter neither a residual nor a state.
+
+To add one:
+    1. A file here with a frozen class that derives from `base.Compression`. What follows the slash
+       in a name is given to it as text.
+    2. A row of COMPRESSIONS below.
+    tests/laws then holds it to the laws; the planner and the simulator price what `sums` says.
+    From outside of this package: `Scheme(compression="module:MEMBER")`.
+
+Importing this loads no TensorFlow, because plans and prices need only sizes.
+"""
+
+from __future__ import annotations
+
+from tfcommx.compression.base import Compressed, Compression
+from tfcommx.terms import check_name, is_member, load_member
+
+# Name -> where its class is, as module:member
+COMPRESSIONS = {"powersgd": "tfcommx.compression.powersgd:PowerSGD"}
+
+__all__ = ["COMPRESSIONS", "Compressed", "Compression", "get"]
+
+
+def get(name: str) -> Compression:
+    """Return the compression of a name such as "powersgd/4", or "module:MEMBER".
+
+    >>> get("powersgd/2").sums([(100, 50), (50,)])
+    (250, 100)
+
+    **Raises:** PlanError for an unknown name, with the nearest one, and for an unfit argument.
+    """
+    if is_member(name):
+        return load_member("compression", name, Compression)
+    kind, _, argument = name.partition("/")
+    made = load_member("compression", COMPRESSIONS[check_name("compression", kind, COMPRESSIONS)])
+    return made.read(argument)

@@ -1,0 +1,86 @@
+"""Prices of a dense route that sums the vectors of a compression in place of a bucket's entries.
+
+Not a row of the table: any dense route becomes one when a bucket compresses (`routes.of`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tfcommx import compression
+from tfcommx.routes.base import SELECT, Route, Select, Stage, Tensor
+from tfcommx.terms import NO_COMPRESSION, Bucket, Links, Topology, Traffic
+
+if TYPE_CHECKING:
+    from tfcommx.comm.base import Comm
+    from tfcommx.wire.codec import Codec
+
+
+def vectors(bucket: Bucket, route: Route, topology: Topology) -> list[Bucket]:
+    """Return a bucket for each vector that travels in place of the entries, in order."""
+    lengths = compression.get(bucket.compression).sums(bucket.shapes)
+    names = [f"{bucket.name}/sum{number}" for number in range(len(lengths))]
+    return [
+        dataclasses.replace(
+            bucket,
+            name=name,
+            variables=(name,),
+            sizes=(length,),
+            shapes=(),
+            padding=route.padding(length, bucket.wire, topology),
+            compression=NO_COMPRESSION,
+        )
+        for name, length in zip(names, lengths, strict=True)
+    ]
+
+
+class Compressed(Route):
+    """A dense route with the prices of a bucket that compresses."""
+
+    def __init__(self, route: Route) -> None:
+        self.name, self.levels, self.messages = route.name, route.levels, route.messages
+        self._route = route
+
+    def run(
+        self, flat: Tensor, bucket: Bucket, comm: Comm, codec: Codec, select: Select | None = None
+    ) -> Tensor:
+        """Refuse: `runtime.compressor` runs the dense route itself, once for each vector."""
+        raise NotImplementedError("Only the prices of a bucket that compresses are here.")
+
+    def wire_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:
+        """Count what one rank sends of all vectors, as the mean over the ranks."""
+        sent = [self._route.wire_bytes(one, topology) for one in self._vectors(bucket, topology)]
+        return Traffic(sum(one.inside for one in sent), sum(one.between for one in sent))
+
+    def port_bytes(self, bucket: Bucket, topology: Topology) -> float:
+        """Count the bytes of all vectors through the busiest port of a node."""
+        return self._total(self._route.port_bytes, bucket, topology)
+
+    def broadcast_bytes(self, bucket: Bucket, topology: Topology) -> Traffic:
+        """Count a broadcast, which sends all entries as they are."""
+        return self._route.broadcast_bytes(bucket, topology)
+
+    def seconds(self, bucket: Bucket, topology: Topology, links: Links) -> float:
+        """Return the price of the sums, which follow each other."""
+        return self._total(lambda one, on: self._route.seconds(one, on, links), bucket, topology)
+
+    def stages(self, bucket: Bucket, topology: Topology, links: Links) -> list[Stage]:
+        """Split the price: what the compression computes, then each sum.
+
+        Its passes over the gradients are those of its class, at the pace of an addition; what it
+        does between two sums is counted before the first.
+        """
+        passes = compression.get(bucket.compression).passes()
+        computes = Stage(SELECT, passes * bucket.padded_bytes * links.inside.gamma_s_per_byte)
+        sums = [self._route.stages(one, topology, links) for one in self._vectors(bucket, topology)]
+        return [computes, *(stage for stages in sums for stage in stages)]
+
+    def _vectors(self, bucket: Bucket, topology: Topology) -> list[Bucket]:
+        return vectors(bucket, self._route, topology)
+
+    def _total(
+        self, price: Callable[[Bucket, Topology], float], bucket: Bucket, topology: Topology
+    ) -> float:
+        return sum(price(one, topology) for one in self._vectors(bucket, topology))

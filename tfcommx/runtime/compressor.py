@@ -1,0 +1,70 @@
+"""Compressor: send a bucket's gradients by a compression; keep the rest as residual."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfcommx import compression, routes
+from tfcommx.comm.base import Comm
+from tfcommx.routes.compressed import vectors
+from tfcommx.runtime.flat import flatten, unflatten
+from tfcommx.runtime.residuals import BucketState
+from tfcommx.terms import Bucket
+from tfcommx.wire import codec
+
+
+class Compressor:
+    """The compression of one bucket on this rank, with error feedback around it."""
+
+    def __init__(self, bucket: Bucket, state: BucketState, comm: Comm) -> None:
+        """Resolve what is needed for a bucket that compresses."""
+        self.bucket, self.state, self._comm = bucket, state, comm
+        self._compression = compression.get(bucket.compression)
+        self._route = routes.get(bucket.route)
+        self._vectors = vectors(bucket, self._route, comm.topology)
+
+    def exchange(self, flat: tf.Tensor) -> tf.Tensor:
+        """Return the sum over the ranks of what each sent of gradient + residual.
+
+        What is not sent stays in the residual, to float32 rounding. Where the sum is NaN or
+        infinite the residual stays as it was, and so does the state of the compression if its next
+        one is: so neither ever holds such a number.
+
+        Args:
+            flat: float32 [bucket.padded].
+
+        **Ranks:** all; the result has the same bits on each.
+        **Cost:** the compression's, its sums, and three passes over the vector.
+        """
+        state = self.state
+        whole = flat + state.residual
+        shapes = [tf.TensorSpec(shape) for shape in self.bucket.shapes]
+        parts = unflatten(whole, shapes, self.bucket)
+        waiting = iter(self._vectors)
+        done = self._compression.run(
+            parts, state.compression.value(), lambda one: self._add(one, next(waiting, None))
+        )
+        if next(waiting, None) is not None:
+            raise self._miscounted()
+        total, sent = flatten(done.totals, self.bucket), flatten(done.sent, self.bucket)
+        stays = whole - sent
+        is_finite = tf.math.is_finite(total) & tf.math.is_finite(stays)
+        state.residual.assign(tf.where(is_finite, stays, state.residual))
+        usable = tf.reduce_all(tf.math.is_finite(done.state))
+        state.compression.assign(tf.where(usable, done.state, state.compression))
+        return total
+
+    def _add(self, vector: tf.Tensor, described: Bucket | None) -> tf.Tensor:
+        """Return the sum of one of the compression's vectors over the ranks."""
+        if described is None or vector.shape != [described.size]:
+            raise self._miscounted()
+        padded = flatten([vector], described)
+        total = self._route.run(padded, described, self._comm, codec.Codec())
+        return total[: described.size]
+
+    def _miscounted(self) -> ValueError:
+        return ValueError(
+            f"The compression {self.bucket.compression!r} must add the vectors that its `sums` "
+            f"counts: of {[one.size for one in self._vectors]} entries for the shapes "
+            f"{list(self.bucket.shapes)}. It added others."
+        )
