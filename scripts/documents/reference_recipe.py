@@ -62,7 +62,8 @@ USUAL = Recipe.model_validate(
 
 def _open(names: Iterable[str], *patterns: str) -> dict[str, Any]:
     """Return the schema of a family: names of its table, or somebody else's "module:MEMBER"."""
-    return {"anyOf": [{"enum": list(names)}, *({"pattern": one} for one in (*patterns, f"^{FORM.pattern}$"))]}
+    allowed = [{"type": "string", "pattern": one} for one in (*patterns, f"^{FORM.pattern}$")]
+    return {"anyOf": [{"enum": list(names)}, *allowed]}
 
 
 # Of a scheme, which checks itself, with tables of names: JSON schema's words for its checks

@@ -31,6 +31,7 @@ INTERNAL = {
     "no address": "likewise",
     "no answer from ...:": "likewise",
     "the sender has gone": "caught: the rest of the file is deleted",
+    "Only the prices of a bucket that compresses are here.": "cannot be reached",
     "a stranger": "caught: rank 0 turns the process away",
     "...:": "a text file's error: `... Check the path.` stands on the page",
 }

@@ -12,8 +12,8 @@ Laws: what all ranks sent plus what they keep is what came, to float32 rounding;
 same bits; NaN and Inf reach all ranks, and enter neither a residual nor a state.
 
 To add one:
-    1. A file here with a frozen class that derives from `base.Compression`. What follows the slash
-       in a name is given to it as text.
+    1. A file here with a frozen class that derives from `base.Compression`, and `read`, which makes
+       one from what follows the slash in a name, "" if nothing does.
     2. A row of COMPRESSIONS below.
     tests/laws then holds it to the laws; the planner and the simulator price what `sums` says.
     From outside of this package: `Scheme(compression="module:MEMBER")`.
@@ -26,8 +26,8 @@ from __future__ import annotations
 from tfcommx.compression.base import Compressed, Compression
 from tfcommx.terms import check_name, is_member, load_member
 
-# Name -> where its class is, as module:member
-COMPRESSIONS = {"powersgd": "tfcommx.compression.powersgd:PowerSGD"}
+# Name -> what makes it from the part of its name after the slash, as module:member
+COMPRESSIONS = {"powersgd": "tfcommx.compression.powersgd:read"}
 
 __all__ = ["COMPRESSIONS", "Compressed", "Compression", "get"]
 
@@ -41,7 +41,9 @@ def get(name: str) -> Compression:
     **Raises:** PlanError for an unknown name, with the nearest one, and for an unfit argument.
     """
     if is_member(name):
-        return load_member("compression", name, Compression)
+        outside: Compression = load_member("compression", name, Compression)
+        return outside
     kind, _, argument = name.partition("/")
-    made = load_member("compression", COMPRESSIONS[check_name("compression", kind, COMPRESSIONS)])
-    return made.read(argument)
+    read = load_member("compression", COMPRESSIONS[check_name("compression", kind, COMPRESSIONS)])
+    found: Compression = read(argument)
+    return found

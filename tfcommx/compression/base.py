@@ -33,14 +33,6 @@ class Compression(abc.ABC):
     route adds its vectors.
     """
 
-    @classmethod
-    def read(cls, argument: str) -> Compression:
-        """Make the compression from what follows the slash in its name, "" if nothing does.
-
-        **Raises:** PlanError for what it cannot read.
-        """
-        raise NotImplementedError(f"{cls.__name__} is not in the table of compressions.")
-
     @abc.abstractmethod
     def sums(self, shapes: Sequence[Shape]) -> tuple[int, ...]:
         """Count the entries of each vector that is summed in a step, in order.

@@ -33,18 +33,6 @@ class PowerSGD(Compression):
     # >= 1
     rank: int = 4
 
-    @classmethod
-    def read(cls, argument: str) -> PowerSGD:
-        """Make it from "powersgd/R"; R is 4 if it is left out."""
-        if not argument:
-            return cls()
-        if not argument.isdecimal() or int(argument) < 1:
-            raise PlanError(
-                "The rank of PowerSGD must be a whole number >= 1. Received "
-                f"compression='powersgd/{argument}'. 'powersgd/4' is usual."
-            )
-        return cls(int(argument))
-
     def sums(self, shapes: Sequence[Shape]) -> tuple[int, ...]:
         """Count the entries of all P and of what travels as it is, then of all Q."""
         if not any(map(self._is_short, shapes)):
@@ -114,6 +102,21 @@ class PowerSGD(Compression):
         """Tell whether at most half of a variable's entries travel as two factors."""
         rows, columns = _matrix(shape)
         return 2 * self.rank * (rows + columns) <= rows * columns
+
+
+def read(argument: str) -> PowerSGD:
+    """Make it from the R of "powersgd/R"; R is 4 if that is left out.
+
+    **Raises:** PlanError for what is no rank.
+    """
+    if not argument:
+        return PowerSGD()
+    if not argument.isdecimal() or int(argument) < 1:
+        raise PlanError(
+            "The rank of PowerSGD must be a whole number >= 1. Received "
+            f"compression='powersgd/{argument}'. 'powersgd/4' is usual."
+        )
+    return PowerSGD(int(argument))
 
 
 def _matrix(shape: Shape) -> tuple[int, int]:
