@@ -47,6 +47,7 @@ BUILT = {
 }
 # They pass on what others said
 PASSED_ON = (
+    "tfcommx/cli/compare.py",
     "tfcommx/cli/environment.py",
     "tfcommx/comm/horovodrun.py",
     "tfcommx/comm/watcher.py",
@@ -54,6 +55,7 @@ PASSED_ON = (
     "tfcommx/cli/train_launch.py",
     "tfcommx/cli/run.py",
     "tfcommx/elastic/supervisor.py",
+    "tfcommx/comparison/methods.py",
     "tfcommx/optim/automatic.py",
     "tfcommx/recipes/reader.py",
     "tfcommx/recipes/recipe.py",

@@ -1,4 +1,4 @@
-"""The command line: `tfcommx run`, `train`, `report`, `probe`, `profile`, `plan`, and others.
+"""The command line: `tfcommx run`, `train`, `report`, `compare`, `probe`, `plan`, and others.
 
 TensorFlow is imported only if a command needs it.
 """
@@ -13,6 +13,7 @@ import typer
 from tfcommx.cli import (
     cache,
     centre,
+    compare,
     doctor,
     plan,
     probe,
@@ -26,6 +27,7 @@ from tfcommx.cli import (
 )
 from tfcommx.cli.environment import quiet_tensorflow
 from tfcommx.comm.launcher import launcher
+from tfcommx.comparison.trainings import TrainingError
 from tfcommx.data.cache.slab_files import SlabError
 from tfcommx.data.sources.base import SampleError
 from tfcommx.recipes.base import DataError
@@ -33,7 +35,15 @@ from tfcommx.recipes.reader import RecipeError
 from tfcommx.report.summary import ReportError
 from tfcommx.terms import PlanError
 
-USER_ERRORS = (PlanError, RecipeError, DataError, ReportError, SampleError, SlabError)
+USER_ERRORS = (
+    PlanError,
+    RecipeError,
+    DataError,
+    ReportError,
+    SampleError,
+    SlabError,
+    TrainingError,
+)
 # Other ranks wait so long before they print an error, which rank 0 most likely has too. The
 # launcher ends all ranks after rank 0 has printed it.
 RANK_0_FIRST_SECONDS = 5.0
@@ -50,6 +60,7 @@ app.add_typer(cache.app)
 for command in (
     train.train,
     report.report,
+    compare.compare,
     probe.probe,
     profile.profile,
     plan.plan,

@@ -25,7 +25,7 @@ from tfcommx.training.steps import FitCall
 from tfcommx.training.timing import Timing
 from tfcommx.training.train import compile_model
 
-# Timed steps of each phase
+# Timed steps of each phase, at least: as many as hold whole rounds of the strategy
 STEPS = 5
 
 
@@ -54,7 +54,8 @@ def dry_run(recipe: Recipe, output_folder: Path, steps: int = STEPS) -> dict[str
     schemes = [phase.scheme for phase in recipe.phases]
     optimizer, timing = compile_model(model, run, schemes[0]), Timing()
     timing.watch(model)
-    phases = []
+    phases, every = [], recipe.strategy.every
+    steps = -(-steps // every) * every
     for number, scheme in enumerate(schemes):
         if number and scheme != schemes[number - 1]:
             optimizer.exchanger.switch(scheme)
@@ -164,8 +165,8 @@ def bytes_by_route(exchanger: Exchanger) -> dict[str, dict[str, float]]:
         for bucket in plan.buckets:
             sent = routes.of(bucket).wire_bytes(bucket, plan.topology)
             sums = found.setdefault(bucket.route, {"inside": 0.0, "between": 0.0})
-            sums["inside"] += sent.inside
-            sums["between"] += sent.between
+            sums["inside"] += sent.inside / strategy.steps_per_exchange
+            sums["between"] += sent.between / strategy.steps_per_exchange
     return found
 
 

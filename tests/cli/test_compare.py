@@ -1,0 +1,187 @@
+"""`tfcommx compare` from end to end, with trainings and profiles that are made up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tfcommx.cli.main import app
+from tfcommx.comparison import step_times, trainings
+from tfcommx.recipes.reader import RecipeError
+from tfcommx.terms import PlanError, Profile, VariableProfile
+
+RECIPE = """
+name: small
+batch_per_rank: 8
+phases: [{epochs: 1, resolution: 14}, {epochs: 2, resolution: 28}]
+learning_rate: {peak: 0.1, warm_up_epochs: 0}
+"""
+METHODS = "dense,one_percent"
+PROFILE = Profile("small", (VariableProfile("kernel", (100, 100), ready_s=0.02),), 0.01, 0.02, 8)
+
+
+class Commands:
+    """Stands in for the processes: notes their words, and writes what they would."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+        # Fails the call of this number
+        self.fails = -1
+
+    def __call__(self, words: Sequence[str], log: Path) -> None:
+        self.calls.append(list(words))
+        if len(self.calls) - 1 == self.fails:
+            raise trainings.TrainingError("it failed")
+        output = Path(words[words.index("--output") + 1])
+        output.parent.mkdir(parents=True, exist_ok=True)
+        if words[0] == "profile":
+            output.write_text(PROFILE.to_json())
+            return
+        output.mkdir(exist_ok=True)
+        name = "dry_run.json" if "--dry-run" in words else "summary.json"
+        found = self.dry_run() if "--dry-run" in words else self.summary(words)
+        (output / name).write_text(json.dumps(found))
+
+    @staticmethod
+    def dry_run() -> dict[str, Any]:
+        return {"phases": [{"step_seconds": 0.08, "gradients_seconds": 0.03}] * 2}
+
+    @staticmethod
+    def summary(words: Sequence[str]) -> dict[str, Any]:
+        dense = not any("mstopk" in word for word in words)
+        rows = [
+            {
+                "epoch": epoch,
+                "phase": 1,
+                "steps": 10,
+                "test_accuracy": 0.2 * epoch + 0.05 * dense,
+                "bytes_between_nodes": epoch * (1000 if dense else 20),
+                "clock_seconds": 1.0,
+            }
+            for epoch in (1, 2, 3)
+        ]
+        last = {"test_accuracy": rows[-1]["test_accuracy"], "rows": rows}
+        count = {"ranks": 2, "nodes": 2, "epochs": 3, "seconds": 3.0, "throughput": 1.0}
+        sent = {"bytes_between_nodes": 1, "bytes_between_nodes_dense": 3000}
+        return {**last, **count, **sent, "replicas_identical": True, "parameters": 10000}
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
+    found = Commands()
+    for module in (trainings, step_times, "tfcommx.comparison.measured"):
+        name = module if isinstance(module, str) else module.__name__
+        monkeypatch.setattr(f"{name}.run_command", found)
+    return found
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    return tmp_path / "recipe.yaml"
+
+
+def compare(recipe: Path, *words: str) -> Any:
+    folder = recipe.parent
+    options = ["--nodes", "2", "--seeds", "2", "--output", str(folder / "out")]
+    words = ("compare", str(recipe), *options, "--json", str(folder / "rows.jsonl"), *words)
+    return CliRunner().invoke(app, list(words))
+
+
+def test_tables_rows_and_figure(commands: Commands, recipe: Path) -> None:
+    ended = compare(recipe, "--methods", METHODS, "--bandwidths", "1e6,1e9")
+    assert ended.exit_code == 0, ended.output
+    rows = [json.loads(line) for line in (recipe.parent / "rows.jsonl").read_text().splitlines()]
+    assert [(row["name"], row["bandwidth_mbit"]) for row in rows] == [
+        ("dense", 1.0),
+        ("one_percent", 1.0),
+        ("dense", 1000.0),
+        ("one_percent", 1000.0),
+    ]
+    assert rows[1]["loss"] == pytest.approx(5) and rows[1]["bytes_share"] == pytest.approx(0.02)
+    # 40 kB of gradients at 1 Mbit/s; at 1 Gbit/s computing is what takes time
+    assert rows[1]["times_faster"] > 3 and rows[3]["times_faster"] < 1.1
+    assert "In bytes nothing beats one_percent (60.00" in ended.output
+    assert (recipe.parent / "out" / "comparison.png").stat().st_size > 10_000
+
+
+def test_each_training_has_its_seed_nodes_and_changes(commands: Commands, recipe: Path) -> None:
+    compare(recipe, "--methods", METHODS, "--set", "batch_per_rank=4", "--slots", "3")
+    training = [words for words in commands.calls if words[0] == "train"]
+    assert len(training) == 4
+    assert [("seed=1" in words, "seed=0" in words) for words in training] == [
+        (False, True),
+        (False, True),
+        (True, False),
+        (True, False),
+    ]
+    for words in training:
+        assert words[words.index("--processes") + 1] == "6"
+        assert {"node_size=3", "batch_per_rank=4"} <= set(words)
+    outputs = [words[words.index("--output") + 1] for words in training]
+    assert len(set(outputs)) == 4
+
+
+def test_what_is_there_is_not_trained_again(commands: Commands, recipe: Path) -> None:
+    commands.fails = 2
+    ended = compare(recipe, "--methods", METHODS)
+    assert isinstance(ended.exception, trainings.TrainingError)
+    commands.fails = -1
+    commands.calls.clear()
+    assert compare(recipe, "--methods", METHODS).exit_code == 0
+    kinds = [words[0] for words in commands.calls]
+    assert kinds == ["train", "train", "profile", "profile"]
+    commands.calls.clear()
+    # A comment changes nothing, a setting does
+    recipe.write_text(f"# a comment\n{RECIPE}")
+    assert compare(recipe, "--methods", METHODS).exit_code == 0 and not commands.calls
+    recipe.write_text(RECIPE.replace("0.1", "0.2"))
+    compare(recipe, "--methods", METHODS)
+    assert len(commands.calls) == 6
+
+
+def test_steps_on_hosts(commands: Commands, recipe: Path) -> None:
+    """They replace the predicted ones at their bandwidth, and the others begin with them."""
+    where = ["--hosts", "node0:1,node1:1", "--measured-at", "2e6", "--bandwidths", "1e12"]
+    ended = compare(recipe, "--methods", METHODS, *where)
+    assert ended.exit_code == 0, ended.output
+    rows = [json.loads(line) for line in (recipe.parent / "rows.jsonl").read_text().splitlines()]
+    assert [row["measured"] for row in rows] == [True, True, False, False]
+    assert rows[0]["step_seconds"] == pytest.approx(0.08)
+    # 40 kB at 2 Mbit/s take .16 s, after .05 s of computing
+    assert rows[0]["predicted_over_measured"] == pytest.approx(0.21 / 0.08, rel=0.01)
+    assert rows[2]["step_seconds"] == pytest.approx(0.05, rel=0.01)
+    assert "Predicted over measured time at 2 Mbit/s: dense 2.6" in ended.output
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "match"),
+    [
+        (["--methods", "dnese"], RecipeError, "Did you mean 'dense'"),
+        (["--bandwidths", "fast"], PlanError, "needs numbers > 0"),
+        (["--hosts", "a:1"], PlanError, "need --measured-at"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_trained(
+    commands: Commands, recipe: Path, words: list[str], kind: type, match: str
+) -> None:
+    ended = compare(recipe, *words)
+    assert isinstance(ended.exception, kind) and match in str(ended.exception)
+    assert not commands.calls
+
+
+def test_ranks_with_different_weights_are_refused(
+    commands: Commands, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = commands.summary
+    monkeypatch.setattr(
+        commands, "summary", lambda words: {**whole(words), "replicas_identical": False}
+    )
+    ended = compare(recipe, "--methods", METHODS)
+    assert isinstance(ended.exception, trainings.TrainingError)
+    assert not list((recipe.parent / "out" / "trainings").glob("*.json"))

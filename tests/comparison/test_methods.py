@@ -1,0 +1,68 @@
+"""Methods: what they change in a recipe, and what is refused before anything is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+
+from tfcommx.comparison.methods import Method, check_names_a_route, read_methods
+from tfcommx.recipes.reader import RecipeError
+from tfcommx.recipes.recipe import read
+from tfcommx.terms import Scheme
+
+RECIPES = ["fashion_mnist", "translate_miniature", "dawnbench_miniature"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_shipped_method_fits_every_miniature(recipe: str) -> None:
+    file = ROOT / "configs" / f"{recipe}.yaml"
+    plain = read(file)
+    methods = read_methods()
+    assert {"dense", "float16", "recipe", "local_sgd"} <= set(methods)
+    for name, method in methods.items():
+        changed = read(file, method.settings([phase.epochs for phase in plain.phases]))
+        assert changed.epochs == plain.epochs
+        assert (changed == plain) == (name == "recipe"), name
+        check_names_a_route(name, changed)
+    dense = read(file, methods["dense"].settings([phase.epochs for phase in plain.phases]))
+    assert set(dense.scheme_of_epoch()) == {Scheme()}
+
+
+def test_a_warm_up_goes_on_from_phase_to_phase() -> None:
+    scheme = {"route": "allgather", "selection": "mstopk", "density": 0.01}
+    method = Method(about="", scheme=scheme, warm_up=(0.5, 0.25, 0.1))
+    file = ROOT / "configs" / "translate_miniature.yaml"
+    changed = read(file, [*method.settings([2, 4]), "phases.0.epochs=2", "phases.1.epochs=4"])
+    assert [one.density for one in changed.scheme_of_epoch()] == [0.5, 0.25, 0.1] + 3 * [0.01]
+
+
+def test_names_and_files(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("rounded: {about: mine, scheme: {wire: float16}}\ndense: {about: another}\n")
+    found = read_methods(["dense", "local_sgd", str(mine)])
+    assert list(found) == ["dense", "local_sgd", "rounded"] and found["dense"].about == "another"
+    for word, match in (
+        ("local_sdg", "Unknown method 'local_sdg'. Did you mean 'local_sgd'"),
+        (str(tmp_path / "none.yaml"), "cannot be read"),
+    ):
+        with pytest.raises(RecipeError, match=match):
+            read_methods([word])
+    for number, (text, match) in enumerate(
+        (
+            ("a: {about: x, schema: {}}", "a: Unknown key 'schema'. Did you mean 'scheme'"),
+            ("a/b: {about: x}", "a mapping of names of methods"),
+            ("a: [", "is not YAML"),
+        )
+    ):
+        wrong = tmp_path / f"wrong{number}.yaml"
+        wrong.write_text(text)
+        with pytest.raises(RecipeError, match=match):
+            read_methods([str(wrong)])
+
+
+def test_auto_is_refused() -> None:
+    file = ROOT / "configs" / "fashion_mnist.yaml"
+    with pytest.raises(RecipeError, match="name a route"):
+        check_names_a_route("mine", read(file, ["phases.0.scheme={route: auto}"]))

@@ -1,0 +1,70 @@
+"""Predicted steps: of each epoch by its scheme and phase; of weight averaging by its rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tfcommx.comparison.measured import MeasuredSteps, replaced
+from tfcommx.comparison.step_times import links_at, scaled, step_seconds
+from tfcommx.recipes.recipe import Recipe
+from tfcommx.terms import NOMINAL, Link, Links, Profile, Topology, VariableProfile
+
+ENTRIES = 10**6
+# A step computes for .5 s; its only gradient is ready at the end
+PROFILE = Profile("one", (VariableProfile("kernel", (1000, 1000), ready_s=0.3),), 0.2, 0.3, 8)
+FREE = Link(0.0, 1e-15)
+TWO = Topology(2, 1)
+SPARSE = {"route": "allgather", "selection": "mstopk", "density": 0.01}
+
+
+def recipe(*phases: dict[str, Any], **more: Any) -> Recipe:
+    parts = [{"resolution": 8, **phase} for phase in phases]
+    rate = {"peak": 0.1, "warm_up_epochs": 0}
+    return Recipe(name="some", batch_per_rank=8, phases=parts, learning_rate=rate, **more)
+
+
+def steps(one: Recipe, bandwidth: float) -> list[float]:
+    links = links_at(bandwidth, Links(FREE, FREE))
+    return step_seconds(one, [PROFILE] * len(one.phases), TWO, links)
+
+
+def test_a_dense_step_is_computing_and_an_allreduce() -> None:
+    """Two ranks send half of 4 MB twice: 32 Mbit, at 320 Mbit/s a tenth of a second."""
+    assert steps(recipe({"epochs": 2}), 320e6) == pytest.approx([0.6, 0.6])
+
+
+def test_each_epoch_has_its_phase_and_its_density() -> None:
+    found = steps(
+        recipe({"epochs": 3, "scheme": SPARSE, "warm_up": [0.5, 0.1]}, {"epochs": 1}), 3.2e6
+    )
+    # Entries of 8 bytes: .32 Mbit at a density of .01
+    exposed = [one - 0.5 for one in found]
+    assert exposed == pytest.approx([10.0, 2.0, 0.2, 10.0], rel=0.01)
+
+
+def test_weights_are_averaged_after_the_update_and_nothing_hides_it() -> None:
+    local = recipe({"epochs": 1}, strategy={"name": "weight_averaging", "every": 4})
+    assert steps(local, 320e6) == pytest.approx([0.5 + 0.1 / 4])
+
+
+def test_a_bandwidth_replaces_the_rate_of_links_between_nodes_alone() -> None:
+    found = links_at(1e9, NOMINAL._replace(engine_s=0.5))
+    assert found.between.beta_s_per_byte == pytest.approx(8e-9)
+    assert found.between.alpha_s == NOMINAL.between.alpha_s and found.engine_s == 0.5
+    assert found.inside == NOMINAL.inside
+
+
+def test_a_scaled_profile_computes_as_long_as_is_said() -> None:
+    assert scaled(PROFILE, 2.0).compute_s == pytest.approx(2.0)
+    assert scaled(PROFILE, 2.0).variables[0].ready_s == pytest.approx(1.2)
+
+
+def test_measured_steps_replace_predicted_ones() -> None:
+    """Not those of a warm-up, which a dry run leaves out."""
+    one = recipe({"epochs": 2, "scheme": SPARSE, "warm_up": [0.5]}, {"epochs": 1})
+    measured = {"some": MeasuredSteps((2.0, 4.0), (1.0, 1.0))}
+    seconds, ratios = replaced({"some": [9.0, 1.0, 3.0]}, measured, {"some": one})
+    assert seconds == {"some": [9.0, 2.0, 4.0]}
+    assert ratios == {"some": pytest.approx(4 / 6)}

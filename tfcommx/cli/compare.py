@@ -1,0 +1,172 @@
+"""`tfcommx compare`: train a recipe by several methods: what each costs, and what it loses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tfcommx.cli.train import SET_HELP
+from tfcommx.comparison import figures, tables
+from tfcommx.comparison.measured import MeasuredSteps, computing, measure, replaced
+from tfcommx.comparison.methods import check_names_a_route, read_methods
+from tfcommx.comparison.rows import Comparison, Steps, rows_of, score_of
+from tfcommx.comparison.step_times import (
+    links_at,
+    profiles_of,
+    read_links,
+    scaled,
+    step_seconds,
+)
+from tfcommx.comparison.trainings import Setup, train, trained
+from tfcommx.recipes.reader import RecipeError
+from tfcommx.recipes.recipe import Recipe
+from tfcommx.recipes.recipe import read as read_recipe
+from tfcommx.terms import PlanError, Profile, Topology
+
+
+def compare(
+    config: Annotated[Path, typer.Argument(help="Recipe, such as configs/fashion_mnist.yaml.")],
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Names and YAML files, joined by commas: dense,local_sgd,mine.yaml. Default: all "
+            "shipped methods."
+        ),
+    ] = "",
+    bandwidths: Annotated[
+        str, typer.Option(help="Of a node's link, bit/s, joined by commas.")
+    ] = "200e6,1e9,10e9",
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each method.")] = 3,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes; all train on this machine.")] = 4,
+    slots: Annotated[int, typer.Option(min=1, help="Ranks of each node.")] = 1,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder; by default runs/compare_NAME of the recipe.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="PLACE=VALUE", help=SET_HELP)
+    ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            help="Score whose time is compared, in % or BLEU. Default: .2 points, or .5 BLEU, less "
+            "than dense at the end."
+        ),
+    ] = None,
+    links: Annotated[
+        Path | None,
+        typer.Option(help="File that `tfcommx probe` wrote; bandwidths replace its rate."),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="Times of steps are those of this profile, of any model, in all phases."),
+    ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option("-H", "--hosts", help="Measure steps there too: node0:1,node1:1,..."),
+    ] = None,
+    measured_at: Annotated[
+        float | None, typer.Option(help="Bandwidth of the links of these hosts, bit/s.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write one object a line.")
+    ] = None,
+) -> None:
+    """Train a recipe by several methods, and compare scores at equal steps, bytes and time.
+
+    Each method trains the recipe once per seed, on this machine. Time is steps times the time of a
+    step, which is predicted for each bandwidth, or measured on --hosts. What has ended is kept in
+    the folder: a comparison that was ended goes on where it was.
+    """
+    if (hosts is None) != (measured_at is None):
+        raise PlanError("Steps on --hosts need --measured-at, their bandwidth; one was given.")
+    name = read_recipe(config, settings or []).name
+    folder = output or Path("runs") / f"compare_{name}"
+    setup = Setup(config, tuple(settings or ()), nodes, slots, folder)
+    rates = _numbers(bandwidths)
+    changes, recipes = _checked(setup, _words(methods))
+    found = _trainings(setup, changes, seeds)
+    profiles = _profiles(setup, profile)
+    on_hosts: dict[str, MeasuredSteps] = {}
+    if hosts is not None:
+        on_hosts = {
+            name: measure(setup, name, setup.settings(changes[name]), hosts) for name in changes
+        }
+        in_step = [one for name, one in on_hosts.items() if recipes[name].strategy.every == 1]
+        computes = computing(in_step or list(on_hosts.values()))
+        profiles = [scaled(*one) for one in zip(profiles, computes, strict=True)]
+    steps = []
+    for rate in sorted({*rates, *([measured_at] if measured_at else [])}):
+        at_rate = Topology(nodes, slots), links_at(rate, read_links(links))
+        predicted = {name: step_seconds(one, profiles, *at_rate) for name, one in recipes.items()}
+        seconds, ratios = predicted, {}
+        if rate == measured_at:
+            seconds, ratios = replaced(predicted, on_hosts, recipes)
+        steps.append(Steps(rate, seconds, ratios))
+    score = score_of(next(iter(found.values()))[0])
+    comparison = Comparison(found, steps, score, target)
+    tables.show(comparison)
+    figures.draw(comparison, folder / figures.PICTURE)
+    print(f"figure: {folder / figures.PICTURE}")
+    if json_file:
+        json_file.write_text("".join(json.dumps(row) + "\n" for row in rows_of(comparison)))
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _numbers(text: str) -> list[float]:
+    """Read bandwidths. **Raises:** PlanError."""
+    try:
+        found = [float(word) for word in _words(text)]
+    except ValueError:
+        found = []
+    if not found or not all(0 < one < float("inf") for one in found):
+        raise PlanError(f"`--bandwidths` needs numbers > 0, as 200e6,1e9. Received {text!r}.")
+    return found
+
+
+def _checked(setup: Setup, words: list[str]) -> tuple[dict[str, list[str]], dict[str, Recipe]]:
+    """Return each method's changes, and the recipe with them, before anything is trained.
+
+    **Raises:** RecipeError that names the method.
+    """
+    plain = read_recipe(setup.recipe, setup.changes)
+    epochs = [phase.epochs for phase in plain.phases]
+    changes, recipes = {}, {}
+    for name, method in read_methods(words).items():
+        changes[name] = method.settings(epochs)
+        try:
+            recipes[name] = read_recipe(setup.recipe, setup.settings(changes[name]))
+        except RecipeError as error:
+            raise RecipeError(f"Method {name!r}: {error}") from error
+        check_names_a_route(name, recipes[name])
+    return changes, recipes
+
+
+def _trainings(
+    setup: Setup, changes: Mapping[str, list[str]], seeds: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Train what is not there yet: all methods with the first seed, then with the next one."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in changes}
+    for seed in range(seeds):
+        for place, (name, one) in enumerate(changes.items(), 1):
+            settings = setup.settings(one, seed)
+            training = trained(setup, name, settings)
+            if training is None:
+                number = seed * len(changes) + place
+                print(f"{number} of {seeds * len(changes)}: {name}, seed {seed}", flush=True)
+                training = train(setup, name, settings)
+            found[name].append(training)
+    return found
+
+
+def _profiles(setup: Setup, given: Path | None) -> list[Profile]:
+    recipe = read_recipe(setup.recipe, setup.changes)
+    if given is not None:
+        return [Profile.read(given)] * len(recipe.phases)
+    return profiles_of(setup, recipe)

@@ -1,0 +1,65 @@
+"""Figures of a comparison: the score over time at each bandwidth, and over bytes."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tfcommx.comparison.outcomes import Curve
+from tfcommx.comparison.rows import Comparison, Row, Steps
+from tfcommx.comparison.tables import rate_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PICTURE = "comparison.png"
+
+
+def draw(found: Comparison, path: Path) -> None:
+    """Draw a panel for each bandwidth and one for bytes: means over seeds, and their range."""
+    from matplotlib.figure import Figure  # Without pyplot: no display, no global state
+
+    panels = len(found.steps) + 1
+    columns = min(panels, 2)
+    lines = math.ceil(panels / columns)
+    figure = Figure(figsize=(5 * columns, 3.5 * lines + 0.6), layout="constrained")
+    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+    _panel(axes[0], found, lambda name, one: found.by_bytes(one))
+    axes[0].set(xlabel="bytes of a rank to other nodes", xscale="log")
+    for panel, steps in zip(axes[1:], found.steps, strict=False):
+        _panel(panel, found, functools.partial(_by_time, found, steps))
+        how = "measured" if steps.ratios else "predicted"
+        panel.set(xlabel=f"seconds at {rate_text(steps.bandwidth)}, {how}", xscale="log")
+    for empty in axes[panels:]:
+        empty.remove()
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def _by_time(found: Comparison, steps: Steps, name: str, training: Row) -> Curve:
+    return found.by_time(training, steps.seconds[name])
+
+
+def _panel(axes: Axes, found: Comparison, curve: Callable[[str, Row], Curve]) -> None:
+    for name, trainings in found.trainings.items():
+        curves = [curve(name, one) for one in trainings]
+        costs = _by_epoch(curves, "costs", statistics.fmean)
+        (line,) = axes.plot(
+            costs, _by_epoch(curves, "scores", statistics.fmean), "o-", markersize=3, label=name
+        )
+        lowest, highest = (_by_epoch(curves, "scores", pick) for pick in (min, max))
+        axes.fill_between(costs, lowest, highest, color=line.get_color(), alpha=0.15, linewidth=0)
+    axes.axhline(found.wanted(), color="0.6", linewidth=0.8, linestyle=":")
+    axes.set(ylabel=found.score.text)
+    axes.grid(color="0.92")
+
+
+def _by_epoch(
+    curves: Sequence[Curve], what: str, joined: Callable[[Sequence[float]], float]
+) -> list[float]:
+    return [joined(values) for values in zip(*(getattr(one, what) for one in curves), strict=True)]

@@ -1,0 +1,149 @@
+"""Tables and sentences of a comparison, on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.table import Table
+
+from tfcommx.comparison.rows import (
+    BYTES_SHARES,
+    TIME_SHARES,
+    Comparison,
+    Row,
+    Steps,
+    choices,
+    method_rows,
+    pareto_words,
+    time_rows,
+)
+from tfcommx.report.summary import bytes_text, time_text
+from tfcommx.report.terminal import terminal_console
+
+# Losses against the reference for which the fastest method is named, in units of the score's own
+LOSSES = (1.0, 2.5, 5.0)
+
+
+def show(found: Comparison) -> None:
+    """Print everything: one table of scores and bytes, one for each bandwidth, and sentences."""
+    console = terminal_console()
+    for table in (_methods(found), *(_times(found, steps) for steps in found.steps)):
+        console.print(table)
+    if found.steps:
+        console.print(_choices(found))
+    for sentence in sentences(found):
+        console.print(sentence)
+
+
+def sentences(found: Comparison) -> list[str]:
+    """Return the Pareto sets in words, and how far predictions were from what was measured."""
+    said = [pareto_words(found.points(), bytes_text, "bytes")]
+    for steps in found.steps:
+        where = f"time at {rate_text(steps.bandwidth)}, {_how(steps)},"
+        said.append(pareto_words(found.points(steps.seconds), seconds_text, where))
+        if steps.ratios:
+            listed = ", ".join(f"{name} {ratio:.2f}" for name, ratio in steps.ratios.items())
+            said.append(f"Predicted over measured time at {rate_text(steps.bandwidth)}: {listed}.")
+    return said
+
+
+def rate_text(bandwidth: float) -> str:
+    """Return bits per second with a unit.
+
+    >>> rate_text(200e6), rate_text(2.5e9)
+    ('200 Mbit/s', '2.5 Gbit/s')
+    """
+    return f"{bandwidth / 1e9:g} Gbit/s" if bandwidth >= 1e9 else f"{bandwidth / 1e6:g} Mbit/s"
+
+
+def seconds_text(seconds: float) -> str:
+    """Return seconds with a unit; short times are not rounded to whole seconds.
+
+    >>> seconds_text(0.412), seconds_text(150)
+    ('0.41 s', '2 min 30 s')
+    """
+    return (
+        time_text(seconds)
+        if seconds >= 60
+        else f"{seconds:.1f} s"
+        if seconds >= 10
+        else f"{seconds:.2f} s"
+    )
+
+
+def _how(steps: Steps) -> str:
+    return "measured" if steps.ratios else "predicted"
+
+
+def _methods(found: Comparison) -> Table:
+    end = f"{found.score.text} at the end"
+    columns: list[tuple[str, Callable[[Row], str]]] = [
+        ("seeds", lambda row: f"{row['seeds']}"),
+        (end, lambda row: f"{row['mean']:.2f} ± {row['spread']:.2f}"),
+        ("loss", lambda row: f"{row['loss']:+.2f}"),
+        ("bytes of a rank", lambda row: bytes_text(row["bytes_between"])),
+        ("share", lambda row: f"{100 * row['bytes_share']:.1f} %"),
+        *(
+            (f"in {100 * share:g} %", _cell(f"within_{100 * share:g}_percent_of_bytes"))
+            for share in BYTES_SHARES
+        ),
+        (f"to {found.wanted():.2f}", _target("bytes_to_target", bytes_text)),
+    ]
+    title = f"at equal steps, and within shares of the bytes of {found.reference}"
+    return _table(title, columns, method_rows(found))
+
+
+def _times(found: Comparison, steps: Steps) -> Table:
+    columns: list[tuple[str, Callable[[Row], str]]] = [
+        ("a step", lambda row: f"{1e3 * row['step_seconds']:.1f} ms"),
+        ("all steps", lambda row: seconds_text(row["seconds"])),
+        ("times faster", lambda row: f"{row['times_faster']:.2f}"),
+        *(
+            (f"in {100 * share:g} %", _cell(f"within_{100 * share:g}_percent_of_time"))
+            for share in TIME_SHARES
+        ),
+        (f"to {found.wanted():.2f}", _target("seconds_to_target", seconds_text)),
+    ]
+    if steps.ratios:
+        columns.append(("predicted / measured", _cell("predicted_over_measured")))
+    rate = f"{rate_text(steps.bandwidth)}, {_how(steps)}"
+    title = f"{rate}: within shares of the time of {found.reference}"
+    return _table(title, columns, time_rows(found, steps))
+
+
+def _choices(found: Comparison) -> Table:
+    losses = [factor * found.score.loss for factor in LOSSES]
+    table = Table(title="the fastest method that loses at most so much", title_justify="left")
+    table.add_column("between nodes")
+    for loss in losses:
+        table.add_column(f"{loss:g}")
+    for bandwidth, chosen in choices(found, losses):
+        cells = (f"{name}, {faster:.2f} times" for name, faster in chosen)
+        table.add_row(rate_text(bandwidth), *cells)
+    return table
+
+
+def _table(
+    title: str, columns: list[tuple[str, Callable[[Row], str]]], rows: dict[str, Row]
+) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("method")
+    for heading, _ in columns:
+        table.add_column(heading, justify="right")
+    for name, row in rows.items():
+        table.add_row(name, *(text(row) for _, text in columns))
+    return table
+
+
+def _cell(key: str) -> Callable[[Row], str]:
+    return lambda row: "" if row[key] is None else f"{row[key]:.2f}"
+
+
+def _target(key: str, text: Callable[[Any], str]) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        if row[key] is None:
+            return f"{row['seeds_at_target']} of {row['seeds']} seeds"
+        return text(row[key])
+
+    return cell

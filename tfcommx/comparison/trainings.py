@@ -1,0 +1,142 @@
+"""Trains a method with one seed, in processes of its own, and keeps one file for each training.
+
+    folder/trainings/dense-seed-0-1f2e3d4c.json    the training: written whole, when it has ended
+    folder/trainings/dense-seed-0-1f2e3d4c/        what `tfcommx train` wrote: log, report, figures
+
+The last part of the name is a digest of all that decides the training. So a comparison that was
+ended goes on where it was, and a recipe or method that was edited is trained anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import yaml
+
+from tfcommx.comm.horovodrun import on_end_signals
+from tfcommx.recipes.reader import YamlLoader
+from tfcommx.report.summary import read, write_json
+
+# Of an epoch's row in a summary; scores come besides
+KEPT = ("epoch", "phase", "steps", "bytes_between_nodes", "clock_seconds")
+LOG = "log.txt"
+
+
+class TrainingError(RuntimeError):
+    """A training, or a measurement, that has failed; the message names its log."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all trainings of a comparison share."""
+
+    # A YAML file
+    recipe: Path
+    # Changes of the recipe, before those of a method
+    changes: tuple[str, ...]
+    # Nodes, and ranks on each; all are on this machine
+    nodes: int
+    slots: int
+    # Of the comparison
+    folder: Path
+
+    def settings(self, of_method: Sequence[str], seed: int | None = None) -> list[str]:
+        """Return all changes of the recipe for one training of a method."""
+        seeds = [] if seed is None else [f"seed={seed}"]
+        return [*self.changes, *of_method, f"node_size={self.slots}", *seeds]
+
+    def name(self, method: str, settings: Sequence[str]) -> str:
+        """Return a name that tells a training, or a measurement, from all others."""
+        # What a recipe says, without its comments
+        recipe = yaml.load(self.recipe.read_text(encoding="utf-8"), YamlLoader)
+        decides = [recipe, list(settings), self.nodes, self.slots]
+        digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:8]
+        seed = [setting for setting in settings if setting.startswith("seed=")]
+        return "-".join([method, *(one.replace("=", "-") for one in seed[-1:]), digest])
+
+
+def trained(setup: Setup, method: str, settings: Sequence[str]) -> dict[str, Any] | None:
+    """Return a training that was kept; None if there is none."""
+    file = setup.folder / "trainings" / f"{setup.name(method, settings)}.json"
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def train(setup: Setup, method: str, settings: Sequence[str]) -> dict[str, Any]:
+    """Train a method with one seed, and keep what came of it.
+
+    Args:
+        setup: of the comparison.
+        method: its name.
+        settings: all changes of the recipe, the seed among them.
+
+    Returns:
+        What is kept: `epochs` has scores, steps, and bytes and seconds so far of each epoch.
+
+    **Raises:** TrainingError if a rank failed, or if the ranks' weights differed; SystemExit if a
+    signal ended it: called again, it goes on after the last checkpoint.
+    """
+    name = setup.name(method, settings)
+    run = setup.folder / "trainings" / name
+    words = ["train", str(setup.recipe), "--output", str(run), "--resume"]
+    words += ["--processes", str(setup.nodes * setup.slots), "--no-report"]
+    words += [word for setting in settings for word in ("--set", setting)]
+    if not (run / "summary.json").exists():
+        run_command(words, run / LOG)
+    summary = read(run)
+    if not summary["replicas_identical"] or "stopped" in summary:
+        raise TrainingError(f"Ranks had different weights, or were stopped: {run / LOG}.")
+    found = kept(summary) | {"method": method, "settings": list(settings)}
+    write_json(found, run.parent / f"{name}.json")
+    shutil.rmtree(run / "checkpoint", ignore_errors=True)
+    return found
+
+
+def kept(summary: dict[str, Any]) -> dict[str, Any]:
+    """Return what is kept of a summary."""
+    names = ("parameters", "ranks", "nodes", "seconds", "bytes_between_nodes_dense")
+    epochs = [
+        {key: row[key] for key in row if key in KEPT or key.startswith("test_")}
+        for row in summary["rows"]
+    ]
+    return {**{name: summary[name] for name in names}, "epochs": epochs}
+
+
+def run_command(words: Sequence[str], log: Path) -> None:
+    """Run `tfcommx WORDS...` in a process of its own; its output goes to a file.
+
+    A signal to end is handed on once, so that a training saves, and then ends this process.
+    **Raises:** TrainingError; SystemExit after a signal.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "tfcommx.cli.main", *words]
+    seen: list[int] = []
+    with log.open("a") as file:
+        # A session of its own: Ctrl-C would reach it a second time
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+
+        def hand_on(number: int, frame: FrameType | None) -> None:
+            seen.append(number)
+            process.send_signal(signal.SIGTERM)
+
+        on_end_signals(hand_on)
+        try:
+            status = process.wait()
+        finally:
+            on_end_signals(lambda number, frame: sys.exit(128 + number))
+    if seen:
+        sys.exit(128 + seen[0])
+    if status:
+        said = log.read_text().strip().splitlines()[-3:]
+        raise TrainingError(f"`tfcommx {words[0]}` failed, see {log}: {' '.join(said)}")
