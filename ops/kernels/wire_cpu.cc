@@ -31,7 +31,9 @@ bool decode_positions(const WireLayout& layout, const int32_t* words, int64_t fi
     outside |= index < 0 || index >= layout.size;
     indices[i] = static_cast<int32_t>(first + index);
   };
-  if (!layout.blocks) {
+  if (layout.places == Positions::elias)
+    return elias_decode_cpu(layout.elias(), words, first, indices);
+  if (layout.places == Positions::pair) {
     for (int64_t i = 0; i < layout.k; ++i) put(i, words[i]);
     return !outside;
   }
@@ -46,17 +48,17 @@ bool decode_positions(const WireLayout& layout, const int32_t* words, int64_t fi
   return done == layout.k && !outside;
 }
 
-}  // namespace
-
-int64_t wire_encode_cpu(const WireLayout& layout, const int32_t* indices, const float* values,
-                        int32_t* words) {
+// Returns the position of the first index that is refused; -1: none.
+int64_t encode_positions(const WireLayout& layout, const int32_t* indices, int32_t* words) {
+  if (layout.places == Positions::elias) return elias_encode_cpu(layout.elias(), indices, words);
+  const bool blocks = layout.places == Positions::block;
   int64_t before = -1;
   std::fill_n(words, layout.counts(), 0);
   uint16_t* offsets = reinterpret_cast<uint16_t*>(words + layout.counts());
   for (int64_t i = 0; i < layout.k; ++i) {
     const int64_t index = indices[i];
-    if (index < 0 || index >= layout.size || (layout.blocks && index <= before)) return i;
-    if (layout.blocks) {
+    if (index < 0 || index >= layout.size || (blocks && index <= before)) return i;
+    if (blocks) {
       ++words[index >> 16];
       offsets[i] = index & 0xffff;
       before = index;
@@ -64,20 +66,51 @@ int64_t wire_encode_cpu(const WireLayout& layout, const int32_t* indices, const 
       words[i] = indices[i];
     }
   }
-  if (layout.blocks && layout.k % 2) offsets[layout.k] = 0;
-  int32_t* last = words + layout.counts() + layout.positions();
-  switch (layout.type) {
-    case Float::float32:
-      std::memcpy(last, values, 4 * layout.k);
-      break;
-    case Float::float16:
-      narrow<to_float16>(values, layout.k, last);
-      break;
-    case Float::bfloat16:
-      narrow<to_bfloat16>(values, layout.k, last);
-      break;
-  }
+  if (blocks && layout.k % 2) offsets[layout.k] = 0;
   return -1;
+}
+
+void encode_values(const WireLayout& layout, const float* values, int32_t* words) {
+  switch (layout.type) {
+    case Values::float32:
+      std::memcpy(words, values, 4 * layout.k);
+      break;
+    case Values::float16:
+      narrow<to_float16>(values, layout.k, words);
+      break;
+    case Values::bfloat16:
+      narrow<to_bfloat16>(values, layout.k, words);
+      break;
+    case Values::int8:
+    case Values::int4:
+      codes_write_cpu(layout.codes(), values, words);
+  }
+}
+
+void decode_values(const WireLayout& layout, const int32_t* words, float* values) {
+  switch (layout.type) {
+    case Values::float32:
+      std::memcpy(values, words, 4 * layout.k);
+      break;
+    case Values::float16:
+      widen<from_float16>(words, layout.k, values);
+      break;
+    case Values::bfloat16:
+      widen<from_bfloat16>(words, layout.k, values);
+      break;
+    case Values::int8:
+    case Values::int4:
+      codes_read_cpu(layout.codes(), words, values);
+  }
+}
+
+}  // namespace
+
+int64_t wire_encode_cpu(const WireLayout& layout, const int32_t* indices, const float* values,
+                        int32_t* words) {
+  const int64_t refused = encode_positions(layout, indices, words);
+  if (refused < 0) encode_values(layout, values, words + layout.counts() + layout.positions());
+  return refused;
 }
 
 int64_t wire_decode_cpu(const WireLayout& layout, const int32_t* words, int64_t buffers,
@@ -94,17 +127,7 @@ int64_t wire_decode_cpu(const WireLayout& layout, const int32_t* words, int64_t 
       while (buffer < least && !bad.compare_exchange_weak(least, buffer)) {
       }
     }
-    switch (layout.type) {
-      case Float::float32:
-        std::memcpy(to, last, 4 * layout.k);
-        break;
-      case Float::float16:
-        widen<from_float16>(last, layout.k, to);
-        break;
-      case Float::bfloat16:
-        widen<from_bfloat16>(last, layout.k, to);
-        break;
-    }
+    decode_values(layout, last, to);
   });
   return bad == buffers ? -1 : bad.load();
 }

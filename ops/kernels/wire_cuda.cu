@@ -36,27 +36,36 @@ __device__ int32_t placed(const WireLayout& layout, int64_t shard, uint32_t inde
   return index < layout.size ? static_cast<int32_t>(shard * layout.size + index) : -1;
 }
 
-__device__ uint16_t narrow(Float type, float value) {
-  return type == Float::float16 ? to_float16(value) : to_bfloat16(value);
+__device__ uint16_t narrow(Values type, float value) {
+  return type == Values::float16 ? to_float16(value) : to_bfloat16(value);
 }
 
-// One word of each part by each thread.
+// One word of each part by each thread; elias and codes have kernels of their own.
 __global__ void __launch_bounds__(kThreads)
     encode(WireLayout layout, const int32_t* indices, const float* values, int32_t* words) {
   const int64_t i = thread(), k = layout.k;
   int32_t *positions = words + layout.counts(), *last = positions + layout.positions();
-  if (i < layout.counts())
-    words[i] = static_cast<int32_t>(count_below(indices, k, (i + 1) * 65536) -
-                                    count_below(indices, k, i * 65536));
-  if (i < layout.positions())
-    positions[i] =
-        layout.blocks
-            ? word_of_two(i, k, [&](int64_t j) { return static_cast<uint16_t>(indices[j]); })
-            : indices[i];
-  if (i < layout.values())
-    last[i] = layout.type == Float::float32
+  if (layout.places == Positions::block) {
+    if (i < layout.counts())
+      words[i] = static_cast<int32_t>(count_below(indices, k, (i + 1) * 65536) -
+                                      count_below(indices, k, i * 65536));
+    if (i < layout.positions())
+      positions[i] =
+          word_of_two(i, k, [&](int64_t j) { return static_cast<uint16_t>(indices[j]); });
+  }
+  if (layout.places == Positions::pair && i < k) positions[i] = indices[i];
+  if (i < layout.values() && !layout.coded())
+    last[i] = layout.type == Values::float32
                   ? bits_of(values[i])
                   : word_of_two(i, k, [&](int64_t j) { return narrow(layout.type, values[j]); });
+}
+
+__device__ float value_at(const WireLayout& layout, const int32_t* words, int64_t i) {
+  const uint16_t* narrowed = reinterpret_cast<const uint16_t*>(words);
+  if (layout.coded()) return coded_value(layout.codes(), words, i);
+  return layout.type == Values::float32   ? float_of(words[i])
+         : layout.type == Values::float16 ? from_float16(narrowed[i])
+                                          : from_bfloat16(narrowed[i]);
 }
 
 // One entry by each thread, of all buffers; `each` of them for a shard.
@@ -66,13 +75,9 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t i = thread(), k = layout.k;
   if (i >= entries) return;
   const int32_t* positions = words + i / k * layout.words() + layout.counts();
-  if (!layout.blocks)
+  if (layout.places == Positions::pair)
     indices[i] = placed(layout, i / k / each, static_cast<uint32_t>(positions[i % k]));
-  const int32_t* last = positions + layout.positions();
-  const uint16_t* narrowed = reinterpret_cast<const uint16_t*>(last);
-  values[i] = layout.type == Float::float32   ? float_of(last[i % k])
-              : layout.type == Float::float16 ? from_float16(narrowed[i % k])
-                                              : from_bfloat16(narrowed[i % k]);
+  values[i] = value_at(layout, positions + layout.positions(), i % k);
 }
 
 // A stretch of 65,536 positions of one buffer by each block of threads.
@@ -109,8 +114,13 @@ __global__ void __launch_bounds__(kThreads)
 const char* wire_encode_cuda(const WireLayout& layout, const int32_t* indices, const float* values,
                              int32_t* words, CUstream_st* stream) {
   if (layout.words() == 0) return nullptr;
-  const int64_t most = layout.counts() > layout.k ? layout.counts() : layout.k;
-  launch(encode, blocks(most), stream, layout, indices, values, words);
+  const bool elias = layout.places == Positions::elias;
+  if (elias) elias_encode_cuda(layout.elias(), indices, words, stream);
+  int32_t* last = words + layout.counts() + layout.positions();
+  if (layout.coded()) codes_write_cuda(layout.codes(), values, last, stream);
+  const int64_t most = !elias && layout.counts() > layout.k ? layout.counts() : layout.k;
+  if (!elias || !layout.coded())
+    launch(encode, blocks(most), stream, layout, indices, values, words);
   return launch_error();
 }
 
@@ -118,8 +128,12 @@ const char* wire_decode_cuda(const WireLayout& layout, const int32_t* words, int
                              int64_t shards, int32_t* indices, float* values, CUstream_st* stream) {
   const int64_t entries = buffers * layout.k, each = buffers / shards;
   if (entries == 0) return nullptr;
+  // Values are read last: until then their place is scratch
+  if (layout.places == Positions::elias)
+    elias_decode_cuda(layout.elias(), words, layout.words(), buffers, each, indices,
+                      reinterpret_cast<uint32_t*>(values), stream);
   launch(decode_entries, blocks(entries), stream, layout, words, entries, each, indices, values);
-  if (layout.blocks && layout.counts())
+  if (layout.places == Positions::block && layout.counts())
     launch(decode_offsets, buffers * layout.counts(), stream, layout, words, each, indices);
   return launch_error();
 }

@@ -1,4 +1,5 @@
 // TfcommxWireEncode, TfcommxWireDecode: selected entries as one buffer of int32 words, and back.
+// TfcommxWireRound: values as codes write them, and what that leaves.
 #include "kernels/wire.h"
 
 #include "tensorflow/core/framework/op.h"
@@ -10,7 +11,7 @@ namespace {
 
 constexpr char kFormats[] =
     "format: {'pair32', 'pair16/float16', 'pair16/bfloat16', 'block16/float32', 'block16/float16', "
-    "'block16/bfloat16'}";
+    "'block16/bfloat16', 'elias/float32', 'elias/float16', 'elias/int8', 'elias/int4'}";
 
 // The layout that the attributes name, all except k.
 template <class Context>
@@ -18,10 +19,17 @@ absl::Status layout_of(Context* context, WireLayout* layout) {
   std::string format;
   TF_RETURN_IF_ERROR(context->GetAttr("format", &format));
   TF_RETURN_IF_ERROR(context->GetAttr("size", &layout->size));
-  layout->blocks = format.rfind("block16", 0) == 0;
-  layout->type = format == "pair32" || format == "block16/float32" ? Float::float32
-                 : format.find("bfloat16") != std::string::npos    ? Float::bfloat16
-                                                                   : Float::float16;
+  const size_t slash = format.find('/');
+  const std::string places = format.substr(0, slash);
+  const std::string type = slash == std::string::npos ? "float32" : format.substr(slash + 1);
+  layout->places = places == "elias"     ? Positions::elias
+                   : places == "block16" ? Positions::block
+                                         : Positions::pair;
+  layout->type = type == "float32"    ? Values::float32
+                 : type == "float16"  ? Values::float16
+                 : type == "bfloat16" ? Values::bfloat16
+                 : type == "int8"     ? Values::int8
+                                      : Values::int4;
   return absl::OkStatus();
 }
 
@@ -45,7 +53,7 @@ REGISTER_OP("TfcommxWireEncode")
     .Doc(
         R"(Writes k entries of a vector of `size` as int32 words; ops/kernels/wire.h has the layout.
 
-indices: int32 [k] in [0, size), ascending for the block formats.
+indices: int32 [k] in [0, size), ascending except for the pair formats.
 values: float32 [k], rounded to the format's value dtype.
 )");
 
@@ -70,6 +78,25 @@ words: int32 [buffers * words of one], as many buffers for each of `shards` equa
   which the indices point into.
 indices: int32 [buffers * k].
 values: float32 [buffers * k].
+)");
+
+REGISTER_OP("TfcommxWireRound")
+    .Input("values: float")
+    .Attr("type: {'int8', 'int4'}")
+    .Output("written: float")
+    .Output("errors: float")
+    .SetShapeFn([](tensorflow::shape_inference::InferenceContext* c) {
+      tensorflow::shape_inference::ShapeHandle values;
+      TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 1, &values));
+      c->set_output(0, values);
+      c->set_output(1, values);
+      return absl::OkStatus();
+    })
+    .Doc(R"(Rounds values to codes of 8 or 4 bits; ops/kernels/wire_codes.h has the rule.
+
+values: float32 [k].
+written: float32 [k], what TfcommxWireEncode writes for them, and for these again.
+errors: float32 [k], values - written; 0 where a value is not finite.
 )");
 
 class WireOp : public tensorflow::OpKernel {
@@ -113,8 +140,9 @@ class EncodeOp : public WireOp {
       OP_REQUIRES(context, bad < 0,
                   tensorflow::errors::InvalidArgument(
                       "Indices must be in [0, ", layout.size, ")",
-                      layout.blocks ? " and ascending" : "", ". Received ", bad < 0 ? 0 : from[bad],
-                      " at position ", bad, " (", name(), "). Does the selection rule sort them?"));
+                      layout.places != Positions::pair ? " and ascending" : "", ". Received ",
+                      bad < 0 ? 0 : from[bad], " at position ", bad, " (", name(),
+                      "). Does the selection rule sort them?"));
     }
   }
 };
@@ -166,9 +194,45 @@ class DecodeOp : public WireOp {
   int64_t shards_;
 };
 
+template <bool kGpu>
+class RoundOp : public tensorflow::OpKernel {
+ public:
+  explicit RoundOp(tensorflow::OpKernelConstruction* context) : OpKernel(context) {
+    std::string type;
+    OP_REQUIRES_OK(context, context->GetAttr("type", &type));
+    bits_ = type == "int8" ? 8 : 4;
+  }
+
+  void Compute(tensorflow::OpKernelContext* context) override {
+    const tensorflow::Tensor& values = context->input(0);
+    OP_REQUIRES(
+        context, values.dims() == 1,
+        tensorflow::errors::InvalidArgument("`values` must be a vector. Received shape ",
+                                            values.shape().DebugString(), " (", name(), ")."));
+    tensorflow::Tensor *written, *errors;
+    OP_REQUIRES_OK(context, context->allocate_output(0, values.shape(), &written));
+    OP_REQUIRES_OK(context, context->allocate_output(1, values.shape(), &errors));
+    const CodeLayout layout{values.NumElements(), bits_};
+    const float* from = static_cast<const float*>(values.data());
+    float* to = static_cast<float*>(written->data());
+    float* left = static_cast<float*>(errors->data());
+    if constexpr (kGpu) {
+      OP_REQUIRES_OK(
+          context, launched(context, codes_round_cuda(layout, from, to, left, stream_of(context))));
+    } else {
+      codes_round_cpu(layout, from, to, left);
+    }
+  }
+
+ private:
+  int bits_;
+};
+
+REGISTER_KERNEL_BUILDER(Name("TfcommxWireRound").Device(tensorflow::DEVICE_CPU), RoundOp<false>);
 REGISTER_KERNEL_BUILDER(Name("TfcommxWireEncode").Device(tensorflow::DEVICE_CPU), EncodeOp<false>);
 REGISTER_KERNEL_BUILDER(Name("TfcommxWireDecode").Device(tensorflow::DEVICE_CPU), DecodeOp<false>);
 #if TFCOMMX_CUDA
+REGISTER_KERNEL_BUILDER(Name("TfcommxWireRound").Device(tensorflow::DEVICE_GPU), RoundOp<true>);
 REGISTER_KERNEL_BUILDER(Name("TfcommxWireEncode").Device(tensorflow::DEVICE_GPU), EncodeOp<true>);
 REGISTER_KERNEL_BUILDER(Name("TfcommxWireDecode").Device(tensorflow::DEVICE_GPU), DecodeOp<true>);
 #endif

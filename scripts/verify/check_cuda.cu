@@ -100,19 +100,39 @@ void check_merge(std::mt19937_64& random) {
          "merge n " + std::to_string(n) + " k " + std::to_string(k));
 }
 
+void check_codes(const CodeLayout& layout, const std::vector<float>& values,
+                 const std::string& what) {
+  std::vector<float> right(layout.k), left(layout.k);
+  codes_round_cpu(layout, values.data(), right.data(), left.data());
+  OnDevice<float> from(values), written(layout.k), errors(layout.k);
+  need(codes_round_cuda(layout, from.data(), written.data(), errors.data(), stream),
+       "codes_round_cuda");
+  report(same(written.get(), right) && same(errors.get(), left) && written.untouched &&
+             errors.untouched,
+         what + ": round");
+}
+
 void check_wire(std::mt19937_64& random) {
   const int64_t size =
       random() % 3 ? 1 + random() % 5000 : 65536 * (random() % 5) + 1 + random() % 3;
   const int64_t k = std::min<int64_t>(size, random() % 3000), shards = 1 + random() % 3,
                 buffers = shards * (1 + random() % 2);
-  const WireLayout layout{k, size, static_cast<Float>(random() % 3), random() % 2 == 0};
-  const std::string what = "wire size " + std::to_string(size) + " k " + std::to_string(k) + " " +
-                           kTypes[static_cast<int>(layout.type)];
+  const WireLayout layout{k, size, static_cast<Values>(random() % 5),
+                          static_cast<Positions>(random() % 3)};
+  const bool elias = layout.places == Positions::elias;
+  const std::string what = "wire size " + std::to_string(size) + " k " + std::to_string(k) +
+                           " positions " + std::to_string(static_cast<int>(layout.places)) +
+                           " values " + std::to_string(static_cast<int>(layout.type));
   std::vector<int32_t> all;
   for (int64_t buffer = 0; buffer < buffers; ++buffer) {
     const std::vector<int32_t> indices = draw_indices(k, size, random);
     std::vector<float> values(k);
-    for (auto& one : values) one = float_of(static_cast<uint32_t>(random()));
+    // Any bits, or some decades, whose codes differ
+    const bool any = random() % 2;
+    std::normal_distribution<float> normal;
+    for (auto& one : values)
+      one = any ? float_of(static_cast<uint32_t>(random())) : normal(random) * 1e-3f;
+    if (layout.coded()) check_codes(layout.codes(), values, what);
     std::vector<int32_t> right(layout.words());
     wire_encode_cpu(layout, indices.data(), values.data(), right.data());
     OnDevice<int32_t> from(indices), words(layout.words());
@@ -122,16 +142,28 @@ void check_wire(std::mt19937_64& random) {
     report(words.get() == right && words.untouched, what + ": encode");
     all.insert(all.end(), right.begin(), right.end());
   }
-  const bool broken = layout.blocks && k && random() % 4 == 0,
-             outside = !layout.blocks && k && random() % 4 == 0;
+  const bool broken = layout.places != Positions::pair && k && random() % 4 == 0,
+             outside = layout.places == Positions::pair && k && random() % 4 == 0;
   // Of an index that is out of its shard.
   const int64_t place = outside ? random() % (buffers * k) : 0;
   std::vector<int32_t> right(buffers * k);
   std::vector<float> right_values(buffers * k);
   wire_decode_cpu(layout, all.data(), buffers, shards, right.data(), right_values.data(), in_turn);
   if (broken) {
-    all[random() % layout.counts()] += random() % 2 ? 1 : -5000;
+    int32_t& head = all[random() % layout.counts()];
+    if (elias) {
+      head ^= 1 << random() % 32;
+    } else {
+      head += random() % 2 ? 1 : -5000;
+    }
     std::fill_n(right.begin(), k, -1);
+  }
+  if (elias && k && !broken) {  // The low bits of the first buffer's last index, all set
+    const int width = layout.elias().low_bits;
+    for (int64_t bit = (k - 1) * width; bit < k * width; ++bit)
+      all[layout.counts() + bit / 32] |= 1 << bit % 32;
+    right[k - 1] |= (1 << width) - 1;
+    if (right[k - 1] >= size) right[k - 1] = -1;
   }
   if (outside) {
     all[place / k * layout.words() + place % k] = random() % 2 ? -1 : static_cast<int32_t>(size);

@@ -85,6 +85,7 @@ def test_kernels_keep_the_contract_on_a_gpu_or_the_check_says_that_there_is_none
         "TfcommxMerge",
         "TfcommxWireEncode",
         "TfcommxWireDecode",
+        "TfcommxWireRound",
         "TfcommxDenseWrite",
         "TfcommxDenseAdd",
         "TfcommxSquaredNorms",
@@ -130,7 +131,7 @@ def through_the_ops(device, kind, rule, wire_format):
     not tf.config.list_physical_devices("GPU"),
     reason="TensorFlow finds no GPU: its kernels were not run",
 )
-@pytest.mark.parametrize("wire_format", ["pair32", "block16/bfloat16"])
+@pytest.mark.parametrize("wire_format", ["pair32", "block16/bfloat16", "elias/int8", "elias/int4"])
 @pytest.mark.parametrize("rule", ["exact", "mstopk"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ops_on_a_gpu_equal_those_on_the_cpu(kind, rule, wire_format):

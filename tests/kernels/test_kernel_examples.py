@@ -7,13 +7,15 @@ from types import ModuleType
 
 import pytest
 
-from tfcommx.kernels import augment, crc32c, draws, loader, merge, select, wire
+from tfcommx.kernels import augment, bits, crc32c, draws, loader, merge, select, wire, wire_codes
 from tfcommx.terms import wire_formats
 
 
 @pytest.mark.parametrize("with_library", [True, False], ids=["native", "definition"])
 @pytest.mark.parametrize(
-    "module", [augment, crc32c, draws, merge, select, wire, wire_formats], ids=lambda m: m.__name__
+    "module",
+    [augment, bits, crc32c, draws, merge, select, wire, wire_codes, wire_formats],
+    ids=lambda m: m.__name__,
 )
 def test_examples(module: ModuleType, with_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not with_library:

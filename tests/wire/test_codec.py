@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 from tfcommx.kernels import loader
 from tfcommx.kernels.wire import decode, decode_definition, encode, encode_definition
 from tfcommx.terms import SPARSE_WIRES, Sparse
-from tfcommx.terms.wire_formats import BLOCK, value_dtype, wire_words
+from tfcommx.terms.wire_formats import (
+    BLOCK,
+    CODE_BITS,
+    bitmap_bits,
+    low_bits,
+    value_dtype,
+    wire_words,
+)
 from tfcommx.wire import codec, formats
 
 IMPLEMENTATIONS = {
@@ -26,7 +33,8 @@ IMPLEMENTATIONS = {
 }
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 every_wire = pytest.mark.parametrize("name", SPARSE_WIRES)
-NARROW = [name for name in SPARSE_WIRES if value_dtype(name) != "float32"]
+CODED = [name for name in SPARSE_WIRES if value_dtype(name) in CODE_BITS]
+NARROW = [name for name in SPARSE_WIRES if value_dtype(name) != "float32" and name not in CODED]
 
 
 def test_the_library_is_there() -> None:
@@ -43,7 +51,7 @@ def sparse(k: int, size: int, seed: int = 0) -> Sparse:
 
 @pytest.mark.parametrize(
     ("k", "size"),
-    [(1, 1), (1, 200_000), (7, 65_536), (65_536, 65_536), (65_537, 65_537), (333, 300_001)],
+    [(1, 1), (1, 200_000), (7, 65_536), (65_536, 65_536), (65_537, 65_537), (333, 300_001), (6, 9)],
 )
 @every_wire
 @every_implementation
@@ -86,7 +94,8 @@ def test_no_entry_falls_off_the_ends_of_a_block(implementation: str, name: str) 
     indices, values = IMPLEMENTATIONS[implementation].decode(
         IMPLEMENTATIONS[implementation].encode(entries, name), 8, size, name
     )
-    assert indices.numpy().tolist() == edges and values.numpy().tolist() == list(range(1, 9))
+    assert indices.numpy().tolist() == edges
+    np.testing.assert_array_equal(values, codec.rounded(entries, name)[0].values)
 
 
 @every_wire
@@ -124,6 +133,12 @@ def test_bytes_by_hand() -> None:
         "block16/float32": (6016, 6012),
         "block16/float16": (4016, 4016),
         "block16/bfloat16": (4016, 4016),
+        # 2,562 bits in a bitmap and 7 low bits an entry: 1,200 bytes in whole words
+        "elias/float32": (5200, 5196),
+        "elias/float16": (3200, 3200),
+        # 64 bytes of steps
+        "elias/int8": (2264, 2264),
+        "elias/int4": (1764, 1764),
     }
 
 
@@ -133,6 +148,19 @@ def test_block16_moves_at_most_six_tenths_of_pair32() -> None:
         assert formats.size_bytes(k, size, "block16/float16") <= 0.6 * formats.size_bytes(
             k, size, "pair32"
         )
+
+
+@pytest.mark.parametrize("size", [1, 2, 100, 65_537, 25_000_000, 2**31 - 1])
+def test_elias_needs_at_most_two_bits_more_than_the_logarithm(size: int) -> None:
+    """The logarithm of size / k: the least that k entries can be told apart by is about 1.4 more.
+
+    It is the lowest of all numbers of low bits, too.
+    """
+    for k in {1, size // 7 + 1, size // 2 + 1, size // 100 + 1, size}:
+        bits = k * low_bits(k, size) + bitmap_bits(k, size)
+        assert bits <= k * (2 + np.log2(size / k)) + 1e-6
+        others = [k * low + k + ((size - 1) >> low) for low in range(31)]
+        assert bits <= min(others) + 1
 
 
 @pytest.mark.parametrize("name", NARROW)
@@ -174,8 +202,13 @@ def test_values_that_are_not_finite_survive_and_leave_nothing(
     _, read = IMPLEMENTATIONS[implementation].decode(
         IMPLEMENTATIONS[implementation].encode(one, name), 4, 4, name
     )
-    np.testing.assert_array_equal(read, values)
-    assert error is None or not error.numpy().any()
+    np.testing.assert_array_equal(read, one.values)
+    assert error is None or not error.numpy()[:3].any()
+    if name in CODED:
+        assert np.isnan(read[:3]).all() and read[3] + error[3] == 1 and abs(error[3]) < 0.004
+    else:
+        np.testing.assert_array_equal(read, values)
+        assert error is None or not error.numpy().any()
 
 
 @pytest.mark.parametrize(
@@ -224,22 +257,33 @@ def test_every_16_bit_value_is_read_and_written_as_the_definition_does(name: str
     np.testing.assert_array_equal(again[finite], np.arange(65536)[finite])
 
 
+@pytest.mark.parametrize("name", ["block16/float16", "elias/int8"])
 @pytest.mark.parametrize("indices", [[0, 5], [-1, 2], [3, 2], [2, 2]])
-def test_indices_out_of_range_or_order_are_refused(indices: list[int]) -> None:
+def test_indices_out_of_range_or_order_are_refused(indices: list[int], name: str) -> None:
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"in \[0, 5\) and ascending"):
-        encode(Sparse(tf.constant(indices), tf.ones(2), 5), "block16/float16")
+        encode(Sparse(tf.constant(indices), tf.ones(2), 5), name)
 
 
-def test_a_buffer_of_another_plan_is_refused() -> None:
-    words = encode(Sparse(tf.constant([1, 4]), tf.ones(2), 5), "block16/float16")
+@pytest.mark.parametrize("name", ["block16/float16", "elias/int4"])
+def test_a_buffer_of_another_plan_is_refused(name: str) -> None:
+    words = encode(Sparse(tf.constant([1, 4]), tf.ones(2), 5), name)
     with pytest.raises(tf.errors.InvalidArgumentError, match="same plan"):
-        decode(words, 5, 5, "block16/float16")
-    with pytest.raises(tf.errors.InvalidArgumentError, match="Buffer 1 does not"):
-        decode(tf.concat([words, [1], words[1:]], axis=0), 2, 5, "block16/float16")
+        decode(words, 5, 50, name)
+    for changed in (1, 2**20):  # A count, or bits of the bitmap
+        with pytest.raises(tf.errors.InvalidArgumentError, match="Buffer 1 does not"):
+            decode(tf.concat([words, [changed], words[1:]], axis=0), 2, 5, name)
     with pytest.raises(tf.errors.InvalidArgumentError, match="as many for each of 2 shards"):
-        decode(words, 2, 5, "block16/float16", 2)
+        decode(words, 2, 5, name, 2)
     with pytest.raises(tf.errors.InvalidArgumentError, match="must be below"):
-        decode(words, 2, 2**30, "block16/float16", 2)
+        decode(words, 2, 2**30, name, 2)
+
+
+def test_elias_reaches_to_the_last_index_of_the_longest_vector() -> None:
+    size, indices = 2**31 - 1, [0, 2**30, 2**31 - 3, 2**31 - 2]
+    for few in (indices, indices[-1:], indices[:1]):
+        words = encode(Sparse(tf.constant(few), tf.ones(len(few)), size), "elias/float32")
+        found, _ = decode(words, len(few), size, "elias/float32")
+        assert found.numpy().tolist() == few
 
 
 @every_wire

@@ -10,9 +10,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcommx.kernels import host, loader
+from tfcommx.kernels import host, loader, wire_codes, wire_elias
 from tfcommx.terms import Sparse
-from tfcommx.terms.wire_formats import BLOCK, value_dtype, wire_words
+from tfcommx.terms.wire_formats import BLOCK, CODE_BITS, value_dtype, wire_words
 
 
 def encode(sparse: Sparse, wire: str) -> tf.Tensor:
@@ -23,8 +23,8 @@ def encode(sparse: Sparse, wire: str) -> tf.Tensor:
     3
 
     Args:
-        sparse: indices int32 [k] in [0, size), ascending for the block formats; values float32
-            [k], rounded to nearest even if the format's are narrower; size an int.
+        sparse: indices int32 [k] in [0, size), ascending except for the pair formats; values
+            float32 [k], rounded to nearest even if the format's are narrower; size an int.
         wire: one of `terms.SPARSE_WIRES`.
 
     Returns:
@@ -77,8 +77,14 @@ def decode(
 
 def encode_definition(sparse: Sparse, wire: str) -> tf.Tensor:
     """Define `encode` in plain TensorFlow."""
-    values = _to_words(tf.cast(sparse.values, value_dtype(wire)))
-    if not wire.startswith("block16"):
+    values, dtype = sparse.values, value_dtype(wire)
+    if dtype in CODE_BITS:
+        values = wire_codes.write_definition(values, dtype)
+    else:
+        values = _to_words(tf.cast(values, dtype))
+    if wire.startswith("elias"):
+        return tf.concat([wire_elias.encode_definition(*sparse[::2]), values], axis=0)
+    if wire.startswith("pair"):
         return tf.concat([sparse.indices, values], axis=0)
     last = _block_starts(sparse.size) + (BLOCK - 1)
     ends = tf.searchsorted(sparse.indices, last, side="right", out_type=tf.int32)
@@ -93,15 +99,20 @@ def decode_definition(
     """Define `decode` in plain TensorFlow."""
     parts = wire_words(k, size, wire)
     counts, positions, last = tf.split(tf.reshape(words, [-1, sum(parts)]), parts, axis=1)
-    dtype = tf.as_dtype(value_dtype(wire))
-    values = tf.reshape(tf.cast(_from_words(last, k, dtype), tf.float32), [-1])
+    dtype = value_dtype(wire)
+    if dtype in CODE_BITS:
+        values = wire_codes.read_definition(last, k, dtype)
+    else:
+        values = tf.cast(_from_words(last, k, tf.as_dtype(dtype)), tf.float32)
+    if wire.startswith("elias"):
+        positions = wire_elias.decode_definition(counts, positions, k, size)
     indices = tf.reshape(positions, [-1])
     if wire.startswith("block16"):
         starts = tf.tile(_block_starts(size), [tf.shape(counts)[0]])
         offsets = tf.reshape(tf.cast(_from_words(positions, k, tf.uint16), tf.int32), [-1])
         indices = tf.repeat(starts, tf.reshape(counts, [-1])) + offsets
     by_shard = tf.reshape(indices, [shards, -1]) + size * tf.range(shards)[:, None]
-    return tf.reshape(by_shard, [-1]), values
+    return tf.reshape(by_shard, [-1]), tf.reshape(values, [-1])
 
 
 def _block_starts(size: int) -> tf.Tensor:

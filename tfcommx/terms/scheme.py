@@ -29,6 +29,7 @@ SPARSE_WIRES = (
     "pair16/float16",
     "pair16/bfloat16",
     *(f"block16/{dtype}" for dtype in VALUE_DTYPES),
+    *(f"elias/{dtype}" for dtype in ("float32", "float16", "int8", "int4")),
 )
 
 WIRES = (PLAIN, *VALUE_DTYPES, *SPARSE_WIRES)

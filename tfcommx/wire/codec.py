@@ -13,8 +13,9 @@ import tensorflow as tf
 from tfcommx.kernels import dense as dense_kernel
 from tfcommx.kernels import merge as merge_kernel
 from tfcommx.kernels import wire as wire_kernel
+from tfcommx.kernels import wire_codes
 from tfcommx.terms import Sparse
-from tfcommx.terms.wire_formats import value_dtype
+from tfcommx.terms.wire_formats import CODE_BITS, value_dtype
 from tfcommx.wire.formats import sum_dtype
 
 
@@ -23,9 +24,9 @@ def rounded(sparse: Sparse, wire: str) -> tuple[Sparse, tf.Tensor | None]:
 
     The rounding error belongs in the residual at the same indices: `value == rounded + error`
     holds exactly, so nothing is lost (except differences below 1e-38, which the processor may flush
-    to zero). NaN and Inf stay as they are and have no error. A finite value beyond float16 is cut
-    to its largest, 65504; from 2**29 on to 2**15, and from 2**39 on to 0, because float32 cannot
-    hold the difference to more.
+    to zero). NaN and Inf stay as they are, or in codes become NaN, and have no error. A finite
+    value beyond float16 is cut to its largest, 65504; from 2**29 on to 2**15, and from 2**39 on to
+    0, because float32 cannot hold the difference to more.
 
     Args:
         sparse: values float32 [k].
@@ -38,6 +39,9 @@ def rounded(sparse: Sparse, wire: str) -> tuple[Sparse, tf.Tensor | None]:
     values, dtype = sparse.values, value_dtype(wire)
     if dtype == "float32":
         return sparse, None
+    if dtype in CODE_BITS:
+        written, error = wire_codes.round_values(values, dtype)
+        return Sparse(sparse.indices, written, sparse.size), error
     finite = tf.math.is_finite(values)
     written = tf.cast(dense_kernel.narrowed(values, dtype), tf.float32)
     difference = tf.where(written == 0, values, values - written)
@@ -49,8 +53,8 @@ def encode(sparse: Sparse, wire: str) -> tf.Tensor:
     """Write k entries as int32 words.
 
     Args:
-        sparse: indices int32 [k], ascending for block16; values float32 [k], as `rounded` returned
-            them.
+        sparse: indices int32 [k], ascending except for the pair formats; values float32 [k], as
+            `rounded` returned them.
         wire: one of terms.SPARSE_WIRES.
 
     Returns:

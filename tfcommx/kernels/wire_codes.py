@@ -1,0 +1,109 @@
+"""Values as codes of 8 or 4 bits, in blocks that share a step.
+
+ops/kernels/wire_codes.h has the rule and its reasons.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfcommx.kernels import bits, host, loader
+from tfcommx.terms.wire_formats import CODE_BITS, CODE_BLOCK, code_words
+
+
+def round_values(values: tf.Tensor, dtype: str) -> tuple[tf.Tensor, tf.Tensor]:
+    """Round values to what codes can write.
+
+    >>> written, errors = round_values(tf.constant([7.0, -3.25, 0.0]), "int4")
+    >>> written.numpy().tolist(), errors.numpy().tolist()
+    ([7.0, -3.0, 0.0], [0.0, -0.25, 0.0])
+
+    A code times its block's step is the nearest multiple of the step: the largest finite magnitude
+    of 32 values over 127 (int8) or 7 (int4), as bfloat16. What is not finite becomes NaN. Where the
+    step would be denormal, 0 is written.
+
+    Args:
+        values: float32 [k].
+        dtype: int8 or int4.
+
+    Returns:
+        What is written, float32 [k], and the rest, float32 [k]: their sum is the values, exactly,
+        except where the rest is below 1e-38 (it may be flushed to zero) or a value is not finite
+        (it has no rest). Written values are written as they are.
+
+    **Ranks:** local.
+    **Cost:** one pass.
+    """
+    ops = loader.library()
+    if ops is None:
+        return round_definition(values, dtype)
+    return tuple(ops.tfcommx_wire_round(values=values, type=dtype))
+
+
+def round_definition(values: tf.Tensor, dtype: str) -> tuple[tf.Tensor, tf.Tensor]:
+    """Define `round_values` in plain TensorFlow."""
+    steps, codes = _codes(values, dtype)
+    written = _values(steps, codes, dtype)[: host.length(values)]
+    difference = tf.where(written == 0, values, values - written)
+    return written, tf.where(tf.math.is_finite(values), difference, tf.zeros_like(values))
+
+
+def write_definition(values: tf.Tensor, dtype: str) -> tf.Tensor:
+    """Define how codes are written, in plain TensorFlow: float32 [k] to int32 words."""
+    k = host.length(values)
+    words = code_words(k, dtype)
+    steps, codes = _codes(values, dtype)
+    halves = tf.bitcast(tf.cast(steps[:, 0], tf.bfloat16), tf.int16)
+    halves = tf.bitcast(tf.pad(halves, [[0, 2 * words[0] - host.length(halves)]]), tf.uint16)
+    width = CODE_BITS[dtype]
+    flat = bits.pack(tf.reshape(codes, [-1]), width)[: words[1]]
+    return tf.concat([bits.pack(tf.cast(halves, tf.int32), 16), flat], axis=0)
+
+
+def read_definition(words: tf.Tensor, k: int, dtype: str) -> tf.Tensor:
+    """Define how codes are read, in plain TensorFlow: int32 [buffers, words] to float32 [same, k].
+
+    Args:
+        words: int32 [buffers, sum(code_words(k, dtype))].
+        k: values in each buffer.
+        dtype: int8 or int4.
+    """
+    head, rest = tf.split(words, code_words(k, dtype), axis=1)
+    width, blocks = CODE_BITS[dtype], -(-k // CODE_BLOCK)
+    steps = tf.bitcast(tf.bitwise.left_shift(bits.unpack(head, 16), 16), tf.float32)[:, :blocks]
+    codes = bits.unpack(rest, width)
+    signed = tf.bitwise.right_shift(tf.bitwise.left_shift(codes, 32 - width), 32 - width)
+    padded = tf.pad(signed, [[0, 0], [0, blocks * CODE_BLOCK - signed.shape[1]]])
+    parts = tf.reshape(padded, [-1, CODE_BLOCK])
+    return tf.reshape(_values(tf.reshape(steps, [-1, 1]), parts, dtype), [-1, blocks * CODE_BLOCK])[
+        :, :k
+    ]
+
+
+def _codes(values: tf.Tensor, dtype: str) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return the step of each block, float32 [blocks, 1], and codes, int32 [blocks, 32]."""
+    largest = _largest(dtype)
+    parts = tf.reshape(tf.pad(values, [[0, -host.length(values) % CODE_BLOCK]]), [-1, CODE_BLOCK])
+    finite = tf.math.is_finite(parts)
+    kept = tf.where(finite, parts, tf.zeros_like(parts))
+    most = tf.reduce_max(tf.abs(kept), axis=1, keepdims=True)
+    # Not above, so that largest * step is finite
+    limit = tf.bitcast(
+        tf.bitwise.bitwise_and(tf.bitcast(tf.constant(tf.float32.max / largest), tf.int32), -65536),
+        tf.float32,
+    )
+    nearest = tf.minimum(tf.cast(tf.cast(most / largest, tf.bfloat16), tf.float32), limit)
+    steps = tf.where(most < largest * 2.0**-126, tf.zeros_like(most), nearest)
+    codes = tf.clip_by_value(tf.math.divide_no_nan(kept, steps), -largest, largest)
+    return steps, tf.where(finite, tf.cast(tf.round(codes), tf.int32), -int(largest) - 1)
+
+
+def _values(steps: tf.Tensor, codes: tf.Tensor, dtype: str) -> tf.Tensor:
+    """Return float32 [32 * blocks]."""
+    numbers = tf.cast(codes, tf.float32) * steps
+    written = tf.where(codes < -int(_largest(dtype)), float("nan"), numbers)
+    return tf.reshape(written, [-1])
+
+
+def _largest(dtype: str) -> float:
+    return float(2 ** (CODE_BITS[dtype] - 1) - 1)
