@@ -28,9 +28,7 @@ def plan(
     density: Annotated[float, typer.Option(help="Entries sent / entries, of a rule.")] = 0.01,
     wire: Annotated[
         str,
-        typer.Option(
-            help="Format of selected entries: block16/float16; of all: float16, bfloat16."
-        ),
+        typer.Option(help="Format of selected entries: elias/int8; of all: float16, bfloat16."),
     ] = "plain",
     compression: Annotated[
         str, typer.Option(help="Also with shorter vectors in place of gradients: powersgd/4.")

@@ -48,7 +48,7 @@ class Settings:
     scheme: str = setting("allreduce", "Route: allreduce, torus, hitopk, ...")
     selection: str | None = setting(None, "Rule of a sparse route; mstopk.")
     density: float | None = setting(None, "Entries sent / entries, of a sparse route; 0.01.")
-    wire: str = setting("plain", "Format of entries: block16/float16; of dense ones: float16.")
+    wire: str = setting("plain", "Format of entries: elias/int8; of dense ones: float16.")
     dense_route: str = setting("allreduce", "Route of what stays dense.")
     compression: str = setting("none", "Shorter vectors in place of gradients: powersgd/4.")
     merging: str = setting("threshold", "threshold, single, each, mg_wfbp, omgs or optimal.")

@@ -2,6 +2,7 @@
 
     python scripts/bench passes                          # 8 M entries, as 4 ranks exchange them
     python scripts/bench passes -n 2000000 --density 0.001 --json passes.jsonl
+    python scripts/bench passes -n 25000000 --wire elias/int8
 
 Peers: the parts are each other's. Each part of the exchange, without its messages, on one rank and
 one thread; they take turns. What is merged comes from four ranks with
@@ -25,14 +26,16 @@ from bench.checks import selected_right
 from bench.peers import threads
 
 from tfcommx import terms
-from tfcommx.kernels import select, wire
+from tfcommx.kernels import select
+from tfcommx.kernels.wire import decode
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.flat import flatten, unflatten
 from tfcommx.runtime.selector import keep_rounding_error
-from tfcommx.terms import Scheme, Sparse, Topology
+from tfcommx.terms import SPARSE_WIRES, Scheme, Sparse, Topology
+from tfcommx.terms.wire_formats import value_dtype
 from tfcommx.wire import codec
 
-WIRE, RANKS, VARIABLES = "block16/float16", 4, 32
+RANKS, VARIABLES = 4, 32
 Part = Callable[[], Any]
 
 
@@ -58,13 +61,13 @@ class Bucket(NamedTuple):
     new: tf.Variable
 
 
-def bucket_of(n: int, density: float) -> Bucket:
+def bucket_of(n: int, density: float, wire: str) -> Bucket:
     """Make a bucket of n entries, a multiple of 32, at least 64."""
     sizes = [n // VARIABLES] * VARIABLES
     sizes[VARIABLES // 2] += 1
     sizes[0] -= 1
     gradients = [Gradient(f"w{i}", (size, 1), "float32") for i, size in enumerate(sizes)]
-    scheme = Scheme("allgather", "mstopk", density, wire=WIRE, merging="single")
+    scheme = Scheme("allgather", "mstopk", density, wire=wire, merging="single")
     (plan,) = make_plan(gradients, {"*": scheme}, Topology(RANKS, 1)).buckets
     numbers = np.random.default_rng(1)
     parts = [
@@ -76,9 +79,9 @@ def bucket_of(n: int, density: float) -> Bucket:
     for rank in range(1, RANKS):  # Other entries, most of them at other places
         other = tf.constant(numbers.standard_normal(size, np.float32))
         chosen.append(select.select(other, k, 1 + rank, plan.selection))
-    sent = [Sparse(*codec.rounded(one, WIRE)[0][:2], size) for one in chosen]
-    gathered = tf.concat([codec.encode(one, WIRE) for one in sent], axis=0)
-    merged = codec.merge(gathered, k, size, WIRE)
+    sent = [Sparse(*codec.rounded(one, wire)[0][:2], size) for one in chosen]
+    gathered = tf.concat([codec.encode(one, wire) for one in sent], axis=0)
+    merged = codec.merge(gathered, k, size, wire)
     kept = [tf.Variable(tf.zeros([size])) for _ in range(3)]
     return Bucket(parts, plan, flat, chosen[0], sent, gathered, merged, *kept)
 
@@ -86,12 +89,12 @@ def bucket_of(n: int, density: float) -> Bucket:
 def parts_of(bucket: Bucket) -> dict[str, Part]:
     """Return name -> part of the exchange."""
     parts, plan, flat, chosen, sent, gathered, merged, residual, old, new = bucket
-    size, k, rule = plan.padded, plan.selected, plan.selection
-    error = codec.rounded(chosen, WIRE)[1]
+    size, k, rule, wire = plan.padded, plan.selected, plan.selection, plan.wire
+    error = codec.rounded(chosen, wire)[1]
     factor = tf.constant(1 / RANKS)
 
     def rounded() -> tuple[tf.Tensor, tf.Tensor]:
-        kept, lost = codec.rounded(chosen, WIRE)
+        kept, lost = codec.rounded(chosen, wire)
         return kept.values, lost
 
     # Results that wait for what is written; old[:1] would copy all of it
@@ -109,9 +112,9 @@ def parts_of(bucket: Bucket) -> dict[str, Part]:
         "round": rounded,
         "rounding error (before)": scattered,
         "rounding error": written,
-        "encode": lambda: codec.encode(sent[0], WIRE),
-        "merge": lambda: codec.merge(gathered, k, size, WIRE),
-        "merge and average": lambda: codec.merge(gathered, k, size, WIRE, factor=1 / RANKS),
+        "encode": lambda: codec.encode(sent[0], wire),
+        "merge": lambda: codec.merge(gathered, k, size, wire),
+        "merge and average": lambda: codec.merge(gathered, k, size, wire, factor=1 / RANKS),
         "average (before)": lambda: merged * factor,
         "unflatten (before)": lambda: tf.split(merged, [*plan.sizes]),
         "unflatten": lambda: unflatten(merged, parts, plan),
@@ -122,6 +125,7 @@ def verified(bucket: Bucket, found: dict[str, Part]) -> dict[str, bool]:
     """Carry each part out once, the first time, and check its result, to the bit."""
     done = {name: part() for name, part in found.items()}
     flat, size, k = bucket.flat.numpy(), bucket.plan.padded, bucket.plan.selected
+    wire = bucket.plan.wire
     sent = [(one.indices.numpy(), one.values.numpy()) for one in bucket.sent]
     total = np.zeros(size, np.float32)
     for indices, values in sent:  # Unique in each
@@ -138,12 +142,14 @@ def verified(bucket: Bucket, found: dict[str, Part]) -> dict[str, bool]:
         "flatten": np.array_equal(done["flatten"], joined(bucket.parts)),
         "select": selected_right(*chosen, bucket.residual.numpy(), flat, k),
         "round": np.array_equal(kept + lost, bucket.chosen.values)
-        and np.array_equal(kept, kept.astype(np.float16)),
+        and not codec.rounded(Sparse(bucket.chosen.indices, done["round"][0], size), wire)[1]
+        .numpy()
+        .any(),
         "rounding error (before)": np.array_equal(bucket.old.numpy(), error),
         "rounding error": np.array_equal(bucket.new.numpy(), error),
         "encode": all(
             np.array_equal(read, given)
-            for read, given in zip(wire.decode(done["encode"], k, size, WIRE), sent[0], strict=True)
+            for read, given in zip(decode(done["encode"], k, size, wire), sent[0], strict=True)
         ),
         "merge": np.array_equal(done["merge"], total),
         "merge and average": np.array_equal(done["merge and average"], total / RANKS),
@@ -156,6 +162,10 @@ def verified(bucket: Bucket, found: dict[str, Part]) -> dict[str, bool]:
 def parser() -> argparse.ArgumentParser:
     found = options.parser(__doc__, sizes=[8_000_000], repeats=15)
     found.add_argument("--density", type=float, default=0.01, help="default: %(default)s")
+    rounding = [one for one in SPARSE_WIRES if value_dtype(one) != "float32"]
+    found.add_argument(
+        "--wire", choices=rounding, default="block16/float16", help="default: %(default)s"
+    )
     return found
 
 
@@ -164,10 +174,10 @@ def measure(chosen: argparse.Namespace) -> Iterator[options.Table]:
     threads(1, 1)
     for size in chosen.sizes:
         n = size // (16 * VARIABLES) * 16 * VARIABLES
-        bucket = bucket_of(n, chosen.density)
+        bucket = bucket_of(n, chosen.density, chosen.wire)
         found = parts_of(bucket)
         right = verified(bucket, found)
         steps = {name: tf.function(part, autograph=False) for name, part in found.items()}
         seconds = rounds.take_turns(steps, chosen.repeats)
         rows = options.rows_of(n, seconds, right, "flatten", density=chosen.density)
-        yield options.Table(f"{n:,} entries, {WIRE}, {RANKS} ranks", rows)
+        yield options.Table(f"{n:,} entries, {chosen.wire}, {RANKS} ranks", rows)
