@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
 """Claim: a training goes on after every loss, from the memory of what is left.
 
-    python scripts/trials/losses.py                              # each fault once; needs root
-    python scripts/trials/losses.py --only kill cut --record losses
+    python scripts/trials/losses.py                              # the table; needs root
+    python scripts/trials/losses.py --setups hitopk --faults kill cut --record losses
     python scripts/trials/losses.py --minutes 60 --seed 1        # a fault every two minutes or so
 
-On a virtual cluster, node0 has the supervisor and the other nodes the ranks, one each. `tfcommx
-run` trains losses_worker.py with a snapshot every 20 steps; when a generation has taken 50 steps it
-meets a fault:
+On a virtual cluster, node0 has the supervisor and the other nodes the ranks. `tfcommx run` trains
+with a snapshot every 20 steps of .1 s; when a generation has taken 50 steps it meets a fault:
 
     kill        SIGKILL to a rank
     node        a node loses power: its processes and its memory are gone, and it does not answer
@@ -15,267 +14,172 @@ meets a fault:
     stop        SIGSTOP to a rank
     term        SIGTERM to a rank: its node leaves
     memory      the files of the newest snapshot are damaged on one node, then a rank is killed
+    full        /dev/shm is filled; 40 steps later a rank is killed
+
+A setup (SETUPS) says what is trained on which nodes. `horovod` is Horovod's own elastic mode, which
+commits every 20 steps; its discovery script stops naming a node that is gone.
 
 Seconds of the table:
 
     cold start  from the start of the first generation to its first step
-    detected    from the fault until the ranks have ended, and the supervisor has said so
+    detected    from the fault until the ranks have ended, and the supervisor has said so; with
+                Horovod, until a rank has got the error
     next step   from the fault to the first step that counts
     more        next step - detected - cold start: what the recovery itself costs
 
 `repeated` are steps that were taken twice. `same bits`: the weights at the end are those of a run
-without a fault, where the number of ranks has not changed. Of a long run: goodput, accuracy beside
-that of undisturbed runs with as many samples, and what was left on the machine.
+without a fault, where the number of ranks has not changed. A long run: losses_hour.py.
+
+`--record` replaces the rows that were measured; others of that record stay, each with its commit.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import random
-import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from losses_runs import AWAY, FAULTS, MEMORY, ROOT, SAME_RANKS, Cluster, Length, Run, Setup
+
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from bench import records  # noqa: E402
+from bench import records
 
-CLUSTER = str(ROOT / "scripts" / "cluster")
-WORKER = str(Path(__file__).with_name("losses_worker.py"))
-NAME = "losses"
-FAULTS = ("kill", "node", "cut", "stop", "term", "memory")
-# After them as many ranks go on as before
-SAME_RANKS = ("kill", "stop", "memory")
+SETUPS = {
+    "hitopk": Setup("losses_worker.py", ("hitopk",), faults=FAULTS),
+    "3 x 2": Setup("losses_worker.py", ("hitopk",), nodes=3, slots=2, faults=("kill", "node")),
+    "sharded": Setup("losses_worker.py", ("sharded",)),
+    "auto": Setup("losses_worker.py", ("auto",)),
+    "two optimizers": Setup("losses_loop.py"),
+    "one callback": Setup("losses_worker.py", ("callback",)),
+    "horovod": Setup("losses_horovod.py", horovod=True, faults=("kill", "node", "cut", "stop")),
+}
 STEPS_BEFORE = 50
-EPOCHS = 4
-MEAN_SECONDS = 120.0
-MEMORY = Path("/dev/shm")
+LENGTH = Length(epochs=4)
+# Without a step after the fault: then it has not gone on
+WAIT_SECONDS = 180.0
 
 
-def cluster(*words: object) -> None:
-    """Carry out a verb of scripts/cluster."""
-    subprocess.run([CLUSTER, "--name", NAME, *map(str, words)], check=True, capture_output=True)
-
-
-class Run:
-    """One supervised run on the nodes after the first.
+def single(
+    cluster: Cluster, name: str, fault: str, folder: Path, reference: str | None
+) -> dict[str, Any]:
+    """Let a run meet one fault; return its row of the table.
 
     Args:
-        folder: for what ranks and supervisor write.
-        nodes: that have ranks.
-        setup: of losses_worker.py.
-        epochs: that it trains.
+        cluster: that is up.
+        name: of the setup.
+        fault: one of FAULTS.
+        folder: of this run.
+        reference: hash of the weights without a fault; None: not known.
     """
-
-    def __init__(self, folder: Path, nodes: int, setup: str, epochs: int) -> None:
-        self.folder, self.nodes = folder, nodes
-        folder.mkdir(parents=True, exist_ok=True)
-        hosts = ",".join(f"node{node}:1" for node in range(1, nodes + 1))
-        words = [
-            *("tfcommx", "run", "-H", hosts, "--min-np", "2", "--network-interfaces", "eth0"),
-            # A node that is lost in a long run comes back
-            *("--blacklist-cooldown-range", "60", "60"),
-            *("--generations", str(folder / "generations.json"), "--grow-every", "1"),
-            *("--", "python", WORKER, str(folder), setup, str(epochs)),
-        ]
-        environment = {
-            **os.environ,
-            "PATH": f"/run/tfcommx-{NAME}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "TF_CPP_MIN_LOG_LEVEL": "2",
-        }
-        self.began = time.time()
-        self.process = subprocess.Popen(
-            [CLUSTER, "--name", NAME, "run", "--node", "0", "--", *words],
-            env=environment,
-            text=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        # When the supervisor has said what
-        self.said: list[tuple[float, str]] = []
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        assert self.process.stderr
-        with (self.folder / "stderr").open("a") as log:
-            for line in self.process.stderr:
-                log.write(line)
-                log.flush()
-                if line.startswith("tfcommx: "):
-                    self.said.append((time.time(), line.strip()))
-
-    def steps(self, generation: int) -> list[tuple[float, int]]:
-        """Return when rank 0 of a generation has taken which step."""
-        path = self.folder / f"steps-{generation}"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [(float(when), int(step)) for when, step in map(str.split, lines)]
-
-    def newest_generation(self) -> int:
-        return max((int(path.name[6:]) for path in self.folder.glob("steps-*")), default=-1)
-
-    def wait_for(self, generation: int, steps: int, seconds: float = 300) -> bool:
-        """Wait until a generation has taken so many steps; return whether it has."""
-        deadline = time.monotonic() + seconds
-        while len(self.steps(generation)) < steps:
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                return False
-            time.sleep(0.05)
-        return True
-
-    def rank_on(self, node: int) -> int:
-        """Return the process of the rank on a node."""
-        space = f"tfcommx-{NAME}-{node}"
-        pids = subprocess.run(["ip", "netns", "pids", space], text=True, capture_output=True)
-        own = {int(path.read_text()) for path in self.folder.glob("pid-*")}
-        (found,) = own & set(map(int, pids.stdout.split()))
-        return found
-
-    def memory_of(self, node: int) -> list[Path]:
-        return [one for one in MEMORY.glob(f"tfcommx-*-node{node}") if one.is_dir()]
-
-    def meet(self, fault: str, node: int) -> None:
-        """Let a node meet a fault."""
-        if fault in ("kill", "stop", "term", "memory"):
-            if fault == "memory":
-                for folder in self.memory_of(node % self.nodes + 1):
-                    newest = max(folder.rglob("residuals-*.npz"), key=lambda one: one.name)
-                    newest.write_bytes(newest.read_bytes()[:-100])
-            kind = {"stop": signal.SIGSTOP, "term": signal.SIGTERM}.get(fault, signal.SIGKILL)
-            os.kill(self.rank_on(node), kind)
-        elif fault == "cut":
-            cluster("cut", node)
-        else:
-            cluster("kill", node)
-            for folder in self.memory_of(node):
-                shutil.rmtree(folder)
-
-    def end(self) -> int:
-        """Wait for the end; return the exit status."""
-        try:
-            return self.process.wait(600)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGTERM)
-            self.process.wait(60)
-            return 124
-
-    def weights(self, ranks: int) -> str:
-        """Return the hash of the weights; empty if the ranks differ."""
-        found = {(self.folder / f"weights-{rank}").read_text() for rank in range(ranks)}
-        return found.pop() if len(found) == 1 else ""
-
-
-def single(fault: str, nodes: int, setup: str, folder: Path, reference: str) -> dict[str, Any]:
-    """Let a run meet one fault; return its row of the table."""
-    run = Run(folder, nodes, setup, EPOCHS)
-    row: dict[str, Any] = {"name": fault, "setup": setup, "nodes": nodes, "went_on": False}
+    setup = SETUPS[name]
+    run = Run(cluster, folder, setup, LENGTH, own_memory=fault == "full")
+    row: dict[str, Any] = {"name": f"{name}, {fault}", "setup": name, "fault": fault}
+    row |= {"nodes": setup.nodes, "ranks": setup.ranks, "went_on": False}
     if not run.wait_for(0, STEPS_BEFORE):
-        return row | {"status": run.end()}
+        return row | {"status": run.end(0)}
     row["cold_start"] = run.steps(0)[0][0] - run.began
-    met = time.time()
-    run.meet(fault, nodes)
-    went_on = run.wait_for(1, 1)
-    status = run.end()
-    if fault in ("cut", "node"):
-        cluster("heal", nodes)
-    row["status"] = status
-    if not went_on or status:
+    met = run.meet(fault, setup.nodes)
+    went_on = run.wait_for(1, 1, WAIT_SECONDS)
+    row["status"] = run.end() if went_on else run.end(0)
+    if fault in AWAY:
+        cluster.call("heal", setup.nodes)
+    noticed = run.noticed(met)
+    if not went_on or row["status"] or noticed is None:
         return row
-    ended = next(when for when, line in run.said if when >= met)
-    first, last = run.steps(1)[0], run.steps(0)[-1]
+    first, last, end = run.steps(1)[0], run.steps(0)[-1], run.newest_generation()
     row |= {
         "went_on": True,
-        "detected": ended - met,
+        "detected": noticed - met,
         "next_step": first[0] - met,
-        "more": first[0] - ended - row["cold_start"],
         "repeated": max(0, last[1] + 1 - first[1]),
+        "ranks_after": run.steps(end)[-1][2],
     }
-    table = json.loads((folder / "generations.json").read_text())["generations"]
-    row["source"], row["ranks_after"] = table[1]["resumed"]["source"], table[-1]["ranks"]
+    if not setup.horovod:
+        row["more"] = first[0] - noticed - row["cold_start"]
+        table = json.loads((folder / "generations.json").read_text())["generations"]
+        row["source"] = table[1]["resumed"]["source"]
     weights = run.weights(row["ranks_after"])
     row["replicas_equal"] = bool(weights)
-    row["same_bits"] = weights == reference if fault in SAME_RANKS else None
+    row["same_bits"] = weights == reference if reference and fault in SAME_RANKS else None
     return row
 
 
-def undisturbed(nodes: int, setup: str, epochs: int, folder: Path) -> tuple[str, list[float]]:
-    """Return weights and scores of a run without a fault."""
-    run = Run(folder, nodes, setup, epochs)
-    if run.end():
+def undisturbed(cluster: Cluster, setup: Setup, length: Length, folder: Path) -> str:
+    """Return the hash of the weights of a run without a fault."""
+    run = Run(cluster, folder, setup, length)
+    if run.end(3600):
         sys.exit(f"The run without a fault has failed: see {folder / 'stderr'}")
-    return run.weights(nodes), [float(word) for word in (folder / "scores").read_text().split()]
-
-
-def long_run(minutes: float, seed: int, nodes: int, setup: str, folder: Path) -> dict[str, Any]:
-    """Let a run meet faults until its time is over; return what became of it."""
-    draw = random.Random(seed)
-    # Steps take .1 s; what restarts cost comes on top
-    epochs = max(1, round(minutes * 60 / 2 / 4.5))
-    run, met, away = Run(folder, nodes, setup, epochs), [], {}
-    while run.process.poll() is None:
-        deadline = time.monotonic() + max(20.0, draw.expovariate(1 / MEAN_SECONDS))
-        while time.monotonic() < deadline and run.process.poll() is None:
-            time.sleep(0.5)
-            for node in [node for node, back in away.items() if time.monotonic() >= back]:
-                cluster("heal", node)
-                del away[node]
-        generation = run.newest_generation()
-        if not run.wait_for(generation, 25, 120) or run.process.poll() is not None:
-            continue
-        fault = draw.choice(FAULTS)
-        node = draw.choice([one for one in range(1, nodes + 1) if one not in away])
-        try:
-            run.meet(fault, node)
-        except (ValueError, ProcessLookupError):  # No rank is there just now
-            continue
-        if fault in ("cut", "node"):
-            away[node] = time.monotonic() + 60
-        met.append(fault)
-        print(f"{(time.time() - run.began) / 60:5.1f} min  {fault} on node{node}", flush=True)
-        while run.newest_generation() == generation and run.process.poll() is None:
-            time.sleep(0.5)
-    status = run.end()
-    for node in away:
-        cluster("heal", node)
-    found = json.loads((folder / "generations.json").read_text())
-    return {
-        "minutes": round((time.time() - run.began) / 60, 1),
-        "status": status,
-        "faults": {fault: met.count(fault) for fault in FAULTS},
-        "generations": len(found["generations"]),
-        "replicas_equal": bool(run.weights(found["generations"][-1]["ranks"])),
-        "epochs": epochs,
-        "scores": [float(word) for word in (folder / "scores").read_text().split()],
-        **found["goodput"],
-    }
+    return run.weights(setup.ranks)
 
 
 def left(folder: Path) -> list[str]:
     """Return the processes and memory files that runs have left."""
-    shown = subprocess.run(["pgrep", "-f", str(folder)], text=True, capture_output=True).stdout
-    return [*shown.split(), *(str(one) for one in MEMORY.glob("tfcommx-*-node*"))]
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # It has ended
+            continue
+        if str(folder) in command:
+            found.append(f"{path.parent.name}: {command[:100]}")
+    runs = {path.name.removeprefix("run-") for path in folder.rglob("run-*")}
+    return [*found, *(str(path) for run in runs for path in MEMORY.glob(f"tfcommx-*-{run}-*"))]
 
 
 COLUMNS = ("cold_start", "detected", "next_step", "more")
+HEADS = ("repeated", "source", "ranks", "same bits")
 
 
 def line(row: dict[str, Any]) -> str:
     """Return a row of the table as text."""
     seconds = " ".join(f"{row[one]:10.1f}" if one in row else " " * 10 for one in COLUMNS)
     rest = (row.get(one, "") for one in ("repeated", "source", "ranks_after", "same_bits"))
-    return f"{row['name']:8}{'yes' if row['went_on'] else 'NO':8}{seconds}  " + "  ".join(
+    return f"{row['name']:24}{'yes' if row['went_on'] else 'NO':8}{seconds}  " + "  ".join(
         f"{one!s:>8}" for one in rest
     )
+
+
+def failed(row: dict[str, Any]) -> bool:
+    """Tell whether a row is against the claim; what Horovod does after a fault is no claim."""
+    if SETUPS[row["setup"]].horovod:
+        return "cold_start" not in row
+    return not row["went_on"] or not row["replicas_equal"] or row["same_bits"] is False
+
+
+def with_cluster(
+    cluster: Cluster, name: str, faults: Sequence[str], folder: Path
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Measure a setup; return its rows, and what is left on the machine."""
+    setup, rows = SETUPS[name], []
+    cluster.call("up", "--nodes", setup.nodes + 1, "--rate", "500mbit", "--slots", setup.slots)
+    try:
+        reference = None
+        if not setup.horovod and set(faults) & set(SAME_RANKS):
+            reference = undisturbed(cluster, setup, LENGTH, folder / "undisturbed")
+        for fault in faults:
+            rows.append(single(cluster, name, fault, folder / fault, reference))
+            print(line(rows[-1]), flush=True)
+            rows[-1]["commit"] = records.commit()
+        # What Horovod leaves ends with the cluster
+        return rows, [] if setup.horovod else left(folder)
+    finally:
+        cluster.call("down")
+
+
+def record(name: str, rows: list[dict[str, Any]], command: str) -> None:
+    """Write rows into a record; those that it has, and that were not measured now, stay."""
+    path = records.FOLDER / f"{name}.json"
+    before = json.loads(path.read_text())["rows"] if path.exists() else []
+    found = {row["name"]: row for row in [*before, *rows]}
+    order = [f"{setup}, {fault}" for setup in SETUPS for fault in FAULTS]
+    kept = [found[one] for one in [*order, *found] if one in found]
+    unique = list({row["name"]: row for row in kept}.values())
+    records.write(name, unique, command)
 
 
 def main() -> int:
@@ -283,40 +187,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=FAULTS, default=FAULTS, help="these faults")
-    parser.add_argument("--nodes", type=int, default=4, help="that have a rank (default: 4)")
-    parser.add_argument("--setup", default="hitopk", help="of losses_worker.py")
+    parser.add_argument("--setups", nargs="+", choices=SETUPS, default=list(SETUPS), metavar="NAME")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, help="in place of the setup's")
     parser.add_argument("--minutes", type=float, help="a long run in place of the table")
     parser.add_argument("--seed", type=int, default=0, help="of a long run's faults")
     parser.add_argument("--record", metavar="NAME", help="write docs/records/NAME.json")
+    parser.add_argument("--name", default="losses", help="of the cluster, on this machine")
     chosen = parser.parse_args()
-    cluster("up", "--nodes", chosen.nodes + 1, "--rate", "500mbit")
     folder = Path(tempfile.mkdtemp(prefix="tfcommx_losses"))
-    place = (chosen.nodes, chosen.setup)
-    try:
-        if chosen.minutes:
-            found = [long_run(chosen.minutes, chosen.seed, *place, folder / "long")]
-            print(json.dumps(found[0], indent=1))
-            failed = bool(found[0]["status"]) or not found[0]["replicas_equal"]
-        else:
-            reference, _ = undisturbed(*place, EPOCHS, folder / "undisturbed")
-            heads = ("repeated", "source", "ranks", "same bits")
-            print(f"{'fault':8}{'went on':8}", *(f"{one:>10}" for one in COLUMNS), " ", *heads)
-            found = []
-            for fault in chosen.only:
-                found.append(single(fault, *place, folder / fault, reference))
-                print(line(found[-1]), flush=True)
-            failed = not all(
-                one["went_on"] and one["replicas_equal"] and one["same_bits"] is not False
-                for one in found
-            )
-        stays = left(folder)
-        print(f"left on the machine: {stays or 'nothing'}")
-    finally:
-        cluster("down")
+    cluster = Cluster(chosen.name)
+    if chosen.minutes:
+        import losses_hour
+
+        return losses_hour.measure(cluster, folder, chosen)
+    print(f"{'setup, fault':24}{'went on':8}", *(f"{one:>10}" for one in COLUMNS), " ", *HEADS)
+    rows, stays = [], []
+    for name in chosen.setups:
+        faults = chosen.faults or SETUPS[name].faults
+        found, remains = with_cluster(cluster, name, faults, folder / name.replace(" ", "_"))
+        rows += found
+        stays += remains
+    print(f"left on the machine: {stays or 'nothing'}")
     if chosen.record:
-        records.write(chosen.record, found, "python scripts/trials/losses.py")
-    return int(failed or bool(stays))
+        record(chosen.record, rows, "python scripts/trials/losses.py")
+    return int(any(map(failed, rows)) or bool(stays))
 
 
 if __name__ == "__main__":

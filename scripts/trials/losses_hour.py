@@ -1,0 +1,194 @@
+"""A long run of losses.py: faults at random times, drawn by a seed.
+
+First three seeds are trained without a fault, as fast as they can be. Then the run meets a fault
+every two minutes in the mean, and a node that was lost comes back after one. What is said of it:
+
+    goodput            share of all seconds that went into steps that count
+    predicted          the same, if each fault had cost what the table of single faults says:
+                       next step + repeated steps, and a planned restart for a node that comes back
+    accuracy           at the end, beside that of the seeds after as many samples
+    left               processes, ports and memory files that stay on the machine
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import losses
+from bench import records
+from losses_runs import AWAY, Cluster, Length, Run, Setup
+
+MEAN_SECONDS, LEAST_SECONDS, AWAY_SECONDS = 120.0, 20.0, 60.0
+# What a step takes at least, and about what it takes on a machine that has other work
+STEP_SECONDS, STEP_SECONDS_ABOUT = 0.3, 0.34
+STEPS_OF_EPOCH, BATCH = 40, 32
+# `full` would need a memory of its own, which cannot be looked into when the run has ended
+FAULTS = ("kill", "node", "cut", "stop", "term", "memory")
+SEEDS = (1, 2, 3)
+SETUP = "hitopk"
+
+
+def costs(setup: str) -> dict[str, float]:
+    """Return the seconds that each fault costs, by the record of single faults."""
+    rows = json.loads((records.FOLDER / "losses.json").read_text())["rows"]
+    by = {row["fault"]: row for row in rows if row["setup"] == setup and row["went_on"]}
+    found = {
+        fault: by[fault]["next_step"] + by[fault]["repeated"] * STEP_SECONDS for fault in FAULTS
+    }
+    for fault in (*AWAY, "term"):  # The host joins again
+        found[fault] += by["term"]["next_step"]
+    return found
+
+
+def epochs_within(minutes: float, cost: dict[str, float]) -> int:
+    """Return how many epochs a run of so many minutes is expected to train."""
+    mean = statistics.fmean(cost.values())
+    goodput = MEAN_SECONDS / (MEAN_SECONDS + mean)
+    return max(1, round(minutes * 60 * goodput / STEPS_OF_EPOCH / STEP_SECONDS_ABOUT))
+
+
+def disturb(run: Run, setup: Setup, minutes: float, seed: int) -> list[str]:
+    """Let a run meet faults until the minutes are over, and wait for its end; return the faults."""
+    draw, met, away = random.Random(seed), [], {}
+    over = time.monotonic() + minutes * 60
+
+    def pause(seconds: float) -> None:
+        """Wait; nodes come back meanwhile."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and run.process.poll() is None:
+            time.sleep(0.5)
+            for node in [node for node, back in away.items() if time.monotonic() >= back]:
+                run.cluster.call("heal", node)
+                del away[node]
+
+    while run.process.poll() is None and time.monotonic() < over:
+        pause(max(LEAST_SECONDS, draw.expovariate(1 / MEAN_SECONDS)))
+        generation = run.newest_generation()
+        if time.monotonic() > over or len(run.steps(generation)) < losses.STEPS_BEFORE / 2:
+            continue
+        fault = draw.choice(FAULTS)
+        node = draw.choice([one for one in range(1, setup.nodes + 1) if one not in away])
+        try:
+            run.meet(fault, node)
+        except (ValueError, ProcessLookupError):  # No rank is there just now
+            continue
+        if fault in AWAY:
+            away[node] = time.monotonic() + AWAY_SECONDS
+        met.append(fault)
+        print(f"{(time.time() - run.began) / 60:5.1f} min  {fault} on node{node}", flush=True)
+        deadline = time.monotonic() + losses.WAIT_SECONDS
+        while run.newest_generation() == generation and time.monotonic() < deadline:
+            pause(0.5)
+    while run.process.poll() is None and time.monotonic() < over + 600:
+        pause(0.5)
+    for node in away:
+        run.cluster.call("heal", node)
+    return met
+
+
+def scores(folder: Path) -> list[tuple[int, float]]:
+    """Return epochs and accuracy after them."""
+    lines = [line.split() for line in (folder / "scores").read_text().splitlines()]
+    return [(int(epochs), float(accuracy)) for epochs, _, accuracy in lines]
+
+
+def steps_that_count(run: Run) -> tuple[dict[int, int], float]:
+    """Return the ranks that took each step, the last time it was taken, and seconds of a step."""
+    counted: dict[int, int] = {}
+    times = []
+    for generation in range(run.newest_generation() + 1):
+        taken = run.steps(generation)
+        counted |= {step: ranks for _, step, ranks in taken}
+        times += [after[0] - before[0] for before, after in itertools.pairwise(taken)]
+    return counted, statistics.median(times)
+
+
+def ports(cluster: Cluster, nodes: int) -> set[str]:
+    """Return the ports that somebody listens on, on any node."""
+    found = set()
+    for node in range(nodes + 1):
+        command = ["ip", "netns", "exec", cluster.space(node), "cat", "/proc/net/tcp"]
+        shown = subprocess.run(command, text=True, capture_output=True, check=True).stdout
+        rows = [line.split() for line in shown.splitlines()[1:]]
+        found |= {f"node{node} {row[1]}" for row in rows if row[3] == "0A"}
+    return found
+
+
+def measure(cluster: Cluster, folder: Path, chosen: argparse.Namespace) -> int:
+    """Carry out a long run; return 1 if it is against the claim.
+
+    Args:
+        cluster: that is not up yet.
+        folder: for all runs.
+        chosen: minutes, seed and record, as losses.py was given them.
+    """
+    setup, cost = losses.SETUPS[SETUP], costs(SETUP)
+    epochs = epochs_within(chosen.minutes, cost)
+    cluster.call("up", "--nodes", setup.nodes + 1, "--rate", "500mbit", "--slots", setup.slots)
+    try:
+        for seed in SEEDS:
+            place = folder / f"seed{seed}"
+            losses.undisturbed(cluster, setup, Length(epochs, 0.0, seed), place)
+            print(f"seed {seed} without a fault: {scores(place)[-1]}", flush=True)
+        before = ports(cluster, setup.nodes)
+        run = Run(cluster, folder / "long", setup, Length(epochs, STEP_SECONDS, SEEDS[0]))
+        met = disturb(run, setup, chosen.minutes, chosen.seed)
+        status = run.end(60)
+        stays = [*losses.left(folder), *(ports(cluster, setup.nodes) - before)]
+    finally:
+        cluster.call("down")
+    row = report(run, met, cost, [scores(folder / f"seed{seed}") for seed in SEEDS])
+    row |= {"status": status, "left": stays, "seed": chosen.seed}
+    print(json.dumps(row, indent=1))
+    if chosen.record:
+        command = "python scripts/trials/losses.py --minutes"
+        records.write(chosen.record, [row], f"{command} {chosen.minutes:g} --seed {chosen.seed}")
+    return int(bool(status or stays) or not row["replicas_equal"])
+
+
+def report(
+    run: Run, met: list[str], cost: dict[str, float], seeds: list[list[tuple[int, float]]]
+) -> dict[str, Any]:
+    """Return what became of a run.
+
+    Args:
+        run: that has ended.
+        met: its faults.
+        cost: seconds of each fault.
+        seeds: scores without a fault, of each seed.
+    """
+    path = run.folder / "generations.json"
+    found = json.loads(path.read_text())
+    last = found["generations"][-1]
+    counted, step = steps_that_count(run)
+    seconds = found["goodput"]["seconds"]
+    cold = found["generations"][0]["first_step"]
+    samples = sum(counted.values()) * BATCH
+    as_many = samples / BATCH / STEPS_OF_EPOCH / run.setup.ranks
+    beside = [min(one, key=lambda score: abs(score[0] - as_many))[1] for one in seeds]
+    return {
+        "name": "long run",
+        "minutes": round(seconds / 60, 1),
+        "faults": len(met),
+        **{fault: met.count(fault) for fault in FAULTS},
+        "generations": len(found["generations"]),
+        "replicas_equal": bool(run.weights(last["ranks"])),
+        "steps": found["goodput"]["steps"],
+        "steps_taken": found["goodput"]["steps_taken"],
+        "step_seconds": step,
+        "goodput": len(counted) * step / seconds,
+        "predicted": 1 - (cold + sum(cost[fault] for fault in met)) / seconds,
+        "samples": samples,
+        "accuracy": scores(run.folder)[-1][1],
+        "accuracy_least": min(beside),
+        "accuracy_most": max(beside),
+        "accuracy_seeds": beside,
+    }
