@@ -31,10 +31,12 @@ loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 @tf.function(jit_compile=False)
 def step(inputs: tf.Tensor, targets: tf.Tensor) -> None:
-    with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+    with tf.GradientTape() as tape:
         loss = loss_of(targets, model(inputs, training=True))
     weights = model.trainable_variables
-    optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+    # Horovod's own tape needs TensorFlow's variables, too
+    gradients = [hvd.allreduce(one) for one in tape.gradient(loss, weights)]
+    optimizer.apply_gradients(zip(gradients, weights, strict=True))
 
 
 @hvd.elastic.run

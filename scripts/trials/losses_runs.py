@@ -214,7 +214,9 @@ class Run:
 
     def memory_of(self, node: int) -> list[Path]:
         """Return the folders of snapshots on a node."""
-        return [one for one in self.memory.glob(f"tfcommx-*-node{node}") if one.is_dir()]
+        names = [path.name.removeprefix("run-") for path in self.folder.glob("run-*")]
+        found = [path for name in names for path in self.memory.glob(f"tfcommx-*-{name}-*")]
+        return [path for path in found if path.name.endswith(f"-node{node}")]
 
     def meet(self, fault: str, node: int) -> float:
         """Let a node meet a fault; return when. **Raises:** ValueError if no rank is there."""

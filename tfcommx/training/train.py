@@ -77,7 +77,9 @@ def train(
         model = recipe.build_model(run.objective)
         saved = last_checkpoint(run, options.resume)
         first = first_position(run, saved)
-        optimizer = compile_model(model, run, recipe.scheme_of_epoch()[first.epoch])
+        # Behind the last epoch if only the report is missing
+        schemes = recipe.scheme_of_epoch()
+        optimizer = compile_model(model, run, schemes[min(first.epoch, recipe.epochs - 1)])
         if saved:
             checkpoint.restore(model, run.checkpoint)
         snapshots = checkpoint.Snapshots(model, run.checkpoint, recipe.checkpoint.memory_every)
@@ -140,11 +142,13 @@ class Totals:
 def last_checkpoint(run: Run, resume: bool) -> checkpoint.Head | None:
     """Return the checkpoint to resume; warn if the run will replace one.
 
-    The next generations of a supervised run resume what those before have saved.
+    The next generations of a supervised run resume what those before have saved. If that was the
+    last epoch, only the report is missing.
 
-    **Raises:** PlanError if a resumed run has no epochs left to train.
+    **Raises:** PlanError if another resumed run has no epochs left to train.
     """
-    resume = resume or newest_of_run(run.checkpoint) is not None
+    own = newest_of_run(run.checkpoint) is not None
+    resume = resume or own
     saved = checkpoint.last(run.checkpoint)
     if saved and not resume and run.comm.rank == 0:
         log.warning(
@@ -153,7 +157,7 @@ def last_checkpoint(run: Run, resume: bool) -> checkpoint.Head | None:
             saved.epoch + 1,
             run.checkpoint,
         )
-    if saved and resume and saved.epoch + 1 >= run.recipe.epochs:
+    if saved and resume and not own and saved.epoch + 1 >= run.recipe.epochs:
         raise cx.PlanError(
             f"A resumed run needs epochs left to train. {run.checkpoint} holds {saved.epoch + 1} "
             f"of {run.recipe.epochs}."

@@ -27,7 +27,7 @@ import tensorflow as tf
 
 from tfcommx.comm import process
 from tfcommx.comm.launcher import launch_interfaces
-from tfcommx.comm.supervision import PAUSED, SupervisorLink, supervision
+from tfcommx.comm.supervision import MEMORY, PAUSED, SupervisorLink, supervision
 from tfcommx.optim.checkpoint.files import Head
 from tfcommx.optim.checkpoint.memory.mirror import PROTOCOL, Mirrors, partner
 from tfcommx.optim.checkpoint.memory.model_state import copy_model
@@ -273,7 +273,7 @@ class Snapshots:
                 self._comm.rank,
                 self.total,
                 writing.problem,
-                shutil.disk_usage(self.place.path).free,
+                shutil.disk_usage(MEMORY).free,
                 self.place.path,
             )
         if failed:

@@ -65,6 +65,7 @@ class Writing:
         saves = {captured.save} | ({keep} if keep is not None else set())
         start, mirrored = time.monotonic(), [residuals_name(captured.save, rank)]
         try:
+            place.make()  # Somebody may have removed it
             place.keep(saves, rank)
             if captured.model is not None:
                 place.keep_models(saves)
