@@ -91,6 +91,8 @@ COMMANDS = {
     "float16_seed1": train("float16", 1),
     "wheels": "python scripts/verify/wheels.py",
     "losses": "python scripts/trials/losses.py",
+    "losses_hour": "python scripts/trials/losses.py --minutes 60 --seed 1",
+    "snapshots": "python scripts/trials/snapshots.py",
 }
 
 

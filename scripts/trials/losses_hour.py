@@ -1,13 +1,14 @@
 """A long run of losses.py: faults at random times, drawn by a seed.
 
-The run meets a fault every two minutes in the mean, and a node that was lost comes back after one.
-Then three seeds are trained without a fault, as fast as they can be. What is said of the run:
+The run meets a fault every two minutes of training in the mean, and a node that was lost comes back
+after one. Then three seeds are trained without a fault on as many samples, as fast as they can be.
+What is said of the run:
 
     goodput            share of all seconds that went into steps that count
     predicted          the same, if each fault had cost what the table of single faults says:
                        next step + repeated steps, and a planned restart for a node that comes back
     predicted here     with this run's own first cold start in place of the table's
-    accuracy           at the end, beside that of the seeds after as many samples
+    accuracy           at the end, beside that of the seeds
     left               processes, ports and memory files that stay on the machine
 """
 
@@ -28,8 +29,8 @@ from bench import records
 from losses_runs import AWAY, Cluster, Length, Run, Setup
 
 MEAN_SECONDS, LEAST_SECONDS, AWAY_SECONDS = 120.0, 20.0, 60.0
-# What a step takes at least, and about what it takes on a machine that has other work
-STEP_SECONDS, STEP_SECONDS_ABOUT = 0.3, 0.36
+# What a step takes at least
+STEP_SECONDS = 0.3
 STEPS_OF_EPOCH, BATCH = 40, 32
 # `full` would need a memory of its own, which cannot be looked into when the run has ended
 FAULTS = ("kill", "node", "cut", "stop", "term", "memory")
@@ -54,13 +55,6 @@ def costs(cold_start: float | None = None) -> dict[str, float]:
     for fault in (*AWAY, "term"):  # The host joins again
         found[fault] += restart("term")
     return found
-
-
-def epochs_within(minutes: float, cost: dict[str, float]) -> int:
-    """Return how many epochs a run of so many minutes is expected to train."""
-    mean = statistics.fmean(cost.values())
-    goodput = MEAN_SECONDS / (MEAN_SECONDS + mean)
-    return max(1, round(minutes * 60 * goodput / STEPS_OF_EPOCH / STEP_SECONDS_ABOUT))
 
 
 def disturb(run: Run, setup: Setup, minutes: float, seed: int) -> list[str]:
@@ -98,6 +92,8 @@ def disturb(run: Run, setup: Setup, minutes: float, seed: int) -> list[str]:
         deadline = time.monotonic() + losses.WAIT_SECONDS
         while run.newest_generation() == generation and time.monotonic() < deadline:
             pause(0.5)
+    step = run.steps(run.newest_generation())[-1][1]
+    (run.folder / "last_epoch").write_text(str(step // STEPS_OF_EPOCH + 2))
     while run.process.poll() is None and time.monotonic() < over + 600:
         pause(0.5)
     for node in away:
@@ -122,6 +118,11 @@ def steps_that_count(run: Run) -> tuple[dict[int, int], float]:
     return counted, statistics.median(times)
 
 
+def samples(run: Run) -> int:
+    """Return how many samples have been trained in the steps that count."""
+    return sum(steps_that_count(run)[0].values()) * BATCH
+
+
 def ports(cluster: Cluster, nodes: int) -> set[str]:
     """Return the ports that somebody listens on, on any node."""
     found = set()
@@ -142,7 +143,7 @@ def measure(cluster: Cluster, folder: Path, chosen: argparse.Namespace) -> int:
         chosen: minutes, seed and record, as losses.py was given them.
     """
     setup = losses.SETUPS[SETUP]
-    epochs = epochs_within(chosen.minutes, costs())
+    epochs = round(chosen.minutes * 60 / STEPS_OF_EPOCH / STEP_SECONDS) + 1
     cluster.call("up", "--nodes", setup.nodes + 1, "--rate", "500mbit", "--slots", setup.slots)
     try:
         before = ports(cluster, setup.nodes)
@@ -150,9 +151,10 @@ def measure(cluster: Cluster, folder: Path, chosen: argparse.Namespace) -> int:
         met = disturb(run, setup, chosen.minutes, chosen.seed)
         status = run.end(60)
         stays = [*losses.left(folder), *(ports(cluster, setup.nodes) - before)]
+        as_many = round(samples(run) / BATCH / STEPS_OF_EPOCH / setup.ranks)
         for seed in SEEDS:
             place = folder / f"seed{seed}"
-            losses.undisturbed(cluster, setup, Length(epochs, 0.0, seed), place)
+            losses.undisturbed(cluster, setup, Length(as_many, 0.0, seed), place)
             print(f"seed {seed} without a fault: {scores(place)[-1]}", flush=True)
     finally:
         cluster.call("down")
@@ -179,9 +181,7 @@ def report(run: Run, met: list[str], seeds: list[list[tuple[int, float]]]) -> di
     counted, step = steps_that_count(run)
     seconds = found["goodput"]["seconds"]
     cold = found["generations"][0]["first_step"]
-    samples = sum(counted.values()) * BATCH
-    as_many = samples / BATCH / STEPS_OF_EPOCH / run.setup.ranks
-    beside = [min(one, key=lambda score: abs(score[0] - as_many))[1] for one in seeds]
+    beside = [one[-1][1] for one in seeds]
 
     def predicted(cost: dict[str, float]) -> float:
         return float(1 - (cold + sum(cost[fault] for fault in met)) / seconds)
@@ -199,7 +199,7 @@ def report(run: Run, met: list[str], seeds: list[list[tuple[int, float]]]) -> di
         "goodput": len(counted) * step / seconds,
         "predicted": predicted(costs()),
         "predicted_here": predicted(costs(cold)),
-        "samples": samples,
+        "samples": samples(run),
         "accuracy": scores(run.folder)[-1][1],
         "accuracy_least": min(beside),
         "accuracy_most": max(beside),

@@ -1,7 +1,8 @@
 """A training with `fit` that losses.py disturbs.
 
 losses_worker.py FOLDER EPOCHS STEP_SECONDS SEED SETUP: 40 steps an epoch, STEP_SECONDS each at
-least.
+least. A file `last_epoch` in the folder ends it sooner, on all ranks if it is there before the
+epoch that it names begins.
 """
 
 from __future__ import annotations
@@ -61,8 +62,12 @@ class Steps(keras.callbacks.Callback):
                 notes.step(self.epoch * STEPS + batch, comm.topology.size)
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
-        if comm.rank == 0 and ((epoch + 1) % SCORE_EPOCHS == 0 or epoch + 1 == epochs):
+        sooner = folder / "last_epoch"
+        last = min(epochs, int(sooner.read_text())) if sooner.exists() else epochs
+        if comm.rank == 0 and ((epoch + 1) % SCORE_EPOCHS == 0 or epoch + 1 >= last):
             notes.score(epoch + 1, model)
+        if epoch + 1 >= last:
+            model.stop_training = True
 
 
 inputs, targets = samples(STEPS * BATCH, [1, comm.rank, seed])

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import WORKERS
+from launching import QUICK, WORKERS
 from virtual_cluster import Nodes, end, needs_cluster, wait_until
 
 PYTHON_PROGRAM = str(WORKERS / "elastic_train.py")
 pytestmark = [
-    pytest.mark.exhaustive,
     pytest.mark.long_wait,
     pytest.mark.xdist_group("cluster"),
     needs_cluster,
@@ -29,6 +29,38 @@ def nodes() -> Iterator[Nodes]:
     nodes.down()
 
 
+def test_a_cut_cable_costs_the_host_only(nodes: Nodes, tmp_path: Path) -> None:
+    """The rank that is left goes on from the snapshot in its memory."""
+    log, table, now = tmp_path / "log", tmp_path / "generations.json", tmp_path / "now"
+    log.touch()
+    # Rank 0 says when: 5 s of silence, then the rest
+    told = {"faults": {"0": [0, 17, f"hosts {now} now"]}, "step_seconds": 0.2}
+    program = [
+        "python",
+        str(WORKERS / "supervised_fit.py"),
+        str(tmp_path / "run"),
+        json.dumps(told),
+    ]
+    options = ["-H", "node1:1,node2:1", "--min-np", "1", "--generations", str(table)]
+    command = ["tfcommx", "run", *options, "--network-interfaces", "eth0", "--", *program]
+    process = nodes.start(0, command, log, PYTHONPATH=QUICK)
+    try:
+        wait_until(lambda: now.exists() or process.poll() is not None, 120, "the step")
+        nodes.do("cut", 2)
+        wait_until(lambda: process.poll() is not None, 180, "the end of the run")
+    finally:
+        end(process)
+    said = log.read_text()
+    assert process.returncode == 0, said
+    assert "tfcommx: node2 with rank 1 does not answer" in said
+    before, after = json.loads(table.read_text())["generations"]
+    assert (before["ranks"], after["ranks"]) == (2, 1)
+    assert after["resumed"]["source"] == "memory" and after["steps"] == 36
+    # One every 5 steps; the newest may have been on its way
+    assert before["steps"] - after["resumed"]["total"] <= 10
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", ["cut", "kill", "stop"])
 def test_a_lost_host_is_left_out_and_the_others_go_on(
     nodes: Nodes, tmp_path: Path, fault: str
@@ -66,6 +98,7 @@ def test_a_lost_host_is_left_out_and_the_others_go_on(
     assert len(set(re.findall(r"rank \d ends after epoch 60 with weights (\w+)", said))) == 1
 
 
+@pytest.mark.exhaustive
 def test_ranks_on_other_hosts_that_do_not_watch_each_other_are_ended(
     nodes: Nodes, tmp_path: Path
 ) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
@@ -17,71 +18,61 @@ from tfcommx.elastic.options import COOLDOWN_SECONDS, TIMEOUT_SECONDS, ElasticOp
 from tfcommx.elastic.supervisor import Stop, Supervisor, say
 from tfcommx.terms import PlanError
 
-MinNp = Annotated[
-    int | None,
-    typer.Option("--min-np", min=1, help="Elastic: ranks at least; default: -np, else 1."),
-]
-MaxNp = Annotated[
-    int | None,
-    typer.Option("--max-np", min=1, help="Elastic: ranks at most; default: all slots."),
-]
-Script = Annotated[
-    str | None,
-    typer.Option(
-        "--host-discovery-script", help="Elastic: prints the hosts, a line each: node1:4."
-    ),
-]
-Slots = Annotated[
-    int | None,
-    typer.Option("--slots", min=1, help="Of hosts that the script prints without a number."),
-]
-ResetLimit = Annotated[
-    int | None,
-    typer.Option("--reset-limit", min=0, help="Elastic: so many restarts at most."),
-]
-Cooldown = Annotated[
-    tuple[float, float] | None,
-    typer.Option(
-        "--blacklist-cooldown-range",
-        help="Elastic: seconds that a lost host is left out, the first time and at most; "
-        "default: {:g} {:g}.".format(*COOLDOWN_SECONDS),
-    ),
-]
-Timeout = Annotated[
-    float | None,
-    typer.Option(
-        "--elastic-timeout",
-        min=0,
-        help=f"Elastic: seconds to wait for enough hosts; default: {TIMEOUT_SECONDS:g}.",
-    ),
-]
-GrowEvery = Annotated[
-    float | None,
-    typer.Option(
-        "--grow-every",
-        metavar="MINUTES",
-        min=0,
-        help="Elastic: new hosts may join then, too, not only when an epoch ends.",
-    ),
-]
-GenerationsFile = Annotated[
-    Path | None,
-    typer.Option("--generations", help="Elastic: write the table of generations, as JSON."),
-]
-
 
 class Elastic(NamedTuple):
     """The options as they were given; None: not given."""
 
-    min_np: int | None
-    max_np: int | None
-    script: str | None
-    slots: int | None
-    reset_limit: int | None
-    cooldown: tuple[float, float] | None
-    timeout: float | None
-    grow_every: float | None
-    file: Path | None
+    min_np: Annotated[
+        int | None,
+        typer.Option("--min-np", min=1, help="Elastic: ranks at least; default: -np, else 1."),
+    ] = None
+    max_np: Annotated[
+        int | None,
+        typer.Option("--max-np", min=1, help="Elastic: ranks at most; default: all slots."),
+    ] = None
+    host_discovery_script: Annotated[
+        str | None,
+        typer.Option(
+            "--host-discovery-script", help="Elastic: prints the hosts, a line each: node1:4."
+        ),
+    ] = None
+    slots: Annotated[
+        int | None,
+        typer.Option("--slots", min=1, help="Of hosts that the script prints without a number."),
+    ] = None
+    reset_limit: Annotated[
+        int | None,
+        typer.Option("--reset-limit", min=0, help="Elastic: so many restarts at most."),
+    ] = None
+    blacklist_cooldown_range: Annotated[
+        tuple[float, float] | None,
+        typer.Option(
+            "--blacklist-cooldown-range",
+            help="Elastic: seconds that a lost host is left out, the first time and at most; "
+            "default: {:g} {:g}.".format(*COOLDOWN_SECONDS),
+        ),
+    ] = None
+    elastic_timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--elastic-timeout",
+            min=0,
+            help=f"Elastic: seconds to wait for enough hosts; default: {TIMEOUT_SECONDS:g}.",
+        ),
+    ] = None
+    grow_every: Annotated[
+        float | None,
+        typer.Option(
+            "--grow-every",
+            metavar="MINUTES",
+            min=0,
+            help="Elastic: new hosts may join then, too, not only when an epoch ends.",
+        ),
+    ] = None
+    generations: Annotated[
+        Path | None,
+        typer.Option("--generations", help="Elastic: write the table of generations, as JSON."),
+    ] = None
 
     @property
     def wanted(self) -> bool:
@@ -98,13 +89,13 @@ class Elastic(NamedTuple):
         fewest = self.min_np or min(ranks or 1, self.max_np or ranks or 1)
         return ElasticOptions(
             fewest=fewest,
-            most=self.max_np or (None if self.script else ranks),
+            most=self.max_np or (None if self.host_discovery_script else ranks),
             first=max(fewest, ranks or fewest),
             reset_limit=self.reset_limit,
-            cooldown=self.cooldown or COOLDOWN_SECONDS,
-            timeout=TIMEOUT_SECONDS if self.timeout is None else self.timeout,
+            cooldown=self.blacklist_cooldown_range or COOLDOWN_SECONDS,
+            timeout=TIMEOUT_SECONDS if self.elastic_timeout is None else self.elastic_timeout,
             grow_every=self.grow_every,
-            file=self.file,
+            file=self.generations,
             interfaces=interfaces,
         )
 
@@ -118,13 +109,13 @@ class Elastic(NamedTuple):
 
         **Raises:** PlanError for hosts from two sources, or too few slots.
         """
-        if self.script and hosts:
+        if self.host_discovery_script and hosts:
             raise PlanError(
                 "The hosts must come from one source. Received --host-discovery-script, and "
                 f"{name}. Leave one of them out."
             )
-        if self.script:
-            return ScriptHosts(self.script, self.slots)
+        if self.host_discovery_script:
+            return ScriptHosts(self.host_discovery_script, self.slots)
         if self.slots:
             raise PlanError(
                 "--slots is for hosts of --host-discovery-script. Received none. Write the number "
@@ -132,6 +123,33 @@ class Elastic(NamedTuple):
             )
         ranks_on(hosts, ranks or self.min_np or 1, name)
         return FixedHosts(hosts, name)
+
+
+def add_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command these options; it gets them as one argument, `elastic`.
+
+    >>> def say(name: str, elastic: Elastic) -> None: ...
+    >>> [*inspect.signature(add_options(say)).parameters][:3]
+    ['name', 'min_np', 'max_np']
+    """
+    hints = get_type_hints(command, include_extras=True)
+    options = inspect.signature(Elastic).parameters
+    kinds = get_type_hints(Elastic, include_extras=True)
+    parameters = [
+        one.replace(annotation=(kinds | hints)[one.name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, given in inspect.signature(command).parameters.items()
+        for one in (options.values() if name == "elastic" else [given])
+    ]
+
+    def with_options(**given: Any) -> None:
+        elastic = Elastic(**{name: given.pop(name) for name in options})
+        command(**given, elastic=elastic)
+
+    with_options.__name__, with_options.__doc__ = command.__name__, command.__doc__
+    # What typer reads
+    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {one.name: one.annotation for one in parameters}
+    return with_options
 
 
 def supervise(

@@ -27,6 +27,7 @@ from tfcommx.terms import PlanError
 NOT_FOUND = 127
 
 
+@elastic_options.add_options
 def run(
     command: Annotated[
         list[str], typer.Argument(help="What every rank runs, such as `python train.py`.")
@@ -61,15 +62,8 @@ def run(
         list[str] | None,
         typer.Option(metavar="WORD", help="Pass a word on to horovodrun. Repeatable."),
     ] = None,
-    min_np: elastic_options.MinNp = None,
-    max_np: elastic_options.MaxNp = None,
-    host_discovery_script: elastic_options.Script = None,
-    slots: elastic_options.Slots = None,
-    reset_limit: elastic_options.ResetLimit = None,
-    blacklist_cooldown_range: elastic_options.Cooldown = None,
-    elastic_timeout: elastic_options.Timeout = None,
-    grow_every: elastic_options.GrowEvery = None,
-    generations: elastic_options.GenerationsFile = None,
+    *,
+    elastic: elastic_options.Elastic,
 ) -> None:
     """Start COMMAND on every rank: `tfcommx run -np 8 -H node1:4,node2:4 -- python train.py`.
 
@@ -97,26 +91,15 @@ def run(
         kind = "mpi" if mpi else "gloo"
         return Launch(tuple(hosts), tuple(command), kind, mpi_args, tuple(options))
 
-    elastic = elastic_options.Elastic(
-        min_np,
-        max_np,
-        host_discovery_script,
-        slots,
-        reset_limit,
-        blacklist_cooldown_range,
-        elastic_timeout,
-        grow_every,
-        generations,
-    )
     if not elastic.wanted:
         source, found = find_hosts(num_proc, hosts, hostfile)
         chosen = ranks_on(found, num_proc or sum(host.slots for host in found), source)
         carry_out(make_launch(chosen))
         return
-    if elastic.script and not (hosts or hostfile):
+    if elastic.host_discovery_script and not (hosts or hostfile):
         source, found = "", []
     else:
-        source, found = find_hosts(num_proc or max_np or min_np, hosts, hostfile)
+        source, found = find_hosts(num_proc or elastic.max_np or elastic.min_np, hosts, hostfile)
     interfaces = tuple(network_interfaces.split(",")) if network_interfaces else ()
     elastic_options.supervise(
         elastic.source(found, source, num_proc),

@@ -20,6 +20,7 @@ from tfcommx.report.terminal import show_run
 SET_HELP = "Change the recipe, e.g. --set phases.0.epochs=1. Repeatable."
 
 
+@elastic_options.add_options
 def train(
     config: Annotated[
         Path, typer.Argument(help="Recipe, a YAML file such as configs/fashion_mnist.yaml.")
@@ -58,17 +59,10 @@ def train(
         Path | None,
         typer.Option(help="Folder of a --dry-run in one process: for the scaling efficiency."),
     ] = None,
-    min_np: elastic_options.MinNp = None,
-    max_np: elastic_options.MaxNp = None,
-    host_discovery_script: elastic_options.Script = None,
-    slots: elastic_options.Slots = None,
-    reset_limit: elastic_options.ResetLimit = None,
-    blacklist_cooldown_range: elastic_options.Cooldown = None,
-    elastic_timeout: elastic_options.Timeout = None,
-    grow_every: elastic_options.GrowEvery = None,
-    generations: elastic_options.GenerationsFile = None,
     terminal: Annotated[str | None, typer.Option(hidden=True)] = None,
     show_report: Annotated[bool, typer.Option("--report/--no-report", hidden=True)] = True,
+    *,
+    elastic: elastic_options.Elastic,
 ) -> None:
     """Train a model as a recipe says.
 
@@ -80,17 +74,6 @@ def train(
     recipe = read_recipe(config, changes)
     folder = output or Path("runs") / recipe.name
     alone = () if baseline is None else tuple(read_alone(baseline))
-    elastic = elastic_options.Elastic(
-        min_np,
-        max_np,
-        host_discovery_script,
-        slots,
-        reset_limit,
-        blacklist_cooldown_range,
-        elastic_timeout,
-        grow_every,
-        generations,
-    )
     if processes or hosts or elastic.wanted:
         words = ["train", str(config), "--output", str(folder), "--no-report"]
         words += [word for change in changes for word in ("--set", change)]
@@ -110,8 +93,8 @@ def train(
 
         if hosts:
             given = parse_hosts(hosts)
-        elif processes or not host_discovery_script:
-            given = [Host("localhost", processes or max_np or min_np or 1)]
+        elif processes or not elastic.host_discovery_script:
+            given = [Host("localhost", processes or elastic.max_np or elastic.min_np or 1)]
         else:
             given = []
         if elastic.wanted and not dry_run:

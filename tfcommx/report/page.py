@@ -22,6 +22,7 @@ from tfcommx.report.summary import (
     phase_rows,
     plural,
     seconds_by_part,
+    snapshots_text,
     target_text,
     time_text,
     write_json,
@@ -188,7 +189,13 @@ def _runs_table(runs: Runs) -> str:
         for name, summary in runs.items()
         if "target" in summary
     ]
-    return table + "".join([*targets, *stops])
+    costs = [
+        f"<p>{html.escape(name)}, snapshots in memory: "
+        f"{html.escape(snapshots_text(summary['snapshots']))}.</p>"
+        for name, summary in runs.items()
+        if "snapshots" in summary
+    ]
+    return table + "".join([*targets, *costs, *stops])
 
 
 def _breakdown_table(runs: Runs) -> str:

@@ -111,6 +111,19 @@ def target_text(target: dict[str, Any]) -> str:
     )
 
 
+def snapshots_text(cost: dict[str, Any]) -> str:
+    """Return a sentence on what snapshots in memory have cost.
+
+    >>> snapshots_text(dict(count=12, copy_seconds=0.0041, write_seconds=0.21, bytes=2_000_000))
+    '12 of 2 MB; for each one steps waited 4.1 ms, and it was written within 0.21 s beside them'
+    """
+    return (
+        f"{cost['count']} of {bytes_text(cost['bytes'])}; for each one steps waited "
+        f"{1e3 * cost['copy_seconds']:.3g} ms, and it was written within "
+        f"{cost['write_seconds']:.2g} s beside them"
+    )
+
+
 def seconds_by_part(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return the seconds of all epochs' rows, by part; 0 for what was not measured."""
     return {part: sum(row["seconds"].get(part, 0.0) for row in rows) for part in PARTS}

@@ -22,6 +22,7 @@ from tfcommx.report.summary import (
     plural,
     read,
     seconds_by_part,
+    snapshots_text,
     target_text,
     time_text,
 )
@@ -124,6 +125,7 @@ def _totals(summary: dict[str, Any]) -> Table:
         ("processes", f"{summary['ranks']} on {plural(summary['nodes'], 'node')}"),
         ("time", f"{summary['seconds']:.0f} s, {rate}"),
         ("sent between nodes", f"{bytes_text(sent)} per rank{saved}"),
+        *([("snapshots", snapshots_text(summary["snapshots"]))] if "snapshots" in summary else []),
         *_loader(summary["rows"]),
         ("replicas", replicas),
     ):

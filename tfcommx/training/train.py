@@ -63,8 +63,9 @@ def train(
         `seconds` is wall-clock time without writing the report. `throughput` is the `counted` of
         all ranks (images or word pieces) per second in steps, tracing and waiting for data
         included, evaluation not. Bytes are those of one rank. `rows` has the epochs; times are
-        rank 0's. `target` says when the recipe's target was reached, `stopped` where and why the
-        run was stopped. Until an epoch has ended there is no report, and `rows` is empty.
+        rank 0's. `snapshots` has what those in memory have cost rank 0 since this process began.
+        `target` says when the recipe's target was reached, `stopped` where and why the run was
+        stopped. Until an epoch has ended there is no report, and `rows` is empty.
 
     **Ranks:** all, with the same recipe. **Raises:** PlanError and DataError before the first step.
     """
@@ -99,6 +100,8 @@ def train(
                 stopped = {**stop.position._asdict(), "reason": stop.reason}
     run.data.close()
     summary = summarise(run, model, run_callbacks.history.rows) | totals.so_far()
+    if snapshots.cost.count:
+        summary["snapshots"] = snapshots.cost.summary()
     if options.alone:
         summary["alone"] = list(options.alone)
     if target := recipe.target:

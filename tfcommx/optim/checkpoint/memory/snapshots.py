@@ -29,6 +29,7 @@ from tfcommx.comm import process
 from tfcommx.comm.launcher import launch_interfaces
 from tfcommx.comm.supervision import MEMORY, PAUSED, SupervisorLink, supervision
 from tfcommx.optim.checkpoint.files import Head
+from tfcommx.optim.checkpoint.memory.cost import SnapshotCost
 from tfcommx.optim.checkpoint.memory.mirror import PROTOCOL, Mirrors, partner
 from tfcommx.optim.checkpoint.memory.model_state import copy_model
 from tfcommx.optim.checkpoint.memory.newest import RUN, Newest, newest_of_run
@@ -74,7 +75,10 @@ class Snapshots:
         # Steps of the whole run; what this generation goes on from
         self.total = 0
         self.found: Newest | None = None
+        self.cost = SnapshotCost()
         self._writing: Writing | None = None
+        # Seconds that the last copy took
+        self._copying = 0.0
         # The save that is whole on all ranks; the number of the next one; whether one is due
         self._whole: int | None = None
         self._next, self._due = 0, False
@@ -279,6 +283,7 @@ class Snapshots:
         if failed:
             return
         self._whole = writing.save
+        self.cost.add(self._copying, writing.seconds, writing.bytes)
         if self._link is not None:
             self._link.say(
                 snapshot={
@@ -290,7 +295,7 @@ class Snapshots:
 
     def _capture(self, head: Head) -> None:
         """Copy the state, and let a thread write it. **Ranks:** all."""
-        sharded = False
+        start, sharded = time.monotonic(), False
         for optimizer in wrapped_optimizers(self.model):
             consolidate(optimizer)
             sharded |= exchanger_in(optimizer).sharding is not None
@@ -304,6 +309,7 @@ class Snapshots:
         )
         self._writing = Writing(captured, self._comm.rank, self.place, self._send, self._whole)
         self._next, self._due = head.save + 1, False
+        self._copying = time.monotonic() - start
 
     def _end(self) -> None:
         """End all ranks, once the snapshot is whole. **Raises:** SystemExit."""
