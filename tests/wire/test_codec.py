@@ -142,6 +142,12 @@ def test_bytes_by_hand() -> None:
     }
 
 
+@every_wire
+def test_a_price_may_ask_for_an_entry_of_a_vector_of_none(name: str) -> None:
+    """Solvers of the merging price empty groups; a bucket has at least one entry."""
+    assert formats.size_bytes(1, 0, name) <= 12
+
+
 def test_block16_moves_at_most_six_tenths_of_pair32() -> None:
     for size, density in [(25_000_000, 0.01), (25_000_000, 0.001), (3_000_000, 0.01)]:
         k = int(size * density)

@@ -70,7 +70,7 @@ def DistributedOptimizer(
     which rank 0 has kept from a run before or which are measured before the first step, and by
     `profile`; without one by the exchange alone, and by as much computing as that. Plain Horovod
     stays unless another plan's mean step, without the slowest one, is at least 4 % faster, and by
-    more than the standard error. With a selection, entries travel as "block16/float16" unless the
+    more than the standard error. With a selection, entries travel as "elias/int8" unless the
     scheme names another `wire`; what rounding loses stays in the residual. Where BroadcastState
     knows the steps that follow, the trial takes at most 2 % of them; if none fits, a clear
     prediction counts, or plain Horovod; in fewer than 50 steps nothing is measured. Rank 0 keeps

@@ -32,10 +32,10 @@ def low_bits(k: int, size: int) -> int:
     (6, 0, 0)
 
     Args:
-        k: entries, in [0, size].
+        k: entries, >= 0. More than `size` only in prices, which ask for an entry of no vector.
         size: length of the vector, >= 0.
     """
-    return (size // k).bit_length() - 1 if k else 0
+    return (size // k).bit_length() - 1 if 0 < k <= size else 0
 
 
 def bitmap_bits(k: int, size: int) -> int:
@@ -44,7 +44,7 @@ def bitmap_bits(k: int, size: int) -> int:
     >>> bitmap_bits(1000, 100_000)
     2562
     """
-    return k + ((size - 1) >> low_bits(k, size)) if k else 0
+    return k + (max(0, size - 1) >> low_bits(k, size)) if k else 0
 
 
 def code_words(k: int, dtype: str) -> tuple[int, int]:
@@ -72,7 +72,7 @@ def wire_words(k: int, size: int, wire: str) -> tuple[int, int, int]:
     (81, 188, 266)
 
     Args:
-        k: entries in the buffer, in [0, size].
+        k: entries in the buffer, >= 0.
         size: length of the vector that the entries were selected from, >= 0.
         wire: one of `terms.SPARSE_WIRES`.
     """
