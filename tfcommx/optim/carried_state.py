@@ -1,4 +1,4 @@
-"""CarriedState: residuals and velocities on their way from one plan to the next.
+"""CarriedState: residuals, velocities and a strategy's state between two plans.
 
             first step    change of scheme, of variables, of optimizer    restore
     optimizer   |---------------------------|---------------------------|------>
@@ -17,6 +17,7 @@ from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.rates import UNKNOWN
 from tfcommx.runtime.residuals import PlanState, VariableState, sum_states, without
 from tfcommx.runtime.trial import TrialExecutor
+from tfcommx.strategies import CommonState
 
 
 class CarriedState:
@@ -29,12 +30,22 @@ class CarriedState:
         self.rate_exponent = UNKNOWN
         # Plans of a checkpoint, until the model asks for an equal one
         self.restored: list[PlanState] = []
+        # What the strategy keeps of variables that no run has now
+        self.common: CommonState = {}
         # Bytes between nodes that plain Horovod would have sent in the steps of earlier plans
         self.dense_bytes = 0.0
 
     def add(self, state: VariableState) -> None:
         """Take over what a plan had that is not used any more."""
         self.state = sum_states([self.state, state])
+
+    def add_common(self, state: CommonState, names: set[str]) -> None:
+        """Take over what the strategy keeps of these variables."""
+        self.common |= {name: kept for name, kept in state.items() if name in names}
+
+    def take_common(self, names: set[str]) -> CommonState:
+        """Return what the strategy keeps of these variables, and forget it."""
+        return {name: self.common.pop(name) for name in names & self.common.keys()}
 
     def take_residuals(self, names: set[str]) -> VariableState:
         """Return the residuals of these variables, and forget them."""

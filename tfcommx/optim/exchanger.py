@@ -32,7 +32,7 @@ from tfcommx.optim.watched_sum import WatchedSum
 from tfcommx.runtime.rates import highest
 from tfcommx.runtime.replica_guard import ReplicaGuard
 from tfcommx.runtime.residuals import PlanState, VariableState, sum_states
-from tfcommx.strategies import StrategyRun, Update, agree_on_strategy
+from tfcommx.strategies import CommonState, StrategyRun, Update, agree_on_strategy
 from tfcommx.terms import PlanError, Scheme
 
 log = logging.getLogger("tfcommx")
@@ -92,21 +92,25 @@ class Exchanger:
         self._drop_runs()
         self.requested.replace(schemes)
 
-    def continue_from(self, state: VariableState, restored: list[PlanState], rate: int) -> None:
+    def continue_from(
+        self,
+        state: VariableState,
+        restored: list[PlanState],
+        rate: int,
+        common: CommonState,
+    ) -> None:
         """Keep what a checkpoint holds in place of what is kept here; traffic goes on."""
         self._drop_runs()
         self.carried.rate_exponent = rate
         self.carried.state, self.carried.restored = state, restored
+        self.carried.common = common
 
     def traffic(self) -> dict[str, float]:
         """Return the bytes between nodes of this process so far, and of plain Horovod.
 
         The latter is what it would have sent for the same steps.
         """
-        dense = sum(
-            run.steps_per_exchange * run.executor.dense_bytes_between_nodes()
-            for run in self.runs.values()
-        )
+        dense = sum(run.dense_bytes_between_nodes() for run in self.runs.values())
         return {
             "bytes_between_nodes": self.comm.traffic().between,
             "bytes_between_nodes_dense": self.carried.dense_bytes + dense,
@@ -135,6 +139,7 @@ class Exchanger:
             executor, lambda: highest(self.comm.gather_objects(self.highest_rate()))
         )
         run = self.settings.strategy.start(executor)
+        run.continue_from(self.carried.take_common(executor.plan.paths))
         if self.sharding is not None:
             self.sharding.attach(run, self.names.of(self.sharding.variables))
         return run
@@ -149,6 +154,8 @@ class Exchanger:
                     "each other.",
                     sorted(names ^ set(others))[0],
                 )
+                run.consolidate()
+                self.carried.add_common(run.common_state(), names)
                 self.carried.add(run.executor.export_by_variable(names))
 
     def _take_from_predecessors(self, variables: Sequence[keras.Variable]) -> None:
@@ -182,6 +189,7 @@ class Exchanger:
         """Forget all plans: their steps still count, and other trials do not wait for theirs."""
         self.carried.dense_bytes = self.traffic()["bytes_between_nodes_dense"]
         self.carried.rate_exponent = self.highest_rate()
+        self.carried.common = self.common_state()
         for run in self.runs.values():
             self.comm.trials.leave(run.executor)
         self.runs = {}
@@ -207,6 +215,13 @@ class Exchanger:
         """Return what this rank keeps in all, by variable: residuals and velocities."""
         kept = (plan.by_variable() for plan in self.plan_states())
         return sum_states([self.state_outside_plans(), *kept])
+
+    def common_state(self) -> CommonState:
+        """Return what the strategy keeps between steps, equal on all ranks, by variable."""
+        found = dict(self.carried.common)
+        for run in self.runs.values():
+            found |= run.common_state()
+        return found
 
     def state_outside_plans(self) -> VariableState:
         """Return what this rank keeps and no plan does."""

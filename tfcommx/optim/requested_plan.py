@@ -89,7 +89,8 @@ class RequestedPlan:
         ]
         settings = self._settings
         measured = settings.links, settings.profile
-        return PlanRequest(gradients, self._comm.topology, settings.operation, *measured)
+        fragments = settings.strategy.plan_fragments
+        return PlanRequest(gradients, self._comm.topology, settings.operation, *measured, fragments)
 
 
 def by_pattern(schemes: Scheme | Mapping[str, Scheme]) -> dict[str, Scheme]:

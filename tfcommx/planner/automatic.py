@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tfcommx.planner.choose import candidates
+from tfcommx.planner.fragments import plan_in_fragments
 from tfcommx.planner.plan import make_plan
 from tfcommx.planner.predict import Prediction, Setting, describe
 from tfcommx.planner.prices import sub_profile
-from tfcommx.planner.streams import Gradient, scheme_of
+from tfcommx.planner.streams import Gradient, matches, scheme_of
 from tfcommx.simulator.assumptions import Assumptions
 from tfcommx.simulator.selection_time import measured_time
 from tfcommx.terms import (
@@ -63,18 +64,33 @@ class PlanRequest(NamedTuple):
     links: Links | None = None
     # None: not measured
     profile: Profile | None = None
+    # Groups of variables with buckets of their own, >= 1, as `fragments` makes them
+    fragments: int = 1
 
     def plan(self, schemes: Mapping[str, Scheme], reduce_to_root: bool = False) -> Plan:
         """Plan schemes that name their routes; `reduce_to_root` as make_plan has it."""
-        return make_plan(
-            self.gradients,
-            schemes,
-            self.topology,
-            self.operation,
-            self.links or NOMINAL,
-            reduce_to_root=reduce_to_root,
-            profile=self.profile,
-        )
+
+        def make(gradients: Sequence[Gradient]) -> Plan:
+            return make_plan(
+                gradients,
+                _schemes_of(gradients, schemes) if self.fragments > 1 else schemes,
+                self.topology,
+                self.operation,
+                self.links or NOMINAL,
+                reduce_to_root=reduce_to_root,
+                profile=self.profile,
+            )
+
+        return plan_in_fragments(self.gradients, self.fragments, make)
+
+
+def _schemes_of(gradients: Sequence[Gradient], schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:
+    """Return the schemes whose patterns match some of the gradients: others are no mistake."""
+    return {
+        pattern: scheme
+        for pattern, scheme in schemes.items()
+        if any(matches(one.path, pattern) for one in gradients)
+    }
 
 
 class _Ranking(NamedTuple):

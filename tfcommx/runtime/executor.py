@@ -65,11 +65,14 @@ class PlanExecutor:
 
     # What follows is a graph already, also in a caller's loop.
     @tf.autograph.experimental.do_not_convert
-    def exchange(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    def exchange(
+        self, gradients: Mapping[str, tf.Tensor], part: Plan | None = None
+    ) -> dict[str, tf.Tensor]:
         """Return the average (or sum) over all ranks of each gradient.
 
         Args:
             gradients: variable path -> dense tensor, for exactly the variables of the plan.
+            part: some of the plan's buckets, which have these variables alone; None: all.
 
         Returns:
             The same paths, shapes and dtypes; bit-identical on every rank. A plan that was made to
@@ -78,19 +81,25 @@ class PlanExecutor:
         **Ranks:** all, with the same plan; in traced code, or eagerly in the same order.
         **Cost:** per bucket one copy into and one out of the flat vector, and the route.
         """
-        done = self.exchange_buckets(gradients, BucketRunner.exchange)
+        part = part or self.plan
+        done = self.exchange_buckets(gradients, BucketRunner.exchange, part)
         pieces = {
             name: tensor
-            for runner, tensors in zip(self.runners, done, strict=True)
-            for name, tensor in zip(runner.bucket.variables, tensors, strict=True)
+            for bucket, tensors in zip(part.buckets, done, strict=True)
+            for name, tensor in zip(bucket.variables, tensors, strict=True)
         }
         return join(pieces, gradients)
 
     @tf.autograph.experimental.do_not_convert
     def exchange_buckets(
-        self, gradients: Mapping[str, tf.Tensor], work: ExchangeBucket
+        self,
+        gradients: Mapping[str, tf.Tensor],
+        work: ExchangeBucket,
+        part: Plan | None = None,
     ) -> list[list[tf.Tensor]]:
         """Take a step: let `work` exchange each bucket in the plan's order; return its results.
+
+        `part` has some of the plan's buckets, to which the step is limited.
 
         **Ranks:** all, with work that exchanges alike.
         """
@@ -99,10 +108,14 @@ class PlanExecutor:
             # The run that finds no more data carries out what does not wait for data: no step
             with tf.control_dependencies(list(gradients.values())[-1:]):
                 self.steps.assign_add(1)
-            pieces = clip_buckets(cut(gradients, self.plan), self.plan)
+            part = part or self.plan
+            pieces = clip_buckets(cut(gradients, part), part)
             number = self._waits.begin(pieces.values())
-            done = []
+            done: list[list[tf.Tensor]] = []
             for place, runner in enumerate(self.runners):
+                if runner.bucket not in part.buckets:
+                    self._waits.end(place, [], number)
+                    continue
                 done.append(work(runner, [pieces[name] for name in runner.bucket.variables], step))
                 self._waits.end(place, done[-1], number)
             return done
@@ -129,8 +142,13 @@ class PlanExecutor:
 
         Per rank, as the mean over the ranks.
         """
-        topology, steps = self.plan.topology, int(self.steps.numpy()) - self._steps_before
-        return float(steps) * sum(
+        steps = int(self.steps.numpy()) - self._steps_before
+        return float(steps) * self.dense_bytes_of_a_step()
+
+    def dense_bytes_of_a_step(self) -> float:
+        """Return the bytes plain Horovod sends between nodes in a step: per rank, as the mean."""
+        topology = self.plan.topology
+        return sum(
             routes.get("allreduce").wire_bytes(as_it_is, topology).between
             for as_it_is in (
                 replace(bucket, wire=PLAIN, compression=NO_COMPRESSION)

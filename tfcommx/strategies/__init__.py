@@ -4,7 +4,8 @@
     root            gradients are reduced to rank 0, which applies them and broadcasts the weights
     rebroadcast     as synchronous, and every few steps rank 0's weights go to all ranks
     sharded         each rank updates 1/p of the weights, and pulls the others' parts
-    weight_averaging   each rank applies its own gradients; every few steps weights are averaged
+    weight_averaging   each rank applies its own gradients; every few steps weights are averaged,
+                    or moved by an outer optimizer
     elastic_averaging  each rank trains its own weights, pulled towards a centre; nobody waits
 
     >>> import tfcommx as cx
@@ -24,7 +25,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from tfcommx.strategies.base import Strategy, StrategyRun, Update, agree_on_strategy
+from tfcommx.strategies.base import (
+    CommonState,
+    Strategy,
+    StrategyRun,
+    Update,
+    agree_on_strategy,
+)
 from tfcommx.strategies.elastic_averaging import ElasticAveraging
 from tfcommx.strategies.elastic_run import ElasticRun
 from tfcommx.strategies.rebroadcast import Rebroadcast
@@ -48,6 +55,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
 
 __all__ = [
     "STRATEGIES",
+    "CommonState",
     "ElasticAveraging",
     "ElasticRun",
     "Rebroadcast",

@@ -12,12 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm.base import Comm
 from tfcommx.routes.messages import MessageOptions
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.terms import Plan, PlanError
+
+# Variable path -> name -> what a run keeps of the variable, equal on all ranks
+CommonState = dict[str, dict[str, np.ndarray]]
 
 
 class Update(NamedTuple):
@@ -40,7 +44,7 @@ class StrategyRun:
     code, which AutoGraph must not convert, also in a caller's loop.
     """
 
-    # Training steps for each that the executor counts
+    # Training steps in which all variables are exchanged once
     steps_per_exchange = 1
 
     def __init__(self, executor: PlanExecutor) -> None:
@@ -81,6 +85,23 @@ class StrategyRun:
         Does nothing if they are. **Ranks:** all, outside of traced code, between the same steps.
         """
 
+    def dense_bytes_between_nodes(self) -> float:
+        """Return what plain Horovod would have sent between nodes for this run's steps.
+
+        Bytes per rank, as the mean over the ranks.
+        """
+        return self.executor.dense_bytes_between_nodes()
+
+    def common_state(self) -> CommonState:
+        """Return what the run keeps between steps, equal on all ranks, by variable.
+
+        Checkpoints and later plans get it. Outside of traced code, after `consolidate`.
+        """
+        return {}
+
+    def continue_from(self, state: CommonState) -> None:
+        """Take what an earlier run or a checkpoint kept of these variables, before the steps."""
+
 
 @runtime_checkable
 class Strategy(Protocol):
@@ -99,6 +120,14 @@ class Strategy(Protocol):
     shards_weights: ClassVar[bool] = False
     # Ranks take every step together; otherwise each trains, and may end, by itself
     in_lock_step: ClassVar[bool] = True
+
+    @property
+    def plan_fragments(self) -> int:
+        """The number of groups of variables, >= 1, that a plan must keep in buckets of their own.
+
+        `planner.fragments` says which they are.
+        """
+        return 1
 
     def check(self, plan: Plan) -> None:
         """Refuse a plan that the strategy cannot work with. **Raises:** PlanError."""

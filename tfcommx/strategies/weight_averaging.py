@@ -2,28 +2,37 @@
 
     every = 3    update | update | update | average || update | update | update | average || ...
 
-Every step it is AWAGD; every few steps local SGD. Averaging the weights after an update that is
-linear in the gradient (SGD, also with momentum) equals synchronous training, to float32 rounding,
-if `every` is 1: the average of w - r g_i is w - r times the average of g_i, and likewise for the
+    every = 4, fragments = 2     step    1     2     3     4     5     6     7     8
+                                 sends         a           b           a           b
+
+Every step it is AWAGD; every few steps local SGD; with an outer optimizer it is DiLoCo, and with
+fragments the first part of Streaming DiLoCo. Averaging the weights after an update that is linear
+in the gradient (SGD, also with momentum) equals synchronous training, to float32 rounding, if
+`every` is 1: the average of w - r g_i is w - r times the average of g_i, and likewise for the
 velocities. It does not with clipping, or with Adam and other rules that are not linear, and never
 with `every` above 1. (Weight decay reads the weights, which are equal, so it may be there.)
+
+This file has the options; `weight_averaging_run` has the steps, `outer_optimizer` what moves the
+start weights.
 
 **Source:** Ma, Mao, Taylor, "Theano-MPI: a Theano-based Distributed Training Framework" (2016),
 section on AWAGD (average weights after gradient descent) and SUBGD (sum of updates before gradient
 descent; it is `op="sum"` with the strategy "synchronous", or with sends="updates" here).
+Douillard et al., "DiLoCo" (2023), and "Streaming DiLoCo with Overlapping Communication" (2025),
+section 2: we differ in that a fragment is chosen by size, not by layer, and that its round ends in
+the step in which it began.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import tensorflow as tf
-
-from tfcommx.kernels.untraced import untraced
+from tfcommx.planner.fragments import fragments_of_buckets
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.strategies.base import Strategy, StrategyRun, Update
+from tfcommx.strategies.base import Strategy, StrategyRun
+from tfcommx.strategies.outer_optimizer import OuterOptimizer
+from tfcommx.strategies.weight_averaging_run import WeightAveragingRun
 from tfcommx.terms import Plan, PlanError, check_name, check_whole
 
 SENDS = ("weights", "updates")
@@ -36,28 +45,64 @@ class WeightAveraging(Strategy):
 
     Between averages the ranks' weights differ; at the end of an epoch, before an evaluation and
     before a checkpoint they are averaged (cx.consolidate).
+
+    >>> import keras
+    >>> WeightAveraging(32, outer=keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True))
+    WeightAveraging(every=32, sends='updates', momentum='keep', outer=SGD(learning_rate=0.7, \
+momentum=0.9, nesterov=True), fragments=1)
+
+    **Ranks:** all, with equal options. **Cost:** one exchange of all variables in `every` steps, by
+    their schemes. sends="updates" keeps a copy of the weights at the last average, and `outer` its
+    state beside it: two copies with momentum.
+    **Raises:** PlanError for options out of range or that exclude each other.
     """
 
     # Steps, an integer >= 1, after which weights are averaged: tau
     every: int = 1
     # "weights", by dense schemes; or "updates", the sum of a rank's updates since the last average,
-    # by any scheme, whose residuals hold what was not sent
+    # by any scheme, whose residuals hold what was not sent. With `outer` always "updates"
     sends: str = "weights"
     # Of the optimizer's state at an average: each rank keeps its own, all average, or all begin
     # again from 0
     momentum: str = "keep"
+    # Keras optimizer that moves the weights of the last average by the averaged updates (DiLoCo:
+    # SGD(0.7, momentum=0.9, nesterov=True)); None: they become the average
+    outer: Any = None
+    # Groups of variables with about equally many entries, in [1, every], whose averages are spread
+    # evenly over the steps
+    fragments: int = 1
 
     # In the steps that begin with an average; `WeightAveragingRun.weights_are_equal` says which
     keeps_weights_equal: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "every", check_whole("every", self.every, least=1))
+        object.__setattr__(self, "fragments", check_whole("fragments", self.fragments, least=1))
         check_name("sends", self.sends, SENDS)
         check_name("momentum", self.momentum, MOMENTUM)
+        if self.fragments > self.every:
+            raise PlanError(
+                "At most one fragment is averaged a step. Received "
+                f"fragments={self.fragments} with every={self.every}. Take at most `every`."
+            )
+        if self.fragments > 1 and self.momentum != "keep":
+            raise PlanError(
+                'Fragments are averaged at different steps, so momentum must be "keep". Received '
+                f"momentum={self.momentum!r} with fragments={self.fragments}."
+            )
+        if self.outer is not None:
+            object.__setattr__(self, "outer", OuterOptimizer.of(self.outer))
+            object.__setattr__(self, "sends", "updates")
+
+    @property
+    def plan_fragments(self) -> int:
+        """The number of groups of variables whose buckets travel apart."""
+        return self.fragments
 
     def check(self, plan: Plan) -> None:
-        """Refuse what cannot carry weights: sums, selections, momentum. **Raises:** PlanError."""
+        """Refuse what cannot carry weights, and buckets of two fragments. **Raises:** PlanError."""
         super().check(plan)
+        fragments_of_buckets(plan, self.fragments)
         if self.sends == "updates":
             return
         odd = next((one for one in plan.buckets if one.keeps_residual or one.momentum), None)
@@ -74,96 +119,3 @@ class WeightAveraging(Strategy):
     def start(self, executor: PlanExecutor) -> StrategyRun:
         """Get ready for the steps of one plan."""
         return WeightAveragingRun(executor, self)
-
-
-class WeightAveragingRun(StrategyRun):
-    """The strategy at work on one plan."""
-
-    def __init__(self, executor: PlanExecutor, options: WeightAveraging) -> None:
-        super().__init__(executor)
-        self._options, self.steps_per_exchange = options, options.every
-        with tf.device("/cpu:0"):
-            # Steps since the last average
-            self._steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/since")
-        # The weights at the last average, if updates are sent
-        self._anchors: dict[str, tf.Variable] = {}
-        # Of the last step
-        self._weights: Mapping[str, tf.Variable] = {}
-        self._state: Sequence[tf.Variable] = ()
-
-    def exchange(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Return this rank's own gradients."""
-        return dict(gradients)
-
-    def follow_rate(self, rate: tf.Tensor) -> None:
-        """Do nothing: residuals hold updates, in which the rate is already."""
-
-    def weights_are_equal(self) -> tf.Tensor | bool:
-        """Tell whether the last step ended with an average."""
-        return self._options.every == 1 or tf.equal(self._steps.value(), 0)
-
-    @tf.autograph.experimental.do_not_convert
-    def update(self, step: Update) -> None:
-        """Apply the update of this rank; average if it is time."""
-        self._weights, self._state = step.weights, step.state
-        every = self._options.every
-        # Without data there is no step
-        with tf.control_dependencies(list(step.gradients)[-1:]):
-            before = self._steps.read_value()
-        if self._options.sends == "updates":
-            self._make_anchors(step.weights)
-            self._at_zero(before, self._set_anchors)
-        with tf.control_dependencies([before]):
-            step.apply()
-            after = self._steps.assign((before + 1) % every).read_value()
-        self._at_zero(after, self._average)
-
-    def _at_zero(self, steps: tf.Tensor, work: Callable[[], None]) -> None:
-        """Do some work if a count of steps is 0: always if each step averages."""
-        if self._options.every == 1:
-            with tf.control_dependencies([steps]):
-                work()
-        else:
-            tf.cond(tf.equal(steps, 0), work, lambda: None)
-
-    def _make_anchors(self, weights: Mapping[str, tf.Variable]) -> None:
-        if not self._anchors:
-            with untraced():
-                self._anchors = {
-                    path: tf.Variable(tf.zeros_like(weight), trainable=False, name="tfcommx/anchor")
-                    for path, weight in weights.items()
-                }
-
-    def _set_anchors(self) -> None:
-        for path, anchor in self._anchors.items():
-            anchor.assign(self._weights[path])
-
-    def _average(self) -> None:
-        """Average what is sent, by the plan. **Ranks:** all."""
-        sent = {path: tf.convert_to_tensor(weight) for path, weight in self._weights.items()}
-        if self._options.sends == "updates":
-            sent = {path: value - self._anchors[path] for path, value in sent.items()}
-        for path, value in self.executor.exchange(sent).items():
-            if self._options.sends == "updates":
-                value = self._anchors[path] + value
-            self._weights[path].assign(value)
-        self._average_state()
-
-    def _average_state(self) -> None:
-        """Do with the optimizer's state what the option says."""
-        comm = self.executor.comm
-        for place, slot in enumerate(self._state):
-            if not slot.dtype.is_floating or self._options.momentum == "keep":
-                continue
-            if self._options.momentum == "reset":
-                slot.assign(tf.zeros_like(slot))
-                continue
-            with self.executor.scope():
-                total = comm.allreduce(tf.convert_to_tensor(slot), "world", f"state{place}")
-            slot.assign(total / tf.cast(comm.topology.size, total.dtype))
-
-    def consolidate(self) -> None:
-        """Average now, if steps were taken since the last time."""
-        if int(self._steps.numpy()):
-            self._average()
-            self._steps.assign(0)

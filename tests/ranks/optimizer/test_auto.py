@@ -166,7 +166,7 @@ def test_a_trial_that_is_dropped_holds_up_no_other(comm: Comm) -> None:
     optimizer.build(net.trainable_variables)
     gradients, dropped = gradients_of(net, batch(comm.rank)), []
     changes = [lambda: optimizer.exchanger.switch(LOSSY)]
-    changes.append(lambda: optimizer.exchanger.continue_from(VariableState(), [], UNKNOWN))
+    changes.append(lambda: optimizer.exchanger.continue_from(VariableState(), [], UNKNOWN, {}))
     for change in changes:
         optimizer.apply_gradients(zip(gradients, net.trainable_variables, strict=True))
         dropped.append(executor_of(optimizer))  # The garbage collector does not free it

@@ -25,6 +25,7 @@ from tfcommx.optim.wrapped import accumulated, exchanger_in, wrapped_optimizers
 from tfcommx.routes import read_plan
 from tfcommx.runtime.rates import UNKNOWN
 from tfcommx.runtime.residuals import PlanState, Residuals, VariableState
+from tfcommx.strategies import CommonState
 
 
 class OptimizerRecord(NamedTuple):
@@ -42,11 +43,13 @@ class OptimizerRecord(NamedTuple):
     unlisted: dict[str, np.ndarray]
     # Of the model's generators, in the order of its layers
     seeds: list[list[int]]
+    # What the strategy keeps, equal on all ranks: rank 0 writes it
+    common: CommonState = {}  # noqa: RUF012 - never changed
 
     @property
     def variables(self) -> set[str]:
         """The names of the variables that any of this belongs to."""
-        return {*self.accumulated}.union(
+        return {*self.accumulated, *self.common}.union(
             *self.carried, *(state.plan.paths for state in self.plan_states)
         )
 
@@ -63,6 +66,7 @@ def record_of(optimizer: keras.optimizers.Optimizer, seeds: list[list[int]]) -> 
         plan_states=exchanger.plan_states(),
         unlisted={name: wide(state.numpy()) for name, state in unlisted(optimizer).items()},
         seeds=seeds,
+        common=exchanger.common_state() if exchanger.comm.rank == 0 else {},
     )
 
 
@@ -122,6 +126,7 @@ def _index_of(record: OptimizerRecord, arrays: dict[str, np.ndarray]) -> dict[st
         "accumulated": put(record.accumulated),
         "unlisted": put(record.unlisted),
         "seeds": record.seeds,
+        "common": {name: put(kept) for name, kept in record.common.items()},
         "plan_states": [
             {
                 "plan": state.plan.to_json(),
@@ -170,4 +175,6 @@ def _record_in(
         ],
         unlisted=get(entry["unlisted"]),
         seeds=entry["seeds"],
+        # Older writers had none
+        common={name: get(kept) for name, kept in entry.get("common", {}).items()},
     )

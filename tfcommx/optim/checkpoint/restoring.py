@@ -19,6 +19,7 @@ from tfcommx.optim.keras_internals import seed_generators, unlisted
 from tfcommx.optim.wrapped import accumulated, agree_on_names, exchanger_in, wrapped_optimizers
 from tfcommx.runtime.rates import highest
 from tfcommx.runtime.residuals import sum_residuals, sum_states
+from tfcommx.strategies import CommonState
 from tfcommx.terms import PlanError
 
 
@@ -115,7 +116,8 @@ def load(model: keras.Model, found: Newest) -> None:
         if (sharding := exchanger_in(optimizer).sharding) is not None:
             sharding.shards.current.assign(True)  # The shards follow the weights, not the reverse
     for index, optimizer in enumerate(optimizers):
-        _continue_from(optimizer, [file[index] for file in files], head.ranks, here.topology.size)
+        records = [file[index] for file in files]
+        _continue_from(optimizer, records, (head.ranks, here.topology.size), roots[index].common)
     if model.train_function is not None:
         model.make_train_function(force=True)  # The one there is uses the residuals of before.
 
@@ -127,6 +129,8 @@ class _RootState(NamedTuple):
     trained: list[str]
     # What it keeps and Keras does not save, by attribute
     unlisted: dict[str, np.ndarray]
+    # What the strategy keeps
+    common: CommonState
 
 
 def _require_built(model: keras.Model) -> None:
@@ -159,7 +163,10 @@ def _roots_of(
 ) -> list[_RootState]:
     """Return what rank 0 kept of each optimizer, on all ranks; refuse another number of them."""
     here = process.current()
-    mine = [_RootState(record.trained, record.unlisted) for record in (files[0] if files else [])]
+    mine = [
+        _RootState(record.trained, record.unlisted, record.common)
+        for record in (files[0] if files else [])
+    ]
     roots = here.gather_objects(mine if here.rank == 0 else None)[0]
     if len(roots) != optimizers:
         raise PlanError(
@@ -179,7 +186,7 @@ def _known_variables(
     """Return the model's variables by name, also frozen ones; refuse one that lacks any."""
     names = exchanger_in(optimizer).names.of(model.weights)
     known = dict(zip(names, model.weights, strict=True))
-    needed = set(root.trained).union(*(record.variables for record in records))
+    needed = set(root.trained).union(root.common, *(record.variables for record in records))
     if unknown := sorted(needed - set(known)):
         raise PlanError(
             f"The checkpoint in {folder} holds state of {unknown[0]!r}, which this model does not "
@@ -208,13 +215,17 @@ def _build_optimizer(
 
 
 def _continue_from(
-    optimizer: keras.optimizers.Optimizer, records: list[OptimizerRecord], old: int, new: int
+    optimizer: keras.optimizers.Optimizer,
+    records: list[OptimizerRecord],
+    ranks: tuple[int, int],
+    common: CommonState,
 ) -> None:
-    """Let an optimizer continue with what this rank inherits of `old` ranks; now there are `new`.
+    """Let an optimizer continue with what this rank inherits of so many ranks; then, and now.
 
-    With as many ranks as before, plans continue as they were. Otherwise they are taken apart.
+    With as many ranks as before, plans continue as they were. Otherwise they are taken apart. What
+    the strategy keeps is equal on all ranks, however many there are.
     """
-    exchanger = exchanger_in(optimizer)
+    exchanger, (old, new) = exchanger_in(optimizer), ranks
     averages = exchanger.in_lock_step and exchanger.settings.operation == "average"
     factor = new / old if averages else 1.0
     states = [state for record in records for state in record.plan_states]
@@ -224,6 +235,7 @@ def _continue_from(
         sum_states(kept, factor),
         states if new == old else [],
         highest(state.rate_exponent for state in apart),
+        common,
     )
     sums = sum_residuals([record.accumulated for record in records], factor)
     for name, variable in accumulated(optimizer).items():

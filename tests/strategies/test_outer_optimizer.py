@@ -1,0 +1,247 @@
+"""Weight averaging with an outer optimizer, and in fragments: against a definition in NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from threaded_optimizers import SHAPES, gradients, new_weights, train, wrap
+
+from tfcommx.comm.base import Comm
+from tfcommx.comm.threads import ThreadComm
+from tfcommx.optim.step_boundary import consolidate
+from tfcommx.planner.fragments import fragment_of
+from tfcommx.planner.plan import Gradient, make_plan
+from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.strategies import WeightAveraging
+from tfcommx.strategies.outer_optimizer import OuterOptimizer
+from tfcommx.terms import PlanError, Scheme, Topology
+
+K = keras.optimizers
+TWO = Topology(2, 1)
+SPARSE = Scheme("hitopk", "exact", 0.2, dense_below=0)
+RATE, MOMENTUM = 0.7, 0.9
+
+
+def outer() -> K.Optimizer:
+    """The outer optimizer of the paper."""
+    return K.SGD(RATE, momentum=MOMENTUM, nesterov=True)
+
+
+def sgd() -> K.Optimizer:
+    return K.SGD(0.1)
+
+
+def close(one: Sequence[np.ndarray], other: Sequence[np.ndarray], atol: float = 3e-6) -> None:
+    for mine, expected in zip(one, other, strict=True):
+        np.testing.assert_allclose(mine, expected, atol=atol)
+
+
+def same(everyone: list[list[np.ndarray]]) -> bool:
+    return all(
+        np.array_equal(mine, first)
+        for weights in everyone
+        for mine, first in zip(weights, everyone[0], strict=True)
+    )
+
+
+def consolidated(optimizer: K.Optimizer, weights: list[keras.Variable]) -> list[np.ndarray]:
+    consolidate(optimizer)
+    return [one.numpy() for one in weights]
+
+
+def diloco(ranks: int, every: int, steps: int, fragments: int = 1) -> list[list[np.ndarray]]:
+    """Algorithm 1 with SGD inside and Nesterov momentum outside; each rank's weights at the end.
+
+    The gradients here do not depend on the weights.
+    """
+    start = [one.numpy().astype(np.float64) for one in new_weights()]
+    mine = [[one.copy() for one in start] for _ in range(ranks)]
+    velocity = [np.zeros_like(one) for one in start]
+    sizes = {one.path: one.numpy().size for one in new_weights()}
+    place = list(fragment_of(sizes, fragments)[path] for path in sizes)
+    for step in range(1, steps + 1):
+        for rank in range(ranks):
+            for weight, gradient in zip(mine[rank], gradients(rank, step - 1), strict=True):
+                weight -= 0.1 * gradient.numpy()
+        for number, fragment in enumerate(place):
+            if (step - (fragment + 1) * every // fragments) % every:
+                continue
+            outer_gradient = np.mean([start[number] - one[number] for one in mine], axis=0)
+            velocity[number] = MOMENTUM * velocity[number] - RATE * outer_gradient
+            start[number] = start[number] + MOMENTUM * velocity[number] - RATE * outer_gradient
+            for one in mine:
+                one[number] = start[number].copy()
+    return mine
+
+
+@pytest.mark.parametrize(("every", "fragments"), [(1, 1), (3, 1), (4, 2), (4, 4)])
+def test_it_is_the_definition(every: int, fragments: int) -> None:
+    """After 9 steps: for every=4 in the middle of a round, when ranks differ."""
+    strategy = WeightAveraging(every, outer=outer(), fragments=fragments)
+    found = train(sgd, strategy, TWO, steps=9)
+    for mine, expected in zip(found, diloco(2, every, 9, fragments), strict=True):
+        close(mine, expected)
+    assert same(found) == (fragments == 1 and every != 4)
+
+
+def test_a_rate_of_one_is_plain_averaging() -> None:
+    plain = train(sgd, WeightAveraging(3), TWO, steps=8, after=consolidated)
+    for fragments in (1, 3):
+        strategy = WeightAveraging(3, outer=K.SGD(1.0), fragments=fragments)
+        found = train(sgd, strategy, TWO, steps=8, after=consolidated)
+        assert same(found)
+        close(found[0], plain[0])
+
+
+@pytest.mark.parametrize("sends", ["weights", "updates"])
+def test_fragments_average_what_the_whole_does(sends: str) -> None:
+    """Gradients here do not depend on the weights: the sums are the same, in another order."""
+    whole = train(sgd, WeightAveraging(4, sends), TWO, steps=7, after=consolidated)
+    strategy = WeightAveraging(4, sends, fragments=4)
+    found = train(sgd, strategy, TWO, steps=7, after=consolidated)
+    assert same(found)
+    close(found[0], whole[0])
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_sparse_updates_conserve_what_was_not_sent(fragments: int) -> None:
+    """Law 2: what moved the start weights plus the mean of the residuals is what came."""
+
+    def after(optimizer: K.Optimizer, weights: list[keras.Variable]) -> tuple[Any, Any]:
+        found = consolidated(optimizer, weights)
+        return found, optimizer.exchanger.state_by_variable().residuals
+
+    options = {"outer": K.SGD(1.0), "fragments": fragments}
+    ranks = train(sgd, WeightAveraging(4, **options), TWO, SPARSE, steps=7, after=after)
+    dense = train(sgd, WeightAveraging(4), TWO, steps=7, after=consolidated)
+    assert same([weights for weights, _ in ranks])
+    for place, one in enumerate(new_weights()):
+        kept = [residuals[one.path] for _, residuals in ranks if one.path in residuals]
+        unsent = np.reshape(sum(kept) / 2, one.shape) if kept else 0.0
+        assert not kept or np.abs(unsent).max() > 1e-3
+        np.testing.assert_allclose(ranks[0][0][place] + unsent, dense[0][place], atol=1e-5)
+
+
+def test_a_nan_reaches_all_ranks_and_no_residual() -> None:
+    def work(comm: Comm) -> tuple[list[bool], bool]:
+        strategy = WeightAveraging(2, outer=outer(), fragments=2)
+        optimizer, weights = wrap(sgd(), comm, strategy, SPARSE, "average"), new_weights()
+        for step in range(2):
+            mine = gradients(comm.rank, step)
+            if comm.rank == 1:
+                mine[0] = tf.fill(mine[0].shape, np.nan)
+            optimizer.apply(mine, weights)
+        kept = optimizer.exchanger.state_by_variable().residuals.values()
+        nan = [bool(np.isnan(one.numpy()).any()) for one in weights]
+        return nan, all(np.isfinite(part).all() for part in kept)
+
+    assert ThreadComm.run(TWO, work) == [([True, False, False, False], True)] * 2
+
+
+def test_no_step_sends_everything_and_bytes_count_steps() -> None:
+    """Also a round that ends early counts the steps that were taken, and no more."""
+
+    def work(comm: Comm) -> tuple[list[float], list[float]]:
+        strategy = WeightAveraging(4, outer=outer(), fragments=2)
+        optimizer, weights = wrap(sgd(), comm, strategy, Scheme(), "average"), new_weights()
+        sent, dense = [0.0], [0.0]
+        for step in range(6):
+            optimizer.apply(gradients(comm.rank, step), weights)
+            if step == 4:
+                consolidate(optimizer)
+            traffic = optimizer.exchanger.traffic()
+            sent.append(traffic["bytes_between_nodes"])
+            dense.append(traffic["bytes_between_nodes_dense"])
+        return np.diff(sent).tolist(), np.diff(dense).tolist()
+
+    whole = 4.0 * sum(np.prod(shape) for shape in SHAPES.values())
+    for sent, dense in ThreadComm.run(TWO, work):
+        # The one step since its round sends the second fragment again, and the first, at the end
+        assert [not one for one in sent] == [True, False, True, False, False, True]
+        assert sent[1] + sent[3] == whole and abs(sent[1] - sent[3]) < whole / 4
+        assert dense == [whole] * 6
+
+
+def test_the_state_of_the_outer_optimizer_survives_a_change_of_scheme() -> None:
+    def work(comm: Comm, changes: bool) -> list[np.ndarray]:
+        strategy = WeightAveraging(2, outer=outer())
+        optimizer, weights = wrap(sgd(), comm, strategy, Scheme(), "average"), new_weights()
+        for step in range(6):
+            if changes and step in (2, 4):
+                optimizer.exchanger.switch(Scheme(bucket_bytes=64))
+            optimizer.apply(gradients(comm.rank, step), weights)
+        return [one.numpy() for one in weights]
+
+    changed, plain = (
+        ThreadComm.run(TWO, lambda comm, changes=changes: work(comm, changes))
+        for changes in (True, False)
+    )
+    assert same(changed + plain)
+
+
+def test_ranks_must_have_equal_outer_optimizers() -> None:
+    """Keras numbers the names of optimizers, which may differ; what they do may not."""
+    named = [WeightAveraging(2, outer=K.SGD(0.7, name=name)) for name in ("one", "two")]
+    assert repr(named[0]) == repr(named[1])
+    assert OuterOptimizer.of(outer()).make().get_config()["nesterov"]
+
+    def work(comm: Comm) -> str:
+        strategy = WeightAveraging(2, outer=K.SGD(0.7 + 0.1 * comm.rank))
+        optimizer = wrap(sgd(), comm, strategy, Scheme(), "average")
+        with pytest.raises(PlanError, match="The strategy must be the same") as refused:
+            optimizer.apply(gradients(comm.rank, 0), new_weights())
+        return str(refused.value)
+
+    assert "outer=SGD(learning_rate=0.8" in ThreadComm.run(TWO, work)[0]
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for outer_optimizer, said in (
+        ("sgd", "plain Keras optimizer"),
+        (K.LossScaleOptimizer(K.SGD()), "plain Keras optimizer"),
+        (K.SGD(global_clipnorm=1.0), "global_clipnorm=1.0"),
+        (K.SGD(use_ema=True), "use_ema=True"),
+        (K.AdamW(), "weight_decay=0.004"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            WeightAveraging(2, outer=outer_optimizer)
+    for options, said in (
+        ({"fragments": 0}, "fragments"),
+        ({"fragments": 3}, "Take at most `every`"),
+        ({"fragments": 2, "momentum": "reset"}, 'must be "keep"'),
+    ):
+        with pytest.raises(PlanError, match=said):
+            WeightAveraging(2, **options)
+    with pytest.raises(PlanError, match="Received fragments=5 and 4 variables"):
+        train(sgd, WeightAveraging(5, fragments=5), TWO)
+
+
+def test_a_plan_whose_buckets_mix_fragments_is_refused() -> None:
+    found = [Gradient(path, shape, "float32") for path, shape in SHAPES.items()]
+    plan = make_plan(found, {"*": Scheme()}, Topology(1, 1))
+    with pytest.raises(PlanError, match="Fragments need buckets of their own"):
+        WeightAveraging(2, fragments=2).check(plan)
+
+
+def test_an_executor_exchanges_a_part_of_its_plan() -> None:
+    """The other buckets' residuals stay as they are."""
+    found = [Gradient(path, shape, "float32") for path, shape in SHAPES.items()]
+    plan = make_plan(
+        found, {"*": Scheme("hitopk", "exact", 0.2, dense_below=8, bucket_bytes=64)}, TWO
+    )
+    part = plan.__class__(plan.buckets[:1], plan.topology, plan.operation)
+
+    def work(comm: Comm) -> tuple[list[str], list[str]]:
+        executor = PlanExecutor(plan, comm)
+        mine = dict(zip(SHAPES, gradients(comm.rank, 0), strict=True))
+        done = executor.exchange({path: mine[path] for path in part.paths}, part)
+        kept = executor.state().residuals
+        return sorted(done), [name for name, residual in kept.items() if residual.any()]
+
+    expected = sorted(part.paths), [part.buckets[0].name]
+    assert ThreadComm.run(TWO, work) == [expected] * 2

@@ -1,0 +1,136 @@
+"""The steps of weight averaging.
+
+A fragment f of F has its round after the steps whose number, counted since all weights were equal,
+leaves a remainder of (f + 1) every / F when divided by `every`; with F = 1 all variables every
+`every` steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfcommx.planner.fragments import fragments_of_buckets
+from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.strategies.base import CommonState, StrategyRun, Update
+from tfcommx.strategies.outer_optimizer import StartWeights
+from tfcommx.terms import Plan
+
+
+class WeightAveragingRun(StrategyRun):
+    """The strategy at work on one plan."""
+
+    def __init__(self, executor: PlanExecutor, options: Any) -> None:
+        super().__init__(executor)
+        self._options, self.steps_per_exchange = options, options.every
+        self._fragments = fragments_of_buckets(executor.plan, options.fragments)
+        with tf.device("/cpu:0"):
+            # Steps since the weights were made equal
+            self._steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/since")
+        # Steps before that
+        self._steps_before = 0
+        # The weights at the last average, if updates are sent
+        self._starts: StartWeights | None = None
+        # What earlier runs kept, until the start weights are there
+        self._kept: CommonState = {}
+        # Of the last step
+        self._weights: Mapping[str, tf.Variable] = {}
+        self._state: Sequence[tf.Variable] = ()
+
+    def exchange(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Return this rank's own gradients."""
+        return dict(gradients)
+
+    def follow_rate(self, rate: tf.Tensor) -> None:
+        """Do nothing: residuals hold updates, in which the rate is already."""
+
+    def weights_are_equal(self) -> tf.Tensor | bool:
+        """Tell whether the last step ended with an average of all variables."""
+        return self._options.every == 1 or tf.equal(self._since_equal(self._steps.value()), 0)
+
+    def _since_equal(self, steps: Any) -> Any:
+        """Return how many steps were taken since all weights were equal."""
+        return steps if len(self._fragments) > 1 else steps % self._options.every
+
+    def _since_round(self, fragment: int, steps: Any) -> Any:
+        """Return, after some steps, how many were taken since a fragment's round; 0: it is due."""
+        every = self._options.every
+        return (steps - (fragment + 1) * every // len(self._fragments)) % every
+
+    @tf.autograph.experimental.do_not_convert
+    def update(self, step: Update) -> None:
+        """Apply the update of this rank; average if it is time."""
+        self._weights, self._state = step.weights, step.state
+        # Without data there is no step
+        with tf.control_dependencies(list(step.gradients)[-1:]):
+            before = self._steps.read_value()
+        if self._options.sends == "updates":
+            if self._starts is None:
+                self._starts = StartWeights(step.weights, self._options.outer, self._kept)
+            starts = self._starts
+            self._at_zero(self._since_equal(before), lambda: starts.set(step.weights))
+        with tf.control_dependencies([before]):
+            step.apply()
+            after = self._steps.assign_add(1).read_value()
+        for number, fragment in enumerate(self._fragments):
+            due = self._since_round(number, after)
+            self._at_zero(due, lambda fragment=fragment: self._average(fragment))
+
+    def _at_zero(self, steps: tf.Tensor, work: Callable[[], None]) -> None:
+        """Do some work if a count of steps is 0: always if each step averages."""
+        if self._options.every == 1:
+            with tf.control_dependencies([steps]):
+                work()
+        else:
+            tf.cond(tf.equal(steps, 0), work, lambda: None)
+
+    def _average(self, fragment: Plan) -> None:
+        """Average what is sent of a fragment, by the plan. **Ranks:** all."""
+        paths = fragment.paths
+        weights = {path: one for path, one in self._weights.items() if path in paths}
+        sent = {path: tf.convert_to_tensor(weight) for path, weight in weights.items()}
+        starts = self._starts
+        if starts is not None:
+            sent = {path: value - starts[path] for path, value in sent.items()}
+        for path, value in self.executor.exchange(sent, fragment).items():
+            weights[path].assign(value if starts is None else starts.move(path, value))
+        self._average_state()
+
+    def _average_state(self) -> None:
+        """Do with the optimizer's state what the option says."""
+        comm = self.executor.comm
+        for place, slot in enumerate(self._state):
+            if not slot.dtype.is_floating or self._options.momentum == "keep":
+                continue
+            if self._options.momentum == "reset":
+                slot.assign(tf.zeros_like(slot))
+                continue
+            with self.executor.scope():
+                total = comm.allreduce(tf.convert_to_tensor(slot), "world", f"state{place}")
+            slot.assign(total / tf.cast(comm.topology.size, total.dtype))
+
+    def consolidate(self) -> None:
+        """Average now what was not averaged after the last step."""
+        steps = int(self._steps.numpy())
+        if not self._since_equal(steps):
+            return
+        for number, fragment in enumerate(self._fragments):
+            if self._since_round(number, steps):
+                self._average(fragment)
+        self._steps_before += steps
+        self._steps.assign(0)
+
+    def dense_bytes_between_nodes(self) -> float:
+        """Return what plain Horovod would have sent for as many steps."""
+        steps = self._steps_before + int(self._steps.numpy())
+        return steps * self.executor.dense_bytes_of_a_step()
+
+    def common_state(self) -> CommonState:
+        """Return what the outer optimizer keeps, by variable."""
+        return self._kept if self._starts is None else self._starts.state()
+
+    def continue_from(self, state: CommonState) -> None:
+        """Let the outer optimizer continue from this state."""
+        self._kept = dict(state)
