@@ -22,7 +22,7 @@ from tfcommx.recipes.models import MODELS
 from tfcommx.recipes.optimizers import OPTIMIZERS
 from tfcommx.recipes.recipe import CheckpointSettings, LearningRate, Phase, Recipe, Target
 from tfcommx.recipes.schedules import SCHEDULES
-from tfcommx.recipes.strategies import STRATEGIES
+from tfcommx.recipes.strategies import STRATEGIES, OuterSgd
 from tfcommx.recipes.tasks import TASKS
 from tfcommx.recipes.user import FORM
 from tfcommx.routes import ROUTES
@@ -36,6 +36,7 @@ PARTS: dict[str, type] = {
     "checkpoint": CheckpointSettings,
     "target": Target,
     "scheme": Scheme,
+    "strategy.outer": OuterSgd,
 }
 FAMILIES = {
     "data": DATASETS,

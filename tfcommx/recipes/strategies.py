@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tfcommx.recipes.reader import Part
 
 if TYPE_CHECKING:
+    import keras
+
     from tfcommx.strategies import Strategy
 
 
@@ -44,22 +46,52 @@ class Synchronous(Part):
         return Built()
 
 
+class OuterSgd(Part):
+    """The outer optimizer of weight averaging: SGD with momentum, by default DiLoCo's."""
+
+    # Of the averaged updates; 1 without momentum is plain averaging
+    learning_rate: float = Field(0.7, gt=0, allow_inf_nan=False)
+    momentum: float = Field(0.9, ge=0, lt=1)
+    nesterov: bool = True
+
+    def build(self) -> keras.optimizers.Optimizer:
+        """Build Keras's SGD."""
+        import keras
+
+        options = {"momentum": self.momentum, "nesterov": self.nesterov and self.momentum > 0}
+        return keras.optimizers.SGD(self.learning_rate, **options)
+
+
 class WeightAveraging(Part):
     """Each rank applies its own gradients; every few steps the weights are averaged (local SGD)."""
 
     name: Literal["weight_averaging"] = "weight_averaging"
     # Steps after which weights are averaged
     every: int = Field(8, ge=1)
-    # The weights, by dense schemes; or the updates since the last average, by any scheme
+    # The weights, by dense schemes; or the updates since the last average, by any scheme. With
+    # `outer` updates
     sends: Literal["weights", "updates"] = "weights"
     # Of the optimizer's state at an average: each rank keeps its own, all average, or all reset it
     momentum: Literal["keep", "average", "reset"] = "keep"
+    # Moves the weights of the last average by the averaged updates; None: they become the average
+    outer: OuterSgd | None = None
+    # Groups of variables whose averages are spread over the steps
+    fragments: int = Field(1, ge=1)
+
+    @model_validator(mode="after")
+    def _fragments_fit(self) -> WeightAveraging:
+        if self.fragments > self.every:
+            raise ValueError(
+                f"fragments must be at most every={self.every}. Received {self.fragments}."
+            )
+        return self
 
     def build(self) -> Strategy:
-        """Build tfcommx's WeightAveraging."""
+        """Build tfcommx's WeightAveraging. **Raises:** PlanError for options at odds."""
         from tfcommx.strategies import WeightAveraging as Built
 
-        return Built(self.every, self.sends, self.momentum)
+        outer = None if self.outer is None else self.outer.build()
+        return Built(self.every, self.sends, self.momentum, outer, self.fragments)
 
 
 STRATEGIES: dict[str, type[StrategyRecipe]] = {
