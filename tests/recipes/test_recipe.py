@@ -79,6 +79,16 @@ def test_phases_and_frozen(write):
         small.seed = 3
 
 
+def test_strategies_are_built(write):
+    """By default every rank applies the average; an outer optimizer is DiLoCo's."""
+    assert repr(read(write(SMALL)).strategy.build()) == "Synchronous()"
+    text = "strategy: {name: weight_averaging, every: 32, outer: {momentum: 0.8}, fragments: 4}"
+    assert repr(read(write(SMALL + text)).strategy.build()) == (
+        "WeightAveraging(every=32, sends='updates', momentum='keep', "
+        "outer=SGD(learning_rate=0.7, momentum=0.8, nesterov=True), fragments=4)"
+    )
+
+
 def test_a_phase_warms_up_its_density(write):
     sparse = (
         "scheme: {route: hitopk, selection: mstopk, density: 0.01, momentum: 0.9, clip_norm: 2}"
@@ -116,6 +126,16 @@ def test_a_phase_warms_up_its_density(write):
             "model.filters[1]: Input should be greater than or equal to 1. Received 0.",
         ),
         ("name: small", "name: small\ndata: images", "data: A mapping such as {name:"),
+        (
+            "name: small",
+            "name: small\nstrategy: {name: weight_averaging, every: 2, fragments: 3}",
+            "strategy: fragments must be at most every=2. Received 3.",
+        ),
+        (
+            "name: small",
+            "name: small\nstrategy: {name: weight_averaging, every: 2, outer: {momentun: 0}}",
+            "strategy.outer: Unknown key 'momentun'. Did you mean 'momentum'?",
+        ),
         ("{peak: 0.1}", "{peek: 0.1}", "learning_rate: Unknown key 'peek'. Did you mean 'peak'?"),
         (
             "route: torus",

@@ -122,6 +122,29 @@ def test_a_run_is_stopped_and_goes_on_with_another_batch(
     assert all(row["seconds"]["first_step"] > 5 * row["seconds"]["data"] for row in rows)
 
 
+def test_weights_are_made_equal_at_each_epochs_end(
+    pictures: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Before they are compared and evaluated; also in the second call of `fit`."""
+    equal: list[bool] = []
+    plain = callbacks.Evaluation.on_epoch_end
+
+    def on_epoch_end(self: Any, epoch: int, logs: Any = None) -> None:
+        (strategy,) = self.model.optimizer.exchanger.runs.values()
+        equal.append(bool(strategy.weights_are_equal()))
+        plain(self, epoch, logs)
+
+    monkeypatch.setattr(callbacks.Evaluation, "on_epoch_end", on_epoch_end)
+    asked = recipe(
+        pictures,
+        batch=4,
+        phases=[{"epochs": 1, "resolution": 8}, {"epochs": 1, "resolution": 12}],
+        strategy={"name": "weight_averaging", "every": 7, "outer": {}, "fragments": 2},
+    )
+    assert len(run(tmp_path / "run", asked, None, monkeypatch)["rows"]) == 2
+    assert equal == [True] * 2
+
+
 def test_what_was_measured_is_scaled_and_never_lost(tmp_path: Path) -> None:
     """Step 1 of 10, with batches five times as large, is step 0 of 2: its time still counts."""
     asked = recipe(tmp_path / "none.npz", batch=20)
