@@ -1,11 +1,11 @@
-"""Record a training, or what the simulator predicts, as docs/records/NAME.json.
+"""Record a training, a comparison, or what the simulator predicts, as docs/records/NAME.json.
 
     tfcommx train configs/fashion_mnist.yaml --processes 4
     python scripts/bench record runs/fashion_mnist demo --command \\
         "tfcommx train configs/fashion_mnist.yaml --processes 4"
     python scripts/bench record rows.json predicted --command "tfcommx simulate ..."
 
-Of a training it reads the summary in the run's folder, of a simulation the file of `--json`. Call
+Of a training it reads the summary in the run's folder, of the others the file of `--json`. Call
 it on the machine that trained, at the commit that did. A training's row `run` has the last epoch's
 scores, the seconds of the whole run, the bytes that a rank sent to other nodes, and those that
 plain Horovod would have sent; `bytes_share` is the one over the other.
@@ -43,20 +43,29 @@ def row_of(folder: Path) -> dict[str, Any]:
     }
 
 
+def rows_of(file: Path) -> tuple[list[dict[str, Any]], str]:
+    """Return the rows of a simulation or a comparison from its file, and what to know of them."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    if "scheme" in lines[0]:
+        rows = [{"name": one["scheme"], **one} for one in lines]
+        return rows, "a prediction: nothing of this was measured"
+    rates = sorted({one["bandwidth_mbit"] for one in lines if one.get("measured")})
+    measured = f", except at {rates[0]:g} Mbit/s, where they were measured" if rates else ""
+    return lines, f"trained on this machine; times of steps are predicted{measured}"
+
+
 def main(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="bench record",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", type=Path, help="the run's folder, or the simulation's rows")
+    parser.add_argument("run", type=Path, help="the run's folder, or the file of --json")
     parser.add_argument("name", help="of the record")
     parser.add_argument("--command", required=True, help="what trained")
     chosen = parser.parse_args(words)
     if chosen.run.is_file():
-        lines = map(json.loads, chosen.run.read_text().splitlines())
-        rows = [{"name": one["scheme"], **one} for one in lines]
-        note = "a prediction: nothing of this was measured"
+        rows, note = rows_of(chosen.run)
     else:
         rows = [row_of(chosen.run)]
         note = f"{rows[0]['ranks']} ranks as {rows[0]['nodes']} nodes on this machine"

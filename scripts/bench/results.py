@@ -119,7 +119,8 @@ def measure(name: str) -> bool:
     """Carry out a measurement and record it; return whether that went well."""
     command, out = COMMANDS[name], ROOT / "runs" / "results" / name
     out.parent.mkdir(parents=True, exist_ok=True)
-    words, option = shlex.split(command), {"train": "--output", "simulate": "--json"}
+    words = shlex.split(command)
+    option = {"train": "--output", "simulate": "--json", "compare": "--json"}
     if words[0] != "tfcommx":
         return subprocess.call([*words, "--record", name], cwd=ROOT) == 0
     record = [sys.executable, "scripts/bench", "record", out, name, "--command", command]

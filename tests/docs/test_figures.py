@@ -157,3 +157,16 @@ def test_a_training_is_recorded_from_its_summary(tmp_path: Path) -> None:
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 1 and "not recorded" in ended.stderr
     assert not (records.FOLDER / "never.json").exists()
+
+
+def test_a_comparison_is_recorded_from_its_rows(tmp_path: Path) -> None:
+    """Its rows have names of methods, a simulation's those of schemes."""
+    file = tmp_path / "rows.jsonl"
+    slow = {"name": "dense", "bandwidth_mbit": 200.0, "measured": True}
+    fast = {"name": "dense", "bandwidth_mbit": 1000.0, "measured": False}
+    file.write_text(f"{json.dumps(slow)}\n{json.dumps(fast)}\n")
+    rows, note = record.rows_of(file)
+    assert rows == [slow, fast] and "except at 200 Mbit/s, where they were measured" in note
+    file.write_text(json.dumps({"scheme": "torus"}))
+    rows, note = record.rows_of(file)
+    assert rows[0]["name"] == "torus" and note.startswith("a prediction")
