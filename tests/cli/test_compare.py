@@ -159,6 +159,15 @@ def test_steps_on_hosts(commands: Commands, recipe: Path) -> None:
     assert "Predicted over measured time at 2 Mbit/s: dense 2.6" in ended.output
 
 
+def test_steps_of_another_model(commands: Commands, recipe: Path) -> None:
+    """64 samples at 250 a second take .256 s, 102 MB at 200 Mbit/s 4.1 s; nothing is profiled."""
+    words = ["--model", "resnet50", "--batch", "64", "--throughput", "250"]
+    assert compare(recipe, "--methods", METHODS, "--bandwidths", "200e6", *words).exit_code == 0
+    assert {words[0] for words in commands.calls} == {"train"}
+    rows = [json.loads(line) for line in (recipe.parent / "rows.jsonl").read_text().splitlines()]
+    assert 4.1 < rows[0]["step_seconds"] < 4.1 + 0.3 and rows[1]["step_seconds"] < 0.45
+
+
 @pytest.mark.parametrize(
     ("words", "kind", "match"),
     [

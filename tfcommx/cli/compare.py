@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tfcommx.cli.plan import profile_of
 from tfcommx.cli.train import SET_HELP
 from tfcommx.comparison import figures, tables
 from tfcommx.comparison.measured import MeasuredSteps, computing, measure, replaced
@@ -60,10 +61,19 @@ def compare(
         Path | None,
         typer.Option(help="File that `tfcommx probe` wrote; bandwidths replace its rate."),
     ] = None,
-    profile: Annotated[
-        Path | None,
-        typer.Option(help="Times of steps are those of this profile, of any model, in all phases."),
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Steps take the times of this model in all phases: the file of a profile, or a "
+            "name such as resnet50. Default: the recipe's own, profiled here."
+        ),
     ] = None,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Samples per rank and step, if --model is a name.")
+    ] = 64,
+    throughput: Annotated[
+        float, typer.Option(help="Samples/s of one rank alone, if --model is a name.")
+    ] = 250.0,
     hosts: Annotated[
         str | None,
         typer.Option("-H", "--hosts", help="Measure steps there too: node0:1,node1:1,..."),
@@ -89,7 +99,8 @@ def compare(
     rates = _numbers(bandwidths)
     changes, recipes = _checked(setup, _words(methods))
     found = _trainings(setup, changes, seeds)
-    profiles = _profiles(setup, profile)
+    given = None if model is None else profile_of(model, throughput, batch)
+    profiles = _profiles(setup, given)
     on_hosts: dict[str, MeasuredSteps] = {}
     if hosts is not None:
         on_hosts = {
@@ -165,8 +176,7 @@ def _trainings(
     return found
 
 
-def _profiles(setup: Setup, given: Path | None) -> list[Profile]:
+def _profiles(setup: Setup, given: Profile | None) -> list[Profile]:
+    """Return what a step of each phase computes."""
     recipe = read_recipe(setup.recipe, setup.changes)
-    if given is not None:
-        return [Profile.read(given)] * len(recipe.phases)
-    return profiles_of(setup, recipe)
+    return profiles_of(setup, recipe) if given is None else [given] * len(recipe.phases)

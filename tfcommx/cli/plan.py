@@ -62,7 +62,7 @@ def plan(
     from tfcommx.simulator.assumptions import Assumptions
     from tfcommx.simulator.selection_time import measured_time
 
-    profile = _profile(model, throughput, batch)
+    profile = profile_of(model, throughput, batch)
     assumptions = Assumptions(measured_time(profile))
     setting = Setting(profile, Topology(nodes, slots), Links.read(links), assumptions)
     found = candidates(setting, _asked(selection, density, wire, compression), mpi)
@@ -107,7 +107,8 @@ def _asked(selection: str, density: float, wire: str, compression: str) -> Schem
     return dataclasses.replace(asked, route="allreduce" if selection == "all" else "allgather")
 
 
-def _profile(model: str, throughput: float, batch: int) -> Profile:
+def profile_of(model: str, throughput: float, batch: int) -> Profile:
+    """Return the profile of a file, or of a known model at a throughput. **Raises:** PlanError."""
     from tfcommx.simulator import models
 
     if model in models.MODELS:
