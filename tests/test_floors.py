@@ -29,6 +29,7 @@ FLOORS = {
     "planner": 6,
     "strategies": 7,
     "optim": 8,
+    "testing": 9,
     "recipes": 9,
     "training": 10,
     "comparison": 10,

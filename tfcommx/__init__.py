@@ -38,6 +38,7 @@ _MODULES = {
     "layers": "tfcommx.optim.layers",
     "optimizers": "tfcommx.optim.optimizers",
     "strategies": "tfcommx.strategies",
+    "testing": "tfcommx.testing",
 }
 
 # Old name -> new name; both work until 1.0

@@ -44,6 +44,7 @@ SECTIONS = {
     ),
     "Data": ("tfcommx", ("DataCache", "BatchSpec")),
     "Options of DataCache": ("tfcommx.data.cache.options", ("Options",)),
+    "Laws for members of your own": ("tfcommx.testing", None),
     "Terms": ("tfcommx", ("Topology", "Plan", "PlanError")),
 }
 # How a user writes what is in a module
@@ -55,6 +56,7 @@ WRITTEN = {
     "tfcommx.optim.checkpoint": "cx.checkpoint.",
     "tfcommx.optim.optimizers": "cx.optimizers.",
     "tfcommx.strategies": "cx.strategies.",
+    "tfcommx.testing": "cx.testing.",
 }
 # Whose methods a user calls; those of the others are hooks of Keras, or for the rooms above
 HAVE_METHODS = ("Scheme", "DataCache", "BatchSpec", "Topology", "Plan")

@@ -12,6 +12,7 @@ To add one:
     1. Write the file: a class derived from `base.Route`, or a schedule for a `MessageRoute`.
        The price stands beside what it prices; docs/explanation/routes.md derives it.
     2. Add its ROUTE to `_ALL` below.
+       One of another package is named "module:MEMBER", and its `name` is just that.
     3. If it needs something that no other route needs, give it a frozen class of options and
        `options(scheme, links)`. A bucket carries them.
     The laws (tests/laws), the planner, the benchmark (`scripts/bench routes`) and the tests of
@@ -35,7 +36,7 @@ from tfcommx.routes import (
     tree,
 )
 from tfcommx.routes.base import Route
-from tfcommx.terms import Bucket, Plan, RouteOptions, check_name, is_member, load_member
+from tfcommx.terms import Bucket, Plan, PlanError, RouteOptions, check_name, is_member, load_member
 
 _ALL: tuple[Route, ...] = (
     allreduce.ROUTE,
@@ -60,6 +61,11 @@ def get(name: str) -> Route:
     """
     if is_member(name):
         outside: Route = load_member("route", name, Route)
+        if outside.name != name:
+            raise PlanError(
+                "A route's `name` must be what others find it by, because plans carry it. Received "
+                f"{outside.name!r} of {name!r}. Set it to that."
+            )
         return outside
     return ROUTES[check_name("route", name, ROUTES)]
 

@@ -14,7 +14,10 @@ from tfcommx.wire import codec
 
 
 class Compressor:
-    """The compression of one bucket on this rank, with error feedback around it."""
+    """The compression of one bucket on this rank, with error feedback around it.
+
+    A rank whose gradients are not finite sends NaN: so all ranks see it, whatever the compression.
+    """
 
     def __init__(self, bucket: Bucket, state: BucketState, comm: Comm) -> None:
         """Resolve what is needed for a bucket that compresses."""
@@ -41,8 +44,12 @@ class Compressor:
         shapes = [tf.TensorSpec(shape) for shape in self.bucket.shapes]
         parts = unflatten(whole, shapes, self.bucket)
         waiting = iter(self._vectors)
+        # Whatever a compression leaves out of its vectors, a NaN or Inf must reach all ranks
+        poison = tf.where(tf.reduce_all(tf.math.is_finite(whole)), 0.0, float("nan"))
         done = self._compression.run(
-            parts, state.compression.value(), lambda one: self._add(one, next(waiting, None))
+            parts,
+            state.compression.value(),
+            lambda one: self._add(one + poison, next(waiting, None)),
         )
         if next(waiting, None) is not None:
             raise self._miscounted()

@@ -1,0 +1,25 @@
+"""Hold a member of a family to the laws: for what others write outside of this package.
+
+    >>> import tfcommx as cx
+    >>> cx.testing.check_rule("tfcommx.selection.exact:RULE")
+
+Each check takes the name as a `Scheme` or `DistributedOptimizer` would, "module:MEMBER", runs steps
+on ranks that are threads of this process, on one node and on several, and raises LawBroken with
+what was required, what came, and where. A check that passes says nothing of speed; and a fault that
+needs real processes, such as a rank whose processor rounds otherwise, shows on those only.
+
+    check_rule          a rule of selection, on every sparse route
+    check_route         a route, in every format that it writes
+    check_compression   a compression, on routes of one level and two
+    check_strategy      a strategy, with an optimizer
+"""
+
+from __future__ import annotations
+
+from tfcommx.testing.compressions import check_compression
+from tfcommx.testing.laws import LawBroken
+from tfcommx.testing.routes import check_route
+from tfcommx.testing.rules import check_rule
+from tfcommx.testing.strategies import check_strategy
+
+__all__ = ["LawBroken", "check_compression", "check_route", "check_rule", "check_strategy"]

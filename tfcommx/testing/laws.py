@@ -1,0 +1,211 @@
+"""Steps of a plan on ranks that are threads, and the laws that hold for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfcommx import routes
+from tfcommx.comm.base import Comm
+from tfcommx.comm.threads import ThreadComm
+from tfcommx.planner.plan import make_plan
+from tfcommx.planner.streams import Gradient
+from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.runtime.residuals import PlanState
+from tfcommx.terms import Plan, Scheme, Topology
+
+ONE_LEVEL = (Topology(1, 1), Topology(2, 1), Topology(3, 1))
+TWO_LEVELS = (Topology(2, 2),)
+
+# No length is divisible by 2 or 4
+SHAPES = {"first/kernel": (37, 11), "first/bias": (11,), "last/kernel": (11, 53)}
+
+Values = dict[str, np.ndarray]
+# (rank, step) -> a gradient of each variable
+Source = Callable[[int, int], Values]
+
+
+class LawBroken(AssertionError):
+    """A member of a family does not hold what its family requires."""
+
+
+def require(holds: bool, law: str, where: str, found: str) -> None:
+    """Raise LawBroken unless a law holds."""
+    if not holds:
+        raise LawBroken(f"{law} {found} With {where}.")
+
+
+def check_traces(work: Callable[..., object], where: str, *shapes: tuple[int, ...]) -> None:
+    """Require that a function of float32 tensors is graph code: steps are traced."""
+    try:
+        tf.function(work).get_concrete_function(*map(tf.TensorSpec, shapes))
+    except Exception as error:
+        raise LawBroken(
+            f"A step must be traceable by tf.function, with static shapes. {error} With {where}."
+        ) from error
+
+
+class Step(NamedTuple):
+    """What one rank saw of one step."""
+
+    came: Values
+    result: Values
+    # Residuals after the step, flat
+    kept: Values
+    state: PlanState
+    # Bytes sent so far, inside and between
+    sent: np.ndarray
+
+
+def whole_numbers(rank: int, step: int) -> Values:
+    """Return integers over 64: their sums are exact in float32 in any order."""
+    numbers = np.random.default_rng([rank, step])
+    return {
+        path: (numbers.integers(-999, 1000, shape) / 64).astype(np.float32)
+        for path, shape in SHAPES.items()
+    }
+
+
+def normal_numbers(rank: int, step: int) -> Values:
+    """Return numbers whose sums depend on the order."""
+    numbers = np.random.default_rng([7, rank, step])
+    return {path: numbers.normal(size=shape).astype(np.float32) for path, shape in SHAPES.items()}
+
+
+def plan_of(scheme: Scheme, topology: Topology) -> Plan:
+    """Return the plan of SHAPES, which sums over the ranks."""
+    gradients = [Gradient(path, shape, "float32") for path, shape in SHAPES.items()]
+    return make_plan(gradients, {"*": scheme}, topology, "sum")
+
+
+def play(plan: Plan, source: Source, steps: int = 3) -> list[list[Step]]:
+    """Take steps on every rank; return what each saw."""
+
+    def work(comm: Comm) -> list[Step]:
+        running = PlanExecutor(plan, comm)
+        return [take(running, source(comm.rank, step)) for step in range(steps)]
+
+    return ThreadComm.run(plan.topology, work)
+
+
+def take(running: PlanExecutor, came: Values) -> Step:
+    """Take one step."""
+    result = running.exchange({path: tf.constant(value) for path, value in came.items()})
+    state = running.state()
+    kept = state.by_variable().residuals
+    zeros = {path: np.zeros(math.prod(shape), np.float32) for path, shape in SHAPES.items()}
+    return Step(
+        came,
+        {path: value.numpy() for path, value in result.items()},
+        zeros | kept,
+        state,
+        np.array(running.comm.traffic()),
+    )
+
+
+def check_conservation(logs: list[list[Step]], where: str, tolerance: float = 0.0) -> None:
+    """Require that sent plus kept is what came plus what was kept before, entry by entry.
+
+    Args:
+        logs: of all ranks, of steps without NaN and Inf.
+        where: for the message.
+        tolerance: relative to the largest entry that came, >= 0.
+    """
+    before = {path: np.zeros(math.prod(shape), np.float32) for path, shape in SHAPES.items()}
+    for step in range(len(logs[0])):
+        for path in SHAPES:
+            came = sum(log[step].came[path].ravel() for log in logs) + before[path]
+            kept = sum(log[step].kept[path] for log in logs)
+            off = np.abs(logs[0][step].result[path].ravel() + kept - came)
+            require(
+                bool((off <= tolerance * np.abs(came).max()).all()),
+                "What is sent plus what stays must be what came.",
+                where,
+                f"{np.count_nonzero(off > tolerance * np.abs(came).max())} entries of {path!r} "
+                f"are off in step {step + 1}, by up to {np.nanmax(off):g}.",
+            )
+            before[path] = kept
+
+
+def check_agreement(logs: list[list[Step]], where: str) -> None:
+    """Require the same bits on all ranks."""
+    for rank, log in enumerate(logs):
+        for number, (mine, first) in enumerate(zip(log, logs[0], strict=True), 1):
+            for path in SHAPES:
+                require(
+                    mine.result[path].tobytes() == first.result[path].tobytes(),
+                    "All ranks must get the same bits.",
+                    where,
+                    f"Rank {rank} has others than rank 0 for {path!r} in step {number}.",
+                )
+
+
+def check_count(plan: Plan, logs: list[list[Step]], where: str) -> None:
+    """Require that the bytes sent are those that the prices count."""
+    sent = np.mean([log[-1].sent for log in logs], axis=0)
+    traffic = [routes.of(bucket).wire_bytes(bucket, plan.topology) for bucket in plan.buckets]
+    promised = len(logs[0]) * np.sum(traffic, axis=0)
+    require(
+        bool(np.allclose(sent, promised, rtol=1e-9)),
+        "The bytes sent must be those of `wire_bytes`.",
+        where,
+        f"{len(logs[0])} steps sent {sent.tolist()} bytes a rank (inside, between), and "
+        f"{promised.tolist()} are counted.",
+    )
+
+
+def check_non_finite(plan: Plan, where: str) -> None:
+    """Require that a NaN or Inf of one rank reaches all, and stays in no residual and no state."""
+    last = plan.topology.size - 1
+    for bad in (np.nan, np.inf, -np.inf):
+
+        def source(rank: int, step: int, bad: float = bad) -> Values:
+            given = whole_numbers(rank, step)
+            if step == 1 and rank == last:
+                for values in given.values():
+                    values.flat[values.size // 2] = bad
+            return given
+
+        for rank, (_, poisoned, after) in enumerate(play(plan, source)):
+            for path in SHAPES:
+                require(
+                    not np.isfinite(poisoned.result[path]).all(),
+                    "NaN and Inf must reach every rank in the same step.",
+                    where,
+                    f"Rank {rank} got finite numbers for {path!r} while rank {last} had {bad}.",
+                )
+                require(
+                    bool(np.isfinite(after.result[path]).all()),
+                    "The step after a NaN or Inf must be finite.",
+                    where,
+                    f"Rank {rank} got others for {path!r}.",
+                )
+            kept = [*after.state.residuals.values(), *after.state.compressions.values()]
+            require(
+                all(np.isfinite(one).all() for one in kept),
+                "NaN and Inf must enter no residual and no state.",
+                where,
+                f"Rank {rank} keeps some.",
+            )
+
+
+def check_continues(plan: Plan, where: str) -> None:
+    """Require that a restored state goes on to the same bits."""
+
+    def work(comm: Comm) -> bool:
+        first, second = PlanExecutor(plan, comm), PlanExecutor(plan, comm)
+        take(first, normal_numbers(comm.rank, 0))
+        second.restore(first.state())
+        one, other = (take(each, normal_numbers(comm.rank, 1)) for each in (first, second))
+        return all(np.array_equal(one.result[path], other.result[path]) for path in SHAPES)
+
+    require(
+        all(ThreadComm.run(plan.topology, work)),
+        "A restored state must go on to the same bits.",
+        where,
+        "It did not.",
+    )
