@@ -48,5 +48,7 @@ def test_the_cheapest_within_a_loss() -> None:
     assert cheapest_within(points, "dense", 0.2) == "short"
     assert cheapest_within(points, "dense", 0.1) == "dense"
     assert cheapest_within(points, "dense", 1.3) == "tiny"
-    # Of two that cost as much, the better one
+    # Of two that cost as much, or nearly so, the better one
+    nearly = {**points, "better": Point(1.019, 90.5)}
+    assert cheapest_within(nearly, "dense", 1.3) == "better"
     assert cheapest_within({**points, "tiny2": Point(1, 90.5)}, "dense", 1.3) == "tiny2"

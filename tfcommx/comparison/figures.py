@@ -28,12 +28,12 @@ def draw(found: Comparison, path: Path) -> None:
     lines = math.ceil(panels / columns)
     figure = Figure(figsize=(5 * columns, 3.5 * lines + 0.6), layout="constrained")
     axes = list(figure.subplots(lines, columns, squeeze=False).flat)
-    _panel(axes[0], found, lambda name, one: found.by_bytes(one))
-    axes[0].set(xlabel="bytes of a rank to other nodes", xscale="log")
+    _panel(axes[0], found, functools.partial(_by_megabytes, found))
+    axes[0].set(xlabel="MB that a rank sent to other nodes")
     for panel, steps in zip(axes[1:], found.steps, strict=False):
         _panel(panel, found, functools.partial(_by_time, found, steps))
         how = "measured" if steps.ratios else "predicted"
-        panel.set(xlabel=f"seconds at {rate_text(steps.bandwidth)}, {how}", xscale="log")
+        panel.set(xlabel=f"seconds at {rate_text(steps.bandwidth)}, {how}")
     for empty in axes[panels:]:
         empty.remove()
     handles, labels = axes[0].get_legend_handles_labels()
@@ -41,11 +41,18 @@ def draw(found: Comparison, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def _by_megabytes(found: Comparison, name: str, training: Row) -> Curve:
+    curve = found.by_bytes(training)
+    return curve._replace(costs=[cost / 1e6 for cost in curve.costs])
+
+
 def _by_time(found: Comparison, steps: Steps, name: str, training: Row) -> Curve:
     return found.by_time(training, steps.seconds[name])
 
 
 def _panel(axes: Axes, found: Comparison, curve: Callable[[str, Row], Curve]) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
     for name, trainings in found.trainings.items():
         curves = [curve(name, one) for one in trainings]
         costs = _by_epoch(curves, "costs", statistics.fmean)
@@ -55,7 +62,10 @@ def _panel(axes: Axes, found: Comparison, curve: Callable[[str, Row], Curve]) ->
         lowest, highest = (_by_epoch(curves, "scores", pick) for pick in (min, max))
         axes.fill_between(costs, lowest, highest, color=line.get_color(), alpha=0.15, linewidth=0)
     axes.axhline(found.wanted(), color="0.6", linewidth=0.8, linestyle=":")
-    axes.set(ylabel=found.score.text)
+    axes.set(ylabel=found.score.text, xscale="log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.grid(color="0.92")
 
 

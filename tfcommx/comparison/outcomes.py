@@ -16,6 +16,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+# Costs that differ by less are as good as equal: predictions are not that exact
+ALIKE = 1.02
+
 
 class Curve(NamedTuple):
     """A training's costs so far and scores, one of each for every epoch."""
@@ -97,9 +100,12 @@ def cheapest_within(points: Mapping[str, Point], reference: str, loss: float) ->
     'b'
 
     Returns:
-        Its name: the reference's if there is no cheaper one.
+        Its name: the reference's if there is no cheaper one. Costs that differ by less than ALIKE
+        count as one: of these it is the method with the best score.
     """
     # A loss of exactly as much as is allowed may be a bit more in floating point
     least = points[reference].score - loss - 1e-9
     allowed = {name: point for name, point in points.items() if point.score >= least}
-    return min(allowed, key=lambda name: (allowed[name].cost, -allowed[name].score))
+    most = ALIKE * min(point.cost for point in allowed.values())
+    alike = {name: point for name, point in allowed.items() if point.cost <= most}
+    return max(alike, key=lambda name: (alike[name].score, -alike[name].cost))

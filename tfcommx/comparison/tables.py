@@ -80,7 +80,7 @@ def _methods(found: Comparison) -> Table:
     end = f"{found.score.text} at the end"
     columns: list[tuple[str, Callable[[Row], str]]] = [
         ("seeds", lambda row: f"{row['seeds']}"),
-        (end, lambda row: f"{row['mean']:.2f} ± {row['spread']:.2f}"),
+        (end, _mean),
         ("loss", lambda row: f"{row['loss']:+.2f}"),
         ("bytes of a rank", lambda row: bytes_text(row["bytes_between"])),
         ("share", lambda row: f"{100 * row['bytes_share']:.1f} %"),
@@ -134,6 +134,11 @@ def _table(
     for name, row in rows.items():
         table.add_row(name, *(text(row) for _, text in columns))
     return table
+
+
+def _mean(row: Row) -> str:
+    spread = f" ± {row['spread']:.2f}" if row["seeds"] > 1 else ""
+    return f"{row['mean']:.2f}{spread}"
 
 
 def _cell(key: str) -> Callable[[Row], str]:
