@@ -52,6 +52,10 @@ SIMULATE = (
     "tfcommx simulate --model resnet50 --batch 64 --throughput 250 --nodes 4 --slots 8 "
     "--sweep between_gbit=1,10,25"
 )
+COMPARE = (
+    "tfcommx compare configs/fashion_mnist.yaml --nodes 2 --slots 2 --model resnet50 --batch 64 "
+    "--throughput 250"
+)
 TRAINING = "python scripts/bench training --nodes 4 --slots 1 --rates 200mbit --models resnet50"
 
 
@@ -89,6 +93,8 @@ COMMANDS = {
     **{f"{name}_seed1": train(name, 1) for name in SETTINGS if name != "float16"},
     "float16": train("float16", 0),
     "float16_seed1": train("float16", 1),
+    "compare_methods": f"{COMPARE} --seeds 1 --methods "
+    "dense,float16,one_percent,four_percent,elias_int8,elias_int4,local_sgd",
     "wheels": "python scripts/verify/wheels.py",
     "losses": "python scripts/trials/losses.py",
     "losses_hour": "python scripts/trials/losses.py --minutes 60 --seed 1",
