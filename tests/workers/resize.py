@@ -107,6 +107,48 @@ if first:
             err_msg=variable.path,
         )
 
+
+def with_outer() -> keras.Model:
+    """Return a network whose rounds are moved by an outer optimizer."""
+    net = start()
+    outer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+    strategy = cx.strategies.WeightAveraging(3, outer=outer, fragments=1 + first % 2)
+    scheme = cx.Scheme("hitopk", "mstopk", 0.1, dense_below=8)
+    net.compile(
+        cx.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme, strategy=strategy),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        jit_compile=False,
+    )
+    return net
+
+
+def outer_state(net: keras.Model) -> dict[str, np.ndarray]:
+    """Return what the outer optimizers keep; check that all ranks have the same."""
+    found = {
+        f"{path}:{name}": value
+        for path, state in exchanger_of(net).common_state().items()
+        for name, value in state.items()
+    }
+    for other in comm.gather_objects(found):
+        assert other.keys() == found.keys()
+        assert all(np.array_equal(other[name], value) for name, value in found.items())
+    return found
+
+
+# The outer optimizer's state is the same on any number of ranks, and in other fragments
+averaging = with_outer()
+assert checkpoint.restore(averaging, folder / "outer") == first
+if first:
+    before = np.load(folder / "outer.npz")
+    restored = outer_state(averaging)
+    assert restored.keys() == set(before.files) and len(restored) >= 4
+    for name, value in restored.items():
+        np.testing.assert_array_equal(value, before[name], err_msg=name)
+train(averaging, first, checkpoint.Checkpoint(folder / "outer"))
+everything = outer_state(averaging)
+if comm.rank == 0:
+    np.savez(folder / "outer.npz", **everything)
+
 train(net, first, checkpoint.Checkpoint(folder))
 everything = kept(net)
 if comm.rank == 0:

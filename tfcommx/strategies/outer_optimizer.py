@@ -25,6 +25,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfcommx.comm.unwrapped import allow_plain_optimizers
 from tfcommx.kernels.untraced import untraced
 from tfcommx.terms import PlanError
 
@@ -144,7 +145,8 @@ class StartWeights:
             update: weights now - start weights, averaged over the ranks, as all ranks have it.
         """
         if path in self._optimizers:
-            self._optimizers[path].apply([-update], [self._start[path]])
+            with allow_plain_optimizers():  # The update is the average over the ranks
+                self._optimizers[path].apply([-update], [self._start[path]])
         else:
             self.set({path: self[path] + update})
         return self[path]
