@@ -134,8 +134,14 @@ def sum_residuals(parts: Sequence[Residuals], factor: float = 1.0) -> Residuals:
 
 
 def sum_states(parts: Sequence[VariableState], factor: float = 1.0) -> VariableState:
-    """Add what is kept, kind by kind, as `sum_residuals` does; the factor is of gradients alone."""
-    *of_gradients, compressions = zip(*parts, strict=True)
+    """Add what is kept, kind by kind, as `sum_residuals` does; the factor is of gradients alone.
+
+    A rank that was not there when a checkpoint was saved has no parts:
+
+    >>> sum_states([]) == VariableState()
+    True
+    """
+    *of_gradients, compressions = zip(VariableState(), *parts, strict=True)
     return VariableState(
         *(sum_residuals(kind, factor) for kind in of_gradients), sum_residuals(compressions)
     )
