@@ -61,7 +61,7 @@ def test_three_steps_are_those_of_the_definition() -> None:
     for path, start in zip(["dense/kernel", "conv/bias", "conv/kernel"], starts, strict=False):
         shape = SHAPES[path]
         rows = np.prod(shape[:-1], dtype=int)
-        defined = Definition(3, start.reshape(-1, 2)) if start.size else None
+        defined = Definition(3, start.reshape(2, -1).T) if start.size else None
         for step in range(3):
             came = [given(rank, step)[path] for rank in range(3)]
             expected = (

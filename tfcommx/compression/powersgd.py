@@ -73,16 +73,17 @@ class PowerSGD(Compression):
             if is_short
         ]
         others = [gradient for gradient, one in zip(gradients, short, strict=True) if not one]
-        rights = _cut(state, [(matrix.shape[1], self.rank) for matrix in matrices])
+        # Each Q as Q': products with the long side inside, M' P, take twice the time of P' M
+        rights = _cut(state, [(self.rank, matrix.shape[1]) for matrix in matrices])
         lefts = [
-            tf.matmul(matrix, tf.linalg.qr(right).q)
+            tf.matmul(matrix, tf.linalg.qr(tf.transpose(right)).q)
             for matrix, right in zip(matrices, rights, strict=True)
         ]
         first = add(_joined([*lefts, *others]))
         summed = _cut(first, [tuple(part.shape) for part in (*lefts, *others)])
         lefts = [tf.linalg.qr(left).q for left in summed[: len(lefts)]]
         own = [
-            tf.matmul(matrix, left, transpose_a=True)
+            tf.matmul(left, matrix, transpose_a=True)
             for matrix, left in zip(matrices, lefts, strict=True)
         ]
         after = add(_joined(own))
@@ -90,7 +91,7 @@ class PowerSGD(Compression):
 
         def products(sides: Sequence[Tensor]) -> Iterator[Tensor]:
             for left, right in zip(lefts, sides, strict=True):
-                yield tf.matmul(left, right, transpose_b=True)
+                yield tf.matmul(left, right)
 
         return Compressed(
             _in_order(products(rights), iter(summed[len(lefts) :]), shapes, short),

@@ -15,6 +15,7 @@ from bench.peers import PlainHorovod
 import tfcommx as cx
 from tfcommx import routes
 from tfcommx.comm.base import Comm
+from tfcommx.compression import COMPRESSIONS
 from tfcommx.optim.variable_names import VariableNames
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.terms import Links, Plan, PlanError, Profile, Scheme, VariableProfile
@@ -92,7 +93,9 @@ def optimizer_of(name: str, links: Links, chosen: argparse.Namespace) -> keras.o
     how: dict[str, Any] = {"peer_route": peers or "allreduce", "bucket_bytes": chosen.bucket_bytes}
     if wire == "sparse" or (route in routes.ROUTES and routes.get(route).sparse):
         how |= {"selection": chosen.selection, "density": density}
-    if wire and wire != "sparse":
+    if wire.partition("/")[0] in COMPRESSIONS:
+        how["compression"] = wire
+    elif wire and wire != "sparse":
         how["wire"] = wire
     scheme = Scheme(route, **how)
     return cx.DistributedOptimizer(
