@@ -30,13 +30,15 @@ Seconds of the table:
 `repeated` are steps that were taken twice. `same bits`: the weights at the end are those of a run
 without a fault, where the number of ranks has not changed. A long run: losses_hour.py.
 
-`--record` replaces the rows that were measured; others of that record stay, each with its commit.
+`--record` replaces the rows that were measured; others of that record stay. Each has its commit and
+the machine's load before it: on a busy one a cold start takes minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -164,9 +166,10 @@ def with_cluster(
         if not setup.horovod and set(faults) & set(SAME_RANKS):
             reference = undisturbed(cluster, setup, LENGTH, folder / "undisturbed")
         for fault in faults:
+            load = round(os.getloadavg()[0], 1)
             rows.append(single(cluster, name, fault, folder / fault, reference))
             print(line(rows[-1]), flush=True)
-            rows[-1]["commit"] = records.commit()
+            rows[-1] |= {"load": load, "commit": records.commit()}
         # What Horovod leaves ends with the cluster
         return rows, [] if setup.horovod else left(folder)
     finally:

@@ -40,7 +40,7 @@ class Trained:
             env={**os.environ, "PYTHONPATH": QUICK},
             text=True,
             capture_output=True,
-            timeout=200,
+            timeout=600,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         self.errors = done.stderr
