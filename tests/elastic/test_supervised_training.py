@@ -74,27 +74,33 @@ def test_a_host_is_lost_and_the_weights_are_the_same_bits(tmp_path: Path) -> Non
     """Rank 1 is killed, and its host's memory with it: what it had is in the mirror."""
     options = {"optimizer": "SGD", "scheme": SPARSE}
     undisturbed = Trained(tmp_path, TWO_HOSTS, "supervised_fit.py", options)
-    options["faults"] = {"0": [1, 17, "kill with memory"]}
+    # Four steps after a snapshot, so long that it is whole on a busy machine, too
+    options |= {"faults": {"0": [1, 19, "kill with memory"]}, "step_seconds": 0.3}
     disturbed = Trained(tmp_path / "disturbed", TWO_HOSTS, "supervised_fit.py", options)
     assert disturbed.sources == ["start", "memory"]
-    assert disturbed.generations[1]["resumed"]["total"] in (10, 15)
+    assert disturbed.generations[1]["resumed"]["total"] == 15
     assert "Rank 1 on 127.0.0.1 was killed by SIGKILL" in disturbed.errors
     assert disturbed.weights == undisturbed.weights
 
 
 @pytest.mark.long_wait
 def test_a_host_joins_and_leaves_again(tmp_path: Path) -> None:
-    """From two ranks to three, and back by SIGTERM: the ranks save first, no step is repeated."""
+    """From two ranks to three, and back by SIGTERM: the ranks save first, no step is repeated.
+
+    They join when it pays: on a busy machine, where a start takes long, after many steps.
+    """
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost:2\n")
     options = {
         "scheme": SPARSE | {"route": "allgather"},  # One level: the hosts become unequal
         "faults": {
             "0": [0, 13, f"hosts {hosts} localhost:2 127.0.0.1:1"],
-            "1": [2, 90, "term"],
+            "1": [2, 20, "term"],
         },
+        "relative": True,
         "step_seconds": 0.1,
-        "epochs": 10,
+        "last_generation": 2,
+        "epochs": 1000,
     }
     words = ("--host-discovery-script", f"cat {hosts}")
     run = Trained(tmp_path, words, "supervised_fit.py", options)

@@ -1,9 +1,10 @@
 """A training under a supervisor: `fit` of a model with dropout and batch norm, one callback added.
 
 supervised_fit.py FOLDER OPTIONS(json): scheme, strategy; faults: {"GENERATION": [RANK, STEP, KIND]}
-with STEP of the whole run. KIND is kill, `kill with memory` (of this host), `kill with all memory`,
-stop, term, or `hosts FILE HOST...` (hosts that there are from now on). Prints a hash of the weights
-at the end.
+with STEP of the whole run, or of the generation if `relative` is set. KIND is kill, `kill with
+memory` (of this host), `kill with all memory`, stop, term, or `hosts FILE HOST...` (hosts that
+there are from now on). The run ends at the first epoch's end of `last_generation`, if that is set.
+Prints a hash of the weights at the end.
 """
 
 from __future__ import annotations
@@ -52,13 +53,23 @@ batches = tf.data.Dataset.from_tensor_slices((inputs, targets))
 class Fault(keras.callbacks.Callback):
     """Does to a rank what it is told to, after a step of the whole run."""
 
+    began_at = 0
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        if options.get("relative"):
+            self.began_at = int(model.optimizer.iterations)
+
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self.epoch = epoch
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        if int(GENERATION) >= options.get("last_generation", 1000):
+            self.model.stop_training = True
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         time.sleep(options.get("step_seconds", 0))
         rank, step, kind = options.get("faults", {}).get(GENERATION, (-1, 0, ""))
-        if comm.rank == rank and self.epoch * STEPS + batch == step:
+        if comm.rank == rank and self.epoch * STEPS + batch - self.began_at == step:
             print(f"{kind} at step {step}", flush=True)
             meet(kind)
 
