@@ -97,6 +97,7 @@ COMMANDS = {
     "dense,float16,one_percent,four_percent,elias_int8,elias_int4,local_sgd",
     "wheels": "python scripts/verify/wheels.py",
     "losses": "python scripts/trials/losses.py",
+    "losses_long": "python scripts/trials/losses.py --minutes 22 --seed 1",
     "losses_hour": "python scripts/trials/losses.py --minutes 60 --seed 1",
     "snapshots": "python scripts/trials/snapshots.py",
 }
