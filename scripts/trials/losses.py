@@ -182,9 +182,10 @@ def record(name: str, rows: list[dict[str, Any]], command: str) -> None:
     before = json.loads(path.read_text())["rows"] if path.exists() else []
     found = {row["name"]: row for row in [*before, *rows]}
     order = [f"{setup}, {fault}" for setup in SETUPS for fault in FAULTS]
-    kept = [found[one] for one in [*order, *found] if one in found]
-    unique = list({row["name"]: row for row in kept}.values())
-    records.write(name, unique, command)
+    kept = {one: found[one] for one in [*order, *found] if one in found}.values()
+    # What a row lacks is null
+    columns = dict.fromkeys(column for row in kept for column in row)
+    records.write(name, [columns | row for row in kept], command)
 
 
 def main() -> int:
