@@ -194,3 +194,27 @@ def test_ranks_with_different_weights_are_refused(
     ended = compare(recipe, "--methods", METHODS)
     assert isinstance(ended.exception, trainings.TrainingError)
     assert not list((recipe.parent / "out" / "trainings").glob("*.json"))
+
+
+REAL = """
+name: real
+data: {name: fashion_mnist, limit: 2400, test_limit: 200}
+model: {name: small_cnn, filters: [4, 8]}
+batch_per_rank: 300
+phases: [{epochs: 2, resolution: 8}]
+learning_rate: {peak: 0.1}
+threads: 1
+"""
+
+
+@pytest.mark.exhaustive
+def test_real_trainings_and_steps_measured_on_this_host(recipe: Path) -> None:
+    recipe.write_text(REAL)
+    words = ["--methods", "dense,elias_int4,local_sgd", "--seeds", "1", "--bandwidths", "1e9"]
+    ended = compare(recipe, *words, "--hosts", "localhost:2", "--measured-at", "1e10")
+    assert ended.exit_code == 0, ended.output
+    rows = [json.loads(line) for line in (recipe.parent / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) == 6 and sum(row["measured"] for row in rows) == 3
+    dense, short, local = rows[:3]
+    assert short["bytes_share"] < 0.5 and local["bytes_share"] < 0.5 and dense["bytes_share"] == 1
+    assert all(row["step_seconds"] > 0 for row in rows)
