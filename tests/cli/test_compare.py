@@ -145,6 +145,37 @@ def test_what_is_there_is_not_trained_again(commands: Commands, recipe: Path) ->
     assert len(commands.calls) == 6
 
 
+def test_a_training_that_a_signal_ended_goes_on(
+    commands: Commands, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = commands.summary
+
+    def ended_by_a_signal(words: Sequence[str], log: Path) -> None:
+        monkeypatch.setattr(commands, "summary", lambda words: {**whole(words), "stopped": {}})
+        commands(words, log)
+        raise SystemExit(143)
+
+    monkeypatch.setattr(trainings, "run_command", ended_by_a_signal)
+    assert compare(recipe, "--methods", METHODS).exit_code == 143
+    monkeypatch.setattr(trainings, "run_command", commands)
+    monkeypatch.setattr(commands, "summary", whole)
+    assert compare(recipe, "--methods", METHODS).exit_code == 0
+    first, second = commands.calls[:2]
+    assert first == second and "--resume" in second
+
+
+def test_a_strategy_that_the_recipe_has_anyway_is_not_said(
+    commands: Commands, recipe: Path
+) -> None:
+    """Trainings of before methods said it have names without it."""
+    for averages in (False, True):
+        commands.calls.clear()
+        setting = ["--set", 'strategy={"name": "weight_averaging"}'] if averages else []
+        assert compare(recipe, "--methods", "dense", *setting).exit_code == 0
+        training = next(words for words in commands.calls if words[0] == "train")
+        assert ('strategy={"name": "synchronous"}' in training) == averages
+
+
 def test_steps_on_hosts(commands: Commands, recipe: Path) -> None:
     """They replace the predicted ones at their bandwidth, and the others begin with them."""
     where = ["--hosts", "node0:1,node1:1", "--measured-at", "2e6", "--bandwidths", "1e12"]
@@ -174,6 +205,8 @@ def test_steps_of_another_model(commands: Commands, recipe: Path) -> None:
         (["--methods", "dnese"], RecipeError, "Did you mean 'dense'"),
         (["--bandwidths", "fast"], PlanError, "needs numbers > 0"),
         (["--hosts", "a:1"], PlanError, "need --measured-at"),
+        (["--hosts", "a:1,b:1", "--measured-at", "0"], PlanError, "needs a number > 0"),
+        (["--hosts", "a:1", "--measured-at", "1e9"], PlanError, "= 2 slots. Received 1"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_trained(

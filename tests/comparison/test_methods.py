@@ -30,6 +30,15 @@ def test_every_shipped_method_fits_every_miniature(recipe: str) -> None:
     assert set(dense.scheme_of_epoch()) == {Scheme()}
 
 
+def test_schemes_are_compared_without_the_averages_of_a_recipe() -> None:
+    file = ROOT / "configs" / "fashion_mnist.yaml"
+    averages = 'strategy={"name": "weight_averaging", "every": 5}'
+    for name, method in read_methods().items():
+        every = read(file, [averages, *method.settings([])]).strategy.every
+        found = {"recipe": 5, "local_sgd": 8, "local_sgd_32": 32, "diloco": 32}
+        assert every == found.get(name, 1), name
+
+
 def test_a_warm_up_goes_on_from_phase_to_phase() -> None:
     scheme = {"route": "allgather", "selection": "mstopk", "density": 0.01}
     method = Method(about="", scheme=scheme, warm_up=(0.5, 0.25, 0.1))

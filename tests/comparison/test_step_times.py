@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -49,6 +50,18 @@ def test_weights_are_averaged_after_the_update_and_nothing_hides_it() -> None:
     assert steps(local, 320e6) == pytest.approx([0.5 + 0.1 / 4])
 
 
+def test_rounds_end_with_their_epoch() -> None:
+    """10 steps have 3 rounds of 4; and with a round each step nothing hides the exchange."""
+    strategy = {"name": "weight_averaging", "every": 4}
+    for every, expected in ((4, 0.5 + 0.1 * 3 / 10), (1, 0.6)):
+        local = recipe({"epochs": 1}, strategy={**strategy, "every": every})
+        links = links_at(320e6, Links(FREE, FREE))
+        # Ready early: a synchronous step would hide the exchange
+        early = dataclasses.replace(PROFILE.variables[0], ready_s=0.0)
+        one = dataclasses.replace(PROFILE, variables=(early,))
+        assert step_seconds(local, [one], TWO, links, [10]) == pytest.approx([expected])
+
+
 def test_a_bandwidth_replaces_the_rate_of_links_between_nodes_alone() -> None:
     found = links_at(1e9, NOMINAL._replace(engine_s=0.5))
     assert found.between.beta_s_per_byte == pytest.approx(8e-9)
@@ -68,3 +81,9 @@ def test_measured_steps_replace_predicted_ones() -> None:
     seconds, ratios = replaced({"some": [9.0, 1.0, 3.0]}, measured, {"some": one})
     assert seconds == {"some": [9.0, 2.0, 4.0]}
     assert ratios == {"some": pytest.approx(4 / 6)}
+
+
+def test_a_warm_up_that_covers_everything_has_no_ratio() -> None:
+    one = recipe({"epochs": 1, "scheme": SPARSE, "warm_up": [0.5]})
+    found = replaced({"some": [9.0]}, {"some": MeasuredSteps((2.0,), (1.0,))}, {"some": one})
+    assert found == ({"some": [9.0]}, {})

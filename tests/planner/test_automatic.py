@@ -58,6 +58,16 @@ def test_a_lossless_auto_proposes_lossless_plans_other_than_plain_horovods() -> 
         assert not sparse(one.buckets) and {bucket.wire for bucket in one.buckets} == {"plain"}
 
 
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_pattern_that_matches_nothing_is_warned_of_once(
+    fragments: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that matches in another fragment is no mistake."""
+    asked = PlanRequest(LAYERS, Topology(2, 1), fragments=fragments)
+    asked.plan({LAYERS[-1].path: Scheme("torus"), "mistyped": Scheme("torus"), "*": Scheme()})
+    assert [one.args[0] for one in caplog.records] == ["mistyped"]
+
+
 def test_routes_of_messages_need_an_mpi_launch() -> None:
     def routes_of(messages: bool) -> set[str]:
         found = propose({"*": Scheme("auto")}, PlanRequest(LAYERS, Topology(4, 1)), messages)

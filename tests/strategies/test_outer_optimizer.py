@@ -18,7 +18,7 @@ from tfcommx.planner.fragments import fragment_of
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies import WeightAveraging
-from tfcommx.strategies.outer_optimizer import OuterOptimizer
+from tfcommx.strategies.outer_optimizer import OuterOptimizer, StartWeights
 from tfcommx.terms import PlanError, Scheme, Topology
 
 K = keras.optimizers
@@ -182,6 +182,26 @@ def test_the_state_of_the_outer_optimizer_survives_a_change_of_scheme() -> None:
         for changes in (True, False)
     )
     assert same(changed + plain)
+
+
+def test_another_rate_keeps_the_state_and_another_class_begins_anew(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    start = {"v": tf.Variable([0.0]), "w": tf.Variable([1.0, 2.0])}
+    first = StartWeights(start, OuterOptimizer.of(K.SGD(0.5, momentum=0.5)), {})
+    first.move("w", tf.constant([1.0, 1.0]))
+    state = first.state()
+    for optimizer, moved in (
+        # Velocity: .5 x .5 of before; the start weights of the second are 0
+        (K.SGD(0.25, momentum=0.5), 0.5 * 0.5 + 0.25),
+        # As many variables as SGD with momentum has
+        (K.RMSprop(0.25, rho=0.75), 0.5),
+    ):
+        second = StartWeights(start, OuterOptimizer.of(optimizer), state)
+        np.testing.assert_allclose(second.move("w", tf.constant([1.0, 1.0])), moved, rtol=1e-5)
+    assert [one.getMessage() for one in caplog.records] == [
+        "The outer optimizer was SGD and is now RMSprop: its state begins anew."
+    ]
 
 
 def test_ranks_must_have_equal_outer_optimizers() -> None:

@@ -11,12 +11,14 @@ import typer
 
 from tfcommx.cli.plan import profile_of
 from tfcommx.cli.train import SET_HELP
+from tfcommx.comm.allocation import parse_hosts
 from tfcommx.comparison import figures, tables
 from tfcommx.comparison.measured import MeasuredSteps, computing, measure, replaced
 from tfcommx.comparison.methods import check_names_a_route, read_methods
 from tfcommx.comparison.rows import Comparison, Steps, rows_of, score_of
 from tfcommx.comparison.step_times import (
     links_at,
+    meets_in_steps,
     profiles_of,
     read_links,
     scaled,
@@ -91,8 +93,7 @@ def compare(
     step, which is predicted for each bandwidth, or measured on --hosts. What has ended is kept in
     the folder: a comparison that was ended goes on where it was.
     """
-    if (hosts is None) != (measured_at is None):
-        raise PlanError("Steps on --hosts need --measured-at, their bandwidth; one was given.")
+    _check_hosts(hosts, measured_at, nodes * slots)
     name = read_recipe(config, settings or []).name
     folder = output or Path("runs") / f"compare_{name}"
     setup = Setup(config, tuple(settings or ()), nodes, slots, folder)
@@ -106,13 +107,18 @@ def compare(
         on_hosts = {
             name: measure(setup, name, setup.settings(changes[name]), hosts) for name in changes
         }
-        in_step = [one for name, one in on_hosts.items() if recipes[name].strategy.every == 1]
+        in_step = [one for name, one in on_hosts.items() if meets_in_steps(recipes[name])]
         computes = computing(in_step or list(on_hosts.values()))
         profiles = [scaled(*one) for one in zip(profiles, computes, strict=True)]
     steps = []
     for rate in sorted({*rates, *([measured_at] if measured_at else [])}):
         at_rate = Topology(nodes, slots), links_at(rate, read_links(links))
-        predicted = {name: step_seconds(one, profiles, *at_rate) for name, one in recipes.items()}
+        predicted = {
+            name: step_seconds(
+                one, profiles, *at_rate, [epoch["steps"] for epoch in found[name][0]["epochs"]]
+            )
+            for name, one in recipes.items()
+        }
         seconds, ratios = predicted, {}
         if rate == measured_at:
             seconds, ratios = replaced(predicted, on_hosts, recipes)
@@ -124,6 +130,22 @@ def compare(
     print(f"figure: {folder / figures.PICTURE}")
     if json_file:
         json_file.write_text("".join(json.dumps(row) + "\n" for row in rows_of(comparison)))
+
+
+def _check_hosts(hosts: str | None, measured_at: float | None, ranks: int) -> None:
+    """Refuse hosts with other ranks than the trainings have. **Raises:** PlanError."""
+    if hosts is None and measured_at is None:
+        return
+    if hosts is None or measured_at is None:
+        raise PlanError("Steps on --hosts need --measured-at, their bandwidth; one was given.")
+    if not 0 < measured_at < float("inf"):
+        raise PlanError(f"`--measured-at` needs a number > 0, as 200e6. Received {measured_at}.")
+    slots = sum(host.slots for host in parse_hosts(hosts))
+    if slots != ranks:
+        raise PlanError(
+            f"The hosts of -H must have --nodes x --slots = {ranks} slots. Received {slots}, in "
+            f"{hosts!r}."
+        )
 
 
 def _words(text: str) -> list[str]:
@@ -150,6 +172,9 @@ def _checked(setup: Setup, words: list[str]) -> tuple[dict[str, list[str]], dict
     epochs = [phase.epochs for phase in plain.phases]
     changes, recipes = {}, {}
     for name, method in read_methods(words).items():
+        if method.strategy == plain.strategy.model_dump():
+            # Saying it again would be another digest: trainings from before it was said stay valid
+            method = method.model_copy(update={"strategy": None})
         changes[name] = method.settings(epochs)
         try:
             recipes[name] = read_recipe(setup.recipe, setup.settings(changes[name]))

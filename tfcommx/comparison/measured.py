@@ -74,7 +74,7 @@ def replaced(
 
     Returns:
         Seconds of a step in each epoch, and predicted over measured seconds of all epochs that were
-        measured, by method.
+        measured, by method; no ratio for a method of whose epochs none was.
     """
     seconds: dict[str, list[float]] = {}
     ratios: dict[str, float] = {}
@@ -88,5 +88,6 @@ def replaced(
             seconds[name].append(measured[name].steps[number] if known else step)
             if known:
                 sums = [sums[0] + step, sums[1] + seconds[name][-1]]
-        ratios[name] = sums[0] / sums[1]
+        if sums[1]:
+            ratios[name] = sums[0] / sums[1]
     return seconds, ratios

@@ -5,18 +5,23 @@ assumed to have cores of its own, as fast as those of this machine.
 
     strategy synchronous          | forward | backward, with the exchange | update |
     weight averaging, every = 3   | step | step | step | exchange || step | ...   the mean counts
+
+An epoch of 8 steps has 3 such exchanges: the last round ends with the epoch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tfcommx.comparison.trainings import Setup, run_command
 from tfcommx.planner.predict import Setting
 from tfcommx.recipes.recipe import Recipe
+from tfcommx.recipes.strategies import Synchronous
 from tfcommx.simulator.assumptions import Assumptions
 from tfcommx.simulator.selection_time import measured_time
 from tfcommx.terms import NOMINAL, Link, Links, Profile, Scheme, Topology
@@ -57,7 +62,11 @@ def profiles_of(setup: Setup, recipe: Recipe) -> list[Profile]:
 
 
 def step_seconds(
-    recipe: Recipe, profiles: list[Profile], topology: Topology, links: Links
+    recipe: Recipe,
+    profiles: list[Profile],
+    topology: Topology,
+    links: Links,
+    steps: Sequence[int] = (),
 ) -> list[float]:
     """Predict the mean step of each epoch of a recipe.
 
@@ -66,31 +75,32 @@ def step_seconds(
         profiles: of each phase, of one rank.
         topology: the cluster.
         links: what messages cost on it.
+        steps: of each epoch; empty: not known, rounds of weight averaging are taken as whole.
 
     **Raises:** PlanError for a scheme that the cluster cannot carry out.
     """
     numbers = [number for number, phase in enumerate(recipe.phases) for _ in range(phase.epochs)]
+    every = recipe.strategy.every
+    # Exchanges of a step
+    shares = [math.ceil(count / every) / count for count in steps] or [1 / every] * len(numbers)
+    in_steps = meets_in_steps(recipe)
     known: dict[tuple[int, Scheme], float] = {}
-    for phase, scheme in zip(numbers, recipe.scheme_of_epoch(), strict=True):
+    found: list[float] = []
+    for phase, scheme, share in zip(numbers, recipe.scheme_of_epoch(), shares, strict=True):
+        profile = profiles[phase]
         if (phase, scheme) not in known:
-            known[phase, scheme] = _mean_step(
-                recipe.strategy.every, scheme, profiles[phase], topology, links
-            )
-    return [
-        known[phase, scheme]
-        for phase, scheme in zip(numbers, recipe.scheme_of_epoch(), strict=True)
-    ]
+            # What is averaged travels after the update, and nothing hides it
+            computing = profile if in_steps else scaled(profile, 0.0)
+            setting = Setting(computing, topology, links, Assumptions(measured_time(profile)))
+            known[phase, scheme] = setting.predict(scheme).step_s
+        exchange = known[phase, scheme]
+        found.append(exchange if in_steps else profile.compute_s + share * exchange)
+    return found
 
 
-def _mean_step(
-    every: int, scheme: Scheme, profile: Profile, topology: Topology, links: Links
-) -> float:
-    assumptions = Assumptions(measured_time(profile))
-    if every == 1:
-        return Setting(profile, topology, links, assumptions).predict(scheme).step_s
-    # What is averaged travels after the update, and nothing hides it
-    at_once = Setting(scaled(profile, 0.0), topology, links, assumptions).predict(scheme)
-    return profile.compute_s + at_once.step_s / every
+def meets_in_steps(recipe: Recipe) -> bool:
+    """Tell whether gradients are exchanged in each step, while others are computed."""
+    return isinstance(recipe.strategy, Synchronous)
 
 
 def scaled(profile: Profile, compute_s: float) -> Profile:

@@ -3,8 +3,9 @@
     folder/trainings/dense-seed-0-1f2e3d4c.json    the training: written whole, when it has ended
     folder/trainings/dense-seed-0-1f2e3d4c/        what `tfcommx train` wrote: log, report, figures
 
-The last part of the name is a digest of all that decides the training. So a comparison that was
-ended goes on where it was, and a recipe or method that was edited is trained anew.
+The last part of the name is a digest of the recipe, the changes, the nodes and their slots. So a
+comparison that was ended goes on where it was, and a recipe or method that was edited is trained
+anew. Another version of tfcommx is not noticed: where that matters, take a new folder.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def train(setup: Setup, method: str, settings: Sequence[str]) -> dict[str, Any]:
     words = ["train", str(setup.recipe), "--output", str(run), "--resume"]
     words += ["--processes", str(setup.nodes * setup.slots), "--no-report"]
     words += [word for setting in settings for word in ("--set", setting)]
-    if not (run / "summary.json").exists():
+    # A signal may end it with a summary of what was trained until then
+    if not (run / "summary.json").exists() or "stopped" in read(run):
         run_command(words, run / LOG)
     summary = read(run)
     if not summary["replicas_identical"] or "stopped" in summary:

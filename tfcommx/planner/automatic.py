@@ -73,7 +73,7 @@ class PlanRequest(NamedTuple):
         def make(gradients: Sequence[Gradient]) -> Plan:
             return make_plan(
                 gradients,
-                _schemes_of(gradients, schemes) if self.fragments > 1 else schemes,
+                self._schemes_of(gradients, schemes),
                 self.topology,
                 self.operation,
                 self.links or NOMINAL,
@@ -83,14 +83,23 @@ class PlanRequest(NamedTuple):
 
         return plan_in_fragments(self.gradients, self.fragments, make)
 
+    def _schemes_of(
+        self, gradients: Sequence[Gradient], schemes: Mapping[str, Scheme]
+    ) -> dict[str, Scheme]:
+        """Leave out schemes whose patterns match gradients of other fragments alone.
 
-def _schemes_of(gradients: Sequence[Gradient], schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:
-    """Return the schemes whose patterns match some of the gradients: others are no mistake."""
-    return {
-        pattern: scheme
-        for pattern, scheme in schemes.items()
-        if any(matches(one.path, pattern) for one in gradients)
-    }
+        One that matches nothing at all stays with the first gradient's fragment: make_plan warns.
+        """
+        first = list(gradients[:1]) == list(self.gradients[:1])
+
+        def match(some: Sequence[Gradient], pattern: str) -> bool:
+            return any(matches(one.path, pattern) for one in some)
+
+        return {
+            pattern: scheme
+            for pattern, scheme in schemes.items()
+            if match(gradients, pattern) or (first and not match(self.gradients, pattern))
+        }
 
 
 class _Ranking(NamedTuple):

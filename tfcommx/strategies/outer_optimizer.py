@@ -17,6 +17,7 @@ momentum of 0.9.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,10 +30,14 @@ from tfcommx.comm.unwrapped import allow_plain_optimizers
 from tfcommx.kernels.untraced import untraced
 from tfcommx.terms import PlanError
 
+log = logging.getLogger("tfcommx")
+
 # Options that join variables or rounds, or name variables
 UNFIT = ("global_clipnorm", "use_ema", "gradient_accumulation_steps", "weight_decay")
 # What an optimizer keeps of one variable, by its number in the optimizer's file
 State = dict[str, np.ndarray]
+# In such a state: letters of the class's name
+KIND = "kind"
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,7 @@ class StartWeights:
     ) -> None:
         self._start: dict[str, keras.Variable] = {}
         self._optimizers: dict[str, keras.optimizers.Optimizer] = {}
+        others: set[str] = set()
         with untraced():
             for path, weight in weights.items():
                 zeros = tf.zeros_like(weight)
@@ -127,7 +133,13 @@ class StartWeights:
                 optimizer = self._optimizers[path] = outer.make()
                 optimizer.build([self._start[path]])
                 if path in kept:
-                    optimizer.load_own_variables(kept[path])
+                    others |= _load(optimizer, kept[path])
+        if outer is not None and others:
+            log.warning(
+                "The outer optimizer was %s and is now %s: its state begins anew.",
+                " or ".join(sorted(others)),
+                outer.kind.__name__,
+            )
 
     def __getitem__(self, path: str) -> tf.Tensor:
         return tf.convert_to_tensor(self._start[path].value)
@@ -158,5 +170,29 @@ class StartWeights:
             optimizer.save_own_variables(found.setdefault(path, {}))
         return {
             path: {key: np.array(value) for key, value in state.items()}
+            | {KIND: _kind(self._optimizers[path])}
             for path, state in found.items()
         }
+
+
+def _kind(optimizer: keras.optimizers.Optimizer) -> np.ndarray:
+    """Return the name of an optimizer's class, as a checkpoint holds it."""
+    return np.frombuffer(type(optimizer).__name__.encode(), np.uint8)
+
+
+def _load(optimizer: keras.optimizers.Optimizer, kept: State) -> set[str]:
+    """Load what an optimizer of the same class kept, except its learning rate, which is asked.
+
+    Returns:
+        The name of the class that kept it, if it is another one and nothing was loaded.
+    """
+    state = dict(kept)
+    # Earlier checkpoints have none
+    kind = state.pop(KIND, _kind(optimizer)).tobytes().decode()
+    if kind != type(optimizer).__name__:
+        return {kind}
+    rate = optimizer.get_config()["learning_rate"]
+    optimizer.load_own_variables(state)
+    if isinstance(rate, float):  # Others follow the number of rounds
+        optimizer.learning_rate = rate
+    return set()

@@ -58,7 +58,7 @@ def schemes_of(density: float) -> dict[str, cx.Scheme | None]:
     if density == 1:
         return {**found, "auto": cx.Scheme("auto")}
     found["auto"] = cx.Scheme("auto", "mstopk", density)
-    for wire in ("pair32", "block16/float16"):
+    for wire in ("pair32", "block16/float16", "elias/int8"):
         for merging in ("threshold", "single"):
             name = f"allgather, {wire}, {merging}"
             found[name] = cx.Scheme("allgather", "mstopk", density, wire=wire, merging=merging)
