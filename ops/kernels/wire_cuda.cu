@@ -115,9 +115,11 @@ const char* wire_encode_cuda(const WireLayout& layout, const int32_t* indices, c
                              int32_t* words, CUstream_st* stream) {
   if (layout.words() == 0) return nullptr;
   const bool elias = layout.places == Positions::elias;
-  if (elias) elias_encode_cuda(layout.elias(), indices, words, stream);
+  if (elias)
+    if (const char* error = elias_encode_cuda(layout.elias(), indices, words, stream)) return error;
   int32_t* last = words + layout.counts() + layout.positions();
-  if (layout.coded()) codes_write_cuda(layout.codes(), values, last, stream);
+  if (layout.coded())
+    if (const char* error = codes_write_cuda(layout.codes(), values, last, stream)) return error;
   const int64_t most = !elias && layout.counts() > layout.k ? layout.counts() : layout.k;
   if (!elias || !layout.coded())
     launch(encode, blocks(most), stream, layout, indices, values, words);
@@ -130,8 +132,9 @@ const char* wire_decode_cuda(const WireLayout& layout, const int32_t* words, int
   if (entries == 0) return nullptr;
   // Values are read last: until then their place is scratch
   if (layout.places == Positions::elias)
-    elias_decode_cuda(layout.elias(), words, layout.words(), buffers, each, indices,
-                      reinterpret_cast<uint32_t*>(values), stream);
+    if (const char* error = elias_decode_cuda(layout.elias(), words, layout.words(), buffers, each,
+                                              indices, reinterpret_cast<uint32_t*>(values), stream))
+      return error;
   launch(decode_entries, blocks(entries), stream, layout, words, entries, each, indices, values);
   if (layout.places == Positions::block && layout.counts())
     launch(decode_offsets, buffers * layout.counts(), stream, layout, words, each, indices);

@@ -87,7 +87,7 @@ def check(name: str, python: str, packages: tuple[str, ...], tests: list[str]) -
         "PATH": f"{venv / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": "",
     }
-    row: dict[str, Any] = {"name": name}
+    row: dict[str, Any] = {"name": name, "commit": records.commit()}
     start = time.monotonic()
     status, output = run(log, tree, environment, python, "scripts/setup")
     row["setup_seconds"] = round(time.monotonic() - start)
@@ -114,6 +114,14 @@ def check(name: str, python: str, packages: tuple[str, ...], tests: list[str]) -
     return row
 
 
+def with_others(record: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows in the order of the cases, and of an earlier record those of other cases."""
+    path = records.FOLDER / f"{record}.json"
+    before = json.loads(path.read_text())["rows"] if path.exists() else []
+    known = {row["name"]: row for row in (*before, *rows)}
+    return [known[name] for name in CASES if name in known]
+
+
 def main() -> int:
     """Check the chosen cases; return 1 if one failed."""
     parser = argparse.ArgumentParser(
@@ -134,8 +142,8 @@ def main() -> int:
             continue
         rows.append(check(name, python, packages, chosen.tests))
         print(json.dumps(rows[-1]), flush=True)
-    if chosen.record:
-        records.write(chosen.record, rows, COMMAND)
+        if chosen.record:  # Case by case: a run takes more than an hour, and may be cut off
+            records.write(chosen.record, with_others(chosen.record, rows), COMMAND)
     return int(any(row.get("failed") or row["demo_accuracy"] is None for row in rows))
 
 

@@ -77,7 +77,8 @@ def test_a_wheel_holds_the_package_and_its_library(wheel: Path) -> None:
         (metadata,) = [name for name in opened.namelist() if name.endswith("/METADATA")]
         lines = opened.read(metadata).decode().splitlines()
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tfcommx").rglob("*.py")}
-    assert held == modules | {"tfcommx/lib/libtfcommx.so", "tfcommx/lib/build.json"}
+    others = {"lib/libtfcommx.so", "lib/build.json", "comparison/methods.yaml"}
+    assert held == modules | {f"tfcommx/{name}" for name in others}
     required = [line for line in lines if line.startswith("Requires-Dist:")]
     assert any("keras" in line for line in required)
     assert all("extra ==" in line for line in required if "pytest" in line or "ruff" in line)

@@ -89,7 +89,9 @@ def test_the_sum_of_all_ranks(comm: Comm, scheme: cx.Scheme) -> None:
     residuals = comm.gather_objects(running.state().by_variable().residuals)
     for path, shape in SHAPES.items():
         kept = sum(one[path].reshape(shape).astype(float) for one in residuals if path in one)
-        np.testing.assert_array_equal(arrived[path] + kept, given[path])
+        # Sums of codes times steps are rounded to float32
+        tolerance = 1e-6 if value_dtype(scheme.wire) in CODE_BITS else 0
+        np.testing.assert_allclose(arrived[path] + kept, given[path], rtol=0, atol=tolerance)
     sent = np.mean(comm.gather_objects(np.subtract(comm.traffic(), before)), axis=0)
     expected = np.sum(
         [routes.get(bucket.route).wire_bytes(bucket, comm.topology) for bucket in plan.buckets],

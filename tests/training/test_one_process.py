@@ -158,7 +158,7 @@ def test_what_was_measured_is_scaled_and_never_lost(tmp_path: Path) -> None:
         )
         first = first_position(here, saved)
         assert first == Position(2, expected[0])
-        totals = SimpleNamespace(seconds=float, so_far=dict)
+        totals = SimpleNamespace(seconds=float, so_far=dict, bytes_between=int)
         requests, snapshots = StopRequests(None), SimpleNamespace(supervised=None)
         made = make_callbacks(here, first, saved, TrainOptions(), requests, None, totals, snapshots)
         made.timing.on_epoch_begin(2)

@@ -39,7 +39,7 @@ from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.trial import TrialExecutor
 from tfcommx.runtime.trial_rounds import LEAST_ROUNDS, TrialRounds
 from tfcommx.strategies import Strategy, Synchronous
-from tfcommx.terms import Links, Plan, PlanError, Scheme
+from tfcommx.terms import NO_COMPRESSION, Links, Plan, PlanError, Scheme
 
 log = logging.getLogger("tfcommx")
 
@@ -79,10 +79,10 @@ def executor_for(
     if auto is None:
         return PlanExecutor(plain, comm)
     synchronous = isinstance(strategy, Synchronous)
-    if not synchronous and auto.selection != "all":
+    if not synchronous and (auto.selection != "all" or auto.compression != NO_COMPRESSION):
         raise PlanError(
-            f'Scheme("auto", {auto.selection!r}) needs the strategy "synchronous". Received '
-            f"{strategy}. Name a route."
+            'A Scheme("auto") with a selection or a compression needs the strategy "synchronous". '
+            f"Received {auto.selection!r} and {auto.compression!r} with {strategy}. Name a route."
         )
     if not synchronous or not is_worth_a_trial(schemes, asked):
         return PlanExecutor(plain, comm)

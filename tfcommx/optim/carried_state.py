@@ -76,5 +76,5 @@ class CarriedState:
         self.state = VariableState(
             without(self.state.residuals, plan.paths),
             without(self.state.velocities, plan.paths_with_momentum),
-            without(self.state.compressions, plan.paths),
+            without(self.state.compressions, plan.paths_with_compression),
         )

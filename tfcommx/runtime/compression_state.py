@@ -1,4 +1,7 @@
-"""The state of compressions on its way from plan to plan: by variable, as parts of sums."""
+"""The state of compressions on its way from plan to plan: by variable, as parts of sums.
+
+It is equal on all ranks; rank 0 carries it, so that the sum of the parts is the state, to the bit.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,21 @@ def first(bucket: Bucket) -> np.ndarray:
     return compression.get(bucket.compression).first_state(bucket.shapes)
 
 
-def by_variable(plan: Plan, kept: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return a rank's equal part of the states of all variables.
+def by_variable(plan: Plan, kept: Mapping[str, np.ndarray], rank: int) -> dict[str, np.ndarray]:
+    """Return a rank's part of the states of all variables.
 
     Args:
         plan: under which they were kept.
         kept: bucket name -> float32 [its state]: equal on all ranks.
+        rank: whose they are.
 
     Returns:
-        Variable path -> float32: the state over the number of ranks, so that their sum is the
-        state, as those of residuals are. Variables without a state are left out.
+        Variable path -> float32: the state on rank 0, nothing on the others. Variables without a
+        state are left out.
     """
-    found = {}
-    for bucket in (bucket for bucket in plan.buckets if bucket.name in kept):
-        equal_part = kept[bucket.name] / np.float32(plan.topology.size)
-        found |= {path: part for path, part in _cut(bucket, equal_part) if part.size}
-    return found
+    buckets = [bucket for bucket in plan.buckets if bucket.name in kept and rank == 0]
+    parts = [pair for bucket in buckets for pair in _cut(bucket, kept[bucket.name])]
+    return {path: part for path, part in parts if part.size}
 
 
 def of_bucket(bucket: Bucket, parts: Mapping[str, np.ndarray]) -> np.ndarray:

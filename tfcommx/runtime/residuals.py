@@ -8,8 +8,7 @@ Between steps a rank keeps, of each bucket, its shard of
     compression the state of a compression, equal on all ranks
 
 Checkpoints, changes of scheme and changes of the number of ranks move them by variable, so that
-their sums over the ranks are conserved. Of what is equal on all ranks each holds an equal part of
-the sum then.
+their sums over the ranks are conserved. The state of a compression goes along with rank 0.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class PlanState(NamedTuple):
         kinds = (self.residuals, self.velocities)
         return VariableState(
             *(residuals_by_variable(self.plan, one, self.rank) for one in kinds),
-            compression_state.by_variable(self.plan, self.compressions),
+            compression_state.by_variable(self.plan, self.compressions, self.rank),
         )
 
 
@@ -136,15 +135,15 @@ def sum_residuals(parts: Sequence[Residuals], factor: float = 1.0) -> Residuals:
 def sum_states(parts: Sequence[VariableState], factor: float = 1.0) -> VariableState:
     """Add what is kept, kind by kind, as `sum_residuals` does; the factor is of gradients alone.
 
-    A rank that was not there when a checkpoint was saved has no parts:
+    Of the states of compressions, which are whole, the last one counts. A rank that was not there
+    when a checkpoint was saved has no parts:
 
     >>> sum_states([]) == VariableState()
     True
     """
     *of_gradients, compressions = zip(VariableState(), *parts, strict=True)
-    return VariableState(
-        *(sum_residuals(kind, factor) for kind in of_gradients), sum_residuals(compressions)
-    )
+    latest = {path: state for part in compressions for path, state in part.items()}
+    return VariableState(*(sum_residuals(kind, factor) for kind in of_gradients), latest)
 
 
 def without(kept: Residuals, paths: set[str]) -> Residuals:

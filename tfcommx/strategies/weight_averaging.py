@@ -109,11 +109,15 @@ momentum=0.9, nesterov=True), fragments=1)
         if plan.operation != "average" or odd is not None:
             what = f"op={plan.operation!r}"
             if odd:
-                what = f"{odd.name} on the route {odd.route!r} with wire={odd.wire!r}"
+                what = (
+                    f"{odd.name} on the route {odd.route!r} with wire={odd.wire!r} and "
+                    f"compression={odd.compression!r}"
+                )
             raise PlanError(
                 'Weights travel whole, and are averaged: sends="weights" needs dense schemes '
-                "without momentum and without 16 bits on the wire, which would round the weights, "
-                f'and op="average". Received {what}. Take sends="updates", or other schemes.'
+                "without momentum, without a compression and without 16 bits on the wire, which "
+                f'would round the weights, and op="average". Received {what}. Take '
+                'sends="updates", or other schemes.'
             )
 
     def start(self, executor: PlanExecutor) -> StrategyRun:

@@ -52,6 +52,12 @@ class Plan:
         return {Piece.of(name).path for bucket in moving for name in bucket.variables}
 
     @property
+    def paths_with_compression(self) -> set[str]:
+        """The paths of the variables of which other vectors travel."""
+        compressing = (bucket for bucket in self.buckets if bucket.compresses)
+        return {name for bucket in compressing for name in bucket.variables}
+
+    @property
     def paths(self) -> set[str]:
         """The paths of the plan's variables."""
         return {Piece.of(name).path for bucket in self.buckets for name in bucket.variables}

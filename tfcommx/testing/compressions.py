@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tfcommx import compression
-from tfcommx.terms import Scheme
+from tfcommx.terms import PlanError, Scheme
 from tfcommx.testing import laws
 from tfcommx.testing.laws import require
 
@@ -30,6 +30,11 @@ def check_compression(name: str) -> None:
         repr(name),
         f"{start.shape} and {sizes} came for {shapes}.",
     )
+    if not found.sums(shapes):
+        raise PlanError(
+            f"A compression that shortens the gradients of the shapes {shapes} is required. "
+            f"Received {name!r}, whose `sums` are empty. Check one with smaller parts."
+        )
     laws.check_traces(
         lambda state, *gradients: found.run(gradients, state, lambda vector: vector),
         repr(name),

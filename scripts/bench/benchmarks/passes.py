@@ -32,7 +32,7 @@ from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.flat import flatten, unflatten
 from tfcommx.runtime.selector import keep_rounding_error
 from tfcommx.terms import SPARSE_WIRES, Scheme, Sparse, Topology
-from tfcommx.terms.wire_formats import value_dtype
+from tfcommx.terms.wire_formats import CODE_BITS, value_dtype
 from tfcommx.wire import codec
 
 RANKS, VARIABLES = 4, 32
@@ -59,6 +59,15 @@ class Bucket(NamedTuple):
     residual: tf.Variable
     old: tf.Variable
     new: tf.Variable
+
+
+def is_writable(sparse: Sparse, wire: str) -> bool:
+    """Tell whether values are as the format writes them."""
+    dtype = value_dtype(wire)
+    if dtype in CODE_BITS:
+        return not codec.rounded(sparse, wire)[1].numpy().any()
+    written = tf.cast(tf.cast(sparse.values, dtype), tf.float32)
+    return np.array_equal(written, sparse.values)
 
 
 def bucket_of(n: int, density: float, wire: str) -> Bucket:
@@ -142,9 +151,7 @@ def verified(bucket: Bucket, found: dict[str, Part]) -> dict[str, bool]:
         "flatten": np.array_equal(done["flatten"], joined(bucket.parts)),
         "select": selected_right(*chosen, bucket.residual.numpy(), flat, k),
         "round": np.array_equal(kept + lost, bucket.chosen.values)
-        and not codec.rounded(Sparse(bucket.chosen.indices, done["round"][0], size), wire)[1]
-        .numpy()
-        .any(),
+        and is_writable(Sparse(bucket.chosen.indices, done["round"][0], size), wire),
         "rounding error (before)": np.array_equal(bucket.old.numpy(), error),
         "rounding error": np.array_equal(bucket.new.numpy(), error),
         "encode": all(

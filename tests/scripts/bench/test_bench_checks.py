@@ -54,7 +54,7 @@ def test_a_trial_that_is_under_way_is_seen() -> None:
 @pytest.mark.parametrize("broken", [None, "merge", "encode", "rounded"])
 def test_each_pass_is_checked(monkeypatch: pytest.MonkeyPatch, broken: str | None) -> None:
     """Most rows were "verified" without a check."""
-    bucket = passes.bucket_of(40960, 0.05)
+    bucket = passes.bucket_of(40960, 0.05, "block16/float16")
     if broken:
         once = getattr(passes.codec, broken)
         wrong = {
@@ -73,7 +73,7 @@ def test_each_pass_is_checked(monkeypatch: pytest.MonkeyPatch, broken: str | Non
 
 def test_the_merge_has_other_entries_from_each_rank() -> None:
     """It had the same four times: a quarter of the scattered places."""
-    bucket = passes.bucket_of(40960, 0.05)
+    bucket = passes.bucket_of(40960, 0.05, "block16/float16")
     places = {int(place) for one in bucket.sent for place in one.indices}
     assert len(places) > 3 * bucket.plan.selected
     # Some variables begin at multiples of 64 bytes, some do not
