@@ -11,9 +11,19 @@ from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.compression.powersgd import PowerSGD
 from tfcommx.planner.plan import Gradient, make_plan
+from tfcommx.planner.predict import Setting
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.residuals import PlanState, VariableState, sum_states
-from tfcommx.terms import Plan, PlanError, Scheme, Topology
+from tfcommx.terms import (
+    Link,
+    Links,
+    Plan,
+    PlanError,
+    Profile,
+    Scheme,
+    Topology,
+    VariableProfile,
+)
 
 SHAPES = {"conv/kernel": (3, 3, 8, 24), "conv/bias": (24,), "dense/kernel": (40, 30)}
 
@@ -201,3 +211,18 @@ def test_a_name_that_is_none_is_refused(asked: str, message: str) -> None:
 def test_a_scheme_compresses_or_selects(more: dict[str, object]) -> None:
     with pytest.raises(PlanError, match="vectors of its own"):
         Scheme(compression="powersgd/4", **more)
+
+
+def test_a_step_is_simulated_where_the_engine_fuses() -> None:
+    """Both sums of each bucket are messages of their own; fewer bytes take less time."""
+    rows = tuple(VariableProfile(f"w{i}", (600, 400), ready_s=0.001) for i in range(3))
+    profile = Profile("matrices", rows, 0.01, 0.02, 8)
+    slow = Link(1e-5, 1e-8)
+    setting = Setting(profile, Topology(4, 1), Links(slow, slow, fuses=True))
+    plain, compressed = (
+        setting.predict(Scheme(compression=name, bucket_bytes=10**6))
+        for name in ("none", "powersgd/4")
+    )
+    assert len(compressed.plan.buckets) > 1
+    assert compressed.bytes_between < 0.1 * plain.bytes_between
+    assert compressed.step_s < plain.step_s

@@ -217,7 +217,8 @@ class _Step:
     def _fuses_as(self, task: _Task) -> tuple[object, ...] | None:
         """Return what fused messages have in common; None for one that the engine never fuses."""
         bucket = self.plan.buckets[task.span.bucket]
-        is_allreduce = bucket.route == "allreduce"
+        # The vectors of a compression wait for each other; those of several buckets are not fused
+        is_allreduce = bucket.route == "allreduce" and not bucket.compresses
         return (formats.dense_dtype(bucket), bucket.options) if is_allreduce else None
 
     def _start(self, resource: str, running: _Running, end: float) -> None:
