@@ -83,11 +83,14 @@ def sums_are_right(
     if not exchanges:
         return all(got == own for got, _, own in everyone)
     averages, residuals, gradients = zip(*everyone, strict=True)
-    # A sum over 3 ranks, divided by 3, is not exact
     size = sum(weighted_sum(abs(part)) for part in given)
     apart = abs(ranks * averages[0] + sum(residuals) - sum(gradients))
-    exact = ranks & (ranks - 1) == 0
-    return len(set(averages)) == 1 and apart <= (0 if exact else 1e-7 * size * ranks)
+    # A sum over 3 ranks, divided by 3, is not exact
+    allowed = 0 if ranks & (ranks - 1) == 0 else 1e-7 * size * ranks
+    if any(bucket.compresses for one in executors(optimizer) for bucket in one.plan.buckets):
+        # Products of factors are rounded to float32: 5e-10 of ResNet-50 on 4 ranks
+        allowed = max(allowed, 1e-8 * size * ranks)
+    return len(set(averages)) == 1 and apart <= allowed
 
 
 def _drop_residuals(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:

@@ -16,8 +16,8 @@ with a snapshot every 20 steps of .1 s; when a generation has taken 50 steps it 
     memory      the files of the newest snapshot are damaged on one node, then a rank is killed
     full        /dev/shm is filled; 40 steps later a rank is killed
 
-A setup (SETUPS) says what is trained on which nodes. `horovod` is Horovod's own elastic mode, which
-commits every 20 steps; its discovery script stops naming a node that is gone.
+A setup (losses_setups.py) says what is trained on which nodes. `horovod` is Horovod's own elastic
+mode, which commits every 20 steps; its discovery script stops naming a node that is gone.
 
 Seconds of the table:
 
@@ -45,26 +45,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from losses_runs import AWAY, FAULTS, MEMORY, ROOT, SAME_RANKS, Cluster, Length, Run, Setup
+from losses_runs import AWAY, FAULTS, ROOT, SAME_RANKS, Cluster, Length, Run
+from losses_setups import SETUPS, STEPS_BEFORE, WAIT_SECONDS, left, undisturbed
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
+import losses_hour
 from bench import records
 
-SETUPS = {
-    "hitopk": Setup("losses_worker.py", ("hitopk",), faults=FAULTS),
-    "3 x 2": Setup("losses_worker.py", ("hitopk",), nodes=3, slots=2, faults=("kill", "node")),
-    "sharded": Setup("losses_worker.py", ("sharded",)),
-    "auto": Setup("losses_worker.py", ("auto",)),
-    "two optimizers": Setup("losses_loop.py"),
-    "one callback": Setup("losses_worker.py", ("callback",)),
-    "horovod": Setup("losses_horovod.py", horovod=True, faults=("kill", "node", "cut", "stop")),
-}
-STEPS_BEFORE = 50
 LENGTH = Length(epochs=4)
-# Without a step after the fault: then it has not gone on. Horovod does so when the ssh to a node
-# that does not answer has ended, as it does when the run is ended here
-WAIT_SECONDS = 300.0
 
 
 def single(
@@ -111,28 +100,6 @@ def single(
     row["replicas_equal"] = bool(weights)
     row["same_bits"] = weights == reference if reference and fault in SAME_RANKS else None
     return row
-
-
-def undisturbed(cluster: Cluster, setup: Setup, length: Length, folder: Path) -> str:
-    """Return the hash of the weights of a run without a fault."""
-    run = Run(cluster, folder, setup, length)
-    if run.end(3600):
-        sys.exit(f"The run without a fault has failed: see {folder / 'stderr'}")
-    return run.weights(setup.ranks)
-
-
-def left(folder: Path) -> list[str]:
-    """Return the processes and memory files that runs have left."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:  # It has ended
-            continue
-        if str(folder) in command:
-            found.append(f"{path.parent.name}: {command[:100]}")
-    runs = {path.name.removeprefix("run-") for path in folder.rglob("run-*")}
-    return [*found, *(str(path) for run in runs for path in MEMORY.glob(f"tfcommx-*-{run}-*"))]
 
 
 COLUMNS = ("cold_start", "detected", "next_step", "more")
@@ -203,8 +170,6 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="tfcommx_losses"))
     cluster = Cluster(chosen.name)
     if chosen.minutes:
-        import losses_hour
-
         return losses_hour.measure(cluster, folder, chosen)
     print(f"{'setup, fault':24}{'went on':8}", *(f"{one:>10}" for one in COLUMNS), " ", *HEADS)
     rows, stays = [], []

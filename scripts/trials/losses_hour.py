@@ -24,9 +24,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import losses
 from bench import records
 from losses_runs import AWAY, Cluster, Length, Run, Setup
+from losses_setups import SETUPS, STEPS_BEFORE, WAIT_SECONDS, left, undisturbed
 
 MEAN_SECONDS, LEAST_SECONDS, AWAY_SECONDS = 120.0, 20.0, 60.0
 # What a step takes at least
@@ -73,7 +73,7 @@ def disturb(run: Run, setup: Setup, minutes: float, seed: int) -> list[str]:
 
     while run.process.poll() is None and time.monotonic() < over:
         generation = run.newest_generation()
-        if len(run.steps(generation)) < losses.STEPS_BEFORE / 2:
+        if len(run.steps(generation)) < STEPS_BEFORE / 2:
             pause(1)
             continue
         pause(max(LEAST_SECONDS, draw.expovariate(1 / MEAN_SECONDS)))
@@ -89,7 +89,7 @@ def disturb(run: Run, setup: Setup, minutes: float, seed: int) -> list[str]:
             away[node] = time.monotonic() + AWAY_SECONDS
         met.append(fault)
         print(f"{(time.time() - run.began) / 60:5.1f} min  {fault} on node{node}", flush=True)
-        deadline = time.monotonic() + losses.WAIT_SECONDS
+        deadline = time.monotonic() + WAIT_SECONDS
         while run.newest_generation() == generation and time.monotonic() < deadline:
             pause(0.5)
     step = run.steps(run.newest_generation())[-1][1]
@@ -142,7 +142,7 @@ def measure(cluster: Cluster, folder: Path, chosen: argparse.Namespace) -> int:
         folder: for all runs.
         chosen: minutes, seed and record, as losses.py was given them.
     """
-    setup = losses.SETUPS[SETUP]
+    setup = SETUPS[SETUP]
     epochs = round(chosen.minutes * 60 / STEPS_OF_EPOCH / STEP_SECONDS) + 1
     cluster.call("up", "--nodes", setup.nodes + 1, "--rate", "500mbit", "--slots", setup.slots)
     try:
@@ -150,11 +150,11 @@ def measure(cluster: Cluster, folder: Path, chosen: argparse.Namespace) -> int:
         run = Run(cluster, folder / "long", setup, Length(epochs, STEP_SECONDS, SEEDS[0]))
         met = disturb(run, setup, chosen.minutes, chosen.seed)
         status = run.end(60)
-        stays = [*losses.left(folder), *(ports(cluster, setup.nodes) - before)]
+        stays = [*left(folder), *(ports(cluster, setup.nodes) - before)]
         as_many = round(samples(run) / BATCH / STEPS_OF_EPOCH / setup.ranks)
         for seed in SEEDS:
             place = folder / f"seed{seed}"
-            losses.undisturbed(cluster, setup, Length(as_many, 0.0, seed), place)
+            undisturbed(cluster, setup, Length(as_many, 0.0, seed), place)
             print(f"seed {seed} without a fault: {scores(place)[-1]}", flush=True)
     finally:
         cluster.call("down")

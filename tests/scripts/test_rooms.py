@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import sys
+from pathlib import Path
 
 import pytest
 from launching import ROOT
@@ -23,6 +25,18 @@ def test_only_commands_stand_outside_of_rooms() -> None:
     rooms = {path.name for path in SCRIPTS.iterdir() if path.is_dir()} - {"__pycache__"}
     for name in {f"{room}/" for room in rooms} | COMMANDS:
         assert f"`{name}`" in README, name
+
+
+@pytest.mark.parametrize("room", sorted({path.parent for path in SCRIPTS.rglob("*.py")}), ids=str)
+def test_no_two_files_of_a_room_import_each_other(room: Path) -> None:
+    files = {path.stem: path for path in room.glob("*.py")}
+    imports: dict[str, set[str]] = {name: set() for name in files}
+    for name, path in files.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            words = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            words += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            imports[name] |= {word.rpartition(".")[2] for word in words} & files.keys() - {name}
+    assert len(list(graphlib.TopologicalSorter(imports).static_order())) == len(files)
 
 
 def test_each_file_is_a_benchmark_or_part_of_one() -> None:

@@ -9,12 +9,20 @@ import sys
 from types import SimpleNamespace as Space
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from launching import ROOT
 
+from tfcommx.comm.base import Comm
+from tfcommx.comm.threads import ThreadComm
+from tfcommx.optim.exchange_settings import ExchangeSettings
+from tfcommx.optim.exchanger import Exchanger
+from tfcommx.optim.keras_internals import ExchangesGradients, copy_with
+from tfcommx.runtime.residuals import VariableState
 from tfcommx.runtime.trial import TrialExecutor
 from tfcommx.runtime.trial_rounds import TrialRounds
+from tfcommx.terms import Scheme, Topology
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from bench import plans, ranks, results
@@ -38,6 +46,25 @@ def test_a_lost_entry_is_seen_and_all_is_put_back(kind: type, right: bool) -> No
     assert plans.sums_are_right(alone, optimizer, weights) == right
     assert [one.numpy().tolist() for one in weights] == [[[1, 2]], [3, 4, 5]]
     assert float(optimizer.learning_rate) == 0.25
+
+
+@pytest.mark.parametrize(("share", "right"), [(1.0, True), (0.999, False)])
+def test_sums_of_a_compression_are_right_to_rounding(share: float, right: bool) -> None:
+    """And a thousandth that is lost of what the ranks keep is seen."""
+
+    def work(comm: Comm) -> bool:
+        optimizer = copy_with(ExchangesGradients, keras.optimizers.SGD(0.25))
+        scheme = Scheme(compression="powersgd/1")
+        optimizer.exchanger = Exchanger(comm, scheme, ExchangeSettings())
+        once = optimizer.exchanger.state_by_variable
+
+        def state() -> VariableState:
+            return VariableState({path: share * one for path, one in once().residuals.items()})
+
+        optimizer.exchanger.state_by_variable = state
+        return plans.sums_are_right(comm, optimizer, [keras.Variable(np.ones((40, 30), "float32"))])
+
+    assert ThreadComm.run(Topology(2, 1), work) == [right] * 2
 
 
 def test_a_trial_that_is_under_way_is_seen() -> None:
