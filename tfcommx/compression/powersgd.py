@@ -57,10 +57,6 @@ class PowerSGD(Compression):
         ]
         return np.concatenate(parts)
 
-    def passes(self) -> float:
-        """Count 4 R passes: thin products take a processor about as long as R additions."""
-        return 4.0 * self.rank
-
     def run(self, gradients: Sequence[Tensor], state: Tensor, add: Add) -> Compressed:
         """Take a step of power iteration with all matrices.
 

@@ -37,7 +37,7 @@ class Compressor:
             flat: float32 [bucket.padded].
 
         **Ranks:** all; the result has the same bits on each.
-        **Cost:** the compression's, its sums, and three passes over the vector.
+        **Cost:** the compression's, its sums, and some 15 passes over the vector.
         """
         state = self.state
         whole = flat + state.residual
