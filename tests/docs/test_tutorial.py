@@ -59,10 +59,15 @@ def test_the_script_that_trains_alone(tmp_path: Path) -> None:
 def test_the_script_on_two_ranks_is_killed_and_resumes(tmp_path: Path) -> None:
     """Two launches, because that is what it shows; the second runs the other blocks as well."""
     killed = start(tmp_path, TRAIN, 2)
+    seen = []
     for line in killed.stdout:
+        seen.append(line)
         if "Epoch 3/6" in line:
             os.killpg(killed.pid, signal.SIGINT)
-    assert killed.wait(timeout=60) != 0
+    # Not by its status: on a busy machine horovodrun ends with 0 after it has stopped the ranks
+    killed.wait(timeout=60)
+    assert any("Epoch 3/6" in line for line in seen)
+    assert not any("Epoch 6/6" in line for line in seen), "".join(seen)
     resumed = start(tmp_path, ALL, 2)
     output, _ = resumed.communicate(timeout=240)
     assert resumed.returncode == 0, output
