@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
 import sys
 
 import keras
@@ -116,3 +118,23 @@ def test_after_a_rank_has_died_the_process_ends_without_waiting_for_it(
         membership.mark_gone(2, "its process has ended", False)
         ends[0]()
         assert statuses == [0] and theirs.recv(100) == b"bye\n" * 3
+
+
+def test_an_exception_of_native_code_tells_the_watcher_before_the_process_is_aborted() -> None:
+    """Gloo's own exceptions end a rank in Horovod's thread, where no Python runs."""
+    program = (
+        "import ctypes, sys; from tfcommx.kernels import loader\n"
+        "loader.plain_function('tfcommx_tell_of_terminate')(int(sys.argv[1]))\n"
+        "ctypes.CDLL('libstdc++.so.6')['_ZSt9terminatev']()"
+    )
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ended = subprocess.run(
+            [sys.executable, "-c", program, str(ours.fileno())],
+            pass_fds=[ours.fileno()],
+            capture_output=True,
+        )
+        ours.close()
+        assert ended.returncode == -signal.SIGABRT, ended.stderr.decode()
+        assert theirs.recv(64) == b"aborted\n"
+        assert b"terminate called" in ended.stderr

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tfcommx.comm import liveness
-from tfcommx.comm.watch_alarm import GATHER_SECONDS, NAMES
+from tfcommx.comm.watch_alarm import CAUSE_SECONDS, GATHER_SECONDS, NAMES
 from tfcommx.comm.watch_protocol import WatchProtocol
 from tfcommx.comm.watch_tree import children, neighbours
 
@@ -310,3 +310,31 @@ def test_who_was_aborted_because_of_another_is_spoken_for_by_its_watcher() -> No
     for rank in (0, 1):
         assert "rank 2 on here (its process has ended)" in network.members[rank].last_words
         assert f"rank {rank} " not in network.members[rank].last_words
+
+
+def test_who_was_aborted_names_the_cause_though_its_watcher_hears_of_it_later() -> None:
+    """On a busy machine rank 1's abort was seen before rank 2's death, and nobody was named."""
+    network = Simulated(3)
+    network.members[1].rank_says("aborted", 1.0)
+    network.members[1].rank_is_gone(1.0)
+    network.hops()
+    for member in network.members.values():
+        member.tell_if_due(1.0 + 2 * GATHER_SECONDS)
+        assert not member.alarm.told
+    network.members[2].rank_is_gone(2.0)
+    network.hops()
+    for member in network.members.values():
+        member.tell_if_due(2.0 + GATHER_SECONDS)
+    said = network.members[1].last_words
+    assert said.startswith("rank 2 on here (its process has ended)") and "rank 1 " not in said
+    assert network.members[2].last_words == ""
+    assert "rank 2 on here (its process" in network.members[0].to_rank[0]
+
+
+def test_who_was_aborted_while_nobody_is_known_to_be_missing_still_says_so() -> None:
+    network = Simulated(2)
+    network.members[1].rank_says("aborted", 1.0)
+    network.members[1].rank_is_gone(1.0)
+    network.members[1].tell_if_due(1.0 + CAUSE_SECONDS)
+    assert network.members[1].finished
+    assert network.members[1].last_words == "which, no watcher has said."

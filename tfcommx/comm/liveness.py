@@ -47,6 +47,7 @@ from tfcommx.comm.membership import Membership
 from tfcommx.comm.stalls import CAUSES
 from tfcommx.comm.watch_alarm import MISSING
 from tfcommx.comm.watch_tree import neighbours
+from tfcommx.kernels import loader
 
 log = logging.getLogger("tfcommx")
 
@@ -208,6 +209,9 @@ def start_watcher(listening: socket.socket, job: dict[str, Any]) -> socket.socke
     theirs.close()
     listening.close()
     ours.sendall(json.dumps(job).encode() + b"\n")
+    tell_of_terminate = loader.plain_function("tfcommx_tell_of_terminate")
+    if tell_of_terminate is not None:
+        tell_of_terminate(ours.fileno())
     return ours
 
 

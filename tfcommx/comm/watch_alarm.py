@@ -2,12 +2,15 @@
 
     first sign -- GATHER_SECONDS --> the rank is told -- LAST_WORDS_SECONDS --> it is killed
 
+A rank that Gloo has aborted is no cause: CAUSE_SECONDS are left for a watcher to name one.
+
 What ranks of a node that die together have in common is named together; what ends after the rank
 was told ends because of the alarm.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -15,6 +18,10 @@ from typing import Any
 GATHER_SECONDS = 0.3
 # For the rank to end by itself, before it is killed
 LAST_WORDS_SECONDS = 8.0
+# From the first sign to what the rank is told, while only ranks that were aborted are missing
+CAUSE_SECONDS = 3.0
+# What is said of a rank that ends because Gloo has lost a connection
+ABORTED = "aborted, because Gloo lost its connection to another rank"
 # Missing ranks that one alarm names
 NAMES = 8
 # What a rank says before it ends because of others, or its watcher in its place
@@ -39,22 +46,26 @@ class Alarm:
         # Whether the rank was told; when it is killed
         self.told = False
         self.kill_at: float | None = None
-        self._tell_at = 0.0
+        # When the first missing rank was known, and the first that was not aborted
+        self._first_at = self._cause_at = math.inf
 
     def add(self, found: dict[int, list[Any]], now: float) -> dict[int, list[Any]]:
         """Take note of missing ranks; return those that are new: none once the rank was told."""
         if self.told:
             return {}
         new = [(rank, row) for rank, row in found.items() if rank not in self.lost]
-        if not self.lost:
-            self._tell_at = now + GATHER_SECONDS
         added = dict(new[: NAMES - len(self.lost)])
+        if added:
+            self._first_at = min(self._first_at, now)
+        if any(what != ABORTED for _, what, _ in added.values()):
+            self._cause_at = min(self._cause_at, now)
         self.lost |= added
         return added
 
     def is_due(self, now: float) -> bool:
         """Tell whether the rank must now be told."""
-        return bool(self.lost) and not self.told and now >= self._tell_at
+        tell_at = min(self._cause_at + GATHER_SECONDS, self._first_at + CAUSE_SECONDS)
+        return not self.told and now >= tell_at
 
     def set_told(self, now: float, stopped: bool) -> None:
         """Take note that the rank was told; one whose process is stopped cannot end by itself."""

@@ -10,7 +10,7 @@
                                stall JSON   to the children: who waits for whom
                                end JSON     the same, and it has lasted too long: all end
 
-    lines from the rank        bye, failed: ..., at JSON, needs JSON or all
+    lines from the rank        bye, aborted, failed: ..., at JSON, needs JSON or all
     lines to the rank          lost TEXT, gone JSON, stall TEXT, end TEXT
 
 A watcher says "alive" while its rank's process exists and is not stopped. It raises the alarm if it
@@ -38,7 +38,7 @@ import json
 from typing import Any
 
 from tfcommx.comm.stalls import ENDED, UNKNOWN, Group, StallWatch, group_of, later, merge
-from tfcommx.comm.watch_alarm import Alarm
+from tfcommx.comm.watch_alarm import ABORTED, Alarm
 from tfcommx.comm.watch_tree import children, neighbours, parent
 
 
@@ -83,8 +83,8 @@ class WatchProtocol:
         self.alarm = Alarm(self.rank, others)
         # This rank has said bye; its process is stopped; it is gone
         self.leaving, self.stopped, self.gone = False, False, False
-        # The watcher says for the rank, which could not, why it has ended
-        self._speaks_for_rank = False
+        # The watcher says for the rank, which could not, why it has ended; the rank was aborted
+        self._speaks_for_rank, self._aborted = False, False
         # The parent knows that all have ended here and below; all ranks have ended
         self.said_ended, self.over = False, False
         self.group, self.group_since = group_of(self.rank, 0, UNKNOWN, ""), now
@@ -167,6 +167,8 @@ class WatchProtocol:
             self.group, self.group_since = group_of(self.rank, 0, ENDED, ""), now
             self._say_to_all("bye")
             self._see_whether_all_ended()
+        elif kind == "aborted":
+            self._aborted = True
         elif line:
             self._learn_missing({self.rank: [self.host, line, self.rank]}, None, now)
 
@@ -178,17 +180,18 @@ class WatchProtocol:
         self.gone = True
         if not (self.leaving or self.alarm.told or self.rank in self.alarm.lost):
             self._speaks_for_rank = True
-            self._learn_missing(
-                {self.rank: [self.host, "its process has ended", self.rank]}, None, now
-            )
+            what = ABORTED if self._aborted else "its process has ended"
+            self._learn_missing({self.rank: [self.host, what, self.rank]}, None, now)
 
     @property
     def last_words(self) -> str:
         """What is said in the place of a rank that is gone; empty if it was the first to go."""
         lost = self.alarm.lost
-        if not self._speaks_for_rank or next(iter(lost)) == self.rank:
+        causes = [rank for rank, (_, what, _) in lost.items() if what != ABORTED]
+        if not self._speaks_for_rank or (causes[:1] == [self.rank] and not self._aborted):
             return ""
-        return self.alarm.sentence(lost.keys() - {self.rank})
+        others = lost.keys() - {self.rank}
+        return self.alarm.sentence(others) if others else "which, no watcher has said."
 
     def beat(self, now: float, late: float = 0.0) -> None:
         """Say that the rank is alive, what it and those below do, and look who is silent.
