@@ -56,6 +56,8 @@ NO_TENSORFLOW = (
     "comm.remote_hosts",
     "comm.watcher",
     "compression",
+    "measure.horovod_timeline",
+    "measure.recorded_step",
     "wire.formats",
     "routes",
     "simulator",

@@ -10,19 +10,7 @@ from typer.testing import CliRunner
 
 from tfcommx import routes
 from tfcommx.cli.main import app
-from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.simulator.step import simulate
-from tfcommx.terms import (
-    NOMINAL,
-    MeasuredStep,
-    PlanError,
-    Profile,
-    Scheme,
-    Span,
-    Timeline,
-    Topology,
-    VariableProfile,
-)
+from tfcommx.terms import NOMINAL, PlanError, Profile, Topology, VariableProfile
 
 
 @pytest.fixture
@@ -80,29 +68,3 @@ def test_what_is_refused(files: tuple[str, str], words: list[str], message: str)
 def test_links_that_are_none_are_refused(files: tuple[str, str]) -> None:
     with pytest.raises(PlanError, match="A file of links"):
         run("alexnet", "--links", "nowhere.json")
-
-
-def test_a_measured_step_beside_the_simulated_one(files: tuple[str, str], tmp_path: Path) -> None:
-    profile = Profile.read(files[0])
-    gradients = [Gradient(row.name, row.shape, row.dtype) for row in reversed(profile.variables)]
-    plan = make_plan(gradients, {"*": Scheme(bucket_bytes=2**19)}, Topology(2, 1))
-    spans = (
-        Span("compute", "forward", "forward", 0.0, 0.03),
-        Span("compute", "backward", "layer5/kernel", 0.03, 0.09),
-        Span("between", "message", "tfcommx/bucket0", 0.05, 0.1, 0),
-    )
-    step = MeasuredStep(profile, plan, Timeline(spans, 0.1, 0.09, 16, 2))
-    file, png = tmp_path / "step.json", tmp_path / "both.png"
-    file.write_text(step.to_json())
-    assert MeasuredStep.read(file, routes.read_plan) == step
-    output = run(str(file), "--links", files[1], "--compare", str(png))
-    said = [line for line in output.splitlines() if line.startswith(("measured", "simulated"))]
-    assert said == ["measured", "simulated"]
-    # The last bucket's message, of 2 ranks at nominal links, follows the backward pass
-    simulated = simulate(plan, profile, NOMINAL)
-    assert f"The simulated step is {1 - simulated.step_s / 0.1:.1%} shorter." in output
-    assert 0.09 < simulated.step_s < 0.1 and png.stat().st_size > 10_000
-    events = json.loads(png.with_suffix(".json").read_text())["traceEvents"]
-    assert {event["pid"] for event in events} == {0, 1}
-    with pytest.raises(PlanError, match="A file of a measured step"):
-        run(files[0], "--links", files[1], "--compare", str(png))

@@ -98,7 +98,9 @@ def test_a_timeline_is_drawn_and_exported(tmp_path: Path) -> None:
     png, trace = tmp_path / "a.png", tmp_path / "a.json"
     output = run(*FLAGS, "--scheme", "hitopk", "--png", str(png), "--trace", str(trace))
     assert "port inside" in output and "port between" in output and "hitopk" in output
-    assert json.loads(trace.read_text())["traceEvents"] and png.stat().st_size > 1000
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert events[0]["args"]["name"] == "resnet50, 8 x 4, hitopk, threshold"
+    assert png.stat().st_size > 1000
 
 
 def test_a_measured_profile_counts_more_than_a_model(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`tfcommx profile --exchange` on real ranks, and `plan --compare` of what it wrote."""
+"""`tfcommx profile --exchange` on real ranks, and `explain` of what it wrote."""
 
 from __future__ import annotations
 
@@ -58,6 +58,6 @@ def test_a_real_step_is_measured_and_drawn_beside_the_simulated_one(
         assert span.end_s >= max(ready.get(name, 0.0) for name in names)
     if comm.rank == 0:
         links.write_text(json.dumps({"links": NOMINAL.to_dict()}))
-        drawn = run("plan", str(file), "--links", str(links), "--compare", str(png))
-        assert "measured\n" in drawn and "simulated\n" in drawn and "The simulated step is" in drawn
-        assert png.read_bytes().startswith(b"\x89PNG") and png.with_suffix(".json").exists()
+        drawn = run("explain", str(file), "--links", str(links), "--png", str(png))
+        assert "recorded\n" in drawn and "simulated\n" in drawn and "step differs from" in drawn
+        assert png.read_bytes().startswith(b"\x89PNG")

@@ -39,8 +39,11 @@ def test_a_cell_shows_what_takes_most_of_it() -> None:
 
 
 def test_trace_events_have_every_span_in_microseconds() -> None:
-    events = json.loads(trace_events(TIMELINE))["traceEvents"]
-    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    events = json.loads(trace_events({"a step": TIMELINE, "another": TIMELINE}))["traceEvents"]
+    named = [event for event in events if event["name"] == "process_name"]
+    assert [(one["pid"], one["args"]["name"]) for one in named] == [(0, "a step"), (1, "another")]
+    events = [event for event in events if event["pid"] == 0]
+    names = {event["tid"]: event["args"]["name"] for event in events if "thread" in event["name"]}
     spans = [event for event in events if event["ph"] == "X"]
     assert list(names.values()) == ["host", "compute", "port between"]
     assert len(spans) == len(SPANS)

@@ -15,6 +15,7 @@ from tfcommx.cli import (
     centre,
     compare,
     doctor,
+    explain,
     plan,
     probe,
     profile,
@@ -65,6 +66,7 @@ for command in (
     profile.profile,
     plan.plan,
     simulate.simulate,
+    explain.explain,
     doctor.doctor,
 ):
     app.command()(command)

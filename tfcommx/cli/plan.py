@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tfcommx.terms import Links, MeasuredStep, PlanError, Profile, Scheme, Topology
+from tfcommx.terms import Links, PlanError, Profile, Scheme, Topology
 
 if TYPE_CHECKING:
     from tfcommx.planner.predict import Prediction
@@ -44,18 +44,8 @@ def plan(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the table, one object a line.")
     ] = None,
-    compare: Annotated[
-        Path | None,
-        typer.Option(
-            help="MODEL is the file of a measured step: draw it beside a simulated one, as this "
-            "PNG and, beside it, as trace events (.json)."
-        ),
-    ] = None,
 ) -> None:
     """Rank the schemes for a model on a cluster by the predicted time of a step."""
-    if compare is not None:
-        _compare(model, Links.read(links), compare)
-        return
     from tfcommx.planner.choose import candidates
     from tfcommx.planner.predict import Setting
     from tfcommx.planner.sensitivity import what_helps
@@ -68,34 +58,12 @@ def plan(
     found = candidates(setting, _asked(selection, density, wire, compression), mpi)
     best = found[0]
     _show([_row(candidate) for candidate in found], what_helps(best.scheme, setting))
-    print(f"\n{_advice(best)}")
+    print(f"\npredicted to be the fastest: {advice(best)}")
     if json_file:
         json_file.write_text("".join(json.dumps(_row(one)) + "\n" for one in found))
     if output:
         output.write_text(best.plan.to_json())
         print(f"{output}: its plan, of {len(best.plan.buckets)} buckets.")
-
-
-def _compare(measured: str, links: Links, png: Path) -> None:
-    """Draw a measured step beside a simulated one, as text, picture and trace events."""
-    from tfcommx import routes
-    from tfcommx.report import timeline as report
-    from tfcommx.simulator.assumptions import Assumptions
-    from tfcommx.simulator.selection_time import measured_time
-    from tfcommx.simulator.step import simulate
-
-    step = MeasuredStep.read(measured, routes.read_plan)
-    assumptions = Assumptions(measured_time(step.profile))
-    simulated = simulate(step.plan, step.profile, links, assumptions)
-    both = {"measured": step.timeline, "simulated": simulated}
-    for name, timeline in both.items():
-        print(f"{name}\n{report.draw_text(timeline)}\n")
-    apart = both["simulated"].step_s / both["measured"].step_s - 1
-    print(f"The simulated step is {abs(apart):.1%} {'longer' if apart > 0 else 'shorter'}.")
-    report.draw_timelines(both, png)
-    trace = png.with_suffix(".json")
-    trace.write_text(report.trace_events(*both.values()))
-    print(f"{png}, {trace}: measured is process 0, simulated process 1.")
 
 
 def _asked(selection: str, density: float, wire: str, compression: str) -> Scheme:
@@ -182,8 +150,8 @@ def _words(row: dict[str, Any]) -> str:
     return f"{row['scheme']}{peers}{share}{form}, {row['merging']}"
 
 
-def _advice(best: Prediction) -> str:
-    """Return the line of code for the best scheme."""
+def advice(best: Prediction) -> str:
+    """Return the line of code for a scheme."""
     from tfcommx.planner import merging
 
     scheme = best.scheme
@@ -194,10 +162,10 @@ def _advice(best: Prediction) -> str:
     for name in ("dense_route", "wire", "dense_wire", "peer_route", "merging", "compression"):
         if getattr(scheme, name) != getattr(default, name):
             words.append(f"{name}={getattr(scheme, name)!r}")
-    found = f"predicted to be the fastest: Scheme({', '.join(words)})"
+    found = f"Scheme({', '.join(words)})"
     if not merging.get(scheme.merging).needs_times:
         return found
     return (
-        f"{found}. Its merging goes by time: write the plan with --output, and give "
+        f"{found}. Its merging goes by time: write the plan with `tfcommx plan --output`, and give "
         "DistributedOptimizer(plan=tfcommx.routes.read_plan(text)) what is in the file"
     )

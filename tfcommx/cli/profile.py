@@ -24,7 +24,7 @@ def profile(
         Path | None,
         typer.Option(
             help="On several ranks: measure the step with its exchange, and write it to this file "
-            "for `tfcommx plan FILE --compare both.png`."
+            "for `tfcommx explain FILE --links links.json`."
         ),
     ] = None,
 ) -> None:
@@ -63,7 +63,7 @@ def _measure_exchange(recipe: Recipe, steps: int, file: Path) -> None:
         print(
             f"{timeline.ranks} ranks: a step of {1e3 * timeline.step_s:.2f} ms, of which "
             f"{1e3 * timeline.exposed_s:.2f} ms wait for the exchange of {len(found.plan.buckets)} "
-            f"buckets.\n{file}: draw it beside a simulated one with tfcommx plan {file} --links "
-            "links.json --compare both.png."
+            f"buckets.\n{file}: compare it with a simulated one: tfcommx explain {file} --links "
+            "links.json."
         )
     process.current().gather_objects("done")

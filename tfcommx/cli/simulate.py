@@ -174,11 +174,12 @@ def simulate(
             report.draw_sweep(rows, name, png)
         return
     print(report.draw_text(timeline))
+    title = f"{settings.model}, {settings.nodes} x {settings.slots}, {settings.scheme}"
+    title += f", {settings.merging}"
     if png:
-        title = f"{settings.model}, {settings.nodes} x {settings.slots}, {settings.scheme}"
-        report.draw_timeline(timeline, png, f"{title}, {settings.merging}")
+        report.draw_timeline(timeline, png, title)
     if trace:
-        trace.write_text(report.trace_events(timeline))
+        trace.write_text(report.trace_events({title: timeline}))
 
 
 # What typer reads: an option for each setting in place of `given`

@@ -125,43 +125,38 @@ def _draw_lanes(axes: Any, timeline: Timeline, title: str, longest_s: float) -> 
     axes.invert_yaxis()
 
 
-def trace_events(*timelines: Timeline) -> str:
+def trace_events(timelines: dict[str, Timeline]) -> str:
     """Write timelines in the trace-event format, which chrome://tracing and Perfetto read.
 
-    Each is a process of its own there.
+    Each is a process of its own there, under its title; each resource is a thread of it.
 
     Source: Google, "Trace Event Format": complete events (ph X), microseconds.
     """
-    events = [one for number, each in enumerate(timelines) for one in _events(each, number)]
+    events: list[dict[str, Any]] = []
+    for process, (title, timeline) in enumerate(timelines.items()):
+        lanes = _lanes(timeline)
+        events.append(_named("process", title, process, 0))
+        events += [_named("thread", MEANINGS[x], process, n) for n, x in enumerate(lanes)]
+        events += [
+            {
+                "name": f"{span.kind} {span.name}",
+                "cat": span.kind,
+                "ph": "X",
+                "ts": span.start_s * 1e6,
+                "dur": (span.end_s - span.start_s) * 1e6,
+                "pid": process,
+                "tid": lanes.index(span.resource),
+                "args": {"bucket": span.bucket},
+            }
+            for span in timeline.spans
+        ]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
 
 
-def _events(timeline: Timeline, process: int) -> list[dict[str, Any]]:
-    lanes = _lanes(timeline)
-    events: list[dict[str, Any]] = [
-        {
-            "name": "thread_name",
-            "ph": "M",
-            "pid": process,
-            "tid": number,
-            "args": {"name": MEANINGS[lane]},
-        }
-        for number, lane in enumerate(lanes)
-    ]
-    events += [
-        {
-            "name": f"{span.kind} {span.name}",
-            "cat": span.kind,
-            "ph": "X",
-            "ts": span.start_s * 1e6,
-            "dur": (span.end_s - span.start_s) * 1e6,
-            "pid": process,
-            "tid": lanes.index(span.resource),
-            "args": {"bucket": span.bucket},
-        }
-        for span in timeline.spans
-    ]
-    return events
+def _named(what: str, name: str, process: int, thread: int) -> dict[str, Any]:
+    """Return the event that names a process or a thread."""
+    args = {"name": name}
+    return {"name": f"{what}_name", "ph": "M", "pid": process, "tid": thread, "args": args}
 
 
 def draw_sweep(rows: list[dict[str, Any]], swept: str, path: Path) -> None:

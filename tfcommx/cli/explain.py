@@ -1,0 +1,233 @@
+"""`tfcommx explain`: where the time of a run went, and what another plan would save."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median_low, quantiles
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tfcommx.cli.plan import advice
+from tfcommx.measure.horovod_timeline import (
+    Message,
+    RecordedStep,
+    Recording,
+    is_timeline,
+    read_timeline,
+)
+from tfcommx.measure.recorded_step import measured_step
+from tfcommx.report import timeline as report
+from tfcommx.terms import Links, MeasuredStep, PlanError, Timeline, Topology
+
+if TYPE_CHECKING:
+    from tfcommx.planner.predict import Prediction
+
+# What a better plan may lose, beside those that lose nothing
+SELECTED = {"selection": "mstopk", "density": 0.01}
+# Characters of a tensor's name in a table
+NAME_LENGTH = 40
+
+
+def explain(
+    run: Annotated[
+        Path,
+        typer.Argument(
+            help="File that `horovodrun --timeline-filename` or `tfcommx profile --exchange` wrote."
+        ),
+    ],
+    links: Annotated[
+        Path | None,
+        typer.Option(help="File that `tfcommx probe` wrote: also simulate the step, and plan it."),
+    ] = None,
+    slots: Annotated[int, typer.Option(help="Ranks on each node, of a timeline.")] = 1,
+    png: Annotated[Path | None, typer.Option(help="Draw the steps, below each other.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write them for chrome://tracing and Perfetto.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all steps of a timeline, one a line.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Write the profile of the run: tfcommx plan FILE.")
+    ] = None,
+) -> None:
+    """Explain a recorded run: what its messages waited for, and what a better plan would give."""
+    others_s, step = 0.0, None
+    if _is_timeline(run):
+        recording = read_timeline(run)
+        _show_recording(run, recording)
+        others_s = recording.typical.exposed_parts.ranks_s
+        if json_file:
+            rows = map(_step_row, recording.steps)
+            json_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        if links or profile or png or trace:
+            topology = Topology(max(1, recording.ranks // max(1, slots)), slots)
+            step = measured_step(recording, topology)
+    else:
+        from tfcommx import routes
+
+        step = MeasuredStep.read(run, routes.read_plan)
+    if step is None:
+        print("With --links links.json, which `tfcommx probe` writes, it is compared with plans.")
+        return
+    if profile:
+        profile.write_text(step.profile.to_json())
+    steps = {"recorded": step.timeline}
+    better: list[Prediction] = []
+    if links:
+        steps["simulated"], better = _predicted(step, Links.read(links))
+    for name, timeline in steps.items():
+        print(f"\n{name}\n{report.draw_text(timeline)}")
+    if links:
+        names = [bucket.name for bucket in step.plan.buckets]
+        _show([_bucket_row(number, bucket, steps) for number, bucket in enumerate(names)])
+        _show_difference(steps["recorded"], steps["simulated"], others_s)
+        _show_better(steps["simulated"], better)
+    if png:
+        report.draw_timelines(steps, png)
+    if trace:
+        trace.write_text(report.trace_events(steps))
+
+
+def _is_timeline(run: Path) -> bool:
+    try:
+        return is_timeline(run)
+    except OSError as error:
+        raise PlanError(
+            "A file that `horovodrun --timeline-filename` or `tfcommx profile --exchange` wrote is "
+            f"required. Received {run}: {error}."
+        ) from error
+
+
+def _show_recording(run: Path, recording: Recording) -> None:
+    """Print how long steps took, and what the messages of the typical one waited for."""
+    steps, typical = recording.steps, recording.typical
+    print(f"{run}: {len(steps)} steps of {recording.ranks} ranks.")
+    for what, seconds in (
+        ("A step takes", [step.step_s for step in steps]),
+        ("From the last gradient to the last sum", [step.exposed_s for step in steps]),
+    ):
+        deciles = quantiles([*seconds, *seconds], n=10, method="inclusive")
+        print(
+            f"{what}: {1e3 * median_low(seconds):.1f} ms; one in ten less than "
+            f"{1e3 * deciles[0]:.1f}, or more than {1e3 * deciles[-1]:.1f}."
+        )
+    parts = typical.exposed_parts
+    print(
+        f"A typical step, of {1e3 * typical.step_s:.1f} ms, shows {1e3 * typical.exposed_s:.1f} ms "
+        f"of its exchange: messages {1e3 * parts.messages_s:.1f} ms, waiting for other ranks "
+        f"{1e3 * parts.ranks_s:.1f} ms, the engine {1e3 * parts.engine_s:.1f} ms. Its messages, "
+        "in ms:"
+    )
+    _show([_message_row(message, typical) for message in typical.messages])
+
+
+def _message_row(message: Message, step: RecordedStep) -> dict[str, Any]:
+    waits = step.waits_of(message)
+    return {
+        "first tensor": message.name[:NAME_LENGTH],
+        "tensors": len(message.tensors),
+        "entries": message.entries,
+        "ready": 1e3 * (message.ready_s - step.start_s),
+        "behind others": 1e3 * waits.messages_s,
+        "for ranks": 1e3 * waits.ranks_s,
+        "for the engine": 1e3 * waits.engine_s,
+        "on the way": 1e3 * (message.end_s - message.begin_s),
+        "there": 1e3 * (message.end_s - step.start_s),
+    }
+
+
+def _step_row(step: RecordedStep) -> dict[str, Any]:
+    return {
+        "start_seconds": step.start_s,
+        "step_seconds": step.step_s,
+        "exposed_seconds": step.exposed_s,
+        **{f"exposed_{name}": s for name, s in step.exposed_parts._asdict().items()},
+        "messages": len(step.messages),
+    }
+
+
+def _predicted(step: MeasuredStep, links: Links) -> tuple[Timeline, list[Prediction]]:
+    """Simulate the step by its own plan, and by the best plans that lose nothing, or something."""
+    import dataclasses
+
+    from tfcommx.planner.choose import candidates
+    from tfcommx.planner.predict import Setting
+    from tfcommx.simulator.assumptions import Assumptions
+    from tfcommx.simulator.selection_time import measured_time
+    from tfcommx.simulator.step import simulate
+    from tfcommx.terms import Scheme
+
+    assumptions = Assumptions(measured_time(step.profile))
+    own = simulate(step.plan, step.profile, links, assumptions)
+    setting = Setting(step.profile, step.plan.topology, links, assumptions)
+    lossy = dataclasses.replace(Scheme(), route="allgather", **SELECTED)
+    return own, [candidates(setting)[0], candidates(setting, lossy, thorough=False)[0]]
+
+
+def _bucket_row(number: int, name: str, steps: dict[str, Timeline]) -> dict[str, Any]:
+    """Return when a bucket was under way and there, in ms; nothing where it travels in another."""
+    row: dict[str, Any] = {"bucket": name[:NAME_LENGTH]}
+    for what, timeline in steps.items():
+        mine = [s for s in timeline.spans if s.kind == "message" and s.bucket == number]
+        on_the_way = 1e3 * sum(span.end_s - span.start_s for span in mine)
+        row[f"{what}: on the way"] = on_the_way if mine else "-"
+        row["there" if what == "recorded" else "there "] = 1e3 * mine[-1].end_s if mine else "-"
+    return row
+
+
+def _show_difference(recorded: Timeline, simulated: Timeline, others_s: float) -> None:
+    """Say by how much the step differs from its simulation, and in what."""
+    whole = recorded.step_s - simulated.step_s
+    computing = _computed_s(recorded) - _computed_s(simulated)
+    parts = {
+        "computing": computing,
+        "waiting for other ranks": others_s,
+        "messages": whole - computing - others_s,
+    }
+    text = ", ".join(f"{name} {_signed_ms(seconds)}" for name, seconds in parts.items())
+    print(f"\nThe recorded step differs from the simulated one by {_signed_ms(whole)}: {text}.")
+
+
+def _signed_ms(seconds: float) -> str:
+    return f"{round(1e3 * seconds, 1) + 0.0:+.1f} ms"  # Without -0.0
+
+
+def _computed_s(timeline: Timeline) -> float:
+    """Return when the backward pass has ended."""
+    return max((one.end_s for one in timeline.spans if one.kind == "backward"), default=0.0)
+
+
+def _show_better(simulated: Timeline, better: list[Prediction]) -> None:
+    """Print the simulated steps of the recorded plan and of the best ones."""
+    rows = [("as recorded", simulated, "")]
+    names = ("best that loses nothing", f"best with {SELECTED['density']:.0%} of the entries")
+    rows += [(name, one.timeline, advice(one)) for name, one in zip(names, better, strict=True)]
+    _show(
+        [
+            {
+                "plan": name,
+                "simulated step ms": 1e3 * timeline.step_s,
+                "exposed ms": 1e3 * timeline.exposed_s,
+                "shorter by": f"{1 - timeline.step_s / simulated.step_s:.1%}",
+            }
+            for name, timeline, _ in rows
+        ]
+    )
+    for name, _, how in rows[1:]:
+        print(f"{name}: {how}")
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    from tfcommx.report.terminal import terminal_console
+
+    table = Table(box=None)
+    for name, value in rows[0].items():
+        table.add_column(name, justify="left" if isinstance(value, str) else "right")
+    for row in rows:
+        table.add_row(*(f"{x:.2f}" if isinstance(x, float) else str(x) for x in row.values()))
+    terminal_console().print(table)

@@ -1,0 +1,286 @@
+"""Reads Horovod's timeline of a run: its steps, their messages, and what these waited for.
+
+A message carries the tensors that the engine fused. Rank 0, which writes the file, sees of it
+
+    last gradient seen     all ranks have it     its turn      sums are there
+          | waits for other ranks | waits for the engine | on its way |
+        ready                  agreed                  begin         end
+
+Source: the file that HOROVOD_TIMELINE of Horovod 0.28.1 writes; each tensor is a process in it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median_low
+from typing import Any, NamedTuple
+
+from tfcommx.terms import PlanError
+
+NEGOTIATES = "NEGOTIATE_"
+
+
+class Tensor(NamedTuple):
+    """What one collective carries for one name."""
+
+    name: str
+    # As Horovod calls it: ALLREDUCE, ALLGATHER, ...
+    operation: str
+    dtype: str
+    shape: tuple[int, ...]
+    # Seconds from the start of the file: rank 0's engine sees it; all ranks have it; its turn
+    # comes; it is there.
+    ready_s: float
+    agreed_s: float
+    begin_s: float
+    end_s: float
+
+    @property
+    def entries(self) -> int:
+        """Of the tensor."""
+        return math.prod(self.shape)
+
+
+class Message(NamedTuple):
+    """Tensors that travel together. Times are in seconds from the start of the file."""
+
+    tensors: tuple[Tensor, ...]
+    # After the message before it has ended.
+    begin_s: float
+
+    @property
+    def name(self) -> str:
+        """The last part of the first tensor's name, without what Horovod puts before it."""
+        return re.sub(
+            r"^Horovod\w+?_(gradient_tape_)?", "", self.tensors[0].name.rpartition("/")[2]
+        )
+
+    @property
+    def entries(self) -> int:
+        """Of all its tensors."""
+        return sum(one.entries for one in self.tensors)
+
+    @property
+    def ready_s(self) -> float:
+        """When the engine of rank 0 has seen the last tensor."""
+        return max(one.ready_s for one in self.tensors)
+
+    @property
+    def agreed_s(self) -> float:
+        """When all ranks have all tensors."""
+        return max(self.ready_s, *(one.agreed_s for one in self.tensors))
+
+    @property
+    def end_s(self) -> float:
+        """When the last sum is there."""
+        return max(one.end_s for one in self.tensors)
+
+
+class Waits(NamedTuple):
+    """Seconds of waiting, each >= 0, that the first of these explains which was at work."""
+
+    # Messages were on the way.
+    messages_s: float
+    # Not all ranks had the gradients.
+    ranks_s: float
+    # The rest: its cycle, copies.
+    engine_s: float
+
+
+class RecordedStep(NamedTuple):
+    """A step: from the end of the last message of the step before to that of its own."""
+
+    # Seconds from the start of the file.
+    start_s: float
+    # At least one, in the order of their turns.
+    messages: tuple[Message, ...]
+
+    @property
+    def end_s(self) -> float:
+        """When the last sum is there."""
+        return max(one.end_s for one in self.messages)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step."""
+        return self.end_s - self.start_s
+
+    @property
+    def ready_s(self) -> float:
+        """When the engine of rank 0 has seen the last gradient."""
+        return max(one.ready_s for one in self.messages)
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds from the last gradient seen to the last sum: no computing hides them."""
+        return self.end_s - self.ready_s
+
+    @property
+    def exposed_parts(self) -> Waits:
+        """What the exposed seconds went into."""
+        return self._waits(self.ready_s, self.end_s, max(one.agreed_s for one in self.messages))
+
+    def waits_of(self, message: Message) -> Waits:
+        """Return what one of the messages waited for, from its last gradient to its turn."""
+        return self._waits(message.ready_s, message.begin_s, message.agreed_s)
+
+    def _waits(self, start: float, stop: float, agreed: float) -> Waits:
+        """Divide a stretch of time, up to `agreed` of which ranks may have been waited for.
+
+        The engine tells that all ranks have a tensor when it has ended what it was at: until then
+        the message at work counts.
+        """
+
+        def at_work(end: float) -> float:
+            parts = (min(end, one.end_s) - max(start, one.begin_s) for one in self.messages)
+            return sum(max(0.0, part) for part in parts)
+
+        messages, ranks = at_work(stop), agreed - start - at_work(agreed)
+        return Waits(messages, ranks, stop - start - messages - ranks)
+
+
+class Recording(NamedTuple):
+    """The steps that a timeline holds."""
+
+    # At least one; without the first, whose start is not known.
+    steps: tuple[RecordedStep, ...]
+    # How many ranks took part, >= 1.
+    ranks: int
+
+    @property
+    def typical(self) -> RecordedStep:
+        """The step of median length."""
+        middle = median_low(step.step_s for step in self.steps)
+        return next(step for step in self.steps if step.step_s == middle)
+
+
+def is_timeline(path: Path) -> bool:
+    """Tell a timeline of Horovod, which is a list of events, from other JSON files."""
+    with path.open(errors="replace") as file:
+        return file.read(64).lstrip().startswith("[")
+
+
+def read_timeline(path: Path) -> Recording:
+    """Read a file that Horovod wrote, also one that a killed run has left without an end.
+
+    **Ranks:** none. **Cost:** about a second for 100 MB.
+    **Raises:** PlanError for a file without two steps of the same tensors.
+    """
+    events = _events(path)
+    found = list(_messages(events))
+    often = _in_every_step(found)
+    steps, before = [], None
+    for messages in _steps(found, often):
+        step = RecordedStep(0.0 if before is None else before, tuple(messages))
+        if before is not None and {t.name for m in messages for t in m.tensors} == often:
+            steps.append(step)
+        before = step.end_s
+    if not steps:
+        raise PlanError(
+            f"A timeline of Horovod with two steps or more is required. Received {path}, with "
+            f"{len(found)} messages. Start the run with `horovodrun --timeline-filename FILE`."
+        )
+    ranks = {event["name"] for event in events if event.get("ph") == "X"}
+    return Recording(tuple(steps), max(1, len(ranks)))
+
+
+def _events(path: Path) -> list[Mapping[str, Any]]:
+    text = path.read_text(errors="replace")
+    for whole in (text, text[: text.rfind("},") + 1] + "]"):
+        try:
+            found = json.loads(whole)
+        except ValueError:
+            continue
+        if isinstance(found, list) and all(isinstance(event, dict) for event in found):
+            return found
+    raise PlanError(
+        "A timeline of Horovod, a list of events in JSON, is required. Received "
+        f"{path}: {text[:60]!r}."
+    )
+
+
+def _messages(events: Sequence[Mapping[str, Any]]) -> Iterator[Message]:
+    """Put together what travelled together, in the order in which it ended."""
+    names: dict[int, str] = {}
+    # By tensor: names of what has begun in it; times of its collective
+    begun: dict[int, list[str]] = {}
+    times: dict[int, dict[str, Any]] = {}
+    # Numbers of the message that each collective is in, and tensors that it still waits for
+    number, is_open = 0, False
+    within: dict[int, int] = {}
+    parts: dict[int, list[Tensor]] = {}
+    before = 0.0
+    for event in events:
+        kind, tensor = event.get("ph"), event.get("pid")
+        if kind == "M" and event["name"] == "process_name":
+            names[tensor] = event["args"].get("name", "")
+        if kind not in ("B", "E") or tensor not in names:
+            continue
+        stack, seconds = begun.setdefault(tensor, []), 1e-6 * event["ts"]
+        if kind == "B":
+            if not stack and event["name"].startswith(NEGOTIATES):
+                times[tensor] = {"ready_s": seconds, "agreed_s": seconds}
+            elif not stack:
+                # Tensors that are fused begin together, before anything is done with one
+                number, is_open = (number if is_open else number + 1), True
+                within[tensor] = number
+                row = times.setdefault(tensor, {"ready_s": seconds, "agreed_s": seconds})
+                row |= {"operation": event["name"], "begin_s": seconds}
+            else:
+                is_open = False
+            stack.append(event["name"])
+            continue
+        if not stack:
+            continue  # The file begins in the middle of it
+        ended = stack.pop()
+        if ended.startswith(NEGOTIATES):
+            times[tensor]["agreed_s"] = seconds
+        elif not stack:
+            is_open = False
+            args, mine = event.get("args", {}), within.pop(tensor)
+            row = times.pop(tensor)
+            shape = tuple(json.loads(args.get("shape", "[]")))
+            one = Tensor(
+                names[tensor], dtype=args.get("dtype", ""), shape=shape, end_s=seconds, **row
+            )
+            parts.setdefault(mine, []).append(one)
+            if mine not in within.values():
+                tensors = tuple(parts.pop(mine))
+                begin = max(before, *(each.begin_s for each in tensors))
+                yield Message(tensors, min(begin, seconds))
+                before = seconds
+
+
+def _in_every_step(messages: Sequence[Message]) -> set[str]:
+    """Return the names of the tensors that most collectives are of, as often as each other.
+
+    Averages of metrics, broadcasts and checks come less often. The last step may have been cut.
+    """
+    counts = Counter(tensor.name for message in messages for tensor in message.tensors)
+    total: Counter[int] = Counter()
+    for times in counts.values():
+        total[times] += times
+    most = max(total, key=lambda times: total[times], default=0)
+    return {name for name, times in counts.items() if abs(times - most) <= 1}
+
+
+def _steps(messages: Sequence[Message], often: set[str]) -> Iterator[list[Message]]:
+    """Cut where a tensor comes again."""
+    step: list[Message] = []
+    seen: set[str] = set()
+    for message in messages:
+        tensors = tuple(one for one in message.tensors if one.name in often)
+        names = {one.name for one in tensors}
+        if names & seen:
+            yield step
+            step, seen = [], set()
+        if tensors:
+            step.append(message._replace(tensors=tensors))
+            seen |= names
+    if step:
+        yield step
