@@ -79,7 +79,7 @@ def test_where_nothing_is_clear_it_is_plain_horovod(
 def test_between_assumed_links_nothing_is_clear(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on nodes of unequal slots, whose links nobody measures."""
     monkeypatch.setattr("tfcommx.planner.automatic.CLEARLY_FASTER", 1.0)
-    monkeypatch.setattr(automatic, "_links", lambda *_: None)
+    monkeypatch.setattr(automatic, "links_of", lambda *_: None)
     plan = begin(ExpectedRun(399), LOSSY, None)
     assert {(bucket.route, bucket.k) for bucket in plan.buckets} == {("allreduce", None)}
     plan = begin(ExpectedRun(399), LOSSY, SLOW)

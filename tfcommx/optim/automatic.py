@@ -115,15 +115,15 @@ def _choose_or_try(
     key = _cache_key(schemes, asked, cluster, expected)
     kept = _on_rank_0(comm, lambda: measurement_cache.read("choice", key))
     if kept is not None and (plan := _cached_plan(kept, plain, expected)):
-        _announce(comm, f"{kept['chosen']}, as measured in a run before. {kept['said']}")
+        announce(comm, f"{kept['chosen']}, as measured in a run before. {kept['said']}")
         return PlanExecutor(plan, comm)
     if expected.is_short:
-        _announce(
+        announce(
             comm, f"{PLAIN_HOROVOD}: {expected.steps} steps follow, too few to measure anything."
         )
         return PlanExecutor(plain, comm)
     if asked.links is None:
-        asked = asked._replace(links=_links(comm, cluster))
+        asked = asked._replace(links=links_of(comm, cluster))
     written = _on_rank_0(
         comm,
         lambda: [
@@ -133,7 +133,7 @@ def _choose_or_try(
         ],
     )
     if not written:
-        _announce(comm, f"{PLAIN_HOROVOD}: nothing is predicted to be faster.")
+        announce(comm, f"{PLAIN_HOROVOD}: nothing is predicted to be faster.")
         return PlanExecutor(plain, comm)
     fit = expected.trial_steps // LEAST_ROUNDS
     if fit < 2:
@@ -144,7 +144,7 @@ def _choose_or_try(
 
     def decided(rounds: TrialRounds) -> None:
         chosen, said = names[rounds.chosen], _in_words(names, rounds)
-        _announce(comm, f"{chosen}. {said}")
+        announce(comm, f"{chosen}. {said}")
         if comm.rank == 0 and expected.keeps_choice:
             value = {"chosen": chosen, "said": said, "plan": plans[rounds.chosen].to_json()}
             measurement_cache.write("choice", key, value | {"of_trial": expected.trial_steps})
@@ -162,13 +162,14 @@ def _plan_by_prediction(
         f"that follow are {expected.trial_steps}"
     )
     if is_clear:
-        _announce(comm, f"{name}, by prediction. {why}.")
+        announce(comm, f"{name}, by prediction. {why}.")
         return read_plan(text)
-    _announce(comm, f"{PLAIN_HOROVOD}. {why}; no other is predicted to be clearly faster.")
+    announce(comm, f"{PLAIN_HOROVOD}. {why}; no other is predicted to be clearly faster.")
     return plain
 
 
-def _announce(comm: Comm, what: str) -> None:
+def announce(comm: Comm, what: str) -> None:
+    """Say on rank 0 how gradients travel from now on."""
     if comm.rank == 0:  # As a warning: Python shows nothing else that a user has not asked for
         log.warning("How gradients travel: %s", what)
 
@@ -251,14 +252,26 @@ def _cached_plan(kept: dict[str, Any], plain: Plan, expected: ExpectedRun) -> Pl
     return None
 
 
-def _links(comm: Comm, cluster: dict[str, Any]) -> Links | None:
+def links_of(
+    comm: Comm, cluster: dict[str, Any] | None = None, again: bool = False
+) -> Links | None:
     """Return this cluster's links: kept by a run before, or measured quickly and kept.
 
     None for nodes with unequal numbers of slots, on which nothing is measured.
+
+    Args:
+        comm: of this rank.
+        cluster: as `_cluster` returns it; None: to be found out.
+        again: measure, whatever was kept.
+
+    **Ranks:** all, outside of traced code. **Cost:** about 1 MB through each port, if measured.
     """
     if comm.topology.uneven:
         return None
-    kept = _on_rank_0(comm, lambda: measurement_cache.read("links", cluster))
+    cluster = cluster or _cluster(comm)
+    kept = None
+    if not again:
+        kept = _on_rank_0(comm, lambda: measurement_cache.read("links", cluster))
     if kept is not None:
         try:
             return Links.from_dict(kept)

@@ -19,6 +19,7 @@ from tfcommx.planner.check import check_scheme, require_coverage
 from tfcommx.planner.plan import Gradient
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.trial import TrialExecutor
+from tfcommx.strategies import Synchronous
 from tfcommx.terms import Plan, PlanError, Scheme
 
 
@@ -43,6 +44,14 @@ class RequestedPlan:
             )
         # For "auto"; `fit` and recipes fill it in
         self.expected_run = ExpectedRun()
+        # As given; or as measured, once "auto" has looked at them again
+        self.links = settings.links
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether "auto" chooses among plans."""
+        synchronous = isinstance(self._settings.strategy, Synchronous)
+        return synchronous and self._given_plan is None and find_auto(self.schemes) is not None
 
     def check(self, schemes: Scheme | Mapping[str, Scheme]) -> None:
         """Refuse schemes that cannot be carried out. **Raises:** PlanError."""
@@ -88,7 +97,7 @@ class RequestedPlan:
             for name, one in zip(self._names.of(variables), variables, strict=True)
         ]
         settings = self._settings
-        measured = settings.links, settings.profile
+        measured = self.links, settings.profile
         fragments = settings.strategy.plan_fragments
         return PlanRequest(gradients, self._comm.topology, settings.operation, *measured, fragments)
 

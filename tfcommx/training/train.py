@@ -243,6 +243,7 @@ class RunCallbacks(NamedTuple):
     learning_rate: LearningRate
     inform_auto: InformAuto
     switch: callbacks.SwitchScheme
+    choose_again: callbacks.ChooseAgain
     # Those that follow need whole and equal weights
     consolidate: Consolidate
     metrics: callbacks.AverageMetrics
@@ -291,6 +292,7 @@ def make_callbacks(
         LearningRate(run, counter),
         InformAuto(run),
         callbacks.SwitchScheme(changes),
+        callbacks.ChooseAgain(),
         Consolidate(),
         callbacks.AverageMetrics(),
         callbacks.AverageBatchNorm(),

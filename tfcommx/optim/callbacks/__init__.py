@@ -6,6 +6,7 @@ Every rank adds the same ones, in the same order.
 from tfcommx.optim.callbacks.agree import AgreeOnStop, CompareReplicas
 from tfcommx.optim.callbacks.average import AverageBatchNorm, AverageMetrics
 from tfcommx.optim.callbacks.broadcast_state import BroadcastState
+from tfcommx.optim.callbacks.choose_again import ChooseAgain
 from tfcommx.optim.callbacks.recalibrate import RecalibrateBatchNorm
 from tfcommx.optim.callbacks.standard import Standard
 from tfcommx.optim.callbacks.switch import SwitchScheme, WarmUp
@@ -15,6 +16,7 @@ __all__ = [
     "AverageBatchNorm",
     "AverageMetrics",
     "BroadcastState",
+    "ChooseAgain",
     "CompareReplicas",
     "RecalibrateBatchNorm",
     "Standard",

@@ -7,12 +7,14 @@ import keras
 from tfcommx.optim.callbacks.agree import AgreeOnStop
 from tfcommx.optim.callbacks.average import AverageBatchNorm
 from tfcommx.optim.callbacks.broadcast_state import BroadcastState
+from tfcommx.optim.callbacks.choose_again import ChooseAgain
 
 
 class Standard(keras.callbacks.CallbackList):
     """Start all ranks alike, average batch norm and metrics, stop on all ranks or on none.
 
-    One callback in the place of BroadcastState, AverageBatchNorm, AverageMetrics and AgreeOnStop.
+    One callback in the place of BroadcastState, ChooseAgain, AverageBatchNorm, AverageMetrics and
+    AgreeOnStop.
     Callbacks that read metrics or may stop the training go inside, so that they come after the
     averages and before the agreement on a stop.
 
@@ -29,5 +31,6 @@ class Standard(keras.callbacks.CallbackList):
     """
 
     def __init__(self, *callbacks: keras.callbacks.Callback, root: int = 0) -> None:
-        parts = [BroadcastState(root), AverageBatchNorm()]  # the former averages metrics
+        # The first averages metrics
+        parts = [BroadcastState(root), ChooseAgain(), AverageBatchNorm()]
         super().__init__([*parts, *callbacks, AgreeOnStop()])

@@ -1,0 +1,89 @@
+"""ChooseAgain on real ranks: plans take turns again if steps and links have changed, and only then.
+
+The links that are measured again are given by the test, and a sleep makes steps longer: what a
+network does that really changes is tried on a virtual cluster (scripts/trials/changing_network.py).
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+from rank_helpers import batch
+
+import tfcommx as cx
+from tfcommx import callbacks
+from tfcommx.comm.base import Comm
+from tfcommx.optim.callbacks import choose_again
+from tfcommx.runtime.trial import TrialExecutor
+from tfcommx.runtime.trial_rounds import STEPS
+from tfcommx.terms import Link, Links
+
+SLOW = Links(Link(1e-6, 1e-7), Link(1e-6, 1e-7))
+SLOWER = Links(Link(1e-6, 3e-7), Link(1e-6, 3e-7))
+EVERY, CHANGES_AT = 5, 2 * STEPS
+
+
+class Delay(keras.callbacks.Callback):
+    """Makes some steps longer, and for longer than ChooseAgain looks at."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if CHANGES_AT <= batch < CHANGES_AT + 3 * EVERY:
+            time.sleep(0.2)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFCOMMX_CACHE", str(folder / "kept"))
+
+
+@pytest.mark.parametrize(
+    ("drift", "found", "measured", "again"),
+    # On a busy machine steps of some milliseconds may take twice as long at any time
+    [(2.5, SLOWER, True, True), (2.5, SLOW, True, False), (1e6, SLOWER, False, False)],
+    ids=["slower", "same_links", "same_steps"],
+)
+def test_a_plan_is_chosen_again_if_steps_and_links_have_changed(
+    comm: Comm,
+    drift: float,
+    found: Links,
+    measured: bool,
+    again: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls: list[Comm] = []
+
+    def links_of(comm: Comm, again: bool = False) -> Links:
+        calls.append(comm)
+        return found
+
+    monkeypatch.setattr(choose_again, "links_of", links_of)
+    monkeypatch.setattr(choose_again, "DRIFT", drift)
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(192, activation="relu") for _ in range(3)]
+    net = keras.Sequential([keras.layers.Input((12,)), *layers, keras.layers.Dense(3)])
+    scheme = cx.Scheme("auto", "mstopk", 0.05)
+    optimizer = cx.DistributedOptimizer(keras.optimizers.SGD(0.01), scheme, links=SLOW)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    net.compile(optimizer, loss=loss, jit_compile=False)
+    rows = tf.data.Dataset.from_tensor_slices(batch(comm.rank, rows=8)).batch(8).repeat()
+    same = callbacks.CompareReplicas()
+    every = [callbacks.BroadcastState(), callbacks.ChooseAgain(EVERY), Delay(), same]
+    # Keras does not know the number of steps: there are enough for another trial
+    steps = CHANGES_AT + 5 * EVERY + STEPS
+    net.fit(rows.take(steps).filter(lambda *_: True), epochs=1, verbose=0, callbacks=every)
+    assert same.identical
+    assert bool(calls) == measured
+    requested = optimizer.exchanger.requested
+    assert requested.links == (found if again else SLOW)
+    (run,) = optimizer.exchanger.runs.values()
+    assert isinstance(run.executor, TrialExecutor) and run.executor.chosen is not None
+    said = [text for text in caplog.messages if "chosen again" in text]
+    assert len(said) == (again and comm.rank == 0), said
+    if said:
+        assert "80 Mbit/s between nodes and 80 inside before, 27 Mbit/s" in said[0]
