@@ -193,6 +193,18 @@ def test_links_have_the_rate_that_was_asked_for_in_both_directions_at_once(nodes
 
 
 @needs_cluster
+@pytest.mark.serial
+def test_links_that_are_in_use_get_another_rate(nodes: None) -> None:
+    slower = RATE // 2
+    try:
+        assert cluster("rate", f"{slower}mbit").returncode == 0
+        assert max(rates_both_ways()) < 1.05 * slower
+        assert f"{slower}mbit" in cluster("status").stdout
+    finally:
+        assert cluster("rate", f"{RATE}mbit").returncode == 0
+
+
+@needs_cluster
 def test_a_second_up_is_refused_and_leaves_the_first(nodes: None) -> None:
     again = cluster("up", "--nodes", 2)
     assert again.returncode == 2 and "down" in again.stdout
