@@ -16,6 +16,7 @@ from tfcommx.cli import (
     compare,
     doctor,
     explain,
+    machines,
     plan,
     probe,
     profile,
@@ -66,6 +67,7 @@ for command in (
     profile.profile,
     plan.plan,
     simulate.simulate,
+    machines.machines,
     explain.explain,
     doctor.doctor,
 ):

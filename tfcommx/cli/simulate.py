@@ -157,12 +157,12 @@ def simulate(
         raise PlanError("`--trace` writes one timeline. Received --sweep. Leave one of them out.")
     if sweep:
         name, values = _sweep(sweep)
-        steps = [_step(dataclasses.replace(settings, **{name: value})) for value in values]
+        steps = [simulated_step(dataclasses.replace(settings, **{name: value})) for value in values]
         rows = [_with(name, value, row) for value, (_, row) in zip(values, steps, strict=True)]
         name = name if name in rows[0] else f"rank_{name}"
         _show(rows, best=True)
     else:
-        timeline, row = _step(settings)
+        timeline, row = simulated_step(settings)
         rows = [row]
         _show(rows)
     if json_file:
@@ -199,18 +199,21 @@ def _with(swept: str, value: Any, row: dict[str, Any]) -> dict[str, Any]:
 
 def _settings(file: Path | None, given: dict[str, Any]) -> Settings:
     """Return the settings of a file and of flags."""
-    found: dict[str, Any] = {}
-    if file is not None:
-        try:
-            found = yaml.load(file.read_text(), YamlLoader) or {}
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise PlanError(f"A YAML file is required. Received {file}: {error}.") from error
-        if not isinstance(found, dict):
-            raise PlanError(f"Settings, one a line, are required. Received {file}: {found!r}.")
-        found = {str(name).replace("-", "_"): value for name, value in found.items()}
-        for name in found:
-            check_name(f"setting in {file}", name, list(KINDS))
+    found = read_keys(file) if file else {}
+    for name in found:
+        check_name(f"setting in {file}", name, list(KINDS))
     return Settings(**{**found, **{name: x for name, x in given.items() if x is not None}})
+
+
+def read_keys(file: Path) -> dict[str, Any]:
+    """Return the keys of a YAML file, with _ for -. **Raises:** PlanError for another file."""
+    try:
+        found = yaml.load(file.read_text(), YamlLoader) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise PlanError(f"A YAML file is required. Received {file}: {error}.") from error
+    if not isinstance(found, dict):
+        raise PlanError(f"Settings, one a line, are required. Received {file}: {found!r}.")
+    return {str(name).replace("-", "_"): value for name, value in found.items()}
 
 
 def _sweep(text: str) -> tuple[str, list[Any]]:
@@ -249,7 +252,7 @@ def _numbers(words: list[str], name: str) -> list[Any]:
     return [int(number) if number.is_integer() else number for number in found]
 
 
-def _step(settings: Settings) -> tuple[Any, dict[str, Any]]:
+def simulated_step(settings: Settings) -> tuple[Any, dict[str, Any]]:
     """Simulate one step; return its timeline and its row."""
     from tfcommx.planner.predict import Setting
     from tfcommx.simulator import models

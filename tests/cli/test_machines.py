@@ -1,0 +1,118 @@
+"""`tfcommx machines`: the cost of an epoch by hand, the best scheme, files, what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from launching import ROOT
+from typer.testing import CliRunner
+
+from tfcommx.cli.machines import offer_rows, read_offers
+from tfcommx.cli.main import app
+from tfcommx.terms import PlanError
+
+PAGE = ROOT / "docs" / "how-to" / "which-machines.md"
+# A step of 0.25 s; 10 million samples; what one node of two ranks sends inside costs nothing
+SMALL = {
+    "epoch_samples": 10_000_000,
+    "model": "alexnet",
+    "batch": 50,
+    "throughput": 200,
+    "machines": {"a": {"price": 3, "slots": 2, "nodes": [1, 2], "inside_gbytes": 1e9}},
+}
+
+
+def rows_of(folder: Path, **changes: object) -> list[dict[str, object]]:
+    (folder / "offers.yaml").write_text(yaml.safe_dump({**SMALL, **changes}, sort_keys=False))
+    return offer_rows(read_offers(folder / "offers.yaml"))
+
+
+def run(*words: str) -> str:
+    ended = CliRunner().invoke(app, ["machines", *words])
+    if ended.exception is not None:
+        raise ended.exception
+    return ended.output
+
+
+def test_the_cost_of_an_epoch_as_worked_out_by_hand(tmp_path: Path) -> None:
+    """Two ranks without exchange: 400 samples a second, 25,000 s, 6.94 hours at 3 an hour."""
+    schemes = {"one": {"merging": "single", "inside_alpha": 0, "gamma": 0}}
+    first, second = rows_of(tmp_path, schemes=schemes)
+    assert first["throughput"] == pytest.approx(400) and first["scheme"] == "one"
+    assert first["epoch_seconds"] == pytest.approx(25_000)
+    assert first["epoch_cost"] == pytest.approx(25_000 / 3600 * 3)
+    assert second["nodes"] == 2 and second["ranks"] == 4
+    assert second["epoch_seconds"] == pytest.approx(10_000_000 / second["throughput"])
+    assert second["epoch_cost"] == pytest.approx(second["epoch_seconds"] / 3600 * 2 * 3)
+
+
+def test_the_best_scheme_is_notably_faster_than_those_before_it(tmp_path: Path) -> None:
+    schemes = {"plain": {}, "again": {}, "less": {"scheme": "allgather", "density": 0.001}}
+    rows = rows_of(tmp_path, schemes=schemes, nodes=4)
+    assert [row["scheme"] for row in rows if row["best"]] == ["plain", "less"]
+    for first, second, third in (rows[:3], rows[3:]):
+        assert first["speedup"] == second["speedup"] == 1
+        assert third["speedup"] == first["step_seconds"] / third["step_seconds"]
+
+
+def test_what_no_other_row_beats_in_time_and_cost(tmp_path: Path) -> None:
+    """The same machine at a higher price is beaten; more nodes are faster, fewer cheaper."""
+    dear = {**SMALL["machines"]["a"], "price": 4}
+    rows = rows_of(tmp_path, machines={**SMALL["machines"], "dear": dear}, schemes={"plain": {}})
+    unbeaten = [(row["machine"], row["nodes"]) for row in rows if row["unbeaten"]]
+    assert unbeaten == [("a", 1), ("a", 2)]
+
+
+def test_values_by_model_and_lists_in_a_machine(tmp_path: Path) -> None:
+    both = {"price": 1, "throughput": {"alexnet": 200, "lstm_ptb": 20}, "between_gbit": [10, 25]}
+    rows = rows_of(tmp_path, model=["alexnet", "lstm_ptb"], machines={"b": both})
+    assert [(row["model"], row["between_gbit"]) for row in rows if row["scheme"] == "horovod"] == [
+        ("alexnet", 10.0),
+        ("alexnet", 25.0),
+        ("lstm_ptb", 10.0),
+        ("lstm_ptb", 25.0),
+    ]
+    assert rows[-1]["throughput"] < 80 < rows[0]["throughput"]
+
+
+def test_the_file_of_the_page_and_all_that_is_written(tmp_path: Path) -> None:
+    text = re.search(r"```yaml\n(.*?)```", PAGE.read_text(), re.S)[1]
+    # As many ranks as the issue asks for, in place of a few
+    (tmp_path / "offers.yaml").write_text(
+        text.replace("nodes: [1, 2, 4, 8, 16]", "nodes: [2, 512]")
+    )
+    csv_file, figure = tmp_path / "rows.csv", tmp_path / "offers.svg"
+    said = run(str(tmp_path / "offers.yaml"), "--csv", str(csv_file), "--figure", str(figure))
+    assert "8 cells, 24 simulated steps" in said and "one_percent" in said
+    with csv_file.open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 24 and {row["ranks"] for row in rows} == {"2", "512", "16", "4096"}
+    assert sum(row["best"] == "True" for row in rows) == 8
+    assert figure.read_text().count("nothing is both faster and cheaper") == 1
+
+
+def test_a_scheme_that_can_be_carried_out_nowhere_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="Did you mean 'torus'"):
+        rows_of(tmp_path, schemes={"plain": {}, "wrong": {"scheme": "toru"}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"machines": {"a": {"slots": 2}}}, "`price`, of a node per hour .* of 'a'"),
+        ({"machines": {"a": {"price": 0}}}, "`price`, of a node per hour"),
+        ({"machines": {"a": {"price": 1, "slot": 2}}}, "Did you mean 'slots'"),
+        ({"machines": 3}, "`machines` must have a row for each name"),
+        ({"schemes": {"a": 3}}, "`schemes` must have a row for each name"),
+        ({"epoch_samples": None}, "`epoch_samples` must be a whole number"),
+        ({"epochs": 3}, "Did you mean 'epoch_samples'"),
+        ({"batch": {"vgg16": 3}}, "Unknown model of batch 'alexnet'"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        rows_of(tmp_path, **changes)
