@@ -17,6 +17,7 @@ FLOORS = {
     "cost": 1,
     "report": 1,
     "kernels": 1,
+    "engines": 2,
     "comm": 2,
     "selection": 3,
     "compression": 3,
@@ -41,6 +42,7 @@ FLOORS = {
 NO_TENSORFLOW = (
     "terms",
     "cost",
+    "engines",
     "report.progress",
     "report.summary",
     "report.terminal",

@@ -33,6 +33,13 @@ def plan(
     compression: Annotated[
         str, typer.Option(help="Also with shorter vectors in place of gradients: powersgd/4.")
     ] = "none",
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="What runs the collectives, if not what the links say: nccl, gloo, open_mpi, "
+            "horovod_hierarchical, or ring, the papers' prices."
+        ),
+    ] = None,
     mpi: Annotated[bool, typer.Option(help="Include the routes that need MPI.")] = False,
     batch: Annotated[int, typer.Option(help="Samples per rank and step, if MODEL is a name.")] = 64,
     throughput: Annotated[
@@ -54,7 +61,11 @@ def plan(
 
     profile = profile_of(model, throughput, batch)
     assumptions = Assumptions(measured_time(profile))
-    setting = Setting(profile, Topology(nodes, slots), Links.read(links), assumptions)
+    measured = Links.read(links)
+    if engine is not None:
+        at_work = dataclasses.replace(measured.engine, name=engine)
+        measured = measured._replace(engine=at_work)
+    setting = Setting(profile, Topology(nodes, slots), measured, assumptions)
     found = candidates(setting, _asked(selection, density, wire, compression), mpi)
     best = found[0]
     _show([_row(candidate) for candidate in found], what_helps(best.scheme, setting))

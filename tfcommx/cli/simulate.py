@@ -15,7 +15,7 @@ import typer
 import yaml
 
 from tfcommx.recipes.reader import YamlLoader
-from tfcommx.terms import Link, Links, PlanError, Scheme, Topology, check_name, check_whole
+from tfcommx.terms import EngineSettings, Link, Links, PlanError, Scheme, Topology, check_name, check_whole
 
 
 def setting(default: Any, text: str) -> Any:
@@ -45,6 +45,25 @@ class Settings:
     inside_alpha: float = setting(1e-5, "Its latency, s.")
     efficiency: float = setting(1.0, "Share of both rates that messages reach, in (0, 1].")
     gamma: float = setting(1e-11, "Seconds per byte that is added or selected from.")
+    wiring: str | None = setting(
+        None,
+        "What joins the ranks of a node: nvlink, pcie_switch, root_complex, host_memory or qpi; "
+        "nvlink, or as --links says.",
+    )
+    nics: int | None = setting(
+        None, "Network adapters of a node, which share --between-gbit; 1, or as --links says."
+    )
+    engine: str | None = setting(
+        None,
+        "What runs the collectives: nccl, gloo, open_mpi, horovod_hierarchical, or ring, the "
+        "papers' prices; ring, or as --links says.",
+    )
+    cycle: float | None = setting(
+        None, "Seconds of HOROVOD_CYCLE_TIME, which is in ms; 0, or as --links says."
+    )
+    fusion_mbytes: float | None = setting(
+        None, "Buffer in which waiting allreduces are fused, 2^20 bytes; none, or as --links says."
+    )
     scheme: str = setting("allreduce", "Route: allreduce, torus, hitopk, ...")
     selection: str | None = setting(None, "Rule of a sparse route; mstopk.")
     density: float | None = setting(None, "Entries sent / entries, of a sparse route; 0.01.")
@@ -57,7 +76,9 @@ class Settings:
     )
     # The following: see `simulator.assumptions.Assumptions`
     selection_on: str = setting("compute", "compute (delays the backward pass) or beside.")
-    engine: float | None = setting(None, "Seconds per collective; as --links says, or 0.")
+    engine_seconds: float | None = setting(
+        None, "Seconds per collective besides its price; 0, or as --links says."
+    )
     spread: float = setting(0.0, "Relative spread of compute times over the ranks.")
     contention: float | None = setting(
         None, "How much longer messages last during the backward pass; as --links says, or 0."
@@ -97,12 +118,32 @@ class Settings:
     @property
     def link_prices(self) -> Links:
         """What messages cost."""
+        from tfcommx.engines.wiring import ring_link
+
         if self.links is not None:
-            return Links.read(self.links)
-        return Links(
-            Link(self.inside_alpha, 1e-9 / self.inside_gbytes / self.efficiency, self.gamma),
-            Link(self.between_alpha, 8e-9 / self.between_gbit / self.efficiency, self.gamma),
+            return self._as_set(Links.read(self.links))
+        wire = Link(self.inside_alpha, 1e-9 / self.inside_gbytes / self.efficiency, self.gamma)
+        return self._as_set(
+            Links(
+                ring_link(wire, self.slots, self.wiring or EngineSettings().wiring),
+                Link(self.between_alpha, 8e-9 / self.between_gbit / self.efficiency, self.gamma),
+            )
         )
+
+    def _as_set(self, links: Links) -> Links:
+        """Return links with what these settings say of the engine."""
+        buffer = None if self.fusion_mbytes is None else round(self.fusion_mbytes * 2**20)
+        said = {
+            "name": self.engine,
+            "nics": self.nics,
+            "wiring": self.wiring,
+            "cycle_s": self.cycle,
+            "fusion_bytes": buffer,
+        }
+        engine = dataclasses.replace(
+            links.engine, **{name: value for name, value in said.items() if value is not None}
+        )
+        return links._replace(engine=engine, fuses=links.fuses if buffer is None else buffer > 0)
 
 
 # Name of a setting -> str, int or float
@@ -268,7 +309,7 @@ def simulated_step(settings: Settings) -> tuple[Any, dict[str, Any]]:
     assumptions = Assumptions(
         measured_time(profile),
         settings.selection_on,
-        settings.engine,
+        settings.engine_seconds,
         spread=settings.spread,
         contention=settings.contention,
         loading_s=settings.loading,

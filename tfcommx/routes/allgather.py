@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tfcommx import cost
-from tfcommx.routes.base import Route, Select, Tensor, needed, slowest_link
+from tfcommx import cost, engines
+from tfcommx.routes.base import Route, Select, Tensor, needed
 from tfcommx.terms import SPARSE_WIRES, Bucket, Links, Topology, Traffic
 from tfcommx.wire import formats
 
@@ -45,8 +45,7 @@ class Allgather(Route):
 
         The paper counts 4 bytes of each, in two collectives.
         """
-        link = slowest_link(topology, links)
-        return cost.all_gather(_pairs_bytes(bucket), topology.size, link)
+        return engines.of(links).all_gather(_pairs_bytes(bucket), topology, links)
 
 
 def _pairs_bytes(bucket: Bucket) -> int:

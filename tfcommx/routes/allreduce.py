@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tfcommx import cost
+from tfcommx import cost, engines
 from tfcommx.routes.base import PeerRoute, Select, Tensor, slowest_link
 from tfcommx.terms import PLAIN, Bucket, Links, Topology, Traffic
 from tfcommx.wire import formats
@@ -77,17 +77,14 @@ class Allreduce(PeerRoute):
         return cost.ring_traffic(sent, "world", topology)
 
     def seconds(self, bucket: Bucket, topology: Topology, links: Links) -> float:
-        """Return the price: a ring over all ranks runs at the pace of its slowest link.
+        """Return the engine's price; a ring over all ranks runs at the pace of its slowest link.
 
         An addition is priced as one of float32, also in float16.
         """
-        link, total, ranks = (
-            slowest_link(topology, links),
-            formats.dense_bytes(bucket),
-            topology.size,
-        )
+        total, ranks = formats.dense_bytes(bucket), topology.size
         narrower = (ranks - 1) / ranks * (bucket.padded_bytes - total)
-        return cost.all_reduce(total, ranks, link) + narrower * link.gamma_s_per_byte
+        price = engines.of(links).all_reduce(total, topology, links)
+        return price + narrower * slowest_link(topology, links).gamma_s_per_byte
 
 
 ROUTE = Allreduce()

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tfcommx import cost
+from tfcommx import cost, engines
 from tfcommx.routes.base import Route, Select, Tensor, slowest_link
 from tfcommx.terms import PLAIN, VALUE_DTYPES, Bucket, Links, Topology, Traffic
 from tfcommx.wire import formats
@@ -99,7 +99,7 @@ class Asa(Route):
         )
         wide = formats.entry_bytes(formats.sum_dtype(formats.dense_dtype(bucket)))
         added = (ranks - 1) / ranks * bucket.padded * wide * link.gamma_s_per_byte
-        gather = cost.all_gather(total / ranks, ranks, link)
+        gather = engines.of(links).all_gather(total / ranks, topology, links)
         return (ranks - 1) * link.alpha_s + alltoall + added + gather
 
 

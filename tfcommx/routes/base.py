@@ -168,7 +168,7 @@ def slot_part(bucket: Bucket, topology: Topology, rank: int) -> tuple[int, int]:
 
 
 def slowest_link(topology: Topology, links: Links) -> Link:
-    """Return the link at whose pace a one-level route runs."""
+    """Return the link at whose pace messages go that leave nodes if there are several."""
     return links.between if topology.nodes > 1 else links.inside
 
 

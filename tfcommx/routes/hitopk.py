@@ -19,7 +19,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tfcommx import cost
+from tfcommx import engines
 from tfcommx.routes.base import (
     SELECT,
     Route,
@@ -128,12 +128,12 @@ class Hitopk(Route):
 
     def stages(self, bucket: Bucket, topology: Topology, links: Links) -> list[Stage]:
         """Split the price: inside, the selection, the peers between, inside."""
-        n, total = topology.slots, bucket.padded_bytes
-        own = n * _pairs_bytes(bucket, topology)
+        n, total, engine = topology.slots, bucket.padded_bytes, engines.of(links)
+        own, peers = _pairs_bytes(bucket, topology), Topology(topology.nodes, 1)
         return [
-            Stage("inside", cost.reduce_scatter(total, n, links.inside)),
+            Stage("inside", engine.reduce_scatter(total, Topology(1, n), links)),
             Stage(SELECT, total / n * links.inside.gamma_s_per_byte),
-            Stage("between", cost.all_gather(own, topology.nodes, links.between)),
+            Stage("between", engine.all_gather(own, peers, engine.shared_port(links, n))),
             Stage("inside", _last_seconds(bucket, topology, links)),
         ]
 
@@ -149,7 +149,7 @@ def _last_seconds(bucket: Bucket, topology: Topology, links: Links) -> float:
         merged, own = 1, bucket.padded_bytes / n
     else:
         merged, own = n, m * pairs
-    gather = cost.all_gather(own, n, links.inside)
+    gather = engines.of(links).all_gather(own, Topology(1, n), links)
     return gather + merged * m * pairs * links.inside.gamma_s_per_byte
 
 

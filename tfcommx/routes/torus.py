@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tfcommx import cost
+from tfcommx import engines
 from tfcommx.routes import allreduce, asa, bidirectional, pipeline, tree
 from tfcommx.routes.base import (
     PeerRoute,
@@ -36,7 +36,6 @@ from tfcommx.terms import (
     NARROW,
     PLAIN,
     Bucket,
-    Link,
     Links,
     NoOptions,
     RouteOptions,
@@ -143,14 +142,13 @@ class Torus(Route):
 
     def stages(self, bucket: Bucket, topology: Topology, links: Links) -> list[Stage]:
         """Split the price: reduce-scatter inside, the peers between, all-gather inside."""
-        n, total, port = topology.slots, bucket.padded_bytes, links.between
-        shared = Link(port.alpha_s, n * port.beta_s_per_byte, port.gamma_s_per_byte)
+        n, engine, node = topology.slots, engines.of(links), Topology(1, topology.slots)
         part, peers = _of_peers(bucket, topology)
-        summed = _among_peers(bucket).seconds(part, peers, links._replace(between=shared))
+        summed = _among_peers(bucket).seconds(part, peers, engine.shared_port(links, n))
         return [
-            Stage("inside", cost.reduce_scatter(total, n, links.inside)),
+            Stage("inside", engine.reduce_scatter(bucket.padded_bytes, node, links)),
             Stage("between", summed),
-            Stage("inside", cost.all_gather(formats.dense_bytes(bucket) / n, n, links.inside)),
+            Stage("inside", engine.all_gather(formats.dense_bytes(bucket) / n, node, links)),
         ]
 
 

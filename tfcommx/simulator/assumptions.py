@@ -37,7 +37,7 @@ class Assumptions:
     # None: as the links say.
     contention: float | None = None
     # Whether the engine negotiates at once for all that waits, and fuses the allreduces among them,
-    # as Horovod does. None: as the links say. Its limit of 128 MiB is not counted.
+    # as Horovod does, up to the bytes of its buffer. None: as the links say.
     fuses: bool | None = None
     # Seconds of loading a batch on the cores of the host, >= 0, during the step before.
     loading_s: float = 0.0

@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
@@ -101,6 +102,8 @@ class _Step:
         self.running: dict[str, _Running] = {}
         # Numbers of messages that were negotiated together with one before.
         self.negotiated: set[int] = set()
+        # By resource, when the engine looked at what waits, the last time.
+        self.looked: defaultdict[str, float] = defaultdict(float)
         self.is_backward = True
         self.end = 0.0
 
@@ -171,13 +174,14 @@ class _Step:
         task = _Task(priority, next(self.number), seconds, span, after)
         heapq.heappush(self.waiting[resource], task)
         if resource not in self.running:
-            self._serve_later(resource, now)
+            self._serve_later(resource, self._next_look(resource, span.kind, now))
 
     def _serve(self, resource: str, now: float) -> None:
         if resource in self.running or not self.waiting[resource]:
             return
         task = heapq.heappop(self.waiting[resource])
         is_message = task.span.kind == "message"
+        self.looked[resource] = now
         if is_message and self.assumptions.fuses:
             task = self._negotiated(resource, self._fused(resource, task))
         slow = 1.0 + self.contention if is_message and self.is_backward else 1.0
@@ -191,14 +195,23 @@ class _Step:
         return task
 
     def _fused(self, resource: str, task: _Task) -> _Task:
-        """Take the other allreduces of this dtype that wait, and price all as one."""
+        """Take the other allreduces of this dtype that wait, and price all as one.
+
+        Those that do not fit the engine's buffer beside the ones before them wait.
+        """
         kind = self._fuses_as(task)
-        waiting = self.waiting[resource]
-        joined = [one for one in waiting if kind is not None and self._fuses_as(one) == kind]
+        room = self.links.engine.fusion_bytes - self._dense_bytes(task)
+        joined: list[_Task] = []
+        for one in sorted(self.waiting[resource]):
+            if kind is not None and self._fuses_as(one) == kind and self._dense_bytes(one) <= room:
+                joined.append(one)
+                room -= self._dense_bytes(one)
         if not joined:
             return task
-        self.waiting[resource] = [one for one in waiting if self._fuses_as(one) != kind]
-        heapq.heapify(self.waiting[resource])
+        numbers = {one.number for one in joined}
+        rest = [one for one in self.waiting[resource] if one.number not in numbers]
+        self.waiting[resource] = rest
+        heapq.heapify(rest)
         buckets = [self.plan.buckets[one.span.bucket] for one in (task, *joined)]
         whole = dataclasses.replace(
             buckets[0],
@@ -213,6 +226,9 @@ class _Step:
                 one.after(end)
 
         return task._replace(seconds=stage.seconds, after=after)
+
+    def _dense_bytes(self, task: _Task) -> float:
+        return formats.dense_bytes(self.plan.buckets[task.span.bucket])
 
     def _fuses_as(self, task: _Task) -> tuple[object, ...] | None:
         """Return what fused messages have in common; None for one that the engine never fuses."""
@@ -239,8 +255,19 @@ class _Step:
         del self.running[resource]
         self._note(running.task.span._replace(start_s=running.start, end_s=now))
         running.task.after(now)
+        if running.task.span.kind == "message":
+            # After work that took longer than a cycle the engine does not sleep
+            now = max(now, self.looked[resource] + self.links.engine.cycle_s)
+            self.looked[resource] = now
         if self.waiting[resource]:
             self._serve_later(resource, now)
+
+    def _next_look(self, resource: str, kind: str, now: float) -> float:
+        """Return when an idle engine looks next: a whole number of cycles after the last time."""
+        cycle, last = self.links.engine.cycle_s, self.looked[resource]
+        if kind != "message" or not cycle:
+            return now
+        return last + max(0, math.ceil((now - last) / cycle)) * cycle
 
     def _serve_later(self, resource: str, now: float) -> None:
         """Serve who is first when all have asked that ask at this time."""

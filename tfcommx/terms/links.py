@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tfcommx.terms.checks import PlanError
+from tfcommx.terms.engine import EngineSettings
 from tfcommx.terms.topology import Topology
 
 
@@ -53,6 +54,8 @@ class Links(NamedTuple):
     contention: float = 0.0
     # Whether the engine fuses all allreduces that wait for it into one.
     fuses: bool = False
+    # Which engine carries collectives out, and how it was set.
+    engine: EngineSettings = EngineSettings()
 
     def to_dict(self) -> dict[str, Any]:
         """Return what JSON can write."""
@@ -60,6 +63,7 @@ class Links(NamedTuple):
             **self._asdict(),
             "inside": dataclasses.asdict(self.inside),
             "between": dataclasses.asdict(self.between),
+            "engine": dataclasses.asdict(self.engine),
         }
 
     @staticmethod
@@ -75,6 +79,7 @@ class Links(NamedTuple):
             found.get("engine_s", 0.0),
             found.get("contention", 0.0),
             found.get("fuses", False),
+            EngineSettings(**found.get("engine", {})),
         )
         numbers = [*dataclasses.astuple(links.inside), *dataclasses.astuple(links.between)]
         more = [links.engine_s, links.contention]

@@ -1,0 +1,47 @@
+"""What the engines under Horovod do, and what that takes: one engine a file, and their table.
+
+base      what an engine is; what is not its own is a ring
+wiring    the wires inside a node
+ring      the identity: prices of the papers
+nccl gloo open_mpi hierarchical   their algorithms, by their published choice of size and ranks
+
+Routes ask the engine of the links for the price of each collective, so the same plan costs what the
+engine at work makes of it. Prices need neither TensorFlow nor the engine.
+
+To add one:
+    1. Write the file: a class derived from `base.Engine`, with the collectives that are no ring.
+       Its docstring names the source of its algorithms and of its choice among them.
+    2. Add its ENGINE to `_ALL` below, and to the list in docs/how-to/simulate-and-plan.md.
+    tests/engines walks over the table.
+"""
+
+from __future__ import annotations
+
+from tfcommx.engines import gloo, hierarchical, nccl, open_mpi, ring
+from tfcommx.engines.base import Engine
+from tfcommx.terms import Links, check_name
+
+_ALL: tuple[Engine, ...] = (
+    ring.ENGINE,
+    nccl.ENGINE,
+    gloo.ENGINE,
+    open_mpi.ENGINE,
+    hierarchical.ENGINE,
+)
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in _ALL}
+
+
+def get(name: str) -> Engine:
+    """Return the engine of a name.
+
+    >>> get("gloo").uses_all_nics
+    False
+
+    **Raises:** PlanError for an unknown name; it names the nearest one.
+    """
+    return ENGINES[check_name("engine", name, ENGINES)]
+
+
+def of(links: Links) -> Engine:
+    """Return the engine that carries collectives over some links."""
+    return get(links.engine.name)

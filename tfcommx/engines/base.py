@@ -1,0 +1,88 @@
+"""What an engine is: the prices of its collectives over the ranks of a topology.
+
+A group of ranks is given as a topology of its own: the ranks of a node as `Topology(1, slots)`,
+peers as `Topology(nodes, 1)` with `shared_port` as the link between.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+from tfcommx import cost
+from tfcommx.terms import Link, Links, Topology
+
+
+class Engine(abc.ABC):
+    """Prices of collectives on an idle network; what is not overridden is a ring.
+
+    All seconds are those of the slowest rank. Bytes are those of the whole vector, or of what one
+    rank gives to an all-gather.
+    """
+
+    # In the table and in EngineSettings
+    name: str
+    # Whether one ring spreads over all adapters of a node; otherwise it uses one of them
+    uses_all_nics: bool = False
+
+    def all_reduce(self, total_bytes: float, topology: Topology, links: Links) -> float:
+        """Price an allreduce: a ring's reduce-scatter, then its all-gather."""
+        return cost.all_reduce(total_bytes, topology.size, self.flat_ring(topology, links))
+
+    def reduce_scatter(self, total_bytes: float, topology: Topology, links: Links) -> float:
+        """Price a reduce-scatter of a vector."""
+        return cost.reduce_scatter(total_bytes, topology.size, self.flat_ring(topology, links))
+
+    def all_gather(self, own_bytes: float, topology: Topology, links: Links) -> float:
+        """Price an all-gather of `own_bytes` from each rank, in p - 1 steps of a ring."""
+        hop, steps = self.flat_ring(topology, links), topology.size - 1
+        return steps * (hop.alpha_s + own_bytes * hop.beta_s_per_byte)
+
+    def port(self, links: Links, streams: int) -> Link:
+        """Return what one of some equal streams through a node's port sees of it.
+
+        Args:
+            links: `between` is the port, with all adapters of the node.
+            streams: that leave the node at the same time, >= 1.
+        """
+        used = links.engine.nics if self.uses_all_nics else min(links.engine.nics, streams)
+        slower = streams * links.engine.nics / used
+        return dataclasses.replace(
+            links.between, beta_s_per_byte=slower * links.between.beta_s_per_byte
+        )
+
+    def shared_port(self, links: Links, streams: int) -> Links:
+        """Return links whose port is what one of some streams has; for groups of peers."""
+        engine = dataclasses.replace(links.engine, nics=1)
+        return links._replace(between=self.port(links, streams), engine=engine)
+
+    def flat_ring(self, topology: Topology, links: Links) -> Link:
+        """Return one link that stands for all hops of a ring in rank order.
+
+            node 0                  node 1
+            r0 -inside-> r1 -between-> r2 -inside-> r3 -between-> r0
+
+        In each of its steps every hop carries a message, so bytes go at the pace of the slowest
+        hop, wherever it is. A rank waits for the one before it only: latencies add up along the
+        way of a chunk, which meets the hops in turn, so they count as their mean.
+        """
+        if topology.nodes == 1:
+            return links.inside
+        port, ranks = self.port(links, 1), topology.size
+        if ranks == topology.nodes:
+            return port
+        leave = topology.nodes / ranks
+        alpha = leave * port.alpha_s + (1 - leave) * links.inside.alpha_s
+        beta = max(port.beta_s_per_byte, links.inside.beta_s_per_byte)
+        return Link(alpha, beta, port.gamma_s_per_byte)
+
+    def doubling(self, topology: Topology, links: Links) -> list[Link]:
+        """Return the links of exchanges at distances 1, 2, 4, ... below the number of ranks.
+
+        The partner at distance d is in the same node if 2 d <= slots. Otherwise all slots of a node
+        exchange with other nodes at once.
+        """
+        count = topology.size.bit_length() - 1
+        port = self.port(links, topology.slots)
+        inside = [2 << step <= topology.slots for step in range(count)]
+        return [links.inside if within else port for within in inside]

@@ -1,0 +1,64 @@
+"""Gloo, as Horovod 0.28 calls it: a ring of segments, halving-doubling to reduce and scatter.
+
+An allreduce's vector is cut into one chunk a rank, and each chunk into two segments or more, of 1
+MiB at most. While a rank adds one segment that came, the next one is on its way:
+
+    link     | segment 0 | segment 1 | segment 2 | segment 3 |
+    addition             | segment 0 | segment 1 | segment 2 | segment 3 |
+
+Horovod names no algorithm, so Gloo's `allreduce` takes its ring at all sizes: its bcube and its
+halving-doubling allreduce are never used. `reduce_scatter` is halving-doubling, and `allgatherv`
+a ring.
+
+Source: gloo/allreduce.cc (`ring`), gloo/reduce_scatter.h and gloo/allgatherv.cc of
+pytorch/gloo; horovod/common/ops/gloo_operations.cc, release 0.28.1.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tfcommx.engines.base import Engine
+from tfcommx.terms import Links, Topology
+
+# Of a segment: AllreduceOptions' kMaxSegmentSize
+SEGMENT_BYTES = 2**20
+# Segments that are sent before the first of them has been waited for
+IN_FLIGHT = 2
+
+
+class Gloo(Engine):
+    """Prices of the algorithms that Horovod's Gloo operations run."""
+
+    name = "gloo"
+
+    def all_reduce(self, total_bytes: float, topology: Topology, links: Links) -> float:
+        """Price the ring of segments: both of its passes, each with its last segments' wait."""
+        ranks = topology.size
+        if ranks == 1:
+            return 0.0
+        hop = self.flat_ring(topology, links)
+        each = max(IN_FLIGHT, math.ceil(total_bytes / SEGMENT_BYTES / ranks))
+        size, rounds = total_bytes / ranks / each, (ranks - 1) * each
+        sent, added = size * hop.beta_s_per_byte, size * hop.gamma_s_per_byte
+        # A segment's round ends when its link, its addition and its turn in flight allow it
+        reduces = max(sent, added, (hop.alpha_s + sent + added) / IN_FLIGHT)
+        gathers = max(sent, (hop.alpha_s + sent) / IN_FLIGHT)
+        return rounds * (reduces + gathers)
+
+    def reduce_scatter(self, total_bytes: float, topology: Topology, links: Links) -> float:
+        """Price recursive halving, after which each rank's part is sent to its place."""
+        if topology.size == 1:
+            return 0.0
+        seconds, remaining = 0.0, float(total_bytes)
+        hops = self.doubling(topology, links)
+        for hop in hops:
+            remaining /= 2
+            both = hop.beta_s_per_byte + hop.gamma_s_per_byte
+            seconds += hop.alpha_s + remaining * both
+        last = hops[-1]
+        own = total_bytes / topology.size
+        return seconds + last.alpha_s + own * last.beta_s_per_byte
+
+
+ENGINE = Gloo()

@@ -1,0 +1,44 @@
+"""Horovod's hierarchical allreduce: NCCL inside the nodes, MPI between them.
+
+    reduce-scatter by NCCL | each slot's part: allreduce by MPI, on the host | all-gather by NCCL
+
+Source: horovod/common/ops/nccl_operations.cc, `NCCLHierarchicalAllreduce`, release 0.28.1;
+HOROVOD_HIERARCHICAL_ALLREDUCE switches it on. It needs both NCCL and MPI.
+"""
+
+from __future__ import annotations
+
+from tfcommx.engines import nccl, open_mpi
+from tfcommx.engines.base import Engine
+from tfcommx.terms import Links, Topology
+
+
+class Hierarchical(Engine):
+    """Prices of an engine with two libraries; all but a flat allreduce is NCCL's."""
+
+    name = "horovod_hierarchical"
+    uses_all_nics = True
+
+    def all_reduce(self, total_bytes: float, topology: Topology, links: Links) -> float:
+        """Price the three steps; the slots of a node share its port in the second."""
+        if topology.nodes == 1 or topology.size == topology.nodes or topology.uneven:
+            return nccl.ENGINE.all_reduce(total_bytes, topology, links)
+        slots, part = topology.slots, total_bytes / topology.slots
+        node, peers = Topology(1, slots), Topology(topology.nodes, 1)
+        shared = open_mpi.ENGINE.shared_port(links, slots)
+        return (
+            nccl.ENGINE.reduce_scatter(total_bytes, node, links)
+            + open_mpi.ENGINE.all_reduce(part, peers, shared)
+            + nccl.ENGINE.all_gather(part, node, links)
+        )
+
+    def reduce_scatter(self, total_bytes: float, topology: Topology, links: Links) -> float:
+        """Price NCCL's reduce-scatter."""
+        return nccl.ENGINE.reduce_scatter(total_bytes, topology, links)
+
+    def all_gather(self, own_bytes: float, topology: Topology, links: Links) -> float:
+        """Price NCCL's all-gather."""
+        return nccl.ENGINE.all_gather(own_bytes, topology, links)
+
+
+ENGINE = Hierarchical()

@@ -1,0 +1,150 @@
+"""NCCL: ring or double binary tree, in the protocol LL, LL128 or Simple, by its tuning model.
+
+NCCL estimates the time of each pair of algorithm and protocol, and takes the shortest. These are
+its estimates, with the links given in place of those that it finds:
+
+    latency   base + hops inside x latency inside + hops between x latency between
+    ring      2 (p - 1) hops, 2 (m - 1) of them between nodes; bytes 2 (p - 1) / p
+    tree      2 (n - 1) hops inside and 2 log2(m) between; bytes 2, at nine tenths of the rate
+    LL        writes 4 bytes of flag with 4 of data, and needs half of what Simple waits for
+    LL128     120 bytes of data in 128, between NVLinks only
+
+A link's alpha is what a hop of a short message takes, which is one of the ring in LL; the others
+add what NCCL's table has beyond that one.
+
+Source: NVIDIA/nccl, src/graph/tuning.cc, release 2.8 (commit 01afd20): `baseLat`, `hwLat`,
+`treeCorrectionFactor`, `ncclTopoTuneModel` and `ncclTopoGetAlgoTime`. The double binary tree is
+Sanders, Speck, Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan"
+(2009). Where we differ: a machine's own limits (80 GB/s of a tree, 235 GB/s) are not counted, and
+LL128 has none a channel.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from tfcommx.engines import wiring
+from tfcommx.engines.base import Engine
+from tfcommx.terms import Links, Topology
+
+PROTOCOLS = ("LL", "LL128", "Simple")
+
+
+class _Latencies(NamedTuple):
+    """Seconds of a hop by protocol."""
+
+    nvlink: tuple[float, float, float]
+    pci: tuple[float, float, float]
+    network: tuple[float, float, float]
+    # Of a collective, whatever its hops
+    base: tuple[float, float, float]
+
+
+RING = _Latencies(
+    nvlink=(0.47e-6, 1.9e-6, 3.4e-6),
+    pci=(1.0e-6, 2.5e-6, 5.7e-6),
+    network=(2.7e-6, 4.0e-6, 9.6e-6),
+    base=(3.6e-6, 10.0e-6, 8.4e-6),
+)
+TREE = _Latencies(
+    nvlink=(0.52e-6, 1.2e-6, 28e-6),
+    pci=(1.0e-6, 1.9e-6, 28e-6),
+    network=(5.0e-6, 8.5e-6, 50e-6),
+    base=(4.4e-6, 4.4e-6, 0.0),
+)
+# Share of the rate that is data
+RING_RATE = (1 / 4, 0.92, 1.0)
+TREE_RATE = (0.9 / 3.8, 0.9 * 0.915, 0.9)
+# Share of a tree's rate that is reached at 64 B, 128 B, ... 128 MB, by protocol
+TREE_REACHES = (
+    (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1),
+    (1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.5, 0.6, 0.6, 0.7, 0.7, 0.8, 0.9, 0.9, 1),
+    (0.9,) * 7 + (0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.6, 0.6, 0.7, 0.8, 0.9),
+)
+# Inside a node that is one of several, a flag of LL arrives so much later
+LL_BESIDE_NETWORK = 1.8
+# A ring between nodes that no longer fits the buffers of its hops waits so much longer
+PLATEAU, PLATEAU_BYTES_A_RANK = 1.9, 4096
+
+
+class Nccl(Engine):
+    """Prices of the algorithm and protocol that NCCL takes; its rings use all adapters."""
+
+    name = "nccl"
+    uses_all_nics = True
+
+    def all_reduce(self, total_bytes: float, topology: Topology, links: Links) -> float:
+        """Price an allreduce: the fastest of ring and tree in all protocols, as NCCL chooses."""
+        if topology.size == 1:
+            return 0.0
+        rings = self._rings(2, total_bytes, topology, links)
+        added = links.inside.gamma_s_per_byte * total_bytes
+        return added + min(*rings, *self._trees(total_bytes, topology, links))
+
+    def reduce_scatter(self, total_bytes: float, topology: Topology, links: Links) -> float:
+        """Price a reduce-scatter, which NCCL always does in a ring."""
+        if topology.size == 1:
+            return 0.0
+        added = links.inside.gamma_s_per_byte * total_bytes
+        return added + min(self._rings(1, total_bytes, topology, links))
+
+    def all_gather(self, own_bytes: float, topology: Topology, links: Links) -> float:
+        """Price an all-gather, which NCCL always does in a ring."""
+        if topology.size == 1:
+            return 0.0
+        return min(self._rings(1, own_bytes * topology.size, topology, links))
+
+    def _rings(
+        self, rounds: int, total_bytes: float, topology: Topology, links: Links
+    ) -> list[float]:
+        """Price a ring that goes round once or twice, in each protocol."""
+        p, m = topology.size, topology.nodes
+        between = rounds * (m - 1) if m > 1 else 0
+        inside = rounds * (p - 1) - between
+        sent = rounds * (p - 1) / p * total_bytes * self.flat_ring(topology, links).beta_s_per_byte
+        found = []
+        for protocol in _protocols(links, topology):
+            waits = RING.base[protocol]
+            waits += inside * _inside(RING, protocol, topology, links)
+            waits += between * _between(RING, protocol, links)
+            long = total_bytes >= PLATEAU_BYTES_A_RANK * p
+            if rounds == 2 and m > 1 and long and PROTOCOLS[protocol] == "Simple":
+                waits *= PLATEAU
+            found.append(waits + sent / RING_RATE[protocol])
+        return found
+
+    def _trees(self, total_bytes: float, topology: Topology, links: Links) -> list[float]:
+        """Price the double binary tree, a chain inside each node, in each protocol."""
+        inside = topology.size / topology.nodes - 1
+        levels = int(math.log2(topology.nodes))
+        sent = 2 * total_bytes * self.flat_ring(topology, links).beta_s_per_byte
+        power = int(math.log2(max(total_bytes, 64) / 64))
+        found = []
+        for protocol in _protocols(links, topology):
+            reached = TREE_REACHES[protocol][power] if power < 22 else 1.0
+            waits = TREE.base[protocol]
+            waits += 2 * inside * _inside(TREE, protocol, topology, links)
+            waits += 2 * levels * _between(TREE, protocol, links)
+            found.append(waits + sent / TREE_RATE[protocol] / reached)
+        return found
+
+
+def _protocols(links: Links, topology: Topology) -> list[int]:
+    """Return the protocols that NCCL allows: LL128 on NVLinks alone."""
+    fast = wiring.get(links.engine.wiring).is_nvlink and topology.nodes == 1
+    return [0, 1, 2] if fast else [0, 2]
+
+
+def _inside(table: _Latencies, protocol: int, topology: Topology, links: Links) -> float:
+    is_nvlink = wiring.get(links.engine.wiring).is_nvlink
+    row, short = (table.nvlink, RING.nvlink) if is_nvlink else (table.pci, RING.pci)
+    later = LL_BESIDE_NETWORK if topology.nodes > 1 and protocol == 0 else 1.0
+    return links.inside.alpha_s + row[protocol] * later - short[0]
+
+
+def _between(table: _Latencies, protocol: int, links: Links) -> float:
+    return links.between.alpha_s + table.network[protocol] - RING.network[0]
+
+
+ENGINE = Nccl()

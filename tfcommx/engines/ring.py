@@ -1,0 +1,25 @@
+"""No engine: the prices of the papers, on which nothing but alpha, beta and gamma is known.
+
+Source: Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud
+Clusters" (2021), section 3.2: a ring's reduce-scatter and allreduce, and an all-gather with log p
+latency terms, as `cost` has them.
+"""
+
+from __future__ import annotations
+
+from tfcommx import cost
+from tfcommx.engines.base import Engine
+from tfcommx.terms import Links, Topology
+
+
+class Ring(Engine):
+    """The identity of the table: what routes cost if the engine adds nothing of its own."""
+
+    name = "ring"
+
+    def all_gather(self, own_bytes: float, topology: Topology, links: Links) -> float:
+        """Price an all-gather as the paper counts it, with log2(p) latency terms."""
+        return cost.all_gather(own_bytes, topology.size, self.flat_ring(topology, links))
+
+
+ENGINE = Ring()
