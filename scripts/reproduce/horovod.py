@@ -1,68 +1,148 @@
-"""Predicts the throughput of 8 nodes of 4 GPUs on 10 Gbit/s Ethernet; see horovod.yaml.
+"""Predicts the throughput of 8 nodes of 4 GPUs on three networks; see horovod.yaml.
 
 python scripts/reproduce/horovod.py
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from reproduction import CALIBRATED, NOT_SCORED, SCORED, main, read, row, solve, verdict
+from reproduction import CALIBRATED, SCORED, main, read, row, solve, verdict
 
 from tfcommx.planner.predict import Setting
 from tfcommx.simulator import models
-from tfcommx.terms import Link, Links, Profile, Scheme, Topology
+from tfcommx.simulator.step import simulate
+from tfcommx.terms import EngineSettings, Link, Links, Profile, Scheme, Topology
 
 TABLES = {"ResNet-50": "resnet50", "BERT-Large": "bert_large", "BERT-Base": "bert_base"}
 MERGINGS = {"BSP": "single", "WFBP": "each", "MG-WFBP": "mg_wfbp"}
 SLOTS = 4
+NCCL = EngineSettings("nccl", wiring="host_memory")
 
 
-def predict(data: dict[str, Any], model: str, method: str, gpus: int, efficiency: float) -> float:
+class Row(NamedTuple):
+    """Which number of the table."""
+
+    network: str
+    model: str
+    method: str
+    gpus: int
+
+
+class Constants(NamedTuple):
+    """What calibration sets."""
+
+    # Of a network, share of its rate
+    efficiency: dict[str, float]
+    # Inside a node, 10^9 byte/s of each GPU while all of them send
+    inside_gbytes: float
+    # Model -> seconds
+    overhead_s: dict[str, float]
+
+
+def predict(data: dict[str, Any], one: Row, constants: Constants) -> float:
     """Return the seconds of a step."""
     known = data["assumed"]
-    words = None if model == "ResNet-50" else known["words"]
+    words = None if one.model == "ResNet-50" else known["words"]
     profile = Profile.from_throughput(
-        models.get(TABLES[model], words), data["single"][model], batch=data["batch"][model]
+        models.get(TABLES[one.model], words), data["single"][one.model], batch=data["batch"][one.model]
     )
-    hop = (known["between_alpha_s"] + (SLOTS - 1) * known["inside_alpha_s"]) / SLOTS
-    between = Link(hop, 8e-9 / known["between_gbit"] / efficiency, known["gamma_s_per_byte"])
-    scheme = Scheme("allreduce", merging=MERGINGS[method])
-    topology = Topology(gpus // SLOTS, SLOTS)
-    return Setting(profile, topology, Links(between, between)).predict(scheme).step_s
+    gamma, rate = known["gamma_s_per_byte"], constants.efficiency[one.network]
+    links = Links(
+        Link(known["inside_alpha_s"], 1e-9 / constants.inside_gbytes, gamma),
+        Link(
+            known["between_alpha_s"][one.network],
+            8e-9 / known["between_gbit"][one.network] / rate,
+            gamma,
+        ),
+        engine=NCCL,
+    )
+    topology = Topology(one.gpus // SLOTS, SLOTS)
+    believed = links
+    if one.method == "MG-WFBP":
+        believed = ring_of(known["merging"][one.network][one.gpus], one.gpus)
+    scheme = Scheme("allreduce", merging=MERGINGS[one.method])
+    plan = Setting(profile, topology, believed).predict(scheme).plan
+    return simulate(plan, profile, links).step_s + constants.overhead_s[one.model]
+
+
+def ring_of(alpha_beta: list[float], ranks: int) -> Links:
+    """Return links on which an allreduce of so many ranks takes alpha + bytes beta."""
+    alpha, beta = alpha_beta
+    link = Link(alpha / 2 / (ranks - 1), beta * ranks / 2 / (ranks - 1))
+    return Links(link, link)
+
+
+def published(data: dict[str, Any], one: Row) -> float:
+    """Return the published seconds of a step."""
+    total = data["throughput"][one.network][one.model][one.method][data["gpus"].index(one.gpus)]
+    return one.gpus * data["batch"][one.model] / total
+
+
+def nominal(data: dict[str, Any]) -> Constants:
+    """Return the assumed constants."""
+    known = data["assumed"]
+    overhead_s = dict.fromkeys(TABLES, known["overhead_s"])
+    return Constants(known["efficiency"], known["inside_gbytes"], overhead_s)
+
+
+def calibrate(data: dict[str, Any]) -> tuple[Constants, set[Row]]:
+    """Return the constants that the calibration rows set, and these rows."""
+    chosen, constants = data["calibrated"], nominal(data)
+    inside = Row(**chosen["inside_gbytes"])
+    used = {inside}
+    found = solve(
+        lambda rate: predict(data, inside, constants._replace(inside_gbytes=rate)),
+        published(data, inside),
+        0.5,
+        50.0,
+    )
+    constants = constants._replace(inside_gbytes=found)
+    overhead_s = dict(constants.overhead_s)
+    where = dict(chosen["overhead_s"])
+    for model in where.pop("models"):
+        one = Row(model=model, **where)
+        used.add(one)
+        overhead_s[model] = max(published(data, one) - predict(data, one, constants), 0.0)
+    constants = constants._replace(overhead_s=overhead_s)
+    efficiency = dict(constants.efficiency)
+    for network in efficiency:
+        one = Row(network=network, **chosen["efficiency"])
+        used.add(one)
+
+        def at(rate: float, network: str = network, one: Row = one) -> float:
+            changed = {**constants.efficiency, network: rate}
+            return predict(data, one, constants._replace(efficiency=changed))
+
+        efficiency[network] = solve(at, published(data, one), 0.05, 2.0)
+    return constants._replace(efficiency=efficiency), used
 
 
 def run() -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the rows and the verdict."""
+    """Return the rows and the verdicts."""
     data = read("horovod")
-    chosen = data["calibrated"]["efficiency"]
-    where = (chosen["model"], chosen["method"], chosen["gpus"])
-
-    def published(model: str, method: str, gpus: int) -> float:
-        total = data["throughput"][model][method][data["gpus"].index(gpus)]
-        return gpus * data["batch"][model] / total
-
-    efficiency = solve(lambda x: predict(data, *where, x), published(*where), 0.05, 2.0)
-    rows = []
-    for model in TABLES:
-        for method in MERGINGS:
-            for gpus in data["gpus"]:
-                role, reason, found = SCORED, "", (None, None)
-                if gpus == SLOTS:
-                    role, reason = NOT_SCORED, f"4 GPUs: {data['not_scored']['gpus_4']}"
-                else:
-                    found = tuple(
-                        predict(data, model, method, gpus, x)
-                        for x in (data["assumed"]["efficiency"], efficiency)
-                    )
-                if (model, method, gpus) == where:
-                    role = CALIBRATED
-                name = f"{model}, {method}, {gpus} GPUs"
-                alone = data["batch"][model] / data["single"][model]
-                time = published(model, method, gpus)
-                rows.append(row("horovod", name, time, *found, alone, role, reason))
-    said = [f"efficiency {efficiency:.3f}, from {', '.join(map(str, where))}"]
-    return rows, [*said, verdict("10 Gbit/s, 8 x 4", rows, data["goal"])]
+    constants, used = calibrate(data)
+    both, rows, said = (nominal(data), constants), [], []
+    for network in data["throughput"]:
+        of_network = []
+        for model in TABLES:
+            for method in MERGINGS:
+                for gpus in data["gpus"]:
+                    one = Row(network, model, method, gpus)
+                    found = (predict(data, one, each) for each in both)
+                    role = CALIBRATED if one in used else SCORED
+                    alone = data["batch"][model] / data["single"][model]
+                    name = f"{network}, {model}, {method}, {gpus} GPUs"
+                    time = published(data, one)
+                    of_network.append(row("horovod", name, time, *found, alone, role))
+        said.append(verdict(network, of_network, data["goal"]))
+        rows += of_network
+    rates = ", ".join(f"{name} {rate:.3f}" for name, rate in constants.efficiency.items())
+    more = ", ".join(f"{name} {1e3 * one:.0f}" for name, one in constants.overhead_s.items())
+    head = [
+        f"efficiency {rates}; inside {constants.inside_gbytes:.2f} GB/s; overhead, ms: {more}",
+    ]
+    return rows, [*head, *said]
 
 
 if __name__ == "__main__":
