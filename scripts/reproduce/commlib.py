@@ -13,7 +13,7 @@ from reproduction import CALIBRATED, NOT_SCORED, SCORED, main, read, row, solve,
 from tfcommx.planner.predict import Setting
 from tfcommx.simulator import models
 from tfcommx.simulator.assumptions import Assumptions
-from tfcommx.terms import Link, Links, Profile, Scheme, Topology
+from tfcommx.terms import EngineSettings, Link, Links, Profile, Scheme, Topology
 
 
 def scheme_of(data: dict[str, Any], column: str) -> Scheme:
@@ -46,6 +46,7 @@ def predict(
     links = Links(
         Link(known["inside_alpha_s"], 1e-9 / known["inside_gbytes"], gamma),
         Link(known["between_alpha_s"], 8e-9 / known["between_gbit"] / efficiency, gamma),
+        engine=EngineSettings("nccl"),
     )
     topology = Topology(known["nodes"], known["slots"])
     assumptions = Assumptions(selection_on="beside")

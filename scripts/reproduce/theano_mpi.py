@@ -12,7 +12,7 @@ from reproduction import CALIBRATED, SCORED, main, read, row, verdict
 from tfcommx import routes
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.simulator import models
-from tfcommx.terms import Link, Links, Scheme, Topology
+from tfcommx.terms import EngineSettings, Link, Links, Scheme, Topology
 
 SCHEMES = {
     "AR": Scheme("allreduce", merging="each"),
@@ -35,8 +35,9 @@ def price(model: str, column: str, ranks: int, alpha_s: float, beta: float) -> f
         for name, shape in layer.variables
     ]
     plan = make_plan(gradients, {"*": SCHEMES[column]}, topology)
+    links = Links(link, link, engine=EngineSettings("open_mpi_1"))
     return sum(
-        routes.get(bucket.route).seconds(bucket, topology, Links(link, link))
+        routes.get(bucket.route).seconds(bucket, topology, links)
         for bucket in plan.buckets
     )
 

@@ -48,11 +48,14 @@ def rows(folder: Path, *words: str) -> list[dict[str, object]]:
 
 
 def test_a_step_as_worked_out_by_hand(tmp_path: Path) -> None:
-    """Everything after the backward pass: a ring of 32 ranks, 2 x 31 latencies, 2 x 31/32 bytes."""
+    """Everything after the backward pass: a ring of 32 ranks, 2 x 31/32 bytes.
+
+    Of its 2 x 31 latencies a quarter is between nodes.
+    """
     (row,) = rows(tmp_path, *FLAGS, "--merging", "single", "--gamma", "0")
     assert list(row) == KEYS
     compute = 64 / 253.1
-    sent = 62 * 5e-5 + 2 * 31 / 32 * 4 * 25_557_032 * 8e-9 / 10 / 0.9
+    sent = 62 * (5e-5 + 3 * 1e-5) / 4 + 2 * 31 / 32 * 4 * 25_557_032 * 8e-9 / 10 / 0.9
     assert row["compute_seconds"] == pytest.approx(compute)
     assert row["exposed_seconds"] == pytest.approx(sent)
     assert row["throughput"] == pytest.approx(32 * 64 / (compute + sent))
@@ -157,3 +160,23 @@ def test_simulating_loads_no_tensorflow() -> None:
         capture_output=True,
     )
     assert done.returncode == 0 and "scaling efficiency" in done.stdout, done.stderr
+
+
+def test_the_engine_and_the_wires_inside_are_inputs(tmp_path: Path) -> None:
+    """Each changes the step; a node's slow wires count, however fast its port."""
+    flat = (*FLAGS, "--merging", "single")
+
+    def seconds(*words: str) -> float:
+        (found,) = rows(tmp_path, *flat, *words)
+        return found["step_seconds"]
+
+    by_engine = {name: seconds("--engine", name) for name in ("ring", "nccl", "gloo", "open_mpi")}
+    assert len(set(by_engine.values())) == 4
+    fast = seconds("--between-gbit", "100", "--inside-gbytes", "50")
+    shared = seconds(
+        "--between-gbit", "100", "--inside-gbytes", "50", "--wiring", "host_memory"
+    )
+    slow = seconds("--between-gbit", "100", "--inside-gbytes", "2")
+    assert fast < shared < slow
+    assert seconds("--nics", "2") > seconds("--nics", "2", "--engine", "nccl")
+    assert seconds("--cycle", "1") > 1 > seconds("--cycle", "0.001")

@@ -16,6 +16,7 @@ from tfcommx.simulator.step import simulate
 from tfcommx.terms import (
     NOMINAL,
     Bucket,
+    EngineSettings,
     Link,
     Links,
     Plan,
@@ -135,6 +136,37 @@ def test_stages_of_the_torus_by_hand() -> None:
     stages = torus.stages(one, Topology(2, 2), LINKS)
     assert stages == [("inside", 9), ("between", 18), ("inside", 9)]
     assert torus.seconds(one, Topology(2, 2), LINKS) == 36
+
+
+def with_engine(**more: object) -> Links:
+    return LINKS._replace(engine=EngineSettings(**more))
+
+
+def test_an_engine_that_sleeps_looks_at_what_waits_once_a_cycle() -> None:
+    """a and b are ready at 14, c at 19; looks at 0, 8, 16, ...; 10 s of ab end at 26, not before c.
+
+    The engine has worked longer than a cycle and looks at once: c from 26 to 32.
+    """
+    timeline = simulate(AB_C, PROFILE, with_engine(cycle_s=8.0))
+    sent = [(one.start_s, one.end_s) for one in timeline.spans if one.kind == "message"]
+    assert sent == [(16, 26), (26, 32)]
+    # A message that is shorter than a cycle: a from 20 to 26, then c waits for the look at 40
+    timeline = simulate(AB_C, PROFILE, with_engine(cycle_s=20.0))
+    sent = [(one.start_s, one.end_s) for one in timeline.spans if one.kind == "message"]
+    assert sent == [(20, 30), (40, 46)]
+
+
+def test_what_does_not_fit_the_fusion_buffer_waits() -> None:
+    """a is sent from 12 to 18; b, c, d of 4 bytes wait; two fit 8 bytes, then the third follows."""
+    rows = tuple(row(name, ready) for name, ready in zip("abcd", (2, 4, 5, 5), strict=True))
+    profile = Profile("abcd", rows, 10.0, 10.0, batch=6)
+    plan = Plan(tuple(bucket(str(i), name) for i, name in enumerate("abcd")), TWO)
+    assumed = Assumptions(fuses=True)
+    fused = simulate(plan, profile, with_engine(fusion_bytes=8), assumed)
+    sent = [(one.start_s, one.end_s) for one in fused.spans if one.kind == "message"]
+    assert sent == [(12, 18), (18, 28), (28, 34)]
+    alone = simulate(plan, profile, with_engine(fusion_bytes=0), assumed)
+    assert [one.end_s for one in alone.spans if one.kind == "message"] == [18, 24, 30, 36]
 
 
 def test_allreduces_that_wait_together_are_fused_if_the_engine_does_so() -> None:

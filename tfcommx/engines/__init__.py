@@ -3,7 +3,7 @@
 base      what an engine is; what is not its own is a ring
 wiring    the wires inside a node
 ring      the identity: prices of the papers
-nccl gloo open_mpi hierarchical   their algorithms, by their published choice of size and ranks
+nccl gloo open_mpi open_mpi_1 hierarchical   their algorithms, by their published choice of size and ranks
 
 Routes ask the engine of the links for the price of each collective, so the same plan costs what the
 engine at work makes of it. Prices need neither TensorFlow nor the engine.
@@ -17,7 +17,7 @@ To add one:
 
 from __future__ import annotations
 
-from tfcommx.engines import gloo, hierarchical, nccl, open_mpi, ring
+from tfcommx.engines import gloo, hierarchical, nccl, open_mpi, open_mpi_1, ring
 from tfcommx.engines.base import Engine
 from tfcommx.terms import Links, check_name
 
@@ -26,6 +26,7 @@ _ALL: tuple[Engine, ...] = (
     nccl.ENGINE,
     gloo.ENGINE,
     open_mpi.ENGINE,
+    open_mpi_1.ENGINE,
     hierarchical.ENGINE,
 )
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in _ALL}

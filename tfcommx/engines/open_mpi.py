@@ -85,7 +85,7 @@ class OpenMpi(Engine):
         if chosen == TREE:
             link = self.doubling(topology, links)[-1]
             return cost.spanning_tree("allreduce", total_bytes, topology.size, link)
-        price = _doubling if chosen == DOUBLING else _rabenseifner
+        price = doubling_seconds if chosen == DOUBLING else _rabenseifner
         return price(total_bytes, topology.size, self.doubling(topology, links))
 
     def reduce_scatter(self, total_bytes: float, topology: Topology, links: Links) -> float:
@@ -135,7 +135,7 @@ def _message(link: Link, size: float, adds: bool = False) -> float:
     return link.alpha_s + size * (link.beta_s_per_byte + gamma)
 
 
-def _doubling(total_bytes: float, ranks: int, hops: list[Link]) -> float:
+def doubling_seconds(total_bytes: float, ranks: int, hops: list[Link]) -> float:
     """Price recursive doubling; ranks beyond a power of two send first, and receive last."""
     beyond = 0.0
     if ranks > 1 << len(hops):

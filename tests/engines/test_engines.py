@@ -1,0 +1,204 @@
+"""Prices of engines against cases worked out by hand, and their choice by size and ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tfcommx import cost, engines, routes
+from tfcommx.engines import nccl, open_mpi, wiring
+from tfcommx.terms import NOMINAL, Bucket, EngineSettings, Link, Links, PlanError, Topology
+
+# A port ten times as slow as what is inside, and the other way round
+INSIDE, PORT = Link(1, 0.5, 0.25), Link(10, 5.0, 0.25)
+LINKS = Links(INSIDE, PORT)
+FLAT, PAIRS = Topology(4, 1), Topology(2, 2)
+REAL = Links(Link(2e-6, 1e-10), Link(2e-5, 8e-10))
+
+
+def by(name: str, links: Links = LINKS, **more: object) -> Links:
+    return links._replace(engine=EngineSettings(name, **more))
+
+
+@pytest.mark.parametrize("name", engines.ENGINES)
+def test_every_engine_has_prices_that_grow_with_bytes_and_are_nothing_alone(name: str) -> None:
+    engine = engines.get(name)
+    for price in (engine.all_reduce, engine.reduce_scatter, engine.all_gather):
+        assert price(1e9, Topology(1, 1), REAL) == 0
+        for topology in (Topology(1, 4), Topology(4, 1), Topology(4, 4), Topology(3, 2)):
+            few, many = price(1e6, topology, REAL), price(1e8, topology, REAL)
+            assert 0 < few < many, (name, price, topology)
+
+
+@pytest.mark.parametrize("name", engines.ENGINES)
+@pytest.mark.parametrize("topology", [Topology(4, 1), Topology(1, 8), Topology(4, 4)])
+def test_no_engine_is_faster_than_its_bytes(name: str, topology: Topology) -> None:
+    """An allreduce sends and receives 2 (p - 1) / p of the vector at each rank."""
+    links = by(name, REAL)
+    ranks = topology.slots if topology.nodes > 1 else topology.size
+    least = 2 * (ranks - 1) / ranks * 1e8 * links.inside.beta_s_per_byte if ranks > 1 else 0
+    if topology.nodes > 1:
+        m = topology.nodes
+        least = max(least, 2 * (m - 1) / m * 1e8 * links.between.beta_s_per_byte)
+    assert engines.get(name).all_reduce(1e8, topology, links) >= least * (1 - 1e-9)
+
+
+def test_the_identity_is_the_papers_ring() -> None:
+    ring = engines.get("ring")
+    assert ring.all_reduce(1000, FLAT, LINKS) == cost.all_reduce(1000, 4, PORT)
+    assert ring.reduce_scatter(1000, FLAT, LINKS) == cost.reduce_scatter(1000, 4, PORT)
+    assert ring.all_gather(1000, FLAT, LINKS) == cost.all_gather(1000, 4, PORT)
+    assert Links(INSIDE, PORT).engine.name == "ring"
+
+
+@pytest.mark.parametrize("name", engines.ENGINES)
+def test_links_inside_slow_an_allreduce_down(name: str) -> None:
+    """Of a long vector, with an inside that is slower than the port by a factor of ten."""
+    route, bucket = routes.get("allreduce"), Bucket("b", ("w",), (10**7,), "float32", "allreduce")
+    fast, slow = (
+        by(name, Links(Link(1e-6, beta), Link(1e-6, 1e-10))) for beta in (1e-11, 1e-9)
+    )
+    ratio = route.seconds(bucket, PAIRS, slow) / route.seconds(bucket, PAIRS, fast)
+    assert ratio > 4
+
+
+def test_a_flat_ring_goes_at_the_pace_of_its_slowest_hop() -> None:
+    """2 x 2 ranks: every second hop is inside; latencies count as their mean."""
+    hop = engines.get("ring").flat_ring(PAIRS, LINKS)
+    assert hop == Link(5.5, 5.0, 0.25)
+    slow_inside = LINKS._replace(inside=Link(1, 50.0))
+    assert engines.get("ring").flat_ring(PAIRS, slow_inside).beta_s_per_byte == 50
+
+
+def test_one_ring_uses_one_adapter_unless_the_engine_spreads_it() -> None:
+    """A port of 5 s a byte with 2 adapters; 4 streams use both, and share them."""
+    two = by("gloo", nics=2)
+    gloo, spreads = engines.get("gloo"), engines.get("nccl")
+    assert gloo.port(two, 1).beta_s_per_byte == 10
+    assert gloo.port(two, 4).beta_s_per_byte == 20
+    assert spreads.port(two, 1).beta_s_per_byte == 5
+    shared = gloo.shared_port(two, 4)
+    assert gloo.port(shared, 1).beta_s_per_byte == 20
+
+
+def test_gloo_overlaps_additions_with_the_next_segment() -> None:
+    """16 bytes on 4 ranks in segments of 2: 6 rounds down, 6 up, two in flight.
+
+    2 bytes take 10 s to send and 0.5 s to add, and half of 10 + 10 + 0.5 is longer: 10.25 down,
+    10 up.
+    """
+    assert engines.get("gloo").all_reduce(16, FLAT, LINKS) == 6 * 10.25 + 6 * 10
+
+
+def test_gloo_halves_to_reduce_and_scatter() -> None:
+    """16 bytes on 2 x 2: 8 inside; 4 through a port that two share; 4 to where they belong."""
+    first, second, last = 1 + 8 * 0.75, 10 + 4 * 10.25, 10 + 4 * 10
+    found = engines.get("gloo").reduce_scatter(16, PAIRS, LINKS)
+    assert found == pytest.approx(first + second + last)
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "algorithm"),
+    [
+        (4, 2, "ring"),
+        (4000, 2, "doubling"),
+        (5000, 2, "ring"),
+        (262144, 2, "rabenseifner"),
+        (8191, 8, "doubling"),
+        (8192, 8, "rabenseifner"),
+        (100, 33, "ring"),
+        (100_000, 100, "doubling"),
+        (100_000, 200, "tree"),
+        (1e9, 5000, "rabenseifner"),
+    ],
+)
+def test_open_mpi_decides_by_bytes_and_ranks(size: float, ranks: int, algorithm: str) -> None:
+    assert open_mpi.decide(size, ranks) == algorithm
+
+
+def test_open_mpi_by_hand() -> None:
+    """4 nodes of one rank: 4 bytes by doubling, 10,000 bytes in halves and back."""
+    priced = engines.get("open_mpi").all_reduce
+    assert priced(4096, FLAT, LINKS) == pytest.approx(2 * (10 + 4096 * 5.25))
+    halves = 5000 + 2500
+    assert priced(10_000, FLAT, LINKS) == pytest.approx(4 * 10 + halves * (2 * 5 + 0.25))
+    # 3 ranks: one gives its vector to another first, in halves, and gets the sum at the end
+    beyond = 2 * (10 + 150_000 * 5) + 150_000 * 0.25 + 10 + 300_000 * 5
+    pair = 2 * (10 + 150_000 * 5) + 150_000 * 0.25
+    assert priced(300_000, Topology(3, 1), LINKS) == pytest.approx(pair + beyond)
+
+
+def test_older_open_mpi_doubles_short_vectors_and_sends_long_ones_around() -> None:
+    priced = engines.get("open_mpi_1").all_reduce
+    assert priced(9999, FLAT, LINKS) == pytest.approx(2 * (10 + 9999 * 5.25))
+    assert priced(10_000, FLAT, LINKS) == cost.all_reduce(10_000, 4, PORT)
+
+
+def test_han_sends_a_vector_five_times_through_a_root_of_four_nodes() -> None:
+    """16 MB at 200 Mbit/s on 4 nodes of 2, as measured: 3.18 s; a ring needs 1.12 s."""
+    links = Links(Link(1e-6, 1e-10), Link(5e-5, 4e-8))
+    found = engines.get("open_mpi").all_reduce(16e6, Topology(4, 2), links)
+    assert found == pytest.approx(5 * 16e6 * 4e-8, rel=0.05) == pytest.approx(3.18, rel=0.05)
+
+
+def test_nccl_takes_trees_for_short_messages_on_many_nodes() -> None:
+    """A short message does not pay 2 (p - 1) alpha; a long one goes at a ring's pace."""
+    many, links = Topology(32, 1), by("nccl", REAL)
+    short = nccl.ENGINE.all_reduce(1024, many, links)
+    assert short < 15 * REAL.between.alpha_s < 62 * REAL.between.alpha_s
+    long = nccl.ENGINE.all_reduce(1e9, many, links)
+    assert long == pytest.approx(cost.all_reduce(1e9, 32, REAL.between), rel=0.05)
+
+
+def test_nccl_by_hand() -> None:
+    """2 nodes of 1, 1 KB, 20 us a hop: ring in LL 3.6 + 2 x 20 us; tree 4.4 + 2 x (20 + 2.3)."""
+    two = Topology(2, 1)
+    ring = 3.6e-6 + 2 * 2e-5 + 4 * 1024 * 8e-10
+    assert nccl.ENGINE.all_reduce(1024, two, by("nccl", REAL)) == pytest.approx(ring)
+
+
+def test_nccl_uses_ll128_on_nvlink_alone() -> None:
+    node, size = Topology(1, 8), 300_000
+    nvlink = nccl.ENGINE.all_reduce(size, node, by("nccl", REAL))
+    pci = nccl.ENGINE.all_reduce(size, node, by("nccl", REAL, wiring="pcie_switch"))
+    assert nvlink < pci
+
+
+def test_the_hierarchical_option_sends_each_slots_part_between_nodes() -> None:
+    """8 nodes of 4: a quarter of the vector a slot, and four slots share the port."""
+    links, long = by("horovod_hierarchical", REAL), 1e9
+    found = engines.of(links).all_reduce(long, Topology(8, 4), links)
+    between = 2 * 7 / 8 * long * REAL.between.beta_s_per_byte
+    inside = 2 * 3 / 4 * long * REAL.inside.beta_s_per_byte
+    assert found == pytest.approx(between + inside, rel=0.01)
+
+
+def test_wirings_share_what_they_share() -> None:
+    wire = Link(1e-5, 1e-10, 1e-11)
+    found = {name: wiring.ring_link(wire, 4, name).beta_s_per_byte for name in wiring.WIRINGS}
+    assert found == pytest.approx(
+        {
+            "nvlink": 1e-10,
+            "pcie_switch": 1e-10,
+            "root_complex": 4e-10,
+            "host_memory": 8e-10,
+            "qpi": 1e-10,
+        }
+    )
+
+
+def test_settings_are_checked_and_kept_with_the_links() -> None:
+    with pytest.raises(PlanError, match="nics"):
+        EngineSettings(nics=0)
+    with pytest.raises(PlanError, match="cycle_s"):
+        EngineSettings(cycle_s=-1.0)
+    with pytest.raises(PlanError, match="Did you mean 'nccl'"):
+        engines.get("ncll")
+    with pytest.raises(PlanError, match="wiring"):
+        wiring.get("copper")
+    links = NOMINAL._replace(engine=EngineSettings("gloo", 2, "qpi", 1e-3, 2**20))
+    assert Links.from_dict(links.to_dict()) == links
+    old = {key: value for key, value in NOMINAL.to_dict().items() if key != "engine"}
+    assert Links.from_dict(old) == NOMINAL
+    assert dataclasses.asdict(links.engine)["nics"] == 2
