@@ -45,7 +45,9 @@ def predict(data: dict[str, Any], one: Row, constants: Constants) -> float:
     known = data["assumed"]
     words = None if one.model == "ResNet-50" else known["words"]
     profile = Profile.from_throughput(
-        models.get(TABLES[one.model], words), data["single"][one.model], batch=data["batch"][one.model]
+        models.get(TABLES[one.model], words),
+        data["single"][one.model],
+        batch=data["batch"][one.model],
     )
     gamma, rate = known["gamma_s_per_byte"], constants.efficiency[one.network]
     links = Links(

@@ -36,10 +36,7 @@ def price(model: str, column: str, ranks: int, alpha_s: float, beta: float) -> f
     ]
     plan = make_plan(gradients, {"*": SCHEMES[column]}, topology)
     links = Links(link, link, engine=EngineSettings("open_mpi_1"))
-    return sum(
-        routes.get(bucket.route).seconds(bucket, topology, links)
-        for bucket in plan.buckets
-    )
+    return sum(routes.get(bucket.route).seconds(bucket, topology, links) for bucket in plan.buckets)
 
 
 def messages(

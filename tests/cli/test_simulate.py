@@ -173,9 +173,7 @@ def test_the_engine_and_the_wires_inside_are_inputs(tmp_path: Path) -> None:
     by_engine = {name: seconds("--engine", name) for name in ("ring", "nccl", "gloo", "open_mpi")}
     assert len(set(by_engine.values())) == 4
     fast = seconds("--between-gbit", "100", "--inside-gbytes", "50")
-    shared = seconds(
-        "--between-gbit", "100", "--inside-gbytes", "50", "--wiring", "host_memory"
-    )
+    shared = seconds("--between-gbit", "100", "--inside-gbytes", "50", "--wiring", "host_memory")
     slow = seconds("--between-gbit", "100", "--inside-gbytes", "2")
     assert fast < shared < slow
     assert seconds("--nics", "2") > seconds("--nics", "2", "--engine", "nccl")

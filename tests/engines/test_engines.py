@@ -56,9 +56,7 @@ def test_the_identity_is_the_papers_ring() -> None:
 def test_links_inside_slow_an_allreduce_down(name: str) -> None:
     """Of a long vector, with an inside that is slower than the port by a factor of ten."""
     route, bucket = routes.get("allreduce"), Bucket("b", ("w",), (10**7,), "float32", "allreduce")
-    fast, slow = (
-        by(name, Links(Link(1e-6, beta), Link(1e-6, 1e-10))) for beta in (1e-11, 1e-9)
-    )
+    fast, slow = (by(name, Links(Link(1e-6, beta), Link(1e-6, 1e-10))) for beta in (1e-11, 1e-9))
     ratio = route.seconds(bucket, PAIRS, slow) / route.seconds(bucket, PAIRS, fast)
     assert ratio > 4
 

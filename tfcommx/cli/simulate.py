@@ -15,7 +15,16 @@ import typer
 import yaml
 
 from tfcommx.recipes.reader import YamlLoader
-from tfcommx.terms import EngineSettings, Link, Links, PlanError, Scheme, Topology, check_name, check_whole
+from tfcommx.terms import (
+    EngineSettings,
+    Link,
+    Links,
+    PlanError,
+    Scheme,
+    Topology,
+    check_name,
+    check_whole,
+)
 
 
 def setting(default: Any, text: str) -> Any:
@@ -133,7 +142,7 @@ class Settings:
     def _as_set(self, links: Links) -> Links:
         """Return links with what these settings say of the engine."""
         buffer = None if self.fusion_mbytes is None else round(self.fusion_mbytes * 2**20)
-        said = {
+        said: dict[str, Any] = {
             "name": self.engine,
             "nics": self.nics,
             "wiring": self.wiring,

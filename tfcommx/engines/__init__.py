@@ -3,7 +3,7 @@
 base      what an engine is; what is not its own is a ring
 wiring    the wires inside a node
 ring      the identity: prices of the papers
-nccl gloo open_mpi open_mpi_1 hierarchical   their algorithms, by their published choice of size and ranks
+nccl gloo open_mpi open_mpi_1 hierarchical   their algorithms, and their choice by bytes and ranks
 
 Routes ask the engine of the links for the price of each collective, so the same plan costs what the
 engine at work makes of it. Prices need neither TensorFlow nor the engine.

@@ -157,9 +157,7 @@ def _rabenseifner(total_bytes: float, ranks: int, hops: list[Link]) -> float:
 
 
 def _halving(total_bytes: float, hops: list[Link]) -> float:
-    return sum(
-        _message(hop, total_bytes / (2 << step), adds=True) for step, hop in enumerate(hops)
-    )
+    return sum(_message(hop, total_bytes / (2 << step), adds=True) for step, hop in enumerate(hops))
 
 
 def _uneven(total_bytes: float, topology: Topology, hops: list[Link]) -> float:

@@ -1,7 +1,7 @@
 """Open MPI up to 4.0: an allreduce below 10,000 bytes doubles, and a longer one is a ring.
 
-The ring of more than 1 MB a rank goes in segments, which changes nothing in its price. Reproductions
-of papers of that time need it; version 4.1 brought the table that `open_mpi` has.
+The ring of more than 1 MB a rank goes in segments, which changes nothing in its price. It is here
+for papers of that time; version 4.1 brought the table that `open_mpi` has.
 
 Source: open-mpi/ompi, releases 1.2 to 4.0: coll_tuned_decision_fixed.c
 (`ompi_coll_tuned_allreduce_intra_dec_fixed`, "based on MX results from the Grig cluster").

@@ -64,6 +64,4 @@ def ring_link(wire: Link, slots: int, wiring: str) -> Link:
     """
     found = get(wiring)
     streams = slots if found.is_shared else 1
-    return Link(
-        wire.alpha_s, wire.beta_s_per_byte * streams * found.passes, wire.gamma_s_per_byte
-    )
+    return Link(wire.alpha_s, wire.beta_s_per_byte * streams * found.passes, wire.gamma_s_per_byte)

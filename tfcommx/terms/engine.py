@@ -27,8 +27,8 @@ class EngineSettings:
     # Seconds between two looks of Horovod's background thread at what waits (HOROVOD_CYCLE_TIME),
     # >= 0. The default is one that looks all the time.
     cycle_s: float = 0.0
-    # Bytes of the buffer in which allreduces are fused, if they are (HOROVOD_FUSION_THRESHOLD), >= 0.
-    # Horovod's own default.
+    # Bytes of the buffer in which allreduces are fused (HOROVOD_FUSION_THRESHOLD), >= 0, if the
+    # links say that they are. Horovod's own default.
     fusion_bytes: int = 2**27
 
     def __post_init__(self) -> None:

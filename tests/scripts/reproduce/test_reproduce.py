@@ -45,7 +45,7 @@ def test_tables_of_omgs_as_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "scored", "calibrated"),
     [
-        pytest.param("horovod", 26, 1, marks=pytest.mark.exhaustive),
+        pytest.param("horovod", 32 + 35 + 35, 6, marks=pytest.mark.exhaustive),
         pytest.param("commlib", 6 + 2 + 1, 3, marks=pytest.mark.exhaustive),
         ("theano_mpi", 12, 4),
         ("ibatch", 7, 1),
