@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median_low
@@ -172,7 +172,7 @@ def read_timeline(path: Path) -> Recording:
     **Raises:** PlanError for a file without two steps of the same tensors.
     """
     events = _events(path)
-    found = list(_messages(events))
+    found = _messages(events)
     often = _in_every_step(found)
     steps, before = [], None
     for messages in _steps(found, often):
@@ -204,56 +204,66 @@ def _events(path: Path) -> list[Mapping[str, Any]]:
     )
 
 
-def _messages(events: Sequence[Mapping[str, Any]]) -> Iterator[Message]:
-    """Put together what travelled together, in the order in which it ended."""
+def _messages(events: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Put together what travelled together, in the order of its turns."""
+    parts: defaultdict[int, list[Tensor]] = defaultdict(list)
+    for number, tensor in _collectives(events):
+        parts[number].append(tensor)
+    found, before = [], 0.0
+    for _, tensors in sorted(parts.items()):
+        end_s = max(one.end_s for one in tensors)
+        begin_s = max(before, *(one.begin_s for one in tensors))
+        found.append(Message(tuple(tensors), min(begin_s, end_s)))
+        before = end_s
+    return found
+
+
+def _collectives(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Tensor]]:
+    """Yield what each collective carried for each name, with the number of its message.
+
+    Tensors that are fused begin together, before anything is done with one of them.
+    """
     names: dict[int, str] = {}
-    # By tensor: names of what has begun in it; times of its collective
-    begun: dict[int, list[str]] = {}
+    # By process, which is a tensor: what has begun in it, from the outside; its times
+    begun: defaultdict[int, list[str]] = defaultdict(list)
     times: dict[int, dict[str, Any]] = {}
-    # Numbers of the message that each collective is in, and tensors that it still waits for
     number, is_open = 0, False
-    within: dict[int, int] = {}
-    parts: dict[int, list[Tensor]] = {}
-    before = 0.0
+    numbers: dict[int, int] = {}
     for event in events:
         kind, tensor = event.get("ph"), event.get("pid")
         if kind == "M" and event["name"] == "process_name":
             names[tensor] = event["args"].get("name", "")
         if kind not in ("B", "E") or tensor not in names:
             continue
-        stack, seconds = begun.setdefault(tensor, []), 1e-6 * event["ts"]
+        stack, seconds = begun[tensor], 1e-6 * event["ts"]
         if kind == "B":
             if not stack and event["name"].startswith(NEGOTIATES):
                 times[tensor] = {"ready_s": seconds, "agreed_s": seconds}
             elif not stack:
-                # Tensors that are fused begin together, before anything is done with one
                 number, is_open = (number if is_open else number + 1), True
-                within[tensor] = number
+                numbers[tensor] = number
                 row = times.setdefault(tensor, {"ready_s": seconds, "agreed_s": seconds})
                 row |= {"operation": event["name"], "begin_s": seconds}
             else:
                 is_open = False
             stack.append(event["name"])
-            continue
-        if not stack:
-            continue  # The file begins in the middle of it
-        ended = stack.pop()
-        if ended.startswith(NEGOTIATES):
-            times[tensor]["agreed_s"] = seconds
-        elif not stack:
-            is_open = False
-            args, mine = event.get("args", {}), within.pop(tensor)
-            row = times.pop(tensor)
-            shape = tuple(json.loads(args.get("shape", "[]")))
-            one = Tensor(
-                names[tensor], dtype=args.get("dtype", ""), shape=shape, end_s=seconds, **row
-            )
-            parts.setdefault(mine, []).append(one)
-            if mine not in within.values():
-                tensors = tuple(parts.pop(mine))
-                begin = max(before, *(each.begin_s for each in tensors))
-                yield Message(tensors, min(begin, seconds))
-                before = seconds
+        elif stack:  # Else the file begins in the middle of it
+            ended = stack.pop()
+            if ended.startswith(NEGOTIATES):
+                times[tensor]["agreed_s"] = seconds
+            elif not stack:
+                is_open = False
+                args = event.get("args", {})
+                yield (
+                    numbers[tensor],
+                    Tensor(
+                        names[tensor],
+                        dtype=args.get("dtype", ""),
+                        shape=tuple(json.loads(args.get("shape", "[]"))),
+                        end_s=seconds,
+                        **times.pop(tensor),
+                    ),
+                )
 
 
 def _in_every_step(messages: Sequence[Message]) -> set[str]:
