@@ -87,7 +87,7 @@ def test_what_messages_wait_for(recording: Recording) -> None:
 
 def test_a_step_that_can_be_simulated(recording: Recording) -> None:
     """Computing up to 8 ms; a third of it is the forward pass."""
-    found = measured_step(recording, Topology(2, 2))
+    found = measured_step(recording, recording.typical, Topology(2, 2))
     assert in_ms([found.profile.forward_s, found.profile.compute_s]) == [2.666667, 8]
     ready = {row.name: row.ready_s + found.profile.forward_s for row in found.profile.variables}
     assert in_ms(ready.values()) == [6, 8, 8] and next(iter(ready)) == "scope/w1"
@@ -102,7 +102,24 @@ def test_a_step_that_can_be_simulated(recording: Recording) -> None:
     ]
     assert in_ms([found.timeline.exposed_s]) == [12]
     with pytest.raises(PlanError, match=r"for the run's 4 ranks\. Received slots=3"):
-        measured_step(recording, Topology(1, 3))
+        measured_step(recording, recording.typical, Topology(1, 3))
+
+
+def test_what_an_engine_saw_after_a_message_may_have_been_ready_before(tmp_path: Path) -> None:
+    """The first message is under way 9 to 14; the second's tensors are seen at 15."""
+
+    def late(start: float) -> list[dict[str, Any]]:
+        first = collective([1], [start + 6, start + 8, start + 9, start + 14])
+        return [*first, *collective([2, 3], [start + 15, start + 15, start + 16, start + 20])]
+
+    found = read_timeline(written(tmp_path, late(0), late(20)))
+    early = found.earliest(found.typical)
+    assert in_ms([found.typical.exposed_s, early.exposed_s]) == [5, 11]
+    assert in_ms([one.ready_s for one in early.messages]) == [26, 29]
+    # One that sees tensors meanwhile saw them when they were ready
+    meanwhile = [*collective([1], [46, 48, 49, 54]), *collective([2, 3], [50, 55, 56, 60])]
+    found = read_timeline(written(tmp_path, late(0), late(20), meanwhile))
+    assert found.earliest(found.steps[0]) == found.steps[0]
 
 
 def test_what_comes_less_often_is_no_part_of_a_step(tmp_path: Path) -> None:
@@ -118,7 +135,7 @@ def test_what_travels_in_other_ways_is_not_simulated(tmp_path: Path) -> None:
     found = read_timeline(written(tmp_path, step(0, "ALLGATHER"), step(20, "ALLGATHER")))
     assert in_ms([found.typical.exposed_s]) == [12]
     with pytest.raises(PlanError, match="ALLGATHER of float32, 'scope/w1'"):
-        measured_step(found, Topology(4, 1))
+        measured_step(found, found.typical, Topology(4, 1))
 
 
 def test_a_file_of_horovod_itself() -> None:
@@ -131,7 +148,7 @@ def test_a_file_of_horovod_itself() -> None:
         assert sum(message.entries for message in one.messages) == 6_443_338
         times = [time for m in one.messages for time in (m.begin_s, m.end_s)]
         assert times == sorted(times) and one.exposed_s == pytest.approx(sum(one.exposed_parts))
-    step = measured_step(found, Topology(1, 2))
+    step = measured_step(found, found.typical, Topology(1, 2))
     assert step.timeline.step_s == pytest.approx(0.106, abs=1e-4)
     assert sum(bucket.size for bucket in step.plan.buckets) == 6_443_338
 

@@ -54,37 +54,40 @@ def explain(
     ] = None,
 ) -> None:
     """Explain a recorded run: what its messages waited for, and what a better plan would give."""
-    others_s, step = 0.0, None
+    others_s, found = 0.0, []
     if _is_timeline(run):
         recording = read_timeline(run)
-        _show_recording(run, recording)
-        others_s = recording.typical.exposed_parts.ranks_s
+        typical = recording.typical
+        early = recording.earliest(typical)
+        _show_recording(run, recording, early)
+        others_s = typical.exposed_parts.ranks_s
         if json_file:
             rows = map(_step_row, recording.steps)
             json_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         if links or profile or png or trace:
             topology = Topology(max(1, recording.ranks // max(1, slots)), slots)
-            step = measured_step(recording, topology)
+            found = [measured_step(recording, one, topology) for one in (typical, early)]
     else:
         from tfcommx import routes
 
-        step = MeasuredStep.read(run, routes.read_plan)
-    if step is None:
+        found = [MeasuredStep.read(run, routes.read_plan)]
+    if not found:
         print("With --links links.json, which `tfcommx probe` writes, it is compared with plans.")
         return
+    step = found[0]
     if profile:
         profile.write_text(step.profile.to_json())
     steps = {"recorded": step.timeline}
-    better: list[Prediction] = []
-    if links:
-        steps["simulated"], better = _predicted(step, Links.read(links))
+    predicted = [_predicted(one, Links.read(links)) for one in found] if links else []
+    if predicted:
+        steps["simulated"] = predicted[0][0]
     for name, timeline in steps.items():
         print(f"\n{name}\n{report.draw_text(timeline)}")
-    if links:
+    if predicted:
         names = [bucket.name for bucket in step.plan.buckets]
         _show([_bucket_row(number, bucket, steps) for number, bucket in enumerate(names)])
         _show_difference(steps["recorded"], steps["simulated"], others_s)
-        _show_better(steps["simulated"], better)
+        _show_better(predicted)
     if png:
         report.draw_timelines(steps, png)
     if trace:
@@ -101,7 +104,7 @@ def _is_timeline(run: Path) -> bool:
         ) from error
 
 
-def _show_recording(run: Path, recording: Recording) -> None:
+def _show_recording(run: Path, recording: Recording, early: RecordedStep) -> None:
     """Print how long steps took, and what the messages of the typical one waited for."""
     steps, typical = recording.steps, recording.typical
     print(f"{run}: {len(steps)} steps of {recording.ranks} ranks.")
@@ -118,9 +121,14 @@ def _show_recording(run: Path, recording: Recording) -> None:
     print(
         f"A typical step, of {1e3 * typical.step_s:.1f} ms, shows {1e3 * typical.exposed_s:.1f} ms "
         f"of its exchange: messages {1e3 * parts.messages_s:.1f} ms, waiting for other ranks "
-        f"{1e3 * parts.ranks_s:.1f} ms, the engine {1e3 * parts.engine_s:.1f} ms. Its messages, "
-        "in ms:"
+        f"{1e3 * parts.ranks_s:.1f} ms, the engine {1e3 * parts.engine_s:.1f} ms."
     )
+    if early.exposed_s > typical.exposed_s:
+        print(
+            f"It may be up to {1e3 * early.exposed_s:.1f} ms: this engine sees no gradient while a "
+            "message is on the way, and some came right after one."
+        )
+    print("Its messages, in ms:")
     _show([_message_row(message, typical) for message in typical.messages])
 
 
@@ -200,24 +208,30 @@ def _computed_s(timeline: Timeline) -> float:
     return max((one.end_s for one in timeline.spans if one.kind == "backward"), default=0.0)
 
 
-def _show_better(simulated: Timeline, better: list[Prediction]) -> None:
-    """Print the simulated steps of the recorded plan and of the best ones."""
-    rows = [("as recorded", simulated, "")]
+def _show_better(predicted: list[tuple[Timeline, list[Prediction]]]) -> None:
+    """Print the simulated steps of the recorded plan and of the best ones.
+
+    Args:
+        predicted: of the step as recorded; then, if known, with gradients as early as possible.
+    """
+    own, better = predicted[0]
     names = ("best that loses nothing", f"best with {SELECTED['density']:.0%} of the entries")
-    rows += [(name, one.timeline, advice(one)) for name, one in zip(names, better, strict=True)]
-    _show(
-        [
+    rows: list[dict[str, Any]] = [
+        {"plan": "as recorded", "simulated step ms": 1e3 * own.step_s, "shorter by": ""}
+    ]
+    for place, name in enumerate(names):
+        shorter = [1 - found[place].step_s / plain.step_s for plain, found in predicted]
+        low, high = f"{min(shorter):.1%}", f"{max(shorter):.1%}"
+        rows.append(
             {
                 "plan": name,
-                "simulated step ms": 1e3 * timeline.step_s,
-                "exposed ms": 1e3 * timeline.exposed_s,
-                "shorter by": f"{1 - timeline.step_s / simulated.step_s:.1%}",
+                "simulated step ms": 1e3 * better[place].step_s,
+                "shorter by": low if low == high else f"{low} to {high}",
             }
-            for name, timeline, _ in rows
-        ]
-    )
-    for name, _, how in rows[1:]:
-        print(f"{name}: {how}")
+        )
+    _show(rows)
+    for place, name in enumerate(names):
+        print(f"{name}: {advice(predicted[-1][1][place])}")
 
 
 def _show(rows: list[dict[str, Any]]) -> None:

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 from tfcommx.terms import PlanError
 
 NEGOTIATES = "NEGOTIATE_"
+# Seconds within which the engine looks for tensors after a message; its cycle takes 1 ms or more
+LOOKS_WITHIN_S = 0.01
 
 
 class Tensor(NamedTuple):
@@ -125,6 +127,26 @@ class RecordedStep(NamedTuple):
         """What the exposed seconds went into."""
         return self._waits(self.ready_s, self.end_s, max(one.agreed_s for one in self.messages))
 
+    @property
+    def saw_meanwhile(self) -> bool:
+        """Whether the engine saw a tensor while a message was on the way."""
+        return any(
+            message.begin_s < tensor.ready_s < message.end_s
+            for message in self.messages
+            for other in self.messages
+            for tensor in other.tensors
+        )
+
+    def made_early(self, message: Message) -> Message:
+        """Return a message whose tensors were ready when the one before they were seen began."""
+
+        def early_s(seen_s: float) -> float:
+            before = [o for o in self.messages if 0 <= seen_s - o.end_s < LOOKS_WITHIN_S]
+            return max([o.begin_s for o in before], default=seen_s)
+
+        tensors = (one._replace(ready_s=early_s(one.ready_s)) for one in message.tensors)
+        return message._replace(tensors=tuple(tensors))
+
     def waits_of(self, message: Message) -> Waits:
         """Return what one of the messages waited for, from its last gradient to its turn."""
         return self._waits(message.ready_s, message.begin_s, message.agreed_s)
@@ -157,6 +179,16 @@ class Recording(NamedTuple):
         """The step of median length."""
         middle = median_low(step.step_s for step in self.steps)
         return next(step for step in self.steps if step.step_s == middle)
+
+    def earliest(self, step: RecordedStep) -> RecordedStep:
+        """Return a step with its tensors ready as early as they may have been.
+
+        Where the engine's thread waits for its messages, as on CPUs, it sees no tensor meanwhile:
+        what it sees right after a message may have been ready since that message began.
+        """
+        if any(one.saw_meanwhile for one in self.steps):
+            return step
+        return RecordedStep(step.start_s, tuple(map(step.made_early, step.messages)))
 
 
 def is_timeline(path: Path) -> bool:

@@ -1,8 +1,7 @@
 """Makes of a recorded run what can be simulated and planned anew: profile, plan and timeline.
 
 Computing is what lies before the last gradient that the engine saw; a bucket is what travelled
-together. Where collectives run on the engine's own thread, as on CPUs, it sees a gradient when the
-collective at work has ended: computing then seems too long, by that much at most.
+together.
 """
 
 from __future__ import annotations
@@ -27,13 +26,14 @@ from tfcommx.terms.profile import FORWARD_SHARE
 DTYPES = ("float16", "float32", "float64")
 
 
-def measured_step(recording: Recording, topology: Topology) -> MeasuredStep:
-    """Return the typical step of a recording, with its profile and its plan.
+def measured_step(recording: Recording, step: RecordedStep, topology: Topology) -> MeasuredStep:
+    """Return a step of a recording, with its profile and its plan.
 
     A third of its computing, or less, counts as the forward pass.
 
     Args:
         recording: of a run whose gradients travelled as sums.
+        step: of it.
         topology: of its ranks.
 
     **Raises:** PlanError if anything but sums of float gradients travelled, and for a topology of
@@ -44,7 +44,6 @@ def measured_step(recording: Recording, topology: Topology) -> MeasuredStep:
             f"Nodes with as many slots are required for the run's {recording.ranks} ranks. "
             f"Received slots={topology.slots}. Set --slots to the ranks of a node."
         )
-    step = recording.typical
     tensors = [tensor for message in step.messages for tensor in message.tensors]
     for one in tensors:
         if one.operation != "ALLREDUCE" or one.dtype not in DTYPES:
