@@ -54,7 +54,7 @@ def pids(out: str) -> list[int]:
 
 def wait_until_gone(numbers: list[int]) -> list[int]:
     """Return the processes that live after some seconds: none, if all is well."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while left := [number for number in numbers if psutil.pid_exists(number)]:
         if time.monotonic() > deadline:
             return left
@@ -102,7 +102,7 @@ def test_ctrl_c_ends_all_ranks(script: str, launcher: str, whole_group: bool) ->
         os.killpg(process.pid, signal.SIGINT)
     else:
         process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == 128 + signal.SIGINT
+    assert process.wait(timeout=120) == 128 + signal.SIGINT
     assert not wait_until_gone([*pids(lines), *below])
     assert "Traceback" not in process.stderr.read()
     process.stdout.close(), process.stderr.close()

@@ -23,7 +23,7 @@ def meet(caller: Handshake, callee: Handshake, then: bytes = b"") -> tuple[Any, 
 
     def serve() -> None:
         try:
-            one = callee.hear(there, time.monotonic() + 2)
+            one = callee.hear(there, time.monotonic() + 60)
             heard.append(one.said)
             one.answer("welcome")
             there.sendall(then)
@@ -34,11 +34,11 @@ def meet(caller: Handshake, callee: Handshake, then: bytes = b"") -> tuple[Any, 
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        answer: Any = caller.call(here, [1, "name"], time.monotonic() + 2)
+        answer: Any = caller.call(here, [1, "name"], time.monotonic() + 60)
         rest = here.recv(100)
     except NO_PARTNER as error:
         answer, rest = error, b""
-    thread.join(5)
+    thread.join(60)
     here.close()
     return answer, heard[0], rest
 
@@ -69,7 +69,7 @@ def test_one_that_has_gone_does_not_end_this_process() -> None:
         here, there = socket.socketpair()
         there.close()
         with pytest.raises(BrokenPipeError):
-            OURS.hear(here, time.monotonic() + 1)
+            OURS.hear(here, time.monotonic() + 60)
         here.close()
     finally:
         signal.signal(signal.SIGPIPE, before)

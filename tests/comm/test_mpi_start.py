@@ -42,7 +42,7 @@ def start_of_rank_2(folder: Path) -> tuple[float, int, str]:
 
 def test_a_missing_rank_of_this_host_is_named(tmp_path: Path) -> None:
     seconds, status, said = start_of_rank_2(tmp_path)
-    assert status == -signal.SIGKILL and seconds < 20
+    assert status == -signal.SIGKILL and seconds < 60
     assert re.search(r"Rank 3 of 4 has not called init\(\) on \S+ within 1 s", said), said
 
 

@@ -20,9 +20,9 @@ def call(link: Link, said: Any, **changes: Any) -> tuple[socket.socket, Any]:
     places, _, port = own["TFCOMMX_SUPERVISOR"].rpartition(":")
     context = own["TFCOMMX_RUN"], own["TFCOMMX_GENERATION"]
     handshake = Handshake(own["TFCOMMX_SUPERVISOR_SECRET"], PROTOCOL, context)
-    connection = socket.create_connection((places.split(",")[0], int(port)), timeout=5)
-    connection.settimeout(5)
-    return connection, handshake.call(connection, said, time.monotonic() + 5)
+    connection = socket.create_connection((places.split(",")[0], int(port)), timeout=60)
+    connection.settimeout(60)
+    return connection, handshake.call(connection, said, time.monotonic() + 60)
 
 
 @pytest.fixture
@@ -41,9 +41,9 @@ def test_rank_0_is_heard_and_hears(link, heard) -> None:
     assert not link.pause("growth")
     connection, answer = call(link, {"rank": 0, "size": 2})
     assert answer == {"ok": True}
-    assert heard.get(timeout=5) == {"connected": {"rank": 0, "size": 2}}
+    assert heard.get(timeout=60) == {"connected": {"rank": 0, "size": 2}}
     connection.sendall(b'{"steps": 7}\n{"steps": 8}\n')
-    assert [heard.get(timeout=5) for _ in range(2)] == [{"steps": 7}, {"steps": 8}]
+    assert [heard.get(timeout=60) for _ in range(2)] == [{"steps": 7}, {"steps": 8}]
     assert link.pause("growth")
     with connection, connection.makefile("rb") as lines:
         assert json.loads(lines.readline()) == {"pause": "growth"}

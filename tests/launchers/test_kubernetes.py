@@ -162,7 +162,7 @@ def start_ranks(*command: str, **environment: str) -> subprocess.Popen[str]:
 def test_ranks_have_the_variables_of_torchrun() -> None:
     say = "echo $RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $MASTER_PORT"
     process = start_ranks("sh", "-c", say)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=120)
     assert sorted(output.splitlines()) == ["2 0 4 node 29500", "3 1 4 node 29500"]
     assert process.returncode == 0
 
@@ -170,7 +170,7 @@ def test_ranks_have_the_variables_of_torchrun() -> None:
 @pytest.mark.parametrize(("end", "status"), [("exit 5", 5), ("kill -9 $$", 137)])
 def test_a_rank_that_fails_is_named_and_ends_the_others_of_its_pod(end: str, status: int) -> None:
     process = start_ranks("sh", "-c", f'[ "$RANK" = 3 ] && {end}; exec sleep 600')
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == status and "rank 3" in output and "rank 2" not in output
 
 
@@ -181,7 +181,7 @@ def test_a_pod_whose_ranks_saved_after_sigterm_has_not_finished() -> None:
     assert [process.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]
     process.terminate()
     assert [process.stdout.readline() for _ in range(2)] == ["saved\n", "saved\n"]
-    assert process.wait(20) == 143
+    assert process.wait(120) == 143
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_pod_whose_ranks_saved_after_sigterm_has_not_finished() -> None:
 )
 def test_a_number_that_is_missing_is_named(name: str, value: str) -> None:
     process = start_ranks("true", **{name: value})
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 1 and f"{name} must be a number" in output
 
 

@@ -33,14 +33,14 @@ def pytest_runtest_logfinish() -> None:
     """Under a launcher, free what a test has made before the next one begins, on all ranks at once.
 
     Left to Python, the graphs and files of dozens of tests are freed together, at another point on
-    each rank: that takes longer than one after the other, and all ranks wait for it.
+    each rank: that takes longer than one after the other, and all ranks wait for it. What stays is
+    TensorFlow's own, and is not looked through again: that took a third of a second a test.
     """
     if "TFCOMMX_TEST_NODE_SIZE" not in os.environ:
         return
+    gc.disable()
     gc.collect()
-    if gc.isenabled():
-        gc.disable()
-        gc.freeze()  # TensorFlow's own objects stay
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ def run_ranks(server: str, topology: Topology, work: Callable[[Comm], Any]) -> l
             last = comm.messages._make(lasting=False, with_centre=True)
             last.send(np.zeros(1, np.int32), topology.size, END)
             if comm.rank == 0:
-                thread.join(30)
+                thread.join(60)
                 ended.append(not thread.is_alive())
 
     results = ThreadComm.run(topology, with_process)

@@ -90,7 +90,7 @@ def test_a_server_ends_when_its_answers_have_arrived_and_waits_for_nobody_who_is
     waits.join(0.05)
     assert waits.is_alive()
     messages.arrived.add((1, STATISTICS))
-    waits.join(10)
+    waits.join(60)
     assert not waits.is_alive()
 
 

@@ -68,7 +68,7 @@ def test_parts_have_the_bits_of_the_whole_for_the_same_order_of_messages(
         assert centre.tobytes() == whole.values.tobytes()
         stopped.set()
         for thread in [*threads, *ends]:
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
 
@@ -286,7 +286,7 @@ def test_the_process_looks_for_ranks_whose_end_nobody_would_tell(
     time.sleep(0.3)
     assert told.gone() == set()  # It would be told of the first
     told.mark_gone(0, "its process has ended", False)
-    running.join(10)
+    running.join(60)
     assert not running.is_alive() and told.gone() == {0, 1, 2}
 
 

@@ -38,8 +38,8 @@ def connect() -> socket.socket:
     handshake = Handshake(os.environ["TFCOMMX_SUPERVISOR_SECRET"], "tfcommx supervisor 1", context)
     for place in places.split(","):
         with contextlib.suppress(*NO_PARTNER):
-            link = socket.create_connection((place, int(port)), timeout=5)
-            assert handshake.call(link, {"rank": 0, "size": 1}, time.monotonic() + 5)["ok"]
+            link = socket.create_connection((place, int(port)), timeout=60)
+            assert handshake.call(link, {"rank": 0, "size": 1}, time.monotonic() + 60)["ok"]
             link.settimeout(None)
             return link
     raise SystemExit(f"no supervisor at {places}, port {port}")

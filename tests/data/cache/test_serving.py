@@ -120,13 +120,13 @@ def test_keras_trains_and_the_wait_is_reported(shm):
         quick = cache.report(5)["loader_wait_seconds"]
         fetch, cache.filler.fetch = (
             cache.filler.fetch,
-            lambda *args: (time.sleep(0.2), fetch(*args))[1],
+            lambda *args: (time.sleep(1), fetch(*args))[1],
         )
         for sample in range(64):
             cache.slab.forget(sample)
         for _ in cache.dataset(spec, 6):
             pass
-        assert quick < 0.15 < 0.2 < cache.report(6)["loader_wait_seconds"]
+        assert quick < 0.9 < 1 < cache.report(6)["loader_wait_seconds"]
 
 
 def test_operations_that_must_be_deterministic_cost_the_clock(folder, shm):
@@ -210,7 +210,7 @@ def test_the_end_of_the_process_waits_for_calls_under_way_and_lets_none_begin(mo
         lambda: (begun.set(), time.sleep(0.2), done.append(True))
     )
     threading.Thread(target=work).start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     python_callbacks._end()
     assert done == [True]
     with pytest.raises(RuntimeError, match="process ends"):

@@ -148,10 +148,16 @@ BOTH_WAYS = """
 import socket, sys, threading, time
 here, size = int(sys.argv[1]), 12_500_000
 listening = socket.create_server(("", 5000))
-time.sleep(1)
+
+def connect():
+    while True:
+        try:
+            return socket.create_connection((f"node{1 - here}", 5000))
+        except ConnectionRefusedError:  # It has not begun to listen
+            time.sleep(0.1)
 
 def send():
-    with socket.create_connection((f"node{1 - here}", 5000)) as out:
+    with connect() as out:
         out.sendall(bytes(size))
 
 threading.Thread(target=send).start()
