@@ -21,6 +21,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 # Tests that only wait run beside others; those that measure time (`serial`) run alone, afterwards
 PYTEST = python -m pytest
 SIDE_BY_SIDE = -n 2 --dist loadgroup
+SERIAL = $$(grep -rl mark.serial tests --include=test_*.py)
 
 .PHONY: setup demo check test test-all test-times test-peers test-versions results figures docs wheels lint
 setup:
@@ -34,15 +35,15 @@ check: lint
 
 test: setup lint
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not serial and not exhaustive"
-	$(PYTEST) -m "serial and not exhaustive"
+	$(PYTEST) -m "serial and not exhaustive" $(SERIAL)
 
 test-all: setup lint
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not serial" --hypothesis-profile=random
-	$(PYTEST) -m serial --hypothesis-profile=random
+	$(PYTEST) -m serial --hypothesis-profile=random $(SERIAL)
 
 test-times:
 	$(PYTEST) -p cpu_times $(SIDE_BY_SIDE) -m "not serial and not exhaustive"
-	$(PYTEST) -p cpu_times -m "serial and not exhaustive"
+	$(PYTEST) -p cpu_times -m "serial and not exhaustive" $(SERIAL)
 
 test-peers: setup
 	python tests/peers/run.py

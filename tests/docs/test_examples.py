@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import warm_ranks
 from launching import QUICK, ROOT
 
 
@@ -14,7 +15,7 @@ def test_every_example_in_a_docstring() -> None:
     ended = subprocess.run(
         [sys.executable, "tests/workers/run_examples.py"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": QUICK},
+        env={**os.environ, "PYTHONPATH": QUICK, **warm_ranks.environment(alone=True)},
         capture_output=True,
         text=True,
         timeout=300,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import warm_ranks
 from launching import QUICK, ROOT, WORKERS
 
 pytestmark = pytest.mark.long_wait
@@ -23,7 +24,7 @@ def start(*words: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*TFCOMMX, *words],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": QUICK, **environment},
+        env={**os.environ, "PYTHONPATH": QUICK, **warm_ranks.environment(), **environment},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

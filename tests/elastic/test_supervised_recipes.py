@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm_ranks
 from launching import QUICK, ROOT, WORKERS
 
 pytestmark = pytest.mark.long_wait
@@ -26,7 +27,12 @@ def train(folder: Path, *words: str, lost: str = "") -> subprocess.CompletedProc
             *("--output", str(folder), "-np", "1", *words),
         ],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{QUICK}:{WORKERS}", "LOST": lost},
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{QUICK}:{WORKERS}",
+            "LOST": lost,
+            **warm_ranks.environment(),
+        },
         text=True,
         capture_output=True,
         timeout=600,

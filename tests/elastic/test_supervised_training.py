@@ -11,12 +11,11 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import warm_ranks
 from launching import QUICK, ROOT, WORKERS
 
 from tfcommx.elastic.sweep import MEMORY
@@ -37,7 +36,7 @@ class Trained:
                 *("--min-np", "1", "--generations", str(table), "--", "python", *command),
             ],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": QUICK},
+            env={**os.environ, "PYTHONPATH": QUICK, **warm_ranks.environment()},
             text=True,
             capture_output=True,
             timeout=600,
@@ -45,28 +44,15 @@ class Trained:
         assert done.returncode == 0, done.stdout + done.stderr
         self.errors = done.stderr
         self.generations = json.loads(table.read_text())["generations"]
-        found = re.findall(r"rank (\d+) weights (\w+)", done.stdout)
-        assert len(dict(found)) == self.generations[-1]["ranks"]
-        (self.weights,) = {weights for _, weights in found}
+        found = re.findall(r"rank (\d+) of (\w+) weights (\w+)", done.stdout)
+        assert len({rank for rank, _, _ in found}) == self.generations[-1]["ranks"]
+        ((run, self.weights),) = {(run, weights) for _, run, weights in found}
+        # Nothing of its memory stays
+        assert not list(MEMORY.glob(f"tfcommx-{os.getuid()}-{run}-*"))
 
     @property
     def sources(self) -> list[str]:
         return [one["resumed"]["source"] for one in self.generations]
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays() -> Iterator[None]:
-    """Memory that appeared during a test goes; that of tests beside this one may take a while."""
-
-    def found() -> set[Path]:
-        return set(MEMORY.glob(f"tfcommx-{os.getuid()}-{'[0-9a-f]' * 16}-*"))
-
-    before = found()
-    yield
-    stays, deadline = found() - before, time.monotonic() + 150
-    while (stays := {one for one in stays if one.exists()}) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert not stays
 
 
 @pytest.mark.long_wait

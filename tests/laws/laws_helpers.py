@@ -1,22 +1,23 @@
-"""What the files of laws share: topologies, schemes, gradients, and steps on p ranks as threads."""
+"""What the files of laws share: topologies, schemes, gradients, and steps on p ranks as threads.
+
+The steps, and the laws that hold for members of others too, are those of tfcommx.testing.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-import tensorflow as tf
 from drawing import drawn
 
 from tfcommx import routes, selection
-from tfcommx.comm.base import Comm
-from tfcommx.comm.threads import ThreadComm
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.terms import NARROW, NO_COMPRESSION, Plan, Scheme, Topology
+from tfcommx.testing import laws
+from tfcommx.testing.laws import SHAPES
 
 ONE_LEVEL = [Topology(1, 1), Topology(2, 1), Topology(1, 2), Topology(3, 1)]
 
@@ -28,10 +29,6 @@ TOPOLOGIES = ONE_LEVEL + TWO_LEVELS
 
 
 UNLIKE = [Topology(2, 2), Topology(3, 1), Topology(1, 2)]
-
-
-# No length is divisible by 2 or 4
-SHAPES = {"first/kernel": (37, 11), "first/bias": (11,), "last/kernel": (11, 53)}
 
 
 SPARSE = [name for name, row in routes.ROUTES.items() if row.sparse]
@@ -117,11 +114,7 @@ def with_topologies(schemes: list[Scheme]) -> pytest.MarkDecorator:
 
 def gradients(rank: int, step: int, dtype: str = "float32") -> dict[str, np.ndarray]:
     """Return integers over 64: their sums are exact in float32 in any order."""
-    numbers = np.random.default_rng([rank, step])
-    return {
-        path: (numbers.integers(-999, 1000, shape) / 64).astype(dtype)
-        for path, shape in SHAPES.items()
-    }
+    return {path: value.astype(dtype) for path, value in laws.whole_numbers(rank, step).items()}
 
 
 def fine_gradients(rank: int, step: int) -> dict[str, np.ndarray]:
@@ -155,30 +148,9 @@ def residuals_of(running: PlanExecutor) -> dict[str, np.ndarray]:
     }
 
 
-def play(
-    plan: Plan, steps: int, source: Callable[[int, int], dict] = gradients
-) -> list[list[tuple[dict, dict, dict]]]:
-    """Run steps on every rank.
-
-    Returns:
-        By rank and step: gradients, results, and the residuals after the step.
-    """
-
-    def work(comm: Comm) -> list[tuple[dict, dict, dict]]:
-        running, log = PlanExecutor(plan, comm), []
-        for step in range(steps):
-            given = source(comm.rank, step)
-            result = running.exchange({path: tf.constant(value) for path, value in given.items()})
-            log.append(
-                (
-                    given,
-                    {path: value.numpy() for path, value in result.items()},
-                    residuals_of(running),
-                )
-            )
-        return log
-
-    return ThreadComm.run(plan.topology, work)
+def play(plan: Plan, steps: int, source: laws.Source = gradients) -> list[list[laws.Step]]:
+    """Run steps on every rank; return what each saw, by rank and step."""
+    return laws.play(plan, source, steps)
 
 
 MOVING = [

@@ -20,23 +20,14 @@ from laws_helpers import (
 
 from tfcommx import routes
 from tfcommx.terms import Scheme, Topology
+from tfcommx.testing.laws import check_agreement, normal_numbers
 
 
 @with_topologies(SCHEMES + WIRED + LOSSY + COMPRESSED)
 def test_law_3_agreement(scheme: Scheme, topology: Topology) -> None:
     """All ranks get the same bits, also for numbers whose sum depends on the order."""
-
-    def normal(rank: int, step: int) -> dict[str, np.ndarray]:
-        numbers = np.random.default_rng([7, rank, step])
-        return {
-            path: numbers.normal(size=shape).astype(np.float32) for path, shape in SHAPES.items()
-        }
-
-    logs = play(plan_for(scheme, topology, "average"), steps=2, source=normal)
-    for log in logs[1:]:
-        for step in range(2):
-            for path in SHAPES:
-                assert log[step][1][path].tobytes() == logs[0][step][1][path].tobytes()
+    logs = play(plan_for(scheme, topology, "average"), steps=2, source=normal_numbers)
+    check_agreement(logs, name_of(scheme))
 
 
 @pytest.mark.parametrize(

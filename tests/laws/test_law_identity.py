@@ -23,7 +23,7 @@ from tfcommx.terms import Topology
 def test_law_1_identity(route: str, operation: str, topology: Topology) -> None:
     """Rule `all` gives what the plain sum gives, on every route."""
     for rank_log in play(plan_for(scheme(route), topology, operation), steps=2):
-        for step, (_, result, residuals) in enumerate(rank_log):
+        for step, (_, result, residuals, *_) in enumerate(rank_log):
             for path in SHAPES:
                 total = sum(
                     gradients(rank, step)[path].astype(np.float64) for rank in range(topology.size)

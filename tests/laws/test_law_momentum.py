@@ -31,7 +31,7 @@ def test_momentum_of_dense_variables_is_the_optimizers(scheme: Scheme, operation
     """Biases travel dense: they get the momentum that SGD gives them, the same on all ranks."""
     for log in play(plan_for(scheme, Topology(2, 2), operation), steps=3):
         expected: Any = 0
-        for step, (_, result, _) in enumerate(log):
+        for step, (_, result, *_) in enumerate(log):
             total = sum(gradients(rank, step)["first/bias"] for rank in range(4))
             expected = 0.5 * expected + (total / 4 if operation == "average" else total)
             np.testing.assert_allclose(result["first/bias"], expected, rtol=1e-6)
@@ -71,7 +71,7 @@ def test_with_momentum_nothing_that_was_accumulated_is_lost(scheme: Scheme) -> N
 def test_gradients_are_clipped_on_each_rank_by_their_joint_norm(operation: str) -> None:
     scheme = Scheme("allgather", "exact", 0.1, dense_below=8, bucket_bytes=2000, clip_norm=3.0)
     for log in play(plan_for(scheme, Topology(2, 2), operation), steps=1):
-        given, _, residuals = log[0]
+        given, _, residuals, *_ = log[0]
         norm = np.sqrt(sum(np.square(value).sum(dtype=np.float64) for value in given.values()))
         limit = 3.0 * 2 if operation == "average" else 3.0 / 2
         kept = residuals["last/kernel"]

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, WORKERS, horovodrun
+from launching import QUICK, ROOT, WORKERS, horovodrun
 
+pytestmark = pytest.mark.xdist_group("example_package")  # they share an installation
 EXAMPLE = ROOT / "scripts" / "examples" / "own_compression"
 
 
@@ -41,7 +42,7 @@ def test_it_is_installed_outside_and_holds_the_laws(
 
 @pytest.mark.parametrize("route", ["allreduce", pytest.param("auto", marks=pytest.mark.exhaustive)])
 def test_it_trains_on_real_ranks(installed: Path, route: str) -> None:
-    path = f"{installed}:{':'.join(sys.path)}"
+    path = f"{installed}:{QUICK}:{':'.join(sys.path)}"
     ended = horovodrun(2, [str(WORKERS / "own_compression_rank.py"), route], PYTHONPATH=path)
     assert ended.status == 0, ended.output[-4000:]
     assert ended.output.count("falls True") == 2

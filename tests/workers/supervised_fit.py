@@ -99,4 +99,5 @@ model.fit(
     ],
 )
 whole = b"".join(weight.tobytes() for weight in model.get_weights())
-print(f"rank {comm.rank} weights {hashlib.sha256(whole).hexdigest()[:16]}", flush=True)
+bits = hashlib.sha256(whole).hexdigest()[:16]
+print(f"rank {comm.rank} of {os.environ['TFCOMMX_RUN']} weights {bits}", flush=True)

@@ -76,4 +76,5 @@ for epoch in range(first_epoch, EPOCHS):
             snapshots.after_step(epoch, step + 1, STEPS)
     snapshots.end_epoch(epoch)
 whole = b"".join(weight.tobytes() for weight in gan.get_weights())
-print(f"rank {comm.rank} weights {hashlib.sha256(whole).hexdigest()[:16]}", flush=True)
+bits = hashlib.sha256(whole).hexdigest()[:16]
+print(f"rank {comm.rank} of {os.environ['TFCOMMX_RUN']} weights {bits}", flush=True)
