@@ -57,6 +57,7 @@ def written(folder: Path, *parts: Sequence[dict[str, Any]]) -> Path:
             {"name": "process_name", "ph": "M", "pid": n, "args": {"name": f"scope/w{n}"}}
             for n in range(1, 5)
         ),
+        {"name": "process_name", "ph": "M", "pid": 5, "args": {"name": "HorovodAllgather"}},
     ]
     ranks = [{"ph": "X", "name": str(rank), "ts": 0, "pid": 1, "dur": 0} for rank in range(4)]
     file = folder / "timeline.json"
@@ -123,9 +124,13 @@ def test_what_an_engine_saw_after_a_message_may_have_been_ready_before(tmp_path:
 
 
 def test_what_comes_less_often_is_no_part_of_a_step(tmp_path: Path) -> None:
-    """An average of a metric after the second step."""
-    metric = collective([4], [41, 42, 43, 44])
-    parts = (step(0), step(20), metric, step(45), step(65))
+    """An average of a metric after the second step, and an exchange of settings before the first.
+
+    The settings travel in many collectives, all of one name.
+    """
+    metric = collective([4], [141, 142, 143, 144])
+    settings = (collective([5], [ms, ms, ms, ms + 1], "ALLGATHER") for ms in range(40))
+    parts = (*settings, step(100), step(120), metric, step(145), step(165))
     found = read_timeline(written(tmp_path, *parts))
     assert [len(one.messages) for one in found.steps] == [2, 2, 2]
     assert in_ms([one.step_s for one in found.steps]) == [20, 25, 20]

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 from tfcommx.terms import PlanError
 
 NEGOTIATES = "NEGOTIATE_"
+# A collective outside of a graph, without a name of its own
+UNNAMED = re.compile("Horovod[A-Z][a-z]+")
 # Seconds within which the engine looks for tensors after a message; its cycle takes 1 ms or more
 LOOKS_WITHIN_S = 0.01
 
@@ -301,9 +303,15 @@ def _collectives(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Ten
 def _in_every_step(messages: Sequence[Message]) -> set[str]:
     """Return the names of the tensors that most collectives are of, as often as each other.
 
-    Averages of metrics, broadcasts and checks come less often. The last step may have been cut.
+    Averages of metrics, broadcasts and checks come less often, and what is exchanged outside of a
+    graph, by whatever part of the program, has one name for all. The last step may have been cut.
     """
-    counts = Counter(tensor.name for message in messages for tensor in message.tensors)
+    counts = Counter(
+        tensor.name
+        for message in messages
+        for tensor in message.tensors
+        if not UNNAMED.fullmatch(tensor.name)
+    )
     total: Counter[int] = Counter()
     for times in counts.values():
         total[times] += times
