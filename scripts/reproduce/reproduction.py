@@ -8,6 +8,7 @@ that predicts them. Columns of a row, in every table and in every line of --json
                         says so
     nominal_s           predicted with the assumed constants alone
     calibrated_s        predicted with the constants that the calibration rows set
+    compute_s           of a step without exchange; null for a speed-up
     error               calibrated_s / published_s - 1
     message_error       the same of the part that the exchange adds to a step
     reason              why it is not scored
@@ -57,6 +58,7 @@ def row(
         "published_s": published_s,
         "nominal_s": nominal_s,
         "calibrated_s": calibrated_s,
+        "compute_s": compute_s,
         "error": error,
         "message_error": messages,
         "reason": reason,

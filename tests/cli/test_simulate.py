@@ -21,6 +21,8 @@ KEYS = [
     "nodes",
     "slots",
     "step_seconds",
+    "step_seconds_low",
+    "step_seconds_high",
     "compute_seconds",
     "exposed_seconds",
     "throughput",

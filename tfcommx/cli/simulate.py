@@ -155,6 +155,8 @@ class Settings:
         return links._replace(engine=engine, fuses=links.fuses if buffer is None else buffer > 0)
 
 
+# Columns of the rows that are said in a sentence, and stand in no table
+INTERVAL = ("step_seconds_low", "step_seconds_high")
 # Name of a setting -> str, int or float
 KINDS: dict[str, type] = {
     name: next(one for one in (*typing.get_args(kind), kind) if one is not type(None))
@@ -224,6 +226,8 @@ def simulate(
             report.draw_sweep(rows, name, png)
         return
     print(report.draw_text(timeline))
+    low, high = (f"{row[name]:.4g}" for name in INTERVAL)
+    print(f"Nine of ten steps that are predicted so take {low} to {high} s.")
     title = f"{settings.model}, {settings.nodes} x {settings.slots}, {settings.scheme}"
     title += f", {settings.merging}"
     if png:
@@ -336,10 +340,12 @@ def _show(rows: list[dict[str, Any]], best: bool = False) -> None:
     from tfcommx.report.terminal import terminal_console
 
     table = Table(box=None)
-    for name in rows[0]:
+    shown = [name for name in rows[0] if name not in INTERVAL]
+    for name in shown:
         table.add_column(name.replace("_", " "), justify="right")
     fastest = max(rows, key=lambda row: row["throughput"])
     for row in rows:
-        cells = (f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values())
+        values = (row[name] for name in shown)
+        cells = (f"{x:.4g}" if isinstance(x, float) else str(x) for x in values)
         table.add_row(*cells, style="bold" if best and row is fastest else None)
     terminal_console().print(table)

@@ -123,6 +123,8 @@ def probe(
     if topology.size > 1:
         found |= _under_load(comm, sizes, load, timer, spread)
         found["fuses"] = fusion and engine_fuses(comm, timer)
+        port = "between" if topology.nodes > 1 else "inside"
+        found["spread"] = spread[f"{port}.beta_s_per_byte"] / found[port].beta_s_per_byte
     tried = _time_blocks(comm, max(sizes) // 8, blocks, timer)
     best = min(tried, key=lambda row: row[1])[0] if tried else NOMINAL.block_bytes
     by_engine = not comm.messages.possible

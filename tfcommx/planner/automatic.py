@@ -39,10 +39,13 @@ from tfcommx.terms import (
 MIN_BYTES = 2**18
 # A plan is tried if its predicted step takes at most this share of plain Horovod's.
 WORTH_A_TRIAL = 0.97
-# With a profile, a prediction of at most this share is clear: nothing else is tried.
+# A plan whose predicted step takes at most this share is clearly faster, and taken where no trial
+# can be held.
 CLEARLY_FASTER = 0.8
-# Plans tried beside plain Horovod's.
-MAX_TRIALS = 2
+# Plans tried beside plain Horovod's, at most: each has a graph and residuals of its own.
+MAX_TRIALS = 3
+# As many without a measured profile and measured links, where predictions are only of the exchange.
+MAX_GUESSES = 2
 # How selected entries travel if the scheme names no format: about half the bytes of
 # block16/float16. What rounding loses, some 1e-5 of the squares, stays in the residual. Prices know
 # bytes alone, and these are always fewer; reading an entry takes a nanosecond more, as long as the
@@ -199,7 +202,9 @@ def propose(
         messages: can the launch send messages between two ranks? An MPI launch can.
 
     Returns:
-        At most MAX_TRIALS; none if no scheme is predicted to be faster.
+        At most MAX_TRIALS, and as few as the intervals of the predictions leave open: those that
+        cannot be the fastest by what predictions miss are left out. None if no scheme is predicted
+        to be faster.
 
     **Cost:** a plan and a simulated step for each scheme; some seconds for a model of 500
     variables. **Raises:** PlanError for a profile of another model, or one without times.
@@ -210,13 +215,14 @@ def propose(
     if given is None:
         assumed = _assumed(asked.gradients, first.plain_s)
         rankings.append(_ranking(assumed, schemes, asked, messages))
-    clear = first.candidates[0].step_s <= CLEARLY_FASTER * first.plain_s
-    count = 1 if given is not None and asked.links is not None and clear else MAX_TRIALS
+    measured = given is not None and asked.links is not None
     seen = [asked.plan(auto_as_plain(schemes)).buckets]
     found: list[Proposal] = []
     for profile, candidate in _in_order(rankings):
-        if len(found) == count:
+        if len(found) == (MAX_TRIALS if measured else MAX_GUESSES):
             break
+        if measured and not candidate.may_beat(first.candidates[0]):
+            continue
         chosen = _with_auto_as(schemes, candidate.scheme)
         plan = asked._replace(profile=profile).plan(chosen)
         if plan.buckets not in seen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from tfcommx import routes
+from tfcommx.planner.interval import Interval, interval
 from tfcommx.planner.plan import make_plan
 from tfcommx.planner.streams import Gradient
 from tfcommx.simulator.assumptions import IDEAL, Assumptions
@@ -36,7 +37,7 @@ class Setting(NamedTuple):
             assumptions=self.assumptions,
         )
         timeline = simulate(plan, self.profile, self.links, self.assumptions)
-        return Prediction(scheme, plan, timeline)
+        return Prediction(scheme, plan, timeline, self.links.spread)
 
 
 class Prediction(NamedTuple):
@@ -45,11 +46,27 @@ class Prediction(NamedTuple):
     scheme: Scheme
     plan: Plan
     timeline: Timeline
+    # Standard deviation / mean of what messages took in the probe
+    spread: float = 0.0
 
     @property
     def step_s(self) -> float:
         """Seconds of the step."""
         return self.timeline.step_s
+
+    @property
+    def interval(self) -> Interval:
+        """Seconds between which nine of ten steps lie that are predicted so."""
+        timeline = self.timeline
+        return interval(timeline.compute_s, timeline.exposed_s, self.spread)
+
+    def may_beat(self, other: Prediction) -> bool:
+        """Tell whether this step may be the shorter one, by what predictions miss.
+
+        Both have the same computing, so only what the exchange adds to it counts.
+        """
+        least = interval(0.0, self.timeline.exposed_s, self.spread).low
+        return least <= interval(0.0, other.timeline.exposed_s, other.spread).high
 
     @property
     def bytes_between(self) -> float:
@@ -81,6 +98,8 @@ class Prediction(NamedTuple):
             "nodes": topology.nodes,
             "slots": topology.slots,
             "step_seconds": timeline.step_s,
+            "step_seconds_low": self.interval.low,
+            "step_seconds_high": self.interval.high,
             "compute_seconds": timeline.compute_s,
             "exposed_seconds": timeline.exposed_s,
             "throughput": timeline.throughput,

@@ -56,6 +56,8 @@ class Links(NamedTuple):
     fuses: bool = False
     # Which engine carries collectives out, and how it was set.
     engine: EngineSettings = EngineSettings()
+    # Standard deviation / mean of what messages took in the probe, >= 0.
+    spread: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return what JSON can write."""
@@ -80,9 +82,10 @@ class Links(NamedTuple):
             found.get("contention", 0.0),
             found.get("fuses", False),
             EngineSettings(**found.get("engine", {})),
+            found.get("spread", 0.0),
         )
         numbers = [*dataclasses.astuple(links.inside), *dataclasses.astuple(links.between)]
-        more = [links.engine_s, links.contention]
+        more = [links.engine_s, links.contention, links.spread]
         if (
             not all(math.isfinite(number) for number in [*numbers, *more])
             or min(more) < 0
@@ -91,8 +94,8 @@ class Links(NamedTuple):
             or not isinstance(links.fuses, bool)
         ):
             raise ValueError(
-                "finite numbers, engine_s and contention >= 0, block_bytes an integer >= 8, and "
-                f"fuses true or false are required. Received {links}"
+                "finite numbers, engine_s, contention and spread >= 0, block_bytes an integer >= "
+                f"8, and fuses true or false are required. Received {links}"
             )
         return links
 

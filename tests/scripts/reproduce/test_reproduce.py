@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
+from tfcommx.planner.interval import MISSES
+
 FOLDER = ROOT / "scripts" / "reproduce"
 REPORT = (ROOT / "docs" / "laboratory" / "reproduction.md").read_text()
 
@@ -59,6 +61,25 @@ def test_other_tables_as_reported(name: str, scored: int, calibrated: int, tmp_p
     roles = [row["role"] for row in rows]
     assert (roles.count("scored"), roles.count("calibrated")) == (scored, calibrated)
     assert all(row["reason"] for row in rows if row["role"] == "not scored")
+
+
+def test_the_product_has_the_misses_that_are_reported() -> None:
+    assert f"in the product: {tuple(MISSES)}" in REPORT
+
+
+@pytest.mark.exhaustive
+def test_intervals_hold_the_rows_as_reported() -> None:
+    """Of all sources, each by the misses of the others and by those of the product."""
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "intervals.py")],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT)},
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        assert line in REPORT
 
 
 def test_what_mergings_leave_for_the_lstm(tmp_path: Path) -> None:
