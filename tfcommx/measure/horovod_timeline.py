@@ -202,7 +202,7 @@ def is_timeline(path: Path) -> bool:
 def read_timeline(path: Path) -> Recording:
     """Read a file that Horovod wrote, also one that a killed run has left without an end.
 
-    **Ranks:** none. **Cost:** about a second for 100 MB.
+    **Ranks:** none. **Cost:** some 3 s for 100 MB, which are a thousand steps of 160 tensors.
     **Raises:** PlanError for a file without two steps of the same tensors.
     """
     events = _events(path)

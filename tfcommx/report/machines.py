@@ -38,7 +38,7 @@ def draw_machines(rows: Sequence[Row], path: Path) -> None:
             label="nothing is both faster and cheaper",
         )
         left.set(xlabel="minutes of an epoch", ylabel="cost of an epoch", title=model)
-        left.set_ylim(bottom=0)
+        left.set_ylim(0, 1.1 * max(row["epoch_cost"] for row in mine))
         right.set(xlabel="ranks", ylabel="scaling efficiency", ylim=(0, 1.05))
         for axes in (left, right):
             axes.set_xscale("log", base=2)
