@@ -39,7 +39,7 @@ def cluster(
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [SCRIPT, "--name", name, *map(str, words)],
-        env=ENVIRONMENT,
+        env={**ENVIRONMENT, **warm_ranks.environment()},
         cwd=ROOT,
         text=True,
         timeout=seconds,
@@ -93,7 +93,7 @@ class Training:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
             )
-        self.reach(11, 90)
+        self.reach(11, 240)
 
     def steps(self) -> int:
         text = (self.folder / "steps").read_text() if (self.folder / "steps").exists() else ""
