@@ -105,6 +105,7 @@ def test_a_timeline_is_drawn_and_exported(tmp_path: Path) -> None:
     assert "port inside" in output and "port between" in output and "hitopk" in output
     events = json.loads(trace.read_text())["traceEvents"]
     assert events[0]["args"]["name"] == "resnet50, 8 x 4, hitopk, threshold"
+    assert {"forward", "select tfcommx/bucket0"} <= {event["name"] for event in events}
     assert png.stat().st_size > 1000
 
 

@@ -45,7 +45,8 @@ def test_trace_events_have_every_span_in_microseconds() -> None:
     events = [event for event in events if event["pid"] == 0]
     names = {event["tid"]: event["args"]["name"] for event in events if "thread" in event["name"]}
     spans = [event for event in events if event["ph"] == "X"]
-    assert list(names.values()) == ["host", "compute", "port between"]
+    assert list(names.values()) == ["host", "compute", "selection", "port between"]
+    assert [names[one["tid"]] for one in spans if one["cat"] == "select"] == ["selection"]
     assert len(spans) == len(SPANS)
     assert [spans[3][key] for key in ("name", "cat", "ts", "dur")] == [
         "message bucket12",

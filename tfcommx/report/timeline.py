@@ -16,6 +16,8 @@ MEANINGS = {
     "inside": "port inside",
     "between": "port between",
 }
+# Of a trace, from above
+TRACKS = ("host", "compute", "selection", "beside it", "port inside", "port between")
 # In the text; a message and a selection are drawn as the last digit of their bucket's number.
 SIGNS = {"load": "l", "forward": "f", "backward": "b", "update": "u"}
 COLOURS = {
@@ -128,29 +130,34 @@ def _draw_lanes(axes: Any, timeline: Timeline, title: str, longest_s: float) -> 
 def trace_events(timelines: dict[str, Timeline]) -> str:
     """Write timelines in the trace-event format, which chrome://tracing and Perfetto read.
 
-    Each is a process of its own there, under its title; each resource is a thread of it.
+    Each is a process of its own there, under its title. Its threads are the resources, and
+    selections, which pause the compute stream where they take place on it.
 
     Source: Google, "Trace Event Format": complete events (ph X), microseconds.
     """
     events: list[dict[str, Any]] = []
     for process, (title, timeline) in enumerate(timelines.items()):
-        lanes = _lanes(timeline)
+        tracks = sorted({*map(_track, timeline.spans)}, key=TRACKS.index)
         events.append(_named("process", title, process, 0))
-        events += [_named("thread", MEANINGS[x], process, n) for n, x in enumerate(lanes)]
+        events += [_named("thread", name, process, n) for n, name in enumerate(tracks)]
         events += [
             {
-                "name": f"{span.kind} {span.name}",
+                "name": span.kind if span.name == span.kind else f"{span.kind} {span.name}",
                 "cat": span.kind,
                 "ph": "X",
                 "ts": span.start_s * 1e6,
                 "dur": (span.end_s - span.start_s) * 1e6,
                 "pid": process,
-                "tid": lanes.index(span.resource),
+                "tid": tracks.index(_track(span)),
                 "args": {"bucket": span.bucket},
             }
             for span in timeline.spans
         ]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
+
+
+def _track(span: Span) -> str:
+    return "selection" if span.kind == "select" else MEANINGS[span.resource]
 
 
 def _named(what: str, name: str, process: int, thread: int) -> dict[str, Any]:
