@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
 from tfcommx import cost, engines, routes
 from tfcommx.engines import nccl, open_mpi, wiring
-from tfcommx.terms import NOMINAL, Bucket, EngineSettings, Link, Links, PlanError, Topology
+from tfcommx.terms import (
+    NOMINAL,
+    Bucket,
+    Calibration,
+    EngineSettings,
+    Link,
+    Links,
+    PlanError,
+    Topology,
+)
 
 # A port ten times as slow as what is inside, and the other way round
 INSIDE, PORT = Link(1, 0.5, 0.25), Link(10, 5.0, 0.25)
@@ -200,3 +210,33 @@ def test_settings_are_checked_and_kept_with_the_links() -> None:
     old = {key: value for key, value in NOMINAL.to_dict().items() if key != "engine"}
     assert Links.from_dict(old) == NOMINAL
     assert dataclasses.asdict(links.engine)["nics"] == 2
+
+
+def test_a_measured_curve_takes_the_place_of_the_price_of_short_allreduces() -> None:
+    """Points at 1,000 and 3,000 bytes; beyond them the engine's price goes on from the last."""
+    curve = Calibration(4, ((1000, 50.0), (3000, 90.0)))
+    measured = LINKS._replace(calibration=curve)
+    engine, plain = engines.of(measured), engines.of(LINKS)
+    found = [engine.all_reduce(size, FLAT, measured) for size in (10, 1000, 2000, 3000)]
+    assert found == [50, 50, 70, 90]
+    more = plain.all_reduce(5000, FLAT, LINKS) - plain.all_reduce(3000, FLAT, LINKS)
+    assert engine.all_reduce(5000, FLAT, measured) == 90 + more
+    # Of other groups, and of other collectives, nothing was measured
+    assert engine.all_reduce(2000, PAIRS, measured) == 70
+    assert engine.all_reduce(2000, Topology(2, 1), measured) == plain.all_reduce(
+        2000, Topology(2, 1), LINKS
+    )
+    assert engine.all_gather(100, FLAT, measured) == plain.all_gather(100, FLAT, LINKS)
+    assert engine.reduce_scatter(100, FLAT, measured) == plain.reduce_scatter(100, FLAT, LINKS)
+
+
+def test_a_calibration_does_not_fall_and_is_kept_with_the_links() -> None:
+    """A disturbed time of a short vector gives way; less than nothing is nothing."""
+    curve = Calibration.of(4, [(64, -1e-6), (1024, 9e-4), (4096, 1e-4), (65536, 3e-4)])
+    assert curve.points == ((64, 0.0), (1024, 1e-4), (4096, 1e-4), (65536, 3e-4))
+    links = NOMINAL._replace(calibration=curve)
+    assert Links.from_dict(json.loads(json.dumps(links.to_dict()))) == links
+    with pytest.raises(PlanError, match="do not fall"):
+        Calibration(4, ((1024, 2e-4), (4096, 1e-4)))
+    with pytest.raises(PlanError, match="do not fall"):
+        Calibration(4, ((4096, 2e-4), (1024, 3e-4)))

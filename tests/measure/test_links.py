@@ -16,7 +16,6 @@ import pytest
 import tensorflow as tf
 from launching import QUICK, ROOT, horovodrun
 
-from tfcommx import cost
 from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.measure import links
@@ -33,9 +32,11 @@ def times_of(link: Link, ranks: int = 4, noise: float = 0.0) -> list[tuple[float
     numbers = np.random.default_rng(1)
     return [
         (
-            np.log2(ranks),
+            ranks - 1.0,
             (ranks - 1.0) * size,
-            cost.all_gather(size, ranks, link) * (1 + noise * numbers.random()),
+            (ranks - 1)
+            * (link.alpha_s + size * link.beta_s_per_byte)
+            * (1 + noise * numbers.random()),
         )
         for size in links.SIZES
     ]
@@ -151,6 +152,37 @@ def test_the_slots_of_a_node_share_its_port() -> None:
     ) and found.inside.beta_s_per_byte == pytest.approx(1e-10)
     assert found.between.alpha_s == pytest.approx(1e-4, rel=0.01)
     assert found.engine_s == pytest.approx(ENGINE_S, rel=0.01)
+
+
+@pytest.mark.parametrize("messages", [True, False])
+def test_the_probe_measures_what_the_engine_at_work_takes_for_short_allreduces(
+    messages: bool,
+) -> None:
+    """The clock counts 1 ms for each allreduce of all ranks, and 2 ms of 64 KiB."""
+    clocks: dict[int, float] = {}
+
+    def work(comm: Comm) -> links.ProbeResult:
+        if not messages:
+            comm.messages._make = None
+        allreduce, clocks[comm.rank] = comm.allreduce, 0.0
+
+        def timed(tensor: object, group: str, name: str, **more: object) -> object:
+            if group == "world":
+                clocks[comm.rank] += 2e-3 if len(tensor) == 16384 else 1e-3
+            return allreduce(tensor, group, name, **more)
+
+        def clock() -> float:
+            clocks[comm.rank] += 1e-6  # Nothing takes no time
+            return clocks[comm.rank]
+
+        comm.allreduce = timed
+        return links.probe(comm, sizes=(1024, 65536), repeats=1, clock=clock)
+
+    found = ThreadComm.run(Topology(2, 2), work)[0].links
+    assert found.engine.name == ("open_mpi" if messages else "gloo")
+    sizes, seconds = zip(*found.calibration.points, strict=True)
+    assert (found.calibration.ranks, sizes) == (4, (1024, 16384, 65536))
+    assert seconds == pytest.approx((1e-3, 1e-3, 2e-3), rel=0.01)
 
 
 def test_contention_is_what_a_message_takes_longer_while_the_ranks_compute() -> None:

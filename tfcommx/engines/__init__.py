@@ -2,6 +2,7 @@
 
 base      what an engine is; what is not its own is a ring
 wiring    the wires inside a node
+calibrated   one of them, with what its allreduces were measured to take
 ring      the identity: prices of the papers
 nccl gloo open_mpi open_mpi_1 hierarchical   their algorithms, and their choice by bytes and ranks
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from tfcommx.engines import gloo, hierarchical, nccl, open_mpi, open_mpi_1, ring
 from tfcommx.engines.base import Engine
+from tfcommx.engines.calibrated import Calibrated
 from tfcommx.terms import Links, check_name
 
 _ALL: tuple[Engine, ...] = (
@@ -44,5 +46,6 @@ def get(name: str) -> Engine:
 
 
 def of(links: Links) -> Engine:
-    """Return the engine that carries collectives over some links."""
-    return get(links.engine.name)
+    """Return the engine that carries collectives over some links, as far as measured."""
+    engine = get(links.engine.name)
+    return Calibrated(engine, links.calibration) if links.calibration.points else engine

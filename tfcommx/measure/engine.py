@@ -1,24 +1,26 @@
 """Measures what collectives cost besides alpha and beta: the engine's time, and the load's.
 
-    tiny all-gather    | engine | log2(p) alpha |
+    tiny all-gather    | engine | (p - 1) alpha |
     tiny allreduce     | engine |      2 (p - 1) alpha      |
 
 Every collective pays the engine's time and latency terms; two kinds with different numbers of terms
-tell them apart. If messages are possible, they give alpha without the engine.
+tell them apart. If messages are possible, they give alpha without the engine, and an allreduce has
+as many terms as the engine's own algorithm.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import statistics
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
+from tfcommx import engines
 from tfcommx.comm.base import Comm
+from tfcommx.terms import Calibration, Link, Links, Topology
 
 # Repeats some work on all ranks; returns the seconds of the slowest rank in each repeat
 Timer = Callable[[Callable[[], object]], list[float]]
@@ -40,6 +42,45 @@ class Engine(NamedTuple):
     seconds: list[float]
 
 
+def engine_at_work(comm: Comm) -> str:
+    """Return which engine carries out Horovod's allreduces in this launch."""
+    if tf.config.list_logical_devices("GPU"):
+        return "nccl"
+    return "open_mpi" if comm.messages.possible else "gloo"
+
+
+def latency_terms(engine: str, ranks: int) -> float:
+    """Count the latency terms of a tiny allreduce, as the engine's algorithm has them.
+
+    >>> latency_terms("gloo", 4), latency_terms("open_mpi", 4)
+    (6.0, 2.0)
+    """
+    unit = Link(1.0, 1e-30)
+    return engines.get(engine).all_reduce(4 * TINY, Topology(ranks, 1), Links(unit, unit))
+
+
+def calibrate(comm: Comm, sizes: Sequence[int], engine_s: float, timer: Timer) -> Calibration:
+    """Measure allreduces of all ranks, without the engine's own time.
+
+    Args:
+        comm: this rank's view of the others.
+        sizes: bytes of the vectors, ascending, multiples of 4, >= 4.
+        engine_s: of each collective.
+        timer: repeats and times some work; the fastest counts, because slower ones were disturbed.
+
+    **Ranks:** all. **Cost:** an allreduce of each size for each repeat.
+    """
+    measured = []
+    for size in sizes:
+        vector, name = tf.zeros([size // 4]), f"tfcommx/probe/allreduce/{size}"
+
+        def work(vector: tf.Tensor = vector, name: str = name) -> object:
+            return comm.allreduce(vector, "world", name, counted=False)
+
+        measured.append((size, min(timer(work)) - engine_s))
+    return Calibration.of(comm.topology.size, measured)
+
+
 def measure_engine(comm: Comm, group: str, alpha_s: float, timer: Timer) -> Engine:
     """Measure the engine's time per collective and the latency of a group.
 
@@ -53,15 +94,16 @@ def measure_engine(comm: Comm, group: str, alpha_s: float, timer: Timer) -> Engi
     **Ranks:** all.
     """
     ranks, tensor = len(comm.members(group)), tf.zeros([TINY])
-    terms, name = 2 * (ranks - 1), f"tfcommx/probe/engine/{group}"
+    name = f"tfcommx/probe/engine/{group}"
     reduced = timer(lambda: comm.allreduce(tensor, group, f"{name}/allreduce", counted=False))
     if comm.messages.possible:
+        terms = latency_terms(engine_at_work(comm), ranks)
         return Engine(alpha_s, [max(one - terms * alpha_s, 0.0) for one in reduced])
     gathered = timer(lambda: comm.all_gather(tensor, group, f"{name}/all_gather", counted=False))
-    fewer = math.log2(ranks)
-    found = (statistics.median(reduced) - statistics.median(gathered)) / (terms - fewer)
+    steps = ranks - 1
+    found = (statistics.median(reduced) - statistics.median(gathered)) / steps
     alpha_s = min(max(found, 0.0), alpha_s)
-    return Engine(alpha_s, [max(one - fewer * alpha_s, 0.0) for one in gathered])
+    return Engine(alpha_s, [max(one - steps * alpha_s, 0.0) for one in gathered])
 
 
 def engine_fuses(comm: Comm, timer: Timer) -> bool:

@@ -1,10 +1,11 @@
 """Measures the links of this cluster: alpha and beta by messages, gamma by adding.
 
 Under MPI each rank sends s bytes to the next one of its group while it receives as many: alpha + s
-beta. Otherwise the engine gathers s bytes from each of p ranks: log2(p) alpha + (p - 1) s beta
-(`cost.all_gather`), plus its own time. Times of several sizes give alpha and beta. Among peers all
+beta. Otherwise the engine gathers s bytes from each of p ranks in a ring: (p - 1) (alpha + s beta),
+plus its own time. Times of several sizes give alpha and beta. Among peers all
 slots of a node send at once and share its port; there s is the node's bytes. `measure.engine`
-measures the engine's own time, and messages while the ranks compute.
+measures the engine's own time, messages while the ranks compute, and what the engine at work really
+takes for short allreduces of all ranks.
 
 Source: the alpha-beta model of Thakur et al., "Optimization of Collective Communication Operations
 in MPICH" (2005).
@@ -25,11 +26,18 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm.base import Comm
-from tfcommx.measure.engine import Timer, engine_fuses, measure_contention, measure_engine
+from tfcommx.measure.engine import (
+    Timer,
+    calibrate,
+    engine_at_work,
+    engine_fuses,
+    measure_contention,
+    measure_engine,
+)
 from tfcommx.measure.fit import fit
 from tfcommx.routes import pipeline
 from tfcommx.routes.messages import MessageOptions, tag_of
-from tfcommx.terms import NOMINAL, Bucket, Link, Links
+from tfcommx.terms import NOMINAL, Bucket, EngineSettings, Link, Links
 
 # Bytes from each rank: 1 KB to 16 MB
 SIZES = tuple(4**power for power in range(5, 13))
@@ -38,6 +46,9 @@ BLOCKS = (16384, 32768, 49152, 65536, 131072, 262144)
 # Messages are repeated, at most MOST times, until this many bytes have come through the port:
 # traffic shapers let a burst pass
 STEADY, MOST = 2**22, 16
+# Bytes of the allreduces that are measured, up to the largest of the sizes asked for
+CURVE = (1024, 16384, 65536, 262144, 2**20)
+LEAST_REPEATS = 3
 
 
 class ProbeResult(NamedTuple):
@@ -123,6 +134,12 @@ def probe(
     if topology.size > 1:
         found |= _under_load(comm, sizes, load, timer, spread)
         found["fuses"] = fusion and engine_fuses(comm, timer)
+        found["engine"] = EngineSettings(engine_at_work(comm))
+        curve = [size for size in CURVE if size <= max(sizes)]
+        if len(curve) > 1:
+            # Prices of longer messages rest on the last point: no disturbance must count there
+            often = functools.partial(timer, repeats=max(repeats, LEAST_REPEATS))
+            found["calibration"] = calibrate(comm, curve, found["engine_s"], often)
         port = "between" if topology.nodes > 1 else "inside"
         found["spread"] = spread[f"{port}.beta_s_per_byte"] / found[port].beta_s_per_byte
     tried = _time_blocks(comm, max(sizes) // 8, blocks, timer)
@@ -179,7 +196,7 @@ def _time(
     members = comm.members(group)
     if len(members) == 1:
         return []
-    latencies, parts = math.log2(len(members)), len(members) - 1
+    latencies, parts = float(len(members) - 1), len(members) - 1
     if comm.messages.possible:
         latencies, parts = 1.0, 1
     points = []

@@ -6,7 +6,7 @@ collective starts.
 
 from tfcommx.terms.bucket import Bucket, NoOptions, RouteOptions
 from tfcommx.terms.checks import PlanError, check_name, check_whole, is_member, load_member
-from tfcommx.terms.engine import EngineSettings
+from tfcommx.terms.engine import Calibration, EngineSettings
 from tfcommx.terms.layers import Layer, LayerTable
 from tfcommx.terms.links import NOMINAL, Link, Links, Traffic
 from tfcommx.terms.measured_step import MeasuredStep
@@ -46,6 +46,7 @@ __all__ = [
     "VALUE_DTYPES",
     "WIRES",
     "Bucket",
+    "Calibration",
     "EngineSettings",
     "Layer",
     "LayerTable",

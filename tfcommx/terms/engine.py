@@ -1,8 +1,10 @@
-"""EngineSettings: which engine carries collectives out, and how it was set."""
+"""EngineSettings: which engine carries collectives out. Calibration: what that took, measured."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tfcommx.terms.checks import PlanError, check_whole
@@ -36,3 +38,39 @@ class EngineSettings:
         check_whole("fusion_bytes", self.fusion_bytes, least=0)
         if not isinstance(self.cycle_s, int | float) or not 0 <= self.cycle_s < math.inf:
             raise PlanError(f"`cycle_s` must be >= 0. Received {self.cycle_s!r}.")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What an engine's allreduces of short vectors took in the probe.
+
+    >>> Calibration.of(4, [(1024, 2e-4), (65536, 1e-4)]).points
+    ((1024, 0.0001), (65536, 0.0001))
+    """
+
+    # That took part; 0: nothing was measured.
+    ranks: int = 0
+    # (bytes of the vector, seconds without the engine's own time), both ascending; two or more.
+    points: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes, seconds = [size for size, _ in self.points], [one for _, one in self.points]
+        numbers = all(math.isfinite(one) for one in seconds)
+        if self.points and not (
+            numbers and sizes == sorted(set(sizes)) and [0, *seconds] == sorted([0, *seconds])
+        ):
+            raise PlanError(
+                "A calibration needs sizes that grow and seconds >= 0 that do not fall. Received "
+                f"{self.points}."
+            )
+
+    @staticmethod
+    def of(ranks: int, measured: Sequence[tuple[int, float]]) -> Calibration:
+        """Make one of measured times: a vector takes at most as long as a longer one took.
+
+        Disturbances only lengthen times, so a longer vector's shorter time counts for both.
+        """
+        sizes = [size for size, _ in measured]
+        backwards = [max(one, 0.0) for _, one in reversed(measured)]
+        seconds = list(itertools.accumulate(backwards, min))[::-1]
+        return Calibration(ranks, tuple(zip(sizes, seconds, strict=True)))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tfcommx.terms.checks import PlanError
-from tfcommx.terms.engine import EngineSettings
+from tfcommx.terms.engine import Calibration, EngineSettings
 from tfcommx.terms.topology import Topology
 
 
@@ -58,6 +58,8 @@ class Links(NamedTuple):
     engine: EngineSettings = EngineSettings()
     # Standard deviation / mean of what messages took in the probe, >= 0.
     spread: float = 0.0
+    # What the engine's allreduces of short vectors took there.
+    calibration: Calibration = Calibration()
 
     def to_dict(self) -> dict[str, Any]:
         """Return what JSON can write."""
@@ -66,6 +68,7 @@ class Links(NamedTuple):
             "inside": dataclasses.asdict(self.inside),
             "between": dataclasses.asdict(self.between),
             "engine": dataclasses.asdict(self.engine),
+            "calibration": dataclasses.asdict(self.calibration),
         }
 
     @staticmethod
@@ -83,6 +86,7 @@ class Links(NamedTuple):
             found.get("fuses", False),
             EngineSettings(**found.get("engine", {})),
             found.get("spread", 0.0),
+            _calibration(found.get("calibration", {"ranks": 0, "points": ()})),
         )
         numbers = [*dataclasses.astuple(links.inside), *dataclasses.astuple(links.between)]
         more = [links.engine_s, links.contention, links.spread]
@@ -122,6 +126,10 @@ class Links(NamedTuple):
         if topology is not None:
             _check_kinds(path, points, topology)
         return links
+
+
+def _calibration(found: Mapping[str, Any]) -> Calibration:
+    return Calibration(found["ranks"], tuple((size, one) for size, one in found["points"]))
 
 
 def _check_kinds(path: str | Path, points: Mapping[str, Any], topology: Topology) -> None:
