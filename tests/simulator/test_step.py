@@ -189,6 +189,14 @@ def test_allreduces_that_wait_together_are_fused_if_the_engine_does_so() -> None
     assert [span[3] for span in found(plan, profile)] == [18, 24, 30, 30 + with_d]
 
 
+def test_selected_entries_are_never_fused() -> None:
+    """Also under an engine that fuses sums: such a plan could not be simulated."""
+    sparse = {"route": "allgather", "selection": "mstopk", "k": 1, "wire": "pair32"}
+    plan = Plan((bucket("0", "a", "b", **sparse), bucket("1", "c", **sparse)), TWO)
+    sent = found(plan)
+    assert found(plan, fuses=True) == sent and {span[4] for span in sent} == {0, 1}
+
+
 def test_contention_slows_messages_while_the_backward_pass_runs() -> None:
     """From 14 to 20 at half speed: 3 of 10 s are done, 7 remain; then 6 s at full speed."""
     assert found(AB_C, contention=1.0) == [

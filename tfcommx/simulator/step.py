@@ -200,10 +200,12 @@ class _Step:
         Those that do not fit the engine's buffer beside the ones before them wait.
         """
         kind = self._fuses_as(task)
+        if kind is None:
+            return task
         room = self.links.engine.fusion_bytes - self._dense_bytes(task)
         joined: list[_Task] = []
         for one in sorted(self.waiting[resource]):
-            if kind is not None and self._fuses_as(one) == kind and self._dense_bytes(one) <= room:
+            if self._fuses_as(one) == kind and self._dense_bytes(one) <= room:
                 joined.append(one)
                 room -= self._dense_bytes(one)
         if not joined:
