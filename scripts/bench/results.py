@@ -23,7 +23,7 @@ from pathlib import Path
 from bench.records import FOLDER, ROOT
 
 # Settings of the same training: what is changed in the demo's recipe, whose three phases have 3, 2
-# and 6 epochs; the last is dense
+# and 6 epochs
 SPARSE = "{route: hitopk, selection: mstopk, density: 0.01, dense_route: torus}"
 SHORT_ENTRIES = (
     "{route: hitopk, selection: mstopk, density: 0.04, wire: block16/float16, dense_route: torus}"
@@ -31,11 +31,12 @@ SHORT_ENTRIES = (
 WARM_UP = "warm_up: [0.25, 0.063, 0.015]"
 SETTINGS = {
     "demo": [],
-    "dense": [f"phases.{number}.scheme={{route: torus}}" for number in (0, 1)],
+    "dense": [f"phases.{number}.scheme={{route: torus}}" for number in (0, 1, 2)],
     "one_percent": [f"phases.{number}.scheme={SPARSE}" for number in (0, 1, 2)],
     "four_percent": [f"phases.{number}.scheme={SHORT_ENTRIES}" for number in (0, 1, 2)],
     "dense_end": [
         *(f"phases.{number}.scheme={SPARSE}" for number in (0, 1)),
+        "phases.2.scheme={route: torus}",
         f"phases.0.{WARM_UP.replace(': ', '=', 1)}",
     ],
     "short_dense_end": [
@@ -81,6 +82,8 @@ COMMANDS = {
     + " ".join(
         f'"hitopk block16/float16 {density}"' for density in (0.25, 0.063, 0.05, 0.04, 0.015)
     ),
+    "training_short_wire": f"{TRAINING} --batch 4 --repeats 5 --schemes none "
+    '"hitopk elias/int4 0.1"',
     "routes": "python scripts/bench routes --sizes 25000000 --probe "
     "--routes hitopk allgather allreduce torus "
     "--wires plain float16 bfloat16 pair32 block16/float16",
