@@ -79,9 +79,8 @@ def trained(scheme: str, options: argparse.Namespace, folder: Path) -> dict[str,
     found["before"] = statistics.median(seconds[half - part : half])
     found["after"] = statistics.median(seconds[-part:])
     new = [when for when, plan in rows(steps) if when > changed and plan == last]
-    if scheme.startswith("auto"):
-        said = (folder / "output").read_text().count("It is chosen again")
-        found |= {"again": said, "waited": new[0] - changed if said and new else None}
+    found["again"] = (folder / "output").read_text().count("It is chosen again")
+    found["waited"] = new[0] - changed if found["again"] and new else None
     return found
 
 
