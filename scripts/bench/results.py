@@ -104,6 +104,8 @@ COMMANDS = {
     "losses_long": "python scripts/trials/losses.py --minutes 22 --seed 1",
     "losses_hour": "python scripts/trials/losses.py --minutes 60 --seed 1",
     "snapshots": "python scripts/trials/snapshots.py",
+    "changing_network": "python scripts/trials/changing_network.py",
+    "versions": "python scripts/verify/versions.py",
 }
 
 
