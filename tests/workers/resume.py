@@ -36,8 +36,10 @@ PHASES = [
     {"epochs": 1, "resolution": 10, "scheme": SPARSE},
     {"epochs": 1, "resolution": 12, "scheme": {"route": "torus"}},
 ]
-if TASK == "few":
+NETWORK = {"filters": (4, 8), "residual": 1}
+if TASK == "few":  # Most of its time is tracing, layer by layer
     del PHASES[1]
+    NETWORK = {"filters": (4,), "residual": 0}
 EPOCHS = sum(phase["epochs"] for phase in PHASES)
 
 comm = cx.init(node_size=1)
@@ -58,7 +60,7 @@ def recipe(**more: object) -> Recipe:
     return Recipe(
         name="small",
         data={"limit": BATCH * STEPS + 5},
-        model=WithDropout(filters=(4, 8)),
+        model=WithDropout(**NETWORK),
         batch_per_rank=BATCH // comm.topology.size,
         phases=PHASES,
         learning_rate={"peak": 0.05},
