@@ -331,6 +331,21 @@ def test_who_was_aborted_names_the_cause_though_its_watcher_hears_of_it_later() 
     assert "rank 2 on here (its process" in network.members[0].to_rank[0]
 
 
+def test_a_cause_is_named_though_many_were_aborted_before_it_is_known() -> None:
+    """8 aborted ranks took all places of an alarm, and the rank that had died got none."""
+    network = Simulated(32)
+    for rank in range(8, 8 + 2 * NAMES):
+        network.members[rank].rank_says("aborted", 1.0)
+        network.members[rank].rank_is_gone(1.0)
+    network.hops()
+    network.members[2].rank_is_gone(1.1)
+    network.hops()
+    for member in network.members.values():
+        member.tell_if_due(1.1 + GATHER_SECONDS)
+        assert len(member.alarm.lost) == NAMES
+        assert "rank 2 on here (its process has ended)" in member.to_rank[0]
+
+
 def test_who_was_aborted_while_nobody_is_known_to_be_missing_still_says_so() -> None:
     network = Simulated(2)
     network.members[1].rank_says("aborted", 1.0)

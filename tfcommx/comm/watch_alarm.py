@@ -20,8 +20,8 @@ GATHER_SECONDS = 0.3
 LAST_WORDS_SECONDS = 8.0
 # From the first sign to what the rank is told, while only ranks that were aborted are missing
 CAUSE_SECONDS = 3.0
-# What is said of a rank that ends because Gloo has lost a connection
-ABORTED = "aborted, because Gloo lost its connection to another rank"
+# What is said of a rank that an exception of native code ended: nearly always one of Gloo's
+ABORTED = "aborted, as Gloo does if it loses its connection to another rank"
 # Missing ranks that one alarm names
 NAMES = 8
 # What a rank says before it ends because of others, or its watcher in its place
@@ -50,16 +50,21 @@ class Alarm:
         self._first_at = self._cause_at = math.inf
 
     def add(self, found: dict[int, list[Any]], now: float) -> dict[int, list[Any]]:
-        """Take note of missing ranks; return those that are new: none once the rank was told."""
+        """Take note of missing ranks; return those that are new: none once the rank was told.
+
+        Of more than NAMES those that were aborted are left out first: they are no cause.
+        """
         if self.told:
             return {}
-        new = [(rank, row) for rank, row in found.items() if rank not in self.lost]
-        added = dict(new[: NAMES - len(self.lost)])
+        whole = {**self.lost, **found, **self.lost}
+        in_order = sorted(whole, key=lambda rank: whole[rank][1] == ABORTED)
+        kept = {rank: whole[rank] for rank in in_order[:NAMES]}
+        added = {rank: row for rank, row in kept.items() if rank not in self.lost}
         if added:
             self._first_at = min(self._first_at, now)
         if any(what != ABORTED for _, what, _ in added.values()):
             self._cause_at = min(self._cause_at, now)
-        self.lost |= added
+        self.lost = kept
         return added
 
     def is_due(self, now: float) -> bool:
