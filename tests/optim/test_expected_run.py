@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -14,6 +15,7 @@ import tensorflow as tf
 from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.optim import automatic, measurement_cache
+from tfcommx.optim.automatic import links_of
 from tfcommx.optim.expected_run import FEW, ExpectedRun
 from tfcommx.optim.keras_internals import traced_batch
 from tfcommx.planner.automatic import PlanRequest
@@ -84,6 +86,19 @@ def test_between_assumed_links_nothing_is_clear(monkeypatch: pytest.MonkeyPatch)
     assert {(bucket.route, bucket.k) for bucket in plan.buckets} == {("allreduce", None)}
     plan = begin(ExpectedRun(399), LOSSY, SLOW)
     assert any(bucket.k is not None for bucket in plan.buckets)
+
+
+def test_links_measured_again_in_mid_run_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next run took the links of a bad hour for usual, and saw no change in the next one."""
+    first, slower = SimpleNamespace(links=SLOW), SimpleNamespace(links=SLOW._replace(engine_s=1.0))
+    for found, again, expected in (
+        (first, False, SLOW),
+        (slower, True, slower.links),
+        (slower, False, SLOW),
+    ):
+        monkeypatch.setattr(automatic, "probe", lambda *_, found=found, **__: found)
+        links = ThreadComm.run(TOPOLOGY, lambda comm, again=again: links_of(comm, again=again))
+        assert links == [expected, expected]
 
 
 def test_in_a_few_steps_nothing_is_measured_or_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
