@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from tfcommx.cli.machines import offer_rows, read_offers
 from tfcommx.cli.main import app
+from tfcommx.report.machines import draw_machines
 from tfcommx.terms import PlanError
 
 PAGE = ROOT / "docs" / "how-to" / "which-machines.md"
@@ -95,6 +96,13 @@ def test_the_file_of_the_page_and_all_that_is_written(tmp_path: Path) -> None:
     assert figure.read_text().count("nothing is both faster and cheaper") == 1
 
 
+def test_a_figure_of_machines_that_differ_in_words(tmp_path: Path) -> None:
+    """A list of wirings or engines ended in a ValueError: words were formatted as numbers."""
+    rows = rows_of(tmp_path, wiring=["nvlink", "host_memory"], between_gbit=[10, 2.5])
+    draw_machines([row for row in rows if row["best"]], figure := tmp_path / "offers.svg")
+    assert "wiring host_memory, between_gbit 2.5" in figure.read_text()
+
+
 def test_a_scheme_that_can_be_carried_out_nowhere_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="Did you mean 'torus'"):
         rows_of(tmp_path, schemes={"plain": {}, "wrong": {"scheme": "toru"}})
@@ -109,6 +117,10 @@ def test_a_scheme_that_can_be_carried_out_nowhere_is_an_error(tmp_path: Path) ->
         ({"machines": 3}, "`machines` must have a row for each name"),
         ({"schemes": {"a": 3}}, "`schemes` must have a row for each name"),
         ({"epoch_samples": None}, "`epoch_samples` must be a whole number"),
+        ({"epoch_samples": 0}, "`epoch_samples` must be >= 1"),
+        ({"nodes": []}, "`nodes` in .* needs a value, or a list of values"),
+        ({"between_gbit": None}, "`between_gbit` in .* needs a value"),
+        ({"fusion_mbytes": float("inf")}, "`fusion_mbytes` must be >= 0"),
         ({"epochs": 3}, "Did you mean 'epoch_samples'"),
         ({"batch": {"vgg16": 3}}, "Unknown model of batch 'alexnet'"),
     ],

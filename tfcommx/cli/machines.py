@@ -107,7 +107,7 @@ def read_offers(file: Path) -> Offers:
     schemes = _named(file, found, "schemes") if "schemes" in found else SCHEMES
     for settings in schemes.values():
         _check_settings(file, settings, ())
-    samples = check_whole("epoch_samples", found.get("epoch_samples"))
+    samples = check_whole("epoch_samples", found.get("epoch_samples"), least=1)
     return Offers(samples, prices, machines, schemes)
 
 
@@ -117,8 +117,8 @@ def offer_rows(offers: Offers) -> list[dict[str, Any]]:
     A scheme is left out where it cannot be carried out, such as on one node.
 
     Returns:
-        Rows; `speedup` is over the first scheme. `best` is the scheme to take in its cell, and
-        `unbeaten` one of these if none of its model is faster and cheaper.
+        Rows; `speedup` is over the first scheme of a cell. `best` is the scheme to take in its
+        cell, and `unbeaten` one of these if none of its model is faster and cheaper.
 
     **Cost:** some 10 ms for each row, however many ranks.
     **Raises:** PlanError for settings that are out of range, and for a scheme that can be carried
@@ -205,8 +205,12 @@ def _named(file: Path, found: Mapping[str, Any], key: str) -> dict[str, dict[str
 
 
 def _check_settings(file: Path, settings: Mapping[str, Any], also: tuple[str, ...]) -> None:
-    for name in settings:
+    for name, value in settings.items():
         check_name(f"setting in {file}", name, [*KINDS, *also])
+        if value is None or value == []:
+            raise PlanError(
+                f"`{name}` in {file} needs a value, or a list of values. Received {value!r}."
+            )
 
 
 def _of_model(name: str, value: Any, cell: Mapping[str, Any]) -> Any:
@@ -240,7 +244,7 @@ def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
         **{name.replace("_", " "): row[name] for name in tells_apart},
         "scheme": row["scheme"],
         "step ms": f"{1e3 * row['step_seconds']:.1f}",
-        "samples/s": f"{row['throughput']:.4g}",
+        "samples/s": f"{row['throughput']:.0f}",
         "efficiency": f"{row['scaling_efficiency']:.1%}",
         "speedup": f"{row['speedup']:.2f}",
         "epoch min": f"{row['epoch_seconds'] / 60:.2f}",

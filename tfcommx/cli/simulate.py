@@ -141,7 +141,10 @@ class Settings:
 
     def _as_set(self, links: Links) -> Links:
         """Return links with what these settings say of the engine."""
-        buffer = None if self.fusion_mbytes is None else round(self.fusion_mbytes * 2**20)
+        mbytes = self.fusion_mbytes
+        if mbytes is not None and not 0 <= mbytes < math.inf:
+            raise PlanError(f"`fusion_mbytes` must be >= 0. Received {mbytes}.")
+        buffer = None if mbytes is None else round(mbytes * 2**20)
         said: dict[str, Any] = {
             "name": self.engine,
             "nics": self.nics,

@@ -60,9 +60,13 @@ def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {}
     for row in rows:
         values = {x: {o[x] for o in rows if o["machine"] == row["machine"]} for x in listed}
-        several = [f"{x} {row[x]:g}" for x in listed if len(values[x]) > 1]
+        several = [f"{x} {_in_words(row[x])}" for x in listed if len(values[x]) > 1]
         found.setdefault(", ".join([row["machine"], *several]), []).append(row)
     return found
+
+
+def _in_words(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
 def _draw_line(left: Axes, right: Axes, name: str, rows: Sequence[Row]) -> None:
