@@ -57,16 +57,10 @@ class Compressor:
         if next(waiting, None) is not None:
             raise self._miscounted()
         stays = whole - flatten(done.sent, self.bucket)
-        usable = tf.reduce_all([_is_finite(one) for one in (*sums, stays, done.state)])
-        kept = (state.residual, state.compression)
-        # Not by tf.where, which would make copies
-        after = tf.cond(
-            usable,
-            lambda: (stays, done.state),
-            lambda: tuple(variable.value() for variable in kept),
-        )
-        for variable, value in zip(kept, after, strict=True):
-            variable.assign(value)
+        # Equal on all ranks; what stays is this rank's own
+        usable = tf.reduce_all([_is_finite(one) for one in (*sums, done.state)])
+        _assign_if(usable, state.compression, done.state)
+        _assign_if(usable & _is_finite(stays), state.residual, stays)
         return flatten(done.totals, self.bucket)
 
     def _add(self, vector: tf.Tensor, described: Bucket | None) -> tf.Tensor:
@@ -83,6 +77,11 @@ class Compressor:
             f"counts: of {[one.size for one in self._vectors]} entries for the shapes "
             f"{list(self.bucket.shapes)}. It added others."
         )
+
+
+def _assign_if(wanted: tf.Tensor, variable: tf.Variable, value: tf.Tensor) -> None:
+    """Assign if `wanted`; not by tf.where, which would make a copy."""
+    variable.assign(tf.cond(wanted, lambda: value, variable.value))
 
 
 def _is_finite(vector: tf.Tensor) -> tf.Tensor:
