@@ -38,8 +38,8 @@ def meet(caller: Handshake, callee: Handshake, then: bytes = b"") -> tuple[Any, 
         rest = here.recv(100)
     except NO_PARTNER as error:
         answer, rest = error, b""
+    here.close()  # First: one that was refused waits for more
     thread.join(60)
-    here.close()
     return answer, heard[0], rest
 
 

@@ -24,7 +24,8 @@ def test_every_shipped_method_fits_every_miniature(recipe: str) -> None:
     for name, method in methods.items():
         changed = read(file, method.settings([phase.epochs for phase in plain.phases]))
         assert changed.epochs == plain.epochs
-        assert (changed == plain) == (name == "recipe"), name
+        same = {"recipe", "elias_int4"} if recipe == "fashion_mnist" else {"recipe"}
+        assert (changed == plain) == (name in same), name
         check_names_a_route(name, changed)
     dense = read(file, methods["dense"].settings([phase.epochs for phase in plain.phases]))
     assert set(dense.scheme_of_epoch()) == {Scheme()}

@@ -28,6 +28,7 @@ SHORT = [
     "phases.1.resolution=8",
     "phases.2.epochs=1",
     "phases.2.resolution=10",
+    "phases.2.scheme={route: torus}",  # A change of scheme
     "node_size=1",
     "target={score: top5, at_least: 0.6}",
 ]
