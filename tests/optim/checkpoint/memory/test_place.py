@@ -37,7 +37,9 @@ def test_whole_files_are_found_and_private(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [memory_model_name(3), residuals_name(3, 1)])
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
-def test_a_damaged_file_does_not_count(name: str, damage: str, tmp_path: Path) -> None:
+def test_a_damaged_file_does_not_count_and_makes_room_for_a_copy(
+    name: str, damage: str, tmp_path: Path
+) -> None:
     place = Place(tmp_path / "memory", Path("run"))
     for one in (head(2), head(3)):
         fill(place, one, [0, 1])
@@ -47,6 +49,7 @@ def test_a_damaged_file_does_not_count(name: str, damage: str, tmp_path: Path) -
         data[len(data) // 2] ^= 1
     path.write_bytes({"cut": data[:-1000], "flipped": data, "empty": b""}[damage])
     assert name not in place.held()[3].files
+    assert not path.exists()
     assert choose([place.held(), {}]) == head(2)
 
 

@@ -74,15 +74,19 @@ class Place:
         return open(self.part(name), "wb", opener=lambda path, flags: os.open(path, flags, 0o600))
 
     def held(self) -> dict[int, Held]:
-        """Return what is here and intact, by the number of the save.
+        """Return what is here and intact, by the number of the save; delete what is damaged.
 
-        **Cost:** every file is read once.
+        In the place of a damaged file another host's copy can come. **Cost:** every file is read
+        once.
         """
         names: dict[int, dict[str, int]] = {}
         heads: dict[int, Head] = {}
         for path in self._files():
             found = _NAME.fullmatch(path.name)
-            if found is None or not _intact(path):
+            if found is None:
+                continue
+            if not _intact(path):
+                path.unlink(missing_ok=True)
                 continue
             number = int(found[1] or found[2])
             names.setdefault(number, {})[path.name] = path.stat().st_size
