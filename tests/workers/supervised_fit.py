@@ -2,8 +2,9 @@
 
 supervised_fit.py FOLDER OPTIONS(json): scheme, strategy; faults: {"GENERATION": [RANK, STEP, KIND]}
 with STEP of the whole run, or of the generation if `relative` is set. KIND is kill, `kill with
-memory` (of this host), `kill with all memory`, stop, term, or `hosts FILE HOST...` (hosts that
-there are from now on). The run ends at the first epoch's end of `last_generation`, if that is set.
+memory` (of this host), `kill with all memory`, `kill with damaged memory` (this host's newest
+files), stop, term, or `hosts FILE HOST...` (hosts that there are from now on). The run ends at the
+first epoch's end of `last_generation`, if that is set.
 Prints a hash of the weights at the end.
 """
 
@@ -74,6 +75,17 @@ class Fault(keras.callbacks.Callback):
             meet(kind)
 
 
+def damage(folder: Path) -> None:
+    """Flip a byte in the middle of each file of the newest snapshot."""
+    paths = sorted(folder.glob("*/*.npz"))
+    newest = max(path.name.split("-")[1].removesuffix(".npz") for path in paths)
+    for path in paths:
+        if f"-{newest}" in path.name:
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+
+
 def meet(kind: str) -> None:
     word, *words = kind.split()
     if word == "hosts":
@@ -82,7 +94,10 @@ def meet(kind: str) -> None:
     if "memory" in words:
         host = "*" if "all" in words else os.environ["HOROVOD_HOSTNAME"]
         for folder in Path("/dev/shm").glob(f"tfcommx-*-{os.environ['TFCOMMX_RUN']}-{host}"):
-            shutil.rmtree(folder)
+            if "damaged" in words:
+                damage(folder)
+            else:
+                shutil.rmtree(folder)
     number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[word]
     os.kill(os.getpid(), number)
 
