@@ -23,6 +23,8 @@ KEYS = [
     "step_seconds",
     "step_seconds_low",
     "step_seconds_high",
+    "step_seconds_p10",
+    "step_seconds_p90",
     "compute_seconds",
     "exposed_seconds",
     "throughput",
@@ -99,6 +101,22 @@ def test_a_sweep_goes_on_as_it_began(tmp_path: Path) -> None:
     assert [row["spread"] for row in swept] == pytest.approx([0, 0.1, 0.2, 0.3])
 
 
+def test_ports_that_vary_spread_the_steps_and_the_fastest_scheme_is_named(tmp_path: Path) -> None:
+    words = [*FLAGS[:-2], "--merging", "single", "--gamma", "0", "--jitter", "0.7"]
+    (row,) = rows(tmp_path, *words)
+    sent = 2 * 31 / 32 * 4 * 25_557_032 * 8e-9 / 10 / 0.9
+    waits = 62 * (5e-5 + 3 * 1e-5) / 4
+    for name, quantile in (("", 0.5), ("_p10", 0.1), ("_p90", 0.9)):
+        slowest = 1 - 0.7 * quantile ** (1 / 8)
+        step = 64 / 253.1 + waits + sent / slowest
+        assert row[f"step_seconds{name}"] == pytest.approx(step)
+    assert "Ports vary: one step in ten" in run(*words)
+    swept = ["--slow-node", "1.2", "--sweep", "scheme=allreduce,torus,hitopk"]
+    assert "The shortest step: scheme=hitopk." in run(*words, *swept)
+    compute = [one["exposed_seconds"] for one in rows(tmp_path, *words, *swept)]
+    assert min(compute) > 0.2 * 64 / 253.1
+
+
 def test_a_timeline_is_drawn_and_exported(tmp_path: Path) -> None:
     png, trace = tmp_path / "a.png", tmp_path / "a.json"
     output = run(*FLAGS, "--scheme", "hitopk", "--png", str(png), "--trace", str(trace))
@@ -124,6 +142,9 @@ def test_a_measured_profile_counts_more_than_a_model(tmp_path: Path) -> None:
         (["--merging", "optimum"], "Did you mean 'optimal'"),
         (["--efficiency", "2"], r"`efficiency` must be in \(0, 1\]"),
         (["--between-gbit", "0"], "`between_gbit` must be > 0"),
+        (["--slow-node", "0.5"], "`slow_node` must be >= 1.* Received slow_node=0.5"),
+        (["--slow-port", "1.5"], r"`slow_port` in \(0, 1\].*slow_port=1.5"),
+        (["--jitter", "1"], r"`jitter` in \[0, 1\).*jitter=1"),
         (["--nodes", "0"], "nodes >= 1"),
         (["--throughput", "-1"], "`samples_per_second`"),
         (["--sweep", "node=1,2"], "Did you mean 'nodes'"),

@@ -93,6 +93,11 @@ class Settings:
         None, "How much longer messages last during the backward pass; as --links says, or 0."
     )
     loading: float = setting(0.0, "Seconds to load a batch.")
+    slow_node: float = setting(1.0, "Compute time of one node over that of the others, >= 1.")
+    slow_port: float = setting(1.0, "Rate of one node's port over that of the others, in (0, 1].")
+    jitter: float = setting(
+        0.0, "Largest share of a port's rate that is missing in a step, in [0, 1)."
+    )
 
     def __post_init__(self) -> None:
         for name, kind in KINDS.items():
@@ -160,6 +165,8 @@ class Settings:
 
 # Columns of the rows that are said in a sentence, and stand in no table
 INTERVAL = ("step_seconds_low", "step_seconds_high")
+# In the table too if steps differ
+TENTHS = ("step_seconds_p10", "step_seconds_p90")
 # Name of a setting -> str, int or float
 KINDS: dict[str, type] = {
     name: next(one for one in (*typing.get_args(kind), kind) if one is not type(None))
@@ -214,8 +221,10 @@ def simulate(
         name, values = _sweep(sweep)
         steps = [simulated_step(dataclasses.replace(settings, **{name: value})) for value in values]
         rows = [_with(name, value, row) for value, (_, row) in zip(values, steps, strict=True)]
-        name = name if name in rows[0] else f"rank_{name}"
         _show(rows, best=True)
+        if KINDS[name] is str:
+            _show_fastest(rows, name)
+        name = name if name in rows[0] else f"rank_{name}"
     else:
         timeline, row = simulated_step(settings)
         rows = [row]
@@ -231,6 +240,9 @@ def simulate(
     print(report.draw_text(timeline))
     low, high = (f"{row[name]:.4g}" for name in INTERVAL)
     print(f"Nine of ten steps that are predicted so take {low} to {high} s.")
+    if settings.jitter:
+        low, high = (f"{row[name]:.4g}" for name in TENTHS)
+        print(f"Ports vary: one step in ten takes less than {low} s, one more than {high} s.")
     title = f"{settings.model}, {settings.nodes} x {settings.slots}, {settings.scheme}"
     title += f", {settings.merging}"
     if png:
@@ -329,6 +341,9 @@ def simulated_step(settings: Settings) -> tuple[Any, dict[str, Any]]:
         spread=settings.spread,
         contention=settings.contention,
         loading_s=settings.loading,
+        slow_node=settings.slow_node,
+        slow_port=settings.slow_port,
+        jitter=settings.jitter,
     )
     topology = Topology(settings.nodes, settings.slots)
     setting = Setting(profile, topology, settings.link_prices, assumptions)
@@ -343,7 +358,8 @@ def _show(rows: list[dict[str, Any]], best: bool = False) -> None:
     from tfcommx.report.terminal import terminal_console
 
     table = Table(box=None)
-    shown = [name for name in rows[0] if name not in INTERVAL]
+    hidden = INTERVAL if any(_varies(row) for row in rows) else (*INTERVAL, *TENTHS)
+    shown = [name for name in rows[0] if name not in hidden]
     for name in shown:
         table.add_column(name.replace("_", " "), justify="right")
     fastest = max(rows, key=lambda row: row["throughput"])
@@ -352,3 +368,16 @@ def _show(rows: list[dict[str, Any]], best: bool = False) -> None:
         cells = (f"{x:.4g}" if isinstance(x, float) else str(x) for x in values)
         table.add_row(*cells, style="bold" if best and row is fastest else None)
     terminal_console().print(table)
+
+
+def _varies(row: dict[str, Any]) -> bool:
+    return bool(row[TENTHS[0]] < row[TENTHS[1]])
+
+
+def _show_fastest(rows: list[dict[str, Any]], name: str) -> None:
+    """Print which value gives the shortest step, and which the shortest of the long ones."""
+    step, long = (min(rows, key=lambda row: row[key]) for key in ("step_seconds", TENTHS[1]))
+    text = f"The shortest step: {name}={step[name]}."
+    if long is not step:
+        text += f" The shortest one that one step in ten exceeds: {name}={long[name]}."
+    print(text)

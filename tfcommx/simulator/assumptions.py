@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from tfcommx.simulator.selection_time import SelectionTime
-from tfcommx.terms import Links, PlanError, check_name
+from tfcommx.terms import Links, PlanError, Topology, check_name
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,12 @@ class Assumptions:
     fuses: bool | None = None
     # Seconds of loading a batch on the cores of the host, >= 0, during the step before.
     loading_s: float = 0.0
+    # Compute time of one node over that of the others, >= 1.
+    slow_node: float = 1.0
+    # Rate of one node's port over that of the others, in (0, 1].
+    slow_port: float = 1.0
+    # Largest share of a port's rate that is missing in a step, in [0, 1); `disturbances` has more.
+    jitter: float = 0.0
 
     def __post_init__(self) -> None:
         check_name("place of the selection", self.selection_on, ("compute", "beside"))
@@ -50,6 +56,12 @@ class Assumptions:
                 continue
             if not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise PlanError(f"`{name}` must be >= 0. Received {name}={value!r}.")
+        slow_node, slow_port, jitter = self.slow_node, self.slow_port, self.jitter
+        if not (1 <= slow_node < math.inf and 0 < slow_port <= 1 and 0 <= jitter < 1):
+            raise PlanError(
+                "`slow_node` must be >= 1, `slow_port` in (0, 1] and `jitter` in [0, 1). Received "
+                f"{slow_node=}, {slow_port=}, {jitter=}."
+            )
 
     def on(self, links: Links) -> Assumptions:
         """Return these assumptions, with what the links say where these say nothing.
@@ -57,7 +69,8 @@ class Assumptions:
         >>> from tfcommx.terms import NOMINAL
         >>> Assumptions(contention=0.5).on(NOMINAL._replace(engine_s=1e-3, contention=2.0))
         Assumptions(selection=None, selection_on='compute', engine_s=0.001, ports_together=False,
-                   spread=0.0, contention=0.5, fuses=False, loading_s=0.0)
+                   spread=0.0, contention=0.5, fuses=False, loading_s=0.0, slow_node=1.0,
+                   slow_port=1.0, jitter=0.0)
         """
         own = {name: getattr(self, name) for name in ("engine_s", "contention", "fuses")}
         return dataclasses.replace(
@@ -73,6 +86,14 @@ class Assumptions:
         if self.spread == 0 or ranks == 1:
             return 1.0
         return 1 + self.spread * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+
+    def slowest_on(self, topology: Topology) -> float:
+        """Return the same over the ranks of a cluster: one of the slow node, or any other.
+
+        >>> Assumptions(slow_node=1.5).slowest_on(Topology(4, 2))
+        1.5
+        """
+        return max(self.slowest(topology.size), self.slow_node * self.slowest(topology.slots))
 
 
 IDEAL = Assumptions()
