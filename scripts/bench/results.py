@@ -106,6 +106,7 @@ COMMANDS = {
     "snapshots": "python scripts/trials/snapshots.py",
     "changing_network": "python scripts/trials/changing_network.py",
     "versions": "python scripts/verify/versions.py",
+    "frameworks": "python scripts/trials/frameworks.py",
 }
 
 

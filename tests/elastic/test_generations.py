@@ -112,8 +112,9 @@ def test_goodput_counts_repeated_steps_once(tmp_path: Path) -> None:
     assert "200 of 220 steps count (90.9 %)" in found.in_words()
     lines = summary.table(runs).splitlines()
     assert len(lines) == 3 and "memory, 80" in lines[2] and "node0:1,node1:2" in lines[2]
-    summary.write(runs, tmp_path / "generations.json")
-    rows = json.loads((tmp_path / "generations.json").read_text())["generations"]
+    path = tmp_path / "reports" / "generations.json"  # No folder is there yet
+    summary.write(runs, path)
+    rows = json.loads(path.read_text())["generations"]
     assert [row["steps"] for row in rows] == [100, 200]
 
 

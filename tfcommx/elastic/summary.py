@@ -108,4 +108,5 @@ def to_json(generations: Sequence[Generation]) -> dict[str, Any]:
 
 def write(generations: Sequence[Generation], path: Path) -> None:
     """Write `to_json` into a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(to_json(generations), indent=1) + "\n")
