@@ -39,7 +39,7 @@ from bench import records  # noqa: E402
 FOLDER = Path(__file__).parent
 CLUSTER = [str(ROOT / "scripts" / "cluster"), "--name", "frameworks"]
 TORCH = ROOT / "build" / "frameworks" / "torch"
-PACKAGES = ("torch", "numpy", "--index-url", "https://download.pytorch.org/whl/cpu")
+PACKAGES = ("torch", "numpy")
 # Name -> the worker, and what it is told
 OTHERS = {
     "ddp none": ("frameworks_torch.py", "none"),
