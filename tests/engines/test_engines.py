@@ -34,7 +34,8 @@ def by(name: str, links: Links = LINKS, **more: object) -> Links:
 @pytest.mark.parametrize("name", engines.ENGINES)
 def test_every_engine_has_prices_that_grow_with_bytes_and_are_nothing_alone(name: str) -> None:
     engine = engines.get(name)
-    for price in (engine.all_reduce, engine.reduce_scatter, engine.all_gather):
+    priced = (engine.all_reduce, engine.reduce_scatter, engine.all_gather, engine.all_to_all)
+    for price in priced:
         assert price(1e9, Topology(1, 1), REAL) == 0
         for topology in (Topology(1, 4), Topology(4, 1), Topology(4, 4), Topology(3, 2)):
             few, many = price(1e6, topology, REAL), price(1e8, topology, REAL)
@@ -99,11 +100,40 @@ def test_gloo_overlaps_additions_with_the_next_segment() -> None:
     assert engines.get("gloo").all_reduce(16, FLAT, LINKS) == 6 * 10.25 + 6 * 10
 
 
-def test_gloo_halves_to_reduce_and_scatter() -> None:
-    """16 bytes on 2 x 2: 8 inside; 4 through a port that two share; 4 to where they belong."""
-    first, second, last = 1 + 8 * 0.75, 10 + 4 * 10.25, 10 + 4 * 10
-    found = engines.get("gloo").reduce_scatter(16, PAIRS, LINKS)
-    assert found == pytest.approx(first + second + last)
+def test_an_all_to_all_by_hand() -> None:
+    """16 bytes on 2 x 2: 4 stay in the node, 8 leave it through a port that two share.
+
+    In pairs: 3 latencies, then both. At once: one latency more for the sizes, and the slower.
+    """
+    inside, leaving = 4 * 0.5, 8 * 2 * 5
+    for name in ("ring", "open_mpi_1"):
+        in_pairs = engines.get(name).all_to_all(16, PAIRS, LINKS)
+        assert in_pairs == pytest.approx(3 * 10 + inside + leaving)
+    for name in ("gloo", "open_mpi"):
+        assert engines.get(name).all_to_all(16, PAIRS, LINKS) == 2 * 10 + leaving
+    assert engines.get("gloo").all_to_all(16, Topology(1, 4), LINKS) == 2 * 1 + 12 * 0.5
+    assert engines.get("gloo").reduce_scatter(16, FLAT, LINKS) == 2 * 10 + 12 * 5 + 12 * 0.25
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 64, 127, 256, 1023])
+def test_open_mpi_exchanges_in_pairs_by_the_number_of_ranks(ranks: int) -> None:
+    engine = engines.get("open_mpi")
+    pairs = 10 + engines.get("ring").all_to_all(16, Topology(ranks, 1), LINKS)
+    assert engine.all_to_all(16, Topology(ranks, 1), LINKS) == pytest.approx(pairs)
+    for other in (4, 63, 128, 255, 1024):
+        at_once = engine.all_at_once(16, Topology(other, 1), LINKS)
+        assert engine.all_to_all(16, Topology(other, 1), LINKS) == at_once
+
+
+def test_nccl_sends_sixteen_messages_at_once() -> None:
+    """Rounds of 16, each with the network's latency in Simple; the sizes before them; the bytes."""
+    hop, size = REAL.between.alpha_s + 9.6e-6 - 2.7e-6, 1e6
+    for ranks, rounds in ((2, 1), (17, 1), (18, 2), (34, 3)):
+        waits = REAL.between.alpha_s + 8.4e-6 + rounds * hop
+        sent = (ranks - 1) / ranks * size * REAL.between.beta_s_per_byte
+        for name in ("nccl", "horovod_hierarchical"):
+            found = engines.get(name).all_to_all(size, Topology(ranks, 1), REAL)
+            assert found == pytest.approx(waits + sent)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,43 @@ class Engine(abc.ABC):
         hop, steps = self.flat_ring(topology, links), topology.size - 1
         return steps * (hop.alpha_s + own_bytes * hop.beta_s_per_byte)
 
+    def all_to_all(self, total_bytes: float, topology: Topology, links: Links) -> float:
+        """Price an all-to-all in p - 1 rounds: in round d each rank sends to the d-th after it.
+
+        Args:
+            total_bytes: of one rank's vector, of which each rank gets 1/p.
+            topology: of the ranks.
+            links: what messages cost; the slots of a node share its port.
+        """
+        rounds = (topology.size - 1) * self.farthest(topology, links).alpha_s
+        return rounds + sum(self.to_all(total_bytes, topology, links))
+
+    def all_at_once(self, total_bytes: float, topology: Topology, links: Links) -> float:
+        """Price an all-to-all whose messages are all sent before the first is waited for.
+
+            sizes -alpha-> | message to rank 1 ->
+                           | message to rank 2 ->   and so on, at the same time
+
+        Horovod tells each rank first, in an all-to-all of its own, how many bytes will come. What
+        a processor needs to send a message is not in the links, and not counted.
+        """
+        if topology.size == 1:
+            return 0.0
+        waits = 2 * self.farthest(topology, links).alpha_s
+        return waits + max(self.to_all(total_bytes, topology, links))
+
+    def to_all(self, total_bytes: float, topology: Topology, links: Links) -> tuple[float, float]:
+        """Return seconds of the bytes of an all-to-all, inside nodes and through their ports."""
+        sent = (topology.size - 1) / topology.size * total_bytes
+        leaving = cost.alltoall_traffic(sent, "world", topology)
+        port = self.port(links, topology.slots)
+        inside = leaving.inside * links.inside.beta_s_per_byte
+        return inside, leaving.between * port.beta_s_per_byte
+
+    def farthest(self, topology: Topology, links: Links) -> Link:
+        """Return the link of messages that leave nodes, if there are several."""
+        return links.between if topology.nodes > 1 else links.inside
+
     def port(self, links: Links, streams: int) -> Link:
         """Return what one of some equal streams through a node's port sees of it.
 

@@ -47,3 +47,7 @@ class Calibrated(Engine):
     def all_gather(self, own_bytes: float, topology: Topology, links: Links) -> float:
         """Price an all-gather as the engine does."""
         return self._engine.all_gather(own_bytes, topology, links)
+
+    def all_to_all(self, total_bytes: float, topology: Topology, links: Links) -> float:
+        """Price an all-to-all as the engine does."""
+        return self._engine.all_to_all(total_bytes, topology, links)

@@ -1,4 +1,4 @@
-"""Gloo, as Horovod 0.28 calls it: a ring of segments, halving-doubling to reduce and scatter.
+"""Gloo, as Horovod 0.28 calls it: a ring of segments, and messages to all at once.
 
 An allreduce's vector is cut into one chunk a rank, and each chunk into two segments or more, of 1
 MiB at most. While a rank adds one segment that came, the next one is on its way:
@@ -7,11 +7,13 @@ MiB at most. While a rank adds one segment that came, the next one is on its way
     addition             | segment 0 | segment 1 | segment 2 | segment 3 |
 
 Horovod names no algorithm, so Gloo's `allreduce` takes its ring at all sizes: its bcube and its
-halving-doubling allreduce are never used. `reduce_scatter` is halving-doubling, and `allgatherv`
-a ring.
+halving-doubling allreduce are never used. `allgatherv` is a ring, and `alltoallv` sends to all
+ranks before it waits. Gloo's `reduce_scatter` is not used, as its sums are wrong at times:
+`comm.horovod` adds the shards of an all-to-all.
 
-Source: gloo/allreduce.cc (`ring`), gloo/reduce_scatter.h and gloo/allgatherv.cc of
-pytorch/gloo; horovod/common/ops/gloo_operations.cc, release 0.28.1.
+Source: gloo/allreduce.cc (`ring`), gloo/allgatherv.cc and gloo/alltoallv.cc of pytorch/gloo;
+horovod/common/ops/gloo_operations.cc, and collective_operations.h (`PrepareOutputAndParams`) for
+the sizes that an all-to-all sends first, release 0.28.1.
 """
 
 from __future__ import annotations
@@ -47,18 +49,13 @@ class Gloo(Engine):
         return rounds * (reduces + gathers)
 
     def reduce_scatter(self, total_bytes: float, topology: Topology, links: Links) -> float:
-        """Price recursive halving, after which each rank's part is sent to its place."""
-        if topology.size == 1:
-            return 0.0
-        seconds, remaining = 0.0, float(total_bytes)
-        hops = self.doubling(topology, links)
-        for hop in hops:
-            remaining /= 2
-            both = hop.beta_s_per_byte + hop.gamma_s_per_byte
-            seconds += hop.alpha_s + remaining * both
-        last = hops[-1]
-        own = total_bytes / topology.size
-        return seconds + last.alpha_s + own * last.beta_s_per_byte
+        """Price an all-to-all, and the sum of what came."""
+        added = (topology.size - 1) / topology.size * total_bytes * links.inside.gamma_s_per_byte
+        return self.all_to_all(total_bytes, topology, links) + added
+
+    def all_to_all(self, total_bytes: float, topology: Topology, links: Links) -> float:
+        """Price `alltoallv`."""
+        return self.all_at_once(total_bytes, topology, links)
 
 
 ENGINE = Gloo()

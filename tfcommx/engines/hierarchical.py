@@ -40,5 +40,9 @@ class Hierarchical(Engine):
         """Price NCCL's all-gather."""
         return nccl.ENGINE.all_gather(own_bytes, topology, links)
 
+    def all_to_all(self, total_bytes: float, topology: Topology, links: Links) -> float:
+        """Price NCCL's all-to-all."""
+        return nccl.ENGINE.all_to_all(total_bytes, topology, links)
+
 
 ENGINE = Hierarchical()

@@ -9,11 +9,19 @@ its estimates, with the links given in place of those that it finds:
     LL        writes 4 bytes of flag with 4 of data, and needs half of what Simple waits for
     LL128     120 bytes of data in 128, between NVLinks only
 
+An all-to-all, which Horovod makes of one ncclSend and one ncclRecv for each rank, is one kernel,
+after its sizes have been told between the hosts. Its messages are of the protocol Simple, each over
+its own connection: 8 at once in a channel, and the next 8 of the channel after them. NCCL has no
+estimate of it: latencies are those of the ring.
+
 A link's alpha is what a hop of a short message takes, which is one of the ring in LL; the others
 add what NCCL's table has beyond that one.
 
-Source: NVIDIA/nccl, src/graph/tuning.cc, release 2.8 (commit 01afd20): `baseLat`, `hwLat`,
-`treeCorrectionFactor`, `ncclTopoTuneModel` and `ncclTopoGetAlgoTime`. The double binary tree is
+Source: NVIDIA/nccl, src/graph/tuning.cc, release 2.7.5 (commit 01afd20): `baseLat`, `hwLat`,
+`treeCorrectionFactor`, `ncclTopoTuneModel` and `ncclTopoGetAlgoTime`; release 2.8.4 (911d61f):
+`ncclGroupEnd` of src/group.cc, src/collectives/device/sendrecv.h, `ncclTopoPostset` of
+src/graph/connect.cc; horovod/common/ops/nccl_operations.cc, `NCCLAlltoall`, release 0.28.1. The
+double binary tree is
 Sanders, Speck, Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan"
 (2009). Where we differ: a machine's own limits (80 GB/s of a tree, 235 GB/s) are not counted, and
 LL128 has none a channel.
@@ -66,6 +74,9 @@ TREE_REACHES = (
 LL_BESIDE_NETWORK = 1.8
 # A ring between nodes that no longer fits the buffers of its hops waits so much longer
 PLATEAU, PLATEAU_BYTES_A_RANK = 1.9, 4096
+# Messages of an all-to-all that go at once: NCCL_MAX_WORK_ELEMENTS in each channel, of which there
+# are two at least
+AT_ONCE = 8 * 2
 
 
 class Nccl(Engine):
@@ -94,6 +105,18 @@ class Nccl(Engine):
         if topology.size == 1:
             return 0.0
         return min(self._rings(1, own_bytes * topology.size, topology, links))
+
+    def all_to_all(self, total_bytes: float, topology: Topology, links: Links) -> float:
+        """Price a group of sends and receives: one kernel, some messages at once, all of Simple."""
+        if topology.size == 1:
+            return 0.0
+        simple = PROTOCOLS.index("Simple")
+        waits = _inside(RING, simple, topology, links)
+        if topology.nodes > 1:
+            waits = max(waits, _between(RING, simple, links))
+        rounds = math.ceil((topology.size - 1) / AT_ONCE)
+        waits = self.farthest(topology, links).alpha_s + RING.base[simple] + rounds * waits
+        return waits + max(self.to_all(total_bytes, topology, links))
 
     def _rings(
         self, rounds: int, total_bytes: float, topology: Topology, links: Links

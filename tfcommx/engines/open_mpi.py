@@ -14,7 +14,8 @@ the vector into segments of 64 KiB, and each of them goes through four tasks:
     reduce inside | reduce between | broadcast between | broadcast inside
 
 Source: open-mpi/ompi, release 5.0: ompi/mca/coll/tuned/coll_tuned_decision_fixed.c
-(`ompi_coll_tuned_allreduce_intra_dec_fixed` and those of reduce_scatter and allgatherv) and
+(`ompi_coll_tuned_allreduce_intra_dec_fixed` and those of reduce_scatter, allgatherv and alltoallv,
+which Horovod calls for an all-to-all), ompi/mca/coll/base/coll_base_alltoallv.c and
 ompi/mca/coll/han/coll_han_allreduce.c (`mca_coll_han_allreduce_intra`). Rabenseifner,
 "Optimization of Collective Reduction Operations" (2004). Where we differ: HAN's two tasks between
 nodes are counted one after the other. They are started together, but 16 MB on 4 nodes of 2 took
@@ -66,6 +67,9 @@ ALL_REDUCE: tuple[tuple[float, tuple[tuple[float, str], ...]], ...] = (
         ),
     ),
 )
+# Ranks whose all-to-all sends all messages at once; others exchange in pairs
+LINEAR = (range(4, 64), range(128, 256))
+ALWAYS_LINEAR = 1024
 
 
 class OpenMpi(Engine):
@@ -104,6 +108,14 @@ class OpenMpi(Engine):
         hop = self.flat_ring(topology, links)
         steps = math.ceil(math.log2(topology.size))
         return steps * hop.alpha_s + (topology.size - 1) * own_bytes * hop.beta_s_per_byte
+
+    def all_to_all(self, total_bytes: float, topology: Topology, links: Links) -> float:
+        """Price `linear`, which sends all at once, or `pairwise`, in rounds: by ranks alone."""
+        ranks = topology.size
+        if ranks == 1 or ranks >= ALWAYS_LINEAR or any(ranks in some for some in LINEAR):
+            return self.all_at_once(total_bytes, topology, links)
+        sizes = self.farthest(topology, links).alpha_s
+        return sizes + super().all_to_all(total_bytes, topology, links)
 
     def _han(self, total_bytes: float, topology: Topology, links: Links) -> float:
         """Price the segments of HAN: as many rounds as segments, and three to fill the pipe."""

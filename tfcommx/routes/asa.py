@@ -82,25 +82,16 @@ class Asa(Route):
         return Traffic(alltoall.inside + gather.inside, alltoall.between + gather.between)
 
     def seconds(self, bucket: Bucket, topology: Topology, links: Links) -> float:
-        """Return the price: p - 1 messages of a shard each, the sum, an all-gather.
+        """Return the price: the engine's alltoall and all-gather, and the sum between them.
 
-        The slots of a node share its link. The paper gives no formula: this is the
-        alpha-beta-gamma model's.
+        The paper gives no formula.
         """
-        ranks, total, link = (
-            topology.size,
-            formats.dense_bytes(bucket),
-            slowest_link(topology, links),
-        )
-        leaving = cost.alltoall_traffic((ranks - 1) / ranks * total, "world", topology)
-        alltoall = (
-            leaving.inside * links.inside.beta_s_per_byte
-            + leaving.between * topology.slots * links.between.beta_s_per_byte
-        )
+        ranks, total, engine = topology.size, formats.dense_bytes(bucket), engines.of(links)
         wide = formats.entry_bytes(formats.sum_dtype(formats.dense_dtype(bucket)))
-        added = (ranks - 1) / ranks * bucket.padded * wide * link.gamma_s_per_byte
-        gather = engines.of(links).all_gather(total / ranks, topology, links)
-        return (ranks - 1) * link.alpha_s + alltoall + added + gather
+        gamma = slowest_link(topology, links).gamma_s_per_byte
+        added = (ranks - 1) / ranks * bucket.padded * wide * gamma
+        alltoall = engine.all_to_all(total, topology, links)
+        return alltoall + added + engine.all_gather(total / ranks, topology, links)
 
 
 ROUTE = Asa()
