@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+import warm_ranks
 from launching import QUICK, ROOT
 
 from tfcommx.cli.train_launch import Stop, refuse
@@ -166,8 +167,13 @@ SHORT = {
 }
 
 
-def train(folder, ranks: int, **settings: str) -> subprocess.CompletedProcess:
-    """Train DAWNBench's recipe in miniature, cut short, as a user does; two ranks are a node."""
+def train(
+    folder, ranks: int, *, warm: bool = False, **settings: str
+) -> subprocess.CompletedProcess:
+    """Train DAWNBench's recipe in miniature, cut short, as a user does; two ranks are a node.
+
+    `warm`: ranks begin with TensorFlow loaded (warm_ranks.py), without what loading it prints.
+    """
     command = [
         sys.executable,
         "-m",
@@ -181,6 +187,8 @@ def train(folder, ranks: int, **settings: str) -> subprocess.CompletedProcess:
     # As a user has it: nothing that tests set to quiet TensorFlow
     quiet = ("TF_CPP_MIN_LOG_LEVEL", "TF_ENABLE_ONEDNN_OPTS")
     env = {name: value for name, value in os.environ.items() if name not in quiet}
+    if warm:
+        env = {**os.environ, **warm_ranks.environment()}
     return subprocess.run(
         command,
         cwd=ROOT,
@@ -226,7 +234,7 @@ def test_the_miniature_goes_through_all_phases_and_prints_what_a_user_wants(tmp_
 
 
 def test_an_error_that_all_ranks_find_is_one_line(tmp_path):
-    ended = train(tmp_path, 2, batch_per_rank="50000")
+    ended = train(tmp_path, 2, warm=True, batch_per_rank="50000")
     assert ended.returncode == 2 and ended.stdout == ""
     assert re.fullmatch(r"tfcommx: A step needs batch \* ranks .*\n", ended.stderr), ended.stderr
 
