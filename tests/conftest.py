@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import signal
+import sys
 import tempfile
 
 import pytest
@@ -15,6 +16,11 @@ from hypothesis import settings
 gc.set_threshold(100_000, 50, 50)  # Loading TensorFlow, and tracing, make much and little garbage
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+# Ranks that share few cores look for work less often than every millisecond
+os.environ.setdefault("HOROVOD_CYCLE_TIME", "3")
+# Images of Python keep no bytecode: each process that tests start would compile tfcommx again
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # A job in the background of a shell ignores Ctrl-C, and so would all that tests start
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

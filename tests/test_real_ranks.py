@@ -70,8 +70,6 @@ def test_the_same_tests_on_several_ranks(
         launcher,
         seconds=1500,
         TFCOMMX_TEST_NODE_SIZE=node_size,
-        # Ranks that share few cores look for work less often than every millisecond
-        HOROVOD_CYCLE_TIME="3",
     )
     assert ended.status == 0, what_failed(ended.output)
     assert len(re.findall(r"=+ \d+ passed", ended.output)) == ranks, what_failed(ended.output)

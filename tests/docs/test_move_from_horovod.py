@@ -48,7 +48,6 @@ def test_what_the_page_says_holds_on_two_ranks(tmp_path: Path) -> None:
         HOROVOD_THREAD_AFFINITY="0,1",
         HOROVOD_LOG_LEVEL="error",
         HOROVOD_AUTOTUNE="1",
-        HOROVOD_CYCLE_TIME="3",  # Ranks that share few cores look for work less often
         HOROVOD_AUTOTUNE_LOG=str(tmp_path / "autotune.csv"),
     )
     assert ended.status == 0, ended.output[-6000:]
