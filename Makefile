@@ -20,7 +20,8 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 # Tests that only wait run beside others; those that measure time (`serial`) run alone, afterwards
 PYTEST = python -m pytest
-SIDE_BY_SIDE = -n 2 --dist loadgroup
+# In the order of tests/conftest.py, not by the number of tests in a group
+SIDE_BY_SIDE = -n 2 --dist loadgroup --no-loadscope-reorder
 SERIAL = $$(grep -rl mark.serial tests --include=test_*.py)
 
 .PHONY: setup demo check test test-all test-times test-peers test-versions results figures docs wheels lint

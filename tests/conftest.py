@@ -34,6 +34,24 @@ settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("random", deadline=None, print_blob=True)
 settings.load_profile("same")
 
+FIRST = (
+    # The longest launch keeps all processors busy: beside it goes what waits most of its time
+    "tests/test_real_ranks.py::test_the_same_tests_on_several_ranks[2-gloo]",
+    "tests/scripts/cluster/",
+    "tests/comm/",
+    "tests/elastic/",
+    "tests/cli/test_run.py",
+    # Launches and compilers
+    "tests/test_real_ranks.py",
+    "tests/cli/test_train_launch.py",
+    "tests/kernels/test_cuda.py",
+    "tests/scripts/bench/",
+    "tests/training/",
+    "tests/kernels/test_scan.py",
+    "tests/packaging/",
+    "tests/testing/",
+)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let ranks load TensorFlow for themselves in `make test-all`."""
@@ -41,5 +59,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the tests that take longest, so that all workers end at about the same time."""
-    items.sort(key=lambda item: item.get_closest_marker("long_wait") is None)
+    """Begin with what takes long, so that no worker is left alone with it at the end."""
+
+    def place(item: pytest.Item) -> int:
+        listed = (at for at, name in enumerate(FIRST) if item.nodeid.startswith(name))
+        return next(listed, len(FIRST) + (item.get_closest_marker("long_wait") is None))
+
+    items.sort(key=place)
