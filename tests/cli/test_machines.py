@@ -91,6 +91,10 @@ def test_the_file_of_the_page_and_all_that_is_written(tmp_path: Path) -> None:
     assert "8 cells, 24 simulated steps" in said and "one_percent" in said
     with csv_file.open() as file:
         rows = list(csv.DictReader(file))
+    for row in rows:
+        low, high = row["step_seconds_low"], row["step_seconds_high"]
+        assert 0 < float(low) <= float(row["step_seconds"]) < float(high)
+    assert re.search(r" horovod +164 \(164-202\) ", said)
     assert len(rows) == 24 and {row["ranks"] for row in rows} == {"2", "512", "16", "4096"}
     assert sum(row["best"] == "True" for row in rows) == 8
     assert figure.read_text().count("nothing is both faster and cheaper") == 1

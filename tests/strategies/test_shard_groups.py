@@ -16,6 +16,7 @@ from threaded_optimizers import (
     wrap,
 )
 
+from tfcommx import engines
 from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.optim.step_boundary import consolidate
@@ -24,6 +25,7 @@ from tfcommx.strategies import Sharded
 from tfcommx.strategies.pull_times import pull_times
 from tfcommx.terms import (
     NOMINAL,
+    EngineSettings,
     Link,
     Links,
     PlanError,
@@ -124,3 +126,21 @@ def test_a_gather_is_priced_by_the_links_of_the_group() -> None:
     assert found["peers"].startup_s == pytest.approx(1e-3)
     assert found["peers"].transfer_s[0] == pytest.approx(1 / 2 * 4800 * 3 * 1e-8)
     assert found["world"].transfer_s[0] == pytest.approx(5 / 6 * 4800 * 1e-8)
+
+
+def test_a_gather_is_priced_by_the_engine_and_its_time_a_collective() -> None:
+    """Open MPI up to 256 KiB a rank: ceil(log2(6)) latencies; a ring of more has 5."""
+    links = Links(
+        inside=Link(1e-3, 1e-10),
+        between=Link(1e-3, 1e-8),
+        engine_s=0.5,
+        engine=EngineSettings("open_mpi"),
+    )
+    for entries, steps in ((1200, 3), (6_000_000, 5)):
+        row = VariableProfile("a", (entries,), ready_s=1.0, forward_s=1.0)
+        profile = Profile("m", (row,), 4.0, 2.0, batch=1)
+        weights = [keras.Variable(np.zeros(entries, "float32"))]
+        found = pull_times(profile, [(0, 1)], weights, WIDE, links)
+        assert found.startup_s == pytest.approx(0.5 + steps * 1e-3)
+        assert found.transfer_s[0] == pytest.approx(5 / 6 * 4 * entries * 1e-8)
+    assert engines.gather_seconds(8, "node", Topology(6, 1), links) == 0

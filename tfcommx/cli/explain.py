@@ -22,6 +22,7 @@ from tfcommx.report import timeline as report
 from tfcommx.terms import Links, MeasuredStep, PlanError, Timeline, Topology
 
 if TYPE_CHECKING:
+    from tfcommx.planner.interval import Interval
     from tfcommx.planner.predict import Prediction
 
 # What a better plan may lose, beside those that lose nothing
@@ -214,24 +215,29 @@ def _show_better(predicted: list[tuple[Timeline, list[Prediction]]]) -> None:
     Args:
         predicted: of the step as recorded; then, if known, with gradients as early as possible.
     """
+    from tfcommx.planner.interval import interval
+
     own, better = predicted[0]
     names = ("best that loses nothing", f"best with {SELECTED['density']:.0%} of the entries")
-    rows: list[dict[str, Any]] = [
-        {"plan": "as recorded", "simulated step ms": 1e3 * own.step_s, "shorter by": ""}
-    ]
-    for place, name in enumerate(names):
+    as_recorded = interval(own.compute_s, own.exposed_s, better[0].spread)
+    rows = [_better_row("as recorded", own.step_s, as_recorded, "")]
+    for name, one, place in zip(names, better, (0, 1), strict=True):
         shorter = [1 - found[place].step_s / plain.step_s for plain, found in predicted]
         low, high = f"{min(shorter):.1%}", f"{max(shorter):.1%}"
-        rows.append(
-            {
-                "plan": name,
-                "simulated step ms": 1e3 * better[place].step_s,
-                "shorter by": low if low == high else f"{low} to {high}",
-            }
-        )
+        saved = low if low == high else f"{low} to {high}"
+        rows.append(_better_row(name, one.step_s, one.interval, saved))
     _show(rows)
     for place, name in enumerate(names):
         print(f"{name}: {advice(predicted[-1][1][place])}")
+
+
+def _better_row(plan: str, step_s: float, within: Interval, shorter: str) -> dict[str, Any]:
+    return {
+        "plan": plan,
+        "simulated step ms": 1e3 * step_s,
+        "nine of ten": f"{1e3 * within.low:.2f} to {1e3 * within.high:.2f}",
+        "shorter by": shorter,
+    }
 
 
 def _show(rows: list[dict[str, Any]]) -> None:

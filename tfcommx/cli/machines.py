@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from tfcommx.cli.simulate import KINDS, Settings, read_keys, simulated_step
+from tfcommx.cli.simulate import INTERVAL, KINDS, Settings, read_keys, simulated_step
 from tfcommx.terms import PlanError, check_name, check_whole
 
 # Compared where the file names none: they lose nothing, and the first is plain Horovod's
@@ -166,7 +166,7 @@ def _row(
         **{name: getattr(settings, name) for name in offers.columns},
         "ranks": settings.nodes * settings.slots,
         "scheme": scheme,
-        "step_seconds": step["step_seconds"],
+        **{name: step[name] for name in ("step_seconds", *INTERVAL)},
         "throughput": step["throughput"],
         "scaling_efficiency": step["scaling_efficiency"],
         "epoch_seconds": epoch_s,
@@ -240,10 +240,11 @@ def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is printed of a row."""
     names = list(row)
     tells_apart = names[1 : names.index("ranks")]
+    within = "-".join(f"{1e3 * row[name]:.0f}" for name in INTERVAL)
     return {
         **{name.replace("_", " "): row[name] for name in tells_apart},
         "scheme": row["scheme"],
-        "step ms": f"{1e3 * row['step_seconds']:.1f}",
+        "step ms": f"{1e3 * row['step_seconds']:.0f} ({within})",
         "samples/s": f"{row['throughput']:.0f}",
         "efficiency": f"{row['scaling_efficiency']:.1%}",
         "speedup": f"{row['speedup']:.2f}",

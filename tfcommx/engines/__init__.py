@@ -21,7 +21,7 @@ from __future__ import annotations
 from tfcommx.engines import gloo, hierarchical, nccl, open_mpi, open_mpi_1, ring
 from tfcommx.engines.base import Engine
 from tfcommx.engines.calibrated import Calibrated
-from tfcommx.terms import Links, check_name
+from tfcommx.terms import Links, Topology, check_name
 
 _ALL: tuple[Engine, ...] = (
     ring.ENGINE,
@@ -49,3 +49,27 @@ def of(links: Links) -> Engine:
     """Return the engine that carries collectives over some links, as far as measured."""
     engine = get(links.engine.name)
     return Calibrated(engine, links.calibration) if links.calibration.points else engine
+
+
+def gather_seconds(own_bytes: float, group: str, topology: Topology, links: Links) -> float:
+    """Price an all-gather within a group, and what the engine needs for it besides.
+
+    >>> from tfcommx.terms import Link
+    >>> links = Links(Link(1.0, 0.5), Link(10.0, 5.0), engine_s=0.25)
+    >>> gather_seconds(8, "node", Topology(2, 2), links)
+    5.25
+
+    Args:
+        own_bytes: from each rank.
+        group: "world", "node" or "peers", whose slots share a port.
+        topology, links: of the whole cluster.
+    """
+    engine = of(links)
+    if group == "node":
+        topology = Topology(1, topology.slots)
+    elif group == "peers":
+        links = engine.shared_port(links, topology.slots)
+        topology = Topology(topology.nodes, 1)
+    if topology.size == 1:
+        return 0.0
+    return engine.all_gather(own_bytes, topology, links) + links.engine_s

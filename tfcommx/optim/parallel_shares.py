@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfcommx import cost
+from tfcommx import engines
 from tfcommx.comm.base import Comm
 from tfcommx.optim.result_bytes import HEAD, computed, size_bytes
 from tfcommx.runtime.balance import balance
@@ -152,9 +152,9 @@ class SharesPlanner:
                 lambda: self.comm.all_gather(sent, self.group, "parallel_operator/price", False)
             )
         else:
-            between = self.group == "world" and self.comm.topology.nodes > 1
-            link = self.links.between if between else self.links.inside
-            gather_s = cost.all_gather(HEAD + shares.width, len(self.members), link)
+            gather_s = engines.gather_seconds(
+                HEAD + shares.width, self.group, self.comm.topology, self.links
+            )
         measured = self.comm.gather_objects((local_s, share_s, gather_s))
         local_s, share_s, gather_s = map(max, zip(*measured, strict=True))
         if math.inf in (local_s, share_s):

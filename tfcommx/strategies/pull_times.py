@@ -6,10 +6,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from tfcommx import cost
+from tfcommx import engines
 from tfcommx.planner.merging.pulls import PullTimes
-from tfcommx.routes.base import slowest_link
-from tfcommx.terms import Link, Links, PlanError, Profile, Topology
+from tfcommx.terms import Links, PlanError, Profile, Topology
 
 
 def layers_of(paths: Sequence[str]) -> list[tuple[int, int]]:
@@ -39,8 +38,8 @@ def pull_times(
         profile: of this model, with times; matched by order and shape, as names may differ.
         layers: [start, stop) of the variables of each, in forward order.
         weights: in forward order, each with `shape` and `dtype`.
-        topology, links: price an all-gather.
-        group: of the ranks that gather. The slots of a node share its link to other nodes.
+        topology, links: price an all-gather, by the engine of the links.
+        group: of the ranks that gather. The slots of a node share its port.
 
     **Raises:** PlanError for a profile of other variables, or without times.
     """
@@ -57,26 +56,26 @@ def pull_times(
             + " Measure the model with `tfcommx profile` or cx.profile."
         )
     ranks = len(topology.group(group, 0))
-    link = _link(topology, links, group)
-    seconds_per_byte = cost.all_gather(1, ranks, link) - cost.all_gather(0, ranks, link)
     entry_bytes = [
         2 if "16" in str(one.dtype) else 8 if "64" in str(one.dtype) else 4 for one in weights
     ]
+    own = [sum(rows[i].size * entry_bytes[i] for i in range(*layer)) / ranks for layer in layers]
+    startup_s, per_byte = _line(sum(own), group, topology, links)
     return PullTimes(
-        cost.all_gather(0, ranks, link),
-        tuple(
-            sum(rows[i].size * entry_bytes[i] for i in range(*layer)) / ranks * seconds_per_byte
-            for layer in layers
-        ),
+        startup_s,
+        tuple(per_byte * size for size in own),
         tuple(sum(rows[i].forward_s for i in range(*layer)) for layer in layers),
     )
 
 
-def _link(topology: Topology, links: Links, group: str) -> Link:
-    """Return what a gather over the group costs each rank."""
-    if group == "world":
-        return slowest_link(topology, links)
-    if group == "node":
-        return links.inside
-    port = links.between
-    return Link(port.alpha_s, topology.slots * port.beta_s_per_byte, port.gamma_s_per_byte)
+def _line(own_bytes: float, group: str, topology: Topology, links: Links) -> tuple[float, float]:
+    """Return start-up time and seconds per byte of gathers of half as many bytes to as many.
+
+    The paper's methods need a line, and an engine's price has another one where it takes another
+    algorithm for short vectors.
+    """
+    half, whole = (
+        engines.gather_seconds(share * own_bytes, group, topology, links) for share in (0.5, 1.0)
+    )
+    startup_s = max(2 * half - whole, 0.0)
+    return startup_s, (whole - startup_s) / own_bytes if own_bytes else 0.0
