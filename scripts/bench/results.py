@@ -98,10 +98,9 @@ COMMANDS = {
     "float16_seed1": train("float16", 1),
     "compare_methods": f"{COMPARE} --seeds 1 --methods "
     "dense,float16,one_percent,four_percent,elias_int8,elias_int4,local_sgd",
-    "compare_short_wire": f"{COMPARE} --seeds 2 --methods dense,elias_int8,elias_int4",
+    "compare_three_seeds": f"{COMPARE} --seeds 3 --methods dense,elias_int4,powersgd_4",
     "wheels": "python scripts/verify/wheels.py",
     "losses": "python scripts/trials/losses.py",
-    "losses_long": "python scripts/trials/losses.py --minutes 22 --seed 1",
     "losses_hour": "python scripts/trials/losses.py --minutes 60 --seed 1",
     "snapshots": "python scripts/trials/snapshots.py",
     "changing_network": "python scripts/trials/changing_network.py",
