@@ -111,10 +111,13 @@ class StepsByItself(keras.optimizers.SGD):
 
 @pytest.mark.parametrize("eagerly", [False, True])
 def test_an_optimizer_that_goes_past_the_exchange_is_refused(comm: Comm, eagerly: bool) -> None:
-    each = keras.optimizers.OptimizerMap(
-        keras.optimizers.SGD(0.1), {".*out.*": keras.optimizers.Adam()}
-    )
-    for optimizer in (keras.optimizers.MultiOptimizer(each), Relays(), StepsByItself()):
+    optimizers = [Relays(), StepsByItself()]
+    if hasattr(keras.optimizers, "MultiOptimizer"):  # Since Keras 3.15
+        each = keras.optimizers.OptimizerMap(
+            keras.optimizers.SGD(0.1), {".*out.*": keras.optimizers.Adam()}
+        )
+        optimizers.append(keras.optimizers.MultiOptimizer(each))
+    for optimizer in optimizers:
         net = compiled(cx.DistributedOptimizer(optimizer))
         net.run_eagerly = eagerly
         with pytest.raises(cx.PlanError, match="without an exchange"):
