@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 
+from tfcommx.comm import process
 from tfcommx.optim import automatic, checkpoint, requested_plan
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.tasks.classify import Classification
@@ -145,10 +146,13 @@ def test_weights_are_made_equal_at_each_epochs_end(
     assert equal == [True] * 2
 
 
-def test_what_was_measured_is_scaled_and_never_lost(tmp_path: Path) -> None:
+def test_what_was_measured_is_scaled_and_never_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Step 1 of 10, with batches five times as large, is step 0 of 2: its time still counts."""
     asked = recipe(tmp_path / "none.npz", batch=20)
     comm = SimpleNamespace(rank=0, topology=Topology(1, 1))
+    monkeypatch.setattr(process, "_current", comm)
     task = Classification(1, 3)
     here = Run(asked, tmp_path, comm, None, task, (2,))  # type: ignore[arg-type]
     for step, expected in ((1, (0, 0)), (7, (1, 0)), (10, (2, 0))):

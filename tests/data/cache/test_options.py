@@ -63,6 +63,7 @@ def test_whole_numbers_of_any_kind_are_taken_and_other_things_named():
 
 def test_a_cache_finds_the_running_launch(shm, monkeypatch):
     """Topology and rank of `init()`; alone without it, unless a launcher started several."""
+    monkeypatch.setattr(process, "_current", None)  # Tests before may have called init()
     source = Arrays(np.zeros((40, 4, 4), np.uint8), np.arange(40))
     with OpenCache(source, shm) as cache:
         assert (cache.topology, cache.rank, len(cache.share(0))) == (Topology(1, 1), 0, 40)
