@@ -29,6 +29,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -82,26 +83,28 @@ def other(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any
     worker, method = OTHERS[name]
     python = torch_python() if worker == "frameworks_torch.py" else sys.executable
     words = [method, str(options.batch), str(options.repeats)]
-    running = []
-    for rank in range(options.nodes):
+    running: list[subprocess.Popen[str]] = []
+    logs = [folder / f"{name.replace('/', '_')}-{rank}" for rank in range(options.nodes)]
+    for rank, log in enumerate(logs):
         place = {"RANK": rank, "WORLD_SIZE": options.nodes, "GLOO_SOCKET_IFNAME": "eth0"}
         environment = os.environ | {key: str(value) for key, value in place.items()}
-        errors = (folder / f"{method.replace('/', '_')}-{rank}").open("w+")
         command = [*CLUSTER, "run", "--node", str(rank), "--", python, str(FOLDER / worker), *words]
-        one = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
-        running.append((one, errors))
-    found = []
-    for rank, (one, errors) in enumerate(running):
-        output = one.communicate()[0]
-        if one.returncode:
-            for left, _ in running:
-                left.kill()
-            errors.seek(0)
-            last = errors.read().strip()[-2000:]
-            sys.exit(f"{name}: rank {rank} ended with status {one.returncode}:\n{last}")
-        found.append(json.loads(output.splitlines()[-1]))
+        with log.open("w") as errors:
+            running.append(
+                subprocess.Popen(
+                    command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+                )
+            )
+    # Ranks may wait for ever for one that has failed
+    while None in (ended := [one.poll() for one in running]) and not any(ended):
+        time.sleep(0.2)
+    for rank, status in enumerate(ended):
+        if status:
+            for one in running:
+                one.kill()
+            last = logs[rank].read_text()[-2000:]
+            sys.exit(f"{name}: rank {rank} ended with status {status}:\n{last}")
+    found = [json.loads(one.communicate()[0].splitlines()[-1]) for one in running]
     equal = len({one["weights"] for one in found}) == 1
     slowest = [max(times) for times in zip(*(one["seconds"] for one in found), strict=True)]
     return {
@@ -170,7 +173,7 @@ def main() -> int:
         row["to_alone"] = row["step_seconds"] / alone if alone else None
     print(json.dumps(found, indent=1))
     if options.record:
-        command = "python scripts/trials/frameworks.py"
+        command = records.tidied(["python", "scripts/trials/frameworks.py", *sys.argv[1:]])
         note = f"a virtual cluster: {options.nodes} nodes of 1, links of {options.rate} each way"
         records.write(options.record, found, command, note)
     return int(not all(row["verified"] for row in found))

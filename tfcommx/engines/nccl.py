@@ -21,10 +21,9 @@ Source: NVIDIA/nccl, src/graph/tuning.cc, release 2.7.5 (commit 01afd20): `baseL
 `treeCorrectionFactor`, `ncclTopoTuneModel` and `ncclTopoGetAlgoTime`; release 2.8.4 (911d61f):
 `ncclGroupEnd` of src/group.cc, src/collectives/device/sendrecv.h, `ncclTopoPostset` of
 src/graph/connect.cc; horovod/common/ops/nccl_operations.cc, `NCCLAlltoall`, release 0.28.1. The
-double binary tree is
-Sanders, Speck, Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan"
-(2009). Where we differ: a machine's own limits (80 GB/s of a tree, 235 GB/s) are not counted, and
-LL128 has none a channel.
+double binary tree is Sanders, Speck, Traeff, "Two-tree algorithms for full bandwidth broadcast,
+reduction and scan" (2009). Where we differ: a machine's own limits (80 GB/s of a tree, 235 GB/s)
+are not counted, and LL128 has none a channel.
 """
 
 from __future__ import annotations
