@@ -53,12 +53,13 @@ class Nodes:
     """The nodes, and commands on them.
 
     Args:
-        name: of the cluster.
+        word: what the cluster's name begins with; up to 5 letters. This process's number follows,
+            for several test runs may share a machine.
         environment: what commands get besides this process's.
     """
 
-    def __init__(self, name: str, **environment: str) -> None:
-        self.name = name
+    def __init__(self, word: str, **environment: str) -> None:
+        self.name = name = f"{word}{os.getpid()}"
         self.environment = {
             **os.environ,
             # The first has the cluster's ssh
@@ -78,6 +79,8 @@ class Nodes:
         return done.stdout
 
     def up(self) -> None:
+        # A process of this number may have been killed before it could clean up
+        self.down()
         self.do("up", "--nodes", 1 + len(COMPUTE), "--slots", 2, "--rate", "500mbit")
 
     def down(self) -> None:

@@ -162,7 +162,7 @@ def test_it_needs_no_tensorflow() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-CLUSTER = (sys.executable, str(ROOT / "scripts" / "cluster"), "--name", "launch")
+CLUSTER = (sys.executable, str(ROOT / "scripts" / "cluster"), "--name", f"r{os.getpid()}")
 
 
 @pytest.mark.xdist_group("cluster")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ def nodes() -> Iterator[Nodes]:
     """node0 with the user's commands, node1 and node2 for the ranks."""
     if reason := why_not():
         pytest.skip(reason)
-    made = Nodes(f"l{os.getpid()}")
+    made = Nodes("l")
     made.up()
     yield made
     made.down()
