@@ -19,10 +19,10 @@ from launching import QUICK, ROOT, horovodrun
 from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.measure import links
-from tfcommx.measure.engine import WAITING, engine_fuses, measure_contention
+from tfcommx.measure.engine import WAITING, calibrate, engine_fuses, measure_contention
 from tfcommx.measure.fit import fit
 from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.terms import NOMINAL, Link, Links, PlanError, Scheme, Topology
+from tfcommx.terms import NOMINAL, Calibration, Link, Links, PlanError, Scheme, Topology
 
 # Of the engine for each collective
 ENGINE_S = 3e-4
@@ -183,6 +183,21 @@ def test_the_probe_measures_what_the_engine_at_work_takes_for_short_allreduces(
     sizes, seconds = zip(*found.calibration.points, strict=True)
     assert (found.calibration.ranks, sizes) == (4, (1024, 16384, 65536))
     assert seconds == pytest.approx((1e-3, 1e-3, 2e-3), rel=0.01)
+
+
+def test_no_allreduce_counts_as_shorter_than_its_bytes_take() -> None:
+    """An idle port that is shaped lets 1 MB pass as a burst; the next one would wait."""
+
+    def turns(work: Callable[[], object]) -> list[float]:
+        work()
+        return [6e-3, 5e-3]
+
+    def work(comm: ThreadComm) -> Calibration:
+        return calibrate(comm, [1024, 2**20], 1e-3, Link(1e-5, 1e-7), turns)
+
+    found = ThreadComm.run(Topology(4, 1), work)[0]
+    sent = 2 * 3 / 4 * 2**20
+    assert dict(found.points) == pytest.approx({1024: 4e-3, 2**20: sent * 1e-7})
 
 
 def test_contention_is_what_a_message_takes_longer_while_the_ranks_compute() -> None:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tfcommx import engines
 from tfcommx.comm.base import Comm
 from tfcommx.measure.engine import (
     Timer,
@@ -134,12 +135,14 @@ def probe(
     if topology.size > 1:
         found |= _under_load(comm, sizes, load, timer, spread)
         found["fuses"] = fusion and engine_fuses(comm, timer)
-        found["engine"] = EngineSettings(engine_at_work(comm))
+        engine = engine_at_work(comm)
+        found["engine"] = EngineSettings(engine)
+        hop = engines.get(engine).flat_ring(topology, Links(**found))
         curve = [size for size in CURVE if size <= max(sizes)]
         if len(curve) > 1:
             # Prices of longer messages rest on the last point: no disturbance must count there
             often = functools.partial(timer, repeats=max(repeats, LEAST_REPEATS))
-            found["calibration"] = calibrate(comm, curve, found["engine_s"], often)
+            found["calibration"] = calibrate(comm, curve, found["engine_s"], hop, often)
         port = "between" if topology.nodes > 1 else "inside"
         found["spread"] = spread[f"{port}.beta_s_per_byte"] / found[port].beta_s_per_byte
     tried = _time_blocks(comm, max(sizes) // 8, blocks, timer)
