@@ -27,6 +27,8 @@ Timer = Callable[[Callable[[], object]], list[float]]
 
 # Entries of vectors that cost hardly more than latency
 TINY = 8
+# Tiny collectives that are timed together
+IN_A_ROW = 10
 # Allreduces that wait for the engine at the same time
 WAITING = 16
 # Rows of the square matrices that are multiplied as load
@@ -102,11 +104,21 @@ def measure_engine(comm: Comm, group: str, alpha_s: float, timer: Timer) -> Engi
     """
     ranks, tensor = len(comm.members(group)), tf.zeros([TINY])
     name = f"tfcommx/probe/engine/{group}"
-    reduced = timer(lambda: comm.allreduce(tensor, group, f"{name}/allreduce", counted=False))
+
+    def seconds(collective: Callable[[], object]) -> list[float]:
+        """Time some in a row: ranks do not begin at the same moment, and one is short."""
+
+        def row() -> None:
+            for _ in range(IN_A_ROW):
+                collective()
+
+        return [one / IN_A_ROW for one in timer(row)]
+
+    reduced = seconds(lambda: comm.allreduce(tensor, group, f"{name}/allreduce", counted=False))
     if comm.messages.possible:
         terms = latency_terms(engine_at_work(comm), ranks)
         return Engine(alpha_s, [max(one - terms * alpha_s, 0.0) for one in reduced])
-    gathered = timer(lambda: comm.all_gather(tensor, group, f"{name}/all_gather", counted=False))
+    gathered = seconds(lambda: comm.all_gather(tensor, group, f"{name}/all_gather", counted=False))
     steps = ranks - 1
     found = (statistics.median(reduced) - statistics.median(gathered)) / steps
     alpha_s = min(max(found, 0.0), alpha_s)
