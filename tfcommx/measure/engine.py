@@ -74,7 +74,7 @@ def calibrate(
         sizes: bytes of the vectors, ascending, multiples of 4, >= 4.
         engine_s: of each collective.
         hop: of the ring of all ranks, at its steady rate.
-        timer: repeats and times some work; the fastest counts, because slower ones were disturbed.
+        timer: repeats and times some work; the median counts.
 
     **Ranks:** all. **Cost:** an allreduce of each size for each repeat.
     """
@@ -86,7 +86,7 @@ def calibrate(
             return comm.allreduce(vector, "world", name, counted=False)
 
         bytes_s = 2 * (ranks - 1) / ranks * size * hop.beta_s_per_byte
-        measured.append((size, max(min(timer(work)) - engine_s, bytes_s)))
+        measured.append((size, max(statistics.median(timer(work)) - engine_s, bytes_s)))
     return Calibration.of(ranks, measured)
 
 

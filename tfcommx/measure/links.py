@@ -94,8 +94,8 @@ def probe(
     Args:
         comm: this rank's view of the others.
         sizes: bytes that each rank sends, multiples of 4, >= 4.
-        repeats: of each size, >= 1. The fastest counts, because slower ones were disturbed; for the
-            engine's time and contention, which are disturbances themselves, the median.
+        repeats: of each size, >= 1. The median counts: what disturbs a message here disturbs those
+            of a training, too.
         clock: returns seconds from any start.
         blocks: sizes of the pipeline's blocks to try, bytes, multiples of 4, >= 4; the vector has
             half the largest of `sizes`.
@@ -120,7 +120,7 @@ def probe(
     spread: dict[str, float] = {}
     for kind, group, together in (("inside", "node", 1), ("between", "peers", topology.slots)):
         timed = _time(comm, group, sizes, together, timer, steady)
-        points[kind] = [(terms, size, min(times)) for terms, size, times in timed]
+        points[kind] = [(terms, size, statistics.median(times)) for terms, size, times in timed]
         if not timed:
             found[kind] = getattr(NOMINAL, kind)
             continue
@@ -140,7 +140,7 @@ def probe(
         hop = engines.get(engine).flat_ring(topology, Links(**found))
         curve = [size for size in CURVE if size <= max(sizes)]
         if len(curve) > 1:
-            # Prices of longer messages rest on the last point: no disturbance must count there
+            # Prices of longer messages rest on the last point
             often = functools.partial(timer, repeats=max(repeats, LEAST_REPEATS))
             found["calibration"] = calibrate(comm, curve, found["engine_s"], hop, often)
         port = "between" if topology.nodes > 1 else "inside"
