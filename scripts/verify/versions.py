@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -32,13 +32,23 @@ COMMAND = "make test-versions"
 
 FOLDER = ROOT / "build" / "versions"
 TESTS = ("tests/laws", "tests/optim", "tests/test_real_ranks.py")
-# Name -> the Python that runs it, and packages other than those that set-up installs
-CASES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "py3.11": ("3.11", ()),
-    "py3.12": ("3.12", ()),
-    "py3.13": ("3.13", ()),
-    "keras3.13": ("3.11", ("keras==3.13.*",)),
-    "keras3.14": ("3.11", ("keras==3.14.*",)),
+
+
+class Case(NamedTuple):
+    """What is set up; None: what set-up installs."""
+
+    python: str
+    keras: str | None = None
+    tensorflow: str | None = None
+
+
+CASES = {
+    "py3.11": Case("3.11"),
+    "py3.12": Case("3.12"),
+    "py3.13": Case("3.13"),
+    "keras3.13": Case("3.11", keras="3.13.*"),
+    "keras3.14": Case("3.11", keras="3.14.*"),
+    "tf2.20": Case("3.11", tensorflow="2.20.0"),
 }
 
 
@@ -76,8 +86,8 @@ def run(log: Path, folder: Path, environment: dict[str, str], *words: object) ->
     return done.returncode, done.stdout
 
 
-def check(name: str, python: str, packages: tuple[str, ...], tests: list[str]) -> dict[str, Any]:
-    """Set up one case, train and test with it; return its row."""
+def check(name: str, python: str, tests: list[str]) -> dict[str, Any]:
+    """Set up one case by a Python, train and test with it; return its row."""
     tree, venv, log = FOLDER / name / "tree", FOLDER / name / "venv", FOLDER / name / "log"
     shutil.rmtree(FOLDER / name, ignore_errors=True)
     (FOLDER / name).mkdir(parents=True)
@@ -87,12 +97,16 @@ def check(name: str, python: str, packages: tuple[str, ...], tests: list[str]) -
         "PATH": f"{venv / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": "",
     }
+    case = CASES[name]
+    if case.tensorflow:
+        environment["TFCOMMX_TENSORFLOW"] = case.tensorflow
     row: dict[str, Any] = {"name": name, "commit": records.commit()}
     start = time.monotonic()
     status, output = run(log, tree, environment, python, "scripts/setup")
     row["setup_seconds"] = round(time.monotonic() - start)
-    if status == 0 and packages:
-        status, output = run(log, tree, environment, "python", "-m", "pip", "install", *packages)
+    if status == 0 and case.keras:
+        keras = f"keras=={case.keras}"
+        status, output = run(log, tree, environment, "python", "-m", "pip", "install", keras)
     if status:
         return {**row, "failed": f"set-up: {output.strip().splitlines()[-1]}"}
     code = (
@@ -135,12 +149,12 @@ def main() -> int:
     chosen = parser.parse_args()
     pythons, rows = find_pythons(chosen.pythons), []
     for name in chosen.only or CASES:
-        version, packages = CASES[name]
-        python = pythons.get(version, "")
+        case = CASES[name]
+        python = pythons.get(case.python, "")
         if chosen.list or not python:
-            print(name, python or f"not run: no Python {version} was found", *packages)
+            print(name, python or f"not run: no Python {case.python} was found")
             continue
-        rows.append(check(name, python, packages, chosen.tests))
+        rows.append(check(name, python, chosen.tests))
         print(json.dumps(rows[-1]), flush=True)
         if chosen.record:  # Case by case: a run takes more than an hour, and may be cut off
             records.write(chosen.record, with_others(chosen.record, rows), COMMAND)
