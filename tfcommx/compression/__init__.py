@@ -1,6 +1,7 @@
 """What changes gradients around a dense sum: the table of compressions.
 
     powersgd/R   each matrix as a product of two of rank R, warm-started
+    packed       three entries as whole numbers in one float32
 
 A selection chooses entries, and a wire format writes them in fewer bits. A compression turns a
 bucket's gradients into other, shorter vectors, which any dense route sums, and turns the sums back.
@@ -27,7 +28,10 @@ from tfcommx.compression.base import Compressed, Compression
 from tfcommx.terms import check_name, is_member, load_member
 
 # Name -> what makes it from the part of its name after the slash, as module:member
-COMPRESSIONS = {"powersgd": "tfcommx.compression.powersgd:read"}
+COMPRESSIONS = {
+    "powersgd": "tfcommx.compression.powersgd:read",
+    "packed": "tfcommx.compression.packed:read",
+}
 
 __all__ = ["COMPRESSIONS", "Compressed", "Compression", "get"]
 
