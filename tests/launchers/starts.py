@@ -50,16 +50,21 @@ def on_head(*words: str) -> Callable[[list[str]], list[Start]]:
     return lambda program: [Start(0, [*words, *program], {})]
 
 
+# Nodes share no folder: each would pass on the lines of all workers whose logs it finds
+OWN_FOLDER = 'mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray && exec "$@"'
+
+
+def ray_node(node: int, *words: str, **environment: str) -> Start:
+    """What makes a virtual node a node of Ray; see workers/ray_node.py."""
+    own = ["unshare", "--mount", "sh", "-c", OWN_FOLDER, "sh", PYTHON]
+    return Start(node, [*own, str(WORKERS / "ray_node.py"), *words], environment)
+
+
 def ray(program: list[str]) -> list[Start]:
-    """On each node what makes it a node of Ray; on the first, also the driver."""
-    # Nodes share no folder: each would pass on the lines of all workers whose logs it finds
-    own = 'mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray && exec "$@"'
-    node = ["unshare", "--mount", "sh", "-c", own, "sh", PYTHON, str(WORKERS / "ray_node.py")]
-    return [
-        # Each line counts, also if other ranks print the same
-        Start(1, [*node, "head", "node1", "2", *program], {"RAY_DEDUP_LOGS": "0"}),
-        Start(2, [*node, "join", "node1"], {}),
-    ]
+    """A node of Ray on each; on the first, also the driver."""
+    # Each line counts, also if other ranks print the same
+    head = ray_node(1, "head", "node1", "2", *program, RAY_DEDUP_LOGS="0")
+    return [head, ray_node(2, "join", "node1")]
 
 
 # Name -> program -> what is to be started

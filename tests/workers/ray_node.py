@@ -2,6 +2,7 @@
 
 ray_node.py head HOST NODES python SCRIPT [WORD...]    once all nodes have come, the script on 2
                                                        workers of each; then the cluster ends
+ray_node.py lead HOST COMMAND [WORD...]                a command beside the head, which ends with it
 ray_node.py join HOST                                  until the head is gone
 """
 
@@ -114,6 +115,15 @@ def head(host: str, nodes: int, words: list[str]) -> None:
         end(node)
 
 
+def lead(host: str, words: list[str]) -> int:
+    """Start the head and a command; return the command's status."""
+    node = connect(host)
+    try:
+        return subprocess.call(words)
+    finally:
+        end(node)
+
+
 def join(host: str) -> None:
     """Be a node until the head is gone, or out of reach."""
     wait_for_head(host)
@@ -131,5 +141,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if sys.argv[1] == "head":
         head(sys.argv[2], int(sys.argv[3]), sys.argv[5:])
+    elif sys.argv[1] == "lead":
+        sys.exit(lead(sys.argv[2], sys.argv[3:]))
     else:
         join(sys.argv[2])

@@ -14,6 +14,25 @@ from launching import QUICK, ROOT, WORKERS, horovodrun
 EXAMPLES = ROOT / "scripts" / "examples"
 
 
+def write_glosses(folder: Path) -> None:
+    """Write WordNet's files with made-up explanations, whose words tell the field."""
+    folder.mkdir()
+    for name, fields in {
+        "noun": range(3, 29),
+        "verb": range(29, 44),
+        "adj": (0, 1, 44),
+        "adv": (2,),
+    }.items():
+        lines = ["  1 This software and database is being provided to you"]
+        for field in fields:
+            word = "abcdefghij"[field // 10] + "klmnopqrst"[field % 10]
+            lines += [
+                f'{number:08} {field:02} n 01 it 0 000 | a {word} of the {word}; "so"'
+                for number in range(40)
+            ]
+        (folder / f"data.{name}").write_text("\n".join(lines) + "\n")
+
+
 @pytest.mark.long_wait
 def test_the_examples_on_two_ranks(tmp_path: Path) -> None:
     """Each for a few steps, and the guide's recipe of own parts.
@@ -26,12 +45,13 @@ def test_the_examples_on_two_ranks(tmp_path: Path) -> None:
         blocks = re.findall(rf"```{language}\n(.*?)```", guide, re.S)
         (block,) = [text for text in blocks if "own_model" in text or "def build_net" in text]
         (tmp_path / "guide" / file).write_text(block)
+    write_glosses(tmp_path / "wordnet")
     worker = str(WORKERS / "run_example_scripts.py")
     ended = horovodrun(
         2, [worker, str(tmp_path)], seconds=900, PYTHONPATH=f"{QUICK}:{':'.join(sys.path)}"
     )
     assert ended.status == 0, ended.output[-6000:]
-    names = {"guide", *(path.stem for path in EXAMPLES.glob("*.py"))}
+    names = {"guide", "glosses", *(path.stem for path in EXAMPLES.glob("*.py"))}
     for name in names:
         assert ended.output.count(f"{name} ok") == 2, (name, ended.output[-6000:])
     model = keras.Sequential(
