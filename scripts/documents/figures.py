@@ -68,6 +68,8 @@ HELPERS = {
     "max": max,
     "median": statistics.median,
     "mean": statistics.fmean,
+    "sum": sum,
+    "len": len,
 }
 
 

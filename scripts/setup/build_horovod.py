@@ -1,4 +1,4 @@
-"""Build and install Horovod 0.28.1 against TensorFlow 2.21, a step of scripts/setup.
+"""Build and install Horovod 0.28.1 against today's TensorFlow, a step of scripts/setup.
 
 Horovod comes as source only, and two things that it uses have moved since in TensorFlow; two small
 headers put them back. Building takes minutes, so its wheel is kept in the user's cache folder under

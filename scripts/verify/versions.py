@@ -87,7 +87,7 @@ def run(log: Path, folder: Path, environment: dict[str, str], *words: object) ->
 
 
 def check(name: str, python: str, tests: list[str]) -> dict[str, Any]:
-    """Set up one case by a Python, train and test with it; return its row."""
+    """Set up one case with this Python, train and test with it; return its row."""
     tree, venv, log = FOLDER / name / "tree", FOLDER / name / "venv", FOLDER / name / "log"
     shutil.rmtree(FOLDER / name, ignore_errors=True)
     (FOLDER / name).mkdir(parents=True)

@@ -177,6 +177,7 @@ def test_a_rank_on_another_host_is_named_with_it(script: str) -> None:
             [*CLUSTER, *words], cwd=ROOT, env=env, text=True, capture_output=True, timeout=120
         )
 
+    cluster("down")  # A process of this number may have been killed before
     made = cluster("up", "--nodes", "2", "--slots", "1")
     assert made.returncode == 0, made.stderr
     try:

@@ -33,6 +33,7 @@ def test_a_node_that_joins_ray_joins_the_run(nodes: Nodes, tmp_path: Path) -> No
         wait_until(lambda: begun in log.read_text() or started[0].poll() is not None, 300, begun)
         started.append(nodes.start(joins.node, joins.words, log))
         wait_until(lambda: started[0].poll() is not None, 300, "the end of the run")
+        wait_until(lambda: started[1].poll() is not None, 60, "the end of Ray on node2")
     finally:
         for process in started:
             end(process)

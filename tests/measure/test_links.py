@@ -19,7 +19,13 @@ from launching import QUICK, ROOT, horovodrun
 from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
 from tfcommx.measure import links
-from tfcommx.measure.engine import WAITING, calibrate, engine_fuses, measure_contention
+from tfcommx.measure.engine import (
+    WAITING,
+    calibrate,
+    engine_fuses,
+    measure_contention,
+    measure_engine,
+)
 from tfcommx.measure.fit import fit
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.terms import NOMINAL, Calibration, Link, Links, PlanError, Scheme, Topology
@@ -193,11 +199,29 @@ def test_no_allreduce_counts_as_shorter_than_its_bytes_take() -> None:
         return [9e-3, 5e-3, 1e-3]
 
     def work(comm: ThreadComm) -> Calibration:
-        return calibrate(comm, [1024, 2**20], 1e-3, Link(1e-5, 1e-7), turns)
+        return calibrate(comm, [1024, 2**20], 1e-3, 1e-7, turns)
 
     found = ThreadComm.run(Topology(4, 1), work)[0]
-    sent = 2 * 3 / 4 * 2**20
-    assert dict(found.points) == pytest.approx({1024: 4e-3, 2**20: sent * 1e-7})
+    assert dict(found.points) == pytest.approx({1024: 4e-3, 2**20: 2**20 * 1e-7})
+
+
+def test_the_engines_time_is_not_when_ranks_start() -> None:
+    """A row of collectives waits once for the rank that starts last, whatever its length."""
+
+    def work(comm: ThreadComm) -> list[float]:
+        begun: list[str] = []
+        comm.messages._make = None
+        comm.all_gather = lambda *given, **more: begun.append("gather")
+        comm.allreduce = lambda *given, **more: begun.append("reduce")
+
+        def timer(work: Callable[[], object]) -> list[float]:
+            begun.clear()
+            work()
+            return [8e-3 + len(begun) * 1e-3]
+
+        return measure_engine(comm, "peers", 0.0, timer).seconds
+
+    assert ThreadComm.run(Topology(4, 1), work)[0] == pytest.approx([1.8e-3])
 
 
 def test_contention_is_what_a_message_takes_longer_while_the_ranks_compute() -> None:

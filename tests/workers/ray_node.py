@@ -2,7 +2,7 @@
 
 ray_node.py head HOST NODES python SCRIPT [WORD...]    once all nodes have come, the script on 2
                                                        workers of each; then the cluster ends
-ray_node.py lead HOST COMMAND [WORD...]                a command beside the head, which ends with it
+ray_node.py lead HOST COMMAND [WORD...]                the head, until a command has ended
 ray_node.py join HOST                                  until the head is gone
 """
 

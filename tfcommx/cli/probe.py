@@ -20,7 +20,7 @@ def probe(
         int, typer.Option(min=4096, help="Bytes of the largest message; less for slow networks.")
     ] = 2**24,
     repeats: Annotated[
-        int, typer.Option(min=1, help="Repeats of each size; the median counts.")
+        int, typer.Option(min=1, help="Repeats of each size; of messages the median counts.")
     ] = 5,
 ) -> None:
     """Measure the links of this cluster: `horovodrun -np 8 -H ... tfcommx probe`.

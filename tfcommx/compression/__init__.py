@@ -16,7 +16,8 @@ To add one:
     1. A file here with a frozen class that derives from `base.Compression`, and `read`, which makes
        one from what follows the slash in a name, "" if nothing does.
     2. A row of COMPRESSIONS below.
-    tests/laws then holds it to the laws; the planner and the simulator price what `sums` says.
+    `cx.testing.check_compression` holds it to the laws; a test of its own calls that. The planner
+    and the simulator price what `sums` says.
     From outside of this package: `Scheme(compression="module:MEMBER")`.
 
 Importing this loads no TensorFlow, because plans and prices need only sizes.

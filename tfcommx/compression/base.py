@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -32,6 +33,9 @@ class Compression(abc.ABC):
     It knows nothing of residuals, routes or plans: error feedback is put around it, and any dense
     route adds its vectors.
     """
+
+    # On which it works
+    most_ranks: ClassVar[float] = math.inf
 
     @abc.abstractmethod
     def sums(self, shapes: Sequence[Shape]) -> tuple[int, ...]:

@@ -62,32 +62,29 @@ def latency_terms(engine: str, ranks: int) -> float:
 
 
 def calibrate(
-    comm: Comm, sizes: Sequence[int], engine_s: float, hop: Link, timer: Timer
+    comm: Comm, sizes: Sequence[int], engine_s: float, least: float, timer: Timer
 ) -> Calibration:
     """Measure allreduces of all ranks, without the engine's own time.
-
-    A shaped port that was idle lets a burst pass; in a training step the messages before have used
-    it up. So none counts as shorter than its bytes take at the rate of the link.
 
     Args:
         comm: this rank's view of the others.
         sizes: bytes of the vectors, ascending, multiples of 4, >= 4.
         engine_s: of each collective.
-        hop: of the ring of all ranks, at its steady rate.
+        least: seconds per byte of a vector that none counts as shorter than, >= 0. A shaped port
+            that was idle lets a burst pass; in a training step messages before have used it up.
         timer: repeats and times some work; the median counts.
 
     **Ranks:** all. **Cost:** an allreduce of each size for each repeat.
     """
-    measured, ranks = [], comm.topology.size
+    measured = []
     for size in sizes:
         vector, name = tf.zeros([size // 4]), f"tfcommx/probe/allreduce/{size}"
 
         def work(vector: tf.Tensor = vector, name: str = name) -> object:
             return comm.allreduce(vector, "world", name, counted=False)
 
-        bytes_s = 2 * (ranks - 1) / ranks * size * hop.beta_s_per_byte
-        measured.append((size, max(statistics.median(timer(work)) - engine_s, bytes_s)))
-    return Calibration.of(ranks, measured)
+        measured.append((size, max(statistics.median(timer(work)) - engine_s, least * size)))
+    return Calibration.of(comm.topology.size, measured)
 
 
 def measure_engine(comm: Comm, group: str, alpha_s: float, timer: Timer) -> Engine:
@@ -106,7 +103,7 @@ def measure_engine(comm: Comm, group: str, alpha_s: float, timer: Timer) -> Engi
     name = f"tfcommx/probe/engine/{group}"
 
     def seconds(collective: Callable[[], object]) -> list[float]:
-        """Time some in a row: ranks do not begin at the same moment, and one is short."""
+        """Time some in a row: of one alone, when each rank starts would decide."""
 
         def row() -> None:
             for _ in range(IN_A_ROW):

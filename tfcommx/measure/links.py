@@ -38,7 +38,7 @@ from tfcommx.measure.engine import (
 from tfcommx.measure.fit import fit
 from tfcommx.routes import pipeline
 from tfcommx.routes.messages import MessageOptions, tag_of
-from tfcommx.terms import NOMINAL, Bucket, EngineSettings, Link, Links
+from tfcommx.terms import NOMINAL, Bucket, EngineSettings, Link, Links, Topology
 
 # Bytes from each rank: 1 KB to 16 MB
 SIZES = tuple(4**power for power in range(5, 13))
@@ -49,7 +49,6 @@ BLOCKS = (16384, 32768, 49152, 65536, 131072, 262144)
 STEADY, MOST = 2**22, 16
 # Bytes of the allreduces that are measured, up to the largest of the sizes asked for
 CURVE = (1024, 16384, 65536, 262144, 2**20)
-LEAST_REPEATS = 3
 
 
 class ProbeResult(NamedTuple):
@@ -94,8 +93,8 @@ def probe(
     Args:
         comm: this rank's view of the others.
         sizes: bytes that each rank sends, multiples of 4, >= 4.
-        repeats: of each size, >= 1. The median counts: what disturbs a message here disturbs those
-            of a training, too.
+        repeats: of each size, >= 1. Of messages and allreduces the median counts: what disturbs
+            them here disturbs those of a training, too. Of blocks and additions, the fastest.
         clock: returns seconds from any start.
         blocks: sizes of the pipeline's blocks to try, bytes, multiples of 4, >= 4; the vector has
             half the largest of `sizes`.
@@ -108,7 +107,8 @@ def probe(
         The same on every rank; times of messages are the slowest rank's.
 
     **Ranks:** all, outside of traced code, with equal arguments. **Cost:** (repeats + 1) times 1 to
-    16 exchanges of each size and group, and (repeats + 1) allreduces for each size of block.
+    16 exchanges of each size and group, 20 tiny collectives a group, an allreduce of each size of
+    the curve and of block.
     **Raises:** PlanError if the nodes have unequal numbers of slots.
     """
     topology = comm.topology
@@ -135,20 +135,26 @@ def probe(
     if topology.size > 1:
         found |= _under_load(comm, sizes, load, timer, spread)
         found["fuses"] = fusion and engine_fuses(comm, timer)
-        engine = engine_at_work(comm)
-        found["engine"] = EngineSettings(engine)
-        hop = engines.get(engine).flat_ring(topology, Links(**found))
+        name = engine_at_work(comm)
+        found["engine"] = EngineSettings(name)
         curve = [size for size in CURVE if size <= max(sizes)]
         if len(curve) > 1:
-            # Prices of longer messages rest on the last point
-            often = functools.partial(timer, repeats=max(repeats, LEAST_REPEATS))
-            found["calibration"] = calibrate(comm, curve, found["engine_s"], hop, often)
+            least = _ring_seconds(name, topology, Links(**found))
+            if comm.messages.possible and name == "nccl":
+                least = 0.0  # Messages took another wire than NCCL does
+            found["calibration"] = calibrate(comm, curve, found["engine_s"], least, timer)
         port = "between" if topology.nodes > 1 else "inside"
         found["spread"] = spread[f"{port}.beta_s_per_byte"] / found[port].beta_s_per_byte
     tried = _time_blocks(comm, max(sizes) // 8, blocks, timer)
     best = min(tried, key=lambda row: row[1])[0] if tried else NOMINAL.block_bytes
     by_engine = not comm.messages.possible
     return ProbeResult(Links(**found, block_bytes=best), points, tried, spread, by_engine)
+
+
+def _ring_seconds(engine: str, topology: Topology, links: Links) -> float:
+    """Return seconds per byte of a vector that a ring of all ranks reduces."""
+    hop = engines.get(engine).flat_ring(topology, links)
+    return 2 * (topology.size - 1) / topology.size * hop.beta_s_per_byte
 
 
 def _spread(kind: str, timed: list[tuple[float, float, list[float]]]) -> dict[str, float]:

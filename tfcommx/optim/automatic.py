@@ -48,7 +48,7 @@ PLAIN_HOROVOD = "plain Horovod"
 TRIAL = 2
 # Of the quick measurement before the first step: bytes that each rank sends, bytes that come
 # through a port before a time counts, rounds that count
-SIZES, STEADY, REPEATS = (1024, 262144), 2**20, 1
+SIZES, STEADY, REPEATS = (1024, 262144), 2**20, 3
 
 
 def executor_for(

@@ -31,7 +31,7 @@ def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> N
     """
     selection.check(scheme.selection)
     if scheme.compression != NO_COMPRESSION:
-        compression.get(scheme.compression)
+        _check_compression(scheme, topology)
     if scheme.route == AUTO:
         _check_auto(scheme)
         return
@@ -128,6 +128,15 @@ def _check_kinds(scheme: Scheme, route: Route) -> None:
         raise PlanError(
             "A compression's vectors are summed by a dense route. Received compression="
             f"{scheme.compression!r} with route={scheme.route!r}. Use allreduce or torus."
+        )
+
+
+def _check_compression(scheme: Scheme, topology: Topology) -> None:
+    most = compression.get(scheme.compression).most_ranks
+    if topology.size > most:
+        raise PlanError(
+            f"The compression {scheme.compression!r} works on at most {most} ranks. Received "
+            f"{topology.size} ranks. Take wire='float16'."
         )
 
 

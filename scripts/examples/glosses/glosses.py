@@ -45,10 +45,16 @@ def read_glosses(folder: Path) -> tuple[list[list[str]], np.ndarray]:
     return texts, np.array(fields, np.int32)
 
 
+def split(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of the explanations for training, and of those for evaluation."""
+    shuffled = np.random.default_rng(0).permutation(count)
+    return np.delete(shuffled, slice(None, None, ONE_IN)), shuffled[::ONE_IN]
+
+
 def open_glosses(place: Place, folder: str = "/usr/share/wordnet", vocabulary: int = 20000) -> Data:
     """Open the explanations on this rank."""
     texts, fields = read_glosses(Path(folder))
-    counts = collections.Counter(word for text in texts for word in text)
+    counts = collections.Counter(word for place in split(len(texts))[0] for word in texts[place])
     # In the order of the words where counts are equal: the same on all ranks
     common = sorted(counts, key=lambda word: (-counts[word], word))[: vocabulary - 2]
     number = {word: place for place, word in enumerate(common, OTHER + 1)}
@@ -69,21 +75,18 @@ class Glosses:
 
     @property
     def count(self) -> int:
-        return len(self._of(test=False))
-
-    def _of(self, test: bool) -> np.ndarray:
-        shuffled = np.random.default_rng(0).permutation(len(self.texts))
-        return shuffled[::ONE_IN] if test else np.delete(shuffled, slice(None, None, ONE_IN))
+        return len(split(len(self.texts))[0])
 
     def steps(self, batch: int, resolution: int) -> int:
         return self.count // (batch * self.place.topology.size)
 
     def train(self, batch: int, resolution: int, epochs: range, step: int = 0) -> tf.data.Dataset:
         joint, rank = batch * self.place.topology.size, self.place.rank
+        training, _ = split(len(self.texts))
 
         def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
             for epoch in epochs:
-                order = np.random.default_rng([self.place.seed, epoch]).permutation(self._of(False))
+                order = np.random.default_rng([self.place.seed, epoch]).permutation(training)
                 first = step if epoch == epochs[0] else 0
                 for start in range(first, self.steps(batch, resolution)):
                     part = order[start * joint + rank * batch :][:batch]
@@ -92,7 +95,7 @@ class Glosses:
         return _dataset(batches, batch, resolution)
 
     def test(self, batch: int, resolution: int) -> tf.data.Dataset:
-        mine = self._of(test=True)[self.place.rank :: self.place.topology.size]
+        mine = split(len(self.texts))[1][self.place.rank :: self.place.topology.size]
 
         def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
             for start in range(0, len(mine), batch):

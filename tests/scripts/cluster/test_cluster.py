@@ -56,6 +56,7 @@ def namespaces(name: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[None]:
+    cluster("down")  # A process of this number may have been killed before
     made = cluster("up", "--nodes", 3, "--rate", f"{RATE}mbit", "--slots", 2)
     assert made.returncode == 0, made.stdout
     yield
