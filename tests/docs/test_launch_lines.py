@@ -195,8 +195,10 @@ def check_program(words: list[str]) -> None:
         assert command is not None, name
     if name == "train":
         config = Path(str(parsed.params["config"]))
-        # The examples' own recipe stands beside them
-        path = config if config.is_file() else ROOT / "scripts" / "examples" / config
+        # The examples' own recipes stand beside them
+        (path,) = (
+            [config] if config.is_file() else (ROOT / "scripts" / "examples").rglob(str(config))
+        )
         read(path, parsed.params["settings"] or [])
     if name in ("run", "centre"):
         check_program(list(parsed.params["command"]))

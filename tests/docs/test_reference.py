@@ -19,7 +19,12 @@ from pydantic import ValidationError
 from tfcommx.recipes.reader import YamlLoader
 from tfcommx.recipes.recipe import Recipe
 
-RECIPES = (*(ROOT / "configs").glob("*.yaml"), ROOT / "scripts" / "examples" / "own_model.yaml")
+EXAMPLES = ROOT / "scripts" / "examples"
+RECIPES = (
+    *(ROOT / "configs").glob("*.yaml"),
+    EXAMPLES / "own_model.yaml",
+    EXAMPLES / "glosses" / "glosses.yaml",
+)
 
 
 def test_the_reference_is_current_and_needs_no_tensorflow() -> None:
