@@ -5,7 +5,8 @@ A record is one file, `docs/records/NAME.json`, of one call of a program:
     name, command, date, commit     the command as it was typed, without `--record`; the commit has
                                     a "+" if code had been changed since
     machine                         processor, cores, instruction_set, memory_gib, and load_before:
-                                    the mean over the minute before the program began
+                                    the mean over the minute before the program began; null for
+                                    rows of several launches
     versions                        python, tensorflow, keras, horovod, tfcommx
     note                            what else to know: a virtual cluster, say; may be null
     rows                            what was measured, one object each, told apart by `name`

@@ -84,6 +84,12 @@ COMMANDS = {
     ),
     "training_short_wire": f"{TRAINING} --batch 4 --repeats 5 --schemes none "
     '"hitopk elias/int4 0.1"',
+    **{
+        f"training_{nodes}x{slots}": f"python scripts/bench training --nodes {nodes} "
+        f"--slots {slots} --rates 50mbit 200mbit 1000mbit --schemes none horovod torus "
+        '"hitopk block16/float16" "allgather block16/float16" auto "auto sparse"'
+        for nodes, slots in ((4, 1), (4, 2), (8, 1))
+    },
     "routes": "python scripts/bench routes --sizes 25000000 --probe "
     "--routes hitopk allgather allreduce torus "
     "--wires plain float16 bfloat16 pair32 block16/float16",

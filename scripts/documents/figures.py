@@ -179,10 +179,11 @@ def conditions(name: str, records: dict[str, Any]) -> str:
     one = records[name].content
     machine, versions = one["machine"], one["versions"]
     names = {"python": "Python", "tensorflow": "TensorFlow", "keras": "Keras", "horovod": "Horovod"}
+    load = machine["load_before"]
     about = [
         f"{one['date']}, commit {one['commit']}",
         f"{machine['processor']}, {machine['cores']} cores, {machine['instruction_set']}, "
-        f"{machine['memory_gib']} GiB, load before {machine['load_before']:g}",
+        f"{machine['memory_gib']} GiB" + ("" if load is None else f", load before {load:g}"),
         ", ".join(f"{text} {versions[key]}" for key, text in names.items() if versions.get(key)),
     ]
     note = f" {one['note'][:1].upper()}{one['note'][1:]}." if one["note"] else ""

@@ -19,7 +19,7 @@ from tfcommx.comm.horovodrun import (
     search_path,
 )
 from tfcommx.comm.rank_lines import RankLines
-from tfcommx.comm.remote_hosts import RemoteHosts
+from tfcommx.comm.remote_hosts import RemoteHosts, is_local
 from tfcommx.elastic.supervisor import EndAtOnce
 from tfcommx.terms import PlanError
 
@@ -79,7 +79,6 @@ def run(
             f"A command that can be run is required. Received {command[0]!r}.", NOT_FOUND
         )
     given = {
-        "--network-interfaces": network_interfaces,
         "--ssh-port": ssh_port,
         "--ssh-identity-file": ssh_identity_file,
         "--start-timeout": start_timeout,
@@ -89,7 +88,11 @@ def run(
 
     def make_launch(hosts: list[Host], generation: int = 0) -> Launch:
         kind = "mpi" if mpi else "gloo"
-        return Launch(tuple(hosts), tuple(command), kind, mpi_args, tuple(options))
+        # On this host alone horovodrun takes the loopback interface, and would find no other
+        own: list[str] = []
+        if network_interfaces and not all(is_local(host.name) for host in hosts):
+            own = ["--network-interfaces", network_interfaces]
+        return Launch(tuple(hosts), tuple(command), kind, mpi_args, (*own, *options))
 
     if not elastic.wanted:
         source, found = find_hosts(num_proc, hosts, hostfile)
