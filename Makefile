@@ -7,7 +7,8 @@
 #             of ranks in all launches; random cases are new ones each time
 # make test-times   as make test, without set-up: which test files take how many CPU seconds
 # make test-peers   Keras's own tests of optimizers, trainer and callbacks, with all optimizers wrapped
-# make test-versions   set-up, demo, laws, optimizers and ranks with each Python that is found, older Keras, older TensorFlow
+# make test-versions   set-up, demo, laws, optimizers and ranks with each Python that is found, with
+#             older Keras, and with an older TensorFlow
 # make results   measure what README.md and docs/results.md show, on quiet cores, as root; then
 #             make figures
 # make figures   put the figures of docs/records into the pages

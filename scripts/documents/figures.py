@@ -140,7 +140,8 @@ def value_of(expression: str, records: dict[str, Any], columns: dict[str, Any]) 
     **Raises:** FigureError if it names what is not there.
     """
     try:
-        return eval(expression, {"__builtins__": {}} | HELPERS, {**records, **columns})
+        # All in one: a comprehension sees no local names
+        return eval(expression, {"__builtins__": {}, **HELPERS, **records, **columns})
     except NameError as error:
         has = ", ".join(records) or "none"
         raise FigureError(f"{expression}: {error}. Records in docs/records: {has}.") from None

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from launching import QUICK, ROOT
+from virtual_cluster import needs_cluster
 
 TFCOMMX = (sys.executable, "-m", "tfcommx.cli.main")
 # Every rank says its number and its process; rank 1 ends as the argument says
@@ -168,7 +169,7 @@ CLUSTER = (sys.executable, str(ROOT / "scripts" / "cluster"), "--name", f"r{os.g
 
 
 @pytest.mark.xdist_group("cluster")
-@pytest.mark.skipif(os.geteuid() != 0, reason="a virtual cluster needs root")
+@needs_cluster
 def test_a_rank_on_another_host_is_named_with_it(script: str) -> None:
     """Over both launchers, and a host whose cable is cut."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

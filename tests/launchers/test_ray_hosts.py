@@ -12,11 +12,13 @@ from virtual_cluster import Nodes, end, wait_until
 
 SCRIPT = ROOT / "scripts" / "examples" / "discovery" / "ray_nodes.py"
 
+REASON = why_not("tfcommx.ray")
+
 pytestmark = [
     pytest.mark.exhaustive,
     pytest.mark.long_wait,
     pytest.mark.xdist_group("launchers"),
-    pytest.mark.skipif(bool(why_not("tfcommx.ray")), reason=why_not("tfcommx.ray")),
+    pytest.mark.skipif(bool(REASON), reason=REASON),
 ]
 
 

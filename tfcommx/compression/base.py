@@ -34,7 +34,7 @@ class Compression(abc.ABC):
     route adds its vectors.
     """
 
-    # On which it works
+    # It works on at most so many
     most_ranks: ClassVar[float] = math.inf
 
     @abc.abstractmethod

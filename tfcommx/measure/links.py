@@ -139,7 +139,7 @@ def probe(
         found["engine"] = EngineSettings(name)
         curve = [size for size in CURVE if size <= max(sizes)]
         if len(curve) > 1:
-            least = _ring_seconds(name, topology, Links(**found))
+            least = _ring_seconds_per_byte(name, topology, Links(**found))
             if comm.messages.possible and name == "nccl":
                 least = 0.0  # Messages took another wire than NCCL does
             found["calibration"] = calibrate(comm, curve, found["engine_s"], least, timer)
@@ -151,8 +151,8 @@ def probe(
     return ProbeResult(Links(**found, block_bytes=best), points, tried, spread, by_engine)
 
 
-def _ring_seconds(engine: str, topology: Topology, links: Links) -> float:
-    """Return seconds per byte of a vector that a ring of all ranks reduces."""
+def _ring_seconds_per_byte(engine: str, topology: Topology, links: Links) -> float:
+    """Return what a byte of a vector takes that a ring of all ranks reduces."""
     hop = engines.get(engine).flat_ring(topology, links)
     return 2 * (topology.size - 1) / topology.size * hop.beta_s_per_byte
 

@@ -136,7 +136,7 @@ def _check_compression(scheme: Scheme, topology: Topology) -> None:
     if topology.size > most:
         raise PlanError(
             f"The compression {scheme.compression!r} works on at most {most} ranks. Received "
-            f"{topology.size} ranks. Take wire='float16'."
+            f"{topology.size} ranks. Take another, or wire='float16'."
         )
 
 
