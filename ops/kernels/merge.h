@@ -20,15 +20,16 @@ struct Merge {
 };
 
 // Returns the position in the list of the first index outside [0, n), and then `dense` is
-// unspecified; -1: all are inside.
-// Cost: one write of dense, and one read of the pairs by each of the turns (at most 16) that share
-// the work.
-int64_t merge_cpu(const Merge& merge, const ParallelFor& parallel_for);
+// unspecified; -1: all are inside. The list is made of runs of `run` pairs, such as one of each
+// rank; 0: any list.
+// Cost: one write of dense, and two reads of the indices and one of the values if every run is
+// ascending; otherwise one read of the pairs by each of the turns (at most 16) that share the work.
+int64_t merge_cpu(const Merge& merge, int64_t run, const ParallelFor& parallel_for);
 
-// The same on a GPU, queued on the stream. (No GPU has run it yet.) The list is made of runs of
-// `run` pairs, one of each rank; in a run no index repeats. Nothing waits, so no position can be
-// returned: if an index is outside [0, n), dense[0] is NaN. Returns null, or CUDA's message
-// if a kernel could not be launched. Cost: dense written once, a launch for each run.
+// The same on a GPU, queued on the stream. (No GPU has run it yet.) In a run no index repeats.
+// Nothing waits, so no position can be returned: if an index is outside [0, n), dense[0] is NaN.
+// Returns null, or CUDA's message if a kernel could not be launched. Cost: dense written once, a
+// launch for each run.
 const char* merge_cuda(const Merge& merge, int64_t run, CUstream_st* stream);
 
 }  // namespace tfcommx

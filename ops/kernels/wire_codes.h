@@ -8,7 +8,8 @@
 // codes of finite values, if it would be denormal. Written values are written as they are: their
 // block's largest has the code `largest`, so that the step comes out again.
 //
-// Results are the same on CPUs and GPUs: no operation has a denormal result that counts.
+// Results are the same on CPUs and GPUs: no operation has a denormal result that counts. Choices
+// are made by masks of bits, so that compilers make vector instructions of loops over values.
 #pragma once
 
 #include <cstdint>
@@ -25,10 +26,17 @@ constexpr uint32_t kInfinite = 0x7f800000, kNan = 0x7fc00000;  // as bits
 
 TFCOMMX_DEVICE constexpr int largest_code(int bits) { return (1 << (bits - 1)) - 1; }
 
+// All bits, or none.
+TFCOMMX_DEVICE inline uint32_t mask_if(bool holds) { return -static_cast<uint32_t>(holds); }
+
+TFCOMMX_DEVICE inline uint32_t mask_if_finite(float value) {
+  const int32_t size = static_cast<int32_t>(bits_of(value) & 0x7fffffff);
+  return static_cast<uint32_t>((size - static_cast<int32_t>(kInfinite)) >> 31);
+}
+
 // Bits of |value|; 0 if it is not finite. These bits are in the order of the magnitudes.
 TFCOMMX_DEVICE inline uint32_t finite_size(float value) {
-  const uint32_t size = bits_of(value) & 0x7fffffff;
-  return size < kInfinite ? size : 0;
+  return bits_of(value) & 0x7fffffff & mask_if_finite(value);
 }
 
 TFCOMMX_DEVICE inline float divided(float a, float b) {
@@ -52,25 +60,25 @@ TFCOMMX_DEVICE inline float step_of(uint32_t size, int largest) {
 }
 
 TFCOMMX_DEVICE inline int code_of(float value, float step, int largest) {
-  // Added to a number below 2^22 it leaves the nearest integer in the low bits
+  // Added to a number below 2^22 it leaves the nearest integer in the low bits. That is at most
+  // `largest`, because rounding moves the step by less than 2^-8 of it
   constexpr float kInteger = 0x1.8p23f;
-  const uint32_t size = bits_of(value) & 0x7fffffff;
-  const float limit = static_cast<float>(largest), finite = size < kInfinite ? value : 0.0f;
-  float steps = step > 0 ? divided(finite, step) : 0.0f;
-  steps = steps > limit ? limit : steps;
-  steps = steps < -limit ? -limit : steps;
-  const int code = static_cast<int>(bits_of(steps + kInteger) - bits_of(kInteger));
-  return size < kInfinite ? code : -largest - 1;
+  const uint32_t finite = mask_if_finite(value), kept = finite & mask_if(step > 0);
+  const float steps = divided(float_of(bits_of(value) & kept), step > 0 ? step : 1.0f);
+  const uint32_t code = bits_of(steps + kInteger) - bits_of(kInteger);
+  return static_cast<int>((code & finite) | (static_cast<uint32_t>(-largest - 1) & ~finite));
 }
 
 TFCOMMX_DEVICE inline float value_of(int code, float step, int largest) {
-  return code < -largest ? float_of(kNan) : static_cast<float>(code) * step;
+  const uint32_t bad = static_cast<uint32_t>((code + largest) >> 31);
+  return float_of((bits_of(static_cast<float>(code) * step) & ~bad) | (kNan & bad));
 }
 
 // What `written` leaves of a value: exactly the difference. Nothing of one that is not finite.
 TFCOMMX_DEVICE inline float rounding_error(float value, float written) {
-  if ((bits_of(value) & 0x7fffffff) >= kInfinite) return 0;
-  return written == 0 ? value : value - written;
+  const uint32_t all = mask_if((bits_of(written) & 0x7fffffff) == 0);
+  const uint32_t left = (bits_of(value) & all) | (bits_of(value - written) & ~all);
+  return float_of(left & mask_if_finite(value));
 }
 
 // The int32 words of k values: the steps, as bfloat16, then the codes, the first in the lowest

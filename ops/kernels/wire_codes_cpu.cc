@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "kernels/clones.h"
+
 namespace tfcommx {
 namespace {
 
@@ -21,14 +23,20 @@ struct Block {
     for (int i = 0; i < kCodeBlock; ++i) codes[i] = code_of(values[i], step, kLargest);
   }
 
-  void pack(int32_t* words) const {
-    constexpr int kPerWord = 32 / kBits;
-    for (int i = 0; i < kBits; ++i) {  // kBits words hold 32 codes
-      uint32_t word = 0;
-      for (int j = 0; j < kPerWord; ++j)
-        word |= (static_cast<uint32_t>(codes[i * kPerWord + j]) & ((1u << kBits) - 1))
-                << (j * kBits);
-      words[i] = static_cast<int32_t>(word);
+  void pack(int32_t* words) const {  // kBits words hold 32 codes
+    uint8_t bytes[kCodeBlock];
+    for (int i = 0; i < kCodeBlock; ++i)
+      bytes[i] = static_cast<uint8_t>(codes[i] & ((1 << kBits) - 1));
+    if (kBits == 8) {
+      std::memcpy(words, bytes, sizeof bytes);
+      return;
+    }
+    for (int i = 0; i < kBits; ++i) {  // the low halves of eight bytes become one word
+      uint64_t halves;
+      std::memcpy(&halves, bytes + 8 * i, 8);
+      halves = (halves | halves >> 4) & 0x00ff00ff00ff00ff;
+      halves = (halves | halves >> 8) & 0x0000ffff0000ffff;
+      words[i] = static_cast<int32_t>(halves | halves >> 16);
     }
   }
 };
@@ -57,7 +65,7 @@ void write(const CodeLayout& layout, const float* values, int32_t* words) {
     steps[number] = static_cast<uint16_t>(bits_of(block.step) >> 16);
     int32_t packed[kBits], *to = codes + number * kBits;
     block.pack(packed);
-    std::copy_n(packed, std::min<int64_t>(kBits, end - to), to);
+    std::memcpy(to, packed, end - to >= kBits ? sizeof packed : 4 * (end - to));
   });
 }
 
@@ -70,8 +78,9 @@ void round(const CodeLayout& layout, const float* values, float* written, float*
       sent[i] = value_of(block.codes[i], block.step, block.kLargest);
       left[i] = rounding_error(from[i], sent[i]);
     }
-    std::copy_n(sent, count, written + number * kCodeBlock);
-    std::copy_n(left, count, errors + number * kCodeBlock);
+    const size_t bytes = count == kCodeBlock ? sizeof sent : 4 * count;
+    std::memcpy(written + number * kCodeBlock, sent, bytes);
+    std::memcpy(errors + number * kCodeBlock, left, bytes);
   });
 }
 
@@ -97,15 +106,18 @@ void read(const CodeLayout& layout, const int32_t* words, float* values) {
 
 }  // namespace
 
+TFCOMMX_CLONES
 void codes_write_cpu(const CodeLayout& layout, const float* values, int32_t* words) {
   return layout.bits == 8 ? write<8>(layout, values, words) : write<4>(layout, values, words);
 }
 
+TFCOMMX_CLONES
 void codes_round_cpu(const CodeLayout& layout, const float* values, float* written, float* errors) {
   return layout.bits == 8 ? round<8>(layout, values, written, errors)
                           : round<4>(layout, values, written, errors);
 }
 
+TFCOMMX_CLONES
 void codes_read_cpu(const CodeLayout& layout, const int32_t* words, float* values) {
   return layout.bits == 8 ? read<8>(layout, words, values) : read<4>(layout, words, values);
 }

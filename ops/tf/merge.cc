@@ -65,7 +65,7 @@ class MergeOp : public tensorflow::OpKernel {
     if constexpr (kGpu) {
       OP_REQUIRES_OK(context, launched(context, merge_cuda(merge, k_, stream_of(context))));
     } else {
-      const int64_t outside = merge_cpu(merge, shared_with_pool(context));
+      const int64_t outside = merge_cpu(merge, k_, shared_with_pool(context));
       OP_REQUIRES(context, outside < 0,
                   tensorflow::errors::InvalidArgument(
                       "Indices must be in [0, ", size, "). Received ",

@@ -104,6 +104,9 @@ COMMANDS = {
     "float16_seed1": train("float16", 1),
     "compare_methods": f"{COMPARE} --seeds 1 --methods "
     "dense,float16,one_percent,four_percent,elias_int8,elias_int4,local_sgd",
+    "compare_glosses": "cd scripts/examples/glosses; tfcommx compare glosses.yaml --nodes 2 "
+    "--slots 2 --model resnet50 --batch 64 --throughput 250 --seeds 3 "
+    "--methods dense,elias_int4,packed,powersgd_4",
     "compare_three_seeds": f"{COMPARE} --seeds 3 --methods dense,elias_int4,powersgd_4",
     "wheels": "python scripts/verify/wheels.py",
     "losses": "python scripts/trials/losses.py",
@@ -138,13 +141,14 @@ def measure(name: str) -> bool:
     """Carry out a measurement and record it; return whether that went well."""
     command, out = COMMANDS[name], ROOT / "runs" / "results" / name
     out.parent.mkdir(parents=True, exist_ok=True)
-    words = shlex.split(command)
+    place, _, line = command.rpartition("; ")  # "cd FOLDER", where modules of one's own are
+    folder, words = ROOT / place.removeprefix("cd "), shlex.split(line)
     option = {"train": "--output", "simulate": "--json", "compare": "--json"}
     if words[0] != "tfcommx":
-        return subprocess.call([*words, "--record", name], cwd=ROOT) == 0
+        return subprocess.call([*words, "--record", name], cwd=folder) == 0
     record = [sys.executable, "scripts/bench", "record", out, name, "--command", command]
     return not (
-        subprocess.call([*words, option[words[1]], out], cwd=ROOT)
+        subprocess.call([*words, option[words[1]], out], cwd=folder)
         or subprocess.call([*map(str, record)], cwd=ROOT)
     )
 

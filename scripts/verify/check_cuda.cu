@@ -89,7 +89,7 @@ void check_merge(std::mt19937_64& random) {
   for (auto& one : values)
     one = normal(random) * std::pow(10.0f, static_cast<float>(random() % 7) - 3);
   const int64_t pairs = static_cast<int64_t>(indices.size());
-  merge_cpu({indices.data(), values.data(), pairs, right.data(), n}, in_turn);
+  merge_cpu({indices.data(), values.data(), pairs, right.data(), n}, 0, in_turn);
   const bool outside = pairs && random() % 4 == 0;
   if (outside) indices[random() % pairs] = random() % 2 ? -1 : static_cast<int32_t>(n);
   OnDevice<int32_t> from(indices);

@@ -42,6 +42,29 @@ def test_large_vectors_are_shared_among_threads_in_order():
     np.testing.assert_array_equal(dense, in_order(indices, values, size))
 
 
+@pytest.mark.parametrize("ascending", [True, False])
+def test_runs_are_cut_into_the_stretches_of_threads(ascending):
+    """Three ranks' runs with entries at the ends of every stretch."""
+    random = np.random.default_rng(2)
+    size, k = 3_000_001, 50_000
+    ends = [size * turn // 11 + off for turn in range(12) for off in (-1, 0)][1:-1]
+    runs = [np.union1d(ends, random.choice(size, k + 9, replace=False))[: k - 1] for _ in range(3)]
+    runs = [np.append(run, size - 1).astype(np.int32) for run in runs]
+    if not ascending:
+        random.shuffle(runs[1])
+    indices = np.concatenate(runs)
+    values = random.standard_normal(3 * k).astype(np.float32)
+    dense = merge(tf.constant(indices), tf.constant(values), size, k).numpy()
+    np.testing.assert_array_equal(dense, in_order(indices, values, size))
+
+
+@pytest.mark.parametrize("indices", [[0, 5, 3, 10], [0, 5, -1, 3], [0, 10, 9, 3]])
+def test_an_index_outside_of_ascending_runs_is_refused(indices):
+    place = next(i for i, index in enumerate(indices) if not 0 <= index < 10)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=f"at position {place} "):
+        merge(tf.constant(indices), tf.ones(4), 10, 2)
+
+
 def test_not_finite_values_arrive():
     dense = merge(tf.constant([2, 2, 0]), tf.constant([1.0, np.nan, np.inf]), 4).numpy()
     np.testing.assert_array_equal(dense, [np.inf, 0, np.nan, 0])

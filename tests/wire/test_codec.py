@@ -284,6 +284,20 @@ def test_a_buffer_of_another_plan_is_refused(name: str) -> None:
         decode(words, 2, 2**30, name, 2)
 
 
+@pytest.mark.parametrize("width", [0, 1, 2, 3, 5, 7, 8, 9, 11, 16])
+@pytest.mark.parametrize("k", [1, 8, 63, 64, 65, 200])
+def test_low_bits_of_every_width_are_written_as_the_definition_does(width: int, k: int) -> None:
+    """Whole blocks of 64 and their rests; neighbours, and gaps as wide as the vector."""
+    size = k * 2**width + 2**width // 2
+    assert low_bits(k, size) == width
+    spread = sparse(k, size, seed=width).indices.numpy()
+    for indices in (spread, np.arange(k), np.arange(size - k, size)):
+        entries = Sparse(tf.constant(indices, tf.int32), tf.ones(k), size)
+        words = encode(entries, "elias/int8")
+        np.testing.assert_array_equal(words, encode_definition(entries, "elias/int8"))
+        np.testing.assert_array_equal(decode(words, k, size, "elias/int8")[0], indices)
+
+
 def test_elias_reaches_to_the_last_index_of_the_longest_vector() -> None:
     size, indices = 2**31 - 1, [0, 2**30, 2**31 - 3, 2**31 - 2]
     for few in (indices, indices[-1:], indices[:1]):
