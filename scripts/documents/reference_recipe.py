@@ -74,7 +74,7 @@ SCHEME: dict[str, dict[str, Any]] = {
     "peer_route": {"enum": list(PEER_ROUTES)},
     "selection": _open(RULES),
     "compression": _open(["none", *COMPRESSIONS], f"^({'|'.join(COMPRESSIONS)})/"),
-    "wire": {"enum": list(WIRES)},
+    "wire": _open(WIRES),
     "dense_wire": {"enum": [PLAIN, *NARROW]},
     "merging": {"enum": list(MERGINGS)},
     "density": {"exclusiveMinimum": 0, "maximum": 1},

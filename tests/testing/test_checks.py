@@ -10,14 +10,25 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from pairs_format import Pairs
 
 import tfcommx as cx
 from tfcommx import routes
 from tfcommx.compression import Compressed, Compression
 from tfcommx.compression.powersgd import PowerSGD
+from tfcommx.planner.automatic import PlanRequest, propose
+from tfcommx.planner.check import check_scheme
+from tfcommx.planner.plan import Gradient
 from tfcommx.routes.allreduce import Allreduce
-from tfcommx.terms import Sparse, Traffic
-from tfcommx.testing import LawBroken, check_compression, check_route, check_rule, check_strategy
+from tfcommx.terms import Scheme, Sparse, Topology, Traffic
+from tfcommx.testing import (
+    LawBroken,
+    check_compression,
+    check_route,
+    check_rule,
+    check_strategy,
+    check_wire,
+)
 
 
 class Descending:
@@ -89,6 +100,40 @@ def own_noise(done: Compressed, gradients: Any) -> Compressed:
     return done._replace(totals=changed)
 
 
+class Careless(Pairs):
+    """Forgets what rounding leaves."""
+
+    def rounded(self, values: tf.Tensor) -> Any:
+        return super().rounded(values)[0], None
+
+
+class Longer(Pairs):
+    def words(self, k: int, size: int) -> int:
+        return super().words(k, size) + 1
+
+
+class Finite(Pairs):
+    """Writes zeros for NaN and Inf."""
+
+    def rounded(self, values: tf.Tensor) -> Any:
+        return super().rounded(tf.where(tf.math.is_finite(values), values, 0.0))
+
+
+class Unordered(Pairs):
+    """Reads the buffers of the ranks in the wrong order."""
+
+    def decode(self, words: tf.Tensor, k: int, size: int) -> Any:
+        return super().decode(tf.reverse(words, [0]), k, size)
+
+
+class Halving(Pairs):
+    """Halves values each time that they are rounded."""
+
+    def rounded(self, values: tf.Tensor) -> Any:
+        written, _ = super().rounded(values / 2)
+        return written, tf.where(tf.math.is_finite(values), values - written, 0.0)
+
+
 @pytest.fixture(autouse=True)
 def members(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the members above importable, as a stranger's module would be."""
@@ -100,6 +145,12 @@ def members(monkeypatch: pytest.MonkeyPatch) -> None:
         LOSSY=Changed(lossy),
         NOISE=Changed(own_noise),
         EAGER=Changed(eager),
+        PAIRS=Pairs(),
+        CARELESS=Careless(),
+        LONGER=Longer(),
+        FINITE=Finite(),
+        UNORDERED=Unordered(),
+        HALVING=Halving(),
     )
     monkeypatch.setitem(sys.modules, "broken_members", module)
 
@@ -114,6 +165,11 @@ def members(monkeypatch: pytest.MonkeyPatch) -> None:
         (check_compression, "LOSSY", "sent plus what stays"),
         (check_compression, "NOISE", "same bits"),
         (check_compression, "EAGER", "traceable"),
+        (check_wire, "CARELESS", "must be what came, exactly"),
+        (check_wire, "LONGER", "traceable"),
+        (check_wire, "FINITE", "NaN and Inf must stay"),
+        (check_wire, "UNORDERED", "that were written must be read"),
+        (check_wire, "HALVING", "written as they are"),
     ],
 )
 def test_a_broken_member_is_named_with_its_law(check: Any, member: str, law: str) -> None:
@@ -130,6 +186,22 @@ def test_our_own_members_pass() -> None:
     with pytest.raises(cx.PlanError, match="what others find it by"):
         check_route("tfcommx.routes.asa:ROUTE")
     check_strategy("root")
+    check_wire("elias/int4")
+
+
+def test_a_wire_format_of_another_package_passes_and_may_be_named_by_auto() -> None:
+    check_wire("broken_members:PAIRS")
+    with pytest.raises(cx.PlanError, match=r"wire\.base\.WireFormat"):
+        check_wire("broken_members:DESCENDING")
+    gradients = [Gradient("w", (4000, 50), "float32")]
+    asked = Scheme("auto", "mstopk", 0.01, wire="broken_members:PAIRS")
+    proposals = propose({"*": asked}, PlanRequest(gradients, Topology(4, 1)))
+    wires = {bucket.wire for one in proposals for bucket in one.plan.buckets}
+    assert "broken_members:PAIRS" in wires
+    for route in ("allreduce", "auto"):
+        scheme = Scheme(route, wire="broken_members:PAIRS")
+        with pytest.raises(cx.PlanError, match="wire='broken_members:PAIRS'"):
+            check_scheme(scheme, Topology(2, 1))
 
 
 def test_a_strategy_that_leaves_ranks_apart_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,9 +43,21 @@ def test_it_is_installed_outside_and_holds_the_laws(
 @pytest.mark.parametrize("route", ["allreduce", pytest.param("auto", marks=pytest.mark.exhaustive)])
 def test_it_trains_on_real_ranks(installed: Path, route: str) -> None:
     path = f"{installed}:{QUICK}:{':'.join(sys.path)}"
-    ended = horovodrun(2, [str(WORKERS / "own_compression_rank.py"), route], PYTHONPATH=path)
+    output = _train(route, "compression", "rotating_rows:ROTATING", path)
+    if route == "allreduce":
+        assert output.count("rotating_rows:ROTATING") == 2
+
+
+def test_a_wire_format_trains_on_real_ranks() -> None:
+    path = ":".join([str(Path(__file__).parent), QUICK, *sys.path])
+    assert _train("allgather", "wire", "pairs_format:PAIRS", path).count("pairs_format:PAIRS") == 2
+
+
+def _train(route: str, field: str, member: str, path: str) -> str:
+    """Return what two ranks printed, which learn the same."""
+    worker = [str(WORKERS / "own_member_rank.py"), route, field, member]
+    ended = horovodrun(2, worker, PYTHONPATH=path)
     assert ended.status == 0, ended.output[-4000:]
     assert ended.output.count("falls True") == 2
     assert len(set(re.findall(r"digest (\S+)", ended.output))) == 1
-    if route == "allreduce":
-        assert ended.output.count("rotating_rows:ROTATING") == 2
+    return ended.output

@@ -16,7 +16,9 @@ from tfcommx.terms import (
     PlanError,
     Scheme,
     Topology,
+    is_member,
 )
+from tfcommx.wire import base
 
 
 def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> None:
@@ -70,8 +72,14 @@ def wire_of(scheme: Scheme, route: Route) -> str:
     wire: str = getattr(scheme, name)
     if wire == PLAIN:
         return route.wires[0]
-    if wire not in route.wires:
-        others = [one.name for one in routes.ROUTES.values() if wire in one.wires]
+    if is_member(wire) and route.sparse:
+        base.of_others(wire)
+    elif wire not in route.wires:
+        others = [
+            one.name
+            for one in routes.ROUTES.values()
+            if wire in one.wires or (is_member(wire) and one.sparse)
+        ]
         raise PlanError(
             f"The route {route.name!r} writes {', '.join(route.wires)}. Received {name}={wire!r}. "
             f"Use one of these, or a route that writes it: {', '.join(others)}."
@@ -98,7 +106,8 @@ def _check_auto(scheme: Scheme) -> None:
     wires = {wire for route in sparse for wire in route.wires}
     allowed: dict[str, tuple[str, ...]] = {"wire": NARROW, "dense_wire": ()}
     if scheme.selection != "all":
-        allowed = {"wire": tuple(sorted(wires)), "dense_wire": NARROW}
+        known = (scheme.wire,) if base.of_others(scheme.wire) else tuple(sorted(wires))
+        allowed = {"wire": known, "dense_wire": NARROW}
     for name, known in allowed.items():
         if getattr(scheme, name) not in (PLAIN, *known):
             raise PlanError(

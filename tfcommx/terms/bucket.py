@@ -62,7 +62,7 @@ class Bucket:
     padding: int = 0
     # Of rules that choose at random.
     seed: int = 0
-    # How entries are written, one of WIRES.
+    # How entries are written; as `Scheme.wire`, but named.
     wire: str = PLAIN
     # The route's own, of the class that the route names.
     options: RouteOptions = field(default_factory=NoOptions)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tfcommx.terms.checks import PlanError, check_name, python_number
+from tfcommx.terms.checks import PlanError, check_name, is_member, python_number
 
 # The wire format of a dense route that sends the gradient's own dtype.
 PLAIN = "plain"
@@ -70,7 +70,7 @@ class Scheme:
     seed: int = 0
     # How entries are written, one of WIRES; "plain": pair32 on sparse routes, the gradient's own
     # dtype on dense ones. "float16" and "bfloat16" are for gradients in float32, also of bfloat16
-    # variables; float16 and float64 ones travel as they are.
+    # variables; float16 and float64 ones travel as they are. On sparse routes also "module:MEMBER".
     wire: str = PLAIN
     # The same for variables that a sparse scheme leaves dense.
     dense_wire: str = PLAIN
@@ -96,7 +96,8 @@ class Scheme:
             object.__setattr__(self, field.name, python_number(getattr(self, field.name)))
         self._check_density()
         self._check_sizes()
-        check_name("wire format", self.wire, WIRES)
+        if not is_member(self.wire):
+            check_name("wire format", self.wire, WIRES)
         check_name("wire format of `dense_wire`", self.dense_wire, (PLAIN, *VALUE_DTYPES))
         self._check_momentum_and_clipping()
         self._check_compression()

@@ -11,6 +11,7 @@ needs real processes, such as a rank whose processor rounds otherwise, shows on 
     check_rule          a rule of selection, on every sparse route
     check_route         a route, in every format that it writes
     check_compression   a compression, on routes of one level and two
+    check_wire          a wire format, on every sparse route
     check_strategy      a strategy, with an optimizer
 """
 
@@ -21,5 +22,13 @@ from tfcommx.testing.laws import LawBroken
 from tfcommx.testing.routes import check_route
 from tfcommx.testing.rules import check_rule
 from tfcommx.testing.strategies import check_strategy
+from tfcommx.testing.wires import check_wire
 
-__all__ = ["LawBroken", "check_compression", "check_route", "check_rule", "check_strategy"]
+__all__ = [
+    "LawBroken",
+    "check_compression",
+    "check_route",
+    "check_rule",
+    "check_strategy",
+    "check_wire",
+]

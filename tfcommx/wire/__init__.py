@@ -1,5 +1,7 @@
 """How entries are written on the wire: `formats` counts the bytes, `codec` writes and reads.
 
+`base` is what a format of another package derives from: `Scheme(wire="module:MEMBER")`.
+
 A Sparse becomes one flat buffer of exact size, so that it takes one collective:
 
     pair32          k int32 indices, k float32 values                             8 B an entry

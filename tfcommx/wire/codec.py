@@ -16,6 +16,7 @@ from tfcommx.kernels import wire as wire_kernel
 from tfcommx.kernels import wire_codes
 from tfcommx.terms import Sparse
 from tfcommx.terms.wire_formats import CODE_BITS, value_dtype
+from tfcommx.wire.base import of_others
 from tfcommx.wire.formats import sum_dtype
 
 
@@ -30,12 +31,16 @@ def rounded(sparse: Sparse, wire: str) -> tuple[Sparse, tf.Tensor | None]:
 
     Args:
         sparse: values float32 [k].
-        wire: one of terms.SPARSE_WIRES.
+        wire: one of terms.SPARSE_WIRES, or "module:MEMBER".
 
     Returns:
         The same indices with rounded values, float32 [k], and the error, float32 [k]; None if the
         format writes float32.
     """
+    other = of_others(wire)
+    if other is not None:
+        written, left = other.rounded(sparse.values)
+        return Sparse(sparse.indices, written, sparse.size), left
     values, dtype = sparse.values, value_dtype(wire)
     if dtype == "float32":
         return sparse, None
@@ -55,14 +60,15 @@ def encode(sparse: Sparse, wire: str) -> tf.Tensor:
     Args:
         sparse: indices int32 [k], ascending except for the pair formats; values float32 [k], as
             `rounded` returned them.
-        wire: one of terms.SPARSE_WIRES.
+        wire: one of terms.SPARSE_WIRES, or "module:MEMBER".
 
     Returns:
         int32 [words], `4 * words == formats.size_bytes(k, size, wire)`.
 
     **Cost:** one pass over the entries.
     """
-    return wire_kernel.encode(sparse, wire)
+    other = of_others(wire)
+    return wire_kernel.encode(sparse, wire) if other is None else other.encode(sparse)
 
 
 def merge(
@@ -86,10 +92,29 @@ def merge(
 
     **Cost:** one write of the result, whatever the number of shards.
     """
-    indices, values = wire_kernel.decode(buffers, k, size, wire, shards)
+    indices, values = decode(buffers, k, size, wire, shards)
     if factor != 1:
         values = values * tf.constant(factor, values.dtype)
     return tf.ensure_shape(merge_kernel.merge(indices, values, shards * size, k), [shards * size])
+
+
+def decode(
+    buffers: tf.Tensor, k: int, size: int, wire: str, shards: int = 1
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Read the entries of all gathered buffers.
+
+    Args:
+        buffers, k, size, wire, shards: as `merge`.
+
+    Returns:
+        indices int32 [entries] into the vector of all shards, and values float32 [entries].
+    """
+    other = of_others(wire)
+    if other is None:
+        return wire_kernel.decode(buffers, k, size, wire, shards)
+    indices, values = other.decode(tf.reshape(buffers, [-1, other.words(k, size)]), k, size)
+    by_shard = tf.reshape(indices, [shards, -1]) + size * tf.range(shards)[:, None]
+    return tf.reshape(by_shard, [-1]), tf.reshape(values, [-1])
 
 
 class Codec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tfcommx.terms import PLAIN, Bucket
 from tfcommx.terms.wire_formats import wire_words
+from tfcommx.wire.base import of_others
 
 _ENTRY_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -17,9 +18,10 @@ def size_bytes(k: int, size: int, wire: str) -> int:
     Args:
         k: entries, >= 0.
         size: length of the vector, >= 0.
-        wire: one of terms.SPARSE_WIRES.
+        wire: one of terms.SPARSE_WIRES, or "module:MEMBER".
     """
-    return 4 * sum(wire_words(k, size, wire))
+    other = of_others(wire)
+    return 4 * (other.words(k, size) if other else sum(wire_words(k, size, wire)))
 
 
 def dense_dtype(bucket: Bucket) -> str:
