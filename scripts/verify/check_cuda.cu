@@ -12,6 +12,7 @@
 #include "check_cuda_timing.h"
 
 #include "kernels/dense.h"
+#include "kernels/keep.h"
 #include "kernels/lars.h"
 #include "kernels/merge.h"
 #include "kernels/norms.h"
@@ -98,6 +99,23 @@ void check_merge(std::mt19937_64& random) {
   const std::vector<float> mine = dense.get();
   report(dense.untouched && (outside ? std::isnan(mine[0]) : same(mine, right)),
          "merge n " + std::to_string(n) + " k " + std::to_string(k));
+}
+
+void check_keep(std::mt19937_64& random) {
+  const int64_t n = 1 + random() % 5000, k = random() % (n + 1);
+  const std::vector<int32_t> indices = draw_indices(k, n, random);
+  std::normal_distribution<float> normal;
+  std::vector<float> values(k), errors(k), right(n);
+  for (auto* all : {&values, &errors, &right})
+    for (auto& one : *all) one = normal(random);
+  for (int64_t i = 0; i < k; i += 1 + random() % 9) values[i] = i % 2 ? NAN : -INFINITY;
+  OnDevice<int32_t> places(indices);
+  OnDevice<float> chosen(values), left(errors), residual(right);
+  keep_cpu({indices.data(), values.data(), errors.data(), k, right.data(), n});
+  need(keep_cuda({places.data(), chosen.data(), left.data(), k, residual.data(), n}, stream),
+       "keep_cuda");
+  report(same(residual.get(), right) && residual.untouched,
+         "keep n " + std::to_string(n) + " k " + std::to_string(k));
 }
 
 void check_codes(const CodeLayout& layout, const std::vector<float>& values,
@@ -324,6 +342,7 @@ int main(int count, char** words) {
   for (int64_t number = 0; number < cases; ++number) {
     check_selection(number, largest, random);
     check_merge(random);
+    check_keep(random);
     check_wire(random);
     check_dense(random);
     check_norms(random);

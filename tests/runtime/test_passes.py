@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
+from tfcommx.kernels.keep import keep, keep_definition
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.flat import flatten, unflatten
-from tfcommx.runtime.selector import keep_rounding_error
 from tfcommx.terms import Scheme, Sparse, Topology
 from tfcommx.wire import codec
 
@@ -22,8 +24,9 @@ NAN, INF = np.float32("nan"), np.float32("inf")
     "values", [[0.1, 0.2, 0.3], [NAN, 0.2, INF], [0.1, NAN, 0.3], [NAN, INF, -INF]]
 )
 @pytest.mark.parametrize("traced", [True, False])
+@pytest.mark.parametrize("implementation", [keep, keep_definition])
 def test_a_rounding_error_is_added_where_the_selection_has_left_zeros(
-    values: list[float], traced: bool
+    values: list[float], traced: bool, implementation: Any
 ) -> None:
     """And where it has not, beside a value that is not finite, nothing changes."""
     chosen = Sparse(tf.constant([1, 4, 5]), tf.constant(values, tf.float32), 7)
@@ -32,10 +35,17 @@ def test_a_rounding_error_is_added_where_the_selection_has_left_zeros(
     before[chosen.indices.numpy()[~np.isfinite(values)]] = 5.0
     added, residual = tf.Variable(before), tf.Variable(before)
     added.scatter_add(tf.IndexedSlices(error, chosen.indices))
-    keep = tf.function(keep_rounding_error, autograph=False) if traced else keep_rounding_error
-    keep(residual, chosen, error)
+    run = tf.function(implementation, autograph=False) if traced else implementation
+    run(residual, chosen, error)
     assert residual.numpy().tobytes() == added.numpy().tobytes()
     assert rounded.indices is chosen.indices
+
+
+@pytest.mark.parametrize("index", [-1, 7])
+def test_a_rounding_error_beside_the_residual_is_refused(index: int) -> None:
+    chosen = Sparse(tf.constant([1, index]), tf.ones(2), 7)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=f"Received {index} at position 1"):
+        keep(tf.Variable(tf.zeros(7)), chosen, tf.zeros(2))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

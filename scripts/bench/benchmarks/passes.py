@@ -27,10 +27,10 @@ from bench.peers import threads
 
 from tfcommx import terms
 from tfcommx.kernels import select
+from tfcommx.kernels.keep import keep
 from tfcommx.kernels.wire import decode
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.flat import flatten, unflatten
-from tfcommx.runtime.selector import keep_rounding_error
 from tfcommx.terms import SPARSE_WIRES, Scheme, Sparse, Topology
 from tfcommx.terms.wire_formats import CODE_BITS, value_dtype
 from tfcommx.wire import codec
@@ -112,7 +112,7 @@ def parts_of(bucket: Bucket) -> dict[str, Part]:
         return old.sparse_read([0])
 
     def written() -> tf.Tensor:
-        keep_rounding_error(new, chosen, error)
+        keep(new, chosen, error)
         return new.sparse_read([0])
 
     return {
