@@ -108,6 +108,10 @@ COMMANDS = {
     "--slots 2 --model resnet50 --batch 64 --throughput 250 --seeds 3 "
     "--methods dense,elias_int4,packed,powersgd_4",
     "compare_three_seeds": f"{COMPARE} --seeds 3 --methods dense,elias_int4,powersgd_4",
+    "compare_translate": "tfcommx compare configs/translate_miniature.yaml --nodes 2 --slots 2 "
+    "--model transformer_base --batch 64 --throughput 250 --seeds 3 --methods dense,elias_int4",
+    "compare_dawnbench": "tfcommx compare configs/dawnbench_miniature.yaml --nodes 2 --slots 2 "
+    "--model resnet50 --batch 64 --throughput 250 --seeds 3 --methods dense,elias_int4",
     "wheels": "python scripts/verify/wheels.py",
     "losses": "python scripts/trials/losses.py",
     "losses_hour": "python scripts/trials/losses.py --minutes 60 --seed 1",

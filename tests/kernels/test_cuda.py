@@ -83,6 +83,7 @@ def test_kernels_keep_the_contract_on_a_gpu_or_the_check_says_that_there_is_none
         "TfcommxSelectResidual",
         "TfcommxSelectMomentum",
         "TfcommxMerge",
+        "TfcommxKeep",
         "TfcommxWireEncode",
         "TfcommxWireDecode",
         "TfcommxWireRound",

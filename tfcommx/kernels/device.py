@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.kernels import loader, merge, norms, select, wire, wire_codes
+from tfcommx.kernels import keep, loader, merge, norms, select, wire, wire_codes
 from tfcommx.kernels.loader import NativeLibraryError
 
 
@@ -53,7 +53,7 @@ def compare_with_cpu(device: str) -> None:
 
 
 def _results_on(device: str) -> dict[str, Any]:
-    """Select, encode, decode, merge and take norms once on a device."""
+    """Select, round, encode, decode, merge and take norms once on a device."""
     n, k, wire_format, short = 100_003, 1_000, "block16/float16", "elias/int8"
     old, gradient = np.random.default_rng(1).standard_normal([2, n], np.float32)
     with tf.device(device):
@@ -61,10 +61,12 @@ def _results_on(device: str) -> dict[str, Any]:
         chosen = select.select_with_residual(tf.constant(gradient), residual, k, 5, "mstopk")
         indices, values = wire.decode(wire.encode(chosen, wire_format), k, n, wire_format)
         words = wire.encode(chosen, short)
+        rounded, errors = wire_codes.round_values(chosen.values, "int8")
+        keep.keep(residual, chosen, errors)
         found = {
             "encoded words": words,
             "short entries": wire.decode(words, k, n, short)[1],
-            "rounded values": tf.concat(wire_codes.round_values(chosen.values, "int8"), axis=0),
+            "rounded values": rounded,
             "indices": chosen.indices,
             "values": chosen.values,
             "residual": residual,
