@@ -114,7 +114,7 @@ COMMANDS = {
     "--slots 2 --model transformer_base --batch 64 --throughput 250 "
     "--set learning_rate.peak=0.006 --seeds 2 --methods dense,elias_int4",
     "compare_four_nodes": "tfcommx compare configs/fashion_mnist.yaml --nodes 4 --slots 1 "
-    "--model resnet50 --batch 4 --throughput 15 --seeds 1 --methods dense,float16,elias_int4",
+    "--model resnet50 --batch 4 --throughput 15 --seeds 3 --methods dense,float16,elias_int4",
     "compare_dawnbench": "tfcommx compare configs/dawnbench_miniature.yaml --nodes 2 --slots 2 "
     "--model resnet50 --batch 64 --throughput 250 --seeds 3 --methods dense,elias_int4",
     "wheels": "python scripts/verify/wheels.py",
