@@ -126,6 +126,14 @@ class Unordered(Pairs):
         return super().decode(tf.reverse(words, [0]), k, size)
 
 
+class Three(Pairs):
+    """Reads halves of the values, unless there are three buffers."""
+
+    def decode(self, words: tf.Tensor, k: int, size: int) -> Any:
+        indices, values = super().decode(words, k, size)
+        return indices, values if words.shape[0] == 3 else values / 2
+
+
 class Halving(Pairs):
     """Halves values each time that they are rounded."""
 
@@ -151,6 +159,7 @@ def members(monkeypatch: pytest.MonkeyPatch) -> None:
         FINITE=Finite(),
         UNORDERED=Unordered(),
         HALVING=Halving(),
+        THREE=Three(),
     )
     monkeypatch.setitem(sys.modules, "broken_members", module)
 
@@ -170,6 +179,7 @@ def members(monkeypatch: pytest.MonkeyPatch) -> None:
         (check_wire, "FINITE", "NaN and Inf must stay"),
         (check_wire, "UNORDERED", "that were written must be read"),
         (check_wire, "HALVING", "written as they are"),
+        (check_wire, "THREE", "sent plus what stays"),
     ],
 )
 def test_a_broken_member_is_named_with_its_law(check: Any, member: str, law: str) -> None:

@@ -27,8 +27,9 @@ def merge(indices: Any, values: Any, size: int, k: int = 0) -> tf.Tensor:
         float32 [size].
 
     **Ranks:** local; equal lists give bit-identical results on every rank.
-    **Cost:** one write of the result, the pairs read once by each of at most 16 threads; no sort.
-    On a GPU one launch for each run.
+    **Cost:** one write of the result, no sort. The indices are read twice and the values once if
+    every run is ascending; any other list once by each of at most 16 threads. On a GPU one launch
+    for each run.
     **Raises:** InvalidArgumentError if an index is outside [0, size); a GPU returns NaN in entry 0
     instead.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -105,6 +105,26 @@ def take(running: PlanExecutor, came: Values) -> Step:
         state,
         np.array(running.comm.traffic()),
     )
+
+
+def check_on_sparse_routes(name: str, **named: Any) -> None:
+    """Hold what a scheme names to the laws, on every sparse route, on one node and on several.
+
+    Args:
+        name: of the member, for messages.
+        named: of the scheme: its selection, and what else is not the default.
+    """
+    for route in (one for one in routes.ROUTES.values() if one.sparse):
+        scheme = Scheme(route.name, density=0.1, dense_below=8, bucket_bytes=2000, **named)
+        for topology in (*ONE_LEVEL, *TWO_LEVELS):
+            plan = plan_of(scheme, topology)
+            where = f"{name} on {route.name!r}, {topology.nodes} x {topology.slots} ranks"
+            logs = play(plan, whole_numbers)
+            check_conservation(logs, where)
+            check_agreement(play(plan, normal_numbers), where)
+            check_count(plan, logs, where)
+        check_non_finite(plan, where)
+        check_continues(plan, where)
 
 
 def check_conservation(logs: list[list[Step]], where: str, tolerance: float = 0.0) -> None:

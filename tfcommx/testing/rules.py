@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
-from tfcommx import routes, selection
-from tfcommx.terms import Scheme
+from tfcommx import selection
 from tfcommx.testing import laws
 from tfcommx.testing.laws import require
 
@@ -21,17 +20,7 @@ def check_rule(name: str) -> None:
     **Raises:** LawBroken; PlanError for a name that is none.
     """
     _check_choice(name)
-    for route in (one for one in routes.ROUTES.values() if one.sparse):
-        scheme = Scheme(route.name, name, 0.1, dense_below=8, bucket_bytes=2000)
-        for topology in (*laws.ONE_LEVEL, *laws.TWO_LEVELS):
-            plan = laws.plan_of(scheme, topology)
-            where = f"{name!r} on {route.name!r}, {topology.nodes} x {topology.slots} ranks"
-            logs = laws.play(plan, laws.whole_numbers)
-            laws.check_conservation(logs, where)
-            laws.check_agreement(laws.play(plan, laws.normal_numbers), where)
-            laws.check_count(plan, logs, where)
-        laws.check_non_finite(plan, where)
-        laws.check_continues(plan, where)
+    laws.check_on_sparse_routes(repr(name), selection=name)
 
 
 def _check_choice(name: str) -> None:

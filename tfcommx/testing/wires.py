@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
-from tfcommx import routes
-from tfcommx.terms import SPARSE_WIRES, Scheme, Sparse
+from tfcommx.terms import SPARSE_WIRES, Sparse
 from tfcommx.terms.checks import check_name, is_member
 from tfcommx.testing import laws
 from tfcommx.testing.laws import require
@@ -29,17 +28,7 @@ def check_wire(name: str) -> None:
         check_name("wire format", name, SPARSE_WIRES)
     for k, size in ((1, 1), (10, 10), (7, 1000), (100, 1000), (700, 70_000)):
         _check_buffers(name, k, size)
-    for route in (one for one in routes.ROUTES.values() if one.sparse):
-        scheme = Scheme(route.name, "exact", 0.1, wire=name, dense_below=8, bucket_bytes=2000)
-        for topology in (*laws.ONE_LEVEL, *laws.TWO_LEVELS):
-            plan = laws.plan_of(scheme, topology)
-            where = f"{name!r} on {route.name!r}, {topology.nodes} x {topology.slots} ranks"
-            logs = laws.play(plan, laws.whole_numbers)
-            laws.check_conservation(logs, where)
-            laws.check_agreement(laws.play(plan, laws.normal_numbers), where)
-            laws.check_count(plan, logs, where)
-        laws.check_non_finite(plan, where)
-        laws.check_continues(plan, where)
+    laws.check_on_sparse_routes(repr(name), selection="exact", wire=name)
 
 
 def _check_buffers(name: str, k: int, size: int) -> None:
