@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from threaded_optimizers import SHAPES, gradients, new_weights, train, wrap
+from threaded_optimizers import DENSE, SHAPES, gradients, new_weights, train, wrap
 
 from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
@@ -54,39 +54,103 @@ def consolidated(optimizer: K.Optimizer, weights: list[keras.Variable]) -> list[
     return [one.numpy() for one in weights]
 
 
-def diloco(ranks: int, every: int, steps: int, fragments: int = 1) -> list[list[np.ndarray]]:
+def diloco(
+    ranks: int, every: int, steps: int, fragments: int = 1, overlap: int = 0
+) -> list[list[np.ndarray]]:
     """Algorithm 1 with SGD inside and Nesterov momentum outside; each rank's weights at the end.
 
-    The gradients here do not depend on the weights.
+    The gradients here do not depend on the weights. What a round sent moves the weights `overlap`
+    steps later.
     """
     start = [one.numpy().astype(np.float64) for one in new_weights()]
     mine = [[one.copy() for one in start] for _ in range(ranks)]
     velocity = [np.zeros_like(one) for one in start]
     sizes = {one.path: one.numpy().size for one in new_weights()}
     place = list(fragment_of(sizes, fragments)[path] for path in sizes)
+    sent = [[one.copy() for one in start] for _ in range(ranks)]
     for step in range(1, steps + 1):
         for rank in range(ranks):
             for weight, gradient in zip(mine[rank], gradients(rank, step - 1), strict=True):
                 weight -= 0.1 * gradient.numpy()
-        for number, fragment in enumerate(place):
-            if (step - (fragment + 1) * every // fragments) % every:
-                continue
-            outer_gradient = np.mean([start[number] - one[number] for one in mine], axis=0)
-            velocity[number] = MOMENTUM * velocity[number] - RATE * outer_gradient
-            start[number] = start[number] + MOMENTUM * velocity[number] - RATE * outer_gradient
-            for one in mine:
-                one[number] = start[number].copy()
+
+        def due(number: int, at: int) -> bool:
+            return at > 0 and (at - (place[number] + 1) * every // fragments) % every == 0
+
+        # Rounds that end come before those that begin
+        for number in range(len(place)) if overlap else ():
+            if due(number, step - overlap):
+                end_round(start, mine, sent, velocity, number)
+        for number in range(len(place)):
+            if due(number, step):
+                for rank in range(ranks):
+                    sent[rank][number] = mine[rank][number].copy()
+                if not overlap:
+                    end_round(start, mine, sent, velocity, number)
     return mine
 
 
-@pytest.mark.parametrize(("every", "fragments"), [(1, 1), (3, 1), (4, 2), (4, 4)])
-def test_it_is_the_definition(every: int, fragments: int) -> None:
+def end_round(
+    start: list[np.ndarray],
+    mine: list[list[np.ndarray]],
+    sent: list[list[np.ndarray]],
+    velocity: list[np.ndarray],
+    number: int,
+) -> None:
+    """Move the start weights of a variable; each rank continues from them."""
+    outer_gradient = np.mean([start[number] - one[number] for one in sent], axis=0)
+    velocity[number] = MOMENTUM * velocity[number] - RATE * outer_gradient
+    start[number] = start[number] + MOMENTUM * velocity[number] - RATE * outer_gradient
+    for one, before in zip(mine, sent, strict=True):
+        one[number] = start[number] + (one[number] - before[number])
+
+
+@pytest.mark.parametrize(
+    ("every", "fragments", "overlap"),
+    [(1, 1, 0), (3, 1, 0), (4, 2, 0), (4, 4, 0), (1, 1, 1), (3, 1, 2), (4, 1, 4), (4, 2, 2)],
+)
+def test_it_is_the_definition(every: int, fragments: int, overlap: int) -> None:
     """After 9 steps: for every=4 in the middle of a round, when ranks differ."""
-    strategy = WeightAveraging(every, outer=outer(), fragments=fragments)
+    strategy = WeightAveraging(every, outer=outer(), fragments=fragments, overlap=overlap)
     found = train(sgd, strategy, TWO, steps=9)
-    for mine, expected in zip(found, diloco(2, every, 9, fragments), strict=True):
+    for mine, expected in zip(found, diloco(2, every, 9, fragments, overlap), strict=True):
         close(mine, expected)
-    assert same(found) == (fragments == 1 and every != 4)
+    assert same(found) == (fragments == 1 and every != 4 and not overlap)
+
+
+@pytest.mark.parametrize("steps", [4, 5, 6])
+@pytest.mark.parametrize("sends", ["weights", "updates"])
+def test_rounds_that_overlap_average_what_others_do(sends: str, steps: int) -> None:
+    """At the end of a round's first step, under way, and after it; every update is sent once.
+
+    Gradients here do not depend on the weights: the sums are the same, in another order.
+    """
+    plain = train(sgd, WeightAveraging(4, sends), TWO, steps=steps, after=consolidated)
+    strategy = WeightAveraging(4, sends, fragments=2, overlap=1)
+    found = train(sgd, strategy, TWO, steps=steps, after=consolidated)
+    assert same(found)
+    close(found[0], plain[0])
+
+
+def test_what_a_round_raises_reaches_the_step_that_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("the network is gone")
+
+    monkeypatch.setattr(PlanExecutor, "exchange", fail)
+
+    def work(comm: Comm) -> int:
+        optimizer, weights = (
+            wrap(sgd(), comm, WeightAveraging(4, overlap=2), DENSE, "average"),
+            new_weights(),
+        )
+        for step in range(5):
+            optimizer.apply(gradients(comm.rank, step), weights)
+        with pytest.raises(ValueError, match="the network is gone"):
+            optimizer.apply(gradients(comm.rank, 5), weights)
+        return comm.rank
+
+    assert ThreadComm.run(TWO, work) == [0, 1]
 
 
 def test_a_rate_of_one_is_plain_averaging() -> None:
@@ -108,15 +172,15 @@ def test_fragments_average_what_the_whole_does(sends: str) -> None:
     close(found[0], whole[0])
 
 
-@pytest.mark.parametrize("fragments", [1, 2])
-def test_sparse_updates_conserve_what_was_not_sent(fragments: int) -> None:
+@pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (2, 0), (1, 4), (2, 1)])
+def test_sparse_updates_conserve_what_was_not_sent(fragments: int, overlap: int) -> None:
     """Law 2: what moved the start weights plus the mean of the residuals is what came."""
 
     def after(optimizer: K.Optimizer, weights: list[keras.Variable]) -> tuple[Any, Any]:
         found = consolidated(optimizer, weights)
         return found, optimizer.exchanger.state_by_variable().residuals
 
-    options = {"outer": K.SGD(1.0), "fragments": fragments}
+    options = {"outer": K.SGD(1.0), "fragments": fragments, "overlap": overlap}
     ranks = train(sgd, WeightAveraging(4, **options), TWO, SPARSE, steps=7, after=after)
     dense = train(sgd, WeightAveraging(4), TWO, steps=7, after=consolidated)
     assert same([weights for weights, _ in ranks])
@@ -234,6 +298,9 @@ def test_what_cannot_be_is_refused() -> None:
         ({"fragments": 0}, "fragments"),
         ({"fragments": 3}, "Take at most `every`"),
         ({"fragments": 2, "momentum": "reset"}, 'must be "keep"'),
+        ({"overlap": 1, "momentum": "reset"}, 'must be "keep"'),
+        ({"overlap": -1}, "overlap"),
+        ({"overlap": 2, "fragments": 2}, "Take at most 1"),
     ):
         with pytest.raises(PlanError, match=said):
             WeightAveraging(2, **options)

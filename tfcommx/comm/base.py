@@ -20,6 +20,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import math
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,6 +34,12 @@ from tfcommx.cost import alltoall_traffic, broadcast_traffic, ring_traffic
 from tfcommx.terms import PlanError, Topology, Traffic
 
 LARGEST_COUNT = 2**31 - 1  # Entries; Gloo and NCCL count in int32
+
+
+class _OpenScope(threading.local):
+    """The scope that a thread is in: one may exchange while another traces or computes."""
+
+    name = ""
 
 
 class Comm(abc.ABC):
@@ -52,7 +59,7 @@ class Comm(abc.ABC):
         self.local_size = nodes.count(nodes[rank])
         # Which ranks have left; what this one is doing, for its watcher; its trials of plans
         self.membership, self.progress, self.trials = Membership(), Progress(), TrialQueue()
-        self._scopes, self._scope = 0, ""
+        self._scopes, self._open_scope = 0, _OpenScope()
 
     def own_scope(self) -> str:
         """Return a name that nobody else has, for `scope`.
@@ -70,13 +77,13 @@ class Comm(abc.ABC):
         on all ranks: Keras numbers its optimizers, so one that is made on some ranks only would
         make all ranks wait.
         """
-        before, self._scope = self._scope, own
+        before, self._open_scope.name = self._open_scope.name, own
         try:
             # A name that ends in a slash is taken as it is; equal names inside it get numbers.
             with tf.name_scope(own):
                 yield
         finally:
-            self._scope = before
+            self._open_scope.name = before
 
     def members(self, group: str) -> tuple[int, ...]:
         """Return the ranks of this rank's group of that name, ascending."""

@@ -213,9 +213,10 @@ class HorovodComm(Comm):
         Horovod reads only what follows the last slash, because TensorFlow puts more before it when
         it inlines functions; so the name has none. It stands in HOROVOD_TIMELINE, too.
         """
-        if self._scope:  # Which begins with the package's name
+        scope = self._open_scope.name
+        if scope:  # Which begins with the package's name
             name = name.removeprefix("tfcommx/")
-        return {"name": (self._scope + name).replace("/", "."), "ignore_name_scope": True}
+        return {"name": (scope + name).replace("/", "."), "ignore_name_scope": True}
 
     def _set(self, group: str) -> Any:
         return self._sets[self.members(group)]

@@ -77,12 +77,18 @@ class WeightAveraging(Part):
     outer: OuterSgd | None = None
     # Groups of variables whose averages are spread over the steps
     fragments: int = Field(1, ge=1)
+    # Steps that training goes on while an average travels, at most every // fragments
+    overlap: int = Field(0, ge=0)
 
     @model_validator(mode="after")
-    def _fragments_fit(self) -> WeightAveraging:
+    def _rounds_fit(self) -> WeightAveraging:
         if self.fragments > self.every:
             raise ValueError(
                 f"fragments must be at most every={self.every}. Received {self.fragments}."
+            )
+        if self.overlap > (most := self.every // self.fragments):
+            raise ValueError(
+                f"overlap must be at most every // fragments = {most}. Received {self.overlap}."
             )
         return self
 
@@ -91,7 +97,7 @@ class WeightAveraging(Part):
         from tfcommx.strategies import WeightAveraging as Built
 
         outer = None if self.outer is None else self.outer.build()
-        return Built(self.every, self.sends, self.momentum, outer, self.fragments)
+        return Built(self.every, self.sends, self.momentum, outer, self.fragments, self.overlap)
 
 
 STRATEGIES: dict[str, type[StrategyRecipe]] = {

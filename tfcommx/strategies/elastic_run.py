@@ -16,8 +16,9 @@ import tensorflow as tf
 
 from tfcommx.comm.easgd_server import CentreServer, cut
 from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.strategies.background import END_SECONDS
 from tfcommx.strategies.base import StrategyRun, Update
-from tfcommx.strategies.elastic_worker import END_SECONDS, Worker
+from tfcommx.strategies.elastic_worker import Worker
 
 CHIEF = 0  # The rank whose weights the centre begins with
 

@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent import futures
 from concurrent.futures import Future
 
@@ -34,13 +34,12 @@ from tfcommx.comm.easgd_server import (
 )
 from tfcommx.comm.membership import Membership
 from tfcommx.comm.point_to_point import PointToPoint
+from tfcommx.strategies.background import END_SECONDS, in_thread
 
 log = logging.getLogger("tfcommx")
 
 # A worker that waits longer for the others to end says so, and again after twice as long
 PATIENT_SECONDS = 60.0
-# For a thread to end at the end of the process
-END_SECONDS = 2.0
 # After a server has ended, for what it has sent before
 GRACE_SECONDS = 10.0
 AWAITED = {FORCE: "the force", CENTRE: "the other ranks to end their training"}
@@ -108,7 +107,7 @@ class Worker:
         if self.waits:
             raise RuntimeError("A force must be taken before the next snapshot is sent.")
         kept = np.array(snapshot, self._dtype)  # The caller's memory is its own again
-        self._under_way = _in_thread(lambda: self.exchange(kept))
+        self._under_way = in_thread(lambda: self.exchange(kept), "tfcommx-elastic")
 
     def take(self) -> np.ndarray:
         """Return the force of the last snapshot; wait for it, if need be."""
@@ -220,17 +219,3 @@ class Worker:
             self._membership.find_dead()
             time.sleep(LOOK_SECONDS)
         return [found[server] for server in servers]
-
-
-def _in_thread(call: Callable[[], np.ndarray]) -> Future[np.ndarray]:
-    """Start a call in a daemon thread, which the end of the process does not wait for."""
-    future: Future[np.ndarray] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="tfcommx-elastic", daemon=True).start()
-    return future

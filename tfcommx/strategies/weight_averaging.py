@@ -4,23 +4,24 @@
 
     every = 4, fragments = 2     step    1     2     3     4     5     6     7     8
                                  sends         a           b           a           b
+    overlap = 1                  arrives             a           b           a
 
 Every step it is AWAGD; every few steps local SGD; with an outer optimizer it is DiLoCo, and with
-fragments the first part of Streaming DiLoCo. Averaging the weights after an update that is linear
+fragments and an overlap Streaming DiLoCo. Averaging the weights after an update that is linear
 in the gradient (SGD, also with momentum) equals synchronous training, to float32 rounding, if
 `every` is 1: the average of w - r g_i is w - r times the average of g_i, and likewise for the
 velocities. It does not with clipping, or with Adam and other rules that are not linear, and never
 with `every` above 1. (Weight decay reads the weights, which are equal, so it may be there.)
 
 This file has the options; `weight_averaging_run` has the steps, `outer_optimizer` what moves the
-start weights.
+start weights, `overlapped_rounds` rounds that end in a later step.
 
 **Source:** Ma, Mao, Taylor, "Theano-MPI: a Theano-based Distributed Training Framework" (2016),
 section on AWAGD (average weights after gradient descent) and SUBGD (sum of updates before gradient
 descent; it is `op="sum"` with the strategy "synchronous", or with sends="updates" here).
 Douillard et al., "DiLoCo" (2023), and "Streaming DiLoCo with Overlapping Communication" (2025),
-section 2: we differ in that a fragment is chosen by size, not by layer, and that its round ends in
-the step in which it began.
+section 2: we differ in that a fragment is chosen by size, not by layer, and in what becomes of the
+updates of the steps that a round overlaps (`overlapped_rounds`).
 """
 
 from __future__ import annotations
@@ -49,11 +50,12 @@ class WeightAveraging(Strategy):
     >>> import keras
     >>> WeightAveraging(32, outer=keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True))
     WeightAveraging(every=32, sends='updates', momentum='keep', outer=SGD(learning_rate=0.7, \
-momentum=0.9, nesterov=True), fragments=1)
+momentum=0.9, nesterov=True), fragments=1, overlap=0)
 
     **Ranks:** all, with equal options. **Cost:** one exchange of all variables in `every` steps, by
     their schemes. sends="updates" keeps a copy of the weights at the last average, and `outer` its
-    state beside it: two copies with momentum.
+    state beside it: two copies with momentum. `overlap` keeps another copy, and the exchange
+    takes what the steps leave of cores and network.
     **Raises:** PlanError for options out of range or that exclude each other.
     """
 
@@ -71,6 +73,9 @@ momentum=0.9, nesterov=True), fragments=1)
     # Groups of variables with about equally many entries, in [1, every], whose averages are spread
     # evenly over the steps
     fragments: int = 1
+    # Steps, in [0, every // fragments], that training goes on while a round travels; 0: a step that
+    # sends waits for the average
+    overlap: int = 0
 
     # In the steps that begin with an average; `WeightAveragingRun.weights_are_equal` says which
     keeps_weights_equal: ClassVar[bool] = True
@@ -85,10 +90,18 @@ momentum=0.9, nesterov=True), fragments=1)
                 "At most one fragment is averaged a step. Received "
                 f"fragments={self.fragments} with every={self.every}. Take at most `every`."
             )
-        if self.fragments > 1 and self.momentum != "keep":
+        object.__setattr__(self, "overlap", check_whole("overlap", self.overlap, least=0))
+        if self.overlap > self.every // self.fragments:
             raise PlanError(
-                'Fragments are averaged at different steps, so momentum must be "keep". Received '
-                f"momentum={self.momentum!r} with fragments={self.fragments}."
+                "A round ends before the next one begins: `overlap` is at most every // fragments. "
+                f"Received overlap={self.overlap} with every={self.every} and "
+                f"fragments={self.fragments}. Take at most {self.every // self.fragments}."
+            )
+        if (self.fragments > 1 or self.overlap) and self.momentum != "keep":
+            raise PlanError(
+                "Fragments, and rounds that overlap steps, are averaged at different steps, so "
+                f'momentum must be "keep". Received momentum={self.momentum!r} with '
+                f"fragments={self.fragments} and overlap={self.overlap}."
             )
         if self.outer is not None:
             object.__setattr__(self, "outer", OuterOptimizer.of(self.outer))

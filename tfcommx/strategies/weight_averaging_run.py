@@ -2,7 +2,7 @@
 
 A fragment f of F has its round after the steps whose number, counted since all weights were equal,
 leaves a remainder of (f + 1) every / F when divided by `every`; with F = 1 all variables every
-`every` steps.
+`every` steps. A round that overlaps steps ends `overlap` steps later.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tfcommx.planner.fragments import fragments_of_buckets
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies.base import CommonState, StrategyRun, Update
 from tfcommx.strategies.outer_optimizer import StartWeights
+from tfcommx.strategies.overlapped_rounds import OverlappedRounds
 from tfcommx.terms import Plan
 
 
@@ -31,8 +32,10 @@ class WeightAveragingRun(StrategyRun):
             self._steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/since")
         # Steps before that
         self._steps_before = 0
-        # The weights at the last average, if updates are sent
+        # The weights at the last average, if updates are sent or rounds overlap steps
         self._starts: StartWeights | None = None
+        # Those that overlap steps
+        self._rounds: OverlappedRounds | None = None
         # What earlier runs kept, until the start weights are there
         self._kept: CommonState = {}
         # Of the last step
@@ -48,11 +51,14 @@ class WeightAveragingRun(StrategyRun):
 
     def weights_are_equal(self) -> tf.Tensor | bool:
         """Tell whether the last step ended with an average of all variables."""
-        return self._options.every == 1 or tf.equal(self._since_equal(self._steps.value()), 0)
+        if self._options.every == 1 and not self._options.overlap:
+            return True
+        return tf.equal(self._since_equal(self._steps.value()), 0)
 
     def _since_equal(self, steps: Any) -> Any:
         """Return how many steps were taken since all weights were equal."""
-        return steps if len(self._fragments) > 1 else steps % self._options.every
+        apart = len(self._fragments) > 1 or self._options.overlap
+        return steps if apart else steps % self._options.every
 
     def _since_round(self, fragment: int, steps: Any) -> Any:
         """Return, after some steps, how many were taken since a fragment's round; 0: it is due."""
@@ -63,40 +69,64 @@ class WeightAveragingRun(StrategyRun):
     def update(self, step: Update) -> None:
         """Apply the update of this rank; average if it is time."""
         self._weights, self._state = step.weights, step.state
+        overlap = self._options.overlap
         # Without data there is no step
         with tf.control_dependencies(list(step.gradients)[-1:]):
             before = self._steps.read_value()
-        if self._options.sends == "updates":
+        if self._options.sends == "updates" or overlap:
             if self._starts is None:
-                self._starts = StartWeights(step.weights, self._options.outer, self._kept)
+                self._open(step.weights)
             starts = self._starts
-            self._at_zero(self._since_equal(before), lambda: starts.set(step.weights))
+            self._when(self._since_equal(before) == 0, lambda: starts.set(step.weights))
         with tf.control_dependencies([before]):
             step.apply()
             after = self._steps.assign_add(1).read_value()
-        for number, fragment in enumerate(self._fragments):
-            due = self._since_round(number, after)
-            self._at_zero(due, lambda fragment=fragment: self._average(fragment))
+        begin = self._average if self._rounds is None else self._rounds.begin
+        for number in range(len(self._fragments) if overlap else 0):
+            due = (after > overlap) & (self._since_round(number, after - overlap) == 0)
+            self._when(due, lambda number=number: self._rounds.finish(number))
+        for number in range(len(self._fragments)):
+            due = self._since_round(number, after) == 0
+            self._when(due, lambda number=number: begin(number))
 
-    def _at_zero(self, steps: tf.Tensor, work: Callable[[], None]) -> None:
-        """Do some work if a count of steps is 0: always if each step averages."""
-        if self._options.every == 1:
-            with tf.control_dependencies([steps]):
+    def _open(self, weights: Mapping[str, tf.Variable]) -> None:
+        """Make what is kept of these weights."""
+        self._starts = StartWeights(weights, self._options.outer, self._kept)
+        if self._options.overlap:
+            self._rounds = OverlappedRounds(
+                weights, self._starts, self._fragments, self._exchange_round
+            )
+
+    def _when(self, due: tf.Tensor, work: Callable[[], None]) -> None:
+        """Do some work if it is due: always if each step averages."""
+        if self._options.every == 1 and not self._options.overlap:
+            with tf.control_dependencies([due]):
                 work()
         else:
-            tf.cond(tf.equal(steps, 0), work, lambda: None)
+            tf.cond(due, work, lambda: None)
 
-    def _average(self, fragment: Plan) -> None:
+    def _average(self, number: int) -> None:
         """Average what is sent of a fragment, by the plan. **Ranks:** all."""
-        paths = fragment.paths
-        weights = {path: one for path, one in self._weights.items() if path in paths}
-        sent = {path: tf.convert_to_tensor(weight) for path, weight in weights.items()}
-        starts = self._starts
-        if starts is not None:
-            sent = {path: value - starts[path] for path, value in sent.items()}
-        for path, value in self.executor.exchange(sent, fragment).items():
-            weights[path].assign(value if starts is None else starts.move(path, value))
+        fragment = self._fragments[number]
+        weights = {path: one for path, one in self._weights.items() if path in fragment.paths}
+        for path, value in self._exchange_round(fragment, weights).items():
+            weights[path].assign(value)
         self._average_state()
+
+    def _exchange_round(
+        self, fragment: Plan, weights: Mapping[str, tf.Variable]
+    ) -> dict[str, tf.Tensor]:
+        """Exchange what is sent of a fragment; return where its next round starts."""
+        starts, updates = self._starts, self._options.sends == "updates"
+        sent = {path: tf.convert_to_tensor(weight) for path, weight in weights.items()}
+        if updates:
+            sent = {path: value - starts[path] for path, value in sent.items()}
+        done = self.executor.exchange(sent, fragment)
+        if updates:
+            return {path: starts.move(path, value) for path, value in done.items()}
+        if starts is not None:
+            starts.set(done)
+        return done
 
     def _average_state(self) -> None:
         """Do with the optimizer's state what the option says."""
@@ -114,11 +144,13 @@ class WeightAveragingRun(StrategyRun):
     def consolidate(self) -> None:
         """Average now what was not averaged after the last step."""
         steps = int(self._steps.numpy())
+        if self._rounds is not None:
+            self._rounds.finish_now()
         if not self._since_equal(steps):
             return
-        for number, fragment in enumerate(self._fragments):
+        for number in range(len(self._fragments)):
             if self._since_round(number, steps):
-                self._average(fragment)
+                self._average(number)
         self._steps_before += steps
         self._steps.assign(0)
 
