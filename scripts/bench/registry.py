@@ -45,6 +45,9 @@ BENCHMARKS = {
     "training": Benchmark(
         "--models embedding --repeats 2 --batch 4 --schemes none horovod", ranks=2, nodes=4
     ),
+    "local_updates": Benchmark(
+        "--models embedding --repeats 1 --every 2 --ways 1/0 1/2 2/1", ranks=2, nodes=4
+    ),
     "strategies": Benchmark("-n 20000 --repeats 1 --forward 0.03", ranks=2),
     "routes": Benchmark(
         "-n 8000 --repeats 1 --routes allreduce hitopk --wires plain pair32",

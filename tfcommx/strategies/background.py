@@ -62,8 +62,11 @@ class BackgroundCalls:
             self._under_way = number, in_thread(call, "tfcommx-background")
             return np.bool_(True)
 
-        with tf.device("/cpu:0"), tf.control_dependencies(after):
-            return tf.numpy_function(start, [], tf.bool)
+        with tf.device("/cpu:0"):
+            # What asks the queue comes, in a graph, after a wait that was written before it
+            in_turn = self._ended.size()
+            with tf.control_dependencies([*after, in_turn]):
+                return tf.numpy_function(start, [], tf.bool)
 
     def wait(self) -> tf.Tensor:
         """Wait for the call that is under way. **Raises:** what it has raised."""

@@ -7,32 +7,35 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from rank_helpers import SPARSE, compiled, fit, same_on_all_ranks, weights
 
 import tfcommx as cx
 from tfcommx.comm.base import Comm
 
 
-def new(scheme: cx.Scheme, fragments: int) -> keras.Model:
-    strategy = cx.strategies.WeightAveraging(
-        every=3, outer=keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True), fragments=fragments
-    )
+def new(scheme: cx.Scheme, fragments: int, overlap: int) -> keras.Model:
+    outer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+    strategy = cx.strategies.WeightAveraging(3, outer=outer, fragments=fragments, overlap=overlap)
     return compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme, strategy=strategy))
 
 
 @pytest.mark.every_launch
 @pytest.mark.parametrize(
-    ("scheme", "fragments"), [(cx.Scheme(), 1), (SPARSE, 2)], ids=["dense", "sparse-fragments"]
+    ("scheme", "fragments", "overlap"),
+    [(cx.Scheme(), 1, 0), (SPARSE, 2, 0), (SPARSE, 2, 1)],
+    ids=["dense", "sparse-fragments", "sparse-overlap"],
 )
 def test_a_resumed_run_is_the_one_that_was_not_interrupted(
     comm: Comm,
     folder: Path,
     scheme: cx.Scheme,
     fragments: int,
+    overlap: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Four steps in an epoch: each ends in the middle of a round, which then ends early."""
-    whole, first, second = (new(scheme, fragments) for _ in range(3))
+    whole, first, second = (new(scheme, fragments, overlap) for _ in range(3))
     fit(whole, comm, epochs=2)
     fit(first, comm, epochs=1, extra=(cx.checkpoint.Checkpoint(folder),))
     assert same_on_all_ranks(comm, first)
@@ -53,3 +56,42 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(
     assert residuals[0].keys() == residuals[1].keys()
     for path, residual in residuals[0].items():
         np.testing.assert_array_equal(residuals[1][path], residual)
+
+
+class Linear(keras.layers.Layer):
+    """Whose gradients are its inputs, whatever the weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = self.add_weight(shape=(5,), initializer="zeros", name="one")
+        self.other = self.add_weight(shape=(4,), initializer="zeros", name="other")
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        return inputs @ tf.concat([self.one, self.other], 0)[:, None]
+
+
+@pytest.mark.every_launch
+@pytest.mark.parametrize(
+    ("fragments", "overlap", "steps_per_execution"), [(1, 3, 1), (2, 1, 4), (1, 2, 8)]
+)
+def test_rounds_that_overlap_steps_in_fit_lose_no_update(
+    comm: Comm, fragments: int, overlap: int, steps_per_execution: int
+) -> None:
+    """With an outer rate of 1 the weights end at minus the mean of all that ranks have seen."""
+    strategy = cx.strategies.WeightAveraging(
+        3, outer=keras.optimizers.SGD(1.0), fragments=fragments, overlap=overlap
+    )
+    net = keras.Sequential([keras.layers.Input((9,)), Linear()])
+    net.compile(
+        cx.DistributedOptimizer(keras.optimizers.SGD(0.5), strategy=strategy),
+        loss=lambda _, found: tf.reduce_mean(found),
+        jit_compile=False,
+        steps_per_execution=steps_per_execution,
+    )
+    inputs = np.random.default_rng([7, comm.rank]).normal(size=(16, 9)).astype("float32")
+    options = {"batch_size": 2, "epochs": 2, "verbose": 0, "shuffle": False}
+    net.fit(inputs, inputs[:, 0], callbacks=[cx.callbacks.BroadcastState()], **options)
+    assert same_on_all_ranks(comm, net)
+    seen = np.mean(comm.gather_objects(inputs), axis=0).mean(axis=0)
+    expected = -0.5 * 8 * 2 * seen  # The rate, steps and epochs
+    np.testing.assert_allclose(np.concatenate(weights(net)), expected, rtol=1e-4, atol=1e-5)
