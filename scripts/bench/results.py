@@ -84,6 +84,7 @@ COMMANDS = {
     ),
     "training_short_wire": f"{TRAINING} --batch 4 --repeats 5 --schemes none "
     '"hitopk elias/int4 0.1"',
+    "local_updates": "python scripts/bench local_updates --nodes 4 --slots 1 --rates 200mbit",
     **{
         f"training_{nodes}x{slots}": f"python scripts/bench training --nodes {nodes} "
         f"--slots {slots} --rates 50mbit 200mbit 1000mbit --schemes none horovod torus "

@@ -62,6 +62,15 @@ def test_rounds_end_with_their_epoch() -> None:
         assert step_seconds(local, [one], TWO, links, [10]) == pytest.approx([expected])
 
 
+def test_an_overlap_hides_as_much_as_its_steps_compute() -> None:
+    """2 fragments, each with 4 steps of .5 s, hide 4 of 5 s, but not at the end of an epoch."""
+    strategy = {"name": "weight_averaging", "every": 8, "fragments": 2, "overlap": 4}
+    local, links = recipe({"epochs": 1}, strategy=strategy), links_at(6.4e6, Links(FREE, FREE))
+    for count, expected in (([], 0.5 + 1 / 8), ([10], 0.5 + 6 / 10)):
+        assert step_seconds(local, [PROFILE], TWO, links, count) == pytest.approx([expected])
+    assert steps(local, 320e6) == pytest.approx([0.5])
+
+
 def test_a_bandwidth_replaces_the_rate_of_links_between_nodes_alone() -> None:
     found = links_at(1e9, NOMINAL._replace(engine_s=0.5))
     assert found.between.beta_s_per_byte == pytest.approx(8e-9)

@@ -79,10 +79,13 @@ def test_phases_and_frozen(write):
 def test_strategies_are_built(write):
     """By default every rank applies the average; an outer optimizer is DiLoCo's."""
     assert repr(read(write(SMALL)).strategy.build()) == "Synchronous()"
-    text = "strategy: {name: weight_averaging, every: 32, outer: {momentum: 0.8}, fragments: 4}"
+    text = (
+        "strategy: {name: weight_averaging, every: 32, outer: {momentum: 0.8}, "
+        "fragments: 4, overlap: 8}"
+    )
     assert repr(read(write(SMALL + text)).strategy.build()) == (
         "WeightAveraging(every=32, sends='updates', momentum='keep', "
-        "outer=SGD(learning_rate=0.7, momentum=0.8, nesterov=True), fragments=4)"
+        "outer=SGD(learning_rate=0.7, momentum=0.8, nesterov=True), fragments=4, overlap=8)"
     )
 
 
@@ -127,6 +130,11 @@ def test_a_phase_warms_up_its_density(write):
             "name: small",
             "name: small\nstrategy: {name: weight_averaging, every: 2, fragments: 3}",
             "strategy: fragments must be at most every=2. Received 3.",
+        ),
+        (
+            "name: small",
+            "name: small\nstrategy: {name: weight_averaging, every: 8, fragments: 3, overlap: 3}",
+            "strategy: overlap must be at most every // fragments = 2. Received 3.",
         ),
         (
             "name: small",

@@ -5,8 +5,10 @@ assumed to have cores of its own, as fast as those of this machine.
 
     strategy synchronous          | forward | backward, with the exchange | update |
     weight averaging, every = 3   | step | step | step | exchange || step | ...   the mean counts
+                     overlap = 2  | step | step | step || step | step ...
+                                                       | exchange |
 
-An epoch of 8 steps has 3 such exchanges: the last round ends with the epoch.
+An epoch of 8 steps has 3 such exchanges: the last round ends with the epoch, and nothing hides it.
 """
 
 from __future__ import annotations
@@ -80,21 +82,25 @@ def step_seconds(
     **Raises:** PlanError for a scheme that the cluster cannot carry out.
     """
     numbers = [number for number, phase in enumerate(recipe.phases) for _ in range(phase.epochs)]
-    every = recipe.strategy.every
-    # Exchanges of a step
-    shares = [math.ceil(count / every) / count for count in steps] or [1 / every] * len(numbers)
+    every, hiding = recipe.strategy.every, recipe.strategy.overlapped_steps
+    # Exchanges of a step: those that later steps hide, and the last one of an epoch
+    rounds = [(math.ceil(count / every) - 1, 1, count) for count in steps]
+    rounds = rounds or [(1, 0, every)] * len(numbers)
     in_steps = meets_in_steps(recipe)
     known: dict[tuple[int, Scheme], float] = {}
     found: list[float] = []
-    for phase, scheme, share in zip(numbers, recipe.scheme_of_epoch(), shares, strict=True):
+    for phase, scheme, (within, last, count) in zip(
+        numbers, recipe.scheme_of_epoch(), rounds, strict=True
+    ):
         profile = profiles[phase]
         if (phase, scheme) not in known:
-            # What is averaged travels after the update, and nothing hides it
+            # What is averaged travels after the update
             computing = profile if in_steps else scaled(profile, 0.0)
             setting = Setting(computing, topology, links, Assumptions(measured_time(profile)))
             known[phase, scheme] = setting.predict(scheme).step_s
         exchange = known[phase, scheme]
-        found.append(exchange if in_steps else profile.compute_s + share * exchange)
+        waits = within * max(0.0, exchange - hiding * profile.compute_s) + last * exchange
+        found.append(exchange if in_steps else profile.compute_s + waits / count)
     return found
 
 

@@ -25,6 +25,10 @@ class StrategyRecipe(Protocol):
     def every(self) -> int:
         """Steps from one exchange to the next, >= 1."""
 
+    @property
+    def overlapped_steps(self) -> int:
+        """Steps that are taken while all that an exchange sends travels, >= 0."""
+
     def build(self) -> Strategy:
         """Build what `cx.DistributedOptimizer(strategy=)` takes."""
 
@@ -38,6 +42,11 @@ class Synchronous(Part):
     def every(self) -> int:
         """Ranks meet in every step."""
         return 1
+
+    @property
+    def overlapped_steps(self) -> int:
+        """Gradients arrive in the step that made them."""
+        return 0
 
     def build(self) -> Strategy:
         """Build the default strategy."""
@@ -91,6 +100,11 @@ class WeightAveraging(Part):
                 f"overlap must be at most every // fragments = {most}. Received {self.overlap}."
             )
         return self
+
+    @property
+    def overlapped_steps(self) -> int:
+        """Fragments travel one after another, each while `overlap` steps are taken."""
+        return self.fragments * self.overlap
 
     def build(self) -> Strategy:
         """Build tfcommx's WeightAveraging. **Raises:** PlanError for options at odds."""
