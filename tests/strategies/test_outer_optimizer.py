@@ -131,6 +131,28 @@ def test_rounds_that_overlap_average_what_others_do(sends: str, steps: int) -> N
     close(found[0], plain[0])
 
 
+def test_another_optimizer_takes_what_a_round_under_way_has_not_sent() -> None:
+    """Residuals are read when it has ended: what it sent, and they, are what came."""
+
+    def work(comm: Comm) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+        strategy = WeightAveraging(3, outer=K.SGD(1.0), overlap=3)
+        optimizer, weights = wrap(sgd(), comm, strategy, SPARSE, "average"), new_weights()
+        for step in range(3):
+            optimizer.apply(gradients(comm.rank, step), weights)
+        (run,) = optimizer.exchanger.runs.values()
+        kept = optimizer.exchanger.export_residuals(weights)
+        assert not optimizer.exchanger.export_residuals(weights)
+        starts = [run._starts[one.path].numpy() for one in weights]
+        return starts, {one.path: kept[id(one)] for one in weights if id(one) in kept}
+
+    ranks = ThreadComm.run(TWO, work)
+    dense = train(sgd, WeightAveraging(3), TWO, steps=3)[0]
+    for place, one in enumerate(new_weights()):
+        kept = [residuals[one.path] for _, residuals in ranks if one.path in residuals]
+        unsent = np.reshape(sum(kept) / 2, one.shape) if kept else 0.0
+        np.testing.assert_allclose(ranks[0][0][place] + unsent, dense[place], atol=1e-5)
+
+
 def test_what_a_round_raises_reaches_the_step_that_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

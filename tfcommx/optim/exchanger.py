@@ -181,6 +181,8 @@ class Exchanger:
         **Ranks:** all, outside of traced code.
         """
         names = dict(zip(self.names.of(variables), map(id, variables), strict=True))
+        for run in self.runs.values():
+            run.settle()
         parts = [run.executor.export_by_variable(set(names)) for run in self.runs.values()]
         parts.append(self.carried.take_residuals(set(names)))
         return {names[name]: part for name, part in sum_states(parts).residuals.items()}
@@ -191,6 +193,7 @@ class Exchanger:
         self.carried.rate_exponent = self.highest_rate()
         self.carried.common = self.common_state()
         for run in self.runs.values():
+            run.settle()
             self.comm.trials.leave(run.executor)
         self.runs = {}
 

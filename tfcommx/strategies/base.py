@@ -85,6 +85,12 @@ class StrategyRun:
         Does nothing if they are. **Ranks:** all, outside of traced code, between the same steps.
         """
 
+    def settle(self) -> None:
+        """Wait until nothing is under way; the weights stay as they are. Outside of traced code.
+
+        Afterwards what this rank keeps may be read, or another run may take this one's place.
+        """
+
     def dense_bytes_between_nodes(self) -> float:
         """Return what plain Horovod would have sent between nodes for this run's steps.
 

@@ -82,3 +82,8 @@ class OverlappedRounds:
         """Do so with the round that is under way, if one is. Outside of traced code."""
         if self._background.under_way is not None:
             self.finish(self._background.under_way)
+
+    def settle(self) -> None:
+        """Wait for the round that is under way, if one is, and leave its average."""
+        if self._background.under_way is not None:
+            self._background.wait()

@@ -154,6 +154,11 @@ class WeightAveragingRun(StrategyRun):
         self._steps_before += steps
         self._steps.assign(0)
 
+    def settle(self) -> None:
+        """Wait for the round that is under way; its average is not applied."""
+        if self._rounds is not None:
+            self._rounds.settle()
+
     def dense_bytes_between_nodes(self) -> float:
         """Return what plain Horovod would have sent for as many steps."""
         steps = self._steps_before + int(self._steps.numpy())
