@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -328,6 +331,49 @@ def test_what_cannot_be_is_refused() -> None:
             WeightAveraging(2, **options)
     with pytest.raises(PlanError, match="Received fragments=5 and 4 variables"):
         train(sgd, WeightAveraging(5, fragments=5), TWO)
+
+
+def test_rounds_that_overlap_refuse_messages() -> None:
+    """Two optimizers' messages at a time would be taken for each other's."""
+    found = [Gradient(path, shape, "float32") for path, shape in SHAPES.items()]
+    plan = make_plan(found, {"*": Scheme("pipeline")}, TWO)
+    WeightAveraging(2).check(plan)
+    with pytest.raises(PlanError, match="need a route of collectives"):
+        WeightAveraging(2, overlap=1).check(plan)
+
+
+def test_the_stall_watch_sees_the_steps_that_a_round_overlaps() -> None:
+    def work(comm: Comm) -> list[int]:
+        comm.progress.watched = True
+        optimizer = wrap(sgd(), comm, WeightAveraging(4, overlap=4), DENSE, "average")
+        weights, seen = new_weights(), []
+        for step in range(7):
+            optimizer.apply(gradients(comm.rank, step), weights)
+            seen.append(comm.progress.look()[0])
+        consolidate(optimizer)
+        return seen
+
+    for seen in ThreadComm.run(TWO, work):
+        assert all(later > before for before, later in itertools.pairwise(seen)), seen
+
+
+def test_a_run_that_is_replaced_is_freed() -> None:
+    """With its start weights and snapshots: a run has one for each change of scheme."""
+
+    def work(comm: Comm) -> tuple[K.Optimizer, weakref.ref[Any]]:
+        optimizer = wrap(sgd(), comm, WeightAveraging(2, overlap=2), DENSE, "average")
+        weights = new_weights()
+        for step in range(3):
+            optimizer.apply(gradients(comm.rank, step), weights)
+        (run,) = optimizer.exchanger.runs.values()
+        gone = weakref.ref(run)
+        del run
+        optimizer.exchanger.switch(Scheme(bucket_bytes=64))
+        return optimizer, gone
+
+    ranks = ThreadComm.run(TWO, work)
+    gc.collect()
+    assert [gone() for _, gone in ranks] == [None, None]
 
 
 def test_a_plan_whose_buckets_mix_fragments_is_refused() -> None:

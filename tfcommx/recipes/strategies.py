@@ -86,7 +86,7 @@ class WeightAveraging(Part):
     outer: OuterSgd | None = None
     # Groups of variables whose averages are spread over the steps
     fragments: int = Field(1, ge=1)
-    # Steps that training goes on while an average travels, at most every // fragments
+    # Steps for which training goes on while an average is in transit, at most every // fragments
     overlap: int = Field(0, ge=0)
 
     @model_validator(mode="after")

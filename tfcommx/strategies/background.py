@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -26,7 +27,7 @@ def in_thread(call: Callable[[], Result], name: str) -> Future[Result]:
     def run() -> None:
         try:
             future.set_result(call())
-        except Exception as error:
+        except BaseException as error:
             future.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -47,7 +48,6 @@ class BackgroundCalls:
         self._under_way: tuple[int, Future[object]] | None = None
         with untraced(), tf.device("/cpu:0"):
             self._ended = tf.queue.FIFOQueue(1, [tf.bool], [[]])
-        atexit.register(self._stop)
 
     @property
     def under_way(self) -> int | None:
@@ -58,8 +58,9 @@ class BackgroundCalls:
         """Start a call when some operations have run."""
 
         def start() -> np.ndarray:
-            call = lambda: self._carry_out(number)  # noqa: E731
+            call = functools.partial(self._carry_out, number)
             self._under_way = number, in_thread(call, "tfcommx-background")
+            atexit.register(self._stop)
             return np.bool_(True)
 
         with tf.device("/cpu:0"):
@@ -81,6 +82,7 @@ class BackgroundCalls:
 
     def _take(self) -> np.ndarray:
         (_, future), self._under_way = self._under_way, None
+        atexit.unregister(self._stop)
         future.result()
         return np.bool_(True)
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from tfcommx import routes
 from tfcommx.planner.fragments import fragments_of_buckets
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies.base import Strategy, StrategyRun
@@ -54,8 +55,9 @@ momentum=0.9, nesterov=True), fragments=1, overlap=0)
 
     **Ranks:** all, with equal options. **Cost:** one exchange of all variables in `every` steps, by
     their schemes. sends="updates" keeps a copy of the weights at the last average, and `outer` its
-    state beside it: two copies with momentum. `overlap` keeps another copy, and the exchange
-    takes what the steps leave of cores and network.
+    state beside it: two copies with momentum. `overlap` keeps one copy more, or two with
+    sends="weights"; the exchange takes what the steps leave of cores and network, and another
+    collective of Horovod's waits until it has ended.
     **Raises:** PlanError for options out of range or that exclude each other.
     """
 
@@ -73,8 +75,8 @@ momentum=0.9, nesterov=True), fragments=1, overlap=0)
     # Groups of variables with about equally many entries, in [1, every], whose averages are spread
     # evenly over the steps
     fragments: int = 1
-    # Steps, in [0, every // fragments], that training goes on while a round travels; 0: a step that
-    # sends waits for the average
+    # Steps, in [0, every // fragments], for which training goes on while a round is in transit;
+    # 0: a step that sends waits for the average
     overlap: int = 0
 
     # In the steps that begin with an average; `WeightAveragingRun.weights_are_equal` says which
@@ -113,9 +115,20 @@ momentum=0.9, nesterov=True), fragments=1, overlap=0)
         return self.fragments
 
     def check(self, plan: Plan) -> None:
-        """Refuse what cannot carry weights, and buckets of two fragments. **Raises:** PlanError."""
+        """Refuse what cannot carry weights or rounds, and buckets of two fragments.
+
+        **Raises:** PlanError.
+        """
         super().check(plan)
         fragments_of_buckets(plan, self.fragments)
+        for bucket in plan.buckets if self.overlap else ():
+            if routes.get(bucket.route).needs_messages(bucket):
+                raise PlanError(
+                    "Rounds that overlap steps need a route of collectives: messages of two "
+                    "exchanges at a time could be mistaken for each other. Received "
+                    f"overlap={self.overlap} with {bucket.name} on the route {bucket.route!r}. "
+                    "Take another route, or overlap=0."
+                )
         if self.sends == "updates":
             return
         odd = next((one for one in plan.buckets if one.keeps_residual or one.momentum), None)

@@ -36,6 +36,9 @@ class WeightAveragingRun(StrategyRun):
         self._starts: StartWeights | None = None
         # Those that overlap steps
         self._rounds: OverlappedRounds | None = None
+        # Counts steps for the stall watch: while a round is in transit, ranks that take steps do
+        # not wait for it
+        self._stepping = executor.comm.progress.of_exchange([]) if options.overlap else None
         # What earlier runs kept, until the start weights are there
         self._kept: CommonState = {}
         # Of the last step
@@ -81,6 +84,8 @@ class WeightAveragingRun(StrategyRun):
         with tf.control_dependencies([before]):
             step.apply()
             after = self._steps.assign_add(1).read_value()
+        if self._stepping is not None:
+            self._stepping.begin([after])
         begin = self._average if self._rounds is None else self._rounds.begin
         for number in range(len(self._fragments) if overlap else 0):
             due = (after > overlap) & (self._since_round(number, after - overlap) == 0)

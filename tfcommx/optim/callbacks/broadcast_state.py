@@ -207,6 +207,10 @@ class BroadcastState(keras.callbacks.Callback):
 
     def _broadcast_built(self) -> None:
         self.unbuilt = False
+        for optimizer in wrapped_optimizers(self.model):
+            if exchanger_in(optimizer).sharding is None:
+                # A round that began with each rank's own weights ends here
+                exchanger_in(optimizer).consolidate()
         self._broadcast()
         self._arm_guards(True)
 
