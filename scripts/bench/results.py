@@ -107,8 +107,9 @@ COMMANDS = {
     "dense,float16,one_percent,four_percent,elias_int8,elias_int4,local_sgd",
     "compare_glosses": "cd scripts/examples/glosses; tfcommx compare glosses.yaml --nodes 2 "
     "--slots 2 --model resnet50 --batch 64 --throughput 250 --seeds 3 "
-    "--methods dense,elias_int4,packed,powersgd_4",
-    "compare_three_seeds": f"{COMPARE} --seeds 3 --methods dense,elias_int4,powersgd_4",
+    "--methods dense,elias_int4,elias_int4_early,packed,powersgd_4",
+    "compare_three_seeds": f"{COMPARE} --seeds 3 "
+    "--methods dense,elias_int4,elias_int4_early,powersgd_4",
     "compare_translate": "tfcommx compare configs/translate_miniature.yaml --nodes 2 --slots 2 "
     "--model transformer_base --batch 64 --throughput 250 --seeds 3 --methods dense,elias_int4",
     "compare_translate_rate": "tfcommx compare configs/translate_miniature.yaml --nodes 2 "
@@ -117,7 +118,8 @@ COMMANDS = {
     "compare_four_nodes": "tfcommx compare configs/fashion_mnist.yaml --nodes 4 --slots 1 "
     "--model resnet50 --batch 4 --throughput 15 --seeds 3 --methods dense,float16,elias_int4",
     "compare_dawnbench": "tfcommx compare configs/dawnbench_miniature.yaml --nodes 2 --slots 2 "
-    "--model resnet50 --batch 64 --throughput 250 --seeds 3 --methods dense,elias_int4",
+    "--model resnet50 --batch 64 --throughput 250 --seeds 3 "
+    "--methods dense,elias_int4,elias_int4_early",
     "wheels": "python scripts/verify/wheels.py",
     "losses": "python scripts/trials/losses.py",
     "losses_hour": "python scripts/trials/losses.py --minutes 60 --seed 1",

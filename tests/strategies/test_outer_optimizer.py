@@ -27,6 +27,7 @@ from tfcommx.terms import PlanError, Scheme, Topology
 K = keras.optimizers
 TWO = Topology(2, 1)
 SPARSE = Scheme("hitopk", "exact", 0.2, dense_below=0)
+PACKED = Scheme("torus", compression="packed", dense_below=0)
 RATE, MOMENTUM = 0.7, 0.9
 
 
@@ -197,8 +198,11 @@ def test_fragments_average_what_the_whole_does(sends: str) -> None:
     close(found[0], whole[0])
 
 
-@pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (2, 0), (1, 4), (2, 1)])
-def test_sparse_updates_conserve_what_was_not_sent(fragments: int, overlap: int) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "fragments", "overlap"),
+    [(SPARSE, 1, 0), (SPARSE, 2, 0), (SPARSE, 1, 4), (SPARSE, 2, 1), (PACKED, 1, 4)],
+)
+def test_updates_conserve_what_was_not_sent(scheme: Scheme, fragments: int, overlap: int) -> None:
     """Law 2: what moved the start weights plus the mean of the residuals is what came."""
 
     def after(optimizer: K.Optimizer, weights: list[keras.Variable]) -> tuple[Any, Any]:
@@ -206,7 +210,7 @@ def test_sparse_updates_conserve_what_was_not_sent(fragments: int, overlap: int)
         return found, optimizer.exchanger.state_by_variable().residuals
 
     options = {"outer": K.SGD(1.0), "fragments": fragments, "overlap": overlap}
-    ranks = train(sgd, WeightAveraging(4, **options), TWO, SPARSE, steps=7, after=after)
+    ranks = train(sgd, WeightAveraging(4, **options), TWO, scheme, steps=7, after=after)
     dense = train(sgd, WeightAveraging(4), TWO, steps=7, after=consolidated)
     assert same([weights for weights, _ in ranks])
     for place, one in enumerate(new_weights()):
