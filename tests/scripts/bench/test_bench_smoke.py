@@ -38,6 +38,7 @@ ROWS = {
     "watch": {"step", "marks", "look"},
     "auto": {"plain", "Scheme()", "auto"},
     "training": {"none", "horovod"},
+    "local_updates": {"none", "1/0", "1/2", "2/1"},
     "strategies": {
         f"{what}, {name}"
         for what in ("pull + forward", "step")
@@ -55,7 +56,9 @@ TOGETHER = [
     pytest.param(["select", "passes", "norms", "data"], id="one process"),
     pytest.param(["step", "overlap", "guard", "watch"], id="two ranks"),
     pytest.param(
-        ["auto", "training", "strategies", "routes"], id="longer", marks=pytest.mark.exhaustive
+        ["auto", "training", "strategies", "local_updates", "routes"],
+        id="longer",
+        marks=pytest.mark.exhaustive,
     ),
     pytest.param(
         ["elastic_averaging"],
