@@ -58,9 +58,9 @@ class BackgroundCalls:
         """Start a call when some operations have run."""
 
         def start() -> np.ndarray:
+            atexit.register(self._stop)
             call = functools.partial(self._carry_out, number)
             self._under_way = number, in_thread(call, "tfcommx-background")
-            atexit.register(self._stop)
             return np.bool_(True)
 
         with tf.device("/cpu:0"):
@@ -74,19 +74,26 @@ class BackgroundCalls:
         with tf.device("/cpu:0"), tf.control_dependencies([self._ended.dequeue()]):
             return tf.numpy_function(self._take, [], tf.bool)
 
+    def settle(self) -> None:
+        """Let the call that is under way end; it is still waited for. Outside of traced code."""
+        self._end(None)
+
     def _carry_out(self, number: int) -> None:
         try:
             self._calls[number]()
         finally:
             self._ended.enqueue(True)
+            atexit.unregister(self._stop)
 
     def _take(self) -> np.ndarray:
         (_, future), self._under_way = self._under_way, None
-        atexit.unregister(self._stop)
         future.result()
         return np.bool_(True)
 
     def _stop(self) -> None:
         """Let the call end before TensorFlow and Horovod do."""
+        self._end(END_SECONDS)
+
+    def _end(self, seconds: float | None) -> None:
         if self._under_way is not None:
-            futures.wait([self._under_way[1]], END_SECONDS)
+            futures.wait([self._under_way[1]], seconds)

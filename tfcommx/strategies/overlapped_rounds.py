@@ -84,6 +84,5 @@ class OverlappedRounds:
             self.finish(self._background.under_way)
 
     def settle(self) -> None:
-        """Wait for the round that is under way, if one is, and leave its average."""
-        if self._background.under_way is not None:
-            self._background.wait()
+        """Let the round that is under way end; its average waits for its step."""
+        self._background.settle()

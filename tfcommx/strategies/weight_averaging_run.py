@@ -160,7 +160,7 @@ class WeightAveragingRun(StrategyRun):
         self._steps.assign(0)
 
     def settle(self) -> None:
-        """Wait for the round that is under way; its average is not applied."""
+        """Let the round that is under way end; its average waits for its step."""
         if self._rounds is not None:
             self._rounds.settle()
 
