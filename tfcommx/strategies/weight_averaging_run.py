@@ -113,7 +113,8 @@ class WeightAveragingRun(StrategyRun):
     def _average(self, number: int) -> None:
         """Average what is sent of a fragment, by the plan. **Ranks:** all."""
         fragment = self._fragments[number]
-        weights = {path: one for path, one in self._weights.items() if path in fragment.paths}
+        paths = fragment.paths
+        weights = {path: one for path, one in self._weights.items() if path in paths}
         for path, value in self._exchange_round(fragment, weights).items():
             weights[path].assign(value)
         self._average_state()
