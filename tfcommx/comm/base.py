@@ -194,9 +194,12 @@ class Comm(abc.ABC):
 
     @abc.abstractmethod
     def gather_objects(self, item: Any) -> list[Any]:
-        """Return the items of all ranks, in rank order; an item must be picklable.
+        """Return the items of all ranks, in rank order.
 
-        **Ranks:** all, outside of traced code.
+        Args:
+            item: plain data, as plain_data.py takes it: no object of a class.
+
+        **Ranks:** all, outside of traced code. **Raises:** TypeError for other data.
         """
 
     def traffic(self) -> Traffic:

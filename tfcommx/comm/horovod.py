@@ -4,60 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm.base import Comm
-from tfcommx.comm.launcher import Launcher, check_alone, rendezvous_seconds
+from tfcommx.comm.launcher import Launcher, check_alone
 from tfcommx.comm.messages import Messages
+from tfcommx.comm.plain_data import decode, encode
 from tfcommx.comm.point_to_point import PointToPoint
 from tfcommx.terms import PlanError, Topology, Traffic
 
 # The release that is tested; its private functions are used.
 HOROVOD = "0.28."
-# How long ranks wait for each other before Horovod starts; TFCOMMX_RENDEZVOUS_SECONDS overrides it
-RENDEZVOUS_SECONDS = 60
-
-
-def gloo_hosts(here: Launcher) -> list[str]:
-    """Return every rank's host, in rank order, through the store of a Gloo launch.
-
-    Needed before Horovod starts, because its static process sets must be the same on every rank.
-    Rank 0 reads what each rank has written, and writes the list for all: with p squared reads,
-    each took the store, a single Python process, 0.65 ms, which makes 11 s at 128 ranks.
-
-    **Ranks:** all.
-    **Raises:** PlanError that names the first missing rank after RENDEZVOUS_SECONDS.
-    """
-    from horovod.runner.http import http_client
-
-    place = (os.environ[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT"))
-    store = (*place, "tfcommx_hosts")
-    http_client.put_data_into_kvstore(*store, str(here.rank), os.environ["HOROVOD_HOSTNAME"])
-    seconds = rendezvous_seconds(RENDEZVOUS_SECONDS)
-    hosts, deadline = [], time.monotonic() + seconds
-    while len(hosts) < here.size:
-        late = time.monotonic() > deadline
-        try:
-            if here.rank == 0 or late:
-                hosts.append(http_client.read_data_from_kvstore(*store, str(len(hosts))))
-            else:
-                hosts = http_client.read_data_from_kvstore(*store, "all")
-        except RuntimeError as error:
-            if late:
-                raise PlanError(
-                    f"Rank {len(hosts)} of {here.size} has not called init() within "
-                    f"{seconds:g} s (seen from rank {here.rank}). Does every rank call "
-                    "tfcommx.init()?"
-                ) from error
-            time.sleep(max(0.02, here.size / 500))  # All together at most 500 reads a second.
-    if here.rank == 0:
-        http_client.put_data_into_kvstore(*store, "all", hosts)
-    return hosts
+# Names of the collectives of `gather_objects`
+_GATHERED_SIZES, _GATHERED = {"name": "tfcommx.sizes"}, {"name": "tfcommx.objects"}
 
 
 def import_horovod() -> tuple[ModuleType, ModuleType]:
@@ -194,10 +158,15 @@ class HorovodComm(Comm):
 
     def gather_objects(self, item: Any) -> list[Any]:
         if self.topology.size == 1:
-            return [item]
+            return [decode(encode(item))]
         self.membership.require_all()
+        data = np.frombuffer(encode(item), np.uint8)
+        # Horovod's allgather_object would unpickle what arrives (plain_data.py)
         with tf.init_scope():
-            return self._hvd.allgather_object(item)
+            sizes = self._hvd.allgather(tf.constant([data.size], tf.int64), **_GATHERED_SIZES)
+            parts = self._hvd.allgather(tf.constant(data), **_GATHERED).numpy()
+        ends = np.cumsum(sizes.numpy())
+        return [decode(part.tobytes()) for part in np.split(parts, ends[:-1])]
 
     def _counted(self) -> Traffic:
         return Traffic(*(float(self._sent[kind].numpy()) for kind in Traffic._fields))

@@ -18,6 +18,7 @@ from tfcommx.comm import (
     process,
     rendezvous,
 )
+from tfcommx.comm.gloo_hosts import gloo_hosts
 from tfcommx.comm.unwrapped import UnwrappedOptimizers
 from tfcommx.terms import PlanError, Topology
 
@@ -120,7 +121,7 @@ def _topology(here: launcher.Launcher, node_size: int | None) -> Topology:
         return Topology(here.size // node_size, node_size)
     if here.size == 1:
         return Topology(1, 1)
-    return Topology.of_hosts(horovod.gloo_hosts(here) if here.kind == "gloo" else mpi.mpi_hosts())
+    return Topology.of_hosts(gloo_hosts(here) if here.kind == "gloo" else mpi.mpi_hosts())
 
 
 def _keep_one_gpu(here: launcher.Launcher) -> None:

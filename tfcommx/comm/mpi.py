@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from tfcommx.comm.host_names import check_host_name
 from tfcommx.comm.launcher import launcher, message_timeout, rendezvous_seconds
 from tfcommx.comm.mpi_start import limited
+from tfcommx.comm.plain_data import decode, encode
 
 log = logging.getLogger("tfcommx")
 
@@ -56,15 +58,32 @@ def mpi_hosts() -> list[str]:
     """
     from mpi4py import MPI
 
-    return _communicators()[0].allgather(MPI.Get_processor_name())
+    hosts = _gather(_communicators()[0], MPI.Get_processor_name())
+    return [check_host_name(host, f"rank {rank} (MPI)") for rank, host in enumerate(hosts)]
 
 
 def gather_with_centre(item: Any) -> list[Any]:
     """Return the items of all ranks, and behind them that of the process that holds a centre.
 
+    Args:
+        item: plain data, as plain_data.py takes it.
+
     **Ranks:** all, and that process.
     """
-    return _communicators()[1].allgather(item)
+    return _gather(_communicators()[1], item)
+
+
+def _gather(communicator: Any, item: Any) -> list[Any]:
+    """Return plain data of all processes of a communicator, in their order.
+
+    mpi4py's own allgather would unpickle what arrives (plain_data.py).
+    """
+    data = np.frombuffer(encode(item), np.uint8)
+    sizes = np.empty(communicator.size, np.int64)
+    communicator.Allgather(np.array([data.size], np.int64), sizes)
+    parts = np.empty(sizes.sum(), np.uint8)
+    communicator.Allgatherv(data, [parts, sizes])
+    return [decode(part.tobytes()) for part in np.split(parts, np.cumsum(sizes)[:-1])]
 
 
 class MpiPointToPoint:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfcommx.comm.base import Comm
 from tfcommx.comm.messages import Messages
+from tfcommx.comm.plain_data import decode, encode
 from tfcommx.terms import Topology, Traffic
 
 
@@ -165,7 +166,8 @@ class ThreadComm(Comm):
         return results
 
     def gather_objects(self, item: Any) -> list[Any]:
-        return self._meet("world", "gather_objects", item)
+        # As bytes: what ranks of other processes could not receive fails here, too
+        return [decode(data) for data in self._meet("world", "gather_objects", encode(item))]
 
     def _counted(self) -> Traffic:
         return self._sent

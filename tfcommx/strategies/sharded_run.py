@@ -10,6 +10,7 @@ later layers overlaps the forward pass of earlier ones:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
@@ -39,7 +40,8 @@ class ShardedRun(StrategyRun):
 
         **Ranks:** all. **Raises:** PlanError if those of two ranks differ.
         """
-        everyone = self.executor.comm.gather_objects(shards.segments)
+        segments = [dataclasses.astuple(one) for one in shards.segments]
+        everyone = self.executor.comm.gather_objects(segments)
         for rank, other in enumerate(everyone):
             if other != everyone[0]:
                 raise PlanError(

@@ -187,7 +187,7 @@ class WholeShards(Shards):
             for path, one in zip(self._names, slot, strict=True)
             if one is not None
         }
-        forms = comm.gather_objects({key: (one.shape, one.dtype) for key, one in mine.items()})
+        forms = comm.gather_objects({key: (one.shape, one.dtype.name) for key, one in mine.items()})
         whole: WholeSlots = {}
         for root in comm.topology.group(group, 0):  # Other groups have the same
             for (name, path), (shape, dtype) in sorted(forms[root].items()):

@@ -44,7 +44,9 @@ def read_heads(folder: Path) -> list[Head | None]:
 
     **Ranks:** all. **Raises:** PlanError, on all, if one is damaged.
     """
-    everyone = process.current().gather_objects(_read_head(folder / HEAD))
+    own = _read_head(folder / HEAD)
+    said = process.current().gather_objects(fields_of(own) if isinstance(own, Head) else own)
+    everyone = [head_of(one) if isinstance(one, dict) else one for one in said]
     for rank, head in enumerate(everyone):
         if isinstance(head, str):
             raise PlanError(
@@ -68,27 +70,31 @@ def _read_head(path: Path) -> Head | str | None:
         return None
     text = path.read_text(errors="replace")
     try:
-        found = json.loads(text)
-        return head_of(found)._replace(older=tuple(map(head_of, found.get("older", ()))))
+        return head_of(json.loads(text))
     except (ValueError, TypeError, KeyError, AttributeError):
         return text
 
 
 def head_of(found: dict[str, Any]) -> Head:
-    """Return the head in a JSON object, without older ones; what older writers left out is 0."""
+    """Return the head in a JSON object; what older writers left out is 0."""
     return Head(
         **{name: int(found[name]) for name in ("save", "epoch", "ranks")},
         step=int(found.get("step", 0)),
         steps=int(found.get("steps", 0)),
         notes=dict(found.get("notes", {})),
+        older=tuple(map(head_of, found.get("older", ()))),
     )
+
+
+def fields_of(head: Head) -> dict[str, Any]:
+    """Return a head as a JSON object, of which `head_of` makes it again."""
+    return head._asdict() | {"older": [fields_of(one) for one in head.older]}
 
 
 def write_head(head: Head, folder: Path, rank: int) -> None:
     """Name the save that is whole; ranks that share a folder write equal files one by one."""
     part = folder / f".{HEAD}.{rank}"
-    older = [one._replace(older=())._asdict() for one in head.older]
-    part.write_text(json.dumps(head._asdict() | {"older": older}) + "\n")
+    part.write_text(json.dumps(fields_of(head)) + "\n")
     put_in_place(part, folder / HEAD)
 
 

@@ -164,10 +164,10 @@ def _roots_of(
     """Return what rank 0 kept of each optimizer, on all ranks; refuse another number of them."""
     here = process.current()
     mine = [
-        _RootState(record.trained, record.unlisted, record.common)
-        for record in (files[0] if files else [])
+        (record.trained, record.unlisted, record.common) for record in (files[0] if files else [])
     ]
-    roots = here.gather_objects(mine if here.rank == 0 else None)[0]
+    everyone = here.gather_objects(mine if here.rank == 0 else None)
+    roots = [_RootState(*root) for root in everyone[0]]
     if len(roots) != optimizers:
         raise PlanError(
             f"The checkpoint in {folder} has the state of {len(roots)} wrapped optimizers. "

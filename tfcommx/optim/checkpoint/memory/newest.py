@@ -17,7 +17,14 @@ import tensorflow as tf
 
 from tfcommx.comm import process
 from tfcommx.comm.supervision import Supervision, supervision
-from tfcommx.optim.checkpoint.files import Head, memory_model_name, read_heads, residuals_name
+from tfcommx.optim.checkpoint.files import (
+    Head,
+    fields_of,
+    head_of,
+    memory_model_name,
+    read_heads,
+    residuals_name,
+)
 from tfcommx.optim.checkpoint.memory.place import Held, Place, needed
 
 # Of a head's notes: the supervised run that has saved it
@@ -89,7 +96,12 @@ def _bring(place: Place, supervised: Supervision, disk: Head | None) -> Head | N
     speaks = hosts.index(supervised.host) == here.rank
     if speaks:
         place.make()
-    everyone = here.gather_objects(place.held() if speaks else {})
+    own = place.held() if speaks else {}
+    said = here.gather_objects({n: (fields_of(one.head), one.files) for n, one in own.items()})
+    everyone = [
+        {number: Held(head_of(fields), files) for number, (fields, files) in saves.items()}
+        for saves in said
+    ]
     head = choose(everyone)
     if head is not None and _is_newer(disk, head):
         head = None

@@ -30,7 +30,7 @@ from tfcommx.comm.launcher import launch_interfaces
 from tfcommx.comm.supervision import MEMORY, PAUSED, SupervisorLink, supervision
 from tfcommx.optim.checkpoint.files import Head
 from tfcommx.optim.checkpoint.memory.cost import SnapshotCost
-from tfcommx.optim.checkpoint.memory.mirror import PROTOCOL, Mirrors, partner
+from tfcommx.optim.checkpoint.memory.mirror import PROTOCOL, Mirrors, Row, partner
 from tfcommx.optim.checkpoint.memory.model_state import copy_model
 from tfcommx.optim.checkpoint.memory.newest import RUN, Newest, newest_of_run
 from tfcommx.optim.checkpoint.memory.place import Place, head_array
@@ -107,7 +107,7 @@ class Snapshots:
             launch_interfaces(),
             self.place,
         )
-        rows = here.gather_objects(self._mirrors.row)
+        rows = [Row(*row) for row in here.gather_objects(tuple(self._mirrors.row))]
         hosts = [row.host for row in rows]
         self._writes_model = hosts.index(self.supervised.host) == here.rank
         keeper = partner(here.rank, hosts)
