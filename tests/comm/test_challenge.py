@@ -85,3 +85,17 @@ def test_the_secret_does_not_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(challenge, "_write", noted)
     meet(OURS, OURS)
     assert len(sent) == 3 and "our secret" not in "".join(sent)
+
+
+def test_a_text_that_is_too_long_arrives_shortened() -> None:
+    """A refusal of more than 8 kB was sent, and never read: the other side waited and retried."""
+    for text in ("x" * 20_000, "\N{GRINNING FACE}" * 5000, "\x00" * 5000):
+        short = challenge.shortened(text)
+        assert short.endswith("...") and text.startswith(short[:-3])
+        ours, theirs = socket.socketpair()
+        challenge.Caller(OURS, ours, None, "c" * 32).answer({"problem": short})
+        assert challenge._read(theirs, time.monotonic() + 60)["said"] == {"problem": short}
+        with pytest.raises(ValueError, match="of at most 8192"):
+            challenge.Caller(OURS, ours, None, "c" * 32).answer({"problem": text})
+        ours.close()
+        theirs.close()

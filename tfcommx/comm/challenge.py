@@ -19,8 +19,10 @@ import socket
 import time
 from typing import Any, NamedTuple
 
-# A deeply nested message of a stranger must not exhaust the stack
+# Bytes: a deeply nested message of a stranger must not exhaust the stack
 LARGEST_MESSAGE = 8192
+# Of them, what a text may take: the rest is for the proof
+LARGEST_TEXT = 6144
 # What `call` and `hear` raise for a stranger, or if the other side does not answer in time
 NO_PARTNER = (OSError, ValueError, KeyError, TypeError, RecursionError)
 
@@ -74,14 +76,28 @@ class Caller(NamedTuple):
     challenge: str
 
     def answer(self, text: Any) -> None:
-        """Answer it. **Raises:** OSError if it has gone."""
+        """Answer it. **Raises:** OSError if it has gone; ValueError if it would not read that much."""
         proof = self.handshake._proof(self.challenge, text)
         _write(self.connection, {"said": text, "proof": proof})
 
 
 def _write(connection: socket.socket, text: dict[str, Any]) -> None:
+    line = json.dumps(text).encode() + b"\n"
+    if len(line) > LARGEST_MESSAGE:
+        raise ValueError(f"a message of {len(line)} bytes, of at most {LARGEST_MESSAGE}")
     # Libraries of the process may have set SIGPIPE to its default, which ends it
-    connection.sendall(json.dumps(text).encode() + b"\n", socket.MSG_NOSIGNAL)
+    connection.sendall(line, socket.MSG_NOSIGNAL)
+
+
+def shortened(text: str) -> str:
+    """Return a text as a message can hold it: its beginning, if it is too long.
+
+    >>> shortened("short"), shortened("long" * 5000)[-7:]
+    ('short', 'long...')
+    """
+    while len(json.dumps(text)) > LARGEST_TEXT:
+        text = text[: len(text) * 3 // 4].rstrip(".") + "..."
+    return text
 
 
 def _read(connection: socket.socket, end: float) -> dict[str, Any]:

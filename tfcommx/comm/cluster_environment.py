@@ -35,6 +35,8 @@ class ClusterEnvironment(NamedTuple):
     port: int
     # What ranks of other launches do not have
     launch: str = ""
+    # Whether the launcher says that all ranks are on this host
+    one_host: bool = False
 
 
 def cluster_environment() -> ClusterEnvironment | None:
@@ -62,6 +64,7 @@ def srun() -> ClusterEnvironment | None:
         expand_nodelist(_word("srun", "SLURM_STEP_NODELIST"))[0],
         _own_port() or FIRST_PORT + (97 * job + step) % PORTS,
         f"{job}.{step}",
+        os.environ.get("SLURM_STEP_NUM_NODES") == "1",
     )
 
 
@@ -82,6 +85,7 @@ def torchrun() -> ClusterEnvironment | None:
         _word("torchrun", "MASTER_ADDR"),
         _own_port() or _number("torchrun", "MASTER_PORT") + taken,
         os.environ.get("TORCHELASTIC_RUN_ID", ""),
+        os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"],
     )
 
 

@@ -30,7 +30,7 @@ import numpy as np
 
 from tfcommx.comm import liveness, mpi
 from tfcommx.comm.easgd_server import LOOK_SECONDS, CentreServer
-from tfcommx.comm.launcher import launch_interfaces, launcher
+from tfcommx.comm.launcher import launch_interfaces, launcher, on_one_host
 from tfcommx.comm.membership import Membership
 from tfcommx.comm.point_to_point import Channel, PointToPoint
 from tfcommx.comm.stalls import SERVES
@@ -181,6 +181,7 @@ def wait_until_all_ranks_call_init(here: _Place) -> CentreProcess:
         launch_interfaces(),
         liveness.Limits(None),
         mpi.gather_with_centre,
+        on_one_host(),
         holds=", which holds the centre",
     )
     return CentreProcess(messages, here.rank, here.membership)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import http
 import os
+import socketserver
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -47,23 +50,50 @@ def import_horovod() -> tuple[ModuleType, ModuleType]:
     return hvd, mpi_ops
 
 
-def serve_rendezvous(slots: Mapping[str, int]) -> int:
+def serve_rendezvous(slots: Mapping[str, int], address: str) -> int:
     """Serve, as horovodrun would, what ranks under Gloo need to find each other.
+
+    In place of horovodrun's server, which listens at all addresses, takes values of any size, and
+    tells by HEAD which files are in its working directory.
 
     Args:
         slots: host -> its ranks, in rank order.
+        address: of this host, at which all ranks reach it.
 
     Returns:
         The port. The server lives in a thread of this process.
     """
     import_horovod()
     from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
-    from horovod.runner.http.http_server import RendezvousServer
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-    hosts, server = [HostInfo(*pair) for pair in slots.items()], RendezvousServer()
-    port = server.start()
-    server.init(get_host_assignments(hosts, sum(slots.values())))
-    return port
+    size = sum(slots.values())
+    # Gloo's ranks write an address, of less than 256 bytes, for each of the others
+    largest = 65536 + 256 * size
+
+    class Handler(RendezvousHandler):
+        def do_HEAD(self) -> None:
+            self.send_status_code(http.HTTPStatus.METHOD_NOT_ALLOWED)
+
+        def do_PUT(self) -> None:
+            length = self.headers.get("Content-Length", "")
+            if length.isdecimal() and int(length) <= largest:
+                super().do_PUT()
+            else:
+                self.close_connection = True
+                self.send_status_code(http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+
+    class Server(RendezvousHTTPServer):
+        request_queue_size = 1024  # All ranks connect at once
+
+        def server_bind(self) -> None:
+            # Not HTTPServer's, which asks the resolver for the address's name
+            socketserver.TCPServer.server_bind(self)
+
+    server = Server((address, 0), Handler, verbose=0)
+    server.init(get_host_assignments([HostInfo(*pair) for pair in slots.items()], size))
+    threading.Thread(target=server.serve_forever, name="tfcommx-rendezvous", daemon=True).start()
+    return int(server.server_address[1])
 
 
 @contextlib.contextmanager

@@ -93,6 +93,7 @@ def init(
             launcher.launch_interfaces(),
             liveness.Limits(watch_seconds, stall_seconds, stall_limit_seconds),
             mpi.gather_with_centre if here.centre else comm.gather_objects,
+            launcher.on_one_host(),
         )
         if here.centre:
             # Before the end of the watch, which may end the process

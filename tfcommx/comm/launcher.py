@@ -65,6 +65,14 @@ def launcher() -> Launcher:
     return Launcher("none", 0, 1, 0)
 
 
+def on_one_host() -> bool:
+    """Return True if the launcher has started all processes of the launch on this host."""
+    for prefix, _ in VARIABLES.values():
+        if size := os.environ.get(f"{prefix}_SIZE"):
+            return os.environ.get(f"{prefix}_LOCAL_SIZE") == size
+    return False
+
+
 def check_alone() -> None:
     """Refuse a process that is one of several which an unsupported launcher has started.
 

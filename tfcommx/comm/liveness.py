@@ -94,6 +94,20 @@ def addresses(interfaces: list[str]) -> list[str]:
     return [address for address in chosen if address != LOOPBACK] + [LOOPBACK]
 
 
+def listen(interfaces: list[str], one_host: bool) -> tuple[socket.socket, list[str]]:
+    """Return a listening socket, and the addresses at which partners reach it, best first.
+
+    It listens no wider than they need: on the loopback if all are on this host, on one address if
+    this host, or the interfaces that are named, have no other.
+
+    Args:
+        interfaces: network interfaces that the ranks were launched on; empty: any.
+        one_host: whether all partners are on this host.
+    """
+    own = [LOOPBACK] if one_host else addresses(interfaces)
+    return socket.create_server((own[0] if len(own) <= 2 else "", 0), backlog=64), own
+
+
 class Limits(NamedTuple):
     """After which seconds what is done."""
 
@@ -119,6 +133,7 @@ def start(
     interfaces: list[str],
     limits: Limits,
     gather: Callable[[Any], list[Any]],
+    one_host: bool = False,
     holds: str = "",
 ) -> None:
     """Start this rank's watcher, and the thread that ends the process at its alarm.
@@ -128,14 +143,15 @@ def start(
         interfaces: network interfaces that the ranks were launched on; empty: any.
         limits: rank 0's count.
         gather: returns what all that are watched have given it, in rank order.
+        one_host: whether all of them are on this host.
         holds: what people are told of this rank, behind its host's name.
 
     **Ranks:** all. **Cost:** one exchange of addresses. An alarm writes one line to stderr, flushes
     and ends with status 1.
     """
-    listening = socket.create_server(("", 0), backlog=16)
+    listening, own = listen(interfaces, one_host)
     mine = {
-        "addresses": addresses(interfaces),
+        "addresses": own,
         "port": listening.getsockname()[1],
         "host": socket.gethostname() + holds,
         "token": secrets.token_hex(8),

@@ -4,8 +4,9 @@
       who I am ------------------>   ... until all ranks have come, or the time is over
       <---- where Horovod's rendezvous is, slots on hosts; or why there will be none
 
-Rank 0 then serves what horovodrun would serve, and every rank sets the variables that horovodrun
-would have set; from there on it is a launch like any other under Gloo.
+Rank 0 hears them side by side (entrance.py). It then serves what horovodrun would serve, and every
+rank sets the variables that horovodrun would have set; from there on it is a launch like any other
+under Gloo.
 
 With TFCOMMX_SECRET in the environment of all ranks, both sides prove that they know it
 (challenge.py). Horovod's rendezvous and Gloo's connections are not secured, as under horovodrun:
@@ -15,17 +16,21 @@ the ports between the hosts belong into a private network.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
+import queue
 import socket
 import time
 from collections import Counter
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from tfcommx.comm.challenge import NO_PARTNER, Caller, Handshake
+from tfcommx.comm.challenge import NO_PARTNER, Caller, Handshake, shortened
 from tfcommx.comm.cluster_environment import ClusterEnvironment
+from tfcommx.comm.entrance import Entrance
 from tfcommx.comm.horovod import serve_rendezvous
+from tfcommx.comm.host_names import check_host_name, is_host_name
 from tfcommx.comm.launcher import rendezvous_seconds
 from tfcommx.terms import PlanError
 
@@ -33,10 +38,12 @@ log = logging.getLogger("tfcommx")
 
 # How long ranks wait for each other; TFCOMMX_RENDEZVOUS_SECONDS counts more
 SECONDS = 300.0
-# Of one message: a process that connects and says nothing holds nobody up for longer
+# Of one message: a process that connects and says nothing is then sent away
 MESSAGE_SECONDS = 5.0
+# Callers that have not proven themselves, at once, beside the ranks
+STRANGERS = 64
 # The form of the messages: other versions, and other programs, are refused
-PROTOCOL = "tfcommx rendezvous 2"
+PROTOCOL = "tfcommx rendezvous 3"
 
 
 class Arrival(NamedTuple):
@@ -81,63 +88,78 @@ def _gather(
 ) -> tuple[dict[str, str], str]:
     """Wait for all ranks, and answer them; return this rank's settings and address."""
     try:
-        server = socket.create_server(("", here.port), backlog=min(here.size, 1024))
+        check_host_name(socket.gethostname(), "this host")
+        server = _listen(here)
     except OSError as error:
         raise PlanError(
             f"Rank 0 needs TCP port {here.port} to bring the ranks of {here.launcher} together. "
             f"Received: {error}. Set TFCOMMX_PORT to a free one, equal on all ranks."
         ) from error
+    came: queue.SimpleQueue[Caller] = queue.SimpleQueue()
+    entrance = Entrance(
+        server, _handshake(here), MESSAGE_SECONDS, came.put, most=here.size + STRANGERS
+    )
     arrivals: dict[int, Arrival] = {}
     everyone: list[Arrival] = []  # Also those that there is no place for
     problem = ""
-    with server:
-        while len(arrivals) < here.size - 1 and not problem:
-            server.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                connection, _ = server.accept()
-            except TimeoutError:
-                missing = sorted(set(range(1, here.size)) - arrivals.keys())
-                problem = (
-                    f"{_ranks(missing)} of {here.size} did not come to rank 0 on "
-                    f"{socket.gethostname()}, port {here.port}, within {seconds:g} s. Did "
-                    f"{here.launcher} start them, and do they call tfcommx.init()? Are ports "
-                    "between the hosts open? TFCOMMX_RENDEZVOUS_SECONDS changes the time."
-                )
-                break
-            arrival = _receive(here, connection)
-            if arrival is not None:
-                problem = _problem(here, arrivals, arrival)
-                arrivals.setdefault(arrival.rank, arrival)
-                everyone.append(arrival)
+    while len(arrivals) < here.size - 1 and not problem:
+        try:
+            arrival = _arrival(came.get(timeout=max(deadline - time.monotonic(), 0.001)))
+        except queue.Empty:
+            missing = sorted(set(range(1, here.size)) - arrivals.keys())
+            problem = (
+                f"{_ranks(missing)} of {here.size} did not come to rank 0 on "
+                f"{socket.gethostname()}, port {here.port}, within {seconds:g} s. Did "
+                f"{here.launcher} start them, and do they call tfcommx.init()? Are ports "
+                "between the hosts open? TFCOMMX_RENDEZVOUS_SECONDS changes the time."
+            )
+            break
+        if arrival is not None:
+            problem = _problem(here, arrivals, arrival)
+            arrivals.setdefault(arrival.rank, arrival)
+            everyone.append(arrival)
+    entrance.close()
+    while not came.empty():
+        if (arrival := _arrival(came.get())) is not None:
+            everyone.append(arrival)
     try:
         if problem:
             raise PlanError(problem)
         own = _address_of_rank_0(arrivals.values())
-        settings = _serve(here, arrivals, own)
+        answers = _serve(here, arrivals, own)
         for rank, arrival in arrivals.items():
-            _answer(arrival, {"settings": settings[rank], "address": own})
-        return settings[0], own
+            _answer(arrival, answers[rank])
+        return _settings(here, socket.gethostname(), answers[0]), own
     except Exception as error:  # Whatever it is, ranks that wait must hear of it
         for arrival in everyone:
-            _answer(arrival, {"problem": f"Rank 0: {error}"})
+            _answer(arrival, {"problem": shortened(f"Rank 0: {error}")})
         raise
     finally:
         for arrival in everyone:
             arrival.caller.connection.close()
 
 
-def _receive(here: ClusterEnvironment, connection: socket.socket) -> Arrival | None:
-    """Let a process say who it is; None for one that is not of this launch."""
+def _listen(here: ClusterEnvironment) -> socket.socket:
+    """Listen at rank 0's port: at the address that is given if all ranks are on this host."""
+    backlog = min(here.size + STRANGERS, 1024)
+    if here.one_host:
+        with contextlib.suppress(OSError):  # The port is in use, or the address is a router's
+            return socket.create_server((here.address, here.port), backlog=backlog)
+    return socket.create_server(("", here.port), backlog=backlog)
+
+
+def _arrival(caller: Caller) -> Arrival | None:
+    """Return the rank that has called; None, and the end of its connection, if it is none."""
     try:
-        caller = _handshake(here).hear(connection, time.monotonic() + MESSAGE_SECONDS)
         rank, host, local_rank = caller.said
         numbers = rank, 0 if local_rank is None else local_rank
-        if not isinstance(host, str) or {type(number) for number in numbers} != {int}:
+        if not is_host_name(host) or {type(number) for number in numbers} != {int}:
             raise ValueError("a stranger")
+        connection = caller.connection
         reached, own = connection.getsockname()[0], connection.getpeername()[0]
         return Arrival(rank, host, local_rank, reached, own, caller)
     except NO_PARTNER:
-        connection.close()
+        caller.connection.close()
         return None
 
 
@@ -175,32 +197,19 @@ def _on_this_host(one: str, other: str) -> bool:
 
 def _serve(
     here: ClusterEnvironment, arrivals: dict[int, Arrival], address: str
-) -> dict[int, dict[str, str]]:
-    """Start Horovod's rendezvous; return what each rank's environment needs."""
+) -> dict[int, dict[str, Any]]:
+    """Start Horovod's rendezvous; return the answer to each rank."""
     hosts = [socket.gethostname(), *(arrivals[rank].host for rank in range(1, here.size))]
     slots = _slots(hosts, [here.local_rank, *(arrivals[r].local_rank for r in range(1, here.size))])
-    port = serve_rendezvous(Counter(hosts))
-    return {
-        rank: {
-            "HOROVOD_RANK": str(rank),
-            "HOROVOD_SIZE": str(here.size),
-            **{name: str(value) for name, value in slot.items()},
-            "HOROVOD_HOSTNAME": hosts[rank],
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-            "HOROVOD_CONTROLLER": "gloo",
-            "HOROVOD_CPU_OPERATIONS": "gloo",
-        }
-        for rank, slot in enumerate(slots)
-    }
+    port = serve_rendezvous(Counter(hosts), address)
+    return {rank: {"slot": slot, "address": address, "port": port} for rank, slot in enumerate(slots)}
 
 
-def _slots(hosts: list[str], local_ranks: list[int | None]) -> list[dict[str, int]]:
-    """Return the local and cross numbers of each rank, as Horovod counts them.
+def _slots(hosts: list[str], local_ranks: list[int | None]) -> list[list[int]]:
+    """Return local rank and size, cross rank and size of each rank, as Horovod counts them.
 
-    >>> _slots(["a", "a", "b"], [None, None, None])[2]
-    {'HOROVOD_LOCAL_RANK': 0, 'HOROVOD_LOCAL_SIZE': 1, 'HOROVOD_CROSS_RANK': 1, \
-'HOROVOD_CROSS_SIZE': 2}
+    >>> _slots(["a", "a", "b"], [None, None, None])
+    [[0, 2, 0, 2], [1, 2, 0, 1], [0, 1, 1, 2]]
 
     **Raises:** PlanError if a launcher's local ranks are not those of consecutive ranks.
     """
@@ -216,14 +225,7 @@ def _slots(hosts: list[str], local_ranks: list[int | None]) -> list[dict[str, in
                 "(srun --distribution=block)."
             )
         across = [name for name in names if sizes[name] > local]
-        found.append(
-            {
-                "HOROVOD_LOCAL_RANK": local,
-                "HOROVOD_LOCAL_SIZE": sizes[host],
-                "HOROVOD_CROSS_RANK": across.index(host),
-                "HOROVOD_CROSS_SIZE": len(across),
-            }
-        )
+        found.append([local, sizes[host], across.index(host), len(across)])
     return found
 
 
@@ -237,22 +239,24 @@ def _answer(arrival: Arrival, text: dict[str, Any]) -> None:
 
 def _ask(here: ClusterEnvironment, deadline: float, seconds: float) -> tuple[dict[str, str], str]:
     """Tell rank 0 who this is, and wait for its answer; return settings and own address."""
-    reason: object = "nobody listens there"
+    reason: object = "no process listens there"
+    host = check_host_name(socket.gethostname(), "this host")
     while time.monotonic() < deadline:
         try:
             with socket.create_connection((here.address, here.port), MESSAGE_SECONDS) as connection:
                 own, peer = connection.getsockname()[0], connection.getpeername()[0]
-                said = (here.rank, socket.gethostname(), here.local_rank)
+                said = (here.rank, host, here.local_rank)
                 # Rank 0 answers when all have come, or when its own time is over
                 answer = _handshake(here).call(connection, said, deadline + 2 * MESSAGE_SECONDS)
         except NO_PARTNER as error:
             reason = error
             time.sleep(0.2)
             continue
-        if "problem" in answer:
-            raise PlanError(answer["problem"])
+        if isinstance(answer, dict) and "problem" in answer:
+            raise PlanError(_printable(answer["problem"]))
+        settings = _settings(here, host, answer)
         # On rank 0's host, the address that other hosts know
-        return answer["settings"], answer["address"] if _on_this_host(own, peer) else own
+        return settings, answer["address"] if _on_this_host(own, peer) else own
     raise PlanError(
         f"Rank {here.rank} of {here.size} could not join rank 0 at {here.address}, port "
         f"{here.port}, within {seconds:g} s: {reason}. Does rank 0 run and call tfcommx.init()? Is "
@@ -265,8 +269,69 @@ def _ask(here: ClusterEnvironment, deadline: float, seconds: float) -> tuple[dic
 
 
 def _handshake(here: ClusterEnvironment) -> Handshake:
-    secret = os.environ.get("TFCOMMX_SECRET", "")
-    return Handshake(secret, PROTOCOL, (here.launch, here.size))
+    secret = os.environ.get("TFCOMMX_SECRET")
+    if secret is not None and not secret.strip():
+        raise PlanError(
+            f"TFCOMMX_SECRET must be a text that only the ranks know. Received {secret!r} on rank "
+            f"{here.rank} of {here.size}, which every process knows. Set it to the same random "
+            "text on all ranks, or unset it in a network that is yours alone."
+        )
+    return Handshake(secret or "", PROTOCOL, (here.launch, here.size))
+
+
+def _settings(here: ClusterEnvironment, host: str, answer: Any) -> dict[str, str]:
+    """Return the variables that horovodrun would have set for this rank.
+
+    Rank 0 says four numbers, an address and a port, and no names of variables, because another
+    process may answer in its place: it could have this one load a library.
+
+    Args:
+        here: what the launcher says of this process.
+        host: its name.
+        answer: of rank 0.
+
+    **Raises:** PlanError for an answer that rank 0 does not give.
+    """
+    try:
+        (local_rank, local_size, cross_rank, cross_size), port = answer["slot"], answer["port"]
+        numbers = (local_rank, local_size, cross_rank, cross_size, port)
+        address = str(ipaddress.IPv4Address(answer["address"]))
+        right = (
+            all(type(number) is int for number in numbers)
+            and isinstance(answer["address"], str)
+            and 0 <= local_rank < local_size <= here.size
+            and 0 <= cross_rank < cross_size <= here.size
+            and here.local_rank in (None, local_rank)
+            and 0 < port < 65536
+        )
+    except (LookupError, TypeError, ValueError):
+        right = False
+    if not right:
+        raise PlanError(
+            f"Rank 0 at {here.address}, port {here.port}, must answer rank {here.rank} of "
+            f"{here.size} with its place among the ranks, and with the address and port of "
+            f"Horovod's rendezvous. Received {_printable(answer)}. Is it another program's port? "
+            "Set TFCOMMX_PORT, and a TFCOMMX_SECRET, equal on all ranks."
+        )
+    return {
+        "HOROVOD_RANK": str(here.rank),
+        "HOROVOD_SIZE": str(here.size),
+        "HOROVOD_LOCAL_RANK": str(local_rank),
+        "HOROVOD_LOCAL_SIZE": str(local_size),
+        "HOROVOD_CROSS_RANK": str(cross_rank),
+        "HOROVOD_CROSS_SIZE": str(cross_size),
+        "HOROVOD_HOSTNAME": host,
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+    }
+
+
+def _printable(answer: Any) -> str:
+    """Return an answer as text for a terminal, without its control characters."""
+    text = answer if isinstance(answer, str) else repr(answer)[:200]
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def interface_of(address: str) -> str:

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tfcommx.comm.challenge import NO_PARTNER, Handshake
+from tfcommx.comm.challenge import LARGEST_MESSAGE, NO_PARTNER, Handshake
 from tfcommx.terms import PlanError
 
 log = logging.getLogger("tfcommx")
@@ -71,7 +71,7 @@ def supervision() -> Supervision | None:
         return Supervision(
             run,
             int(os.environ["TFCOMMX_GENERATION"]),
-            os.environ["TFCOMMX_SUPERVISOR_SECRET"],
+            _filled("TFCOMMX_SUPERVISOR_SECRET"),
             tuple((address, int(port)) for address in addresses.split(",")),
             host,
         )
@@ -81,6 +81,13 @@ def supervision() -> Supervision | None:
             "TFCOMMX_GENERATION, TFCOMMX_SUPERVISOR and TFCOMMX_SUPERVISOR_SECRET. Received "
             f"{error}. Unset TFCOMMX_RUN, or start with `tfcommx run`."
         ) from error
+
+
+def _filled(name: str) -> str:
+    """Return a variable. **Raises:** ValueError if it is empty: any process would know it."""
+    if not (value := os.environ[name].strip()):
+        raise ValueError(f"an empty {name}")
+    return value
 
 
 class SupervisorLink:
@@ -96,10 +103,15 @@ class SupervisorLink:
         for place in supervised.places:
             try:
                 connection = socket.create_connection(place, DIAL_SECONDS)
+            except OSError as error:
+                errors.append(f"{place[0]}:{place[1]} ({error})")
+                continue
+            try:
                 handshake.call(
                     connection, {"rank": 0, "size": size}, time.monotonic() + DIAL_SECONDS
                 )
             except NO_PARTNER as error:
+                connection.close()
                 errors.append(f"{place[0]}:{place[1]} ({error})")
                 continue
             connection.settimeout(None)
@@ -121,7 +133,7 @@ class SupervisorLink:
 
     def _listen(self) -> None:
         assert self._connection is not None
-        with contextlib.suppress(OSError, ValueError), self._connection.makefile() as lines:
-            for line in lines:
+        with contextlib.suppress(*NO_PARTNER), self._connection.makefile("rb") as lines:
+            while line := lines.readline(LARGEST_MESSAGE):
                 if "pause" in json.loads(line):
                     self.asked_to_pause.set()

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tfcommx.comm.challenge import NO_PARTNER, Caller, Handshake
+from tfcommx.comm.entrance import Entrance
 from tfcommx.comm.watch_alarm import GATHER_SECONDS, MISSING
 from tfcommx.comm.watch_protocol import WatchProtocol
 
@@ -35,6 +36,8 @@ BEATS = 10
 DIAL_SECONDS = 2.0
 # What is kept for a neighbour that does not read; more is dropped
 LARGEST_PENDING = 65536
+# Bytes of a neighbour's line; one that sends a longer one is no watcher
+LARGEST_LINE = 65536
 
 
 class Watcher:
@@ -70,11 +73,15 @@ class Watcher:
         periods = (job["limit"], job["stall_seconds"], job["stall_limit"])
         self.beat_seconds = min(period for period in periods if period) / BEATS
         self.select = selectors.DefaultSelector()
-        listening.setblocking(False)
         woken, self.wake = socket.socketpair()
         self.select.register(woken, selectors.EVENT_READ, self.do_for_threads)
-        self.select.register(listening, selectors.EVENT_READ, self.accept)
         self.select.register(to_rank, selectors.EVENT_READ, self.hear_rank)
+        Entrance(
+            listening,
+            self.handshake,
+            DIAL_SECONDS,
+            lambda caller: self.in_loop(functools.partial(self.let_in, caller)),
+        )
 
     # --- connections --------------------------------------------------------------------
 
@@ -110,21 +117,6 @@ class Watcher:
         woken.recv(64)
         while not self.from_threads.empty():
             self.from_threads.get()()
-
-    def accept(self, listening: socket.socket) -> None:
-        # It may be closed already, or there are too many of them
-        with contextlib.suppress(OSError, RuntimeError):
-            link, _ = listening.accept()
-            threading.Thread(target=self.hear_caller, args=[link], daemon=True).start()
-
-    def hear_caller(self, link: socket.socket) -> None:
-        """Let a caller prove who it is. In a thread, because it waits."""
-        try:
-            caller = self.handshake.hear(link, time.monotonic() + DIAL_SECONDS)
-        except NO_PARTNER:  # Not a watcher of this run
-            link.close()
-        else:
-            self.in_loop(lambda: self.let_in(caller))
 
     def let_in(self, caller: Caller) -> None:
         other = caller.said
@@ -183,6 +175,9 @@ class Watcher:
         else:
             what = "its process has ended"
         now = time.monotonic()
+        *lines, self.rests[other] = (self.rests[other] + data).split(b"\n")
+        if len(self.rests[other]) > LARGEST_LINE:
+            data, what = b"", f"it has sent more than {LARGEST_LINE} bytes without an end of line"
         if not data:
             self.select.unregister(link)
             link.close()
@@ -193,7 +188,6 @@ class Watcher:
                 self.forget(other)
             return
         self.greeted.add(other)
-        *lines, self.rests[other] = (self.rests[other] + data).split(b"\n")
         for line in lines:
             self.member.received(other, line.decode(errors="replace"), now)
 

@@ -35,17 +35,18 @@ import contextlib
 import json
 import secrets
 import socket
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
-from tfcommx.comm.challenge import LARGEST_MESSAGE, NO_PARTNER, Handshake
-from tfcommx.comm.liveness import LOOPBACK, addresses
+from tfcommx.comm.challenge import LARGEST_MESSAGE, NO_PARTNER, Caller, Handshake
+from tfcommx.comm.entrance import Entrance
+from tfcommx.comm.liveness import listen
 from tfcommx.comm.supervision import PROTOCOL
 
 # For a caller to prove who it is
 HANDSHAKE_SECONDS = 5.0
+# At once that have not proven it: rank 0 alone calls
+CALLERS = 16
 
 
 class RunSecret:
@@ -77,16 +78,17 @@ class Link:
     ) -> None:
         self._heard = heard
         self._handshake = Handshake(ours.secret, PROTOCOL, (ours.run, str(generation)))
-        self._listening = socket.create_server((LOOPBACK if local else "", 0))
+        self._listening, places = listen(interfaces, local)
         self._rank_0: socket.socket | None = None
-        places = [LOOPBACK] if local else addresses(interfaces)
         self.variables = {
             "TFCOMMX_RUN": ours.run,
             "TFCOMMX_GENERATION": str(generation),
             "TFCOMMX_SUPERVISOR": f"{','.join(places)}:{self._listening.getsockname()[1]}",
             "TFCOMMX_SUPERVISOR_SECRET": ours.secret,
         }
-        threading.Thread(target=self._accept, name="tfcommx-link", daemon=True).start()
+        self._entrance = Entrance(
+            self._listening, self._handshake, HANDSHAKE_SECONDS, self._hear, CALLERS
+        )
 
     def pause(self, reason: str) -> bool:
         """Ask the ranks to save and end; return whether rank 0 is there to be asked."""
@@ -101,22 +103,16 @@ class Link:
 
     def close(self) -> None:
         """Stop listening; the generation has ended."""
-        for one in (self._listening, self._rank_0):
-            if one is not None:
-                with contextlib.suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)  # Wakes the thread that waits there
-                one.close()
+        self._entrance.close()
+        if self._rank_0 is not None:
+            with contextlib.suppress(OSError):
+                self._rank_0.shutdown(socket.SHUT_RDWR)  # Wakes the thread that waits there
+            self._rank_0.close()
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # Closed
-            while True:
-                connection, _ = self._listening.accept()
-                threading.Thread(target=self._hear, args=[connection], daemon=True).start()
-
-    def _hear(self, connection: socket.socket) -> None:
-        """Let a caller prove that it is rank 0; pass on what it says until it ends."""
+    def _hear(self, caller: Caller) -> None:
+        """Pass on what a caller says, if it is rank 0, until it ends."""
+        connection = caller.connection
         with connection, contextlib.suppress(*NO_PARTNER):
-            caller = self._handshake.hear(connection, time.monotonic() + HANDSHAKE_SECONDS)
             if caller.said["rank"] != 0:
                 caller.answer({"ok": False})
                 return

@@ -49,7 +49,7 @@ def test_a_stranger_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["../../outside.npz", "model-1.keras"])
 def test_a_name_outside_of_the_folder_is_refused(name: str, tmp_path: Path) -> None:
     there = mirrors(tmp_path / "there")
-    with socket.create_connection(("127.0.0.1", there.row.port), 5) as connection:
+    with socket.create_connection((there.row.addresses[0], there.row.port), 5) as connection:
         said = {"rank": 0, "files": [[name, 3]], "keep": []}
         with pytest.raises((ValueError, OSError)):
             HANDSHAKE.call(connection, said, time.monotonic() + 60)
@@ -58,7 +58,7 @@ def test_a_name_outside_of_the_folder_is_refused(name: str, tmp_path: Path) -> N
 
 def test_half_a_file_leaves_nothing(tmp_path: Path) -> None:
     there = mirrors(tmp_path / "there")
-    with socket.create_connection(("127.0.0.1", there.row.port), 5) as connection:
+    with socket.create_connection((there.row.addresses[0], there.row.port), 5) as connection:
         said = {"rank": 0, "files": [[residuals_name(0, 0), 1000]], "keep": []}
         HANDSHAKE.call(connection, said, time.monotonic() + 60)
         connection.sendall(b"half")

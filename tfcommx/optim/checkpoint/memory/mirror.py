@@ -11,15 +11,16 @@ After the loss of any one host all files of the last whole snapshot are on the o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tfcommx.comm.challenge import NO_PARTNER, Caller, Handshake
-from tfcommx.comm.liveness import addresses
+from tfcommx.comm.entrance import Entrance
+from tfcommx.comm.liveness import listen
 from tfcommx.optim.checkpoint.memory.place import Place
 
 PROTOCOL = "tfcommx mirror 1"
@@ -70,9 +71,9 @@ class Mirrors:
         self, handshake: Handshake, host: str, interfaces: list[str], place: Place
     ) -> None:
         self.handshake, self.place = handshake, place
-        self._listening = socket.create_server(("", 0), backlog=16)
-        self.row = Row(host, addresses(interfaces), self._listening.getsockname()[1])
-        threading.Thread(target=self._serve, name="tfcommx-mirrors", daemon=True).start()
+        listening, addresses = listen(interfaces, one_host=False)
+        self.row = Row(host, addresses, listening.getsockname()[1])
+        Entrance(listening, handshake, WAIT_SECONDS, self._hear)
 
     def send(self, to: Row, rank: int, names: Sequence[str], keep: Sequence[int]) -> None:
         """Send files of this rank; return when the other host has them.
@@ -97,28 +98,22 @@ class Mirrors:
     def _connect(self, to: Row, said: dict[str, Any]) -> socket.socket:
         problem: Exception = ConnectionError("no address")
         for address in to.addresses[:-1] or to.addresses:  # The last one is of any host
-            try:
-                connection = socket.create_connection((address, to.port), DIAL_SECONDS)
-                self.handshake.call(connection, said, time.monotonic() + WAIT_SECONDS)
-            except NO_PARTNER as error:
-                problem = error
-                continue
-            connection.settimeout(WAIT_SECONDS)
-            return connection
+            with contextlib.ExitStack() as unless_kept:
+                try:
+                    connection = socket.create_connection((address, to.port), DIAL_SECONDS)
+                    unless_kept.callback(connection.close)
+                    self.handshake.call(connection, said, time.monotonic() + WAIT_SECONDS)
+                except NO_PARTNER as error:
+                    problem = error
+                    continue
+                unless_kept.pop_all()
+                connection.settimeout(WAIT_SECONDS)
+                return connection
         raise ConnectionError(f"no answer from {to.host}: {problem}")
 
-    def _serve(self) -> None:
-        while True:
-            connection, _ = self._listening.accept()
-            threading.Thread(target=self._hear, args=[connection], daemon=True).start()
-
-    def _hear(self, connection: socket.socket) -> None:
-        with connection:
-            try:
-                caller = self.handshake.hear(connection, time.monotonic() + WAIT_SECONDS)
-                self._receive(caller)
-            except NO_PARTNER:  # The sender sees the end of the connection
-                return
+    def _hear(self, caller: Caller) -> None:
+        with caller.connection, contextlib.suppress(*NO_PARTNER):
+            self._receive(caller)  # If it fails, the sender sees the end of the connection
 
     def _receive(self, caller: Caller) -> None:
         said, connection = caller.said, caller.connection

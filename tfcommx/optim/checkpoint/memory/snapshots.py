@@ -101,20 +101,23 @@ class Snapshots:
         self._comm = here
         if here.rank == 0:
             self._link = SupervisorLink(self.supervised, here.topology.size)
-        self._mirrors = Mirrors(
-            self.supervised.handshake(PROTOCOL),
-            self.supervised.host,
-            launch_interfaces(),
-            self.place,
-        )
-        rows = [Row(*row) for row in here.gather_objects(tuple(self._mirrors.row))]
-        hosts = [row.host for row in rows]
+        hosts = here.gather_objects(self.supervised.host)
         self._writes_model = hosts.index(self.supervised.host) == here.rank
-        keeper = partner(here.rank, hosts)
-        self._send = None if keeper is None else sender(self._mirrors, rows[keeper], here.rank)
+        self._send = self._sender(partner(here.rank, hosts))
         if self._writes_model:
             self.place.make()
         here.gather_objects("in place")
+
+    def _sender(self, keeper: int | None) -> Callable[[list[str], list[int]], None] | None:
+        """Return what sends files to the rank that mirrors them; None if all are on one host."""
+        if keeper is None:
+            return None
+        supervised, here = self.supervised, self._comm
+        mirrors = Mirrors(
+            supervised.handshake(PROTOCOL), supervised.host, launch_interfaces(), self.place
+        )
+        rows = here.gather_objects(tuple(mirrors.row))
+        return sender(mirrors, Row(*rows[keeper]), here.rank)
 
     def restore(self) -> tuple[int, int]:
         """Load the newest checkpoint of earlier generations; return epoch and step to begin with.
