@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from tfcommx.cli.doctor_exchange import MARK
 from tfcommx.cli.doctor_host import FAILED, OK, WARNING, Finding, find_program
 from tfcommx.comm.allocation import Host
+from tfcommx.comm.host_names import check_host_name
 from tfcommx.comm.horovodrun import BINDING, Launch, LaunchError, environment, search_path
 from tfcommx.comm.remote_hosts import SSH
 
@@ -91,7 +92,7 @@ def on_host(host: str) -> list[Finding]:
     words = [sys.executable, "-m", "tfcommx.cli.main", "doctor", "--no-launch", "--json"]
     path = os.environ.get("PYTHONPATH", "")
     remote = f"cd {shlex.quote(os.getcwd())} && PYTHONPATH={shlex.quote(path)} {shlex.join(words)}"
-    ended = _run([*SSH, host, remote], environment())
+    ended = _run([*SSH, "--", check_host_name(host, "-H"), remote], environment())
     with contextlib.suppress(ValueError, KeyError, IndexError):
         (rows,) = json.loads(ended.output[ended.output.index("{") :])["hosts"].values()
         return [Finding(**row) for row in rows]

@@ -17,6 +17,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from tfcommx.comm.host_names import check_host_name
 from tfcommx.terms import PlanError
 
 # Where the MPI operator mounts the workers of its job
@@ -40,33 +41,35 @@ class Allocation(NamedTuple):
     hosts: list[Host]
 
 
-def merge(names: list[tuple[str, int]]) -> list[Host]:
-    """Add the slots of hosts that are named several times; the first mention gives the order."""
+def merge(names: list[tuple[str, int]], source: str) -> list[Host]:
+    """Add the slots of hosts that are named several times; the first mention gives the order.
+
+    All hosts of a launch pass here. **Raises:** PlanError for a name that no host can have.
+    """
     slots: dict[str, int] = {}
     for name, count in names:
-        slots[name] = slots.get(name, 0) + count
+        slots[check_host_name(name, source)] = slots.get(name, 0) + count
     return [Host(name, count) for name, count in slots.items()]
 
 
-def parse_hosts(text: str) -> list[Host]:
+def parse_hosts(text: str, source: str = "-H") -> list[Host]:
     """Read hosts as horovodrun's -H has them; a host without a number has one slot.
 
-    **Raises:** PlanError for what is no host.
+    **Raises:** PlanError for what is no host; `source` is named in its message.
 
     >>> parse_hosts("node1:4,node2")
     [Host(name='node1', slots=4), Host(name='node2', slots=1)]
     """
     found = []
     for word in text.split(","):
-        # Horovod takes no other characters
-        match = re.fullmatch(r"([\w.-]+)(?::([1-9]\d*))?", word.strip())
+        match = re.fullmatch(r"([^:\s]+)(?::([1-9][0-9]*))?", word.strip())
         if not match:
             raise PlanError(
                 "Hosts must be NAME:SLOTS, separated by commas, such as node1:4,node2:4. "
-                f"Received {word!r}."
+                f"Received {word!r} from {source}."
             )
         found.append((match[1], int(match[2] or 1)))
-    return merge(found)
+    return merge(found, source)
 
 
 def read_hostfile(path: Path) -> list[Host]:
@@ -85,11 +88,11 @@ def read_hostfile(path: Path) -> list[Host]:
         if not text:
             continue
         slots = re.search(r"\sslots\s*=\s*(\d+)", text)
-        (host,) = parse_hosts(text.split()[0])
+        (host,) = parse_hosts(text.split()[0], str(path))
         found.append((host.name, int(slots[1]) if slots else host.slots))
     if not found:
         raise PlanError(f"A hostfile must name at least one host. Received an empty {path}.")
-    return merge(found)
+    return merge(found, str(path))
 
 
 def expand_nodelist(text: str) -> list[str]:
@@ -141,13 +144,13 @@ def allocation() -> Allocation | None:
                 f"SLURM_JOB_NODELIST={nodes}. Received {os.environ['SLURM_TASKS_PER_NODE']!r}. "
                 "Name the hosts by -H."
             )
-        return Allocation("Slurm", merge(list(zip(names, tasks, strict=True))))
+        return Allocation("Slurm", merge(list(zip(names, tasks, strict=True)), "Slurm"))
     for variable in ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE"):
         if file := os.environ.get(variable):
             return Allocation(variable, read_hostfile(Path(file)))
     if words := os.environ.get("LSB_MCPU_HOSTS", "").split():
         pairs = zip(words[::2], map(int, words[1::2]), strict=True)
-        return Allocation("LSB_MCPU_HOSTS", merge(list(pairs)))
+        return Allocation("LSB_MCPU_HOSTS", merge(list(pairs), "LSB_MCPU_HOSTS"))
     files = [Path(os.environ[name]) for name in HOSTFILE_VARIABLES if os.environ.get(name)]
     for path in (*files, *[KUBERNETES_HOSTFILE] * KUBERNETES_HOSTFILE.is_file()):
         return Allocation(str(path), read_hostfile(path))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tfcommx.comm.allocation import expand_nodelist
+from tfcommx.comm.host_names import check_host_name
 from tfcommx.terms import PlanError
 
 # Above the ports of common services and below those that systems hand out
@@ -61,7 +62,7 @@ def srun() -> ClusterEnvironment | None:
         _number("srun", "SLURM_PROCID"),
         _number("srun", "SLURM_STEP_NUM_TASKS"),
         _number("srun", "SLURM_LOCALID"),
-        expand_nodelist(_word("srun", "SLURM_STEP_NODELIST"))[0],
+        _first_node(_word("srun", "SLURM_STEP_NODELIST")),
         _own_port() or FIRST_PORT + (97 * job + step) % PORTS,
         f"{job}.{step}",
         os.environ.get("SLURM_STEP_NUM_NODES") == "1",
@@ -95,6 +96,11 @@ LAUNCHERS: tuple[Callable[[], ClusterEnvironment | None], ...] = (srun, torchrun
 def _own_port() -> int | None:
     """Return the port that the user asks for."""
     return _number("a user", "TFCOMMX_PORT") if "TFCOMMX_PORT" in os.environ else None
+
+
+def _first_node(nodes: str) -> str:
+    names = expand_nodelist(nodes)
+    return check_host_name(names[0] if names else "", f"SLURM_STEP_NODELIST={nodes}")
 
 
 def _word(launcher: str, name: str) -> str:

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from tfcommx.comm.host_names import check_host_name
+
 # The options that horovodrun gives to ssh
 SSH = ("ssh", "-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=no")
 # The first MPI operator's command in place of ssh, and where it says so
@@ -42,13 +44,14 @@ class RemoteHosts(NamedTuple):
     identity_file: Path | None = None
 
     def words(self, host: str, command: Sequence[str]) -> list[str]:
-        """Return the words that run a command on a host."""
+        """Return the words that run a command on a host. **Raises:** PlanError for no host."""
+        check_host_name(host, "the list of hosts")
         if os.environ.get(AGENT) == KUBEXEC:
             return [KUBEXEC, host, shlex.join(command)]
         words = [*SSH, "-o", f"ConnectTimeout={CONNECT_SECONDS}"]
         words += [] if self.port is None else ["-p", str(self.port)]
         words += [] if self.identity_file is None else ["-i", str(self.identity_file)]
-        return [*words, host, shlex.join(command)]
+        return [*words, "--", host, shlex.join(command)]
 
     def run(self, hosts: Collection[str], command: Sequence[str]) -> Mapping[str, str]:
         """Run a command on several hosts at once; return the output of those on which it succeeds.

@@ -73,13 +73,13 @@ class ScriptHosts:
         found = []
         for word in printed.split():
             try:
-                (host,) = parse_hosts(word)
+                (host,) = parse_hosts(word, "the script")
             except PlanError as error:
                 raise self._refusal(str(error)) from None
             if ":" not in word and self._slots is None:
                 raise self._refusal(f"{word!r} without a number, and no --slots")
             found.append((host.name, host.slots if ":" in word else self._slots or 1))
-        return merge(found)
+        return merge(found, self.name)
 
     def _refusal(self, received: str) -> PlanError:
         return PlanError(
