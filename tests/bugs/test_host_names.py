@@ -23,7 +23,16 @@ from tfcommx.elastic.discovery import ScriptHosts
 from tfcommx.terms import PlanError
 
 OPTION = "-Fconfig"
-WRONG = (OPTION, "-oProxyCommand=touch${IFS}made", "$(touch made)", "a;touch", "a`b`", "a|b", "é", ".a")
+WRONG = (
+    OPTION,
+    "-oProxyCommand=touch${IFS}made",
+    "$(touch made)",
+    "a;touch",
+    "a`b`",
+    "a|b",
+    "é",
+    ".a",
+)
 
 
 @pytest.fixture
@@ -37,7 +46,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("words", [("run", "-np", "1", f"-H={OPTION}", "--", "true")], ids=["run"])
+@pytest.mark.parametrize(
+    "words", [("run", "-np", "2", "-H", f"localhost:1,{OPTION}:1", "--", "true")], ids=["run"]
+)
 def test_no_command_gives_ssh_an_option_for_a_host(folder: Path, words: tuple[str, ...]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tfcommx.cli.main", *words],

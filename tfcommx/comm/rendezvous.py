@@ -202,7 +202,9 @@ def _serve(
     hosts = [socket.gethostname(), *(arrivals[rank].host for rank in range(1, here.size))]
     slots = _slots(hosts, [here.local_rank, *(arrivals[r].local_rank for r in range(1, here.size))])
     port = serve_rendezvous(Counter(hosts), address)
-    return {rank: {"slot": slot, "address": address, "port": port} for rank, slot in enumerate(slots)}
+    return {
+        rank: {"slot": slot, "address": address, "port": port} for rank, slot in enumerate(slots)
+    }
 
 
 def _slots(hosts: list[str], local_ranks: list[int | None]) -> list[list[int]]:

@@ -86,7 +86,9 @@ def executor_for(
         )
     if not synchronous or not is_worth_a_trial(schemes, asked):
         return PlanExecutor(plain, comm)
-    return _choose_or_try(schemes, asked, comm, plain, ExpectedRun(*comm.gather_objects(tuple(expected))[0]))
+    return _choose_or_try(
+        schemes, asked, comm, plain, ExpectedRun(*comm.gather_objects(tuple(expected))[0])
+    )
 
 
 def _agree_on_request(schemes: Mapping[str, Scheme], asked: PlanRequest, comm: Comm) -> None:
