@@ -37,7 +37,7 @@ WRONG = (
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the working directory, with the configuration that a host's name is to make ssh read."""
+    """Return the working directory, with the configuration that a host's name makes ssh read."""
     (tmp_path / "config").write_text(f"Host *\n  ProxyCommand touch {tmp_path}/made\n")
     (tmp_path / "hosts").write_text(f"{OPTION} slots=2\n")
     monkeypatch.chdir(tmp_path)
@@ -80,7 +80,7 @@ def test_the_end_of_ssh_s_options_stands_before_a_host() -> None:
 def test_such_a_name_is_refused_wherever_hosts_are_named(
     folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused = pytest.raises(PlanError, match="A host's name must|Hosts must be NAME")
+    refused = pytest.raises(PlanError, match=r"A host's name must|Hosts must be NAME")
     for word in (name, f"node1:2,{name}:1"):
         with refused:
             parse_hosts(word)

@@ -167,7 +167,7 @@ def test_answers_that_are_no_list_of_hosts_are_refused(store: dict, answer: byte
 
 def test_a_list_with_another_host_for_this_rank_is_refused(store: dict) -> None:
     store["all"] = b'["red", "blue"]'
-    with pytest.raises(PlanError, match="red as the host of rank 1, .* Received 'blue'"):
+    with pytest.raises(PlanError, match=r"red as the host of rank 1, .* Received 'blue'"):
         gloo_hosts.gloo_hosts(Launcher("gloo", 1, 2, 0))
 
 
@@ -185,6 +185,6 @@ def test_a_store_that_does_not_answer_is_named_in_time(monkeypatch: pytest.Monke
         monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
         monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", str(silent.getsockname()[1]))
         start = time.monotonic()
-        with pytest.raises(PlanError, match="Rank 0 of 2 .* answers: timed out"):
+        with pytest.raises(PlanError, match=r"Rank 0 of 2 .* answers: timed out"):
             gloo_hosts.gloo_hosts(Launcher("gloo", 1, 2, 0))
     assert time.monotonic() - start < 6

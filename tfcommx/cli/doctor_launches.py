@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from tfcommx.cli.doctor_exchange import MARK
 from tfcommx.cli.doctor_host import FAILED, OK, WARNING, Finding, find_program
 from tfcommx.comm.allocation import Host
-from tfcommx.comm.host_names import check_host_name
 from tfcommx.comm.horovodrun import BINDING, Launch, LaunchError, environment, search_path
+from tfcommx.comm.host_names import check_host_name
 from tfcommx.comm.remote_hosts import SSH
 
 # A launch takes some seconds on a machine that is not loaded

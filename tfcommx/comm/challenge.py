@@ -76,7 +76,7 @@ class Caller(NamedTuple):
     challenge: str
 
     def answer(self, text: Any) -> None:
-        """Answer it. **Raises:** OSError if it has gone; ValueError if it would not read that much."""
+        """Answer it. **Raises:** OSError if it has gone, ValueError for more than it reads."""
         proof = self.handshake._proof(self.challenge, text)
         _write(self.connection, {"said": text, "proof": proof})
 

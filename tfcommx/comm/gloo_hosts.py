@@ -6,9 +6,9 @@
     rank r   GET /tfcommx_hosts/all                         <--
 
 The store is Horovod's: an HTTP server without authentication, to which whoever reaches its port can
-write. So answers are read up to a limit, as JSON, and used only if they are names of hosts. Horovod's
-own client would unpickle them, which runs whatever their sender wants, and would go through the
-proxy of `http_proxy`.
+write. So answers are read up to a limit, as JSON, and used only if they are names of hosts.
+Horovod's own client would unpickle them, which runs whatever their sender wants, and would go
+through the proxy of `http_proxy`.
 
 Needs neither TensorFlow nor Horovod.
 """

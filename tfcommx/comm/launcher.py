@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tfcommx.comm.cluster_environment import cluster_environment
+from tfcommx.comm.private_folder import private_folder
 from tfcommx.terms import PlanError
 
 # Where launchers that are not supported say how many processes they started: Hydra (MPICH, Intel
@@ -163,10 +164,16 @@ def cache_folder() -> Path:
 
     TFCOMMX_CACHE; without it `tfcommx` in XDG_CACHE_HOME, or in ~/.cache; in the folder of
     temporary files for a user who has no home.
+
+    **Raises:** PlanError if there another user owns the folder of this one's name.
     """
     if own := os.environ.get("TFCOMMX_CACHE"):
         return Path(own)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tfcommx"
     except RuntimeError:  # A container's user without a home
-        return Path(tempfile.gettempdir()) / f"tfcommx-{os.getuid()}"
+        pass
+    try:
+        return private_folder(Path(tempfile.gettempdir()) / f"tfcommx-{os.getuid()}")
+    except OSError as error:
+        raise PlanError(f"{error}, or set TFCOMMX_CACHE to another folder.") from error

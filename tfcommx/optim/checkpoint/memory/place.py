@@ -21,6 +21,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from tfcommx.comm.private_folder import private_folder
 from tfcommx.optim.checkpoint.files import Head, head_of, memory_model_name, residuals_name
 
 _NAME = re.compile(r"(?:model-(\d{4,})|residuals-(\d{4,})-rank-(\d{4,}))\.npz")
@@ -46,9 +47,9 @@ class Place:
         self.path = memory / f"{zlib.crc32(str(folder).encode()):08x}"
 
     def make(self) -> None:
-        """Make the folder. **Raises:** OSError."""
-        self.path.parent.mkdir(mode=0o700, exist_ok=True)
-        self.path.mkdir(mode=0o700, exist_ok=True)
+        """Make the folder. **Raises:** OSError, also if another user has made it before."""
+        private_folder(self.path.parent)
+        private_folder(self.path)
 
     def write(self, name: str, arrays: Mapping[str, np.ndarray]) -> int:
         """Write a file; return its bytes. **Raises:** OSError; then nothing is left of it."""
