@@ -353,3 +353,47 @@ def test_who_was_aborted_while_nobody_is_known_to_be_missing_still_says_so() -> 
     network.members[1].tell_if_due(1.0 + CAUSE_SECONDS)
     assert network.members[1].finished
     assert network.members[1].last_words == "which, no watcher has said."
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "lost",
+        "lost [",
+        "lost 5",
+        "lost []",
+        'lost {"1": 5}',
+        'lost {"1": ["there", "gone"]}',
+        'lost {"1": ["there", 5, 2]}',
+        'lost {"9": ["there", "gone", 2]}',
+        'lost {"1": ["there", "gone", 2.5]}',
+        'lost {"x": ["there", "gone", 2]}',
+        "left x",
+        "left -1",
+        "left 3",
+        "at 5",
+        "at [[1]]",
+        'at [[1, "flies", "", 1, [1], 0.0]]',
+        'at [[1, "waits", "", 1, [], 0.0]]',
+        'at [["1", "waits", "", 1, [1], 0.0]]',
+        'at [[1, "waits", 5, 1, [1], 0.0]]',
+        'at [[1, "waits", "", 1, ["1"], 0.0]]',
+        "stall 5",
+        "end {}",
+        "end",
+        ". 5",
+        "at " + "[" * 50_000,
+        "GET / HTTP/1.1",
+        "\x00\ufffd",
+        "",
+    ],
+)
+def test_a_line_that_no_watcher_writes_does_not_end_one(line: str) -> None:
+    """The watcher ended with an exception, and its rank with it."""
+    network = Simulated(3, stall_seconds=60.0)
+    network.members[0].received(1, line, 1.0)
+    network.hops()
+    network.beat()
+    network.beat()
+    told = network.told()
+    assert not any(told.values()) and not any(one.alarm.lost for one in network.members.values())

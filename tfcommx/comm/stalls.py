@@ -16,7 +16,7 @@ from typing import NamedTuple
 GROUPS = 8
 EXAMPLES = 3
 # What a rank does
-WAITS, COMPUTES, PYTHON, LEFT, ENDED, SERVES, UNKNOWN, OTHERS = (
+WAITS, COMPUTES, PYTHON, LEFT, ENDED, SERVES, UNKNOWN, OTHERS = DOINGS = (
     "waits",
     "computes",
     "python",

@@ -37,7 +37,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tfcommx.comm.stalls import ENDED, UNKNOWN, Group, StallWatch, group_of, later, merge
+from tfcommx.comm.stalls import DOINGS, ENDED, UNKNOWN, Group, StallWatch, group_of, later, merge
 from tfcommx.comm.watch_alarm import ABORTED, Alarm
 from tfcommx.comm.watch_tree import children, neighbours, parent
 
@@ -57,6 +57,41 @@ class Neighbour:
     def gone(self) -> bool:
         """Whether it has left after a bye."""
         return self.leaving and not self.connected
+
+
+def read_line(line: str, size: int) -> tuple[str, Any]:
+    """Return kind and content of a line between watchers of so many ranks.
+
+    **Raises:** ValueError, TypeError or LookupError for a line that no watcher writes.
+
+    >>> read_line('lost {"3": ["node1", "its process has ended", 2]}', 4)
+    ('lost', {3: ['node1', 'its process has ended', 2]})
+    """
+    kind, _, text = line.partition(" ")
+    content = json.loads(text) if text else None
+    if kind == "lost":
+        rows = dict(content).items()
+        content = {int(rank): [host, what, by] for rank, (host, what, by) in rows}
+        ranks = [*content, *(by for _, _, by in content.values())]
+        right = all(isinstance(word, str) for row in content.values() for word in row[:2])
+    elif kind == "at":
+        content = [Group(*row) for row in content]
+        ranks = [rank for group in content for rank in group.ranks]
+        right = all(
+            type(group.step) is type(group.count) is int
+            and group.doing in DOINGS
+            and isinstance(group.what, str)
+            and group.ranks
+            and isinstance(group.seconds, int | float)
+            for group in content
+        )
+    elif kind == "left":
+        ranks, right = [content], True
+    else:
+        ranks, right = [], isinstance(content, str if kind in ("stall", "end") else type(None))
+    if not right or not all(type(rank) is int and 0 <= rank < size for rank in ranks):
+        raise ValueError(line)
+    return kind, content
 
 
 class WatchProtocol:
@@ -128,9 +163,12 @@ class WatchProtocol:
             self._report_missing(other, what, now)
 
     def received(self, other: int, line: str, now: float) -> None:
-        """Take a neighbour's line in."""
+        """Take a neighbour's line in; one that no watcher writes is passed over."""
         one = self.neighbours[other]
-        kind, _, text = line.partition(" ")
+        try:
+            kind, content = read_line(line, self.size)
+        except (ValueError, TypeError, LookupError, RecursionError):
+            return
         if kind == ".":  # The other lines come from the watcher, also of a rank that is stopped
             one.heard = now
         elif kind == "bye":
@@ -138,18 +176,16 @@ class WatchProtocol:
             if self.needed is not None:
                 self._leave(other, "it has ended", None)
         elif kind == "left":
-            self._leave(int(text), "it has ended", other)
+            self._leave(content, "it has ended", other)
         elif kind == "ended":
             one.ended = True
             self._see_whether_all_ended()
         elif kind == "over":
             self._pass_over()
         elif kind == "lost":
-            self._learn_missing(
-                {int(rank): row for rank, row in json.loads(text).items()}, other, now
-            )
+            self._learn_missing(content, other, now)
         elif kind == "at":
-            one.groups, one.groups_at = [Group(*row) for row in json.loads(text)], now
+            one.groups, one.groups_at = content, now
         elif kind == "stall":
             self._pass_down(line)
         elif kind == "end":
