@@ -1,19 +1,24 @@
 """Communication between ranks: how a run starts, how tensors travel, how a failure is noticed.
 
 Starting (no TensorFlow, except horovod and init)
+    host_names           which texts are names of hosts
     allocation           the hosts of a launch: -H, a hostfile, Slurm, PBS, LSF, Kubernetes
     horovodrun           start ranks by horovodrun, and wait for them
     rank_lines           show what the ranks write
     launcher             what horovodrun, mpirun and the user's TFCOMMX_... variables say
     cluster_environment  what srun and torchrun say of a process
     rendezvous           make a Gloo launch of processes that these have started
+    gloo_hosts           every rank's host, before Horovod starts under Gloo
     challenge            two processes prove to each other that they know a secret
+    entrance             hear the callers of a listening socket side by side
+    private_folder       a folder in /tmp or /dev/shm that no other user can write to
     mpi_start            end the ranks that wait in MPI's start for one that does not come
     init                 init(): from all of this to a running Horovod
     process              the process's own Comm: rank(), size(), ...
 
 Tensors and messages
     base                 Comm, the contract
+    plain_data           what ranks tell each other, as bytes and back, without pickle
     point_to_point       PointToPoint, the contract of messages between two ranks
     messages             how a Comm's ranks open and end such messages
     horovod              Comm on Horovod: NCCL, MPI or Gloo (the only `import horovod`)
