@@ -142,7 +142,7 @@ def joint_profile(
     """
     comm.gather_objects("ready")
     measured = timing.measured(chosen.selection, chosen.density).profile
-    profiles = comm.gather_objects(measured)
+    profiles = [Profile.from_json(text) for text in comm.gather_objects(measured.to_json())]
     update_s = statistics.fmean(found.update_s for found in profiles)
     passes_s = statistics.fmean(found.forward_s + found.backward_s for found in profiles)
     factor = max(alone_s - update_s, 0.0) / passes_s
