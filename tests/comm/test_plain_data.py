@@ -93,5 +93,5 @@ def text(json: bytes, arrays: bytes = b"") -> bytes:
     ],
 )
 def test_other_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(ValueError, match="no plain data"):
+    with pytest.raises(ValueError, match="Plain data of another rank is required"):
         decode(data)

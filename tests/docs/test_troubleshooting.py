@@ -32,6 +32,13 @@ INTERNAL = {
     "no answer from ...:": "likewise",
     "the sender has gone": "caught: the rest of the file is deleted",
     "Only the prices of a bucket that compresses are here.": "cannot be reached",
+    "a message of": "caught: the process that would send it is turned away",
+    "an array of": "caught: said behind `Plain data of another rank is required`",
+    "fewer bytes than the arrays have": "likewise",
+    "more bytes than the arrays have": "likewise",
+    "a value of type": "likewise",
+    "an empty ...": "caught: said behind `A supervised run needs`",
+    "no line of a watcher:": "caught: the line is passed over",
     "a stranger": "caught: rank 0 turns the process away",
     "...:": "a text file's error: `... Check the path.` stands on the page",
 }

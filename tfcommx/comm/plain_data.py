@@ -55,10 +55,14 @@ def decode(data: bytes) -> Any:
         end = _LENGTH.size + _LENGTH.unpack_from(data)[0]
         arrays = _Arrays(data, end)
         item = _from_json(json.loads(data[_LENGTH.size : end]), arrays)
+        if arrays.position != len(data):
+            raise ValueError("more bytes than the arrays have")
     except (LookupError, TypeError, ValueError, RecursionError, struct.error) as error:
-        raise ValueError(f"no plain data: {error}") from error
-    if arrays.position != len(data):
-        raise ValueError("no plain data: more bytes than the arrays have")
+        raise ValueError(
+            "Plain data of another rank is required, as tfcommx.comm.plain_data writes it. "
+            f"Received {data[:40]!r}, {len(data)} bytes: {error}. Do all ranks have the same "
+            "version, and can no other program reach their ports?"
+        ) from error
     return item
 
 
@@ -118,4 +122,4 @@ def _from_json(value: Any, arrays: _Arrays) -> Any:
         return base64.b64decode(content, validate=True)
     if kind == "array":
         return arrays.take(*content)
-    raise ValueError(f"type {kind!r:.40}")
+    raise ValueError(f"a value of type {kind!r:.40}")

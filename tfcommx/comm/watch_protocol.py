@@ -90,7 +90,7 @@ def read_line(line: str, size: int) -> tuple[str, Any]:
     else:
         ranks, right = [], isinstance(content, str if kind in ("stall", "end") else type(None))
     if not right or not all(type(rank) is int and 0 <= rank < size for rank in ranks):
-        raise ValueError(line)
+        raise ValueError(f"no line of a watcher: {line!r:.80}")
     return kind, content
 
 
