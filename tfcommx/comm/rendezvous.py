@@ -87,8 +87,9 @@ def _gather(
     here: ClusterEnvironment, deadline: float, seconds: float
 ) -> tuple[dict[str, str], str]:
     """Wait for all ranks, and answer them; return this rank's settings and address."""
+    check_host_name(socket.gethostname(), "this host")
+    handshake = _handshake(here)
     try:
-        check_host_name(socket.gethostname(), "this host")
         server = _listen(here)
     except OSError as error:
         raise PlanError(
@@ -96,9 +97,7 @@ def _gather(
             f"Received: {error}. Set TFCOMMX_PORT to a free one, equal on all ranks."
         ) from error
     came: queue.SimpleQueue[Caller] = queue.SimpleQueue()
-    entrance = Entrance(
-        server, _handshake(here), MESSAGE_SECONDS, came.put, most=here.size + STRANGERS
-    )
+    entrance = Entrance(server, handshake, MESSAGE_SECONDS, came.put, most=here.size + STRANGERS)
     arrivals: dict[int, Arrival] = {}
     everyone: list[Arrival] = []  # Also those that there is no place for
     problem = ""
@@ -242,14 +241,15 @@ def _answer(arrival: Arrival, text: dict[str, Any]) -> None:
 def _ask(here: ClusterEnvironment, deadline: float, seconds: float) -> tuple[dict[str, str], str]:
     """Tell rank 0 who this is, and wait for its answer; return settings and own address."""
     reason: object = "no process listens there"
-    host = check_host_name(socket.gethostname(), "this host")
+    # Before the loop, because a PlanError is a ValueError, after which it would call again
+    host, handshake = check_host_name(socket.gethostname(), "this host"), _handshake(here)
     while time.monotonic() < deadline:
         try:
             with socket.create_connection((here.address, here.port), MESSAGE_SECONDS) as connection:
                 own, peer = connection.getsockname()[0], connection.getpeername()[0]
                 said = (here.rank, host, here.local_rank)
                 # Rank 0 answers when all have come, or when its own time is over
-                answer = _handshake(here).call(connection, said, deadline + 2 * MESSAGE_SECONDS)
+                answer = handshake.call(connection, said, deadline + 2 * MESSAGE_SECONDS)
         except NO_PARTNER as error:
             reason = error
             time.sleep(0.2)
