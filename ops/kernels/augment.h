@@ -19,7 +19,7 @@ enum class Pixel { kUint8, kHalf, kBfloat16, kFloat };
 // The most that may be used of the processor; all give the same bits.
 enum class Code { kFastest, kAvx2, kPortable };
 
-struct Rule {
+struct WindowRule {
   Crop crop = Crop::kWhole;
   bool flip = false;                        // left-right, for every second sample
   double area_low = 0.08, area_high = 1.0;  // of the image, in (0, 1]
@@ -33,7 +33,8 @@ struct Window {  // pixels; flip is 0 or 1
 };
 
 // The window of one sample: a pure function of (rule.seed, epoch, sample, height, width).
-Window window_of(const Rule& rule, uint64_t epoch, uint64_t sample, int32_t height, int32_t width);
+Window window_of(const WindowRule& rule, uint64_t epoch, uint64_t sample, int32_t height,
+                 int32_t width);
 
 // A number in [0, 1): draw `draw` of the stream of (seed, epoch, sample).
 double uniform(uint64_t seed, uint64_t epoch, uint64_t sample, uint64_t draw);
@@ -54,7 +55,7 @@ struct Image {
   int32_t height, width, channels;
 };
 
-Image image_of(const Record& record);
+Image image_of(const Sample& sample);
 
 // Write one image: a window, resized to the target by bilinear interpolation at pixel centres, no
 // antialias.

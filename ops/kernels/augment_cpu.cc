@@ -183,7 +183,8 @@ double uniform(uint64_t seed, uint64_t epoch, uint64_t sample, uint64_t draw) {
   return static_cast<double>(mix(mix(mix(mix(seed) + epoch) + sample) + draw) >> 11) * 0x1p-53;
 }
 
-Window window_of(const Rule& rule, uint64_t epoch, uint64_t sample, int32_t height, int32_t width) {
+Window window_of(const WindowRule& rule, uint64_t epoch, uint64_t sample, int32_t height,
+                 int32_t width) {
   Window window{0, 0, height, width, 0};
   if (rule.flip) window.flip = uniform(rule.seed, epoch, sample, 0) < 0.5;
   const auto center = [&](int64_t h, int64_t w) {
@@ -228,9 +229,8 @@ size_t pixel_bytes(Pixel pixel) {
   return pixel == Pixel::kUint8 ? 1 : pixel == Pixel::kFloat ? 4 : 2;
 }
 
-Image image_of(const Record& record) {
-  return {reinterpret_cast<const uint8_t*>(&record) + sizeof(Record), record.height, record.width,
-          record.channels};
+Image image_of(const Sample& sample) {
+  return {sample.pixels, sample.record.height, sample.record.width, sample.record.channels};
 }
 
 void augment(const Image& image, const Window& window, const Target& wanted, void* out_pointer,

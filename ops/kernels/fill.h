@@ -12,6 +12,7 @@ namespace tfcommx {
 struct FileHead {
   bool jpeg;  // else a PNG
   int32_t height, width;
+  int32_t bits;  // of a channel
 };
 
 // Reads the head of a JPEG or PNG; false if it is neither, or says no size.
@@ -25,7 +26,7 @@ void stored_size(int32_t height, int32_t width, int32_t store, int32_t* kept_hei
 // A slab that is mapped and open for writing.
 struct SlabFile {
   int file;
-  uint8_t* base;
+  const Slab& slab;
   // of this file: its locks keep out other processes, and no thread of this one
   std::mutex *one_takes, *one_writes;
 };
@@ -35,6 +36,6 @@ enum class Put { kWritten, kThere, kNot };
 
 // Shrinks an image to its stored size, writes its record and publishes it, unless another process
 // has done so meanwhile.
-Put put(const SlabFile& slab, int64_t sample, int64_t label, Image image, int32_t store);
+Put put(const SlabFile& file, int64_t sample, int64_t label, Image image, int32_t store);
 
 }  // namespace tfcommx

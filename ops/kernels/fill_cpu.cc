@@ -32,19 +32,25 @@ bool lock(int file, Lock which, short kind, bool wait = false) {
 }
 
 // Finds where the `size` bytes of a sample may be written: kWritten if they may.
-Put take(const SlabFile& slab, int64_t sample, int64_t size, int64_t* at) {
-  const std::lock_guard<std::mutex> threads(*slab.one_takes);
-  if (!lock(slab.file, Lock::kSpace, F_WRLCK, true)) return Put::kNot;
-  SlabHeader* header = reinterpret_cast<SlabHeader*>(slab.base);
+Put take(const SlabFile& file, int64_t sample, int64_t size, int64_t* at) {
+  const std::lock_guard<std::mutex> threads(*file.one_takes);
+  if (!lock(file.file, Lock::kSpace, F_WRLCK, true)) return Put::kNot;
+  const SlabHeader& header = file.slab.header;
+  int64_t* next = &reinterpret_cast<SlabHeader*>(file.slab.base)->next;
   Put found = Put::kNot;
-  if (find(slab.base, sample) != nullptr) {
+  Sample there;
+  if (find(file.slab, sample, &there)) {
     found = Put::kThere;
-  } else if (header->length - header->next >= size) {
-    found = Put::kWritten;
-    *at = header->next;
-    header->next += size;
+  } else {
+    *at = __atomic_load_n(next, __ATOMIC_RELAXED);
+    // Another value would lead outside the records.
+    const bool sound = *at >= header.data_at && *at <= header.length && *at % 64 == 0;
+    if (sound && header.length - *at >= size) {
+      found = Put::kWritten;
+      __atomic_store_n(next, *at + size, __ATOMIC_RELAXED);
+    }
   }
-  lock(slab.file, Lock::kSpace, F_UNLCK);
+  lock(file.file, Lock::kSpace, F_UNLCK);
   return found;
 }
 
@@ -52,21 +58,21 @@ Put take(const SlabFile& slab, int64_t sample, int64_t size, int64_t* at) {
 // pwrite at a time into a file: a thread that finds another one writing makes the pages in the
 // mapping and copies, so that all cores fill side by side. The pages are asked for, and not just
 // touched, because that is an error on a full file system and not a fatal signal.
-bool write(const SlabFile& slab, int64_t at, const Record& record, const uint8_t* pixels) {
+bool write(const SlabFile& file, int64_t at, const Record& record, const uint8_t* pixels) {
   static const int64_t page = sysconf(_SC_PAGESIZE);
   const int64_t size = static_cast<int64_t>(sizeof(Record)) + record.bytes,
                 first = at / page * page;
-  const std::unique_lock<std::mutex> threads(*slab.one_writes, std::try_to_lock);
-  const bool alone = threads.owns_lock() && lock(slab.file, Lock::kPwrite, F_WRLCK);
-  if (!alone && madvise(slab.base + first, at + size - first, MADV_POPULATE_WRITE) == 0) {
-    std::memcpy(slab.base + at, &record, sizeof(Record));
-    std::memcpy(slab.base + at + sizeof(Record), pixels, record.bytes);
+  const std::unique_lock<std::mutex> threads(*file.one_writes, std::try_to_lock);
+  const bool alone = threads.owns_lock() && lock(file.file, Lock::kPwrite, F_WRLCK);
+  if (!alone && madvise(file.slab.base + first, at + size - first, MADV_POPULATE_WRITE) == 0) {
+    std::memcpy(file.slab.base + at, &record, sizeof(Record));
+    std::memcpy(file.slab.base + at + sizeof(Record), pixels, record.bytes);
     return true;
   }
   const iovec parts[] = {{const_cast<Record*>(&record), sizeof(Record)},
                          {const_cast<uint8_t*>(pixels), static_cast<size_t>(record.bytes)}};
-  const bool done = pwritev(slab.file, parts, 2, at) == size;
-  if (alone) lock(slab.file, Lock::kPwrite, F_UNLCK);
+  const bool done = pwritev(file.file, parts, 2, at) == size;
+  if (alone) lock(file.file, Lock::kPwrite, F_UNLCK);
   return done;
 }
 
@@ -91,12 +97,12 @@ void halve(Image* image, uint8_t* to) {
 
 bool read_head(const uint8_t* bytes, size_t length, FileHead* head) {
   static constexpr uint8_t kPng[] = {0x89, 'P', 'N', 'G', '\r', '\n', 0x1A, '\n'};
-  if (length >= 24 && std::equal(kPng, kPng + 8, bytes)) {
+  if (length >= 25 && std::equal(kPng, kPng + 8, bytes)) {
     const auto side = [&](size_t at) {
       return static_cast<int32_t>(uint32_t{bytes[at]} << 24 | bytes[at + 1] << 16 |
                                   bytes[at + 2] << 8 | bytes[at + 3]);
     };
-    *head = {false, side(20), side(16)};
+    *head = {false, side(20), side(16), bytes[24]};
     return head->height > 0 && head->width > 0;
   }
   if (length < 4 || bytes[0] != 0xFF || bytes[1] != 0xD8 || bytes[2] != 0xFF) return false;
@@ -107,8 +113,13 @@ bool read_head(const uint8_t* bytes, size_t length, FileHead* head) {
       // A frame starts.
     } else if (marker >= 0xC0 && marker <= 0xCF && marker != 0xC4 && marker != 0xC8 &&
                marker != 0xCC) {
-      *head = {true, bytes[at + 5] << 8 | bytes[at + 6], bytes[at + 7] << 8 | bytes[at + 8]};
+      *head = {true, bytes[at + 5] << 8 | bytes[at + 6], bytes[at + 7] << 8 | bytes[at + 8],
+               bytes[at + 4]};
       return head->height > 0 && head->width > 0;
+    } else if (marker == 0x01 || (marker >= 0xD0 && marker <= 0xD7)) {  // they have no length
+      at += 2;
+    } else if (marker == 0 || (marker >= 0xD8 && marker <= 0xDA)) {  // no frame before the scan
+      return false;
     } else {
       at += 2 + (bytes[at + 2] << 8 | bytes[at + 3]);
     }
@@ -128,7 +139,7 @@ void stored_size(int32_t height, int32_t width, int32_t store, int32_t* kept_hei
   *kept_width = kept(width);
 }
 
-Put put(const SlabFile& slab, int64_t sample, int64_t label, Image image, int32_t store) {
+Put put(const SlabFile& file, int64_t sample, int64_t label, Image image, int32_t store) {
   Target target;
   target.pixel = Pixel::kUint8;
   target.channels = image.channels;
@@ -151,11 +162,10 @@ Put put(const SlabFile& slab, int64_t sample, int64_t label, Image image, int32_
   record.crc = crc32(crc32(0, reinterpret_cast<const uint8_t*>(&record), offsetof(Record, crc)),
                      pixels, bytes);
   int64_t at = 0;
-  const Put found = take(slab, sample, sizeof(Record) + (bytes + 63) / 64 * 64, &at);
+  const Put found = take(file, sample, sizeof(Record) + (bytes + 63) / 64 * 64, &at);
   if (found != Put::kWritten) return found;
-  if (!write(slab, at, record, pixels)) return Put::kNot;
-  int64_t* index = reinterpret_cast<int64_t*>(
-      slab.base + reinterpret_cast<const SlabHeader*>(slab.base)->index_at);
+  if (!write(file, at, record, pixels)) return Put::kNot;
+  int64_t* index = reinterpret_cast<int64_t*>(file.slab.base + file.slab.header.index_at);
   __atomic_store_n(index + sample, at, __ATOMIC_RELEASE);
   return Put::kWritten;
 }

@@ -98,7 +98,7 @@ class Selector {
   }
 
   template <class Value>
-  Window window(double width, const Value& value) {
+  KeyWindow window(double width, const Value& value) {
     if (s_.k == 0) return {kNotFinite, kNotFinite, 0, 0};
     const double n = static_cast<double>(s_.n);
     if (s_.n <= kListed) return {0, kNotFinite, n, n};
@@ -113,7 +113,7 @@ class Selector {
   }
 
   // Adds (the first time), and lists or counts what the window says.
-  void gather(const Window& window, bool first) {
+  void gather(const KeyWindow& window, bool first) {
     const uint32_t unit = uint32_t{1} << unit_;
     gathered_.low = {window.lower, window.lower + unit};
     gathered_.high = {window.upper, window.upper + unit};

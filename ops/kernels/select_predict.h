@@ -14,7 +14,7 @@
 
 namespace tfcommx {
 
-struct Window {
+struct KeyWindow {
   // Almost surely the k-th largest key lies between them; both are starts of bands.
   uint32_t lower = 0, upper = kNotFinite;
   double reached = 0;  // at most so many entries reach lower, almost surely
@@ -29,8 +29,8 @@ struct Window {
 // neighbours as alike as the sample shows them. A band leaves `open` bits of a key open. Cost: at
 // most n / 32 entries read, and at most 262,144. n >= 4096.
 template <class Value, class Fetch, class Each>
-Window predict(int64_t n, int64_t k, uint64_t seed, double width, int open, const Value& value,
-               const Fetch& fetch, const Each& each) {
+KeyWindow predict(int64_t n, int64_t k, uint64_t seed, double width, int open, const Value& value,
+                  const Fetch& fetch, const Each& each) {
   constexpr int64_t kRun = 16, kAhead = 16, kTurns = 8, kBins = 2048, kLook = 256;
   constexpr int kShift = 20;
   const int64_t runs = std::min<int64_t>(n / (32 * kRun), 16384), stretch = n / kRun / runs;
@@ -115,7 +115,7 @@ Window predict(int64_t n, int64_t k, uint64_t seed, double width, int open, cons
   const auto margin = [=](double count) { return width * (std::sqrt(count * alike) + alike); };
 
   const double low = expected + margin(expected), high = expected - margin(expected);
-  Window window{0, kNotFinite, static_cast<double>(n), static_cast<double>(n)};
+  KeyWindow window{0, kNotFinite, static_cast<double>(n), static_cast<double>(n)};
   if (high >= 0 && high < kept) window.upper = key_at(high);
   if (low < kept) {
     window.lower = key_at(low);

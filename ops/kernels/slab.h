@@ -31,20 +31,35 @@ struct Record {  // 64 bytes, then the pixels, row-major, interleaved channels
 };
 static_assert(sizeof(Record) == 64, "a record's header is one cache line");
 
-// The record at `at`, or null if it does not lie inside [low, length) or is not that of
-// `sample`.
-const Record* record_at(const uint8_t* base, int64_t low, int64_t length, int64_t at,
-                        int64_t sample);
+// A mapped slab. The header is a private copy that was checked once, because other processes can
+// write to the mapping at any time: nothing in it is read twice or used unchecked.
+struct Slab {
+  uint8_t* base = nullptr;
+  SlabHeader header = {};
+};
 
-// The record of `sample` in a mapped slab, or null if it is absent. The caller has checked the
-// header and the range.
-const Record* find(const uint8_t* slab, int64_t sample);
+// A sample in memory: a checked copy of its record, and the pixels that it describes.
+struct Sample {
+  Record record;
+  const uint8_t* pixels;
+};
+
+// Whether a header describes a file of `length` bytes: index and data lie inside it.
+bool fits(const SlabHeader& header, int64_t length);
+
+// Reads the record at `at`; false if it does not lie inside [low, length) or is not that of
+// `sample`.
+bool record_at(const uint8_t* base, int64_t low, int64_t length, int64_t at, int64_t sample,
+               Sample* out);
+
+// Reads the record of `sample`, in [0, header.count); false if it is absent.
+bool find(const Slab& slab, int64_t sample, Sample* out);
 
 // Prefetches the record that `find` is going to look at.
-void foresee(const uint8_t* slab, int64_t sample);
+void foresee(const Slab& slab, int64_t sample);
 
 // Whether the record's CRC holds. Cost: one pass over the pixels.
-bool intact(const Record& record);
+bool intact(const Sample& sample);
 
 // Zlib's CRC-32 of bytes, continued from that of what came before (0: nothing).
 uint32_t crc32(uint32_t crc, const uint8_t* bytes, size_t length);

@@ -10,31 +10,42 @@
 
 namespace tfcommx {
 
-const Record* record_at(const uint8_t* base, int64_t low, int64_t length, int64_t at,
-                        int64_t sample) {
+bool fits(const SlabHeader& header, int64_t length) {
+  return header.length == length && header.index_at >= static_cast<int64_t>(sizeof(SlabHeader)) &&
+         header.index_at % 8 == 0 && header.index_at <= length && header.count >= 0 &&
+         header.count <= (length - header.index_at) / 8 &&
+         header.data_at >= header.index_at + 8 * header.count && header.data_at % 64 == 0 &&
+         header.data_at <= length;
+}
+
+bool record_at(const uint8_t* base, int64_t low, int64_t length, int64_t at, int64_t sample,
+               Sample* out) {
   const int64_t head = static_cast<int64_t>(sizeof(Record));
-  if (at < low || at % 64 || at > length - head) return nullptr;
-  const Record* record = reinterpret_cast<const Record*>(base + at);
-  if (record->sample != sample || record->height < 1 || record->width < 1 || record->channels < 1 ||
-      record->channels > 4)
-    return nullptr;
-  if (record->bytes != static_cast<int64_t>(record->height) * record->width * record->channels)
-    return nullptr;
-  return record->bytes <= length - head - at ? record : nullptr;
+  if (at < low || at % 64 || at > length - head) return false;
+  // Copied before it is checked: the close of the slab may empty the record at any moment.
+  Record& record = out->record;
+  std::memcpy(&record, base + at, sizeof(Record));
+  out->pixels = base + at + head;
+  if (record.sample != sample || record.height < 1 || record.width < 1 || record.channels < 1 ||
+      record.channels > 4 || record.bytes < 1 || record.bytes > length - head - at)
+    return false;
+  const int64_t area = static_cast<int64_t>(record.height) * record.width;
+  // Compared by a division, because four times the area may not fit 64 bits.
+  return area <= record.bytes / record.channels && area * record.channels == record.bytes;
 }
 
-void foresee(const uint8_t* slab, int64_t sample) {
-  const SlabHeader* header = reinterpret_cast<const SlabHeader*>(slab);
-  const int64_t at = __atomic_load_n(
-      reinterpret_cast<const int64_t*>(slab + header->index_at) + sample, __ATOMIC_RELAXED);
-  if (at >= header->data_at && at < header->length) __builtin_prefetch(slab + at);
+void foresee(const Slab& slab, int64_t sample) {
+  const int64_t at =
+      __atomic_load_n(reinterpret_cast<const int64_t*>(slab.base + slab.header.index_at) + sample,
+                      __ATOMIC_RELAXED);
+  if (at >= slab.header.data_at && at < slab.header.length) __builtin_prefetch(slab.base + at);
 }
 
-const Record* find(const uint8_t* slab, int64_t sample) {
-  const SlabHeader* header = reinterpret_cast<const SlabHeader*>(slab);
-  const int64_t* index = reinterpret_cast<const int64_t*>(slab + header->index_at);
-  const int64_t at = __atomic_load_n(index + sample, __ATOMIC_ACQUIRE);
-  return at ? record_at(slab, header->data_at, header->length, at, sample) : nullptr;
+bool find(const Slab& slab, int64_t sample, Sample* out) {
+  const int64_t at =
+      __atomic_load_n(reinterpret_cast<const int64_t*>(slab.base + slab.header.index_at) + sample,
+                      __ATOMIC_ACQUIRE);
+  return at && record_at(slab.base, slab.header.data_at, slab.header.length, at, sample, out);
 }
 
 #if defined(__x86_64__)
@@ -111,10 +122,10 @@ uint32_t crc32(uint32_t crc, const uint8_t* bytes, size_t length) {
   return ~crc;
 }
 
-bool intact(const Record& record) {
-  const uint8_t* bytes = reinterpret_cast<const uint8_t*>(&record);
-  return crc32(crc32(0, bytes, offsetof(Record, crc)), bytes + sizeof(Record), record.bytes) ==
-         record.crc;
+bool intact(const Sample& sample) {
+  const uint8_t* head = reinterpret_cast<const uint8_t*>(&sample.record);
+  return crc32(crc32(0, head, offsetof(Record, crc)), sample.pixels, sample.record.bytes) ==
+         sample.record.crc;
 }
 
 }  // namespace tfcommx

@@ -112,12 +112,16 @@ class SlabCheck : public OpKernel {
     auto out = state->flat<uint8_t>();
     for (int64_t i = 0; i < indices.size(); ++i) {
       OP_REQUIRES_OK(context, check_index(indices(i), slab_.count()));
-      foresee(slab_.base(), indices(i));
+      foresee(slab_.slab(), indices(i));
     }
     for (int64_t i = 0; i < indices.size(); ++i) {
-      const Record* record = find(slab_.base(), indices(i));
-      const bool look = record != nullptr && uniform(seed_, epoch, indices(i), 0) < verify_;
-      out(i) = record == nullptr ? 1 : look && !intact(*record) ? 2 : 0;
+      Sample sample;
+      if (!find(slab_.slab(), indices(i), &sample)) {
+        out(i) = 1;
+        continue;
+      }
+      const bool look = uniform(seed_, epoch, indices(i), 0) < verify_;
+      out(i) = look && !intact(sample) ? 2 : 0;
     }
   }
 
@@ -209,19 +213,17 @@ class SlabRead : public OpKernel {
     for (int64_t i = 0; i < n; ++i) {
       if (loose_at(i) >= 0) continue;
       OP_REQUIRES_OK(context, check_index(indices(i), slab_.count()));
-      foresee(slab_.base(), indices(i));
+      foresee(slab_.slab(), indices(i));
     }
     for (int64_t i = 0; i < n; ++i) {
-      const Record* found = loose_at(i) >= 0
-                                ? record_at(loose.data(), 0, loose.size(), loose_at(i), indices(i))
-                                : find(slab_.base(), indices(i));
-      OP_REQUIRES(context, found != nullptr,
+      Sample sample;
+      const bool present = loose_at(i) >= 0 ? record_at(loose.data(), 0, loose.size(), loose_at(i),
+                                                        indices(i), &sample)
+                                            : find(slab_.slab(), indices(i), &sample);
+      OP_REQUIRES(context, present,
                   DataLoss("Sample ", indices(i), " is not in memory, or its record is damaged."));
-      // a copy: the close of the slab may empty the record at any moment
-      const Image record = sources[i] = image_of(*found);
-      numbers[i] = found->label;
-      OP_REQUIRES(context, record.height > 0 && record.width > 0 && record.channels > 0,
-                  DataLoss("The slab has been closed."));
+      const Image record = sources[i] = image_of(sample);
+      numbers[i] = sample.record.label;
       OP_REQUIRES(context, record.channels == target.channels,
                   InvalidArgument("Samples of ", target.channels, " channels are required. Sample ",
                                   indices(i), " has ", record.channels, "."));
@@ -261,7 +263,7 @@ class SlabRead : public OpKernel {
  private:
   BatchMemory::User user_;
   Mapping slab_;
-  Rule rule_;
+  WindowRule rule_;
   Target target_;
   Code code_;
 };

@@ -30,7 +30,8 @@ using tensorflow::tstring;
 using tensorflow::errors::InvalidArgument;
 
 REGISTER_OP("TfcommxSlabFill")
-    .Input("encoded: string")  // files; what is neither JPEG nor PNG is left alone
+    // Files; those that are neither JPEGs nor PNGs, or have more than 8 bits, are left alone.
+    .Input("encoded: string")
     .Input("samples: int64")
     .Input("labels: int64")
     .Input("state: uint8")  // 0: nothing is to be done; else anything
@@ -39,7 +40,8 @@ REGISTER_OP("TfcommxSlabFill")
     .Attr("path: string")
     .Attr("id: int")  // in the header of the slab
     .Attr("channels: int")
-    .Attr("store: int")  // short side at which images are kept; 0: as they come
+    .Attr("store: int")       // short side at which images are kept; 0: as they come
+    .Attr("max_pixels: int")  // images with more are left alone
     .SetIsStateful()
     .SetShapeFn([](tensorflow::shape_inference::InferenceContext* c) {
       c->set_output(0, c->input(1));
@@ -55,6 +57,7 @@ class SlabFill : public OpKernel {
     OP_REQUIRES_OK(context, context->GetAttr("id", &id));
     OP_REQUIRES_OK(context, context->GetAttr("channels", &channels_));
     OP_REQUIRES_OK(context, context->GetAttr("store", &store_));
+    OP_REQUIRES_OK(context, context->GetAttr("max_pixels", &max_pixels_));
     // Else the source gives pixels, or other files.
     const bool can_decode = channels_ == 1 || channels_ == 3;
     for (int i = 0; can_decode && i < 4; ++i) {
@@ -101,7 +104,8 @@ class SlabFill : public OpKernel {
   Put bring(OpKernelContext* context, const tstring& file, int64_t sample, int64_t label) {
     if (decoders_[0] == nullptr) return Put::kNot;
     FileHead head;
-    if (!read_head(reinterpret_cast<const uint8_t*>(file.data()), file.size(), &head))
+    if (!read_head(reinterpret_cast<const uint8_t*>(file.data()), file.size(), &head) ||
+        head.bits > 8 || static_cast<int64_t>(head.height) * head.width > max_pixels_)
       return Put::kNot;
     const int32_t small = std::min(head.height, head.width);
     int scale = head.jpeg ? 3 : 0;
@@ -124,7 +128,7 @@ class SlabFill : public OpKernel {
     const Tensor& pixels = *inner.mutable_output(0);
     const Image image = {pixels.flat<uint8_t>().data(), static_cast<int32_t>(pixels.dim_size(0)),
                          static_cast<int32_t>(pixels.dim_size(1)), channels_};
-    return put({slab_.file(), slab_.base(), &one_takes_, &one_writes_}, sample, label, image,
+    return put({slab_.file(), slab_.slab(), &one_takes_, &one_writes_}, sample, label, image,
                store_);
   }
 
@@ -133,6 +137,7 @@ class SlabFill : public OpKernel {
   // At 1/1, 1/2, 1/4, 1/8; none if they do not make so many channels.
   std::unique_ptr<OpKernel> decoders_[4];
   int32_t channels_, store_;
+  int64_t max_pixels_;
 };
 
 REGISTER_KERNEL_BUILDER(Name("TfcommxSlabFill").Device(tensorflow::DEVICE_CPU), SlabFill);

@@ -19,7 +19,7 @@ namespace tfcommx {
 class Mapping {
  public:
   ~Mapping() {
-    if (base_ != nullptr) munmap(base_, length_);
+    if (slab_.base != nullptr) munmap(slab_.base, slab_.header.length);
     if (file_ >= 0) close(file_);
   }
 
@@ -30,50 +30,46 @@ class Mapping {
       return tensorflow::errors::FailedPrecondition("The slab ", path,
                                                     " cannot be opened: ", std::strerror(errno),
                                                     ". Make the DataCache first.");
-    struct stat facts;
-    const bool known = fstat(file, &facts) == 0;
-    length_ = known ? facts.st_size : 0;
+    file_ = file;
     const auto another = [&] {
       return tensorflow::errors::FailedPrecondition(
           "The slab ", path, " with id ", id, " is required, another file is there. ",
           "Make the dataset again from the DataCache that is open now.");
     };
-    if (!known || length_ < static_cast<int64_t>(sizeof(SlabHeader))) {
-      close(file);
+    // Only a file of this user that no other may open: see tfcommx/data/cache/own_files.py. A
+    // removed slab has no link.
+    struct stat facts;
+    if (fstat(file, &facts) != 0 || !S_ISREG(facts.st_mode) || facts.st_uid != geteuid() ||
+        (facts.st_mode & 077) != 0 || facts.st_nlink > 1)
       return another();
+    SlabHeader& header = slab_.header;
+    if (pread(file, &header, sizeof(header), 0) != sizeof(header) ||
+        std::memcmp(header.magic, kSlabMagic, sizeof(kSlabMagic)) || header.id != id)
+      return another();
+    if (!fits(header, facts.st_size)) {
+      return tensorflow::errors::DataLoss("The header of the slab ", path,
+                                          " is damaged. Remove the file and start again.");
     }
-    void* base =
-        mmap(nullptr, length_, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, file, 0);
-    if (writable) {
-      file_ = file;
-    } else {
-      close(file);
-    }
+    void* base = mmap(nullptr, header.length, writable ? PROT_READ | PROT_WRITE : PROT_READ,
+                      MAP_SHARED, file, 0);
     if (base == MAP_FAILED)
       return tensorflow::errors::FailedPrecondition(
           "The slab ", path, " cannot be mapped: ", std::strerror(errno), ".");
-    base_ = base;
-    const SlabHeader& header = *static_cast<const SlabHeader*>(base_);
-    if (std::memcmp(header.magic, kSlabMagic, sizeof(kSlabMagic)) || header.id != id)
-      return another();
-    if (header.length != length_ || header.count < 0 || header.index_at % 8 ||
-        header.index_at + 8 * header.count > header.data_at || header.data_at > length_) {
-      return tensorflow::errors::DataLoss("The header of the slab ", path,
-                                          " is damaged. Remove the file and start again.");
+    slab_.base = static_cast<uint8_t*>(base);
+    if (!writable) {
+      close(file);
+      file_ = -1;
     }
     return absl::OkStatus();
   }
 
-  uint8_t* base() const { return static_cast<uint8_t*>(base_); }
-  int file() const { return file_; }  // -1: not writable
-  int64_t count() const {
-    return base_ == nullptr ? 0 : static_cast<const SlabHeader*>(base_)->count;
-  }
+  const Slab& slab() const { return slab_; }
+  int file() const { return file_; }                    // -1: not writable
+  int64_t count() const { return slab_.header.count; }  // 0: nothing is mapped
 
  private:
   int file_ = -1;
-  void* base_ = nullptr;
-  int64_t length_ = 0;
+  Slab slab_;
 };
 
 inline absl::Status check_index(int64_t sample, int64_t count) {

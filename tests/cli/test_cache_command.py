@@ -15,7 +15,7 @@ from launching import QUICK, ROOT
 
 from tfcommx.cli.main import main
 from tfcommx.data.cache.slab import Slab
-from tfcommx.data.cache.slab_files import slab_state
+from tfcommx.data.cache.slab_files import prefix, slab_state
 from tfcommx.data.sources.find import find_source
 from tfcommx.terms import PlanError
 
@@ -73,10 +73,12 @@ def test_warm_status_and_drop(tmp_path, monkeypatch):
     assert "broken.jpg" in holding.communicate(timeout=60)[1] and holding.returncode == 0
     assert list(memory.iterdir()) == []
 
-    (memory / "tfcommx-x.slab").write_bytes(b"no slab")
+    damaged = memory / f"{prefix()}x.slab"
+    damaged.touch(0o600)
+    damaged.write_bytes(b"no slab")
     # As in most languages' locales: a name that is no UTF-8 ended the list
     monkeypatch.setenv("PYTHONIOENCODING", "utf-8:strict")
-    slab = Slab(memory / "tfcommx-y.slab", "k", 4, lambda: 10**5, {"source": "\udcffphotos"})
+    slab = Slab(memory / f"{prefix()}y.slab", "k", 4, lambda: 10**5, {"source": "\udcffphotos"})
     _, listed, said = run("status", *options)
     assert "no slab" in listed and "\\udcffphotos" in listed, said
     slab.close()

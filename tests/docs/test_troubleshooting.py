@@ -64,8 +64,13 @@ PASSED_ON = (
     "tfcommx/elastic/supervisor.py",
     "tfcommx/comparison/methods.py",
     "tfcommx/optim/automatic.py",
+    "tfcommx/data/cache/own_files.py",
+    "tfcommx/data/cache/slab_files.py",
+    "tfcommx/recipes/datasets/arrays.py",
     "tfcommx/recipes/reader.py",
     "tfcommx/recipes/recipe.py",
+    "tfcommx/recipes/text/corpus.py",
+    "tfcommx/terms/profile.py",
 )
 
 

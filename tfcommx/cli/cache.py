@@ -121,12 +121,12 @@ def _fill(cache: DataCache, comm: Comm, hold: bool) -> None:
 
 @app.command()
 def status(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
-    """List the slabs in memory and the data sets on the disk level."""
+    """List this user's slabs in memory and data sets on the disk level."""
     from tfcommx.data.cache.disk import usage
-    from tfcommx.data.cache.slab_files import SlabError, read_metadata, slab_state
+    from tfcommx.data.cache.slab_files import SlabError, paths, read_metadata, slab_state
 
     _check_folders(memory, disk)
-    for path in sorted(memory.glob("tfcommx-*.slab")):
+    for path in paths(memory):
         try:
             count, filled, used, alive = slab_state(path)
         except (OSError, SlabError) as error:
@@ -144,7 +144,7 @@ def status(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
 
 @app.command()
 def drop(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
-    """Remove the slabs that no living process uses, and all data sets of the disk level."""
+    """Remove this user's slabs that no process uses, and data sets of the disk level."""
     from tfcommx.data.cache import disk as level
     from tfcommx.data.cache.slab_files import remove_unused
 

@@ -12,8 +12,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tfcommx.comparison.trainings import LOG, Setup, run_command
+from tfcommx.comparison.trainings import LOG, Setup, TrainingError, run_command
 from tfcommx.recipes.recipe import Recipe
+from tfcommx.terms.checks import MALFORMED
 
 
 class MeasuredSteps(NamedTuple):
@@ -41,9 +42,14 @@ def measure(setup: Setup, method: str, settings: Sequence[str], hosts: str) -> M
         words = ["train", str(setup.recipe), "--output", str(folder), "--dry-run", "-H", hosts]
         words += [word for setting in settings for word in ("--set", setting)]
         run_command(words, folder / LOG)
-    phases = json.loads((folder / "dry_run.json").read_text())["phases"]
-    steps = tuple(phase["step_seconds"] for phase in phases)
-    waits = (phase["gradients_seconds"] for phase in phases)
+    try:
+        phases = json.loads((folder / "dry_run.json").read_text())["phases"]
+        steps = tuple(float(phase["step_seconds"]) for phase in phases)
+        waits = [float(phase["gradients_seconds"]) for phase in phases]
+    except MALFORMED as error:
+        raise TrainingError(
+            f"{folder / 'dry_run.json'} is damaged: {error}. Remove it, and it is measured again."
+        ) from error
     return MeasuredSteps(steps, tuple(step - wait for step, wait in zip(steps, waits, strict=True)))
 
 

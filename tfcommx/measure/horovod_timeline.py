@@ -21,6 +21,7 @@ from statistics import median_low
 from typing import Any, NamedTuple
 
 from tfcommx.terms import PlanError
+from tfcommx.terms.checks import MALFORMED
 
 NEGOTIATES = "NEGOTIATE_"
 # A collective outside of a graph, without a name of its own
@@ -206,7 +207,13 @@ def read_timeline(path: Path) -> Recording:
     **Raises:** PlanError for a file without two steps of the same tensors.
     """
     events = _events(path)
-    found = _messages(events)
+    try:
+        found = _messages(events)
+    except MALFORMED as error:
+        raise PlanError(
+            f"A timeline of Horovod is required. {path} is damaged: {type(error).__name__}: "
+            f"{error}. Record it again."
+        ) from error
     often = _in_every_step(found)
     steps, before = [], None
     for messages in _steps(found, often):
@@ -219,7 +226,7 @@ def read_timeline(path: Path) -> Recording:
             f"A timeline of Horovod with two steps or more is required. Received {path}, with "
             f"{len(found)} messages. Start the run with `horovodrun --timeline-filename FILE`."
         )
-    ranks = {event["name"] for event in events if event.get("ph") == "X"}
+    ranks = {str(event.get("name")) for event in events if event.get("ph") == "X"}
     return Recording(tuple(steps), max(1, len(ranks)))
 
 
@@ -228,7 +235,7 @@ def _events(path: Path) -> list[Mapping[str, Any]]:
     for whole in (text, text[: text.rfind("},") + 1] + "]"):
         try:
             found = json.loads(whole)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(found, list) and all(isinstance(event, dict) for event in found):
             return found

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tfcommx.comm.launcher import cache_folder
+from tfcommx.terms.checks import MALFORMED
 
 log = logging.getLogger("tfcommx")
 
@@ -33,7 +34,7 @@ def read(kind: str, key: Any) -> dict[str, Any] | None:
             return dict(found["value"])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except MALFORMED as error:
         log.warning(
             "What was measured before cannot be read, and is measured again: %s: %s: %s.",
             path,

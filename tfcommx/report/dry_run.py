@@ -17,6 +17,7 @@ from tfcommx.report.summary import (
     time_text,
     write_json,
 )
+from tfcommx.terms.checks import MALFORMED
 
 FILE = "dry_run.json"
 
@@ -35,7 +36,7 @@ def read_alone(folder: Path) -> list[float]:
     try:
         found = json.loads(path.read_text())
         ranks, rates = found["ranks"], [phase["throughput"] for phase in found["phases"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except MALFORMED as error:
         raise ReportError(
             f"A dry run of one process is required. {path}: {error}. Make it: tfcommx train CONFIG "
             f"--dry-run --output {folder}."

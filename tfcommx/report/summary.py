@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tfcommx.terms.checks import MALFORMED
+
 # The parts of an epoch, as training.timing.Timing measures them, in the order of the stacked bars.
 PARTS = {
     "data": "waiting for data",
@@ -255,7 +257,7 @@ def read(folder: Path) -> dict[str, Any]:
         raise ReportError(
             f"A run folder with a summary.json is required. {path}: {error.strerror}."
         ) from error
-    except ValueError as error:
+    except MALFORMED as error:
         raise ReportError(f"{path} is not JSON: {error}.") from error
     if not isinstance(summary, dict):
         raise ReportError(f"{path} is no summary of a run. Train again to write it anew.")

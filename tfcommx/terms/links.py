@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tfcommx.terms.checks import PlanError
+from tfcommx.terms.checks import MALFORMED, PlanError
 from tfcommx.terms.engine import Calibration, EngineSettings
 from tfcommx.terms.topology import Topology
 
@@ -117,7 +117,7 @@ class Links(NamedTuple):
         try:
             found = json.loads(Path(path).read_text())
             links, points = Links.from_dict(found["links"]), dict(found.get("points", {}))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except MALFORMED as error:
             raise PlanError(
                 "A file of links, as `horovodrun ... tfcommx probe` writes it, is required on "
                 f"every node. "

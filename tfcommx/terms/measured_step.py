@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from tfcommx.terms.checks import PlanError
+from tfcommx.terms.checks import MALFORMED, PlanError
 from tfcommx.terms.plan import Plan
 from tfcommx.terms.profile import Profile
 from tfcommx.terms.timeline import Span, Timeline
@@ -50,7 +50,7 @@ class MeasuredStep(NamedTuple):
                 read_plan(json.dumps(found["plan"])),
                 Timeline(**{**found["timeline"], "spans": spans}),
             )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except MALFORMED as error:
             if isinstance(error, PlanError):
                 raise
             raise PlanError(

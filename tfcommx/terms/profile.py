@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfcommx.terms.checks import PlanError, check_whole, python_number
+from tfcommx.terms.checks import MALFORMED, PlanError, check_whole, python_number
 from tfcommx.terms.layers import LayerTable
 
 # Of a step that is derived from a throughput: the backward pass computes two products, by the
@@ -164,7 +164,7 @@ class Profile:
                 for row in read["variables"]
             )
             return Profile(**{**read, "variables": rows})
-        except (ValueError, KeyError, TypeError) as error:
+        except MALFORMED as error:
             if isinstance(error, PlanError):
                 raise
             raise PlanError(
@@ -181,7 +181,10 @@ class Profile:
             raise PlanError(f"A file with a profile is required. Received {path}: {error}.") from (
                 error
             )
-        return Profile.from_json(text)
+        try:
+            return Profile.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
 
     @staticmethod
     def of_sizes(model: str, variables: tuple[VariableProfile, ...]) -> Profile:

@@ -205,7 +205,6 @@ def test_the_native_fill_puts_what_python_would(tmp_path, busy):
         written(noise(40, 30)),
         written(noise(40, 30, 3), palette=True),
     ]
-    files += [tf.io.encode_png(noise(50, 60, 3, dtype=np.uint16)).numpy()]
     files += [
         tf.io.encode_jpeg(noise(1200, 1000, 3)).numpy(),
         written(noise(100, 97, 3)),
@@ -220,6 +219,7 @@ def test_the_native_fill_puts_what_python_would(tmp_path, busy):
         files[6][:20],
         files[6][:-3000],
         written(noise(4, 4, 3), "BMP"),
+        tf.io.encode_png(noise(50, 60, 3, dtype=np.uint16)).numpy(),
     ]
     n = len(files) + len(damaged)
     for store in (None, 48):
@@ -228,7 +228,7 @@ def test_the_native_fill_puts_what_python_would(tmp_path, busy):
         state = np.ones(n, np.uint8)
         state[3] = 0  # said to be there already
         after = batches.fill(
-            slab, files + damaged, np.arange(n), np.arange(n) + 5, state, 3, store
+            slab, files + damaged, np.arange(n), np.arange(n) + 5, state, 3, store, 10**7
         ).numpy()
         assert np.flatnonzero(after).tolist() == list(range(len(files), n)) and slab.get(3) is None
         for i in set(range(len(files))) - {3}:
@@ -240,7 +240,7 @@ def test_the_native_fill_puts_what_python_would(tmp_path, busy):
             os.close(other)
     small = Slab(tmp_path / "tfcommx-b.slab", "k", n, lambda: 20_000)
     after = batches.fill(
-        small, [files[0], files[1], files[5]], [0, 1, 2], [0, 1, 2], [1, 1, 1], 3, None
+        small, [files[0], files[1], files[5]], [0, 1, 2], [0, 1, 2], [1, 1, 1], 3, None, 10**6
     ).numpy()
     assert after.tolist() == [1, 0, 1] and small.get(0) is None  # No room except for the small one
     small.close()

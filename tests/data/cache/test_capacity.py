@@ -11,7 +11,7 @@ from tfcommx.data.cache import batches, capacity
 from tfcommx.data.cache.batch_spec import BatchSpec
 from tfcommx.data.cache.record import record_bytes
 from tfcommx.data.cache.slab import Slab
-from tfcommx.data.cache.slab_files import SlabError, overhead_bytes
+from tfcommx.data.cache.slab_files import SlabError, overhead_bytes, prefix
 from tfcommx.data.sources.arrays import Arrays
 from tfcommx.data.sources.folder import Folder
 from tfcommx.terms import Topology
@@ -135,7 +135,7 @@ def test_what_another_run_puts_there_meanwhile_takes_no_room_twice(folder, tmp_p
         files, labels, level = two.filler.read_files(samples, absent)
         one.warm()
         used = one.slab.used_bytes
-        remaining = batches.fill(two.slab, files, samples, labels, absent, 3, None).numpy()
+        remaining = batches.fill(two.slab, files, samples, labels, absent, 3, None, 10**6).numpy()
         assert remaining.tolist() == [batches.FILLED_BY_OTHER] * 50 and two.slab.used_bytes == used
         got, loose, _ = two.filler.finish(samples, absent, remaining, epoch, files, labels, level)
         assert got.tolist() == samples.tolist() and loose.size == 0
@@ -157,9 +157,11 @@ def test_what_another_run_puts_there_meanwhile_takes_no_room_twice(folder, tmp_p
 
 def test_what_other_slabs_have_reserved_is_not_offered_again(shm):
     size = capacity.available_bytes(str(shm), None) // 2
-    slab = Slab(shm / "tfcommx-a.slab", "k", 1, lambda: size)
+    slab = Slab(shm / f"{prefix()}a.slab", "k", 1, lambda: size)
     assert capacity.available_bytes(str(shm), None) == pytest.approx(size, rel=0.1)
     # The first made it meanwhile
-    assert capacity.available_bytes(str(shm), None, "tfcommx-a") == pytest.approx(2 * size, rel=0.1)
+    assert capacity.available_bytes(str(shm), None, slab.path.stem) == pytest.approx(
+        2 * size, rel=0.1
+    )
     assert capacity.available_bytes(str(shm), 1000) == 1000
     slab.close()

@@ -6,7 +6,7 @@ import signal
 import pytest
 from data_helpers import WHOLE, OpenCache, number, picture, served
 
-from tfcommx.data.cache.slab_files import read_metadata
+from tfcommx.data.cache.slab_files import prefix, read_metadata
 
 
 @pytest.mark.parametrize("nodes,slots", [(1, 1), (1, 2), (1, 4), (2, 2)])
@@ -94,7 +94,9 @@ def test_kill_9_of_all_in_training_then_start_again(folder, shm, processes):
         worker.wait()
     stale = next(shm.glob("*.slab"))
     assert read_metadata(stale)["pid"] in [worker.pid for worker in workers]
-    (shm / "tfcommx-half.1-x.part").write_bytes(b"half made")
+    half = shm / f"{prefix()}half.1-x.part"
+    half.touch(0o600)
+    half.write_bytes(b"half made")
     inode = stale.stat().st_ino
     with OpenCache(folder, shm) as cache:
         assert (

@@ -17,7 +17,13 @@ from tfcommx.data.cache.batch_spec import BatchSpec
 from tfcommx.data.cache.cache import DataCache
 from tfcommx.data.cache.record import record_bytes
 from tfcommx.data.cache.slab import Slab
-from tfcommx.data.cache.slab_files import SlabError, overhead_bytes, read_metadata, remove_unused
+from tfcommx.data.cache.slab_files import (
+    SlabError,
+    overhead_bytes,
+    prefix,
+    read_metadata,
+    remove_unused,
+)
 from tfcommx.data.sources.arrays import Arrays
 from tfcommx.terms import PlanError, Topology
 
@@ -106,7 +112,8 @@ def test_a_slab_that_another_process_is_looking_at_is_left_to_it(shm):
 
     The second one removed what the first had made again.
     """
-    stale = shm / "tfcommx-old.slab"
+    stale = shm / f"{prefix()}old.slab"
+    stale.touch(0o600)
     page = bytearray(4096)
     page[:8], text = b"TFCXSLB1", b'{"key": "k", "boot": "another"}'
     page[256 : 256 + len(text)] = text

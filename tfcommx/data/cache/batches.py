@@ -71,6 +71,7 @@ def fill(
     state: Any,
     channels: int,
     store: int | None,
+    max_pixels: int,
 ) -> Any:
     """Decode JPEGs and PNGs and put them into the slab; nothing is raised for what fails.
 
@@ -82,6 +83,7 @@ def fill(
         state: uint8 [b], of `check`; entries of 0 are passed over.
         channels: of the pixels, in [1, 4].
         store: short side at which images are kept, pixels; None: their own size.
+        max_pixels: larger images are passed over.
 
     Returns:
         uint8 [b]: 0 if this call has put the sample into the slab, FILLED_BY_OTHER if another
@@ -102,6 +104,7 @@ def fill(
         id=slab.id,
         channels=channels,
         store=store or 0,
+        max_pixels=max_pixels,
     )
 
 

@@ -15,7 +15,13 @@ from tfcommx.data.cache.options import Options
 from tfcommx.data.cache.order import shuffled
 from tfcommx.data.cache.record import record_bytes
 from tfcommx.data.cache.slab import Slab
-from tfcommx.data.cache.slab_files import SlabError, overhead_bytes, read_metadata, reserved_bytes
+from tfcommx.data.cache.slab_files import (
+    SlabError,
+    overhead_bytes,
+    paths,
+    read_metadata,
+    reserved_bytes,
+)
 from tfcommx.data.sources.base import SampleError, Source
 from tfcommx.data.sources.decode import decode
 
@@ -27,7 +33,7 @@ HEADROOM_BYTES = 1 << 30
 
 
 def estimate_sample_bytes(
-    source: Source, disk: Disk | None, part: np.ndarray, store: int | None
+    source: Source, disk: Disk | None, part: np.ndarray, options: Options
 ) -> float:
     """Estimate the bytes that a sample of `part` takes in a slab.
 
@@ -42,7 +48,8 @@ def estimate_sample_bytes(
         try:
             kept = disk.read(sample) if disk is not None else None
             data, _ = kept or source.read(sample)
-            sizes.append(record_bytes(decode(data, source.channels, store).nbytes))
+            pixels = decode(data, source.channels, options.store, options.max_pixels)
+            sizes.append(record_bytes(pixels.nbytes))
         except SampleError:
             continue
         except OSError as error:
@@ -57,17 +64,13 @@ def estimate_sample_bytes(
 
 
 def reserved_by_others(folder: str, own: str = "") -> dict[str, int]:
-    """Return the bytes that each slab in `folder` has reserved and not yet taken.
+    """Return the bytes that each slab of this user in `folder` has reserved and not yet taken.
 
     Args:
         folder: of shared memory.
         own: name of a slab that is left out.
     """
-    reserved = {
-        path.name: reserved_bytes(path)
-        for path in sorted(Path(folder).glob("tfcommx-*.slab"))
-        if path.stem != own
-    }
+    reserved = {path.name: reserved_bytes(path) for path in paths(folder) if path.stem != own}
     return {name: size for name, size in reserved.items() if size > 0}
 
 
@@ -113,7 +116,7 @@ def choose_length(
 
     **Raises:** SlabError if more is needed than offered and `options.partial` is False.
     """
-    mean = estimate_sample_bytes(source, disk, part, options.store)
+    mean = estimate_sample_bytes(source, disk, part, options)
     needed = math.ceil(mean * len(part)) + overhead_bytes(source.count)
     offered = available_bytes(options.memory, options.memory_bytes, name)
     if needed > offered and not options.partial:
@@ -148,7 +151,7 @@ def check_length(
     absent = int(np.count_nonzero(slab.index[part] == 0))
     if options.partial or slab.created or metadata.get("part") == part_key(part) or not absent:
         return
-    needed = math.ceil(estimate_sample_bytes(source, disk, part, options.store) * absent)
+    needed = math.ceil(estimate_sample_bytes(source, disk, part, options) * absent)
     offered = max(0, slab.length - max(slab.used_bytes, int(metadata.get("need", 0))))
     if needed > offered:
         raise SlabError(

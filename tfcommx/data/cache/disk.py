@@ -4,6 +4,10 @@ A folder per data set; in it, per process that wrote, a pack (the bytes, end to 
 (32 bytes per sample). A process appends to its own files only, the bytes first, so that a kill
 leaves at worst bytes without an entry or half an entry, which are not read. Every read is checked
 against its CRC.
+
+A CRC is no signature: whoever can write these files chooses the pictures that are trained with. So
+each user of a machine has folders of their own, with rights for them alone, and other folders and
+files are passed over.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tfcommx.data.cache.own_files import is_own_folder, open_own
+
 # Of an index: where a sample stands in the pack.
 _ENTRY = np.dtype(
     [("sample", "<i8"), ("label", "<i8"), ("at", "<i8"), ("length", "<i4"), ("crc", "<u4")]
@@ -37,7 +43,8 @@ class Disk:
     """One process's access to the disk level of a data set.
 
     A folder that cannot be written serves what it has; the first failure to write is announced by a
-    warning, and nothing more is written. `corrupt` counts reads whose CRC was wrong.
+    warning, and nothing more is written. A folder of another user, or that others can write to, is
+    not used at all. `corrupt` counts reads whose CRC was wrong.
 
     Args:
         folder: on a local disk.
@@ -46,7 +53,7 @@ class Disk:
     """
 
     def __init__(self, folder: str | Path, key: str, count: int) -> None:
-        self.folder = Path(folder) / f"tfcommx-{key[:32]}"
+        self.folder = Path(folder) / f"{_prefix()}{key[:32]}"
         self.corrupt = 0
         self.write_error: str | None = None
         self._lock = threading.Lock()
@@ -67,18 +74,20 @@ class Disk:
         if time.monotonic() - self._looked < _REFRESH_S:
             return
         self._looked = time.monotonic()
+        if not is_own_folder(self.folder):
+            return
         indices = []
         for path in self.folder.glob("*.idx"):
             with contextlib.suppress(OSError):  # Dropped meanwhile
-                indices.append((path.stat().st_mtime_ns, path))
+                indices.append((path.lstat().st_mtime_ns, path))
         # The latest entry counts: one that was written again replaces a damaged one.
         for _, path in sorted(indices):
             pack, seen = self._indices.get(path, (len(self._packs), 0))
             try:
-                entries = np.fromfile(path, _ENTRY, offset=seen * _ENTRY.itemsize)
+                entries = _entries(path, seen)
                 if not len(entries):
                     continue
-            except OSError:
+            except OSError:  # Dropped meanwhile, or another user's
                 continue
             if pack == len(self._packs):
                 self._packs.append(path.with_suffix(".pack"))
@@ -101,9 +110,8 @@ class Disk:
                 return None
             _, label, at, length, crc = self._entry_of[sample].tolist()
         try:
-            with open(self._packs[pack], "rb", buffering=0) as file:
-                data = os.pread(file.fileno(), max(length, 0), at)
-        except OSError:  # Dropped meanwhile
+            data = _bytes_of(self._packs[pack], length, at)
+        except OSError:  # Dropped meanwhile, or another user's
             return None
         if len(data) == length and _crc(sample, label, data) == crc:
             return data, label
@@ -138,7 +146,11 @@ class Disk:
                 )
 
     def _create(self) -> tuple[int, int]:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            self.folder.mkdir(0o700)
+        if not is_own_folder(self.folder):
+            raise OSError(f"{self.folder} is another user's, or others can write to it")
         stem = self.folder / f"{os.getpid()}-{secrets.token_hex(4)}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         pack = os.open(stem.with_suffix(".pack"), flags, 0o600)
@@ -155,21 +167,57 @@ class Disk:
                 os.close(file)
 
 
+def _prefix() -> str:
+    """Return how the names of this user's folders begin."""
+    return f"tfcommx-{os.geteuid()}-"
+
+
+def _entries(path: Path, seen: int) -> np.ndarray:
+    """Return the whole entries of an index after the first `seen`."""
+    file = open_own(path)
+    try:
+        data = os.pread(file, os.fstat(file).st_size, seen * _ENTRY.itemsize)
+    finally:
+        os.close(file)
+    return np.frombuffer(data[: len(data) // _ENTRY.itemsize * _ENTRY.itemsize], _ENTRY)
+
+
+def _bytes_of(path: Path, length: int, at: int) -> bytes:
+    """Return bytes of a pack; fewer, or none, if an entry claims more than it has."""
+    file = open_own(path)
+    try:
+        size = os.fstat(file).st_size
+        return os.pread(file, length, at) if 0 <= at <= size - length <= size else b""
+    finally:
+        os.close(file)
+
+
+def _folders(folder: str | Path) -> list[Path]:
+    """Return the folders of this user's data sets below `folder`."""
+    return [path for path in sorted(Path(folder).glob(f"{_prefix()}*")) if is_own_folder(path)]
+
+
 def usage(folder: str | Path) -> list[tuple[Path, int, int]]:
-    """Return (folder, samples with repetitions, bytes) of every data set kept below `folder`."""
+    """Return (folder, samples with repetitions, bytes) of this user's data sets below `folder`."""
     rows = []
-    for kept in sorted(Path(folder).glob("tfcommx-*/")):
-        entries = sum(path.stat().st_size // _ENTRY.itemsize for path in kept.glob("*.idx"))
-        rows.append((kept, entries, sum(path.stat().st_size for path in kept.iterdir())))
+    for kept in _folders(folder):
+        sizes = {}
+        for path in kept.iterdir():
+            with contextlib.suppress(OSError):  # Dropped meanwhile
+                sizes[path] = path.lstat().st_size
+        entries = sum(
+            size // _ENTRY.itemsize for path, size in sizes.items() if path.suffix == ".idx"
+        )
+        rows.append((kept, entries, sum(sizes.values())))
     return rows
 
 
 def drop(folder: str | Path) -> list[Path]:
-    """Remove every data set that is kept below `folder`; return their folders.
+    """Remove every data set of this user that is kept below `folder`; return their folders.
 
     Processes that use them continue with the source.
     """
-    kept = sorted(Path(folder).glob("tfcommx-*/"))
+    kept = _folders(folder)
     for path in kept:
         shutil.rmtree(path)
     return kept

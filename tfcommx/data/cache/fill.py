@@ -19,7 +19,8 @@ from tfcommx.data.cache.python_callbacks import joined_at_exit
 from tfcommx.data.cache.record import pack
 from tfcommx.data.cache.slab import Slab
 from tfcommx.data.sources.base import SampleError, Source
-from tfcommx.data.sources.decode import JPEG, PNG, decode
+from tfcommx.data.sources.decode import decode
+from tfcommx.data.sources.image_head import JPEG, PNG
 
 # Where `read_files` found a sample's file.
 FROM_DISK, FROM_SOURCE = 1, 2
@@ -47,6 +48,7 @@ class Filler:
         self, source: Source, slab: Slab, disk: Disk | None, options: Options, threads: int
     ) -> None:
         self.source, self.slab, self.disk, self.store = source, slab, disk, options.store
+        self.max_pixels = options.max_pixels
         self.skip, self.partial = options.on_error == "skip", options.partial
         # Epoch -> how many came from "disk" and "source", were "repaired" or "unreadable", or found
         # no room ("overflow").
@@ -198,13 +200,13 @@ class Filler:
         kept = self.disk.read(sample) if self.disk is not None else None
         if kept is not None:
             try:
-                pixels = decode(kept[0], self.source.channels, self.store)
+                pixels = decode(kept[0], self.source.channels, self.store, self.max_pixels)
                 self._count(epoch, "disk")
                 return pixels, kept[1], None
             except SampleError:
                 pass  # The source may have been fixed since
         data, label = self.source.read(sample)
-        pixels = decode(data, self.source.channels, self.store)
+        pixels = decode(data, self.source.channels, self.store, self.max_pixels)
         self._count(epoch, "source")
         return pixels, label, data if isinstance(data, bytes) else None
 

@@ -80,7 +80,8 @@ class Loader:
         return tuple(got)
 
     def _fill(self, *args: Any) -> Any:
-        return batches.fill(self.slab, *args, self.source.channels, self.options.store)
+        kept = self.options.store, self.options.max_pixels
+        return batches.fill(self.slab, *args, self.source.channels, *kept)
 
     def batch_bytes(self, spec: BatchSpec) -> int:
         """Return the bytes of a batch of images; 0 if their size is known only when read."""

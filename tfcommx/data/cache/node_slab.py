@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 
 from tfcommx.comm import launcher
-from tfcommx.data.cache import capacity
+from tfcommx.data.cache import capacity, slab_files
 from tfcommx.data.cache.disk import Disk
 from tfcommx.data.cache.options import Options
 from tfcommx.data.cache.slab import Slab
@@ -38,7 +37,7 @@ def open_slab(
     the run no name.
     """
     key = key_of((FORMAT, source.key, source.count, source.channels, options.store))
-    name = f"tfcommx-{os.getuid()}-{key[:16]}-{node}"
+    name = f"{slab_files.prefix()}{key[:16]}-{node}"
     if own:
         name += f"-{key_of((launcher.run_name(),))[:16]}"
     metadata = {"source": _end_of(source.name), "node": str(node)}

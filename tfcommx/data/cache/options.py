@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from tfcommx.data.sources.base import MAX_PIXELS
 from tfcommx.terms import PlanError, check_name, check_whole
 
 ON_ERROR = ("raise", "skip")
@@ -37,6 +38,9 @@ class Options:
     disk: str | None = None
     # What to do with a sample that cannot be read: "raise", or "skip" it and count it.
     on_error: str = "raise"
+    # Most pixels of an image, >= 1: a small file can decode to more than the memory has. A larger
+    # image is one that cannot be read.
+    max_pixels: int = MAX_PIXELS
     # Share of the reads from memory whose CRC is checked, in [0, 1]. Each check costs a pass over
     # the sample.
     verify: float = 0.01
@@ -49,7 +53,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_name("on_error", self.on_error, ON_ERROR)
-        for name in ("seed", "store", "memory_bytes", "threads"):
+        for name in ("seed", "store", "memory_bytes", "threads", "max_pixels"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, check_whole(name, getattr(self, name)))
         for name in ("memory", "disk"):  # Paths are taken too
@@ -60,6 +64,8 @@ class Options:
         for name in ("verify", "reshuffle_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise PlanError(f"`{name}` must be in [0, 1]. Received {getattr(self, name)}.")
+        if self.max_pixels < 1:
+            raise PlanError(f"`max_pixels` must be >= 1. Received {self.max_pixels}.")
         for name in ("store", "memory_bytes", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:

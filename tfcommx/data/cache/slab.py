@@ -26,15 +26,14 @@ import numpy as np
 
 from tfcommx.data.cache.record import HEAD, RECORD, record_bytes, record_head
 from tfcommx.data.cache.slab_files import (
-    HEADER,
-    MAGIC,
     NEXT_AT,
     SlabError,
     allocation_lock,
     free_memory,
     is_still_at,
+    metadata_of,
     open_or_create,
-    read_metadata,
+    read_header,
     try_exclusive_lock,
 )
 
@@ -77,18 +76,19 @@ class Slab:
                 f"A slab cannot be made in {self.path.parent}: {error}. Give `memory` a folder of "
                 "shared memory that can be written and has room, usually /dev/shm."
             ) from error
-        self._map = mmap.mmap(self.file, 0)
-        magic, self.count, index_at, self.data_at, self.length, _, self.id = HEADER.unpack_from(
-            self._map, 0
-        )
-        found = read_metadata(self.path).get("key")
-        if magic != MAGIC or self.count != count or found != key:
+        # Read once: nothing that another process writes there later is believed.
+        header = read_header(self.file)
+        found = metadata_of(self.file).get("key") if header else "a damaged header"
+        if header is None or header.count != count or found != key:
             self.close()
             raise SlabError(
                 f"{self.path} is in use with other contents: key {key} is required, found {found}. "
                 "Give the runs different `memory` folders."
             )
-        self.index = np.frombuffer(self._map, np.int64, count, index_at)
+        self.count, self.data_at, self.length = header.count, header.data_at, header.length
+        self.id = header.id
+        self._map = mmap.mmap(self.file, self.length)
+        self.index = np.frombuffer(self._map, np.int64, count, header.index_at)
         # It opens this file, and no other that has taken its path; the ops check the id too.
         self.descriptor_path = f"/proc/self/fd/{self.file}"
         self._lock = threading.Lock()
@@ -103,8 +103,10 @@ class Slab:
         with self._lock, allocation_lock(self.file):
             if unless is not None and self.get(unless) is not None:
                 return 0
-            at = struct.unpack_from("<q", self._map, NEXT_AT)[0]
-            if self.length - at < size:
+            at = self.used_bytes
+            # Another value would lead outside the records.
+            is_sound = self.data_at <= at <= self.length and at % RECORD == 0
+            if not is_sound or self.length - at < size:
                 self.full = True
                 return None
             struct.pack_into("<q", self._map, NEXT_AT, at + size)

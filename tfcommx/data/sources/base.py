@@ -12,6 +12,10 @@ from typing import Protocol
 
 import numpy as np
 
+# Most pixels of an image, unless the user allows more: 512 MiB of red, green and blue. Pillow opens
+# no larger ones either. Each of the threads that fill the cache may decode such an image.
+MAX_PIXELS = 178_956_970
+
 
 class SampleError(ValueError):
     """A sample that cannot be read or decoded; the message names where it comes from."""

@@ -5,24 +5,35 @@ from __future__ import annotations
 import numpy as np
 
 from tfcommx.data.cache.record import pack
-from tfcommx.data.sources.base import SampleError
+from tfcommx.data.sources.base import MAX_PIXELS, SampleError
+from tfcommx.data.sources.image_head import JPEG, check_head, check_pixels
 from tfcommx.kernels import loader
 from tfcommx.kernels.augment import Window, augment_definition
 
-# How the files of these formats begin.
-JPEG, PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 
-
-def decode(data: bytes | np.ndarray, channels: int, store: int | None = None) -> np.ndarray:
+def decode(
+    data: bytes | np.ndarray,
+    channels: int,
+    store: int | None = None,
+    max_pixels: int = MAX_PIXELS,
+) -> np.ndarray:
     """Decode an image to uint8 [h, w, channels], at `stored_size`.
 
     The format (JPEG, PNG, GIF, BMP) is recognised by the bytes and not by a name. JPEGs are decoded
     by TensorFlow at 1/2, 1/4 or 1/8 of their size if that is still large enough: less work. Grey
-    and CMYK become RGB. EXIF orientation is not applied, as in TensorFlow's and torchvision's
-    pipelines. Pixels pass through. A BMP with a table of colours is refused: TensorFlow would take
-    its indices for greys.
+    and CMYK become RGB, transparency is dropped, and of an animation the first frame is taken.
+    EXIF orientation is not applied, as in TensorFlow's and torchvision's pipelines. Pixels pass
+    through. Files that TensorFlow would decode to other pixels are refused: PNGs of 16 bits, and
+    BMPs with a table of colours, run lengths or masks.
 
-    **Raises:** SampleError if the bytes are no whole image; the caller adds where they come from.
+    Args:
+        data: the file, or pixels uint8 [h, w, channels].
+        channels: of the result, in [1, 4].
+        store: short side at which images are kept, pixels; None: their own size.
+        max_pixels: as in `Options`.
+
+    **Raises:** SampleError if the bytes are no whole image, or one with more than `max_pixels`
+    pixels; the caller adds where they come from.
     """
     if isinstance(data, np.ndarray):
         if data.dtype != np.uint8 or data.ndim != 3 or data.shape[2] != channels or 0 in data.shape:
@@ -32,15 +43,11 @@ def decode(data: bytes | np.ndarray, channels: int, store: int | None = None) ->
         return shrink(data, store)
     if not data:
         raise SampleError("the file is empty")
-    if data[:2] == b"BM" and _has_colours(data):
-        raise SampleError(
-            "a BMP of 24 or 32 bits, or of 256 greys, is required; this one has a table of "
-            "colours. Convert it"
-        )
-    return shrink(_decoded(data, channels, store), store)
+    check_head(data, max_pixels)
+    return shrink(_decoded(data, channels, store, max_pixels), store)
 
 
-def _decoded(data: bytes, channels: int, store: int | None) -> np.ndarray:
+def _decoded(data: bytes, channels: int, store: int | None, max_pixels: int) -> np.ndarray:
     """Decode a file, a JPEG at the smallest size that is still at least `store`."""
     import tensorflow as tf
 
@@ -48,29 +55,16 @@ def _decoded(data: bytes, channels: int, store: int | None) -> np.ndarray:
         if data[:3] != JPEG:
             image = tf.io.decode_image(data, channels=channels, expand_animations=False)
             return np.asarray(image)
+        height, width = np.asarray(tf.raw_ops.ExtractJpegShape(contents=data))[:2].tolist()
+        check_pixels(width, height, max_pixels)
         ratio = 1
         if store is not None:
-            short = int(min(np.asarray(tf.raw_ops.ExtractJpegShape(contents=data))[:2]))
+            short = min(height, width)
             ratio = next(r for r in (8, 4, 2, 1) if r == 1 or short // r >= store)
         image = tf.raw_ops.DecodeJpeg(contents=data, channels=channels, ratio=ratio)
         return np.asarray(image)
     except tf.errors.InvalidArgumentError as error:
         raise SampleError(f"not a whole image ({len(data)} bytes): {error.message}") from error
-
-
-def _has_colours(bitmap: bytes) -> bool:
-    """Tell whether a BMP has a colour table that is not a plain ramp of greys.
-
-    **Source:** Microsoft, BITMAPINFOHEADER.
-    """
-    pixels_at, head, bits = (
-        int.from_bytes(bitmap[at : at + size], "little") for at, size in ((10, 4), (14, 4), (28, 2))
-    )
-    table = bitmap[14 + head : max(14 + head, pixels_at)]
-    colours = np.frombuffer(table[: len(table) // 4 * 4], np.uint8).reshape(-1, 4)[:, :3]
-    return 0 < bits <= 8 and not np.array_equal(
-        colours, np.arange(len(colours))[:, None].repeat(3, 1)
-    )
 
 
 def stored_size(height: int, width: int, store: int | None) -> tuple[int, int]:

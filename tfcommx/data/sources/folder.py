@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import os
 import stat
+import warnings
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from tfcommx.data.sources.base import key_of
 from tfcommx.terms import PlanError
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
+# Folders and files, in lower case, that systems put beside a user's own: thumbnails, waste, the
+# second halves of files that were copied from a Mac. Those that begin with a dot are hidden.
+JUNK_FOLDERS = {
+    "__macosx",
+    "__pycache__",
+    "@eadir",
+    "@recycle",
+    "@tmp",
+    "#recycle",
+    "#snapshot",
+    "$recycle.bin",
+    "found.000",
+    "lost+found",
+    "recycler",
+    "system volume information",
+}
+JUNK_FILES = {"desktop.ini", "ehthumbs.db", "thumbs.db"}
 
 
 def check_folder(path: Path) -> None:
@@ -36,10 +56,18 @@ def _facts(path: str) -> os.stat_result:
         _refuse(error)
 
 
-def _images(top: Path) -> list[tuple[str, os.stat_result]]:
+def _is_junk(name: str, junk: set[str]) -> bool:
+    return name.startswith(".") or name.lower() in junk
+
+
+def _images(top: Path, passed_over: Counter[str]) -> list[tuple[str, os.stat_result]]:
     """Return path and facts of the images below a folder, in alphabetical order.
 
     Linked folders are followed, each once.
+
+    Args:
+        top: the folder.
+        passed_over: counts the other files, by ending.
     """
     found, visited = [], set()
     for folder, below, files in os.walk(top, onerror=_refuse, followlinks=True):
@@ -49,26 +77,55 @@ def _images(top: Path) -> list[tuple[str, os.stat_result]]:
             below.clear()
             continue
         visited.add((facts.st_dev, facts.st_ino))
-        below[:] = sorted(name for name in below if not name.startswith("."))
+        below[:] = sorted(name for name in below if not _is_junk(name, JUNK_FOLDERS))
         for file in sorted(files):
-            path = os.path.join(folder, file)
-            if file.startswith(".") or not (file.lower().endswith(ENDINGS) or os.path.islink(path)):
+            if _is_junk(file, JUNK_FILES):
                 continue
+            path = os.path.join(folder, file)
+            is_image = file.lower().endswith(ENDINGS)
             # Of a link also if it has another ending: it may have been a folder, and lead nowhere.
-            facts = _facts(path)
+            facts = _facts(path) if is_image or os.path.islink(path) else None
             # Reading a pipe would wait forever.
-            if stat.S_ISREG(facts.st_mode) and file.lower().endswith(ENDINGS):
+            if facts is not None and not stat.S_ISREG(facts.st_mode):
+                continue
+            if is_image:
                 found.append((path, facts))
+            else:
+                passed_over[Path(file).suffix.lower() or "no ending"] += 1
     return found
+
+
+def _warn(source: Folder, passed_over: Counter[str]) -> None:
+    """Warn of the files that are not read."""
+    listed = ", ".join(f"{number:,} {ending}" for ending, number in sorted(passed_over.items()))
+    warnings.warn(
+        f"{passed_over.total():,} files in {source.path} are passed over, because only "
+        f"{', '.join(ENDINGS)} in class folders are read: {listed}. {source.count:,} images in "
+        f"{len(source.classes)} classes are left: {listed_names(source.classes)}. Convert or move "
+        "these files if they are samples.",
+        stacklevel=3,
+    )
+
+
+def listed_names(names: Sequence[str], most: int = 10) -> str:
+    """Return the first names, and how many more there are.
+
+    >>> listed_names(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 class Folder:
     """One folder per class, images anywhere below it.
 
     Labels number the class folders in alphabetical order. An empty class folder is a class without
-    samples. Links are followed. Hidden files and folders, other endings and anything but regular
-    files are skipped. The key is made of the files' relative paths, sizes and times of change: a
-    file that is replaced makes new caches.
+    samples. Links are followed. Anything but regular files is skipped, and so are hidden files and
+    folders, and those that systems make (`__MACOSX`, `@eaDir`, `lost+found`, `Thumbs.db`). Files
+    with other endings, and images beside the class folders, are passed over with one warning, which
+    has their number by ending. The key is made of the files' relative paths, sizes and times of
+    change: a file that is replaced makes new caches.
 
     Args:
         path: of the folder that holds the class folders.
@@ -87,17 +144,23 @@ class Folder:
         self.name = str(self.path)
         check_folder(self.path)
         try:
-            names = sorted(name for name in os.listdir(self.path) if not name.startswith("."))
+            names = sorted(os.listdir(self.path))
         except OSError as error:
             _refuse(error)
+        names = [name for name in names if not _is_junk(name, JUNK_FOLDERS)]
         found = tuple(
             name for name in names if stat.S_ISDIR(_facts(os.path.join(self.path, name)).st_mode)
+        )
+        passed_over = Counter(
+            f"{Path(name).suffix.lower()} beside the class folders"
+            for name in names
+            if name not in found and name.lower().endswith(ENDINGS)
         )
         self.classes = tuple(classes) if classes is not None else found
         self._files: list[tuple[str, int]] = []
         facts: list[object] = ["folder", *self.classes]
         for label, kind in enumerate(self.classes):
-            for file, known in _images(self.path / kind):
+            for file, known in _images(self.path / kind, passed_over):
                 self._files.append((file, label))
                 facts += (os.path.relpath(file, self.path), known.st_size, known.st_mtime_ns)
         self.count = len(self._files)
@@ -107,6 +170,8 @@ class Folder:
                 f"{len(found)} folders and no such image in them. Give the folder that holds the "
                 "class folders."
             )
+        if passed_over:
+            _warn(self, passed_over)
         self.key = key_of(facts)
 
     def read(self, sample: int) -> tuple[bytes, int]:

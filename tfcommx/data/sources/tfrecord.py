@@ -120,6 +120,11 @@ class TFRecords:
         """Scan a file; with `skip`, a broken one has no records and is noted."""
         try:
             return scan(file)
+        except OSError as error:
+            raise PlanError(
+                f"TFRecord files that can be read are required. {file}: {error.strerror}. Check "
+                "the path and its mount."
+            ) from error
         except SampleError as error:
             if not skip:
                 raise
@@ -265,6 +270,12 @@ def _image_features(builder: Any, name: str) -> ImageFeatures:
             "arrays."
         )
     image, label = keys
+    if features[image].dtype != np.uint8:
+        raise PlanError(
+            f"Images of 8 bits a channel (uint8) are required. Those of {name} are "
+            f"{np.dtype(features[image].dtype)}, and decoding would keep the upper 8 bits. Scale "
+            "them, and give them as arrays or as files."
+        )
     channels = features[image].shape[-1] or 3
     return ImageFeatures(image, label, 0, tuple(features[label].names), channels)
 

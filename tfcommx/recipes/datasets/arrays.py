@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from tfcommx.recipes.base import Data, DataError, Place
 from tfcommx.recipes.datasets.picture_dataset import PictureDataset
+from tfcommx.terms import PlanError
+
+if TYPE_CHECKING:
+    from tfcommx.data.sources.arrays import Arrays
 
 ENTRIES = ("train_images", "train_labels", "test_images", "test_labels")
 
@@ -40,16 +44,19 @@ class ArrayFile(ArrayPictures):
             with np.load(self.file) as content:
                 missing = [entry for entry in ENTRIES if entry not in content]
                 arrays = [content[entry] for entry in ENTRIES if entry in content]
-        except (OSError, ValueError) as error:
+        # A damaged file ends its reader anywhere: in zipfile, in zlib, in NumPy's parser
+        except Exception as error:
             raise DataError(
-                f"A NumPy file is required in {self.file}: {error}. Write it with np.savez."
+                f"A NumPy file is required in {self.file}: {error or type(error).__name__}. Write "
+                "it with np.savez."
             ) from error
         if missing:
             raise DataError(
                 f"{self.file} needs the entries {', '.join(ENTRIES)}. Missing: "
                 f"{', '.join(missing)}. Write it with np.savez."
             )
-        return _open((arrays[0], arrays[1]), (arrays[2], arrays[3]), place, self)
+        train, test = (arrays[0], arrays[1]), (arrays[2], arrays[3])
+        return _open(train, test, place, self, f"{self.file}: ")
 
 
 def open_arrays(
@@ -76,19 +83,34 @@ def _open(
     test: tuple[np.ndarray, np.ndarray],
     place: Place,
     settings: ArrayPictures,
+    origin: str = "",
 ) -> Data:
-    from tfcommx.data.sources.arrays import Arrays
+    """Open arrays on this rank; `origin` stands before the errors about them."""
     from tfcommx.recipes.datasets.pictures import Pictures
 
-    classes = settings.classes or tuple(map(str, range(int(max(train[1])) + 1)))
-    for images, labels in (train, test):
-        if not 0 <= np.min(labels) <= np.max(labels) < len(classes):
+    names = f"{origin}training arrays", f"{origin}test arrays"
+    sources = [_source(*part, name) for part, name in zip((train, test), names, strict=True)]
+    classes = settings.classes or tuple(map(str, range(int(max(sources[0].labels)) + 1)))
+    for source in sources:
+        least, most = int(min(source.labels)), int(max(source.labels))
+        if not 0 <= least <= most < len(classes):
             raise DataError(
-                f"Labels must be in [0, {len(classes)}), the number of classes. Received labels "
-                f"from {np.min(labels)} to {np.max(labels)} for {len(images)} pictures."
+                f"{source.name}: labels must be in [0, {len(classes)}), the number of classes. "
+                f"Received labels from {least} to {most} for {source.count} pictures. Correct "
+                "them, or name all classes."
             )
-    sources = [
-        Arrays(np.asarray(images), np.asarray(labels), classes, name)
-        for (images, labels), name in ((train, "training arrays"), (test, "test arrays"))
-    ]
+        source.classes = classes
     return Pictures(settings, *sources, place)
+
+
+def _source(images: np.ndarray, labels: np.ndarray, name: str) -> Arrays:
+    """Return the source of some pictures. **Raises:** DataError if there are none, or no labels."""
+    from tfcommx.data.sources.arrays import Arrays
+
+    try:
+        source = Arrays(np.asarray(images), np.asarray(labels), (), name)
+    except PlanError as error:
+        raise DataError(f"{name}: {error}") from error
+    if not source.count:
+        raise DataError(f"{name}: pictures are required. There are none. Add some.")
+    return source

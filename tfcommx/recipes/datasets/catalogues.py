@@ -42,7 +42,8 @@ def catalogue_pairs(path: Path) -> Iterator[tuple[str, str]]:
         try:
             # The module has no public list of messages
             messages = gettext.GNUTranslations(file)._catalog
-        except (OSError, UnicodeDecodeError) as error:
+        # A damaged file ends it anywhere: in struct, in a codec, in the rule of plural forms
+        except Exception as error:
             raise DataError(
                 f"{path} is no catalogue: {error}. Delete it and fetch again."
             ) from error
@@ -76,6 +77,8 @@ class CataloguePairs:
         pairs = {
             source: target
             for path in sorted(folder.glob("*.mo"))
+            # Hidden files, such as the second half (._de.mo) of a file that was copied from a Mac
+            if not path.name.startswith(".")
             for source, target in catalogue_pairs(path)
         }
         self.pairs = [pair for pair in pairs.items() if _is_test(pair[0]) == test]

@@ -31,13 +31,15 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
 
     **Raises:** DataError that names the file, what was required and what came.
     """
+    start = 4 + 4 * len(shape)
     try:
-        content = gzip.decompress(path.read_bytes())
+        with gzip.open(path) as file:
+            # One byte more tells that there are more: some bytes can decompress to gigabytes.
+            content = file.read(start + math.prod(shape) + 1)
     except FileNotFoundError:
         raise DataError(f"{path} is missing. Run `{FETCH}` to fetch it.") from None
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+    except (EOFError, OSError, zlib.error) as error:
         raise DataError(damaged(path, "a whole gzip file", str(error))) from error
-    start = 4 + 4 * len(shape)
     magic = bytes([0, 0, 8, len(shape)])
     if content[:4] != magic:
         raise DataError(
@@ -50,10 +52,10 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     sizes = struct.unpack(f">{len(shape)}I", content[4:start])
     if sizes != shape:
         raise DataError(damaged(path, f"sizes {shape}", f"{sizes}"))
-    if len(content) - start != math.prod(shape):
-        raise DataError(
-            damaged(path, f"{math.prod(shape)} bytes of entries", f"{len(content) - start}")
-        )
+    received = len(content) - start
+    if received != math.prod(shape):
+        more = "more" if received > math.prod(shape) else f"{received}"
+        raise DataError(damaged(path, f"{math.prod(shape)} bytes of entries", more))
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 

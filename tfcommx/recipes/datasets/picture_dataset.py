@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
+from tfcommx.data.sources.base import MAX_PIXELS
 from tfcommx.recipes.reader import Part
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ class PictureDataset(Part):
     # Short side at which pictures are kept, pixels: the largest resolution to come, divided by the
     # crop's part of the side. None: their own size
     store: int | None = Field(None, ge=1)
+    # Most pixels of a picture: a small file can decode to more than the memory has
+    max_pixels: int = Field(MAX_PIXELS, ge=1)
     # Share of each node's images that is redistributed before each epoch except the first, sent
     # from memory to memory. Then nothing is loaded ahead over the end of an epoch.
     reshuffle_fraction: float = Field(0.0, ge=0, le=1)

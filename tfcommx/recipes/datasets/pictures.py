@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfcommx.comm.base import Comm
 from tfcommx.data.cache.cache import DataCache
 from tfcommx.data.sources.base import Source
+from tfcommx.data.sources.folder import listed_names
 from tfcommx.recipes.base import Place
 from tfcommx.recipes.datasets.picture_dataset import PictureDataset
 from tfcommx.terms import PlanError
@@ -46,6 +47,13 @@ class Pictures:
         self.inputs, self.count = train.channels, train.count
         self.classes = tuple(classes or train.classes)
         _check_sources(train, test, self.classes)
+        if place.rank == 0:
+            for source in (train, test):
+                print(
+                    f"{source.name}: {source.count:,} pictures in {len(self.classes):,} classes: "
+                    + listed_names(self.classes),
+                    flush=True,
+                )
         self.redistributes = settings.reshuffle_fraction > 0
         self.cache = self._open(train, settings.reshuffle_fraction)
         self.test_cache = self._open(test, 0.0)
@@ -59,6 +67,7 @@ class Pictures:
             seed=place.seed,
             memory=settings.memory,
             store=settings.store,
+            max_pixels=settings.max_pixels,
             disk=settings.disk,
             on_error=settings.on_error,
             # Samples that find no room in memory can still be read from the source

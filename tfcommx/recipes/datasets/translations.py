@@ -45,20 +45,40 @@ class LinePairs:
         self.key = key_of(("lines", *facts))
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        """Return the pairs; those with an empty side are left out."""
-        with (
-            open(self.files[0], encoding="utf-8") as one,
-            open(self.files[1], encoding="utf-8") as two,
-        ):
-            for number, pair in enumerate(itertools.zip_longest(one, two), 1):
-                if None in pair:
-                    short = self.files[pair.index(None)]
+        """Return the pairs; those with an empty side are left out.
+
+        **Raises:** DataError for files of unequal length, and for one that is no UTF-8.
+        """
+        sides = (_lines(file) for file in self.files)
+        for number, (source, target) in enumerate(itertools.zip_longest(*sides), 1):
+            if source is None or target is None:
+                short = self.files[0 if source is None else 1]
+                raise DataError(
+                    f"Files with as many lines are required. {short} ends before line {number}."
+                )
+            if source and target:
+                yield source, target
+
+
+def _lines(file: Path) -> Iterator[str]:
+    """Return the lines of a UTF-8 file, without white space around them.
+
+    Lines end in a line feed and nothing else: a carriage return, a form feed or one of Unicode's
+    line separators can stand inside a sentence, and would shift all pairs after it.
+    """
+    try:
+        with open(file, "rb") as content:
+            for number, line in enumerate(content, 1):
+                try:
+                    # With the mark of UTF-8 that some editors put before the text
+                    yield line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                except UnicodeDecodeError as error:
                     raise DataError(
-                        f"Files with as many lines are required. {short} ends before line {number}."
-                    )
-                source, target = (str(line).strip() for line in pair)
-                if source and target:
-                    yield source, target
+                        f"Text in UTF-8 is required. Line {number} of {file} is none: {error}. "
+                        f"Convert it, such as by iconv."
+                    ) from error
+    except OSError as error:
+        raise DataError(f"{file}: {error.strerror}. Check the path.") from error
 
 
 class TextFiles(Translations):

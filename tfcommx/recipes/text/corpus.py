@@ -21,7 +21,7 @@ from tfcommx.recipes.text.vocabulary import Vocabulary, learn
 # Pairs that are encoded together
 CHUNK = 10_000
 # Version of the files
-FORMAT = 2
+FORMAT = 3
 
 
 class Pairs(Protocol):
@@ -86,7 +86,8 @@ def open_corpora(
             if first is None:
                 raise DataError("Pairs of sentences are required. There are none.")
             _write(kept / "vocabulary", learn(itertools.chain([first], lines), size))
-        vocabulary = Vocabulary((kept / "vocabulary").read_bytes())
+        with _legible(kept / "vocabulary"):
+            vocabulary = Vocabulary((kept / "vocabulary").read_bytes())
         for name, pairs in (("train", train), ("test", test)):
             if not (kept / name).exists():
                 _encode(pairs, vocabulary, kept, name)
@@ -119,10 +120,42 @@ def _encode(
 
 def _open(folder: Path) -> Corpus:
     def sentences(language: str) -> Sentences:
-        words = np.load(folder / f"{language}.npy", mmap_mode="r")
-        return Sentences(words, np.load(folder / f"{language}_starts.npy"))
+        with _legible(folder / f"{language}.npy"):
+            words = np.load(folder / f"{language}.npy", mmap_mode="r")
+            _require(words.dtype == np.int32 and words.ndim == 1, "no int32 [n]")
+        with _legible(folder / f"{language}_starts.npy"):
+            starts = np.load(folder / f"{language}_starts.npy")
+            _require(starts.dtype == np.int64 and starts.ndim == 1, "no int64 [n]")
+            _require(
+                len(starts) > 0 and starts[0] == 0 and starts[-1] == len(words),
+                f"not from 0 to {len(words)}",
+            )
+            _require(bool(np.all(starts[1:] >= starts[:-1])), "not ascending")
+        return Sentences(words, starts)
 
-    return Corpus(sentences("source"), sentences("target"))
+    source, target = sentences("source"), sentences("target")
+    with _legible(folder / "target_starts.npy"):
+        _require(len(source) == len(target), f"{len(target)} sentences, and {len(source)} sources")
+    return Corpus(source, target)
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)
+
+
+@contextmanager
+def _legible(path: Path) -> Iterator[None]:
+    """Name the file in the error of its reader. **Raises:** DataError."""
+    try:
+        yield
+    # A damaged file ends its reader anywhere: in NumPy's parser, in zlib, in SentencePiece
+    except Exception as error:
+        kept = path.parent if path.name == "vocabulary" else path.parent.parent
+        raise DataError(
+            f"{path} is damaged: {error or type(error).__name__}. Remove {kept}; the next run "
+            "makes it again."
+        ) from error
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -65,7 +65,9 @@ class Vocabulary:
     """
 
     def __init__(self, model: bytes) -> None:
-        self._pieces = sentencepiece().SentencePieceProcessor(model_proto=model)
+        self._pieces = sentencepiece().SentencePieceProcessor()
+        # Not by the constructor, which passes over an empty model.
+        self._pieces.load_from_serialized_proto(model)
         self.size: int = self._pieces.vocab_size()
 
     @property
