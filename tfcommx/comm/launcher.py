@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tfcommx.comm.cluster_environment import cluster_environment
-from tfcommx.terms import PlanError
+from tfcommx.terms import PlanError, local_path
+from tfcommx.terms.files import open_private
 
 # Where launchers that are not supported say how many processes they started: Hydra (MPICH, Intel
 # MPI)
@@ -155,10 +156,17 @@ def cache_folder() -> Path:
 
     TFCOMMX_CACHE; without it `tfcommx` in XDG_CACHE_HOME, or in ~/.cache; in the folder of
     temporary files for a user who has no home.
+
+    **Raises:** PlanError for an address such as gs://bucket/cache; PermissionError for a folder of
+    temporary files that another user has made.
     """
     if own := os.environ.get("TFCOMMX_CACHE"):
-        return Path(own)
+        return local_path("TFCOMMX_CACHE", own)
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return local_path("XDG_CACHE_HOME", shared) / "tfcommx"
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tfcommx"
+        return Path.home() / ".cache" / "tfcommx"
     except RuntimeError:  # A container's user without a home
-        return Path(tempfile.gettempdir()) / f"tfcommx-{os.getuid()}"
+        folder = Path(tempfile.gettempdir()) / f"tfcommx-{os.getuid()}"
+        os.close(open_private(folder))  # Another user could have made it
+        return folder

@@ -27,6 +27,7 @@ import yaml
 from tfcommx.comm.horovodrun import on_end_signals
 from tfcommx.recipes.reader import YamlLoader
 from tfcommx.report.summary import read, write_json
+from tfcommx.terms import reading
 
 # Of an epoch's row in a summary; scores come besides
 KEPT = ("epoch", "phase", "steps", "bytes_between_nodes", "clock_seconds")
@@ -69,7 +70,11 @@ class Setup:
 def trained(setup: Setup, method: str, settings: Sequence[str]) -> dict[str, Any] | None:
     """Return a training that was kept; None if there is none."""
     file = setup.folder / "trainings" / f"{setup.name(method, settings)}.json"
-    return json.loads(file.read_text()) if file.exists() else None
+    if not file.exists():
+        return None
+    with reading("A training", file, "Delete the file: it is trained anew.", TrainingError):
+        found = json.loads(file.read_text())
+        return {**found, "epochs": found["epochs"]}
 
 
 def train(setup: Setup, method: str, settings: Sequence[str]) -> dict[str, Any]:

@@ -85,6 +85,8 @@ def reading(
     try:
         yield
     except Exception as problem:
+        if isinstance(problem, error) and str(path) in str(problem):
+            raise
         text = " ".join(str(problem).split())[:200].removesuffix(".")
         name = "" if isinstance(problem, PlanError | error) else f"{type(problem).__name__}: "
         raise error(f"{what} is required in {path}. Received {name}{text}. {remedy}") from problem
@@ -94,12 +96,15 @@ def reading(
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield another name to write to; give the file its own name once it is whole and on the disk.
 
+    The folder is made.
+
     If writing fails, as on a full disk, the file that was there before stays as it is. The other
     name is random, because two processes may write the same file, and it ends as `path` does.
 
     **Cost:** waits until the disk has the file. **Raises:** OSError.
     """
     path = Path(os.path.realpath(path))  # A link stays one
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.stem}-{secrets.token_hex(4)}{path.suffix}")
     try:
         yield part

@@ -81,10 +81,10 @@ def take(folder: Path, owner: Owner) -> None:
     if folder in _held:
         if _is_still_at(path, _held[folder]):
             return
-        os.close(_held.pop(folder))
         other = _read(path)
         if other is not None and not _is_same(owner, other) and not _may_replace(owner, other):
             raise _in_use(folder, other)
+        os.close(_held.pop(folder))
     while True:
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -129,6 +129,16 @@ def release(folder: Path) -> None:
 def _release_all() -> None:
     for folder in list(_held):
         release(folder)
+
+
+def _forget_all() -> None:
+    """In a process that was forked: the locks are its parent's, and shall end with that."""
+    for opened in _held.values():
+        os.close(opened)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def seen_owner(folder: Path) -> Owner | None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from tfcommx.recipes.base import Data, DataError, Place
 from tfcommx.recipes.datasets.picture_dataset import PictureDataset
+from tfcommx.terms import reading
 
 ENTRIES = ("train_images", "train_labels", "test_images", "test_labels")
 
@@ -36,14 +37,12 @@ class ArrayFile(ArrayPictures):
 
     def build(self, place: Place) -> Data:
         """Open the file on this rank. **Raises:** DataError for a file of another kind."""
-        try:
-            with np.load(self.file) as content:
-                missing = [entry for entry in ENTRIES if entry not in content]
-                arrays = [content[entry] for entry in ENTRIES if entry in content]
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"A NumPy file is required in {self.file}: {error}. Write it with np.savez."
-            ) from error
+        with (
+            reading("A NumPy file", self.file, "Write it with np.savez.", DataError),
+            np.load(self.file) as content,
+        ):
+            missing = [entry for entry in ENTRIES if entry not in content]
+            arrays = [content[entry] for entry in ENTRIES if entry in content]
         if missing:
             raise DataError(
                 f"{self.file} needs the entries {', '.join(ENTRIES)}. Missing: "

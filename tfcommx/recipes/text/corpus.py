@@ -17,6 +17,7 @@ import numpy as np
 from tfcommx.data.sources.base import key_of
 from tfcommx.recipes.base import DataError
 from tfcommx.recipes.text.vocabulary import Vocabulary, learn
+from tfcommx.terms import reading, replacing
 
 # Pairs that are encoded together
 CHUNK = 10_000
@@ -86,7 +87,11 @@ def open_corpora(
             if first is None:
                 raise DataError("Pairs of sentences are required. There are none.")
             _write(kept / "vocabulary", learn(itertools.chain([first], lines), size))
-        vocabulary = Vocabulary((kept / "vocabulary").read_bytes())
+        path = kept / "vocabulary"
+        with reading(
+            "A vocabulary", path, f"Delete the folder {kept}: it is learnt anew.", DataError
+        ):
+            vocabulary = Vocabulary(path.read_bytes())
         for name, pairs in (("train", train), ("test", test)):
             if not (kept / name).exists():
                 _encode(pairs, vocabulary, kept, name)
@@ -113,23 +118,32 @@ def _encode(
                 whole / f"{language}.npy", np.concatenate([*words[side], np.zeros(0, np.int32)])
             )
             starts = np.cumsum([0, *lengths[side]], dtype=np.int64)
-            np.save(whole / f"{language}_starts.npy", starts)
+            np.save(starts_of(whole / f"{language}.npy"), starts)
         os.replace(whole, kept / name)
+
+
+def starts_of(words: Path) -> Path:
+    """Return the file that says where each sentence of a file of words begins."""
+    return words.with_name(f"{words.stem}_starts.npy")
 
 
 def _open(folder: Path) -> Corpus:
     def sentences(language: str) -> Sentences:
-        words = np.load(folder / f"{language}.npy", mmap_mode="r")
-        return Sentences(words, np.load(folder / f"{language}_starts.npy"))
+        path = folder / f"{language}.npy"
+        remedy = f"Delete the folder {folder}: it is made anew."
+        with reading("Encoded sentences", path, remedy, DataError):
+            words, starts = np.load(path, mmap_mode="r"), np.load(starts_of(path))
+            if words.ndim != 1 or starts.ndim != 1 or starts[-1] != len(words):
+                raise ValueError(f"{words.shape} words with sentences that end at {starts[-1:]}")
+        return Sentences(words, starts)
 
     return Corpus(sentences("source"), sentences("target"))
 
 
 def _write(path: Path, content: bytes) -> None:
     """Write a file that appears whole, by a rename."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)
+    with replacing(path) as part:
+        part.write_bytes(content)
 
 
 @contextmanager
