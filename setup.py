@@ -139,11 +139,11 @@ def put(source: Path, target: Path) -> None:
 
 
 def is_built(folder: Path, facts: dict[str, Any]) -> bool:
-    """Tell whether a folder has the library, built from and with exactly this."""
-    found = folder / FACTS
-    return (
-        (folder / LIBRARY).is_file() and found.is_file() and json.loads(found.read_text()) == facts
-    )
+    """Return True if a folder has the library, built from and with exactly this."""
+    try:
+        return (folder / LIBRARY).is_file() and json.loads((folder / FACTS).read_text()) == facts
+    except (OSError, ValueError):  # Missing, or cut when the disk was full: it is built anew
+        return False
 
 
 class BuildOps(build_ext):
@@ -171,7 +171,9 @@ class BuildOps(build_ext):
             objects.mkdir(parents=True, exist_ok=True)
             compile_library(tools, objects, objects / LIBRARY)
             put(objects / LIBRARY, target / LIBRARY)
-        (target / FACTS).write_text(json.dumps(facts) + "\n")
+        written = target / f"{FACTS}.part"
+        written.write_text(json.dumps(facts) + "\n")
+        written.replace(target / FACTS)
 
     def copy_extensions_to_source(self) -> None:
         """Copy the library for in-place builds: setuptools would look for a Python extension."""

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 from bench import records
 from bench.rounds import paired_ratio
+from tfcommx.terms import replacing, write_text
 
 COLUMNS = ("name", "n", "density", "seconds", "limit_seconds", "times_limit", "verified")
 SPREAD = ("repeats", "lowest_seconds", "highest_seconds")
@@ -158,7 +159,7 @@ def right(rows: Rows) -> bool:
 
 def write(rows: Rows, file: Path) -> None:
     """Write one object a line."""
-    file.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    write_text(file, "".join(json.dumps(one) + "\n" for one in rows))
 
 
 def finish(
@@ -242,4 +243,5 @@ def save_picture(rows: Sequence[dict[str, Any]], path: Path, drawn: str = "secon
         axes.set_xscale("log")
         axes.set_xlabel(drawn.replace("_", " "))
         axes.set_title(f"n = {n:,}, density {density:g}", loc="left")
-    figure.savefig(path, dpi=150)
+    with replacing(path) as part:
+        figure.savefig(part, dpi=150)

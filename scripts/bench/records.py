@@ -32,6 +32,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tfcommx.terms import write_text
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "records"
 # What a version is called in a record -> the packages that may bring it
@@ -84,7 +86,7 @@ def write(
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    write_text(path, json.dumps(record, indent=1) + "\n")
     return path
 
 

@@ -50,6 +50,7 @@ from rich.table import Table
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
 from tfcommx.report.summary import read
+from tfcommx.terms import replacing
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES, DENSITIES = ("exact", "mstopk"), (0.01, 0.001)
@@ -257,7 +258,8 @@ def draw(found: dict[str, list[dict]], path: Path) -> None:
         axes.set(xlabel="epoch", title=f"density {density:g}")
         axes.legend(fontsize=7, loc="lower right")
     panels[0].set(ylabel="test accuracy")
-    figure.savefig(path, dpi=120)
+    with replacing(path) as part:
+        figure.savefig(part, dpi=120)
 
 
 def main() -> None:

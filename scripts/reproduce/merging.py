@@ -28,7 +28,7 @@ from tfcommx.simulator import models
 from tfcommx.simulator.assumptions import Assumptions
 from tfcommx.simulator.selection_time import sorting_time
 from tfcommx.simulator.step import simulate
-from tfcommx.terms import Link, Links, Profile, Scheme, Topology
+from tfcommx.terms import Link, Links, Profile, Scheme, Topology, write_text
 
 # Model -> samples of a GPU in a step: table IV of the paper; the others as they fit such a GPU
 BATCHES = {
@@ -134,7 +134,7 @@ def main() -> None:
     ]
     print(table(rows))
     if chosen.json:
-        chosen.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_text(chosen.json, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

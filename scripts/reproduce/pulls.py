@@ -31,7 +31,7 @@ from tfcommx.planner.merging.pulls import (
 )
 from tfcommx.simulator import models
 from tfcommx.strategies.pull_times import layers_of, pull_times
-from tfcommx.terms import Link, Links, Profile, Topology
+from tfcommx.terms import Link, Links, Profile, Topology, replacing, write_text
 
 METHODS = {
     "default PS": at_once,
@@ -124,7 +124,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         panel.set_title(model)
     panels[0].set_ylabel("end of the forward pass\n/ default PS")
     panels[-1].legend(fontsize=8, loc="upper right")
-    figure.savefig(path, dpi=120)
+    with replacing(path) as part:
+        figure.savefig(part, dpi=120)
 
 
 def main() -> None:
@@ -145,7 +146,7 @@ def main() -> None:
     ]
     print(table(rows))
     if chosen.json:
-        chosen.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_text(chosen.json, "".join(json.dumps(row) + "\n" for row in rows))
     if chosen.png:
         draw(rows, chosen.png)
 

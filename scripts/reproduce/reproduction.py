@@ -26,6 +26,7 @@ from typing import Any
 import yaml
 
 from tfcommx.recipes.reader import YamlLoader
+from tfcommx.terms import write_text
 
 HERE = Path(__file__).resolve().parent
 SCORED, CALIBRATED, NOT_SCORED = "scored", "calibrated", "not scored"
@@ -127,4 +128,4 @@ def main(
     print(table(rows))
     print("\n" + "\n".join(verdicts))
     if chosen.json:
-        chosen.json.write_text("".join(json.dumps(one) + "\n" for one in rows))
+        write_text(chosen.json, "".join(json.dumps(one) + "\n" for one in rows))

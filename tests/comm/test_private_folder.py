@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tfcommx.comm import launcher
-from tfcommx.comm.private_folder import private_folder
 from tfcommx.optim.checkpoint.memory.place import Place
 from tfcommx.terms import PlanError
+from tfcommx.terms.files import open_private
 
 
 def of_another_user(path: Path) -> None:
@@ -41,7 +41,8 @@ WRONG = pytest.mark.parametrize(
 
 def test_a_folder_is_made_once_and_its_owner_alone_can_use_it(tmp_path: Path) -> None:
     for _ in range(2):
-        path = private_folder(tmp_path / "ours")
+        path = tmp_path / "ours"
+        os.close(open_private(path))
         assert path.stat().st_mode & 0o777 == 0o700
 
 

@@ -31,6 +31,7 @@ def test_a_checkpoint_leaves_the_users_files_alone(comm: Comm, folder: Path) -> 
         checkpoint.save(net, folder, epoch)
     comm.gather_objects("saved")
     assert sorted(path.name for path in folder.iterdir() if "residuals" not in path.name) == [
+        ".checkpoint.lock",
         "checkpoint.json",
         "model-0000.keras.bak",
         "model-0001.keras",

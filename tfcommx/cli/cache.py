@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tfcommx.cli.environment import load_tensorflow
-from tfcommx.terms import PlanError
+from tfcommx.terms import PlanError, local_path
 
 if TYPE_CHECKING:
     from tfcommx.comm.base import Comm
@@ -158,4 +158,4 @@ def _check_folders(*paths: Path | None) -> None:
 
     for path in paths:
         if path is not None:
-            check_folder(path)
+            check_folder(local_path("folder", path))

@@ -28,7 +28,7 @@ from tfcommx.comparison.trainings import Setup, train, trained
 from tfcommx.recipes.reader import RecipeError
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
-from tfcommx.terms import PlanError, Profile, Topology
+from tfcommx.terms import PlanError, Profile, Topology, write_text
 
 
 def compare(
@@ -129,7 +129,7 @@ def compare(
     figures.draw(comparison, folder / figures.PICTURE)
     print(f"figure: {folder / figures.PICTURE}")
     if json_file:
-        json_file.write_text("".join(json.dumps(row) + "\n" for row in rows_of(comparison)))
+        write_text(json_file, "".join(json.dumps(row) + "\n" for row in rows_of(comparison)))
 
 
 def _check_hosts(hosts: str | None, measured_at: float | None, ranks: int) -> None:

@@ -19,7 +19,7 @@ from tfcommx.measure.horovod_timeline import (
 )
 from tfcommx.measure.recorded_step import measured_step
 from tfcommx.report import timeline as report
-from tfcommx.terms import Links, MeasuredStep, PlanError, Timeline, Topology
+from tfcommx.terms import Links, MeasuredStep, PlanError, Timeline, Topology, write_text
 
 if TYPE_CHECKING:
     from tfcommx.planner.interval import Interval
@@ -64,7 +64,7 @@ def explain(
         others_s = typical.exposed_parts.ranks_s
         if json_file:
             rows = map(_step_row, recording.steps)
-            json_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            write_text(json_file, "".join(json.dumps(row) + "\n" for row in rows))
         if links or profile or png or trace:
             topology = Topology(max(1, recording.ranks // max(1, slots)), slots)
             found = [measured_step(recording, one, topology) for one in (typical, early)]
@@ -77,7 +77,7 @@ def explain(
         return
     step = found[0]
     if profile:
-        profile.write_text(step.profile.to_json())
+        write_text(profile, step.profile.to_json())
     steps = {"recorded": step.timeline}
     predicted = [_predicted(one, Links.read(links)) for one in found] if links else []
     if predicted:
@@ -92,7 +92,7 @@ def explain(
     if png:
         report.draw_timelines(steps, png)
     if trace:
-        trace.write_text(report.trace_events(steps))
+        write_text(trace, report.trace_events(steps))
 
 
 def _is_timeline(run: Path) -> bool:

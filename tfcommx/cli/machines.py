@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from tfcommx.cli.simulate import INTERVAL, KINDS, Settings, read_keys, simulated_step
-from tfcommx.terms import PlanError, check_name, check_whole
+from tfcommx.terms import PlanError, check_name, check_whole, replacing
 
 # Compared where the file names none: they lose nothing, and the first is plain Horovod's
 SCHEMES: dict[str, dict[str, Any]] = {"horovod": {}, "torus": {"scheme": "torus"}}
@@ -75,7 +75,7 @@ def machines(
     _show(best)
     print(f"{len(best)} cells, {len(rows)} simulated steps in {time.monotonic() - start:.1f} s.")
     if csv_file:
-        with csv_file.open("w", newline="") as out:
+        with replacing(csv_file) as part, part.open("w", newline="") as out:
             writer = csv.DictWriter(out, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)

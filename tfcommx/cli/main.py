@@ -5,8 +5,12 @@ TensorFlow is imported only if a command needs it.
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -35,7 +39,7 @@ from tfcommx.data.sources.base import SampleError
 from tfcommx.recipes.base import DataError
 from tfcommx.recipes.reader import RecipeError
 from tfcommx.report.summary import ReportError
-from tfcommx.terms import PlanError
+from tfcommx.terms import PlanError, local_path
 
 USER_ERRORS = (
     PlanError,
@@ -49,6 +53,22 @@ USER_ERRORS = (
 # Other ranks wait so long before they print an error, which rank 0 most likely has too. The
 # launcher ends all ranks after rank 0 has printed it.
 RANK_0_FIRST_SECONDS = 5.0
+
+
+def with_local_paths(command: Callable[..., None]) -> Callable[..., None]:
+    """Refuse addresses such as gs://bucket/run before a command begins; expand `~` in its paths."""
+
+    def local(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [local(name, item) for item in value]
+        return local_path(name, value) if isinstance(value, Path) else value
+
+    @functools.wraps(command)
+    def checked(**given: Any) -> None:
+        command(**{name: local(name, value) for name, value in given.items()})
+
+    return checked
+
 
 app = typer.Typer(
     name="tfcommx",
@@ -71,12 +91,12 @@ for command in (
     explain.explain,
     doctor.doctor,
 ):
-    app.command()(command)
+    app.command()(with_local_paths(command))
 # What follows the first word belongs to another command
 app.command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )(centre.centre)
-app.command(context_settings={"allow_interspersed_args": False})(run.run)
+app.command(context_settings={"allow_interspersed_args": False})(with_local_paths(run.run))
 
 
 def main() -> None:

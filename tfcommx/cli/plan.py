@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tfcommx.terms import Links, PlanError, Profile, Scheme, Topology
+from tfcommx.terms import Links, PlanError, Profile, Scheme, Topology, write_text
 
 if TYPE_CHECKING:
     from tfcommx.planner.predict import Prediction
@@ -71,9 +71,9 @@ def plan(
     _show([_row(candidate) for candidate in found], what_helps(best.scheme, setting))
     print(f"\npredicted to be the fastest: {advice(best)}")
     if json_file:
-        json_file.write_text("".join(json.dumps(_row(one)) + "\n" for one in found))
+        write_text(json_file, "".join(json.dumps(_row(one)) + "\n" for one in found))
     if output:
-        output.write_text(best.plan.to_json())
+        write_text(output, best.plan.to_json())
         print(f"{output}: its plan, of {len(best.plan.buckets)} buckets.")
 
 

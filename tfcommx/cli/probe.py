@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tfcommx.cli.environment import load_tensorflow
-from tfcommx.terms import PlanError
+from tfcommx.terms import PlanError, write_text
 
 
 def probe(
@@ -43,7 +43,7 @@ def probe(
     sizes = [size for size in links.SIZES if size <= largest]
     found = links.probe(comm, sizes, repeats, load=matmul_load(), fusion=True)
     if is_chief():
-        output.write_text(found.to_json())
+        write_text(output, found.to_json())
         figures.draw_links(found.links, found.points, found.by_engine, output.with_suffix(".png"))
         for kind, link in found.links._asdict().items():
             print(f"{kind}: {link}")

@@ -11,6 +11,7 @@ from tfcommx.cli.environment import load_tensorflow
 from tfcommx.cli.train import SET_HELP
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
+from tfcommx.terms import write_text
 
 
 def profile(
@@ -40,7 +41,7 @@ def profile(
     from tfcommx.training.profile import measure_recipe
 
     found = measure_recipe(recipe, steps)
-    output.write_text(found.profile.to_json())
+    write_text(output, found.profile.to_json())
     parts = found.profile.forward_s + found.profile.backward_s
     print(
         f"forward {1e3 * found.profile.forward_s:.2f} ms, backward "
@@ -58,7 +59,7 @@ def _measure_exchange(recipe: Recipe, steps: int, file: Path) -> None:
 
     found = measure_recipe_exchange(recipe, steps)
     if process.is_chief():
-        file.write_text(found.to_json())
+        write_text(file, found.to_json())
         timeline = found.timeline
         print(
             f"{timeline.ranks} ranks: a step of {1e3 * timeline.step_s:.2f} ms, of which "

@@ -24,6 +24,7 @@ from tfcommx.terms import (
     Topology,
     check_name,
     check_whole,
+    write_text,
 )
 
 
@@ -230,7 +231,7 @@ def simulate(
         rows = [row]
         _show(rows)
     if json_file:
-        json_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_text(json_file, "".join(json.dumps(row) + "\n" for row in rows))
     from tfcommx.report import timeline as report
 
     if sweep:
@@ -248,7 +249,7 @@ def simulate(
     if png:
         report.draw_timeline(timeline, png, title)
     if trace:
-        trace.write_text(report.trace_events({title: timeline}))
+        write_text(trace, report.trace_events({title: timeline}))
 
 
 # What typer reads: an option for each setting in place of `given`
@@ -278,7 +279,7 @@ def read_keys(file: Path) -> dict[str, Any]:
     """Return the keys of a YAML file, with _ for -. **Raises:** PlanError for another file."""
     try:
         found = yaml.load(file.read_text(), YamlLoader) or {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise PlanError(f"A YAML file is required. Received {file}: {error}.") from error
     if not isinstance(found, dict):
         raise PlanError(f"Settings, one a line, are required. Received {file}: {found!r}.")

@@ -11,7 +11,6 @@ Starting (no TensorFlow, except horovod and init)
     gloo_hosts           every rank's host, before Horovod starts under Gloo
     challenge            two processes prove to each other that they know a secret
     entrance             hear the callers of a listening socket side by side
-    private_folder       a folder in /tmp or /dev/shm that no other user can write to
     mpi_start            end the ranks that wait in MPI's start for one that does not come
     init                 init(): from all of this to a running Horovod
     process              the process's own Comm: rank(), size(), ...

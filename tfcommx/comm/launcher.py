@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tfcommx.comm.cluster_environment import cluster_environment
-from tfcommx.comm.private_folder import private_folder
-from tfcommx.terms import PlanError
+from tfcommx.terms import PlanError, local_path
+from tfcommx.terms.files import open_private
 
 # Where launchers that are not supported say how many processes they started: Hydra (MPICH, Intel
 # MPI)
@@ -165,15 +165,19 @@ def cache_folder() -> Path:
     TFCOMMX_CACHE; without it `tfcommx` in XDG_CACHE_HOME, or in ~/.cache; in the folder of
     temporary files for a user who has no home.
 
-    **Raises:** PlanError if there another user owns the folder of this one's name.
+    **Raises:** PlanError for an address such as gs://bucket/cache, and for a folder of temporary
+    files that another user has made.
     """
     if own := os.environ.get("TFCOMMX_CACHE"):
-        return Path(own)
+        return local_path("TFCOMMX_CACHE", own)
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return local_path("XDG_CACHE_HOME", shared) / "tfcommx"
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tfcommx"
+        return Path.home() / ".cache" / "tfcommx"
     except RuntimeError:  # A container's user without a home
-        pass
-    try:
-        return private_folder(Path(tempfile.gettempdir()) / f"tfcommx-{os.getuid()}")
-    except OSError as error:
-        raise PlanError(f"{error}, or set TFCOMMX_CACHE to another folder.") from error
+        folder = Path(tempfile.gettempdir()) / f"tfcommx-{os.getuid()}"
+        try:
+            os.close(open_private(folder))  # Another user could have made it
+        except OSError as error:
+            raise PlanError(f"{error} Or set TFCOMMX_CACHE to another folder.") from error
+        return folder

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from tfcommx.comparison.outcomes import Curve
 from tfcommx.comparison.rows import Comparison, Row, Steps
 from tfcommx.comparison.tables import rate_text
+from tfcommx.terms import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +39,8 @@ def draw(found: Comparison, path: Path) -> None:
         empty.remove()
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
-    figure.savefig(path, dpi=120)
+    with replacing(path) as part:
+        figure.savefig(part, dpi=120)
 
 
 def _by_megabytes(found: Comparison, name: str, training: Row) -> Curve:

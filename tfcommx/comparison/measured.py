@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tfcommx.comparison.trainings import LOG, Setup, TrainingError, run_command
 from tfcommx.recipes.recipe import Recipe
-from tfcommx.terms.checks import MALFORMED
+from tfcommx.terms import reading
 
 
 class MeasuredSteps(NamedTuple):
@@ -42,14 +42,11 @@ def measure(setup: Setup, method: str, settings: Sequence[str], hosts: str) -> M
         words = ["train", str(setup.recipe), "--output", str(folder), "--dry-run", "-H", hosts]
         words += [word for setting in settings for word in ("--set", setting)]
         run_command(words, folder / LOG)
-    try:
-        phases = json.loads((folder / "dry_run.json").read_text())["phases"]
-        steps = tuple(float(phase["step_seconds"]) for phase in phases)
-        waits = [float(phase["gradients_seconds"]) for phase in phases]
-    except MALFORMED as error:
-        raise TrainingError(
-            f"{folder / 'dry_run.json'} is damaged: {error}. Remove it, and it is measured again."
-        ) from error
+    file = folder / "dry_run.json"
+    with reading("A dry run", file, "Delete the file: it is measured anew.", TrainingError):
+        phases = json.loads(file.read_text())["phases"]
+        steps = tuple(phase["step_seconds"] for phase in phases)
+        waits = [phase["gradients_seconds"] for phase in phases]
     return MeasuredSteps(steps, tuple(step - wait for step, wait in zip(steps, waits, strict=True)))
 
 

@@ -85,7 +85,7 @@ def _read(path: Path) -> dict[str, Method]:
         tree = yaml.load(path.read_text(encoding="utf-8"), YamlLoader)
     except OSError as error:
         raise RecipeError(f"The methods {path} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RecipeError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(tree, dict) or not all(NAME.match(str(name)) for name in tree):
         raise RecipeError(

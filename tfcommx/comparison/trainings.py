@@ -27,7 +27,7 @@ import yaml
 from tfcommx.comm.horovodrun import on_end_signals
 from tfcommx.recipes.reader import YamlLoader
 from tfcommx.report.summary import read, write_json
-from tfcommx.terms.checks import MALFORMED
+from tfcommx.terms import reading
 
 # Of an epoch's row in a summary; scores come besides
 KEPT = ("epoch", "phase", "steps", "bytes_between_nodes", "clock_seconds")
@@ -72,12 +72,9 @@ def trained(setup: Setup, method: str, settings: Sequence[str]) -> dict[str, Any
     file = setup.folder / "trainings" / f"{setup.name(method, settings)}.json"
     if not file.exists():
         return None
-    try:
-        return dict(json.loads(file.read_text()))
-    except MALFORMED as error:
-        raise TrainingError(
-            f"{file} is damaged: {error}. Remove it, and it is trained again."
-        ) from error
+    with reading("A training", file, "Delete the file: it is trained anew.", TrainingError):
+        found = json.loads(file.read_text())
+        return {**found, "epochs": found["epochs"]}
 
 
 def train(setup: Setup, method: str, settings: Sequence[str]) -> dict[str, Any]:

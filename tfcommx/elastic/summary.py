@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from tfcommx.elastic.generation import Generation
 from tfcommx.elastic.placement import in_words
+from tfcommx.terms import write_text
 
 
 class Goodput(NamedTuple):
@@ -109,4 +110,4 @@ def to_json(generations: Sequence[Generation]) -> dict[str, Any]:
 def write(generations: Sequence[Generation], path: Path) -> None:
     """Write `to_json` into a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(to_json(generations), indent=1) + "\n")
+    write_text(path, json.dumps(to_json(generations), indent=1) + "\n")

@@ -12,11 +12,13 @@ library: the supervisor calls it over ssh, too.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 RUN, GENERATION = "TFCOMMX_RUN", "TFCOMMX_GENERATION"
@@ -65,13 +67,30 @@ def remove_memory(run: str) -> None:
 
 
 def remove_stale_memory() -> None:
-    """Remove what runs have left in shared memory whose supervisor was killed."""
+    """Remove what runs have left in shared memory whose supervisor was killed.
+
+    A process that uses such a folder holds a lock on it (checkpoint/memory/place.py), also one that
+    this process cannot see, in another container that shares the memory.
+    """
     for path in MEMORY.glob(f"tfcommx-{os.getuid()}-{'[0-9a-f]' * 16}-*"):
-        with contextlib.suppress(OSError):
-            newest = max(one.stat().st_mtime for one in (path, *path.rglob("*")))
+        with contextlib.suppress(OSError), _locked(path):
+            newest = max(one.lstat().st_mtime for one in (path, *path.rglob("*")))
             run = path.name.split("-")[2]
             if time.time() - newest > STALE_SECONDS and not find_processes(run):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder of this user's exclusively. **Raises:** OSError if a process uses it."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if os.fstat(opened).st_uid != os.getuid():
+            raise PermissionError(f"{folder} belongs to another user")
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(opened)
 
 
 def sweep(run: str, generation: str | None = None, ranks: str = "") -> list[int]:

@@ -86,9 +86,15 @@ def another_build() -> str:
 
 
 def facts() -> dict[str, str]:
-    """Read what setup.py noted of the build."""
-    path = FOLDER / "build.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
+    """Read what setup.py noted of the build; {} if it is missing or damaged.
+
+    Then the library counts as one of an unknown version, which is refused and built anew.
+    """
+    try:
+        found = json.loads((FOLDER / "build.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def plain_function(name: str) -> Any | None:
@@ -104,4 +110,4 @@ def has_gpu_kernels() -> bool:
     They do if nvcc was there when the library was built. No GPU has run them yet: until
     scripts/check_cuda has passed on one, they are compiled and emulated, not proven.
     """
-    return library() is not None and facts()["devices"] == GPU_DEVICES
+    return library() is not None and facts().get("devices") == GPU_DEVICES

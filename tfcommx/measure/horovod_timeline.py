@@ -20,8 +20,7 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any, NamedTuple
 
-from tfcommx.terms import PlanError
-from tfcommx.terms.checks import MALFORMED
+from tfcommx.terms import PlanError, reading
 
 NEGOTIATES = "NEGOTIATE_"
 # A collective outside of a graph, without a name of its own
@@ -204,16 +203,16 @@ def read_timeline(path: Path) -> Recording:
     """Read a file that Horovod wrote, also one that a killed run has left without an end.
 
     **Ranks:** none. **Cost:** some 3 s for 100 MB, which are a thousand steps of 160 tensors.
-    **Raises:** PlanError for a file without two steps of the same tensors.
+    **Raises:** PlanError for a file that is damaged, or without two steps of the same tensors.
     """
+    remedy = "Record it anew: `horovodrun --timeline-filename FILE`."
+    with reading("A timeline of Horovod", path, remedy):
+        return _recording(path)
+
+
+def _recording(path: Path) -> Recording:
     events = _events(path)
-    try:
-        found = _messages(events)
-    except MALFORMED as error:
-        raise PlanError(
-            f"A timeline of Horovod is required. {path} is damaged: {type(error).__name__}: "
-            f"{error}. Record it again."
-        ) from error
+    found = _messages(events)
     often = _in_every_step(found)
     steps, before = [], None
     for messages in _steps(found, often):

@@ -10,12 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
 from tfcommx.comm.launcher import cache_folder
-from tfcommx.terms.checks import MALFORMED
+from tfcommx.terms import PlanError, reading, write_text
 
 log = logging.getLogger("tfcommx")
 
@@ -27,31 +26,23 @@ def read(kind: str, key: Any) -> dict[str, Any] | None:
         kind: of measurement, a word.
         key: what it depends on; as JSON can write it.
     """
-    path = _path(kind, key)
     try:
-        found = json.loads(path.read_text())
-        if found["key"] == json.loads(json.dumps(key)):
-            return dict(found["value"])
-    except FileNotFoundError:
-        return None
-    except MALFORMED as error:
-        log.warning(
-            "What was measured before cannot be read, and is measured again: %s: %s: %s.",
-            path,
-            type(error).__name__,
-            error,
-        )
+        path = _path(kind, key)
+        if not path.exists():
+            return None
+        with reading("A measurement that was kept", path, "It is measured again."):
+            found = json.loads(path.read_text())
+            if found["key"] == json.loads(json.dumps(key)):
+                return dict(found["value"])
+    except (OSError, PlanError) as error:
+        log.warning("What was measured before cannot be read, and is measured again: %s", error)
     return None
 
 
 def write(kind: str, key: Any, value: dict[str, Any]) -> None:
     """Keep a measurement in place of the one before; if that fails, say so and continue."""
-    path = _path(kind, key)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps({"key": key, "value": value}, indent=1))
-        part.replace(path)
+        write_text(_path(kind, key), json.dumps({"key": key, "value": value}, indent=1))
     except OSError as error:
         log.warning("What was measured is not kept: %s.", error)
 

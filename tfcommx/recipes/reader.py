@@ -7,6 +7,7 @@ import functools
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import yaml
@@ -15,8 +16,12 @@ from pydantic import (
     ConfigDict,
     PlainValidator,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
+
+from tfcommx.terms import local_path
 
 
 class RecipeError(ValueError):
@@ -62,6 +67,11 @@ class Part(BaseModel):
         if isinstance(given, Mapping):
             refuse_unknown(given, list(cls.model_fields))
         return given
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _paths_are_local(cls, value: Any, field: ValidationInfo) -> Any:
+        return local_path(field.field_name or "", value) if isinstance(value, Path) else value
 
 
 def member_of(
@@ -129,12 +139,12 @@ def change(tree: dict[str, Any], setting: str) -> None:
         for key in keys[:-1]:
             inner = inner.setdefault(key, {}) if isinstance(inner, dict) else inner[key]
         inner[keys[-1]] = value
-    except yaml.YAMLError as error:
+    except (IndexError, TypeError, AttributeError) as error:
+        raise RecipeError(f"The recipe has no place {place!r} for {setting!r}: {error}.") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RecipeError(
             f"The value in {setting!r} is not YAML: {' '.join(str(error).split())}."
         ) from error
-    except (IndexError, TypeError, AttributeError) as error:
-        raise RecipeError(f"The recipe has no place {place!r} for {setting!r}: {error}.") from error
 
 
 def error_lines(error: ValidationError, place: str = "") -> list[str]:

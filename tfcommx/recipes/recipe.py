@@ -292,7 +292,7 @@ def read(path: Path, settings: Sequence[str] = ()) -> Recipe:
         tree = yaml.load(Path(path).read_text(encoding="utf-8"), YamlLoader)
     except OSError as error:
         raise RecipeError(f"The recipe {path} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # Such as the date 2026-13-01
         raise RecipeError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(tree, dict):
         raise RecipeError(

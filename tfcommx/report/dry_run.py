@@ -17,7 +17,7 @@ from tfcommx.report.summary import (
     time_text,
     write_json,
 )
-from tfcommx.terms.checks import MALFORMED
+from tfcommx.terms import reading
 
 FILE = "dry_run.json"
 
@@ -33,14 +33,10 @@ def read_alone(folder: Path) -> list[float]:
     **Raises:** ReportError if the folder has no dry run, or one of several processes.
     """
     path = Path(folder) / FILE
-    try:
+    remedy = f"Make it: tfcommx train CONFIG --dry-run --output {folder}."
+    with reading("A dry run of one process", path, remedy, ReportError):
         found = json.loads(path.read_text())
         ranks, rates = found["ranks"], [phase["throughput"] for phase in found["phases"]]
-    except MALFORMED as error:
-        raise ReportError(
-            f"A dry run of one process is required. {path}: {error}. Make it: tfcommx train CONFIG "
-            f"--dry-run --output {folder}."
-        ) from error
     if ranks != 1:
         raise ReportError(
             f"A dry run of one process is required. Received one of {ranks} in {path}. Make it "

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfcommx.report.summary import PARTS, scheme_text, size_text
-from tfcommx.terms import Links
+from tfcommx.terms import Links, replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +26,8 @@ def draw(summary: dict[str, Any], folder: Path) -> None:
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         plot(summary, figure.subplots())
         figure.legend(loc="outside lower center", ncols=2, fontsize=8)
-        figure.savefig(folder / name, dpi=120)
+        with replacing(folder / name) as part:
+            figure.savefig(part, dpi=120)
 
 
 def _learning_curve(summary: dict[str, Any], axes: Axes) -> None:
@@ -96,4 +97,5 @@ def draw_links(links: Links, points: Mapping[str, Points], by_engine: bool, path
     )
     if any(points.values()):
         axes.legend()
-    figure.savefig(path, dpi=120)
+    with replacing(path) as part:
+        figure.savefig(part, dpi=120)

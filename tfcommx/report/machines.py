@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tfcommx.terms import replacing
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -45,7 +47,8 @@ def draw_machines(rows: Sequence[Row], path: Path) -> None:
             axes.xaxis.set_major_formatter("{x:g}")
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
-    figure.savefig(path, dpi=120)
+    with replacing(path) as part:
+        figure.savefig(part, dpi=120)
 
 
 def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import html
 import io
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from tfcommx.report.summary import (
     time_text,
     write_json,
 )
+from tfcommx.terms import replacing, write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -85,10 +85,9 @@ def write_page(runs: Runs, folder: Path) -> list[Path]:
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    curves(runs).savefig(folder / PICTURE, dpi=120)
-    half = folder / f"{PAGE}.part"
-    half.write_text(page(runs), encoding="utf-8")
-    os.replace(half, folder / PAGE)
+    with replacing(folder / PICTURE) as part:
+        curves(runs).savefig(part, dpi=120)
+    write_text(folder / PAGE, page(runs))
     return [folder / PAGE, folder / PICTURE]
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from tfcommx.terms.checks import MALFORMED
+from tfcommx.terms import write_text
 
 # The parts of an epoch, as training.timing.Timing measures them, in the order of the stacked bars.
 PARTS = {
@@ -239,10 +238,7 @@ def time_text(seconds: float) -> str:
 
 def write_json(found: dict[str, Any], path: Path) -> None:
     """Write a JSON file atomically; make its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_name(f"{path.name}.part")
-    half.write_text(json.dumps(found, indent=1) + "\n")
-    os.replace(half, path)
+    write_text(path, json.dumps(found, indent=1) + "\n")
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -257,7 +253,7 @@ def read(folder: Path) -> dict[str, Any]:
         raise ReportError(
             f"A run folder with a summary.json is required. {path}: {error.strerror}."
         ) from error
-    except MALFORMED as error:
+    except (ValueError, RecursionError) as error:
         raise ReportError(f"{path} is not JSON: {error}.") from error
     if not isinstance(summary, dict):
         raise ReportError(f"{path} is no summary of a run. Train again to write it anew.")

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tfcommx.terms import RESOURCES, Span, Timeline
+from tfcommx.terms import RESOURCES, Span, Timeline, replacing
 
 MEANINGS = {
     "host": "host",
@@ -99,7 +99,8 @@ def draw_timelines(timelines: dict[str, Timeline], path: Path) -> None:
     if all(map(_lanes, timelines.values())):
         legend = max((axes.get_legend_handles_labels() for axes in panels), key=lambda h: len(h[1]))
         figure.legend(*legend, loc="outside lower center", ncols=len(COLOURS), fontsize=8)
-    figure.savefig(path, dpi=120)
+    with replacing(path) as part:
+        figure.savefig(part, dpi=120)
 
 
 def _draw_lanes(axes: Any, timeline: Timeline, title: str, longest_s: float) -> None:
@@ -181,4 +182,5 @@ def draw_sweep(rows: list[dict[str, Any]], swept: str, path: Path) -> None:
     left.legend()
     right.plot(values, [row["scaling_efficiency"] for row in rows], "o-")
     right.set(xlabel=swept, ylabel="scaling efficiency", xscale=scale, ylim=(0, 1.05))
-    figure.savefig(path, dpi=120)
+    with replacing(path) as part:
+        figure.savefig(part, dpi=120)

@@ -5,8 +5,16 @@ collective starts.
 """
 
 from tfcommx.terms.bucket import Bucket, NoOptions, RouteOptions
-from tfcommx.terms.checks import PlanError, check_name, check_whole, is_member, load_member
+from tfcommx.terms.checks import (
+    PlanError,
+    check_name,
+    check_whole,
+    is_member,
+    load_member,
+    require_equal,
+)
 from tfcommx.terms.engine import Calibration, EngineSettings
+from tfcommx.terms.files import local_path, reading, replacing, write_text
 from tfcommx.terms.layers import Layer, LayerTable
 from tfcommx.terms.links import NOMINAL, Link, Links, Traffic
 from tfcommx.terms.measured_step import MeasuredStep
@@ -72,4 +80,9 @@ __all__ = [
     "first_difference",
     "is_member",
     "load_member",
+    "local_path",
+    "reading",
+    "replacing",
+    "require_equal",
+    "write_text",
 ]

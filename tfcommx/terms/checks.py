@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -101,3 +101,23 @@ def python_number(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
+
+
+def require_equal(what: str, values: Sequence[Any]) -> None:
+    """Check that all ranks were given the same value.
+
+    >>> require_equal("Checkpoint's `keep`", [2, 2])
+
+    Args:
+        what: the value's name, for the message.
+        values: of each rank.
+
+    **Raises:** PlanError that names the first rank whose value is another than rank 0's.
+    """
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            raise PlanError(
+                f"All ranks must have the same {what}. Received {values[0]!r} on rank 0 and "
+                f"{value!r} on rank {rank}. Do not make it from the time, a random number or the "
+                "rank: let rank 0 decide, or give it as an argument of the command."
+            )

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tfcommx.terms.checks import MALFORMED, PlanError
+from tfcommx.terms.checks import PlanError
 from tfcommx.terms.engine import Calibration, EngineSettings
+from tfcommx.terms.files import local_path, reading
 from tfcommx.terms.topology import Topology
 
 
@@ -114,15 +115,10 @@ class Links(NamedTuple):
         **Raises:** PlanError if the file is missing or says something else, or if it was measured
         on a cluster without a kind of link that this topology has.
         """
-        try:
-            found = json.loads(Path(path).read_text())
+        remedy = "Measure them: `horovodrun ... tfcommx probe`, and copy the file to every node."
+        with reading("A file of links", path, remedy):
+            found = json.loads(local_path("path", path).read_text())
             links, points = Links.from_dict(found["links"]), dict(found.get("points", {}))
-        except MALFORMED as error:
-            raise PlanError(
-                "A file of links, as `horovodrun ... tfcommx probe` writes it, is required on "
-                f"every node. "
-                f"Received {path}: {type(error).__name__}: {error}."
-            ) from error
         if topology is not None:
             _check_kinds(path, points, topology)
         return links

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from tfcommx.terms.checks import MALFORMED, PlanError
+from tfcommx.terms.files import local_path, reading
 from tfcommx.terms.plan import Plan
 from tfcommx.terms.profile import Profile
 from tfcommx.terms.timeline import Span, Timeline
@@ -42,18 +42,12 @@ class MeasuredStep(NamedTuple):
 
         **Raises:** PlanError if it is missing or says something else.
         """
-        try:
-            found = json.loads(Path(path).read_text())
+        remedy = "Make it anew: `tfcommx profile --exchange`, or `MeasuredStep.to_json`."
+        with reading("A measured step", path, remedy):
+            found = json.loads(local_path("path", path).read_text())
             spans = tuple(Span(*span) for span in found["timeline"]["spans"])
             return MeasuredStep(
                 Profile.from_json(json.dumps(found["profile"])),
                 read_plan(json.dumps(found["plan"])),
                 Timeline(**{**found["timeline"], "spans": spans}),
             )
-        except MALFORMED as error:
-            if isinstance(error, PlanError):
-                raise
-            raise PlanError(
-                "A file of a measured step, as `MeasuredStep.to_json` writes it, is required. "
-                f"Received {path}: {type(error).__name__}: {error}."
-            ) from error

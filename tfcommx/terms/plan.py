@@ -77,15 +77,25 @@ class Plan:
         Args:
             text: as `to_json` returned it.
             read_options: makes the options of a route, which this module does not know.
+
+        **Raises:** PlanError for anything else.
         """
-        read = json.loads(text)
-        topology = Topology(
-            read["topology"]["nodes"],
-            read["topology"]["slots"],
-            tuple((host, slots) for host, slots in read["topology"]["uneven"]),
-        )
-        buckets = tuple(_bucket(row, read_options) for row in read["buckets"])
-        return Plan(buckets, topology, read["operation"])
+        try:
+            read = json.loads(text)
+            topology = Topology(
+                read["topology"]["nodes"],
+                read["topology"]["slots"],
+                tuple((host, slots) for host, slots in read["topology"]["uneven"]),
+            )
+            buckets = tuple(_bucket(row, read_options) for row in read["buckets"])
+            return Plan(buckets, topology, read["operation"])
+        except Exception as error:  # Of any kind, because the text may say anything
+            if isinstance(error, PlanError):
+                raise
+            raise PlanError(
+                "A plan, as `tfcommx plan --output` writes it, is required. Received "
+                f"{text[:60]!r}: {type(error).__name__}: {error}. Make it again: `tfcommx plan`."
+            ) from error
 
 
 def _bucket(row: Mapping[str, Any], read_options: ReadOptions) -> Bucket:

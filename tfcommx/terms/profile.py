@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfcommx.terms.checks import MALFORMED, PlanError, check_whole, python_number
+from tfcommx.terms.checks import PlanError, check_whole, python_number
+from tfcommx.terms.files import local_path, reading
 from tfcommx.terms.layers import LayerTable
 
 # Of a step that is derived from a throughput: the backward pass computes two products, by the
@@ -164,7 +165,7 @@ class Profile:
                 for row in read["variables"]
             )
             return Profile(**{**read, "variables": rows})
-        except MALFORMED as error:
+        except Exception as error:  # Of any kind, because the text may say anything
             if isinstance(error, PlanError):
                 raise
             raise PlanError(
@@ -175,16 +176,9 @@ class Profile:
     @staticmethod
     def read(path: str | Path) -> Profile:
         """Read a file that `to_json` wrote. **Raises:** PlanError if it is missing or different."""
-        try:
-            text = Path(path).read_text()
-        except (OSError, ValueError) as error:
-            raise PlanError(f"A file with a profile is required. Received {path}: {error}.") from (
-                error
-            )
-        try:
-            return Profile.from_json(text)
-        except PlanError as error:
-            raise PlanError(f"{path}: {error}") from error
+        remedy = "Make it anew: `tfcommx profile`, or `Profile.to_json`."
+        with reading("A profile", path, remedy):
+            return Profile.from_json(local_path("path", path).read_text())
 
     @staticmethod
     def of_sizes(model: str, variables: tuple[VariableProfile, ...]) -> Profile:

@@ -40,6 +40,7 @@ import tfcommx as cx
 from tfcommx.optim.centre import with_centre
 from tfcommx.recipes.datasets.fashion_mnist_files import fetch, load
 from tfcommx.strategies import ElasticAveraging, Strategy, Synchronous
+from tfcommx.terms import replacing
 
 STEP_SECONDS = 0.1
 ROUNDS = 3
@@ -240,7 +241,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             axes.plot([b / 1e6 for b in sent], accuracy, "o-", markersize=3, label=one["name"])
     axes.set(xscale="log", xlabel="MB sent by all ranks", ylabel="test accuracy")
     axes.legend()
-    figure.savefig(path, dpi=120)
+    with replacing(path) as part:
+        figure.savefig(part, dpi=120)
 
 
 def parser() -> argparse.ArgumentParser:

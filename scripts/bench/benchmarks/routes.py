@@ -42,7 +42,7 @@ from tfcommx.measure.links import probe
 from tfcommx.planner.check import check_scheme
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.terms import NOMINAL, PLAIN, Links, Plan, PlanError, Scheme
+from tfcommx.terms import NOMINAL, PLAIN, Links, Plan, PlanError, Scheme, replacing
 
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown")
 # Bytes of a message; those between pass a virtual cluster's links in one burst, too soon.
@@ -272,4 +272,5 @@ def draw(rows: list[dict[str, Any]], png: Path) -> None:
         panel.set_xticks([], minor=True)
     panels[0].set_ylabel("seconds per allreduce")
     panels[0].legend()
-    figure.savefig(png, dpi=110)
+    with replacing(png) as part:
+        figure.savefig(part, dpi=110)

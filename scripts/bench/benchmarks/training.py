@@ -60,7 +60,7 @@ from tfcommx.measure.profile import StepTiming
 from tfcommx.simulator.assumptions import Assumptions
 from tfcommx.simulator.selection_time import measured_time
 from tfcommx.simulator.step import simulate
-from tfcommx.terms import NOMINAL, Links, Profile
+from tfcommx.terms import NOMINAL, Links, Profile, replacing
 
 MODELS = ("convolutional", "transformer", "embedding", "resnet50")
 SCHEMES = (
@@ -296,4 +296,5 @@ def draw(rows: list[dict[str, Any]], png: Path) -> None:
             panel.set_title(f"{model}, {where}", loc="left", fontsize=9)
             panel.set_xlabel("ms a step", fontsize=8)
     panels[0, 0].legend(fontsize=8)
-    figure.savefig(png, dpi=120)
+    with replacing(png) as part:
+        figure.savefig(part, dpi=120)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from tfcommx.data.sources.base import MAX_PIXELS
-from tfcommx.terms import PlanError, check_name, check_whole
+from tfcommx.terms import PlanError, check_name, check_whole, local_path
 
 ON_ERROR = ("raise", "skip")
 
@@ -58,7 +58,7 @@ class Options:
                 object.__setattr__(self, name, check_whole(name, getattr(self, name)))
         for name in ("memory", "disk"):  # Paths are taken too
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, str(getattr(self, name)))
+                object.__setattr__(self, name, str(local_path(name, getattr(self, name))))
         if not 0 <= self.seed < 2**63:
             raise PlanError(f"`seed` must be in [0, 2^63). Received {self.seed}.")
         for name in ("verify", "reshuffle_fraction"):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from tfcommx.data.sources.base import Source
 from tfcommx.data.sources.folder import Folder, check_folder
 from tfcommx.data.sources.tfrecord import imagenet, tfds
+from tfcommx.terms import local_path
 
 
 def find_source(text: str | os.PathLike, split: str = "train") -> Source:
@@ -18,9 +18,10 @@ def find_source(text: str | os.PathLike, split: str = "train") -> Source:
             data set, such as `imagenette/160px-v2`. What begins with `/`, `.` or `~` is a path.
         split: of shards and of TensorFlow data sets.
 
-    **Raises:** PlanError if there is no such folder or data set, or nothing in it that can be read.
+    **Raises:** PlanError if there is no such folder or data set, or nothing in it that can be read,
+    and for an address such as gs://bucket/folder.
     """
-    path = Path(text).expanduser()
+    path = local_path("source", text)
     if isinstance(text, os.PathLike) or text.startswith((os.sep, ".", "~")):
         check_folder(path)
     elif not path.is_dir():  # Names of data sets have a slash too, before the configuration

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tfcommx.data.sources.base import key_of
-from tfcommx.terms import PlanError
+from tfcommx.terms import PlanError, local_path
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
 # Folders and files, in lower case, that systems put beside a user's own: thumbnails, waste, the
@@ -140,7 +140,7 @@ class Folder:
     shape = None
 
     def __init__(self, path: str | os.PathLike, classes: tuple[str, ...] | None = None) -> None:
-        self.path = Path(path)
+        self.path = local_path("path", path)
         self.name = str(self.path)
         check_folder(self.path)
         try:

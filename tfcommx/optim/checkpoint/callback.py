@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import keras
@@ -15,10 +17,12 @@ from tfcommx.optim.checkpoint.files import read_heads, why_not_writable
 from tfcommx.optim.checkpoint.memory.newest import Newest
 from tfcommx.optim.checkpoint.memory.snapshots import Snapshots
 from tfcommx.optim.checkpoint.rank_values import RestoreRankValues
-from tfcommx.optim.checkpoint.saving import Patience, save
+from tfcommx.optim.checkpoint.saving import Patience, SaveError, claim, release, save
 from tfcommx.optim.keras_internals import begin_at_epoch, skip_steps
-from tfcommx.optim.wrapped import wrapped_optimizers
-from tfcommx.terms import PlanError, check_whole
+from tfcommx.optim.wrapped import trains_alone, wrapped_optimizers
+from tfcommx.terms import PlanError, check_whole, local_path, require_equal
+
+log = logging.getLogger("tfcommx")
 
 
 class Checkpoint(keras.callbacks.Callback):
@@ -39,12 +43,14 @@ class Checkpoint(keras.callbacks.Callback):
     **Ranks:** all. **Cost:** rank 0 writes the model, each rank its residuals (4 bytes per entry
     that it selects from, or sends in 16 bits). Of a snapshot: see Snapshots.
     **Raises:** PlanError, before the first step, for a model that Keras cannot write down, for a
-    damaged checkpoint.json, and for a folder that a rank cannot write to.
+    damaged checkpoint.json, for a folder that a rank cannot write to or another run saves into, for
+    an address such as gs://bucket/run, and for ranks that were given different arguments.
     """
 
     def __init__(self, folder: str | Path, keep: int = 1, memory_every: int | None = None) -> None:
         super().__init__()
-        self.folder, self.keep = Path(folder), check_whole("keep", keep, least=1)
+        self.folder = local_path("folder", folder)
+        self.keep = check_whole("keep", keep, least=1)
         self.memory_every = memory_every
         if memory_every is not None:
             check_whole("memory_every", memory_every, least=1)
@@ -66,14 +72,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Refuse a folder or a model of which no checkpoint could be written."""
-        everyone = process.current().gather_objects(why_not_writable(self.folder))
-        for rank, reason in enumerate(everyone):
-            if reason:
-                raise PlanError(
-                    "A checkpoint needs a folder that every rank can write to. Received "
-                    f"{self.folder}, of which rank {rank} says: {reason}. Make room for it, or "
-                    "give another."
-                )
+        self._claim_folder()
         read_heads(self.folder)
         wrapped_optimizers(self.model)
         try:
@@ -90,6 +89,49 @@ class Checkpoint(keras.callbacks.Callback):
             self._values.set_model(self.model)
         if self._snapshots is not None:
             self._open.enter_context(self._snapshots.leaving_on_sigterm())
+
+    def _claim_folder(self) -> None:
+        """Check that all ranks can save into one folder; let no other run do so."""
+        here, absolute = process.current(), str(self.folder.absolute())
+        rows = here.gather_objects(
+            (
+                why_not_writable(self.folder),
+                {"folder": str(self.folder), "keep": self.keep, "memory_every": self.memory_every},
+                (gethostname(), absolute),
+            )
+        )
+        for name in ("folder", "keep", "memory_every"):
+            require_equal(f"`{name}` of Checkpoint", [given[name] for _, given, _ in rows])
+        first_of_host: dict[str, tuple[int, str]] = {}
+        for rank, (_, _, (host, path)) in enumerate(rows):
+            other, first = first_of_host.setdefault(host, (rank, path))
+            if path != first:
+                raise PlanError(
+                    "All ranks of a host must save into one folder. Received a relative path, and "
+                    f"other working directories: {first} on rank {other}, {path} on rank {rank}. "
+                    "Give an absolute path."
+                )
+        for rank, (reason, _, _) in enumerate(rows):
+            if reason:
+                raise PlanError(
+                    "A checkpoint needs a folder that every rank can write to. Received "
+                    f"{self.folder}, of which rank {rank} says: {reason}. Make room for it, or "
+                    "give another."
+                )
+        if trains_alone(self.model):
+            return
+        try:
+            blind = claim(self.folder)
+        except SaveError as error:
+            raise PlanError(str(error)) from error
+        if blind and here.rank == 0:
+            log.warning(
+                "The checkpoint folder %s of rank %d is another than that of rank 0, on a disk of "
+                "its own node: each node keeps the files of its own ranks. Only the same ranks on "
+                "the same nodes can continue from it. Take a folder that all nodes see.",
+                absolute,
+                blind[0],
+            )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """In the epoch that was under way, skip the steps that were done."""
@@ -126,5 +168,6 @@ class Checkpoint(keras.callbacks.Callback):
         self._patience.save(lambda: save(self.model, self.folder, epoch, self.keep, notes=notes))
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Let SIGTERM have its usual effect again."""
+        """Let SIGTERM have its usual effect again, and other runs save into the folder."""
         self._open.close()
+        release(self.folder)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
-import os
 import re
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tfcommx.comm import process
-from tfcommx.terms import PlanError
+from tfcommx.terms import PlanError, require_equal, write_text
 
 HEAD = "checkpoint.json"
 
 # Groups: number of the save of a model; number of the save of residuals, their rank
-_OURS = re.compile(r"\.?(?:model-(\d{4,})\.keras|residuals-(\d{4,})-rank-(\d{4,})\.npz)")
+_OURS = re.compile(r"model-(\d{4,})\.keras|residuals-(\d{4,})-rank-(\d{4,})\.npz")
+# The same of files that a killed run has left half written (`replacing` names them); `.*.keras` and
+# `.checkpoint.json.0` are those of older writers
+_HALF = re.compile(
+    r"\.model-\d{4,}(?:-[0-9a-f]{8})?\.keras|\.checkpoint(?:-[0-9a-f]{8})?\.json(?:\.\d+)?"
+    r"|\.residuals-\d{4,}-rank-(\d{4,})(?:-[0-9a-f]{8})?\.npz"
+)
 
 
 class Head(NamedTuple):
@@ -42,12 +47,15 @@ class Head(NamedTuple):
 def read_heads(folder: Path) -> list[Head | None]:
     """Return what checkpoint.json says, as each rank sees it; None if a rank sees none.
 
-    **Ranks:** all. **Raises:** PlanError, on all, if one is damaged.
+    **Ranks:** all. **Raises:** PlanError, on all, if one is damaged, or if the ranks name different
+    folders.
     """
     own = _read_head(folder / HEAD)
-    said = process.current().gather_objects(fields_of(own) if isinstance(own, Head) else own)
-    everyone = [head_of(one) if isinstance(one, dict) else one for one in said]
-    for rank, head in enumerate(everyone):
+    seen = fields_of(own) if isinstance(own, Head) else own
+    everyone = process.current().gather_objects((str(folder), seen))
+    require_equal("folder of a checkpoint", [name for name, _ in everyone])
+    heads = [head_of(one) if isinstance(one, dict) else one for _, one in everyone]
+    for rank, head in enumerate(heads):
         if isinstance(head, str):
             raise PlanError(
                 f'{folder / HEAD} must name a save, such as {{"save": 3, "epoch": 3, "ranks": '
@@ -55,7 +63,7 @@ def read_heads(folder: Path) -> list[Head | None]:
                 f"({model_name(3)}, {residuals_name(3, 0)} to rank-0003.npz are save 3 of 4 "
                 "ranks), or delete it to begin anew."
             )
-    return everyone
+    return heads
 
 
 def read_own_head(folder: Path) -> Head | None:
@@ -68,22 +76,31 @@ def _read_head(path: Path) -> Head | str | None:
     """Return the head; the text of one that is damaged."""
     if not path.is_file():
         return None
-    text = path.read_text(errors="replace")
+    try:
+        text = path.read_text(errors="replace")
+    except OSError as error:
+        return str(error)
     try:
         return head_of(json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return text
 
 
 def head_of(found: dict[str, Any]) -> Head:
-    """Return the head in a JSON object; what older writers left out is 0."""
-    return Head(
+    """Return the head in a JSON object; what older writers left out is 0.
+
+    **Raises:** ValueError, TypeError, KeyError, AttributeError or OverflowError for anything else.
+    """
+    head = Head(
         **{name: int(found[name]) for name in ("save", "epoch", "ranks")},
         step=int(found.get("step", 0)),
         steps=int(found.get("steps", 0)),
         notes=dict(found.get("notes", {})),
         older=tuple(map(head_of, found.get("older", ()))),
     )
+    if head.save < 0 or head.epoch < -1 or head.ranks < 1 or min(head.step, head.steps) < 0:
+        raise ValueError(f"numbers out of range: {head}")
+    return head
 
 
 def fields_of(head: Head) -> dict[str, Any]:
@@ -91,11 +108,9 @@ def fields_of(head: Head) -> dict[str, Any]:
     return head._asdict() | {"older": [fields_of(one) for one in head.older]}
 
 
-def write_head(head: Head, folder: Path, rank: int) -> None:
+def write_head(head: Head, folder: Path) -> None:
     """Name the save that is whole; ranks that share a folder write equal files one by one."""
-    part = folder / f".{HEAD}.{rank}"
-    part.write_text(json.dumps(fields_of(head)) + "\n")
-    put_in_place(part, folder / HEAD)
+    write_text(folder / HEAD, json.dumps(fields_of(head)) + "\n")
 
 
 def model_name(save: int) -> str:
@@ -132,47 +147,32 @@ def remove_other_saves(folder: Path, kept: Collection[int], rank: int, ranks: in
     ranks.
     """
     for old in folder.iterdir():
-        found = _OURS.fullmatch(old.name)
+        found, half = _OURS.fullmatch(old.name), _HALF.fullmatch(old.name)
         if found and int(found[1] or found[2]) not in kept:
             writer = int(found[3] or 0)
-            if writer % ranks == rank:
-                old.unlink(missing_ok=True)
+        elif half:
+            writer = int(half[1] or 0)
+        else:
+            continue
+        if writer % ranks == rank:
+            old.unlink(missing_ok=True)
 
 
 def remove_save(folder: Path, save: int, rank: int) -> None:
     """Delete what a rank has written of a save, if anything; files that cannot be deleted stay."""
-    names = [residuals_name(save, rank), *[model_name(save)] * (rank == 0)]
-    for name in [*names, *(f".{name}" for name in names), f".{HEAD}.{rank}"]:
+    for name in [residuals_name(save, rank), *[model_name(save)] * (rank == 0)]:
         with contextlib.suppress(OSError):
             (folder / name).unlink()
 
 
-def put_in_place(part: Path, path: Path) -> None:
-    """Give a written file its name; both are on the disk afterwards, also if the machine fails."""
-    _sync(part)
-    part.rename(path)
-    try:
-        _sync(path.parent)
-    except OSError as error:
-        # Some network file systems cannot, for a folder.
-        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
-            raise
-
-
-def _sync(path: Path) -> None:
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
-
-
 def why_not_writable(folder: Path) -> str | None:
-    """Make a folder; say why nothing can be written there."""
+    """Make a folder; return why nothing can be written there, None if it can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:  # Permissions alone do not tell it on NFS
+            file.write(b"0")
+    except FileExistsError:
+        return f"{folder} is a file, and no folder"
     except OSError as error:
         return str(error)
-    if os.access(folder, os.W_OK | os.X_OK):
-        return None
-    return "no permission, or a read-only file system"
+    return None

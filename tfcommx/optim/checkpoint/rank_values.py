@@ -14,6 +14,7 @@ from tfcommx.optim.checkpoint.files import residuals_name
 from tfcommx.optim.checkpoint.memory.newest import newest
 from tfcommx.optim.checkpoint.records import read_own
 from tfcommx.optim.keras_internals import statistics_of
+from tfcommx.terms import local_path
 
 
 class RestoreRankValues(keras.callbacks.Callback):
@@ -31,7 +32,7 @@ class RestoreRankValues(keras.callbacks.Callback):
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__()
-        self.folder = Path(folder)
+        self.folder = local_path("folder", folder)
         self.values: list[np.ndarray] = []
 
     def on_train_begin(self, logs: Any = None) -> None:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from tfcommx.optim.checkpoint.files import put_in_place
 from tfcommx.optim.keras_internals import (
     seed_generators,
     statistics_of,
@@ -26,6 +25,10 @@ from tfcommx.routes import read_plan
 from tfcommx.runtime.rates import UNKNOWN
 from tfcommx.runtime.residuals import PlanState, Residuals, VariableState
 from tfcommx.strategies import CommonState
+from tfcommx.terms import reading, replacing
+
+# What to do about a damaged file
+COPY = "Put a whole copy in its place."
 
 
 class OptimizerRecord(NamedTuple):
@@ -77,10 +80,8 @@ def wide(array: np.ndarray) -> np.ndarray:
 
 def write_residuals(model: keras.Model, path: Path) -> None:
     """Write what this rank keeps of each of the model's wrapped optimizers."""
-    part = path.with_name(f".{path.name}")
-    with part.open("wb") as file:
+    with replacing(path) as part, part.open("wb") as file:
         np.savez(file, **residual_arrays(model))
-    put_in_place(part, path)
 
 
 def residual_arrays(model: keras.Model) -> dict[str, np.ndarray]:
@@ -101,8 +102,11 @@ def own_variables(model: keras.Model) -> list[keras.Variable]:
 
 
 def read_own(path: Path) -> list[np.ndarray]:
-    """Return the values of a rank's `own_variables`; none of files of older writers."""
-    with np.load(path) as stored:
+    """Return the values of a rank's `own_variables`; none of files of older writers.
+
+    **Raises:** PlanError for a damaged file.
+    """
+    with reading("A rank's file of a checkpoint", path, COPY), np.load(path) as stored:
         return [
             stored[f"own{number}"]
             for number in range(len(stored.files))
@@ -142,8 +146,8 @@ def _index_of(record: OptimizerRecord, arrays: dict[str, np.ndarray]) -> dict[st
 
 
 def read_residuals(path: Path, rank: int) -> list[OptimizerRecord]:
-    """Return what `rank` kept, of each wrapped optimizer."""
-    with np.load(path) as stored:
+    """Return what `rank` kept, of each wrapped optimizer. **Raises:** PlanError if damaged."""
+    with reading("A rank's file of a checkpoint", path, COPY), np.load(path) as stored:
         return [_record_in(entry, stored, rank) for entry in json.loads(str(stored["index"]))]
 
 

@@ -11,16 +11,25 @@ import keras
 import numpy as np
 
 from tfcommx.comm import process
-from tfcommx.optim.checkpoint.files import Head, memory_model_name, model_name, residuals_name
+from tfcommx.optim.checkpoint.files import (
+    HEAD,
+    Head,
+    memory_model_name,
+    model_name,
+)
 from tfcommx.optim.checkpoint.memory.model_state import set_model
 from tfcommx.optim.checkpoint.memory.newest import Newest, newest
-from tfcommx.optim.checkpoint.records import OptimizerRecord, read_residuals
+from tfcommx.optim.checkpoint.records import OptimizerRecord
+from tfcommx.optim.checkpoint.whole import read_inherited
 from tfcommx.optim.keras_internals import seed_generators, unlisted
 from tfcommx.optim.wrapped import accumulated, agree_on_names, exchanger_in, wrapped_optimizers
 from tfcommx.runtime.rates import highest
 from tfcommx.runtime.residuals import sum_residuals, sum_states
 from tfcommx.strategies import CommonState
-from tfcommx.terms import PlanError
+from tfcommx.terms import PlanError, local_path, reading
+
+# What to do about a model's file that Keras does not load
+MODEL = "Build the model as it was, or put a whole copy of the file in its place."
 
 
 def last(folder: str | Path) -> Head | None:
@@ -30,7 +39,7 @@ def last(folder: str | Path) -> Head | None:
 
     **Ranks:** all; what rank 0 sees counts.
     """
-    found = newest(Path(folder))
+    found = newest(local_path("folder", folder))
     return None if found is None else found.head
 
 
@@ -68,10 +77,14 @@ def restore(model: keras.Model, folder: str | Path) -> int:
     **Ranks:** all; each must see the files of the ranks that it inherits from (its own number, and
     that plus multiples of the number of ranks). Without a checkpoint in `folder`, nothing is
     loaded.
-    **Raises:** FileNotFoundError that names the missing file; PlanError for a model that is not
-    built, or lacks variables or optimizers of the checkpoint.
+    If a file of the last save is missing or damaged, the newest older save that is whole is taken,
+    with a warning.
+
+    **Raises:** FileNotFoundError that names the missing file, if no older save is whole; PlanError
+    that names a damaged one, for a model that is not built, or lacks variables or optimizers of the
+    checkpoint, and if the ranks name different folders.
     """
-    found = newest(Path(folder))
+    found = newest(local_path("folder", folder))
     if found is None:
         return 0
     load(model, found)
@@ -111,7 +124,8 @@ def load(model: keras.Model, found: Newest) -> None:
         with np.load(weights) as arrays:
             set_model(model, arrays)
     elif weights.is_file():  # The others get it by BroadcastState.
-        model.load_weights(weights)
+        with reading(f"The model of a checkpoint of {model.name!r}", weights, MODEL):
+            model.load_weights(weights)
     for optimizer in optimizers:
         if (sharding := exchanger_in(optimizer).sharding) is not None:
             sharding.shards.current.assign(True)  # The shards follow the weights, not the reverse
@@ -143,19 +157,22 @@ def _require_built(model: keras.Model) -> None:
 
 
 def _read_files(folder: Path, head: Head, weights: Path) -> list[list[OptimizerRecord]]:
-    """Read what this rank inherits; refuse, on all ranks, a file that one of them does not see."""
-    here = process.current()
-    inherited = range(here.rank, head.ranks, here.topology.size)
-    paths = [folder / residuals_name(head.save, rank) for rank in inherited]
-    needed = [weights, *paths] if here.rank == 0 else paths
-    missing = [str(path) for path in needed if not path.is_file()]
-    for rank, names in enumerate(here.gather_objects(missing)):
-        if names:
+    """Read what this rank inherits; refuse, on all ranks, a file that one of them cannot read."""
+    files, missing, problem = read_inherited(folder, head, weights)
+    rows = process.current().gather_objects((missing, problem))
+    for rank, (missing, problem) in enumerate(rows):
+        if missing:
             raise FileNotFoundError(
-                f"Rank {rank} needs {names[0]} to continue from the checkpoint of epoch "
+                f"Rank {rank} needs {missing} to continue from the checkpoint of epoch "
                 f"{head.epoch} in {folder}. Copy it there, or use a folder that all nodes see."
             )
-    return [read_residuals(path, rank) for path, rank in zip(paths, inherited, strict=True)]
+        if problem:
+            raise PlanError(
+                f"Rank {rank} cannot read the checkpoint of epoch {head.epoch} in {folder}. "
+                f"{problem} With keep=2 an older save is taken; without one, delete {HEAD} to "
+                "begin anew."
+            )
+    return files
 
 
 def _roots_of(

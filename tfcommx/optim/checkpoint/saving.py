@@ -9,13 +9,15 @@
 
 Saves are numbered, each one more than the last, also if an epoch is saved twice: no file of the
 checkpoint that checkpoint.json names is ever replaced. So a run that is killed while it saves, or
-has no room to, leaves the one before intact, or the new one.
+has no room to, leaves the one before intact, or the new one. A second run is refused (lock.py),
+because it would delete what this one has just written.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,12 @@ from typing import Any
 import keras
 
 from tfcommx.comm import process
+from tfcommx.comm.base import Comm
 from tfcommx.optim.centre import with_centre
+from tfcommx.optim.checkpoint import lock
 from tfcommx.optim.checkpoint.files import (
     Head,
     model_name,
-    put_in_place,
     read_heads,
     read_own_head,
     remove_other_saves,
@@ -38,6 +41,7 @@ from tfcommx.optim.checkpoint.files import (
 from tfcommx.optim.checkpoint.records import write_residuals
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.optim.wrapped import trains_alone, wrapped_optimizers
+from tfcommx.terms import local_path, replacing
 
 log = logging.getLogger("tfcommx")
 
@@ -74,6 +78,55 @@ class Patience:
             self._failures = 0
 
 
+# Of each Comm, the folders into which its ranks save, and the name of their run
+_claimed: weakref.WeakKeyDictionary[Comm, dict[Path, lock.Owner]] = weakref.WeakKeyDictionary()
+
+
+def claim(folder: Path) -> list[int]:
+    """Let no other run save into a folder, until `release` or the end of this process.
+
+    Returns:
+        The ranks that do not see the files of rank 0: their folder is another, of the same name.
+
+    **Ranks:** all. **Raises:** SaveError, on all, if another run saves there, or if the lock file
+    cannot be written.
+    """
+    here, owner, problem = process.current(), lock.Owner.here(), ""
+    if here.rank == 0:
+        problem = _problem_of_lock(folder, owner)
+    (problem_of_root, owner), *_ = here.gather_objects((problem, owner))
+    if not problem_of_root and here.rank and _speaks_for_node(here):
+        problem = _problem_of_lock(folder, owner)
+    rows = here.gather_objects((problem, lock.seen_owner(folder) == owner))
+    for rank, (text, _) in enumerate(rows):
+        if text:
+            raise SaveError(
+                f"One run at a time can save into a folder. Received {folder}; on rank {rank}: "
+                f"{text}"
+            )
+    _claimed.setdefault(here, {})[folder] = owner
+    return [rank for rank, (_, sees) in enumerate(rows) if not sees]
+
+
+def release(folder: Path) -> None:
+    """Let other runs save into a folder. **Ranks:** all."""
+    _claimed.get(process.current(), {}).pop(folder, None)
+    lock.release(folder)
+
+
+def _problem_of_lock(folder: Path, owner: lock.Owner) -> str:
+    try:
+        lock.take(folder, owner)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _speaks_for_node(here: Comm) -> bool:
+    """Return True for one rank of each node: the folder may be the node's own."""
+    return here.rank % here.topology.slots == 0
+
+
 def save(
     model: keras.Model,
     folder: str | Path,
@@ -97,14 +150,18 @@ def save(
 
     **Ranks:** all, between the same two steps; with ElasticAveraging each when it likes: the lowest
     that is there writes, the centre in the place of its weights.
-    **Raises:** SaveError, on all ranks, if one of them cannot write, as on a full disk. The save
-    before is intact, and nothing is left of this one.
+    **Raises:** SaveError, on all ranks, if one of them cannot write, as on a full disk, or if
+    another run saves into the folder. The save before is intact, and nothing is left of this one.
+    PlanError if the ranks name different folders, or an address such as gs://bucket/run.
     """
-    here, folder = process.current(), Path(folder)
+    here, folder = process.current(), local_path("folder", folder)
     if trains_alone(model):
         _save_centre(model, folder, Head(0, epoch, 1, step, steps, notes or {}), keep)
         return
     heads = read_heads(folder)
+    if folder not in _claimed.get(here, {}):
+        claim(folder)
+        heads = read_heads(folder)  # Another run may have saved until now
     number = max((head.save + 1 for head in heads if head is not None), default=0)
     for optimizer in wrapped_optimizers(model):
         consolidate(optimizer)
@@ -113,14 +170,15 @@ def save(
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        if _speaks_for_node(here):
+            lock.take(folder, _claimed[here][folder])
         if here.rank == 0:
             _write_model(model, folder / model_name(number))
         write_residuals(model, folder / residuals_name(number, here.rank))
 
     def name() -> None:
-        # One rank of each node: the folder may be the node's own.
-        if here.rank % here.topology.slots == 0:
-            write_head(head, folder, here.rank)
+        if _speaks_for_node(here):
+            write_head(head, folder)
 
     for stage in (write, name):
         problems = here.gather_objects(_problem_of(stage, model, folder))
@@ -148,9 +206,8 @@ def _problem_of(stage: Callable[[], None], model: keras.Model, folder: Path) -> 
 
 
 def _write_model(model: keras.Model, path: Path) -> None:
-    part = path.with_name(f".{path.name}")
-    model.save(part)
-    put_in_place(part, path)
+    with replacing(path) as part:
+        model.save(part)
 
 
 def _older(before: Head | None, keep: int) -> tuple[Head, ...]:
@@ -167,12 +224,18 @@ def _save_centre(model: keras.Model, folder: Path, head: Head, keep: int) -> Non
     here = process.current()
     if here.rank != min(set(range(here.topology.size)) - here.membership.gone()):
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        lock.take(folder, lock.Owner.here())
+    except OSError as error:
+        raise SaveError(
+            f"One run at a time can save into a folder. Received {folder}; on rank {here.rank}: "
+            f"{error}"
+        ) from error
     before = read_own_head(folder)
     number = 0 if before is None else before.save + 1
     older = _older(before, keep)
     with with_centre(model):
         _write_model(model, folder / model_name(number))
         write_residuals(model, folder / residuals_name(number, 0))
-        write_head(head._replace(save=number, older=older), folder, 0)
+        write_head(head._replace(save=number, older=older), folder)
     remove_other_saves(folder, {number, *(one.save for one in older)}, 0, 1)

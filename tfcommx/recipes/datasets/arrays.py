@@ -9,7 +9,7 @@ import numpy as np
 
 from tfcommx.recipes.base import Data, DataError, Place
 from tfcommx.recipes.datasets.picture_dataset import PictureDataset
-from tfcommx.terms import PlanError
+from tfcommx.terms import PlanError, reading
 
 if TYPE_CHECKING:
     from tfcommx.data.sources.arrays import Arrays
@@ -40,16 +40,12 @@ class ArrayFile(ArrayPictures):
 
     def build(self, place: Place) -> Data:
         """Open the file on this rank. **Raises:** DataError for a file of another kind."""
-        try:
-            with np.load(self.file) as content:
-                missing = [entry for entry in ENTRIES if entry not in content]
-                arrays = [content[entry] for entry in ENTRIES if entry in content]
-        # A damaged file ends its reader anywhere: in zipfile, in zlib, in NumPy's parser
-        except Exception as error:
-            raise DataError(
-                f"A NumPy file is required in {self.file}: {error or type(error).__name__}. Write "
-                "it with np.savez."
-            ) from error
+        with (
+            reading("A NumPy file", self.file, "Write it with np.savez.", DataError),
+            np.load(self.file) as content,
+        ):
+            missing = [entry for entry in ENTRIES if entry not in content]
+            arrays = [content[entry] for entry in ENTRIES if entry in content]
         if missing:
             raise DataError(
                 f"{self.file} needs the entries {', '.join(ENTRIES)}. Missing: "

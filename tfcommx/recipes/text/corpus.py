@@ -17,6 +17,7 @@ import numpy as np
 from tfcommx.data.sources.base import key_of
 from tfcommx.recipes.base import DataError
 from tfcommx.recipes.text.vocabulary import Vocabulary, learn
+from tfcommx.terms import reading, replacing
 
 # Pairs that are encoded together
 CHUNK = 10_000
@@ -86,8 +87,11 @@ def open_corpora(
             if first is None:
                 raise DataError("Pairs of sentences are required. There are none.")
             _write(kept / "vocabulary", learn(itertools.chain([first], lines), size))
-        with _legible(kept / "vocabulary"):
-            vocabulary = Vocabulary((kept / "vocabulary").read_bytes())
+        path = kept / "vocabulary"
+        with reading(
+            "A vocabulary", path, f"Delete the folder {kept}: it is learnt anew.", DataError
+        ):
+            vocabulary = Vocabulary(path.read_bytes())
         for name, pairs in (("train", train), ("test", test)):
             if not (kept / name).exists():
                 _encode(pairs, vocabulary, kept, name)
@@ -114,17 +118,24 @@ def _encode(
                 whole / f"{language}.npy", np.concatenate([*words[side], np.zeros(0, np.int32)])
             )
             starts = np.cumsum([0, *lengths[side]], dtype=np.int64)
-            np.save(whole / f"{language}_starts.npy", starts)
+            np.save(starts_of(whole / f"{language}.npy"), starts)
         os.replace(whole, kept / name)
+
+
+def starts_of(words: Path) -> Path:
+    """Return the file that says where each sentence of a file of words begins."""
+    return words.with_name(f"{words.stem}_starts.npy")
 
 
 def _open(folder: Path) -> Corpus:
     def sentences(language: str) -> Sentences:
-        with _legible(folder / f"{language}.npy"):
-            words = np.load(folder / f"{language}.npy", mmap_mode="r")
+        path = folder / f"{language}.npy"
+        remedy = f"Delete the folder {folder}: it is made anew."
+        with reading("Encoded sentences", path, remedy, DataError):
+            words = np.load(path, mmap_mode="r")
             _require(words.dtype == np.int32 and words.ndim == 1, "no int32 [n]")
-        with _legible(folder / f"{language}_starts.npy"):
-            starts = np.load(folder / f"{language}_starts.npy")
+        with reading("Starts of sentences", starts_of(path), remedy, DataError):
+            starts = np.load(starts_of(path))
             _require(starts.dtype == np.int64 and starts.ndim == 1, "no int64 [n]")
             _require(
                 len(starts) > 0 and starts[0] == 0 and starts[-1] == len(words),
@@ -134,7 +145,8 @@ def _open(folder: Path) -> Corpus:
         return Sentences(words, starts)
 
     source, target = sentences("source"), sentences("target")
-    with _legible(folder / "target_starts.npy"):
+    path = folder / "target_starts.npy"
+    with reading("Starts of sentences", path, f"Delete {folder}: it is made anew.", DataError):
         _require(len(source) == len(target), f"{len(target)} sentences, and {len(source)} sources")
     return Corpus(source, target)
 
@@ -144,25 +156,10 @@ def _require(holds: bool, otherwise: str) -> None:
         raise ValueError(otherwise)
 
 
-@contextmanager
-def _legible(path: Path) -> Iterator[None]:
-    """Name the file in the error of its reader. **Raises:** DataError."""
-    try:
-        yield
-    # A damaged file ends its reader anywhere: in NumPy's parser, in zlib, in SentencePiece
-    except Exception as error:
-        kept = path.parent if path.name == "vocabulary" else path.parent.parent
-        raise DataError(
-            f"{path} is damaged: {error or type(error).__name__}. Remove {kept}; the next run "
-            "makes it again."
-        ) from error
-
-
 def _write(path: Path, content: bytes) -> None:
     """Write a file that appears whole, by a rename."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)
+    with replacing(path) as part:
+        part.write_bytes(content)
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import stat
 from pathlib import Path
 
@@ -53,11 +55,67 @@ def test_a_damaged_file_does_not_count_and_makes_room_for_a_copy(
     assert choose([place.held(), {}]) == head(2)
 
 
+def test_hundreds_of_damaged_files_do_not_count_and_raise_nothing(tmp_path: Path) -> None:
+    """Of 3,000 damaged snapshots 18 ended the restart: those with a damaged zip directory.
+
+    `zipfile` and NumPy raise NotImplementedError, RuntimeError, EOFError and KeyError for them.
+    """
+    place = Place(tmp_path / "memory", Path("run"))
+    fill(place, head(3), [0, 1])
+    path = place.path / residuals_name(3, 1)
+    whole = path.read_bytes()
+    ends = [*range(150), *range(len(whole) - 300, len(whole))]
+    for at, value in [(at, value) for at in ends for value in (0, 1, 255)]:
+        path.write_bytes(whole[:at] + bytes([value]) + whole[at + 1 :])
+        assert all(one.head == head(3) for one in place.held().values())
+    path.write_bytes(whole)
+    assert choose([place.held()]) == head(3)
+
+
+@pytest.mark.parametrize("made", ["by another user", "open to others", "a link", "a file"])
+@pytest.mark.parametrize("level", ["run", "checkpoint"])
+def test_a_folder_that_was_made_before_is_refused(made: str, level: str, tmp_path: Path) -> None:
+    """A folder that another user had made was used: he read the weights, and replaced snapshots."""
+    if made == "by another user" and os.geteuid():
+        pytest.skip("needs root")
+    place = Place(tmp_path / "memory", Path("run"))
+    if level == "checkpoint":
+        place.path.parent.mkdir(mode=0o700)
+    folder = place.path.parent if level == "run" else place.path
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    if made == "a link":
+        folder.symlink_to(tmp_path / "elsewhere")
+    elif made == "a file":
+        folder.write_text("")
+    else:
+        folder.mkdir()
+        folder.chmod(0o700 if made == "by another user" else 0o770)
+        if made == "by another user":
+            os.chown(folder, 12345, 12345)
+    with pytest.raises(PermissionError, match=str(folder)):
+        place.make()
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_link_in_the_way_of_a_file_is_not_followed(tmp_path: Path) -> None:
+    """The names of files under way were known: a link under such a name was written through."""
+    place, victim = Place(tmp_path / "memory", Path("run")), tmp_path / "victim"
+    place.make()
+    victim.write_text("mine")
+    for name in (residuals_name(3, 0), f".{residuals_name(3, 0)}.part"):
+        (place.path / name).symlink_to(victim)
+    fill(place, head(3), [0, 1])
+    assert victim.read_text() == "mine" and choose([place.held()]) == head(3)
+
+
 def test_a_file_under_way_does_not_count(tmp_path: Path) -> None:
     place = Place(tmp_path / "memory", Path("run"))
     fill(place, head(3), [0])
-    with place.open_part(residuals_name(3, 1)) as file:
+    with contextlib.suppress(InterruptedError), place.writing(residuals_name(3, 1)) as file:
         file.write(b"half of it")
+        assert choose([place.held()]) is None
+        raise InterruptedError
+    (place.path / f".{residuals_name(3, 1)}.0a1b2c3d.part").write_bytes(b"of a killed rank")
     assert choose([place.held()]) is None
     place.keep({3})
     assert not [path for path in place.path.iterdir() if path.suffix == ".part"]
@@ -65,8 +123,11 @@ def test_a_file_under_way_does_not_count(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../model-0001.npz", "model-0001.keras", "/etc/passwd", ""])
 def test_other_names_are_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no file of a snapshot"):
-        Place(tmp_path, Path("run")).part(name)
+    with (
+        pytest.raises(ValueError, match="no file of a snapshot"),
+        Place(tmp_path, Path("run")).writing(name),
+    ):
+        pass
 
 
 def held(one: Head, ranks: list[int]) -> dict[int, Held]:

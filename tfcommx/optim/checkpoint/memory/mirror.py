@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from tfcommx.comm.challenge import NO_PARTNER, Caller, Handshake
 from tfcommx.comm.entrance import Entrance
 from tfcommx.comm.liveness import listen
-from tfcommx.optim.checkpoint.memory.place import Place
+from tfcommx.optim.checkpoint.memory.place import Place, check_file_name
 
 PROTOCOL = "tfcommx mirror 1"
 # For one address to answer, for a stranger to prove what it is, and between two pieces of a file
@@ -117,17 +117,14 @@ class Mirrors:
 
     def _receive(self, caller: Caller) -> None:
         said, connection = caller.said, caller.connection
-        parts = [(self.place.part(name), name, int(size)) for name, size in said["files"]]
+        files = [(str(name), int(size)) for name, size in said["files"]]
+        for name, _ in files:
+            check_file_name(name)
         caller.answer("ok")
         connection.settimeout(WAIT_SECONDS)
-        for part, name, size in parts:
-            try:
-                with self.place.open_part(name) as file:
-                    _copy(connection, file.fileno(), size)
-                part.rename(self.place.path / name)
-            except OSError:
-                part.unlink(missing_ok=True)
-                raise
+        for name, size in files:
+            with self.place.writing(name) as file:
+                _copy(connection, file.fileno(), size)
         self.place.keep(set(said["keep"]), int(said["rank"]))
         connection.sendall(b"1", socket.MSG_NOSIGNAL)
 

@@ -26,6 +26,8 @@ from tfcommx.optim.checkpoint.files import (
     residuals_name,
 )
 from tfcommx.optim.checkpoint.memory.place import Held, Place, needed
+from tfcommx.optim.checkpoint.whole import newest_whole
+from tfcommx.terms import PlanError
 
 # Of a head's notes: the supervised run that has saved it
 RUN = "run"
@@ -55,7 +57,7 @@ def newest(folder: Path) -> Newest | None:
     **Ranks:** all. **Cost:** as long as it has not looked, each host reads its snapshots, and what
     it lacks is broadcast. **Raises:** PlanError if checkpoint.json is damaged.
     """
-    disk = read_heads(folder)[0]
+    disk = newest_whole(folder, read_heads(folder)[0])
     supervised = supervision()
     if supervised is None or not supervised.generation:
         return None if disk is None else Newest(disk, folder, "file")
@@ -94,8 +96,7 @@ def _bring(place: Place, supervised: Supervision, disk: Head | None) -> Head | N
     here = process.current()
     hosts = here.gather_objects(supervised.host)
     speaks = hosts.index(supervised.host) == here.rank
-    if speaks:
-        place.make()
+    make_on_all(place, speaks)
     own = place.held() if speaks else {}
     said = here.gather_objects({n: (fields_of(one.head), one.files) for n, one in own.items()})
     everyone = [
@@ -112,6 +113,25 @@ def _bring(place: Place, supervised: Supervision, disk: Head | None) -> Head | N
         place.keep(set() if head is None else {head.save})
     here.gather_objects("in place")
     return head
+
+
+def make_on_all(place: Place, speaks: bool) -> None:
+    """Make the folder of snapshots on each host, by the rank that speaks for it.
+
+    **Ranks:** all. **Raises:** PlanError, on all, if a host has no folder that is private.
+    """
+    problem = ""
+    if speaks:
+        try:
+            place.make()
+        except OSError as error:
+            problem = str(error)
+    for rank, text in enumerate(process.current().gather_objects(problem)):
+        if text:
+            raise PlanError(
+                "Snapshots in memory need a folder that only this user can enter, on each host. "
+                f"Received, on rank {rank}: {text} Remove it, or leave `memory_every` out."
+            )
 
 
 def choose(everyone: Sequence[dict[int, Held]]) -> Head | None:
@@ -164,7 +184,7 @@ def _broadcast(place: Place, name: str, size: int, root: int, speaks: bool) -> N
     writes = speaks and not target.exists()
     with contextlib.ExitStack() as files:
         source = files.enter_context(target.open("rb")) if here.rank == root else None
-        copy = files.enter_context(place.open_part(name)) if writes else None
+        copy = files.enter_context(place.writing(name)) if writes else None
         for start in range(0, size, PIECE):
             count = min(PIECE, size - start)
             mine = source.read(count) if source else bytes(count)
@@ -173,5 +193,3 @@ def _broadcast(place: Place, name: str, size: int, root: int, speaks: bool) -> N
                 received = here.broadcast(tensor, root, f"tfcommx/snapshot/{name}/{start}")
             if copy:
                 copy.write(received.numpy().tobytes())
-    if writes:
-        place.part(name).rename(target)

@@ -32,7 +32,12 @@ from tfcommx.optim.checkpoint.files import Head
 from tfcommx.optim.checkpoint.memory.cost import SnapshotCost
 from tfcommx.optim.checkpoint.memory.mirror import PROTOCOL, Mirrors, Row, partner
 from tfcommx.optim.checkpoint.memory.model_state import copy_model
-from tfcommx.optim.checkpoint.memory.newest import RUN, Newest, newest_of_run
+from tfcommx.optim.checkpoint.memory.newest import (
+    RUN,
+    Newest,
+    make_on_all,
+    newest_of_run,
+)
 from tfcommx.optim.checkpoint.memory.place import Place, head_array
 from tfcommx.optim.checkpoint.memory.writing import Captured, Writing, sender
 from tfcommx.optim.checkpoint.rank_values import RestoreRankValues
@@ -40,7 +45,7 @@ from tfcommx.optim.checkpoint.records import residual_arrays
 from tfcommx.optim.checkpoint.restoring import load, restored
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.optim.wrapped import exchanger_in, trains_alone, wrapped_optimizers
-from tfcommx.terms import PlanError
+from tfcommx.terms import PlanError, local_path
 
 log = logging.getLogger("tfcommx")
 
@@ -70,7 +75,7 @@ class Snapshots:
     """
 
     def __init__(self, model: keras.Model, folder: str | Path, every: int | None) -> None:
-        self.model, self.folder, self.every = model, Path(folder), every
+        self.model, self.folder, self.every = model, local_path("folder", folder), every
         self.supervised = supervision()
         # Steps of the whole run; what this generation goes on from
         self.total = 0
@@ -83,7 +88,8 @@ class Snapshots:
         self._whole: int | None = None
         self._next, self._due = 0, False
         self._until, self._between, self._asked_at = 1, 1, time.monotonic()
-        self._leave, self._said = threading.Event(), 0.0
+        # Set by a signal handler, so no Event: the handler may interrupt one that holds its lock
+        self._leave, self._said = False, 0.0
         self._link: SupervisorLink | None = None
         if self.supervised is None:
             return
@@ -104,9 +110,7 @@ class Snapshots:
         hosts = here.gather_objects(self.supervised.host)
         self._writes_model = hosts.index(self.supervised.host) == here.rank
         self._send = self._sender(partner(here.rank, hosts))
-        if self._writes_model:
-            self.place.make()
-        here.gather_objects("in place")
+        make_on_all(self.place, self._writes_model)
 
     def _sender(self, keeper: int | None) -> Callable[[list[str], list[int]], None] | None:
         """Return what sends files to the rank that mirrors them; None if all are on one host."""
@@ -176,11 +180,11 @@ class Snapshots:
             signal.signal(signal.SIGTERM, before)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        self._leave.set()
+        self._leave = True
 
     def leave(self) -> None:
         """Ask for the next generation, without this host. Local."""
-        self._leave.set()
+        self._leave = True
 
     def after_step(
         self,
@@ -250,9 +254,7 @@ class Snapshots:
         writing, now = self._writing, time.monotonic()
         busy = writing is not None and not writing.done()
         failed = writing is not None and writing.done() and bool(writing.problem)
-        pause = self._leave.is_set() or (
-            self._link is not None and self._link.asked_to_pause.is_set()
-        )
+        pause = self._leave or (self._link is not None and self._link.asked_to_pause.is_set())
         step = max(now - self._asked_at, 1e-6) / self._between
         wish = int(np.clip(ASK_SECONDS / step, 1, ASK_STEPS)) if self._comm.rank == 0 else 0
         with tf.device("/cpu:0"):
@@ -319,7 +321,7 @@ class Snapshots:
         assert self._writing is not None and self.supervised is not None
         self._writing.wait()
         self._vote()
-        leaving = self._comm.gather_objects(self.supervised.host if self._leave.is_set() else "")
+        leaving = self._comm.gather_objects(self.supervised.host if self._leave else "")
         if self._link is not None:
             for host in dict.fromkeys(filter(None, leaving)):
                 self._link.say(leaving=host)
