@@ -31,22 +31,6 @@ def test_large_reduce_scatters_are_right_under_gloo() -> None:
     assert ended.status == 0 and ended.output.count("all right") == 4, ended.output[-4000:]
 
 
-@pytest.mark.parametrize("name", launcher.OTHER_LAUNCHERS_SIZES)
-def test_processes_of_another_launcher_do_not_train_alone(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`srun -n 4 python train.py` trained four models without a warning.
-
-    Each process was rank 0 of 1, and all saved to the same files.
-    """
-    monkeypatch.setenv(name, "4")
-    with pytest.raises(PlanError, match=f"{name}=4.*unset"), horovod.without_mpi():
-        pass
-    monkeypatch.setenv(name, "1")
-    with horovod.without_mpi():
-        pass
-
-
 def test_hosts_are_told_in_few_requests_and_who_is_missing_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

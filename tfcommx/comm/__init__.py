@@ -5,7 +5,8 @@ Starting (no TensorFlow, except horovod and init)
     horovodrun           start ranks by horovodrun, and wait for them
     rank_lines           show what the ranks write
     launcher             what horovodrun, mpirun and the user's TFCOMMX_... variables say
-    cluster_environment  what srun and torchrun say of a process
+    cluster_environment  what srun, torchrun and TF_CONFIG say of a process
+    other_launchers      refuse processes of launchers that are not understood
     rendezvous           make a Gloo launch of processes that these have started
     challenge            two processes prove to each other that they know a secret
     mpi_start            end the ranks that wait in MPI's start for one that does not come

@@ -12,8 +12,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfcommx.comm.base import Comm
-from tfcommx.comm.launcher import Launcher, check_alone, rendezvous_seconds
+from tfcommx.comm.launcher import Launcher, rendezvous_seconds
 from tfcommx.comm.messages import Messages
+from tfcommx.comm.other_launchers import check_alone
 from tfcommx.comm.point_to_point import PointToPoint
 from tfcommx.terms import PlanError, Topology, Traffic
 
