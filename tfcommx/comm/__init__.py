@@ -3,6 +3,8 @@
 Starting (no TensorFlow, except horovod and init)
     allocation           the hosts of a launch: -H, a hostfile, Slurm, PBS, LSF, Kubernetes
     horovodrun           start ranks by horovodrun, and wait for them
+    commands             run a short command to its end, whatever it leaves
+    rank_output          start a rank, and end when it ends, whatever it leaves
     rank_lines           show what the ranks write
     launcher             what horovodrun, mpirun and the user's TFCOMMX_... variables say
     cluster_environment  what srun, torchrun and TF_CONFIG say of a process

@@ -118,7 +118,7 @@ def run_name() -> str:
     if kind == "none":
         # A process number may come again, and another container may have it: together with the
         # time of its start it means one process.
-        stat = Path("/proc/self/stat").read_text()
+        stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
         return f"{os.getpid()} {stat.rpartition(')')[2].split()[19]}"
     if kind not in VARIABLES:
         raise PlanError(

@@ -140,5 +140,5 @@ def run_command(words: Sequence[str], log: Path) -> None:
     if seen:
         sys.exit(128 + seen[0])
     if status:
-        said = log.read_text().strip().splitlines()[-3:]
+        said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
         raise TrainingError(f"`tfcommx {words[0]}` failed, see {log}: {' '.join(said)}")
