@@ -197,7 +197,8 @@ def test_a_script_that_takes_too_long_is_killed_with_its_children(
 
 def test_a_command_on_another_host_may_leave_a_process(pids: Path) -> None:
     """ssh leaves one itself, if its configuration keeps a connection for later commands."""
-    assert remote_hosts._output(["sh", "-c", f"sleep 300 & echo $! > {pids}; echo well"]) == "well\n"
+    command = ["sh", "-c", f"sleep 300 & echo $! > {pids}; echo well"]
+    assert remote_hosts._output(command) == "well\n"
 
 
 def test_trial_launches_queries_and_downloads_end(

@@ -12,7 +12,7 @@ from tfcommx.comm.rank_lines import without_start_up_messages
 
 
 def print_any_character() -> None:
-    """Let output show what its encoding lacks as an escape, such as \\xe9, in place of an error.
+    r"""Let output show what its encoding lacks as an escape, such as \xe9, in place of an error.
 
     A line of a rank, or a user's path, has any character, also where the locale is ASCII.
     """
