@@ -6,13 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping
 
 import pytest
 import warm_ranks
 from launching import QUICK, free_port
 
-from tfcommx.comm import horovod
+from tfcommx.comm import horovod, rendezvous
 from tfcommx.comm.cluster_environment import ClusterEnvironment, cluster_environment, tf_config
 from tfcommx.comm.launcher import launcher
 from tfcommx.comm.other_launchers import OTHER_LAUNCHERS, check_alone
@@ -182,3 +184,53 @@ def test_a_port_that_cannot_be_one_is_refused_by_its_name(
         monkeypatch.setenv(name, port)
         with pytest.raises(PlanError, match=f"{name} must be a TCP port"):
             cluster_environment()
+
+
+# --- srun -----------------------------------------------------------------------------------------
+
+STEP = {
+    "SLURM_JOB_ID": "41",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NODELIST": "n[1-3]",
+}
+
+
+@pytest.mark.parametrize(
+    ("variables", "others"),
+    [
+        ({"SLURM_DISTRIBUTION": "arbitrary"}, ("n2", "n3")),
+        ({"SLURM_DISTRIBUTION": "block", "SLURM_HET_SIZE": "2"}, ("n2", "n3")),
+        ({"SLURM_DISTRIBUTION": "cyclic", "SLURM_PACK_SIZE": "2"}, ("n2", "n3")),
+        ({"SLURM_DISTRIBUTION": "block:cyclic"}, ()),
+        ({"SLURM_DISTRIBUTION": "plane"}, ()),
+        ({}, ()),
+    ],
+)
+def test_rank_0_is_looked_for_where_srun_may_have_placed_it(
+    variables: Mapping[str, str], others: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --distribution=arbitrary rank 0 may be on any node; all looked for it on the first."""
+    for name, value in {**STEP, **variables}.items():
+        monkeypatch.setenv(name, value)
+    here = cluster_environment()
+    assert here and (here.address, here.others) == ("n1", others)
+
+
+def test_a_rank_finds_rank_0_at_another_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With SLURM_HOSTFILE=order (node2 twice, then node1) ranks waited for 300 s, and ended."""
+    port, answers = free_port(), {}
+    monkeypatch.setattr(rendezvous, "_serve", lambda *given: {0: {"is": "0"}, 1: {"is": "1"}})
+
+    def gather() -> None:
+        here = ClusterEnvironment("srun", 0, 2, 0, "127.0.0.1", port)
+        answers[0] = rendezvous._gather(here, time.monotonic() + 30, 30)[0]
+
+    thread = threading.Thread(target=gather)
+    thread.start()
+    here = ClusterEnvironment("srun", 1, 2, 0, "no-such-host.invalid", port, "", ("127.0.0.1",))
+    answers[1] = rendezvous._ask(here, time.monotonic() + 30, 30)[0]
+    thread.join(30)
+    assert answers == {0: {"is": "0"}, 1: {"is": "1"}}

@@ -40,6 +40,8 @@ class ClusterEnvironment(NamedTuple):
     port: int
     # What ranks of other launches do not have
     launch: str = ""
+    # Where rank 0 may be instead, if the launcher does not say at which of several addresses
+    others: tuple[str, ...] = ()
 
 
 def cluster_environment() -> ClusterEnvironment | None:
@@ -68,20 +70,34 @@ def says_alone() -> bool:
 def srun() -> ClusterEnvironment | None:
     """Read what Slurm's srun says of a task.
 
-    srun's address is the step's first node, its port follows from the job and the step.
+    srun's address is the step's first node, its port follows from the job and the step. The list of
+    nodes is sorted: where the first rank may be on another one, all of them are addresses.
     """
     if os.environ.get("SLURM_STEP_NUM_TASKS", "1") in ("", "0", "1"):
         return None
     job, step = _number("srun", "SLURM_JOB_ID"), _number("srun", "SLURM_STEP_ID")
+    first, *others = expand_nodelist(_word("srun", "SLURM_STEP_NODELIST"))
     return ClusterEnvironment(
         "srun",
         _number("srun", "SLURM_PROCID"),
         _number("srun", "SLURM_STEP_NUM_TASKS"),
         _number("srun", "SLURM_LOCALID"),
-        expand_nodelist(_word("srun", "SLURM_STEP_NODELIST"))[0],
+        first,
         _own_port() or FIRST_PORT + (97 * job + step) % PORTS,
         f"{job}.{step}",
+        () if _begins_at_first_node() else tuple(others),
     )
+
+
+def _begins_at_first_node() -> bool:
+    """Return True if srun has placed the tasks from the first node on.
+
+    It has not with --distribution=arbitrary, which takes the order of SLURM_HOSTFILE, and for a job
+    of several components, whose nodes are listed together.
+    """
+    components = (os.environ.get(f"SLURM_{name}_SIZE", "1") for name in ("HET", "PACK"))
+    order = os.environ.get("SLURM_DISTRIBUTION", "block")
+    return order.startswith(("block", "cyclic", "plane")) and set(components) == {"1"}
 
 
 def torchrun() -> ClusterEnvironment | None:

@@ -15,6 +15,7 @@ the ports between the hosts belong into a private network.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import socket
@@ -238,23 +239,26 @@ def _answer(arrival: Arrival, text: dict[str, Any]) -> None:
 def _ask(here: ClusterEnvironment, deadline: float, seconds: float) -> tuple[dict[str, str], str]:
     """Tell rank 0 who this is, and wait for its answer; return settings and own address."""
     reason: object = "nobody listens there"
-    while time.monotonic() < deadline:
+    addresses = (here.address, *here.others)
+    for address in itertools.cycle(addresses):
+        if time.monotonic() > deadline:
+            break
         try:
-            with socket.create_connection((here.address, here.port), MESSAGE_SECONDS) as connection:
+            with socket.create_connection((address, here.port), MESSAGE_SECONDS) as connection:
                 own, peer = connection.getsockname()[0], connection.getpeername()[0]
                 said = (here.rank, socket.gethostname(), here.local_rank)
                 # Rank 0 answers when all have come, or when its own time is over
                 answer = _handshake(here).call(connection, said, deadline + 2 * MESSAGE_SECONDS)
         except NO_PARTNER as error:
             reason = error
-            time.sleep(0.2)
+            time.sleep(0.2 / len(addresses))
             continue
         if "problem" in answer:
             raise PlanError(answer["problem"])
         # On rank 0's host, the address that other hosts know
         return answer["settings"], answer["address"] if _on_this_host(own, peer) else own
     raise PlanError(
-        f"Rank {here.rank} of {here.size} could not join rank 0 at {here.address}, port "
+        f"Rank {here.rank} of {here.size} could not join rank 0 at {' or '.join(addresses)}, port "
         f"{here.port}, within {seconds:g} s: {reason}. Does rank 0 run and call tfcommx.init()? Is "
         "the port open between the hosts, and TFCOMMX_SECRET equal on all ranks? "
         "TFCOMMX_RENDEZVOUS_SECONDS changes the time."
