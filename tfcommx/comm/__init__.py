@@ -12,6 +12,7 @@ Starting (no TensorFlow, except horovod and init)
     rendezvous           make a Gloo launch of processes that these have started
     challenge            two processes prove to each other that they know a secret
     mpi_start            end the ranks that wait in MPI's start for one that does not come
+    gpu_identity         which GPU of the machine a process means by a number
     init                 init(): from all of this to a running Horovod
     process              the process's own Comm: rank(), size(), ...
 

@@ -7,8 +7,10 @@ in `horovodrun.Launch.words` if `tfcommx run` shall start it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -118,8 +120,8 @@ def run_name() -> str:
     if kind == "none":
         # A process number may come again, and another container may have it: together with the
         # time of its start it means one process.
-        stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
-        return f"{os.getpid()} {stat.rpartition(')')[2].split()[19]}"
+        line = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
+        return f"{os.getpid()} {line.rpartition(')')[2].split()[19]}"
     if kind not in VARIABLES:
         raise PlanError(
             "The run has a name once its ranks have met. Received a process that has not called "
@@ -153,4 +155,22 @@ def cache_folder() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tfcommx"
     except RuntimeError:  # A container's user without a home
-        return Path(tempfile.gettempdir()) / f"tfcommx-{os.getuid()}"
+        return _own_folder(Path(tempfile.gettempdir()) / f"tfcommx-{os.getuid()}")
+
+
+def _own_folder(folder: Path) -> Path:
+    """Make a folder that other users of the machine can neither read nor have put there.
+
+    **Raises:** PlanError if another user has it, or may write into it, or if it is a link.
+    """
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    if not own or found.st_mode & 0o077:
+        raise PlanError(
+            f"{folder} must be a folder of this user with the mode 0700. Received mode "
+            f"{stat.filemode(found.st_mode)} of user {found.st_uid}. Set TFCOMMX_CACHE to another "
+            "folder, or remove this one."
+        )
+    return folder
