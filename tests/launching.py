@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -81,3 +82,8 @@ def horovodrun(
         output, _ = process.communicate()
         output += f"\n[killed after {seconds} s]"
     return Ended(process.returncode, output, time.monotonic() - start)
+
+
+def free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tfcommx.comm.other_launchers import OTHER_LAUNCHERS
 from tfcommx.terms import PlanError, check_whole
 
 # For all workers to be placed and started
@@ -35,6 +36,7 @@ OF_OTHER_LAUNCHERS = (
     "HOROVOD_RANK",
     "OMPI_COMM_WORLD_RANK",
     "SLURM_STEP_NUM_TASKS",
+    "TF_CONFIG",
     "TORCHELASTIC_USE_AGENT_STORE",
     "TORCHELASTIC_RUN_ID",
     "TFCOMMX_PORT",
@@ -69,7 +71,8 @@ class Worker:
 
     def call(self, variables: Mapping[str, str], train: Callable[..., Any], *args: Any) -> Any:
         """Become a rank and train; return what the function returns."""
-        for name in OF_OTHER_LAUNCHERS:
+        rows = (name for row in OTHER_LAUNCHERS for name in (row.size, row.index))
+        for name in (*OF_OTHER_LAUNCHERS, *rows):
             os.environ.pop(name, None)
         os.environ.update(variables)
         return train(*args)

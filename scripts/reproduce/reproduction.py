@@ -23,9 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from tfcommx.recipes.reader import YamlLoader
+from tfcommx.recipes.yaml_text import parse
 from tfcommx.terms import write_text
 
 HERE = Path(__file__).resolve().parent
@@ -34,7 +32,7 @@ SCORED, CALIBRATED, NOT_SCORED = "scored", "calibrated", "not scored"
 
 def read(name: str) -> dict[str, Any]:
     """Read the YAML file of a source."""
-    return yaml.load((HERE / f"{name}.yaml").read_text(), YamlLoader)
+    return parse((HERE / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def row(

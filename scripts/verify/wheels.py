@@ -84,8 +84,9 @@ def main() -> int:
             return done.stdout
 
         do("environment", sys.executable, "-m", "venv", folder / "venv")
-        install = ("install", "--no-cache-dir", "--only-binary", "horovod", "--find-links")
-        do("install", python, "-m", "pip", *install, chosen.wheels, "tfcommx", "horovod")
+        # By path: by name, pip would prefer a higher version of the registry's
+        wheels = sorted(path.resolve() for path in chosen.wheels.glob("*.whl"))
+        do("install", python, "-m", "pip", "install", "--no-cache-dir", *wheels)
         (folder / "train.py").write_text(TRAIN)
         launch = (python.parent / "tfcommx", "run", "-np", 2, "--", "python", "train.py")
         assert "trained on 2 ranks" in do("first trained step", *launch)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from launching import ROOT, WORKERS, horovodrun
 
-from tfcommx.comm import gloo_hosts, horovod, launcher
+from tfcommx.comm import gloo_hosts, launcher
 from tfcommx.terms import PlanError
 
 
@@ -30,22 +30,6 @@ def test_large_reduce_scatters_are_right_under_gloo() -> None:
     """
     ended = horovodrun(4, [str(WORKERS / "bugs.py")], seconds=240)
     assert ended.status == 0 and ended.output.count("all right") == 4, ended.output[-4000:]
-
-
-@pytest.mark.parametrize("name", launcher.OTHER_LAUNCHERS_SIZES)
-def test_processes_of_another_launcher_do_not_train_alone(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`srun -n 4 python train.py` trained four models without a warning.
-
-    Each process was rank 0 of 1, and all saved to the same files.
-    """
-    monkeypatch.setenv(name, "4")
-    with pytest.raises(PlanError, match=f"{name}=4.*unset"), horovod.without_mpi():
-        pass
-    monkeypatch.setenv(name, "1")
-    with horovod.without_mpi():
-        pass
 
 
 def test_hosts_are_told_in_few_requests_and_who_is_missing_is_named(

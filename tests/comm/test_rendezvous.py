@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import warm_ranks
-from launching import QUICK, ROOT, WORKERS, horovodrun
+from launching import QUICK, ROOT, WORKERS, free_port, horovodrun
 
 from tfcommx.comm import rendezvous
 from tfcommx.comm.challenge import Caller, Handshake
@@ -24,11 +24,6 @@ from tfcommx.comm.launcher import launcher
 from tfcommx.terms import PlanError
 
 WORKER = str(WORKERS / "cluster_environment.py")
-
-
-def free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return server.getsockname()[1]
 
 
 def together(ranks: int, work: Callable[[int], Any]) -> list[Any]:

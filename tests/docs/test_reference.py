@@ -11,13 +11,12 @@ from typing import Any
 
 import jsonschema
 import pytest
-import yaml
 from documents import DOCUMENTS
 from launching import ROOT
 from pydantic import ValidationError
 
-from tfcommx.recipes.reader import YamlLoader
 from tfcommx.recipes.recipe import Recipe
+from tfcommx.recipes.yaml_text import parse
 
 EXAMPLES = ROOT / "scripts" / "examples"
 RECIPES = (
@@ -62,7 +61,7 @@ def test_every_recipe_names_the_schema_and_fits_it(
     named = re.match(r"# yaml-language-server: \$schema=(\S+)\n", file.read_text())
     assert named and (file.parent / named[1]).resolve().name == "recipe.schema.json"
     assert (file.parent / named[1]).exists()
-    schema.validate(yaml.load(file.read_text(), YamlLoader))
+    schema.validate(parse(file.read_text()))
 
 
 @pytest.mark.parametrize(

@@ -39,11 +39,13 @@ INTERNAL = {
     "a value of type": "likewise",
     "an empty ...": "caught: said behind `A supervised run needs`",
     "no line of a watcher:": "caught: the line is passed over",
+    "... is no list": "caught: said behind `TF_CONFIG must name`",
     "a stranger": "caught: rank 0 turns the process away",
     "...:": "a text file's error: `... Check the path.` stands on the page",
 }
 # Put together from parts, so that their words are not found: where, and how they begin on the page
 BUILT = {
+    "tfcommx/recipes/yaml_text.py": "means another value in YAML 1.1 than in 1.2:",
     "tfcommx/comm/rendezvous.py": "did not come to rank 0 on",
     "tfcommx/runtime/replica_guard.py": "Replicas differ",
     "tfcommx/optim/callbacks/agree.py": "All ranks must hold the same trainable weights.",

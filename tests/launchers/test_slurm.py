@@ -94,6 +94,48 @@ def test_mpi_reads_the_allocation_of_salloc(
     assert len(re.findall(r"rank \d 2 x 2", ended.output)) == 4, ended.output[-6000:]
 
 
+ORDERS = {
+    # Words of srun -> ranks of node1
+    ("-n4", "--distribution=arbitrary"): {2, 3},
+    ("-n4", "-N2", "--distribution=plane=2"): {0, 1},
+    ("-wnode2", "-n2", ":", "-wnode1", "-n2"): {2, 3},
+}
+
+
+@marked
+@pytest.mark.parametrize("words", ORDERS, ids=" ".join)
+def test_srun_places_ranks_in_any_order_of_nodes(
+    nodes: Nodes, slurm: Slurm, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Rank 0 was looked for on the first node of a sorted list, for 300 s."""
+    order = tmp_path / "order"
+    order.write_text("node2\nnode2\nnode1\nnode1\n")
+    say = (
+        "import os, time, tfcommx as cx; start = time.monotonic(); cx.init(); "
+        "print('rank', cx.rank(), cx.size(), os.uname()[1], time.monotonic() - start)"
+    )
+    hostfile = {"SLURM_HOSTFILE": str(order)} if words[1] == "--distribution=arbitrary" else {}
+    parts = " ".join(words).split(" : ")
+    command = [word for part in parts for word in (*part.split(), PYTHON, "-c", say, ":")][:-1]
+    ended = nodes.run(["srun", *command], tmp_path / "log", SECONDS, **hostfile)
+    assert ended.status == 0, ended.output[-6000:]
+    ranks = re.findall(r"rank (\d) 4 (node\d) ([\d.]+)", ended.output)
+    on_node1 = {int(rank) for rank, node, _ in ranks if node == "node1"}
+    assert len(ranks) == 4 and on_node1 == ORDERS[words]
+    # Without the time that the job waits for its nodes
+    assert max(float(seconds) for *_, seconds in ranks) < 60
+
+
+@marked
+def test_ranks_that_srun_places_in_turns_are_refused(
+    nodes: Nodes, slurm: Slurm, tmp_path: Path
+) -> None:
+    command = ["srun", "-n4", "-N2", "--distribution=cyclic", *PROGRAM]
+    ended = nodes.run(command, tmp_path / "log", SECONDS, TFCOMMX_RENDEZVOUS_SECONDS="100")
+    assert ended.status != 0 and "100 s" not in ended.output
+    assert "Consecutive ranks are required on each host" in ended.output
+
+
 @marked
 def test_a_batch_script_without_srun_is_one_process(slurm: Slurm, tmp_path: Path) -> None:
     """The job has several tasks; what its script starts by itself is none of them."""

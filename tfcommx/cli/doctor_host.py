@@ -10,7 +10,6 @@ import os
 import platform
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
@@ -18,12 +17,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tfcommx.cli.version import versions
+from tfcommx.comm.commands import run_to_end
 from tfcommx.kernels import loader
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 HOROVOD = "0.28."
 # Containers often have 64 MB in /dev/shm; a cache of a small data set takes some hundreds
 LEAST_SHARED_BYTES = 1e9
+# For nvidia-smi, which may hang for a driver that does
+QUERY_SECONDS = 30.0
 SET_UP = "Install it by `make setup` in tfcommx's source tree, or in this environment by pip."
 
 
@@ -198,8 +200,8 @@ def gpu_names() -> list[str]:
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    done = subprocess.run(query, text=True, capture_output=True)
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    done = run_to_end(query, QUERY_SECONDS)
+    return done.output.splitlines() if done.status == 0 else []
 
 
 def _shared_memory() -> tuple[int, int]:

@@ -6,14 +6,13 @@ import contextlib
 import json
 import os
 import shlex
-import signal
-import subprocess
 import sys
 from typing import Any, NamedTuple
 
 from tfcommx.cli.doctor_exchange import MARK
 from tfcommx.cli.doctor_host import FAILED, OK, WARNING, Finding, find_program
 from tfcommx.comm.allocation import Host
+from tfcommx.comm.commands import GRACE_SECONDS, run_to_end
 from tfcommx.comm.horovodrun import BINDING, Launch, LaunchError, environment, search_path
 from tfcommx.comm.host_names import check_host_name
 from tfcommx.comm.remote_hosts import SSH
@@ -106,29 +105,10 @@ def on_host(host: str) -> list[Finding]:
 def _run(words: list[str], env: dict[str, str]) -> Ended:
     """Run a command; end it with all its children if it takes too long."""
     try:
-        process = subprocess.Popen(
-            words,
-            env=env,
-            text=True,
-            errors="replace",
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    except FileNotFoundError as error:
+        done = run_to_end(words, LIMIT_SECONDS, env, grace=GRACE_SECONDS)  # It ends its ranks
+    except OSError as error:
         return Ended(127, str(error))
-    try:
-        output, _ = process.communicate(timeout=LIMIT_SECONDS)
-        return Ended(process.returncode, output)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # horovodrun ends its ranks
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=10)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        return Ended(1, output, late=True)
+    return Ended(1 if done.late else done.status, done.output + done.errors, done.late)
 
 
 def _marked(output: str) -> dict[str, Any] | None:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import sys
 import tempfile
 
 from tfcommx.comm.rank_lines import without_start_up_messages
+
+
+def print_any_character() -> None:
+    r"""Let output show what its encoding lacks as an escape, such as \xe9, in place of an error.
+
+    A line of a rank, or a user's path, has any character, also where the locale is ASCII.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def quiet_tensorflow() -> None:

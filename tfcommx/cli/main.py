@@ -31,7 +31,7 @@ from tfcommx.cli import (
     train_launch,
     version,
 )
-from tfcommx.cli.environment import quiet_tensorflow
+from tfcommx.cli.environment import print_any_character, quiet_tensorflow
 from tfcommx.comm.launcher import launcher
 from tfcommx.comparison.trainings import TrainingError
 from tfcommx.data.cache.slab_files import SlabError
@@ -105,6 +105,7 @@ def main() -> None:
     An error that the user can fix is printed without a traceback, with exit status 2; by rank 0
     alone if all ranks have it.
     """
+    print_any_character()
     if sys.argv[1:2] not in (["centre"], ["run"]):  # These run a user's script
         quiet_tensorflow()
     try:

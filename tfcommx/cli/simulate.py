@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
-from tfcommx.recipes.reader import YamlLoader
+from tfcommx.recipes.yaml_text import parse
 from tfcommx.terms import (
     EngineSettings,
     Link,
@@ -278,8 +277,8 @@ def _settings(file: Path | None, given: dict[str, Any]) -> Settings:
 def read_keys(file: Path) -> dict[str, Any]:
     """Return the keys of a YAML file, with _ for -. **Raises:** PlanError for another file."""
     try:
-        found = yaml.load(file.read_text(), YamlLoader) or {}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        found = parse(file.read_text(encoding="utf-8")) or {}
+    except (OSError, ValueError, RecursionError) as error:
         raise PlanError(f"A YAML file is required. Received {file}: {error}.") from error
     if not isinstance(found, dict):
         raise PlanError(f"Settings, one a line, are required. Received {file}: {found!r}.")

@@ -4,14 +4,18 @@ Starting (no TensorFlow, except horovod and init)
     host_names           which texts are names of hosts
     allocation           the hosts of a launch: -H, a hostfile, Slurm, PBS, LSF, Kubernetes
     horovodrun           start ranks by horovodrun, and wait for them
+    commands             run a short command to its end, whatever it leaves
+    rank_output          start a rank, and end when it ends, whatever it leaves
     rank_lines           show what the ranks write
     launcher             what horovodrun, mpirun and the user's TFCOMMX_... variables say
-    cluster_environment  what srun and torchrun say of a process
+    cluster_environment  what srun, torchrun and TF_CONFIG say of a process
+    other_launchers      refuse processes of launchers that are not understood
     rendezvous           make a Gloo launch of processes that these have started
     gloo_hosts           every rank's host, before Horovod starts under Gloo
     challenge            two processes prove to each other that they know a secret
     entrance             hear the callers of a listening socket side by side
     mpi_start            end the ranks that wait in MPI's start for one that does not come
+    gpu_identity         which GPU of the machine a process means by a number
     init                 init(): from all of this to a running Horovod
     process              the process's own Comm: rank(), size(), ...
 

@@ -15,8 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm.base import Comm
-from tfcommx.comm.launcher import Launcher, check_alone
+from tfcommx.comm.launcher import Launcher
 from tfcommx.comm.messages import Messages
+from tfcommx.comm.other_launchers import check_alone
 from tfcommx.comm.plain_data import decode, encode
 from tfcommx.comm.point_to_point import PointToPoint
 from tfcommx.terms import PlanError, Topology, Traffic

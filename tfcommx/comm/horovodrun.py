@@ -2,6 +2,8 @@
 
     Launch(hosts, command)  ->  Running(launch)  ->  wait(lines) -> exit status
 
+    tfcommx run <- horovodrun (and mpirun) <- rank_output <- rank
+
 **Ranks:** local, in the launcher. Needs neither TensorFlow nor Horovod in this process.
 """
 
@@ -17,6 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +31,10 @@ from tfcommx.comm.rank_lines import RankLines
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 KINDS = ("gloo", "mpi")
+# What starts each rank, on each host
+RANK_OUTPUT = str(Path(__file__).with_name("rank_output.py"))
+# For the end of the launcher's output, when all its processes have ended
+OUTPUT_SECONDS = 2.0
 # What Open MPI 5 takes; a Horovod that set-up has not changed has one dash too few
 BINDING = "--bind-to none --map-by slot"
 # For more ranks than cores: a rank that waits sleeps. sched_yield, the default, may starve others.
@@ -93,10 +100,14 @@ class Launch:
         return [*words, *self.options, *self._command()]
 
     def _command(self) -> tuple[str, ...]:
-        """Return the command, with what horovodrun must not see (see environment())."""
-        if job := os.environ.get("LSB_JOBID"):
-            return ("env", f"LSB_JOBID={job}", *self.command)
-        return self.command
+        """Return the command, behind rank_output, with what horovodrun must not see.
+
+        See environment().
+        """
+        job = os.environ.get("LSB_JOBID")
+        hidden = ("env", f"LSB_JOBID={job}") if job else ()
+        # -I, -S: the user's packages may do anything when Python starts
+        return (*hidden, sys.executable, "-I", "-S", RANK_OUTPUT, *self.command)
 
 
 def search_path() -> str:
@@ -107,10 +118,12 @@ def search_path() -> str:
 def environment() -> dict[str, str]:
     """Return horovodrun's environment variables.
 
-    In a job of LSF it looks for no network interface, and Gloo fails without one.
+    In a job of LSF it looks for no network interface, and Gloo fails without one. It prints what it
+    has read from the ranks as UTF-8, which an ASCII locale would not let it do: the thread of that
+    rank's output would end, and with it all later output.
     """
     own = {name: value for name, value in os.environ.items() if name != "LSB_JOBID"}
-    return {**own, "PATH": search_path()}
+    return {**own, "PATH": search_path(), "PYTHONIOENCODING": "utf-8"}
 
 
 def on_end_signals(handle: Callable[[int, FrameType | None], None]) -> None:
@@ -138,6 +151,8 @@ class Running:
     def __init__(self, launch: Launch, variables: Mapping[str, str] | None = None) -> None:
         self.launch = launch
         self._asked = False
+        # Of our own output: a pipe whose reader has ended
+        self._unread: OSError | None = None
         self.process = subprocess.Popen(
             launch.words(),
             env=environment() | dict(variables or {}),
@@ -160,15 +175,20 @@ class Running:
             os.killpg(self.process.pid, number)
 
     def wait(self, lines: RankLines) -> int:
-        """Show the ranks' lines until all have ended; return the launcher's exit status."""
+        """Show the ranks' lines until all have ended; return the launcher's exit status.
+
+        **Raises:** LaunchError if the process that reads our output has ended.
+        """
 
         def relay(stream: IO[bytes]) -> None:
             # A progress bar's \r ends a line too, and stays what it is
-            with io.TextIOWrapper(stream, newline="", errors="replace") as text:
+            with io.TextIOWrapper(stream, "utf-8", newline="", errors="replace") as text:
                 try:
                     lines.relay(text)
-                except OSError:  # Nobody reads the output
+                except OSError as error:  # No process reads our output
+                    self._unread = error
                     self.terminate()
+                    text.read()  # So that horovodrun can write its last words
 
         assert self.process.stdout and self.process.stderr
         threads = [
@@ -178,11 +198,29 @@ class Running:
         for thread in threads:
             thread.start()
         status = self.process.wait()
-        # mpirun has the other ends of the pipes until it has ended the ranks
+        # mpirun has the other ends of the pipes until it has ended the ranks. Another process may
+        # keep them for longer, such as one that ssh has left.
+        while self._has_processes() and any(thread.is_alive() for thread in threads):
+            time.sleep(0.05)
+        deadline = time.monotonic() + OUTPUT_SECONDS
         for thread in threads:
-            thread.join()
+            thread.join(max(deadline - time.monotonic(), 0))
+        if self._unread:
+            raise LaunchError(
+                "The output must be read to its end. Received an error from the process that reads "
+                f"it: {self._unread}. All ranks were ended; write the output to a file.",
+                128 + signal.SIGPIPE,
+            )
         lines.finish()
         return status
+
+    def _has_processes(self) -> bool:
+        """Return True while a process of horovodrun's group lives."""
+        try:
+            os.killpg(self.process.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
 
     def failed(self, status: int, lines: RankLines, advice: str = "") -> LaunchError:
         """Return the error of a launch that ended with a status != 0.

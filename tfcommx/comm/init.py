@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import socket
 
 import tensorflow as tf
 
@@ -11,6 +12,7 @@ from tfcommx.comm import (
     base,
     cluster_environment,
     easgd_process,
+    gpu_identity,
     horovod,
     launcher,
     liveness,
@@ -81,13 +83,14 @@ def init(
     if here.kind == "mpi":
         mpi.start()
     topology = _topology(here, node_size)
-    _keep_one_gpu(here)
+    gpu = _keep_one_gpu(here)
     watched = watch_seconds is not None
     # Messages between two ranks need MPI
     make_messages = functools.partial(mpi.MpiPointToPoint, watched) if here.kind == "mpi" else None
     comm = horovod.HorovodComm(here, topology, make_messages)
     process.set_current(comm)
     if here.size > 1:
+        _check_one_rank_per_gpu(comm, gpu)
         liveness.start(
             comm,
             launcher.launch_interfaces(),
@@ -125,14 +128,32 @@ def _topology(here: launcher.Launcher, node_size: int | None) -> Topology:
     return Topology.of_hosts(gloo_hosts(here) if here.kind == "gloo" else mpi.mpi_hosts())
 
 
-def _keep_one_gpu(here: launcher.Launcher) -> None:
+def _keep_one_gpu(here: launcher.Launcher) -> str:
+    """Keep one of the GPUs that this process sees; return which it is, empty if it sees none.
+
+    A launcher may bind one to each process, or some to each: they are then counted from 0 in each.
+    """
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
-        return
-    if here.local_rank >= len(gpus):
-        raise PlanError(
-            f"One GPU per process is required. Rank {here.rank} has local rank {here.local_rank} "
-            f"and sees {len(gpus)} GPUs. Launch at most that many processes on this host."
-        )
-    tf.config.set_visible_devices(gpus[here.local_rank], "GPU")
-    tf.config.experimental.set_memory_growth(gpus[here.local_rank], True)
+        return ""
+    number = here.local_rank % len(gpus)
+    tf.config.set_visible_devices(gpus[number], "GPU")
+    tf.config.experimental.set_memory_growth(gpus[number], True)
+    return gpu_identity.of(number)
+
+
+def _check_one_rank_per_gpu(comm: base.Comm, gpu: str) -> None:
+    """Refuse ranks that keep the same GPU of a host.
+
+    **Ranks:** all. On the CPU: NCCL would fail at such ranks before it could be said why.
+    """
+    with tf.device("/cpu:0"):
+        kept = comm.gather_objects((socket.gethostname(), gpu))
+    for rank, (host, name) in enumerate(kept):
+        first = kept.index((host, name))
+        if name and first != rank:
+            raise PlanError(
+                f"One GPU per process is required. Ranks {first} and {rank} on {host} both keep "
+                f"{name}. Launch at most as many processes on this host as it has GPUs, or bind "
+                "another GPU to each."
+            )

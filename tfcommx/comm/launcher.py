@@ -17,9 +17,6 @@ from tfcommx.comm.cluster_environment import cluster_environment
 from tfcommx.terms import PlanError, local_path
 from tfcommx.terms.files import open_private
 
-# Where launchers that are not supported say how many processes they started: Hydra (MPICH, Intel
-# MPI)
-OTHER_LAUNCHERS_SIZES = ("PMI_SIZE",)
 # How a launch is written whose last process holds the centre of elastic averaging
 CENTRE_LAUNCH = (
     "`tfcommx run -np 9 -H node1:4,node2:5 --mpi --mpi-args=--enable-recovery -- tfcommx centre -- "
@@ -56,7 +53,7 @@ def launcher() -> Launcher:
     for kind, (prefix, _) in VARIABLES.items():
         if f"{prefix}_RANK" in os.environ:
             rank, size, local_rank = (
-                int(os.environ[f"{prefix}_{name}"]) for name in ("RANK", "SIZE", "LOCAL_RANK")
+                _number(f"{prefix}_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK")
             )
             launch = os.environ.get("PMIX_NAMESPACE", "")
             centre = kind == "mpi" and launch == os.environ.get(CENTRE_VARIABLE)
@@ -74,19 +71,14 @@ def on_one_host() -> bool:
     return False
 
 
-def check_alone() -> None:
-    """Refuse a process that is one of several which an unsupported launcher has started.
-
-    **Raises:** PlanError: each would train alone, and all would save as rank 0.
-    """
-    for name in OTHER_LAUNCHERS_SIZES:
-        if os.environ.get(name, "1") not in ("", "0", "1"):
-            raise PlanError(
-                "Several processes must be started by tfcommx run, horovodrun, mpirun, srun or "
-                "torchrun: by another launcher each trains alone. "
-                f"Received {name}={os.environ[name]}. Call `tfcommx run -- python train.py` once "
-                "in this allocation; to train in one process, unset the variable."
-            )
+def _number(name: str) -> int:
+    value = os.environ.get(name, "")
+    if not value.isdecimal():
+        raise PlanError(
+            f"{name} must be a whole number >= 0, as horovodrun and mpirun set it. Received "
+            f"{value!r}. Unset what another launch has left in the environment."
+        )
+    return int(value)
 
 
 def seconds_from(name: str, default: float | None, off: bool = False) -> float | None:
@@ -135,8 +127,8 @@ def run_name() -> str:
     if kind == "none":
         # A process number may come again, and another container may have it: together with the
         # time of its start it means one process.
-        stat = Path("/proc/self/stat").read_text()
-        return f"{os.getpid()} {stat.rpartition(')')[2].split()[19]}"
+        line = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
+        return f"{os.getpid()} {line.rpartition(')')[2].split()[19]}"
     if kind not in VARIABLES:
         raise PlanError(
             "The run has a name once its ranks have met. Received a process that has not called "

@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import shlex
 import socket
-import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from tfcommx.comm.commands import run_to_end
 from tfcommx.comm.host_names import check_host_name
 
 # The options that horovodrun gives to ssh
@@ -69,15 +69,7 @@ class RemoteHosts(NamedTuple):
 def _output(words: list[str]) -> str | None:
     """Return what a command has written; None if it failed or took too long."""
     try:
-        done = subprocess.run(
-            words,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_SECONDS,
-            # Ctrl-C is for the launcher
-            start_new_session=True,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        done = run_to_end(words, COMMAND_SECONDS)
+    except OSError:
         return None
-    return None if done.returncode else done.stdout
+    return None if done.status or done.late else done.output

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import logging
 import os
 import queue
@@ -243,16 +244,19 @@ def _ask(here: ClusterEnvironment, deadline: float, seconds: float) -> tuple[dic
     reason: object = "no process listens there"
     # Before the loop, because a PlanError is a ValueError, after which it would call again
     host, handshake = check_host_name(socket.gethostname(), "this host"), _handshake(here)
-    while time.monotonic() < deadline:
+    addresses = (here.address, *here.others)
+    for address in itertools.cycle(addresses):
+        if time.monotonic() > deadline:
+            break
         try:
-            with socket.create_connection((here.address, here.port), MESSAGE_SECONDS) as connection:
+            with socket.create_connection((address, here.port), MESSAGE_SECONDS) as connection:
                 own, peer = connection.getsockname()[0], connection.getpeername()[0]
                 said = (here.rank, host, here.local_rank)
                 # Rank 0 answers when all have come, or when its own time is over
                 answer = handshake.call(connection, said, deadline + 2 * MESSAGE_SECONDS)
         except NO_PARTNER as error:
             reason = error
-            time.sleep(0.2)
+            time.sleep(0.2 / len(addresses))
             continue
         if isinstance(answer, dict) and "problem" in answer:
             raise PlanError(_printable(answer["problem"]))
@@ -260,7 +264,7 @@ def _ask(here: ClusterEnvironment, deadline: float, seconds: float) -> tuple[dic
         # On rank 0's host, the address that other hosts know
         return settings, answer["address"] if _on_this_host(own, peer) else own
     raise PlanError(
-        f"Rank {here.rank} of {here.size} could not join rank 0 at {here.address}, port "
+        f"Rank {here.rank} of {here.size} could not join rank 0 at {' or '.join(addresses)}, port "
         f"{here.port}, within {seconds:g} s: {reason}. Does rank 0 run and call tfcommx.init()? Is "
         "the port open between the hosts, and TFCOMMX_SECRET equal on all ranks? "
         "TFCOMMX_RENDEZVOUS_SECONDS changes the time."

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import Field, ValidationError
 
-from tfcommx.recipes.reader import Part, RecipeError, YamlLoader, error_lines, refuse_unknown
+from tfcommx.recipes.reader import Part, RecipeError, error_lines, refuse_unknown
 from tfcommx.recipes.recipe import Recipe
+from tfcommx.recipes.yaml_text import YamlError, parse
 
 SHIPPED = Path(__file__).with_name("methods.yaml")
 # A method's name is part of file names
@@ -82,10 +82,10 @@ def read_methods(words: Sequence[str] = ()) -> dict[str, Method]:
 @functools.cache
 def _read(path: Path) -> dict[str, Method]:
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), YamlLoader)
+        tree = parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RecipeError(f"The methods {path} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (YamlError, ValueError, RecursionError) as error:
         raise RecipeError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(tree, dict) or not all(NAME.match(str(name)) for name in tree):
         raise RecipeError(

@@ -22,10 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import yaml
-
 from tfcommx.comm.horovodrun import on_end_signals
-from tfcommx.recipes.reader import YamlLoader
+from tfcommx.recipes.yaml_text import parse
 from tfcommx.report.summary import read, write_json
 from tfcommx.terms import reading
 
@@ -60,7 +58,7 @@ class Setup:
     def name(self, method: str, settings: Sequence[str]) -> str:
         """Return a name that tells a training, or a measurement, from all others."""
         # What a recipe says, without its comments
-        recipe = yaml.load(self.recipe.read_text(encoding="utf-8"), YamlLoader)
+        recipe = parse(self.recipe.read_text(encoding="utf-8"))
         decides = [recipe, list(settings), self.nodes, self.slots]
         digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:8]
         seed = [setting for setting in settings if setting.startswith("seed=")]
@@ -145,5 +143,5 @@ def run_command(words: Sequence[str], log: Path) -> None:
     if seen:
         sys.exit(128 + seen[0])
     if status:
-        said = log.read_text().strip().splitlines()[-3:]
+        said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
         raise TrainingError(f"`tfcommx {words[0]}` failed, see {log}: {' '.join(said)}")

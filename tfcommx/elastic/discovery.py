@@ -5,11 +5,11 @@ To add a way to find hosts: a class with `hosts()`, and a word in cli/elastic_op
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Sequence
 from typing import Protocol
 
 from tfcommx.comm.allocation import Host, merge, parse_hosts
+from tfcommx.comm.commands import run_to_end
 from tfcommx.terms import PlanError
 
 # For the script to end
@@ -51,23 +51,13 @@ class ScriptHosts:
 
     def hosts(self) -> list[Host]:
         """Run the script. **Raises:** PlanError if it fails, or prints what is no host."""
-        try:
-            done = subprocess.run(
-                self.name,
-                shell=True,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=SCRIPT_SECONDS,
-                # Ctrl-C is for the supervisor
-                start_new_session=True,
-            )
-        except subprocess.TimeoutExpired:
-            raise self._refusal(f"no end within {SCRIPT_SECONDS:g} s") from None
-        if done.returncode:
-            said = done.stderr.strip().splitlines()[-1:]
-            raise self._refusal(" ".join([f"status {done.returncode}", *said]))
-        return self._read(done.stdout)
+        done = run_to_end(self.name, SCRIPT_SECONDS)
+        if done.late:
+            raise self._refusal(f"no end within {SCRIPT_SECONDS:g} s")
+        if done.status:
+            said = done.errors.strip().splitlines()[-1:]
+            raise self._refusal(" ".join([f"status {done.status}", *said]))
+        return self._read(done.output)
 
     def _read(self, printed: str) -> list[Host]:
         found = []

@@ -5,12 +5,10 @@ from __future__ import annotations
 import difflib
 import functools
 import operator
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -21,30 +19,12 @@ from pydantic import (
     model_validator,
 )
 
+from tfcommx.recipes.yaml_text import YamlError, parse
 from tfcommx.terms import local_path
 
 
 class RecipeError(ValueError):
     """A recipe that cannot be run; the message names the place in the file."""
-
-
-class YamlLoader(yaml.SafeLoader):
-    """Reads 1e-3 as a number and refuses repeated keys, as YAML 1.2 does and PyYAML does not."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} comes twice", key.start_mark
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
 
 
 def refuse_unknown(given: Iterable[str], known: Sequence[str], what: str = "key") -> None:
@@ -59,7 +39,7 @@ def refuse_unknown(given: Iterable[str], known: Sequence[str], what: str = "key"
 class Part(BaseModel):
     """Base of all parts of a recipe: frozen, validated, without unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -68,10 +48,29 @@ class Part(BaseModel):
             refuse_unknown(given, list(cls.model_fields))
         return given
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_value_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what pydantic would read as 0 or 1."""
+        types = _types(cls.model_fields[info.field_name or ""].annotation)
+        values = value if isinstance(value, list | tuple) else [value]
+        if (
+            types & {int, float}
+            and bool not in types
+            and any(x is True or x is False for x in values)
+        ):
+            raise ValueError(f"A number is required. Received {value!r}.")
+        return value
+
     @field_validator("*", mode="after")
     @classmethod
     def _paths_are_local(cls, value: Any, field: ValidationInfo) -> Any:
         return local_path(field.field_name or "", value) if isinstance(value, Path) else value
+
+
+def _types(annotation: Any) -> set[Any]:
+    """Return all types that an annotation names."""
+    return {annotation}.union(*map(_types, get_args(annotation)))
 
 
 def member_of(
@@ -135,13 +134,13 @@ def change(tree: dict[str, Any], setting: str) -> None:
         )
     inner: Any = tree
     try:
-        value = yaml.load(text, YamlLoader)
+        value = parse(text)
         for key in keys[:-1]:
             inner = inner.setdefault(key, {}) if isinstance(inner, dict) else inner[key]
         inner[keys[-1]] = value
     except (IndexError, TypeError, AttributeError) as error:
         raise RecipeError(f"The recipe has no place {place!r} for {setting!r}: {error}.") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (YamlError, ValueError, RecursionError) as error:
         raise RecipeError(
             f"The value in {setting!r} is not YAML: {' '.join(str(error).split())}."
         ) from error

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import yaml
 from pydantic import Field, PlainValidator, ValidationError, model_validator
 
 from tfcommx.planner.check import check_scheme
@@ -18,7 +17,6 @@ from tfcommx.recipes.optimizers import OPTIMIZERS
 from tfcommx.recipes.reader import (
     Part,
     RecipeError,
-    YamlLoader,
     change,
     error_lines,
     member_of,
@@ -28,6 +26,7 @@ from tfcommx.recipes.schedules import SCHEDULES, Schedule
 from tfcommx.recipes.strategies import STRATEGIES, StrategyRecipe
 from tfcommx.recipes.tasks import TASKS
 from tfcommx.recipes.user import UserDataset, UserModel, UserOptimizer, UserTask
+from tfcommx.recipes.yaml_text import YamlError, parse
 from tfcommx.terms import Scheme, Topology
 
 if TYPE_CHECKING:
@@ -289,10 +288,10 @@ def read(path: Path, settings: Sequence[str] = ()) -> Recipe:
     **Raises:** RecipeError that names the file, the place, what is wrong and the nearest key.
     """
     try:
-        tree = yaml.load(Path(path).read_text(encoding="utf-8"), YamlLoader)
+        tree = parse(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise RecipeError(f"The recipe {path} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # Such as the date 2026-13-01
+    except (YamlError, ValueError, RecursionError) as error:
         raise RecipeError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(tree, dict):
         raise RecipeError(

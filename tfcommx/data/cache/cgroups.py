@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,8 +58,8 @@ def _folders(proc: Path) -> list[tuple[Path, Path, Version]]:
         version.
     """
     try:
-        own = (proc / "cgroup").read_text().splitlines()
-        mounts = (proc / "mountinfo").read_text().splitlines()
+        own = os.fsdecode((proc / "cgroup").read_bytes()).splitlines()
+        mounts = os.fsdecode((proc / "mountinfo").read_bytes()).splitlines()
     except OSError:  # A kernel without control groups
         return []
     groups = {}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from tfcommx.comm.commands import run_to_end
 from tfcommx.recipes.base import DataError
 
 # Longest wait for one command that downloads, seconds
@@ -47,18 +47,10 @@ def unpack(packages: Sequence[str], work: Path) -> Path:
 
 def run(command: Sequence[str], folder: Path) -> str:
     """Run a command in `folder`; return its output. **Raises:** DataError with its last line."""
-    try:
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            text=True,
-            timeout=DOWNLOAD_SECONDS,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise DataError(f"`{command[0]}` took more than {DOWNLOAD_SECONDS} s") from error
-    if done.returncode:
-        last = (done.stdout.strip().splitlines() or ["no output"])[-1]
-        raise DataError(f"`{command[0]}` ended with status {done.returncode}: {last}")
-    return done.stdout
+    done = run_to_end(command, DOWNLOAD_SECONDS, folder=folder)
+    if done.late:
+        raise DataError(f"`{command[0]}` took more than {DOWNLOAD_SECONDS} s")
+    if done.status:
+        lines = (done.output + done.errors).strip().splitlines() or ["no output"]
+        raise DataError(f"`{command[0]}` ended with status {done.status}: {lines[-1]}")
+    return done.output

@@ -1,0 +1,236 @@
+"""Past bugs in how a process learns that it is one of several: each test tells its story."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+
+import pytest
+import warm_ranks
+from launching import QUICK, free_port
+
+from tfcommx.comm import horovod, rendezvous
+from tfcommx.comm.cluster_environment import ClusterEnvironment, cluster_environment, tf_config
+from tfcommx.comm.launcher import launcher
+from tfcommx.comm.other_launchers import OTHER_LAUNCHERS, check_alone
+from tfcommx.terms import PlanError
+
+SAY = "import tfcommx as cx; cx.init(); print(cx.rank(), 'of', cx.size(), cx.is_chief())"
+
+
+def tf_config_of(cluster: Mapping[str, object], kind: str = "worker", index: int = 0) -> str:
+    return json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
+
+
+# --- TF_CONFIG ------------------------------------------------------------------------------------
+
+
+@pytest.mark.long_wait
+def test_the_tasks_of_tf_config_are_the_ranks_of_one_run() -> None:
+    """Jobs that set TF_CONFIG ran one training a process: each was rank 0 of 1, and chief."""
+    cluster = {"worker": [f"localhost:{free_port()}", "localhost:1"]}
+    environment = {**os.environ, "PYTHONPATH": QUICK, **warm_ranks.environment()}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SAY],
+            env={**environment, "TF_CONFIG": tf_config_of(cluster, index=index)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert [output.splitlines()[-1:] for output in outputs] == [["0 of 2 True"], ["1 of 2 False"]]
+
+
+def test_the_chief_is_rank_0_and_the_workers_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = {"worker": ["b:2", "c:3"], "chief": ["a:1"]}
+    read = []
+    for kind, index in (("chief", 0), ("worker", 0), ("worker", 1)):
+        monkeypatch.setenv("TF_CONFIG", tf_config_of(cluster, kind, index))
+        read.append(cluster_environment())
+    (launch,) = {here.launch for here in read if here}
+    assert read == [
+        ClusterEnvironment("TF_CONFIG", rank, 3, None, "a", 1, launch) for rank in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        tf_config_of({"worker": ["a:1"]}),
+        tf_config_of({"chief": ["a:1"]}, "chief"),
+        tf_config_of({"worker": ["a:1"], "ps": []}),
+    ],
+)
+def test_a_cluster_of_one_is_one_process(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", text)
+    assert launcher().size == 1 and launcher().kind == "none"
+    check_alone()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        tf_config_of({"worker": ["a:1", "b:1"], "ps": ["c:1"]}),
+        tf_config_of({"worker": ["a:1"], "ps": ["c:1"]}),
+        tf_config_of({"worker": ["a:1", "b:1"]}, "evaluator"),
+        tf_config_of({"worker": ["a:1", "b:1"]}, index=2),
+        tf_config_of({"worker": ["a", "b"]}),
+        tf_config_of({"worker": ["a:99999", "b:1"]}),
+        tf_config_of({"worker": "a:1"}),
+        json.dumps({"cluster": {"worker": ["a:1", "b:1"]}}),
+        "{'cluster': {}}",
+        "[1, 2]",
+    ],
+)
+def test_a_tf_config_that_makes_no_ranks_is_refused(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TF_CONFIG", text)
+    with pytest.raises(PlanError, match="TF_CONFIG"):
+        launcher()
+
+
+def test_a_launcher_of_ours_wins_over_tf_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tfcommx run` may be called in a container for which a service has set TF_CONFIG."""
+    monkeypatch.setenv("TF_CONFIG", tf_config_of({"worker": ["a:1", "b:1"]}))
+    for name, value in {"RANK": "1", "SIZE": "4", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(f"HOROVOD_{name}", value)
+    assert launcher().kind == "gloo" and launcher().size == 4
+    assert tf_config() is not None
+
+
+# --- launchers that are not understood ------------------------------------------------------------
+
+LISTS = {"SM_HOSTS": ('["a", "b"]', '["a"]'), "TPU_WORKER_HOSTNAMES": ("a,b", "localhost")}
+CLUSTERS = tuple(tf_config_of({"worker": hosts}) for hosts in (["a:1", "b:1"], ["a:1"]))
+
+
+@pytest.mark.parametrize("row", OTHER_LAUNCHERS, ids=lambda row: row.size or row.index)
+def test_processes_of_another_launcher_do_not_train_alone(
+    row: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`srun -n 4 python train.py` trained four models without a warning.
+
+    Each process was rank 0 of 1, and all saved to the same files. The same happened under every
+    launcher whose variables nobody had listed.
+    """
+    several, one = LISTS.get(row.size, CLUSTERS if row.size == "CLUSTER_SPEC" else ("4", "1"))
+    if row.index:
+        monkeypatch.setenv(row.index, "0")
+        with pytest.raises(PlanError, match=f"{row.index}=0 .*WORLD_SIZE=1"):
+            check_alone()
+        with monkeypatch.context() as patch:
+            patch.setenv("WORLD_SIZE", "1")
+            check_alone()
+    if row.size:
+        monkeypatch.setenv(row.size, several)
+        with pytest.raises(PlanError, match=f"{row.size}=.*unset"), horovod.without_mpi():
+            pass
+        monkeypatch.setenv(row.size, one)
+        with horovod.without_mpi():
+            pass
+
+
+def test_a_size_of_a_launcher_that_is_not_listed_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SOME_WORLD_SIZE", "2")
+    with pytest.raises(PlanError, match="SOME_WORLD_SIZE=2"):
+        check_alone()
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"RANK": "1", "MASTER_ADDR": "a"}, "WORLD_SIZE, .*RANK and MASTER_ADDR"),
+        ({"RANK": "0"}, "WORLD_SIZE, the number"),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "29500"}, "WORLD_SIZE, the number"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR is required"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "MASTER_PORT is required"),
+        ({"RANK": "1", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "2"}, "rank 1 of 1"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "2"}, "rank 2 of 2"),
+        ({"HOROVOD_RANK": "1"}, "HOROVOD_SIZE must be"),
+        ({"OMPI_COMM_WORLD_RANK": "x"}, "OMPI_COMM_WORLD_RANK must be"),
+    ],
+)
+def test_half_of_a_launchers_variables_is_no_training_of_one_process(
+    variables: Mapping[str, str], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service that set RANK and MASTER_ADDR, and WORLD_SIZE elsewhere, got N trainings of one."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PlanError, match=named):
+        launcher()
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "-1", "1_000", "abc"])
+def test_a_port_that_cannot_be_one_is_refused_by_its_name(
+    port: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0 was taken for no port at all, and 65536 ended with a traceback of `socket`."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("MASTER_PORT", "TFCOMMX_PORT"):
+        monkeypatch.setenv(name, port)
+        with pytest.raises(PlanError, match=f"{name} must be a TCP port"):
+            cluster_environment()
+
+
+# --- srun -----------------------------------------------------------------------------------------
+
+STEP = {
+    "SLURM_JOB_ID": "41",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NODELIST": "n[1-3]",
+}
+
+
+@pytest.mark.parametrize(
+    ("variables", "others"),
+    [
+        ({"SLURM_DISTRIBUTION": "arbitrary"}, ("n2", "n3")),
+        ({"SLURM_DISTRIBUTION": "block", "SLURM_HET_SIZE": "2"}, ("n2", "n3")),
+        ({"SLURM_DISTRIBUTION": "cyclic", "SLURM_PACK_SIZE": "2"}, ("n2", "n3")),
+        ({"SLURM_DISTRIBUTION": "block:cyclic"}, ()),
+        ({"SLURM_DISTRIBUTION": "plane"}, ()),
+        ({}, ()),
+    ],
+)
+def test_rank_0_is_looked_for_where_srun_may_have_placed_it(
+    variables: Mapping[str, str], others: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --distribution=arbitrary rank 0 may be on any node; all looked for it on the first."""
+    for name, value in {**STEP, **variables}.items():
+        monkeypatch.setenv(name, value)
+    here = cluster_environment()
+    assert here and (here.address, here.others) == ("n1", others)
+
+
+def test_a_rank_finds_rank_0_at_another_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With SLURM_HOSTFILE=order (node2 twice, then node1) ranks waited for 300 s, and ended."""
+    port, answers = free_port(), {}
+    monkeypatch.setattr(rendezvous, "_serve", lambda *given: {0: {"is": "0"}, 1: {"is": "1"}})
+
+    def gather() -> None:
+        here = ClusterEnvironment("srun", 0, 2, 0, "127.0.0.1", port)
+        answers[0] = rendezvous._gather(here, time.monotonic() + 30, 30)[0]
+
+    thread = threading.Thread(target=gather)
+    thread.start()
+    here = ClusterEnvironment("srun", 1, 2, 0, "no-such-host.invalid", port, "", ("127.0.0.1",))
+    answers[1] = rendezvous._ask(here, time.monotonic() + 30, 30)[0]
+    thread.join(30)
+    assert answers == {0: {"is": "0"}, 1: {"is": "1"}}
