@@ -6,8 +6,8 @@
                             who waits for it        closed
 
 One that is silent keeps no other waiting. Nor does a lack of file descriptors or threads end the
-listener: it closes the oldest unproven connection, waits, and accepts again. Of too many unproven
-callers the oldest is closed, not the newest, because a partner proves itself within one round trip.
+listener: it waits a little, and accepts again. Of too many unproven callers the oldest is closed,
+not the newest, because a partner proves itself within one round trip.
 
 Knows only the standard library: watchers use it, too.
 """
@@ -74,8 +74,6 @@ class Entrance:
                 if error.errno in _CLOSED:
                     return
                 # No file descriptor is left, or the caller has gone already
-                with self._lock:
-                    self._send_oldest_away()
                 time.sleep(PAUSE_SECONDS)
                 continue
             with self._lock:
