@@ -164,7 +164,7 @@ class ThreadComm(Comm):
             raise failures[0][1]
         return results
 
-    def gather_objects(self, item: Any) -> list[Any]:
+    def _gather_objects(self, item: Any) -> list[Any]:
         return self._meet("world", "gather_objects", item)
 
     def _counted(self) -> Traffic:
