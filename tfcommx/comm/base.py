@@ -7,11 +7,11 @@ returns its input. Each call counts the bytes that the collective's ring sends f
 What a Comm has beside its collectives, by life:
 
     the launch     rank, topology, local_rank, local_size
-    the process    messages (between two ranks), membership, progress, trials
+    the process    messages (between two ranks), membership, progress, trials, comparisons
     a collective   the scope that it is named after
 
-To add a library, write a subclass of `Comm` in a file of its own: `gather_objects`, and the
-abstract methods that begin with `_`. `comm/horovod.py` is the one that trains, `comm/threads.py`
+To add a library, write a subclass of `Comm` in a file of its own: the abstract methods, which begin
+with `_`. `comm/horovod.py` is the one that trains, `comm/threads.py`
 the one for tests; tests/laws run every route on the latter.
 """
 
@@ -26,8 +26,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfcommx.comm.comparisons import Comparisons
 from tfcommx.comm.membership import Membership
 from tfcommx.comm.messages import Messages
+from tfcommx.comm.plain_data import decode, encode
 from tfcommx.comm.progress import Progress
 from tfcommx.comm.trial_queue import TrialQueue
 from tfcommx.cost import alltoall_traffic, broadcast_traffic, ring_traffic
@@ -59,6 +61,8 @@ class Comm(abc.ABC):
         self.local_size = nodes.count(nodes[rank])
         # Which ranks have left; what this one is doing, for its watcher; its trials of plans
         self.membership, self.progress, self.trials = Membership(), Progress(), TrialQueue()
+        # What must be equal on all ranks, compared when they next exchange objects
+        self.comparisons = Comparisons()
         self._scopes, self._open_scope = 0, _OpenScope()
 
     def own_scope(self) -> str:
@@ -192,15 +196,21 @@ class Comm(abc.ABC):
             self._count(broadcast_traffic(_bytes(tensor), self.topology))
         return self._broadcast(tensor, root, name)
 
-    @abc.abstractmethod
     def gather_objects(self, item: Any) -> list[Any]:
         """Return the items of all ranks, in rank order.
 
         Args:
             item: plain data, as plain_data.py takes it: no object of a class.
 
-        **Ranks:** all, outside of traced code. **Raises:** TypeError for other data.
+        **Ranks:** all, outside of traced code. **Raises:** TypeError for other data; PlanError, on
+        every rank, if facts that were stated by `comparisons` differ between ranks.
         """
+        if self.topology.size == 1:
+            return [decode(encode(item))]
+        everyone = self._gather_objects((item, self.comparisons.digests()))
+        digests = [theirs for _, theirs in everyone]
+        self.comparisons.settle(self.rank, digests, self._gather_objects)
+        return [theirs for theirs, _ in everyone]
 
     def traffic(self) -> Traffic:
         """Return the bytes that this rank has sent so far, inside its node and to other nodes.
@@ -246,6 +256,9 @@ class Comm(abc.ABC):
     @abc.abstractmethod
     def _count(self, sent: Traffic) -> None:
         """Add the bytes of one call to the counters, also in traced code."""
+
+    @abc.abstractmethod
+    def _gather_objects(self, item: Any) -> list[Any]: ...
 
     @abc.abstractmethod
     def _allreduce(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor: ...

@@ -187,9 +187,7 @@ class HorovodComm(Comm):
         # Not the topology's: `node_size` may say what stands for a node
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
 
-    def gather_objects(self, item: Any) -> list[Any]:
-        if self.topology.size == 1:
-            return [decode(encode(item))]
+    def _gather_objects(self, item: Any) -> list[Any]:
         self.membership.require_all()
         data = np.frombuffer(encode(item), np.uint8)
         # Horovod's allgather_object would unpickle what arrives (plain_data.py)

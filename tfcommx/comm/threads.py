@@ -165,7 +165,7 @@ class ThreadComm(Comm):
             raise failures[0][1]
         return results
 
-    def gather_objects(self, item: Any) -> list[Any]:
+    def _gather_objects(self, item: Any) -> list[Any]:
         # As bytes: what ranks of other processes could not receive fails here, too
         return [decode(data) for data in self._meet("world", "gather_objects", encode(item))]
 

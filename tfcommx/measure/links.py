@@ -47,6 +47,10 @@ BLOCKS = (16384, 32768, 49152, 65536, 131072, 262144)
 # Messages are repeated, at most MOST times, until this many bytes have come through the port:
 # traffic shapers let a burst pass
 STEADY, MOST = 2**22, 16
+# Messages by which a change of the network is told: bytes of each, bytes through a port that make a
+# time, and times. While other programs compute on the ranks' processors, half of the times are
+# twice as long as the fastest.
+WATCHED, WATCHED_STEADY, WATCHED_TIMES = 2**18, 2**20, 8
 # Bytes of the allreduces that are measured, up to the largest of the sizes asked for
 CURVE = (1024, 16384, 65536, 262144, 2**20)
 
@@ -149,6 +153,28 @@ def probe(
     best = min(tried, key=lambda row: row[1])[0] if tried else NOMINAL.block_bytes
     by_engine = not comm.messages.possible
     return ProbeResult(Links(**found, block_bytes=best), points, tried, spread, by_engine)
+
+
+def fastest_message(comm: Comm, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the seconds of a message of WATCHED bytes between nodes, the fastest of some.
+
+    Other work on a machine makes messages longer, by 30 times where it takes a processor from a
+    rank, and none shorter; a network that becomes slower makes all of them longer. So the fastest
+    tells the network from the machine, where the median of `probe` does not.
+
+    Args:
+        comm: this rank's view of the others, on two nodes or more.
+        clock: returns seconds from any start.
+
+    **Ranks:** all, outside of traced code. **Cost:** 9 MB through each port, or 9 messages if these
+    are more.
+    **Raises:** PlanError if the nodes have unequal numbers of slots.
+    """
+    comm.topology.require_even("measuring messages between nodes")
+    timer = functools.partial(_slowest_seconds, comm, repeats=WATCHED_TIMES, clock=clock)
+    slots = comm.topology.slots
+    (row,) = _time(comm, "peers", [WATCHED], slots, timer, WATCHED_STEADY)
+    return min(row[2])
 
 
 def _ring_seconds_per_byte(engine: str, topology: Topology, links: Links) -> float:

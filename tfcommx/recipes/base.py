@@ -48,7 +48,11 @@ class Place:
 
 
 class Data(Protocol):
-    """A data set, open on one rank."""
+    """A data set, open on one rank.
+
+    It may have `contents`, a dictionary item -> value of what all ranks must have equally: what was
+    read on this node, such as the files of a class. With it a copy that differs is refused by name.
+    """
 
     # Channels of the pictures, or words of the vocabulary
     inputs: int

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tensorflow as tf
+from pydantic import BaseModel
 
 import tfcommx as cx
 from tfcommx.comm.base import Comm
+from tfcommx.comm.comparisons import Facts
 from tfcommx.optim.expected_run import ExpectedRun
 from tfcommx.recipes.base import Data, Objective, Place
 from tfcommx.recipes.recipe import Recipe, Target
 from tfcommx.training.steps import FitCall, Position
+
+# Of settings that are compared between ranks
+SIMPLE = (str, int, float, tuple, list, dict, cx.Scheme, type(None))
+SAME_RECIPE = "Start all ranks with the same file and the same settings."
+SAME_DATA = "Copy the same files to every node, or read one copy that all nodes see."
 
 
 @dataclass(frozen=True)
@@ -101,14 +109,16 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
         folder: for checkpoint and report.
 
     **Ranks:** all, with the same recipe.
-    **Raises:** DataError for missing samples; PlanError if there are too few for a step, if the
-    target is no score of the task, or if the task has no `counted`.
+    **Raises:** DataError for missing samples; PlanError if recipes or data sets differ between
+    ranks, if there are too few samples for a step, if the target is no score of the task, or if the
+    task has no `counted`.
     """
     if recipe.threads:
         # Must be set before TensorFlow runs anything
         tf.config.threading.set_intra_op_parallelism_threads(recipe.threads)
         tf.config.threading.set_inter_op_parallelism_threads(recipe.threads)
     comm = cx.init(node_size=recipe.node_size)
+    _require_equal(comm, "recipe", recipe.name, _settings(recipe), SAME_RECIPE)
     place = Place(comm.topology, comm.rank, recipe.seed, recipe.threads)
     data = recipe.data.build(place)
     batches = [recipe.batch(phase) for phase in recipe.phases]
@@ -116,6 +126,10 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
         data.steps(batch, phase.resolution)
         for batch, phase in zip(batches, recipe.phases, strict=True)
     )
+    facts = {"samples": f"{data.count}", **getattr(data, "contents", {})}
+    facts |= {f"class {number}": name for number, name in enumerate(data.classes)}
+    facts |= {f"steps of phases[{number}]": f"{count}" for number, count in enumerate(steps)}
+    _require_equal(comm, "data set", f"that of the recipe {recipe.name!r}", facts, SAME_DATA)
     for number, count in enumerate(steps):
         if not count:
             raise cx.PlanError(
@@ -127,6 +141,27 @@ def prepare(recipe: Recipe, folder: Path) -> Run:
     if recipe.target:
         check_target(recipe.target, objective)
     return Run(recipe, folder, comm, data, objective, steps)
+
+
+def _require_equal(comm: Comm, kind: str, name: str, values: dict[str, str], remedy: str) -> None:
+    """Compare facts over the ranks. **Ranks:** all. **Raises:** PlanError, on every rank."""
+    comm.comparisons.state(Facts(kind, name, values, remedy))
+    comm.gather_objects(None)
+
+
+def _settings(value: Any, name: str = "") -> dict[str, str]:
+    """Return name -> value of the settings in a part of a recipe that all ranks must share.
+
+    Paths may suit the node, and objects of other kinds cannot be compared.
+    """
+    above = f"{name}." if name else ""
+    if isinstance(value, BaseModel):
+        below = [(f"{above}{key}", part) for key, part in value]
+    elif isinstance(value, tuple) and any(isinstance(part, BaseModel) for part in value):
+        below = [(f"{name}[{number}]", part) for number, part in enumerate(value)]
+    else:
+        return {name: f"{value}"} if isinstance(value, SIMPLE) else {}
+    return {key: text for row in below for key, text in _settings(row[1], row[0]).items()}
 
 
 def check_counted(objective: Objective) -> None:

@@ -8,6 +8,7 @@ import pytest
 from data_helpers import OpenCache
 
 from tfcommx.comm import process
+from tfcommx.comm.comparisons import Comparisons
 from tfcommx.data.cache.batch_spec import BatchSpec
 from tfcommx.data.cache.options import Options
 from tfcommx.data.sources.arrays import Arrays
@@ -71,7 +72,7 @@ def test_a_cache_finds_the_running_launch(shm, monkeypatch):
         monkeypatch.setenv(f"HOROVOD_{name}", value)
     with pytest.raises(PlanError, match=r"init\(\) must be called .* Received 2 launched"):
         OpenCache(source, shm)
-    running = SimpleNamespace(topology=Topology(2, 2), rank=3)
+    running = SimpleNamespace(topology=Topology(2, 2), rank=3, comparisons=Comparisons())
     monkeypatch.setattr(process, "_current", running)
     with OpenCache(source, shm) as cache:
         assert (cache.topology, cache.rank, len(cache.share(0))) == (Topology(2, 2), 3, 10)

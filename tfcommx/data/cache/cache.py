@@ -34,15 +34,22 @@ from tfcommx.data.cache.fill import Filler
 from tfcommx.data.cache.loader import Loader, warming_steps
 from tfcommx.data.cache.node_slab import open_slab
 from tfcommx.data.cache.options import options_of
-from tfcommx.data.cache.position import find_position
+from tfcommx.data.cache.position import find_position, state_equal
 from tfcommx.data.cache.python_callbacks import weak_method
 from tfcommx.data.cache.reshuffle import reshuffle
 from tfcommx.data.cache.slab import Slab
 from tfcommx.data.cache.slab_files import remove_unused
 from tfcommx.data.prefetch import prefetch_sizes, without_autotune
-from tfcommx.data.sources.base import Source
+from tfcommx.data.sources.base import Source, contents_of
 from tfcommx.data.sources.find import find_source
 from tfcommx.terms import Topology
+
+SAME_SAMPLES = (
+    "Copy the same files to every node, empty class folders too, or read one copy that all nodes "
+    "see; pass equal options. A cache that one rank has for itself takes "
+    "topology=Topology(1, 1), rank=0."
+)
+SAME_BATCHES = "Pass an equal BatchSpec and equal epochs to `dataset` on every rank."
 
 
 class DataCache:
@@ -65,12 +72,16 @@ class DataCache:
         options: the fields of `Options`, such as `store=160` and `disk="/local/cache"`; the same
             on all ranks.
 
-    **Ranks:** every rank makes one; none waits for another.
+    **Ranks:** every rank makes one; none waits for another. Samples and the options that decide
+    which rank serves them are compared when the ranks next exchange objects, before the first step
+    of a training: names, sizes and labels, not the bytes of files, which would cost a read of all.
+    A cache that this rank has for itself is one with `topology=Topology(1, 1), rank=0`.
     **Cost:** one walk over the source's list. 64 samples are read to estimate the memory, by the
     first process of a node and, without `partial`, by one that finds a slab made for another part.
     **Raises:** SlabError if memory is too small, shared memory cannot be used or no sample can be
     read. PlanError for unknown or bad options, a bad rank, a launch without `tfcommx.init()`, and
-    with `reshuffle_fraction` if the launcher gives the run no name.
+    with `reshuffle_fraction` if the launcher gives the run no name; later, on all ranks, for
+    samples or options that differ between ranks.
     """
 
     def __init__(
@@ -86,6 +97,9 @@ class DataCache:
         self.source: Source = find_source(source) if is_text else source
         self.topology, self.rank = find_position(topology, rank)
         self.node, self.slot = self.topology.position_of(self.rank)
+        facts = contents_of(self.source) | self.options.to_agree_on()
+        kind = "samples and options of a DataCache"
+        self._state_equal(kind, self.source.name, facts, SAME_SAMPLES)
         self.reclaimed = remove_unused(Path(self.options.memory))
         self.disk = None
         if self.options.disk is not None:
@@ -98,6 +112,10 @@ class DataCache:
         self._arrived: dict[int, int] = {}
         self._stats: list[EpochStats] = []
         self._closed = weakref.finalize(self, _close, self.filler, self.slab, self.disk)
+
+    def _state_equal(self, *facts: Any) -> None:
+        """State facts that all ranks of the cache must have equally."""
+        state_equal(self.topology, self.rank, *facts)
 
     def _part(self) -> np.ndarray:
         """Return the samples of this node in the first epoch, int64 [n]."""
@@ -155,6 +173,9 @@ class DataCache:
 
         request = Epochs(spec, first_epoch, epochs, step, self.steps(spec))
         request.check(self.source.count, self.topology.size, self.options.store)
+        if spec.shuffle:  # To train; one rank alone may evaluate
+            facts = request.to_agree_on()
+            self._state_equal("batches of a DataCache", self.source.name, facts, SAME_BATCHES)
         stats = EpochStats(first_epoch, epochs)
         self._stats.append(stats)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -34,6 +35,11 @@ class Epochs(NamedTuple):
     step: int
     # Batches of an epoch.
     steps: int
+
+    def to_agree_on(self) -> dict[str, str]:
+        """Return argument -> value of what all ranks must ask for equally."""
+        asked = {**dataclasses.asdict(self.spec), **self._asdict()}
+        return {name: f"{value}" for name, value in asked.items() if name != "spec"}
 
     def check(self, samples: int, ranks: int, store: int | None) -> None:
         """Refuse what cannot be served, and warn if images are enlarged.

@@ -71,6 +71,15 @@ class Options:
             if value is not None and value < 1:
                 raise PlanError(f"`{name}` must be >= 1 or None. Received {value}.")
 
+    def to_agree_on(self) -> dict[str, str]:
+        """Return option -> value of those that must be equal on all ranks.
+
+        They decide which rank serves a sample, when, and how its pixels are kept. Others may suit
+        the node: its folders, its memory, its processors.
+        """
+        names = ("seed", "store", "on_error", "reshuffle_fraction")
+        return {f"option {name}": f"{getattr(self, name)}" for name in names}
+
 
 def options_of(arguments: dict[str, Any]) -> Options:
     """Return the options of these keyword arguments.

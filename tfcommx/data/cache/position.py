@@ -1,8 +1,11 @@
-"""Finds the rank of this process and the topology of its launch."""
+"""Finds the rank of this process and its launch, and states what is equal on all its ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tfcommx.comm import launcher, process
+from tfcommx.comm.comparisons import Facts
 from tfcommx.terms import PlanError, Topology
 
 
@@ -24,3 +27,17 @@ def find_position(topology: Topology | None, rank: int | None) -> tuple[Topology
             "every rank, or give `topology` and `rank`."
         )
     return topology or Topology(1, 1), rank or 0
+
+
+def state_equal(
+    topology: Topology, rank: int, kind: str, name: str, values: Mapping[str, str], remedy: str
+) -> None:
+    """State facts that are equal on all ranks of the running launch, if these ranks are meant.
+
+    A cache of other ranks, as one that this process has for itself, is nobody else's concern.
+    """
+    if process.started() and (topology, rank) == (
+        process.current().topology,
+        process.current().rank,
+    ):
+        process.current().comparisons.state(Facts(kind, name, values, remedy))

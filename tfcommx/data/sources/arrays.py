@@ -59,6 +59,7 @@ class Arrays:
         digest = hashlib.sha256(np.ascontiguousarray(images).data if images.size else b"")
         digest.update(self.labels.tobytes())
         self.key = key_of(("arrays", images.shape, digest.hexdigest()))
+        self.contents = {"images and labels": f"uint8 {list(images.shape)} ({self.key[:8]})"}
 
     def read(self, sample: int) -> tuple[np.ndarray, int]:
         """Return (pixels uint8 [h, w, c], label)."""

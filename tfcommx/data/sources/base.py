@@ -2,12 +2,16 @@
 
 A source numbers its samples 0 to count - 1 and never renumbers them, gives the encoded bytes of any
 of them in any order and from any thread, and names its contents by a key that changes when they do.
+
+It may also have `contents`, a dictionary of what a copy on another node must have equally: a class
+or a file -> its samples, bytes, and the start of a digest. The key will not do for that, because it
+has the times at which files were copied.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -55,3 +59,14 @@ def key_of(parts: Iterable[object]) -> str:
     for part in parts:
         digest.update(f"{part}\0".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
+
+
+def contents_of(source: Source) -> dict[str, str]:
+    """Return item -> value of all that copies of a source on several nodes must have equally."""
+    contents: Mapping[str, str] = getattr(source, "contents", {})
+    return {
+        "samples": f"{source.count}",
+        "channels": f"{source.channels}",
+        **contents,
+        **{f"label {label}": name for label, name in enumerate(source.classes)},
+    }

@@ -158,11 +158,18 @@ class Folder:
         )
         self.classes = tuple(classes) if classes is not None else found
         self._files: list[tuple[str, int]] = []
+        self.contents: dict[str, str] = {}
         facts: list[object] = ["folder", *self.classes]
         for label, kind in enumerate(self.classes):
-            for file, known in _images(self.path / kind, passed_over):
+            images = _images(self.path / kind, passed_over)
+            # Without the times of change: a copy has others
+            sizes: list[object] = []
+            for file, known in images:
                 self._files.append((file, label))
-                facts += (os.path.relpath(file, self.path), known.st_size, known.st_mtime_ns)
+                name = os.path.relpath(file, self.path)
+                facts += (name, known.st_size, known.st_mtime_ns)
+                sizes += (name, known.st_size)
+            self.contents[f"class {kind!r}"] = f"{len(images)} files ({key_of(sizes)[:8]})"
         self.count = len(self._files)
         if not self.count:
             raise PlanError(

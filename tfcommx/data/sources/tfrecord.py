@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import struct
@@ -53,6 +54,11 @@ def scan(path: str | os.PathLike) -> np.ndarray:
             rows.append((at + _FRAME.size, length))
             at = end
     return np.array(rows, np.int64).reshape(-1, 2)
+
+
+def _digest(table: np.ndarray) -> str:
+    """Return the start of a digest of a file's records: where they begin, and their lengths."""
+    return hashlib.sha256(np.ascontiguousarray(table).data).hexdigest()[:8]
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,10 @@ class TFRecords:
                 f"without any: {self.name}. Check the path and the pattern."
             )
         self.key = self._key()
+        self.contents = {
+            f"{number}. file": f"{Path(file).name}, {len(table)} records ({_digest(table)})"
+            for number, (file, table) in enumerate(zip(self.files, rows, strict=True), 1)
+        }
 
     def _scanned(self, file: str, skip: bool) -> np.ndarray:
         """Scan a file; with `skip`, a broken one has no records and is noted."""

@@ -1,8 +1,12 @@
 """ChooseAgain: let `Scheme("auto")` choose another plan if the network has changed.
 
-calls of Keras   |-- every --|-- every --|-- every --|-- every --|
-mean seconds         usual      as usual    25 % off    25 % off    -> the links are measured
-links                                                   25 % off    -> plans take turns again
+calls of Keras   |-- every --|-- every --|-- every --|-- every --|-- every --|
+mean seconds         usual      as usual    25 % off    25 % off    25 % off
+messages            measured    measured                twice off   twice off   -> plans take turns
+
+Steps, and single messages, vary with all that the machines do. A change of the network shows in
+the fastest of many messages, each time that they are measured, and in the same direction as in the
+steps.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from typing import Any
 import keras
 
 from tfcommx.comm import process
+from tfcommx.measure.links import WATCHED, fastest_message
 from tfcommx.optim.automatic import announce, links_of
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.expected_run import SHARE
@@ -20,23 +25,26 @@ from tfcommx.optim.keras_internals import steps_of
 from tfcommx.optim.wrapped import exchanger_in, steps_of_update, wrapped_optimizers
 from tfcommx.runtime.trial import TrialExecutor
 from tfcommx.runtime.trial_rounds import STEPS
-from tfcommx.terms import Link, Links, check_whole
+from tfcommx.terms import check_whole
 
-# Steps, and messages of MESSAGE bytes, that take as many times longer or shorter have changed
+# Steps that take as many times longer or shorter have changed
 DRIFT = 1.25
-MESSAGE = 2**20
-# Means in a row that must have changed
-IN_A_ROW = 2
+# Likewise messages between nodes. The fastest of 8 varied by 1.9 on a machine whose two processors
+# four programs shared; a network that changes by less seldom makes another plan the fastest.
+MESSAGE_DRIFT = 2.0
+# Means in a row that must have changed, and measurements of messages
+IN_A_ROW, CHANGES = 2, 3
 
 
 class ChooseAgain(keras.callbacks.Callback):
     """Let `Scheme("auto")` choose again if the network is not what it was: in `fit`.
 
-    If steps take 25 % longer or shorter than after the choice, for 2 * `every` calls of Keras, the
-    links are measured; if these have changed by as much, plans take turns again, at the same step
-    on all ranks, and rank 0 says so. What the plan before has not sent is sent by the new one.
-    Put it behind BroadcastState; Standard and recipes have it. Without an "auto" that chooses it
-    does nothing.
+    If steps take 25 % longer or shorter than after the choice, for 2 * `every` calls of Keras,
+    messages between nodes are measured. If three measurements in a row take twice as long, or half
+    as long, as after the choice, plans take turns again, at the same step on all ranks, and
+    rank 0 says so. What the plan before has not sent is sent by the new one. Put it behind
+    BroadcastState; Standard and recipes have it. Without an "auto" that chooses, and on one node,
+    which has no network, it does nothing.
 
     >>> import tfcommx as cx
     >>> callbacks = [cx.callbacks.BroadcastState(), cx.callbacks.ChooseAgain()]
@@ -45,8 +53,8 @@ class ChooseAgain(keras.callbacks.Callback):
         every: calls of Keras whose mean counts, >= 1; each takes `steps_per_execution` steps.
 
     **Ranks:** all, with equal arguments. **Cost:** one exchange of some bytes for `every` calls.
-    Links are measured in at most 2 % of the time. After a change the training step is traced
-    again, and a trial follows; not if too few steps are left for one.
+    Messages are measured once after a choice, and else in at most 2 % of the time. After a change
+    the training step is traced again, and a trial follows; not if too few steps are left for one.
     **Raises:** PlanError if `every` is no integer >= 1.
     """
 
@@ -58,13 +66,14 @@ class ChooseAgain(keras.callbacks.Callback):
         """Begin with nothing known."""
         # Calls since the ranks last met, and their seconds; when the last one began
         self._calls, self._seconds, self._since = 0, 0.0, 0.0
-        # id of each strategy at work; with these a call usually takes that long, on these links
+        # id of each strategy at work; with these a call usually takes that long
         self._runs: set[int] = set()
         self._usual: float | None = None
-        self._links: Links | None = None
-        # Means in a row that are not as usual
-        self._odd = 0
-        # What measuring the links took last, and the seconds of training since
+        # Seconds of the messages that were measured while calls were as usual
+        self._messages: list[float] = []
+        # Means in a row that are not as usual, and measurements in a row of another network
+        self._odd, self._changes = 0, 0
+        # What measuring took last, and the seconds of training since
         self._measuring, self._training = 0.0, 0.0
         self._told: dict[int, tuple[Any, int]] = {}
 
@@ -85,7 +94,8 @@ class ChooseAgain(keras.callbacks.Callback):
             for one in wrapped_optimizers(self.model)
             if exchanger_in(one).requested.is_chosen
         }
-        if not chosen or process.size() == 1 or process.current().topology.uneven:
+        topology = process.current().topology
+        if not chosen or topology.nodes == 1 or topology.uneven:
             return
         for optimizer, exchanger in chosen.items():
             self._note_expected(optimizer, exchanger)
@@ -99,17 +109,34 @@ class ChooseAgain(keras.callbacks.Callback):
         if any(is_new for _, is_new in everyone):
             self._usual = None
         elif self._usual is None:
-            self._usual, self._odd = mean, 0
-            (first, *_) = chosen.values()
-            self._links = first.requested.links or links_of(process.current())
-        elif _as_before(mean, self._usual):
-            self._odd = 0
+            self._begin(mean)
+            self._messages = [self._measure()]
+        elif as_before(mean, self._usual, DRIFT):
+            self._odd, self._changes = 0, 0
+            if len(self._messages) < IN_A_ROW and self._can_measure:
+                self._messages.append(self._measure())
         else:
             self._odd += 1
             left = process.current().gather_objects(list(map(self._left, chosen)))[0]
             enough = all(steps is None or SHARE * steps >= STEPS for steps in left)
-            if enough and self._odd >= IN_A_ROW and self._measuring <= SHARE * self._training:
-                self._measure(mean, dict(zip(chosen.values(), left, strict=True)))
+            if enough and self._odd >= IN_A_ROW and self._can_measure:
+                self._compare(mean, dict(zip(chosen.values(), left, strict=True)))
+
+    def _begin(self, mean: float) -> None:
+        """Take this mean as the usual one."""
+        self._usual, self._odd, self._changes = mean, 0, 0
+
+    @property
+    def _can_measure(self) -> bool:
+        return self._measuring <= SHARE * self._training
+
+    def _measure(self) -> float:
+        """Return the seconds of a message between nodes, the same on all ranks."""
+        comm, start = process.current(), time.perf_counter()
+        found = fastest_message(comm)
+        self._measuring = max(comm.gather_objects(time.perf_counter() - start))
+        self._training = 0.0
+        return found
 
     def _note_expected(self, optimizer: keras.optimizers.Optimizer, exchanger: Exchanger) -> None:
         """Remember at which step it was told how many steps follow."""
@@ -124,27 +151,31 @@ class ChooseAgain(keras.callbacks.Callback):
             return None
         return expected.steps - (steps_of(optimizer) - at) // steps_of_update(optimizer)
 
-    def _measure(self, mean: float, left: dict[Exchanger, int | None]) -> None:
-        """Measure the links; if they have changed, let the plans take turns again.
+    def _compare(self, mean: float, left: dict[Exchanger, int | None]) -> None:
+        """Measure a message; if the network has changed for good, let plans take turns again.
 
         Args:
             mean: seconds of a call.
             left: the steps that follow.
         """
-        comm, before, usual = process.current(), self._links, self._usual
-        start = time.perf_counter()
-        links = links_of(comm, again=True)
-        took = comm.gather_objects(time.perf_counter() - start)
-        self._measuring, self._training = max(took), 0.0
-        self._usual, self._odd = mean, 0
-        if links is None or before is None or _same(links, before):
+        assert self._usual is not None
+        comm, usual, before = process.current(), self._usual, min(self._messages)
+        now = self._measure()
+        if not has_changed(usual, mean, before, now):
+            self._begin(mean)
+            self._messages.append(now)
             return
-        self._links = links
+        self._changes += 1
+        if self._changes < CHANGES:
+            return
         announce(
             comm,
-            f"a call takes {mean:.3g} s and took {usual:.3g} s, and the network has changed: "
-            f"{_in_words(before)} before, {_in_words(links)} now. It is chosen again.",
+            f"a call takes {mean:.3g} s and took {usual:.3g} s, and the network has changed: a "
+            f"message of {WATCHED // 1024} KiB between nodes takes {1e3 * now:.3g} ms and took "
+            f"{1e3 * before:.3g} ms. It is chosen again.",
         )
+        links = links_of(comm, again=True)
+        self._begin(mean)
         for exchanger, steps in left.items():
             requested = exchanger.requested
             requested.links = links
@@ -154,21 +185,21 @@ class ChooseAgain(keras.callbacks.Callback):
         self.model.make_train_function(force=True)
 
 
-def _as_before(now: float, before: float) -> bool:
-    return 1 / DRIFT < now / before < DRIFT
+def as_before(now: float, before: float, drift: float) -> bool:
+    """Return True if times differ by less than a factor."""
+    return 1 / drift < now / before < drift
 
 
-def _same(one: Links, other: Links) -> bool:
-    """Tell whether a message of middle size takes as long, inside nodes and between them."""
+def has_changed(usual: float, mean: float, before: float, now: float) -> bool:
+    """Return True if messages have changed, and so that it explains what steps have done.
 
-    def seconds(link: Link) -> float:
-        return link.alpha_s + MESSAGE * link.beta_s_per_byte
+    >>> has_changed(usual=0.1, mean=0.2, before=0.002, now=0.02)
+    True
+    >>> has_changed(usual=0.1, mean=0.2, before=0.002, now=0.0005)  # Steps wait for something else
+    False
 
-    return _as_before(seconds(one.inside), seconds(other.inside)) and _as_before(
-        seconds(one.between), seconds(other.between)
-    )
-
-
-def _in_words(links: Links) -> str:
-    inside, between = (8e-6 / one.beta_s_per_byte for one in (links.inside, links.between))
-    return f"{between:,.0f} Mbit/s between nodes and {inside:,.0f} inside"
+    Args:
+        usual, mean: seconds of a call, before and now.
+        before, now: seconds of a message, the fastest of some.
+    """
+    return not as_before(now, before, MESSAGE_DRIFT) and (mean > usual) == (now > before)

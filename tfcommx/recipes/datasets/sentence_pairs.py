@@ -11,12 +11,15 @@ import tensorflow as tf
 
 from tfcommx.comm.base import Comm
 from tfcommx.data.prefetch import without_autotune
+from tfcommx.data.sources.base import key_of
 from tfcommx.recipes.base import Place
 from tfcommx.recipes.text.batches import Batch, LengthBatches, in_order, padded
 from tfcommx.recipes.text.corpus import Corpus, Pairs, open_corpora
 from tfcommx.recipes.text.vocabulary import BEGIN
 
 WORDS = tf.TensorSpec([None, None], tf.int32)
+# Words of each language that ranks compare
+DIGESTED = 1_000_000
 INPUTS = {"source": WORDS, "target": WORDS}
 
 
@@ -44,6 +47,11 @@ class SentencePairs:
         self.references = [translation for _, translation in test]
         self.classes = self.vocabulary.words
         self.inputs, self.count, self.place = self.vocabulary.size, len(self.corpus.source), place
+        self.contents = {
+            "training pairs": _described(self.corpus),
+            "test pairs": _described(self.tests),
+            "vocabulary": f"{self.inputs} word pieces ({key_of(self.classes)[:8]})",
+        }
         # By batch and resolution: sorting millions of pairs takes seconds
         self._batches: dict[tuple[int, int], LengthBatches] = {}
 
@@ -98,6 +106,18 @@ class SentencePairs:
 
     def close(self) -> None:
         """Do nothing: the files stay for the next run."""
+
+
+def _described(corpus: Corpus) -> str:
+    """Return the pairs, words and start of a digest.
+
+    The digest is of all sentences' lengths and of the first words: all words are many times more
+    bytes, and pairs that are missing, added or in another order change the lengths.
+    """
+    sides = corpus.source, corpus.target
+    digest = key_of(part.tobytes() for one in sides for part in (one.starts, one.words[:DIGESTED]))
+    words = sum(int(one.starts[-1]) for one in sides)
+    return f"{len(corpus.source)} pairs of {words} words ({digest[:8]})"
 
 
 def _lengths(corpus: Corpus) -> np.ndarray:
