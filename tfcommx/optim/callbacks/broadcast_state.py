@@ -10,7 +10,7 @@ import keras
 
 from tfcommx.comm import process
 from tfcommx.optim.broadcast import broadcast_variables
-from tfcommx.optim.callbacks.average import average_over_ranks
+from tfcommx.optim.callbacks.average import EpochMetrics
 from tfcommx.optim.callbacks.expect_steps import expect_steps
 from tfcommx.optim.centre import begin_centre, take_centre
 from tfcommx.optim.keras_internals import layers_of, seed_generators, unlisted
@@ -47,10 +47,10 @@ class BroadcastState(keras.callbacks.Callback):
     before each evaluation and at each epoch's end, before what comes behind it saves them; with
     "sharded" the pulls overlap the forward pass while it is there.
 
-    At each epoch's end it replaces the metrics by their averages over the ranks, so that what comes
-    behind it in the list (EarlyStopping, ReduceLROnPlateau, ModelCheckpoint) decides alike on all
-    ranks. Keras shows no callback the others: BroadcastState cannot tell whether AverageMetrics is
-    there. Put it first.
+    At each epoch's end it replaces the metrics by those over the samples of all ranks, so that what
+    comes behind it in the list (EarlyStopping, ReduceLROnPlateau, ModelCheckpoint) decides alike on
+    all ranks. Keras shows no callback the others: BroadcastState cannot tell whether AverageMetrics
+    is there. Put it first.
 
     With ElasticAveraging metrics stay each rank's own, ranks may take unequal numbers of steps, and
     at the end of `fit` each waits for the others, and all have the centre. A model with layers that
@@ -78,6 +78,8 @@ class BroadcastState(keras.callbacks.Callback):
         self.unbuilt = False
         # Whether an epoch has begun in this run
         self.begun = False
+        # Metrics over the samples of all ranks
+        self.metrics = EpochMetrics()
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Compare what all ranks are about to do, and broadcast what is built."""
@@ -120,6 +122,7 @@ class BroadcastState(keras.callbacks.Callback):
         self._arm_guards(not self.unbuilt)
         if all(map(all, builts)):
             self._begin_steps_with_pulls()
+        self.metrics.begin_run(self.model)
 
     def _begin_steps_with_pulls(self) -> None:
         """Let steps begin with the pulls of shards, where there are such."""
@@ -183,15 +186,21 @@ class BroadcastState(keras.callbacks.Callback):
         for optimizer in wrapped_optimizers(self.model):
             consolidate(optimizer)
         if not trains_alone(self.model):
-            average_over_ranks({} if logs is None else logs)
+            self.metrics.end_epoch(self.model, logs)
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Make the weights whole. A rank that does not evaluate meets the others at the end."""
+        self.metrics.begin_evaluation(self.model)
         for optimizer in wrapped_optimizers(self.model):
             exchanger_in(optimizer).consolidate()
 
+    def on_test_end(self, logs: Any = None) -> None:
+        """Copy what the metrics have summed up. Local: not every rank evaluates."""
+        self.metrics.end_evaluation(self.model)
+
     def on_train_end(self, logs: Any = None) -> None:
         """Compare the first epoch, if this rank had none to train; steps are as they were."""
+        self.metrics.end_run(logs)
         if not self.begun:
             self._compare_first(None)
         self._put_step_back()
