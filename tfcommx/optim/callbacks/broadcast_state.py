@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from tfcommx.optim.broadcast import broadcast_variables
 from tfcommx.optim.callbacks.average import EpochMetrics
 from tfcommx.optim.callbacks.expect_steps import expect_steps
 from tfcommx.optim.centre import begin_centre, take_centre
-from tfcommx.optim.keras_internals import layers_of, seed_generators, unlisted
+from tfcommx.optim.keras_internals import layers_of, seed_generators, steps_of, unlisted
 from tfcommx.optim.step_boundary import begin_step, can_pull_first, consolidate
 from tfcommx.optim.sync_batch_normalization import SyncBatchNormalization
 from tfcommx.optim.wrapped import (
@@ -21,6 +22,7 @@ from tfcommx.optim.wrapped import (
     agree_on_loss_scale,
     agree_on_names,
     exchanger_in,
+    optimizers_elsewhere,
     trains_alone,
     wrapped_optimizers,
 )
@@ -57,7 +59,9 @@ class BroadcastState(keras.callbacks.Callback):
     only the first step builds is refused.
 
     Sums of gradients that are being accumulated stay, and residuals: each rank has its own. Wrapped
-    optimizers that are attributes of the model, as a GAN has two, count as its optimizer does.
+    optimizers that the model holds beside that of `compile`, as a GAN has two, count as that one
+    does: attributes of the model or of its layers, also in dicts, lists and objects of your own. A
+    warning names one that takes steps and is held elsewhere.
 
     >>> import tfcommx as cx
     >>> callbacks = [cx.callbacks.BroadcastState()]
@@ -80,6 +84,8 @@ class BroadcastState(keras.callbacks.Callback):
         self.begun = False
         # Metrics over the samples of all ranks
         self.metrics = EpochMetrics()
+        # Optimizers that the model does not hold -> their steps before this run, or when named
+        self._elsewhere: dict[keras.optimizers.Optimizer, int] = {}
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Compare what all ranks are about to do, and broadcast what is built."""
@@ -123,6 +129,7 @@ class BroadcastState(keras.callbacks.Callback):
         if all(map(all, builts)):
             self._begin_steps_with_pulls()
         self.metrics.begin_run(self.model)
+        self._elsewhere = {one: steps_of(one) for one in optimizers_elsewhere(self.model)}
 
     def _begin_steps_with_pulls(self) -> None:
         """Let steps begin with the pulls of shards, where there are such."""
@@ -153,7 +160,8 @@ class BroadcastState(keras.callbacks.Callback):
     def _prepare_optimizers(self) -> None:
         """Agree on a loss scale that Keras made; build what can be built."""
         for optimizer in wrapped_optimizers(self.model):
-            if exchanger_in(optimizer).loss_scale == "local":
+            scales_loss = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+            if scales_loss and exchanger_in(optimizer).loss_scale == "local":
                 agree_on_loss_scale(optimizer)
             if optimizer is self.model.optimizer and not optimizer.built and not self.unbuilt:
                 optimizer.build(self.model.trainable_variables)
@@ -185,8 +193,23 @@ class BroadcastState(keras.callbacks.Callback):
             self._broadcast_built()
         for optimizer in wrapped_optimizers(self.model):
             consolidate(optimizer)
+        self._name_optimizers_elsewhere()
         if not trains_alone(self.model):
             self.metrics.end_epoch(self.model, logs)
+
+    def _name_optimizers_elsewhere(self) -> None:
+        """Warn once of each optimizer that has taken steps and that the model does not hold."""
+        for optimizer in optimizers_elsewhere(self.model):
+            if steps_of(optimizer) > self._elsewhere.get(optimizer, 0):
+                self._elsewhere[optimizer] = sys.maxsize
+                log.warning(
+                    "Rank %d: the wrapped optimizer %r trains the model, which does not hold it: "
+                    "its state is neither broadcast nor saved, and weights that differ between "
+                    "exchanges stay so at an epoch's end. Make it an attribute of the model, or "
+                    "an entry of a dict or a list that is one.",
+                    process.rank(),
+                    optimizer.name,
+                )
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Make the weights whole. A rank that does not evaluate meets the others at the end."""
