@@ -203,8 +203,8 @@ class BroadcastState(keras.callbacks.Callback):
             if steps_of(optimizer) > self._elsewhere.get(optimizer, 0):
                 self._elsewhere[optimizer] = sys.maxsize
                 log.warning(
-                    "Rank %d: the wrapped optimizer %r trains the model, which does not hold it: "
-                    "its state is neither broadcast nor saved, and weights that differ between "
+                    "Rank %d: the wrapped optimizer %r trains the model, which does not hold it. "
+                    "Its state is neither broadcast nor saved, and weights that differ between "
                     "exchanges stay so at an epoch's end. Make it an attribute of the model, or "
                     "an entry of a dict or a list that is one.",
                     process.rank(),

@@ -83,6 +83,8 @@ def sums_in(metric: keras.metrics.Metric) -> list[SumState] | None:
     variables = metric.variables
     if not variables or any(_dtype(one).kind not in "iuf" for one in variables):
         return None
+    if hasattr(type(metric).result, "get_concrete_function"):
+        return None  # Traced by itself, it would not see other values of the variables
     starts = _reset_values(metric)
     if any(start is not None and not np.all(np.isfinite(start)) for start in starts):
         return None
