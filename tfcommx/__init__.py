@@ -25,6 +25,7 @@ _PUBLIC = {
     "DistributedOptimizer": "tfcommx.optim.distributed_optimizer",
     "broadcast_variables": "tfcommx.optim.broadcast",
     "consolidate": "tfcommx.optim.step_boundary",
+    "metrics_over_ranks": "tfcommx.optim.metrics_over_ranks",
     "begin_step": "tfcommx.optim.step_boundary",
     "take_centre": "tfcommx.optim.centre",
     "parallel_operator": "tfcommx.optim.parallel_operator",

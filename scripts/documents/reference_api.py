@@ -26,6 +26,7 @@ SECTIONS = {
             "Scheme",
             "broadcast_variables",
             "consolidate",
+            "metrics_over_ranks",
             "begin_step",
             "take_centre",
             "parallel_operator",

@@ -10,6 +10,7 @@ and without tfcommx.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,7 @@ def _wrap(
     exchanger.reduce_for_pickle = _reduce
     mixin = UpdatesShards if settings.strategy.shards_weights else ExchangesGradients
     wrapped = copy_with(mixin, inner)
-    wrapped.exchanger = exchanger
+    wrapped.exchanger, exchanger.optimizer = exchanger, weakref.ref(wrapped)
     if inner is not optimizer:
         wrapped = copy_with(AgreedLossScale, optimizer, inner_optimizer=wrapped)
         wrapped.exchanger, exchanger.loss_scale = exchanger, "agreed"

@@ -55,6 +55,8 @@ class Exchanger:
         self.carried = CarriedState()
         # How `copy` and `pickle` make the wrapped optimizer again; the wrap sets it
         self.reduce_for_pickle: Callable[..., tuple[Any, ...]] | None = None
+        # The wrapped optimizer; the wrap sets it
+        self.optimizer: Callable[[], keras.optimizers.Optimizer | None] = lambda: None
         # How an outer LossScaleOptimizer decides: "none" is there, "local" (alone) or "agreed"
         self.loss_scale = "none"
         self._not_finite = WatchedSum(comm, "finite", "the agreement on finite gradients")

@@ -49,10 +49,12 @@ class AgreeOnStop(keras.callbacks.Callback):
         self.every, self.calls = every, 0
         # By this rank, since the ranks last asked each other
         self.wanted = False
+        # Whether ranks train alone. Not asked in each step: it takes a look at the whole model
+        self.alone = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Forget the run before."""
-        self.calls, self.wanted = 0, False
+        self.calls, self.wanted, self.alone = 0, False, trains_alone(self.model)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Ask the other ranks, every few steps."""
@@ -64,7 +66,7 @@ class AgreeOnStop(keras.callbacks.Callback):
         self._agree(True)
 
     def _agree(self, ask: bool) -> None:
-        if trains_alone(self.model):
+        if self.alone:
             return
         self.wanted |= bool(self.model.stop_training)
         if ask:

@@ -1,4 +1,4 @@
-"""AverageMetrics and AverageBatchNorm: averages over the ranks."""
+"""AverageMetrics and AverageBatchNorm: metrics and statistics over all ranks."""
 
 from __future__ import annotations
 
@@ -9,36 +9,105 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm import process
-from tfcommx.optim.keras_internals import statistics_of
+from tfcommx.optim.keras_internals import metrics_in, statistics_of, watch_update
+from tfcommx.optim.metrics_over_ranks import MetricState, numbers_in, over_ranks
 from tfcommx.optim.wrapped import trains_alone
 
 
-def average_over_ranks(logs: dict[str, Any]) -> None:
-    """Replace the numbers in `logs` by their averages over the ranks. **Ranks:** all."""
-    arrays = {name: np.asarray(value) for name, value in logs.items()}
-    mine = {name: array for name, array in arrays.items() if array.dtype.kind in "biuf"}
-    parts = process.current().gather_objects(mine)
-    # If one rank alone validates, it has metrics that the others do not have.
-    for name, array in mine.items():
-        mean = np.mean([part[name] for part in parts if name in part], axis=0)
-        logs[name] = mean if array.ndim else float(mean)
+class EpochMetrics:
+    """Replaces the numbers in an epoch's logs by those over the samples of all ranks.
+
+        steps ... | evaluation (resets the metrics) ... | epoch's end
+                  ^ state of training                   ^ state of the evaluation; all are added
+
+    A rank that does not evaluate has the first state alone. The metrics stay as they are.
+    """
+
+    def __init__(self) -> None:
+        # Prefix of the names in the logs -> state, in this epoch
+        self._states: dict[str, MetricState] = {}
+        # Names in the logs of which the user has been warned
+        self._warned: set[str] = set()
+        # The numbers of the last epoch
+        self.last: dict[str, Any] = {}
+
+    def begin_run(self, model: keras.Model) -> None:
+        """Have the next update of each metric looked at, which Keras is about to trace."""
+        self._states, self.last = {}, {}
+        for metric in metrics_in(model.metrics):
+            watch_update(metric)
+
+    def begin_evaluation(self, model: keras.Model) -> None:
+        """Copy the state of training, which Keras is about to reset. Local."""
+        self._states.setdefault("", _state_of(model))
+
+    def end_evaluation(self, model: keras.Model) -> None:
+        """Copy the state of the evaluation. Local."""
+        self._states["val_"] = _state_of(model)
+
+    def end_epoch(self, model: keras.Model | None, logs: dict[str, Any] | None) -> None:
+        """Replace the numbers in the logs, and add those that other ranks alone have.
+
+        **Ranks:** all. **Cost:** an allreduce of the metrics' sums, and two small exchanges.
+        """
+        if model is not None:
+            self._states.setdefault("", _state_of(model))
+        logs = {} if logs is None else logs
+        numbers = over_ranks(self._states, numbers_in(logs), self._warned)
+        self._states = {}
+        self.last = {name: value if value.ndim else value.item() for name, value in numbers.items()}
+        logs.update(self.last)
+
+    def end_run(self, logs: dict[str, Any] | None) -> None:
+        """Replace the numbers in the logs of the run's end: Keras passes this rank's own. Local."""
+        if logs is not None:
+            logs.update(self.last)
+
+
+def _state_of(model: keras.Model) -> MetricState:
+    return MetricState.of(model.metrics, model.get_metrics_result)
 
 
 class AverageMetrics(keras.callbacks.Callback):
-    """Replace each epoch's metrics by their average over the ranks.
+    """Replace each epoch's metrics by those over the samples of all ranks.
 
-    Put it before callbacks that read them; not needed behind BroadcastState, which does the same.
-    With ElasticAveraging it does nothing: each rank's metrics are its own.
-    Metrics of several numbers, such as an F1Score of each class, are averaged number by number;
-    what is no number stays.
+    Losses and metrics become what one process would have found on all the samples, also if ranks
+    have unequal shards: what each metric sums up is added over the ranks before its result is
+    computed. See `metrics_over_ranks` for metrics that keep no sums, whose mean over the ranks is
+    taken, as that of all other numbers in the logs; a warning names those that differ. All ranks
+    have the same logs afterwards, also those that do not validate. What is no number stays.
 
-    **Ranks:** all. **Cost:** one small exchange on the host, an epoch.
+    Put it before callbacks that read metrics; not needed behind BroadcastState, which does the
+    same. With ElasticAveraging it does nothing: each rank's metrics are its own.
+
+    **Ranks:** all. **Cost:** an allreduce of the metrics' sums and two small exchanges on the host,
+    an epoch; nothing in a step.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._metrics = EpochMetrics()
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Prepare."""
+        self._metrics.begin_run(self.model)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Copy the state of training, which Keras is about to reset."""
+        self._metrics.begin_evaluation(self.model)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Copy the state of the evaluation."""
+        self._metrics.end_evaluation(self.model)
+
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Average; with ranks that train alone, do nothing."""
-        if logs and not trains_alone(self.model):
-            average_over_ranks(logs)
+        """Replace; with ranks that train alone, do nothing."""
+        if not trains_alone(self.model):
+            self._metrics.end_epoch(self.model, logs)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Replace those of the last epoch."""
+        self._metrics.end_run(logs)
 
 
 class AverageBatchNorm(keras.callbacks.Callback):

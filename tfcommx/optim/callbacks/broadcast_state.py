@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +11,10 @@ import keras
 
 from tfcommx.comm import process
 from tfcommx.optim.broadcast import broadcast_variables
-from tfcommx.optim.callbacks.average import average_over_ranks
+from tfcommx.optim.callbacks.average import EpochMetrics
 from tfcommx.optim.callbacks.expect_steps import expect_steps
 from tfcommx.optim.centre import begin_centre, take_centre
-from tfcommx.optim.keras_internals import layers_of, seed_generators, unlisted
+from tfcommx.optim.keras_internals import layers_of, seed_generators, steps_of, unlisted
 from tfcommx.optim.step_boundary import begin_step, can_pull_first, consolidate
 from tfcommx.optim.sync_batch_normalization import SyncBatchNormalization
 from tfcommx.optim.wrapped import (
@@ -21,6 +22,7 @@ from tfcommx.optim.wrapped import (
     agree_on_loss_scale,
     agree_on_names,
     exchanger_in,
+    optimizers_elsewhere,
     trains_alone,
     wrapped_optimizers,
 )
@@ -47,17 +49,19 @@ class BroadcastState(keras.callbacks.Callback):
     before each evaluation and at each epoch's end, before what comes behind it saves them; with
     "sharded" the pulls overlap the forward pass while it is there.
 
-    At each epoch's end it replaces the metrics by their averages over the ranks, so that what comes
-    behind it in the list (EarlyStopping, ReduceLROnPlateau, ModelCheckpoint) decides alike on all
-    ranks. Keras shows no callback the others: BroadcastState cannot tell whether AverageMetrics is
-    there. Put it first.
+    At each epoch's end it replaces the metrics by those over the samples of all ranks, so that what
+    comes behind it in the list (EarlyStopping, ReduceLROnPlateau, ModelCheckpoint) decides alike on
+    all ranks. Keras shows no callback the others: BroadcastState cannot tell whether AverageMetrics
+    is there. Put it first.
 
     With ElasticAveraging metrics stay each rank's own, ranks may take unequal numbers of steps, and
     at the end of `fit` each waits for the others, and all have the centre. A model with layers that
     only the first step builds is refused.
 
     Sums of gradients that are being accumulated stay, and residuals: each rank has its own. Wrapped
-    optimizers that are attributes of the model, as a GAN has two, count as its optimizer does.
+    optimizers that the model holds beside that of `compile`, as a GAN has two, count as that one
+    does: attributes of the model or of its layers, also in dicts, lists and objects of your own. A
+    warning names one that takes steps and is held elsewhere.
 
     >>> import tfcommx as cx
     >>> callbacks = [cx.callbacks.BroadcastState()]
@@ -78,6 +82,10 @@ class BroadcastState(keras.callbacks.Callback):
         self.unbuilt = False
         # Whether an epoch has begun in this run
         self.begun = False
+        # Metrics over the samples of all ranks
+        self.metrics = EpochMetrics()
+        # Optimizers that the model does not hold -> their steps before this run, or when named
+        self._elsewhere: dict[keras.optimizers.Optimizer, int] = {}
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Compare what all ranks are about to do, and broadcast what is built."""
@@ -120,6 +128,8 @@ class BroadcastState(keras.callbacks.Callback):
         self._arm_guards(not self.unbuilt)
         if all(map(all, builts)):
             self._begin_steps_with_pulls()
+        self.metrics.begin_run(self.model)
+        self._elsewhere = {one: steps_of(one) for one in optimizers_elsewhere(self.model)}
 
     def _begin_steps_with_pulls(self) -> None:
         """Let steps begin with the pulls of shards, where there are such."""
@@ -150,7 +160,8 @@ class BroadcastState(keras.callbacks.Callback):
     def _prepare_optimizers(self) -> None:
         """Agree on a loss scale that Keras made; build what can be built."""
         for optimizer in wrapped_optimizers(self.model):
-            if exchanger_in(optimizer).loss_scale == "local":
+            scales_loss = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+            if scales_loss and exchanger_in(optimizer).loss_scale == "local":
                 agree_on_loss_scale(optimizer)
             if optimizer is self.model.optimizer and not optimizer.built and not self.unbuilt:
                 optimizer.build(self.model.trainable_variables)
@@ -182,16 +193,37 @@ class BroadcastState(keras.callbacks.Callback):
             self._broadcast_built()
         for optimizer in wrapped_optimizers(self.model):
             consolidate(optimizer)
+        self._name_optimizers_elsewhere()
         if not trains_alone(self.model):
-            average_over_ranks({} if logs is None else logs)
+            self.metrics.end_epoch(self.model, logs)
+
+    def _name_optimizers_elsewhere(self) -> None:
+        """Warn once of each optimizer that has taken steps and that the model does not hold."""
+        for optimizer in optimizers_elsewhere(self.model):
+            if steps_of(optimizer) > self._elsewhere.get(optimizer, 0):
+                self._elsewhere[optimizer] = sys.maxsize
+                log.warning(
+                    "Rank %d: the wrapped optimizer %r trains the model, which does not hold it. "
+                    "Its state is neither broadcast nor saved, and weights that differ between "
+                    "exchanges stay so at an epoch's end. Make it an attribute of the model, or "
+                    "an entry of a dict or a list that is one.",
+                    process.rank(),
+                    optimizer.name,
+                )
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Make the weights whole. A rank that does not evaluate meets the others at the end."""
+        self.metrics.begin_evaluation(self.model)
         for optimizer in wrapped_optimizers(self.model):
             exchanger_in(optimizer).consolidate()
 
+    def on_test_end(self, logs: Any = None) -> None:
+        """Copy what the metrics have summed up. Local: not every rank evaluates."""
+        self.metrics.end_evaluation(self.model)
+
     def on_train_end(self, logs: Any = None) -> None:
         """Compare the first epoch, if this rank had none to train; steps are as they were."""
+        self.metrics.end_run(logs)
         if not self.begun:
             self._compare_first(None)
         self._put_step_back()

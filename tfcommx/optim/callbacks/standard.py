@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 
 from tfcommx.optim.callbacks.agree import AgreeOnStop
@@ -32,5 +34,19 @@ class Standard(keras.callbacks.CallbackList):
 
     def __init__(self, *callbacks: keras.callbacks.Callback, root: int = 0) -> None:
         # The first averages metrics
-        parts = [BroadcastState(root), ChooseAgain(), AverageBatchNorm()]
+        self._first = BroadcastState(root)
+        parts = [self._first, ChooseAgain(), AverageBatchNorm()]
         super().__init__([*parts, *callbacks, AgreeOnStop()])
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Let the parts change the logs that Keras passes on to callbacks behind this one.
+
+        Keras's own list gives its parts a copy, and History would keep this rank's metrics.
+        """
+        for callback in self.callbacks:
+            callback.on_epoch_end(epoch, logs)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Let the parts end, and replace the logs as they did."""
+        super().on_train_end(logs)
+        self._first.metrics.end_run(logs)

@@ -13,7 +13,7 @@ from tfcommx.comm import process
 from tfcommx.optim.callbacks.expect_steps import expect_steps
 from tfcommx.optim.keras_internals import has_schedule
 from tfcommx.optim.requested_plan import by_pattern
-from tfcommx.optim.wrapped import exchanger_of
+from tfcommx.optim.wrapped import exchanger_in, optimizers_in, wrapped_optimizers
 from tfcommx.terms import PlanError, Scheme
 
 
@@ -28,16 +28,24 @@ class WarmUp(keras.callbacks.Callback):
         steps: number of optimizer steps until it is reached, >= 1, counted by the optimizer. With
             `steps_per_execution` the rate stays for that many.
         start: the rate of the first step; None: learning_rate / number of ranks, that of one rank.
+        optimizer: whose rate it is; None: that of `compile`. A model with several wrapped
+            optimizers needs a WarmUp for each that is to have one.
 
     In the step after the last one the full rate is set, unless something else, such as a
     LearningRateScheduler, has set another one by then.
 
     **Raises:** PlanError for a rate or a number of steps out of range, and, before the first step,
-    for an optimizer whose rate is a schedule.
+    for an optimizer whose rate is a schedule, and without `optimizer` if the model has several.
     **Source:** Goyal et al., "Accurate, Large Minibatch SGD" (2017), section 2.2.
     """
 
-    def __init__(self, learning_rate: float, steps: int, start: float | None = None) -> None:
+    def __init__(
+        self,
+        learning_rate: float,
+        steps: int,
+        start: float | None = None,
+        optimizer: keras.optimizers.Optimizer | None = None,
+    ) -> None:
         super().__init__()
         if not isinstance(learning_rate, Real) or learning_rate <= 0 or steps < 1:
             raise PlanError(
@@ -45,6 +53,7 @@ class WarmUp(keras.callbacks.Callback):
                 f"and {steps}."
             )
         self.learning_rate, self.steps, self.start = learning_rate, steps, start
+        self.optimizer = optimizer
         # The warm-up, in this run
         self.over = False
         # The rate that was set last
@@ -53,7 +62,14 @@ class WarmUp(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Begin again: the optimizer counts the steps."""
         self.over, self.last = False, None
-        if has_schedule(self.model.optimizer):
+        names = [repr(optimizer.name) for optimizer in optimizers_in(self.model)]
+        if self.optimizer is None and len(names) > 1:
+            raise PlanError(
+                "WarmUp needs `optimizer` if a model has several, whose rates it cannot know. "
+                f"Received a model with {', '.join(names)}. Add a WarmUp(..., optimizer=...) for "
+                "each that is to warm up."
+            )
+        if has_schedule(self.optimizer or self.model.optimizer):
             raise PlanError(
                 "WarmUp sets the optimizer's learning rate, which must be a number. Received an "
                 "optimizer with a schedule. Give the schedule a warm-up of its own "
@@ -64,7 +80,7 @@ class WarmUp(keras.callbacks.Callback):
         """Set the rate of the next step."""
         if self.over:
             return
-        optimizer = self.model.optimizer
+        optimizer = self.optimizer or self.model.optimizer
         done = int(optimizer.iterations)
         self.over = done >= self.steps
         # A restored optimizer has its own rate, and so has an epoch for which a schedule set one.
@@ -80,7 +96,7 @@ class SwitchScheme(keras.callbacks.Callback):
     """Change how gradients travel, and the resolution of the pictures, at given epochs.
 
     No residual is lost. A run that begins at a later epoch begins with what the epochs before have
-    set.
+    set. All wrapped optimizers of the model change together.
 
     >>> import tfcommx as cx
     >>> sparse = cx.Scheme("allgather", "mstopk", density=0.01)
@@ -124,20 +140,26 @@ class SwitchScheme(keras.callbacks.Callback):
         """Refuse a scheme that cannot be carried out: now, not hours later."""
         self.first = True
         for schemes in self.schemes.values():
-            exchanger_of(self.model).requested.check(schemes)
+            for optimizer in wrapped_optimizers(self.model):
+                exchanger_in(optimizer).requested.check(schemes)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Change what changes at this epoch."""
         pixels, scheme = self._at(self.resolutions, epoch), self._at(self.schemes, epoch)
+        optimizers = wrapped_optimizers(self.model)
         if self.first or scheme is not None:
             end = min((start for start in self.schemes if start > epoch), default=None)
-            expect_steps(self.model.optimizer, self.params, epoch, end)
+            for optimizer in optimizers:
+                expect_steps(optimizer, self.params, epoch, end)
         self.first = False
         if pixels is not None:
             self.resolution.assign(pixels)
-        exchanger = exchanger_of(self.model)
-        if scheme is not None and exchanger.requested.schemes != by_pattern(scheme):
-            exchanger.switch(scheme)
+        changed = False
+        for exchanger in map(exchanger_in, optimizers):
+            if scheme is not None and exchanger.requested.schemes != by_pattern(scheme):
+                exchanger.switch(scheme)
+                changed = True
+        if changed:
             self.model.make_train_function(force=True)
 
     def _at(self, changes: Mapping[int, Any], epoch: int) -> Any:

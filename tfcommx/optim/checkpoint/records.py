@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from tfcommx.optim.checkpoint.optimizer_state import copy_optimizer, saved_by_keras, wide
 from tfcommx.optim.keras_internals import (
     seed_generators,
     statistics_of,
@@ -48,6 +49,8 @@ class OptimizerRecord(NamedTuple):
     seeds: list[list[int]]
     # What the strategy keeps, equal on all ranks: rank 0 writes it
     common: CommonState = {}  # noqa: RUF012 - never changed
+    # The optimizer's state, if Keras does not save it: rank 0 writes it
+    state: dict[str, np.ndarray] = {}  # noqa: RUF012 - never changed
 
     @property
     def variables(self) -> set[str]:
@@ -57,9 +60,12 @@ class OptimizerRecord(NamedTuple):
         )
 
 
-def record_of(optimizer: keras.optimizers.Optimizer, seeds: list[list[int]]) -> OptimizerRecord:
-    """Return what this rank keeps of a wrapped optimizer; `seeds` are the model's."""
+def record_of(
+    model: keras.Model, optimizer: keras.optimizers.Optimizer, seeds: list[list[int]]
+) -> OptimizerRecord:
+    """Return what this rank keeps of one of a model's optimizers; `seeds` are the model's."""
     exchanger = exchanger_in(optimizer)
+    writes_state = exchanger.comm.rank == 0 and not saved_by_keras(model, optimizer)
     return OptimizerRecord(
         trained=exchanger.names.of(trainable_variables(optimizer)),
         carried=exchanger.state_outside_plans(),
@@ -70,12 +76,8 @@ def record_of(optimizer: keras.optimizers.Optimizer, seeds: list[list[int]]) -> 
         unlisted={name: wide(state.numpy()) for name, state in unlisted(optimizer).items()},
         seeds=seeds,
         common=exchanger.common_state() if exchanger.comm.rank == 0 else {},
+        state=copy_optimizer(optimizer) if writes_state else {},
     )
-
-
-def wide(array: np.ndarray) -> np.ndarray:
-    """Return an array that NumPy's files can hold: they know no bfloat16, and float32 holds it."""
-    return array.astype(np.promote_types(array.dtype, np.float32))
 
 
 def write_residuals(model: keras.Model, path: Path) -> None:
@@ -89,7 +91,8 @@ def residual_arrays(model: keras.Model) -> dict[str, np.ndarray]:
     seeds = [generator.state.numpy().tolist() for generator in seed_generators(model)]
     arrays: dict[str, np.ndarray] = {}
     index = [
-        _index_of(record_of(optimizer, seeds), arrays) for optimizer in wrapped_optimizers(model)
+        _index_of(record_of(model, optimizer, seeds), arrays)
+        for optimizer in wrapped_optimizers(model)
     ]
     for number, variable in enumerate(own_variables(model)):
         arrays[f"own{number}"] = wide(variable.numpy())
@@ -129,6 +132,7 @@ def _index_of(record: OptimizerRecord, arrays: dict[str, np.ndarray]) -> dict[st
         "waiting_compressions": put(record.carried.compressions),
         "accumulated": put(record.accumulated),
         "unlisted": put(record.unlisted),
+        "state": put(record.state),
         "seeds": record.seeds,
         "common": {name: put(kept) for name, kept in record.common.items()},
         "plan_states": [
@@ -181,4 +185,5 @@ def _record_in(
         seeds=entry["seeds"],
         # Older writers had none
         common={name: get(kept) for name, kept in entry.get("common", {}).items()},
+        state=get(entry.get("state", {})),
     )

@@ -19,6 +19,7 @@ from tfcommx.optim.checkpoint.files import (
 )
 from tfcommx.optim.checkpoint.memory.model_state import set_model
 from tfcommx.optim.checkpoint.memory.newest import Newest, newest
+from tfcommx.optim.checkpoint.optimizer_state import set_optimizer
 from tfcommx.optim.checkpoint.records import OptimizerRecord
 from tfcommx.optim.checkpoint.whole import read_inherited
 from tfcommx.optim.keras_internals import seed_generators, unlisted
@@ -66,9 +67,9 @@ def restore(model: keras.Model, folder: str | Path) -> int:
     until one has. Sums of gradients that are being accumulated are redistributed likewise.
     Residuals of variables that do not train now wait until they do.
 
-    Several wrapped optimizers, as attributes of the model, are told apart by the order in which
-    they were set. Keras's own training step is traced again if there was one; a `tf.function` of
-    your own must be made again.
+    Several wrapped optimizers are told apart by the order in which they were set as attributes of
+    the model, those in dicts and lists by their order there. Keras's own training step is traced
+    again if there was one; a `tf.function` of your own must be made again.
 
     Args:
         model: built, compiled with wrapped optimizers.
@@ -126,6 +127,9 @@ def load(model: keras.Model, found: Newest) -> None:
     elif weights.is_file():  # The others get it by BroadcastState.
         with reading(f"The model of a checkpoint of {model.name!r}", weights, MODEL):
             model.load_weights(weights)
+    for index, optimizer in enumerate(optimizers):
+        if here.rank == 0 and (state := files[0][index].state):  # Others by BroadcastState, too
+            set_optimizer(optimizer, state)
     for optimizer in optimizers:
         if (sharding := exchanger_in(optimizer).sharding) is not None:
             sharding.shards.current.assign(True)  # The shards follow the weights, not the reverse

@@ -6,11 +6,19 @@ optimizers   copies of optimizers, and state that Keras does not save
 shards       an optimizer that updates this rank's shards of the weights
 updates      updates all variables of an optimizer together
 models       layers, seeds and statistics of a model
+metrics      which variables of a metric are sums
 fit          the epoch and the step at which `fit` begins
 moments      where batch normalization computes the statistics of a batch
 """
 
 from tfcommx.optim.keras_internals.fit import begin_at_epoch, skip_steps
+from tfcommx.optim.keras_internals.metrics import (
+    SumState,
+    metrics_in,
+    sums_in,
+    unwatch_update,
+    watch_update,
+)
 from tfcommx.optim.keras_internals.models import layers_of, seed_generators, statistics_of
 from tfcommx.optim.keras_internals.moments import OwnMoments
 from tfcommx.optim.keras_internals.optimizers import (
@@ -42,6 +50,7 @@ __all__ = [
     "ExchangesGradients",
     "OwnMoments",
     "StepUnderWay",
+    "SumState",
     "UpdatesShards",
     "UpdatesTogether",
     "accumulated_gradients",
@@ -52,6 +61,7 @@ __all__ = [
     "has_schedule",
     "inner_optimizer",
     "layers_of",
+    "metrics_in",
     "plain_copy",
     "require_shardable",
     "seed_generators",
@@ -59,9 +69,12 @@ __all__ = [
     "slots_of",
     "statistics_of",
     "steps_of",
+    "sums_in",
     "traced_batch",
     "trainable_variables",
     "unlisted",
+    "unwatch_update",
+    "watch_update",
     "wrapped_class",
 ]
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import keras
 import numpy as np
 
-from tfcommx.optim.checkpoint.records import wide
-from tfcommx.optim.keras_internals import inner_optimizer
+from tfcommx.optim.checkpoint.optimizer_state import copy_optimizer, set_optimizer, wide
 from tfcommx.optim.wrapped import wrapped_optimizers
 from tfcommx.terms import PlanError
 
@@ -20,11 +19,8 @@ def copy_model(model: keras.Model) -> dict[str, np.ndarray]:
     """
     arrays = {f"weight{number}": _copy(one) for number, one in enumerate(model.weights)}
     for place, optimizer in enumerate(wrapped_optimizers(model)):
-        store: dict[str, np.ndarray] = {}
-        inner_optimizer(optimizer).save_own_variables(store)
-        arrays |= {f"optimizer{place}/{key}": np.array(wide(one)) for key, one in store.items()}
-        for number, one in enumerate(_outer_variables(optimizer)):
-            arrays[f"outer{place}/{number}"] = _copy(one)
+        state = copy_optimizer(optimizer)
+        arrays |= {f"optimizer{place}/{name}": array for name, array in state.items()}
     return arrays
 
 
@@ -45,21 +41,10 @@ def set_model(model: keras.Model, arrays: Mapping[str, np.ndarray]) -> None:
         variable.assign(array)
     for place, optimizer in enumerate(wrapped_optimizers(model)):
         first = f"optimizer{place}/"
-        store = {
-            name.removeprefix(first): arrays[name] for name in arrays if name.startswith(first)
-        }
-        inner_optimizer(optimizer).load_own_variables(store)
-        for number, one in enumerate(_outer_variables(optimizer)):
-            one.assign(arrays[f"outer{place}/{number}"])
-
-
-def _outer_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Return what an optimizer has beside the one inside of it, such as a loss scale."""
-    inner = inner_optimizer(optimizer)
-    if inner is optimizer:
-        return []
-    listed = {id(one) for one in inner.variables}
-    return [one for one in optimizer.variables if id(one) not in listed]
+        set_optimizer(
+            optimizer,
+            {name.removeprefix(first): arrays[name] for name in arrays if name.startswith(first)},
+        )
 
 
 def _copy(variable: keras.Variable) -> np.ndarray:

@@ -1,0 +1,310 @@
+"""Checks on two ranks that a model's optimizers are found wherever it holds them.
+
+Started by bugs/test_held_optimizers.py. A line with a check's name and "right", or with what went
+wrong, is printed by each rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+import time
+import traceback
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfcommx as cx
+from tfcommx.optim.wrapped import exchanger_in, optimizers_in, trains_alone
+
+comm = cx.init()
+WIDTH = 4
+heard: list[str] = []
+
+
+class Heard(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        heard.append(record.getMessage())
+
+
+logging.getLogger("tfcommx").addHandler(Heard())
+
+
+@dataclass(slots=True)
+class Slotted:
+    optimizer: keras.optimizers.Optimizer
+
+
+class Trainer:
+    def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
+        self.by_part = {"part": [optimizer]}
+
+
+class Relay(keras.optimizers.SGD):
+    """An optimizer of the user's that holds the one which takes the steps."""
+
+    def __init__(self, inner: keras.optimizers.Optimizer) -> None:
+        super().__init__(0.1)
+        self.held = inner
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        self.held.apply(grads, trainable_variables)
+
+
+class Block(keras.layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own: keras.optimizers.Optimizer | None = None
+
+
+# Name of a part -> puts its optimizer somewhere into the model
+HOLDERS: dict[str, Callable[[keras.Model, keras.optimizers.Optimizer], None]] = {
+    "attribute": lambda net, one: setattr(net, "second", one),
+    "dict": lambda net, one: setattr(net, "by_name", {"other": one}),
+    "list": lambda net, one: setattr(net, "listed", [None, one]),
+    "tuple": lambda net, one: setattr(net, "pair", ("name", one)),
+    "nested": lambda net, one: setattr(net, "nested", {"all": [{"deep": (one,)}]}),
+    "ordered": lambda net, one: setattr(net, "ordered", OrderedDict(one=one)),
+    "set": lambda net, one: setattr(net, "some", {one}),
+    "deque": lambda net, one: setattr(net, "queue", deque([one])),
+    "namespace": lambda net, one: setattr(net, "space", SimpleNamespace(g=one)),
+    "slots": lambda net, one: setattr(net, "slotted", Slotted(one)),
+    "object": lambda net, one: setattr(net, "trainer", Trainer(one)),
+    "optimizer": lambda net, one: setattr(net, "relay", Relay(one)),
+    "layer": lambda net, one: setattr(net.block, "own", one),
+    "sub_model": lambda net, one: net.inner.compile(one, jit_compile=False),
+    "loss_scale": lambda net, one: setattr(
+        net, "scaled", {"it": keras.optimizers.LossScaleOptimizer(one, initial_scale=8.0)}
+    ),
+}
+
+
+class Parts(keras.Model):
+    """A layer for each holder, which its optimizer alone trains, and one for that of `compile`."""
+
+    def __init__(self, make: Callable[[], keras.optimizers.Optimizer], names: list[str]) -> None:
+        super().__init__()
+        self.block, self.inner = Block(), keras.Sequential([keras.layers.Dense(1)])
+        self.inner.build((None, 1))
+        self.parts = {name: keras.layers.Dense(WIDTH, name=name) for name in ["compiled", *names]}
+        for layer in self.parts.values():
+            layer.build((None, WIDTH))
+        optimizers = {name: make() for name in ["compiled", *names]}
+        for name in names:
+            HOLDERS[name](self, optimizers[name])
+        if "loss_scale" in names:
+            optimizers["loss_scale"] = self.scaled["it"]
+        self.take = lambda: optimizers  # None is found through a function
+        self.compile(optimizers["compiled"], jit_compile=False)
+
+    def get_config(self) -> dict[str, Any]:
+        return {"names": list(self.parts)}
+
+    def train_step(self, x: tf.Tensor) -> dict[str, tf.Tensor]:
+        for name, layer in self.parts.items():
+            optimizer = self.take()[name]
+            variables = layer.trainable_variables
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((layer(x) - x) ** 2)
+                scaled = optimizer.scale_loss(loss)
+            optimizer.apply(tape.gradient(scaled, variables), variables)
+        return {"loss": loss}
+
+
+def data() -> np.ndarray:
+    numbers = np.random.default_rng(comm.rank)
+    return numbers.normal(comm.rank, 1, (32, WIDTH)).astype("float32")
+
+
+def fit(net: keras.Model, *callbacks: keras.callbacks.Callback, epochs: int = 2) -> None:
+    first = [cx.callbacks.BroadcastState()]
+    net.fit(data(), batch_size=8, epochs=epochs, verbose=0, callbacks=[*first, *callbacks])
+
+
+def state_of(net: Parts) -> dict[str, list[np.ndarray]]:
+    return {
+        name: [one.numpy() for one in (*layer.variables, *net.take()[name].variables)]
+        for name, layer in net.parts.items()
+    }
+
+
+def require_equal_ranks(net: Parts, only_weights: bool = False) -> None:
+    here = state_of(net)
+    everyone = comm.gather_objects(here)
+    for name, own in here.items():
+        parts = (rank[name][: 2 if only_weights else None] for rank in everyone)
+        for one, other in zip(*parts, strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=name)
+        assert len(own) > 2
+
+
+def averaged() -> keras.optimizers.Optimizer:
+    return cx.DistributedOptimizer(
+        keras.optimizers.SGD(0.05, momentum=0.9),
+        strategy=cx.strategies.WeightAveraging(every=1000),
+    )
+
+
+def sparse() -> keras.optimizers.Optimizer:
+    return cx.DistributedOptimizer(
+        keras.optimizers.Adam(0.05), cx.Scheme("allgather", "mstopk", 0.25, dense_below=8)
+    )
+
+
+def weights_are_averaged_wherever_the_optimizer_is() -> None:
+    keras.utils.set_random_seed(comm.rank)
+    net = Parts(averaged, list(HOLDERS))
+    assert len(optimizers_in(net)) == len(HOLDERS) + 1
+    fit(net)
+    require_equal_ranks(net, only_weights=True)
+    assert not [line for line in heard if "does not hold it" in line], heard
+
+
+def states_start_equal_and_are_restored_with_residuals() -> None:
+    keras.utils.set_random_seed(comm.rank)
+    net = Parts(sparse, list(HOLDERS))
+    for layer, optimizer in zip(net.parts.values(), net.take().values(), strict=True):
+        optimizer.build(layer.trainable_variables)
+        for variable in optimizer.variables:
+            if "momentum" in variable.path:
+                variable.assign(tf.fill(variable.shape, comm.rank + 0.5))
+    fit(net)
+    require_equal_ranks(net)
+    folder = Path(comm.gather_objects(tempfile.mkdtemp())[0])
+    cx.checkpoint.save(net, folder, 1)
+    keras.utils.set_random_seed(100 + comm.rank)
+    again = Parts(sparse, list(HOLDERS))
+    again.build((None, WIDTH))
+    assert cx.checkpoint.restore(again, folder) == 2
+    fit(again, epochs=0)
+    wanted, got = state_of(net), state_of(again)
+    for name, values in wanted.items():
+        for one, other in zip(values, got[name], strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=name)
+    sent = 0.0
+    for one, other in zip(optimizers_in(net), optimizers_in(again), strict=True):
+        wanted, got = (exchanger_in(each).state_by_variable().residuals for each in (one, other))
+        for left, right in zip(wanted.values(), got.values(), strict=True):
+            np.testing.assert_array_equal(left, right)
+            sent += np.abs(left).sum()
+    assert sent > 0
+
+
+def an_optimizer_made_late() -> None:
+    keras.utils.set_random_seed(comm.rank)
+    net = Parts(averaged, ["dict"])
+
+    def replace(epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            net.by_name["late"] = late = averaged()
+            optimizers = {**net.take(), "dict": late}
+            net.take = lambda: optimizers
+            net.make_train_function(force=True)
+
+    fit(net, keras.callbacks.LambdaCallback(on_epoch_begin=replace))
+    require_equal_ranks(net, only_weights=True)
+
+
+def one_that_the_model_does_not_hold_is_named() -> None:
+    net = Parts(averaged, ["dict"])
+    net.by_name.clear()
+    for _ in range(2):
+        heard.clear()
+        fit(net)
+        (line,) = [line for line in heard if "does not hold it" in line]
+        assert f"Rank {comm.rank}: the wrapped optimizer 'sgd" in line, line
+    heard.clear()
+    net.compile(averaged(), jit_compile=False)  # The one before trains no more
+    net.parts, optimizer = {"compiled": net.parts["compiled"]}, net.optimizer
+    net.take = lambda: {"compiled": optimizer}
+    fit(net)
+    assert not heard, heard
+
+
+def a_plain_one_among_wrapped_ones_is_named() -> None:
+    net = Parts(averaged, ["dict"])
+    plain = keras.optimizers.SGD(0.05, name="forgotten")
+    net.by_name["other"] = plain
+    optimizers = {**net.take(), "dict": plain}
+    net.take = lambda: optimizers
+    fit(net)
+    time.sleep(1.5)  # A thread looks
+    assert [line for line in heard if "'forgotten' is not wrapped" in line], heard
+
+
+def loss_scales_agree() -> None:
+    net = Parts(averaged, ["loss_scale"])
+    x = data()
+    x[8:16] = np.inf if comm.rank else x[8:16]
+    net.fit(x, batch_size=8, verbose=0, shuffle=False, callbacks=[cx.callbacks.BroadcastState()])
+    steps = [int(net.scaled["it"].inner_optimizer.iterations)]
+    assert comm.gather_objects(steps) == [[3], [3]]
+
+
+def rates_and_schemes_of_several() -> None:
+    net = Parts(sparse, ["dict"])
+    try:
+        fit(net, cx.callbacks.WarmUp(0.1, 4))
+    except cx.PlanError as error:
+        assert "several" in str(error) and "'adam" in str(error), error
+    else:
+        raise AssertionError("WarmUp chose one by itself")
+    other = net.by_name["other"]
+    fit(net, cx.callbacks.WarmUp(0.1, 4, optimizer=other), epochs=1)
+    np.testing.assert_allclose(float(other.learning_rate), 0.1 * (0.5 + 0.5 * 3 / 4), rtol=1e-6)
+    assert float(net.optimizer.learning_rate) == np.float32(0.05)
+    fit(net, cx.callbacks.SwitchScheme({0: cx.Scheme()}), epochs=1)
+    for optimizer in (net.optimizer, other):
+        (run,) = exchanger_in(optimizer).runs.values()
+        assert {bucket.route for bucket in run.executor.plan.buckets} == {"allreduce"}
+
+
+def others() -> None:
+    net = Parts(averaged, [])
+    net.more = {"elastic": cx.DistributedOptimizer(averaged_plain(), strategy="elastic_averaging")}
+    assert trains_alone(net)
+    if hasattr(keras.optimizers, "MultiOptimizer"):
+        net = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(WIDTH)])
+        held = keras.optimizers.OptimizerMap(cx.DistributedOptimizer(averaged_plain()))
+        net.compile(keras.optimizers.MultiOptimizer(held), "mse", jit_compile=False)
+        try:
+            net.fit(data(), data(), verbose=0, callbacks=[cx.callbacks.BroadcastState()])
+        except cx.PlanError as error:
+            assert "MultiOptimizer" in str(error)
+        else:
+            raise AssertionError("not refused")
+
+
+def averaged_plain() -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(0.05)
+
+
+CHECKS: list[Callable[[], None]] = [
+    weights_are_averaged_wherever_the_optimizer_is,
+    states_start_equal_and_are_restored_with_residuals,
+    an_optimizer_made_late,
+    one_that_the_model_does_not_hold_is_named,
+    a_plain_one_among_wrapped_ones_is_named,
+    loss_scales_agree,
+    rates_and_schemes_of_several,
+    others,
+]
+
+if __name__ == "__main__":
+    for check in [check for check in CHECKS if check.__name__ in sys.argv[1:] or not sys.argv[1:]]:
+        heard.clear()
+        try:
+            check()
+        except Exception:
+            print(f"{check.__name__}: {traceback.format_exc()}", flush=True)
+        else:
+            print(f"{check.__name__}: right", flush=True)
+        comm.gather_objects("ended")

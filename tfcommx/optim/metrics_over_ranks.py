@@ -1,0 +1,375 @@
+r"""Metrics over the samples of all ranks: their sums are added before the result is computed.
+
+    rank 0   true positives 8, false positives 2     \   added: 9 and 7    precision 9 / 16
+    rank 1   true positives 1, false positives 5     /                    (their mean is .483)
+
+An average of results is right only for a mean over equally many samples.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfcommx.comm import process
+from tfcommx.optim.keras_internals import SumState, metrics_in, sums_in
+
+log = logging.getLogger("tfcommx")
+
+Results = dict[str, np.ndarray]
+
+
+class MetricState(NamedTuple):
+    """The variables of some metrics as they were at one time on this rank."""
+
+    metrics: list[keras.metrics.Metric]
+    # Of each metric. Not read from it later: some make their variables at their first update
+    variables: list[list[keras.Variable]]
+    values: list[list[np.ndarray]]
+    # Returns the results of all of them by name, from the variables
+    results: Callable[[], Mapping[str, Any]]
+
+    @classmethod
+    def of(
+        cls, metrics: Iterable[keras.metrics.Metric], results: Callable[[], Mapping[str, Any]]
+    ) -> MetricState:
+        """Copy the variables of metrics. **Cost:** TensorFlow's steps so far are waited for."""
+        flat = metrics_in(metrics)
+        variables = [list(metric.variables) for metric in flat]
+        values = [
+            [np.array(keras.ops.convert_to_numpy(variable)) for variable in several]
+            for several in variables
+        ]
+        return cls(flat, variables, values, results)
+
+    @property
+    def sums(self) -> list[list[SumState] | None]:
+        """What is known of the variables of each metric; None if they cannot be added."""
+        known = map(sums_in, self.metrics)
+        return [
+            states if states is not None and len(states) == len(values) else None
+            for states, values in zip(known, self.values, strict=True)
+        ]
+
+    def results_with(self, values: list[list[np.ndarray]]) -> Results:
+        """Return the results that the metrics would have with other values of their variables."""
+        pairs = [
+            (variable, keras.ops.convert_to_tensor(value, dtype=variable.dtype))
+            for several, their_values in zip(self.variables, values, strict=True)
+            for variable, value in zip(several, their_values, strict=True)
+        ]
+        with keras.StatelessScope(pairs):
+            return numbers_in(self.results())
+
+
+class _Form(NamedTuple):
+    """What ranks must have alike, so that the sums of a metric can be added."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    # Of each variable, whether it is a sum; else it is constant. None: they cannot be added
+    adds: tuple[bool, ...] | None
+
+
+class _Report(NamedTuple):
+    """What one rank tells the others of a state, by the name of its phase."""
+
+    forms: dict[str, list[_Form]]
+    # Names in the logs that the state explains
+    explained: set[str]
+    numbers: Results
+
+
+class _Combined(NamedTuple):
+    """The results of a state over all ranks, as one rank has computed them."""
+
+    results: Results
+    # Those that depend on a variable that cannot be added
+    not_sums: set[str]
+
+
+def metrics_over_ranks(
+    metrics: keras.Model | Iterable[keras.metrics.Metric],
+) -> dict[str, float | np.ndarray]:
+    """Return the results of metrics over the samples of all ranks, as one process would have them.
+
+    For custom loops, and behind `model.evaluate`, whose own results are of this rank's samples;
+    `fit` does it at each epoch's end with the callback BroadcastState or AverageMetrics. Shards may
+    be unequal, and samples weighted. The metrics stay as they are.
+
+    What a metric keeps is added over the ranks: each of Keras's metrics, and one of your own whose
+    `update_state` adds to its variables and whose `reset_state` resets them. The result of any
+    other, such as a maximum, becomes the mean of the ranks' results, and a warning names it.
+
+    >>> import keras
+    >>> import tfcommx as cx
+    >>> _ = cx.init()
+    >>> loss = keras.metrics.Mean(name="loss")
+    >>> loss.update_state([1.0, 3.0])
+    >>> cx.metrics_over_ranks([loss])
+    {'loss': 2.0}
+
+    Args:
+        metrics: some, or a model, which stands for `model.metrics`.
+
+    Returns:
+        Metric's name -> result: float, or an array if the metric has several numbers; equal to the
+        bit on all ranks.
+
+    **Ranks:** all, with the same metrics, outside of traced code. **Cost:** an allreduce of the
+    sums in float64, and two exchanges of the results.
+    """
+    if isinstance(metrics, keras.Model):
+        model = metrics
+        state = MetricState.of(model.metrics, model.get_metrics_result)
+    else:
+        metrics = list(metrics)
+        state = MetricState.of(metrics, lambda: _results_of(metrics))
+    results = state.results_with(state.values)
+    combined = over_ranks({"": state}, results, set())
+    return {name: value if value.ndim else float(value) for name, value in combined.items()}
+
+
+def _results_of(metrics: Iterable[keras.metrics.Metric]) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for metric in metrics:
+        result = metric.result()
+        results |= result if isinstance(result, dict) else {metric.name: result}
+    return results
+
+
+def numbers_in(logs: Mapping[str, Any]) -> Results:
+    """Return what are numbers or arrays of numbers, those in mappings too."""
+    numbers: Results = {}
+    for name, value in logs.items():
+        if isinstance(value, Mapping):
+            numbers |= numbers_in(value)
+            continue
+        value = keras.ops.convert_to_numpy(value) if keras.ops.is_tensor(value) else value
+        array = np.asarray(value)
+        if array.dtype.kind in "biuf":
+            numbers[name] = array
+    return numbers
+
+
+def over_ranks(states: Mapping[str, MetricState], numbers: Results, warned: set[str]) -> Results:
+    """Return numbers over all ranks, those that any rank has.
+
+    Args:
+        states: prefix of names ("", "val_") -> state of the metrics. A rank may lack one.
+        numbers: this rank's.
+        warned: names of which the user has been warned; those of this call are added.
+
+    **Ranks:** all, outside of traced code. **Cost:** an allreduce of the sums in float64, and two
+    exchanges of the numbers. Logs a warning on rank 0 for a number that is no result of sums.
+    """
+    here = process.current()
+    if here.topology.size == 1:
+        return numbers
+    sums = {prefix: state.sums for prefix, state in states.items()}
+    report = _Report(
+        {prefix: _forms_of(state, sums[prefix]) for prefix, state in states.items()},
+        {name for prefix, state in states.items() for name in _explained(prefix, state, numbers)},
+        numbers,
+    )
+    reports = here.gather_objects(report)
+    # Prefix -> the first rank that has this state: it computes the results
+    leads = {
+        prefix: rank for rank, one in reversed(list(enumerate(reports))) for prefix in one.forms
+    }
+    prefixes = sorted(leads)
+    forms = {prefix: _common_forms(prefix, reports) for prefix in prefixes}
+    totals = _add(states, sums, forms)
+    combined = {
+        prefix: _combine(states[prefix], sums[prefix], forms[prefix], totals[prefix])
+        for prefix in prefixes
+        if leads[prefix] == here.rank
+    }
+    everyone = here.gather_objects(combined)
+    results: Results = {}
+    not_sums: set[str] = set()
+    for prefix in prefixes:
+        theirs = everyone[leads[prefix]][prefix]
+        results |= {prefix + name: value for name, value in theirs.results.items()}
+        not_sums |= {prefix + name for name in theirs.not_sums}
+    return _choose(reports, results, not_sums, warned)
+
+
+def _forms_of(state: MetricState, sums: list[list[SumState] | None]) -> list[_Form]:
+    return [
+        _Form(
+            metric.name,
+            tuple(value.shape for value in values),
+            None if parts is None else tuple(part.start is not None for part in parts),
+        )
+        for metric, values, parts in zip(state.metrics, state.values, sums, strict=True)
+    ]
+
+
+def _explained(prefix: str, state: MetricState, numbers: Results) -> set[str]:
+    """Return the names of the numbers that are the results of a state, to rounding.
+
+    Others come from elsewhere: a training step of the user's that returns its last loss, or
+    metrics that another evaluation has reset since.
+    """
+    names = set()
+    for name, value in state.results_with(state.values).items():
+        given = numbers.get(prefix + name)
+        if given is None or np.shape(given) != np.shape(value):
+            continue
+        if np.allclose(given, value, rtol=1e-5, atol=1e-7, equal_nan=True):
+            names.add(prefix + name)
+    return names
+
+
+def _common_forms(prefix: str, reports: list[_Report]) -> list[_Form]:
+    """Return the forms on which all ranks agree; a metric in which they differ has no sums."""
+    first, *others = [one.forms[prefix] for one in reports if prefix in one.forms]
+    if any(len(other) != len(first) for other in others):
+        return [form._replace(adds=None) for form in first]
+    return [
+        # Keras may number the names
+        form if all(form[1:] == other[place][1:] for other in others) else form._replace(adds=None)
+        for place, form in enumerate(first)
+    ]
+
+
+def _add(
+    states: Mapping[str, MetricState],
+    sums: Mapping[str, list[list[SumState] | None]],
+    forms: Mapping[str, list[_Form]],
+) -> dict[str, list[list[np.ndarray]]]:
+    """Add over the ranks what each variable has got since its reset, in float64.
+
+    Returns:
+        Prefix -> of each metric, of each variable that is a sum, the sum; no entries for others.
+    """
+    shapes, mine = [], []
+    for prefix, of_phase in forms.items():
+        for place, form in enumerate(of_phase):
+            for number, adds in enumerate(form.adds or ()):
+                if not adds:
+                    continue
+                shapes.append(form.shapes[number])
+                if prefix in states:
+                    start = sums[prefix][place][number].start
+                    value = states[prefix].values[place][number].astype(np.float64)
+                    mine.append(np.ravel(value - start))
+                else:
+                    mine.append(np.zeros(int(np.prod(shapes[-1]))))
+    if not shapes:
+        return {prefix: [[] for _ in of_phase] for prefix, of_phase in forms.items()}
+    with tf.device("/cpu:0"):
+        flat = process.current().allreduce(
+            tf.constant(np.concatenate(mine)), "world", "tfcommx/metrics"
+        )
+    ends = np.cumsum([part.size for part in mine])[:-1]
+    parts = map(np.reshape, np.split(flat.numpy(), ends), shapes)
+    return {
+        prefix: [[next(parts) for adds in form.adds or () if adds] for form in of_phase]
+        for prefix, of_phase in forms.items()
+    }
+
+
+def _combine(
+    state: MetricState,
+    sums: list[list[SumState] | None],
+    forms: list[_Form],
+    totals: list[list[np.ndarray]],
+) -> _Combined:
+    """Return the results from the sums of all ranks, and which of them are not of sums alone."""
+    values, others = [], []
+    for metric, own, parts, form, added in zip(
+        state.metrics, state.values, sums, forms, totals, strict=True
+    ):
+        combined = own
+        if parts is not None and form.adds is not None:
+            combined = _with_sums(own, parts, added)
+        if form.adds is None or _overflows(own, combined, added):
+            others.append(metric)
+            combined = own
+        values.append(combined)
+    results = state.results_with(values)
+    if not others:
+        return _Combined(results, set())
+    changed = state.results_with(
+        [
+            [one + np.ones_like(one) for one in parts] if metric in others else parts
+            for metric, parts in zip(state.metrics, values, strict=True)
+        ]
+    )
+    names = {metric.name for metric in others}
+    for metric in others:
+        names |= numbers_in(_results_of([metric])).keys()
+    return _Combined(
+        results,
+        {
+            name
+            for name, value in results.items()
+            if not np.array_equal(value, changed[name], equal_nan=True)
+            or any(name == one or name.endswith(f"_{one}") for one in names)
+        },
+    )
+
+
+def _with_sums(
+    own: list[np.ndarray], parts: list[SumState], added: list[np.ndarray]
+) -> list[np.ndarray]:
+    """Return a metric's values with the sums of all ranks, in the dtypes of its variables."""
+    remaining = iter(added)
+    with np.errstate(over="ignore"):
+        return [
+            value if part.start is None else (part.start + next(remaining)).astype(value.dtype)
+            for value, part in zip(own, parts, strict=True)
+        ]
+
+
+def _overflows(own: list[np.ndarray], combined: list[np.ndarray], added: list[np.ndarray]) -> bool:
+    """Return True if a dtype does not hold the sums: float16 ends at 65,504."""
+    return all(np.all(np.isfinite(total)) for total in added) and any(
+        np.any(np.isfinite(value) & ~np.isfinite(new))
+        for value, new in zip(own, combined, strict=True)
+    )
+
+
+def _choose(
+    reports: list[_Report], results: Results, not_sums: set[str], warned: set[str]
+) -> Results:
+    """Return the result of the sums where there is one, else the mean of the ranks' numbers."""
+    chosen: Results = {}
+    for name in sorted({name for report in reports for name in report.numbers}):
+        having = [report for report in reports if name in report.numbers]
+        values = [report.numbers[name] for report in having]
+        is_result = name in results and all(name in report.explained for report in having)
+        if is_result and name not in not_sums:
+            chosen[name] = results[name]
+        elif all(np.array_equal(values[0], value, equal_nan=True) for value in values):
+            chosen[name] = values[0]
+        elif len({np.shape(value) for value in values}) == 1:
+            chosen[name] = np.mean(values, axis=0)
+            if process.current().rank == 0 and name not in warned:
+                _warn_of_mean(name, is_result)
+            warned.add(name)
+    return chosen
+
+
+def _warn_of_mean(name: str, is_result: bool) -> None:
+    reason = (
+        "its metric has other state than sums that begin anew in each epoch, or its update_state "
+        "could not be tried. Let update_state add to the metric's variables, and reset_state "
+        "reset them"
+        if is_result
+        else "it is no result of model.metrics at the epoch's end, such as a loss that train_step "
+        "returns. Keep it in a keras.metrics.Mean, and return its result"
+    )
+    log.warning(
+        "%r is the mean of the ranks' own values, which differ, and not the value over all "
+        "samples: %s.",
+        name,
+        reason,
+    )
