@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm import process
-from tfcommx.optim.keras_internals import statistics_of
+from tfcommx.optim.keras_internals import finalize_layers, statistics_of
 from tfcommx.optim.wrapped import trains_alone
 
 
@@ -84,3 +84,4 @@ class AverageBatchNorm(keras.callbacks.Callback):
         sizes = [int(np.prod(one.shape)) for one in statistics]
         for one, part in zip(statistics, tf.split(mean, sizes), strict=True):
             one.assign(tf.cast(tf.reshape(part, one.shape), one.dtype))
+        finalize_layers(self.model)

@@ -26,11 +26,14 @@ class Standard(keras.callbacks.CallbackList):
         callbacks: Keras's or your own that read metrics or may stop the training, such as
             EarlyStopping, ReduceLROnPlateau and TerminateOnNaN.
         root: the rank whose state all begin with.
+        compare: compare how the models were made, and what they compute, as BroadcastState does.
 
     **Ranks:** all, with equal arguments. **Cost:** as its parts; Keras waits for every step.
     """
 
-    def __init__(self, *callbacks: keras.callbacks.Callback, root: int = 0) -> None:
+    def __init__(
+        self, *callbacks: keras.callbacks.Callback, root: int = 0, compare: bool = True
+    ) -> None:
         # The first averages metrics
-        parts = [BroadcastState(root), ChooseAgain(), AverageBatchNorm()]
+        parts = [BroadcastState(root, compare), ChooseAgain(), AverageBatchNorm()]
         super().__init__([*parts, *callbacks, AgreeOnStop()])

@@ -5,13 +5,24 @@ step         takes part in the step of an optimizer: exchanges where Keras would
 optimizers   copies of optimizers, and state that Keras does not save
 shards       an optimizer that updates this rank's shards of the weights
 updates      updates all variables of an optimizer together
-models       layers, seeds and statistics of a model
+models       layers, names, seeds and statistics of a model
+saving       what Keras writes into a file of a model
 fit          the epoch and the step at which `fit` begins
 moments      where batch normalization computes the statistics of a batch
 """
 
 from tfcommx.optim.keras_internals.fit import begin_at_epoch, skip_steps
-from tfcommx.optim.keras_internals.models import layers_of, seed_generators, statistics_of
+from tfcommx.optim.keras_internals.models import (
+    call_alike,
+    calls_recorded,
+    constants_of,
+    finalize_layers,
+    given_name,
+    layers_of,
+    numbered_stem,
+    seed_generators,
+    statistics_of,
+)
 from tfcommx.optim.keras_internals.moments import OwnMoments
 from tfcommx.optim.keras_internals.optimizers import (
     accumulated_gradients,
@@ -26,6 +37,7 @@ from tfcommx.optim.keras_internals.optimizers import (
     unlisted,
     wrapped_class,
 )
+from tfcommx.optim.keras_internals.saving import saved_values, variables_with_own_files
 from tfcommx.optim.keras_internals.shards import UpdatesShards, require_shardable
 from tfcommx.optim.keras_internals.step import (
     AgreedLossScale,
@@ -46,14 +58,21 @@ __all__ = [
     "UpdatesTogether",
     "accumulated_gradients",
     "begin_at_epoch",
+    "call_alike",
+    "calls_recorded",
     "compiled_by_xla",
+    "constants_of",
     "copy_state",
     "copy_with",
+    "finalize_layers",
+    "given_name",
     "has_schedule",
     "inner_optimizer",
     "layers_of",
+    "numbered_stem",
     "plain_copy",
     "require_shardable",
+    "saved_values",
     "seed_generators",
     "skip_steps",
     "slots_of",
@@ -62,6 +81,7 @@ __all__ = [
     "traced_batch",
     "trainable_variables",
     "unlisted",
+    "variables_with_own_files",
     "wrapped_class",
 ]
 
