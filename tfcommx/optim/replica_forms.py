@@ -22,9 +22,7 @@ from tfcommx.terms import PlanError
 
 # Settings that differ between ranks in a correct training: ranks have seeds of their own, their
 # first weights are replaced by the root's, and the rate is a variable, which is broadcast.
-_NOT_COMPARED = re.compile(
-    r"name|seed|learning_rate|vocabulary|bin_boundaries|.*initializer"
-)
+_NOT_COMPARED = re.compile(r"name|seed|learning_rate|vocabulary|bin_boundaries|.*initializer")
 
 
 class LayerForm(NamedTuple):
@@ -77,14 +75,14 @@ def require_equal_optimizers(model: keras.Model) -> None:
 
 
 def tables_of(model: keras.Model) -> dict[str, str]:
-    """Return a digest of each table that a layer keeps outside of its variables, by layer's path.
+    """Return a digest of each table that a layer keeps outside of its variables, by layer.
 
     Vocabularies of StringLookup, IntegerLookup and TextVectorization, bins of Discretization.
     """
     found = {}
     for position, layer in enumerate(layers_of(model)):
         if (table := _table_of(layer)) is not None:
-            found[f"{position} {layer.name}"] = table
+            found[f"{position} ({given_name(layer) or type(layer).__name__})"] = table
     return found
 
 
@@ -179,7 +177,8 @@ def _require_equal_names(
         if one.name is None or other.name is None:
             continue
         # Names that a user derives from Keras's, such as "dense_3_out", have other numbers
-        if reordered or re.sub(r"\d+", "", one.name) != re.sub(r"\d+", "", other.name):
+        plain, others_plain = (re.sub(r"_?\d+", "", name) for name in (one.name, other.name))
+        if reordered or plain != others_plain:
             raise PlanError(
                 "Layers must be made in the same order, with the same names, on every rank: their "
                 f"variables are paired by position. Received {one.label!r} (of layer "

@@ -16,7 +16,12 @@ from tfcommx.optim.centre import begin_centre, take_centre
 from tfcommx.optim.keras_internals import finalize_layers, layers_of, seed_generators, unlisted
 from tfcommx.optim.replica_forms import require_equal_forms, require_equal_optimizers
 from tfcommx.optim.replica_outputs import batch_and_again, require_equal_outputs
-from tfcommx.optim.step_boundary import begin_step, can_pull_first, consolidate
+from tfcommx.optim.step_boundary import (
+    begin_step,
+    can_pull_first,
+    consolidate,
+    consolidate_weights,
+)
 from tfcommx.optim.sync_batch_normalization import SyncBatchNormalization
 from tfcommx.optim.wrapped import (
     accumulated,
@@ -207,7 +212,7 @@ class BroadcastState(keras.callbacks.Callback):
     def on_test_begin(self, logs: Any = None) -> None:
         """Make the weights whole. A rank that does not evaluate meets the others at the end."""
         for optimizer in wrapped_optimizers(self.model):
-            exchanger_in(optimizer).consolidate()
+            consolidate_weights(optimizer)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Compare the first epoch, if this rank had none to train; steps are as they were."""

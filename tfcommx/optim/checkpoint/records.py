@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from tfcommx.optim.checkpoint.exact import exact_arrays, wide
 from tfcommx.optim.checkpoint.files import put_in_place
 from tfcommx.optim.keras_internals import (
     seed_generators,
@@ -43,6 +44,8 @@ class OptimizerRecord(NamedTuple):
     unlisted: dict[str, np.ndarray]
     # Of the model's generators, in the order of its layers
     seeds: list[list[int]]
+    # Names of all variables of the model, in its order
+    weights: list[str] = []  # noqa: RUF012 - never changed
     # What the strategy keeps, equal on all ranks: rank 0 writes it
     common: CommonState = {}  # noqa: RUF012 - never changed
 
@@ -54,7 +57,9 @@ class OptimizerRecord(NamedTuple):
         )
 
 
-def record_of(optimizer: keras.optimizers.Optimizer, seeds: list[list[int]]) -> OptimizerRecord:
+def record_of(
+    optimizer: keras.optimizers.Optimizer, model: keras.Model, seeds: list[list[int]]
+) -> OptimizerRecord:
     """Return what this rank keeps of a wrapped optimizer; `seeds` are the model's."""
     exchanger = exchanger_in(optimizer)
     return OptimizerRecord(
@@ -66,20 +71,20 @@ def record_of(optimizer: keras.optimizers.Optimizer, seeds: list[list[int]]) -> 
         plan_states=exchanger.plan_states(),
         unlisted={name: wide(state.numpy()) for name, state in unlisted(optimizer).items()},
         seeds=seeds,
+        weights=exchanger.names.of(model.weights),
         common=exchanger.common_state() if exchanger.comm.rank == 0 else {},
     )
 
 
-def wide(array: np.ndarray) -> np.ndarray:
-    """Return an array that NumPy's files can hold: they know no bfloat16, and float32 holds it."""
-    return array.astype(np.promote_types(array.dtype, np.float32))
+def write_residuals(model: keras.Model, path: Path, writes_model: bool) -> None:
+    """Write what this rank keeps of each of the model's wrapped optimizers.
 
-
-def write_residuals(model: keras.Model, path: Path) -> None:
-    """Write what this rank keeps of each of the model's wrapped optimizers."""
+    The rank that writes the model adds what a restored one must hold (`exact`).
+    """
+    exact = exact_arrays(model) if writes_model else {}
     part = path.with_name(f".{path.name}")
     with part.open("wb") as file:
-        np.savez(file, **residual_arrays(model))
+        np.savez(file, **residual_arrays(model), **exact)
     put_in_place(part, path)
 
 
@@ -88,7 +93,8 @@ def residual_arrays(model: keras.Model) -> dict[str, np.ndarray]:
     seeds = [generator.state.numpy().tolist() for generator in seed_generators(model)]
     arrays: dict[str, np.ndarray] = {}
     index = [
-        _index_of(record_of(optimizer, seeds), arrays) for optimizer in wrapped_optimizers(model)
+        _index_of(record_of(optimizer, model, seeds), arrays)
+        for optimizer in wrapped_optimizers(model)
     ]
     for number, variable in enumerate(own_variables(model)):
         arrays[f"own{number}"] = wide(variable.numpy())
@@ -126,6 +132,7 @@ def _index_of(record: OptimizerRecord, arrays: dict[str, np.ndarray]) -> dict[st
         "accumulated": put(record.accumulated),
         "unlisted": put(record.unlisted),
         "seeds": record.seeds,
+        "weights": record.weights,
         "common": {name: put(kept) for name, kept in record.common.items()},
         "plan_states": [
             {
@@ -175,6 +182,7 @@ def _record_in(
         ],
         unlisted=get(entry["unlisted"]),
         seeds=entry["seeds"],
+        weights=entry.get("weights", []),
         # Older writers had none
         common={name: get(kept) for name, kept in entry.get("common", {}).items()},
     )

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import keras
 import numpy as np
 
-from tfcommx.optim.checkpoint.records import wide
-from tfcommx.optim.keras_internals import inner_optimizer
+from tfcommx.optim.checkpoint.exact import wide
+from tfcommx.optim.keras_internals import finalize_layers, inner_optimizer
 from tfcommx.optim.wrapped import wrapped_optimizers
 from tfcommx.terms import PlanError
 
@@ -43,6 +43,7 @@ def set_model(model: keras.Model, arrays: Mapping[str, np.ndarray]) -> None:
         )
     for variable, array in zip(weights, stored, strict=True):
         variable.assign(array)
+    finalize_layers(model)
     for place, optimizer in enumerate(wrapped_optimizers(model)):
         first = f"optimizer{place}/"
         store = {
