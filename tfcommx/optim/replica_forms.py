@@ -15,7 +15,12 @@ import keras
 import numpy as np
 
 from tfcommx.comm import process
-from tfcommx.optim.keras_internals import given_name, inner_optimizer, layers_of
+from tfcommx.optim.keras_internals import (
+    given_name,
+    inner_optimizer,
+    layers_of,
+    own_variables,
+)
 from tfcommx.optim.variable_names import path_of
 from tfcommx.optim.wrapped import wrapped_optimizers
 from tfcommx.terms import PlanError
@@ -88,7 +93,7 @@ def tables_of(model: keras.Model) -> dict[str, str]:
 
 def form_of(layer: keras.layers.Layer) -> LayerForm:
     """Return a layer as the ranks compare it."""
-    own = [*layer._trainable_variables, *layer._non_trainable_variables]
+    own = own_variables(layer)
     label = path_of(own[0]) if own else layer.name
     settings = {"class": type(layer).__name__, "dtype policy": str(layer.dtype_policy.name)}
     if layer.built and own:

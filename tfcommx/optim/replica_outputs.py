@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm import process
-from tfcommx.optim.keras_internals import call_alike, calls_recorded, constants_of
+from tfcommx.optim.keras_internals import call_alike, calls_recorded, constants_of, loss_of
 from tfcommx.terms import PlanError
 
 log = logging.getLogger("tfcommx")
@@ -173,7 +173,7 @@ def _result_of(model: keras.Model, batch: Any, seed: int = 0) -> Result:
         parts = tf.nest.flatten(outputs, expand_composites=True)
         named = {f"output {number}": part for number, part in enumerate(parts)}
         if labels is not None and getattr(model, "loss", None) is not None:
-            named["the loss"] = model._compute_loss(inputs, labels, outputs, weights, False)
+            named["the loss"] = loss_of(model, inputs, labels, outputs, weights)
         return named
 
     try:

@@ -153,6 +153,16 @@ def call_alike(model: keras.Model, inputs: Any, then: Callable[[Any], Any], seed
         return then(model(inputs, **options))
 
 
+def loss_of(model: keras.Model, inputs: Any, labels: Any, outputs: Any, weights: Any) -> Any:
+    """Return the loss of a compiled model in inference mode."""
+    return model._compute_loss(inputs, labels, outputs, weights, False)
+
+
+def own_variables(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """Return the weights of a layer without those of the layers inside of it."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
 @contextlib.contextmanager
 def calls_recorded(
     model: keras.Model, digest: Callable[[Any], Any]

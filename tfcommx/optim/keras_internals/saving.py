@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras.src.saving import saving_lib
 
-from tfcommx.optim.keras_internals.models import layers_of
+from tfcommx.optim.keras_internals.models import layers_of, own_variables
 
 
 def saved_values(model: keras.Model) -> list[Any]:
@@ -28,5 +28,5 @@ def variables_with_own_files(model: keras.Model) -> list[keras.Variable]:
             type(layer).save_own_variables is not usual.save_own_variables
             or type(layer).load_own_variables is not usual.load_own_variables
         )
-        for variable in (*layer._trainable_variables, *layer._non_trainable_variables)
+        for variable in own_variables(layer)
     ]
