@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import keras
 import tensorflow as tf
 
 from tfcommx.comm import process
+from tfcommx.optim.keras_internals import numbered_stem
 from tfcommx.optim.variable_names import path_of
 from tfcommx.terms import PlanError
 
@@ -27,7 +29,9 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
     For custom loops, as `callbacks.BroadcastState` is for `fit`: after everything is built and
     restored, before the first step. `model.variables` has the seeds of dropout, too: ranks that
     drop the same entries learn less from a batch. Plans and checkpoints then call the variables
-    what rank `root` calls them: a rank that made another model before has other paths.
+    what rank `root` calls them: a rank that made another model before has other paths. Layers that
+    derive constants from their weights, as Normalization does in `adapt`, keep the old ones: call
+    their `finalize_state()` afterwards, on every rank.
 
     >>> import keras
     >>> import tfcommx as cx
@@ -43,7 +47,8 @@ def broadcast_variables(variables: Iterable[keras.Variable | tf.Variable], root:
         root: a rank, in [0, number of ranks).
 
     **Ranks:** all. **Cost:** one broadcast per variable.
-    **Raises:** PlanError if ranks have other shapes or dtypes, before anything is sent.
+    **Raises:** PlanError if ranks have other shapes or dtypes, or layers of the same names in
+    another order, before anything is sent.
     """
     here, variables = process.current(), list(variables)
     if not 0 <= root < here.topology.size:
@@ -79,4 +84,30 @@ def _require_equal_variables(variables: Sequence[keras.Variable]) -> list[list[s
                     f"{here.rank} there is {one or 'nothing more'} where rank {rank} has "
                     f"{other or 'nothing more'}."
                 )
+        _require_same_order([path for path, _, _ in mine], [path for path, _, _ in theirs], rank)
     return [[path for path, _, _ in theirs] for theirs in everyone]
+
+
+def _require_same_order(mine: Sequence[str], theirs: Sequence[str], rank: int) -> None:
+    """Refuse variables of layers that another rank has in another order.
+
+    Layers whose names Keras has numbered are paired by position, as is a model that is called
+    otherwise on some ranks: only the same names in another order are surely a mistake.
+    """
+    if mine == theirs:
+        return
+    ours, others = _layers_in(mine), _layers_in(theirs)
+    if ours == others or Counter(ours) != Counter(others):
+        return
+    place = next(place for place, layer in enumerate(ours) if layer != others[place])
+    raise PlanError(
+        "Variables must be in the same order on every rank, because they are paired by position. "
+        f"On rank {process.rank()} there is {mine[place]!r} where rank {rank} has "
+        f"{theirs[place]!r}. Make the layers in a fixed order, such as that of sorted(...): that "
+        "of a set differs between processes."
+    )
+
+
+def _layers_in(paths: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the layers of variables' paths, without numbers of Keras's."""
+    return [tuple(map(numbered_stem, path.split("/")[:-1])) for path in paths]

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from tfcommx.optim.exchanger import Exchanger
-from tfcommx.optim.keras_internals import statistics_of
+from tfcommx.optim.keras_internals import finalize_layers, statistics_of
 from tfcommx.optim.wrapped import exchanger_in, wrapped_optimizers
 from tfcommx.strategies import ElasticRun
 
@@ -44,6 +44,7 @@ def take_centre(model: keras.Model, *optimizers: keras.optimizers.Optimizer) -> 
     for optimizer in optimizers or wrapped_optimizers(model):
         for run in _elastic(exchanger_in(optimizer)):
             _set_statistics(model, run.end(_flat_statistics(model)))
+            finalize_layers(model)
 
 
 def begin_centre(model: keras.Model) -> None:
@@ -68,11 +69,13 @@ def with_centre(model: keras.Model) -> Iterator[None]:
                 variable = weights[path]
                 own.append((variable, keras.ops.convert_to_numpy(variable)))
                 variable.assign(value)
+    finalize_layers(model)
     try:
         yield
     finally:
         for variable, value in own:
             variable.assign(value)
+        finalize_layers(model)
 
 
 def _elastic(exchanger: Exchanger) -> list[ElasticRun]:

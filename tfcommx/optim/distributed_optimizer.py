@@ -124,6 +124,14 @@ def DistributedOptimizer(
             "The centre of elastic averaging is an average already. Received an optimizer with "
             "use_ema=True. Leave it out."
         )
+    overwrites = getattr(_inner(optimizer), "ema_overwrite_frequency", None)
+    if strategy.updates_apart and getattr(_inner(optimizer), "use_ema", False) and overwrites:
+        raise PlanError(
+            "With WeightAveraging each rank has a moving average of its own between rounds, which "
+            "must not replace weights that were just averaged. Received "
+            f"ema_overwrite_frequency={overwrites!r}. Leave it out: `fit` ends with the moving "
+            "average over all ranks."
+        )
     if not isinstance(plan, Plan | None):
         raise PlanError(f"`plan` must be a tfcommx.Plan or None. Received {plan!r}.")
     inner = _inner(optimizer)

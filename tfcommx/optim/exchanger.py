@@ -204,6 +204,23 @@ class Exchanger:
         for run in self.runs.values():
             run.consolidate()
 
+    def average_apart(self, averages: Sequence[keras.Variable]) -> None:
+        """Average moving averages of the weights over the ranks, if each rank has its own.
+
+        The mean of the ranks' moving averages is the moving average of their mean weights: both are
+        sums with the same factors.
+
+        **Ranks:** all, outside of traced code. **Cost:** one allreduce of them, in float64: equal
+        ones stay equal to the bit; none with a strategy whose ranks update alike.
+        """
+        if not averages or self.ranks == 1 or not self.settings.strategy.updates_apart:
+            return
+        parts = [tf.reshape(tf.cast(one, tf.float64), [-1]) for one in averages]
+        total = self.comm.allreduce(tf.concat(parts, axis=0), "world", "tfcommx/averages")
+        means = tf.split(total / self.ranks, [part.shape[0] for part in parts])
+        for one, mean in zip(averages, means, strict=True):
+            one.assign(tf.cast(tf.reshape(mean, one.shape), one.dtype))
+
     def weights_of(self, variables: Sequence[keras.Variable]) -> dict[str, tf.Variable]:
         """Return name -> TensorFlow's variable."""
         values = [one if isinstance(one, tf.Variable) else one.value for one in variables]

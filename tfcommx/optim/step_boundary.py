@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfcommx.optim.keras_internals import steps_of
+from tfcommx.optim.keras_internals import moving_averages, steps_of
 from tfcommx.optim.wrapped import exchanger_in
 
 
@@ -32,10 +32,20 @@ def consolidate(optimizer: keras.optimizers.Optimizer) -> None:
     shards is sent once.
     **Raises:** RuntimeError if the optimizer is not wrapped.
     """
+    consolidate_weights(optimizer)
     exchanger = exchanger_in(optimizer)
-    exchanger.consolidate()
     if exchanger.sharding is not None:
         exchanger.sharding.gather_state(steps_of(optimizer))
+
+
+def consolidate_weights(optimizer: keras.optimizers.Optimizer) -> None:
+    """Make weights, and their moving averages, whole and equal on all ranks; no other state.
+
+    **Ranks:** all, between the same two steps, outside of traced code. **Cost:** as `consolidate`.
+    **Raises:** RuntimeError if the optimizer is not wrapped.
+    """
+    exchanger_in(optimizer).consolidate()
+    exchanger_in(optimizer).average_apart(moving_averages(optimizer))
 
 
 @tf.autograph.experimental.do_not_convert

@@ -124,6 +124,8 @@ class Strategy(Protocol):
     reduces_to_root: ClassVar[bool] = False
     # The optimizer updates this rank's shards of the weights, and keeps state for no more
     shards_weights: ClassVar[bool] = False
+    # Ranks apply gradients of their own, so weights and their moving averages differ for a while
+    updates_apart: ClassVar[bool] = False
     # Ranks take every step together; otherwise each trains, and may end, by itself
     in_lock_step: ClassVar[bool] = True
 

@@ -81,6 +81,7 @@ momentum=0.9, nesterov=True), fragments=1, overlap=0)
 
     # In the steps that begin with an average; `WeightAveragingRun.weights_are_equal` says which
     keeps_weights_equal: ClassVar[bool] = True
+    updates_apart: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "every", check_whole("every", self.every, least=1))

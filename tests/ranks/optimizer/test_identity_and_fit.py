@@ -94,7 +94,8 @@ def test_a_step_is_traced_once(comm: Comm, scheme: cx.Scheme, strategy: Any) -> 
     traces = []
 
     def loss(truth: tf.Tensor, out: tf.Tensor) -> tf.Tensor:
-        traces.append(out)
+        if not tf.executing_eagerly():  # As BroadcastState compares outputs
+            traces.append(out)
         return tf.reduce_mean(out)
 
     net = model()

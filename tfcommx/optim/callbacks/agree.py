@@ -79,7 +79,7 @@ class AgreeOnStop(keras.callbacks.Callback):
 
 
 class CompareReplicas(keras.callbacks.Callback):
-    """Compare a hash of all trainable weights over the ranks at the end of every epoch.
+    """Compare a hash of all trainable weights over the ranks, after every epoch and after `fit`.
 
     `identical` is True as long as no difference was seen.
 
@@ -109,6 +109,13 @@ class CompareReplicas(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Compare."""
+        self._compare(f"epoch {epoch}")
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Compare the weights that Keras ends `fit` with, such as moving averages."""
+        self._compare("the end of fit")
+
+    def _compare(self, when: str) -> None:
         digest = hashlib.sha256()
         for variable in self.model.trainable_variables:
             digest.update(np.ascontiguousarray(keras.ops.convert_to_numpy(variable)).tobytes())
@@ -117,7 +124,7 @@ class CompareReplicas(keras.callbacks.Callback):
         if odd:
             self.identical = False
             message = (
-                f"All ranks must hold the same trainable weights. After epoch {epoch}, "
+                f"All ranks must hold the same trainable weights. After {when}, "
                 f"ranks {odd} differ from rank 0."
             )
             if self.strict:

@@ -9,7 +9,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx.comm import process
-from tfcommx.optim.keras_internals import metrics_in, statistics_of, watch_update
+from tfcommx.optim.keras_internals import (
+    finalize_layers,
+    metrics_in,
+    statistics_of,
+    watch_update,
+)
 from tfcommx.optim.metrics_over_ranks import MetricState, numbers_in, over_ranks
 from tfcommx.optim.wrapped import trains_alone
 
@@ -153,3 +158,4 @@ class AverageBatchNorm(keras.callbacks.Callback):
         sizes = [int(np.prod(one.shape)) for one in statistics]
         for one, part in zip(statistics, tf.split(mean, sizes), strict=True):
             one.assign(tf.cast(tf.reshape(part, one.shape), one.dtype))
+        finalize_layers(self.model)

@@ -14,8 +14,21 @@ from tfcommx.optim.broadcast import broadcast_variables
 from tfcommx.optim.callbacks.average import EpochMetrics
 from tfcommx.optim.callbacks.expect_steps import expect_steps
 from tfcommx.optim.centre import begin_centre, take_centre
-from tfcommx.optim.keras_internals import layers_of, seed_generators, steps_of, unlisted
-from tfcommx.optim.step_boundary import begin_step, can_pull_first, consolidate
+from tfcommx.optim.keras_internals import (
+    finalize_layers,
+    layers_of,
+    seed_generators,
+    steps_of,
+    unlisted,
+)
+from tfcommx.optim.replica_forms import require_equal_forms, require_equal_optimizers
+from tfcommx.optim.replica_outputs import batch_and_again, require_equal_outputs
+from tfcommx.optim.step_boundary import (
+    begin_step,
+    can_pull_first,
+    consolidate,
+    consolidate_weights,
+)
 from tfcommx.optim.sync_batch_normalization import SyncBatchNormalization
 from tfcommx.optim.wrapped import (
     accumulated,
@@ -58,6 +71,12 @@ class BroadcastState(keras.callbacks.Callback):
     at the end of `fit` each waits for the others, and all have the centre. A model with layers that
     only the first step builds is refused.
 
+    Variables are paired by position, so it compares how the ranks have made their models: the names
+    that the user gave, classes, settings, vocabularies. Then each rank calls the model once on rank
+    `root`'s first batch, in inference mode, and outputs and loss are compared: what a layer keeps
+    outside of variables, such as a constant of random numbers, may differ under equal weights.
+    Layers that derive constants from their weights, as Normalization, derive them again.
+
     Sums of gradients that are being accumulated stay, and residuals: each rank has its own. Wrapped
     optimizers that the model holds beside that of `compile`, as a GAN has two, count as that one
     does: attributes of the model or of its layers, also in dicts, lists and objects of your own. A
@@ -68,16 +87,20 @@ class BroadcastState(keras.callbacks.Callback):
 
     Args:
         root: the rank whose state all begin with.
+        compare: compare how the models were made, and what they compute.
 
-    **Ranks:** all. **Cost:** one broadcast per variable, once; twice if a layer was not built; one
-    small exchange on the host, an epoch.
+    **Ranks:** all. **Cost:** one broadcast per variable, once; twice if a layer was not built; the
+    first batch is sent to all ranks, for one forward pass outside of a graph; one small exchange on
+    the host, an epoch.
     **Raises:** PlanError if ranks would wait for each other forever: with unequal numbers of
-    steps in an epoch, unequal first epochs or unequal last ones.
+    steps in an epoch, unequal first epochs or unequal last ones. PlanError if the models differ.
     """
 
-    def __init__(self, root: int = 0) -> None:
+    def __init__(self, root: int = 0, compare: bool = True) -> None:
         super().__init__()
-        self.root = root
+        self.root, self.compare = root, compare
+        # Whether the outputs of this run are still to be compared
+        self.uncompared = False
         # Whether a layer is unbuilt: it is broadcast after the first step
         self.unbuilt = False
         # Whether an epoch has begun in this run
@@ -120,6 +143,9 @@ class BroadcastState(keras.callbacks.Callback):
                 "Received a model with layers that only the first step builds. Call it on a "
                 "batch before `fit`."
             )
+        self.uncompared = self.compare
+        if self.compare:
+            require_equal_forms(self.model)
         self._prepare_optimizers()
         self._turn_off_xla()
         if not self.unbuilt or all(theirs == built for theirs in builts):
@@ -183,14 +209,18 @@ class BroadcastState(keras.callbacks.Callback):
 
     # Not on_train_batch_end: for it, Keras waits after every step.
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Broadcast, before the second step, what the first one has built."""
+        """Broadcast, before the second step, what the first one has built; compare outputs."""
         if self.unbuilt and batch:
             self._broadcast_built()
+        if self.uncompared and not self.unbuilt:
+            self._compare_in_next_step()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Broadcast what the first step has built, if the epoch had one alone; average metrics."""
         if self.unbuilt:
             self._broadcast_built()
+        else:
+            self._compare_outputs(None)  # This rank had no batch; others wait for it
         for optimizer in wrapped_optimizers(self.model):
             consolidate(optimizer)
         self._name_optimizers_elsewhere()
@@ -215,7 +245,7 @@ class BroadcastState(keras.callbacks.Callback):
         """Make the weights whole. A rank that does not evaluate meets the others at the end."""
         self.metrics.begin_evaluation(self.model)
         for optimizer in wrapped_optimizers(self.model):
-            exchanger_in(optimizer).consolidate()
+            consolidate_weights(optimizer)
 
     def on_test_end(self, logs: Any = None) -> None:
         """Copy what the metrics have summed up. Local: not every rank evaluates."""
@@ -226,8 +256,30 @@ class BroadcastState(keras.callbacks.Callback):
         self.metrics.end_run(logs)
         if not self.begun:
             self._compare_first(None)
+        self._compare_outputs(None)
         self._put_step_back()
         take_centre(self.model)
+
+    def _compare_in_next_step(self) -> None:
+        """Compare outputs when the next step asks for its batches, which it then gets."""
+        model, train = self.model, self.model.train_function
+
+        def compare_and_train(iterator: Any) -> Any:
+            if model.train_function is compare_and_train:
+                model.train_function = train
+            batch = None
+            if process.rank() == self.root and model.distribute_strategy.num_replicas_in_sync == 1:
+                batch, iterator = batch_and_again(iterator, model.steps_per_execution)
+            self._compare_outputs(batch)
+            return train(iterator)
+
+        model.train_function = compare_and_train
+
+    def _compare_outputs(self, batch: Any) -> None:
+        """Compare outputs, once in a run. **Ranks:** all, also those that have no batch."""
+        if self.uncompared:
+            self.uncompared = False
+            require_equal_outputs(self.model, batch, self.root)
 
     def _compare_first(self, epoch: int | None) -> None:
         self.begun = True
@@ -269,6 +321,9 @@ class BroadcastState(keras.callbacks.Callback):
             ],
             self.root,
         )
+        finalize_layers(self.model)
+        if self.compare:
+            require_equal_optimizers(self.model)
         if process.rank() != self.root:
             self._move_seeds(process.rank() - self.root)
         begin_centre(self.model)

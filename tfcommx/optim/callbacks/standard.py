@@ -28,13 +28,16 @@ class Standard(keras.callbacks.CallbackList):
         callbacks: Keras's or your own that read metrics or may stop the training, such as
             EarlyStopping, ReduceLROnPlateau and TerminateOnNaN.
         root: the rank whose state all begin with.
+        compare: compare how the models were made, and what they compute, as BroadcastState does.
 
     **Ranks:** all, with equal arguments. **Cost:** as its parts; Keras waits for every step.
     """
 
-    def __init__(self, *callbacks: keras.callbacks.Callback, root: int = 0) -> None:
+    def __init__(
+        self, *callbacks: keras.callbacks.Callback, root: int = 0, compare: bool = True
+    ) -> None:
         # The first averages metrics
-        self._first = BroadcastState(root)
+        self._first = BroadcastState(root, compare)
         parts = [self._first, ChooseAgain(), AverageBatchNorm()]
         super().__init__([*parts, *callbacks, AgreeOnStop()])
 

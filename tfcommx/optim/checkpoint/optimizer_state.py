@@ -7,12 +7,8 @@ from collections.abc import Mapping
 import keras
 import numpy as np
 
+from tfcommx.optim.checkpoint.exact import wide
 from tfcommx.optim.keras_internals import inner_optimizer, layers_of
-
-
-def wide(array: np.ndarray) -> np.ndarray:
-    """Return an array that NumPy's files can hold: they know no bfloat16, and float32 holds it."""
-    return array.astype(np.promote_types(array.dtype, np.float32))
 
 
 def copy_optimizer(optimizer: keras.optimizers.Optimizer) -> dict[str, np.ndarray]:

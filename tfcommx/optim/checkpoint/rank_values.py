@@ -13,7 +13,7 @@ from tfcommx.comm import process
 from tfcommx.optim.checkpoint.files import residuals_name
 from tfcommx.optim.checkpoint.memory.newest import newest
 from tfcommx.optim.checkpoint.records import read_own
-from tfcommx.optim.keras_internals import statistics_of
+from tfcommx.optim.keras_internals import finalize_layers, statistics_of
 from tfcommx.terms import local_path
 
 
@@ -42,6 +42,7 @@ class RestoreRankValues(keras.callbacks.Callback):
             return
         self.values = read_own(found.folder / residuals_name(found.head.save, here.rank))
         self._assign(statistics_of(self.model), self.values)
+        finalize_layers(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Set the metrics, which Keras has just reset."""

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from tfcommx.optim.checkpoint.optimizer_state import copy_optimizer, saved_by_keras, wide
+from tfcommx.optim.checkpoint.exact import exact_arrays, wide
+from tfcommx.optim.checkpoint.optimizer_state import copy_optimizer, saved_by_keras
 from tfcommx.optim.keras_internals import (
     seed_generators,
     statistics_of,
@@ -47,6 +48,8 @@ class OptimizerRecord(NamedTuple):
     unlisted: dict[str, np.ndarray]
     # Of the model's generators, in the order of its layers
     seeds: list[list[int]]
+    # Names of all variables of the model, in its order
+    weights: list[str] = []  # noqa: RUF012 - never changed
     # What the strategy keeps, equal on all ranks: rank 0 writes it
     common: CommonState = {}  # noqa: RUF012 - never changed
     # The optimizer's state, if Keras does not save it: rank 0 writes it
@@ -75,15 +78,20 @@ def record_of(
         plan_states=exchanger.plan_states(),
         unlisted={name: wide(state.numpy()) for name, state in unlisted(optimizer).items()},
         seeds=seeds,
+        weights=exchanger.names.of(model.weights),
         common=exchanger.common_state() if exchanger.comm.rank == 0 else {},
         state=copy_optimizer(optimizer) if writes_state else {},
     )
 
 
-def write_residuals(model: keras.Model, path: Path) -> None:
-    """Write what this rank keeps of each of the model's wrapped optimizers."""
+def write_residuals(model: keras.Model, path: Path, writes_model: bool) -> None:
+    """Write what this rank keeps of each of the model's wrapped optimizers.
+
+    The rank that writes the model adds what a restored one must hold (`exact`).
+    """
+    exact = exact_arrays(model) if writes_model else {}
     with replacing(path) as part, part.open("wb") as file:
-        np.savez(file, **residual_arrays(model))
+        np.savez(file, **residual_arrays(model), **exact)
 
 
 def residual_arrays(model: keras.Model) -> dict[str, np.ndarray]:
@@ -134,6 +142,7 @@ def _index_of(record: OptimizerRecord, arrays: dict[str, np.ndarray]) -> dict[st
         "unlisted": put(record.unlisted),
         "state": put(record.state),
         "seeds": record.seeds,
+        "weights": record.weights,
         "common": {name: put(kept) for name, kept in record.common.items()},
         "plan_states": [
             {
@@ -183,6 +192,7 @@ def _record_in(
         ],
         unlisted=get(entry["unlisted"]),
         seeds=entry["seeds"],
+        weights=entry.get("weights", []),
         # Older writers had none
         common={name: get(kept) for name, kept in entry.get("common", {}).items()},
         state=get(entry.get("state", {})),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,18 +12,26 @@ import keras
 import numpy as np
 
 from tfcommx.comm import process
+from tfcommx.optim.checkpoint.exact import restore_exact
 from tfcommx.optim.checkpoint.files import (
     HEAD,
     Head,
     memory_model_name,
     model_name,
+    residuals_name,
 )
 from tfcommx.optim.checkpoint.memory.model_state import set_model
 from tfcommx.optim.checkpoint.memory.newest import Newest, newest
 from tfcommx.optim.checkpoint.optimizer_state import set_optimizer
 from tfcommx.optim.checkpoint.records import OptimizerRecord
 from tfcommx.optim.checkpoint.whole import read_inherited
-from tfcommx.optim.keras_internals import seed_generators, unlisted
+from tfcommx.optim.keras_internals import (
+    finalize_layers,
+    seed_generators,
+    trainable_variables,
+    unlisted,
+)
+from tfcommx.optim.variable_names import VariableNames
 from tfcommx.optim.wrapped import accumulated, agree_on_names, exchanger_in, wrapped_optimizers
 from tfcommx.runtime.rates import highest
 from tfcommx.runtime.residuals import sum_residuals, sum_states
@@ -113,6 +122,8 @@ def load(model: keras.Model, found: Newest) -> None:
     )
     files = _read_files(folder, head, weights)
     roots = _roots_of(files, folder, len(optimizers))
+    for optimizer, root in zip(optimizers, roots, strict=True):
+        _pair_by_position(exchanger_in(optimizer).names, model, root.weights)
     if files:  # A rank that was not there gets its seeds from BroadcastState.
         for generator, seed in zip(seed_generators(model), files[0][0].seeds, strict=False):
             generator.state.assign(seed)
@@ -130,6 +141,13 @@ def load(model: keras.Model, found: Newest) -> None:
     for index, optimizer in enumerate(optimizers):
         if here.rank == 0 and (state := files[0][index].state):  # Others by BroadcastState, too
             set_optimizer(optimizer, state)
+    if found.source != "memory" and weights.is_file():
+        with reading(f"The model of a checkpoint of {model.name!r}", weights, MODEL):
+            root_file = folder / residuals_name(head.save, 0)
+            if root_file.is_file():
+                same = [_trains_as_saved(*pair) for pair in zip(optimizers, roots, strict=True)]
+                restore_exact(model, root_file, same)
+        finalize_layers(model)
     for optimizer in optimizers:
         if (sharding := exchanger_in(optimizer).sharding) is not None:
             sharding.shards.current.assign(True)  # The shards follow the weights, not the reverse
@@ -149,6 +167,28 @@ class _RootState(NamedTuple):
     unlisted: dict[str, np.ndarray]
     # What the strategy keeps
     common: CommonState
+    # Names of all variables of the model, in its order
+    weights: list[str]
+
+
+def _pair_by_position(names: VariableNames, model: keras.Model, saved: Sequence[str]) -> None:
+    """Call a model's variables what the checkpoint calls them, if only numbers in names differ.
+
+    Keras numbers what it names: the second model of a process has other paths than the first.
+    """
+    known = names.of(model.weights)
+    if len(known) != len(saved) or set(known) == set(saved):
+        return
+    plain = re.compile(r"_?\d+")
+    if all(plain.sub("", a) == plain.sub("", b) for a, b in zip(known, saved, strict=True)):
+        names.rename(model.weights, saved)
+
+
+def _trains_as_saved(optimizer: keras.optimizers.Optimizer, root: _RootState) -> bool:
+    """Return True if an optimizer must have the saved state: whole, and of the same variables."""
+    exchanger = exchanger_in(optimizer)
+    names = exchanger.names.of(trainable_variables(optimizer))
+    return exchanger.sharding is None and names == root.trained
 
 
 def _require_built(model: keras.Model) -> None:
@@ -185,7 +225,8 @@ def _roots_of(
     """Return what rank 0 kept of each optimizer, on all ranks; refuse another number of them."""
     here = process.current()
     mine = [
-        (record.trained, record.unlisted, record.common) for record in (files[0] if files else [])
+        (record.trained, record.unlisted, record.common, record.weights)
+        for record in (files[0] if files else [])
     ]
     everyone = here.gather_objects(mine if here.rank == 0 else None)
     roots = [_RootState(*root) for root in everyone[0]]

@@ -174,7 +174,7 @@ def save(
             lock.take(folder, _claimed[here][folder])
         if here.rank == 0:
             _write_model(model, folder / model_name(number))
-        write_residuals(model, folder / residuals_name(number, here.rank))
+        write_residuals(model, folder / residuals_name(number, here.rank), here.rank == 0)
 
     def name() -> None:
         if _speaks_for_node(here):
@@ -236,6 +236,6 @@ def _save_centre(model: keras.Model, folder: Path, head: Head, keep: int) -> Non
     older = _older(before, keep)
     with with_centre(model):
         _write_model(model, folder / model_name(number))
-        write_residuals(model, folder / residuals_name(number, 0))
+        write_residuals(model, folder / residuals_name(number, 0), True)
         write_head(head._replace(save=number, older=older), folder)
     remove_other_saves(folder, {number, *(one.save for one in older)}, 0, 1)

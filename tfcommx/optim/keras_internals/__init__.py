@@ -5,8 +5,9 @@ step         takes part in the step of an optimizer: exchanges where Keras would
 optimizers   copies of optimizers, and state that Keras does not save
 shards       an optimizer that updates this rank's shards of the weights
 updates      updates all variables of an optimizer together
-models       layers, seeds and statistics of a model
+models       layers, names, seeds and statistics of a model
 metrics      which variables of a metric are sums
+saving       what Keras writes into a file of a model
 fit          the epoch and the step at which `fit` begins
 moments      where batch normalization computes the statistics of a batch
 """
@@ -19,7 +20,19 @@ from tfcommx.optim.keras_internals.metrics import (
     unwatch_update,
     watch_update,
 )
-from tfcommx.optim.keras_internals.models import layers_of, seed_generators, statistics_of
+from tfcommx.optim.keras_internals.models import (
+    call_alike,
+    calls_recorded,
+    constants_of,
+    finalize_layers,
+    given_name,
+    layers_of,
+    loss_of,
+    numbered_stem,
+    own_variables,
+    seed_generators,
+    statistics_of,
+)
 from tfcommx.optim.keras_internals.moments import OwnMoments
 from tfcommx.optim.keras_internals.optimizers import (
     accumulated_gradients,
@@ -27,6 +40,7 @@ from tfcommx.optim.keras_internals.optimizers import (
     copy_with,
     has_schedule,
     inner_optimizer,
+    moving_averages,
     plain_copy,
     slots_of,
     steps_of,
@@ -34,6 +48,7 @@ from tfcommx.optim.keras_internals.optimizers import (
     unlisted,
     wrapped_class,
 )
+from tfcommx.optim.keras_internals.saving import saved_values, variables_with_own_files
 from tfcommx.optim.keras_internals.shards import UpdatesShards, require_shardable
 from tfcommx.optim.keras_internals.step import (
     AgreedLossScale,
@@ -55,15 +70,25 @@ __all__ = [
     "UpdatesTogether",
     "accumulated_gradients",
     "begin_at_epoch",
+    "call_alike",
+    "calls_recorded",
     "compiled_by_xla",
+    "constants_of",
     "copy_state",
     "copy_with",
+    "finalize_layers",
+    "given_name",
     "has_schedule",
     "inner_optimizer",
     "layers_of",
+    "loss_of",
     "metrics_in",
+    "moving_averages",
+    "numbered_stem",
+    "own_variables",
     "plain_copy",
     "require_shardable",
+    "saved_values",
     "seed_generators",
     "skip_steps",
     "slots_of",
@@ -74,6 +99,7 @@ __all__ = [
     "trainable_variables",
     "unlisted",
     "unwatch_update",
+    "variables_with_own_files",
     "watch_update",
     "wrapped_class",
 ]

@@ -1,8 +1,19 @@
-"""Layers, seed generators and non-trained statistics of a Keras model."""
+"""Layers, names, seed generators and non-trained statistics of a Keras model."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.random.seed_generator import global_seed_generator
+from keras.src.utils.naming import to_snake_case
 
 
 def layers_of(model: keras.Model) -> list[keras.layers.Layer]:
@@ -31,3 +42,155 @@ def statistics_of(model: keras.Model) -> list[keras.Variable]:
         for variable in layer._non_trainable_variables
         if keras.backend.is_float_dtype(keras.backend.standardize_dtype(variable.dtype))
     ]
+
+
+def given_name(layer: keras.layers.Layer) -> str | None:
+    """Return the name that the user gave a layer; None for a name that Keras made and numbered.
+
+    >>> import keras
+    >>> given_name(keras.layers.Dense(2, name="head")), given_name(keras.layers.Dense(2))
+    ('head', None)
+    """
+    made_by_keras = re.compile(re.escape(to_snake_case(type(layer).__name__)) + r"(_\d+)?")
+    return None if made_by_keras.fullmatch(layer.name) else layer.name
+
+
+@functools.cache
+def numbered_stem(name: str) -> str:
+    """Return a layer's name without the number, if Keras would give such a name to some layer.
+
+    >>> numbered_stem("dense_12"), numbered_stem("tower_2")
+    ('dense', 'tower_2')
+    """
+    stem, _, number = name.rpartition("_")
+    return stem if number.isdigit() and stem in _layer_stems() else name
+
+
+def _layer_stems() -> set[str]:
+    """Return the names that Keras would number, of all classes of layers that exist now."""
+    stems, pending = set(), [keras.layers.Layer]
+    while pending:
+        cls = pending.pop()
+        stems.add(_stem(cls.__name__))
+        pending += cls.__subclasses__()
+    return stems
+
+
+@functools.cache
+def _stem(class_name: str) -> str:
+    return to_snake_case(class_name)
+
+
+def finalize_layers(model: keras.Model) -> bool:
+    """Let layers compute again the constants that they derive from their weights.
+
+    Such as the mean that Normalization subtracts. Keras does it after `adapt` and `load_weights`
+    only, so it must be called wherever weights are assigned. Lookup layers are left out: they have
+    no weights, and `finalize_state` would end their `adapt`. Functions that Keras has traced for
+    `fit`, `evaluate` or `predict` hold the old constants: they are traced again if any changed.
+
+    Returns:
+        True if a constant changed.
+    """
+    changed = False
+    for layer in layers_of(model):
+        finalize = getattr(layer, "finalize_state", None)
+        if callable(finalize) and layer.built and layer.variables:
+            before = constants_of(layer)
+            finalize()
+            changed |= constants_of(layer) != before
+    if changed:
+        for name in ("train", "test", "predict"):
+            if getattr(model, f"{name}_function", None) is not None:
+                getattr(model, f"make_{name}_function")(force=True)
+    return changed
+
+
+def constants_of(layer: keras.layers.Layer) -> dict[str, str]:
+    """Return what a layer keeps beside its variables: tensors (digests), numbers, words, lists."""
+    found = {}
+    for name, value in vars(layer).items():
+        if isinstance(value, keras.Variable):
+            continue
+        if isinstance(value, np.ndarray | tf.Variable) or (
+            tf.is_tensor(value) and hasattr(value, "numpy")
+        ):
+            array = np.asarray(value)
+            content = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
+            found[name] = hashlib.sha256(content).hexdigest()
+        elif _is_plain(value):
+            found[name] = repr(value)
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(part) for part in value)
+    return isinstance(value, bool | int | float | str | bytes | np.generic)
+
+
+def call_alike(model: keras.Model, inputs: Any, then: Callable[[Any], Any], seed: int = 0) -> Any:
+    """Call a model in inference mode without changing any Keras variable.
+
+    Random layers draw from seeds that follow from `seed` alone, so ranks whose seeds differ draw
+    the same.
+
+    Args:
+        model: built.
+        inputs: as the model takes them.
+        then: takes the outputs; called before variables have their own values again.
+        seed: of all generators.
+
+    Returns:
+        The result of `then`.
+    """
+    generators = [*seed_generators(model), global_seed_generator()]
+    states = [
+        (one.state, np.array([seed, place], "uint32")) for place, one in enumerate(generators)
+    ]
+    with keras.StatelessScope(state_mapping=states):
+        options = {"training": False} if model._call_has_training_arg else {}
+        return then(model(inputs, **options))
+
+
+def loss_of(model: keras.Model, inputs: Any, labels: Any, outputs: Any, weights: Any) -> Any:
+    """Return the loss of a compiled model in inference mode."""
+    return model._compute_loss(inputs, labels, outputs, weights, False)
+
+
+def own_variables(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """Return the weights of a layer without those of the layers inside of it."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+@contextlib.contextmanager
+def calls_recorded(
+    model: keras.Model, digest: Callable[[Any], Any]
+) -> Iterator[list[tuple[keras.layers.Layer, Any, Any]]]:
+    """Yield a list that gets (layer, digest of its inputs, of its outputs) for each layer's call.
+
+    Layers that consist of layers are left out, and calls in traced code.
+    """
+    calls: list[tuple[keras.layers.Layer, Any, Any]] = []
+    leaves = [one for one in layers_of(model) if not one._layers]
+
+    def recording(layer: keras.layers.Layer, call: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            before = digest((args, kwargs))
+            outputs = call(*args, **kwargs)
+            if tf.executing_eagerly():
+                calls.append((layer, before, digest(outputs)))
+            return outputs
+
+        return recorded
+
+    replaced = [vars(layer).get("call") for layer in leaves]
+    try:
+        for layer in leaves:
+            object.__setattr__(layer, "call", recording(layer, layer.call))
+        yield calls
+    finally:
+        for layer, call in zip(leaves, replaced, strict=True):
+            vars(layer).pop("call", None)
+            if call is not None:
+                object.__setattr__(layer, "call", call)

@@ -213,6 +213,12 @@ def slots_of(
     return {name: slot for name, slot in found.items() if any(one is not None for one in slot)}
 
 
+def moving_averages(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Return the moving averages that an optimizer keeps of its weights; none without `use_ema`."""
+    averages = getattr(inner_optimizer(optimizer), "_model_variables_moving_average", [])
+    return [one for one in averages if one is not None]
+
+
 def state_of_weights(optimizer: keras.optimizers.Optimizer) -> list[tf.Variable]:
     """Return what an optimizer keeps for each entry of the weights, such as momentum."""
     slots = slots_of(optimizer)

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from tfcommx.comm.unwrapped import allow_plain_optimizers
-from tfcommx.optim.keras_internals.optimizers import state_of_weights
+from tfcommx.optim.keras_internals.optimizers import moving_averages, state_of_weights
 from tfcommx.terms import PlanError
 
 
@@ -184,6 +184,7 @@ class ExchangesGradients:
     def finalize_variable_values(self, var_list: list[keras.Variable]) -> None:
         """End a `fit` as Keras does, with weights that are whole and equal on all ranks."""
         self.exchanger.consolidate()
+        self.exchanger.average_apart(moving_averages(self))
         super().finalize_variable_values(var_list)
 
 

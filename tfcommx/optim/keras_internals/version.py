@@ -33,8 +33,15 @@ PRIVATE_MEMBERS: dict[type, tuple[str, ...]] = {
         "_variables",
     ),
     keras.layers.BatchNormalization: ("_moments", "_reduction_axes"),
-    keras.Model: ("_initial_epoch",),
-    keras.layers.Layer: ("_flatten_layers", "_non_trainable_variables", "_seed_generators"),
+    keras.Model: ("_compute_loss", "_initial_epoch"),
+    keras.layers.Layer: (
+        "_call_has_training_arg",
+        "_flatten_layers",
+        "_layers",
+        "_non_trainable_variables",
+        "_seed_generators",
+        "_trainable_variables",
+    ),
 }
 
 

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 import keras
 import numpy as np
 
-from tfcommx.optim.checkpoint.optimizer_state import copy_optimizer, set_optimizer, wide
+from tfcommx.optim.checkpoint.exact import wide
+from tfcommx.optim.checkpoint.optimizer_state import copy_optimizer, set_optimizer
+from tfcommx.optim.keras_internals import finalize_layers
 from tfcommx.optim.wrapped import wrapped_optimizers
 from tfcommx.terms import PlanError
 
@@ -39,6 +41,7 @@ def set_model(model: keras.Model, arrays: Mapping[str, np.ndarray]) -> None:
         )
     for variable, array in zip(weights, stored, strict=True):
         variable.assign(array)
+    finalize_layers(model)
     for place, optimizer in enumerate(wrapped_optimizers(model)):
         first = f"optimizer{place}/"
         set_optimizer(

@@ -1,0 +1,227 @@
+"""A restored model holds what was saved, to the bit, or is refused; moving averages are equal.
+
+Keras saves a layer with LoRA as its kernel with the adapters added, and loads adapters of zeros.
+After a resume both adapters were zero, so were their gradients, and the loss stayed as it was
+(.04162), without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from rank_helpers import compiled, fit
+
+import tfcommx as cx
+from tfcommx import callbacks, checkpoint
+from tfcommx.comm.base import Comm
+
+layers = keras.layers
+
+
+class Forgets(layers.Dense):
+    """A layer that loads something other than what it has saved."""
+
+    def load_own_variables(self, store: Any) -> None:
+        super().load_own_variables(store)
+        self.bias.assign(0 * self.bias)
+
+
+def dense() -> list[keras.layers.Layer]:
+    return [keras.Input((8,)), layers.Dense(6, "tanh", name="big"), layers.Dense(1)]
+
+
+def embedded() -> list[keras.layers.Layer]:
+    return [
+        keras.Input((8,)),
+        layers.Lambda(lambda x: tf.cast(tf.abs(x), tf.int32) % 5),
+        layers.Embedding(5, 4, name="big"),
+        layers.Flatten(),
+        layers.Dense(1),
+    ]
+
+
+def convolved() -> list[keras.layers.Layer]:
+    return [
+        keras.Input((8,)),
+        layers.Reshape((4, 2)),
+        layers.Conv1D(3, 2, name="big"),
+        layers.Flatten(),
+        layers.Dense(1),
+    ]
+
+
+def multiplied() -> list[keras.layers.Layer]:
+    return [keras.Input((8,)), layers.EinsumDense("ab,bc->ac", (6,), name="big"), layers.Dense(1)]
+
+
+def forgetting() -> list[keras.layers.Layer]:
+    return [keras.Input((8,)), Forgets(6, "tanh", name="big"), layers.Dense(1)]
+
+
+def built(
+    stack: Callable[[], list[keras.layers.Layer]], lora: bool, mode: str | None
+) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    net = keras.Sequential(stack())
+    if mode:
+        net.get_layer("big").quantize(mode)
+    if lora:
+        net.get_layer("big").enable_lora(2)
+    net.compile(
+        cx.DistributedOptimizer(keras.optimizers.SGD(0.3), cx.Scheme()), "mse", jit_compile=False
+    )
+    return net
+
+
+def losses(net: keras.Model, first: int, last: int, *more: Any) -> list[float]:
+    x = np.random.default_rng(0).normal(size=(32, 8)).astype("float32")
+    y = np.tanh(x[:, :1] - x[:, 1:2])
+    done = net.fit(
+        x,
+        y,
+        batch_size=16,
+        initial_epoch=first,
+        epochs=last,
+        shuffle=False,
+        verbose=0,
+        callbacks=[callbacks.BroadcastState(), *more],
+    )
+    return done.history["loss"]
+
+
+@pytest.mark.parametrize(
+    ("stack", "lora", "mode"),
+    [
+        (dense, True, None),
+        (embedded, True, None),
+        (convolved, True, None),
+        (multiplied, True, None),
+        (dense, False, "int8"),
+        (dense, True, "int8"),
+        (embedded, True, "int8"),
+        (dense, True, "int4"),
+        (forgetting, False, None),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_layer_that_keras_saves_otherwise_is_restored_exactly(
+    comm: Comm,
+    folder: Path,
+    stack: Callable[[], list[keras.layers.Layer]],
+    lora: bool,
+    mode: str | None,
+) -> None:
+    """Keras calls the second model of the process sequential_1: it was refused for its names."""
+    net = built(stack, lora, mode)
+    losses(net, 0, 2, checkpoint.Checkpoint(folder))
+    again = built(stack, lora, mode)
+    assert checkpoint.restore(again, folder) == 2
+    for one, other in zip(net.weights, again.weights, strict=True):
+        np.testing.assert_array_equal(one.numpy(), other.numpy(), other.path)
+    before, after = losses(net, 2, 4), losses(again, 2, 4)
+    assert before == after and before[0] != before[1]
+
+
+def test_a_model_that_cannot_hold_what_was_saved_is_refused(comm: Comm, folder: Path) -> None:
+    """Keras warns, and trains on with the state of a new optimizer, or rounds the weights."""
+
+    def made(rate: Any, dtype: str = "float32") -> keras.Model:
+        keras.utils.set_random_seed(1)
+        net = keras.Sequential([keras.Input((8,)), layers.Dense(1, dtype=dtype, name="out")])
+        wrapped = cx.DistributedOptimizer(keras.optimizers.Adam(rate), cx.Scheme())
+        net.compile(wrapped, "mse", jit_compile=False)
+        return net
+
+    net = made(0.1)
+    losses(net, 0, 1, checkpoint.Checkpoint(folder))
+    decaying = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+    with pytest.raises(cx.PlanError, match=r"exactly what was saved.*variables of the optimizer"):
+        checkpoint.restore(made(decaying), folder)
+    with pytest.raises(cx.PlanError, match=r"exactly what was saved.*out/kernel' of the model"):
+        checkpoint.restore(made(0.1, "bfloat16"), folder)
+    checkpoint.restore(made(0.1), folder)
+
+
+def test_a_vocabulary_is_restored_or_refused(comm: Comm, folder: Path) -> None:
+    def made(*words: str) -> keras.Model:
+        lookup = layers.StringLookup(name="words")
+        lookup.adapt(list(words))
+        net = keras.Sequential(
+            [keras.Input((1,), dtype="string"), lookup, layers.Embedding(4, 1), layers.Flatten()]
+        )
+        wrapped = cx.DistributedOptimizer(keras.optimizers.SGD(0.1), cx.Scheme())
+        net.compile(wrapped, "mse", jit_compile=False)
+        return net
+
+    net = made("a", "b", "b")
+    checkpoint.save(net, folder, 0)
+    checkpoint.restore(made("a", "b", "b"), folder)
+    with pytest.raises(cx.PlanError, match=r"vocabularies and bins.*words"):
+        checkpoint.restore(made("a", "a", "b"), folder)
+
+
+AVERAGES = {
+    "ema": {},
+    "ema of updates": {"sends": "updates"},
+    "ema of overlapped rounds": {"overlap": 2},
+}
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+def test_moving_averages_are_averaged_with_the_weights(comm: Comm, name: str) -> None:
+    """`fit` ended with each rank's own moving average: replicas differed by .07."""
+    keras.utils.set_random_seed(1)
+    net = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+    plain = keras.optimizers.SGD(0.01, use_ema=True, ema_momentum=0.9)
+    averaging = cx.strategies.WeightAveraging(every=4, **AVERAGES[name])
+    net.compile(
+        cx.DistributedOptimizer(plain, cx.Scheme(), strategy=averaging), "mse", jit_compile=False
+    )
+    x = np.random.default_rng(comm.rank).normal(comm.rank, 1, (88, 4)).astype("float32")
+    compare = callbacks.CompareReplicas()
+    averages: list[np.ndarray] = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            averages.append(net.optimizer._model_variables_moving_average[0].numpy())
+
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    net.fit(
+        x,
+        x.sum(1) + comm.rank,
+        batch_size=8,
+        epochs=2,
+        verbose=0,
+        validation_data=(x, x.sum(1)),
+        callbacks=[callbacks.BroadcastState(), Watch(), swap, compare],
+    )
+    everyone = comm.gather_objects((net.get_weights(), averages))
+    for kernels, seen in everyone:
+        np.testing.assert_array_equal(kernels[0], everyone[0][0][0])
+        np.testing.assert_array_equal(seen, everyone[0][1])
+    np.testing.assert_array_equal(averages[-1], net.get_weights()[0])
+
+
+def test_averages_that_replace_weights_are_refused_with_weight_averaging(comm: Comm) -> None:
+    plain = keras.optimizers.SGD(0.01, use_ema=True, ema_overwrite_frequency=3)
+    with pytest.raises(cx.PlanError, match="ema_overwrite_frequency=3"):
+        cx.DistributedOptimizer(plain, strategy="weight_averaging")
+
+
+def test_a_difference_that_fit_ends_with_is_seen(comm: Comm) -> None:
+    class Ends(keras.callbacks.Callback):
+        def on_train_end(self, logs: Any = None) -> None:
+            self.model.trainable_variables[0].assign_add(
+                0 * self.model.trainable_variables[0] + comm.rank
+            )
+
+    net = compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1), cx.Scheme()))
+    if comm.topology.size > 1:
+        with pytest.raises(RuntimeError, match="After the end of fit"):
+            fit(net, comm, 1, (Ends(),))

@@ -1,0 +1,370 @@
+"""Models that differ between ranks under equal weights are refused, or made equal.
+
+BroadcastState compared variables by position and nothing else, and CompareReplicas found such
+replicas identical. Ranks trained each other's embeddings where layers were made in the order of a
+set (loss 2.7 in place of 0), and each normalised with constants of its own after `adapt`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from rank_helpers import compiled, weights
+
+import tfcommx as cx
+from tfcommx import callbacks
+from tfcommx.comm import process
+from tfcommx.comm.base import Comm
+from tfcommx.optim import replica_forms
+
+layers = keras.layers
+
+
+def net_of(*stack: keras.layers.Layer, shape: Any = (4,), dtype: Any = None) -> keras.Model:
+    return keras.Sequential([keras.Input(shape, dtype=dtype), *stack])
+
+
+def tables_in_order(names: str) -> keras.Model:
+    inputs = {name: keras.Input((), dtype="int32", name=name) for name in names}
+    tables = [layers.Embedding(5, 2, name=f"table_{name}")(inputs[name]) for name in names]
+    return keras.Model(inputs, layers.Dense(1)(layers.Concatenate()(tables)))
+
+
+class RandomShift(keras.layers.Layer):
+    """Adds a constant that NumPy draws while the layer is built."""
+
+    def build(self, shape: Any) -> None:
+        self.shift = np.random.default_rng(process.rank()).normal(size=shape[-1])
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        return inputs + tf.cast(self.shift, inputs.dtype)
+
+
+class Scaled(keras.layers.Layer):
+    """Multiplies by an attribute that no config holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0 + process.rank()
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        return inputs * self.factor
+
+
+def lambda_of(rank: int) -> keras.layers.Layer:
+    mask = np.random.default_rng(rank).normal(size=4).astype("float32")
+    return layers.Lambda(lambda inputs: inputs * mask)
+
+
+def twice_in_order(rank: int) -> keras.Model:
+    """Two layers that Keras names, of equal shapes, called in another order."""
+    first, second = layers.Dense(4, activation="relu"), layers.Dense(4)
+    first.build((None, 4)), second.build((None, 4))
+    order = [first, second] if rank == 0 else [second, first]
+    net = net_of(first, second, layers.Dense(1))
+    inputs = keras.Input((4,))
+    outputs = inputs
+    for layer in order:
+        outputs = layer(outputs)
+    assert net.built
+
+    class Ordered(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.out = first, second, net.layers[-1]
+            self.built = True
+
+        def call(self, inputs: tf.Tensor) -> tf.Tensor:
+            for layer in order:
+                inputs = layer(inputs)
+            return self.out(inputs)
+
+    return Ordered()
+
+
+def frozen(rank: int) -> keras.Model:
+    net = net_of(layers.Dense(3, name="base"), layers.Dense(1))
+    net.get_layer("base").trainable = rank == 0
+    return net
+
+
+def words(rank: int) -> keras.Model:
+    lookup = layers.StringLookup(vocabulary=["cat", "dog"] if rank == 0 else ["dog", "cat"])
+    return net_of(lookup, layers.Embedding(3, 2), layers.Flatten(), shape=(4,), dtype="string")
+
+
+def bins(rank: int) -> keras.Model:
+    split = layers.Discretization(num_bins=3)
+    split.adapt(np.arange(9.0) * (1 + rank))
+    return net_of(split, layers.Embedding(3, 2), layers.Flatten())
+
+
+def hashed(rank: int) -> keras.Model:
+    salted = layers.Hashing(num_bins=3, salt=7 + rank)
+    return net_of(salted, layers.Embedding(3, 2), layers.Flatten(), dtype="int32")
+
+
+def stack(make: Callable[[int], keras.layers.Layer]) -> Callable[[int], keras.Model]:
+    return lambda rank: net_of(make(rank), layers.Dense(1))
+
+
+REFUSED = {
+    "order of named layers": (
+        lambda rank: tables_in_order("abc" if rank == 0 else "cab"),
+        "'table_a/embeddings'.*on rank 0, where rank 1 has 'table_c/embeddings'",
+    ),
+    "named otherwise": (
+        stack(lambda rank: layers.Dense(4, name="left" if rank == 0 else "right")),
+        "left/kernel'.*right/kernel'",
+    ),
+    "another class": (
+        stack(lambda rank: (layers.ReLU if rank == 0 else layers.Softmax)()),
+        "class = ReLU on rank 0 and Softmax on rank 1",
+    ),
+    "rate of dropout": (
+        stack(lambda rank: layers.Dropout(0.1 * (1 + rank))),
+        "argument rate = 0.1",
+    ),
+    "activation": (stack(lambda rank: layers.Dense(4, ["relu", "tanh"][rank])), "activation"),
+    "regularizer": (
+        stack(lambda rank: layers.Dense(4, kernel_regularizer=keras.regularizers.L2(1 + rank))),
+        "regularizer",
+    ),
+    "renormalisation": (
+        stack(lambda rank: layers.BatchNormalization(momentum=0.9 + 0.05 * rank)),
+        "momentum",
+    ),
+    "policy": (
+        stack(lambda rank: layers.Dense(4, dtype=["float32", "mixed_bfloat16"][rank])),
+        "dtype policy",
+    ),
+    "frozen on one rank": (frozen, "dense.*trainable|base/kernel.*trainable"),
+    "vocabulary": (words, "vocabulary or bins = 3 entries"),
+    "bins": (bins, "vocabulary or bins"),
+    "salt": (hashed, "salt"),
+    "random constant": (stack(lambda rank: RandomShift()), "'random_shift.*shift differ"),
+    "attribute": (stack(lambda rank: Scaled()), "'scaled.*factor differ"),
+    "closure": (stack(lambda_of), "'lambda.*no variable"),
+    "order of calls": (twice_in_order, "No single layer|first layer that differs"),
+}
+
+
+def data_of(net: keras.Model) -> tuple[Any, np.ndarray]:
+    """Return eight samples for a model's inputs, equal on all ranks, and labels."""
+    numbers = np.random.default_rng(3)
+
+    def sample(tensor: Any) -> np.ndarray:
+        shape = (8, *(tensor.shape[1:]))
+        if tensor.dtype == "string":
+            return numbers.choice(["cat", "dog"], shape)
+        if tensor.dtype == "int32":
+            return numbers.integers(0, 5, shape).astype("int32")
+        return numbers.normal(size=shape).astype("float32")
+
+    inputs = net.inputs if hasattr(net, "inputs") and net.inputs else [keras.Input((4,))]
+    given = {one.name: sample(one) for one in inputs} if len(inputs) > 1 else sample(inputs[0])
+    if inputs[0].dtype == "string":
+        given = tf.constant(given)
+    return given, np.ones((8, 1), "float32")
+
+
+def train(net: keras.Model, *extra: Any, optimizer: Any = None, loss: Any = "mse") -> None:
+    wrapped = cx.DistributedOptimizer(optimizer or keras.optimizers.SGD(0.01), cx.Scheme())
+    net.compile(wrapped, loss, jit_compile=False)
+    x, y = data_of(net)
+    beginning = extra or (callbacks.BroadcastState(),)
+    net.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=list(beginning))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_differ_are_refused(comm: Comm, name: str) -> None:
+    build, words = REFUSED[name]
+    net = build(comm.rank)
+    if comm.topology.size == 1:
+        train(net)
+        return
+    with pytest.raises(cx.PlanError, match=f"(?s){words}"):
+        train(net)
+
+
+def test_settings_of_compile_that_differ_are_refused(comm: Comm) -> None:
+    if comm.topology.size == 1:
+        return
+    net = net_of(layers.Dense(1))
+    with pytest.raises(cx.PlanError, match=r"optimizer 'sgd.*momentum = 0\.5 on rank 0"):
+        train(net, optimizer=keras.optimizers.SGD(0.1, momentum=0.5 + 0.1 * comm.rank))
+    rates = keras.optimizers.schedules.ExponentialDecay(0.1 * (1 + comm.rank), 10, 0.9)
+    with pytest.raises(cx.PlanError, match=r"learning_rate"):
+        train(net, optimizer=keras.optimizers.SGD(rates))
+    scale = 1.0 + comm.rank
+    with pytest.raises(cx.PlanError, match=r"Received the loss of rank 0's first batch"):
+        train(net, loss=lambda y, out: scale * tf.reduce_mean(tf.square(y - out)))
+
+
+def test_other_numbers_of_keras_pair_by_position(comm: Comm) -> None:
+    """A rank that made layers before, in another order, has other numbers for the same layers."""
+    if comm.rank:
+        layers.Dense(1), layers.Dense(2)
+    second = layers.Dense(1) if comm.rank else None
+    first = layers.Dense(4)
+    net = net_of(
+        layers.Bidirectional(layers.LSTM(2)), first, second or layers.Dense(1), shape=(3, 4)
+    )
+    train(net)
+    everyone = comm.gather_objects([value.tobytes() for value in weights(net)])
+    assert all(other == everyone[0] for other in everyone)
+
+
+@pytest.mark.parametrize("how", ["each rank adapts", "one rank loads"])
+def test_normalization_uses_the_weights_that_it_has(comm: Comm, how: str, folder: Any) -> None:
+    def build() -> keras.Model:
+        return net_of(layers.Normalization(), layers.Dense(1))
+
+    net, data = build(), np.random.default_rng(comm.rank).normal(10 * comm.rank, 1, (64, 4))
+    if how == "each rank adapts":
+        net.layers[0].adapt(data)
+    else:
+        train(net)  # has traced a step with the constants of before
+        if comm.rank == 0:
+            other = build()
+            other.layers[0].adapt(100 + data)
+            other.save_weights(folder / "old.weights.h5")
+            net.load_weights(folder / "old.weights.h5")
+    train(net)
+    norm = net.layers[0]
+    np.testing.assert_array_equal(np.ravel(norm.mean), norm.adapt_mean.numpy())
+    probe = np.full((1, 4), 5.0, "float32")
+    everyone = comm.gather_objects((norm.adapt_mean.numpy(), net.predict(probe, verbose=0)))
+    for mean, output in everyone:
+        np.testing.assert_array_equal(mean, everyone[0][0])
+        np.testing.assert_array_equal(output, everyone[0][1])
+
+
+class Noise(keras.layers.Layer):
+    """Adds noise in inference mode, too, and counts its calls."""
+
+    def __init__(self, seed: int | None) -> None:
+        super().__init__()
+        self.generator = None if seed is None else keras.random.SeedGenerator(seed)
+
+    def build(self, shape: Any) -> None:
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        self.calls.assign_add(1.0)
+        if self.generator is None:
+            return inputs + tf.random.normal(tf.shape(inputs))
+        return inputs + keras.random.normal(tf.shape(inputs), seed=self.generator)
+
+
+def test_random_layers_raise_no_alarm_and_no_state_changes(
+    comm: Comm, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Statistics, counts of calls and seeds are the same with and without the comparison."""
+    seen = []
+    for compare in (False, True):
+        keras.utils.set_random_seed(4)
+        net = net_of(
+            Noise(7 + comm.rank),
+            layers.Dropout(0.5, seed=comm.rank),
+            layers.BatchNormalization(),
+            layers.Dense(1),
+        )
+        train(net, callbacks.BroadcastState(compare=compare))
+        seen.append([one.numpy() for one in net.variables if "dense" not in one.path])
+        seen[-1] += weights(net)
+    for one, other in zip(*seen, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+    tf.random.set_seed(comm.rank)
+    with caplog.at_level(logging.WARNING, "tfcommx"):
+        train(net_of(Noise(None), layers.Dense(1)))
+    told = [one for one in caplog.records if "other outputs each time" in one.getMessage()]
+    assert len(told) == (comm.topology.size > 1 and comm.rank == 0)
+
+
+def test_the_first_batch_is_trained_once(comm: Comm) -> None:
+    """The comparison takes several batches of the data set and gives them back to the training."""
+    results = []
+    for compare in (False, True):
+        taken: list[int] = []
+
+        def rows(taken: list[int] = taken) -> Any:
+            for row in range(11):
+                taken.append(row)
+                yield {"a": [row + comm.rank], "b": ["cat"]}, [1.0]
+
+        spec = (
+            {
+                "a": tf.TensorSpec([1], tf.float32),
+                "b": tf.TensorSpec([1], tf.string),
+            },
+            tf.TensorSpec([1], tf.float32),
+        )
+        data = tf.data.Dataset.from_generator(rows, output_signature=spec).batch(2)
+        keras.utils.set_random_seed(2)
+        a, b = keras.Input((1,), name="a"), keras.Input((1,), dtype="string", name="b")
+        word = layers.Flatten()(
+            layers.Embedding(3, 1)(layers.StringLookup(vocabulary=["cat", "dog"])(b))
+        )
+        net = keras.Model({"a": a, "b": b}, layers.Dense(1)(layers.Concatenate()([a, word])))
+        traces: list[int] = []
+
+        def loss(y: Any, out: Any, traces: list[int] = traces) -> Any:
+            traces.append(1)
+            return tf.reduce_mean(tf.square(y - out))
+
+        net.compile(
+            cx.DistributedOptimizer(keras.optimizers.SGD(1e-3), cx.Scheme()),
+            loss,
+            steps_per_execution=4,
+            jit_compile=False,
+        )
+        done = net.fit(data, verbose=0, callbacks=[callbacks.BroadcastState(compare=compare)])
+        results.append((done.history["loss"], weights(net), taken))
+        steps = int(net.optimizer.iterations.numpy())
+        assert steps == 6 and taken == list(range(11))
+    assert results[0][0] == results[1][0]
+    for one, other in zip(results[0][1], results[1][1], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_model_with_a_step_of_its_own_is_not_called(comm: Comm) -> None:
+    class OwnStep(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = layers.Dense(1)
+            self.part.build((None, 4))
+            self.built = True
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self.part(data["image"]))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    net = OwnStep()
+    net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.1), cx.Scheme()), jit_compile=False)
+    data = tf.data.Dataset.from_tensors({"image": np.ones((2, 4), "float32")})
+    net.fit(data, verbose=0, callbacks=[callbacks.BroadcastState()])
+
+
+def test_variables_in_another_order_are_refused_in_a_loop(comm: Comm) -> None:
+    names = ["b", "a"] if comm.rank else ["a", "b"]
+    net = net_of(*[layers.Dense(4, name=f"part_of_{name}") for name in names])
+    if comm.topology.size > 1:
+        with pytest.raises(cx.PlanError, match=r"same order on every rank"):
+            cx.broadcast_variables(net.weights)
+
+
+def test_bins_and_vocabularies_have_digests() -> None:
+    first, second = (replica_forms.tables_of(words(rank)) for rank in (0, 1))
+    assert len(first) == len(second) == 1 and first != second
+    assert not replica_forms.tables_of(compiled(cx.DistributedOptimizer(keras.optimizers.SGD(0.1))))

@@ -1,0 +1,210 @@
+"""Compare how the ranks have made their models: order, classes, settings and tables of layers.
+
+BroadcastState pairs variables by position. Layers that a rank made in another order would train
+each other's weights, and nothing in the weights shows it.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from tfcommx.comm import process
+from tfcommx.optim.keras_internals import (
+    given_name,
+    inner_optimizer,
+    layers_of,
+    own_variables,
+)
+from tfcommx.optim.variable_names import path_of
+from tfcommx.optim.wrapped import wrapped_optimizers
+from tfcommx.terms import PlanError
+
+# Settings that differ between ranks in a correct training: ranks have seeds of their own, their
+# first weights are replaced by the root's, and the rate is a variable, which is broadcast.
+_NOT_COMPARED = re.compile(r"name|seed|learning_rate|vocabulary|bin_boundaries|.*initializer")
+
+
+class LayerForm(NamedTuple):
+    """A layer as the ranks compare it."""
+
+    # Given by the user; None: made by Keras
+    name: str | None
+    # For messages: a path of its first variable, or its name
+    label: str
+    # What is compared -> its value as text
+    settings: dict[str, str]
+
+
+def require_equal_forms(model: keras.Model) -> None:
+    """Refuse a model that another rank has made otherwise: other layers, order, settings, tables.
+
+    Names that Keras has numbered may differ: a rank that made another model before has other
+    numbers.
+
+    **Ranks:** all. **Cost:** two small exchanges on the host.
+    **Raises:** PlanError that names the layer and the ranks.
+    """
+    forms = [form_of(layer) for layer in _compared_layers(model)]
+    everyone = _gather_if_unequal(forms)
+    for rank, others in enumerate(everyone):
+        _require_equal_names(everyone[0], others, rank)
+        for first, other in zip(everyone[0], others, strict=False):
+            _require_equal_settings(first.label, first.settings, other.settings, rank)
+        if len(others) != len(everyone[0]):
+            raise PlanError(
+                "The model must have the same layers on every rank. Received "
+                f"{len(everyone[0])} on rank 0 and {len(others)} on rank {rank}. Build the same "
+                "model on every rank."
+            )
+
+
+def require_equal_optimizers(model: keras.Model) -> None:
+    """Refuse optimizers whose settings differ between ranks; the learning rate is broadcast.
+
+    **Ranks:** all. **Cost:** two small exchanges on the host. **Raises:** PlanError.
+    """
+    forms = [
+        (inner_optimizer(one).name, _settings_of(inner_optimizer(one)))
+        for one in wrapped_optimizers(model)
+    ]
+    everyone = _gather_if_unequal([settings for _, settings in forms])
+    for rank, others in enumerate(everyone):
+        for (name, _), first, other in zip(forms, everyone[0], others, strict=False):
+            _require_equal_settings(f"the optimizer {name!r}", first, other, rank)
+
+
+def tables_of(model: keras.Model) -> dict[str, str]:
+    """Return a digest of each table that a layer keeps outside of its variables, by layer.
+
+    Vocabularies of StringLookup, IntegerLookup and TextVectorization, bins of Discretization.
+    """
+    found = {}
+    for position, layer in enumerate(layers_of(model)):
+        if (table := _table_of(layer)) is not None:
+            found[f"{position} ({given_name(layer) or type(layer).__name__})"] = table
+    return found
+
+
+def form_of(layer: keras.layers.Layer) -> LayerForm:
+    """Return a layer as the ranks compare it."""
+    own = own_variables(layer)
+    label = path_of(own[0]) if own else layer.name
+    settings = {"class": type(layer).__name__, "dtype policy": str(layer.dtype_policy.name)}
+    if layer.built and own:
+        flags = [bool(variable.trainable) for variable in own]
+        settings["trainable"] = repr(flags if len(set(flags)) > 1 else flags[0])
+        settings["layer.trainable"] = repr(bool(layer.trainable))
+    if not isinstance(layer, keras.Model):
+        settings |= {f"argument {name}": text for name, text in _settings_of(layer).items()}
+    if (table := _table_of(layer)) is not None:
+        settings["vocabulary or bins"] = table
+    return LayerForm(given_name(layer), label, settings)
+
+
+def _compared_layers(model: keras.Model) -> list[keras.layers.Layer]:
+    """Return all layers but the model itself and its inputs, which a loaded model has elsewhere."""
+    inputs = keras.layers.InputLayer
+    return [one for one in layers_of(model)[1:] if not isinstance(one, inputs)]
+
+
+def _table_of(layer: keras.layers.Layer) -> str | None:
+    read = getattr(layer, "get_vocabulary", None)
+    try:
+        table = read() if callable(read) else getattr(layer, "bin_boundaries", None)
+    except Exception:  # Of any kind: no vocabulary yet, or a method of the user
+        return None
+    if table is None:
+        return None
+    entries = [str(entry) for entry in table]
+    return f"{len(entries)} entries, digest {zlib.crc32('|'.join(entries).encode()):08x}"
+
+
+def _settings_of(owner: Any) -> dict[str, str]:
+    """Return what an owner's config says in numbers, flags and words, as text."""
+    try:
+        config = owner.get_config()
+    except Exception:  # Of any kind: it is the user's method
+        return {}
+    of_keras = type(owner).__module__.startswith(("keras.", "tfcommx."))
+    settings = {"class": type(owner).__name__}
+    for name, value in config.items():
+        if name == "learning_rate" and isinstance(value, dict):  # A schedule, not a variable
+            settings[name] = repr(_plain(value, words=True))
+        elif not _NOT_COMPARED.fullmatch(name) and (
+            isinstance(value, bool | int | float | np.number | list | tuple)
+            # A user's own words may be this rank's, such as the path of a file
+            or (of_keras and isinstance(value, str))
+            or (name.endswith(("regularizer", "constraint")) and value is not None)
+        ):
+            settings[name] = repr(_plain(value, words=of_keras))
+    return settings
+
+
+def _plain(value: Any, words: bool) -> Any:
+    """Return a value without what two processes write differently, such as addresses."""
+    if isinstance(value, dict):
+        return {
+            key: _plain(part, words)
+            for key, part in sorted(value.items())
+            if key not in ("name", "seed", "module", "build_config")
+        }
+    if isinstance(value, list | tuple):
+        return [_plain(part, words) for part in value]
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, bool | int | float) or (words and isinstance(value, str)):
+        return value
+    return type(value).__name__
+
+
+def _gather_if_unequal(forms: list[Any]) -> list[list[Any]]:
+    """Return the forms of all ranks; those of this one alone if all are equal."""
+    here = process.current()
+    digests = here.gather_objects(zlib.crc32(repr(forms).encode()))
+    return [forms] if len(set(digests)) == 1 else here.gather_objects(forms)
+
+
+def _require_equal_names(
+    first: Sequence[LayerForm], others: Sequence[LayerForm], rank: int
+) -> None:
+    """Refuse layers that the user named differently, or in another order."""
+    pairs = [(a, b) for a, b in zip(first, others, strict=False) if a.name != b.name]
+    reordered = sorted(map(str, (a.name for a, _ in pairs))) == sorted(
+        map(str, (b.name for _, b in pairs))
+    )
+    for one, other in pairs:
+        if one.name is None or other.name is None:
+            continue
+        # Names that a user derives from Keras's, such as "dense_3_out", have other numbers
+        plain, others_plain = (re.sub(r"_?\d+", "", name) for name in (one.name, other.name))
+        if reordered or plain != others_plain:
+            raise PlanError(
+                "Layers must be made in the same order, with the same names, on every rank: their "
+                f"variables are paired by position. Received {one.label!r} (of layer "
+                f"{one.name!r}) on rank 0, where rank {rank} has {other.label!r} (of layer "
+                f"{other.name!r}). Make the layers in a fixed order, such as that of sorted(...): "
+                "that of a set differs between processes."
+            )
+
+
+def _require_equal_settings(
+    label: str, first: dict[str, str], other: dict[str, str], rank: int
+) -> None:
+    for name in first:
+        if name in other and first[name] != other[name]:
+            raise PlanError(
+                "Layers and optimizers must have the same settings on every rank. Received for "
+                f"{label} {name} = {_short(first[name])} on rank 0 and {_short(other[name])} on "
+                f"rank {rank}. Build and compile the same model on every rank, from the same "
+                "files; BroadcastState(compare=False) trains with the difference."
+            )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,272 @@
+"""Compare what the ranks' models compute: outputs and loss of the first batch of rank 0.
+
+Equal variables do not make equal models: a constant that a layer made of random numbers, a lookup
+table, a closure or an attribute of a layer are no variables, and no rank broadcasts them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfcommx.comm import process
+from tfcommx.optim.keras_internals import call_alike, calls_recorded, constants_of, loss_of
+from tfcommx.terms import PlanError
+
+log = logging.getLogger("tfcommx")
+
+# Largest difference of equal models, as a share of the largest output: processors of other types
+# round differently, and layers add up what they round
+TOLERANCE = {"float32": 1e-3, "float64": 1e-3, "float16": 0.05, "bfloat16": 0.05}
+# Entries of an output that are exchanged if digests differ, evenly spread
+SAMPLE = 16384
+
+
+class Result(NamedTuple):
+    """Outputs and loss of one rank, or the error of computing them."""
+
+    # Name -> digest
+    digests: dict[str, str]
+    # Name -> some of its entries
+    samples: dict[str, np.ndarray]
+    # Empty if there was none
+    error: str = ""
+
+
+def batch_and_again(iterator: Iterator[Any], count: int) -> tuple[Any | None, Iterator[Any]]:
+    """Take the first of the next `count` batches; return it, and an iterator that yields them all.
+
+    The iterator's element spec is the original's: no step is traced again. The batch is None, and
+    the iterator the original, if it is none of tf.data, has no batch, or elements other than
+    tensors.
+    """
+    spec = getattr(iterator, "element_spec", None)
+    known = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
+    if not isinstance(iterator, tf.data.Iterator) or not all(
+        isinstance(part, known) for part in tf.nest.flatten(spec)
+    ):
+        return None, iterator
+    batches = []
+    for _ in range(count):
+        try:
+            batches.append(next(iterator))
+        except (StopIteration, tf.errors.OutOfRangeError):
+            break
+    if not batches:
+        return None, iterator
+    # Not from_generator, which changes how the whole process allocates memory (TensorFlow 2.21)
+    again = functools.reduce(
+        tf.data.Dataset.concatenate, [_dataset_of(batch, spec) for batch in batches]
+    )
+    return batches[0], iter(again)
+
+
+def _dataset_of(batch: Any, spec: Any) -> tf.data.Dataset:
+    """Return a dataset of one batch, whose shapes are known as far as those of `spec` are."""
+    shapes = [part.shape for part in tf.nest.flatten(spec, expand_composites=True)]
+
+    def with_shapes(*parts: tf.Tensor) -> Any:
+        relaxed = [
+            tf.compat.v1.placeholder_with_default(part, shape)
+            for part, shape in zip(parts, shapes, strict=True)
+        ]
+        return tf.nest.pack_sequence_as(spec, relaxed, expand_composites=True)
+
+    parts = tuple(tf.nest.flatten(batch, expand_composites=True))
+    return tf.data.Dataset.from_tensors(parts).map(with_shapes)
+
+
+def require_equal_outputs(model: keras.Model, batch: Any | None, root: int) -> None:
+    """Refuse replicas that compute other outputs, or another loss, from the batch of rank `root`.
+
+    The model runs in inference mode, and no Keras variable changes: neither statistics of batch
+    norm nor seeds. All ranks draw from equal seeds. A model whose outputs differ from call to call
+    is not compared, and a warning says so.
+
+    Args:
+        model: built, with equal variables on all ranks.
+        batch: of rank `root`, as `fit` gives it to `train_step`; None: nothing is compared.
+        root: the rank whose batch counts.
+
+    **Ranks:** all. **Cost:** the batch is sent to all ranks, and each calls the model once, outside
+    of a graph; if the digests of the results differ twice more.
+    **Raises:** PlanError, on all ranks, that names the first layer which computes something else.
+    """
+    here = process.current()
+    if here.topology.size == 1:
+        return
+    packed = here.gather_objects(_pack(batch) if here.rank == root else None)[root]
+    if packed is None:
+        return
+    batch = _unpack(*packed)
+    result = _result_of(model, batch)
+    everyone = here.gather_objects((result.digests, result.error))
+    if all(other == everyone[0] for other in everyone):
+        # A model with a training step of its own need not have a call
+        if (
+            result.error
+            and not result.error.startswith("NotImplementedError")
+            and (here.rank == root)
+        ):
+            log.warning(
+                "The replicas' outputs were not compared, because calling the model on a batch "
+                "failed: %s BroadcastState(compare=False) leaves it out.",
+                result.error,
+            )
+        return
+    errors = [error for _, error in everyone]
+    if any(errors) and not all(errors):
+        rank = next(rank for rank, error in enumerate(errors) if error)
+        raise PlanError(
+            f"All ranks must be able to call the model on rank {root}'s first batch. Received on "
+            f"rank {rank}: {errors[rank]} Build the same model on every rank."
+        )
+    # A second call tells models whose outputs vary from those that differ
+    second = _result_of(model, batch, seed=1)
+    varies = _differences(result, second)
+    samples = here.gather_objects((result, varies))
+    varying = [rank for rank, (_, names) in enumerate(samples) if names]
+    if varying:
+        if here.rank == root:
+            log.warning(
+                "The replicas' outputs were not compared, because the model gives other outputs "
+                "each time it is called on the same batch (%s, on rank %d).",
+                samples[varying[0]][1][0],
+                varying[0],
+            )
+        return
+    for rank, (other, _) in enumerate(samples):
+        if names := _differences(samples[root][0], other):
+            difference = _largest_difference(samples[root][0], other, names[0])
+            raise PlanError(
+                "All ranks must compute the same from the same batch, and their variables are "
+                f"equal. Received {names[0]} of rank {root}'s first batch that differs between "
+                f"rank {root} and rank {rank}{difference}. {_first_layer(model, batch, root, rank)}"
+            )
+
+
+def _pack(batch: Any | None) -> tuple[Any, list[np.ndarray]] | None:
+    """Return a batch's form and arrays, which can be pickled."""
+    if batch is None:
+        return None
+    spec = tf.nest.map_structure(tf.type_spec_from_value, batch)
+    return spec, [part.numpy() for part in tf.nest.flatten(batch, expand_composites=True)]
+
+
+def _unpack(spec: Any, arrays: list[np.ndarray]) -> Any:
+    tensors = [tf.constant(array) for array in arrays]
+    return tf.nest.pack_sequence_as(spec, tensors, expand_composites=True)
+
+
+def _result_of(model: keras.Model, batch: Any, seed: int = 0) -> Result:
+    """Compute outputs and loss."""
+    inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
+
+    def with_loss(outputs: Any) -> dict[str, Any]:
+        parts = tf.nest.flatten(outputs, expand_composites=True)
+        named = {f"output {number}": part for number, part in enumerate(parts)}
+        if labels is not None and getattr(model, "loss", None) is not None:
+            named["the loss"] = loss_of(model, inputs, labels, outputs, weights)
+        return named
+
+    try:
+        named = call_alike(model, inputs, with_loss, seed)
+    except Exception as error:  # Of any kind: `fit` may never call the model so
+        return Result({}, {}, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    arrays = {name: np.asarray(part) for name, part in named.items()}
+    digests = {name: _digest(array) for name, array in arrays.items()}
+    return Result(digests, {name: _sample(array) for name, array in arrays.items()})
+
+
+def _digest(value: Any) -> str:
+    """Return a digest of the tensors in a structure; empty if it has one of a graph."""
+    digest = hashlib.sha256()
+    for part in tf.nest.flatten(value, expand_composites=True):
+        if not tf.is_tensor(part) and not isinstance(part, np.ndarray | keras.Variable):
+            continue
+        if tf.is_tensor(part) and not hasattr(part, "numpy"):
+            return ""
+        array = np.asarray(part)
+        content = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
+        digest.update(f"{array.dtype} {array.shape}".encode() + content)
+    return digest.hexdigest()
+
+
+def _sample(array: np.ndarray) -> np.ndarray:
+    flat = array.ravel()
+    return flat[:: max(1, flat.size // SAMPLE)].copy()
+
+
+def _differences(first: Result, other: Result) -> list[str]:
+    """Return the names of results that differ by more than rounding."""
+    if first.digests.keys() != other.digests.keys():
+        return sorted(first.digests.keys() ^ other.digests.keys())
+    return [
+        name
+        for name, digest in first.digests.items()
+        if digest != other.digests[name] and not _close(first.samples[name], other.samples[name])
+    ]
+
+
+def _close(first: np.ndarray, other: np.ndarray) -> bool:
+    if first.shape != other.shape or first.dtype.name not in TOLERANCE:
+        return False
+    difference, scale = _difference(first, other)
+    return difference <= TOLERANCE[first.dtype.name] * scale
+
+
+def _difference(first: np.ndarray, other: np.ndarray) -> tuple[float, float]:
+    """Return the largest difference of two float arrays, and their largest entry."""
+    a, b = first.astype(np.float64), other.astype(np.float64)
+    # Equal NaN and Inf are equal
+    unequal = ~((a == b) | (np.isnan(a) & np.isnan(b)))
+    with np.errstate(invalid="ignore"):
+        differences = np.abs(a - b)[unequal]
+    scale = float(np.max(np.abs(np.nan_to_num(a)), initial=0.0))
+    largest = float(np.max(differences, initial=0.0))
+    return (np.inf if np.isnan(largest) else largest), scale
+
+
+def _largest_difference(first: Result, other: Result, name: str) -> str:
+    one, two = first.samples.get(name), other.samples.get(name)
+    if one is None or two is None or one.shape != two.shape or one.dtype.name not in TOLERANCE:
+        return ""
+    difference, scale = _difference(one, two)
+    return f" by up to {difference:.3g}, where the largest is {scale:.3g}"
+
+
+def _first_layer(model: keras.Model, batch: Any, root: int, rank: int) -> str:
+    """Say which layer is the first that computes something else, and what to do. **Ranks:** all."""
+    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    rows: list[tuple[str, str, str]] = []
+    with calls_recorded(model, _digest) as calls:
+        call_alike(model, inputs, lambda outputs: None)
+    for layer, before, after in calls:
+        rows.append((f"{layer.name!r} ({type(layer).__name__})", before, after))
+    constants = [constants_of(layer) for layer, _, _ in calls]
+    everyone = process.current().gather_objects((rows, constants))
+    (ours, our_constants), (theirs, their_constants) = everyone[root], everyone[rank]
+    for place, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+        if one[1] == other[1] and one[2] != other[2]:
+            first, second = our_constants[place], their_constants[place]
+            odd = sorted(
+                name for name in first.keys() & second.keys() if first[name] != second[name]
+            )
+            named = f" (its attributes {', '.join(odd)} differ)" if odd else ""
+            return (
+                f"The first layer that differs is {one[0]}{named}. Something that is no variable "
+                "differs there, such as a vocabulary, a constant of random numbers or an argument: "
+                "make it in the same way on every rank. BroadcastState(compare=False) trains with "
+                "the difference."
+            )
+    return (
+        "No single layer differs: look at the order in which layers are called, the loss and what "
+        "compile() was given. BroadcastState(compare=False) trains with the difference."
+    )
