@@ -55,6 +55,33 @@ def is_member(name: Any) -> bool:
     return isinstance(name, str) and ":" in name
 
 
+# Names "module:MEMBER" that Schemes of this process have, which the user's own code or recipe made
+_named_members: set[str] = set()
+
+
+def name_members(*names: Any) -> None:
+    """Record the members that a user names; files may name these too. Others are ignored."""
+    _named_members.update(name for name in names if is_member(name))
+
+
+def require_named_members(source: str, *names: Any) -> None:
+    """Refuse members that only a file names, because to load one is to import its module.
+
+    Args:
+        source: of the names, for the message.
+        names: those of the table of a family, and others.
+
+    **Raises:** PlanError.
+    """
+    for name in names:
+        if is_member(name) and name not in _named_members:
+            raise PlanError(
+                f"{source} may name a member of another package only if a Scheme of this process "
+                f"names it, because its module is imported. Received {name!r}. If you trust it, "
+                f"make that Scheme first, such as Scheme({name!r}) for a route."
+            )
+
+
 def load_member(what: str, name: str, kind: type | None = None) -> Any:
     """Return the object that "module:MEMBER" names.
 

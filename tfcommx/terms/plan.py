@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfcommx.terms.bucket import Bucket, RouteOptions
-from tfcommx.terms.checks import PlanError, check_name
+from tfcommx.terms.checks import PlanError, check_name, require_named_members
 from tfcommx.terms.piece import Piece
 from tfcommx.terms.topology import Topology
 
@@ -99,6 +99,8 @@ class Plan:
 
 
 def _bucket(row: Mapping[str, Any], read_options: ReadOptions) -> Bucket:
+    names = (row.get(name) for name in ("route", "selection", "wire", "compression"))
+    require_named_members("A plan", *names, *row["options"].values())
     fields = {
         **row,
         "variables": tuple(row["variables"]),

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tfcommx.terms.checks import PlanError, check_name, is_member, python_number
+from tfcommx.terms.checks import PlanError, check_name, is_member, name_members, python_number
 
 # The wire format of a dense route that sends the gradient's own dtype.
 PLAIN = "plain"
@@ -94,6 +94,7 @@ class Scheme:
         # NumPy's numbers become Python's, which JSON can write.
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, python_number(getattr(self, field.name)))
+        name_members(*(getattr(self, field.name) for field in dataclasses.fields(self)))
         self._check_density()
         self._check_sizes()
         if not is_member(self.wire):
