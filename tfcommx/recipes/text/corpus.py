@@ -131,7 +131,7 @@ def _open(folder: Path) -> Corpus:
     def sentences(language: str) -> Sentences:
         path = folder / f"{language}.npy"
         remedy = f"Delete the folder {folder}: it is made anew."
-        with reading("Encoded sentences", path, remedy, DataError):
+        with reading("A file of encoded sentences", path, remedy, DataError):
             words, starts = np.load(path, mmap_mode="r"), np.load(starts_of(path))
             if words.ndim != 1 or starts.ndim != 1 or starts[-1] != len(words):
                 raise ValueError(f"{words.shape} words with sentences that end at {starts[-1:]}")
