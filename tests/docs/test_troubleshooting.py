@@ -40,6 +40,10 @@ INTERNAL = {
     "an empty ...": "caught: said behind `A supervised run needs`",
     "no line of a watcher:": "caught: the line is passed over",
     "... is no list": "caught: said behind `TF_CONFIG must name`",
+    "... belongs to another user": "caught: the sweep leaves that folder",
+    "numbers out of range:": "caught: said behind `must name a save`",
+    "a wrong checksum of ...": "caught: said behind the name of the file",
+    "... words with sentences that end at ...": "likewise",
     "a stranger": "caught: rank 0 turns the process away",
     "...:": "a text file's error: `... Check the path.` stands on the page",
 }

@@ -68,10 +68,10 @@ def reading(
 ) -> Iterator[None]:
     """Replace whatever a parser raises for a damaged file by an error that names the file.
 
-    >>> with reading("A plan", "plan.json", "Make it again: `tfcommx plan`."):
-    ...     json.loads("{")
+    >>> with reading("A plan", "plan.json", "Make it again."):
+    ...     [][0]
     Traceback (most recent call last):
-    tfcommx.terms.checks.PlanError: A plan is required in plan.json. Received JSONDecodeError: ...
+    tfcommx.terms.checks.PlanError: A plan is required in plan.json. Received IndexError: ...
 
     Parsers of NumPy, zip and JSON raise errors of a dozen classes for files that were cut or
     changed, so all of them are caught, except those of a process that is to end.

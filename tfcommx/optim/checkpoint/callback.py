@@ -123,7 +123,7 @@ class Checkpoint(keras.callbacks.Callback):
         try:
             blind = claim(self.folder)
         except SaveError as error:
-            raise PlanError(str(error)) from error
+            raise PlanError(f"A checkpoint needs a folder of one run alone. {error}") from error
         if blind and here.rank == 0:
             log.warning(
                 "The checkpoint folder %s of rank %d is another than that of rank 0, on a disk of "

@@ -14,7 +14,6 @@ import numpy as np
 from tfcommx.comm import process
 from tfcommx.optim.checkpoint.exact import restore_exact
 from tfcommx.optim.checkpoint.files import (
-    HEAD,
     Head,
     memory_model_name,
     model_name,
@@ -213,8 +212,8 @@ def _read_files(folder: Path, head: Head, weights: Path) -> list[list[OptimizerR
         if problem:
             raise PlanError(
                 f"Rank {rank} cannot read the checkpoint of epoch {head.epoch} in {folder}. "
-                f"{problem} With keep=2 an older save is taken; without one, delete {HEAD} to "
-                "begin anew."
+                f"Received: {problem} With keep=2 an older save is taken; without one, delete "
+                "checkpoint.json to begin anew."
             )
     return files
 

@@ -131,10 +131,10 @@ def _open(folder: Path) -> Corpus:
     def sentences(language: str) -> Sentences:
         path = folder / f"{language}.npy"
         remedy = f"Delete the folder {folder}: it is made anew."
-        with reading("Encoded sentences", path, remedy, DataError):
+        with reading("A file of encoded sentences", path, remedy, DataError):
             words = np.load(path, mmap_mode="r")
             _require(words.dtype == np.int32 and words.ndim == 1, "no int32 [n]")
-        with reading("Starts of sentences", starts_of(path), remedy, DataError):
+        with reading("A file of encoded sentences", starts_of(path), remedy, DataError):
             starts = np.load(starts_of(path))
             _require(starts.dtype == np.int64 and starts.ndim == 1, "no int64 [n]")
             _require(
@@ -146,7 +146,9 @@ def _open(folder: Path) -> Corpus:
 
     source, target = sentences("source"), sentences("target")
     path = folder / "target_starts.npy"
-    with reading("Starts of sentences", path, f"Delete {folder}: it is made anew.", DataError):
+    with reading(
+        "A file of encoded sentences", path, f"Delete {folder}: it is made anew.", DataError
+    ):
         _require(len(source) == len(target), f"{len(target)} sentences, and {len(source)} sources")
     return Corpus(source, target)
 

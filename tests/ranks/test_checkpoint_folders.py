@@ -1,0 +1,147 @@
+"""Folders of checkpoints that differ between the ranks, or that another run uses."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import tfcommx as cx
+from tfcommx.comm.base import Comm
+from tfcommx.optim import checkpoint
+from tfcommx.optim.checkpoint import lock, saving
+
+
+def small() -> keras.Model:
+    net = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=False)
+    return net
+
+
+def train(*callbacks: keras.callbacks.Callback) -> None:
+    every = [cx.callbacks.BroadcastState(), *callbacks]
+    small().fit(np.ones((8, 2)), np.ones(8), verbose=0, callbacks=every)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "WAIT_SECONDS", 0.2)
+
+
+def test_ranks_that_name_other_folders_are_refused(comm: Comm, folder: Path) -> None:
+    """A folder named after the time at which each rank had started was another on each rank.
+
+    The ranks saved into two folders, and none could be restored.
+    """
+    if comm.topology.size == 1:
+        return
+    own = folder / f"started-{comm.rank}"
+    with pytest.raises(cx.PlanError, match=r"`folder` of Checkpoint.*started-0.*rank 0.*started-1"):
+        train(checkpoint.Checkpoint(own))
+    for call in (
+        lambda: checkpoint.save(small(), own, 0),
+        lambda: checkpoint.restore(small(), own),
+        lambda: checkpoint.next_epoch(own),
+    ):
+        with pytest.raises(cx.PlanError, match="the same folder of a checkpoint"):
+            call()
+    with pytest.raises(cx.PlanError, match="`keep` of Checkpoint"):
+        train(checkpoint.Checkpoint(folder, keep=1 + comm.rank))
+    with pytest.raises(cx.PlanError, match="`memory_every` of Checkpoint"):
+        train(checkpoint.Checkpoint(folder, memory_every=10 + comm.rank))
+
+
+def test_relative_folders_in_other_working_directories_are_refused(
+    comm: Comm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if comm.topology.size == 1:
+        return
+    (folder / f"of-{comm.rank}").mkdir()
+    monkeypatch.chdir(folder / f"of-{comm.rank}")
+    with pytest.raises(cx.PlanError, match=r"of-0/run on rank 0.*of-1/run on rank 1.*absolute"):
+        train(checkpoint.Checkpoint("run"))
+
+
+def test_a_folder_that_is_a_file_on_one_rank_is_refused_on_all(comm: Comm, folder: Path) -> None:
+    if comm.rank == 0:
+        (folder / "run").write_text("")
+    comm.gather_objects("written")
+    with pytest.raises(cx.PlanError, match=r"of which rank 0 says: .*is a file, and no folder"):
+        train(checkpoint.Checkpoint(folder / "run"))
+
+
+@contextlib.contextmanager
+def another_run(comm: Comm, folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder on rank 0 as another run does."""
+    opened = os.open(folder / lock.LOCK, os.O_RDWR | os.O_CREAT) if comm.rank == 0 else None
+    if opened is not None:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        owner = lock.Owner("another", 0, "elsewhere", 4711)
+        os.pwrite(opened, json.dumps(owner._asdict()).encode(), 0)
+    comm.gather_objects("held")
+    try:
+        yield
+    finally:
+        comm.gather_objects("tried")
+        if opened is not None:
+            os.close(opened)
+        comm.gather_objects("free")
+
+
+def test_a_second_run_is_refused_by_name_until_the_first_has_ended(
+    comm: Comm, folder: Path
+) -> None:
+    """Two runs that saved into one folder deleted each other's files."""
+    named = "run another, process 4711 on elsewhere"
+    with another_run(comm, folder):
+        with pytest.raises(cx.PlanError, match=named):
+            train(checkpoint.Checkpoint(folder))
+        with pytest.raises(checkpoint.SaveError, match=named):
+            checkpoint.save(small(), folder, 0)
+        assert checkpoint.last(folder) is None  # Reading is allowed
+    train(checkpoint.Checkpoint(folder))
+    assert checkpoint.next_epoch(folder) == 1
+    with another_run(comm, folder):  # `fit` has released it
+        pass
+
+
+def test_a_folder_that_another_run_has_taken_over_is_left_alone(comm: Comm, folder: Path) -> None:
+    """A host that cannot be reached goes on with the generation before."""
+    model = small()
+    checkpoint.save(model, folder, 0)
+    before = sorted(path.name for path in folder.iterdir())
+    comm.gather_objects("seen")
+    if comm.rank == 0:
+        (folder / lock.LOCK).unlink()
+    comm.gather_objects("removed")
+    with another_run(comm, folder):
+        for _ in range(2):
+            with pytest.raises(checkpoint.SaveError, match="run another"):
+                checkpoint.save(model, folder, 1)
+        assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_a_folder_of_each_node_is_told(
+    comm: Comm, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a disk of each node, a restart on other nodes misses files; nothing said so before."""
+    if comm.topology.size == 1:
+        return
+    train(checkpoint.Checkpoint(folder))
+    assert not caplog.records
+    if comm.rank == 1:
+        monkeypatch.setattr(saving.lock, "seen_owner", lambda folder: None)
+    with caplog.at_level(logging.WARNING):
+        train(checkpoint.Checkpoint(folder))
+    told = [
+        one.message for one in caplog.records if "is another than that of rank 0" in one.message
+    ]
+    assert len(told) == (comm.rank == 0)
