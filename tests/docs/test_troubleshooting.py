@@ -43,7 +43,6 @@ INTERNAL = {
     "... belongs to another user": "caught: the sweep leaves that folder",
     "numbers out of range:": "caught: said behind `must name a save`",
     "a wrong checksum of ...": "caught: said behind the name of the file",
-    "... words with sentences that end at ...": "likewise",
     "a stranger": "caught: rank 0 turns the process away",
     "...:": "a text file's error: `... Check the path.` stands on the page",
 }
