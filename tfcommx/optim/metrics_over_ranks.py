@@ -90,7 +90,7 @@ class _Combined(NamedTuple):
 
     results: Results
     # Those that depend on a variable that cannot be added
-    not_sums: set[str]
+    not_sums: list[str]
 
 
 def metrics_over_ranks(
@@ -177,7 +177,7 @@ def over_ranks(states: Mapping[str, MetricState], numbers: Results, warned: set[
         {name for prefix, state in states.items() for name in _explained(prefix, state, numbers)},
         numbers,
     )
-    reports = here.gather_objects(report)
+    reports = [_report_from(theirs) for theirs in here.gather_objects(_plain(report))]
     # Prefix -> the first rank that has this state: it computes the results
     leads = {
         prefix: rank for rank, one in reversed(list(enumerate(reports))) for prefix in one.forms
@@ -186,7 +186,7 @@ def over_ranks(states: Mapping[str, MetricState], numbers: Results, warned: set[
     forms = {prefix: _common_forms(prefix, reports) for prefix in prefixes}
     totals = _add(states, sums, forms)
     combined = {
-        prefix: _combine(states[prefix], sums[prefix], forms[prefix], totals[prefix])
+        prefix: tuple(_combine(states[prefix], sums[prefix], forms[prefix], totals[prefix]))
         for prefix in prefixes
         if leads[prefix] == here.rank
     }
@@ -194,10 +194,22 @@ def over_ranks(states: Mapping[str, MetricState], numbers: Results, warned: set[
     results: Results = {}
     not_sums: set[str] = set()
     for prefix in prefixes:
-        theirs = everyone[leads[prefix]][prefix]
+        theirs = _Combined(*everyone[leads[prefix]][prefix])
         results |= {prefix + name: value for name, value in theirs.results.items()}
         not_sums |= {prefix + name for name in theirs.not_sums}
     return _choose(reports, results, not_sums, warned)
+
+
+def _plain(report: _Report) -> tuple[Any, ...]:
+    """Return a report as plain data, which ranks can exchange."""
+    forms = {prefix: [tuple(form) for form in several] for prefix, several in report.forms.items()}
+    return forms, sorted(report.explained), report.numbers
+
+
+def _report_from(plain: tuple[Any, ...]) -> _Report:
+    forms, explained, numbers = plain
+    rows = {prefix: [_Form(*form) for form in several] for prefix, several in forms.items()}
+    return _Report(rows, set(explained), numbers)
 
 
 def _forms_of(state: MetricState, sums: list[list[SumState] | None]) -> list[_Form]:
@@ -296,7 +308,7 @@ def _combine(
         values.append(combined)
     results = state.results_with(values)
     if not others:
-        return _Combined(results, set())
+        return _Combined(results, [])
     changed = state.results_with(
         [
             [one + np.ones_like(one) for one in parts] if metric in others else parts
@@ -308,12 +320,12 @@ def _combine(
         names |= numbers_in(_results_of([metric])).keys()
     return _Combined(
         results,
-        {
+        [
             name
             for name, value in results.items()
             if not np.array_equal(value, changed[name], equal_nan=True)
             or any(name == one or name.endswith(f"_{one}") for one in names)
-        },
+        ],
     )
 
 

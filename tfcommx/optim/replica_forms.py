@@ -51,7 +51,8 @@ def require_equal_forms(model: keras.Model) -> None:
     **Raises:** PlanError that names the layer and the ranks.
     """
     forms = [form_of(layer) for layer in _compared_layers(model)]
-    everyone = _gather_if_unequal(forms)
+    gathered = _gather_if_unequal([tuple(form) for form in forms])
+    everyone = [[LayerForm(*form) for form in others] for others in gathered]
     for rank, others in enumerate(everyone):
         _require_equal_names(everyone[0], others, rank)
         for first, other in zip(everyone[0], others, strict=False):

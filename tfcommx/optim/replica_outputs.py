@@ -102,10 +102,9 @@ def require_equal_outputs(model: keras.Model, batch: Any | None, root: int) -> N
     here = process.current()
     if here.topology.size == 1:
         return
-    packed = here.gather_objects(_pack(batch) if here.rank == root else None)[root]
-    if packed is None:
+    batch = _unpack(*here.gather_objects(_pack(batch if here.rank == root else None))[root])
+    if batch is None:
         return
-    batch = _unpack(*packed)
     result = _result_of(model, batch)
     everyone = here.gather_objects((result.digests, result.error))
     if all(other == everyone[0] for other in everyone):
@@ -131,7 +130,8 @@ def require_equal_outputs(model: keras.Model, batch: Any | None, root: int) -> N
     # A second call tells models whose outputs vary from those that differ
     second = _result_of(model, batch, seed=1)
     varies = _differences(result, second)
-    samples = here.gather_objects((result, varies))
+    gathered = here.gather_objects((tuple(result), varies))
+    samples = [(Result(*other), names) for other, names in gathered]
     varying = [rank for rank, (_, names) in enumerate(samples) if names]
     if varying:
         if here.rank == root:
@@ -152,17 +152,41 @@ def require_equal_outputs(model: keras.Model, batch: Any | None, root: int) -> N
             )
 
 
-def _pack(batch: Any | None) -> tuple[Any, list[np.ndarray]] | None:
-    """Return a batch's form and arrays, which can be pickled."""
+def _pack(batch: Any) -> tuple[str, Any]:
+    """Return a batch as plain data, which ranks can exchange: its kind and content."""
+    if isinstance(batch, dict):
+        return "dict", {key: _pack(part) for key, part in batch.items()}
+    if isinstance(batch, list | tuple):
+        return "list" if isinstance(batch, list) else "tuple", [_pack(part) for part in batch]
+    if isinstance(batch, tf.RaggedTensor):
+        return "ragged", [_pack(batch.values), _pack(batch.row_splits)]
+    if isinstance(batch, tf.SparseTensor):
+        return "sparse", [_pack(part) for part in (batch.indices, batch.values, batch.dense_shape)]
     if batch is None:
+        return "none", None
+    array = np.asarray(batch)
+    if array.dtype.hasobject:
+        return "strings", (array.shape, array.ravel().tolist())
+    return "tensor", array
+
+
+def _unpack(kind: str, content: Any) -> Any:
+    """Return the batch that `_pack` has made this of."""
+    if kind == "dict":
+        return {key: _unpack(*part) for key, part in content.items()}
+    if kind in ("list", "tuple", "ragged", "sparse"):
+        parts = [_unpack(*part) for part in content]
+        make = {"list": list, "tuple": tuple}
+        if kind in make:
+            return make[kind](parts)
+        return (
+            tf.RaggedTensor.from_row_splits(*parts) if kind == "ragged" else tf.SparseTensor(*parts)
+        )
+    if kind == "none":
         return None
-    spec = tf.nest.map_structure(tf.type_spec_from_value, batch)
-    return spec, [part.numpy() for part in tf.nest.flatten(batch, expand_composites=True)]
-
-
-def _unpack(spec: Any, arrays: list[np.ndarray]) -> Any:
-    tensors = [tf.constant(array) for array in arrays]
-    return tf.nest.pack_sequence_as(spec, tensors, expand_composites=True)
+    if kind == "strings":
+        return tf.reshape(tf.constant(content[1], tf.string), content[0])
+    return tf.constant(content)
 
 
 def _result_of(model: keras.Model, batch: Any, seed: int = 0) -> Result:
@@ -182,7 +206,8 @@ def _result_of(model: keras.Model, batch: Any, seed: int = 0) -> Result:
         return Result({}, {}, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
     arrays = {name: np.asarray(part) for name, part in named.items()}
     digests = {name: _digest(array) for name, array in arrays.items()}
-    return Result(digests, {name: _sample(array) for name, array in arrays.items()})
+    samples = {name: _sample(one) for name, one in arrays.items() if not one.dtype.hasobject}
+    return Result(digests, samples)
 
 
 def _digest(value: Any) -> str:
@@ -211,15 +236,16 @@ def _differences(first: Result, other: Result) -> list[str]:
     return [
         name
         for name, digest in first.digests.items()
-        if digest != other.digests[name] and not _close(first.samples[name], other.samples[name])
+        if digest != other.digests[name] and not _close(first, other, name)
     ]
 
 
-def _close(first: np.ndarray, other: np.ndarray) -> bool:
-    if first.shape != other.shape or first.dtype.name not in TOLERANCE:
+def _close(first: Result, other: Result, name: str) -> bool:
+    one, two = first.samples.get(name), other.samples.get(name)
+    if one is None or two is None or one.shape != two.shape or one.dtype.name not in TOLERANCE:
         return False
-    difference, scale = _difference(first, other)
-    return difference <= TOLERANCE[first.dtype.name] * scale
+    difference, scale = _difference(one, two)
+    return difference <= TOLERANCE[one.dtype.name] * scale
 
 
 def _difference(first: np.ndarray, other: np.ndarray) -> tuple[float, float]:
