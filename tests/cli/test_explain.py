@@ -109,7 +109,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"timeline-filename.*is required. Received .*nowhere"):
         run(str(tmp_path / "nowhere.json"))
     (tmp_path / "a.json").write_text("{}")
-    with pytest.raises(PlanError, match="A file of a measured step"):
+    with pytest.raises(PlanError, match="A measured step is required in"):
         run(str(tmp_path / "a.json"))
     with pytest.raises(PlanError, match=r"for the run's 2 ranks\. Received slots=3"):
         run(TIMELINE, "--slots", "3", "--trace", str(tmp_path / "trace.json"))

@@ -380,7 +380,7 @@ def test_a_file_without_links_is_refused_by_name(tmp_path: Path, text: str | Non
     file = tmp_path / "links.json"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(PlanError, match=f"tfcommx probe.*{file}"):
+    with pytest.raises(PlanError, match=f"required in {file}.*tfcommx probe"):
         Links.read(file)
 
 

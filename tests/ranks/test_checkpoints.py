@@ -375,13 +375,15 @@ def test_what_keras_does_not_save_is_saved(comm: Comm, folder: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_said_before_the_first_step(
-    comm: Comm, folder: Path
+    comm: Comm, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net, last = wrapped(), comm.topology.size - 1
-    if comm.rank == last:
-        (folder / "file").write_text("")
+    (folder / f"of-{comm.rank}").mkdir()
+    monkeypatch.chdir(folder / f"of-{comm.rank}")
+    if comm.rank == last:  # the others can
+        Path("file").write_text("")
     comm.gather_objects("written")
-    own = folder / ("file" if comm.rank == last else "mine") / "checkpoint"  # the others can
+    own = Path("/proc/self/cwd/file/checkpoint")  # One name, and a folder of each rank
     with pytest.raises(cx.PlanError, match=rf"rank {last} says: .*Not a directory"):
         fit(net, comm, extra=(checkpoint.Checkpoint(own),))
     assert not net.optimizer.exchanger.runs
