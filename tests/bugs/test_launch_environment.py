@@ -219,10 +219,9 @@ def test_rank_0_is_looked_for_where_srun_may_have_placed_it(
     assert here and (here.address, here.others) == ("n1", others)
 
 
-def test_a_rank_finds_rank_0_at_another_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_finds_rank_0_at_another_address() -> None:
     """With SLURM_HOSTFILE=order (node2 twice, then node1) ranks waited for 300 s, and ended."""
     port, answers = free_port(), {}
-    monkeypatch.setattr(rendezvous, "_serve", lambda *given: {0: {"is": "0"}, 1: {"is": "1"}})
 
     def gather() -> None:
         here = ClusterEnvironment("srun", 0, 2, 0, "127.0.0.1", port)
@@ -233,4 +232,4 @@ def test_a_rank_finds_rank_0_at_another_address(monkeypatch: pytest.MonkeyPatch)
     here = ClusterEnvironment("srun", 1, 2, 0, "no-such-host.invalid", port, "", ("127.0.0.1",))
     answers[1] = rendezvous._ask(here, time.monotonic() + 30, 30)[0]
     thread.join(30)
-    assert answers == {0: {"is": "0"}, 1: {"is": "1"}}
+    assert [answers[rank]["HOROVOD_RANK"] for rank in range(2)] == ["0", "1"]

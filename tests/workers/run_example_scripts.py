@@ -21,7 +21,7 @@ STEPS = {"fit": 4, "custom_loop": 6, "gan": 3, "horovod_after": 5, "transformer"
 def run_script(name: str, steps: int) -> None:
     sys.argv = [f"{name}.py", "--steps", str(steps)]
     if name == "fit":
-        sys.argv += ["--checkpoint", "checkpoint"]
+        sys.argv += ["--checkpoint", str(Path.cwd().parent / "checkpoint")]
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import os
@@ -17,8 +18,10 @@ def print_any_character() -> None:
     A line of a rank, or a user's path, has any character, also where the locale is ASCII.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+        # A pipe has no position, which some versions of Python ask for
+        if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
+            with contextlib.suppress(OSError):
+                stream.reconfigure(errors="backslashreplace")
 
 
 def quiet_tensorflow() -> None:

@@ -41,10 +41,10 @@ class ClusterEnvironment(NamedTuple):
     port: int
     # What ranks of other launches do not have
     launch: str = ""
-    # Whether the launcher says that all ranks are on this host
-    one_host: bool = False
     # Where rank 0 may be instead, if the launcher does not say at which of several addresses
     others: tuple[str, ...] = ()
+    # Whether the launcher says that all ranks are on this host
+    one_host: bool = False
 
 
 def cluster_environment() -> ClusterEnvironment | None:
@@ -92,8 +92,8 @@ def srun() -> ClusterEnvironment | None:
         first,
         _own_port() or FIRST_PORT + (97 * job + step) % PORTS,
         f"{job}.{step}",
-        os.environ.get("SLURM_STEP_NUM_NODES") == "1",
         () if _begins_at_first_node() else tuple(others),
+        os.environ.get("SLURM_STEP_NUM_NODES") == "1",
     )
 
 
@@ -125,7 +125,7 @@ def torchrun() -> ClusterEnvironment | None:
         _word("torchrun", "MASTER_ADDR"),
         _own_port() or _port("torchrun", "MASTER_PORT") + taken,
         os.environ.get("TORCHELASTIC_RUN_ID", ""),
-        os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"],
+        one_host=os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"],
     )
 
 

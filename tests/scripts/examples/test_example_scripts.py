@@ -63,7 +63,7 @@ def test_the_examples_on_two_ranks(tmp_path: Path) -> None:
         found.append([weight.numpy() for weight in model.weights])
     for before, after in zip(*found, strict=True):
         np.testing.assert_array_equal(before, after)
-    assert any((tmp_path / f"rank{rank}" / "checkpoint").exists() for rank in (0, 1))
+    assert (tmp_path / "checkpoint").exists()
 
 
 def test_the_table_names_every_example() -> None:

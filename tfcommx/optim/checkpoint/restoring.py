@@ -144,7 +144,11 @@ def load(model: keras.Model, found: Newest) -> None:
         with reading(f"The model of a checkpoint of {model.name!r}", weights, MODEL):
             root_file = folder / residuals_name(head.save, 0)
             if root_file.is_file():
-                same = [_trains_as_saved(*pair) for pair in zip(optimizers, roots, strict=True)]
+                # Other ranks get the state of those that Keras does not save by BroadcastState
+                same = [
+                    here.rank == 0 and _trains_as_saved(*pair)
+                    for pair in zip(optimizers, roots, strict=True)
+                ]
                 restore_exact(model, root_file, same)
         finalize_layers(model)
     for optimizer in optimizers:

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfcommx.comm.base import Comm
 from tfcommx.data.cache.cache import DataCache
 from tfcommx.data.sources.base import Source
-from tfcommx.data.sources.folder import listed_names
+from tfcommx.data.sources.folder import Folder, listed_names
 from tfcommx.recipes.base import Place
 from tfcommx.recipes.datasets.picture_dataset import PictureDataset
 from tfcommx.terms import PlanError
@@ -48,7 +48,8 @@ class Pictures:
         self.classes = tuple(classes or train.classes)
         _check_sources(train, test, self.classes)
         if place.rank == 0:
-            for source in (train, test):
+            # Of folders, because their files decide which classes there are
+            for source in (one for one in (train, test) if isinstance(one, Folder)):
                 print(
                     f"{source.name}: {source.count:,} pictures in {len(self.classes):,} classes: "
                     + listed_names(self.classes),
