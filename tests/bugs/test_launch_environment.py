@@ -224,12 +224,12 @@ def test_a_rank_finds_rank_0_at_another_address() -> None:
     port, answers = free_port(), {}
 
     def gather() -> None:
-        here = ClusterEnvironment("srun", 0, 2, 0, "127.0.0.1", port)
+        here = ClusterEnvironment("srun", 0, 2, None, "127.0.0.1", port)
         answers[0] = rendezvous._gather(here, time.monotonic() + 30, 30)[0]
 
     thread = threading.Thread(target=gather)
     thread.start()
-    here = ClusterEnvironment("srun", 1, 2, 0, "no-such-host.invalid", port, "", ("127.0.0.1",))
+    here = ClusterEnvironment("srun", 1, 2, None, "no-such-host.invalid", port, "", ("127.0.0.1",))
     answers[1] = rendezvous._ask(here, time.monotonic() + 30, 30)[0]
     thread.join(30)
     assert [answers[rank]["HOROVOD_RANK"] for rank in range(2)] == ["0", "1"]
