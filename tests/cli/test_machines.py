@@ -27,8 +27,17 @@ SMALL = {
 }
 
 
+class WithoutAliases(yaml.SafeDumper):
+    """Writes a list that stands twice twice, because files with aliases are refused."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
 def rows_of(folder: Path, **changes: object) -> list[dict[str, object]]:
-    (folder / "offers.yaml").write_text(yaml.safe_dump({**SMALL, **changes}, sort_keys=False))
+    (folder / "offers.yaml").write_text(
+        yaml.dump({**SMALL, **changes}, Dumper=WithoutAliases, sort_keys=False)
+    )
     return offer_rows(read_offers(folder / "offers.yaml"))
 
 
