@@ -21,7 +21,7 @@ from tfcommx.optim.checkpoint.files import (
 )
 from tfcommx.optim.checkpoint.memory.model_state import set_model
 from tfcommx.optim.checkpoint.memory.newest import Newest, newest
-from tfcommx.optim.checkpoint.optimizer_state import set_optimizer
+from tfcommx.optim.checkpoint.optimizer_state import saved_by_keras, set_optimizer
 from tfcommx.optim.checkpoint.records import OptimizerRecord
 from tfcommx.optim.checkpoint.whole import read_inherited
 from tfcommx.optim.keras_internals import (
@@ -146,8 +146,9 @@ def load(model: keras.Model, found: Newest) -> None:
             if root_file.is_file():
                 # Other ranks get the state of those that Keras does not save by BroadcastState
                 same = [
-                    here.rank == 0 and _trains_as_saved(*pair)
-                    for pair in zip(optimizers, roots, strict=True)
+                    _trains_as_saved(optimizer, root)
+                    and (here.rank == 0 or saved_by_keras(model, optimizer))
+                    for optimizer, root in zip(optimizers, roots, strict=True)
                 ]
                 restore_exact(model, root_file, same)
         finalize_layers(model)
