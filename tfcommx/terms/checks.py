@@ -8,18 +8,6 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
-# Errors of a file that cannot be read, is damaged, or says something else, from wherever its reader
-# meets that: infinity is no int, and brackets without end exceed the depth of recursion.
-MALFORMED = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
-
 
 class PlanError(ValueError):
     """A scheme, plan or topology that cannot be carried out; nothing has been sent yet."""
