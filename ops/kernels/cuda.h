@@ -50,6 +50,14 @@ __device__ inline float multiply(float a, float b) {
 
 __device__ inline int lane() { return threadIdx.x % 32; }
 
+__device__ inline uint32_t ones(uint32_t bits) {
+#ifdef __CUDA_ARCH__
+  return __popc(bits);
+#else
+  return __builtin_popcount(bits);
+#endif
+}
+
 template <class Number>
 __device__ Number inclusive_sum_of_warp(Number value) {
   for (int distance = 1; distance < 32; distance *= 2) {

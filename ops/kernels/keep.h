@@ -29,7 +29,7 @@ struct Keep {
 // all are inside. Cost: one pass over k entries.
 int64_t keep_cpu(const Keep& keep);
 
-// The same on a GPU, queued on the stream. (No GPU has run it yet.) An index outside is left out.
+// The same on a GPU, queued on the stream. An index outside is left out.
 // Returns null, or CUDA's message.
 const char* keep_cuda(const Keep& keep, CUstream_st* stream);
 

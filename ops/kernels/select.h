@@ -65,13 +65,12 @@ struct Selection {
 void select_cpu(const Selection& selection, const ParallelFor& parallel_for);
 
 // The same on a GPU, all pointers in its memory: queued on the stream, and nothing waits.
-// (Compiled, and run on CPUs only: no GPU has run it yet.) `workspace` is select_cuda_workspace(n)
-// bytes, aligned to 128, of any content, in use until the stream has passed. Returns null, or
-// CUDA's message if a kernel could not be launched. Cost: one pass over g and r, and bits for n
-// / 32 words; more passes over the entries that reach the predicted threshold, or over all if
-// the sample misled. No more than eight launches. Workspace: 3.2 % of a float32 gradient and 140
-// kB.
-int64_t select_cuda_workspace(int64_t n);
+// `workspace` is select_cuda_workspace(n, k) bytes, aligned to 128, of any content, in use until the
+// stream has passed. Returns null, or CUDA's message if a kernel could not be launched. Cost: one
+// pass over g and r, and six bytes for each entry that reaches the predicted threshold, written once
+// and read twice (by `exact` three times); more passes over all if the sample misled. No more than
+// eight launches. Workspace: 160 kB and some 9 k bytes, at least 5 % of a float32 gradient.
+int64_t select_cuda_workspace(int64_t n, int64_t k);
 const char* select_cuda(const Selection& selection, void* workspace, CUstream_st* stream);
 
 // Copies within a GPU's memory, queued on the stream.

@@ -12,7 +12,8 @@
 
 namespace tfcommx {
 
-constexpr int64_t kStrip = 1024;  // entries that a warp takes at a time
+constexpr int64_t kStrip = 1024;         // entries that a warp takes at a time
+constexpr uint32_t kWhole = kStrip + 1;  // the count of a strip that has no list
 constexpr uint32_t kBins = 2048;
 constexpr uint32_t kEnd = uint32_t{1} << 31;  // above all keys
 constexpr int kCoarseShift = 20;              // bins that cover all keys
@@ -33,12 +34,16 @@ template <class T>
 struct Job {
   Selection s;
   int64_t strips;
+  int64_t room;   // entries of a strip's list
+  uint32_t near;  // bins above the threshold in which `add` expects the k-th largest key
   State* state;
   uint32_t* bins;  // [kBins]
-  // by warp: entries above the band << 32 | in it; then their sums over the warps before
-  uint64_t* tallies;
-  uint32_t* marks;  // [strips * 32]
-  uint8_t* flags;   // [strips]: are there entries that are not finite?
+  // Entries above the band << 32 | in it: of the warps before this one in its block, and of the
+  // blocks before this one
+  uint64_t *warp_tallies, *block_tallies;
+  uint32_t* counts;     // [strips]: entries in the list, or kWhole
+  float* values;        // [strips * room]; the sample's keys before
+  uint16_t* positions;  // [strips * room], in the strip, ascending
 
   __device__ float gradient(int64_t i) const { return widen(static_cast<const T*>(s.gradient)[i]); }
 };
@@ -83,6 +88,20 @@ __device__ inline void collect(const uint32_t* bins, uint32_t* all) {
     if (bins[bin]) atomicAdd(&all[bin], bins[bin]);
 }
 
+// Moves all blocks' bins to the block's: read all at once, where `find` would wait for each in turn.
+__device__ inline void take(uint32_t* all, uint32_t* bins) {
+  uint32_t mine[kBins / kThreads];
+#pragma unroll
+  for (uint32_t j = 0; j < kBins / kThreads; ++j) mine[j] = all[threadIdx.x + j * kThreads];
+  __syncthreads();
+#pragma unroll
+  for (uint32_t j = 0; j < kBins / kThreads; ++j) {
+    bins[threadIdx.x + j * kThreads] = mine[j];
+    all[threadIdx.x + j * kThreads] = 0;
+  }
+  __syncthreads();
+}
+
 // True in the block that comes here last; it sees what all blocks have written.
 __device__ inline bool last_block(State* state) {
   __shared__ bool last;
@@ -122,12 +141,12 @@ __device__ inline Bin find(const uint32_t* bins, uint32_t need) {
 }
 
 // Makes the band the bin in which the last entry to be chosen lies, from the bins that were counted
-// as the state says. By the last block.
+// as the state says. By the last block, whose bins are overwritten.
 template <class T>
-__device__ void descend(const Job<T>& job) {
+__device__ void descend(const Job<T>& job, uint32_t* bins) {
   State state = *job.state;
-  const Bin bin = find(job.bins, state.need);
-  clear(job.bins);
+  take(job.bins, bins);
+  const Bin bin = find(bins, state.need);
   if (threadIdx.x != 0) return;
   const uint64_t upper = state.lower + (static_cast<uint64_t>(bin.position + 1) << state.shift);
   // Too few, or in the bin of all that is larger.

@@ -41,6 +41,11 @@ TFCOMMX_DEVICE inline float widen(Bfloat x) {
 }
 
 TFCOMMX_DEVICE inline float widen(Half x) {
+#ifdef __CUDA_ARCH__
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
+  return wide;
+#endif
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16,
                  exponent = (x.bits >> 10) & 31u;
   uint32_t fraction = x.bits & 1023u, bits;

@@ -62,7 +62,7 @@ int64_t wire_decode_cpu(const WireLayout& layout, const int32_t* words, int64_t 
                         int64_t shards, int32_t* indices, float* values,
                         const ParallelFor& parallel_for);
 
-// The same on a GPU, queued on the stream. (No GPU has run it yet.) Nothing waits, so nothing can
+// The same on a GPU, queued on the stream. Nothing waits, so nothing can
 // be refused: if the indices to encode are out of range or order, `words` is unspecified;
 // indices that are not in [0, size), and all of a buffer whose counts do not add up to k, become
 // -1, which merge_cuda answers with NaN. Return null, or CUDA's message if a kernel could not be

@@ -1,5 +1,4 @@
-// Values as codes of 8 or 4 bits, on GPUs. Compiled by nvcc, and run on CPUs by tests/cuda_on_cpu;
-// no GPU has run it yet.
+// Values as codes of 8 or 4 bits, on GPUs. Compiled by nvcc, and run on CPUs by tests/cuda_on_cpu.
 #include "kernels/cuda.h"
 #include "kernels/wire_codes.h"
 
@@ -20,32 +19,38 @@ __device__ float step_of_warp(float value, int largest) {
   return step_of(size, largest);
 }
 
+template <int bits>
 __global__ void __launch_bounds__(kThreads)
     write(CodeLayout layout, const float* values, int32_t* words) {
+  constexpr int kPerWord = 32 / bits;
   const int64_t i = thread(), block = i / kCodeBlock;
-  const int largest = largest_code(layout.bits), per_word = 32 / layout.bits;
-  const float value = i < layout.k ? values[i] : 0.0f, step = step_of_warp(value, largest);
+  const float value = i < layout.k ? values[i] : 0.0f,
+              step = step_of_warp(value, largest_code(bits));
   const uint32_t code =
-      static_cast<uint32_t>(code_of(value, step, largest)) & ((1u << layout.bits) - 1);
-  uint32_t word = 0;  // of the codes of the lanes from per_word * lane on
-  for (int j = 0; j < per_word; ++j)
-    word |= __shfl_sync(kAllLanes, code, (lane() * per_word + j) % 32) << (j * layout.bits);
-  const int64_t place = block * layout.bits + lane();
-  if (lane() < layout.bits && place < layout.codes())
+      static_cast<uint32_t>(code_of(value, step, largest_code(bits))) & ((1u << bits) - 1);
+  // Neighbours put the codes of a word together
+  uint32_t word = code << lane() % kPerWord * bits;
+  for (unsigned distance = 1; distance < kPerWord; distance *= 2)
+    word |= __shfl_sync(kAllLanes, word, lane() ^ distance);
+  const int64_t place = i / kPerWord;
+  if (lane() % kPerWord == 0 && place < layout.codes())
     words[layout.steps() + place] = static_cast<int32_t>(word);
   uint16_t* steps = reinterpret_cast<uint16_t*>(words);
   if (lane() == 0 && block < 2 * layout.steps())
     steps[block] = block < layout.blocks() ? static_cast<uint16_t>(bits_of(step) >> 16) : 0;
 }
 
+template <int bits>
 __global__ void __launch_bounds__(kThreads)
     round(CodeLayout layout, const float* values, float* written, float* errors) {
   const int64_t i = thread();
-  const int largest = largest_code(layout.bits);
-  const float value = i < layout.k ? values[i] : 0.0f, step = step_of_warp(value, largest);
+  const float value = i < layout.k ? values[i] : 0.0f,
+              step = step_of_warp(value, largest_code(bits));
   if (i >= layout.k) return;
-  written[i] = value_of(code_of(value, step, largest), step, largest);
-  errors[i] = rounding_error(value, written[i]);
+  const float rounded =
+      value_of(code_of(value, step, largest_code(bits)), step, largest_code(bits));
+  written[i] = rounded;
+  errors[i] = rounding_error(value, rounded);
 }
 
 // Blocks of threads for `values` whole blocks of values.
@@ -56,13 +61,17 @@ int64_t blocks(int64_t values) { return (values * kCodeBlock + kThreads - 1) / k
 const char* codes_write_cuda(const CodeLayout& layout, const float* values, int32_t* words,
                              CUstream_st* stream) {
   // Of the last step, which may be padding, too
-  if (layout.k) launch(write, blocks(2 * layout.steps()), stream, layout, values, words);
+  if (layout.k)
+    launch(layout.bits == 8 ? write<8> : write<4>, blocks(2 * layout.steps()), stream, layout,
+           values, words);
   return launch_error();
 }
 
 const char* codes_round_cuda(const CodeLayout& layout, const float* values, float* written,
                              float* errors, CUstream_st* stream) {
-  if (layout.k) launch(round, blocks(layout.blocks()), stream, layout, values, written, errors);
+  if (layout.k)
+    launch(layout.bits == 8 ? round<8> : round<4>, blocks(layout.blocks()), stream, layout, values,
+           written, errors);
   return launch_error();
 }
 

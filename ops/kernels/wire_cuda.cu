@@ -1,5 +1,5 @@
-// The wire formats on GPUs. Compiled by nvcc, and run on CPUs by tests/cuda_on_cpu; no GPU has run
-// it yet.
+// The wire formats on GPUs. Compiled by nvcc, and run on CPUs by tests/cuda_on_cpu.
+//
 #include "kernels/cuda.h"
 #include "kernels/wire.h"
 #include "kernels/wire_float.h"
@@ -60,24 +60,43 @@ __global__ void __launch_bounds__(kThreads)
                   : word_of_two(i, k, [&](int64_t j) { return narrow(layout.type, values[j]); });
 }
 
-__device__ float value_at(const WireLayout& layout, const int32_t* words, int64_t i) {
+// Where the parts of a buffer lie, found once on the host: no thread has to divide or to search.
+struct Parts {
+  int64_t stride, positions, values;  // words
+  int64_t blocks;                     // of threads, for each buffer
+};
+
+template <Values type>
+__device__ float value_at(int64_t k, const int32_t* words, int64_t i) {
   const uint16_t* narrowed = reinterpret_cast<const uint16_t*>(words);
-  if (layout.coded()) return coded_value(layout.codes(), words, i);
-  return layout.type == Values::float32   ? float_of(words[i])
-         : layout.type == Values::float16 ? from_float16(narrowed[i])
-                                          : from_bfloat16(narrowed[i]);
+  switch (type) {
+    case Values::int8:
+      return coded_value(CodeLayout{k, 8}, words, i);
+    case Values::int4:
+      return coded_value(CodeLayout{k, 4}, words, i);
+    case Values::float16:
+      return from_float16(narrowed[i]);
+    case Values::bfloat16:
+      return from_bfloat16(narrowed[i]);
+    default:
+      return float_of(words[i]);
+  }
 }
 
-// One entry by each thread, of all buffers; `each` of them for a shard.
+// One entry of a buffer by each thread; `each` of the buffers for a shard.
+template <Values type>
 __global__ void __launch_bounds__(kThreads)
-    decode_entries(WireLayout layout, const int32_t* words, int64_t entries, int64_t each,
+    decode_entries(WireLayout layout, Parts parts, const int32_t* words, int64_t each,
                    int32_t* indices, float* values) {
-  const int64_t i = thread(), k = layout.k;
-  if (i >= entries) return;
-  const int32_t* positions = words + i / k * layout.words() + layout.counts();
+  const uint32_t of_buffer = static_cast<uint32_t>(parts.blocks), buffer = blockIdx.x / of_buffer;
+  const int64_t i = static_cast<int64_t>(blockIdx.x % of_buffer) * kThreads + threadIdx.x,
+                at = buffer * layout.k + i;
+  if (i >= layout.k) return;
+  words += buffer * parts.stride;
   if (layout.places == Positions::pair)
-    indices[i] = placed(layout, i / k / each, static_cast<uint32_t>(positions[i % k]));
-  values[i] = value_at(layout, positions + layout.positions(), i % k);
+    indices[at] = placed(layout, buffer / static_cast<uint32_t>(each),
+                         static_cast<uint32_t>(words[parts.positions + i]));
+  values[at] = value_at<type>(layout.k, words + parts.values, i);
 }
 
 // A stretch of 65,536 positions of one buffer by each block of threads.
@@ -135,7 +154,14 @@ const char* wire_decode_cuda(const WireLayout& layout, const int32_t* words, int
     if (const char* error = elias_decode_cuda(layout.elias(), words, layout.words(), buffers, each,
                                               indices, reinterpret_cast<uint32_t*>(values), stream))
       return error;
-  launch(decode_entries, blocks(entries), stream, layout, words, entries, each, indices, values);
+  const Parts parts{layout.words(), layout.counts(), layout.counts() + layout.positions(),
+                    blocks(layout.k)};
+  const auto decode = layout.type == Values::int8       ? decode_entries<Values::int8>
+                      : layout.type == Values::int4     ? decode_entries<Values::int4>
+                      : layout.type == Values::float16  ? decode_entries<Values::float16>
+                      : layout.type == Values::bfloat16 ? decode_entries<Values::bfloat16>
+                                                        : decode_entries<Values::float32>;
+  launch(decode, buffers * parts.blocks, stream, layout, parts, words, each, indices, values);
   if (layout.places == Positions::block && layout.counts())
     launch(decode_offsets, buffers * layout.counts(), stream, layout, words, each, indices);
   return launch_error();

@@ -49,7 +49,7 @@ int64_t elias_encode_cpu(const EliasLayout& layout, const int32_t* indices, int3
 bool elias_decode_cpu(const EliasLayout& layout, const int32_t* words, int64_t first,
                       int32_t* indices);
 
-// The same on a GPU, queued on the stream. (No GPU has run it yet.) `each` of the buffers, which
+// The same on a GPU, queued on the stream. `each` of the buffers, which
 // lie `stride` words apart, are of one shard. Indices that are not in [0, size), and all of a
 // buffer that does not hold k, become -1. scratch[buffers * k] is overwritten. Null, or CUDA's
 // message.

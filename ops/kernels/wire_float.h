@@ -24,7 +24,12 @@ TFCOMMX_DEVICE inline float float_of(uint32_t bits) {
 TFCOMMX_DEVICE inline uint16_t to_float16(float x) {
   const uint32_t bits = bits_of(x), size = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
   if (size > 0x7f800000) return sign | 0x7e00 | (size >> 13 & 0x3ff);  // NaN
-  if (size >= 0x47800000) return sign | 0x7c00;                        // 65536 and beyond
+#ifdef __CUDA_ARCH__
+  uint16_t half;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(x));
+  return half;
+#endif
+  if (size >= 0x47800000) return sign | 0x7c00;  // 65536 and beyond
   // normal: rebias, round, drop 13 bits
   if (size >= 0x38800000) {
     const uint32_t rebiased = size - (112u << 23);
@@ -46,6 +51,11 @@ TFCOMMX_DEVICE inline uint16_t to_bfloat16(float x) {
 }
 
 TFCOMMX_DEVICE inline float from_float16(uint16_t half) {
+#ifdef __CUDA_ARCH__
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(half));
+  return x;
+#endif
   const uint32_t shifted = (half & 0x7fffu) << 13, exponent = shifted & (31u << 23),
                  sign = (half & 0x8000u) << 16;
   const uint32_t rebiased = shifted + (112u << 23);

@@ -31,8 +31,8 @@ template <bool kGpu>
 absl::Status select_on_device(tensorflow::OpKernelContext* context, const Selection& selection) {
   if constexpr (kGpu) {
     tensorflow::Tensor workspace;
-    TF_RETURN_IF_ERROR(context->allocate_temp(tensorflow::DT_UINT8,
-                                              {select_cuda_workspace(selection.n)}, &workspace));
+    TF_RETURN_IF_ERROR(context->allocate_temp(
+        tensorflow::DT_UINT8, {select_cuda_workspace(selection.n, selection.k)}, &workspace));
     return launched(context, select_cuda(selection, workspace.data(), stream_of(context)));
   } else {
     select_cpu(selection, shared_with_pool(context));

@@ -28,8 +28,8 @@ REGISTER_OP("TfcommxMerge")
 
 indices: int32 [pairs], in [0, size).
 values: float32 [pairs].
-k: the list is made of runs of k pairs, and in a run no index repeats; 0: it may be any list, which
-  only CPUs merge.
+k: the list is made of runs of k pairs, each ascending without a repeated index; 0: it may be any
+  list, which only CPUs merge.
 dense: float32 [size].
 )");
 
@@ -63,7 +63,13 @@ class MergeOp : public tensorflow::OpKernel {
     const Merge merge{first, static_cast<const float*>(values.data()), pairs,
                       static_cast<float*>(dense->data()), size};
     if constexpr (kGpu) {
-      OP_REQUIRES_OK(context, launched(context, merge_cuda(merge, k_, stream_of(context))));
+      tensorflow::Tensor workspace;
+      OP_REQUIRES_OK(context,
+                     context->allocate_temp(tensorflow::DT_INT32, {merge_cuda_workspace(merge, k_)},
+                                            &workspace));
+      OP_REQUIRES_OK(
+          context, launched(context, merge_cuda(merge, k_, static_cast<int32_t*>(workspace.data()),
+                                                stream_of(context))));
     } else {
       const int64_t outside = merge_cpu(merge, k_, shared_with_pool(context));
       OP_REQUIRES(context, outside < 0,

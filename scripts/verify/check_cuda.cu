@@ -8,16 +8,12 @@
 // selection (check_cuda_timing.h) in turns with a copy of 8 bytes an entry (which moves 16) and with
 // the bare addition r += g. Prints one JSON object a line: {"name": "check", "cases", "failures"},
 // then those of the benchmark `select`.
-#include "check_cuda.h"
 #include "check_cuda_timing.h"
 
 #include "kernels/dense.h"
-#include "kernels/keep.h"
 #include "kernels/lars.h"
-#include "kernels/merge.h"
 #include "kernels/norms.h"
 #include "kernels/select_scan.h"
-#include "kernels/wire.h"
 
 namespace {
 
@@ -79,7 +75,7 @@ std::vector<int32_t> draw_indices(int64_t k, int64_t n, std::mt19937_64& random)
 }
 
 void check_merge(std::mt19937_64& random) {
-  const int64_t n = 1 + random() % 5000, k = random() % (n + 1), ranks = random() % 6;
+  const int64_t n = 1 + random() % 20000, k = random() % (n + 1), ranks = random() % 6;
   std::normal_distribution<float> normal;
   std::vector<int32_t> indices;
   for (int64_t rank = 0; rank < ranks; ++rank) {
@@ -91,14 +87,24 @@ void check_merge(std::mt19937_64& random) {
     one = normal(random) * std::pow(10.0f, static_cast<float>(random() % 7) - 3);
   const int64_t pairs = static_cast<int64_t>(indices.size());
   merge_cpu({indices.data(), values.data(), pairs, right.data(), n}, 0, in_turn);
-  const bool outside = pairs && random() % 4 == 0;
-  if (outside) indices[random() % pairs] = random() % 2 ? -1 : static_cast<int32_t>(n);
+  const bool broken = pairs && random() % 4 == 0;
+  if (broken) {
+    const int64_t place = random() % pairs;
+    // Outside, or as the one before it
+    indices[place] = random() % 3 && place % k ? indices[place - 1]
+                     : random() % 2            ? -1
+                                               : static_cast<int32_t>(n);
+  }
   OnDevice<int32_t> from(indices);
   OnDevice<float> weights(values), dense(n, random() % 4);
-  need(merge_cuda({from.data(), weights.data(), pairs, dense.data(), n}, k, stream), "merge_cuda");
+  const Merge merge{from.data(), weights.data(), pairs, dense.data(), n};
+  OnDevice<int32_t> workspace(merge_cuda_workspace(merge, k));
+  need(merge_cuda(merge, k, workspace.data(), stream), "merge_cuda");
+  workspace.get();
   const std::vector<float> mine = dense.get();
-  report(dense.untouched && (outside ? std::isnan(mine[0]) : same(mine, right)),
-         "merge n " + std::to_string(n) + " k " + std::to_string(k));
+  report(
+      dense.untouched && workspace.untouched && (broken ? std::isnan(mine[0]) : same(mine, right)),
+      "merge n " + std::to_string(n) + " k " + std::to_string(k));
 }
 
 void check_keep(std::mt19937_64& random) {
@@ -213,8 +219,15 @@ void check_dense(std::mt19937_64& random) {
   OnDevice<uint16_t> written(n, random() % 4);
   need(dense_write_cuda(how, from.data(), residual.data(), written.data(), n, stream),
        "dense_write_cuda");
-  report(written.get() == right && written.untouched && same(residual.get(), stays) &&
-             residual.untouched,
+  // A NaN is any NaN
+  const auto widened = [&](const std::vector<uint16_t>& bits) {
+    std::vector<float> wide;
+    for (const uint16_t one : bits)
+      wide.push_back(type == Float::float16 ? from_float16(one) : from_bfloat16(one));
+    return wide;
+  };
+  report(same(widened(written.get()), widened(right)) && written.untouched &&
+             same(residual.get(), stays) && residual.untouched,
          what + ": write");
   for (int64_t i = 0; i < parts * n; ++i) all.push_back(static_cast<uint16_t>(random()));
   std::vector<float> sums(n);
@@ -299,10 +312,50 @@ void check_lars(std::mt19937_64& random) {
   report(good, "lars of " + std::to_string(count) + " vectors");
 }
 
+#ifdef __CUDACC__
+// An exchange captured in a graph gives the same bits at each replay; and two exchanges that run on
+// two streams at once change nothing of each other.
+void check_graph_and_streams(std::mt19937_64& random) {
+  const WireLayout kind{0, 0, Values::int4, Positions::elias};
+  const auto exchange = [&] {
+    Problem p = timed_problem(300000, Float::float32, random);
+    p.rule = Rule::mstopk;
+    return std::make_unique<Exchange>(p, kind, 3);
+  };
+  const auto one = exchange(), other = exchange();
+  cudaGraph_t graph;
+  cudaGraphExec_t ready;
+  need(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+  one->run(stream);
+  need(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
+  need(cudaGraphInstantiate(&ready, graph, 0), "cudaGraphInstantiate");
+  for (int replay = 0; replay < 3; ++replay) {
+    one->residual.put(one->p.residual);
+    need(cudaGraphLaunch(ready, stream), "cudaGraphLaunch");
+    report(one->right(), "replay " + std::to_string(replay) + " of a graph");
+  }
+  need(cudaGraphExecDestroy(ready), "cudaGraphExecDestroy");
+  need(cudaGraphDestroy(graph), "cudaGraphDestroy");
+
+  cudaStream_t second;
+  need(cudaStreamCreateWithFlags(&second, cudaStreamNonBlocking), "cudaStreamCreate");
+  for (int turn = 0; turn < 20; ++turn) {
+    one->residual.put(one->p.residual);
+    other->residual.put(other->p.residual);
+    one->run(stream);
+    other->run(second);
+    need(cudaStreamSynchronize(second), "a kernel");
+    if (turn % 5 == 0)
+      report(one->right() && other->right(), "two streams, turn " + std::to_string(turn));
+  }
+  need(cudaStreamDestroy(second), "cudaStreamDestroy");
+}
+#endif
+
 }  // namespace
 
 int main(int count, char** words) {
-  int64_t cases = 600, largest = 3000000, rounds = 51, n = 0, type = 0;
+  int64_t cases = 600, largest = 3000000, rounds = 51, n = 0, type = 0, peers = 0, skipped = 0;
   uint64_t seed = std::random_device{}();
   for (int i = 1; i + 1 < count; i += 2) {
     const std::string name = words[i];
@@ -317,16 +370,22 @@ int main(int count, char** words) {
       n = value;
     else if (name == "--type" && value >= 0 && value < 3)
       type = value;
+    else if (name == "--first" && value >= 0)
+      skipped = value;
+    else if (name == "--peers" && value >= 0)
+      peers = value;
     else if (name == "--seed")
       seed = value;
     else
       count = 0;
   }
   if (count % 2 == 0) {
-    std::fprintf(stderr,
-                 "Options, each with a number: --cases, --largest (entries in a case), --seed, --n "
-                 "(entries timed), --type (of\n"
-                 "what is timed: 0 float32, 1 float16, 2 bfloat16), --rounds (0: no timing)\n");
+    std::fprintf(
+        stderr,
+        "Options, each with a number: --cases, --largest (entries in a case), --first (number "
+        "of the first case: kinds and\nsizes take turns, and from 75 to 89 all have the largest "
+        "size), --seed; of the timing --n (entries), --type\n(0 float32, 1 float16, 2 bfloat16), "
+        "--rounds (0: no timing), --peers (of an exchange, which is timed then)\n");
     return 2;
   }
   int devices = 0;
@@ -339,7 +398,7 @@ int main(int count, char** words) {
   need(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
   need(cudaStreamCreate(&stream), "cudaStreamCreate");
   std::mt19937_64 random(seed);
-  for (int64_t number = 0; number < cases; ++number) {
+  for (int64_t number = skipped; number < skipped + cases; ++number) {
     check_selection(number, largest, random);
     check_merge(random);
     check_keep(random);
@@ -348,7 +407,9 @@ int main(int count, char** words) {
     check_norms(random);
     check_lars(random);
   }
-#ifndef __CUDACC__
+#ifdef __CUDACC__
+  if (cases > 0) check_graph_and_streams(random);
+#else
   check_prediction(random);
 #endif
   std::printf(
@@ -358,11 +419,22 @@ int main(int count, char** words) {
   std::fflush(stdout);
   bool good = failures == 0;
   for (const int64_t entries :
-       n ? std::vector<int64_t>{n} : std::vector<int64_t>{25600000, 128000000})
-    for (const double density : {0.001, 0.01})
-      if (rounds > 0)
-        good = time_selection(entries, density, static_cast<Float>(type), static_cast<int>(rounds),
-                              properties.name, random) &&
+       n ? std::vector<int64_t>{n} : std::vector<int64_t>{25600000, 128000000}) {
+    if (rounds == 0) continue;
+    const Problem p = timed_problem(entries, static_cast<Float>(type), random);
+    for (const double density : {0.001, 0.01, 0.1})
+      good = time_selection(p, density, static_cast<int>(rounds), properties.name) && good;
+  }
+  if (peers > 0 && rounds > 0) {
+    const int64_t entries = n ? n : 25600000;
+    const Problem p = timed_problem(entries, Float::float32, random);
+    for (const WireLayout& kind : {WireLayout{0, 0, Values::int4, Positions::elias},
+                                   WireLayout{0, 0, Values::float32, Positions::pair},
+                                   WireLayout{0, 0, Values::bfloat16, Positions::block}})
+      for (const double density : {0.1, 0.01})
+        good = time_exchange(p, density, kind, peers, static_cast<int>(rounds), properties.name) &&
                good;
+    time_dense(entries, 160, peers, static_cast<int>(rounds), properties.name, random);
+  }
   return good ? 0 : 1;
 }

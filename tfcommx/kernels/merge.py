@@ -20,18 +20,18 @@ def merge(indices: Any, values: Any, size: int, k: int = 0) -> tf.Tensor:
         indices: int32 [pairs] in [0, size), repeats allowed.
         values: float32 [pairs].
         size: length of the result, in [0, 2^31).
-        k: the list is made of runs of k pairs without a repeated index, as ranks send them; 0: any
-            list, which CPUs merge.
+        k: the list is made of runs of k pairs, ascending without a repeated index, as ranks send
+            them; 0: any list, which CPUs merge.
 
     Returns:
         float32 [size].
 
     **Ranks:** local; equal lists give bit-identical results on every rank.
     **Cost:** one write of the result, no sort. The indices are read twice and the values once if
-    every run is ascending; any other list once by each of at most 16 threads. On a GPU one launch
-    for each run.
-    **Raises:** InvalidArgumentError if an index is outside [0, size); a GPU returns NaN in entry 0
-    instead.
+    every run is ascending; any other list once by each of at most 16 threads. A GPU reads the
+    pairs once.
+    **Raises:** InvalidArgumentError if an index is outside [0, size). A GPU returns NaN in entry 0
+    instead, also if a run is not ascending.
     """
     ops = loader.library()
     if ops is None:

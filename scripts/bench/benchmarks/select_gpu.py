@@ -16,7 +16,7 @@ its own (except algorithm1, which is timed on the sum) and zeroes there what it 
 verified in its first round; then rounds are queued one after another, as in training, and their
 mean counts.
 
-Needs nvcc, g++ and NumPy, no TensorFlow. No number of a GPU exists until this has run on one.
+Needs nvcc, g++ and NumPy, no TensorFlow.
 """
 
 from __future__ import annotations
