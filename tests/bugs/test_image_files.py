@@ -250,10 +250,15 @@ def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(tmp_path: P
 
 def test_a_user_with_larger_images_can_allow_them(tmp_path: Path) -> None:
     (tmp_path / "p" / "a").mkdir(parents=True)
-    for name, form in (("1.png", "PNG"), ("2.jpg", "JPEG"), ("3.gif", "GIF")):
+    for name, form in (
+        ("1.png", "PNG"),
+        ("2.jpg", "JPEG"),
+        ("3.gif", "GIF"),
+        ("4.bmp", "BMP"),
+    ):
         (tmp_path / "p" / "a" / name).write_bytes(encoded(PICTURE, form))
     # A GIF's screen and its frame count, because the decoder keeps both.
-    for allowed, served in ((383, 0), (384, 2), (768, 3)):
+    for allowed, served in ((383, 0), (384, 3), (768, 4)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             cache = cx.DataCache(
@@ -265,6 +270,15 @@ def test_a_user_with_larger_images_can_allow_them(tmp_path: Path) -> None:
             cache.close()
     with pytest.raises(PlanError, match="`max_pixels` must be >= 1"):
         cx.DataCache(tmp_path / "p", memory=tmp_path, max_pixels=0)
+
+
+def test_a_bitmap_from_top_to_bottom_has_as_many_pixels() -> None:
+    bitmap = bytearray(encoded(PICTURE, "BMP"))
+    height = int.from_bytes(bitmap[22:26], "little", signed=True)
+    bitmap[22:26] = (-height).to_bytes(4, "little", signed=True)
+    assert decode(bytes(bitmap), 3, max_pixels=384).shape == (PICTURE.height, PICTURE.width, 3)
+    with pytest.raises(SampleError, match="at most 383 pixels"):
+        decode(bytes(bitmap), 3, max_pixels=383)
 
 
 def test_the_head_of_a_jpeg_is_read_as_its_decoder_reads_it(tmp_path: Path) -> None:

@@ -52,6 +52,12 @@ def test_arrays_arrive_bit_for_bit_and_can_be_written_to(array: np.ndarray) -> N
     assert before.tolist() == [1, 1]
 
 
+def test_arrays_of_another_byte_order_arrive_with_their_values() -> None:
+    """Big-endian numbers, as some files have them, arrived as others."""
+    received = decode(encode(np.array([1.5, -2], ">f4")))
+    assert received.tolist() == [1.5, -2] and received.dtype == np.float32
+
+
 def test_numbers_of_numpy_become_numbers() -> None:
     received = decode(encode([np.float32(0.5), np.int32(3), np.bool_(True)]))
     assert received == [0.5, 3, True] and [type(one) for one in received] == [float, int, bool]

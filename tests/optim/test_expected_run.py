@@ -88,6 +88,29 @@ def test_between_assumed_links_nothing_is_clear(monkeypatch: pytest.MonkeyPatch)
     assert any(bucket.k is not None for bucket in plan.buckets)
 
 
+def test_by_links_whose_measurements_differ_nothing_is_clear() -> None:
+    """A busy machine's links, with a spread of 3, put a run of 400 steps on a slower plan."""
+    for spread, is_clear in ((0.25, True), (0.26, False), (3.0, False)):
+        plan = begin(ExpectedRun(399), LOSSY, SLOW._replace(spread=spread))
+        assert any(bucket.k is not None for bucket in plan.buckets) == is_clear
+
+
+def test_links_whose_measurements_differ_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor used, if an earlier version has kept them."""
+    noisy, steady = SLOW._replace(spread=3.0), SLOW._replace(spread=0.1)
+    measured = []
+
+    def work(links: Links) -> list[Links | None]:
+        monkeypatch.setattr(automatic, "probe", lambda *_, **__: SimpleNamespace(links=links))
+        return ThreadComm.run(TOPOLOGY, links_of)
+
+    cluster = ThreadComm.run(TOPOLOGY, automatic._cluster)[0]
+    measurement_cache.write("links", cluster, noisy.to_dict())
+    for now in (noisy, steady, noisy):
+        measured += work(now)
+    assert measured == [noisy, noisy, steady, steady, steady, steady]
+
+
 def test_links_measured_again_in_mid_run_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next run took the links of a bad hour for usual, and saw no change in the next one."""
     first, slower = SimpleNamespace(links=SLOW), SimpleNamespace(links=SLOW._replace(engine_s=1.0))

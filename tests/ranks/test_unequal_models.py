@@ -335,25 +335,45 @@ def test_the_first_batch_is_trained_once(comm: Comm) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-def test_a_model_with_a_step_of_its_own_is_not_called(comm: Comm) -> None:
-    class OwnStep(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = layers.Dense(1)
-            self.part.build((None, 4))
-            self.built = True
+class OwnStep(keras.Model):
+    """A model without a call."""
 
-        def train_step(self, data: Any) -> dict[str, Any]:
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(self.part(data["image"]))
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply(gradients, self.trainable_variables)
-            return {"loss": loss}
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = layers.Dense(1)
+        self.part.build((None, 4))
+        self.built = True
 
-    net = OwnStep()
+    def train_step(self, data: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self.part(data["image"]))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+class Fails(OwnStep):
+    def call(self, inputs: Any) -> Any:
+        raise RuntimeError(f"no model for {object()}")
+
+
+class ReturnsAnObject(OwnStep):
+    def call(self, inputs: Any) -> Any:
+        return {"outputs": self.part(inputs["image"]), "owner": object()}
+
+
+@pytest.mark.parametrize("kind", [OwnStep, Fails, ReturnsAnObject])
+def test_models_with_a_step_of_their_own_train(
+    comm: Comm, kind: type[OwnStep], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that fails got no warning; one with an object was not compared, for its address."""
+    net = kind()
     net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.1), cx.Scheme()), jit_compile=False)
     data = tf.data.Dataset.from_tensors({"image": np.ones((2, 4), "float32")})
-    net.fit(data, verbose=0, callbacks=[callbacks.BroadcastState()])
+    with caplog.at_level(logging.WARNING, "tfcommx"):
+        net.fit(data, verbose=0, callbacks=[callbacks.BroadcastState()])
+    warns = kind is Fails and comm.topology.size > 1 and comm.rank == 0
+    assert ("were not compared" in caplog.text) == warns
 
 
 def test_variables_in_another_order_are_refused_in_a_loop(comm: Comm) -> None:

@@ -122,6 +122,12 @@ def test_a_phase_warms_up_its_density(write):
         ),
         (
             "name: small",
+            "name: small\nmodel: {name: [small_cnn]}",
+            "Unknown name \"['small_cnn']\"",
+        ),
+        ("name: small", "name: small\nmodel: {name: transformer, size: [base]}", "model.size: "),
+        (
+            "name: small",
             "name: small\nmodel: {filters: [8, 0]}",
             "model.filters[1]: Input should be greater than or equal to 1. Received 0.",
         ),

@@ -82,7 +82,8 @@ def _to_json(item: Any, arrays: list[bytes]) -> Any:
     if kind is bytes:
         return {"bytes": base64.b64encode(item).decode()}
     if isinstance(item, np.ndarray) and _DTYPES.fullmatch(item.dtype.name):
-        arrays.append(item.tobytes())
+        # The name says nothing of the order of the bytes
+        arrays.append(item.astype(item.dtype.newbyteorder("="), copy=False).tobytes())
         return {"array": [item.dtype.name, list(item.shape)]}
     raise TypeError(
         "Ranks tell each other None, numbers, text, bytes, arrays of numbers, and lists, tuples "

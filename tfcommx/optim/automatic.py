@@ -3,7 +3,8 @@
     kept from a run before? -> its plan
     few steps follow? -> plain Horovod
     otherwise   links: given, kept, or measured now -> rank 0 proposes -> trial -> kept
-                too few steps for a trial? -> the proposal if it is clear, or plain Horovod
+                too few steps for a trial? -> the proposal if it is clear and the links' spread is
+                                              small, or plain Horovod
 
 Rank 0 alone reads, proposes and writes; the others are told.
 """
@@ -49,6 +50,9 @@ TRIAL = 2
 # Of the quick measurement before the first step: bytes that each rank sends, bytes that come
 # through a port before a time counts, rounds that count
 SIZES, STEADY, REPEATS = (1024, 262144), 2**20, 3
+# The largest spread of links that are kept, and by which a prediction is clear: what CLEARLY_FASTER
+# asks for is as large. Between processes of a busy machine it is often above 1
+MOST_SPREAD = 0.25
 
 
 def executor_for(
@@ -129,8 +133,8 @@ def _choose_or_try(
     written = _on_rank_0(
         comm,
         lambda: [
-            # Between assumed links nothing is clear
-            (found.name, found.plan.to_json(), found.is_clear and asked.links is not None)
+            # Between links that were assumed, or whose measurements differ, nothing is clear
+            (found.name, found.plan.to_json(), found.is_clear and _are_steady(asked.links))
             for found in propose(schemes, asked, comm.messages.possible)
         ],
     )
@@ -259,7 +263,8 @@ def links_of(
 ) -> Links | None:
     """Return this cluster's links: kept by a run before, or measured quickly and kept.
 
-    None for nodes with unequal numbers of slots, on which nothing is measured.
+    None for nodes with unequal numbers of slots, on which nothing is measured. Links whose
+    measurements differ by more than MOST_SPREAD are not kept: the next run measures again.
 
     Args:
         comm: of this rank.
@@ -276,11 +281,18 @@ def links_of(
         kept = _on_rank_0(comm, lambda: measurement_cache.read("links", cluster))
     if kept is not None:
         try:
-            return Links.from_dict(kept)
+            links = Links.from_dict(kept)
+            if _are_steady(links):
+                return links
         except Exception:  # Likewise
             log.warning("The links kept by a run before are damaged, and are measured again.")
     links = probe(comm, SIZES, REPEATS, blocks=(), steady=STEADY, fusion=True).links
     # What a network became in mid-run is not what the next run begins with
-    if comm.rank == 0 and not again:
+    if comm.rank == 0 and not again and _are_steady(links):
         measurement_cache.write("links", cluster, links.to_dict())
     return links
+
+
+def _are_steady(links: Links | None) -> bool:
+    """Return True for links that were measured, and whose measurements were much alike."""
+    return links is not None and links.spread <= MOST_SPREAD

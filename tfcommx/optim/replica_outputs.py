@@ -113,26 +113,24 @@ def require_equal_outputs(model: keras.Model, batch: Any | None, root: int) -> N
         return  # A run that continues in mid-epoch has statistics of each rank's own
     result = _result_of(model, batch)
     everyone = here.gather_objects((result.digests, result.error))
-    if all(other == everyone[0] for other in everyone):
+    errors = [error for _, error in everyone]
+    if all(errors):
         # A model with a training step of its own need not have a call
-        if (
-            result.error
-            and not result.error.startswith("NotImplementedError")
-            and (here.rank == root)
-        ):
+        if here.rank == root and not result.error.startswith("NotImplementedError"):
             log.warning(
                 "The replicas' outputs were not compared, because calling the model on a batch "
                 "failed: %s BroadcastState(compare=False) leaves it out.",
                 result.error,
             )
         return
-    errors = [error for _, error in everyone]
-    if any(errors) and not all(errors):
+    if any(errors):
         rank = next(rank for rank, error in enumerate(errors) if error)
         raise PlanError(
             f"All ranks must be able to call the model on rank {root}'s first batch. Received on "
             f"rank {rank}: {errors[rank]} Build the same model on every rank."
         )
+    if all(other == everyone[0] for other in everyone):
+        return
     # A second call tells models whose outputs vary from those that differ
     second = _result_of(model, batch, seed=1)
     varies = _differences(result, second)
@@ -200,7 +198,8 @@ def _result_of(model: keras.Model, batch: Any, seed: int = 0) -> Result:
     inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
 
     def with_loss(outputs: Any) -> dict[str, Any]:
-        parts = tf.nest.flatten(outputs, expand_composites=True)
+        # Other objects that a model returns have no value that two processes could compare
+        parts = filter(tf.is_tensor, tf.nest.flatten(outputs, expand_composites=True))
         named = {f"output {number}": part for number, part in enumerate(parts)}
         if labels is not None and getattr(model, "loss", None) is not None:
             named["the loss"] = loss_of(model, inputs, labels, outputs, weights)

@@ -99,8 +99,8 @@ def member_of(
             raise ValueError(
                 f"A mapping such as {{name: {default}}} is required. Received {value!r}."
             )
-        name = value.get("name", default)
-        kind = own if own and ":" in str(name) else table.get(name)
+        name = str(value.get("name", default))  # A list, for one, has no place in a table
+        kind = own if own and ":" in name else table.get(name)
         if kind is None:
             refuse_unknown([name], list(table), "name")
         try:

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,34 @@ def test_a_damaged_lock_file_of_a_dead_run_blocks_no_other(text: str, tmp_path: 
     (tmp_path / LOCK).write_text(text)
     lock.take(tmp_path, SECOND)
     assert owner_of(tmp_path)["run"] == "second"
+
+
+def test_a_link_in_the_place_of_a_lock_file_is_not_followed(tmp_path: Path) -> None:
+    """In a folder that several users write to, it emptied the file to which it led."""
+    letter = tmp_path / "letter"
+    letter.write_text("Dear reader")
+    (tmp_path / LOCK).symlink_to(letter)
+    with pytest.raises(OSError, match="symbolic link"):
+        lock.take(tmp_path, FIRST)
+    assert letter.read_text() == "Dear reader" and lock.seen_owner(tmp_path) is None
+
+
+@pytest.mark.parametrize("kind", ["pipe", "long", "deep"])
+def test_what_is_no_lock_file_names_no_owner(kind: str, tmp_path: Path) -> None:
+    """Reading a pipe that no process writes to waited for ever."""
+    path = tmp_path / LOCK
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        text = json.dumps(FIRST._asdict())
+        path.write_text(" " * 10**6 + text if kind == "long" else "[" * 10**6)
+    with ThreadPoolExecutor() as pool:
+        reading = pool.submit(lock.seen_owner, tmp_path)
+        try:
+            assert reading.result(timeout=10) is None
+        finally:
+            if kind == "pipe":  # Ends a reader that waits
+                os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
 
 
 def test_on_a_file_system_without_locks_the_run_that_came_first_ends(

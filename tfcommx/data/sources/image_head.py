@@ -32,6 +32,8 @@ def check_head(data: bytes, max_pixels: int) -> None:
                 "decoding keeps the upper 8. Scale it to 8 bits"
             )
     elif data.startswith(BMP):
+        sides = (int.from_bytes(data[at : at + 4], "little", signed=True) for at in (18, 22))
+        check_pixels(*map(abs, sides), max_pixels)  # Rows from top to bottom have a height < 0
         _check_bitmap(data)
     elif data.startswith(GIF):
         check_pixels(_gif_pixels(data), 1, max_pixels)

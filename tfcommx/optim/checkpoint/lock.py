@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 from tfcommx.comm.supervision import supervision
 
 LOCK = ".checkpoint.lock"
+# Bytes of a lock file; a longer one is none
+LARGEST = 4096
 # For a run that was told to end, and has not yet
 WAIT_SECONDS = 5.0
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
@@ -86,7 +88,8 @@ def take(folder: Path, owner: Owner) -> None:
             raise _in_use(folder, other)
         os.close(_held.pop(folder))
     while True:
-        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # A link of another user, in a folder that several write to, may lead to a file of this one
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -179,9 +182,12 @@ def _write(opened: int, owner: Owner) -> None:
 
 def _read(path: Path) -> Owner | None:
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        # Not blocking, for a pipe
+        opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(opened, "rb") as file:
+            found: dict[str, Any] = json.loads(file.read(LARGEST))
         return Owner(str(found["run"]), int(found["generation"]), found["host"], int(found["pid"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -46,8 +46,8 @@ class Transformer(Part):
     @model_validator(mode="before")
     @classmethod
     def _sizes(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("size") in SIZES:
-            return {**SIZES[given["size"]], **given}
+        if isinstance(given, dict):
+            return {**SIZES.get(str(given.get("size")), {}), **given}
         return given
 
     @model_validator(mode="after")

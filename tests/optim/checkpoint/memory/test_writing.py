@@ -1,4 +1,4 @@
-"""Writing of a snapshot goes on where somebody has removed its folder."""
+"""Writing a snapshot: its folder may have been removed, and each failure is reported."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tfcommx.optim.checkpoint.files import Head
 from tfcommx.optim.checkpoint.memory.place import Place, head_array
@@ -32,3 +33,13 @@ def test_a_folder_that_is_gone_is_made_again(tmp_path: Path) -> None:
     # It cannot be made where its own parent is gone: said, not raised
     nowhere = Place(tmp_path / "gone" / "memory", Path("run"))
     assert "No such file" in write(nowhere, 3).problem
+
+
+def test_any_failure_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that ended with a MemoryError had no problem: its snapshot counted as whole."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(np, "savez", fail)
+    assert write(Place(tmp_path / "memory", Path("run")), 1).problem == "MemoryError"

@@ -75,7 +75,7 @@ class Writing:
             self.bytes += place.write(mirrored[0], captured.own)
             if mirror is not None:
                 mirror(mirrored, sorted(saves))
-        except (OSError, ValueError) as error:
+        except Exception as error:  # Of any kind: a snapshot without a problem counts as written
             self.problem = str(error) or type(error).__name__
         finally:
             self.seconds = time.monotonic() - start
