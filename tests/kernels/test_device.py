@@ -1,4 +1,4 @@
-"""The check at the first use of a GPU finds a wrong bit of each kernel; the CPU stands for a GPU."""
+"""The check at the first use of a GPU finds a wrong bit of each kernel; a CPU stands in for it."""
 
 from __future__ import annotations
 

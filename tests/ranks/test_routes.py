@@ -257,12 +257,18 @@ def test_nothing_large_would_leave_a_gpu_on_its_way(
 
 
 @pytest.mark.every_launch
-def test_an_all_gather_beyond_what_mpi_counts_is_refused_while_tracing(comm: Comm) -> None:
+@pytest.mark.parametrize(
+    ("entries", "dtype", "match"),
+    [(2**30, tf.int32, "brings at most"), (2**28, tf.float64, "bytes from a rank")],
+)
+def test_an_all_gather_beyond_what_engines_count_is_refused_while_tracing(
+    comm: Comm, entries: int, dtype: tf.DType, match: str
+) -> None:
     if comm.topology.size == 1:
         return
     gather = tf.function(lambda words: comm.all_gather(words, "world", "much"), autograph=False)
-    with pytest.raises(cx.PlanError, match="brings at most"):
-        gather.get_concrete_function(tf.TensorSpec([2**30], tf.int32))
+    with pytest.raises(cx.PlanError, match=match):
+        gather.get_concrete_function(tf.TensorSpec([entries], dtype))
 
 
 @pytest.mark.every_launch

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.comm.base import Comm
+from tfcommx.comm.base import LARGEST_COUNT, Comm
 from tfcommx.comm.launcher import Launcher
 from tfcommx.comm.messages import Messages
 from tfcommx.comm.other_launchers import check_alone
@@ -193,8 +193,14 @@ class HorovodComm(Comm):
         # Horovod's allgather_object would unpickle what arrives (plain_data.py)
         with tf.init_scope():
             sizes = self._hvd.allgather(tf.constant([data.size], tf.int64), **_GATHERED_SIZES)
+            ends = np.cumsum(sizes.numpy())
+            if ends[-1] > LARGEST_COUNT:  # Of bytes, so of entries: refused by all ranks
+                raise PlanError(
+                    f"Objects of all ranks that are gathered have at most {LARGEST_COUNT} bytes "
+                    f"together. Received {ends[-1]}, {data.size} of them from rank {self.rank}. "
+                    "Gather less, or in several turns."
+                )
             parts = self._hvd.allgather(tf.constant(data), **_GATHERED).numpy()
-        ends = np.cumsum(sizes.numpy())
         return [decode(part.tobytes()) for part in np.split(parts, ends[:-1])]
 
     def _counted(self) -> Traffic:
