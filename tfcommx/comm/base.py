@@ -61,6 +61,8 @@ class Comm(abc.ABC):
         nodes = [topology.node_of(other) for other in range(topology.size)]
         self.local_rank = nodes[:rank].count(nodes[rank])
         self.local_size = nodes.count(nodes[rank])
+        # Whether NCCL carries collectives of tensors on this rank's GPU
+        self.by_nccl = False
         # Which ranks have left; what this one is doing, for its watcher; its trials of plans
         self.membership, self.progress, self.trials = Membership(), Progress(), TrialQueue()
         # What must be equal on all ranks, compared when they next exchange objects
