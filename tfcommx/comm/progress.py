@@ -66,8 +66,10 @@ class ExchangeProgress:
 
     def end(self, part: int, outputs: Iterable[tf.Tensor], number: tf.Tensor) -> None:
         """Note, when all outputs are there, that this part of exchange `number` has ended."""
-        number = after(number, list(outputs), self._queued)
-        with tf.device("/cpu:0"):
+        outputs = list(outputs)
+        if self._queued:
+            number = after(number, outputs)
+        with tf.control_dependencies([tf.group(*outputs)]), tf.device("/cpu:0"):
             self._ended[part].assign(number)
 
     def begun(self) -> int:

@@ -135,9 +135,8 @@ def _stamped(stamp: tf.Variable, tensors: Sequence[Any], queued: bool = False) -
         if not queued:
             stamped = stamp.assign(tf.timestamp())
             return tf.control_dependencies([stamped])
-        arrived = after(
-            tf.constant(1.0, tf.float64), tf.nest.flatten(tensors, expand_composites=True), queued
-        )
+        parts = tf.nest.flatten(tensors, expand_composites=True)
+        arrived = after(tf.constant(1.0, tf.float64), parts)
         with tf.control_dependencies([arrived]):
             now = tf.timestamp()
         stamp.assign(tf.maximum(now, arrived))
