@@ -129,10 +129,12 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> progress.Progress:
     return one
 
 
+@pytest.mark.parametrize("queued", [True, False])
 @pytest.mark.parametrize("traced", [True, False])
 def test_an_exchange_waits_in_the_first_part_that_has_not_ended(
-    watched: progress.Progress, traced: bool
+    watched: progress.Progress, traced: bool, queued: bool
 ) -> None:
+    watched.ends_when_queued = queued
     waits = watched.of_exchange(["bucket 0", "bucket 1", "bucket 2"])
     ended = tf.Variable([True, True, True])
 
@@ -158,6 +160,24 @@ def test_an_exchange_waits_in_the_first_part_that_has_not_ended(
     ended.assign([True, True, True])
     take(tf.ones([3]))
     assert (waits.begun(), waits.waiting()) == (3, "")
+
+
+@pytest.mark.parametrize("queued", [True, False])
+def test_a_part_has_ended_when_its_result_is_there_not_when_it_is_queued(
+    watched: progress.Progress, queued: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With asynchronous completion a rank that waited in NCCL had "ended" every exchange."""
+    asked: list[int] = []
+
+    def noted(number: tf.Tensor, tensors: list[tf.Tensor]) -> tf.Tensor:
+        asked.append(len(tensors))
+        return number
+
+    monkeypatch.setattr(progress, "after", noted)
+    watched.ends_when_queued = queued
+    waits = watched.of_exchange(["bucket 0"])
+    waits.end(0, [tf.ones([2]), tf.ones([3])], waits.begin([tf.ones([2])]))
+    assert asked == [2] * queued and waits.waiting() == ""
 
 
 def test_where_a_rank_is_in_python(watched: progress.Progress) -> None:

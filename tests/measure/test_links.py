@@ -19,13 +19,16 @@ from launching import QUICK, ROOT, horovodrun
 
 from tfcommx.comm.base import Comm
 from tfcommx.comm.threads import ThreadComm
-from tfcommx.measure import links
+from tfcommx.measure import engine, links
 from tfcommx.measure.engine import (
     WAITING,
+    Engine,
     calibrate,
     engine_fuses,
+    latency_terms,
     measure_contention,
     measure_engine,
+    sends_messages,
 )
 from tfcommx.measure.fit import fit
 from tfcommx.planner.plan import Gradient, make_plan
@@ -197,18 +200,92 @@ def test_the_probe_measures_what_the_engine_at_work_takes_for_short_allreduces(
     assert seconds == pytest.approx((1e-3, 1e-3, 2e-3), rel=0.01)
 
 
-@pytest.mark.parametrize("engine", ["open_mpi", "nccl"])
-def test_messages_say_nothing_of_the_wire_that_nccl_takes(
-    engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(links, "engine_at_work", lambda comm: engine)
-    monkeypatch.setattr(links, "fit", lambda points: (1e-5, 1e-3))
+def test_links_of_nccl_are_measured_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages between hosts stood for NCCL's links if the launch had MPI.
+
+    The clock counts what gathers and sums take; messages, which are possible, may not be sent. Each
+    result is waited for: a collective of a GPU may end when it is only queued.
+    """
+    clocks: dict[int, float] = {}
+    waited: list[Any] = []
+    carried: list[str] = []
+    monkeypatch.setattr(engine, "where_carried", lambda comm: carried.append("") or "/cpu:0")
+    monkeypatch.setattr(links, "where_carried", lambda comm: carried.append("") or "/cpu:0")
+    monkeypatch.setattr(links, "finish", waited.append)
 
     def work(comm: Comm) -> links.ProbeResult:
-        return links.probe(comm, sizes=(1024, 65536), repeats=1, blocks=())
+        comm.by_nccl, clocks[comm.rank] = True, 0.0
+        comm.messages.open_own = lambda **_: pytest.fail("a message")
+        gather, allreduce = comm.all_gather, comm.allreduce
 
-    found = ThreadComm.run(Topology(2, 2), work)[0].links.calibration.points[-1]
-    assert (found[1] >= 65536 * 1e-3) == (engine == "open_mpi")
+        def timed(tensor: tf.Tensor, group: str, name: str, **more: Any) -> tf.Tensor:
+            ranks = len(comm.members(group))
+            beta = comm.topology.slots * 8e-9 if group == "peers" else 1e-10
+            clocks[comm.rank] += ENGINE_S + (ranks - 1) * (1e-4 + 4 * len(tensor) * beta)
+            return gather(tensor, group, name, **more)
+
+        def timed_sum(tensor: tf.Tensor, group: str, name: str, **more: Any) -> tf.Tensor:
+            terms = latency_terms("nccl", len(comm.members(group)), group)
+            clocks[comm.rank] += ENGINE_S + terms * 1e-4
+            return allreduce(tensor, group, name, **more)
+
+        comm.all_gather, comm.allreduce = timed, timed_sum
+        return links.probe(
+            comm, sizes=(1024, 65536), repeats=2, blocks=(), clock=lambda: clocks[comm.rank]
+        )
+
+    result = ThreadComm.run(Topology(4, 2), work)[0]
+    found = result.links
+    assert result.by_engine and found.engine.name == "nccl"
+    assert found.between.beta_s_per_byte == pytest.approx(8e-9)
+    assert found.inside.beta_s_per_byte == pytest.approx(1e-10)
+    assert found.between.alpha_s == pytest.approx(1e-4, rel=0.02)
+    assert found.engine_s == pytest.approx(ENGINE_S, rel=0.03)
+    assert carried and waited and all(isinstance(one, tf.Tensor) for one in waited)
+
+
+def test_trees_of_as_many_terms_as_an_all_gather_do_not_tell_latency() -> None:
+    """NCCL's tree of three nodes has two terms, as its ring of an all-gather: no difference."""
+
+    def work(comm: ThreadComm) -> Engine:
+        comm.by_nccl = True
+        comm.all_gather = comm.allreduce = lambda *given, **more: None
+        return measure_engine(comm, "peers", 1e-4, lambda work: [work(), 2e-2][1:])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "where_carried", lambda comm: "/cpu:0")
+        found = ThreadComm.run(Topology(3, 1), work)[0]
+    assert (found.alpha_s, found.seconds) == (0.0, [2e-3])
+
+
+@pytest.mark.parametrize("nccl", [True, False])
+@pytest.mark.parametrize("messages", [True, False])
+def test_the_engine_is_nccl_only_if_it_carries_the_collectives(nccl: bool, messages: bool) -> None:
+    """A Horovod without NCCL was taken for one with it on any machine with a GPU."""
+
+    def work(comm: ThreadComm) -> tuple[str, bool, str]:
+        comm.by_nccl = nccl
+        if not messages:
+            comm.messages._make = None
+        return engine.engine_at_work(comm), sends_messages(comm), engine.where_carried(comm)
+
+    found = ThreadComm.run(Topology(2, 1), work)[0]
+    on_host = ("open_mpi" if messages else "gloo", messages, "/cpu:0")
+    assert found == (("nccl", False, "/gpu:0") if nccl else on_host)
+
+
+def test_results_that_are_not_in_the_hosts_memory_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[Any] = []
+    reshape = tf.reshape
+    monkeypatch.setattr(tf, "reshape", lambda part, to: read.append(part) or reshape(part, to))
+    result = [tf.ones([3]), (tf.zeros([2, 2]), None, 7)]
+    engine.finish(result)
+    assert not read
+    monkeypatch.setattr(engine, "_in_host_memory", lambda part: False)
+    engine.finish(result)
+    assert [part.shape for part in read] == [[3], [2, 2]]
 
 
 def test_no_allreduce_counts_as_shorter_than_its_bytes_take() -> None:
@@ -399,6 +476,8 @@ def test_no_constants_are_exchanged_to_see_whether_the_engine_fuses() -> None:
     seen: list[bool] = []
 
     class Traced:
+        by_nccl = False
+
         def allreduce(self, tensor: tf.Tensor, *_: Any, counted: bool) -> tf.Tensor:
             seen.append(tf.is_symbolic_tensor(tensor) and not counted)
             return tensor

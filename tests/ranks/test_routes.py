@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from drawing import drawn
-from tensorflow.python.framework.kernels import get_registered_kernels_for_op
+from gpu_placement import by_the_host, int32_operations, operations, without_gpu_kernel
 
 import tfcommx as cx
 from tfcommx import routes
@@ -90,6 +90,14 @@ def test_the_sum_of_all_ranks(comm: Comm, scheme: cx.Scheme) -> None:
     def step(given: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         return running.exchange(given)
 
+    # The trace that the steps below take
+    specs = {path: tf.TensorSpec(shape) for path, shape in SHAPES.items()}
+    graph = step.get_concrete_function(specs).graph
+    # Messages between two ranks are the host's, everything else a GPU's
+    messages = routes.get(scheme.route).messages or routes.get(scheme.peer_route).messages
+    alone = comm.topology.size == 1
+    assert without_gpu_kernel(graph) == ({"PyFunc"} if messages and not alone else set())
+    assert not by_the_host(graph)
     before = comm.traffic()
     arrived = given = dict.fromkeys(SHAPES, 0.0)
     for number in range(3):
@@ -154,26 +162,6 @@ def test_messages_of_all_lengths_from_every_root(comm: Comm) -> None:
                 np.testing.assert_array_equal(got, np.full(entries, expected[operation]))
 
 
-# More of those that take int32 from a GPU to the host; only TensorFlow's GPU wheel (2.21) has
-# kernels from which it could be read.
-INT32_BY_THE_HOST = {"BroadcastTo", "ClipByValue", "Pack", "Reverse", "StridedSlice"}
-
-
-def _spread(op: tf.Operation, args: Any) -> list[Any]:
-    """Return each argument as often as it stands for tensors."""
-    return [
-        arg
-        for arg in args
-        for _ in range(
-            op.get_attr(arg.number_attr)
-            if arg.number_attr
-            else len(op.node_def.attr[arg.type_list_attr].list.type)
-            if arg.type_list_attr
-            else 1
-        )
-    ]
-
-
 @pytest.mark.parametrize(
     ("selection", "way"),
     drawn(
@@ -202,53 +190,13 @@ def test_nothing_large_would_leave_a_gpu_on_its_way(
         .graph
     )
 
-    def by_the_host(op: tf.Operation) -> list[str]:
-        """Return large inputs and outputs that are in the host's memory if a GPU does the op."""
-        operands = [
-            (arg.name, tensor)
-            for arg, tensor in [
-                *zip(_spread(op, op.op_def.input_arg), op.inputs, strict=True),
-                *zip(_spread(op, op.op_def.output_arg), op.outputs, strict=True),
-            ]
-            if large(tensor)
-        ]
-        kernels = [
-            kernel
-            for kernel in get_registered_kernels_for_op(op.type).kernel
-            if kernel.device_type in ("GPU", "DEFAULT")
-            and all(
-                op.node_def.attr[rule.name].type in rule.allowed_values.list.type
-                for rule in kernel.constraint
-            )
-        ]
-        return [
-            f"{name} of {op.type}"
-            for name, _ in operands
-            if op.type in INT32_BY_THE_HOST
-            or any(name in kernel.host_memory_arg for kernel in kernels)
-        ]
-
-    def large(tensor: tf.Tensor) -> bool:
-        entries = tensor.shape.num_elements()
-        return tensor.dtype == tf.int32 and (entries is None or entries > 100)
-
-    graphs = [
-        graph,
-        *(function.graph for function in graph._functions.values() if hasattr(function, "graph")),
-    ]
-    ops = [
-        op
-        for one in graphs
-        for op in one.get_operations()
-        if op.type != "Const" and any(map(large, [*op.inputs, *op.outputs]))
-    ]
-    assert ops or comm.topology.size == 1
-    assert not [found for op in ops for found in by_the_host(op)]
+    assert int32_operations(graph) or comm.topology.size == 1
+    assert not by_the_host(graph)
+    assert not without_gpu_kernel(graph)
     # What the kernels read on the host is made there: a GPU would be waited for.
     scalars = [
         tensor.op
-        for one in graphs
-        for op in one.get_operations()
+        for op in operations(graph)
         if op.type.startswith(("TfcommxSelect", "TfcommxMerge"))
         for tensor in op.inputs
         if tensor.dtype == tf.int64
@@ -256,13 +204,30 @@ def test_nothing_large_would_leave_a_gpu_on_its_way(
     assert scalars and not [op.name for op in scalars if "CPU:0" not in op.device]
 
 
+def test_what_would_leave_a_gpu_is_found() -> None:
+    def step(given: tf.Tensor) -> tf.Tensor:
+        squared = tf.numpy_function(np.square, [given], tf.float32, stateful=False)
+        positions = tf.stack([tf.cast(given, tf.int32), tf.range(1000)])
+        return tf.ensure_shape(squared, [1000]) + tf.cast(positions[0], tf.float32)
+
+    graph = tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec([1000])).graph
+    assert without_gpu_kernel(graph) == {"PyFuncStateless", "Pack"}
+    assert {"output of Range", "output of Pack", "input of StridedSlice"} <= set(by_the_host(graph))
+
+
 @pytest.mark.every_launch
-def test_an_all_gather_beyond_what_mpi_counts_is_refused_while_tracing(comm: Comm) -> None:
+@pytest.mark.parametrize(
+    ("entries", "dtype", "match"),
+    [(2**30, tf.int32, "brings at most"), (2**28, tf.float64, "bytes from a rank")],
+)
+def test_an_all_gather_beyond_what_engines_count_is_refused_while_tracing(
+    comm: Comm, entries: int, dtype: tf.DType, match: str
+) -> None:
     if comm.topology.size == 1:
         return
     gather = tf.function(lambda words: comm.all_gather(words, "world", "much"), autograph=False)
-    with pytest.raises(cx.PlanError, match="brings at most"):
-        gather.get_concrete_function(tf.TensorSpec([2**30], tf.int32))
+    with pytest.raises(cx.PlanError, match=match):
+        gather.get_concrete_function(tf.TensorSpec([entries], dtype))
 
 
 @pytest.mark.every_launch

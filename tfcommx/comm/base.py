@@ -36,6 +36,8 @@ from tfcommx.cost import alltoall_traffic, broadcast_traffic, ring_traffic
 from tfcommx.terms import PlanError, Topology, Traffic
 
 LARGEST_COUNT = 2**31 - 1  # Entries; Gloo and NCCL count in int32
+# Bytes of each rank in an all-gather: Horovod multiplies entries by their size in int32 for NCCL
+LARGEST_GATHERED_BYTES = 2**31 - 1
 
 
 class _OpenScope(threading.local):
@@ -59,6 +61,8 @@ class Comm(abc.ABC):
         nodes = [topology.node_of(other) for other in range(topology.size)]
         self.local_rank = nodes[:rank].count(nodes[rank])
         self.local_size = nodes.count(nodes[rank])
+        # Whether NCCL carries collectives of tensors on this rank's GPU
+        self.by_nccl = False
         # Which ranks have left; what this one is doing, for its watcher; its trials of plans
         self.membership, self.progress, self.trials = Membership(), Progress(), TrialQueue()
         # What must be equal on all ranks, compared when they next exchange objects
@@ -149,7 +153,8 @@ class Comm(abc.ABC):
         """Concatenate the members' tensors, in rank order, on every member; `counted` as traffic.
 
         **Ranks:** all members. **Cost:** p - 1 times the rank's own buffer sent.
-        **Raises:** PlanError if the result has more entries than MPI can count.
+        **Raises:** PlanError if the result has more entries than MPI can count, or a rank's tensor
+        more bytes than Horovod can count for NCCL; on every engine, so that a plan fits them all.
         """
         ranks = self._check(tensor, group)
         if len(ranks) == 1:
@@ -159,6 +164,12 @@ class Comm(abc.ABC):
                 f"An all-gather brings at most {LARGEST_COUNT} entries together. {name!r} brings "
                 f"{entries} from {len(ranks)} ranks. Lower `density`, `bucket_bytes`, or the wire "
                 "format's bytes."
+            )
+        if (sent := _bytes(tensor)) > LARGEST_GATHERED_BYTES:
+            raise PlanError(
+                f"An all-gather takes at most {LARGEST_GATHERED_BYTES} bytes from a rank. {name!r} "
+                f"takes {sent} from rank {self.rank}, {tensor.dtype.name} {tensor.shape}. Lower "
+                "`density`, `bucket_bytes`, or the wire format's bytes."
             )
         if counted:
             self._count(ring_traffic((len(ranks) - 1) * _bytes(tensor), group, self.topology))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http
 import os
+import re
 import socketserver
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.comm.base import Comm
+from tfcommx.comm.base import LARGEST_COUNT, Comm
 from tfcommx.comm.launcher import Launcher
 from tfcommx.comm.messages import Messages
 from tfcommx.comm.other_launchers import check_alone
@@ -24,6 +25,17 @@ from tfcommx.terms import PlanError, Topology, Traffic
 
 # The release that is tested; its private functions are used.
 HOROVOD = "0.28."
+# What `init` sets for Horovod where NCCL carries the collectives, unless the user has set it, or
+# another variable with which it does not go together. docs/explanation/how-it-works.md has the
+# reasons; no GPU has measured them.
+ON_GPUS = (
+    # ms. Three collectives in a chain wait up to a cycle each, and Horovod's own cycle is 1 ms.
+    # Autotune tunes no cycle that was set.
+    ("HOROVOD_CYCLE_TIME", "0.1", "HOROVOD_AUTOTUNE"),
+    # An op ends when its collective is queued on the GPU. While Horovod records a timeline it
+    # neither waits for the scaling of an average nor makes the GPU wait for it.
+    ("HOROVOD_ENABLE_ASYNC_COMPLETION", "1", "HOROVOD_TIMELINE"),
+)
 # Names of the collectives of `gather_objects`
 _GATHERED_SIZES, _GATHERED = {"name": "tfcommx.sizes"}, {"name": "tfcommx.objects"}
 
@@ -99,21 +111,50 @@ def serve_rendezvous(slots: Mapping[str, int], address: str) -> int:
 
 @contextlib.contextmanager
 def without_mpi() -> Iterator[None]:
-    """Let Horovod start without MPI in a single process; restore the environment afterwards.
+    """Let Horovod start without MPI in a single process.
 
-    Launches that this process makes later must not inherit the change.
     **Raises:** PlanError if another launcher has started several processes.
     """
     check_alone()
-    names = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
-    before = {name: os.environ[name] for name in names if name in os.environ}
-    os.environ |= dict.fromkeys(names, "gloo")
+    with _environment(dict.fromkeys(("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"), "gloo")):
+        yield
+
+
+@contextlib.contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables while Horovod starts, which reads them then; restore them.
+
+    Launches that this process makes later must not inherit the change.
+    """
+    before = {name: os.environ[name] for name in settings if name in os.environ}
+    os.environ |= settings
     try:
         yield
     finally:
-        for name in names:
+        for name in settings:
             os.environ.pop(name, None)
         os.environ |= before
+
+
+def settings_on_gpus(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what is set for Horovod where NCCL carries the collectives.
+
+    >>> settings_on_gpus({"HOROVOD_CYCLE_TIME": "5"})
+    {'HOROVOD_ENABLE_ASYNC_COMPLETION': '1'}
+
+    Args:
+        environment: of the process; what the user has set in it stays.
+    """
+    return {
+        name: value
+        for name, value, unless in ON_GPUS
+        if name not in environment and unless not in environment
+    }
+
+
+def nccl_carries(hvd: ModuleType) -> bool:
+    """Return True if NCCL carries collectives of tensors on this process's GPU."""
+    return bool(hvd.nccl_built() and tf.config.list_logical_devices("GPU"))
 
 
 def smaller_groups(topology: Topology) -> list[tuple[int, ...]]:
@@ -127,10 +168,10 @@ def smaller_groups(topology: Topology) -> list[tuple[int, ...]]:
 
 
 def nccl_scatters(hvd: ModuleType) -> bool:
-    """Tell whether Horovod reduce-scatters on a GPU: built without NCCL's, it uses the CPU."""
+    """Return True if Horovod reduce-scatters on a GPU: built without NCCL's, it uses the CPU."""
     from tensorflow.python.framework.kernels import get_registered_kernels_for_op
 
-    if not hvd.nccl_built() or not tf.config.list_logical_devices("GPU"):
+    if not nccl_carries(hvd):
         return False
     kernels = get_registered_kernels_for_op("HorovodReducescatter").kernel
     return any(kernel.device_type == "GPU" for kernel in kernels)
@@ -176,9 +217,17 @@ class HorovodComm(Comm):
                 "tfcommx.init() starts Horovod itself, with its node and peer groups. Received "
                 "an initialised Horovod. Call tfcommx.init() instead of hvd.init()."
             )
-        with without_mpi() if here.kind == "none" else contextlib.nullcontext():
+        self.by_nccl = nccl_carries(hvd)
+        settings = settings_on_gpus(os.environ) if self.by_nccl else {}
+        with (
+            without_mpi() if here.kind == "none" else contextlib.nullcontext(),
+            _environment(settings),
+        ):
             # The ranks that train; None: all processes of the launch
             hvd.init(comm=list(range(size)) if here.centre else None, process_sets=sets)
+            self.progress.ends_when_queued = self.by_nccl and _is_on(
+                os.environ.get("HOROVOD_ENABLE_ASYNC_COMPLETION", "0")
+            )
         if (hvd.rank(), hvd.size()) != (here.rank, size):
             raise PlanError(
                 f"Horovod counts rank {hvd.rank()} of {hvd.size()}, the launcher rank {here.rank} "
@@ -193,8 +242,14 @@ class HorovodComm(Comm):
         # Horovod's allgather_object would unpickle what arrives (plain_data.py)
         with tf.init_scope():
             sizes = self._hvd.allgather(tf.constant([data.size], tf.int64), **_GATHERED_SIZES)
+            ends = np.cumsum(sizes.numpy())
+            if ends[-1] > LARGEST_COUNT:  # Of bytes, so of entries: refused by all ranks
+                raise PlanError(
+                    f"Objects of all ranks that are gathered have at most {LARGEST_COUNT} bytes "
+                    f"together. Received {ends[-1]}, {data.size} of them from rank {self.rank}. "
+                    "Gather less, or in several turns."
+                )
             parts = self._hvd.allgather(tf.constant(data), **_GATHERED).numpy()
-        ends = np.cumsum(sizes.numpy())
         return [decode(part.tobytes()) for part in np.split(parts, ends[:-1])]
 
     def _counted(self) -> Traffic:
@@ -262,6 +317,12 @@ class HorovodComm(Comm):
 
     def _broadcast(self, tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
         return self._ops.broadcast(tensor, root, **self._named(name))
+
+
+def _is_on(value: str) -> bool:
+    """Return True for a variable that Horovod takes as on: one that begins with a number > 0."""
+    number = re.match(r"\s*\+?(\d+)", value)
+    return number is not None and int(number[1]) > 0
 
 
 def _sized(result: tf.Tensor, tensor: tf.Tensor, factor: float) -> tf.Tensor:

@@ -29,6 +29,7 @@ from types import FrameType
 import tensorflow as tf
 
 from tfcommx.comm.stalls import COMPUTES, LEFT, PYTHON, WAITS
+from tfcommx.kernels.arrival import after
 from tfcommx.kernels.untraced import untraced
 
 # For the last look to end
@@ -47,10 +48,11 @@ class ExchangeProgress:
     Args:
         parts: what ranks wait in, for people, such as "the exchange of bucket 3".
         counted: whether the exchange makes a step.
+        queued: whether a collective's op ends before its result is there, as Progress has it.
     """
 
-    def __init__(self, parts: Sequence[str], counted: bool) -> None:
-        self.parts, self.counted = parts, counted
+    def __init__(self, parts: Sequence[str], counted: bool, queued: bool = False) -> None:
+        self.parts, self.counted, self._queued = parts, counted, queued
         with untraced(), tf.device("/cpu:0"):
             self._begun = tf.Variable(0, dtype=tf.int64, trainable=False, name="begun")
             self._ended = [
@@ -64,6 +66,9 @@ class ExchangeProgress:
 
     def end(self, part: int, outputs: Iterable[tf.Tensor], number: tf.Tensor) -> None:
         """Note, when all outputs are there, that this part of exchange `number` has ended."""
+        outputs = list(outputs)
+        if self._queued:
+            number = after(number, outputs)
         with tf.control_dependencies([tf.group(*outputs)]), tf.device("/cpu:0"):
             self._ended[part].assign(number)
 
@@ -98,6 +103,8 @@ class Progress:
 
     def __init__(self) -> None:
         self.watched, self._saw_fit, self._step = False, False, -1
+        # Whether Horovod ends a collective's op when it is queued on the GPU, not when it is done
+        self.ends_when_queued = False
         # Of exchanges that are still there, each with its steps at the last look
         self._waits: dict[weakref.ref[ExchangeProgress], int] = {}
         # Of those that are gone
@@ -108,7 +115,7 @@ class Progress:
         if not self.watched:
             return UnwatchedExchange()
         self._saw_fit = self._saw_fit or _in_fit(_frames(sys._getframe()))
-        made = ExchangeProgress(parts, counted)
+        made = ExchangeProgress(parts, counted, self.ends_when_queued)
         self._waits[weakref.ref(made)] = 0
         return made
 

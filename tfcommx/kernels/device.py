@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.kernels import keep, loader, merge, norms, select, wire, wire_codes
+from tfcommx.kernels import dense, keep, lars, loader, merge, norms, select, wire, wire_codes
 from tfcommx.kernels.loader import NativeLibraryError
+
+# Entries of the vectors, and how many of them are chosen
+ENTRIES, CHOSEN = 100_003, 1_000
+# Entries of a vector of which a warp of the selection takes a second strip of 1024, because a GPU
+# has 8 blocks of 8 warps on each of its processors (ops/kernels/select_cuda.cu): an H100 has 132 of
+# them, and no GPU so far more than 188
+MANY_STRIPS = 192 * 8 * 8 * 1024 + 5_000
 
 
 @functools.cache
 def residual_device() -> str:
     """Return the device of the residuals: that of the gradients, if the kernels run there.
 
-    **Cost:** the first call on a GPU compares the kernels once, some milliseconds.
+    **Cost:** the first call on a GPU compares the kernels once, as `compare_with_cpu`.
     **Raises:** as `compare_with_cpu`.
     """
     if not (loader.has_gpu_kernels() and tf.config.list_logical_devices("GPU")):
@@ -28,22 +36,30 @@ def residual_device() -> str:
 def compare_with_cpu(device: str) -> None:
     """Refuse a device whose kernels do not give the same bits as the CPU's on this machine.
 
-    Drivers and GPUs differ.
+    Drivers and GPUs differ. Every kernel that changes what is sent or kept is compared once, with
+    each type and rule that takes other code on a GPU.
 
     Args:
         device: as TensorFlow names it, "/gpu:0".
 
     **Ranks:** local.
+    **Cost:** .4 s of processor time if the CPU stands for the device, most of it for a selection
+    from 12.6 million entries, which takes 50 MB four times over on each device. On a GPU not
+    measured.
     **Raises:** NativeLibraryError that says what differs, before anything is trained with it.
     """
+    problem = ""
     with tf.init_scope():
-        try:
-            results, problem = _results_on(device), ""
-        except tf.errors.OpError as error:
-            results, problem = {}, f"they failed: {error.message}"
-        for name, expected in _results_on("/cpu:0").items():
-            if not problem and expected.tobytes() != results[name].tobytes():
-                problem = f"other {name}"
+        for results_on in (_exchange, _selections, _dense, _updates, _many_strips):
+            try:
+                results = results_on(device)
+            except tf.errors.OpError as error:
+                problem = f"they failed: {error.message}"
+                break
+            expected = results_on("/cpu:0")
+            if other := [name for name in expected if _differ(expected[name], results[name])]:
+                problem = f"other {other[0]}"
+                break
     if problem:
         raise NativeLibraryError(
             f"The kernels on {device} must give what those on the CPU give. Received {problem}. "
@@ -52,21 +68,43 @@ def compare_with_cpu(device: str) -> None:
         )
 
 
-def _results_on(device: str) -> dict[str, Any]:
+def _differ(expected: np.ndarray, result: np.ndarray) -> bool:
+    """Return True if two arrays differ in a bit, the sign of a zero included."""
+    if expected.shape != result.shape or expected.dtype != result.dtype:
+        return True
+    bits = f"u{expected.dtype.itemsize}"
+    return not np.array_equal(expected.reshape(-1).view(bits), result.reshape(-1).view(bits))
+
+
+def _normal(count: int) -> np.ndarray:
+    """Return `count` vectors of normal numbers, float32 [count, ENTRIES], the same on each call."""
+    return np.random.default_rng(1).standard_normal([count, ENTRIES], np.float32)
+
+
+def _arrays(tensors: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+def _exchange(device: str) -> dict[str, np.ndarray]:
     """Select, round, encode, decode, merge and take norms once on a device."""
-    n, k, wire_format, short = 100_003, 1_000, "block16/float16", "elias/int8"
-    old, gradient = np.random.default_rng(1).standard_normal([2, n], np.float32)
+    n, k, wire_format = ENTRIES, CHOSEN, "block16/float16"
+    old, gradient = _normal(2)
+    found: dict[str, Any] = {}
     with tf.device(device):
         residual = tf.Variable(old)
         chosen = select.select_with_residual(tf.constant(gradient), residual, k, 5, "mstopk")
         indices, values = wire.decode(wire.encode(chosen, wire_format), k, n, wire_format)
-        words = wire.encode(chosen, short)
-        rounded, errors = wire_codes.round_values(chosen.values, "int8")
+        for codes in ("int8", "int4"):
+            words = wire.encode(chosen, f"elias/{codes}")
+            rounded, errors = wire_codes.round_values(chosen.values, codes)
+            found |= {
+                f"words of {codes}": words,
+                f"entries of {codes}": wire.decode(words, k, n, f"elias/{codes}")[1],
+                f"rounding to {codes}": rounded,
+                f"errors of {codes}": errors,
+            }
         keep.keep(residual, chosen, errors)
-        found = {
-            "encoded words": words,
-            "short entries": wire.decode(words, k, n, short)[1],
-            "rounded values": rounded,
+        found |= {
             "indices": chosen.indices,
             "values": chosen.values,
             "residual": residual,
@@ -74,4 +112,90 @@ def _results_on(device: str) -> dict[str, Any]:
             "merged": merge.merge(indices, values, n, k),
             "squared norms": norms.squared_norms([residual.read_value(), values]),
         }
-        return {name: tensor.numpy() for name, tensor in found.items()}
+        return _arrays(found)
+
+
+def _selections(device: str) -> dict[str, np.ndarray]:
+    """Select by the exact rule, from gradients in 16 bits, and with a velocity."""
+    old, moved, gradient = _normal(3)
+    found: dict[str, Any] = {}
+    with tf.device("/cpu:0"):  # TensorFlow's conversion is not what is compared
+        gradients = [tf.cast(gradient, dtype) for dtype in ("float32", "float16", "bfloat16")]
+    with tf.device(device):
+        for given in gradients:
+            dtype = given.dtype.name
+            for rule in ("exact", "mstopk"):
+                residual, velocity = tf.Variable(old), tf.Variable(moved)
+                without = select.select(given, CHOSEN, 5, rule)
+                chosen = select.select_with_residual(
+                    given, residual, CHOSEN, 5, rule, velocity, 0.9
+                )
+                found |= {
+                    f"indices by {rule} of {dtype}": without.indices,
+                    f"values by {rule} of {dtype}": without.values,
+                    f"indices by {rule} of a velocity and {dtype}": chosen.indices,
+                    f"values by {rule} of a velocity and {dtype}": chosen.values,
+                    f"residual by {rule} of a velocity and {dtype}": residual,
+                    f"velocity by {rule} of {dtype}": velocity,
+                }
+        return _arrays(found)
+
+
+def _dense(device: str) -> dict[str, np.ndarray]:
+    """Write a vector in 16 bits, with a residual, and add what several ranks wrote."""
+    old, gradient = _normal(2)
+    found: dict[str, Any] = {}
+    with tf.device(device):
+        for dtype in ("float16", "bfloat16"):
+            residual = tf.Variable(old)
+            given = tf.constant(gradient[7:-4])
+            written = dense.write(given, residual, dtype, start=5, scale=0.5)
+            parts = tf.concat([written, written[::-1], written], axis=0)
+            found |= {
+                f"vector in {dtype}": tf.bitcast(written, tf.uint16),
+                f"residual of {dtype}": residual,
+                f"sum of {dtype}": dense.add(parts, dtype, 3, 1 / 3),
+            }
+        return _arrays(found)
+
+
+def _updates(device: str) -> dict[str, np.ndarray]:
+    """Update weights by LARS."""
+    found: dict[str, Any] = {}
+    with tf.device(device):
+        for nesterov in (False, True):
+            parts = [np.split(one, [7, 4_096]) for one in _normal(3)]
+            weights, momenta = ([tf.Variable(one) for one in part] for part in parts[:2])
+            lars.lars_update(
+                weights,
+                momenta,
+                [tf.constant(one) for one in parts[2]],
+                tf.constant([0.1, 0.3, 0.01]),
+                [0.0, 5e-4, 1e-4],
+                0.9,
+                nesterov,
+            )
+            found |= dict(_numbered(f"weights by LARS, nesterov={nesterov}", weights))
+            found |= dict(_numbered(f"momentum by LARS, nesterov={nesterov}", momenta))
+        return _arrays(found)
+
+
+def _numbered(name: str, variables: list[tf.Variable]) -> Iterator[tuple[str, tf.Variable]]:
+    return ((f"{name}, part {number}", variable) for number, variable in enumerate(variables))
+
+
+def _many_strips(device: str) -> dict[str, np.ndarray]:
+    """Select from a vector of which each warp of a GPU takes several strips."""
+    # Copies of one another, because so many numbers would take seconds to draw
+    old, gradient = (np.resize(one, MANY_STRIPS) for one in _normal(2))
+    with tf.device(device):
+        residual = tf.Variable(old)
+        k = MANY_STRIPS // 100
+        chosen = select.select_with_residual(tf.constant(gradient), residual, k, 5, "mstopk")
+        return _arrays(
+            {
+                "indices of many": chosen.indices,
+                "values of many": chosen.values,
+                "residual of many": residual,
+            }
+        )

@@ -14,7 +14,7 @@ import contextlib
 import statistics
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -45,20 +45,61 @@ class Engine(NamedTuple):
 
 
 def engine_at_work(comm: Comm) -> str:
-    """Return which engine carries out Horovod's allreduces in this launch."""
-    if tf.config.list_logical_devices("GPU"):
+    """Return which engine carries out Horovod's allreduces in this launch.
+
+    On GPUs it is NCCL only if Horovod was built with it; else they travel through the host.
+    """
+    if comm.by_nccl:
         return "nccl"
     return "open_mpi" if comm.messages.possible else "gloo"
 
 
-def latency_terms(engine: str, ranks: int) -> float:
+def sends_messages(comm: Comm) -> bool:
+    """Return True if messages between two ranks show what a byte of a collective takes.
+
+    Those of MPI leave the host's memory. NCCL takes other wires, from the GPU's.
+    """
+    return comm.messages.possible and not comm.by_nccl
+
+
+def where_carried(comm: Comm) -> str:
+    """Return the device whose memory the collectives of gradients read."""
+    return "/gpu:0" if comm.by_nccl else "/cpu:0"
+
+
+def finish(result: Any) -> None:
+    """Wait until tensors exist: a GPU's op, and its collective, may end when it is only queued.
+
+    Args:
+        result: tensors in any nest; what is no tensor, or in the host's memory, needs no wait.
+
+    **Ranks:** local. **Cost:** on a GPU one entry of each is copied to the host.
+    """
+    for part in tf.nest.flatten(result):
+        if isinstance(part, tf.Tensor) and not _in_host_memory(part):
+            tf.reshape(part, [-1])[:1].numpy()
+
+
+def _in_host_memory(tensor: tf.Tensor) -> bool:
+    return "GPU" not in tensor.device
+
+
+def latency_terms(engine: str, ranks: int, group: str) -> float:
     """Count the latency terms of a tiny allreduce, as the engine's algorithm has them.
 
-    >>> latency_terms("gloo", 4), latency_terms("open_mpi", 4)
+    >>> latency_terms("gloo", 4, "peers"), latency_terms("open_mpi", 4, "node")
     (6.0, 2.0)
+    >>> round(latency_terms("nccl", 4, "node")), round(latency_terms("nccl", 4, "peers"))
+    (6, 4)
+
+    Args:
+        engine: in the table of `tfcommx.engines`.
+        ranks: of the group, >= 2.
+        group: "node" or "peers": NCCL's trees are chains inside a node.
     """
     unit = Link(1.0, 1e-30)
-    return engines.get(engine).all_reduce(4 * TINY, Topology(ranks, 1), Links(unit, unit))
+    topology = Topology(1, ranks) if group == "node" else Topology(ranks, 1)
+    return engines.get(engine).all_reduce(4 * TINY, topology, Links(unit, unit))
 
 
 def calibrate(
@@ -78,10 +119,13 @@ def calibrate(
     """
     measured = []
     for size in sizes:
-        vector, name = tf.zeros([size // 4]), f"tfcommx/probe/allreduce/{size}"
+        name = f"tfcommx/probe/allreduce/{size}"
+        with tf.device(where_carried(comm)):
+            vector = tf.zeros([size // 4])
 
         def work(vector: tf.Tensor = vector, name: str = name) -> object:
-            return comm.allreduce(vector, "world", name, counted=False)
+            with tf.device(where_carried(comm)):
+                return comm.allreduce(vector, "world", name, counted=False)
 
         measured.append((size, max(statistics.median(timer(work)) - engine_s, least * size)))
     return Calibration.of(comm.topology.size, measured)
@@ -93,32 +137,36 @@ def measure_engine(comm: Comm, group: str, alpha_s: float, timer: Timer) -> Engi
     Args:
         comm: this rank's view of the others.
         group: "node" or "peers", of more than one rank.
-        alpha_s: of messages between two ranks, if there are any; else of all-gathers, with the
-            engine's time included.
+        alpha_s: of messages between two ranks, if the links are theirs; else of all-gathers, with
+            the engine's time included.
         timer: repeats and times some work.
 
     **Ranks:** all.
     """
-    ranks, tensor = len(comm.members(group)), tf.zeros([TINY])
-    name = f"tfcommx/probe/engine/{group}"
+    ranks, name = len(comm.members(group)), f"tfcommx/probe/engine/{group}"
+    terms = latency_terms(engine_at_work(comm), ranks, group)
+    with tf.device(where_carried(comm)):
+        tensor = tf.zeros([TINY])
 
     def seconds(collective: Callable[[], object]) -> list[float]:
         """Time some in a row: of one alone, when each rank starts would decide."""
 
-        def row() -> None:
-            for _ in range(IN_A_ROW):
-                collective()
+        def row() -> object:
+            with tf.device(where_carried(comm)):
+                return [collective() for _ in range(IN_A_ROW)][-1]
 
         return [one / IN_A_ROW for one in timer(row)]
 
     reduced = seconds(lambda: comm.allreduce(tensor, group, f"{name}/allreduce", counted=False))
-    if comm.messages.possible:
-        terms = latency_terms(engine_at_work(comm), ranks)
+    if sends_messages(comm):
         return Engine(alpha_s, [max(one - terms * alpha_s, 0.0) for one in reduced])
     gathered = seconds(lambda: comm.all_gather(tensor, group, f"{name}/all_gather", counted=False))
     steps = ranks - 1
-    found = (statistics.median(reduced) - statistics.median(gathered)) / steps
-    alpha_s = min(max(found, 0.0), alpha_s)
+    # Gloo's ring has twice the terms of an all-gather. NCCL's tree may have as many, or fewer: of
+    # three nodes both have two, which tells latency and engine not apart.
+    more = round(terms) - steps
+    difference = statistics.median(reduced) - statistics.median(gathered)
+    alpha_s = min(max(difference / more, 0.0), alpha_s) if more else 0.0
     return Engine(alpha_s, [max(one - steps * alpha_s, 0.0) for one in gathered])
 
 
@@ -141,7 +189,8 @@ def engine_fuses(comm: Comm, timer: Timer) -> bool:
             for place in range(WAITING)
         ]
 
-    tensor = tf.zeros([TINY])
+    with tf.device(where_carried(comm)):
+        tensor = tf.zeros([TINY])
     together = statistics.median(timer(lambda: many(tensor)))
     return together < WAITING / 2 * statistics.median(timer(lambda: one(tensor)))
 
@@ -180,7 +229,7 @@ def _computing(load: Callable[[], object]) -> Iterator[None]:
 
     def compute() -> None:
         while not ended.is_set():
-            load()
+            finish(load())
 
     thread = threading.Thread(target=compute, daemon=True)
     thread.start()

@@ -1,9 +1,11 @@
 """Measures the links of this cluster: alpha and beta by messages, gamma by adding.
 
 Under MPI each rank sends s bytes to the next one of its group while it receives as many: alpha + s
-beta. Otherwise the engine gathers s bytes from each of p ranks in a ring: (p - 1) (alpha + s beta),
-plus its own time. Times of several sizes give alpha and beta. Among peers all
-slots of a node send at once and share its port; there s is the node's bytes. `measure.engine`
+beta. Under Gloo, and where NCCL carries the gradients, the engine gathers s bytes from each of p
+ranks in a ring: (p - 1) (alpha + s beta), plus its own time; for NCCL in the GPU's memory, because
+the host's messages take another way. Times of several sizes give alpha and beta. Among peers all
+slots of a node send at once and share its port; there s is the node's bytes. `measure.addition`
+adds on the device of the residuals, because routes add there. `measure.engine`
 measures the engine's own time, messages while the ranks compute, and what the engine at work really
 takes for short allreduces of all ranks.
 
@@ -16,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,13 +28,18 @@ import tensorflow as tf
 
 from tfcommx import engines
 from tfcommx.comm.base import Comm
+from tfcommx.kernels.device import residual_device
+from tfcommx.measure.addition import seconds_per_byte
 from tfcommx.measure.engine import (
     Timer,
     calibrate,
     engine_at_work,
     engine_fuses,
+    finish,
     measure_contention,
     measure_engine,
+    sends_messages,
+    where_carried,
 )
 from tfcommx.measure.fit import fit
 from tfcommx.routes import pipeline
@@ -118,7 +124,8 @@ def probe(
     topology = comm.topology
     topology.require_even("probing the links")
     timer = functools.partial(_slowest_seconds, comm, repeats=repeats, clock=clock)
-    gamma = max(comm.gather_objects(_gamma(max(sizes), repeats, clock)))
+    added = seconds_per_byte(residual_device(), max(sizes), repeats, clock)
+    gamma = max(comm.gather_objects(added))
     found: dict[str, Any] = {}
     points: dict[str, list[tuple[float, float, float]]] = {}
     spread: dict[str, float] = {}
@@ -144,14 +151,12 @@ def probe(
         curve = [size for size in CURVE if size <= max(sizes)]
         if len(curve) > 1:
             least = _ring_seconds_per_byte(name, topology, Links(**found))
-            if comm.messages.possible and name == "nccl":
-                least = 0.0  # Messages took another wire than NCCL does
             found["calibration"] = calibrate(comm, curve, found["engine_s"], least, timer)
         port = "between" if topology.nodes > 1 else "inside"
         found["spread"] = spread[f"{port}.beta_s_per_byte"] / found[port].beta_s_per_byte
     tried = _time_blocks(comm, max(sizes) // 8, blocks, timer)
     best = min(tried, key=lambda row: row[1])[0] if tried else NOMINAL.block_bytes
-    by_engine = not comm.messages.possible
+    by_engine = not sends_messages(comm)
     return ProbeResult(Links(**found, block_bytes=best), points, tried, spread, by_engine)
 
 
@@ -232,7 +237,7 @@ def _time(
     if len(members) == 1:
         return []
     latencies, parts = float(len(members) - 1), len(members) - 1
-    if comm.messages.possible:
+    if sends_messages(comm):
         latencies, parts = 1.0, 1
     points = []
     with _exchange(comm, group) as exchange:
@@ -245,21 +250,20 @@ def _time(
 
 
 @contextlib.contextmanager
-def _exchange(comm: Comm, group: str) -> Iterator[Callable[[int, str, int], None]]:
+def _exchange(comm: Comm, group: str) -> Iterator[Callable[[int, str, int], object]]:
     """Yield a function that sends entries around a group several times. **Ranks:** all."""
     members = comm.members(group)
     # Its own connection: a route's would change how a rank ends after an exception
-    point_to_point = comm.messages.open_own(counted=False) if comm.messages.possible else None
+    point_to_point = comm.messages.open_own(counted=False) if sends_messages(comm) else None
     position = members.index(comm.rank)
 
-    def exchange(entries: int, name: str, times: int) -> None:
-        for _ in range(times):
-            once(entries, name)
+    def exchange(entries: int, name: str, times: int) -> object:
+        return [once(entries, name) for _ in range(times)][-1]
 
-    def once(entries: int, name: str) -> None:
+    def once(entries: int, name: str) -> object:
         if point_to_point is None:
-            comm.all_gather(tf.zeros([entries]), group, name, counted=False)
-            return
+            with tf.device(where_carried(comm)):
+                return comm.all_gather(tf.zeros([entries]), group, name, counted=False)
         after, before = members[(position + 1) % len(members)], members[position - 1]
         requests = [
             point_to_point.receive(np.empty(entries, np.float32), before, tag_of(name)),
@@ -267,6 +271,7 @@ def _exchange(comm: Comm, group: str) -> Iterator[Callable[[int, str, int], None
         ]
         while requests:
             requests.pop(point_to_point.wait_any(requests))
+        return None
 
     yield exchange
     if point_to_point is not None:  # Not after an exception: closing waits for the others
@@ -303,16 +308,6 @@ def _slowest_seconds(
     for _ in range(repeats + 1):
         comm.gather_objects(None)  # All start together
         start = clock()
-        work()
+        finish(work())
         seconds.append(max(comm.gather_objects(clock() - start)))
     return seconds[1:]  # The first one opens connections
-
-
-def _gamma(size: int, repeats: int, clock: Callable[[], float]) -> float:
-    """Return the seconds per byte of adding one vector to another."""
-    total, other, best = np.zeros(size // 4, np.float32), np.ones(size // 4, np.float32), math.inf
-    for _ in range(repeats):
-        start = clock()
-        np.add(total, other, out=total)
-        best = min(best, clock() - start)
-    return max(best, 0.0) / (4 * len(total))

@@ -207,7 +207,7 @@ def _cluster(comm: Comm) -> dict[str, Any]:
     """Return what identifies the cluster and the programs on it."""
     engine = launcher().kind
     if tf.config.list_logical_devices("GPU"):
-        engine = f"{engine} on GPUs"
+        engine = f"{engine} on GPUs{', by NCCL' * comm.by_nccl}"
     return {
         "hosts": comm.gather_objects(platform.node()),
         "topology": dataclasses.asdict(comm.topology),

@@ -30,7 +30,9 @@ class All:
             raise PlanError(
                 f"Rule 'all' needs k = n. Received k={k}, n={size}. Use density 1, or another rule."
             )
-        return Sparse(tf.range(tf.size(gradient)), tf.cast(gradient, tf.float32), size)
+        # Counted in int64: TensorFlow's int32 range would be made in the host's memory for a GPU
+        indices = tf.cast(tf.range(tf.size(gradient, tf.int64)), tf.int32)
+        return Sparse(indices, tf.cast(gradient, tf.float32), size)
 
 
 RULE = All()

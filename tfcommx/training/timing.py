@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfcommx.kernels.arrival import after
 from tfcommx.optim.wrapped import exchanger_of
 
 # What is measured of an epoch, in seconds; `other` is the rest
@@ -59,7 +60,7 @@ class Timing(keras.callbacks.Callback):
     def watch(self, model: keras.Model) -> None:
         """Make the model's training step record when batch and gradients arrive."""
         train_step, exchanger = model.train_step, exchanger_of(model)
-        exchange = exchanger.exchange
+        exchange, queued = exchanger.exchange, exchanger.comm.progress.ends_when_queued
 
         def timed_step(data: Any) -> Any:
             with _stamped(self.arrived, tf.nest.flatten(data)):
@@ -69,10 +70,10 @@ class Timing(keras.callbacks.Callback):
         def timed_exchange(
             gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor, steps: tf.Tensor
         ) -> list[tf.Tensor]:
-            with _stamped(self.ready, gradients):
+            with _stamped(self.ready, gradients, queued):
                 pass
             result = exchange(gradients, learning_rate, steps)
-            with _stamped(self.exchanged, result):
+            with _stamped(self.exchanged, result, queued):
                 pass
             return result
 
@@ -121,8 +122,22 @@ class Timing(keras.callbacks.Callback):
         return {**self.seconds, "other": total - sum(self.seconds.values())}
 
 
-def _stamped(stamp: tf.Variable, tensors: Sequence[Any]) -> Any:
-    """Record in the graph when all tensors are ready; operations made inside wait for that."""
+def _stamped(stamp: tf.Variable, tensors: Sequence[Any], queued: bool = False) -> Any:
+    """Record in the graph when all tensors are ready; operations made inside wait for that.
+
+    Args:
+        stamp: float64 [], to be set.
+        tensors: that are waited for.
+        queued: whether Horovod ends a collective before its result exists. Then operations inside
+            wait until the tensors are queued only.
+    """
     with tf.control_dependencies(list(tensors)):
-        stamped = stamp.assign(tf.timestamp())
-    return tf.control_dependencies([stamped])
+        if not queued:
+            stamped = stamp.assign(tf.timestamp())
+            return tf.control_dependencies([stamped])
+        parts = tf.nest.flatten(tensors, expand_composites=True)
+        arrived = after(tf.constant(1.0, tf.float64), parts)
+        with tf.control_dependencies([arrived]):
+            now = tf.timestamp()
+        stamp.assign(tf.maximum(now, arrived))
+    return tf.control_dependencies(list(tensors))
