@@ -128,12 +128,20 @@ def smaller_groups(topology: Topology) -> list[tuple[int, ...]]:
 
 def nccl_scatters(hvd: ModuleType) -> bool:
     """Tell whether Horovod reduce-scatters on a GPU: built without NCCL's, it uses the CPU."""
+    return bool(hvd.nccl_built()) and _runs_on_gpus("HorovodReducescatter")
+
+
+def sums_on_gpus() -> bool:
+    """Return True if this process has a GPU on which Horovod adds groups of tensors."""
+    return _runs_on_gpus("HorovodGroupedAllreduce")
+
+
+def _runs_on_gpus(op: str) -> bool:
     from tensorflow.python.framework.kernels import get_registered_kernels_for_op
 
-    if not hvd.nccl_built() or not tf.config.list_logical_devices("GPU"):
+    if not tf.config.list_logical_devices("GPU"):
         return False
-    kernels = get_registered_kernels_for_op("HorovodReducescatter").kernel
-    return any(kernel.device_type == "GPU" for kernel in kernels)
+    return any(kernel.device_type == "GPU" for kernel in get_registered_kernels_for_op(op).kernel)
 
 
 class HorovodComm(Comm):
