@@ -138,7 +138,13 @@ def set_up(folder: Path, *options: str, **variables: str) -> Any:
         [sys.executable, ROOT / "scripts" / "setup", *options],
         capture_output=True,
         text=True,
-        env={**os.environ, "TFCOMMX_VENV": str(folder / "venv"), **variables},
+        # If it went on, it would end at the first package
+        env={
+            **os.environ,
+            "TFCOMMX_VENV": str(folder / "venv"),
+            "PIP_NO_INDEX": "1",
+            **variables,
+        },
     )
 
 

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 # Horovod's own name, so that one variable holds for both
 VARIABLE = "HOROVOD_BUILD_CUDA_CC_LIST"
-# Volta: kernels have parameters of up to 32 kB, of which older GPUs take 4, and CUDA before 12.1
+# Volta: the table of tensors that norms and LARS pass to their kernels takes up to 31 kB. Older
+# GPUs, and CUDA before 12.1, allow parameters of 4 kB.
 OLDEST = 70
 # A T4's is worth machine code of its own, although that of a V100 would run there
 TURING = 75
