@@ -12,7 +12,7 @@ from tfcommx.comm import gpu_checks, gpu_identity
 from tfcommx.comm.base import Comm
 from tfcommx.comm.gpu_checks import RankGpu
 from tfcommx.comm.threads import ThreadComm
-from tfcommx.kernels import loader
+from tfcommx.kernels import gpu_architectures, loader
 from tfcommx.terms import PlanError, Topology
 
 
@@ -79,7 +79,9 @@ def test_a_gpu_that_nothing_was_built_for_is_refused_before_the_first_step(
 
     ThreadComm.run(Topology(2, 1), work)
     assert len(refused) == 2 and len({*refused}) == 1  # On all ranks, in the same words
-    assert "on rank 1, Tesla V100 on node1 (compute capability 7.0) and a library" in refused[0]
+    library = gpu_architectures.in_words(built)
+    assert "on rank 1, Tesla V100 on node1 (compute capability 7.0) and" in refused[0]
+    assert f" a library for {library}. Build both" in refused[0]
     assert "export HOROVOD_BUILD_CUDA_CC_LIST=70,75; python3 scripts/setup --gpu" in refused[0]
     assert "TFCOMMX_NATIVE=0" in refused[0]
 

@@ -215,7 +215,8 @@ def in_words(architectures: Iterable[int]) -> str:
     >>> in_words([70, 90])
     'sm_70, sm_90 and, as PTX, later GPUs'
     """
-    return f"{_joined(sorted(architectures))} and, as PTX, later GPUs"
+    numbers = sorted(architectures)
+    return f"{_joined(numbers)} and, as PTX, later GPUs" if numbers else "no GPU"
 
 
 def build_command(architectures: Iterable[int]) -> str:
