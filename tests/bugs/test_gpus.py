@@ -86,6 +86,12 @@ def test_a_gpu_that_nothing_was_built_for_is_refused_before_the_first_step(
     assert "TFCOMMX_NATIVE=0" in refused[0]
 
 
+def test_a_gpu_that_nothing_can_be_built_for_is_not_to_be_built_for() -> None:
+    p100 = RankGpu("node1", "the GPU 0", "P100", 60, [80])
+    with pytest.raises(PlanError, match=r"P100 .*7\.0 or later are required: leave out others"):
+        checked(p100, RankGpu("node1", "the GPU 1", "A100", 80, [80]))
+
+
 def test_gpus_that_code_was_built_for_pass() -> None:
     """So do one of a version that TensorFlow does not say, and one without kernels of ours."""
     checked(

@@ -121,8 +121,14 @@ def exchange(status: int = 0, **found: Any) -> Ended:
         (
             lambda: host.gpus([Gpu("Tesla V100", 70), Gpu("A100", 80)], [75, 80]),
             FAILED,
-            "does not run on Tesla V100 (7.0) Build it and Horovod for them: "
-            "export HOROVOD_BUILD_CUDA_CC_LIST=70,80; python3 scripts/setup --gpu",
+            "does not run on Tesla V100 (7.0) Nor does Horovod, built alike. Build both for all "
+            "GPUs, on each host, with the nvcc of CUDA 12 first on PATH: "
+            "`export HOROVOD_BUILD_CUDA_CC_LIST=70,80; python3 scripts/setup --gpu`.",
+        ),
+        (
+            lambda: host.gpus([Gpu("P100", 60), Gpu("A100", 80)], [80]),
+            FAILED,
+            "capability 7.0 or later are required: leave out others by CUDA_VISIBLE_DEVICES",
         ),
         (lambda: host.instructions("x86_64", {"avx2", "f16c"}), OK, "AVX2"),
         (lambda: host.instructions("aarch64", set()), WARNING, "portable code, on aarch64"),

@@ -151,8 +151,8 @@ def gpus(found: list[Gpu], built: list[int] | None) -> Finding:
     missed = [gpu for gpu in found if not gpu_architectures.covers(built, gpu.architecture)]
     if missed:
         what += f"; the native library does not run on {', '.join(sorted(set(map(str, missed))))}"
-        command = gpu_architectures.build_command(gpu.architecture for gpu in found)
-        return Finding("GPUs", FAILED, what, f"Build it and Horovod for them: {command}")
+        advice = gpu_architectures.build_advice(gpu.architecture for gpu in found)
+        return Finding("GPUs", FAILED, what, f"Nor does Horovod, built alike. {advice}")
     return Finding("GPUs", OK, what)
 
 

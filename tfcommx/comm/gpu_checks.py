@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfcommx.comm import gpu_identity
 from tfcommx.comm.base import Comm
 from tfcommx.kernels import loader
-from tfcommx.kernels.gpu_architectures import build_command, capability, covers, in_words
+from tfcommx.kernels.gpu_architectures import build_advice, capability, covers, in_words
 from tfcommx.terms import PlanError
 
 # Entries of the tensors that are summed: more than one, or Horovod would not merge them
@@ -35,7 +35,7 @@ class RankGpu(NamedTuple):
     architecture: int = 0
     # What the rank's native library was built for; None: it has no GPU kernels, or is not used
     built: Sequence[int] | None = None
-    # Whether Horovod adds tensors on it, in NCCL or GPU-aware MPI
+    # Whether Horovod adds tensors on it by CUDA
     sums: bool = False
 
     def __str__(self) -> str:
@@ -100,10 +100,11 @@ def check_gpus(comm: Comm, mine: RankGpu) -> list[RankGpu]:
             )
     for rank, gpu in enumerate(everyone):
         if gpu.architecture and gpu.built is not None and not covers(gpu.built, gpu.architecture):
+            advice = build_advice(gpu.architecture for gpu in everyone if gpu.architecture)
             raise PlanError(
                 "The native library must be built for the GPU of every rank. Received, on rank "
-                f"{rank}, {gpu} and a library for {in_words(gpu.built)}. {_rebuild(everyone)} To "
-                "do without GPU kernels, more slowly: `export TFCOMMX_NATIVE=0`."
+                f"{rank}, {gpu} and a library for {in_words(gpu.built)}. {advice} To do "
+                "without GPU kernels, more slowly: `export TFCOMMX_NATIVE=0`."
             )
     return everyone
 
@@ -132,6 +133,7 @@ def check_fused_sum(comm: Comm, everyone: Sequence[RankGpu], device: str = "/gpu
         problems = comm.gather_objects(problem)
     for rank, text in enumerate(problems):
         if text:
+            advice = build_advice(gpu.architecture for gpu in everyone)
             built = everyone[rank].built
             library = f", which is for {in_words(built)}" if built is not None else ""
             raise PlanError(
@@ -139,7 +141,7 @@ def check_fused_sum(comm: Comm, everyone: Sequence[RankGpu], device: str = "/gpu
                 f"{rank}, {text}. The ranks have {', '.join(sorted(set(map(str, everyone))))}. On "
                 "a GPU that it was not built for, Horovod's CUDA kernels do not run, and it does "
                 f"not notice. Set-up builds it for the same GPUs as the native library{library}. "
-                f"{_rebuild(everyone)} If that was done, transfers between GPUs fail: try "
+                f"{advice} If that was done, transfers between GPUs fail: try "
                 "`export NCCL_P2P_DISABLE=1`."
             )
 
@@ -176,9 +178,3 @@ def wrong_sum(comm: Comm, device: str) -> str:
                 f"{j}, and {wrong.size} wrong entries of {values.size} in it"
             )
     return ""
-
-
-def _rebuild(everyone: Sequence[RankGpu]) -> str:
-    """Say how both are built for the GPUs of all ranks."""
-    command = build_command(gpu.architecture for gpu in everyone if gpu.architecture)
-    return f"Build both for the GPUs of all ranks, on each host: `{command}`."

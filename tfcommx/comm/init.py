@@ -87,7 +87,7 @@ def init(
     make_messages = functools.partial(mpi.MpiPointToPoint, watched) if here.kind == "mpi" else None
     comm = horovod.HorovodComm(here, topology, make_messages)
     process.set_current(comm)
-    sums = bool(gpu.identity) and horovod.sums_on_gpus()
+    sums = gpu.architecture > 0 and horovod.sums_on_gpus()
     gpus = gpu_checks.check_gpus(comm, gpu._replace(sums=sums))
     if here.size > 1:
         liveness.start(

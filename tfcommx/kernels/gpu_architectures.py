@@ -219,14 +219,22 @@ def in_words(architectures: Iterable[int]) -> str:
     return f"{_joined(numbers)} and, as PTX, later GPUs" if numbers else "no GPU"
 
 
-def build_command(architectures: Iterable[int]) -> str:
-    """Return the command that builds the native library and Horovod for these GPUs.
+def build_advice(architectures: Iterable[int]) -> str:
+    """Say how the native library and Horovod are built for these GPUs, if they can be.
 
-    >>> build_command([80, 70, 80])
-    'export HOROVOD_BUILD_CUDA_CC_LIST=70,80; python3 scripts/setup --gpu'
+    >>> print(build_advice([90, 80, 90]))
+    Build both for all GPUs, on each host: `export HOROVOD_BUILD_CUDA_CC_LIST=80,90; \
+python3 scripts/setup --gpu`.
     """
-    numbers = ",".join(map(str, sorted(set(architectures))))
-    return f"export {VARIABLE}={numbers}; python3 scripts/setup --gpu"
+    numbers = sorted(set(architectures))
+    if numbers[0] < OLDEST:
+        return (
+            f"GPUs of compute capability {capability(OLDEST)} or later are required: leave out "
+            "others by CUDA_VISIBLE_DEVICES."
+        )
+    toolkit = ", with the nvcc of CUDA 12 first on PATH" if numbers[0] < TURING else ""
+    command = f"export {VARIABLE}={','.join(map(str, numbers))}; python3 scripts/setup --gpu"
+    return f"Build both for all GPUs, on each host{toolkit}: `{command}`."
 
 
 def _joined(numbers: Iterable[int]) -> str:
