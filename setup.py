@@ -5,9 +5,10 @@
     pip wheel --no-build-isolation --no-deps -w dist .
 
 If nvcc is found (on PATH, or in /usr/local/cuda/bin) the CUDA kernels are built too, unless
-TFCOMMX_CUDA=0 is in the environment. A library that was built before from the same sources, by the
-same compilers, for the same TensorFlow is used again. Everything else about the package is in
-pyproject.toml.
+TFCOMMX_CUDA=0 is in the environment: for the GPUs of this machine, for those that
+HOROVOD_BUILD_CUDA_CC_LIST names, or for all generations (tfcommx/kernels/gpu_architectures.py). A
+library that was built before from the same sources, by the same compilers, for the same TensorFlow
+and GPUs is used again. Everything else about the package is in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import runpy
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,13 +33,10 @@ OPS = ROOT / "ops"
 LIBRARY, FACTS = "libtfcommx.so", "build.json"
 # Without contraction a product is rounded before it is added, alike on every instruction set.
 CPU_FLAGS = ["-ffp-contract=off", "-fPIC", "-Wall"]
-# sm_80 and sm_90 as machine code; PTX for later ones.
-CUDA_FLAGS = [
-    "-gencode=arch=compute_80,code=sm_80",
-    "-gencode=arch=compute_90,code=[sm_90,compute_90]",
-    "-Xcompiler",
-    "-fPIC",
-]
+WITHOUT_CUDA = "To build without the CUDA kernels: export TFCOMMX_CUDA=0"
+# Files of the package that are needed before it can be imported
+GPUS = runpy.run_path(str(ROOT / "tfcommx" / "kernels" / "gpu_architectures.py"))
+digest = runpy.run_path(str(ROOT / "tfcommx" / "kernels" / "build_digest.py"))["digest"]
 
 
 class Toolchain(NamedTuple):
@@ -50,11 +49,18 @@ class Toolchain(NamedTuple):
     link_flags: list[str]
     # Path of nvcc; None: no CUDA kernels
     nvcc: str | None
+    # What it builds for: 70 is sm_70; none without nvcc
+    architectures: list[int]
 
     @property
     def common(self) -> list[str]:
         """Flags of every file."""
         return ["-std=c++17", "-O3", f"-I{OPS}", *(["-DTFCOMMX_CUDA=1"] if self.nvcc else [])]
+
+    @property
+    def cuda_flags(self) -> list[str]:
+        """Flags of the CUDA files."""
+        return [*GPUS["nvcc_flags"](self.architectures), "-Xcompiler", "-fPIC"] if self.nvcc else []
 
     @property
     def devices(self) -> str:
@@ -70,7 +76,7 @@ class Toolchain(NamedTuple):
             for name in ("g++", self.nvcc)
             if name
         ]
-        flags = [*self.common, *self.compile_flags, *self.link_flags, *CPU_FLAGS, *CUDA_FLAGS]
+        flags = [*self.common, *self.compile_flags, *self.link_flags, *CPU_FLAGS, *self.cuda_flags]
         kept = [flag for flag in flags if not flag.startswith(("-I", "-L"))]
         return hashlib.sha256(repr((self.tensorflow, versions, kept)).encode()).hexdigest()[:16]
 
@@ -84,13 +90,25 @@ def find_toolchain() -> Toolchain:
             "TensorFlow must be installed before the native ops are built, and pip be told to use "
             "it: pip install --no-build-isolation . (scripts/setup sets up all of it.)"
         ) from error
-    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    nvcc = None if os.environ.get("TFCOMMX_CUDA") == "0" else GPUS["find_nvcc"]()
     return Toolchain(
         tf.__version__,
         tf.sysconfig.get_compile_flags(),
         tf.sysconfig.get_link_flags(),
-        None if os.environ.get("TFCOMMX_CUDA") == "0" else nvcc,
+        nvcc,
+        find_architectures(nvcc) if nvcc else [],
     )
+
+
+def find_architectures(nvcc: str) -> list[int]:
+    """Return the GPU architectures to build for; warn of GPUs here that cannot run the kernels."""
+    try:
+        architectures, warning = GPUS["targets"](nvcc, os.environ.get(GPUS["VARIABLE"], ""))
+    except ValueError as error:
+        raise SystemExit(f"{error}\n{WITHOUT_CUDA}") from error
+    if warning:
+        print(warning, file=sys.stderr)
+    return architectures
 
 
 def compile_all(commands: list[list[str]]) -> None:
@@ -109,7 +127,7 @@ def compile_all(commands: list[list[str]]) -> None:
             for _, other in running:
                 other.kill()
             of_cuda = Path(command[0]).name == "nvcc"
-            hint = "\nTo build without the CUDA kernels: export TFCOMMX_CUDA=0" if of_cuda else ""
+            hint = f"\n{WITHOUT_CUDA}" if of_cuda else ""
             raise SystemExit(f"{' '.join(command)}\n{output}{hint}")
 
 
@@ -123,12 +141,13 @@ def compile_library(tools: Toolchain, objects: Path, library: Path) -> None:
     for source in sorted((OPS / "kernels").glob("*.cu")) if tools.nvcc else []:
         outputs.append(str(objects / f"{source.stem}_cu.o"))
         commands.append(
-            [tools.nvcc, *tools.common, *CUDA_FLAGS, "-c", str(source), "-o", outputs[-1]]
+            [tools.nvcc, *tools.common, *tools.cuda_flags, "-c", str(source), "-o", outputs[-1]]
         )
     compile_all(commands)
     # nvcc adds the static CUDA runtime, so that the library also loads on machines without CUDA
     linker = tools.nvcc or "g++"
-    compile_all([[linker, "-shared", *outputs, *tools.link_flags, "-o", str(library)]])
+    flags = [*tools.cuda_flags, *tools.link_flags]
+    compile_all([[linker, "-shared", *outputs, *flags, "-o", str(library)]])
 
 
 def put(source: Path, target: Path) -> None:
@@ -151,10 +170,10 @@ class BuildOps(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         tools = find_toolchain()
-        digest = runpy.run_path(str(ROOT / "tfcommx" / "kernels" / "build_digest.py"))["digest"]
         facts = {
             "tensorflow": tools.tensorflow,
             "devices": tools.devices,
+            "architectures": tools.architectures,
             # Before they are compiled: a file that changes meanwhile does not count as built.
             "sources": digest(OPS),
             "built_with": tools.fingerprint(),

@@ -29,10 +29,12 @@ from pathlib import Path
 from build_horovod import (
     BINDING_OF_OPEN_MPI_5,
     ENVIRONMENT_LIB,
+    GPUS,
     HOROVOD,
     OPEN_MPI,
     TENSORFLOW,
-    find_nvcc,
+    check_gpus,
+    gpu_targets,
     horovod_key,
     horovod_works,
     install_horovod,
@@ -108,7 +110,12 @@ def install_packages(environment: Environment) -> None:
 def build_native(environment: Environment) -> str:
     """Compile ops/ against the environment's TensorFlow, and link the package into it."""
     environment.pip("install", "--no-build-isolation", "--no-deps", "-e", ".")
-    return json.loads(LIBRARY_FACTS.read_text())["devices"]
+    facts = json.loads(LIBRARY_FACTS.read_text())
+    if not facts["architectures"]:
+        return facts["devices"]
+    _, warning = gpu_targets(GPUS["find_nvcc"]())
+    built = f"{facts['devices']}: {GPUS['in_words'](facts['architectures'])}"
+    return f"{built}. {warning}" if warning else built
 
 
 def native_is_current() -> bool:
@@ -121,9 +128,11 @@ def native_is_current() -> bool:
 
 def native_key(base: str) -> str:
     """Hash what the native library depends on."""
-    files = (ROOT / "ops", ROOT / "setup.py", ROOT / "pyproject.toml")
-    cuda = (str(find_nvcc()), os.environ.get("TFCOMMX_CUDA", ""))
-    return digest(base, TENSORFLOW, *files, *cuda)
+    targets = ROOT / "tfcommx" / "kernels" / "gpu_architectures.py"
+    files = (ROOT / "ops", ROOT / "setup.py", ROOT / "pyproject.toml", targets)
+    choice, nvcc = os.environ.get("TFCOMMX_CUDA", ""), GPUS["find_nvcc"]()
+    architectures = gpu_targets(nvcc)[0] if nvcc and choice != "0" else []
+    return digest(base, TENSORFLOW, *files, str(nvcc), choice, architectures)
 
 
 def fetch_data(environment: Environment) -> str:
@@ -196,6 +205,8 @@ def main() -> int:
         gpu = made.is_file() and made.read_text() == environment_key(gpu=True)
     try:
         check_tools()
+        if gpu:
+            check_gpus()
         set_up(Environment(VENV, gpu), chosen.only == "horovod", not chosen.no_data)
     except Missing as missing:
         print(f"[set-up] {missing}", file=sys.stderr)

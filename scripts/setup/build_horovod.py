@@ -8,13 +8,15 @@ Python is changed, and the library looks for Open MPI beside itself: the wheel f
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
+import runpy
 import shutil
 import sys
 from pathlib import Path
 
-from tools import Environment, digest, run
+from tools import ROOT, Environment, Missing, digest, run
 
 # Another one is tried by `make test-versions`
 TENSORFLOW = os.environ.get("TFCOMMX_TENSORFLOW", "2.21.0")
@@ -62,9 +64,43 @@ BINDING_OF_HOROVOD = "_NO_BINDING_ARGS = ['-bind-to none', '-map-by slot']"
 BINDING_OF_OPEN_MPI_5 = "_NO_BINDING_ARGS = ['--bind-to none', '--map-by slot']"
 
 
-def find_nvcc() -> str | None:
-    """Return the path of nvcc, on PATH or where NVIDIA installs it; setup.py looks there too."""
-    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+# The file of the package by which setup.py, too, finds nvcc and chooses what it builds for
+GPUS = runpy.run_path(str(ROOT / "tfcommx" / "kernels" / "gpu_architectures.py"))
+FOR_CPUS = "export TFCOMMX_CUDA=0; python3 scripts/setup --no-gpu"
+
+
+@functools.cache
+def gpu_targets(nvcc: str) -> tuple[list[int], str]:
+    """Choose the GPU architectures to build for: those named by the user, present, or all.
+
+    Returns:
+        Architectures such as 70, ascending; why they leave out a GPU of this machine, or "".
+
+    **Raises:** Missing if this nvcc cannot build for them.
+    """
+    try:
+        return tuple(GPUS["targets"](nvcc, os.environ.get(GPUS["VARIABLE"], "")))
+    except ValueError as error:
+        raise Missing(f"{error} To build for CPUs only: {FOR_CPUS}") from error
+
+
+def check_gpus() -> None:
+    """Refuse a CUDA that cannot build for the GPUs of this machine, before the minutes of building.
+
+    A user who has named the architectures may build for other machines, and is not refused.
+
+    **Raises:** Missing, also as `gpu_targets`.
+    """
+    nvcc = GPUS["find_nvcc"]()
+    if nvcc is None:
+        return
+    architectures, warning = gpu_targets(nvcc)
+    if warning and not os.environ.get(GPUS["VARIABLE"]):
+        others = ",".join(map(str, architectures))
+        raise Missing(
+            f"{warning} To build for other GPUs only: export {GPUS['VARIABLE']}={others}. "
+            f"For CPUs only: {FOR_CPUS}"
+        )
 
 
 def cuda_home() -> Path | None:
@@ -72,7 +108,7 @@ def cuda_home() -> Path | None:
 
     What is on PATH may be a link, or a script that calls the real nvcc, so nvcc is asked.
     """
-    nvcc = find_nvcc()
+    nvcc = GPUS["find_nvcc"]()
     if nvcc is None:
         return None
     answer = run(nvcc, "--dryrun", "-E", "-x", "cu", os.devnull).splitlines()
@@ -138,6 +174,7 @@ def build_settings(environment: Environment) -> tuple[dict[str, str], str]:
     if cuda is None or nccl is None:
         lacking = "CUDA with its headers" if cuda is None else "the NCCL wheel"
         return settings, f"MPI and Gloo, without NCCL: {lacking} was not found"
+    architectures, _ = gpu_targets(GPUS["find_nvcc"]())
     stream = shims / "gpu_stream.h"
     stream.write_text(GPU_STREAM_SHIM)
     settings |= {
@@ -145,9 +182,9 @@ def build_settings(environment: Environment) -> tuple[dict[str, str], str]:
         "HOROVOD_GPU_OPERATIONS": "NCCL",
         "HOROVOD_NCCL_HOME": str(nccl),
         "HOROVOD_CUDA_HOME": str(cuda),
-        "HOROVOD_BUILD_CUDA_CC_LIST": "80,90",
+        GPUS["VARIABLE"]: ",".join(map(str, architectures)),
     }
-    return settings, "MPI, Gloo, NCCL"
+    return settings, f"MPI, Gloo, NCCL; {GPUS['in_words'](architectures)}"
 
 
 def horovod_key(environment: Environment) -> str:
@@ -155,7 +192,7 @@ def horovod_key(environment: Environment) -> str:
 
     A build with NCCL holds the path of NCCL's wheel, so it serves this environment only.
     """
-    nvcc = find_nvcc() if environment.gpu else None
+    nvcc = GPUS["find_nvcc"]() if environment.gpu else None
     return digest(
         HOROVOD,
         TENSORFLOW,
@@ -166,7 +203,7 @@ def horovod_key(environment: Environment) -> str:
         platform.machine(),
         platform.libc_ver(),
         run("g++", "-dumpfullversion", "-dumpversion").strip(),
-        run(nvcc, "--version") if nvcc else "",
+        (run(nvcc, "--version"), gpu_targets(nvcc)[0]) if nvcc else "",
         XLA_BUILDER_SHIM,
         GPU_STREAM_SHIM,
     )

@@ -21,6 +21,7 @@ from tfcommx.comm.allocation import Host
 from tfcommx.comm.commands import run_to_end
 from tfcommx.comm.horovodrun import RANK_OUTPUT
 from tfcommx.elastic import discovery
+from tfcommx.kernels import gpu_architectures
 from tfcommx.recipes.datasets import debian
 from tfcommx.terms import PlanError
 
@@ -209,13 +210,13 @@ def test_trial_launches_queries_and_downloads_end(
     assert ended == doctor_launches.Ended(0, "well\n")
     assert debian.run(["sh", "-c", leave], tmp_path) == "well\n"
     query = tmp_path / "nvidia-smi"
-    query.write_text(f"#!/bin/sh\n{leave}\n")
+    query.write_text(f"#!/bin/sh\n{leave.replace('well', '8.0, A100')}\n")
     query.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert doctor_host.gpu_names() == ["well"]
+    assert doctor_host.present_gpus() == [("A100", 80)]
     query.write_text(f"#!/bin/sh\necho $$ >> {pids}; exec sleep 300\n")
-    monkeypatch.setattr(doctor_host, "QUERY_SECONDS", 0.5)
-    assert doctor_host.gpu_names() == []
+    monkeypatch.setattr(gpu_architectures, "QUERY_SECONDS", 0.5)
+    assert doctor_host.present_gpus() == []
     wait_for_end(pids.read_text().split()[-1])
 
 

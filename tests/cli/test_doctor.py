@@ -21,6 +21,7 @@ from tfcommx.cli import doctor_launches as launches
 from tfcommx.cli.doctor_host import FAILED, OK, WARNING, Finding
 from tfcommx.cli.doctor_launches import Ended
 from tfcommx.cli.version import versions
+from tfcommx.kernels.gpu_architectures import Gpu
 from tfcommx.terms import PlanError
 
 COMMAND = [sys.executable, "-m", "tfcommx.cli.main"]
@@ -108,6 +109,26 @@ def exchange(status: int = 0, **found: Any) -> Ended:
             lambda: host.native_library(FACTS, "2.20.0"),
             FAILED,
             "built for TensorFlow 2.21.0",
+        ),
+        (
+            lambda: host.native_library(FACTS | {"architectures": [70, 80]}, "2.21.0"),
+            OK,
+            "CPU: sm_70, sm_80 and, as PTX, later GPUs",
+        ),
+        (lambda: host.gpus([], [70]), OK, "none: ranks compute on CPUs"),
+        (lambda: host.gpus([Gpu("Tesla V100", 70)], [70]), OK, "Tesla V100 (7.0)"),
+        (lambda: host.gpus([Gpu("Tesla V100", 70)], None), OK, "Tesla V100 (7.0)"),
+        (
+            lambda: host.gpus([Gpu("Tesla V100", 70), Gpu("A100", 80)], [75, 80]),
+            FAILED,
+            "does not run on Tesla V100 (7.0) Nor does Horovod, built alike. Build both for all "
+            "GPUs, on each host, with the nvcc of CUDA 12 first on PATH: "
+            "`export HOROVOD_BUILD_CUDA_CC_LIST=70,80; python3 scripts/setup --gpu`.",
+        ),
+        (
+            lambda: host.gpus([Gpu("P100", 60), Gpu("A100", 80)], [80]),
+            FAILED,
+            "capability 7.0 or later are required: leave out others by CUDA_VISIBLE_DEVICES",
         ),
         (lambda: host.instructions("x86_64", {"avx2", "f16c"}), OK, "AVX2"),
         (lambda: host.instructions("aarch64", set()), WARNING, "portable code, on aarch64"),

@@ -7,14 +7,36 @@ from types import ModuleType
 
 import pytest
 
-from tfcommx.kernels import augment, bits, crc32c, draws, loader, merge, select, wire, wire_codes
+from tfcommx.kernels import (
+    augment,
+    bits,
+    crc32c,
+    draws,
+    gpu_architectures,
+    loader,
+    merge,
+    select,
+    wire,
+    wire_codes,
+)
 from tfcommx.terms import wire_formats
 
 
 @pytest.mark.parametrize("with_library", [True, False], ids=["native", "definition"])
 @pytest.mark.parametrize(
     "module",
-    [augment, bits, crc32c, draws, merge, select, wire, wire_codes, wire_formats],
+    [
+        augment,
+        bits,
+        crc32c,
+        draws,
+        gpu_architectures,
+        merge,
+        select,
+        wire,
+        wire_codes,
+        wire_formats,
+    ],
     ids=lambda m: m.__name__,
 )
 def test_examples(module: ModuleType, with_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:

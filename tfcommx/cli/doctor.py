@@ -66,7 +66,7 @@ def examine(hosts: str | None, launch: bool) -> dict[str, list[Finding]]:
         }
         report[ALL_HOSTS] = [same_versions(report)]
     if launch:
-        gpus = doctor_host.gpu_names()
+        gpus = doctor_host.present_gpus()
         more = [doctor_launches.bare(tuple(chosen))]
         for engine in KINDS:
             more += doctor_launches.exchange(tuple(chosen), engine, len(gpus))

@@ -14,18 +14,17 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tfcommx.cli.version import versions
 from tfcommx.comm.commands import run_to_end
-from tfcommx.kernels import loader
+from tfcommx.kernels import gpu_architectures, loader
+from tfcommx.kernels.gpu_architectures import Gpu
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 HOROVOD = "0.28."
 # Containers often have 64 MB in /dev/shm; a cache of a small data set takes some hundreds
 LEAST_SHARED_BYTES = 1e9
-# For nvidia-smi, which may hang for a driver that does
-QUERY_SECONDS = 30.0
 SET_UP = "Install it by `make setup` in tfcommx's source tree, or in this environment by pip."
 
 
@@ -49,7 +48,7 @@ def here() -> list[Finding]:
         lambda: interfaces(_addresses()),
         lambda: native_library(loader.facts(), versions()["TensorFlow"]),
         lambda: instructions(platform.machine(), _cpu_flags()),
-        lambda: gpus(gpu_names()),
+        lambda: gpus(present_gpus(), loader.gpu_architectures()),
         lambda: shared_memory(*_shared_memory()),
     )
     return [check() for check in checks]
@@ -111,7 +110,7 @@ def interfaces(addresses: Mapping[str, list[str]]) -> Finding:
     return Finding("interfaces", OK, what)
 
 
-def native_library(facts: Mapping[str, str], tensorflow: str) -> Finding:
+def native_library(facts: Mapping[str, Any], tensorflow: str) -> Finding:
     """Compare the native library's build facts, empty without one, with TensorFlow's version."""
     name = "native library"
     if os.environ.get("TFCOMMX_NATIVE", "1") == "0":
@@ -123,7 +122,10 @@ def native_library(facts: Mapping[str, str], tensorflow: str) -> Finding:
     if facts.get("tensorflow") != tensorflow:
         what = f"built for TensorFlow {facts.get('tensorflow')}, and {tensorflow} is installed"
         return Finding(name, FAILED, what, loader.another_build())
-    return Finding(name, OK, f"for TensorFlow {tensorflow}, {facts.get('devices')}")
+    what = f"for TensorFlow {tensorflow}, {facts.get('devices')}"
+    if built := facts.get("architectures"):
+        what += f": {gpu_architectures.in_words(built)}"
+    return Finding(name, OK, what)
 
 
 def instructions(machine: str, flags: set[str]) -> Finding:
@@ -136,9 +138,22 @@ def instructions(machine: str, flags: set[str]) -> Finding:
     return Finding("instructions", WARNING, f"the portable code, on {machine}", remedy)
 
 
-def gpus(found: list[str]) -> Finding:
-    """Report the driver's GPUs; the exchange checks whether TensorFlow and NCCL use them."""
-    return Finding("GPUs", OK, ", ".join(found) or "none: ranks compute on CPUs")
+def gpus(found: list[Gpu], built: list[int] | None) -> Finding:
+    """Report the driver's GPUs; the exchange checks whether TensorFlow and NCCL use them.
+
+    Args:
+        found: with their compute capabilities.
+        built: architectures of the native library; None if it has no GPU kernels.
+    """
+    what = ", ".join(map(str, found)) or "none: ranks compute on CPUs"
+    if built is None:
+        return Finding("GPUs", OK, what)
+    missed = [gpu for gpu in found if not gpu_architectures.covers(built, gpu.architecture)]
+    if missed:
+        what += f"; the native library does not run on {', '.join(sorted(set(map(str, missed))))}"
+        advice = gpu_architectures.build_advice(gpu.architecture for gpu in found)
+        return Finding("GPUs", FAILED, what, f"Nor does Horovod, built alike. {advice}")
+    return Finding("GPUs", OK, what)
 
 
 def shared_memory(size: int, free: int) -> Finding:
@@ -195,13 +210,12 @@ def _cpu_flags() -> set[str]:
     return set()
 
 
-def gpu_names() -> list[str]:
-    """Return the names of the GPUs that NVIDIA's driver has."""
-    if shutil.which("nvidia-smi") is None:
+def present_gpus() -> list[Gpu]:
+    """Return the GPUs that NVIDIA's driver has."""
+    if shutil.which(gpu_architectures.QUERY[0]) is None:
         return []
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    done = run_to_end(query, QUERY_SECONDS)
-    return done.output.splitlines() if done.status == 0 else []
+    done = run_to_end([*gpu_architectures.QUERY], gpu_architectures.QUERY_SECONDS)
+    return gpu_architectures.parse_gpus(done.output) if done.status == 0 else []
 
 
 def _shared_memory() -> tuple[int, int]:

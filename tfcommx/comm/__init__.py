@@ -15,6 +15,7 @@ Starting (no TensorFlow, except horovod and init)
     challenge            two processes prove to each other that they know a secret
     entrance             hear the callers of a listening socket side by side
     mpi_start            end the ranks that wait in MPI's start for one that does not come
+    gpu_checks           a GPU for each rank, code that was built for it, right sums of Horovod
     gpu_identity         which GPU of the machine a process means by a number
     init                 init(): from all of this to a running Horovod
     process              the process's own Comm: rank(), size(), ...

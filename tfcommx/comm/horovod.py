@@ -25,17 +25,9 @@ from tfcommx.terms import PlanError, Topology, Traffic
 
 # The release that is tested; its private functions are used.
 HOROVOD = "0.28."
-# What `init` sets for Horovod where NCCL carries the collectives, unless the user has set it, or
-# another variable with which it does not go together. docs/explanation/how-it-works.md has the
-# reasons; no GPU has measured them.
-ON_GPUS = (
-    # ms. Three collectives in a chain wait up to a cycle each, and Horovod's own cycle is 1 ms.
-    # Autotune tunes no cycle that was set.
-    ("HOROVOD_CYCLE_TIME", "0.1", "HOROVOD_AUTOTUNE"),
-    # An op ends when its collective is queued on the GPU. While Horovod records a timeline it
-    # neither waits for the scaling of an average nor makes the GPU wait for it.
-    ("HOROVOD_ENABLE_ASYNC_COMPLETION", "1", "HOROVOD_TIMELINE"),
-)
+# ms, of Horovod's cycle where NCCL carries the collectives: three in a chain wait up to a cycle
+# each, and Horovod's own is 1 ms. Not measured.
+CYCLE_ON_GPUS = "0.1"
 # Names of the collectives of `gather_objects`
 _GATHERED_SIZES, _GATHERED = {"name": "tfcommx.sizes"}, {"name": "tfcommx.objects"}
 
@@ -140,16 +132,15 @@ def settings_on_gpus(environment: Mapping[str, str]) -> dict[str, str]:
     """Return what is set for Horovod where NCCL carries the collectives.
 
     >>> settings_on_gpus({"HOROVOD_CYCLE_TIME": "5"})
-    {'HOROVOD_ENABLE_ASYNC_COMPLETION': '1'}
+    {}
 
     Args:
-        environment: of the process; what the user has set in it stays.
+        environment: of the process; what the user has set in it stays. Autotune would tune no
+            cycle that was set.
     """
-    return {
-        name: value
-        for name, value, unless in ON_GPUS
-        if name not in environment and unless not in environment
-    }
+    if {"HOROVOD_CYCLE_TIME", "HOROVOD_AUTOTUNE"} & environment.keys():
+        return {}
+    return {"HOROVOD_CYCLE_TIME": CYCLE_ON_GPUS}
 
 
 def nccl_carries(hvd: ModuleType) -> bool:
@@ -169,12 +160,20 @@ def smaller_groups(topology: Topology) -> list[tuple[int, ...]]:
 
 def nccl_scatters(hvd: ModuleType) -> bool:
     """Return True if Horovod reduce-scatters on a GPU: built without NCCL's, it uses the CPU."""
+    return nccl_carries(hvd) and _runs_on_gpus("HorovodReducescatter")
+
+
+def sums_on_gpus() -> bool:
+    """Return True if this process has a GPU on which Horovod adds groups of tensors."""
+    return _runs_on_gpus("HorovodGroupedAllreduce")
+
+
+def _runs_on_gpus(op: str) -> bool:
     from tensorflow.python.framework.kernels import get_registered_kernels_for_op
 
-    if not nccl_carries(hvd):
+    if not tf.config.list_logical_devices("GPU"):
         return False
-    kernels = get_registered_kernels_for_op("HorovodReducescatter").kernel
-    return any(kernel.device_type == "GPU" for kernel in kernels)
+    return any(kernel.device_type == "GPU" for kernel in get_registered_kernels_for_op(op).kernel)
 
 
 class HorovodComm(Comm):

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-import socket
-
-import tensorflow as tf
 
 from tfcommx.comm import (
     base,
     cluster_environment,
     easgd_process,
-    gpu_identity,
+    gpu_checks,
     horovod,
     launcher,
     liveness,
@@ -56,11 +53,12 @@ def init(
         The Comm of this rank; `tfcommx.comm.current()` returns it too.
 
     **Ranks:** all, with equal `node_size`.
-    **Cost:** one exchange of host names before Horovod starts; static process sets, so nothing per
-    step.
+    **Cost:** one exchange of host names before Horovod starts, and on GPUs a small sum that is
+    verified; static process sets, so nothing per step.
     **Raises:** PlanError for seconds that are not > 0, for a node_size that does not divide the
     number of ranks, for ranks of a host that are not consecutive, for more ranks than GPUs on a
-    host, if Horovod is missing, and if a rank does not come.
+    host, for a GPU that the native library was not built for or on which Horovod adds wrongly, if
+    Horovod is missing, and if a rank does not come.
     """
     for name, seconds in (
         ("watch_seconds", watch_seconds),
@@ -83,14 +81,15 @@ def init(
     if here.kind == "mpi":
         mpi.start()
     topology = _topology(here, node_size)
-    gpu = _keep_one_gpu(here)
+    gpu = gpu_checks.keep_one_gpu(here.local_rank)
     watched = watch_seconds is not None
     # Messages between two ranks need MPI
     make_messages = functools.partial(mpi.MpiPointToPoint, watched) if here.kind == "mpi" else None
     comm = horovod.HorovodComm(here, topology, make_messages)
     process.set_current(comm)
+    sums = gpu.architecture > 0 and horovod.sums_on_gpus()
+    gpus = gpu_checks.check_gpus(comm, gpu._replace(sums=sums))
     if here.size > 1:
-        _check_one_rank_per_gpu(comm, gpu)
         liveness.start(
             comm,
             launcher.launch_interfaces(),
@@ -101,6 +100,8 @@ def init(
         if here.centre:
             # Before the end of the watch, which may end the process
             easgd_process.tell_the_centre_at_exit()
+        # Under the watch, because it is the first collective on GPUs
+        gpu_checks.check_fused_sum(comm, gpus)
         UnwrappedOptimizers(here.rank).watch()
     return comm
 
@@ -126,34 +127,3 @@ def _topology(here: launcher.Launcher, node_size: int | None) -> Topology:
     if here.size == 1:
         return Topology(1, 1)
     return Topology.of_hosts(gloo_hosts(here) if here.kind == "gloo" else mpi.mpi_hosts())
-
-
-def _keep_one_gpu(here: launcher.Launcher) -> str:
-    """Keep one of the GPUs that this process sees; return which it is, empty if it sees none.
-
-    A launcher may bind one to each process, or some to each: they are then counted from 0 in each.
-    """
-    gpus = tf.config.list_physical_devices("GPU")
-    if not gpus:
-        return ""
-    number = here.local_rank % len(gpus)
-    tf.config.set_visible_devices(gpus[number], "GPU")
-    tf.config.experimental.set_memory_growth(gpus[number], True)
-    return gpu_identity.of(number)
-
-
-def _check_one_rank_per_gpu(comm: base.Comm, gpu: str) -> None:
-    """Refuse ranks that keep the same GPU of a host.
-
-    **Ranks:** all. On the CPU: NCCL would fail at such ranks before it could be said why.
-    """
-    with tf.device("/cpu:0"):
-        kept = comm.gather_objects((socket.gethostname(), gpu))
-    for rank, (host, name) in enumerate(kept):
-        first = kept.index((host, name))
-        if name and first != rank:
-            raise PlanError(
-                f"One GPU per process is required. Ranks {first} and {rank} on {host} both keep "
-                f"{name}. Launch at most as many processes on this host as it has GPUs, or bind "
-                "another GPU to each."
-            )

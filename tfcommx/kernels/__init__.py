@@ -13,6 +13,7 @@
     draws     random numbers as pure functions of integers
     host      small numbers that kernels read on the host
     device    the device of the residuals, and a check of its kernels against the CPU's
+    gpu_architectures  which GPUs the library and Horovod's kernels are built for
     build_digest  which sources the library was built from
 
 Each public function calls the native op if there is a library, else its definition, a function of

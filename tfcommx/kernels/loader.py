@@ -85,7 +85,7 @@ def another_build() -> str:
     )
 
 
-def facts() -> dict[str, str]:
+def facts() -> dict[str, Any]:
     """Read what setup.py noted of the build; {} if it is missing or damaged.
 
     Then the library counts as one of an unknown version, which is refused and built anew.
@@ -102,6 +102,18 @@ def plain_function(name: str) -> Any | None:
     if library() is None:
         return None
     return getattr(ctypes.CDLL(str(FOLDER / "libtfcommx.so")), name)
+
+
+def gpu_architectures() -> list[int] | None:
+    """Return the GPU architectures that the library was built for; None without GPU kernels.
+
+    Returns:
+        Numbers such as 70, as gpu_architectures.py describes them. None also if TFCOMMX_NATIVE=0
+        keeps the library from being loaded. The library is not loaded for the answer.
+    """
+    built = facts()
+    unused = os.environ.get("TFCOMMX_NATIVE", "1") == "0"
+    return None if unused or built.get("devices") != GPU_DEVICES else built.get("architectures", [])
 
 
 def has_gpu_kernels() -> bool:
