@@ -91,6 +91,8 @@ class Parts(keras.Model):
             HOLDERS[name](self, optimizers[name])
         if "loss_scale" in names:
             optimizers["loss_scale"] = self.scaled["it"]
+        for name, layer in self.parts.items():  # Or the first step would be traced twice
+            optimizers[name].build(layer.trainable_variables)
         self.take = lambda: optimizers  # None is found through a function
         self.compile(optimizers["compiled"], jit_compile=False)
 
@@ -168,8 +170,7 @@ def test_weights_are_averaged_wherever_the_optimizer_is(
 def test_states_start_equal_and_are_restored_with_residuals(comm: Comm, folder: Path) -> None:
     keras.utils.set_random_seed(comm.rank)
     net = Parts(sparse, list(HOLDERS))
-    for layer, optimizer in zip(net.parts.values(), net.take().values(), strict=True):
-        optimizer.build(layer.trainable_variables)
+    for optimizer in net.take().values():
         for variable in optimizer.variables:
             if "momentum" in variable.path:
                 variable.assign(tf.fill(variable.shape, comm.rank + 0.5))
