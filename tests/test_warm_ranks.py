@@ -15,6 +15,8 @@ import pytest
 import warm_ranks
 from launching import QUICK
 
+from tfcommx.comm import horovodrun
+
 SAY = """\
 import json, os, sys
 print(json.dumps({
@@ -136,6 +138,29 @@ def test_it_loads_tensorflow_itself_in_other_surroundings() -> None:
             words, env=os.environ | variables, text=True, capture_output=True, input=""
         )
         assert json.loads(done.stdout)["loaded"] == alone
+
+
+def test_ranks_of_tfcommx_run_begin_warm() -> None:
+    """A variable that the launcher adds for its ranks made each of them load TensorFlow."""
+    added = {
+        name: value
+        for name, value in horovodrun.environment().items()
+        if os.environ.get(name) != value
+    }
+    assert said(start("-c", SAY, **added))["loaded"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1:replace", "ascii:backslashreplace"])
+def test_its_streams_have_the_encoding_that_python_would_give_them(encoding: str) -> None:
+    code = "print('zw\u00f6lf \u20ac'); import sys; print('\u00f6', file=sys.stderr)"
+    ways = ({}, {"TFCOMMX_TEST_WARM": ""})
+    processes = [start("-c", code, PYTHONIOENCODING=encoding, **way) for way in ways]
+    written = []
+    for process in processes:
+        process.stdin.close()
+        written.append((process.stdout.buffer.read(), process.stderr.buffer.read()))
+        assert process.wait(60) == 0
+    assert written[0] == written[1]
 
 
 def test_what_it_uses_is_counted() -> None:

@@ -12,7 +12,7 @@
     results = tfcommx.ray.run(train, num_workers=8, workers_per_node=4, args=(0.1,))
 
 Each rank is a Ray actor. The ranks meet as those of torchrun do, by variables that say who they
-are, and by a secret of this launch. Needs the extra `ray`: pip install 'tfcommx[ray]'.
+are, and by a secret of this launch. Needs Ray: pip install 'ray>=2.40'.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _ray() -> Any:
         import ray
         import ray.util.scheduling_strategies
     except ImportError as error:
-        raise PlanError("Ray is required: pip install 'tfcommx[ray]'.") from error
+        raise PlanError("Ray is required: pip install 'ray>=2.40'.") from error
     return ray
 
 

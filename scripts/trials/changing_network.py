@@ -98,7 +98,8 @@ def main() -> int:
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=SCHEMES)
     parser.add_argument("--rates", nargs=2, default=("1000mbit", "333mbit"))
     parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=2400)
+    # A change is believed after some 600 steps, and at least 900 must be left for the next trial
+    parser.add_argument("--steps", type=int, default=4000, help="of each run, in both halves")
     parser.add_argument("--model", default="convolutional", help="as bench training has them")
     parser.add_argument("--batch", type=int, default=8, help="of a rank")
     parser.add_argument("--record", metavar="NAME", help="write docs/records/NAME.json")

@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
+import warm_ranks
+from launching import QUICK
 from PIL import Image
 
 import tfcommx as cx
@@ -308,7 +310,11 @@ def test_the_program_prints_its_classes(tmp_path: Path) -> None:
     )
     folder(tmp_path, "train/cat/1.jpg", "train/dog/2.jpg", "test/cat/3.jpg", "test/dog/4.jpg")
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": QUICK, **warm_ranks.environment(alone=True)},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     lines = [line for line in done.stdout.splitlines() if "pictures in" in line]
     assert lines == [

@@ -34,7 +34,7 @@ def tf_config_of(cluster: Mapping[str, object], kind: str = "worker", index: int
 def test_the_tasks_of_tf_config_are_the_ranks_of_one_run() -> None:
     """Jobs that set TF_CONFIG ran one training a process: each was rank 0 of 1, and chief."""
     cluster = {"worker": [f"localhost:{free_port()}", "localhost:1"]}
-    environment = {**os.environ, "PYTHONPATH": QUICK, **warm_ranks.environment()}
+    environment = {**os.environ, "PYTHONPATH": QUICK, **warm_ranks.environment(alone=True)}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", SAY],

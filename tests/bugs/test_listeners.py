@@ -1,6 +1,8 @@
 """Where the processes of a real launch on one host listen: on the loopback alone.
 
-The watchers listened at all addresses, though all ranks were on one host.
+The watchers listened at all addresses, though all ranks were on one host. Nor does a launch that
+names no interface, as those of mpirun, or one that others reach, as those of srun, make them
+listen there.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import pytest
 from launching import horovodrun
 
 SCRIPT = """\
+import os
 import psutil
+os.environ.pop("OMPI_MCA_btl_tcp_if_include", None)  # horovodrun's; mpirun alone sets none
 import tfcommx as cx
 
 cx.init()

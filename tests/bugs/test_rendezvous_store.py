@@ -114,33 +114,45 @@ def test_a_launch_starts_though_a_proxy_is_set(tmp_path: Path) -> None:
     assert ended.status == 0 and ended.output.count("of 2 trains") == 2, ended.output[-3000:]
 
 
+class Server(ThreadingHTTPServer):
+    values: dict[str, bytes]
+
+
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, bytes]]:
-    """Serve what a test writes, as the rendezvous of two ranks; this process is one of them."""
-    held: dict[str, bytes] = {}
+def store(server: Server) -> dict[str, bytes]:
+    """Return what the server holds, to which a test adds."""
+    return server.values
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """Serve values as the rendezvous of two ranks does, of which this process is one."""
+    values: dict[str, bytes] = {}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            value = held.get(self.path.rpartition("/")[2])
+            value = values.get(self.path.rpartition("/")[2])
             self.send_response(404 if value is None else 200)
             self.end_headers()
             self.wfile.write(value or b"")
 
         def do_PUT(self) -> None:
             value = self.rfile.read(int(self.headers["Content-Length"]))
-            held.setdefault(self.path.rpartition("/")[2], value)
+            values.setdefault(self.path.rpartition("/")[2], value)
             self.send_response(200)
             self.end_headers()
 
         def log_message(self, *words: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server = Server(("127.0.0.1", 0), Handler)
+    server.values = values
+    wait = 0.01  # Of `shutdown`, for the thread to look
+    threading.Thread(target=server.serve_forever, args=[wait], daemon=True).start()
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
     monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", str(server.server_port))
     monkeypatch.setenv("HOROVOD_HOSTNAME", "red")
-    yield held
+    yield server
     server.shutdown()
     server.server_close()
 
@@ -176,6 +188,18 @@ def test_no_more_is_read_of_an_answer_than_a_name_can_have(store: dict) -> None:
     with pytest.raises(PlanError, match="rank 1's host") as refused:
         gloo_hosts.gloo_hosts(Launcher("gloo", 0, 2, 0))
     assert len(str(refused.value)) < 1000
+
+
+def test_a_store_that_ends_while_ranks_wait_is_named_in_time(
+    store: dict, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rank 0 serves it, the store ends with rank 0; the others waited for 60 s."""
+    monkeypatch.setattr(gloo_hosts, "GONE_SECONDS", 0.5)
+    threading.Timer(0.5, lambda: (server.shutdown(), server.server_close())).start()
+    start = time.monotonic()
+    with pytest.raises(PlanError, match=r"Rank 1 of 2 received for 0\.5 s: .*refused"):
+        gloo_hosts.gloo_hosts(Launcher("gloo", 1, 2, 0))
+    assert store["1"] == b'"red"' and time.monotonic() - start < 10
 
 
 def test_a_store_that_does_not_answer_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

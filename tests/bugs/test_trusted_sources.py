@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -12,19 +13,52 @@ from launching import ROOT
 from tfcommx.comm.launcher import cache_folder
 from tfcommx.terms import PlanError
 
-INSTRUCTIONS = (
-    "docs/how-to/install.md",
-    "scripts/examples/kubernetes/Containerfile",
-    "scripts/verify/wheels.py",
-)
+# Of a shell, up to the line's end; of Python, up to the end of the call or the tuple
+INSTALLATION = re.compile(r"pip install\b([^\n`]*)|\"install\",([^)]*)\)")
+BY_NAME = re.compile(r"(tfcommx|horovod)(\[.*\])?([=<>~!].*)?")
+OTHER_SOURCES = ("-f", "--find-links", "-i", "--index-url", "--extra-index-url")
 
 
-@pytest.mark.parametrize("file", INSTRUCTIONS)
-def test_wheels_are_installed_by_path(file: str) -> None:
+def names_in(text: str) -> list[str]:
+    """Return the words of installations that let a registry choose what is installed as ours."""
+    found = []
+    for command in INSTALLATION.finditer(text.replace("\\\n", " ")):
+        for word in re.findall(r"[^\s,'\"()]+", command[1] or command[2] or ""):
+            if BY_NAME.fullmatch(word) or word.partition("=")[0] in OTHER_SOURCES:
+                found.append(word)
+    return found
+
+
+def test_wheels_are_installed_by_path() -> None:
     """With --find-links and a name, pip took a higher version from the registry."""
-    lines = (ROOT / file).read_text().splitlines()
-    assert not [line for line in lines if "--find-links" in line and "pip install" in line]
-    assert not [line for line in lines if '"--find-links"' in line or "--find-links /" in line]
+    folders = ("docs", "scripts", "tfcommx", ".github")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    texts = {
+        path: path.read_text(errors="ignore")
+        for path in (*files, *ROOT.glob("*.md"), ROOT / "setup.py", ROOT / "Makefile")
+        if path.suffix in (".md", ".py", ".sh", ".yml", ".yaml", "")
+    }
+    assert len([text for text in texts.values() if INSTALLATION.search(text)]) > 10
+    named = {str(path.relative_to(ROOT)): names_in(text) for path, text in texts.items()}
+    assert not {path: words for path, words in named.items() if words}
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("    pip install dist/*.whl\n", []),
+        ("pip install --no-deps dist/tfcommx-*.whl", []),
+        ("pip install --find-links dist horovod tfcommx", ["--find-links", "horovod", "tfcommx"]),
+        (
+            "pip install --no-cache-dir \\\n    --find-links=/dist tfcommx==1.0 && true",
+            ["--find-links=/dist", "tfcommx==1.0"],
+        ),
+        ("`pip install 'tfcommx[ray]'` on tfcommx", ["tfcommx[ray]"]),
+        ('("pip", "install",\n "-f", wheels, "tfcommx")', ["-f", "tfcommx"]),
+    ],
+)
+def test_installations_by_name_are_found(command: str, words: list[str]) -> None:
+    assert names_in(command) == words
 
 
 def test_a_cache_among_temporary_files_is_this_user_s_own(

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import warm_ranks
-from launching import QUICK, ROOT, WORKERS, free_port, horovodrun
+from launching import QUICK, WORKERS, free_port, horovodrun
 
 from tfcommx.comm import rendezvous
 from tfcommx.comm.challenge import Caller, Handshake
@@ -92,6 +92,43 @@ def test_two_processes_with_one_number_are_refused() -> None:
     assert all("two that are rank 1" in str(error) for error in found), found
 
 
+def test_ranks_that_are_not_in_the_order_of_their_hosts_are_refused_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 ended, and with it the store, before others had read the hosts: they waited 60 s."""
+    port = free_port()
+    hosts = threading.local()
+    monkeypatch.setattr(socket, "gethostname", lambda: hosts.name)
+
+    def work(rank: int) -> Any:
+        hosts.name = "red" if rank in (0, 2) else "blue"
+        return meet(ClusterEnvironment("srun", rank, 3, None, "localhost", port), 10)
+
+    start = time.monotonic()
+    errors = together(3, work)
+    assert time.monotonic() - start < 10
+    for error in errors:
+        assert re.search("Consecutive ranks are required .* rank 2 returns to 'red'", str(error))
+
+
+def test_with_a_node_size_ranks_may_be_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    hosts = threading.local()
+    monkeypatch.setattr(socket, "gethostname", lambda: hosts.name)
+
+    def work(rank: int) -> Any:
+        hosts.name = "red" if rank in (0, 2) else "blue"
+        here, end = ClusterEnvironment("srun", rank, 3, None, "localhost", port), 20.0
+        end += time.monotonic()
+        return (
+            rendezvous._ask(here, end, 20)
+            if rank
+            else rendezvous._gather(here, end, 20, any_order=True)
+        )
+
+    assert [settings["HOROVOD_RANK"] for settings, _ in together(3, work)] == ["0", "1", "2"]
+
+
 def test_strangers_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that says nothing, one that talks HTTP, one with another secret."""
     monkeypatch.setattr(rendezvous, "MESSAGE_SECONDS", 0.5)
@@ -106,19 +143,10 @@ def test_strangers_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     silent = socket.create_connection(("localhost", port))
     browser = socket.create_connection(("localhost", port))
     browser.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    code = (
-        "import time; from tfcommx.comm import rendezvous as r; "
-        "from tfcommx.comm.cluster_environment import ClusterEnvironment; "
-        f"r._ask(ClusterEnvironment('srun', 1, 2, None, 'localhost', {port}), "
-        "time.monotonic() + 1, 1)"
-    )
-    thief = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "TFCOMMX_SECRET": "theirs", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert "TFCOMMX_SECRET equal on all ranks" in thief.stderr, thief.stderr
+    thief = pytest.raises(PlanError, match="TFCOMMX_SECRET equal on all ranks")
+    with monkeypatch.context() as theirs, thief:
+        theirs.setenv("TFCOMMX_SECRET", "theirs")
+        meet(ClusterEnvironment("srun", 1, 2, None, "localhost", port), 1)
     assert not found
     settings, _ = meet(ClusterEnvironment("srun", 1, 2, None, "localhost", port))
     rank_0.join(20)

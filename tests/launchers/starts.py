@@ -93,5 +93,5 @@ def why_not(launcher: str) -> str:
     if launcher == "tfcommx.ray":
         found = importlib.util.find_spec("ray")
         # The folder of Ray's tests has this name, too
-        return "" if found and found.origin else "no Ray; pip install 'tfcommx[ray]'"
+        return "" if found and found.origin else "no Ray; pip install 'ray>=2.40'"
     return ""

@@ -32,6 +32,9 @@ SCOPE = "tfcommx_hosts"
 LARGEST_NAME = 257
 # For the store to answer one request
 REQUEST_SECONDS = 10.0
+# Of a store that has taken this rank's name and then answers no request: it has ended, because one
+# that is busy answers some of them
+GONE_SECONDS = 15.0
 # What http.client raises if the store, or what listens in its place, does not answer as it should
 NO_STORE = (OSError, http.client.HTTPException)
 
@@ -44,8 +47,8 @@ def gloo_hosts(here: Launcher) -> list[str]:
     each took the store, a single Python process, 0.65 ms, which makes 11 s at 128 ranks.
 
     **Ranks:** all.
-    **Raises:** PlanError that names the first missing rank after RENDEZVOUS_SECONDS, or what the
-    store holds in place of a rank's host.
+    **Raises:** PlanError that names the first missing rank after RENDEZVOUS_SECONDS, what the store
+    holds in place of a rank's host, or a store that has ended.
     """
     store = Store(*(os.environ[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT")))
     seconds = rendezvous_seconds(RENDEZVOUS_SECONDS)
@@ -54,6 +57,7 @@ def gloo_hosts(here: Launcher) -> list[str]:
     hosts: list[str] = []
     # What the last request has failed with, such as a refused connection
     reason, written = "", False
+    answered = time.monotonic()
     while len(hosts) < here.size:
         late = time.monotonic() > deadline
         if not written:
@@ -66,6 +70,14 @@ def gloo_hosts(here: Launcher) -> list[str]:
             hosts += _checked(answer, key, here.size)
             continue
         reason = problem or reason
+        if not problem:
+            answered = time.monotonic()
+        if written and time.monotonic() > answered + GONE_SECONDS:
+            raise PlanError(
+                f"Horovod's rendezvous at {store} is required until all ranks know their hosts. "
+                f"Rank {here.rank} of {here.size} received for {GONE_SECONDS:g} s: {reason}. "
+                "The output of rank 0, or of the launcher, says why it has ended."
+            )
         if late:
             raise PlanError(
                 f"Rank {len(hosts)} of {here.size} has not called init() within {seconds:g} s "

@@ -76,7 +76,8 @@ def init(
     if process.started():
         return _started_before(node_size)
     if launcher.launcher().kind == "environment":
-        rendezvous.join(cluster_environment.cluster_environment())
+        any_order = node_size is not None
+        rendezvous.join(cluster_environment.cluster_environment(), any_order)
     here = launcher.launcher()
     if here.kind == "mpi":
         mpi.start()

@@ -33,7 +33,7 @@ from tfcommx.comm.entrance import Entrance
 from tfcommx.comm.horovod import serve_rendezvous
 from tfcommx.comm.host_names import check_host_name, is_host_name
 from tfcommx.comm.launcher import rendezvous_seconds
-from tfcommx.terms import PlanError
+from tfcommx.terms import PlanError, Topology
 
 log = logging.getLogger("tfcommx")
 
@@ -59,12 +59,17 @@ class Arrival(NamedTuple):
     caller: Caller
 
 
-def join(here: ClusterEnvironment) -> None:
+def join(here: ClusterEnvironment, any_order: bool = False) -> None:
     """Bring all ranks together, and make this process one of a Gloo launch.
+
+    Args:
+        here: what the launcher says of this process.
+        any_order: whether ranks of a host need not be consecutive.
 
     **Ranks:** all, before Horovod starts. **Cost:** one connection of every rank to rank 0.
     **Raises:** PlanError, on all ranks that have come, that names ranks which did not come or came
-    twice; a port that is in use; an address that does not answer.
+    twice, or are not in the order of their hosts; a port that is in use; an address that does not
+    answer.
     """
     seconds = rendezvous_seconds(SECONDS)
     log.info(
@@ -73,7 +78,7 @@ def join(here: ClusterEnvironment) -> None:
     )
     deadline = time.monotonic() + seconds
     if here.rank == 0:
-        settings, address = _gather(here, deadline, seconds)
+        settings, address = _gather(here, deadline, seconds, any_order)
     else:
         settings, address = _ask(here, deadline, seconds)
     interface = os.environ.get("HOROVOD_GLOO_IFACE") or interface_of(address)
@@ -85,7 +90,7 @@ def join(here: ClusterEnvironment) -> None:
 
 
 def _gather(
-    here: ClusterEnvironment, deadline: float, seconds: float
+    here: ClusterEnvironment, deadline: float, seconds: float, any_order: bool = False
 ) -> tuple[dict[str, str], str]:
     """Wait for all ranks, and answer them; return this rank's settings and address."""
     check_host_name(socket.gethostname(), "this host")
@@ -126,7 +131,10 @@ def _gather(
         if problem:
             raise PlanError(problem)
         own = _address_of_rank_0(arrivals.values())
-        answers = _serve(here, arrivals, own)
+        hosts = [socket.gethostname(), *(arrivals[rank].host for rank in range(1, here.size))]
+        if not any_order:  # Later, rank 0 would end with its rendezvous before others know why
+            Topology.of_hosts(hosts)
+        answers = _serve(here, arrivals, hosts, own)
         for rank, arrival in arrivals.items():
             _answer(arrival, answers[rank])
         return _settings(here, socket.gethostname(), answers[0]), own
@@ -196,10 +204,9 @@ def _on_this_host(one: str, other: str) -> bool:
 
 
 def _serve(
-    here: ClusterEnvironment, arrivals: dict[int, Arrival], address: str
+    here: ClusterEnvironment, arrivals: dict[int, Arrival], hosts: list[str], address: str
 ) -> dict[int, dict[str, Any]]:
     """Start Horovod's rendezvous; return the answer to each rank."""
-    hosts = [socket.gethostname(), *(arrivals[rank].host for rank in range(1, here.size))]
     slots = _slots(hosts, [here.local_rank, *(arrivals[r].local_rank for r in range(1, here.size))])
     port = serve_rendezvous(Counter(hosts), address)
     return {

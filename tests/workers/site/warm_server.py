@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import io
 import json
 import os
 import runpy
@@ -130,6 +131,19 @@ def enter(caller: int) -> None:
         os.close(file)
 
 
+def open_streams() -> None:
+    """Open the standard streams as Python does; the server's are a log's, without a buffer."""
+    encoding, _, errors = os.environ.get("PYTHONIOENCODING", "").partition(":")
+    form = {"encoding": encoding or None, "errors": errors or None}
+    sys.stdin = open(0, **form, closefd=False)  # noqa: SIM115
+    direct = "PYTHONUNBUFFERED" in os.environ
+    out = open(1, "wb", 0 if direct else -1, closefd=False)  # noqa: SIM115
+    sys.stdout = io.TextIOWrapper(out, **form, write_through=direct)
+    error = open(2, "wb", closefd=False)  # noqa: SIM115
+    form["errors"] = "backslashreplace"
+    sys.stderr = io.TextIOWrapper(error, **form, line_buffering=True)
+
+
 def become(told: dict[str, Any]) -> None:
     """Run a program in this process's `__main__`, as `python WORDS` does."""
     os.environ.clear()
@@ -139,8 +153,7 @@ def become(told: dict[str, Any]) -> None:
     enter(told["pid"])
     os.chdir(told["folder"])
     os.sched_setaffinity(0, told["processors"])
-    if "PYTHONUNBUFFERED" not in os.environ:  # The server's have no buffer
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    open_streams()
     if told["deaf"]:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     kind, *words = told["words"]

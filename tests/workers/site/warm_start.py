@@ -20,7 +20,8 @@ RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "RANK")
 ALONE = "TFCOMMX_TEST_WARM_ALONE"  # A program that is no rank begins so, too
 # What TensorFlow, its libraries and Python read while they are loaded
 EARLY = ("TF_", "XLA_", "KERAS_", "OMP_", "OPENBLAS_", "MKL_", "MALLOC_", "PYTHON")
-LATER = {"PYTHONPATH", "PYTHONUNBUFFERED"}
+# Those of them that `become` sets up, or that are read when a program asks for its cluster
+LATER = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONIOENCODING", "TF_CONFIG"}
 PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 

@@ -1,23 +1,24 @@
-"""Checks on two ranks that metrics are those of one process; started by bugs/test_metrics.py.
+"""Metrics over ranks that looked right and were not.
 
-Each check is a function; a line with its name and "right", or with what went wrong, is printed.
+Each epoch's results were averaged over the ranks, whatever they were: with 2,000 hard and 60 easy
+samples to validate on, a loss of .628 was reported as .42, AUC and precision likewise; `Standard`
+did not even do that, because Keras handed its parts a copy of the logs. horovod#444, #1095, #2897.
 """
 
 from __future__ import annotations
 
-import logging
-import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
+from users_metrics import Calibration, Largest, Smallest, Smoothed
 
 import tfcommx as cx
+from tfcommx.comm.base import Comm
 
-comm = cx.init()
 K = keras.metrics
 CLASSES = 4
 # Rows of the ranks' shards: unequal, and no multiple of the batch
@@ -25,82 +26,16 @@ ROWS = (53, 9)
 BATCH = 8
 
 
-class Heard(logging.Handler):
-    """Keeps the warnings of tfcommx."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def about(self, name: str) -> list[str]:
-        return [line for line in self.lines if line.startswith(f"{name!r} is the mean")]
+@pytest.fixture
+def warned_about(caplog: pytest.LogCaptureFixture) -> Callable[[str], int]:
+    """Return a function that counts the warnings that a metric is a mean of results."""
+    return lambda name: sum(line.startswith(f"{name!r} is the mean") for line in caplog.messages)
 
 
-heard = Heard()
-logging.getLogger("tfcommx").addHandler(heard)
-
-
-class Calibration(K.Metric):
-    """A user's own sums, with an integer count and a constant that a reset leaves."""
-
-    def __init__(self, name: str = "calibration") -> None:
-        super().__init__(name=name)
-        self.gap = self.add_weight(name="gap", initializer="zeros")
-        self.count = self.add_weight(name="count", initializer="zeros", dtype="int32")
-        self.factor = self.add_weight(name="factor", initializer="ones")
-        self.factor.assign(3.0)
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        picked = tf.gather(y_pred, tf.cast(tf.reshape(y_true, [-1]), tf.int32), axis=1)
-        self.gap.assign_add(tf.reduce_sum(tf.linalg.diag_part(picked) ** 2))
-        self.count.assign_add(tf.shape(y_pred)[0])
-
-    def result(self) -> Any:
-        return self.factor * self.gap / tf.maximum(tf.cast(self.count, tf.float32), 1.0)
-
-    def reset_state(self) -> None:
-        self.gap.assign(0.0)
-        self.count.assign(0)
-
-
-class Largest(K.Metric):
-    """A maximum: what a user would write, and no sum."""
-
-    def __init__(self, name: str = "largest") -> None:
-        super().__init__(name=name)
-        self.largest = self.add_weight(name="largest", initializer="zeros")
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        self.largest.assign(tf.maximum(self.largest, tf.reduce_max(y_pred)))
-
-    def result(self) -> Any:
-        return self.largest
-
-
-class Smoothed(Largest):
-    """A moving average."""
-
-    def __init__(self) -> None:
-        super().__init__("smoothed")
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        self.largest.assign(0.9 * self.largest + 0.1 * tf.reduce_mean(y_pred[:, 0]))
-
-
-class Smallest(Largest):
-    """A minimum, whose reset is no zero."""
-
-    def __init__(self) -> None:
-        super().__init__("smallest")
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        self.largest.assign(tf.minimum(self.largest, tf.reduce_min(y_pred)))
-
-    def reset_state(self) -> None:
-        self.largest.assign(np.inf)
+@pytest.fixture(autouse=True)
+def _two_ranks(comm: Comm) -> None:
+    if comm.topology.size != 2:
+        pytest.skip("the shards are those of two ranks")
 
 
 def shard(rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -132,9 +67,9 @@ def classifier(**options: Any) -> keras.Model:
 
 def same_steps() -> dict[str, Any]:
     """Return training data of equally many steps a rank; the last batches differ."""
-    rows = (16, 11)[comm.rank]
+    rows = (16, 11)[cx.rank()]
     x, y, _ = everything()
-    first = (0, 16)[comm.rank]
+    first = (0, 16)[cx.rank()]
     return {"x": x[first : first + rows], "y": y[first : first + rows]}
 
 
@@ -144,7 +79,7 @@ def require_equal(got: dict[str, Any], wanted: dict[str, Any]) -> None:
         np.testing.assert_allclose(got[name], value, rtol=3e-6, atol=1e-7, err_msg=name)
 
 
-def last(history: Any, prefix: str = "") -> dict[str, Any]:
+def last(comm: Comm, history: Any, prefix: str = "") -> dict[str, Any]:
     logs = {name: values[-1] for name, values in history.history.items()}
     everyone = comm.gather_objects(repr(sorted(logs.items())))
     assert everyone[0] == everyone[1], everyone
@@ -153,7 +88,9 @@ def last(history: Any, prefix: str = "") -> dict[str, Any]:
     }
 
 
-def the_metrics_of_keras_on_uneven_validation_shards() -> None:
+def test_the_metrics_of_keras_on_uneven_validation_shards(
+    comm: Comm, caplog: pytest.LogCaptureFixture
+) -> None:
     def chosen() -> list[K.Metric]:
         return [
             "accuracy",
@@ -175,10 +112,10 @@ def the_metrics_of_keras_on_uneven_validation_shards() -> None:
     )
     x, y, weights = everything()
     exact = net.evaluate(x, y, sample_weight=weights, batch_size=BATCH, verbose=0, return_dict=True)
-    require_equal(last(history, "val_"), exact)
+    require_equal(last(comm, history, "val_"), exact)
     exact = net.evaluate(x[:27], y[:27], batch_size=BATCH, verbose=0, return_dict=True)
-    require_equal(last(history), exact)
-    assert not heard.lines, heard.lines
+    require_equal(last(comm, history), exact)
+    assert not caplog.messages
 
 
 def binary(metrics: list[Any], **options: Any) -> keras.Model:
@@ -194,7 +131,9 @@ def binary(metrics: list[Any], **options: Any) -> keras.Model:
     return net
 
 
-def curves_and_ratios_eagerly_and_several_steps_a_call() -> None:
+def test_curves_and_ratios_eagerly_and_several_steps_a_call(
+    comm: Comm, caplog: pytest.LogCaptureFixture
+) -> None:
     for options in ({"run_eagerly": True}, {"steps_per_execution": 2}):
         net = binary(
             [K.AUC(name="auc"), "accuracy"]
@@ -229,11 +168,13 @@ def curves_and_ratios_eagerly_and_several_steps_a_call() -> None:
         )
         exact = net.evaluate(x, y, batch_size=64, verbose=0, return_dict=True)
         exact.pop("pearson", None)  # Of each batch: others have other batches
-        require_equal(last(history, "val_"), exact)
-        assert not heard.lines, heard.lines
+        require_equal(last(comm, history, "val_"), exact)
+        assert not caplog.messages
 
 
-def other_state_is_said() -> None:
+def test_metrics_that_are_no_sums_are_averaged_and_named(
+    comm: Comm, warned_about: Callable[[str], int]
+) -> None:
     net = classifier(metrics=[Largest(), Smoothed(), Smallest(), "accuracy"])
     x, y, _ = shard(comm.rank)
     history = net.fit(
@@ -246,16 +187,16 @@ def other_state_is_said() -> None:
     )
     own = net.evaluate(x, y, batch_size=32, verbose=0, return_dict=True)
     mean = np.mean(comm.gather_objects([own[name] for name in ("largest", "smallest")]), axis=0)
-    got = last(history, "val_")
+    got = last(comm, history, "val_")
     require_equal(got, {"largest": mean[0], "smallest": mean[1]})
     for name in ("val_largest", "val_smallest", "val_smoothed", "largest"):
-        assert len(heard.about(name)) == (comm.rank == 0), heard.lines
+        assert warned_about(name) == (comm.rank == 0)
     exact = net.evaluate(*everything()[:2], verbose=0, return_dict=True)
     require_equal(got, {"accuracy": exact["accuracy"], "loss": exact["loss"]})
-    assert not heard.about("val_accuracy")
+    assert not warned_about("val_accuracy")
 
 
-def a_rank_that_validates_alone_stops_all() -> None:
+def test_a_rank_that_validates_alone_stops_all(comm: Comm) -> None:
     net = classifier(metrics=["accuracy"])
     x, y, _ = everything()
     seen: dict[str, Any] = {}
@@ -273,10 +214,10 @@ def a_rank_that_validates_alone_stops_all() -> None:
     )
     assert len(history.epoch) == 2
     exact = net.evaluate(x, y, verbose=0, return_dict=True)
-    require_equal(last(history, "val_"), exact)
+    require_equal(last(comm, history, "val_"), exact)
     assert seen == {name: values[-1] for name, values in history.history.items()}, seen
     exact = net.evaluate(x[:27], y[:27], verbose=0, return_dict=True)
-    require_equal(last(history), exact)
+    require_equal(last(comm, history), exact)
 
 
 class OwnStep(keras.Model):
@@ -305,7 +246,9 @@ class OwnStep(keras.Model):
         return {"raw": loss, "entropy": self.entropy.result()}
 
 
-def a_training_step_that_returns_its_loss() -> None:
+def test_a_training_step_that_returns_its_loss(
+    comm: Comm, warned_about: Callable[[str], int]
+) -> None:
     net = OwnStep()
     net.compile(cx.DistributedOptimizer(keras.optimizers.SGD(0.0)), jit_compile=False)
     history = net.fit(
@@ -317,12 +260,14 @@ def a_training_step_that_returns_its_loss() -> None:
     )
     x, y, _ = everything()
     losses = keras.losses.sparse_categorical_crossentropy(y[:27], net(x[:27]), from_logits=True)
-    require_equal(last(history), {"entropy": np.mean(losses)})
-    assert len(heard.about("raw")) == (comm.rank == 0), heard.lines
-    assert not heard.about("entropy")
+    require_equal(last(comm, history), {"entropy": np.mean(losses)})
+    assert warned_about("raw") == (comm.rank == 0)
+    assert not warned_about("entropy")
 
 
-def another_evaluation_within_an_epoch_is_noticed() -> None:
+def test_another_evaluation_within_an_epoch_is_noticed(
+    comm: Comm, warned_about: Callable[[str], int]
+) -> None:
     net = classifier()
     x, y, _ = shard(comm.rank)
     data = same_steps()
@@ -332,11 +277,11 @@ def another_evaluation_within_an_epoch_is_noticed() -> None:
     callbacks = [evaluate, cx.callbacks.AverageMetrics()]
     history = net.fit(**data, batch_size=BATCH, verbose=0, callbacks=callbacks)
     own = comm.gather_objects(net.evaluate(**data, verbose=0))
-    require_equal(last(history), {"loss": np.mean(own)})
-    assert len(heard.about("loss")) == (comm.rank == 0), heard.lines
+    require_equal(last(comm, history), {"loss": np.mean(own)})
+    assert warned_about("loss") == (comm.rank == 0)
 
 
-def several_outputs() -> None:
+def test_several_outputs(comm: Comm, warned_about: Callable[[str], int]) -> None:
     keras.utils.set_random_seed(1)
     entry = keras.Input((6,))
     outputs = {
@@ -366,7 +311,7 @@ def several_outputs() -> None:
     del exact[largest]
     # Keras counts batches for these, not samples
     of_batches = {name: exact.pop(name) for name in ("kind_loss", "size_loss")}
-    got = last(history, "val_")
+    got = last(comm, history, "val_")
     require_equal(got, exact)
     batches = [
         net.evaluate(
@@ -379,10 +324,12 @@ def several_outputs() -> None:
         for first in range(0, len(x), BATCH)
     ]
     require_equal(got, {name: np.mean([one[name] for one in batches]) for name in of_batches})
-    assert len(heard.about(f"val_{largest}")) == (comm.rank == 0), heard.lines
+    assert warned_about(f"val_{largest}") == (comm.rank == 0)
 
 
-def after_evaluate_and_in_a_loop() -> None:
+def test_results_after_evaluate_and_in_a_loop_of_one_s_own(
+    comm: Comm, warned_about: Callable[[str], int]
+) -> None:
     net = classifier(metrics=["accuracy", Calibration()])
     exact = net.evaluate(*everything()[:2], verbose=0, return_dict=True)
     net.evaluate(*shard(comm.rank)[:2], verbose=0)
@@ -402,11 +349,11 @@ def after_evaluate_and_in_a_loop() -> None:
     got = cx.metrics_over_ranks(iter([auc, loss, largest]))
     require_equal(got, {**exact, "largest": np.mean(own)})
     assert comm.gather_objects(got) == [got] * 2
-    assert len(heard.about("largest")) == (comm.rank == 0), heard.lines
+    assert warned_about("largest") == (comm.rank == 0)
     assert cx.metrics_over_ranks([]) == {}
 
 
-def counts_beyond_float32_and_float16() -> None:
+def test_counts_beyond_float32_and_float16(comm: Comm, warned_about: Callable[[str], int]) -> None:
     many, half = K.Mean(name="many"), K.Mean(name="half", dtype="float16")
     many.count.assign(2.0**24 - comm.rank)
     many.total.assign(2.0**25 + 2)
@@ -414,31 +361,8 @@ def counts_beyond_float32_and_float16() -> None:
     half.total.assign([60_000, 50_000][comm.rank])
     got = cx.metrics_over_ranks([many, half])
     require_equal(got, {"many": (2**26 + 4) / (2**25 - 1), "half": 550})
-    assert len(heard.about("half")) == (comm.rank == 0) and not heard.about("many"), heard.lines
+    assert warned_about("half") == (comm.rank == 0)
+    assert not warned_about("many")
     sums = K.Sum(name="sum")
     sums.update_state([np.nan if comm.rank else 1.0])
     assert np.isnan(cx.metrics_over_ranks([sums])["sum"])
-
-
-CHECKS: list[Callable[[], None]] = [
-    the_metrics_of_keras_on_uneven_validation_shards,
-    curves_and_ratios_eagerly_and_several_steps_a_call,
-    other_state_is_said,
-    a_rank_that_validates_alone_stops_all,
-    a_training_step_that_returns_its_loss,
-    another_evaluation_within_an_epoch_is_noticed,
-    several_outputs,
-    after_evaluate_and_in_a_loop,
-    counts_beyond_float32_and_float16,
-]
-
-if __name__ == "__main__":
-    for check in [check for check in CHECKS if check.__name__ in sys.argv[1:] or not sys.argv[1:]]:
-        heard.lines.clear()
-        try:
-            check()
-        except Exception:
-            print(f"{check.__name__}: {traceback.format_exc()}", flush=True)
-        else:
-            print(f"{check.__name__}: right", flush=True)
-        comm.gather_objects("ended")
