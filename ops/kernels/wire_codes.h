@@ -44,7 +44,7 @@ TFCOMMX_DEVICE inline float divided(float a, float b) {
   asm("div.rn.ftz.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
   return a;
 #else
-  return a / b;
+  return flushed(flushed(a) / flushed(b));
 #endif
 }
 
