@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(kThreads) add_and_mark(Job<T> job) {
         // A branch would keep the loads from being under way together.
         const int i = position < length ? position : length - 1;
         gradient[j] = gradients[i];
-        if (kResidual) residual[j] = residuals[i];
-        if (kVelocity) velocity[j] = velocities[i];
+        if (kResidual && position < length) residual[j] = residuals[i];
+        if (kVelocity && position < length) velocity[j] = velocities[i];
       }
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
