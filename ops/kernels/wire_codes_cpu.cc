@@ -2,6 +2,8 @@
 // compiler makes vector instructions of them.
 #include "kernels/wire_codes.h"
 
+#include "kernels/flush_denormals.h"
+
 #include <algorithm>
 #include <cstring>
 
@@ -113,6 +115,7 @@ void codes_write_cpu(const CodeLayout& layout, const float* values, int32_t* wor
 
 TFCOMMX_CLONES
 void codes_round_cpu(const CodeLayout& layout, const float* values, float* written, float* errors) {
+  const FlushDenormals flush;
   return layout.bits == 8 ? round<8>(layout, values, written, errors)
                           : round<4>(layout, values, written, errors);
 }
