@@ -37,14 +37,16 @@ TFCOMMX_DEVICE inline uint16_t narrowed(const Rounding& how, float whole, float*
   const uint32_t bits = bits_of(whole), sign = bits & 0x80000000u;
   const bool half = how.type == Float::float16, finite = (bits ^ sign) < 0x7f800000u;
   const float size = float_of(bits ^ sign);
-  const float limit = !half                        ? kBfloat16Largest
-                      : size < 0x1p29f * how.reach ? kFloat16Largest * how.reach
-                      : size < 0x1p39f * how.reach ? 0x1p15f * how.reach
-                                                   : 0.0f;
+  const float limit = !half                                ? kBfloat16Largest
+                      : size < product(0x1p29f, how.reach) ? product(kFloat16Largest, how.reach)
+                      : size < product(0x1p39f, how.reach) ? product(0x1p15f, how.reach)
+                                                           : 0.0f;
   const float cut = float_of(bits_of(size < limit ? size : limit) | sign);
   const float scaled = finite ? product(cut, how.scale) : whole;
   const uint16_t written = half ? to_float16(scaled) : to_bfloat16(scaled);
-  *back = product(half ? from_float16(written) : from_bfloat16(written), 1 / how.scale);
+  // The reciprocal of a power of two, without a division
+  const float unscale = float_of((254u << 23) - bits_of(how.scale));
+  *back = product(half ? from_float16(written) : from_bfloat16(written), unscale);
   return written;
 }
 
