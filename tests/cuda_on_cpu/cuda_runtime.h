@@ -25,6 +25,25 @@ struct Place {
 };
 extern Place threadIdx, blockIdx, blockDim, gridDim;
 
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(8) int2 {
+  int x, y;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+
 namespace cuda_on_cpu {
 
 extern int processors;
@@ -62,6 +81,10 @@ bool __all_sync(unsigned mask, bool predicate);
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __clz(int bits) { return bits ? __builtin_clz(bits) : 32; }
+template <class T>
+T __ldg(const T* address) {
+  return *address;
+}
 
 namespace cuda_on_cpu {
 
@@ -74,6 +97,11 @@ OF_EMULATOR T shuffled(unsigned mask, T value, unsigned from, const void* at) {
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
+
+template <class T>
+struct Given {  // not deduced from: an int is an unsigned where that is added to
+  using Type = T;
+};
 
 template <class T, class Change>
 OF_EMULATOR T changed(T* address, const Change& change, const void* at) {
@@ -110,38 +138,39 @@ OF_EMULATOR T __shfl_xor_sync(unsigned mask, T value, unsigned bits) {
 }
 
 template <class T>
-OF_EMULATOR T atomicAdd(T* address, T value) {
+OF_EMULATOR T atomicAdd(T* address, typename cuda_on_cpu::Given<T>::Type value) {
   return cuda_on_cpu::changed(
       address, [value](T before) { return before + value; }, __builtin_return_address(0));
 }
 
 template <class T>
-OF_EMULATOR T atomicMax(T* address, T value) {
+OF_EMULATOR T atomicMax(T* address, typename cuda_on_cpu::Given<T>::Type value) {
   return cuda_on_cpu::changed(
       address, [value](T before) { return before < value ? value : before; },
       __builtin_return_address(0));
 }
 
 template <class T>
-OF_EMULATOR T atomicMin(T* address, T value) {
+OF_EMULATOR T atomicMin(T* address, typename cuda_on_cpu::Given<T>::Type value) {
   return cuda_on_cpu::changed(
       address, [value](T before) { return value < before ? value : before; },
       __builtin_return_address(0));
 }
 
 template <class T>
-OF_EMULATOR T atomicOr(T* address, T value) {
+OF_EMULATOR T atomicOr(T* address, typename cuda_on_cpu::Given<T>::Type value) {
   return cuda_on_cpu::changed(
       address, [value](T before) { return before | value; }, __builtin_return_address(0));
 }
 
 template <class T>
-OF_EMULATOR T atomicExch(T* address, T value) {
+OF_EMULATOR T atomicExch(T* address, typename cuda_on_cpu::Given<T>::Type value) {
   return cuda_on_cpu::changed(address, [value](T) { return value; }, __builtin_return_address(0));
 }
 
 template <class T>
-OF_EMULATOR T atomicCAS(T* address, T expected, T value) {
+OF_EMULATOR T atomicCAS(T* address, typename cuda_on_cpu::Given<T>::Type expected,
+                        typename cuda_on_cpu::Given<T>::Type value) {
   return cuda_on_cpu::changed(
       address, [=](T before) { return before == expected ? value : before; },
       __builtin_return_address(0));
