@@ -147,7 +147,7 @@ def run(program: Path, *options: str, timeout: float | None = None) -> Run:
         for match in reports
     ]
     findings = [one for one in findings if one.memory != "no" or one.at != one.other]
-    return Run(done.returncode, sorted(set(findings)), done.stdout + done.stderr)
+    return Run(done.returncode, list(dict.fromkeys(findings)), done.stdout + done.stderr)
 
 
 def main() -> int:
