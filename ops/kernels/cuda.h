@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "kernels/device.h"
+
 namespace tfcommx {
 
 constexpr int kThreads = 256;  // of a block, in every kernel
@@ -35,7 +37,7 @@ __device__ inline float add(float a, float b) {
   asm("add.rn.ftz.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
   return a;
 #else
-  return a + b;
+  return flushed(flushed(a) + flushed(b));
 #endif
 }
 
@@ -44,7 +46,7 @@ __device__ inline float multiply(float a, float b) {
   asm("mul.rn.ftz.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
   return a;
 #else
-  return a * b;
+  return flushed(flushed(a) * flushed(b));
 #endif
 }
 

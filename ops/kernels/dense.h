@@ -26,7 +26,7 @@ TFCOMMX_DEVICE inline float product(float a, float b) {
   asm("mul.rn.ftz.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
   return a;
 #else
-  return a * b;
+  return flushed(flushed(a) * flushed(b));
 #endif
 }
 
@@ -37,14 +37,16 @@ TFCOMMX_DEVICE inline uint16_t narrowed(const Rounding& how, float whole, float*
   const uint32_t bits = bits_of(whole), sign = bits & 0x80000000u;
   const bool half = how.type == Float::float16, finite = (bits ^ sign) < 0x7f800000u;
   const float size = float_of(bits ^ sign);
-  const float limit = !half                        ? kBfloat16Largest
-                      : size < 0x1p29f * how.reach ? kFloat16Largest * how.reach
-                      : size < 0x1p39f * how.reach ? 0x1p15f * how.reach
-                                                   : 0.0f;
+  const float limit = !half                                ? kBfloat16Largest
+                      : size < product(0x1p29f, how.reach) ? product(kFloat16Largest, how.reach)
+                      : size < product(0x1p39f, how.reach) ? product(0x1p15f, how.reach)
+                                                           : 0.0f;
   const float cut = float_of(bits_of(size < limit ? size : limit) | sign);
   const float scaled = finite ? product(cut, how.scale) : whole;
   const uint16_t written = half ? to_float16(scaled) : to_bfloat16(scaled);
-  *back = product(half ? from_float16(written) : from_bfloat16(written), 1 / how.scale);
+  // The reciprocal of a power of two, without a division
+  const float unscale = float_of((254u << 23) - bits_of(how.scale));
+  *back = product(half ? from_float16(written) : from_bfloat16(written), unscale);
   return written;
 }
 
@@ -59,8 +61,8 @@ void dense_write_cpu(const Rounding& how, const float* gradient, float* residual
 void dense_add_cpu(Float type, const uint16_t* written, int64_t parts, float factor, float* total,
                    int64_t n, const ParallelFor& parallel_for);
 
-// The same on a GPU, queued on the stream. Return null, or CUDA's message
-// if a kernel could not be launched.
+// The same on a GPU, queued on the stream. Return null, or CUDA's message if a kernel could not be
+// launched.
 const char* dense_write_cuda(const Rounding& how, const float* gradient, float* residual,
                              uint16_t* written, int64_t n, CUstream_st* stream);
 const char* dense_add_cuda(Float type, const uint16_t* written, int64_t parts, float factor,

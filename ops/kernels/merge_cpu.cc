@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "kernels/clones.h"
+#include "kernels/flush_denormals.h"
 
 namespace tfcommx {
 namespace {
@@ -57,6 +58,7 @@ int64_t merge_cpu(const Merge& merge, int64_t run, const ParallelFor& parallel_f
   const bool ascending = all_ascend(merge, run);
   int64_t outside = -1;
   parallel_for(turns, [&](int64_t turn) {
+    const FlushDenormals flush;
     const int64_t first = merge.n * turn / turns, last = merge.n * (turn + 1) / turns;
     std::fill(merge.dense + first, merge.dense + last, 0.0f);
     if (ascending) return add_parts(merge, run, first, last);

@@ -44,7 +44,7 @@ TFCOMMX_DEVICE inline float divided(float a, float b) {
   asm("div.rn.ftz.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
   return a;
 #else
-  return a / b;
+  return flushed(flushed(a) / flushed(b));
 #endif
 }
 
@@ -54,7 +54,7 @@ TFCOMMX_DEVICE inline float subtracted(float a, float b) {
   asm("sub.rn.ftz.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
   return a;
 #else
-  return a - b;
+  return flushed(flushed(a) - flushed(b));
 #endif
 }
 

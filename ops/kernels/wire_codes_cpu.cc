@@ -110,6 +110,7 @@ void read(const CodeLayout& layout, const int32_t* words, float* values) {
 
 TFCOMMX_CLONES
 void codes_write_cpu(const CodeLayout& layout, const float* values, int32_t* words) {
+  const FlushDenormals flush;
   return layout.bits == 8 ? write<8>(layout, values, words) : write<4>(layout, values, words);
 }
 

@@ -1,28 +1,16 @@
 // Just enough of CUDA to run ops/kernels/*.cu on a CPU; README.md beside this says what that
-// proves.
-//
-// Blocks run one after another, the threads of a block as fibers; both in an order that is drawn
-// anew each time. A fiber runs until it waits for others: at __syncthreads for the block, at a
-// ballot or a shuffle for its warp. If all wait for each other, the program ends and says so.
-// "Device" memory is ordinary memory, filled with noise when it is handed out.
+// proves. The functions are in cuda_on_cpu.cc, so that tests/cuda_race can compile kernels with
+// checks of their accesses, and the emulator without.
 #pragma once
 
-#include <setjmp.h>
-#include <ucontext.h>
-
-#include <algorithm>
-#include <chrono>
+#include <cstddef>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <memory>
-#include <numeric>
-#include <random>
-#include <vector>
 
-#include "kernels/flush_denormals.h"
+#ifndef TFCOMMX_CUDA_ON_CPU
+#error "Compile all sources with -DTFCOMMX_CUDA_ON_CPU: kernels/device.h flushes denormals by it."
+#endif
 
 #define __global__
 #define __device__
@@ -35,192 +23,157 @@ struct CUstream_st;
 struct Place {
   unsigned x;
 };
-inline Place threadIdx, blockIdx, blockDim, gridDim;
+extern Place threadIdx, blockIdx, blockDim, gridDim;
+
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(8) int2 {
+  int x, y;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
 
 namespace cuda_on_cpu {
 
-inline std::mt19937 random{1};
-inline int processors = 2;
-inline int64_t atomics = 0;  // so far
+extern int processors;
+extern int64_t atomics;  // so far
 
-[[noreturn]] inline void fail(const char* what) {
-  std::printf("cuda_on_cpu: %s (block %u, thread %u)\n", what, blockIdx.x, threadIdx.x);
-  std::fflush(stdout);
-  std::_Exit(3);
-}
+void launch(int64_t blocks, int threads, void (*body)(const void*), const void* kernel);
+// Waits for the lanes of the mask, and returns every lane's value. at: address of the call in the
+// kernel. orders_memory: what a lane did before is done for the others after, as by __syncwarp only.
+const uint64_t* meet(unsigned mask, uint64_t value, const void* at, bool orders_memory);
+void atomic(void* address, size_t bytes, const void* at);  // is about to access these
+void* allocate(size_t bytes);
+void release(void* pointer);
+void fill(void* to, int value, size_t bytes);
+void copy(void* to, const void* from, size_t bytes);
+double seconds();
 
-struct Barrier {
-  unsigned members = 0, arrived = 0, turn = 0;
-};
-
-struct Fiber {
-  static constexpr size_t kStack = 128 * 1024;
-  std::unique_ptr<char[]> stack{new char[kStack]};
-  ucontext_t start;
-  jmp_buf here;
-  bool started, done;
-  const Barrier* waits_for;
-  unsigned turn;
-
-  bool may_run() const { return !done && (!waits_for || waits_for->turn != turn); }
-};
-
-struct Warp {
-  Barrier barrier;
-  uint64_t values[2][32];  // of this exchange and the one before, which others may still read
-};
-
-inline std::vector<Fiber> fibers;
-inline std::vector<Warp> all_warps;
-inline Barrier block_barrier;
-inline jmp_buf scheduler;
-inline const std::function<void()>* body;
-
-inline void wait(Barrier& barrier) {
-  if (++barrier.arrived == barrier.members) {
-    barrier.arrived = 0;
-    ++barrier.turn;
-    return;
-  }
-  Fiber& fiber = fibers[threadIdx.x];
-  fiber.waits_for = &barrier;
-  fiber.turn = barrier.turn;
-  if (!_setjmp(fiber.here)) _longjmp(scheduler, 1);
-}
-
-inline void run_fiber() {
-  (*body)();
-  fibers[threadIdx.x].done = true;
-  _longjmp(scheduler, 1);
-}
-
-inline void resume(unsigned thread) {
-  Fiber& fiber = fibers[thread];
-  threadIdx.x = thread;
-  fiber.waits_for = nullptr;
-  if (_setjmp(scheduler)) return;
-  if (fiber.started) _longjmp(fiber.here, 1);
-  fiber.started = true;
-  setcontext(&fiber.start);
-}
-
-// Lets the fibers of a warp run until none can.
-inline bool run_warp(unsigned warp, unsigned threads) {
-  unsigned lanes[32];
-  const unsigned count = std::min(32u, threads - warp * 32);
-  std::iota(lanes, lanes + count, warp * 32);
-  std::shuffle(lanes, lanes + count, random);
-  bool any = false;
-  for (bool moved = true; moved;) {
-    moved = false;
-    for (unsigned j = 0; j < count; ++j) {
-      if (!fibers[lanes[j]].may_run()) continue;
-      resume(lanes[j]);
-      any = moved = true;
-    }
-  }
-  return any;
-}
-
-inline void run_block(unsigned threads) {
-  block_barrier = {threads, 0, 0};
-  for (unsigned warp = 0; warp < all_warps.size(); ++warp)
-    all_warps[warp].barrier = {std::min(32u, threads - warp * 32), 0, 0};
-  for (Fiber& fiber : fibers) {
-    fiber.started = fiber.done = false;
-    fiber.waits_for = nullptr;
-    getcontext(&fiber.start);
-    fiber.start.uc_stack.ss_sp = fiber.stack.get();
-    fiber.start.uc_stack.ss_size = Fiber::kStack;
-    makecontext(&fiber.start, run_fiber, 0);
-  }
-  std::vector<unsigned> order(all_warps.size());
-  std::iota(order.begin(), order.end(), 0);
-  for (bool moved = true; moved;) {
-    moved = false;
-    std::shuffle(order.begin(), order.end(), random);
-    for (const unsigned warp : order) moved |= run_warp(warp, threads);
-  }
-  for (const Fiber& fiber : fibers)
-    if (!fiber.done) fail("threads wait for others that have ended or wait elsewhere");
-}
-
-inline void launch(int64_t blocks, int threads, CUstream_st*, const std::function<void()>& kernel) {
-  const tfcommx::FlushDenormals flush;
-  if (blocks < 1 || threads < 1 || threads > 1024)
-    fail("a launch needs blocks, and 1 to 1024 threads in each");
-  fibers.resize(threads);
-  all_warps.resize((threads + 31) / 32);
-  body = &kernel;
-  gridDim.x = static_cast<unsigned>(blocks);
-  blockDim.x = threads;
-  std::vector<unsigned> order(blocks);
-  std::iota(order.begin(), order.end(), 0);
-  std::shuffle(order.begin(), order.end(), random);
-  for (const unsigned block : order) {
-    blockIdx.x = block;
-    run_block(threads);
-  }
-}
-
-// Every lane's value, for every lane of the warp.
-inline const uint64_t* exchange(unsigned mask, uint64_t value) {
-  if (mask != 0xffffffffu) fail("only whole warps exchange values here");
-  Warp& warp = all_warps[threadIdx.x / 32];
-  uint64_t* values = warp.values[warp.barrier.turn % 2];
-  values[threadIdx.x % 32] = value;
-  wait(warp.barrier);
-  return values;
-}
-
-template <class T>
-T shuffled(unsigned mask, T value, unsigned from) {
-  uint64_t bits = 0;
-  std::memcpy(&bits, &value, sizeof value);
-  bits = exchange(mask, bits)[from];
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
+template <class Kernel>
+void launch(int64_t blocks, int threads, CUstream_st*, const Kernel& kernel) {
+  launch(blocks, threads, [](const void* body) { (*static_cast<const Kernel*>(body))(); }, &kernel);
 }
 
 }  // namespace cuda_on_cpu
 
-inline void __syncthreads() { cuda_on_cpu::wait(cuda_on_cpu::block_barrier); }
-inline void __syncwarp() { cuda_on_cpu::exchange(0xffffffffu, 0); }
-inline void __threadfence() {}
+// Functions that kernels call and that are compiled with them: tests/cuda_race must see neither what
+// they access nor the address of their own calls instead of the kernel's.
+#define OF_EMULATOR __attribute__((no_sanitize_thread, noinline))
+
+void __syncthreads();
+void __syncwarp(unsigned mask = 0xffffffffu);
+void __threadfence();
+unsigned __ballot_sync(unsigned mask, bool predicate);
+bool __any_sync(unsigned mask, bool predicate);
+bool __all_sync(unsigned mask, bool predicate);
+
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
-
-inline unsigned __ballot_sync(unsigned mask, bool predicate) {
-  const uint64_t* values = cuda_on_cpu::exchange(mask, predicate);
-  unsigned bits = 0;
-  for (unsigned lane = 0; lane < 32; ++lane) bits |= static_cast<unsigned>(values[lane]) << lane;
-  return bits;
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __clz(int bits) { return bits ? __builtin_clz(bits) : 32; }
+template <class T>
+T __ldg(const T* address) {
+  return *address;
 }
 
-inline bool __any_sync(unsigned mask, bool predicate) { return __ballot_sync(mask, predicate); }
+namespace cuda_on_cpu {
 
 template <class T>
-T __shfl_sync(unsigned mask, T value, unsigned from) {
-  return cuda_on_cpu::shuffled(mask, value, from);
+OF_EMULATOR T shuffled(unsigned mask, T value, unsigned from, const void* at) {
+  static_assert(sizeof value <= 8, "a lane's value must fit 8 bytes");
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof value);
+  bits = meet(mask, bits, at, false)[mask >> from % 32 & 1 ? from % 32 : 32];  // [32]: noise
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
 }
 
 template <class T>
-T __shfl_up_sync(unsigned mask, T value, unsigned distance) {
+struct Given {  // not deduced from: an int is an unsigned where that is added to
+  using Type = T;
+};
+
+template <class T, class Change>
+OF_EMULATOR T changed(T* address, const Change& change, const void* at) {
+  atomic(address, sizeof *address, at);
+  const T before = *address;
+  *address = change(before);
+  return before;
+}
+
+}  // namespace cuda_on_cpu
+
+template <class T>
+OF_EMULATOR T __shfl_sync(unsigned mask, T value, unsigned from) {
+  return cuda_on_cpu::shuffled(mask, value, from, __builtin_return_address(0));
+}
+
+template <class T>
+OF_EMULATOR T __shfl_up_sync(unsigned mask, T value, unsigned distance) {
   const unsigned lane = threadIdx.x % 32;
-  return cuda_on_cpu::shuffled(mask, value, lane < distance ? lane : lane - distance);
+  return cuda_on_cpu::shuffled(mask, value, lane < distance ? lane : lane - distance,
+                               __builtin_return_address(0));
 }
 
-inline unsigned atomicOr(unsigned* place, unsigned bits) {
-  const unsigned before = *place;
-  *place |= bits;
-  return before;
+template <class T>
+OF_EMULATOR T __shfl_down_sync(unsigned mask, T value, unsigned distance) {
+  const unsigned lane = threadIdx.x % 32;
+  return cuda_on_cpu::shuffled(mask, value, lane + distance > 31 ? lane : lane + distance,
+                               __builtin_return_address(0));
 }
 
-template <class Number>
-Number atomicAdd(Number* place, Number value) {
-  const Number before = *place;
-  *place += value;
-  ++cuda_on_cpu::atomics;
-  return before;
+template <class T>
+OF_EMULATOR T __shfl_xor_sync(unsigned mask, T value, unsigned bits) {
+  return cuda_on_cpu::shuffled(mask, value, threadIdx.x % 32 ^ bits, __builtin_return_address(0));
+}
+
+template <class T>
+OF_EMULATOR T atomicAdd(T* address, typename cuda_on_cpu::Given<T>::Type value) {
+  return cuda_on_cpu::changed(
+      address, [value](T before) { return before + value; }, __builtin_return_address(0));
+}
+
+template <class T>
+OF_EMULATOR T atomicMax(T* address, typename cuda_on_cpu::Given<T>::Type value) {
+  return cuda_on_cpu::changed(
+      address, [value](T before) { return before < value ? value : before; },
+      __builtin_return_address(0));
+}
+
+template <class T>
+OF_EMULATOR T atomicMin(T* address, typename cuda_on_cpu::Given<T>::Type value) {
+  return cuda_on_cpu::changed(
+      address, [value](T before) { return value < before ? value : before; },
+      __builtin_return_address(0));
+}
+
+template <class T>
+OF_EMULATOR T atomicOr(T* address, typename cuda_on_cpu::Given<T>::Type value) {
+  return cuda_on_cpu::changed(
+      address, [value](T before) { return before | value; }, __builtin_return_address(0));
+}
+
+template <class T>
+OF_EMULATOR T atomicExch(T* address, typename cuda_on_cpu::Given<T>::Type value) {
+  return cuda_on_cpu::changed(address, [value](T) { return value; }, __builtin_return_address(0));
+}
+
+template <class T>
+OF_EMULATOR T atomicCAS(T* address, typename cuda_on_cpu::Given<T>::Type expected,
+                        typename cuda_on_cpu::Given<T>::Type value) {
+  return cuda_on_cpu::changed(
+      address, [=](T before) { return before == expected ? value : before; },
+      __builtin_return_address(0));
 }
 
 // The runtime's functions that the kernels and scripts/verify/check_cuda.cu call.
@@ -253,21 +206,20 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
 }
 template <class T>
 cudaError_t cudaMalloc(T** pointer, size_t bytes) {
-  *pointer = static_cast<T*>(std::aligned_alloc(256, (bytes + 255) / 256 * 256));
-  std::memset(static_cast<void*>(*pointer), 0xa5, bytes);
+  *pointer = static_cast<T*>(cuda_on_cpu::allocate(bytes));
   return cudaSuccess;
 }
 inline cudaError_t cudaFree(void* pointer) {
-  std::free(pointer);
+  cuda_on_cpu::release(pointer);
   return cudaSuccess;
 }
 inline cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t) {
-  std::memset(pointer, value, bytes);
+  cuda_on_cpu::fill(pointer, value, bytes);
   return cudaSuccess;
 }
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
                                    cudaStream_t) {
-  std::memcpy(to, from, bytes);
+  cuda_on_cpu::copy(to, from, bytes);
   return cudaSuccess;
 }
 inline cudaError_t cudaStreamCreate(cudaStream_t* stream) {
@@ -284,8 +236,7 @@ inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
   return cudaSuccess;
 }
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
-  *event =
-      std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  *event = cuda_on_cpu::seconds();
   return cudaSuccess;
 }
 inline cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end) {

@@ -1,0 +1,127 @@
+"""What nvcc makes of the CUDA kernels: which float arithmetic, and whether registers suffice."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import struct
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from launching import ROOT
+
+needs_nvcc = pytest.mark.skipif(
+    not shutil.which("nvcc"), reason="nvcc is not on PATH: the CUDA sources are not compiled here"
+)
+SOURCES = sorted((ROOT / "ops" / "kernels").glob("*_cuda.cu"))
+INSTRUCTION = re.compile(
+    r"^\s*(?:@!?%p\d+\s+)?(?P<name>(?:add|sub|mul|fma|mad|div|rcp|sqrt|rsqrt|ex2|lg2|sin|cos|tanh"
+    r"|min|max)\.[\w.]*(?<=\.)(?:f16|f16x2|bf16|bf16x2|f32|f64))\s+(?P<operands>[^;]*);"
+)
+CONSTANT = re.compile(r"\b0f([0-9A-F]{8})\b")
+# A code has at most 15 bits, and its step is 0 or at least 2^-126: the product is exact and normal
+EXACT_PRODUCTS = {"wire_cuda.cu": {"mul.f32"}, "wire_codes_cuda.cu": {"mul.f32"}}
+
+
+def nvcc(*options):
+    """Run nvcc on every source, as many at a time as there are processors; return what it says."""
+
+    def compile_one(source):
+        done = subprocess.run(
+            ["nvcc", "-std=c++17", "-O3", f"-I{ROOT / 'ops'}", *options, str(source)],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return dict(
+            zip([source.name for source in SOURCES], pool.map(compile_one, SOURCES), strict=True)
+        )
+
+
+def keeps_denormals(name, operands):
+    """Return True if a denormal number could change the result of this instruction.
+
+    Not if it rounds to nearest and flushes (minima and maxima do not round), and not if it adds a
+    constant of at least 2^-102: beside that a denormal number is lost, and a difference between
+    them is a multiple of 2^-126.
+    """
+    modifiers = name.split(".")
+    if "ftz" in modifiers and ("rn" in modifiers or modifiers[0] in ("min", "max")):
+        return False
+    constants = [struct.unpack(">f", bytes.fromhex(bits))[0] for bits in CONSTANT.findall(operands)]
+    exact = modifiers[0] in ("add", "sub") and any(abs(number) >= 2**-102 for number in constants)
+    return not exact
+
+
+def plain_arithmetic(ptx, allowed=frozenset()):
+    """Return the instructions that keep denormals or fuse a product with a sum, each once."""
+    matches = filter(None, map(INSTRUCTION.match, ptx.splitlines()))
+    return {
+        f"{match['name']} {match['operands']}"
+        for match in matches
+        if match["name"] not in allowed and keeps_denormals(match["name"], match["operands"])
+    }
+
+
+def test_plain_arithmetic_is_found():
+    ptx = """
+    add.rn.ftz.f32 %f3, %f1, %f2;
+    @%p1 max.ftz.f32 %f3, %f1, %f2;
+    ld.global.f32 %f1, [%rd1];
+    cvt.rn.f32.s32 %f1, %r1;
+    setp.gt.f32 %p1, %f1, %f2;
+    add.f32 %f4, %f1, 0fB8800000;
+    add.s32 %r4, %r1, 1;
+    add.f32 %f5, %f1, %f2;
+    add.f32 %f5, %f1, 0f00800000;
+    @!%p2 fma.rn.f32 %f6, %f1, %f2, %f3;
+    fma.rn.f32 %f7, %f1, 0f3F800000, %f3;
+    mul.f32 %f8, %f1, 0f3F800000;
+    div.full.ftz.f32 %f9, %f1, %f2;
+    min.f32 %f10, %f1, %f2;
+    add.f64 %fd1, %fd2, %fd3;
+    """
+    assert {one.split()[0] + one.split()[1] for one in plain_arithmetic(ptx)} == {
+        "add.f32%f5,",
+        "fma.rn.f32%f6,",
+        "fma.rn.f32%f7,",
+        "mul.f32%f8,",
+        "div.full.ftz.f32%f9,",
+        "min.f32%f10,",
+        "add.f64%fd1,",
+    }
+    assert plain_arithmetic("mul.f32 %f1, %f2, %f3;", {"mul.f32"}) == set()
+
+
+@needs_nvcc
+def test_kernels_compute_with_denormals_flushed_and_nothing_fused(tmp_path):
+    """Plain operators keep denormals on a GPU: such kernels' results would differ from a CPU's.
+
+    What is fused is rounded once instead of twice.
+    """
+    texts = nvcc("-ptx", "-arch=compute_80", "-o", "-")
+    plain = {
+        name: plain_arithmetic(text, EXACT_PRODUCTS.get(name, frozenset()))
+        for name, text in texts.items()
+    }
+    assert {name: found for name, found in plain.items() if found} == {}
+    assert sum(text.count(".rn.ftz.f32") for text in texts.values()) > 20
+
+
+@pytest.mark.exhaustive
+@needs_nvcc
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_kernels_keep_all_in_registers(architecture):
+    """A spill or an array that is indexed lies in memory, which is what kernels here wait for."""
+    for name, text in nvcc(
+        "-cubin", f"-arch={architecture}", "-Xptxas", "-v", "-o", "/dev/null"
+    ).items():
+        kernels = text.count("Compiling entry function")
+        assert kernels > 0, name
+        frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes", text)
+        assert frames == [("0", "0", "0")] * kernels, f"{name}:\n{text}"
