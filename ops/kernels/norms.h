@@ -35,8 +35,9 @@ void norms_cpu(const Vector* vectors, int64_t count, float* sums, float* squares
                const ParallelFor& parallel_for);
 
 // The same on a GPU, queued on the stream, nothing waits: two launches for every 1,024 vectors (160
-// if compiled before CUDA 12.1), one that reads them and one that folds their chunks. `vectors` is on the host and may be freed at once. Returns null, or CUDA's message if
-// a kernel could not be launched.
+// if compiled before CUDA 12.1), one that reads them and one that folds their chunks. `vectors` is on
+// the host and may be freed at once. Returns null, or CUDA's message if a kernel could not be
+// launched.
 const char* norms_cuda(const Vector* vectors, int64_t count, float* sums, float* squares,
                        CUstream_st* stream);
 

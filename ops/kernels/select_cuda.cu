@@ -183,8 +183,8 @@ struct Entry {
   bool present;  // or else this lane has none
 };
 
-// count: job.counts[strip]. Calls body(entry) for the candidates of a strip (and, if it is read whole, for others too), 32 at
-// a time, ascending. All lanes of the warp must call it.
+// Calls body(entry) for the candidates of a strip (and, if it is read whole, for others too), 32 at
+// a time, ascending. count: job.counts[strip]. All lanes of the warp must call it.
 template <class T, class Body>
 __device__ void visit(const Job<T>& job, int64_t strip, uint32_t count, const Body& body) {
   const Selection& s = job.s;
