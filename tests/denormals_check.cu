@@ -117,7 +117,9 @@ void check_merge() {
   const std::vector<float> values = tiny(ranks * n, 40);
   OnDevice<int32_t> at(indices);
   OnDevice<float> from(values), sums(n);
-  need(merge_cuda({at.data(), from.data(), ranks * n, sums.data(), n}, n, stream), "merge");
+  const Merge merge{at.data(), from.data(), ranks * n, sums.data(), n};
+  OnDevice<int32_t> workspace(merge_cuda_workspace(merge, n));
+  need(merge_cuda(merge, n, workspace.data(), stream), "merge");
   compare(
       "merge",
       [&] {

@@ -27,7 +27,6 @@ struct State {
   uint32_t need;          // of them to be chosen; all above the band are
   int32_t shift;          // bins of 2^shift keys are counted next; kFound: the band is final
   uint32_t all;           // every entry is a candidate
-  uint32_t blocks_done;   // of the kernel that runs
 };
 
 template <class T>
@@ -37,7 +36,8 @@ struct Job {
   int64_t room;   // entries of a strip's list
   uint32_t near;  // bins above the threshold in which `add` expects the k-th largest key
   State* state;
-  uint32_t* bins;  // [kBins]
+  uint32_t* blocks_done;  // of the kernel that runs; not in the state, which all blocks read
+  uint32_t* bins;         // [kBins]
   // Entries above the band << 32 | in it: of the warps before this one in its block, and of the
   // blocks before this one
   uint64_t *warp_tallies, *block_tallies;
@@ -103,13 +103,13 @@ __device__ inline void take(uint32_t* all, uint32_t* bins) {
 }
 
 // True in the block that comes here last; it sees what all blocks have written.
-__device__ inline bool last_block(State* state) {
+__device__ inline bool last_block(uint32_t* blocks_done) {
   __shared__ bool last;
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    last = atomicAdd(&state->blocks_done, 1u) == gridDim.x - 1;
-    if (last) state->blocks_done = 0;
+    last = atomicAdd(blocks_done, 1u) == gridDim.x - 1;
+    if (last) *blocks_done = 0;
   }
   __syncthreads();
   __threadfence();

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) sample(Job<T> job, int64_t runs, uin
     atomicAdd(&bins[keys[i] >> kCoarseShift], 1u);
   }
   collect(bins, job.bins);
-  if (!last_block(job.state)) return;
+  if (!last_block(job.blocks_done)) return;
 
   take(job.bins, bins);
   const Bin coarse = find(bins, rank);
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads) sample(Job<T> job, int64_t runs, uin
     lower = lower >> kBandShift << kBandShift;  // mstopk's band must be marked whole
   }
   if (threadIdx.x == 0)
-    *job.state = {lower, kEnd, 0, static_cast<uint32_t>(job.s.k), kBandShift, false, 0};
+    *job.state = {lower, kEnd, 0, static_cast<uint32_t>(job.s.k), kBandShift, false};
 }
 
 // A strip's entries go back to r from its list, and bits in its place mark those that are not
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kThreads, kAddingBlocks) add_and_list(Job<T> j
   if (s.k == 0) return;
   if (farther) atomicAdd(&bins[kBins - 1], farther);
   collect(bins, job.bins);
-  if (last_block(job.state)) descend(job, bins);
+  if (last_block(job.blocks_done)) descend(job, bins);
 }
 
 // An entry of a strip; key: kNotFinite if it is not finite.
@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(kThreads) narrow(Job<T> job) {
     });
   }
   collect(bins, job.bins);
-  if (last_block(job.state)) descend(job, bins);
+  if (last_block(job.blocks_done)) descend(job, bins);
 }
 
 // Calls body(strip, its count) for this warp's share of the strips: neighbours, in order. Lanes read
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(kThreads) tally(Job<T> job) {
   const uint64_t before = exclusive_sum_of_block(mine);
   if (lane() == 0) job.warp_tallies[warp()] = before;
   if (threadIdx.x == kThreads - 1) job.block_tallies[blockIdx.x] = before + mine;
-  if (!last_block(job.state)) return;
+  if (!last_block(job.blocks_done)) return;
 
   const uint32_t share = (gridDim.x + kThreads - 1) / kThreads, first = threadIdx.x * share;
   uint64_t own[kMostBlocks / kThreads] = {}, total = 0;
@@ -339,9 +339,9 @@ __global__ void __launch_bounds__(kThreads) emit(Job<T> job) {
 struct Plan {
   int64_t strips, runs, rank, room;
   uint32_t near;
-  // Where the parts of the workspace are, in bytes; before the bins the state.
+  // Where the parts of the workspace are, in bytes; the state is at 0.
   int64_t warp_tallies, block_tallies, values, positions, counts, end;
-  static constexpr int64_t bins = 128;
+  static constexpr int64_t blocks_done = 64, bins = 128;
 
   Plan(int64_t n, int64_t k) : strips((n + kStrip - 1) / kStrip) {
     // The margin is three standard deviations of the number of drawn entries that reach the
@@ -383,6 +383,7 @@ const char* run(const Selection& s, char* workspace, cudaStream_t stream) {
                    plan.room,
                    plan.near,
                    reinterpret_cast<State*>(workspace),
+                   reinterpret_cast<uint32_t*>(workspace + plan.blocks_done),
                    reinterpret_cast<uint32_t*>(workspace + plan.bins),
                    reinterpret_cast<uint64_t*>(workspace + plan.warp_tallies),
                    reinterpret_cast<uint64_t*>(workspace + plan.block_tallies),

@@ -124,7 +124,7 @@ def test_ranks_end_when_no_process_reads_their_output(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*TFCOMMX, "run", "-np", "2", "--", "python", str(script)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": QUICK},
+        env={**os.environ, "PYTHONPATH": QUICK, "PYTHONUNBUFFERED": ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -159,8 +159,9 @@ def test_a_rank_ends_with_the_process_before_it_and_that_ends_as_the_rank_does()
 
 def test_a_rank_gets_each_signal_once() -> None:
     """A training that gets SIGTERM saves; a second one ends it at once."""
-    rank = "import signal, time; signal.signal(15, lambda *_: print('asked', flush=True))\n"
-    rank += "print('ready', flush=True)\nwhile True: time.sleep(0.1)"
+    # Not by print: a handler must not print while its process does
+    rank = "import os, signal, time; signal.signal(15, lambda *_: os.write(1, b'asked\\n'))\n"
+    rank += "os.write(1, b'ready\\n')\nwhile True: time.sleep(0.1)"
     relay = relayed(sys.executable, "-c", rank, start_new_session=True)
     assert relay.stdout and relay.stdout.readline() == b"ready\n"
     os.killpg(relay.pid, signal.SIGTERM)

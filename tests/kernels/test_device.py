@@ -126,7 +126,7 @@ def test_a_warp_of_every_gpu_takes_a_second_strip() -> None:
     """A GPU of 188 processors is the largest so far; the sources have the other numbers."""
     text = (loader.SOURCES / "kernels" / "select_cuda.cu").read_text()
     shared = (loader.SOURCES / "kernels" / "select_band_cuda.h").read_text()
-    assert "kBlocksPerProcessor = 8;" in text and "kMostBlocks = 2048;" in text
+    assert "kReadingBlocks = 8," in text and "kMostBlocks = 2048;" in text
     assert "kStrip = 1024" in text + shared
     assert device.MANY_STRIPS > 188 * 8 * 8 * 1024
 

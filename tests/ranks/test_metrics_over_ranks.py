@@ -225,7 +225,8 @@ class OwnStep(keras.Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.dense = keras.layers.Dense(CLASSES)
+        # Named, because ranks have made other numbers of layers before
+        self.dense = keras.layers.Dense(CLASSES, name="own_dense")
         self.entropy = K.Mean(name="entropy")
 
     def call(self, x: tf.Tensor) -> tf.Tensor:

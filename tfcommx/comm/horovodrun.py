@@ -133,6 +133,15 @@ def on_end_signals(handle: Callable[[int, FrameType | None], None]) -> None:
             signal.signal(number, handle)
 
 
+def _discard_unread_output() -> None:
+    """Write what no process reads to /dev/null: or Python ends with a status of its own, 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def _end_with_parent() -> None:
     """Let this process get SIGTERM when the one that started it is gone, also by kill -9."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -187,6 +196,7 @@ class Running:
                     lines.relay(text)
                 except OSError as error:  # No process reads our output
                     self._unread = error
+                    _discard_unread_output()
                     self.terminate()
                     text.read()  # So that horovodrun can write its last words
 
