@@ -6,7 +6,7 @@
 
 If nvcc is found (on PATH, or in /usr/local/cuda/bin) the CUDA kernels are built too, unless
 TFCOMMX_CUDA=0 is in the environment: for the GPUs of this machine, for those that
-HOROVOD_BUILD_CUDA_CC_LIST names, or for all generations (tfcommx/kernels/gpu_architectures.py). A
+HOROVOD_BUILD_CUDA_CC_LIST names, or for all generations (tfcommx/kernels/build.py). A
 library that was built before from the same sources, by the same compilers, for the same TensorFlow
 and GPUs is used again. Everything else about the package is in pyproject.toml.
 """

@@ -38,8 +38,10 @@ FIRST = (
     # The longest launch keeps all processors busy: beside it goes what waits most of its time
     "tests/test_real_ranks.py::test_the_same_tests_on_several_ranks[2-gloo]",
     "tests/scripts/cluster/",
-    "tests/comm/",
-    "tests/elastic/",
+    "tests/watch/",
+    "tests/launch/",
+    "tests/collectives/",
+    "tests/supervisor/",
     "tests/cli/test_run.py",
     # Launches and compilers
     "tests/test_real_ranks.py",

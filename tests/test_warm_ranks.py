@@ -15,7 +15,7 @@ import pytest
 import warm_ranks
 from launching import QUICK
 
-from tfcommx.comm import horovodrun
+from tfcommx.launch import horovodrun
 
 SAY = """\
 import json, os, sys

@@ -1,8 +1,8 @@
-"""Print the tests of the rooms that were changed, for `make check`.
+"""Print the tests of the packages that were changed, for `make check`.
 
     python tests/tests_of_changes.py          # since main, with what is not committed yet
 
-A file of tfcommx/ROOM/ stands for tests/ROOM/; a test for itself; a page for tests/docs.
+A file of tfcommx/PACKAGE/ stands for tests/PACKAGE/; a test for itself; a page for tests/docs.
 """
 
 from __future__ import annotations
@@ -46,4 +46,4 @@ def tests_of(path: str) -> str | None:
 
 if __name__ == "__main__":
     found = {one for one in map(tests_of, changed_files()) if one and (ROOT / one).exists()}
-    print(*sorted({"tests/test_floors.py", *found}))
+    print(*sorted({"tests/test_layers.py", *found}))

@@ -24,8 +24,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tfcommx.comm.other_launchers import OTHER_LAUNCHERS
-from tfcommx.terms import PlanError, check_whole
+from tfcommx.core import PlanError, check_whole
+from tfcommx.launch.cluster_environment import OTHER_LAUNCHERS
 
 # For all workers to be placed and started
 START_SECONDS = 300.0

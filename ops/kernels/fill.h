@@ -1,4 +1,4 @@
-// Puts decoded samples into a slab (slab.h), as tfcommx/data/cache/slab.py does.
+// Puts decoded samples into a slab (slab.h), as tfcommx/data/slab.py does.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // The slab: decoded uint8 images in one file, which all processes of a machine map.
 //
 // A page of header, an index of int64 byte offsets (0: the sample is absent), records at multiples
-// of 64 bytes. tfcommx/data/cache/slab.py makes the file; fill.h puts records into it.
+// of 64 bytes. tfcommx/data/slab.py makes the file; fill.h puts records into it.
 #pragma once
 
 #include <cstddef>

@@ -36,7 +36,7 @@ class Mapping {
           "The slab ", path, " with id ", id, " is required, another file is there. ",
           "Make the dataset again from the DataCache that is open now.");
     };
-    // Only a file of this user that no other may open: see tfcommx/data/cache/own_files.py. A
+    // Only a file of this user that no other may open: see tfcommx/core/files.py. A
     // removed slab has no link.
     struct stat facts;
     if (fstat(file, &facts) != 0 || !S_ISREG(facts.st_mode) || facts.st_uid != geteuid() ||

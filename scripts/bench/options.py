@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 from bench import records
 from bench.rounds import paired_ratio
-from tfcommx.terms import replacing, write_text
+from tfcommx.core import replacing, write_text
 
 COLUMNS = ("name", "n", "density", "seconds", "limit_seconds", "times_limit", "verified")
 SPREAD = ("repeats", "lowest_seconds", "highest_seconds")

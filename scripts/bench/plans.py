@@ -8,9 +8,9 @@ import keras
 import numpy as np
 
 from bench.checks import gradient, weighted_sum
-from tfcommx.comm.base import Comm
+from tfcommx.collectives.comm import Comm
+from tfcommx.core import PLAIN, Plan
 from tfcommx.runtime.trial import TrialExecutor
-from tfcommx.terms import PLAIN, Plan
 
 
 def executors(optimizer: Any) -> list[Any]:

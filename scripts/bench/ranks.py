@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from bench.registry import Benchmark
 from tfcommx.cli.environment import quiet_tensorflow
-from tfcommx.comm.allocation import Host, parse_hosts
-from tfcommx.comm.horovodrun import Launch, Running
-from tfcommx.comm.launcher import launcher
-from tfcommx.comm.rank_lines import RankLines
+from tfcommx.launch.horovodrun import Launch, Running
+from tfcommx.launch.hosts import Host, parse_hosts
+from tfcommx.launch.launcher import launcher
+from tfcommx.launch.rank_output import RankLines
 
 SCRIPTS = Path(__file__).resolve().parent.parent
 END_SECONDS = 20  # for horovodrun to end its ranks

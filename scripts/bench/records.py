@@ -32,7 +32,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tfcommx.terms import write_text
+from tfcommx.core import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "records"

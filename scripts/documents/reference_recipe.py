@@ -15,6 +15,8 @@ from pydantic import BaseModel
 from reference_api import comment_above
 
 from tfcommx.compression import COMPRESSIONS
+from tfcommx.core import NARROW, PLAIN, Scheme
+from tfcommx.core.scheme import AUTO, WIRES
 from tfcommx.planner.check import PEER_ROUTES
 from tfcommx.planner.merging import MERGINGS
 from tfcommx.recipes.datasets import DATASETS
@@ -27,8 +29,6 @@ from tfcommx.recipes.tasks import TASKS
 from tfcommx.recipes.user import FORM
 from tfcommx.routes import ROUTES
 from tfcommx.selection import RULES
-from tfcommx.terms import NARROW, PLAIN, Scheme
-from tfcommx.terms.scheme import AUTO, WIRES
 
 PARTS: dict[str, type] = {
     "phases": Phase,

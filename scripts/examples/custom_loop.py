@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 import tfcommx as cx
-from tfcommx.recipes.datasets.fashion_mnist_files import fetch, load
+from tfcommx.recipes.datasets.fashion_mnist import fetch, load
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=400)

@@ -5,7 +5,7 @@ import argparse
 import keras
 
 import tfcommx as cx
-from tfcommx.recipes.datasets.fashion_mnist_files import fetch, load
+from tfcommx.recipes.datasets.fashion_mnist import fetch, load
 
 BATCH = 64  # of one rank
 

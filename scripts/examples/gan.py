@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfcommx as cx
-from tfcommx.recipes.datasets.fashion_mnist_files import fetch, load
+from tfcommx.recipes.datasets.fashion_mnist import fetch, load
 
 NOISE = 32
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import keras
 import numpy as np
 
-from tfcommx.recipes.base import Data, Place
-from tfcommx.recipes.datasets.arrays import open_arrays
+from tfcommx.recipes.datasets.picture_files import open_arrays
+from tfcommx.recipes.families import Data, Place
 
 
 def build_net(inputs: int, outputs: int, width: int = 16) -> keras.Model:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import tfcommx as cx
 from tfcommx.recipes.models.transformer import Transformer
-from tfcommx.recipes.text.loss import WordAccuracy, WordLoss
+from tfcommx.recipes.text.layers import WordAccuracy, WordLoss
 
 WORDS, LENGTH, BEGIN = 1000, 8, 2
 

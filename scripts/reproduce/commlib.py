@@ -10,10 +10,10 @@ from typing import Any
 
 from reproduction import CALIBRATED, NOT_SCORED, SCORED, main, read, row, solve, verdict
 
+from tfcommx.core import EngineSettings, Link, Links, Profile, Scheme, Topology
 from tfcommx.planner.predict import Setting
 from tfcommx.simulator import models
 from tfcommx.simulator.assumptions import Assumptions
-from tfcommx.terms import EngineSettings, Link, Links, Profile, Scheme, Topology
 
 
 def scheme_of(data: dict[str, Any], column: str) -> Scheme:

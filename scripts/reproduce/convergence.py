@@ -47,10 +47,10 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from tfcommx.core import replacing
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
 from tfcommx.report.summary import read
-from tfcommx.terms import replacing
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES, DENSITIES = ("exact", "mstopk"), (0.01, 0.001)

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from reproduction import CALIBRATED, SCORED, main, read, row, solve, verdict
 
+from tfcommx.core import EngineSettings, Link, Links, Profile, Scheme, Topology
 from tfcommx.planner.predict import Setting
 from tfcommx.simulator import models
 from tfcommx.simulator.step import simulate
-from tfcommx.terms import EngineSettings, Link, Links, Profile, Scheme, Topology
 
 TABLES = {"ResNet-50": "resnet50", "BERT-Large": "bert_large", "BERT-Base": "bert_base"}
 MERGINGS = {"BSP": "single", "WFBP": "each", "MG-WFBP": "mg_wfbp"}

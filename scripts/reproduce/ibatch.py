@@ -11,6 +11,8 @@ from typing import Any
 
 from reproduction import CALIBRATED, NOT_SCORED, SCORED, main, read, row, solve, verdict
 
+from tfcommx.core import LayerTable
+from tfcommx.core.profile import FORWARD_SHARE
 from tfcommx.planner.merging.pulls import (
     PullTimes,
     at_once,
@@ -20,8 +22,6 @@ from tfcommx.planner.merging.pulls import (
 )
 from tfcommx.simulator import models
 from tfcommx.simulator.models.builder import dense
-from tfcommx.terms import LayerTable
-from tfcommx.terms.profile import FORWARD_SHARE
 
 METHODS = {"default": at_once, "layer by layer": layer_by_layer, "iBatch": ibatch}
 

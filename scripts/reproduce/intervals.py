@@ -3,7 +3,7 @@
 python scripts/reproduce/intervals.py
 python scripts/reproduce/intervals.py --rows horovod.json commlib.json    # what --json wrote
 
-`tfcommx.planner.interval` has the three numbers of all sources together. Whether they would have
+`tfcommx.planner.predict` has the three numbers of all sources together. Whether they would have
 held for a source that nobody had seen is answered by leaving each source out in turn: the numbers
 of the others then make its intervals. A source of several networks or tables counts as several.
 """
@@ -25,7 +25,7 @@ import omgs
 import theano_mpi
 from reproduction import SCORED
 
-from tfcommx.planner.interval import MISSES, Misses, interval
+from tfcommx.planner.predict import MISSES, Misses, interval
 
 # A step that waits for its exchange for less than this share of it shows how computing is missed,
 # and one that waits for more than that share how messages are.

@@ -32,8 +32,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tfcommx.optim.optimizers import LAMB, LARS
-from tfcommx.recipes.datasets.fashion_mnist_files import fetch, load
+from tfcommx.optimizers import LAMB, LARS
+from tfcommx.recipes.datasets.fashion_mnist import fetch, load
 from tfcommx.recipes.models.small_cnn import small_cnn
 
 KEPT_BACK = 5000

@@ -9,8 +9,7 @@ from typing import Any
 
 from reproduction import NOT_SCORED, SCORED, main, read, row, verdict
 
-from tfcommx import cost
-from tfcommx.terms import Link
+from tfcommx.core import Link, cost
 
 # Seconds of communication: of algorithm 1, by collective, and of algorithm 3 with the pipeline
 Messages = dict[str, float]

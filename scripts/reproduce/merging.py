@@ -22,13 +22,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tfcommx.core import Link, Links, Profile, Scheme, Topology, write_text
 from tfcommx.planner import merging
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.simulator import models
-from tfcommx.simulator.assumptions import Assumptions
-from tfcommx.simulator.selection_time import sorting_time
+from tfcommx.simulator.assumptions import Assumptions, sorting_time
 from tfcommx.simulator.step import simulate
-from tfcommx.terms import Link, Links, Profile, Scheme, Topology, write_text
 
 # Model -> samples of a GPU in a step: table IV of the paper; the others as they fit such a GPU
 BATCHES = {

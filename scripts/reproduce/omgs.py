@@ -9,11 +9,11 @@ from typing import Any
 
 from reproduction import CALIBRATED, SCORED, main, read, row, solve, verdict
 
+from tfcommx.core import Profile
 from tfcommx.planner import merging
-from tfcommx.planner.merging.base import Prices, finish_s
+from tfcommx.planner.merging.merging import Prices, finish_s
 from tfcommx.simulator import models
-from tfcommx.simulator.selection_time import sorting_time
-from tfcommx.terms import Profile
+from tfcommx.simulator.assumptions import sorting_time
 
 MERGINGS = {"TopK-SGD": "single", "MGS-SGD": "threshold", "OMGS-SGD": "omgs"}
 

@@ -21,6 +21,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tfcommx.strategies.sharded.strategy.strategy import layers_of, pull_times
+
+from tfcommx.core import Link, Links, Profile, Topology, replacing, write_text
 from tfcommx.planner.merging.pulls import (
     PullTimes,
     at_once,
@@ -30,8 +33,6 @@ from tfcommx.planner.merging.pulls import (
     optimal,
 )
 from tfcommx.simulator import models
-from tfcommx.strategies.pull_times import layers_of, pull_times
-from tfcommx.terms import Link, Links, Profile, Topology, replacing, write_text
 
 METHODS = {
     "default PS": at_once,

@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfcommx.recipes.yaml_text import parse
-from tfcommx.terms import write_text
+from tfcommx.core import write_text
+from tfcommx.recipes.reader import parse
 
 HERE = Path(__file__).resolve().parent
 SCORED, CALIBRATED, NOT_SCORED = "scored", "calibrated", "not scored"

@@ -10,9 +10,9 @@ from typing import Any
 from reproduction import CALIBRATED, SCORED, main, read, row, verdict
 
 from tfcommx import routes
+from tfcommx.core import EngineSettings, Link, Links, Scheme, Topology
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.simulator import models
-from tfcommx.terms import EngineSettings, Link, Links, Scheme, Topology
 
 SCHEMES = {
     "AR": Scheme("allreduce", merging="each"),

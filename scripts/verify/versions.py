@@ -31,7 +31,14 @@ from bench import records  # noqa: E402
 COMMAND = "make test-versions"
 
 FOLDER = ROOT / "build" / "versions"
-TESTS = ("tests/laws", "tests/optim", "tests/test_real_ranks.py")
+TESTS = (
+    "tests/laws",
+    "tests/optim",
+    "tests/callbacks",
+    "tests/checkpoint",
+    "tests/optimizers",
+    "tests/test_real_ranks.py",
+)
 
 
 class Case(NamedTuple):

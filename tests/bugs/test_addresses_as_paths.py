@@ -15,13 +15,13 @@ import keras
 import pytest
 
 import tfcommx as cx
+from tfcommx.checkpoint.snapshots import Snapshots
 from tfcommx.cli.main import main
-from tfcommx.comm.launcher import cache_folder
+from tfcommx.core import Links, MeasuredStep, Profile
 from tfcommx.data.sources import Folder
-from tfcommx.optim.checkpoint.memory.snapshots import Snapshots
+from tfcommx.launch.launcher import cache_folder
 from tfcommx.recipes.reader import RecipeError
 from tfcommx.recipes.recipe import read as read_recipe
-from tfcommx.terms import Links, MeasuredStep, Profile
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "fashion_mnist.yaml"
 ADDRESSES = ["gs://my-bucket/run", "s3://my-bucket/run", "hdfs://host/run", "file:///tmp/run"]

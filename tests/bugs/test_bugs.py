@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from launching import ROOT, WORKERS, horovodrun
 
-from tfcommx.comm import gloo_hosts, launcher
-from tfcommx.terms import PlanError
+from tfcommx.collectives import gloo_hosts
+from tfcommx.core import PlanError
+from tfcommx.launch import launcher
 
 
 @pytest.mark.exhaustive

@@ -20,20 +20,11 @@ import pytest
 
 import tfcommx as cx
 from tfcommx import routes
-from tfcommx.comparison.measured import measure
+from tfcommx.checkpoint.files import residuals_name
+from tfcommx.checkpoint.records import read_own, read_residuals
+from tfcommx.comparison.step_times import measure
 from tfcommx.comparison.trainings import Setup, TrainingError, trained
-from tfcommx.kernels import loader
-from tfcommx.measure.horovod_timeline import read_timeline
-from tfcommx.optim.checkpoint.files import residuals_name
-from tfcommx.optim.checkpoint.records import read_own, read_residuals
-from tfcommx.recipes.base import DataError, Place
-from tfcommx.recipes.datasets.arrays import ArrayFile
-from tfcommx.recipes.reader import RecipeError
-from tfcommx.recipes.recipe import read as read_recipe
-from tfcommx.recipes.text import corpus
-from tfcommx.report.dry_run import read_alone
-from tfcommx.report.summary import ReportError
-from tfcommx.terms import (
+from tfcommx.core import (
     NOMINAL,
     Bucket,
     Links,
@@ -45,6 +36,15 @@ from tfcommx.terms import (
     Topology,
     VariableProfile,
 )
+from tfcommx.kernels import loader
+from tfcommx.measure.horovod_timeline import read_timeline
+from tfcommx.recipes.datasets.picture_files import ArrayFile
+from tfcommx.recipes.families import DataError, Place
+from tfcommx.recipes.reader import RecipeError
+from tfcommx.recipes.recipe import read as read_recipe
+from tfcommx.recipes.text import corpus
+from tfcommx.report.dry_run import read_alone
+from tfcommx.report.summary import ReportError
 
 ROOT = Path(__file__).resolve().parents[2]
 

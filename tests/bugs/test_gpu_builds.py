@@ -25,8 +25,8 @@ from typing import Any
 import pytest
 from launching import ROOT
 
-from tfcommx.kernels import gpu_architectures
-from tfcommx.kernels.gpu_architectures import VARIABLE
+from tfcommx.kernels import build
+from tfcommx.kernels.build import VARIABLE
 
 CUDA_12 = (50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 89, 90)
 CUDA_13 = (75, 80, 86, 87, 88, 89, 90, 100, 110, 103, 120, 121)
@@ -185,7 +185,7 @@ def test_who_names_the_gpus_may_build_for_other_machines(
     machine(CUDA_13, V100)
     monkeypatch.setenv(VARIABLE, "80")
     build_horovod.check_gpus()
-    architectures, warning = build_horovod.gpu_targets(gpu_architectures.find_nvcc())
+    architectures, warning = build_horovod.gpu_targets(build.find_nvcc())
     assert architectures == [80] and "No code is built for Tesla V100" in warning
     monkeypatch.delenv(VARIABLE)
     build_horovod.gpu_targets.cache_clear()
@@ -214,10 +214,10 @@ def test_the_library_says_what_it_was_built_for() -> None:
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not on PATH")
 def test_the_real_nvcc_takes_the_flags() -> None:
     """It is asked which steps it would take: machine code of each, PTX of the highest alone."""
-    nvcc = gpu_architectures.find_nvcc()
+    nvcc = build.find_nvcc()
     assert nvcc is not None
-    architectures = gpu_architectures.targets(nvcc, "").architectures
-    flags = gpu_architectures.nvcc_flags(architectures)
+    architectures = build.targets(nvcc, "").architectures
+    flags = build.nvcc_flags(architectures)
     source = ROOT / "ops" / "kernels" / "keep_cuda.cu"
     command = [nvcc, "--dryrun", *flags, "-c", source, "-o", os.devnull]
     steps = subprocess.run(command, capture_output=True, text=True, check=True).stderr

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tfcommx.comm import gpu_checks, gpu_identity
-from tfcommx.comm.base import Comm
-from tfcommx.comm.gpu_checks import RankGpu
-from tfcommx.comm.threads import ThreadComm
-from tfcommx.kernels import gpu_architectures, loader
-from tfcommx.terms import PlanError, Topology
+from tfcommx.collectives import gpu_checks
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.gpu_checks import RankGpu
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import PlanError, Topology
+from tfcommx.kernels import build, loader
 
 
 def v100(number: int, host: str = "node1", **others: Any) -> RankGpu:
@@ -79,7 +79,7 @@ def test_a_gpu_that_nothing_was_built_for_is_refused_before_the_first_step(
 
     ThreadComm.run(Topology(2, 1), work)
     assert len(refused) == 2 and len({*refused}) == 1  # On all ranks, in the same words
-    library = gpu_architectures.in_words(built)
+    library = build.in_words(built)
     assert "on rank 1, Tesla V100 on node1 (compute capability 7.0) and" in refused[0]
     assert f" a library for {library}. Build both" in refused[0]
     assert "export HOROVOD_BUILD_CUDA_CC_LIST=70,75; python3 scripts/setup --gpu" in refused[0]
@@ -185,11 +185,11 @@ def test_nothing_is_added_where_horovod_adds_on_cpus(
 def test_gpus_are_compared_by_uuid_or_else_by_what_is_visible(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gpu_identity, "_uuid", lambda number: "")
+    monkeypatch.setattr(gpu_checks, "_uuid", lambda number: "")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert gpu_identity.of(1) == "the GPU 1"
+    assert gpu_checks.of(1) == "the GPU 1"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert gpu_identity.of(0) == "the GPU 0 of CUDA_VISIBLE_DEVICES=3"
+    assert gpu_checks.of(0) == "the GPU 0 of CUDA_VISIBLE_DEVICES=3"
     # A launcher that confines processes calls each one's GPU 0
-    monkeypatch.setattr(gpu_identity, "_uuid", lambda number: "5e")
-    assert gpu_identity.of(0) == "the GPU 5e"
+    monkeypatch.setattr(gpu_checks, "_uuid", lambda number: "5e")
+    assert gpu_checks.of(0) == "the GPU 5e"

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from launching import QUICK
 
-from tfcommx.cli.doctor_launches import on_host
-from tfcommx.comm import allocation as module
-from tfcommx.comm.allocation import allocation, parse_hosts, read_hostfile
-from tfcommx.comm.cluster_environment import cluster_environment
-from tfcommx.comm.remote_hosts import RemoteHosts
-from tfcommx.elastic.discovery import ScriptHosts
-from tfcommx.terms import PlanError
+from tfcommx.cli.doctor import on_host
+from tfcommx.core import PlanError
+from tfcommx.launch import hosts as module
+from tfcommx.launch.cluster_environment import cluster_environment
+from tfcommx.launch.commands import RemoteHosts
+from tfcommx.launch.hosts import allocation, parse_hosts, read_hostfile
+from tfcommx.supervisor.hosts import ScriptHosts
 
 OPTION = "-Fconfig"
 WRONG = (

@@ -20,9 +20,9 @@ from launching import QUICK
 from PIL import Image
 
 import tfcommx as cx
+from tfcommx.core import PlanError
 from tfcommx.data.sources import Folder, SampleError
 from tfcommx.data.sources.decode import decode
-from tfcommx.terms import PlanError
 
 PICTURE = Image.fromarray(
     np.stack(np.broadcast_arrays(np.arange(24) * 10, np.arange(16)[:, None] * 15, 99), 2).astype(
@@ -303,8 +303,8 @@ def test_the_head_of_a_jpeg_is_read_as_its_decoder_reads_it(tmp_path: Path) -> N
 def test_the_program_prints_its_classes(tmp_path: Path) -> None:
     """A class too many, or half of the pictures, is seen before the training and not after it."""
     code = (
-        "import sys; from pathlib import Path; from tfcommx.recipes.base import Place\n"
-        "from tfcommx.recipes.datasets import DATASETS; from tfcommx.terms import Topology\n"
+        "import sys; from pathlib import Path; from tfcommx.recipes.families import Place\n"
+        "from tfcommx.recipes.datasets import DATASETS; from tfcommx.core import Topology\n"
         "data = DATASETS['folder'](folder=sys.argv[1], memory=sys.argv[1])\n"
         "for rank in 0, 1: data.build(Place(Topology(1, 2), rank)).close()\n"
     )

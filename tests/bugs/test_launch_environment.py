@@ -14,11 +14,16 @@ import pytest
 import warm_ranks
 from launching import QUICK, free_port
 
-from tfcommx.comm import horovod, rendezvous
-from tfcommx.comm.cluster_environment import ClusterEnvironment, cluster_environment, tf_config
-from tfcommx.comm.launcher import launcher
-from tfcommx.comm.other_launchers import OTHER_LAUNCHERS, check_alone
-from tfcommx.terms import PlanError
+from tfcommx.collectives import horovod, rendezvous
+from tfcommx.core import PlanError
+from tfcommx.launch.cluster_environment import (
+    OTHER_LAUNCHERS,
+    ClusterEnvironment,
+    check_alone,
+    cluster_environment,
+    tf_config,
+)
+from tfcommx.launch.launcher import launcher
 
 SAY = "import tfcommx as cx; cx.init(); print(cx.rank(), 'of', cx.size(), cx.is_chief())"
 

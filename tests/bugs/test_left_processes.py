@@ -15,15 +15,15 @@ import psutil
 import pytest
 from launching import QUICK, ROOT
 
-from tfcommx.cli import doctor_host, doctor_launches
-from tfcommx.comm import remote_hosts
-from tfcommx.comm.allocation import Host
-from tfcommx.comm.commands import run_to_end
-from tfcommx.comm.horovodrun import RANK_OUTPUT
-from tfcommx.elastic import discovery
-from tfcommx.kernels import gpu_architectures
+from tfcommx.cli import doctor, doctor_host
+from tfcommx.core import PlanError
+from tfcommx.kernels import build
+from tfcommx.launch import commands
+from tfcommx.launch.commands import run_to_end
+from tfcommx.launch.horovodrun import RANK_OUTPUT
+from tfcommx.launch.hosts import Host
 from tfcommx.recipes.datasets import debian
-from tfcommx.terms import PlanError
+from tfcommx.supervisor import hosts
 
 TFCOMMX = (sys.executable, "-m", "tfcommx.cli.main")
 # Such as a server of TensorBoard: it holds the output open, and writes its number to a file
@@ -183,32 +183,32 @@ def test_a_process_that_writes_without_end_is_not_waited_for(pids: Path) -> None
 def test_a_discovery_script_that_leaves_a_process_has_ended(pids: Path) -> None:
     """It was refused after 60 s: its child had the pipe open, through which the hosts came."""
     script = f"sleep 300 & echo $! > {pids}; echo node1:4"
-    assert discovery.ScriptHosts(script).hosts() == [Host("node1", 4)]
+    assert hosts.ScriptHosts(script).hosts() == [Host("node1", 4)]
 
 
 def test_a_script_that_takes_too_long_is_killed_with_its_children(
     pids: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the shell was killed. What it had started lived on, one more at each look for hosts."""
-    monkeypatch.setattr(discovery, "SCRIPT_SECONDS", 1.0)
+    monkeypatch.setattr(hosts, "SCRIPT_SECONDS", 1.0)
     script = f"sleep 300 & echo $! > {pids}; wait"
     with pytest.raises(PlanError, match="no end within 1 s"):
-        discovery.ScriptHosts(script).hosts()
+        hosts.ScriptHosts(script).hosts()
     wait_for_end(pids.read_text())
 
 
 def test_a_command_on_another_host_may_leave_a_process(pids: Path) -> None:
     """ssh leaves one itself, if its configuration keeps a connection for later commands."""
     command = ["sh", "-c", f"sleep 300 & echo $! > {pids}; echo well"]
-    assert remote_hosts._output(command) == "well\n"
+    assert commands._output(command) == "well\n"
 
 
 def test_trial_launches_queries_and_downloads_end(
     pids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave = f"sleep 300 & echo $! >> {pids}; echo well"
-    ended = doctor_launches._run(["sh", "-c", leave], dict(os.environ))
-    assert ended == doctor_launches.Ended(0, "well\n")
+    ended = doctor._run(["sh", "-c", leave], dict(os.environ))
+    assert ended == doctor.Ended(0, "well\n")
     assert debian.run(["sh", "-c", leave], tmp_path) == "well\n"
     query = tmp_path / "nvidia-smi"
     query.write_text(f"#!/bin/sh\n{leave.replace('well', '8.0, A100')}\n")
@@ -216,7 +216,7 @@ def test_trial_launches_queries_and_downloads_end(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert doctor_host.present_gpus() == [("A100", 80)]
     query.write_text(f"#!/bin/sh\necho $$ >> {pids}; exec sleep 300\n")
-    monkeypatch.setattr(gpu_architectures, "QUERY_SECONDS", 0.5)
+    monkeypatch.setattr(build, "QUERY_SECONDS", 0.5)
     assert doctor_host.present_gpus() == []
     wait_for_end(pids.read_text().split()[-1])
 

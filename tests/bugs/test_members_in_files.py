@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tfcommx import routes
+from tfcommx.core import PlanError, Scheme, Topology
 from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.terms import PlanError, Scheme, Topology
 
 TRAP = "open({!r}, 'w').close()\nfrom tfcommx.routes.allreduce import ROUTE\n"
 
@@ -31,10 +31,10 @@ def test_reading_a_plan_imports_no_module_that_only_the_file_names(
 
 
 def test_a_member_that_the_users_scheme_names_is_read(tmp_path: Path) -> None:
-    Scheme(selection="tfcommx.selection.exact:RULE", route="allgather", density=0.5)
+    Scheme(selection="tfcommx.selection.rules:EXACT", route="allgather", density=0.5)
     plan = make_plan(
         [Gradient("a", (4,), "float32")],
-        {"*": Scheme("allgather", "tfcommx.selection.exact:RULE", 0.5)},
+        {"*": Scheme("allgather", "tfcommx.selection.rules:EXACT", 0.5)},
         Topology(1, 2),
     )
     assert routes.read_plan(plan.to_json()) == plan

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from tfcommx.comm import rendezvous
-from tfcommx.comm.challenge import Handshake
-from tfcommx.comm.cluster_environment import ClusterEnvironment, cluster_environment
-from tfcommx.terms import PlanError
+from tfcommx.collectives import rendezvous
+from tfcommx.core import PlanError
+from tfcommx.launch.cluster_environment import ClusterEnvironment, cluster_environment
+from tfcommx.launch.handshake import Handshake
 
 RIGHT = {"slot": [1, 2, 0, 1], "address": "127.0.0.1", "port": 4000}
 
@@ -217,7 +217,7 @@ def test_the_store_takes_no_value_that_no_rank_writes_and_shows_no_files() -> No
     """Horovod's server reads values of any length, and answers HEAD with the facts of files."""
     import http.client
 
-    from tfcommx.comm.horovod import serve_rendezvous
+    from tfcommx.collectives.horovod import serve_rendezvous
 
     port = serve_rendezvous({"here": 2}, "127.0.0.1")
 

@@ -28,9 +28,9 @@ import pytest
 import warm_ranks
 from launching import QUICK, ROOT, horovodrun
 
-from tfcommx.comm import gloo_hosts
-from tfcommx.comm.launcher import Launcher
-from tfcommx.terms import PlanError
+from tfcommx.collectives import gloo_hosts
+from tfcommx.core import PlanError
+from tfcommx.launch.launcher import Launcher
 
 SCRIPT = """\
 import os, sys, time

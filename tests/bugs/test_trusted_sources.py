@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
-from tfcommx.comm.launcher import cache_folder
-from tfcommx.terms import PlanError
+from tfcommx.core import PlanError
+from tfcommx.launch.launcher import cache_folder
 
 # Of a shell, up to the line's end; of Python, up to the end of the call or the tuple
 INSTALLATION = re.compile(r"pip install\b([^\n`]*)|\"install\",([^)]*)\)")

@@ -14,10 +14,10 @@ import warm_ranks
 from launching import QUICK, ROOT
 
 from tfcommx.cli.main import main
-from tfcommx.data.cache.slab import Slab
-from tfcommx.data.cache.slab_files import prefix, slab_state
-from tfcommx.data.sources.find import find_source
-from tfcommx.terms import PlanError
+from tfcommx.core import PlanError
+from tfcommx.data import find_source
+from tfcommx.data.slab import Slab
+from tfcommx.data.slab_files import prefix, slab_state
 
 
 def start(*words):

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tfcommx.cli import main
-from tfcommx.comm.launcher import launcher
+from tfcommx.launch.launcher import launcher
 
 
 class Replaced(Exception):
@@ -57,7 +57,7 @@ def test_the_last_process_holds_the_centre_and_the_others_train(
         assert launched(rank, 4, *dashes, *command) == command
         assert launcher() == ("mpi", rank, 3, rank, True)
     assert "TF_CPP_MIN_LOG_LEVEL" not in os.environ  # The script is the user's
-    assert launched(3, 4, *dashes, *command)[1:] == ["-m", "tfcommx.comm.easgd_process"]
+    assert launched(3, 4, *dashes, *command)[1:] == ["-m", "tfcommx.strategies.easgd.process"]
     assert launcher() == ("mpi", 3, 3, 3, True)
     # A launch that the script makes is another one
     monkeypatch.setenv("PMIX_NAMESPACE", "launch-2")

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from tfcommx.cli.main import app
 from tfcommx.comparison import step_times, trainings
+from tfcommx.core import PlanError, Profile, VariableProfile
 from tfcommx.recipes.reader import RecipeError
-from tfcommx.terms import PlanError, Profile, VariableProfile
 
 RECIPE = """
 name: small
@@ -74,7 +74,7 @@ class Commands:
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
     found = Commands()
-    for module in (trainings, step_times, "tfcommx.comparison.measured"):
+    for module in (trainings, step_times, "tfcommx.comparison.step_times"):
         name = module if isinstance(module, str) else module.__name__
         monkeypatch.setattr(f"{name}.run_command", found)
     return found

@@ -16,13 +16,13 @@ from launching import QUICK, ROOT
 from rich.console import Console
 
 from tfcommx.cli import doctor
+from tfcommx.cli import doctor as launches
 from tfcommx.cli import doctor_host as host
-from tfcommx.cli import doctor_launches as launches
+from tfcommx.cli.doctor import Ended
 from tfcommx.cli.doctor_host import FAILED, OK, WARNING, Finding
-from tfcommx.cli.doctor_launches import Ended
-from tfcommx.cli.version import versions
-from tfcommx.kernels.gpu_architectures import Gpu
-from tfcommx.terms import PlanError
+from tfcommx.cli.environment import versions
+from tfcommx.core import PlanError
+from tfcommx.kernels.build import Gpu
 
 COMMAND = [sys.executable, "-m", "tfcommx.cli.main"]
 LOCAL = ["versions", "launchers", "host name", "interfaces", "native library", "instructions"]

@@ -12,9 +12,7 @@ from typer.testing import CliRunner
 
 from tfcommx import routes
 from tfcommx.cli.main import app
-from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.simulator.step import simulate
-from tfcommx.terms import (
+from tfcommx.core import (
     NOMINAL,
     MeasuredStep,
     PlanError,
@@ -25,6 +23,8 @@ from tfcommx.terms import (
     Topology,
     VariableProfile,
 )
+from tfcommx.planner.plan import Gradient, make_plan
+from tfcommx.simulator.step import simulate
 
 TIMELINE = str(ROOT / "tests" / "measure" / "horovod_timeline.json")
 TRAIN = """\

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from tfcommx.cli.machines import offer_rows, read_offers
 from tfcommx.cli.main import app
-from tfcommx.report.machines import draw_machines
-from tfcommx.terms import PlanError
+from tfcommx.core import PlanError
+from tfcommx.report.figures import draw_machines
 
 PAGE = ROOT / "docs" / "how-to" / "which-machines.md"
 # A step of 0.25 s; 10 million samples; what one node of two ranks sends inside costs nothing

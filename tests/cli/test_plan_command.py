@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from tfcommx import routes
 from tfcommx.cli.main import app
-from tfcommx.terms import NOMINAL, PlanError, Profile, Topology, VariableProfile
+from tfcommx.core import NOMINAL, PlanError, Profile, Topology, VariableProfile
 
 
 @pytest.fixture

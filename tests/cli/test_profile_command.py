@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from tfcommx import routes
 from tfcommx.cli.main import app
-from tfcommx.terms import MeasuredStep, PlanError
+from tfcommx.core import MeasuredStep, PlanError
 
 COMMAND = ["profile", "configs/fashion_mnist.yaml", "--steps", "2", "--set", "batch_per_rank=8"]
 

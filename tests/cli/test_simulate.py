@@ -12,8 +12,8 @@ from launching import ROOT
 from typer.testing import CliRunner
 
 from tfcommx.cli.main import app
+from tfcommx.core import NOMINAL, PlanError, Profile
 from tfcommx.simulator import models
-from tfcommx.terms import NOMINAL, PlanError, Profile
 
 KEYS = [
     "scheme",

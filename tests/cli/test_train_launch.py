@@ -14,10 +14,10 @@ import pytest
 import warm_ranks
 from launching import QUICK, ROOT
 
-from tfcommx.cli.train_launch import Stop, refuse
-from tfcommx.comm.allocation import Host
-from tfcommx.comm.horovodrun import Launch, LaunchError, Running
-from tfcommx.comm.rank_lines import RankLines
+from tfcommx.cli.train import Stop, refuse
+from tfcommx.launch.horovodrun import Launch, LaunchError, Running
+from tfcommx.launch.hosts import Host
+from tfcommx.launch.rank_output import RankLines
 from tfcommx.recipes.recipe import read
 
 TRACE = """\

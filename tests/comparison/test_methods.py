@@ -8,9 +8,9 @@ import pytest
 from launching import ROOT
 
 from tfcommx.comparison.methods import Method, check_names_a_route, read_methods
+from tfcommx.core import Scheme
 from tfcommx.recipes.reader import RecipeError
 from tfcommx.recipes.recipe import read
-from tfcommx.terms import Scheme
 
 RECIPES = ["fashion_mnist", "translate_miniature", "dawnbench_miniature"]
 

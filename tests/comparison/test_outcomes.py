@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tfcommx.comparison.outcomes import Curve, Point, cheapest_within, over_seeds, pareto
+from tfcommx.comparison.rows import Curve, Point, cheapest_within, over_seeds, pareto
 
 CURVE = Curve([10, 20, 30], [50.0, 90.0, 80.0])
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from tfcommx.comparison.measured import MeasuredSteps, replaced
-from tfcommx.comparison.step_times import links_at, scaled, step_seconds
+from tfcommx.comparison.step_times import MeasuredSteps, links_at, replaced, scaled, step_seconds
+from tfcommx.core import NOMINAL, Link, Links, Profile, Topology, VariableProfile
 from tfcommx.recipes.recipe import Recipe
-from tfcommx.terms import NOMINAL, Link, Links, Profile, Topology, VariableProfile
 
 ENTRIES = 10**6
 # A step computes for .5 s; its only gradient is ready at the end

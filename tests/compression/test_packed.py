@@ -8,9 +8,9 @@ import tensorflow as tf
 
 from tfcommx import compression
 from tfcommx.compression import packed
+from tfcommx.core import PlanError, Scheme, Topology
 from tfcommx.planner.check import check_scheme
 from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.terms import PlanError, Scheme, Topology
 from tfcommx.testing import check_compression
 
 SHAPES = [(40, 30), (24,)]

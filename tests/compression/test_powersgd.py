@@ -7,23 +7,14 @@ import pytest
 import tensorflow as tf
 
 from tfcommx import compression
-from tfcommx.comm.base import Comm
-from tfcommx.comm.threads import ThreadComm
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
 from tfcommx.compression.powersgd import PowerSGD
+from tfcommx.core import Link, Links, Plan, PlanError, Profile, Scheme, Topology, VariableProfile
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.planner.predict import Setting
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.residuals import PlanState, VariableState, sum_states
-from tfcommx.terms import (
-    Link,
-    Links,
-    Plan,
-    PlanError,
-    Profile,
-    Scheme,
-    Topology,
-    VariableProfile,
-)
 
 SHAPES = {"conv/kernel": (3, 3, 8, 24), "conv/bias": (24,), "dense/kernel": (40, 30)}
 
@@ -196,7 +187,7 @@ def test_vectors_and_small_matrices_travel_as_they_are() -> None:
         ("powersgd/0", "whole number >= 1"),
         ("powersgd/x", "whole number >= 1"),
         ("no.such.module:MEMBER", "must be importable"),
-        ("tfcommx.terms:PLAIN", "derives from"),
+        ("tfcommx.core:PLAIN", "derives from"),
     ],
 )
 def test_a_name_that_is_none_is_refused(asked: str, message: str) -> None:

@@ -18,25 +18,24 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
-from tfcommx.data.cache.disk import Disk
-from tfcommx.data.cache.slab import Slab
-from tfcommx.data.cache.slab_files import SlabError, prefix, reserved_bytes, slab_state
+from tfcommx.checkpoint.files import Head, memory_model_name, residuals_name
+from tfcommx.checkpoint.place import Place, head_array
+from tfcommx.core import NOMINAL, Links, PlanError, Profile, Topology
+from tfcommx.data.disk import Disk
+from tfcommx.data.slab import Slab
+from tfcommx.data.slab_files import SlabError, prefix, reserved_bytes, slab_state
 from tfcommx.data.sources import SampleError, TFRecords
 from tfcommx.data.sources.decode import decode
 from tfcommx.measure.horovod_timeline import read_timeline
-from tfcommx.optim.checkpoint.files import Head, memory_model_name, residuals_name
-from tfcommx.optim.checkpoint.memory.place import Place, head_array
-from tfcommx.recipes.base import DataError
-from tfcommx.recipes.base import Place as RankPlace
-from tfcommx.recipes.datasets.arrays import ArrayFile
-from tfcommx.recipes.datasets.catalogues import catalogue_pairs
-from tfcommx.recipes.datasets.idx import read_idx
-from tfcommx.recipes.datasets.translations import LinePairs
+from tfcommx.recipes.datasets.fashion_mnist import read_idx
+from tfcommx.recipes.datasets.picture_files import ArrayFile
+from tfcommx.recipes.datasets.translations import LinePairs, catalogue_pairs
+from tfcommx.recipes.families import DataError
+from tfcommx.recipes.families import Place as RankPlace
 from tfcommx.recipes.text.corpus import open_corpora
 from tfcommx.report.dry_run import read_alone
 from tfcommx.report.summary import REQUIRED, ReportError
 from tfcommx.report.summary import read as read_summary
-from tfcommx.terms import NOMINAL, Links, PlanError, Profile, Topology
 
 # How long each reader is tried.
 SECONDS = 4.0

@@ -29,7 +29,7 @@ FOUND = [found for path in sources(ROOT) for found in launch_lines(path, ROOT)]
 # Names of this machine that Horovod takes for two hosts
 HOSTS = ("localhost", "127.0.0.1")
 SAY = """\
-from tfcommx.comm.launcher import launcher
+from tfcommx.launch.launcher import launcher
 here = launcher()
 print(f"started {here.rank} of {here.size} by {here.kind}", flush=True)
 """

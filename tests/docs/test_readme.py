@@ -12,6 +12,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import tomllib
 from documents import DOCUMENTS, GENERATED, TUTORIAL, python_blocks
 from launching import ROOT, horovodrun
 
@@ -113,14 +114,14 @@ def test_the_readme_is_short() -> None:
     assert README.count("\n") <= 100
 
 
-def test_the_floors_that_are_explained_are_those_that_are_tested() -> None:
-    """A room that is missing from the table, or on another floor there, is an error."""
-    from test_floors import FLOORS, MODULES
-
+def test_the_layers_that_are_explained_are_those_that_are_checked() -> None:
+    """A package that is missing from the table, or in another layer there, is an error."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    layers = project["tool"]["importlinter"]["contracts"][0]["layers"]
     page = (ROOT / "docs" / "explanation" / "how-it-works.md").read_text()
     rows = re.findall(r"^\| (\d+) \| `(\w+)(?:/|\.py)?`", page, re.M)
-    there = {name.split(".")[0] for name in MODULES}
-    assert {room: FLOORS[room] for room in there} == {room: int(floor) for floor, room in rows}
+    checked = {(level, name) for level, row in enumerate(layers[::-1]) for name in row.split(" | ")}
+    assert checked == {(int(level), name) for level, name in rows}
 
 
 def test_the_command_line_answers_without_tensorflow() -> None:

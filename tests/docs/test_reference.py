@@ -15,8 +15,8 @@ from documents import DOCUMENTS
 from launching import ROOT
 from pydantic import ValidationError
 
+from tfcommx.recipes.reader import parse
 from tfcommx.recipes.recipe import Recipe
-from tfcommx.recipes.yaml_text import parse
 
 EXAMPLES = ROOT / "scripts" / "examples"
 RECIPES = (

@@ -48,11 +48,11 @@ INTERNAL = {
 }
 # Put together from parts, so that their words are not found: where, and how they begin on the page
 BUILT = {
-    "tfcommx/recipes/yaml_text.py": "means another value in YAML 1.1 than in 1.2:",
-    "tfcommx/comm/rendezvous.py": "did not come to rank 0 on",
+    "tfcommx/recipes/reader.py": "means another value in YAML 1.1 than in 1.2:",
+    "tfcommx/collectives/rendezvous.py": "did not come to rank 0 on",
     "tfcommx/runtime/replica_guard.py": "Replicas differ",
-    "tfcommx/optim/callbacks/agree.py": "All ranks must hold the same trainable weights.",
-    "tfcommx/comm/stalls.py": "and all ranks are alive.",
+    "tfcommx/callbacks/agree.py": "All ranks must hold the same trainable weights.",
+    "tfcommx/watch/stalls.py": "and all ranks are alive.",
     "tfcommx/data/sources/folder.py": "Check the path and its mount.",
     "tfcommx/recipes/datasets/translations.py": "Check the path.",
     "tfcommx/report/summary.py": "Train again to write it anew.",
@@ -61,21 +61,21 @@ BUILT = {
 PASSED_ON = (
     "tfcommx/cli/compare.py",
     "tfcommx/cli/environment.py",
-    "tfcommx/comm/horovodrun.py",
-    "tfcommx/comm/watcher.py",
-    "tfcommx/comm/liveness.py",
-    "tfcommx/cli/train_launch.py",
+    "tfcommx/launch/horovodrun.py",
+    "tfcommx/watch/watcher.py",
+    "tfcommx/watch/liveness.py",
+    "tfcommx/cli/train.py",
     "tfcommx/cli/run.py",
-    "tfcommx/elastic/supervisor.py",
+    "tfcommx/supervisor/supervisor.py",
     "tfcommx/comparison/methods.py",
     "tfcommx/optim/automatic.py",
-    "tfcommx/data/cache/own_files.py",
-    "tfcommx/data/cache/slab_files.py",
-    "tfcommx/recipes/datasets/arrays.py",
+    "tfcommx/core/files.py",
+    "tfcommx/data/slab_files.py",
+    "tfcommx/recipes/datasets/picture_files.py",
     "tfcommx/recipes/reader.py",
     "tfcommx/recipes/recipe.py",
     "tfcommx/recipes/text/corpus.py",
-    "tfcommx/terms/profile.py",
+    "tfcommx/core/profile.py",
 )
 
 

@@ -7,9 +7,8 @@ import json
 
 import pytest
 
-from tfcommx import cost, engines, routes
-from tfcommx.engines import nccl, open_mpi, wiring
-from tfcommx.terms import (
+from tfcommx import engines, routes
+from tfcommx.core import (
     NOMINAL,
     Bucket,
     Calibration,
@@ -18,7 +17,10 @@ from tfcommx.terms import (
     Links,
     PlanError,
     Topology,
+    cost,
 )
+from tfcommx.engines import engine as wiring
+from tfcommx.engines import nccl, open_mpi
 
 # A port ten times as slow as what is inside, and the other way round
 INSIDE, PORT = Link(1, 0.5, 0.25), Link(10, 5.0, 0.25)

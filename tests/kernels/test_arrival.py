@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from tfcommx.kernels.arrival import after
+from tfcommx.kernels.traced import after
 
 
 def optimized() -> dict[str, tuple[str, list[str]]]:

@@ -18,7 +18,7 @@ from launching import ROOT
 from tensorflow.python.framework import kernels as registered
 from vectors import KINDS, make
 
-from tfcommx.kernels import loader, merge, select, wire
+from tfcommx.kernels import loader, select, sparse, wire
 
 needs_nvcc = pytest.mark.skipif(
     not shutil.which("nvcc"), reason="nvcc is not on PATH: the CUDA sources are not compiled here"
@@ -155,7 +155,7 @@ def through_the_ops(device, kind, rule, wire_format):
                 residual.read_value(),
                 indices,
                 values,
-                merge.merge(indices, values, n, k),
+                sparse.merge(indices, values, n, k),
             ]
     return [one.numpy() for one in found]
 

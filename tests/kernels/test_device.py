@@ -9,18 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfcommx.kernels import (
-    dense,
-    device,
-    keep,
-    lars,
-    loader,
-    merge,
-    norms,
-    select,
-    wire,
-    wire_codes,
-)
+from tfcommx.kernels import dense, device, lars, loader, select, sparse, wire, wire_codes
 
 # A call of a kernel: its arguments
 Call = tuple[Any, ...]
@@ -91,9 +80,9 @@ def wrong(result: Any, call: Call, place: int | str) -> Any:
         *((wire, "encode", says(f"elias/{dtype}"), 0) for dtype in ("int8", "int4")),
         *((wire, "decode", says(f"elias/{dtype}"), 1) for dtype in ("int8", "int4")),
         *((wire, "decode", says("block16/float16"), place) for place in (0, 1)),
-        (keep, "keep", any_call, "first"),
-        (merge, "merge", any_call, 0),
-        (norms, "squared_norms", any_call, 0),
+        (sparse, "keep", any_call, "first"),
+        (sparse, "merge", any_call, 0),
+        (lars, "squared_norms", any_call, 0),
     ],
 )
 def test_a_wrong_bit_of_a_kernel_is_found(

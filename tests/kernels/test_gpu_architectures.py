@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tfcommx.kernels import gpu_architectures as gpus
-from tfcommx.kernels.gpu_architectures import Gpu
+from tfcommx.kernels import build as gpus
+from tfcommx.kernels.build import Gpu
 
 # As `nvcc --list-gpu-arch` of these releases has them, without those before 70
 CUDA_12_4 = [70, 72, 75, 80, 86, 87, 89, 90]

@@ -7,19 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from tfcommx.kernels import (
-    augment,
-    bits,
-    crc32c,
-    draws,
-    gpu_architectures,
-    loader,
-    merge,
-    select,
-    wire,
-    wire_codes,
-)
-from tfcommx.terms import wire_formats
+from tfcommx.core import wire_formats
+from tfcommx.kernels import augment, build, crc32c, draws, loader, select, sparse, wire, wire_codes
 
 
 @pytest.mark.parametrize("with_library", [True, False], ids=["native", "definition"])
@@ -27,11 +16,11 @@ from tfcommx.terms import wire_formats
     "module",
     [
         augment,
-        bits,
+        wire_codes,
         crc32c,
         draws,
-        gpu_architectures,
-        merge,
+        build,
+        sparse,
         select,
         wire,
         wire_codes,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfcommx.kernels import device, loader, merge, select
-from tfcommx.kernels.build_digest import digest
+from tfcommx.kernels import device, loader, select, sparse
+from tfcommx.kernels.build import digest
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def test_the_environment_keeps_the_library_from_being_loaded(monkeypatch):
     residual = tf.Variable([0.0, 1.0, 0.0, 2.0])
     select.select_with_residual(tf.zeros(4), residual, 1, 0, "mstopk")
     np.testing.assert_array_equal(residual, [0, 1, 0, 0])
-    np.testing.assert_array_equal(merge.merge(tf.constant([1]), tf.ones(1), 2), [0, 1])
+    np.testing.assert_array_equal(sparse.merge(tf.constant([1]), tf.ones(1), 2), [0, 1])
 
 
 @pytest.mark.parametrize("gpus", [[], ["GPU:0"]])
@@ -122,13 +122,13 @@ def test_residuals_are_with_the_gradients_if_the_kernels_are(tmp_path, monkeypat
 
 def test_kernels_of_another_device_must_give_the_same_bits(monkeypatch):
     device.compare_with_cpu("/cpu:0")
-    real, calls = merge.merge, []
+    real, calls = sparse.merge, []
 
     def off_by_one_bit(*arguments):
         calls.append(arguments)
         return real(*arguments) + (1e-30 if len(calls) == 1 else 0)
 
-    monkeypatch.setattr(merge, "merge", off_by_one_bit)
+    monkeypatch.setattr(sparse, "merge", off_by_one_bit)
     with pytest.raises(loader.NativeLibraryError, match=r"Received other merged\..*TFCOMMX_CUDA=0"):
         device.compare_with_cpu("/cpu:0")
     assert len(calls) == 2

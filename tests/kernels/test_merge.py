@@ -8,7 +8,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfcommx.kernels.merge import merge, merge_definition
+from tfcommx.kernels.sparse import merge, merge_definition
 
 IMPLEMENTATIONS = {"native": merge, "definition": merge_definition}
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import ROOT
 
-from tfcommx.kernels.norms import CHUNK, LANES, squared_norms, squared_norms_definition
+from tfcommx.kernels.lars import CHUNK, LANES, squared_norms, squared_norms_definition
 
 DTYPES = ["float32", "float16", "bfloat16"]
 SIZES = [0, 1, 63, 64, 65, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK + 7, 300_001]

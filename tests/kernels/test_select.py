@@ -28,8 +28,8 @@ from selection_helpers import (
 from vectors import DTYPES, KINDS, make, problems
 
 from tfcommx import selection
+from tfcommx.core import SPARSE_WIRES, PlanError
 from tfcommx.kernels import loader, select
-from tfcommx.terms import SPARSE_WIRES, PlanError
 from tfcommx.wire import codec
 from tfcommx.wire.formats import size_bytes
 

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tfcommx.kernels import loader
-from tfcommx.kernels.stamp import stamp, stamp_definition
+from tfcommx.kernels.traced import stamp, stamp_definition
 
 
 def late(value: tf.Tensor, seconds: float) -> tf.Tensor:

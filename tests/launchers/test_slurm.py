@@ -141,7 +141,7 @@ def test_ranks_that_srun_places_in_turns_are_refused(
 def test_a_batch_script_without_srun_is_one_process(slurm: Slurm, tmp_path: Path) -> None:
     """The job has several tasks; what its script starts by itself is none of them."""
     script = tmp_path / "one.sh"
-    say = "from tfcommx.comm.launcher import launcher; print(launcher())"
+    say = "from tfcommx.launch.launcher import launcher; print(launcher())"
     script.write_text(f'#!/bin/bash\n#SBATCH -N2 -n4\n{PYTHON} -c "{say}"\n')
     job = slurm.submit(script)
     slurm.wait_for(job, ENDED, SECONDS)

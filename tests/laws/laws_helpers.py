@@ -13,9 +13,9 @@ import pytest
 from drawing import drawn
 
 from tfcommx import routes, selection
+from tfcommx.core import NARROW, NO_COMPRESSION, Plan, Scheme, Topology
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.terms import NARROW, NO_COMPRESSION, Plan, Scheme, Topology
 from tfcommx.testing import laws
 from tfcommx.testing.laws import SHAPES
 

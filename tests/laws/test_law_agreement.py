@@ -19,7 +19,7 @@ from laws_helpers import (
 )
 
 from tfcommx import routes
-from tfcommx.terms import Scheme, Topology
+from tfcommx.core import Scheme, Topology
 from tfcommx.testing.laws import check_agreement, normal_numbers
 
 

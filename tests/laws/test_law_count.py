@@ -18,10 +18,10 @@ from laws_helpers import (
 )
 
 from tfcommx import routes
-from tfcommx.comm.base import Comm
-from tfcommx.comm.threads import ThreadComm
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import PlanError, Scheme, Topology
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.terms import PlanError, Scheme, Topology
 
 
 @every_topology

@@ -10,10 +10,10 @@ from laws_helpers import (
     scheme,
 )
 
-from tfcommx.comm.base import Comm
-from tfcommx.comm.threads import ThreadComm
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import PlanError, Topology
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.terms import PlanError, Topology
 
 
 def test_different_plans_are_refused_on_every_rank_and_named() -> None:

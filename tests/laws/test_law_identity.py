@@ -14,7 +14,7 @@ from laws_helpers import (
 )
 
 from tfcommx import routes
-from tfcommx.terms import Topology
+from tfcommx.core import Topology
 
 
 @every_topology

@@ -18,11 +18,11 @@ from laws_helpers import (
     velocities,
 )
 
-from tfcommx.comm.base import Comm
-from tfcommx.comm.threads import ThreadComm
-from tfcommx.runtime.clipping import clip_before_accumulation
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import Scheme, Topology
+from tfcommx.runtime.bucket_runner import clip_before_accumulation
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.terms import Scheme, Topology
 
 
 @pytest.mark.parametrize("operation", ["average", "sum"])

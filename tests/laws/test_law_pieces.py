@@ -14,12 +14,12 @@ from laws_helpers import (
 )
 
 from tfcommx import routes
-from tfcommx.comm.base import Comm
-from tfcommx.comm.threads import ThreadComm
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import Piece, Scheme, Topology
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.residuals import VariableState
-from tfcommx.terms import Piece, Scheme, Topology
 
 
 @pytest.mark.parametrize("topology", [Topology(2, 2), Topology(3, 1)], ids=name_of)

@@ -19,11 +19,11 @@ from laws_helpers import (
 )
 
 from tfcommx import routes
-from tfcommx.comm.base import Comm
-from tfcommx.comm.threads import ThreadComm
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import Plan, Scheme, Topology
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies import Rebroadcast, Root, Strategy, Synchronous, Update
-from tfcommx.terms import Plan, Scheme, Topology
 
 SYNCHRONOUS = Synchronous()
 

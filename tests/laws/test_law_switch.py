@@ -26,12 +26,12 @@ from laws_helpers import (
 )
 
 from tfcommx import routes
-from tfcommx.comm.base import Comm
-from tfcommx.comm.threads import ThreadComm
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import Scheme, Topology
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.residuals import VariableState
-from tfcommx.terms import Scheme, Topology
 
 
 @pytest.mark.parametrize(("after", "topology"), drawn(SCHEMES + ADDED_WIDE, UNLIKE), ids=name_of)

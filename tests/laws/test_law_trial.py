@@ -9,13 +9,11 @@ import pytest
 import tensorflow as tf
 from laws_helpers import RULES, SHAPES, gradients, name_of, plan_for, scheme
 
-from tfcommx.comm.base import Comm
-from tfcommx.comm.threads import ThreadComm
-from tfcommx.comm.trial_queue import IDLE
+from tfcommx.collectives.comm import IDLE, Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import Plan, Topology
 from tfcommx.runtime.residuals import Residuals, VariableState, sum_residuals
-from tfcommx.runtime.trial import TrialExecutor
-from tfcommx.runtime.trial_rounds import STEPS, TrialRounds
-from tfcommx.terms import Plan, Topology
+from tfcommx.runtime.trial import STEPS, TrialExecutor, TrialRounds
 
 TOPOLOGIES = [Topology(3, 1), Topology(2, 2)]
 

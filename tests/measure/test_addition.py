@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tfcommx.comm.threads import ThreadComm
-from tfcommx.measure import addition, links
-from tfcommx.terms import Topology
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import Topology
+from tfcommx.measure import links
 
 
 def test_a_row_of_additions_less_a_single_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,20 +20,20 @@ def test_a_row_of_additions_less_a_single_one_counts(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tf, "Variable", lambda *of: made.append(real(*of)) or made[-1])
     row, single = [9.0, 1.0, 1.2, 5.0], [9.0, 0.2, 0.1, 0.2]  # Each first one is traced
     times = iter([time for seconds in row + single for time in (0.0, seconds)])
-    found = addition.on_device("/cpu:0", 4000, 3, lambda: next(times))
-    assert found == pytest.approx((1.2 - 0.2) / (addition.ADDITIONS * 4000))
+    found = links.on_device("/cpu:0", 4000, 3, lambda: next(times))
+    assert found == pytest.approx((1.2 - 0.2) / (links.ADDITIONS * 4000))
     (total,) = made
-    assert set(total.numpy()) == {4 * (2 + addition.ADDITIONS)}
+    assert set(total.numpy()) == {4 * (2 + links.ADDITIONS)}
 
 
 def test_a_real_clock_gives_seconds_of_this_machine() -> None:
-    found = addition.on_device("/cpu:0", 2**22, 3, time.perf_counter)
+    found = links.on_device("/cpu:0", 2**22, 3, time.perf_counter)
     assert 0 <= found < 1e-7
 
 
 def test_on_the_cpu_the_hosts_fastest_addition_counts() -> None:
     times = iter([0.0, 5.0, 5.0, 7.0, 7.0, 11.0])
-    found = addition.seconds_per_byte("/cpu:0", 4000, 3, lambda: next(times))
+    found = links.seconds_per_byte("/cpu:0", 4000, 3, lambda: next(times))
     assert found == pytest.approx(2.0 / 4000)
 
 
@@ -46,7 +46,7 @@ def test_the_probe_adds_on_the_device_of_the_residuals(monkeypatch: pytest.Monke
         return 7e-13
 
     monkeypatch.setattr(links, "residual_device", lambda: "/gpu:0")
-    monkeypatch.setattr(addition, "on_device", on_device)
+    monkeypatch.setattr(links, "on_device", on_device)
 
     def work(comm: ThreadComm) -> links.ProbeResult:
         return links.probe(comm, sizes=(1024, 65536), repeats=2, blocks=())
@@ -54,4 +54,4 @@ def test_the_probe_adds_on_the_device_of_the_residuals(monkeypatch: pytest.Monke
     found = ThreadComm.run(Topology(2, 2), work)[0].links
     assert found.inside.gamma_s_per_byte == found.between.gamma_s_per_byte == 7e-13
     # However short the messages are: a launch would hide the addition of 64 KiB
-    assert asked == [("/gpu:0", addition.BYTES_ON_GPU, 2)] * 4
+    assert asked == [("/gpu:0", links.BYTES_ON_GPU, 2)] * 4

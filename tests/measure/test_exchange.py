@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfcommx.core import Scheme, Topology
 from tfcommx.measure.exchange import measure_exchange
 from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.terms import Scheme, Topology
 
 MESSAGE_S = 0.1
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from tfcommx.measure.horovod_timeline import Recording, is_timeline, read_timeline
-from tfcommx.measure.recorded_step import measured_step
-from tfcommx.terms import PlanError, Topology
+from tfcommx.core import PlanError, Topology
+from tfcommx.measure.horovod_timeline import Recording, is_timeline, measured_step, read_timeline
 
 # Two ranks, 5 steps of hvd.DistributedGradientTape over Gloo; its end is missing, as after a kill
 REAL = Path(__file__).with_name("horovod_timeline.json")

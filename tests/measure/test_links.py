@@ -17,8 +17,10 @@ import pytest
 import tensorflow as tf
 from launching import QUICK, ROOT, horovodrun
 
-from tfcommx.comm.base import Comm
-from tfcommx.comm.threads import ThreadComm
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import NOMINAL, Calibration, Link, Links, PlanError, Scheme, Topology
+from tfcommx.core.links import fit
 from tfcommx.measure import engine, links
 from tfcommx.measure.engine import (
     WAITING,
@@ -30,9 +32,7 @@ from tfcommx.measure.engine import (
     measure_engine,
     sends_messages,
 )
-from tfcommx.measure.fit import fit
 from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.terms import NOMINAL, Calibration, Link, Links, PlanError, Scheme, Topology
 
 # Of the engine for each collective
 ENGINE_S = 3e-4

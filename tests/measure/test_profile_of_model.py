@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 
 import tfcommx as cx
+from tfcommx.core import PlanError, Profile
 from tfcommx.measure import profile as measuring
 from tfcommx.measure.profile import measure, profile
-from tfcommx.terms import PlanError, Profile
 from tfcommx.wire import codec
 
 FORWARD_S, BACKWARD_S = 0.05, 0.2

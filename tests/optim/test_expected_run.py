@@ -12,18 +12,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfcommx.comm.base import Comm
-from tfcommx.comm.threads import ThreadComm
-from tfcommx.optim import automatic, measurement_cache
-from tfcommx.optim.automatic import links_of
-from tfcommx.optim.expected_run import FEW, ExpectedRun
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import Link, Links, PlanError, Scheme, Topology
+from tfcommx.optim import automatic
+from tfcommx.optim.automatic import FEW, ExpectedRun, links_of
 from tfcommx.optim.keras_internals import traced_batch
 from tfcommx.planner.automatic import PlanRequest
 from tfcommx.planner.plan import Gradient
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.runtime.trial_rounds import STEPS, TrialRounds
+from tfcommx.runtime.trial import STEPS, TrialRounds
 from tfcommx.strategies import Synchronous
-from tfcommx.terms import Link, Links, PlanError, Scheme, Topology
 
 TOPOLOGY = Topology(2, 1)
 LAYERS = [Gradient(f"layer{number}/kernel", (256, 256), "float32") for number in range(2)]
@@ -105,7 +104,7 @@ def test_links_whose_measurements_differ_are_not_kept(monkeypatch: pytest.Monkey
         return ThreadComm.run(TOPOLOGY, links_of)
 
     cluster = ThreadComm.run(TOPOLOGY, automatic._cluster)[0]
-    measurement_cache.write("links", cluster, noisy.to_dict())
+    automatic.write("links", cluster, noisy.to_dict())
     for now in (noisy, steady, noisy):
         measured += work(now)
     assert measured == [noisy, noisy, steady, steady, steady, steady]
@@ -165,7 +164,7 @@ def test_a_choice_is_used_again_until_a_longer_trial_fits() -> None:
     assert begin(told._replace(steps=10**6), LOSSY, SLOW) == plan
 
 
-@pytest.mark.parametrize(("what", "where"), [("read", measurement_cache), ("propose", automatic)])
+@pytest.mark.parametrize(("what", "where"), [("read", automatic), ("propose", automatic)])
 def test_what_fails_on_rank_0_alone_fails_on_all_ranks(
     what: str, where: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

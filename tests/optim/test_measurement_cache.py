@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tfcommx.comm.launcher import cache_folder
-from tfcommx.optim import measurement_cache
+from tfcommx.launch.launcher import cache_folder
+from tfcommx.optim import automatic
 
 KEY = {"model": "abc", "hosts": ["red", "blue"], "batch": None}
 
@@ -21,12 +21,12 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_measurement_is_found_by_its_kind_and_key(kept: Path) -> None:
-    assert measurement_cache.read("choice", KEY) is None
-    measurement_cache.write("choice", KEY, {"chosen": "torus"})
-    measurement_cache.write("choice", KEY, {"chosen": "asa"})
-    assert measurement_cache.read("choice", KEY) == {"chosen": "asa"}
-    assert measurement_cache.read("links", KEY) is None
-    assert measurement_cache.read("choice", {**KEY, "batch": 32}) is None
+    assert automatic.read("choice", KEY) is None
+    automatic.write("choice", KEY, {"chosen": "torus"})
+    automatic.write("choice", KEY, {"chosen": "asa"})
+    assert automatic.read("choice", KEY) == {"chosen": "asa"}
+    assert automatic.read("links", KEY) is None
+    assert automatic.read("choice", {**KEY, "batch": 32}) is None
     assert [path.suffix for path in kept.iterdir()] == [".json"]
 
 
@@ -34,19 +34,19 @@ def test_a_measurement_is_found_by_its_kind_and_key(kept: Path) -> None:
 def test_a_damaged_file_is_ignored_with_a_warning(
     kept: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    measurement_cache.write("choice", KEY, {})
+    automatic.write("choice", KEY, {})
     (path,) = kept.iterdir()
     path.write_text(text)
-    assert measurement_cache.read("choice", KEY) is None
+    assert automatic.read("choice", KEY) is None
     assert (path.name in caplog.text) == (text != '{"key": 1}')
 
 
 def test_a_file_of_another_key_is_not_taken(kept: Path) -> None:
     """Two keys whose names on disk are equal by chance."""
-    measurement_cache.write("choice", KEY, {"chosen": "torus"})
+    automatic.write("choice", KEY, {"chosen": "torus"})
     (path,) = kept.iterdir()
     path.write_text(json.dumps({"key": {**KEY, "model": "xyz"}, "value": {}}))
-    assert measurement_cache.read("choice", KEY) is None
+    assert automatic.read("choice", KEY) is None
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(
@@ -54,7 +54,7 @@ def test_a_folder_that_cannot_be_written_stops_nothing(
 ) -> None:
     kept.write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING):
-        measurement_cache.write("choice", KEY, {})
+        automatic.write("choice", KEY, {})
     assert "not kept" in caplog.text
 
 

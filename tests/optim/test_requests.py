@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
-from tfcommx.comm.base import Comm
-from tfcommx.comm.threads import ThreadComm
-from tfcommx.optim.automatic import executor_for
-from tfcommx.optim.expected_run import ExpectedRun
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import NOMINAL, Link, PlanError, Profile, Scheme, Topology, VariableProfile
+from tfcommx.optim.automatic import ExpectedRun, executor_for
 from tfcommx.planner.automatic import PlanRequest
 from tfcommx.planner.plan import Gradient
 from tfcommx.strategies import Synchronous
-from tfcommx.terms import NOMINAL, Link, PlanError, Profile, Scheme, Topology, VariableProfile
 
 LAYER = Gradient("layer/kernel", (8, 8), "float32")
 

@@ -6,6 +6,17 @@ import dataclasses
 
 import pytest
 
+from tfcommx.core import (
+    NOMINAL,
+    Bucket,
+    Link,
+    Links,
+    PlanError,
+    Profile,
+    Scheme,
+    Topology,
+    VariableProfile,
+)
 from tfcommx.planner.automatic import (
     MAX_GUESSES,
     MAX_TRIALS,
@@ -18,17 +29,6 @@ from tfcommx.planner.automatic import (
 )
 from tfcommx.planner.check import check_scheme
 from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.terms import (
-    NOMINAL,
-    Bucket,
-    Link,
-    Links,
-    PlanError,
-    Profile,
-    Scheme,
-    Topology,
-    VariableProfile,
-)
 
 LAYERS = [Gradient(f"layer{number}/kernel", (512, 512), "float32") for number in range(6)]
 SLOW = NOMINAL._replace(between=Link(1e-4, 4e-8))

@@ -6,11 +6,10 @@ import dataclasses
 
 import pytest
 
+from tfcommx.core import NOMINAL, Links, PlanError, Profile, Scheme, Topology, VariableProfile
 from tfcommx.planner.choose import candidates
-from tfcommx.planner.predict import Setting, describe
-from tfcommx.planner.sensitivity import what_helps
+from tfcommx.planner.predict import Setting, describe, what_helps
 from tfcommx.simulator.assumptions import Assumptions
-from tfcommx.terms import NOMINAL, Links, PlanError, Profile, Scheme, Topology, VariableProfile
 
 SPARSE = Scheme("allgather", "mstopk", density=0.01, wire="block16/float16")
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tfcommx.planner.interval import MISSES, Misses, interval
-from tfcommx.planner.predict import Setting
+from tfcommx.core import NOMINAL, Profile, Scheme, Topology
+from tfcommx.planner.predict import MISSES, Misses, Setting, interval
 from tfcommx.simulator import models
-from tfcommx.terms import NOMINAL, Profile, Scheme, Topology
 
 
 def test_the_interval_by_hand() -> None:

@@ -7,15 +7,14 @@ import dataclasses
 import pytest
 
 from tfcommx import routes
+from tfcommx.core import Link, Links, PlanError, Profile, Scheme, Topology
 from tfcommx.planner import merging
-from tfcommx.planner.merging.base import finish_s
+from tfcommx.planner.merging.merging import finish_s
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.planner.prices import prices_of
 from tfcommx.simulator import models
-from tfcommx.simulator.assumptions import Assumptions
-from tfcommx.simulator.selection_time import sorting_time
+from tfcommx.simulator.assumptions import Assumptions, sorting_time
 from tfcommx.simulator.step import simulate
-from tfcommx.terms import Link, Links, PlanError, Profile, Scheme, Topology
 
 FOUR = Topology(4, 1)
 SLOW = Links(Link(1e-5, 1e-10, 1e-11), Link(1e-3, 8e-9, 1e-11))

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tfcommx.core import PlanError, Profile, Scheme, Topology, VariableProfile
 from tfcommx.planner import merging
 from tfcommx.planner.check import check_scheme
-from tfcommx.planner.merging.base import Prices
+from tfcommx.planner.merging.merging import Prices
 from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.terms import PlanError, Profile, Scheme, Topology, VariableProfile
 
 GRADIENTS = [
     Gradient("conv/kernel", (3, 3, 8, 64), "float32"),

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tfcommx as cx
 from tfcommx import callbacks
-from tfcommx.comm.base import Comm
+from tfcommx.collectives.comm import Comm
 
 SPARSE = cx.Scheme("hitopk", "mstopk", 0.2, dense_below=8)
 

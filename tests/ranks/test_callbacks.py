@@ -18,9 +18,9 @@ from rank_helpers import SPARSE, weights
 
 import tfcommx as cx
 from tfcommx import callbacks
-from tfcommx.comm import mpi
-from tfcommx.comm.base import Comm
-from tfcommx.optim.callbacks.broadcast_state import SEED_STEP
+from tfcommx.callbacks.broadcast_state import SEED_STEP
+from tfcommx.collectives import mpi
+from tfcommx.collectives.comm import Comm
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.training.callbacks import LearningRate
 from tfcommx.training.steps import FitCall, StepCounter

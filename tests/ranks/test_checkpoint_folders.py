@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import tfcommx as cx
-from tfcommx.comm.base import Comm
-from tfcommx.optim import checkpoint
-from tfcommx.optim.checkpoint import lock, saving
+from tfcommx import checkpoint
+from tfcommx.checkpoint import lock, saving
+from tfcommx.collectives.comm import Comm
 
 
 def small() -> keras.Model:

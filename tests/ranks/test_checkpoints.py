@@ -17,11 +17,10 @@ import tensorflow as tf
 from rank_helpers import SPARSE, batch, compiled, fit, gradients_of
 
 import tfcommx as cx
-from tfcommx import callbacks
-from tfcommx.comm.base import Comm
-from tfcommx.optim import checkpoint
-from tfcommx.optim.checkpoint import saving
-from tfcommx.optim.checkpoint.lock import LOCK
+from tfcommx import callbacks, checkpoint
+from tfcommx.checkpoint import saving
+from tfcommx.checkpoint.lock import LOCK
+from tfcommx.collectives.comm import Comm
 from tfcommx.optim.wrapped import accumulated, wrapped_optimizers
 
 

@@ -19,7 +19,7 @@ from rank_helpers import compiled, fit
 
 import tfcommx as cx
 from tfcommx import callbacks, checkpoint
-from tfcommx.comm.base import Comm
+from tfcommx.collectives.comm import Comm
 
 layers = keras.layers
 

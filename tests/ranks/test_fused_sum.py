@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import tensorflow as tf
 
-from tfcommx.comm import gpu_checks
-from tfcommx.comm.base import Comm
-from tfcommx.comm.gpu_checks import RankGpu
-from tfcommx.terms import PlanError
+from tfcommx.collectives import gpu_checks
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.gpu_checks import RankGpu
+from tfcommx.core import PlanError
 
 
 def test_horovods_fused_sums_are_right_or_refused_on_all_ranks(

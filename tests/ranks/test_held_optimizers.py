@@ -21,7 +21,7 @@ import pytest
 import tensorflow as tf
 
 import tfcommx as cx
-from tfcommx.comm.base import Comm
+from tfcommx.collectives.comm import Comm
 from tfcommx.optim.wrapped import exchanger_in, optimizers_in, trains_alone
 
 WIDTH = 4

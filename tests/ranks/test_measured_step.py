@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from tfcommx import routes
 from tfcommx.cli.main import app
-from tfcommx.comm.base import Comm
-from tfcommx.terms import NOMINAL, MeasuredStep
+from tfcommx.collectives.comm import Comm
+from tfcommx.core import NOMINAL, MeasuredStep
 
 SMALL = [
     "batch_per_rank=8",

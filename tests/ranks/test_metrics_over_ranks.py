@@ -17,7 +17,7 @@ import tensorflow as tf
 from users_metrics import Calibration, Largest, Smallest, Smoothed
 
 import tfcommx as cx
-from tfcommx.comm.base import Comm
+from tfcommx.collectives.comm import Comm
 
 K = keras.metrics
 CLASSES = 4

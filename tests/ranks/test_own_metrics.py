@@ -14,7 +14,7 @@ from rank_helpers import one_weight, same_on_all_ranks
 
 import tfcommx as cx
 from tfcommx import callbacks
-from tfcommx.comm.base import Comm
+from tfcommx.collectives.comm import Comm
 from tfcommx.runtime import replica_guard
 
 

@@ -14,8 +14,8 @@ from drawing import case, drawn
 from rank_helpers import batch, compiled, fit, gradients_of, model, weights
 
 import tfcommx as cx
-from tfcommx.comm.base import Comm
-from tfcommx.kernels.norms import squared_norms
+from tfcommx.collectives.comm import Comm
+from tfcommx.kernels.lars import squared_norms
 
 
 def tensors() -> list[tf.Tensor]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tfcommx.data.cache.batch_spec import BatchSpec
-from tfcommx.data.cache.cache import DataCache
+from tfcommx.data import DataCache
+from tfcommx.data.options import BatchSpec
 from tfcommx.data.sources.arrays import Arrays
 
 COUNT = 203

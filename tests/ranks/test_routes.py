@@ -18,15 +18,16 @@ from gpu_placement import by_the_host, int32_operations, operations, without_gpu
 
 import tfcommx as cx
 from tfcommx import routes
-from tfcommx.comm import mpi
-from tfcommx.comm.base import Comm
+from tfcommx.collectives import mpi
+from tfcommx.collectives.comm import Comm
+from tfcommx.core.wire_formats import CODE_BITS, value_dtype
 from tfcommx.measure import links
 from tfcommx.planner.check import check_scheme
 from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.routes import pipeline, transfers
+from tfcommx.routes import messages as transfers
+from tfcommx.routes import pipeline
 from tfcommx.routes.hitopk import HitopkOptions
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.terms.wire_formats import CODE_BITS, value_dtype
 
 SHAPES = {f"layer{i}/kernel": (50 + i, 41) for i in range(6)}
 WAYS = [

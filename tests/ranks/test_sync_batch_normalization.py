@@ -12,7 +12,7 @@ from drawing import case
 from rank_helpers import same_on_all_ranks
 
 import tfcommx as cx
-from tfcommx.comm.base import Comm
+from tfcommx.collectives.comm import Comm
 
 SHAPE = (5, 5, 3)
 

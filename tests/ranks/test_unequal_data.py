@@ -18,7 +18,7 @@ from PIL import Image
 
 import tfcommx as cx
 from tfcommx import callbacks
-from tfcommx.comm.base import Comm
+from tfcommx.collectives.comm import Comm
 from tfcommx.data.sources.arrays import Arrays
 from tfcommx.data.sources.folder import Folder
 from tfcommx.data.sources.tfrecord import ImageFeatures, TFRecords

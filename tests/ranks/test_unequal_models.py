@@ -19,8 +19,8 @@ from rank_helpers import compiled, weights
 
 import tfcommx as cx
 from tfcommx import callbacks
-from tfcommx.comm import process
-from tfcommx.comm.base import Comm
+from tfcommx.collectives import process
+from tfcommx.collectives.comm import Comm
 from tfcommx.optim import replica_forms
 
 layers = keras.layers

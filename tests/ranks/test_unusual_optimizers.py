@@ -12,7 +12,7 @@ import tensorflow as tf
 from rank_helpers import batch, compiled, fit, same_on_all_ranks
 
 import tfcommx as cx
-from tfcommx.comm.base import Comm
+from tfcommx.collectives.comm import Comm
 
 
 def test_variables_of_tensorflow_in_a_loop(comm: Comm) -> None:

@@ -9,9 +9,8 @@ import numpy as np
 from rank_helpers import SPARSE, compiled, fit, model, one_weight, weights
 
 import tfcommx as cx
-from tfcommx import callbacks
-from tfcommx.comm.base import Comm
-from tfcommx.optim import checkpoint
+from tfcommx import callbacks, checkpoint
+from tfcommx.collectives.comm import Comm
 
 
 def test_a_checkpoint_leaves_the_users_files_alone(comm: Comm, folder: Path) -> None:

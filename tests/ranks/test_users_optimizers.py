@@ -12,7 +12,7 @@ import tensorflow as tf
 from rank_helpers import compiled, fit, model, one_weight, weights
 
 import tfcommx as cx
-from tfcommx.comm.base import Comm
+from tfcommx.collectives.comm import Comm
 
 
 class Steps(keras.optimizers.schedules.LearningRateSchedule):

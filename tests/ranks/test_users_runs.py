@@ -14,7 +14,7 @@ from rank_helpers import SPARSE, batch, compiled, fit, model, weights
 
 import tfcommx as cx
 from tfcommx import callbacks
-from tfcommx.comm.base import Comm
+from tfcommx.collectives.comm import Comm
 
 
 def test_a_run_that_begins_late_begins_with_what_earlier_epochs_set(comm: Comm) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 import tfcommx.ray
-from tfcommx.terms import PlanError
+from tfcommx.core import PlanError
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
-from tfcommx.recipes.base import Place
+from tfcommx.core import Topology
+from tfcommx.recipes.families import Place
 from tfcommx.recipes.reader import RecipeError
 from tfcommx.recipes.recipe import read
-from tfcommx.terms import Topology
 
 MODULE = """
 import keras, numpy as np
-from tfcommx.recipes.datasets.arrays import open_arrays
+from tfcommx.recipes.datasets.picture_files import open_arrays
 from tfcommx.recipes.tasks.classify import Classification
 
 def net(inputs, outputs, width):

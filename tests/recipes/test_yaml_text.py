@@ -13,10 +13,9 @@ from pydantic import ValidationError
 
 from tfcommx.cli import simulate
 from tfcommx.comparison.methods import read_methods
-from tfcommx.recipes.reader import Part, RecipeError
+from tfcommx.core import PlanError
+from tfcommx.recipes.reader import Part, RecipeError, YamlError, parse
 from tfcommx.recipes.recipe import read
-from tfcommx.recipes.yaml_text import YamlError, parse
-from tfcommx.terms import PlanError
 
 RECIPE = ROOT / "configs" / "fashion_mnist.yaml"
 

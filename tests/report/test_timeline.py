@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tfcommx.core import Span, Timeline
 from tfcommx.report.timeline import draw_sweep, draw_text, draw_timeline, trace_events
-from tfcommx.terms import Span, Timeline
 
 SPANS = (
     Span("host", "load", "batch", 0, 4),

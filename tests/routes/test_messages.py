@@ -16,18 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfcommx import routes
-from tfcommx.comm.base import Comm
-from tfcommx.comm.threads import ThreadComm
-from tfcommx.routes import bidirectional, pipeline, transfers, tree
-from tfcommx.routes.messages import MessageRoute
-from tfcommx.routes.transfers import Transfer
-from tfcommx.terms import PlanError, Topology
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import PlanError, Topology
+from tfcommx.routes import bidirectional, messages, pipeline, tree
+from tfcommx.routes.messages import MessageRoute, Transfer
 
 ROUTES = [name for name, route in routes.ROUTES.items() if isinstance(route, MessageRoute)]
-BY_ROUND = [name for name in ROUTES if routes.get(name).run_transfers is transfers.run_by_round]
-WHEN_READY = [name for name in ROUTES if routes.get(name).run_transfers is transfers.run_when_ready]
+BY_ROUND = [name for name in ROUTES if routes.get(name).run_transfers is messages.run_by_round]
+WHEN_READY = [name for name in ROUTES if routes.get(name).run_transfers is messages.run_when_ready]
 every_route = pytest.mark.parametrize("route", ROUTES)
-every_operation = pytest.mark.parametrize("operation", transfers.OPERATIONS)
+every_operation = pytest.mark.parametrize("operation", messages.OPERATIONS)
 
 
 def test_the_pipeline_is_as_drawn() -> None:
@@ -174,10 +173,10 @@ def test_what_comes_early_is_added_in_its_turn() -> None:
             return requests.index(max(requests))
 
     vector = np.zeros(1, np.float32)
-    transfers.run_when_ready(
+    messages.run_when_ready(
         [Transfer(round_, round_ + 1, 0, 0, 1, True) for round_ in range(3)],
         vector,
-        transfers.Participants(range(4), 0, 0, PointToPoint()),
+        messages.Participants(range(4), 0, 0, PointToPoint()),
     )
     assert vector[0] == 1  # the other way around the 1 is lost beside 1e8
 
@@ -196,7 +195,7 @@ def test_no_message_is_longer_than_a_block(route: str, operation: str) -> None:
         ]
         cut = [
             (transfer, entry)
-            for transfer in transfers.own_transfers(schedule, operation, 5, 40, 7, position)
+            for transfer in messages.own_transfers(schedule, operation, 5, 40, 7, position)
             for entry in range(*transfer[3:5])
         ]
         assert [(*transfer[:3], transfer.add, entry) for transfer, entry in whole] == [
@@ -220,10 +219,10 @@ def test_any_number_of_ranks_root_and_length(
 
     def work(comm: Comm) -> np.ndarray:
         comm.messages.open()
-        return transfers.carry_out(
+        return messages.carry_out(
             operation,
             given_[comm.rank],
-            transfers.Participants(range(ranks), comm.rank, root, comm.messages._of_steps),
+            messages.Participants(range(ranks), comm.rank, root, comm.messages._of_steps),
             routes.get(route).schedule,
             routes.get(route).run_transfers,
             block,
@@ -244,8 +243,8 @@ def test_any_number_of_ranks_root_and_length(
 
 def test_a_root_that_does_not_take_part_is_refused() -> None:
     with pytest.raises(PlanError, match=r"root=5, ranks=\[0, 1\] \(rank 1\)"):
-        nobody = transfers.Participants([0, 1], 1, 5, None)
-        transfers.carry_out("reduce", np.zeros(3), nobody, tree.schedule, transfers.run_by_round)
+        nobody = messages.Participants([0, 1], 1, 5, None)
+        messages.carry_out("reduce", np.zeros(3), nobody, tree.schedule, messages.run_by_round)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from tfcommx import cost, routes
+from tfcommx import routes
+from tfcommx.core import NOMINAL, Bucket, Link, Links, Scheme, Topology, Traffic, cost
 from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.terms import NOMINAL, Bucket, Link, Links, Scheme, Topology, Traffic
 
 LINK = Link(alpha_s=10, beta_s_per_byte=2, gamma_s_per_byte=1)
 LINKS = Links(inside=Link(1, 0.5, 0.25), between=LINK)

@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 from tfcommx import selection
-from tfcommx.runtime.clipping import clip_before_accumulation
-from tfcommx.terms import PlanError, Scheme
+from tfcommx.core import PlanError, Scheme
+from tfcommx.runtime.bucket_runner import clip_before_accumulation
 
 
 def distance_to_the_solution(rule: str, density: float, feedback: bool) -> float:

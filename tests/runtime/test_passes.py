@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfcommx.comm.base import Comm
-from tfcommx.comm.threads import ThreadComm
-from tfcommx.kernels.keep import keep, keep_definition
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import Scheme, Sparse, Topology
+from tfcommx.kernels.sparse import keep, keep_definition
 from tfcommx.planner.plan import Gradient, make_plan
+from tfcommx.runtime.bucket_runner import flatten, unflatten
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.runtime.flat import flatten, unflatten
-from tfcommx.terms import Scheme, Sparse, Topology
 from tfcommx.wire import codec
 
 NAN, INF = np.float32("nan"), np.float32("inf")

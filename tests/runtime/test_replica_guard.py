@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tfcommx.comm.threads import ThreadComm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import PlanError, Topology
 from tfcommx.runtime.replica_guard import ReplicaGuard, describe
-from tfcommx.terms import PlanError, Topology
 
 NAMES = ["dense/kernel", "dense/bias"]
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfcommx.comm.base import Comm
-from tfcommx.comm.threads import ThreadComm
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import Plan, Scheme, Topology
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.residuals import (
@@ -19,7 +20,6 @@ from tfcommx.runtime.residuals import (
     residuals_by_variable,
     sum_residuals,
 )
-from tfcommx.terms import Plan, Scheme, Topology
 
 GRADIENTS = [Gradient("a", (3, 2), "float32"), Gradient("b", (5,), "float32")]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tfcommx.runtime.trial_rounds import LEAST_ROUNDS, STEPS, TrialRounds
-from tfcommx.terms import PlanError
+from tfcommx.core import PlanError
+from tfcommx.runtime.trial import LEAST_ROUNDS, STEPS, TrialRounds
 
 
 def play(plans: int, seconds: Callable[[int, int], float]) -> tuple[TrialRounds, list[int]]:

@@ -10,11 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from tfcommx import routes
-from tfcommx.planner.predict import Prediction, Setting
-from tfcommx.simulator.assumptions import IDEAL, Assumptions
-from tfcommx.simulator.disturbances import disturbed_links, slowest_rate
-from tfcommx.simulator.step import simulate
-from tfcommx.terms import (
+from tfcommx.core import (
     NOMINAL,
     Bucket,
     Calibration,
@@ -27,6 +23,9 @@ from tfcommx.terms import (
     Topology,
     VariableProfile,
 )
+from tfcommx.planner.predict import Prediction, Setting
+from tfcommx.simulator.assumptions import IDEAL, Assumptions, disturbed_links, slowest_rate
+from tfcommx.simulator.step import simulate
 
 # 2 ranks: an allreduce of b bytes is 2 alpha + b beta = 2 + b
 LINKS = Links(inside=Link(1, 1, 0), between=Link(1, 1, 0))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tfcommx.core import PlanError
 from tfcommx.simulator import models
-from tfcommx.terms import PlanError
 
 # Parameters and tensors, exactly, with their source.
 COUNTS = {

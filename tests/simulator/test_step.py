@@ -7,13 +7,7 @@ import time
 import pytest
 
 from tfcommx import routes
-from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.simulator import models
-from tfcommx.simulator.assumptions import Assumptions
-from tfcommx.simulator.selection_time import interpolated_time, measured_time, sorting_time
-from tfcommx.simulator.stages import stages_of
-from tfcommx.simulator.step import simulate
-from tfcommx.terms import (
+from tfcommx.core import (
     NOMINAL,
     Bucket,
     EngineSettings,
@@ -27,6 +21,15 @@ from tfcommx.terms import (
     Topology,
     VariableProfile,
 )
+from tfcommx.planner.plan import Gradient, make_plan
+from tfcommx.simulator import models
+from tfcommx.simulator.assumptions import (
+    Assumptions,
+    interpolated_time,
+    measured_time,
+    sorting_time,
+)
+from tfcommx.simulator.step import simulate, stages_of
 
 TWO = Topology(2, 1)
 # 2 ranks: an allreduce of b bytes is 2 (alpha + b / 2 beta) = 2 + b

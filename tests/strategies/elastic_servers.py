@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from tfcommx.comm.base import Comm
-from tfcommx.comm.easgd_process import END, CentreProcess
-from tfcommx.comm.membership import Membership
-from tfcommx.comm.threads import ThreadComm, _ThreadPointToPoint
-from tfcommx.terms import Topology
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm, _ThreadPointToPoint
+from tfcommx.core import Topology
+from tfcommx.strategies.easgd.process import END, CentreProcess
+from tfcommx.watch.membership import Membership
 
 SERVERS = ("thread", "sharded", "extra_rank")
 

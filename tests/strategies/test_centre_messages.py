@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from tfcommx.comm import membership as membership_module
-from tfcommx.comm.easgd_server import (
+from tfcommx.strategies.easgd import worker as module
+from tfcommx.strategies.easgd.server import (
     CENTRE,
     DONE,
     FORCE,
@@ -23,9 +23,9 @@ from tfcommx.comm.easgd_server import (
     cut,
     start_message,
 )
-from tfcommx.comm.membership import Membership
-from tfcommx.strategies import elastic_worker as module
-from tfcommx.strategies.elastic_worker import Worker
+from tfcommx.strategies.easgd.worker import Worker
+from tfcommx.watch import membership as membership_module
+from tfcommx.watch.membership import Membership
 
 
 class Messages:

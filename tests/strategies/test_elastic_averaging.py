@@ -13,13 +13,13 @@ import pytest
 import tensorflow as tf
 from elastic_servers import SERVERS, run_ranks
 
-from tfcommx.comm.base import Comm
-from tfcommx.comm.easgd_server import Centre
-from tfcommx.comm.threads import ThreadComm
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import Plan, PlanError, Scheme, Topology
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies import ElasticAveraging, ElasticRun, Update
-from tfcommx.terms import Plan, PlanError, Scheme, Topology
+from tfcommx.strategies.easgd.server import Centre
 
 SHAPES = {"first/kernel": (7, 5), "last/kernel": (5, 9)}
 ENTRIES = 80

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launching import LAUNCHERS, WORKERS, horovodrun
 
-from tfcommx.optim.checkpoint.files import read_own_head
+from tfcommx.checkpoint.files import read_own_head
 
 
 @pytest.fixture

@@ -17,17 +17,18 @@ import tensorflow as tf
 from elastic_servers import SERVERS, run_ranks
 from test_elastic_averaging import ENTRIES, RATE, SHAPES, Rank, plan_for
 
-from tfcommx.comm import easgd_process, liveness, membership
-from tfcommx.comm.base import Comm
-from tfcommx.comm.easgd_process import END, CentreProcess
-from tfcommx.comm.easgd_server import DONE, START, Centre, CentreServer, cut, start_message
-from tfcommx.comm.membership import Membership
-from tfcommx.comm.point_to_point import TAGS, Channel
-from tfcommx.comm.threads import ThreadComm, _Meeting, _ThreadPointToPoint
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.point_to_point import TAGS, Channel
+from tfcommx.collectives.threads import ThreadComm, _Meeting, _ThreadPointToPoint
+from tfcommx.core import PlanError, Topology
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies import ElasticAveraging
-from tfcommx.strategies.elastic_worker import Worker
-from tfcommx.terms import PlanError, Topology
+from tfcommx.strategies.easgd import process as easgd_process
+from tfcommx.strategies.easgd.process import END, CentreProcess
+from tfcommx.strategies.easgd.server import DONE, START, Centre, CentreServer, cut, start_message
+from tfcommx.strategies.easgd.worker import Worker
+from tfcommx.watch import liveness, membership
+from tfcommx.watch.membership import Membership
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -363,7 +364,7 @@ def test_a_launch_fails_if_all_ranks_have(
 def test_a_rank_knows_at_its_end_what_it_ends_with(code: str, status: int) -> None:
     """`sys.exit(3)` counted as ended well."""
     script = (
-        "import atexit, sys; from tfcommx.comm.easgd_process import ExitStatus; "
+        "import atexit, sys; from tfcommx.strategies.easgd.process import ExitStatus; "
         "status = ExitStatus(); status.watch(); atexit.register(lambda: print(status.get())); "
         f"exec({code!r})"
     )
@@ -400,7 +401,7 @@ def test_channels_keep_their_messages_apart() -> None:
 def test_the_process_with_the_centre_loads_no_tensorflow() -> None:
     """As it is started, but for MPI, which only `main` loads."""
     code = (
-        "import sys, tfcommx.comm.easgd_process; "
+        "import sys, tfcommx.strategies.easgd.process; "
         "sys.exit(bool({'tensorflow', 'keras', 'horovod', 'mpi4py'} & sys.modules.keys()))"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

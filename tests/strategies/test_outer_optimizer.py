@@ -14,15 +14,14 @@ import pytest
 import tensorflow as tf
 from threaded_optimizers import DENSE, SHAPES, gradients, new_weights, train, wrap
 
-from tfcommx.comm.base import Comm
-from tfcommx.comm.threads import ThreadComm
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import PlanError, Scheme, Topology
 from tfcommx.optim.step_boundary import consolidate
-from tfcommx.planner.fragments import fragment_of
-from tfcommx.planner.plan import Gradient, make_plan
+from tfcommx.planner.plan import Gradient, fragment_of, make_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies import WeightAveraging
-from tfcommx.strategies.outer_optimizer import OuterOptimizer, StartWeights
-from tfcommx.terms import PlanError, Scheme, Topology
+from tfcommx.strategies.averaging.outer_optimizer import OuterOptimizer, StartWeights
 
 K = keras.optimizers
 TWO = Topology(2, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+from tfcommx.strategies.sharded.strategy.strategy import pull_times
 from threaded_optimizers import (
     SHAPES,
     continue_from,
@@ -17,13 +18,9 @@ from threaded_optimizers import (
 )
 
 from tfcommx import engines
-from tfcommx.comm.base import Comm
-from tfcommx.comm.threads import ThreadComm
-from tfcommx.optim.step_boundary import consolidate
-from tfcommx.planner.plan import make_plan
-from tfcommx.strategies import Sharded
-from tfcommx.strategies.pull_times import pull_times
-from tfcommx.terms import (
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import (
     NOMINAL,
     EngineSettings,
     Link,
@@ -34,6 +31,9 @@ from tfcommx.terms import (
     Topology,
     VariableProfile,
 )
+from tfcommx.optim.step_boundary import consolidate
+from tfcommx.planner.plan import make_plan
+from tfcommx.strategies import Sharded
 
 K = keras.optimizers
 CLUSTER = Topology(2, 2)

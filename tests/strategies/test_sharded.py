@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tfcommx.strategies.sharded.strategy.shards import lay_out
 from threaded_optimizers import (
     SHAPES,
     continue_from,
@@ -17,14 +18,13 @@ from threaded_optimizers import (
     wrap,
 )
 
-from tfcommx.comm.base import Comm
-from tfcommx.comm.threads import ThreadComm
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import PlanError, Profile, Scheme, Topology, VariableProfile
 from tfcommx.optim.keras_internals import copy_state, plain_copy, require_shardable
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.strategies import Sharded
-from tfcommx.strategies.shards import lay_out
-from tfcommx.terms import PlanError, Profile, Scheme, Topology, VariableProfile
 
 K = keras.optimizers
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfcommx.comm.base import Comm
-from tfcommx.comm.threads import ThreadComm
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import NOMINAL, Plan, PlanError, Scheme, Topology
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.strategies import (
@@ -25,7 +26,6 @@ from tfcommx.strategies import (
     agree_on_strategy,
     strategy_of,
 )
-from tfcommx.terms import NOMINAL, Plan, PlanError, Scheme, Topology
 
 SHAPES = {"first/kernel": (7, 5), "last/kernel": (5, 9)}
 EVERY = [strategy_of(name) for name in STRATEGIES]

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from threaded_optimizers import gradients, new_weights, train, wrap
 
-from tfcommx.comm.base import Comm
-from tfcommx.comm.threads import ThreadComm
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import PlanError, Scheme, Topology
 from tfcommx.optim.keras_internals import slots_of
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.runtime.replica_guard import ReplicaError
 from tfcommx.strategies import WeightAveraging
-from tfcommx.terms import PlanError, Scheme, Topology
 
 K = keras.optimizers
 THREE = Topology(3, 1)

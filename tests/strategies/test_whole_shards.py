@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tfcommx.strategies.sharded.strategy.whole_shards import WholeShards, lay_out_whole
 from threaded_optimizers import (
     DENSE,
     SHAPES,
@@ -21,16 +22,15 @@ from threaded_optimizers import (
     wrap,
 )
 
-from tfcommx.comm.base import Comm
-from tfcommx.comm.threads import ThreadComm
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import PlanError, Scheme, Topology
 from tfcommx.optim.keras_internals import require_shardable
-from tfcommx.optim.lamb import LAMB
-from tfcommx.optim.lars import LARS
 from tfcommx.optim.step_boundary import consolidate
+from tfcommx.optimizers.lamb import LAMB
+from tfcommx.optimizers.lars import LARS
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.strategies import Sharded, Shards
-from tfcommx.strategies.whole_shards import WholeShards, lay_out_whole
-from tfcommx.terms import PlanError, Scheme, Topology
 
 K = keras.optimizers
 

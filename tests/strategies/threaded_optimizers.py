@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.comm.base import Comm
-from tfcommx.comm.threads import ThreadComm
-from tfcommx.optim.exchange_settings import ExchangeSettings
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import Scheme, Topology
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.keras_internals import (
     ExchangesGradients,
@@ -19,9 +19,9 @@ from tfcommx.optim.keras_internals import (
     copy_with,
     unlisted,
 )
+from tfcommx.optim.requested_plan import ExchangeSettings
 from tfcommx.optim.step_boundary import consolidate
 from tfcommx.strategies import strategy_of
-from tfcommx.terms import Scheme, Topology
 
 SHAPES = {"first/kernel": (7, 5), "first/bias": (5,), "last/kernel": (5, 9), "last/bias": (9,)}
 DENSE = Scheme()

@@ -6,8 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcommx.terms import Sparse
-from tfcommx.wire.base import WireFormat
+from tfcommx.core import Sparse
+from tfcommx.wire.formats import WireFormat
 
 
 class Pairs(WireFormat):

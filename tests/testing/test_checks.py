@@ -16,11 +16,11 @@ import tfcommx as cx
 from tfcommx import routes
 from tfcommx.compression import Compressed, Compression
 from tfcommx.compression.powersgd import PowerSGD
+from tfcommx.core import Scheme, Sparse, Topology, Traffic
 from tfcommx.planner.automatic import PlanRequest, propose
 from tfcommx.planner.check import check_scheme
 from tfcommx.planner.plan import Gradient
 from tfcommx.routes.allreduce import Allreduce
-from tfcommx.terms import Scheme, Sparse, Topology, Traffic
 from tfcommx.testing import (
     LawBroken,
     check_compression,
@@ -191,7 +191,7 @@ def test_a_broken_member_is_named_with_its_law(check: Any, member: str, law: str
 def test_our_own_members_pass() -> None:
     """Tests of laws walk over the tables; here is one of each family, by its outside name."""
     assert cx.testing.check_rule is check_rule
-    check_rule("tfcommx.selection.exact:RULE")
+    check_rule("tfcommx.selection.rules:EXACT")
     check_route("allreduce")
     with pytest.raises(cx.PlanError, match="what others find it by"):
         check_route("tfcommx.routes.asa:ROUTE")

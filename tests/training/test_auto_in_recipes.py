@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from launching import WORKERS, horovodrun
 
-from tfcommx.optim.expected_run import ExpectedRun
+from tfcommx.core import Topology
+from tfcommx.optim.automatic import ExpectedRun
 from tfcommx.recipes.recipe import Recipe
-from tfcommx.terms import Topology
 from tfcommx.training.dry_run import expected_run
 from tfcommx.training.run import Run
 

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from tfcommx.core import PlanError
 from tfcommx.recipes.recipe import Target
 from tfcommx.recipes.tasks.classify import Classification
-from tfcommx.terms import PlanError
-from tfcommx.training.history import EpochHistory
+from tfcommx.training.callbacks import EpochHistory
 from tfcommx.training.run import check_target
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tfcommx.optim.expected_run import ExpectedRun
+from tfcommx.core import Topology
+from tfcommx.optim.automatic import ExpectedRun
 from tfcommx.recipes.recipe import Recipe
-from tfcommx.terms import Topology
 from tfcommx.training import dry_run
 from tfcommx.training.run import Run
-from tfcommx.training.timing import STEP_KINDS
+from tfcommx.training.steps import STEP_KINDS
 
 PICTURES = (tf.TensorSpec([None, None, None, 3]), tf.TensorSpec([None], tf.int64))
 WORDS = tf.TensorSpec([None, None], tf.int32)

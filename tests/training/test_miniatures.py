@@ -22,9 +22,6 @@ from launching import ROOT
 from PIL import Image
 
 # What the saved models need registers itself
-import tfcommx.optim.optimizers
-import tfcommx.recipes.text.layers
-import tfcommx.recipes.text.loss  # noqa: F401
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.long_wait]
 

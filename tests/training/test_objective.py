@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tfcommx.core import PlanError
 from tfcommx.recipes.tasks.classify import Classification
-from tfcommx.terms import PlanError
 from tfcommx.training.run import check_counted
 
 

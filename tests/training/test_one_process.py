@@ -11,14 +11,15 @@ import keras
 import numpy as np
 import pytest
 
-from tfcommx.comm import process
-from tfcommx.optim import automatic, checkpoint, requested_plan
+from tfcommx import checkpoint
+from tfcommx.collectives import process
+from tfcommx.core import Topology
+from tfcommx.optim import automatic, requested_plan
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.tasks.classify import Classification
-from tfcommx.terms import Topology
 from tfcommx.training import callbacks, save_and_stop, steps
 from tfcommx.training.run import Run
-from tfcommx.training.signals import StopRequests
+from tfcommx.training.save_and_stop import StopRequests
 from tfcommx.training.steps import Position
 from tfcommx.training.train import TrainOptions, first_position, make_callbacks, train
 

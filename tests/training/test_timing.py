@@ -7,7 +7,7 @@ import time
 import pytest
 import tensorflow as tf
 
-from tfcommx.training import timing
+from tfcommx.training import steps
 
 
 @pytest.mark.parametrize("queued", [True, False])
@@ -16,19 +16,19 @@ def test_a_stamp_is_the_time_after_its_tensors(
 ) -> None:
     """With asynchronous completion the clock was read when the exchange had been queued."""
     waited: list[list[tf.Tensor]] = []
-    after = timing.after
+    after = steps.after
 
     def noted(number: tf.Tensor, tensors: list[tf.Tensor]) -> tf.Tensor:
         waited.append(tensors)
         return after(number, tensors)
 
-    monkeypatch.setattr(timing, "after", noted)
+    monkeypatch.setattr(steps, "after", noted)
     stamp = tf.Variable(0.0, dtype=tf.float64, trainable=False)
 
     @tf.function(autograph=False)
     def step(value: tf.Tensor) -> tf.Tensor:
         gradients = [tf.square(value), tf.IndexedSlices(value[:, None], tf.range(3))]
-        with timing._stamped(stamp, gradients, queued):
+        with steps._stamped(stamp, gradients, queued):
             return tf.identity(value)
 
     before = time.time()

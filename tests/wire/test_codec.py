@@ -14,10 +14,8 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfcommx.kernels import loader
-from tfcommx.kernels.wire import decode, decode_definition, encode, encode_definition
-from tfcommx.terms import SPARSE_WIRES, Sparse
-from tfcommx.terms.wire_formats import (
+from tfcommx.core import SPARSE_WIRES, Sparse
+from tfcommx.core.wire_formats import (
     BLOCK,
     CODE_BITS,
     bitmap_bits,
@@ -25,6 +23,8 @@ from tfcommx.terms.wire_formats import (
     value_dtype,
     wire_words,
 )
+from tfcommx.kernels import loader
+from tfcommx.kernels.wire import decode, decode_definition, encode, encode_definition
 from tfcommx.wire import codec, formats
 
 IMPLEMENTATIONS = {

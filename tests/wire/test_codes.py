@@ -10,14 +10,14 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tfcommx.core import Sparse
+from tfcommx.core.wire_formats import CODE_BITS
 from tfcommx.kernels.wire_codes import (
     read_definition,
     round_definition,
     round_values,
     write_definition,
 )
-from tfcommx.terms import Sparse
-from tfcommx.terms.wire_formats import CODE_BITS
 from tfcommx.wire import codec
 
 LARGEST = {"int8": 127, "int4": 7}

@@ -13,13 +13,13 @@ from pathlib import Path
 import keras
 
 import tfcommx as cx
-from tfcommx.optim import expected_run
+from tfcommx.core import Link, Links
+from tfcommx.optim import automatic
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.recipes.optimizers import Sgd
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.trial import TrialExecutor
-from tfcommx.terms import Link, Links
 from tfcommx.training import callbacks, dry_run, save_and_stop, train
 from tfcommx.training.steps import Position
 
@@ -31,7 +31,7 @@ BATCH, STEPS, UPDATE = 8, 12, 2
 
 comm = cx.init(node_size=1)
 save_and_stop.ASK_STEPS = 1  # The ranks ask each other after every step
-expected_run.SHARE, expected_run.FEW = 0.5, 0  # Few steps are enough for a whole trial
+automatic.SHARE, automatic.FEW = 0.5, 0  # Few steps are enough for a whole trial
 
 
 class Accumulating(Sgd):

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfcommx as cx
-from tfcommx.optim import checkpoint
+from tfcommx import checkpoint
 from tfcommx.optim.wrapped import exchanger_of
 
 SHAPE = (40, 50)

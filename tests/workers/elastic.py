@@ -81,7 +81,7 @@ def process_with_the_centre() -> int:
     for one in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             ours = launch in (one / "environ").read_bytes().split(b"\0")
-            if ours and b"tfcommx.comm.easgd_process" in (one / "cmdline").read_bytes():
+            if ours and b"tfcommx.strategies.easgd.process" in (one / "cmdline").read_bytes():
                 return int(one.name)
     raise AssertionError("no process holds the centre")
 

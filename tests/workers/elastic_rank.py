@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from tfcommx.comm.challenge import NO_PARTNER, Handshake
+from tfcommx.launch.handshake import NO_PARTNER, Handshake
 
 STEP_SECONDS = 0.05
 PAUSED = 75

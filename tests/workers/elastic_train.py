@@ -3,7 +3,7 @@
     elastic_train.py FOLDER kill     rank 1 kills itself in the fourth epoch, the first time
     elastic_train.py FOLDER slow     epochs take a second until a generation has been lost
 
-Started by tests/elastic.
+Started by tests/supervisor.
 """
 
 from __future__ import annotations

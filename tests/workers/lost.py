@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import paced
 
-from tfcommx.recipes.base import Data, Place
+from tfcommx.recipes.families import Data, Place
 
 
 def die(where: str) -> None:

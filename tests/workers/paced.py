@@ -9,8 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.recipes.base import Data, Place
-from tfcommx.recipes.datasets.arrays import open_arrays
+from tfcommx.recipes.datasets.picture_files import open_arrays
+from tfcommx.recipes.families import Data, Place
 
 # Of a step, the first time
 SECONDS = (

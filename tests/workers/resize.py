@@ -14,8 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfcommx as cx
-from tfcommx import callbacks
-from tfcommx.optim import checkpoint
+from tfcommx import callbacks, checkpoint
 from tfcommx.optim.wrapped import exchanger_of
 
 folder, node_size = Path(sys.argv[1]), int(sys.argv[2])

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 
 import tfcommx as cx
-from tfcommx.optim import checkpoint
+from tfcommx import checkpoint
 from tfcommx.recipes.models.small_cnn import SmallCnn
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.training import callbacks, save_and_stop

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tfcommx.cli.environment import load_tensorflow
-from tfcommx.terms import PlanError, local_path
+from tfcommx.core import PlanError, local_path
 
 if TYPE_CHECKING:
-    from tfcommx.comm.base import Comm
-    from tfcommx.data.cache.cache import DataCache
+    from tfcommx.collectives.comm import Comm
+    from tfcommx.data import DataCache
 
 Memory = Annotated[Path, typer.Option(help="Folder of shared memory.")]
 Disk = Annotated[Path | None, typer.Option(help="Folder of the local disk level.")]
@@ -68,8 +68,7 @@ def warm(
         )
     load_tensorflow()
     from tfcommx import init
-    from tfcommx.data.cache.cache import DataCache
-    from tfcommx.data.sources.find import find_source
+    from tfcommx.data import DataCache, find_source
 
     samples, comm = find_source(source, split), init()
     # So that the process ends normally, and removes its slab
@@ -122,8 +121,8 @@ def _fill(cache: DataCache, comm: Comm, hold: bool) -> None:
 @app.command()
 def status(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
     """List this user's slabs in memory and data sets on the disk level."""
-    from tfcommx.data.cache.disk import usage
-    from tfcommx.data.cache.slab_files import SlabError, paths, read_metadata, slab_state
+    from tfcommx.data.disk import usage
+    from tfcommx.data.slab_files import SlabError, paths, read_metadata, slab_state
 
     _check_folders(memory, disk)
     for path in paths(memory):
@@ -145,8 +144,8 @@ def status(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
 @app.command()
 def drop(memory: Memory = Path("/dev/shm"), disk: Disk = None) -> None:
     """Remove this user's slabs that no process uses, and data sets of the disk level."""
-    from tfcommx.data.cache import disk as level
-    from tfcommx.data.cache.slab_files import remove_unused
+    from tfcommx.data import disk as level
+    from tfcommx.data.slab_files import remove_unused
 
     _check_folders(memory, disk)  # Before anything is removed
     for path in [*remove_unused(memory), *(level.drop(disk) if disk else ())]:

@@ -10,12 +10,12 @@ from typing import Annotated
 
 import typer
 
-from tfcommx.comm.launcher import CENTRE_LAUNCH, CENTRE_VARIABLE, launcher, run_name
-from tfcommx.terms import PlanError
+from tfcommx.core import PlanError
+from tfcommx.launch.launcher import CENTRE_LAUNCH, CENTRE_VARIABLE, launcher, run_name
 
 # Two that train, and the one with the centre
 FEWEST = 3
-SERVER = [sys.executable, "-m", "tfcommx.comm.easgd_process"]
+SERVER = [sys.executable, "-m", "tfcommx.strategies.easgd.process"]
 
 
 def centre(

@@ -11,24 +11,27 @@ import typer
 
 from tfcommx.cli.plan import profile_of
 from tfcommx.cli.train import SET_HELP
-from tfcommx.comm.allocation import parse_hosts
 from tfcommx.comparison import figures, tables
-from tfcommx.comparison.measured import MeasuredSteps, computing, measure, replaced
 from tfcommx.comparison.methods import check_names_a_route, read_methods
 from tfcommx.comparison.rows import Comparison, Steps, rows_of, score_of
 from tfcommx.comparison.step_times import (
+    MeasuredSteps,
+    computing,
     links_at,
+    measure,
     meets_in_steps,
     profiles_of,
     read_links,
+    replaced,
     scaled,
     step_seconds,
 )
 from tfcommx.comparison.trainings import Setup, train, trained
+from tfcommx.core import PlanError, Profile, Topology, write_text
+from tfcommx.launch.hosts import parse_hosts
 from tfcommx.recipes.reader import RecipeError
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
-from tfcommx.terms import PlanError, Profile, Topology, write_text
 
 
 def compare(

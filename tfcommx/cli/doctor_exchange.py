@@ -19,7 +19,7 @@ def main() -> None:
     import tensorflow as tf
 
     import tfcommx as cx
-    from tfcommx.comm.horovod import import_horovod
+    from tfcommx.collectives.horovod import import_horovod
     from tfcommx.kernels import loader
 
     comm = cx.init()

@@ -16,10 +16,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tfcommx.cli.version import versions
-from tfcommx.comm.commands import run_to_end
-from tfcommx.kernels import gpu_architectures, loader
-from tfcommx.kernels.gpu_architectures import Gpu
+from tfcommx.cli.environment import versions
+from tfcommx.kernels import build, loader
+from tfcommx.kernels.build import Gpu
+from tfcommx.launch.commands import run_to_end
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 HOROVOD = "0.28."
@@ -124,7 +124,7 @@ def native_library(facts: Mapping[str, Any], tensorflow: str) -> Finding:
         return Finding(name, FAILED, what, loader.another_build())
     what = f"for TensorFlow {tensorflow}, {facts.get('devices')}"
     if built := facts.get("architectures"):
-        what += f": {gpu_architectures.in_words(built)}"
+        what += f": {build.in_words(built)}"
     return Finding(name, OK, what)
 
 
@@ -148,10 +148,10 @@ def gpus(found: list[Gpu], built: list[int] | None) -> Finding:
     what = ", ".join(map(str, found)) or "none: ranks compute on CPUs"
     if built is None:
         return Finding("GPUs", OK, what)
-    missed = [gpu for gpu in found if not gpu_architectures.covers(built, gpu.architecture)]
+    missed = [gpu for gpu in found if not build.covers(built, gpu.architecture)]
     if missed:
         what += f"; the native library does not run on {', '.join(sorted(set(map(str, missed))))}"
-        advice = gpu_architectures.build_advice(gpu.architecture for gpu in found)
+        advice = build.build_advice(gpu.architecture for gpu in found)
         return Finding("GPUs", FAILED, what, f"Nor does Horovod, built alike. {advice}")
     return Finding("GPUs", OK, what)
 
@@ -212,10 +212,10 @@ def _cpu_flags() -> set[str]:
 
 def present_gpus() -> list[Gpu]:
     """Return the GPUs that NVIDIA's driver has."""
-    if shutil.which(gpu_architectures.QUERY[0]) is None:
+    if shutil.which(build.QUERY[0]) is None:
         return []
-    done = run_to_end([*gpu_architectures.QUERY], gpu_architectures.QUERY_SECONDS)
-    return gpu_architectures.parse_gpus(done.output) if done.status == 0 else []
+    done = run_to_end([*build.QUERY], build.QUERY_SECONDS)
+    return build.parse_gpus(done.output) if done.status == 0 else []
 
 
 def _shared_memory() -> tuple[int, int]:

@@ -9,14 +9,20 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
-from tfcommx.comm.allocation import Host, ranks_on
-from tfcommx.comm.horovodrun import Launch, on_end_signals
-from tfcommx.comm.remote_hosts import RemoteHosts
-from tfcommx.elastic.discovery import FixedHosts, HostSource, ScriptHosts
-from tfcommx.elastic.hosts import Hosts
-from tfcommx.elastic.options import COOLDOWN_SECONDS, TIMEOUT_SECONDS, ElasticOptions
-from tfcommx.elastic.supervisor import Stop, Supervisor, say
-from tfcommx.terms import PlanError
+from tfcommx.core import PlanError
+from tfcommx.launch.commands import RemoteHosts
+from tfcommx.launch.horovodrun import Launch, on_end_signals
+from tfcommx.launch.hosts import Host, ranks_on
+from tfcommx.supervisor.hosts import (
+    COOLDOWN_SECONDS,
+    TIMEOUT_SECONDS,
+    ElasticOptions,
+    FixedHosts,
+    Hosts,
+    HostSource,
+    ScriptHosts,
+)
+from tfcommx.supervisor.supervisor import Stop, Supervisor, say
 
 
 class Elastic(NamedTuple):

@@ -1,4 +1,7 @@
-"""Quiet start-up: environment variables for TensorFlow and Horovod, and TensorFlow's import."""
+"""Quiet start-up: environment variables for TensorFlow and Horovod, and TensorFlow's import.
+
+`tfcommx --version`: versions from package metadata; nothing is imported.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,15 @@ import contextlib
 import gc
 import io
 import os
+import platform
 import sys
 import tempfile
+from importlib import metadata
+from typing import Annotated
 
-from tfcommx.comm.rank_lines import without_start_up_messages
+import typer
+
+from tfcommx.launch.rank_output import without_start_up_messages
 
 
 def print_any_character() -> None:
@@ -66,3 +74,42 @@ def quiet_horovod() -> None:
     A HOROVOD_LOG_LEVEL of the user stays.
     """
     os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")
+
+
+# Name -> packages that may hold it; the first installed one counts
+PACKAGES = {
+    "tfcommx": ("tfcommx",),
+    "TensorFlow": ("tensorflow", "tensorflow-cpu"),
+    "Keras": ("keras",),
+    "Horovod": ("horovod",),
+}
+
+
+def versions() -> dict[str, str]:
+    """Return the version of each package, or "not installed", and Python's."""
+    found = {name: _version(packages) for name, packages in PACKAGES.items()}
+    return {**found, "Python": platform.python_version()}
+
+
+def _version(packages: tuple[str, ...]) -> str:
+    for package in packages:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return "not installed"
+
+
+def _show(asked: bool) -> None:
+    if asked:
+        print("\n".join(f"{name} {version}" for name, version in versions().items()))
+        raise typer.Exit
+
+
+def version(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show, is_eager=True, help="Show versions, and exit."),
+    ] = False,
+) -> None:
+    """Take options that come before a command."""

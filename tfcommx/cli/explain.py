@@ -10,20 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tfcommx.cli.plan import advice
+from tfcommx.core import Links, MeasuredStep, PlanError, Timeline, Topology, write_text
 from tfcommx.measure.horovod_timeline import (
     Message,
     RecordedStep,
     Recording,
     is_timeline,
+    measured_step,
     read_timeline,
 )
-from tfcommx.measure.recorded_step import measured_step
 from tfcommx.report import timeline as report
-from tfcommx.terms import Links, MeasuredStep, PlanError, Timeline, Topology, write_text
 
 if TYPE_CHECKING:
-    from tfcommx.planner.interval import Interval
-    from tfcommx.planner.predict import Prediction
+    from tfcommx.planner.predict import Interval, Prediction
 
 # What a better plan may lose, beside those that lose nothing
 SELECTED = {"selection": "mstopk", "density": 0.01}
@@ -162,12 +161,11 @@ def _predicted(step: MeasuredStep, links: Links) -> tuple[Timeline, list[Predict
     """Simulate the step by its own plan, and by the best plans that lose nothing, or something."""
     import dataclasses
 
+    from tfcommx.core import Scheme
     from tfcommx.planner.choose import candidates
     from tfcommx.planner.predict import Setting
-    from tfcommx.simulator.assumptions import Assumptions
-    from tfcommx.simulator.selection_time import measured_time
+    from tfcommx.simulator.assumptions import Assumptions, measured_time
     from tfcommx.simulator.step import simulate
-    from tfcommx.terms import Scheme
 
     assumptions = Assumptions(measured_time(step.profile))
     own = simulate(step.plan, step.profile, links, assumptions)
@@ -215,7 +213,7 @@ def _show_better(predicted: list[tuple[Timeline, list[Prediction]]]) -> None:
     Args:
         predicted: of the step as recorded; then, if known, with gradients as early as possible.
     """
-    from tfcommx.planner.interval import interval
+    from tfcommx.planner.predict import interval
 
     own, better = predicted[0]
     names = ("best that loses nothing", f"best with {SELECTED['density']:.0%} of the entries")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from tfcommx.cli.simulate import INTERVAL, KINDS, Settings, read_keys, simulated_step
-from tfcommx.terms import PlanError, check_name, check_whole, replacing
+from tfcommx.core import PlanError, check_name, check_whole, replacing
 
 # Compared where the file names none: they lose nothing, and the first is plain Horovod's
 SCHEMES: dict[str, dict[str, Any]] = {"horovod": {}, "torus": {"scheme": "torus"}}
@@ -80,7 +80,7 @@ def machines(
             writer.writeheader()
             writer.writerows(rows)
     if figure:
-        from tfcommx.report.machines import draw_machines
+        from tfcommx.report.figures import draw_machines
 
         draw_machines(best, figure)
 

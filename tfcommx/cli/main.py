@@ -19,6 +19,7 @@ from tfcommx.cli import (
     centre,
     compare,
     doctor,
+    environment,
     explain,
     machines,
     plan,
@@ -28,18 +29,16 @@ from tfcommx.cli import (
     run,
     simulate,
     train,
-    train_launch,
-    version,
 )
 from tfcommx.cli.environment import print_any_character, quiet_tensorflow
-from tfcommx.comm.launcher import launcher
 from tfcommx.comparison.trainings import TrainingError
-from tfcommx.data.cache.slab_files import SlabError
-from tfcommx.data.sources.base import SampleError
-from tfcommx.recipes.base import DataError
+from tfcommx.core import PlanError, local_path
+from tfcommx.data.slab_files import SlabError
+from tfcommx.data.sources.source import SampleError
+from tfcommx.launch.launcher import launcher
+from tfcommx.recipes.families import DataError
 from tfcommx.recipes.reader import RecipeError
 from tfcommx.report.summary import ReportError
-from tfcommx.terms import PlanError, local_path
 
 USER_ERRORS = (
     PlanError,
@@ -77,7 +76,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Data-parallel training where machines are strong and the network between them is slow.",
 )
-app.callback()(version.version)
+app.callback()(environment.version)
 app.add_typer(cache.app)
 for command in (
     train.train,
@@ -110,12 +109,12 @@ def main() -> None:
         quiet_tensorflow()
     try:
         app()
-    except train_launch.LaunchError as error:
+    except train.LaunchError as error:
         tell(error)
         sys.exit(error.status)
     except USER_ERRORS as error:
         tell(error)
-        sys.exit(train_launch.USER_ERROR)
+        sys.exit(train.USER_ERROR)
 
 
 def tell(error: Exception) -> None:

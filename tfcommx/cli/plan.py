@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tfcommx.terms import Links, PlanError, Profile, Scheme, Topology, write_text
+from tfcommx.core import Links, PlanError, Profile, Scheme, Topology, write_text
 
 if TYPE_CHECKING:
     from tfcommx.planner.predict import Prediction
@@ -54,10 +54,8 @@ def plan(
 ) -> None:
     """Rank the schemes for a model on a cluster by the predicted time of a step."""
     from tfcommx.planner.choose import candidates
-    from tfcommx.planner.predict import Setting
-    from tfcommx.planner.sensitivity import what_helps
-    from tfcommx.simulator.assumptions import Assumptions
-    from tfcommx.simulator.selection_time import measured_time
+    from tfcommx.planner.predict import Setting, what_helps
+    from tfcommx.simulator.assumptions import Assumptions, measured_time
 
     profile = profile_of(model, throughput, batch)
     assumptions = Assumptions(measured_time(profile))

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tfcommx.cli.environment import load_tensorflow
-from tfcommx.terms import PlanError, write_text
+from tfcommx.core import PlanError, write_text
 
 
 def probe(

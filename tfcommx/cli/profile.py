@@ -9,9 +9,9 @@ import typer
 
 from tfcommx.cli.environment import load_tensorflow
 from tfcommx.cli.train import SET_HELP
+from tfcommx.core import write_text
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.recipes.recipe import read as read_recipe
-from tfcommx.terms import write_text
 
 
 def profile(
@@ -54,7 +54,7 @@ def profile(
 
 def _measure_exchange(recipe: Recipe, steps: int, file: Path) -> None:
     """Measure a step on all ranks; rank 0 writes the file. **Ranks:** all."""
-    from tfcommx.comm import process
+    from tfcommx.collectives import process
     from tfcommx.training.profile import measure_recipe_exchange
 
     found = measure_recipe_exchange(recipe, steps)

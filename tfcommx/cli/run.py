@@ -10,18 +10,12 @@ from typing import Annotated
 import typer
 
 from tfcommx.cli import elastic_options
-from tfcommx.comm.allocation import Host, allocation, parse_hosts, ranks_on, read_hostfile
-from tfcommx.comm.horovodrun import (
-    Launch,
-    LaunchError,
-    Running,
-    on_end_signals,
-    search_path,
-)
-from tfcommx.comm.rank_lines import RankLines
-from tfcommx.comm.remote_hosts import RemoteHosts, is_local
-from tfcommx.elastic.supervisor import EndAtOnce
-from tfcommx.terms import PlanError
+from tfcommx.core import PlanError
+from tfcommx.launch.commands import RemoteHosts, is_local
+from tfcommx.launch.horovodrun import Launch, LaunchError, Running, on_end_signals, search_path
+from tfcommx.launch.hosts import Host, allocation, parse_hosts, ranks_on, read_hostfile
+from tfcommx.launch.rank_output import RankLines
+from tfcommx.supervisor.supervisor import EndAtOnce
 
 # A shell's exit status for a missing command
 NOT_FOUND = 127

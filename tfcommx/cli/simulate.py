@@ -13,8 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tfcommx.recipes.yaml_text import parse
-from tfcommx.terms import (
+from tfcommx.core import (
     EngineSettings,
     Link,
     Links,
@@ -25,6 +24,7 @@ from tfcommx.terms import (
     check_whole,
     write_text,
 )
+from tfcommx.recipes.reader import parse
 
 
 def setting(default: Any, text: str) -> Any:
@@ -132,7 +132,7 @@ class Settings:
     @property
     def link_prices(self) -> Links:
         """What messages cost."""
-        from tfcommx.engines.wiring import ring_link
+        from tfcommx.engines.engine import ring_link
 
         if self.links is not None:
             return self._as_set(Links.read(self.links))
@@ -323,11 +323,10 @@ def _numbers(words: list[str], name: str) -> list[Any]:
 
 def simulated_step(settings: Settings) -> tuple[Any, dict[str, Any]]:
     """Simulate one step; return its timeline and its row."""
+    from tfcommx.core import Profile
     from tfcommx.planner.predict import Setting
     from tfcommx.simulator import models
-    from tfcommx.simulator.assumptions import Assumptions
-    from tfcommx.simulator.selection_time import measured_time
-    from tfcommx.terms import Profile
+    from tfcommx.simulator.assumptions import Assumptions, measured_time
 
     if settings.profile is not None:
         profile = Profile.read(settings.profile)

@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tfcommx.comparison.outcomes import Curve
-from tfcommx.comparison.rows import Comparison, Row, Steps
+from tfcommx.comparison.rows import Comparison, Curve, Row, Steps
 from tfcommx.comparison.tables import rate_text
-from tfcommx.terms import replacing
+from tfcommx.core import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

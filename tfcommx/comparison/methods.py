@@ -11,9 +11,8 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from tfcommx.recipes.reader import Part, RecipeError, error_lines, refuse_unknown
+from tfcommx.recipes.reader import Part, RecipeError, YamlError, error_lines, parse, refuse_unknown
 from tfcommx.recipes.recipe import Recipe
-from tfcommx.recipes.yaml_text import YamlError, parse
 
 SHIPPED = Path(__file__).with_name("methods.yaml")
 # A method's name is part of file names

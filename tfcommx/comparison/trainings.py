@@ -22,10 +22,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tfcommx.comm.horovodrun import on_end_signals
-from tfcommx.recipes.yaml_text import parse
+from tfcommx.core import reading
+from tfcommx.launch.horovodrun import on_end_signals
+from tfcommx.recipes.reader import parse
 from tfcommx.report.summary import read, write_json
-from tfcommx.terms import reading
 
 # Of an epoch's row in a summary; scores come besides
 KEPT = ("epoch", "phase", "steps", "bytes_between_nodes", "clock_seconds")

@@ -25,8 +25,8 @@ Importing this loads no TensorFlow, because plans and prices need only sizes.
 
 from __future__ import annotations
 
-from tfcommx.compression.base import Compressed, Compression
-from tfcommx.terms import check_name, is_member, load_member
+from tfcommx.compression.compression import Compressed, Compression
+from tfcommx.core import check_name, is_member, load_member
 
 # Name -> what makes it from the part of its name after the slash, as module:member
 COMPRESSIONS = {

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tfcommx.compression.base import Add, Compressed, Compression, Shape, Tensor
-from tfcommx.terms import PlanError
+from tfcommx.compression.compression import Add, Compressed, Compression, Shape, Tensor
+from tfcommx.core import PlanError
 
 # Whole numbers in a float32, the base in which they are its digits, and a sum's largest digit:
 # LARGEST * (1 + BASE + BASE**2) < 2**24

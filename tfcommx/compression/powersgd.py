@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tfcommx.compression.base import Add, Compressed, Compression, Shape, Tensor
-from tfcommx.terms import PlanError
+from tfcommx.compression.compression import Add, Compressed, Compression, Shape, Tensor
+from tfcommx.core import PlanError
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ base      what an engine is; what is not its own is a ring
 wiring    the wires inside a node
 calibrated   one of them, with what its allreduces were measured to take
 ring      the identity: prices of the papers
-nccl gloo open_mpi open_mpi_1 hierarchical   their algorithms, and their choice by bytes and ranks
+nccl gloo open_mpi hierarchical   their algorithms, and their choice by bytes and ranks
 
 Routes ask the engine of the links for the price of each collective, so the same plan costs what the
 engine at work makes of it. Prices need neither TensorFlow nor the engine.
@@ -18,17 +18,16 @@ To add one:
 
 from __future__ import annotations
 
-from tfcommx.engines import gloo, hierarchical, nccl, open_mpi, open_mpi_1, ring
-from tfcommx.engines.base import Engine
-from tfcommx.engines.calibrated import Calibrated
-from tfcommx.terms import Links, Topology, check_name
+from tfcommx.core import Links, Topology, check_name
+from tfcommx.engines import gloo, hierarchical, nccl, open_mpi, ring
+from tfcommx.engines.engine import Calibrated, Engine
 
 _ALL: tuple[Engine, ...] = (
     ring.ENGINE,
     nccl.ENGINE,
     gloo.ENGINE,
     open_mpi.ENGINE,
-    open_mpi_1.ENGINE,
+    open_mpi.ENGINE_1,
     hierarchical.ENGINE,
 )
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in _ALL}
@@ -54,7 +53,7 @@ def of(links: Links) -> Engine:
 def gather_seconds(own_bytes: float, group: str, topology: Topology, links: Links) -> float:
     """Price an all-gather within a group, and what the engine needs for it besides.
 
-    >>> from tfcommx.terms import Link
+    >>> from tfcommx.core import Link
     >>> links = Links(Link(1.0, 0.5), Link(10.0, 5.0), engine_s=0.25)
     >>> gather_seconds(8, "node", Topology(2, 2), links)
     5.25

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import math
 
-from tfcommx.engines.base import Engine
-from tfcommx.terms import Links, Topology
+from tfcommx.core import Links, Topology
+from tfcommx.engines.engine import Engine
 
 # Of a segment: AllreduceOptions' kMaxSegmentSize
 SEGMENT_BYTES = 2**20

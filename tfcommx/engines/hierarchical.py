@@ -8,9 +8,9 @@ HOROVOD_HIERARCHICAL_ALLREDUCE switches it on. It needs both NCCL and MPI.
 
 from __future__ import annotations
 
+from tfcommx.core import Links, Topology
 from tfcommx.engines import nccl, open_mpi
-from tfcommx.engines.base import Engine
-from tfcommx.terms import Links, Topology
+from tfcommx.engines.engine import Engine
 
 
 class Hierarchical(Engine):

@@ -31,9 +31,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from tfcommx.engines import wiring
-from tfcommx.engines.base import Engine
-from tfcommx.terms import Links, Topology
+from tfcommx.core import Links, Topology
+from tfcommx.engines import engine
+from tfcommx.engines.engine import Engine
 
 PROTOCOLS = ("LL", "LL128", "Simple")
 
@@ -154,12 +154,12 @@ class Nccl(Engine):
 
 def _protocols(links: Links, topology: Topology) -> list[int]:
     """Return the protocols that NCCL allows: LL128 on NVLinks alone."""
-    fast = wiring.get(links.engine.wiring).is_nvlink and topology.nodes == 1
+    fast = engine.get(links.engine.wiring).is_nvlink and topology.nodes == 1
     return [0, 1, 2] if fast else [0, 2]
 
 
 def _inside(table: _Latencies, protocol: int, topology: Topology, links: Links) -> float:
-    is_nvlink = wiring.get(links.engine.wiring).is_nvlink
+    is_nvlink = engine.get(links.engine.wiring).is_nvlink
     row, short = (table.nvlink, RING.nvlink) if is_nvlink else (table.pci, RING.pci)
     later = LL_BESIDE_NETWORK if topology.nodes > 1 and protocol == 0 else 1.0
     return links.inside.alpha_s + row[protocol] * later - short[0]

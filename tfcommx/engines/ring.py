@@ -7,9 +7,8 @@ latency terms, as `cost` has them.
 
 from __future__ import annotations
 
-from tfcommx import cost
-from tfcommx.engines.base import Engine
-from tfcommx.terms import Links, Topology
+from tfcommx.core import Links, Topology, cost
+from tfcommx.engines.engine import Engine
 
 
 class Ring(Engine):

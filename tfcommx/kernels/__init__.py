@@ -1,20 +1,18 @@
 """One file a kernel: the native op beside its definition in plain TensorFlow.
 
     select    k entries of a gradient by magnitude, with and without error feedback
-    merge     (index, value) pairs added into zeros
+    sparse    (index, value) pairs added into zeros; what rounding leaves of them
     wire      selected entries as one buffer of words, and back
+    wire_codes  values as codes of 8 or 4 bits
     dense     a vector in 16 bits, with what rounding loses kept; and sums of several
-    norms     squared norms of many tensors in one pass
-    lars      the update of LARS for all variables in one pass
+    lars      squared norms of many tensors, and the update of LARS, in one pass each
     augment   cut, resize, mirror and normalise images
     crc32c    the checksum of TFRecord files
-    stamp     the time at which a tensor is ready
     loader    finds and loads the native library: the only file that does
     draws     random numbers as pure functions of integers
-    host      small numbers that kernels read on the host
+    traced    what traced code needs: small numbers on the host, times at which tensors are ready
     device    the device of the residuals, and a check of its kernels against the CPU's
-    gpu_architectures  which GPUs the library and Horovod's kernels are built for
-    build_digest  which sources the library was built from
+    build     which GPUs the library and Horovod's kernels are built for, from which sources
 
 Each public function calls the native op if there is a library, else its definition, a function of
 the same file whose name ends in `_definition`. Both give the same bits (law 6; `augment` is equal

@@ -1,6 +1,6 @@
 """Augment: cut, resize, mirror and normalise images. The definition in plain Python and TensorFlow.
 
-The native ops that do it on a slab are called in `tfcommx.data.cache.batches`, which uses what is
+The native ops that do it on a slab are called in `tfcommx.data.batches`, which uses what is
 here if there is no library. The windows are exact; the pixels of the native op
 (ops/kernels/augment.h) agree within 1/255 per value.
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.kernels import dense, keep, lars, loader, merge, norms, select, wire, wire_codes
+from tfcommx.kernels import dense, lars, loader, select, sparse, wire, wire_codes
 from tfcommx.kernels.loader import NativeLibraryError
 
 # Entries of the vectors, and how many of them are chosen
@@ -103,14 +103,14 @@ def _exchange(device: str) -> dict[str, np.ndarray]:
                 f"rounding to {codes}": rounded,
                 f"errors of {codes}": errors,
             }
-        keep.keep(residual, chosen, errors)
+        sparse.keep(residual, chosen, errors)
         found |= {
             "indices": chosen.indices,
             "values": chosen.values,
             "residual": residual,
             "decoded values": values,
-            "merged": merge.merge(indices, values, n, k),
-            "squared norms": norms.squared_norms([residual.read_value(), values]),
+            "merged": sparse.merge(indices, values, n, k),
+            "squared norms": lars.squared_norms([residual.read_value(), values]),
         }
         return _arrays(found)
 

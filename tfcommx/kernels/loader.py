@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from tfcommx.kernels import build_digest
+from tfcommx.kernels import build
 
 FOLDER = Path(__file__).resolve().parent.parent / "lib"
 SOURCES = FOLDER.parent.parent / "ops"  # If the package is used from its source tree
@@ -62,7 +62,7 @@ def _check_build(path: Path, tensorflow_version: str) -> None:
             "The native library must be built for the TensorFlow that loads it, "
             f"{tensorflow_version}. Received one built for {built} ({path}). {another_build()}"
         )
-    if in_source_tree() and found.get("sources") != build_digest.digest(SOURCES):
+    if in_source_tree() and found.get("sources") != build.digest(SOURCES):
         raise NativeLibraryError(
             f"The native library must be built from the sources beside it, {SOURCES}. "
             f"Received one built from others ({path}). {REBUILD}"

@@ -11,8 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcommx.kernels import host, loader
-from tfcommx.terms import Sparse
+from tfcommx.core import Sparse
+from tfcommx.kernels import loader, traced
 
 # A band of mstopk: keys that agree above this bit, so equal exponent and first twelve mantissa bits
 BAND_SHIFT = 11
@@ -45,9 +45,9 @@ def select(gradient: Any, k: int, seed: int, rule: str) -> Sparse:
     if ops is None:
         return select_definition(gradient, k, seed, rule)
     indices, values = ops.tfcommx_select(
-        gradient=gradient, k=host.int64(k), seed=host.int64(seed), rule=rule
+        gradient=gradient, k=traced.int64(k), seed=traced.int64(seed), rule=rule
     )
-    return Sparse(indices, values, host.length(gradient))
+    return Sparse(indices, values, traced.length(gradient))
 
 
 def select_with_residual(
@@ -93,8 +93,8 @@ def select_with_residual(
     given = {
         "gradient": gradient,
         "residual": residual.handle,
-        "k": host.int64(k),
-        "seed": host.int64(seed),
+        "k": traced.int64(k),
+        "seed": traced.int64(seed),
         "rule": rule,
     }
     if velocity is None:
@@ -103,7 +103,7 @@ def select_with_residual(
         indices, values = ops.tfcommx_select_momentum(
             **given, velocity=velocity.handle, momentum=momentum
         )
-    return Sparse(indices, values, host.length(gradient))
+    return Sparse(indices, values, traced.length(gradient))
 
 
 def select_definition(gradient: tf.Tensor, k: int, seed: int, rule: str) -> Sparse:
@@ -117,7 +117,7 @@ def select_definition(gradient: tf.Tensor, k: int, seed: int, rule: str) -> Spar
     """
     acc = tf.cast(gradient, tf.float32)
     indices = _choose(acc, k, seed, rule)
-    return Sparse(indices, tf.gather(acc, indices), host.length(gradient))
+    return Sparse(indices, tf.gather(acc, indices), traced.length(gradient))
 
 
 def select_with_residual_definition(

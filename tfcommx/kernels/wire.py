@@ -1,4 +1,8 @@
-"""Wire: selected entries as one buffer of int32 words, and back.
+"""Ascending indices by Elias-Fano coding: the definition, in plain TensorFlow.
+
+ops/kernels/wire_elias.h has the layout and its source.
+
+Wire: selected entries as one buffer of int32 words, and back.
 
 `terms.wire_formats` counts the words, ops/kernels/wire.h has their layout, and the module
 `tfcommx.wire.codec` says what each format is for.
@@ -10,9 +14,49 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcommx.kernels import host, loader, wire_codes, wire_elias
-from tfcommx.terms import Sparse
-from tfcommx.terms.wire_formats import BLOCK, CODE_BITS, value_dtype, wire_words
+from tfcommx.core import Sparse
+from tfcommx.core.wire_formats import (
+    BLOCK,
+    CODE_BITS,
+    bitmap_bits,
+    low_bits,
+    value_dtype,
+    wire_words,
+)
+from tfcommx.kernels import loader, traced, wire_codes
+
+
+def elias_encode_definition(indices: tf.Tensor, size: int) -> tf.Tensor:
+    """Write int32 [k], ascending in [0, size), as int32 words: the bitmap, then the low bits."""
+    k = traced.length(indices)
+    width, length = low_bits(k, size), bitmap_bits(k, size)
+    places = tf.cast(tf.bitwise.right_shift(indices, width), tf.int64) + tf.range(k, dtype=tf.int64)
+    bitmap = tf.scatter_nd(places[:, None], tf.ones([k], tf.int32), [length])
+    each = tf.bitwise.right_shift(indices[:, None], tf.range(width))
+    return tf.concat(
+        [wire_codes.pack(bitmap, 1), wire_codes.pack(tf.reshape(each, [-1]), 1)], axis=0
+    )
+
+
+def elias_decode_definition(bitmap: tf.Tensor, lows: tf.Tensor, k: int, size: int) -> tf.Tensor:
+    """Read the k indices of each buffer.
+
+    Args:
+        bitmap: int32 [buffers, words], k bits of each row are set.
+        lows: int32 [buffers, words].
+        k: indices in each buffer.
+        size: of the vector that they point into.
+
+    Returns:
+        int32 [buffers, k].
+    """
+    width = low_bits(k, size)
+    rows = tf.shape(bitmap)[0]
+    places = tf.reshape(tf.where(wire_codes.unpack(bitmap, 1) > 0)[:, 1], [rows, k])
+    highs = tf.cast(places - tf.range(k, dtype=tf.int64), tf.int32)
+    each = tf.reshape(wire_codes.unpack(lows, 1)[:, : k * width], [rows, k, width])
+    low = tf.reduce_sum(tf.bitwise.left_shift(each, tf.range(width)), axis=2)
+    return tf.bitwise.left_shift(highs, width) + low
 
 
 def encode(sparse: Sparse, wire: str) -> tf.Tensor:
@@ -83,7 +127,7 @@ def encode_definition(sparse: Sparse, wire: str) -> tf.Tensor:
     else:
         values = _to_words(tf.cast(values, dtype))
     if wire.startswith("elias"):
-        return tf.concat([wire_elias.encode_definition(*sparse[::2]), values], axis=0)
+        return tf.concat([elias_encode_definition(*sparse[::2]), values], axis=0)
     if wire.startswith("pair"):
         return tf.concat([sparse.indices, values], axis=0)
     last = _block_starts(sparse.size) + (BLOCK - 1)
@@ -105,7 +149,7 @@ def decode_definition(
     else:
         values = tf.cast(_from_words(last, k, tf.as_dtype(dtype)), tf.float32)
     if wire.startswith("elias"):
-        positions = wire_elias.decode_definition(counts, positions, k, size)
+        positions = elias_decode_definition(counts, positions, k, size)
     indices = tf.reshape(positions, [-1])
     if wire.startswith("block16"):
         starts = tf.tile(_block_starts(size), [tf.shape(counts)[0]])
@@ -122,7 +166,7 @@ def _block_starts(size: int) -> tf.Tensor:
 def _to_words(entries: tf.Tensor) -> tf.Tensor:
     if entries.dtype.size == 4:
         return tf.bitcast(entries, tf.int32)
-    padding = [[0, host.length(entries) % 2]]
+    padding = [[0, traced.length(entries) % 2]]
     halves = tf.pad(tf.bitcast(entries, tf.int16), padding)
     return tf.bitcast(tf.reshape(halves, [-1, 2]), tf.int32)
 

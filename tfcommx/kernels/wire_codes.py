@@ -1,4 +1,6 @@
-"""Values as codes of 8 or 4 bits, in blocks that share a step.
+"""Numbers of a few bits, packed into int32 words from the lowest bit on: plain TensorFlow.
+
+Values as codes of 8 or 4 bits, in blocks that share a step.
 
 ops/kernels/wire_codes.h has the rule and its reasons.
 """
@@ -7,8 +9,54 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfcommx.kernels import bits, host, loader
-from tfcommx.terms.wire_formats import CODE_BITS, CODE_BLOCK, code_words
+from tfcommx.core.wire_formats import CODE_BITS, CODE_BLOCK, code_words
+from tfcommx.kernels import loader, traced
+
+
+def pack(numbers: tf.Tensor, width: int) -> tf.Tensor:
+    """Write the lowest bits of numbers one after another.
+
+    >>> pack(tf.constant([1, 2, -1]), 4).numpy().tolist()
+    [3873]
+
+    Args:
+        numbers: int32 [n].
+        width: bits of each, a divisor of 32.
+
+    Returns:
+        int32 [ceil(n * width / 32)]; the bits at the end are zero.
+
+    **Ranks:** local.
+    """
+    count = 32 // width
+    padded = tf.pad(numbers, [[0, -traced.length(numbers) % count]])
+    low = tf.bitwise.bitwise_and(tf.reshape(padded, [-1, count]), _mask(width))
+    # No two have a bit in common, so their sum has them all; it may be negative
+    return tf.reduce_sum(tf.bitwise.left_shift(low, tf.range(0, 32, width)), axis=1)
+
+
+def unpack(words: tf.Tensor, width: int) -> tf.Tensor:
+    """Read what `pack` wrote.
+
+    >>> unpack(tf.constant([[3873]]), 4)[0, :4].numpy().tolist()
+    [1, 2, 15, 0]
+
+    Args:
+        words: int32 [rows, n].
+        width: bits of each number, a divisor of 32.
+
+    Returns:
+        int32 [rows, n * 32 / width], none negative unless `width` is 32.
+
+    **Ranks:** local.
+    """
+    shifted = tf.bitwise.right_shift(words[:, :, None], tf.range(0, 32, width))
+    low = tf.bitwise.bitwise_and(shifted, _mask(width))
+    return tf.reshape(low, [tf.shape(words)[0], words.shape[1] * (32 // width)])
+
+
+def _mask(width: int) -> int:
+    return (1 << width) - 1 if width < 32 else -1
 
 
 def round_values(values: tf.Tensor, dtype: str) -> tuple[tf.Tensor, tf.Tensor]:
@@ -43,21 +91,21 @@ def round_values(values: tf.Tensor, dtype: str) -> tuple[tf.Tensor, tf.Tensor]:
 def round_definition(values: tf.Tensor, dtype: str) -> tuple[tf.Tensor, tf.Tensor]:
     """Define `round_values` in plain TensorFlow."""
     steps, codes = _codes(values, dtype)
-    written = _values(steps, codes, dtype)[: host.length(values)]
+    written = _values(steps, codes, dtype)[: traced.length(values)]
     difference = tf.where(written == 0, values, values - written)
     return written, tf.where(tf.math.is_finite(values), difference, tf.zeros_like(values))
 
 
 def write_definition(values: tf.Tensor, dtype: str) -> tf.Tensor:
     """Define how codes are written, in plain TensorFlow: float32 [k] to int32 words."""
-    k = host.length(values)
+    k = traced.length(values)
     words = code_words(k, dtype)
     steps, codes = _codes(values, dtype)
     halves = tf.bitcast(tf.cast(steps[:, 0], tf.bfloat16), tf.int16)
-    halves = tf.bitcast(tf.pad(halves, [[0, 2 * words[0] - host.length(halves)]]), tf.uint16)
+    halves = tf.bitcast(tf.pad(halves, [[0, 2 * words[0] - traced.length(halves)]]), tf.uint16)
     width = CODE_BITS[dtype]
-    flat = bits.pack(tf.reshape(codes, [-1]), width)[: words[1]]
-    return tf.concat([bits.pack(tf.cast(halves, tf.int32), 16), flat], axis=0)
+    flat = pack(tf.reshape(codes, [-1]), width)[: words[1]]
+    return tf.concat([pack(tf.cast(halves, tf.int32), 16), flat], axis=0)
 
 
 def read_definition(words: tf.Tensor, k: int, dtype: str) -> tf.Tensor:
@@ -70,8 +118,8 @@ def read_definition(words: tf.Tensor, k: int, dtype: str) -> tf.Tensor:
     """
     head, rest = tf.split(words, code_words(k, dtype), axis=1)
     width, blocks = CODE_BITS[dtype], -(-k // CODE_BLOCK)
-    steps = tf.bitcast(tf.bitwise.left_shift(bits.unpack(head, 16), 16), tf.float32)[:, :blocks]
-    codes = bits.unpack(rest, width)
+    steps = tf.bitcast(tf.bitwise.left_shift(unpack(head, 16), 16), tf.float32)[:, :blocks]
+    codes = unpack(rest, width)
     signed = tf.bitwise.right_shift(tf.bitwise.left_shift(codes, 32 - width), 32 - width)
     padded = tf.pad(signed, [[0, 0], [0, blocks * CODE_BLOCK - signed.shape[1]]])
     parts = tf.reshape(padded, [-1, CODE_BLOCK])
@@ -83,7 +131,7 @@ def read_definition(words: tf.Tensor, k: int, dtype: str) -> tf.Tensor:
 def _codes(values: tf.Tensor, dtype: str) -> tuple[tf.Tensor, tf.Tensor]:
     """Return the step of each block, float32 [blocks, 1], and codes, int32 [blocks, 32]."""
     largest = _largest(dtype)
-    parts = tf.reshape(tf.pad(values, [[0, -host.length(values) % CODE_BLOCK]]), [-1, CODE_BLOCK])
+    parts = tf.reshape(tf.pad(values, [[0, -traced.length(values) % CODE_BLOCK]]), [-1, CODE_BLOCK])
     finite = tf.math.is_finite(parts)
     kept = tf.where(finite, parts, tf.zeros_like(parts))
     most = tf.reduce_max(tf.abs(kept), axis=1, keepdims=True)

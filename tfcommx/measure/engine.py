@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfcommx import engines
-from tfcommx.comm.base import Comm
-from tfcommx.terms import Calibration, Link, Links, Topology
+from tfcommx.collectives.comm import Comm
+from tfcommx.core import Calibration, Link, Links, Topology
 
 # Repeats some work on all ranks; returns the seconds of the slowest rank in each repeat
 Timer = Callable[[Callable[[], object]], list[float]]

@@ -15,9 +15,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.kernels.stamp import stamp
+from tfcommx.core import Bucket, MeasuredStep, Piece, Plan, PlanError, Profile, Span, Timeline
+from tfcommx.kernels.traced import stamp
 from tfcommx.measure.profile import WARM_UP, StepTiming, batches_of, statistics_kept, variable_names
-from tfcommx.terms import Bucket, MeasuredStep, Piece, Plan, PlanError, Profile, Span, Timeline
 
 Exchange = Callable[[Mapping[str, tf.Tensor]], Mapping[str, tf.Tensor]]
 

@@ -21,9 +21,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx import selection
-from tfcommx.comm.unwrapped import allow_plain_optimizers
-from tfcommx.kernels.stamp import stamp
-from tfcommx.terms import SPARSE_WIRES, PlanError, Profile, VariableProfile
+from tfcommx.collectives.unwrapped import allow_plain_optimizers
+from tfcommx.core import SPARSE_WIRES, PlanError, Profile, VariableProfile
+from tfcommx.kernels.traced import stamp
 from tfcommx.wire import codec
 
 # Lengths of vector on which selection is timed; other lengths are interpolated

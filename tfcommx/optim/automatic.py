@@ -1,4 +1,12 @@
-"""Choose a plan for `Scheme("auto")`: from an earlier run, by prediction, or by a trial.
+"""A cache on disk of what one run has measured, for the next run.
+
+    folder/choice-1f0c9a52b7d3e846.json    {"key": what it depends on, "value": {...}}
+
+Only rank 0 reads and writes them.
+
+ExpectedRun: how many steps are expected to follow, for the choice of a plan.
+
+Choose a plan for `Scheme("auto")`: from an earlier run, by prediction, or by a trial.
 
     kept from a run before? -> its plan
     few steps follow? -> plain Horovod
@@ -14,19 +22,20 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.metadata
+import json
 import logging
 import platform
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 import tfcommx
-from tfcommx.comm.base import Comm
-from tfcommx.comm.launcher import launcher
+from tfcommx.collectives.comm import Comm
+from tfcommx.core import NO_COMPRESSION, Links, Plan, PlanError, Scheme, reading, write_text
+from tfcommx.launch.launcher import cache_folder, launcher
 from tfcommx.measure.links import probe
-from tfcommx.optim import measurement_cache
-from tfcommx.optim.expected_run import SHARE, ExpectedRun
 from tfcommx.planner.automatic import (
     PlanRequest,
     auto_as_plain,
@@ -35,14 +44,94 @@ from tfcommx.planner.automatic import (
     propose,
 )
 from tfcommx.routes import read_plan
-from tfcommx.runtime.agreement import agree_on_plan
-from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.runtime.trial import TrialExecutor
-from tfcommx.runtime.trial_rounds import LEAST_ROUNDS, TrialRounds
+from tfcommx.runtime.executor import PlanExecutor, agree_on_plan
+from tfcommx.runtime.trial import LEAST_ROUNDS, STEPS, TrialExecutor, TrialRounds
 from tfcommx.strategies import Strategy, Synchronous
-from tfcommx.terms import NO_COMPRESSION, Links, Plan, PlanError, Scheme
 
 log = logging.getLogger("tfcommx")
+
+
+def read(kind: str, key: Any) -> dict[str, Any] | None:
+    """Return what was kept under an equal key; None if nothing was, or the file is damaged.
+
+    Args:
+        kind: of measurement, a word.
+        key: what it depends on; as JSON can write it.
+    """
+    try:
+        path = _path(kind, key)
+        if not path.exists():
+            return None
+        with reading("A measurement that was kept", path, "It is measured again."):
+            found = json.loads(path.read_text())
+            if found["key"] == json.loads(json.dumps(key)):
+                return dict(found["value"])
+    except (OSError, PlanError) as error:
+        log.warning("What was measured before cannot be read, and is measured again: %s", error)
+    return None
+
+
+def write(kind: str, key: Any, value: dict[str, Any]) -> None:
+    """Keep a measurement in place of the one before; if that fails, say so and continue."""
+    try:
+        write_text(_path(kind, key), json.dumps({"key": key, "value": value}, indent=1))
+    except OSError as error:
+        log.warning("What was measured is not kept: %s.", error)
+
+
+def _path(kind: str, key: Any) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return cache_folder() / f"{kind}-{digest[:16]}.json"
+
+
+# A trial takes at most this share of the steps that follow
+SHARE = 0.02
+# In fewer steps than these nothing is measured, predicted or tried
+FEW = 50
+
+
+class ExpectedRun(NamedTuple):
+    """What is known of the steps that follow; None where it is not.
+
+    >>> [ExpectedRun(steps).trial_steps for steps in (500, 10**6, None)]
+    [10, 18, 18]
+    """
+
+    # That the optimizer will take, >= 0
+    steps: int | None = None
+    # Of an epoch, likewise
+    steps_of_epoch: int | None = None
+    # Samples of a rank in a step, as told for the whole run, or as the traced step says it
+    batch: int | None = None
+    # Told for the whole run, which a fit is a part of
+    whole_run: bool = False
+    # Whether a choice that is measured is kept for other runs
+    keeps_choice: bool = True
+
+    @property
+    def trial_steps(self) -> int:
+        """The steps that a trial may take."""
+        return STEPS if self.steps is None else min(STEPS, int(SHARE * self.steps))
+
+    @property
+    def is_short(self) -> bool:
+        """Are there too few steps to spend anything on a choice?"""
+        return self.steps is not None and self.steps < FEW
+
+    def key(self, batch: int | None) -> dict[str, int | None]:
+        """Return what a choice that is kept depends on.
+
+        Where nobody knows the batch, the steps of an epoch, which change with it, stand for it.
+
+        >>> ExpectedRun(100, 10, 32).key(None), ExpectedRun(100, 10).key(None), ExpectedRun().key(8)
+        ({'batch': 32}, {'batch': None, 'steps_of_epoch': 10}, {'batch': 8})
+
+        Args:
+            batch: of a profile, which counts more.
+        """
+        found = self.batch if batch is None else batch
+        return {"batch": found} | ({"steps_of_epoch": self.steps_of_epoch} if found is None else {})
+
 
 PLAIN_HOROVOD = "plain Horovod"
 # Raised when a trial decides by another rule or between other plans: kept choices are void then
@@ -119,7 +208,7 @@ def _choose_or_try(
 ) -> PlanExecutor | TrialExecutor:
     cluster = _cluster(comm)
     key = _cache_key(schemes, asked, cluster, expected)
-    kept = _on_rank_0(comm, lambda: measurement_cache.read("choice", key))
+    kept = _on_rank_0(comm, lambda: read("choice", key))
     if kept is not None and (plan := _cached_plan(kept, plain, expected)):
         announce(comm, f"{kept['chosen']}, as measured in a run before. {kept['said']}")
         return PlanExecutor(plan, comm)
@@ -153,7 +242,7 @@ def _choose_or_try(
         announce(comm, f"{chosen}. {said}")
         if comm.rank == 0 and expected.keeps_choice:
             value = {"chosen": chosen, "said": said, "plan": plans[rounds.chosen].to_json()}
-            measurement_cache.write("choice", key, value | {"of_trial": expected.trial_steps})
+            write("choice", key, value | {"of_trial": expected.trial_steps})
 
     return TrialExecutor(plans, comm, decided, expected.trial_steps)
 
@@ -278,7 +367,7 @@ def links_of(
     cluster = cluster or _cluster(comm)
     kept = None
     if not again:
-        kept = _on_rank_0(comm, lambda: measurement_cache.read("links", cluster))
+        kept = _on_rank_0(comm, lambda: read("links", cluster))
     if kept is not None:
         try:
             links = Links.from_dict(kept)
@@ -289,7 +378,7 @@ def links_of(
     links = probe(comm, SIZES, REPEATS, blocks=(), steady=STEADY, fusion=True).links
     # What a network became in mid-run is not what the next run begins with
     if comm.rank == 0 and not again and _are_steady(links):
-        measurement_cache.write("links", cluster, links.to_dict())
+        write("links", cluster, links.to_dict())
     return links
 
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 import keras
 import tensorflow as tf
 
-from tfcommx.comm import process
+from tfcommx.collectives import process
+from tfcommx.core import PlanError
 from tfcommx.optim.keras_internals import numbered_stem
-from tfcommx.optim.variable_names import path_of
-from tfcommx.terms import PlanError
+from tfcommx.optim.requested_plan import path_of
 
 # Horovod does not have these dtypes itself.
 _CARRIED_AS = {

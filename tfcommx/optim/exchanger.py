@@ -20,20 +20,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.comm.base import Comm
-from tfcommx.kernels.untraced import untraced
+from tfcommx.collectives.comm import Comm, WatchedSum
+from tfcommx.core import PlanError, Scheme
+from tfcommx.kernels.traced import untraced
 from tfcommx.optim.carried_state import CarriedState
-from tfcommx.optim.exchange_settings import ExchangeSettings
 from tfcommx.optim.keras_internals import StepUnderWay, compiled_by_xla, traced_batch
-from tfcommx.optim.requested_plan import RequestedPlan
+from tfcommx.optim.requested_plan import ExchangeSettings, RequestedPlan, VariableNames
 from tfcommx.optim.sharding import Sharding
-from tfcommx.optim.variable_names import VariableNames
-from tfcommx.optim.watched_sum import WatchedSum
 from tfcommx.runtime.rates import highest
 from tfcommx.runtime.replica_guard import ReplicaGuard
 from tfcommx.runtime.residuals import PlanState, VariableState, sum_states
 from tfcommx.strategies import CommonState, StrategyRun, Update, agree_on_strategy
-from tfcommx.terms import PlanError, Scheme
 
 log = logging.getLogger("tfcommx")
 

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.comm import process
+from tfcommx.collectives import process
 from tfcommx.optim.keras_internals import SumState, metrics_in, sums_in
 
 log = logging.getLogger("tfcommx")

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from tfcommx.comm import process
+from tfcommx.collectives import process
+from tfcommx.core import PlanError
 from tfcommx.optim.keras_internals import (
     given_name,
     inner_optimizer,
     layers_of,
     own_variables,
 )
-from tfcommx.optim.variable_names import path_of
+from tfcommx.optim.requested_plan import path_of
 from tfcommx.optim.wrapped import wrapped_optimizers
-from tfcommx.terms import PlanError
 
 # Settings that differ between ranks in a correct training: ranks have seeds of their own, their
 # first weights are replaced by the root's, and the rate is a variable, which is broadcast.

@@ -16,9 +16,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.comm import process
+from tfcommx.collectives import process
+from tfcommx.core import PlanError
 from tfcommx.optim.keras_internals import call_alike, calls_recorded, constants_of, loss_of
-from tfcommx.terms import PlanError
 
 log = logging.getLogger("tfcommx")
 

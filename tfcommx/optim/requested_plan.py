@@ -1,4 +1,8 @@
-"""RequestedPlan: schemes and settings as asked for, turned into plans.
+"""The settings of a wrapped optimizer's exchange that do not change during training.
+
+Unique names of a model's variables, for plans and checkpoints.
+
+RequestedPlan: schemes and settings as asked for, turned into plans.
 
 It lives as long as the optimizer; a change of scheme replaces the schemes in it.
 """
@@ -6,21 +10,97 @@ It lives as long as the optimizer; a change of scheme replaces the schemes in it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import keras
+import tensorflow as tf
 
-from tfcommx.comm.base import Comm
-from tfcommx.optim.automatic import executor_for
-from tfcommx.optim.exchange_settings import ExchangeSettings, double_momentum_error
-from tfcommx.optim.expected_run import ExpectedRun
-from tfcommx.optim.variable_names import VariableNames
+from tfcommx.collectives.comm import Comm
+from tfcommx.core import OPERATIONS, Links, Plan, PlanError, Profile, Scheme, check_name
+from tfcommx.optim.automatic import ExpectedRun, executor_for
 from tfcommx.planner.automatic import PlanRequest, auto_as_plain, find_auto
 from tfcommx.planner.check import check_scheme, require_coverage
 from tfcommx.planner.plan import Gradient
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.trial import TrialExecutor
-from tfcommx.strategies import Synchronous
-from tfcommx.terms import Plan, PlanError, Scheme
+from tfcommx.strategies import Strategy, Synchronous
+
+
+@dataclass(frozen=True)
+class ExchangeSettings:
+    """The settings of an exchanger that a change of scheme does not change."""
+
+    # "average" or "sum" over the ranks
+    operation: str = "average"
+    # Who updates the weights
+    strategy: Strategy = field(default_factory=Synchronous)
+    # What messages cost, for routes that can go several ways; None: nominal, or as "auto" measures
+    links: Links | None = None
+    # When gradients are ready, for what goes by time
+    profile: Profile | None = None
+    # Made before, in place of one that is made from the scheme
+    plan: Plan | None = None
+    # Steps between two comparisons of the replicas, >= 1; None: never
+    check_replicas_every: int | None = 100
+    # The wrapped optimizer's own momentum, or its beta_1, >= 0
+    own_momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_name("op", self.operation, OPERATIONS)
+        buckets = () if self.plan is None else self.plan.buckets
+        if self.own_momentum and any(bucket.momentum for bucket in buckets):
+            raise PlanError(double_momentum_error(self.own_momentum))
+
+
+def double_momentum_error(own_momentum: float) -> str:
+    """Return the error for momentum in a scheme and in the optimizer."""
+    return (
+        "Momentum must be applied once. Received a scheme with `momentum` and an optimizer with "
+        f"its own (momentum or beta_1 = {own_momentum}). Set the optimizer's to 0, or leave "
+        "`momentum` out of the scheme."
+    )
+
+
+def path_of(variable: keras.Variable | tf.Variable) -> str:
+    """Return a variable's path; of one of TensorFlow's its name.
+
+    >>> import tensorflow as tf
+    >>> path_of(tf.Variable(0.0, name="scale"))
+    'scale'
+    """
+    return variable.name.partition(":")[0] if isinstance(variable, tf.Variable) else variable.path
+
+
+class VariableNames:
+    """Unique names of variables: their paths, with a number if another has the same path."""
+
+    def __init__(self) -> None:
+        # By id, which is the variable's own as long as the variable is held here
+        self._names: dict[int, tuple[str, keras.Variable]] = {}
+
+    def of(self, variables: Sequence[keras.Variable]) -> list[str]:
+        """Return the variables' names, made unique in the order of the first call.
+
+        A variable whose name broadcast_variables has agreed on with the other ranks has that one.
+        Parts of a model may have layers of the same name, as two networks of keras.applications
+        have.
+        """
+        taken = {name for name, _ in self._names.values()}
+        for variable in variables:
+            if id(variable) not in self._names:
+                path = getattr(variable, "tfcommx_name", None) or path_of(variable)
+                name, number = path, 1
+                while name in taken:
+                    number += 1
+                    name = f"{path}#{number}"
+                taken.add(name)
+                self._names[id(variable)] = name, variable
+        return [self._names[id(variable)][0] for variable in variables]
+
+    def rename(self, variables: Sequence[keras.Variable], names: Sequence[str]) -> None:
+        """Give the variables these names, which are unique."""
+        for variable, name in zip(variables, names, strict=True):
+            self._names[id(variable)] = (name, variable)
 
 
 class RequestedPlan:

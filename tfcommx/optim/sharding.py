@@ -10,10 +10,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.comm.base import Comm
-from tfcommx.optim.variable_names import path_of
+from tfcommx.collectives.comm import Comm
+from tfcommx.core import NOMINAL, PlanError
+from tfcommx.optim.requested_plan import path_of
 from tfcommx.strategies import ShardedRun, Shards, StrategyRun
-from tfcommx.terms import NOMINAL, PlanError
 
 # State by attribute of the optimizer, then by variable in forward order; None: it has none
 WholeState = dict[str, list[np.ndarray | None]]

@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from tfcommx.comm import process
+from tfcommx.collectives import process
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.keras_internals import (
     AgreedLossScale,

@@ -13,15 +13,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from tfcommx.planner.choose import candidates
-from tfcommx.planner.fragments import plan_in_fragments
-from tfcommx.planner.plan import make_plan
-from tfcommx.planner.predict import Prediction, Setting, describe
-from tfcommx.planner.prices import sub_profile
-from tfcommx.planner.streams import Gradient, matches, scheme_of
-from tfcommx.simulator.assumptions import Assumptions
-from tfcommx.simulator.selection_time import measured_time
-from tfcommx.terms import (
+from tfcommx.core import (
     AUTO,
     NOMINAL,
     PLAIN,
@@ -33,6 +25,11 @@ from tfcommx.terms import (
     Topology,
     VariableProfile,
 )
+from tfcommx.planner.choose import candidates
+from tfcommx.planner.plan import Gradient, make_plan, matches, plan_in_fragments, scheme_of
+from tfcommx.planner.predict import Prediction, Setting, describe
+from tfcommx.planner.prices import sub_profile
+from tfcommx.simulator.assumptions import Assumptions, measured_time
 
 # With fewer bytes of gradients nothing is tried: latencies decide, and plain Horovod, which merges
 # all it finds, has the fewest.

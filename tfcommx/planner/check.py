@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from tfcommx import compression, routes, selection
-from tfcommx.planner import merging
-from tfcommx.routes.base import Route
-from tfcommx.routes.torus import PEER_ROUTES
-from tfcommx.terms import (
+from tfcommx.core import (
     AUTO,
     MPI_LAUNCH,
     NARROW,
@@ -18,7 +15,10 @@ from tfcommx.terms import (
     Topology,
     is_member,
 )
-from tfcommx.wire import base
+from tfcommx.planner import merging
+from tfcommx.routes.route import Route
+from tfcommx.routes.torus import PEER_ROUTES
+from tfcommx.wire import formats
 
 
 def check_scheme(scheme: Scheme, topology: Topology, messages: bool = True) -> None:
@@ -73,7 +73,7 @@ def wire_of(scheme: Scheme, route: Route) -> str:
     if wire == PLAIN:
         return route.wires[0]
     if is_member(wire) and route.sparse:
-        base.of_others(wire)
+        formats.of_others(wire)
     elif wire not in route.wires:
         others = [
             one.name
@@ -106,7 +106,7 @@ def _check_auto(scheme: Scheme) -> None:
     wires = {wire for route in sparse for wire in route.wires}
     allowed: dict[str, tuple[str, ...]] = {"wire": NARROW, "dense_wire": ()}
     if scheme.selection != "all":
-        known = (scheme.wire,) if base.of_others(scheme.wire) else tuple(sorted(wires))
+        known = (scheme.wire,) if formats.of_others(scheme.wire) else tuple(sorted(wires))
         allowed = {"wire": known, "dense_wire": NARROW}
     for name, known in allowed.items():
         if getattr(scheme, name) not in (PLAIN, *known):

@@ -17,10 +17,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from tfcommx import routes
+from tfcommx.core import NARROW, NO_COMPRESSION, PlanError, Scheme, Topology
 from tfcommx.planner.check import check_scheme
 from tfcommx.planner.predict import Prediction, Setting
 from tfcommx.routes.torus import PEER_ROUTES
-from tfcommx.terms import NARROW, NO_COMPRESSION, PlanError, Scheme, Topology
 
 # Tried for every route; `optimal` takes seconds for a large model, and follows for the best routes.
 QUICK_MERGINGS = ("threshold", "mg_wfbp", "single")
@@ -38,7 +38,7 @@ def candidates(
 ) -> list[Prediction]:
     """Plan and simulate every scheme that is as good as what is asked for; the fastest first.
 
-    >>> from tfcommx.terms import NOMINAL, Profile, VariableProfile
+    >>> from tfcommx.core import NOMINAL, Profile, VariableProfile
     >>> profile = Profile("tiny", (VariableProfile("w", (8, 8), ready_s=0.01),), 0.01, 0.02, 8)
     >>> found = candidates(Setting(profile, Topology(2, 1), NOMINAL))
     >>> {candidate.scheme.selection for candidate in found}

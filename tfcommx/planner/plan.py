@@ -1,4 +1,12 @@
-"""Makes the plan: from the schemes that a user asks for to buckets, each with its route and k.
+"""Deal work out to ranks evenly.
+
+Which gradients may travel together: sorted by scheme, route and dtype; long ones are cut.
+
+Fragments: groups of variables with about equally many entries, each exchanged at its own step.
+
+variables  --fragment_of-->  F groups  --make_plan, each-->  one plan, no bucket of two groups
+
+Makes the plan: from the schemes that a user asks for to buckets, each with its route and k.
 
     gradients --streams--> those that may travel together --merging--> groups --> buckets
 
@@ -8,25 +16,16 @@ All that can be refused is refused here, before any collective.
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
+import itertools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
-from tfcommx.planner import merging
-from tfcommx.planner.check import check_scheme, wire_of
-from tfcommx.planner.prices import prices_of, sub_profile
-from tfcommx.planner.streams import (
-    DENSE_DTYPES,
-    Gradient,
-    Member,
-    Stream,
-    matches,
-    sort_into_streams,
-)
-from tfcommx.routes.compressed import vectors
-from tfcommx.routes.messages import MessageOptions
-from tfcommx.simulator.assumptions import IDEAL, Assumptions
-from tfcommx.terms import (
+from tfcommx import routes
+from tfcommx.core import (
     AUTO,
     LARGEST,
     NARROW,
@@ -35,12 +34,210 @@ from tfcommx.terms import (
     PLAIN,
     Bucket,
     Links,
+    Piece,
     Plan,
     PlanError,
     Profile,
     Scheme,
     Topology,
 )
+from tfcommx.planner import merging
+from tfcommx.planner.check import check_scheme, wire_of
+from tfcommx.planner.prices import prices_of, sub_profile
+from tfcommx.routes.compressed import vectors
+from tfcommx.routes.messages import MessageOptions
+from tfcommx.routes.route import Route
+from tfcommx.simulator.assumptions import IDEAL, Assumptions
+
+
+def balance(costs: Sequence[float], ranks: int) -> list[int]:
+    """Return the rank of each item: the longest first, each to the rank that has least so far.
+
+    >>> balance([6, 4, 3, 1], ranks=2)
+    [0, 1, 1, 0]
+
+    Args:
+        costs: of the items, > 0.
+        ranks: >= 1; of those that have equally little the first.
+
+    **Source:** Graham, "Bounds on Multiprocessing Timing Anomalies" (1969): the rank that has most
+    has at most 4/3 of what it has in the best partition.
+    """
+    owners, loads = [0] * len(costs), [0.0] * ranks
+    for place in sorted(range(len(costs)), key=lambda place: -costs[place]):
+        owners[place] = loads.index(min(loads))
+        loads[owners[place]] += costs[place]
+    return owners
+
+
+# What the engine reduces, with the bytes of an entry; others travel as float32.
+DENSE_DTYPES = {"float16": 2, "float32": 4, "float64": 8}
+
+
+class Gradient(NamedTuple):
+    """What the planner must know of a variable's gradient."""
+
+    # Path of the variable.
+    path: str
+    shape: tuple[int, ...]
+    # Name of the dtype.
+    dtype: str
+
+    @property
+    def entries(self) -> int:
+        """Number of entries."""
+        return math.prod(self.shape)
+
+
+class Stream(NamedTuple):
+    """Gradients that may travel together."""
+
+    scheme: Scheme
+    route: Route
+    # Of the flat vectors.
+    dtype: str
+
+
+# Position of a variable in backward order, and its gradient or a piece of it.
+Member = tuple[int, Gradient]
+
+
+def sort_into_streams(
+    gradients: Sequence[Gradient], schemes: Mapping[str, Scheme], largest: int
+) -> dict[Stream, list[Member]]:
+    """Group the gradients, in backward order, by scheme, route and dtype; cut long ones."""
+    streams: dict[Stream, list[Member]] = {}
+    for order, gradient in enumerate(reversed(gradients)):
+        stream = _stream_of(gradient, scheme_of(gradient.path, schemes))
+        pieces = _cut(gradient, largest) if stream.route.sparse else [gradient]
+        streams.setdefault(stream, []).extend((order, piece) for piece in pieces)
+    return streams
+
+
+def _stream_of(gradient: Gradient, scheme: Scheme) -> Stream:
+    if gradient.dtype.startswith("complex"):
+        raise PlanError(
+            f"Real gradients are required. Received {gradient.dtype} for {gradient.path!r}. "
+            "Train its real and its imaginary part as two variables."
+        )
+    route = routes.get(scheme.route)
+    if route.sparse:
+        small = len(gradient.shape) <= 1 or gradient.entries < scheme.dense_below
+        if not small and gradient.dtype != "float64":
+            return Stream(scheme, route, "float32")
+        route = routes.get(scheme.dense_route)
+    compresses = scheme.compression != NO_COMPRESSION and gradient.dtype != "float64"
+    known = gradient.dtype in DENSE_DTYPES and not compresses
+    dtype = gradient.dtype if known else "float32"
+    return Stream(scheme, route, dtype)
+
+
+def scheme_of(path: str, schemes: Mapping[str, Scheme]) -> Scheme:
+    """Return the scheme of the first pattern that matches a variable's path.
+
+    >>> scheme_of("dense/kernel", {"*kernel": Scheme("asa"), "*": Scheme()}).route
+    'asa'
+
+    **Raises:** PlanError if none matches.
+    """
+    for pattern, scheme in schemes.items():
+        if matches(path, pattern):
+            return scheme
+    raise PlanError(
+        f"No scheme for the variable {path!r}: none of the patterns {list(schemes)} matches. Add "
+        "the pattern '*'."
+    )
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Tell whether a pattern matches a variable.
+
+    A variable whose path another one has, too, has a number after its name.
+    """
+    return fnmatch.fnmatchcase(re.sub(r"#\d+$", "", name), pattern)
+
+
+def _cut(gradient: Gradient, largest: int) -> list[Gradient]:
+    """Cut a gradient into pieces of equal length, of at most `largest` entries."""
+    size = gradient.entries
+    if size <= largest:
+        return [gradient]
+    count = -(-size // largest)
+    ends = [size * piece // count for piece in range(count + 1)]
+    return [
+        Gradient(Piece(gradient.path, start, stop).name, (stop - start,), gradient.dtype)
+        for start, stop in itertools.pairwise(ends)
+    ]
+
+
+def fragment_of(entries: Mapping[str, int], count: int) -> dict[str, int]:
+    """Return the fragment of each variable: the longest first, each to that with least so far.
+
+    >>> fragment_of({"a": 6, "b": 4, "c": 3}, 2)
+    {'a': 0, 'b': 1, 'c': 1}
+
+    Args:
+        entries: variable path -> its entries, >= 1, in any order.
+        count: of fragments, >= 1.
+
+    **Raises:** PlanError for fewer variables than fragments.
+    """
+    if len(entries) < count:
+        raise PlanError(
+            f"Each fragment needs a variable. Received fragments={count} and {len(entries)} "
+            "variables. Take fewer."
+        )
+    paths = sorted(entries)
+    return dict(zip(paths, balance([entries[path] for path in paths], count), strict=True))
+
+
+def plan_in_fragments(
+    gradients: Sequence[Gradient], count: int, make: Callable[[Sequence[Gradient]], Plan]
+) -> Plan:
+    """Make a plan of which no bucket has variables of two fragments.
+
+    Args:
+        gradients: in forward order.
+        count: of fragments, >= 1.
+        make: makes the plan of some of the gradients.
+
+    **Raises:** PlanError for fewer variables than fragments, and as `make` does.
+    """
+    if count == 1:
+        return make(gradients)
+    place = fragment_of({one.path: one.entries for one in gradients}, count)
+    parts = [make([one for one in gradients if place[one.path] == part]) for part in range(count)]
+    buckets = [bucket for part in parts for bucket in part.buckets]
+    named = tuple(
+        dataclasses.replace(bucket, name=f"tfcommx/bucket{number}")
+        for number, bucket in enumerate(buckets)
+    )
+    return dataclasses.replace(parts[0], buckets=named)
+
+
+def fragments_of_buckets(plan: Plan, count: int) -> list[Plan]:
+    """Return the plan's buckets of each fragment.
+
+    **Raises:** PlanError for a bucket of two fragments, in a plan that was made without them.
+    """
+    entries: dict[str, int] = {}
+    for bucket in plan.buckets:
+        for name, size in zip(bucket.variables, bucket.sizes, strict=True):
+            path = Piece.of(name).path
+            entries[path] = entries.get(path, 0) + size
+    place = fragment_of(entries, count)
+    parts: list[list[Bucket]] = [[] for _ in range(count)]
+    for bucket in plan.buckets:
+        found = {place[Piece.of(name).path] for name in bucket.variables}
+        if len(found) > 1:
+            raise PlanError(
+                f"Fragments need buckets of their own. Received fragments={count} and a plan whose "
+                f"{bucket.name} has variables of {len(found)} of them. Leave `plan` out, or take "
+                "fragments=1."
+            )
+        parts[found.pop()].append(bucket)
+    return [dataclasses.replace(plan, buckets=tuple(part)) for part in parts]
+
 
 log = logging.getLogger("tfcommx")
 

@@ -6,19 +6,11 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
-from tfcommx.planner.merging.base import Prices
-from tfcommx.routes.base import SELECT
+from tfcommx.core import Bucket, Links, Piece, PlanError, Profile, Topology, VariableProfile
+from tfcommx.planner.merging.merging import Prices
+from tfcommx.routes.route import SELECT
 from tfcommx.simulator.assumptions import Assumptions
-from tfcommx.simulator.stages import selection_seconds, stages_of
-from tfcommx.terms import (
-    Bucket,
-    Links,
-    Piece,
-    PlanError,
-    Profile,
-    Topology,
-    VariableProfile,
-)
+from tfcommx.simulator.step import selection_seconds, stages_of
 
 
 def prices_of(

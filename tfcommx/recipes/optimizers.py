@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from tfcommx.recipes.base import OptimizerRecipe
+from tfcommx.recipes.families import OptimizerRecipe
 from tfcommx.recipes.reader import Part
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Lars(Part):
 
     def build(self) -> keras.optimizers.Optimizer:
         """Build tfcommx's LARS."""
-        from tfcommx.optim.lars import LARS
+        from tfcommx.optimizers.lars import LARS
 
         return LARS(
             0.0,
@@ -109,7 +109,7 @@ class Lamb(AdamW):
 
     def build(self) -> keras.optimizers.Optimizer:
         """Build tfcommx's LAMB."""
-        from tfcommx.optim.lamb import LAMB
+        from tfcommx.optimizers.lamb import LAMB
 
         moments = {"beta_1": self.beta_1, "beta_2": self.beta_2, "epsilon": self.epsilon}
         return LAMB(0.0, weight_decay=self.weight_decay or None, **moments)

@@ -9,25 +9,26 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, ValidationError, model_validator
 
+from tfcommx.core import Scheme, Topology
 from tfcommx.planner.check import check_scheme
-from tfcommx.recipes.base import Dataset, Model, Objective, OptimizerRecipe, Task
 from tfcommx.recipes.datasets import DATASETS
+from tfcommx.recipes.families import Dataset, Model, Objective, OptimizerRecipe, Task
 from tfcommx.recipes.models import MODELS
 from tfcommx.recipes.optimizers import OPTIMIZERS
 from tfcommx.recipes.reader import (
     Part,
     RecipeError,
+    YamlError,
     change,
     error_lines,
     member_of,
+    parse,
     refuse_unknown,
 )
 from tfcommx.recipes.schedules import SCHEDULES, Schedule
 from tfcommx.recipes.strategies import STRATEGIES, StrategyRecipe
 from tfcommx.recipes.tasks import TASKS
 from tfcommx.recipes.user import UserDataset, UserModel, UserOptimizer, UserTask
-from tfcommx.recipes.yaml_text import YamlError, parse
-from tfcommx.terms import Scheme, Topology
 
 if TYPE_CHECKING:
     import keras

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from tfcommx.recipes.base import Data, Objective, Place
+from tfcommx.recipes.families import Data, Objective, Place
 from tfcommx.recipes.reader import RecipeError
 
 if TYPE_CHECKING:

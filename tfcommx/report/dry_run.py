@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tfcommx.core import reading
 from tfcommx.report.summary import (
     ReportError,
     bytes_text,
@@ -17,7 +18,6 @@ from tfcommx.report.summary import (
     time_text,
     write_json,
 )
-from tfcommx.terms import reading
 
 FILE = "dry_run.json"
 

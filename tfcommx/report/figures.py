@@ -1,16 +1,23 @@
-"""Pictures of one run and of measured links."""
+"""Pictures of one run and of measured links.
+
+Figures that compare runs: how they learned, where time and bytes went.
+
+A picture of machines to rent: the cost of an epoch over its time, and the scaling efficiency.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfcommx.report.summary import PARTS, scheme_text, size_text
-from tfcommx.terms import Links, replacing
+from tfcommx.core import Links, replacing
+from tfcommx.report.summary import PARTS, scheme_text, seconds_by_part, size_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # (latency terms, bytes, seconds) of each measured size
 Points = Sequence[tuple[float, float, float]]
@@ -99,3 +106,215 @@ def draw_links(links: Links, points: Mapping[str, Points], by_engine: bool, path
         axes.legend()
     with replacing(path) as part:
         figure.savefig(part, dpi=120)
+
+
+# By the name under which it is shown
+Runs = Mapping[str, dict[str, Any]]
+
+
+def curves(runs: Runs) -> Figure:
+    """Draw all panels of how the runs learned into one picture."""
+    from matplotlib.figure import Figure  # Without pyplot: no display, no global state
+
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    for draw, axes in zip(LEARNING.values(), figure.subplots(2, 2).flat, strict=True):
+        draw(axes, runs)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
+    return figure
+
+
+def panels(runs: Runs) -> dict[str, Figure]:
+    """Draw a figure for each panel of how the runs learned, by its title."""
+    from matplotlib.figure import Figure
+
+    found = {}
+    for what, draw in LEARNING.items():
+        found[what] = Figure(figsize=(5, 3.4), layout="constrained")
+        axes = found[what].subplots()
+        draw(axes, runs)
+        if len(runs) > 1:
+            axes.legend(fontsize=8)
+    return found
+
+
+def _accuracy(axes: Axes, runs: Runs) -> None:
+    for name, summary in runs.items():
+        rows = summary["rows"]
+        (line,) = axes.plot(*_by_epoch(rows, "test_accuracy"), "o-", markersize=3, label=name)
+        axes.plot(*_by_epoch(rows, "train_accuracy"), "--", linewidth=0.8, color=line.get_color())
+    axes.set(ylabel="test accuracy (train: dashed)")
+    _by_whole_epochs(axes)
+
+
+def _accuracy_over_time(axes: Axes, runs: Runs) -> None:
+    for name, summary in runs.items():
+        minutes = [spent / 60 for spent in seconds_at_ends(summary["rows"])]
+        _, tests = _by_epoch(summary["rows"], "test_accuracy")
+        axes.plot(minutes, tests, "o-", markersize=3, label=name)
+    axes.set(xlabel="minutes", ylabel="test accuracy")
+    axes.grid(color="0.92")
+
+
+def _loss(axes: Axes, runs: Runs) -> None:
+    for name, summary in runs.items():
+        axes.plot(*_by_epoch(summary["rows"], "loss"), "o-", markersize=3, label=name)
+    axes.set(ylabel="loss in training")
+    _by_whole_epochs(axes)
+
+
+def _throughput(axes: Axes, runs: Runs) -> None:
+    for name, summary in runs.items():
+        axes.plot(*_by_epoch(summary["rows"], "throughput"), "o-", markersize=3, label=name)
+    counted = " or ".join(dict.fromkeys(summary["counted"] for summary in runs.values()))
+    axes.set(ylabel=f"{counted}/s in training", ylim=(0, None))
+    _by_whole_epochs(axes)
+
+
+# What a panel shows -> what draws it, in the order of the picture
+LEARNING: dict[str, Callable[[Axes, Runs], None]] = {
+    "accuracy over epochs": _accuracy,
+    "accuracy over time": _accuracy_over_time,
+    "loss over epochs": _loss,
+    "throughput over epochs": _throughput,
+}
+
+
+def _by_epoch(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    return [row["epoch"] for row in rows], [row[name] for row in rows]
+
+
+def _by_whole_epochs(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set(xlabel="epoch")
+    axes.grid(color="0.92")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def seconds_at_ends(rows: list[dict[str, Any]]) -> list[float]:
+    """Return the seconds from the start of a run to each epoch's end."""
+    return list(itertools.accumulate(sum(row["seconds"].values()) for row in rows))
+
+
+def time_spent(runs: Runs) -> Figure:
+    """Stack the parts of each run's time."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 2.0 + 0.4 * len(runs)), layout="constrained")
+    axes = figure.subplots()
+    seconds = {name: seconds_by_part(summary["rows"]) for name, summary in runs.items()}
+    left = [0.0] * len(runs)
+    for part, meaning in PARTS.items():
+        widths = [found[part] for found in seconds.values()]
+        if any(widths):
+            axes.barh(range(len(runs)), widths, left=left, height=0.7, label=meaning)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set(xlabel="seconds on rank 0", yticks=range(len(runs)), yticklabels=list(runs))
+    axes.invert_yaxis()
+    figure.legend(loc="outside lower center", ncols=2, fontsize=7)
+    return figure
+
+
+def bytes_sent(runs: Runs) -> Figure:
+    """Draw the bytes between nodes beside those of dense gradients."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 1.4 + 0.4 * len(runs)), layout="constrained")
+    axes, names = figure.subplots(), list(runs)
+    for key, label, colour, height in (
+        ("bytes_between_nodes_dense", "dense gradients", "0.85", 0.7),
+        ("bytes_between_nodes", "sent", "tab:blue", 0.4),
+    ):
+        megabytes = [runs[name][key] / 1e6 for name in names]
+        axes.barh(range(len(names)), megabytes, height=height, color=colour, label=label)
+    axes.set(xlabel="MB per rank between nodes", yticks=range(len(names)), yticklabels=names)
+    axes.invert_yaxis()
+    figure.legend(loc="outside lower center", ncols=2, fontsize=7)
+    return figure
+
+
+def between_nodes(runs: Runs) -> bool:
+    """Tell whether any of the runs had several nodes, and so bytes between them."""
+    return any(summary["bytes_between_nodes_dense"] for summary in runs.values())
+
+
+Row = dict[str, Any]
+
+
+def draw_machines(rows: Sequence[Row], path: Path) -> None:
+    """Draw a line over the nodes of each machine, in two panels for each model.
+
+    Args:
+        rows: the best scheme of each cell, as `tfcommx machines` writes them.
+        path: of the picture; its suffix, such as .svg or .png, says how it is written.
+    """
+    from matplotlib.figure import Figure  # Without pyplot: no display, no global state
+
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure = Figure(figsize=(9, 0.6 + 3.8 * len(models)), layout="constrained")
+    panels = figure.subplots(len(models), 2, squeeze=False)
+    for model, (left, right) in zip(models, panels, strict=True):
+        mine = [row for row in rows if row["model"] == model]
+        for name, line in _lines(mine).items():
+            _draw_line(left, right, name, line)
+        ringed = [row for row in mine if row["unbeaten"]]
+        left.plot(
+            *_minutes_and_costs(ringed),
+            "o",
+            markersize=11,
+            markerfacecolor="none",
+            markeredgecolor="0.3",
+            label="nothing is both faster and cheaper",
+        )
+        left.set(xlabel="minutes of an epoch", ylabel="cost of an epoch", title=model)
+        left.set_ylim(0, 1.1 * max(row["epoch_cost"] for row in mine))
+        right.set(xlabel="ranks", ylabel="scaling efficiency", ylim=(0, 1.05))
+        for axes in (left, right):
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:g}")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
+    with replacing(path) as part:
+        figure.savefig(part, dpi=120)
+
+
+def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the rows of each machine; where a file lists other values than nodes, of each value.
+
+    >>> row = {"machine": "a", "model": "m", "nodes": 2, "slots": 1, "between_gbit": 10, "ranks": 2}
+    >>> list(_lines([row, {**row, "nodes": 4}, {**row, "between_gbit": 25}]))
+    ['a, between_gbit 10', 'a, between_gbit 25']
+    """
+    names = list(rows[0])
+    listed = [x for x in names[1 : names.index("ranks")] if x not in ("model", "nodes")]
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        values = {x: {o[x] for o in rows if o["machine"] == row["machine"]} for x in listed}
+        several = [f"{x} {_in_words(row[x])}" for x in listed if len(values[x]) > 1]
+        found.setdefault(", ".join([row["machine"], *several]), []).append(row)
+    return found
+
+
+def _in_words(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, int | float) else str(value)
+
+
+def _draw_line(left: Axes, right: Axes, name: str, rows: Sequence[Row]) -> None:
+    minutes, costs = _minutes_and_costs(rows)
+    left.plot(minutes, costs, "o-", label=name)
+    for row, minute in zip(rows, minutes, strict=True):
+        left.annotate(
+            str(row["nodes"]),
+            (minute, row["epoch_cost"]),
+            xytext=(4, 5),
+            textcoords="offset points",
+            fontsize=7,
+        )
+    ranks = [row["ranks"] for row in rows]
+    right.plot(ranks, [row["scaling_efficiency"] for row in rows], "o-")
+
+
+def _minutes_and_costs(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
+    minutes = [row["epoch_seconds"] / 60 for row in rows]
+    return minutes, [row["epoch_cost"] for row in rows]

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfcommx.report.comparison import Runs, between_nodes, bytes_sent, curves, panels, time_spent
-from tfcommx.report.figures import draw
+from tfcommx.core import replacing, write_text
+from tfcommx.report.figures import Runs, between_nodes, bytes_sent, curves, draw, panels, time_spent
 from tfcommx.report.summary import (
     PARTS,
     bytes_text,
@@ -26,7 +26,6 @@ from tfcommx.report.summary import (
     time_text,
     write_json,
 )
-from tfcommx.terms import replacing, write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

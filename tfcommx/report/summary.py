@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tfcommx.terms import write_text
+from tfcommx.core import write_text
 
 # The parts of an epoch, as training.timing.Timing measures them, in the order of the stacked bars.
 PARTS = {

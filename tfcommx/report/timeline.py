@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tfcommx.terms import RESOURCES, Span, Timeline, replacing
+from tfcommx.core import RESOURCES, Span, Timeline, replacing
 
 MEANINGS = {
     "host": "host",

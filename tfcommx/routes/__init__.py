@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tfcommx.core import Bucket, Plan, PlanError, RouteOptions, check_name, is_member, load_member
 from tfcommx.routes import (
     allgather,
     allreduce,
@@ -35,8 +36,7 @@ from tfcommx.routes import (
     torus,
     tree,
 )
-from tfcommx.routes.base import Route
-from tfcommx.terms import Bucket, Plan, PlanError, RouteOptions, check_name, is_member, load_member
+from tfcommx.routes.route import Route
 
 _ALL: tuple[Route, ...] = (
     allreduce.ROUTE,

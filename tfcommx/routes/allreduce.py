@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tfcommx import cost, engines
-from tfcommx.routes.base import PeerRoute, Select, Tensor, slowest_link
-from tfcommx.terms import PLAIN, Bucket, Links, Topology, Traffic
+from tfcommx import engines
+from tfcommx.core import PLAIN, Bucket, Links, Topology, Traffic, cost
+from tfcommx.routes.route import PeerRoute, Select, Tensor, slowest_link
 from tfcommx.wire import formats
 
 if TYPE_CHECKING:
-    from tfcommx.comm.base import Comm
+    from tfcommx.collectives.comm import Comm
     from tfcommx.wire.codec import Codec
 
 

@@ -24,11 +24,9 @@ from __future__ import annotations
 
 import itertools
 
-from tfcommx import cost
-from tfcommx.routes.base import slowest_link
-from tfcommx.routes.messages import MessageRoute
-from tfcommx.routes.transfers import Transfer, run_when_ready
-from tfcommx.terms import Bucket, Links, Topology
+from tfcommx.core import Bucket, Links, Topology, cost
+from tfcommx.routes.messages import MessageRoute, Transfer, run_when_ready
+from tfcommx.routes.route import slowest_link
 
 
 def schedule(operation: str, positions: int, entries: int, block: int) -> list[Transfer]:

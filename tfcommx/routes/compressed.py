@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tfcommx import compression
-from tfcommx.routes.base import SELECT, Route, Select, Stage, Tensor
-from tfcommx.terms import NO_COMPRESSION, Bucket, Links, Topology, Traffic
+from tfcommx.core import NO_COMPRESSION, Bucket, Links, Topology, Traffic
+from tfcommx.routes.route import SELECT, Route, Select, Stage, Tensor
 
 if TYPE_CHECKING:
-    from tfcommx.comm.base import Comm
+    from tfcommx.collectives.comm import Comm
     from tfcommx.wire.codec import Codec
 
 # Passes of error feedback over the gradients: copies, the residual, the search for NaN. On a quiet

@@ -20,17 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tfcommx import engines
-from tfcommx.routes.base import (
-    SELECT,
-    Route,
-    Select,
-    Stage,
-    Tensor,
-    needed,
-    own_options,
-    slot_part,
-)
-from tfcommx.terms import (
+from tfcommx.core import (
     SPARSE_WIRES,
     Bucket,
     Links,
@@ -40,10 +30,20 @@ from tfcommx.terms import (
     Traffic,
     check_name,
 )
+from tfcommx.routes.route import (
+    SELECT,
+    Route,
+    Select,
+    Stage,
+    Tensor,
+    needed,
+    own_options,
+    slot_part,
+)
 from tfcommx.wire import formats
 
 if TYPE_CHECKING:
-    from tfcommx.comm.base import Comm
+    from tfcommx.collectives.comm import Comm
     from tfcommx.wire.codec import Codec
 
 LAST_STEPS = ("dense", "pairs")

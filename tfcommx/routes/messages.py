@@ -1,16 +1,25 @@
-"""MessageRoute: an allreduce made of messages between two ranks, which a schedule lists."""
+"""A schedule as a list of transfers between positions 0 .. p - 1, and two ways to run it.
+
+Position 0 is the root, and position i the i-th rank after it, cyclically. A transfer sends a part
+of the sender's vector, which is added to the receiver's (`add`) or replaces it. Transfers of one
+round may run at once.
+
+MessageRoute: an allreduce made of messages between two ranks, which a schedule lists.
+"""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tfcommx.routes import transfers
-from tfcommx.routes.base import PeerRoute, Select, Tensor, own_options
-from tfcommx.terms import (
+import numpy as np
+
+from tfcommx.core import (
     Bucket,
     Links,
     PlanError,
@@ -20,10 +29,240 @@ from tfcommx.terms import (
     Traffic,
     check_name,
 )
+from tfcommx.routes.route import PeerRoute, Select, Tensor, own_options
 
 if TYPE_CHECKING:
-    from tfcommx.comm.base import Comm
+    from tfcommx.collectives.comm import Comm
+    from tfcommx.collectives.point_to_point import PointToPoint
     from tfcommx.wire.codec import Codec
+
+OPERATIONS = ("broadcast", "reduce", "allreduce")
+# Messages that each direction has under way: hides the latency, bounds what waits in memory.
+WINDOW = 8
+
+
+class Transfer(NamedTuple):
+    """One message of a schedule."""
+
+    # >= 0; a schedule lists its transfers with ascending rounds.
+    round: int
+    # Position of the sender.
+    source: int
+    # Position of the receiver.
+    target: int
+    # First entry of the vector that is sent.
+    start: int
+    # After the last entry; > start.
+    stop: int
+    # Is it added to the receiver's entries? Otherwise it replaces them.
+    add: bool
+
+
+# (operation, positions, entries, entries of a block) -> transfers, rounds ascending
+Schedule = Callable[[str, int, int, int], list[Transfer]]
+
+
+class Participants(NamedTuple):
+    """The ranks that carry out one collective, and how this one reaches the others."""
+
+    # All that take part, in the order of their positions except that the root has position 0.
+    ranks: Sequence[int]
+    # This rank, one of them.
+    rank: int
+    # One of them.
+    root: int
+    # Sends and receives.
+    point_to_point: PointToPoint
+    # Of the messages, in [0, 2**15); different for collectives that may be under way at once.
+    tag: int = 0
+
+    @property
+    def position(self) -> int:
+        """This rank's position."""
+        return (self.ranks.index(self.rank) - self.ranks.index(self.root)) % len(self.ranks)
+
+    def rank_at(self, position: int) -> int:
+        """Return the rank at a position."""
+        return self.ranks[(position + self.ranks.index(self.root)) % len(self.ranks)]
+
+    def start(self, way: str, buffer: np.ndarray[Any, Any], position: int) -> Any:
+        """Start to receive a buffer "from" a position, or to send it "to" one.
+
+        Returns:
+            The request, for `wait_any`.
+        """
+        begin = self.point_to_point.receive if way == "from" else self.point_to_point.send
+        return begin(buffer, self.rank_at(position), self.tag)
+
+    def wait_any(self, requests: list[Any]) -> int:
+        """Wait until one of the requests is done; return its position in the list."""
+        return self.point_to_point.wait_any(requests)
+
+
+# (the transfers of one position, the vector that they change, who takes part)
+RunTransfers = Callable[[Sequence[Transfer], "np.ndarray[Any, Any]", Participants], None]
+
+
+def carry_out(
+    operation: str,
+    array: np.ndarray[Any, Any],
+    participants: Participants,
+    schedule: Schedule,
+    run_transfers: RunTransfers,
+    block: int = 16384,
+) -> np.ndarray[Any, Any]:
+    """Carry out one broadcast, reduce or allreduce.
+
+    Args:
+        operation: one of OPERATIONS.
+        array: one-dimensional, of any length, the same length and dtype on every rank; not changed.
+        participants: the ranks, the same on each of them except for `rank`.
+        schedule: says which message is sent when.
+        run_transfers: `run_by_round` or `run_when_ready`.
+        block: entries of a block, >= 1.
+
+    Returns:
+        "broadcast": the root's vector on all ranks; "reduce": the sum on the root, elsewhere the
+        own vector; "allreduce": the sum on all, with the same bits.
+
+    **Ranks:** all participants.
+    **Raises:** PlanError for an unknown operation or a root that does not take part.
+    """
+    check_name("operation", operation, OPERATIONS)
+    ranks, root = participants.ranks, participants.root
+    if root not in ranks:
+        raise PlanError(
+            f"The root of a {operation} must take part. Received root={root}, "
+            f"ranks={list(ranks)} (rank {participants.rank})."
+        )
+    result, position = array.copy(), participants.position
+    if len(ranks) > 1 and len(array):
+        transfers = own_transfers(schedule, operation, len(ranks), len(array), block, position)
+        run_transfers(transfers, result, participants)
+    return array.copy() if operation == "reduce" and position else result
+
+
+@functools.lru_cache(maxsize=256)
+def own_transfers(
+    schedule: Schedule, operation: str, positions: int, entries: int, block: int, position: int
+) -> tuple[Transfer, ...]:
+    """Return the transfers of one position, cut into messages of at most a block.
+
+    Two long messages that meet on a link wait for each other in Open MPI's TCP: short ones use both
+    directions.
+    """
+    return tuple(
+        transfer._replace(start=start, stop=min(start + block, transfer.stop))
+        for transfer in schedule(operation, positions, entries, block)
+        if position in (transfer.source, transfer.target)
+        for start in range(transfer.start, transfer.stop, block)
+    )
+
+
+def run_by_round(
+    transfers: Sequence[Transfer], vector: np.ndarray[Any, Any], participants: Participants
+) -> None:
+    """Run the transfers of one position, round after round; within a round it sends and receives.
+
+    Needs a schedule in which no position sends in a round what it receives in the same one.
+    """
+    for _, now in itertools.groupby(transfers, key=lambda transfer: transfer.round):
+        run_when_ready(list(now), vector, participants)
+
+
+def run_when_ready(
+    transfers: Sequence[Transfer], vector: np.ndarray[Any, Any], participants: Participants
+) -> None:
+    """Run the transfers of one position as soon as their data are there.
+
+    Neither directions nor rounds wait for each other. A block is sent when all earlier transfers of
+    it have come, and what comes is applied in the order of the rounds, so that sums are the same
+    every time. Blocks to one position are sent in the order of their rounds, in which
+    they are awaited there. Needs a schedule that cuts the vector into the same blocks for all
+    transfers.
+
+    **Cost:** one copy of each block that is sent, because the vector goes on changing meanwhile.
+    """
+    queues = _Queues(transfers, vector, participants)
+    queues.start_what_is_ready()
+    while queues.finish_one():
+        queues.start_what_is_ready()
+
+
+class _UnderWay(NamedTuple):
+    request: Any
+    transfer: Transfer
+    # Must live until the request is done.
+    buffer: np.ndarray[Any, Any]
+
+
+class _Queues:
+    """The transfers of one position: waiting, under way, and come before their turn.
+
+    The turn of a transfer is the number of transfers that must have brought the same block before.
+    """
+
+    def __init__(
+        self,
+        transfers: Sequence[Transfer],
+        vector: np.ndarray[Any, Any],
+        participants: Participants,
+    ) -> None:
+        self.vector, self.participants = vector, participants
+        self.position = participants.position
+        # ("from" or "to", other position) -> transfers that are not under way yet, in order
+        self.waiting: dict[tuple[str, int], deque[Transfer]] = {}
+        self.turn: dict[Transfer, int] = {}
+        awaited: Counter[int] = Counter()  # Transfers by the start of the block that they bring
+        for transfer in transfers:
+            comes = transfer.target == self.position
+            line = ("from", transfer.source) if comes else ("to", transfer.target)
+            self.waiting.setdefault(line, deque()).append(transfer)
+            self.turn[transfer] = awaited[transfer.start]
+            awaited[transfer.start] += comes
+        self.under_way: dict[tuple[str, int], deque[_UnderWay]] = {
+            line: deque() for line in self.waiting
+        }
+        self.came: Counter[int] = Counter()  # As `awaited`: transfers that have been applied
+        # (start of a block, turn) -> what has come before its turn
+        self.early: dict[tuple[int, int], tuple[Transfer, np.ndarray[Any, Any]]] = {}
+
+    def start_what_is_ready(self) -> None:
+        """Start every transfer whose data are there, up to WINDOW in each direction."""
+        for (way, other), queue in self.waiting.items():
+            line = self.under_way[way, other]
+            while queue and len(line) < WINDOW and (way == "from" or self._has_come(queue[0])):
+                transfer = queue.popleft()
+                part = self.vector[transfer.start : transfer.stop]
+                buffer = np.empty_like(part) if way == "from" else part.copy()
+                request = self.participants.start(way, buffer, other)
+                line.append(_UnderWay(request, transfer, buffer))
+
+    def finish_one(self) -> bool:
+        """Wait for one transfer and apply what can be applied; False if none is under way."""
+        fronts = [line for line in self.under_way.values() if line]
+        if not fronts:
+            return False
+        done = self.participants.wait_any([line[0].request for line in fronts])
+        _, transfer, buffer = fronts[done].popleft()
+        if transfer.target == self.position:
+            self.early[transfer.start, self.turn[transfer]] = transfer, buffer
+            while ready := self.early.pop((transfer.start, self.came[transfer.start]), None):
+                _apply(*ready, self.vector)
+                self.came[transfer.start] += 1
+        return True
+
+    def _has_come(self, transfer: Transfer) -> bool:
+        return self.turn[transfer] <= self.came[transfer.start]
+
+
+def _apply(transfer: Transfer, buffer: np.ndarray[Any, Any], vector: np.ndarray[Any, Any]) -> None:
+    part = vector[transfer.start : transfer.stop]
+    if transfer.add:
+        np.add(part, buffer, out=part)
+    else:
+        part[...] = buffer
+
 
 COLLECTIVES = ("allreduce", "reduce")
 
@@ -52,9 +291,9 @@ class MessageRoute(PeerRoute):
     # In the table.
     name: str
     # Which message is sent when, a pure function.
-    schedule: transfers.Schedule
+    schedule: Schedule
     # How a rank carries out its part: `transfers.run_by_round` or `transfers.run_when_ready`.
-    run_transfers: transfers.RunTransfers
+    run_transfers: RunTransfers
     # Seconds of an allreduce.
     price: Price
 
@@ -93,10 +332,10 @@ class MessageRoute(PeerRoute):
             return flat
         tag, block = tag_of(bucket.name), entries_per_block(bucket)
         return comm.messages.run(
-            lambda array, point_to_point: transfers.carry_out(
+            lambda array, point_to_point: carry_out(
                 operation,
                 array,
-                transfers.Participants(ranks, comm.rank, ranks[0], point_to_point, tag),
+                Participants(ranks, comm.rank, ranks[0], point_to_point, tag),
                 self.schedule,
                 self.run_transfers,
                 block,

@@ -23,10 +23,9 @@ load, so that each sends 2 (p - 1)/p n bytes; no allreduce can send less.
 
 from __future__ import annotations
 
-from tfcommx.routes.base import own_options, slowest_link
-from tfcommx.routes.messages import MessageOptions, MessageRoute
-from tfcommx.routes.transfers import WINDOW, Transfer, run_when_ready
-from tfcommx.terms import Bucket, Links, Topology
+from tfcommx.core import Bucket, Links, Topology
+from tfcommx.routes.messages import WINDOW, MessageOptions, MessageRoute, Transfer, run_when_ready
+from tfcommx.routes.route import own_options, slowest_link
 
 
 def schedule(operation: str, positions: int, entries: int, block: int) -> list[Transfer]:

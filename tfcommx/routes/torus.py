@@ -22,17 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tfcommx import engines
-from tfcommx.routes import allreduce, asa, bidirectional, pipeline, tree
-from tfcommx.routes.base import (
-    PeerRoute,
-    Route,
-    Select,
-    Stage,
-    Tensor,
-    own_options,
-    slot_part,
-)
-from tfcommx.terms import (
+from tfcommx.core import (
     NARROW,
     PLAIN,
     Bucket,
@@ -44,10 +34,12 @@ from tfcommx.terms import (
     Traffic,
     check_name,
 )
+from tfcommx.routes import allreduce, asa, bidirectional, pipeline, tree
+from tfcommx.routes.route import PeerRoute, Route, Select, Stage, Tensor, own_options, slot_part
 from tfcommx.wire import formats
 
 if TYPE_CHECKING:
-    from tfcommx.comm.base import Comm
+    from tfcommx.collectives.comm import Comm
     from tfcommx.wire.codec import Codec
 
 _PEERS: tuple[PeerRoute, ...] = (

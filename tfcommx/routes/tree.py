@@ -15,11 +15,9 @@ section 3.2, after Thakur et al., "Optimization of Collective Communication Oper
 
 from __future__ import annotations
 
-from tfcommx import cost
-from tfcommx.routes.base import slowest_link
-from tfcommx.routes.messages import MessageRoute
-from tfcommx.routes.transfers import Transfer, run_by_round
-from tfcommx.terms import Bucket, Links, Topology
+from tfcommx.core import Bucket, Links, Topology, cost
+from tfcommx.routes.messages import MessageRoute, Transfer, run_by_round
+from tfcommx.routes.route import slowest_link
 
 
 def schedule(operation: str, positions: int, entries: int, block: int = 0) -> list[Transfer]:

@@ -1,4 +1,12 @@
-"""BucketRunner: the exchange of one bucket in a step.
+"""Turn gradients into the flat vectors of a plan, and back.
+
+Clip a rank's own gradients before they enter its residuals.
+
+Selector: choose the entries of a bucket that are sent; keep the rest as residual.
+
+Compressor: send a bucket's gradients by a compression; keep the rest as residual.
+
+BucketRunner: the exchange of one bucket in a step.
 
 The only file here that asks the table of routes for anything except shards and prices.
 """
@@ -6,19 +14,248 @@ The only file here that asks the table of routes for anything except shards and 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tfcommx import routes
-from tfcommx.comm.base import Comm
-from tfcommx.runtime.compressor import Compressor
-from tfcommx.runtime.flat import flatten, unflatten
+from tfcommx import compression, routes, selection
+from tfcommx.collectives.comm import Comm
+from tfcommx.core import Bucket, Piece, Plan, PlanError, Sparse
+from tfcommx.kernels.sparse import keep
+from tfcommx.routes.compressed import vectors
 from tfcommx.runtime.residuals import BucketState
-from tfcommx.runtime.selector import Selector
-from tfcommx.terms import Plan
 from tfcommx.wire import codec
+
+
+def cut(gradients: Mapping[str, tf.Tensor], plan: Plan) -> dict[str, tf.Tensor]:
+    """Return the gradients under the plan's names: some variables are cut in pieces.
+
+    Args:
+        gradients: variable path -> tensor, any shape.
+
+    Returns:
+        Name in the plan -> the tensor itself, or a flat stretch of it.
+    """
+    pieces = [Piece.of(name) for bucket in plan.buckets for name in bucket.variables]
+    return {piece.name: _stretch(gradients[piece.path], piece) for piece in pieces}
+
+
+def _stretch(tensor: tf.Tensor, piece: Piece) -> tf.Tensor:
+    if piece.stop is None:
+        return tensor
+    return tf.slice(tf.reshape(tensor, [-1]), [piece.start], [piece.stop - piece.start])
+
+
+def join(pieces: Mapping[str, tf.Tensor], whole: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    """Undo `cut`: paths and shapes as in `whole`."""
+    parts: dict[str, list[tuple[int, tf.Tensor]]] = {}
+    for name, tensor in pieces.items():
+        piece = Piece.of(name)
+        parts.setdefault(piece.path, []).append((piece.start, tensor))
+    return {path: _joined(found, whole[path]) for path, found in parts.items()}
+
+
+def _joined(parts: list[tuple[int, tf.Tensor]], whole: tf.Tensor) -> tf.Tensor:
+    if len(parts) == 1:
+        return parts[0][1]
+    in_order = [tensor for _, tensor in sorted(parts, key=lambda part: part[0])]
+    return tf.reshape(tf.concat(in_order, axis=0), whole.shape)
+
+
+def flatten(parts: Sequence[tf.Tensor], bucket: Bucket) -> tf.Tensor:
+    """Return a bucket's tensors as one vector in its dtype, with its padding at the end.
+
+    **Cost:** one copy; none if the bucket holds one variable of its dtype, without padding.
+    """
+    flat = [tf.cast(tf.reshape(part, [-1]), bucket.dtype) for part in parts]
+    if bucket.padding:
+        flat.append(tf.zeros([bucket.padding], bucket.dtype))
+    return tf.concat(flat, axis=0) if len(flat) > 1 else flat[0]
+
+
+def unflatten(flat: tf.Tensor, parts: Sequence[tf.Tensor], bucket: Bucket) -> list[tf.Tensor]:
+    """Undo `flatten`: shapes and dtypes as in `parts`; the padding is dropped.
+
+    **Cost:** none for a stretch whose ends are multiples of 64 bytes, which is not copied; others
+    are.
+    """
+    ends = itertools.accumulate(bucket.sizes)
+    # Not by tf.split, which copies all
+    return [
+        tf.cast(tf.reshape(tf.slice(flat, [end - size], [size]), part.shape), part.dtype)
+        for size, end, part in zip(bucket.sizes, ends, parts, strict=True)
+    ]
+
+
+def clip_before_accumulation(
+    gradients: Sequence[tf.Tensor], norm: float, ranks: int, operation: str = "sum"
+) -> list[tf.Tensor]:
+    """Scale a rank's gradients together so that their result over the ranks has about this norm.
+
+    Gradients of independent ranks add up as their squares do. So the limit of one rank is
+    norm / sqrt(ranks) for "sum", and norm * sqrt(ranks) for "average", which divides by the number
+    of ranks afterwards. If the joint norm is NaN or infinite, all pass unchanged.
+
+    >>> (clipped,) = clip_before_accumulation([tf.constant([3.0, 4.0])], norm=1.0, ranks=4)
+    >>> print(clipped.numpy().round(3))
+    [0.3 0.4]
+
+    Args:
+        gradients: float, any shapes.
+        norm: the largest norm of the sum (or average) over the ranks, > 0.
+        ranks: number of ranks, >= 1.
+        operation: "sum" or "average" over the ranks.
+
+    Returns:
+        The gradients, scaled by one factor in (0, 1]; shapes and dtypes as they came.
+
+    **Ranks:** local. **Cost:** two passes; no gradient is returned before the last one is there.
+    **Raises:** PlanError for a norm or a number of ranks out of range.
+    **Source:** Lin et al., "Deep Gradient Compression" (2018), section 3.3; there, what is summed
+    are gradients divided by the number of ranks.
+    """
+    if norm <= 0 or ranks < 1:
+        raise PlanError(
+            f"Clipping needs norm > 0 and ranks >= 1. Received norm={norm}, ranks={ranks}."
+        )
+    limit = norm * ranks ** (0.5 if operation == "average" else -0.5)
+    length = tf.linalg.global_norm([tf.cast(gradient, tf.float32) for gradient in gradients])
+    scale = tf.where(tf.math.is_finite(length) & (length > limit), limit / length, 1.0)
+
+    def scaled(gradient: tf.Tensor) -> tf.Tensor:
+        # Float16 may not be able to hold the scale.
+        wide = tf.float32 if gradient.dtype.size < 4 else gradient.dtype
+        return tf.cast(tf.cast(gradient, wide) * tf.cast(scale, wide), gradient.dtype)
+
+    return [scaled(gradient) for gradient in gradients]
+
+
+def clip_buckets(gradients: Mapping[str, tf.Tensor], plan: Plan) -> dict[str, tf.Tensor]:
+    """Clip, together, what all buckets with the same `clip_norm` hold.
+
+    Args:
+        gradients: name in the plan -> tensor, of all variables and pieces of the plan.
+    """
+    clipped = dict(gradients)
+    norms = {bucket.clip_norm for bucket in plan.buckets if bucket.clip_norm is not None}
+    for norm in norms:
+        names = [
+            name for bucket in plan.buckets if bucket.clip_norm == norm for name in bucket.variables
+        ]
+        parts = clip_before_accumulation(
+            [gradients[name] for name in names], norm, plan.topology.size, plan.operation
+        )
+        clipped |= zip(names, parts, strict=True)
+    return clipped
+
+
+class Selector:
+    """The selection of one bucket on this rank: its rule, residual and velocity, and its seeds."""
+
+    def __init__(self, plan: Plan, index: int, state: BucketState, comm: Comm) -> None:
+        """Resolve what is needed for the plan's bucket number `index`, which has a `k`."""
+        self.bucket, self.state = plan.buckets[index], state
+        self._rule = selection.rule(self.bucket.selection)
+        stream = (self.bucket.seed * len(plan.buckets) + index) * plan.topology.size + comm.rank
+        self._stream = stream % 2**63
+
+    def seed(self, step: tf.Tensor) -> tf.Tensor:
+        """Return the int64 seed of a step: each step, bucket and rank draws its own numbers."""
+        with tf.device("/cpu:0"):
+            return step * 2**20 + self._stream
+
+    def select(self, part: tf.Tensor, seed: tf.Tensor) -> Sparse:
+        """Choose k entries of gradient + residual, rounded to what the wire format can write.
+
+        `part` is this rank's shard of the flat vector. What is not chosen, and what rounding loses,
+        stays in the residual.
+        """
+        bucket, state = self.bucket, self.state
+        chosen = self._rule.select_with_residual(
+            part, state.residual, bucket.k, seed, state.velocity, bucket.momentum
+        )
+        sparse, rounding_error = codec.rounded(chosen, bucket.wire)
+        if rounding_error is not None:
+            keep(state.residual, chosen, rounding_error)
+        return sparse
+
+
+class Compressor:
+    """The compression of one bucket on this rank, with error feedback around it.
+
+    A rank whose gradients are not finite sends NaN: so all ranks see it, whatever the compression.
+    """
+
+    def __init__(self, bucket: Bucket, state: BucketState, comm: Comm) -> None:
+        """Resolve what is needed for a bucket that compresses."""
+        self.bucket, self.state, self._comm = bucket, state, comm
+        self._compression = compression.get(bucket.compression)
+        self._route = routes.get(bucket.route)
+        self._vectors = vectors(bucket, self._route, comm.topology)
+
+    def exchange(self, flat: tf.Tensor) -> tf.Tensor:
+        """Return the sum over the ranks of what each sent of gradient + residual.
+
+        What is not sent stays in the residual, to float32 rounding. If something that was summed
+        is NaN or infinite, the residual and the state of the compression stay as they were: so
+        neither ever holds such a number.
+
+        Args:
+            flat: float32 [bucket.padded].
+
+        **Ranks:** all; the result has the same bits on each.
+        **Cost:** the compression's, its sums, and some 9 passes over the vector: four of them are
+        copies between the vector and its variables, two look for NaN.
+        """
+        state = self.state
+        whole = flat + state.residual
+        shapes = [tf.TensorSpec(shape) for shape in self.bucket.shapes]
+        parts = unflatten(whole, shapes, self.bucket)
+        waiting = iter(self._vectors)
+        # Whatever a compression leaves out of its vectors, a NaN or Inf must reach all ranks
+        poison = tf.where(_is_finite(whole), 0.0, float("nan"))
+        sums = []
+
+        def add(vector: tf.Tensor) -> tf.Tensor:
+            sums.append(self._add(vector + poison, next(waiting, None)))
+            return sums[-1]
+
+        done = self._compression.run(parts, state.compression.value(), add)
+        if next(waiting, None) is not None:
+            raise self._miscounted()
+        stays = whole - flatten(done.sent, self.bucket)
+        # Equal on all ranks; what stays is this rank's own
+        usable = tf.reduce_all([_is_finite(one) for one in (*sums, done.state)])
+        _assign_if(usable, state.compression, done.state)
+        _assign_if(usable & _is_finite(stays), state.residual, stays)
+        return flatten(done.totals, self.bucket)
+
+    def _add(self, vector: tf.Tensor, described: Bucket | None) -> tf.Tensor:
+        """Return the sum of one of the compression's vectors over the ranks."""
+        if described is None or vector.shape != [described.size]:
+            raise self._miscounted()
+        padded = flatten([vector], described)
+        total = self._route.run(padded, described, self._comm, codec.Codec())
+        return total[: described.size]
+
+    def _miscounted(self) -> ValueError:
+        return ValueError(
+            f"The compression {self.bucket.compression!r} must add the vectors that its `sums` "
+            f"counts: of {[one.size for one in self._vectors]} entries for the shapes "
+            f"{list(self.bucket.shapes)}. It added others."
+        )
+
+
+def _assign_if(wanted: tf.Tensor, variable: tf.Variable, value: tf.Tensor) -> None:
+    """Assign if `wanted`; not by tf.where, which would make a copy."""
+    variable.assign(tf.cond(wanted, lambda: value, variable.value))
+
+
+def _is_finite(vector: tf.Tensor) -> tf.Tensor:
+    """Tell whether no entry is NaN or infinite, and their sum is not: in one pass, as none else."""
+    return tf.math.is_finite(tf.reduce_sum(vector))
 
 
 class BucketRunner:

@@ -1,4 +1,6 @@
-"""PlanExecutor: exchange gradients by a plan; keep residuals for the next step.
+"""Check that all ranks have the same plan.
+
+PlanExecutor: exchange gradients by a plan; keep residuals for the next step.
 
     gradients -> per bucket: flat vector -> route (+ residual -> select -> wire -> exchange ->
     merge) -> average -> unflatten
@@ -16,14 +18,31 @@ from dataclasses import replace
 import tensorflow as tf
 
 from tfcommx import routes
-from tfcommx.comm.base import Comm
-from tfcommx.runtime.agreement import agree_on_plan
-from tfcommx.runtime.bucket_runner import BucketRunner
-from tfcommx.runtime.clipping import clip_buckets
-from tfcommx.runtime.flat import cut, join
+from tfcommx.collectives.comm import Comm
+from tfcommx.core import NO_COMPRESSION, PLAIN, Bucket, Plan, PlanError, first_difference
+from tfcommx.routes import read_plan
+from tfcommx.runtime.bucket_runner import BucketRunner, clip_buckets, cut, join
 from tfcommx.runtime.rates import UNKNOWN
 from tfcommx.runtime.residuals import PlanState, ResidualStore, VariableState
-from tfcommx.terms import NO_COMPRESSION, PLAIN, Bucket, Plan
+
+
+def agree_on_plan(plan: Plan, comm: Comm) -> None:
+    """Refuse, on every rank, plans that differ between ranks.
+
+    **Ranks:** all. **Cost:** one small exchange on the host, before training.
+    **Raises:** PlanError that names the first difference and the rank.
+    """
+    texts = comm.gather_objects(plan.to_json())
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            found = first_difference(read_plan(texts[0]), read_plan(text))
+            raise PlanError(
+                f"The plan must be the same on every rank. Rank 0 and rank {rank} differ first "
+                f"in {found}. "
+                "Build the same model and scheme on every rank; load it on every rank, or none, "
+                "or add BroadcastState."
+            )
+
 
 # (runner of a bucket, its tensors, number of the step) -> what is made of them
 ExchangeBucket = Callable[[BucketRunner, Sequence[tf.Tensor], tf.Tensor], list[tf.Tensor]]

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.comm.base import Comm
-from tfcommx.terms import check_whole
+from tfcommx.collectives.comm import Comm
+from tfcommx.core import check_whole
 
 # Between the error of rank 0 and those of the others: rank 0's is the one to read.
 RANK_0_FIRST_SECONDS = 3.0

@@ -1,4 +1,8 @@
-"""What each rank keeps between steps: by bucket in a plan, by variable between plans.
+"""The state of compressions on its way from plan to plan: by variable, as parts of sums.
+
+It is equal on all ranks; rank 0 carries it, so that the sum of the parts is the state, to the bit.
+
+What each rank keeps between steps: by bucket in a plan, by variable between plans.
 
 Between steps a rank keeps, of each bucket, its shard of
 
@@ -19,11 +23,65 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfcommx import routes
-from tfcommx.comm.base import Comm
+from tfcommx import compression, routes
+from tfcommx.collectives.comm import Comm
+from tfcommx.core import Bucket, Piece, Plan, Topology
 from tfcommx.kernels.device import residual_device
-from tfcommx.runtime import compression_state, rates
-from tfcommx.terms import Bucket, Piece, Plan, Topology
+from tfcommx.runtime import rates
+
+
+def first_compression(bucket: Bucket) -> np.ndarray:
+    """Return the state before the first step of a bucket that compresses; equal on all ranks."""
+    return compression.get(bucket.compression).first_state(bucket.shapes)
+
+
+def compressions_by_variable(
+    plan: Plan, kept: Mapping[str, np.ndarray], rank: int
+) -> dict[str, np.ndarray]:
+    """Return a rank's part of the states of all variables.
+
+    Args:
+        plan: under which they were kept.
+        kept: bucket name -> float32 [its state]: equal on all ranks.
+        rank: whose they are.
+
+    Returns:
+        Variable path -> float32: the state on rank 0, nothing on the others. Variables without a
+        state are left out.
+    """
+    buckets = [bucket for bucket in plan.buckets if bucket.name in kept and rank == 0]
+    parts = [pair for bucket in buckets for pair in _cut_compression(bucket, kept[bucket.name])]
+    return {path: part for path, part in parts if part.size}
+
+
+def compression_of_bucket(bucket: Bucket, parts: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return this rank's part of a bucket's state: float32 [state entries].
+
+    Zeros for a variable that has none, or one of another length, of another compression.
+    """
+    empty = np.zeros(sum(_compression_sizes(bucket)), np.float32)
+    fitting = [
+        parts[path] if path in parts and parts[path].size == zeros.size else zeros
+        for path, zeros in _cut_compression(bucket, empty)
+    ]
+    return np.concatenate(fitting)
+
+
+def chosen_compression(bucket: Bucket, total: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """Return the sum of the ranks' parts; for a variable of which nobody had one, what it was."""
+    pairs = zip(_cut_compression(bucket, total), _cut_compression(bucket, before), strict=True)
+    return np.concatenate([new if new.any() else old for (_, new), (_, old) in pairs])
+
+
+def _cut_compression(bucket: Bucket, state: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """Return the variables of a bucket with the parts of its state."""
+    parts = np.split(state, np.cumsum(_compression_sizes(bucket))[:-1])
+    return list(zip(bucket.variables, parts, strict=True))
+
+
+def _compression_sizes(bucket: Bucket) -> tuple[int, ...]:
+    return compression.get(bucket.compression).state_sizes(bucket.shapes)
+
 
 # Variable path -> float32 [its size]: what this rank has not sent yet
 Residuals = dict[str, np.ndarray]
@@ -71,7 +129,7 @@ class PlanState(NamedTuple):
         kinds = (self.residuals, self.velocities)
         return VariableState(
             *(residuals_by_variable(self.plan, one, self.rank) for one in kinds),
-            compression_state.by_variable(self.plan, self.compressions, self.rank),
+            compressions_by_variable(self.plan, self.compressions, self.rank),
         )
 
 
@@ -194,7 +252,7 @@ class BucketState:
     def _first_compression(self) -> tf.Variable:
         with tf.device(residual_device()):
             return tf.Variable(
-                compression_state.first(self.bucket),
+                first_compression(self.bucket),
                 trainable=False,
                 name=f"{self.bucket.name}/compression",
             )
@@ -286,11 +344,11 @@ class ResidualStore:
             self.states[bucket.name].velocity.assign_add(mine)
         for bucket in (bucket for bucket in self._plan.buckets if bucket.compresses):
             variable = self.states[bucket.name].compression
-            part = compression_state.of_bucket(bucket, state.compressions)
+            part = compression_of_bucket(bucket, state.compressions)
             if any(self._comm.gather_objects(bool(part.any()))):
                 name = f"{bucket.name}/import_compression"
                 total = self._comm.allreduce(tf.constant(part), "world", name).numpy()
-                variable.assign(compression_state.chosen(bucket, total, variable.numpy()))
+                variable.assign(chosen_compression(bucket, total, variable.numpy()))
 
     def export_by_variable(self, paths: set[str]) -> VariableState:
         """Return what this rank keeps of these variables, and set it to zero.

@@ -12,8 +12,9 @@ residual, entry by entry; NaN and Inf are chosen before all else, and never ente
 velocity. The result depends on the inputs and the seed alone.
 
 To add one:
-    1. A file here with a class that has `select` (see `base.Selector`), and its one object, RULE.
-       A selector says nothing of residuals: `base.Rule` puts error feedback around any.
+    1. A class in rules.py that has `select` (see `rule.Selector`), and its one object, whose name
+       is the rule's in capitals. A selector says nothing of residuals: `Rule` puts error feedback
+       around any.
     2. A row of RULES below.
     tests/kernels/test_select.py and tests/laws then hold it to the laws, on every route.
 
@@ -24,14 +25,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tfcommx.terms import check_name, is_member, load_member
+from tfcommx.core import check_name, is_member, load_member
 
 if TYPE_CHECKING:
-    from tfcommx.selection.base import Rule
+    from tfcommx.selection.rule import Rule
 
 # Name -> where the selector is, as module:member
 RULES = {
-    name: f"tfcommx.selection.{name}:RULE"
+    name: f"tfcommx.selection.rules:{name.upper()}"
     for name in ("all", "dgc", "exact", "mstopk", "random", "threshold")
 }
 
@@ -41,7 +42,7 @@ def rule(name: str) -> Rule:
 
     **Raises:** PlanError for an unknown name; it names the nearest one.
     """
-    from tfcommx.selection.base import Rule
+    from tfcommx.selection.rule import Rule
 
     return Rule(load_member("selection rule", name if is_member(name) else RULES[check(name)]))
 

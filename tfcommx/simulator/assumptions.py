@@ -1,14 +1,87 @@
-"""What a simulated step assumes besides profile, plan and links."""
+"""How long selecting from a vector takes, as a function of its entries: by formula, or measured.
+
+What a simulated step assumes besides profile, plan and links.
+
+What a slow node and ports of varying rate make of a step: all ranks wait for the slowest.
+
+    port of node 0   |==========|          rates are new in each step: uniform, from (1 - jitter)
+    port of node 1   |=======|             of a port's rate to all of it
+    port of node 2   |================|    a collective ends when this one has carried its part
+
+A step depends on the slowest port alone, whose rate r has a known distribution. With u uniform,
+
+    P(slowest port >= r) = P(slow_port (1 - jitter u) >= r) P(1 - jitter u >= r)^(m - 1)
+
+so the step at a quantile is simulated at that quantile of r, and no random numbers are drawn. A
+port keeps its rate during a step. The plan is made before: it knows nothing of all this. Where an
+engine sleeps for a cycle and fuses what waits, a slower port may fuse more, so that a quantile of
+the steps is met to within a cycle only.
+"""
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from tfcommx.simulator.selection_time import SelectionTime
-from tfcommx.terms import Links, PlanError, Topology, check_name
+from tfcommx import engines
+from tfcommx.core import Calibration, Links, PlanError, Profile, Topology, check_name
+
+# Entries of a vector -> seconds of selecting from it.
+SelectionTime = Callable[[int], float]
+
+
+def sorting_time(gamma: float, density: float = 1.0) -> SelectionTime:
+    """Return the time of an exact selection: gamma density d log2 d for d entries.
+
+    >>> sorting_time(1e-3, density=0.5)(1024)
+    5.12
+
+    Source: Shi et al., "Communication-Efficient Distributed Deep Learning with Merged Gradient
+    Sparsification on GPUs" (2020), equation 10. The base of its logarithm is not stated; the
+    authors' code has 2, and no density.
+    """
+    return lambda entries: gamma * density * entries * math.log2(entries) if entries > 1 else 0.0
+
+
+def interpolated_time(points: Sequence[tuple[int, float]]) -> SelectionTime:
+    """Return the curve through measured (entries, seconds).
+
+    It is linear between two points; before the first and after the last one it is proportional.
+
+    >>> curve = interpolated_time([(100, 1.0), (200, 3.0)])
+    >>> curve(150), curve(400)
+    (2.0, 6.0)
+
+    **Raises:** PlanError without any point.
+    """
+    known = sorted(dict(points).items())
+    if not known or known[0][0] < 1:
+        raise PlanError(f"Times of vectors of >= 1 entry are required. Received {list(points)}.")
+    sizes = [size for size, _ in known]
+
+    def seconds(entries: int) -> float:
+        place = bisect.bisect_left(sizes, entries)
+        if place in (0, len(known)):
+            size, time = known[min(place, len(known) - 1)]
+            return time * entries / size
+        (low, low_time), (high, high_time) = known[place - 1], known[place]
+        return low_time + (high_time - low_time) * (entries - low) / (high - low)
+
+    return seconds
+
+
+def measured_time(profile: Profile) -> SelectionTime | None:
+    """Return the curve through a profile's selection times; None if it has none."""
+    points = [
+        (row.size, row.selection_s)
+        for row in profile.variables
+        if row.selection_s is not None and row.size
+    ]
+    return interpolated_time(points) if points else None
 
 
 @dataclass(frozen=True)
@@ -66,7 +139,7 @@ class Assumptions:
     def on(self, links: Links) -> Assumptions:
         """Return these assumptions, with what the links say where these say nothing.
 
-        >>> from tfcommx.terms import NOMINAL
+        >>> from tfcommx.core import NOMINAL
         >>> Assumptions(contention=0.5).on(NOMINAL._replace(engine_s=1e-3, contention=2.0))
         Assumptions(selection=None, selection_on='compute', engine_s=0.001, ports_together=False,
                    spread=0.0, contention=0.5, fuses=False, loading_s=0.0, slow_node=1.0,
@@ -97,3 +170,53 @@ class Assumptions:
 
 
 IDEAL = Assumptions()
+
+
+# Halvings of the range in which the slowest rate lies: below the rounding of a float
+HALVINGS = 60
+
+
+def slowest_rate(nodes: int, assumptions: Assumptions, quantile: float = 0.5) -> float:
+    """Return the rate of the slowest port in a step, over the rate that the links give a port.
+
+    >>> slowest_rate(1, Assumptions(jitter=0.5)), slowest_rate(4, Assumptions(slow_port=0.4))
+    (0.75, 0.4)
+
+    Args:
+        nodes: of the cluster, >= 1.
+        assumptions: `slow_port` and `jitter` of them.
+        quantile: of the steps, from the fastest ports to the slowest ones, in [0, 1].
+    """
+    slow, jitter = assumptions.slow_port, assumptions.jitter
+    if not jitter:
+        return slow
+
+    def chance(rate: float) -> float:
+        others = min((1 - rate) / jitter, 1.0) ** (nodes - 1)
+        return (1 - rate / slow) / jitter * others
+
+    low, high = slow * (1 - jitter), slow
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if chance(middle) > quantile else (low, middle)
+    return (low + high) / 2
+
+
+def disturbed_links(
+    links: Links, topology: Topology, assumptions: Assumptions, quantile: float = 0.5
+) -> Links:
+    """Return links whose port between nodes is the slowest one of a step.
+
+    What short allreduces took in the probe grows by what the engine's price of them does.
+    """
+    rate = slowest_rate(topology.nodes, assumptions, quantile)
+    if rate == 1 or topology.nodes == 1:
+        return links
+    beta = links.between.beta_s_per_byte / rate
+    slower = links._replace(between=dataclasses.replace(links.between, beta_s_per_byte=beta))
+    price = engines.get(links.engine.name).all_reduce
+    points = [
+        (size, seconds + price(size, topology, slower) - price(size, topology, links))
+        for size, seconds in links.calibration.points
+    ]
+    return slower._replace(calibration=Calibration.of(links.calibration.ranks, points))

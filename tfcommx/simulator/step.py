@@ -1,4 +1,11 @@
-"""Simulates a training step: the buckets of a plan on the resources of one node.
+"""The backward pass: when the gradients of each bucket are ready, and which piece completes it.
+
+What a bucket does after its last gradient, stage by stage, and how long each stage takes.
+
+A route prices its messages on an idle network. What the engine adds to each collective, and what a
+selection takes, is added here and nowhere else; the waiting is `step`'s.
+
+Simulates a training step: the buckets of a plan on the resources of one node.
 
 Gradients a, b, c become ready one after another; a and b are bucket 0, c is bucket 1:
 
@@ -26,13 +33,100 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tfcommx.routes.base import SELECT
-from tfcommx.simulator.assumptions import IDEAL, Assumptions
-from tfcommx.simulator.backward_pass import backward_pieces
-from tfcommx.simulator.disturbances import disturbed_links
-from tfcommx.simulator.stages import stages_of
-from tfcommx.terms import RESOURCES, Links, Plan, Profile, Span, Timeline
+from tfcommx import routes
+from tfcommx.core import (
+    RESOURCES,
+    Bucket,
+    Links,
+    Piece,
+    Plan,
+    PlanError,
+    Profile,
+    Span,
+    Timeline,
+    Topology,
+)
+from tfcommx.routes.route import SELECT, Stage
+from tfcommx.simulator.assumptions import IDEAL, Assumptions, disturbed_links
 from tfcommx.wire import formats
+
+
+def buckets_ready(plan: Plan, profile: Profile) -> list[float]:
+    """Return when the last gradient of each bucket is ready, from the start of the backward pass.
+
+    **Raises:** PlanError if the plan and the profile have different variables.
+    """
+    known = {row.name: row for row in profile.variables}
+    entries: defaultdict[str, int] = defaultdict(int)
+    found = []
+    for bucket in plan.buckets:
+        paths = [Piece.of(name).path for name in bucket.variables]
+        for path, size in zip(paths, bucket.sizes, strict=True):
+            entries[path] += size
+            if path not in known:
+                raise PlanError(
+                    f"A profile of the plan's model is required. The profile of "
+                    f"{profile.model!r} lacks {path!r}; it has {list(known)[:3]}, ..."
+                )
+        found.append(max((known[path].ready_s for path in paths), default=0.0))
+    for name, row in known.items():
+        if entries[name] != row.size:
+            raise PlanError(
+                f"A profile of the plan's model is required. {name!r} has {row.size} entries in "
+                f"the profile of {profile.model!r} and {entries[name]} in the plan."
+            )
+    return found
+
+
+def backward_pieces(plan: Plan, profile: Profile) -> list[tuple[str, float, list[int]]]:
+    """Cut the backward pass into pieces: (variable, seconds, numbers of the buckets it completes).
+
+    **Raises:** as `buckets_ready`.
+    """
+    complete: defaultdict[float, list[int]] = defaultdict(list)
+    for number, seconds in enumerate(buckets_ready(plan, profile)):
+        complete[seconds].append(number)
+    names: dict[float, str] = {}
+    for row in profile.variables:
+        names[row.ready_s] = row.name
+    found, before = [], 0.0
+    for seconds in sorted(names):
+        found.append((names[seconds], seconds - before, complete.pop(seconds, [])))
+        before = seconds
+    if profile.backward_s > before:
+        found.append(("rest of the backward pass", profile.backward_s - before, []))
+    return found
+
+
+def stages_of(
+    bucket: Bucket, topology: Topology, links: Links, assumptions: Assumptions = IDEAL
+) -> list[Stage]:
+    """Return what a bucket does after its last gradient, one after another, without waiting.
+
+    The prices are the route's own; the selection takes what the assumptions say; each collective
+    takes the engine's time besides.
+    """
+    found = []
+    engine_s = links.engine_s if assumptions.engine_s is None else assumptions.engine_s
+    for stage in routes.of(bucket).stages(bucket, topology, links):
+        if stage.resource == SELECT:
+            selects = selection_seconds(bucket, topology, links, assumptions)
+            seconds = stage.seconds if bucket.compresses else selects
+            found.append(Stage(SELECT, seconds))
+        elif stage.seconds > 0:  # A group of one rank has no collective
+            found.append(Stage(stage.resource, stage.seconds + engine_s))
+    return found
+
+
+def selection_seconds(
+    bucket: Bucket, topology: Topology, links: Links, assumptions: Assumptions
+) -> float:
+    """Return what one rank needs to select from its part of a bucket."""
+    start, stop = routes.get(bucket.route).shard(bucket, topology, 0)
+    if assumptions.selection is not None:
+        return assumptions.selection(stop - start)
+    return (stop - start) * bucket.entry_bytes * links.inside.gamma_s_per_byte
+
 
 # Priorities on the compute stream; the lower one is served first.
 SELECT_FIRST, BACKWARD = 0, 1

@@ -25,23 +25,21 @@ from __future__ import annotations
 
 import dataclasses
 
-from tfcommx.strategies.base import (
+from tfcommx.core import PlanError, check_name, is_member, load_member
+from tfcommx.strategies.averaging.strategy import WeightAveraging
+from tfcommx.strategies.easgd.run import ElasticRun
+from tfcommx.strategies.easgd.strategy import ElasticAveraging
+from tfcommx.strategies.sharded.strategy.run import ShardedRun
+from tfcommx.strategies.sharded.strategy.shards import Shards
+from tfcommx.strategies.sharded.strategy.strategy import Sharded
+from tfcommx.strategies.strategy import (
     CommonState,
     Strategy,
     StrategyRun,
     Update,
     agree_on_strategy,
 )
-from tfcommx.strategies.elastic_averaging import ElasticAveraging
-from tfcommx.strategies.elastic_run import ElasticRun
-from tfcommx.strategies.rebroadcast import Rebroadcast
-from tfcommx.strategies.root import Root
-from tfcommx.strategies.sharded import Sharded
-from tfcommx.strategies.sharded_run import ShardedRun
-from tfcommx.strategies.shards import Shards
-from tfcommx.strategies.synchronous import Synchronous
-from tfcommx.strategies.weight_averaging import WeightAveraging
-from tfcommx.terms import PlanError, check_name, is_member, load_member
+from tfcommx.strategies.synchronous import Rebroadcast, Root, Synchronous
 
 # Name -> class. Those whose options all have defaults can be asked for by name.
 STRATEGIES: dict[str, type[Strategy]] = {

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.kernels.untraced import untraced
+from tfcommx.kernels.traced import untraced
 
 Result = TypeVar("Result")
 # For a thread to end at the end of the process

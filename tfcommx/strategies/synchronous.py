@@ -1,11 +1,33 @@
-"""Synchronous: every rank applies the exchanged gradients. The identity of the strategies."""
+"""Synchronous: every rank applies the exchanged gradients. The identity of the strategies.
+
+Broadcast rank 0's weights within a training step, bucket by bucket.
+
+Root: rank 0 alone applies the gradients, then broadcasts the weights.
+
+    ranks 0 to 3     gradients -> reduce -> rank 0 updates -> broadcast -> weights on all ranks
+
+**Source:** Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016),
+Algorithm 2. Routes of messages reduce to rank 0; others bring the sums to all ranks, as always.
+
+Rebroadcast: synchronous, and every few steps rank 0's weights replace those of all ranks.
+
+**Source:** Wang et al., "Efficient Communications in Training Large Scale Neural Networks" (2016),
+Algorithm 3.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tfcommx.strategies.base import Strategy
+import tensorflow as tf
+
+from tfcommx.core import Plan, PlanError, check_whole
+from tfcommx.kernels.traced import untraced
+from tfcommx.runtime.bucket_runner import cut, join
+from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.strategies.strategy import Strategy, StrategyRun, Update
 
 
 @dataclass(frozen=True)
@@ -16,3 +38,121 @@ class Synchronous(Strategy):
     """
 
     updates_alike: ClassVar[bool] = True
+
+
+def broadcast_weights(weights: Mapping[str, tf.Variable], executor: PlanExecutor) -> None:
+    """Set the weights to those of rank 0.
+
+    Args:
+        weights: variable path -> variable, for exactly the variables of the plan.
+        executor: of the plan.
+
+    **Ranks:** all. **Cost:** one broadcast a bucket, by messages if its route is one of messages.
+    """
+    whole = {path: tf.convert_to_tensor(variable) for path, variable in weights.items()}
+    pieces = cut(whole, executor.plan)
+    result: dict[str, tf.Tensor] = {}
+    with executor.scope():
+        for runner in executor.runners:
+            names = runner.bucket.variables
+            result |= zip(names, runner.broadcast([pieces[name] for name in names]), strict=True)
+    for path, value in join(result, whole).items():
+        weights[path].assign(value)
+
+
+@dataclass(frozen=True)
+class Root(Strategy):
+    """Let rank 0 alone apply the gradients and broadcast the weights after each step.
+
+    The other ranks' momentum and the like stay as they began, and a checkpoint of rank 0 has the
+    whole state. It costs more bytes than an allreduce; it saves the update on all ranks but one.
+    """
+
+    reduces_to_root: ClassVar[bool] = True
+
+    def check(self, plan: Plan) -> None:
+        """Refuse momentum in the scheme: other ranks lack the sums. **Raises:** PlanError."""
+        if any(bucket.momentum for bucket in plan.buckets):
+            raise PlanError(
+                'With strategy="root" only rank 0 has the sums that momentum is made of. Received '
+                "a scheme with momentum. Give it to the Keras optimizer."
+            )
+
+    def start(self, executor: PlanExecutor) -> StrategyRun:
+        """Get ready for the steps of one plan."""
+        return RootRun(executor)
+
+
+class RootRun(StrategyRun):
+    """The strategy at work on one plan."""
+
+    def __init__(self, executor: PlanExecutor) -> None:
+        super().__init__(executor)
+        self._seen: tf.Variable | None = None
+
+    @tf.autograph.experimental.do_not_convert
+    def update(self, step: Update) -> None:
+        """Apply the update on rank 0 and broadcast the weights; elsewhere only take part."""
+        if self.executor.comm.rank == 0:
+            step.apply()
+            done = []
+        else:
+            done = [self._force(step.gradients)]
+        with tf.control_dependencies(done):
+            broadcast_weights(step.weights, self.executor)
+
+    def _force(self, results: Sequence[tf.Tensor]) -> tf.Operation | None:
+        """Return an operation after which all the results have been computed, which nobody uses.
+
+        TensorFlow drops what nobody uses, and Horovod's ops do not say that others wait for them; a
+        control dependency on their results does not keep them either. Assigning an entry of each to
+        a variable does.
+        """
+        entries = [tf.reshape(one, [-1])[0] for one in results if one.shape.num_elements()]
+        seen = tf.stack([tf.cast(entry, tf.float32) for entry in entries])
+        if self._seen is None:
+            with untraced(), tf.device("/cpu:0"):
+                self._seen = tf.Variable(tf.zeros(seen.shape), trainable=False, name="tfcommx/seen")
+        return self._seen.assign(seen, read_value=False)
+
+
+@dataclass(frozen=True)
+class Rebroadcast(Strategy):
+    """Apply the exchanged gradients on every rank; every few steps broadcast rank 0's weights.
+
+    The gradients have the same bits on all ranks anyway: it helps only if the ranks' processors
+    compute the update differently.
+    """
+
+    # Steps, an integer >= 1, after which the weights are broadcast; 5 as in the paper
+    every: int = 5
+
+    keeps_weights_equal: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "every", check_whole("every", self.every, least=1))
+
+    def start(self, executor: PlanExecutor) -> StrategyRun:
+        """Get ready for the steps of one plan."""
+        return RebroadcastRun(executor, self.every)
+
+
+class RebroadcastRun(StrategyRun):
+    """The strategy at work on one plan."""
+
+    def __init__(self, executor: PlanExecutor, every: int) -> None:
+        super().__init__(executor)
+        self._every = every
+
+    @tf.autograph.experimental.do_not_convert
+    def update(self, step: Update) -> None:
+        """Apply the update here, as on every rank; broadcast the weights if it is time."""
+        step.apply()
+        if self._every == 1:
+            broadcast_weights(step.weights, self.executor)
+        else:
+            tf.cond(
+                self.executor.steps % self._every == 0,
+                lambda: broadcast_weights(step.weights, self.executor),
+                lambda: None,
+            )

@@ -1,7 +1,7 @@
 """Hold a member of a family to the laws: for what others write outside of this package.
 
     >>> import tfcommx as cx
-    >>> cx.testing.check_rule("tfcommx.selection.exact:RULE")
+    >>> cx.testing.check_rule("tfcommx.selection.rules:EXACT")
 
 Each check takes the name as a `Scheme` or `DistributedOptimizer` would, "module:MEMBER", runs steps
 on ranks that are threads of this process, on one node and on several, and raises LawBroken with
@@ -17,12 +17,14 @@ needs real processes, such as a rank whose processor rounds otherwise, shows on 
 
 from __future__ import annotations
 
-from tfcommx.testing.compressions import check_compression
 from tfcommx.testing.laws import LawBroken
-from tfcommx.testing.routes import check_route
-from tfcommx.testing.rules import check_rule
-from tfcommx.testing.strategies import check_strategy
-from tfcommx.testing.wires import check_wire
+from tfcommx.testing.members import (
+    check_compression,
+    check_route,
+    check_rule,
+    check_strategy,
+    check_wire,
+)
 
 __all__ = [
     "LawBroken",

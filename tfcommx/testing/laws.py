@@ -10,13 +10,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfcommx import routes
-from tfcommx.comm.base import Comm
-from tfcommx.comm.threads import ThreadComm
-from tfcommx.planner.plan import make_plan
-from tfcommx.planner.streams import Gradient
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import Plan, Scheme, Topology
+from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.residuals import PlanState
-from tfcommx.terms import Plan, Scheme, Topology
 
 ONE_LEVEL = (Topology(1, 1), Topology(2, 1), Topology(3, 1))
 TWO_LEVELS = (Topology(2, 2),)

@@ -12,17 +12,15 @@ import keras
 import tensorflow as tf
 
 import tfcommx as cx
-from tfcommx import report, routes
-from tfcommx.data.prefetch import without_autotune
-from tfcommx.optim import callbacks
+from tfcommx import callbacks, report, routes
+from tfcommx.data.pipeline import without_autotune
+from tfcommx.optim.automatic import ExpectedRun
 from tfcommx.optim.exchanger import Exchanger
-from tfcommx.optim.expected_run import ExpectedRun
 from tfcommx.optim.wrapped import exchanger_of, steps_of_update
 from tfcommx.planner.automatic import find_auto
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.training.run import Run, prepare
-from tfcommx.training.steps import FitCall
-from tfcommx.training.timing import Timing
+from tfcommx.training.steps import FitCall, Timing
 from tfcommx.training.train import compile_model
 
 # Timed steps of each phase, at least: as many as hold whole rounds of the strategy

@@ -9,14 +9,14 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from tfcommx.comm import process
-from tfcommx.comm.launcher import launcher
+from tfcommx.collectives import process
+from tfcommx.core import MeasuredStep, PlanError
+from tfcommx.launch.launcher import launcher
 from tfcommx.measure.exchange import measure_exchange
 from tfcommx.measure.profile import MeasuredProfile, measure
 from tfcommx.optim.wrapped import exchanger_of
 from tfcommx.recipes.recipe import Recipe
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.terms import MeasuredStep, PlanError
 from tfcommx.training.run import prepare
 from tfcommx.training.steps import FitCall
 from tfcommx.training.train import compile_model

@@ -10,10 +10,10 @@ import tensorflow as tf
 from pydantic import BaseModel
 
 import tfcommx as cx
-from tfcommx.comm.base import Comm
-from tfcommx.comm.comparisons import Facts
-from tfcommx.optim.expected_run import ExpectedRun
-from tfcommx.recipes.base import Data, Objective, Place
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.comparisons import Facts
+from tfcommx.optim.automatic import ExpectedRun
+from tfcommx.recipes.families import Data, Objective, Place
 from tfcommx.recipes.recipe import Recipe, Target
 from tfcommx.training.steps import FitCall, Position
 

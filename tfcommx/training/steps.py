@@ -5,14 +5,21 @@ Phases of 2 and 1 epochs of 10 steps, resumed after step 4 of the second epoch:
 epoch 0 |==========| done
 epoch 1 |====      | FitCall(phase 0, epochs 1 to 2, step 4): six steps remain
 epoch 2 |          | FitCall(phase 1, epochs 2 to 3, step 0)
+
+Measures where the seconds of an epoch go.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
+import tensorflow as tf
+
+from tfcommx.kernels.traced import after
+from tfcommx.optim.wrapped import exchanger_of
 
 
 class Position(NamedTuple):
@@ -88,3 +95,134 @@ class StepCounter(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         self.taken += 1
+
+
+# What is measured of an epoch, in seconds; `other` is the rest
+KINDS = ("data", "compute", "gradients", "update", "first_step", "evaluation", "saving")
+# Of these, what belongs to training steps
+STEP_KINDS = ("data", "compute", "gradients", "update", "first_step")
+
+
+class Timing(keras.callbacks.Callback):
+    """Measures where an epoch's seconds go on this rank.
+
+        begin        arrived              ready      exchanged      end
+          |   data      |     compute       | gradients |   update   |
+
+    - `data`: from the start of a step until its batch has arrived.
+    - `compute`: until the last gradient of this rank is ready: forward and backward pass, with the
+      selection and exchange that they hide.
+    - `gradients`: until the last exchanged gradient has arrived: exposed selection and exchange,
+      with the wait for slower ranks.
+    - `update`: the rest of the step.
+    - `first_step`: the whole first step of each `fit` and after each change of scheme, which
+      TensorFlow traces and compiles.
+    - `evaluation`, `saving`: as Evaluation and SaveAndStop measure them.
+    - `other`: the rest of the epoch: averaging, comparing, reporting.
+
+    The clock is read inside the step, by `tf.timestamp`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Seconds since 1970
+        self.arrived, self.ready, self.exchanged = (
+            tf.Variable(0.0, dtype=tf.float64, trainable=False) for _ in range(3)
+        )
+        self.seconds = dict.fromkeys(KINDS, 0.0)
+        # Steps of the epoch whose time is in `first_step`
+        self.first_steps = 0
+        # Seconds of the current epoch before this process began, and when it began here
+        self._before, self._epoch_start = 0.0, time.time()
+        # Seconds and first steps that an earlier process measured of the first epoch
+        self._continued: tuple[dict[str, float], int] = {}, 0
+        self.first = True
+
+    def continue_from(self, seconds: dict[str, float], first_steps: int) -> None:
+        """Add what an earlier process measured to the epoch that begins next."""
+        self._continued = seconds, first_steps
+
+    def watch(self, model: keras.Model) -> None:
+        """Make the model's training step record when batch and gradients arrive."""
+        train_step, exchanger = model.train_step, exchanger_of(model)
+        exchange, queued = exchanger.exchange, exchanger.comm.progress.ends_when_queued
+
+        def timed_step(data: Any) -> Any:
+            with _stamped(self.arrived, tf.nest.flatten(data)):
+                return train_step(data)
+
+        @tf.autograph.experimental.do_not_convert
+        def timed_exchange(
+            gradients: Sequence[tf.Tensor], learning_rate: tf.Tensor, steps: tf.Tensor
+        ) -> list[tf.Tensor]:
+            with _stamped(self.ready, gradients, queued):
+                pass
+            result = exchange(gradients, learning_rate, steps)
+            with _stamped(self.exchanged, result, queued):
+                pass
+            return result
+
+        model.train_step, exchanger.exchange = timed_step, timed_exchange
+
+    def on_train_begin(self, logs: dict | None = None) -> None:
+        self.first = True
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        seconds, self.first_steps = self._continued
+        self.seconds = {kind: seconds.get(kind, 0.0) for kind in KINDS}
+        self._before, self._continued = sum(seconds.values()), ({}, 0)
+        self._epoch_start = time.time()
+
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        # A change of scheme drops the plans: the step is traced again
+        self.first |= not exchanger_of(self.model).runs
+        self.batch_start = time.time()
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        now, seconds = time.time(), self.seconds
+        arrived, ready, exchanged = (
+            float(stamp.numpy()) for stamp in (self.arrived, self.ready, self.exchanged)
+        )
+        if self.first:
+            seconds["first_step"] += now - self.batch_start
+            self.first_steps += 1
+        else:
+            seconds["data"] += arrived - self.batch_start
+            # With accumulated gradients only some steps exchange
+            ready, exchanged = max(ready, arrived), max(exchanged, arrived)
+            if exchanged == arrived:
+                ready = exchanged = now
+            seconds["compute"] += ready - arrived
+            seconds["gradients"] += exchanged - ready
+            seconds["update"] += now - exchanged
+        self.first = False
+
+    def step_seconds(self) -> float:
+        """Return the seconds in training steps of the epoch so far."""
+        return sum(self.seconds[kind] for kind in STEP_KINDS)
+
+    def epoch_seconds(self) -> dict[str, float]:
+        """Return the epoch's seconds by kind; they sum to its wall-clock time."""
+        total = self._before + time.time() - self._epoch_start
+        return {**self.seconds, "other": total - sum(self.seconds.values())}
+
+
+def _stamped(stamp: tf.Variable, tensors: Sequence[Any], queued: bool = False) -> Any:
+    """Record in the graph when all tensors are ready; operations made inside wait for that.
+
+    Args:
+        stamp: float64 [], to be set.
+        tensors: that are waited for.
+        queued: whether Horovod ends a collective before its result exists. Then operations inside
+            wait until the tensors are queued only.
+    """
+    with tf.control_dependencies(list(tensors)):
+        if not queued:
+            stamped = stamp.assign(tf.timestamp())
+            return tf.control_dependencies([stamped])
+        parts = tf.nest.flatten(tensors, expand_composites=True)
+        arrived = after(tf.constant(1.0, tf.float64), parts)
+        with tf.control_dependencies([arrived]):
+            now = tf.timestamp()
+        stamp.assign(tf.maximum(now, arrived))
+    return tf.control_dependencies(list(tensors))

@@ -14,17 +14,20 @@ import keras
 import tensorflow as tf
 
 import tfcommx as cx
-from tfcommx import report
-from tfcommx.optim import callbacks, checkpoint
-from tfcommx.optim.checkpoint.memory.newest import newest_of_run
+from tfcommx import callbacks, checkpoint, report
+from tfcommx.checkpoint.newest import newest_of_run
 from tfcommx.recipes.recipe import Recipe
-from tfcommx.training.callbacks import Consolidate, Evaluation, InformAuto, LearningRate
-from tfcommx.training.history import EpochHistory, ShowProgress
+from tfcommx.training.callbacks import (
+    Consolidate,
+    EpochHistory,
+    Evaluation,
+    InformAuto,
+    LearningRate,
+    ShowProgress,
+)
 from tfcommx.training.run import Run, prepare
-from tfcommx.training.save_and_stop import SaveAndStop, StopAtEpochEnd, Stopped
-from tfcommx.training.signals import StopRequests
-from tfcommx.training.steps import Position, StepCounter, fit_calls
-from tfcommx.training.timing import STEP_KINDS, Timing
+from tfcommx.training.save_and_stop import SaveAndStop, StopAtEpochEnd, Stopped, StopRequests
+from tfcommx.training.steps import STEP_KINDS, Position, StepCounter, Timing, fit_calls
 
 log = logging.getLogger("tfcommx")
 

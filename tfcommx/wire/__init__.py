@@ -1,6 +1,6 @@
 """How entries are written on the wire: `formats` counts the bytes, `codec` writes and reads.
 
-`base` is what a format of another package derives from: `Scheme(wire="module:MEMBER")`.
+A format of another package derives from `formats.WireFormat`: `Scheme(wire="module:MEMBER")`.
 
 A Sparse becomes one flat buffer of exact size, so that it takes one collective:
 

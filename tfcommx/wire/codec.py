@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfcommx.core import Sparse
+from tfcommx.core.wire_formats import CODE_BITS, value_dtype
 from tfcommx.kernels import dense as dense_kernel
-from tfcommx.kernels import merge as merge_kernel
+from tfcommx.kernels import sparse as merge_kernel
 from tfcommx.kernels import wire as wire_kernel
 from tfcommx.kernels import wire_codes
-from tfcommx.terms import Sparse
-from tfcommx.terms.wire_formats import CODE_BITS, value_dtype
-from tfcommx.wire.base import of_others
-from tfcommx.wire.formats import sum_dtype
+from tfcommx.wire.formats import of_others, sum_dtype
 
 
 def rounded(sparse: Sparse, wire: str) -> tuple[Sparse, tf.Tensor | None]:

@@ -31,9 +31,9 @@ from bench.checks import moved_alike
 from bench.peers import PlainHorovod
 
 import tfcommx as cx
-from tfcommx.comm.base import Comm
-from tfcommx.runtime.trial_rounds import STEPS
-from tfcommx.terms import Link, Links
+from tfcommx.collectives.comm import Comm
+from tfcommx.core import Link, Links
+from tfcommx.runtime.trial import STEPS
 
 ALLOWED = 1.02  # times plain Horovod
 LAYERS, BATCH, STEPS_A_ROUND = 8, 8, 2

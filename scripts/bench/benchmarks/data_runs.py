@@ -13,7 +13,7 @@ from bench import options
 from bench.benchmarks.data_pipelines import BATCH
 
 import tfcommx as cx
-from tfcommx.data.cache.batches import read
+from tfcommx.data.batches import read
 from tfcommx.data.sources import Arrays
 from tfcommx.kernels.augment import augment_definition, window_of
 

@@ -37,10 +37,10 @@ from bench import options, ranks, rounds
 from bench.peers import bare_step, threads
 
 import tfcommx as cx
+from tfcommx.core import replacing
 from tfcommx.optim.centre import with_centre
-from tfcommx.recipes.datasets.fashion_mnist_files import fetch, load
+from tfcommx.recipes.datasets.fashion_mnist import fetch, load
 from tfcommx.strategies import ElasticAveraging, Strategy, Synchronous
-from tfcommx.terms import replacing
 
 STEP_SECONDS = 0.1
 ROUNDS = 3

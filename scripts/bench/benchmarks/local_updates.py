@@ -32,8 +32,8 @@ from bench.checks import weighted_sum
 
 import tfcommx as cx
 from tfcommx import routes
-from tfcommx.comm.base import Comm
-from tfcommx.planner.fragments import fragments_of_buckets
+from tfcommx.collectives.comm import Comm
+from tfcommx.planner.plan import fragments_of_buckets
 from tfcommx.strategies import WeightAveraging
 
 

@@ -37,11 +37,11 @@ import tensorflow as tf
 from bench import options, ranks, rounds
 
 import tfcommx as cx
-from tfcommx.comm.base import Comm
+from tfcommx.collectives.comm import Comm
 from tfcommx.kernels import loader
-from tfcommx.kernels.norms import squared_norms
-from tfcommx.optim.parallel_operator import ParallelOperator
-from tfcommx.optim.parallel_shares import SharesPlanner
+from tfcommx.kernels.lars import squared_norms
+from tfcommx.optimizers.parallel_operator import ParallelOperator
+from tfcommx.optimizers.parallel_shares import SharesPlanner
 from tfcommx.simulator import models
 
 SMOKE_ENTRIES = 40_000  # Of a variable: larger ones are left out of a smoke run

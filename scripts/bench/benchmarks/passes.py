@@ -25,14 +25,14 @@ from bench import options, rounds
 from bench.checks import selected_right
 from bench.peers import threads
 
-from tfcommx import terms
+from tfcommx import core
+from tfcommx.core import SPARSE_WIRES, Scheme, Sparse, Topology
+from tfcommx.core.wire_formats import CODE_BITS, value_dtype
 from tfcommx.kernels import select
-from tfcommx.kernels.keep import keep
+from tfcommx.kernels.sparse import keep
 from tfcommx.kernels.wire import decode
 from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.runtime.flat import flatten, unflatten
-from tfcommx.terms import SPARSE_WIRES, Scheme, Sparse, Topology
-from tfcommx.terms.wire_formats import CODE_BITS, value_dtype
+from tfcommx.runtime.bucket_runner import flatten, unflatten
 from tfcommx.wire import codec
 
 RANKS, VARIABLES = 4, 32
@@ -44,7 +44,7 @@ class Bucket(NamedTuple):
 
     # The variables' gradients, as they lie in the bucket
     parts: list[tf.Tensor]
-    plan: terms.Bucket
+    plan: core.Bucket
     # The same as one vector
     flat: tf.Tensor
     # What this rank's rule chose, before rounding

@@ -35,14 +35,14 @@ from bench.checks import gradient, weighted_sum
 
 import tfcommx as cx
 from tfcommx import routes
-from tfcommx.comm import liveness
-from tfcommx.comm.base import Comm
-from tfcommx.comm.launcher import launch_interfaces
+from tfcommx.collectives.comm import Comm
+from tfcommx.core import NOMINAL, PLAIN, Links, Plan, PlanError, Scheme, replacing
+from tfcommx.launch.launcher import launch_interfaces
 from tfcommx.measure.links import probe
 from tfcommx.planner.check import check_scheme
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
-from tfcommx.terms import NOMINAL, PLAIN, Links, Plan, PlanError, Scheme, replacing
+from tfcommx.watch import liveness
 
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown")
 # Bytes of a message; those between pass a virtual cluster's links in one burst, too soon.

@@ -29,9 +29,9 @@ from bench import options, rounds
 from bench.checks import selected_right
 
 from tfcommx import selection
+from tfcommx.core import Sparse
 from tfcommx.kernels import loader
 from tfcommx.kernels.select import below
-from tfcommx.terms import Sparse
 
 ALLOWED = 1.5  # times the bare addition
 DTYPES = {"float32": tf.float32, "float16": tf.float16, "bfloat16": tf.bfloat16}

@@ -19,7 +19,7 @@ from bench import options, ranks, rounds
 from bench.peers import plain_allreduce
 
 import tfcommx as cx
-from tfcommx.comm.base import Comm
+from tfcommx.collectives.comm import Comm
 from tfcommx.planner.plan import Gradient, make_plan
 from tfcommx.runtime.executor import PlanExecutor
 

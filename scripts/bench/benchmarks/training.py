@@ -53,14 +53,13 @@ from bench.benchmarks.training_contestants import (
 from bench.checks import weighted_sum
 
 from tfcommx import routes
-from tfcommx.comm.base import Comm
+from tfcommx.collectives.comm import Comm
+from tfcommx.core import NOMINAL, Links, Profile, replacing
 from tfcommx.measure.engine import matmul_load
 from tfcommx.measure.links import probe
 from tfcommx.measure.profile import StepTiming
-from tfcommx.simulator.assumptions import Assumptions
-from tfcommx.simulator.selection_time import measured_time
+from tfcommx.simulator.assumptions import Assumptions, measured_time
 from tfcommx.simulator.step import simulate
-from tfcommx.terms import NOMINAL, Links, Profile, replacing
 
 MODELS = ("convolutional", "transformer", "embedding", "resnet50")
 SCHEMES = (

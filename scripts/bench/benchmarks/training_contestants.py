@@ -14,11 +14,11 @@ from bench.peers import PlainHorovod
 
 import tfcommx as cx
 from tfcommx import routes
-from tfcommx.comm.base import Comm
+from tfcommx.collectives.comm import Comm
 from tfcommx.compression import COMPRESSIONS
-from tfcommx.optim.variable_names import VariableNames
+from tfcommx.core import Links, Plan, PlanError, Profile, Scheme, VariableProfile
+from tfcommx.optim.requested_plan import VariableNames
 from tfcommx.planner.plan import Gradient, make_plan
-from tfcommx.terms import Links, Plan, PlanError, Profile, Scheme, VariableProfile
 
 # The scheme that exchanges nothing. Its step is what predictions of the others begin with
 ALONE = "none"

@@ -23,8 +23,8 @@ from bench import options, ranks
 from bench.peers import bare_step
 
 import tfcommx as cx
-from tfcommx.comm import liveness
 from tfcommx.optim.wrapped import exchanger_in
+from tfcommx.watch import liveness
 
 LIMIT = 0.001
 LAYERS, BUCKETS = 16, 4

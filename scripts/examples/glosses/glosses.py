@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.recipes.base import Data, DataError, Place
+from tfcommx.recipes.families import Data, DataError, Place
 from tfcommx.recipes.tasks.classify import Classification
 
 FILES = ("data.noun", "data.verb", "data.adj", "data.adv")

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tfcommx.data.cache.batch_spec import BatchSpec
-from tfcommx.data.cache.cache import DataCache
-from tfcommx.data.cache.disk import Disk, drop
+from tfcommx.core import PlanError
+from tfcommx.data import DataCache
+from tfcommx.data.disk import Disk, drop
+from tfcommx.data.options import BatchSpec
 from tfcommx.data.sources.arrays import Arrays
-from tfcommx.data.sources.base import SampleError
 from tfcommx.data.sources.decode import decode
 from tfcommx.data.sources.folder import Folder
-from tfcommx.terms import PlanError
+from tfcommx.data.sources.source import SampleError
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_a_bitmap_with_a_table_of_colours_is_refused(mode):
 @pytest.mark.parametrize("stems", ["ab", "ba"])
 def test_a_sample_that_was_written_again_is_read_by_later_runs(tmp_path, monkeypatch, stems):
     for when, stem in enumerate(stems):
-        monkeypatch.setattr("tfcommx.data.cache.disk.secrets.token_hex", lambda _, stem=stem: stem)
+        monkeypatch.setattr("tfcommx.data.disk.secrets.token_hex", lambda _, stem=stem: stem)
         disk = Disk(tmp_path, "key", 2)
         assert disk.read(1) is None
         disk.write(1, 5, b"hello")

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfcommx.data.sources.base import SampleError
+from tfcommx.core import PlanError
 from tfcommx.data.sources.decode import decode
+from tfcommx.data.sources.source import SampleError
 from tfcommx.data.sources.tfrecord import ImageFeatures, TFRecords, imagenet, scan, tfds
 from tfcommx.kernels.crc32c import crc32c, crc32c_definition
-from tfcommx.terms import PlanError
 
 
 def write(path, numbers):

@@ -6,9 +6,9 @@ import itertools
 import random
 from collections.abc import Iterator
 
-from tfcommx.planner.merging.base import Prices, finish_s
-from tfcommx.simulator.selection_time import sorting_time
-from tfcommx.terms import Profile, VariableProfile
+from tfcommx.core import Profile, VariableProfile
+from tfcommx.planner.merging.merging import Prices, finish_s
+from tfcommx.simulator.assumptions import sorting_time
 
 
 def profile_of(sizes: list[int], seconds: list[float], rest: float = 0.0) -> Profile:

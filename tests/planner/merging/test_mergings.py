@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from merging_helpers import brute_force, profile_of, random_case
 
+from tfcommx.core import PlanError, Profile, VariableProfile
 from tfcommx.planner import merging
-from tfcommx.planner.merging.base import Prices, finish_s
-from tfcommx.simulator.selection_time import sorting_time
-from tfcommx.terms import PlanError, Profile, VariableProfile
+from tfcommx.planner.merging.merging import Prices, finish_s
+from tfcommx.simulator.assumptions import sorting_time
 
 TIMED = [name for name, solver in merging.MERGINGS.items() if solver.needs_times]
 

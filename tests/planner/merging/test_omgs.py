@@ -7,9 +7,9 @@ import random
 import pytest
 from merging_helpers import brute_force, profile_of, random_case
 
+from tfcommx.core import Profile
 from tfcommx.planner import merging
-from tfcommx.planner.merging.base import Prices, finish_s, ready_times
-from tfcommx.terms import Profile
+from tfcommx.planner.merging.merging import Prices, finish_s, ready_times
 
 
 def algorithm_1(profile: Profile, prices: Prices) -> list[bool]:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tfcommx.core import PlanError
 from tfcommx.planner.merging import pulls
 from tfcommx.planner.merging.pulls import PULLS, PullTimes, execution_s, finish_s
-from tfcommx.terms import PlanError
 
 
 def all_batches(layers: int) -> list[list[tuple[int, int]]]:

@@ -13,16 +13,14 @@ from rank_helpers import batch, gradients_of, same_on_all_ranks, weights
 
 import tfcommx as cx
 from tfcommx import callbacks
-from tfcommx.comm.base import Comm
-from tfcommx.comm.trial_queue import TrialQueue
+from tfcommx.collectives.comm import Comm, TrialQueue
+from tfcommx.core import Link, Links
 from tfcommx.optim import automatic
-from tfcommx.optim.expected_run import ExpectedRun
+from tfcommx.optim.automatic import ExpectedRun
 from tfcommx.runtime.executor import PlanExecutor
 from tfcommx.runtime.rates import UNKNOWN
 from tfcommx.runtime.residuals import VariableState
-from tfcommx.runtime.trial import TrialExecutor
-from tfcommx.runtime.trial_rounds import STEPS
-from tfcommx.terms import Link, Links
+from tfcommx.runtime.trial import STEPS, TrialExecutor
 
 # So slow that predictions find several schemes faster than plain Horovod
 SLOW = Links(Link(1e-6, 1e-7), Link(1e-6, 1e-7))

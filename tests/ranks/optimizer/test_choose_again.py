@@ -17,11 +17,10 @@ from rank_helpers import batch
 
 import tfcommx as cx
 from tfcommx import callbacks
-from tfcommx.comm.base import Comm
-from tfcommx.optim.callbacks import choose_again
-from tfcommx.runtime.trial import TrialExecutor
-from tfcommx.runtime.trial_rounds import STEPS
-from tfcommx.terms import Link, Links, Topology
+from tfcommx.callbacks import choose_again
+from tfcommx.collectives.comm import Comm
+from tfcommx.core import Link, Links, Topology
+from tfcommx.runtime.trial import STEPS, TrialExecutor
 
 SLOW = Links(Link(1e-6, 1e-7), Link(1e-6, 1e-7))
 SLOWER = Links(Link(1e-6, 3e-7), Link(1e-6, 3e-7))

@@ -18,8 +18,8 @@ from rank_helpers import (
 )
 
 import tfcommx as cx
-from tfcommx.comm.base import Comm
-from tfcommx.optim import checkpoint
+from tfcommx import checkpoint
+from tfcommx.collectives.comm import Comm
 from tfcommx.optim.wrapped import exchanger_of
 
 

@@ -17,7 +17,7 @@ from rank_helpers import (
 )
 
 import tfcommx as cx
-from tfcommx.comm.base import Comm
+from tfcommx.collectives.comm import Comm
 
 
 @pytest.mark.parametrize("operation", ["average", "sum"])

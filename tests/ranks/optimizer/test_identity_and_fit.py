@@ -20,7 +20,7 @@ from rank_helpers import (
 
 import tfcommx as cx
 from tfcommx import routes
-from tfcommx.comm.base import Comm
+from tfcommx.collectives.comm import Comm
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

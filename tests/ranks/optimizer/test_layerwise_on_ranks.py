@@ -13,7 +13,7 @@ from rank_helpers import OPTIMIZERS, SPARSE, batch, compiled, fit, gradients_of,
 
 import tfcommx as cx
 from tfcommx import routes
-from tfcommx.comm.base import Comm
+from tfcommx.collectives.comm import Comm
 
 KINDS = {"lars": cx.optimizers.LARS, "lamb": cx.optimizers.LAMB}
 OPTIONS = [

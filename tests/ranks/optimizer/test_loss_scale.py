@@ -18,7 +18,7 @@ from rank_helpers import (
 
 import tfcommx as cx
 from tfcommx import callbacks
-from tfcommx.comm.base import Comm
+from tfcommx.collectives.comm import Comm
 from tfcommx.optim.wrapped import exchanger_of
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from rank_helpers import SPARSE, compiled, fit, same_on_all_ranks, weights
 
 import tfcommx as cx
-from tfcommx.comm.base import Comm
+from tfcommx.collectives.comm import Comm
 
 
 def new(scheme: cx.Scheme, fragments: int, overlap: int) -> keras.Model:

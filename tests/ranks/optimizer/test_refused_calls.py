@@ -18,7 +18,7 @@ from rank_helpers import (
 )
 
 import tfcommx as cx
-from tfcommx.comm.base import Comm
+from tfcommx.collectives.comm import Comm
 
 
 def test_momentum_twice_is_refused(comm: Comm) -> None:

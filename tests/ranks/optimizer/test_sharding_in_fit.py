@@ -11,7 +11,7 @@ import pytest
 from rank_helpers import batch, compiled, same_on_all_ranks, weights
 
 import tfcommx as cx
-from tfcommx.comm.base import Comm
+from tfcommx.collectives.comm import Comm
 from tfcommx.strategies import Sharded, WeightAveraging
 
 

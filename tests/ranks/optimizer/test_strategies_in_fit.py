@@ -22,7 +22,7 @@ from rank_helpers import (
 
 import tfcommx as cx
 from tfcommx import routes
-from tfcommx.comm.base import Comm
+from tfcommx.collectives.comm import Comm
 from tfcommx.strategies import Rebroadcast, Root, Strategy
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tfcommx.recipes.base import DataError
-from tfcommx.recipes.datasets import fashion_mnist_files
+from tfcommx.recipes.datasets import fashion_mnist
 from tfcommx.recipes.datasets.__main__ import main
-from tfcommx.recipes.datasets.fashion_mnist_files import FILES, fetch, load
-from tfcommx.recipes.datasets.idx import read_idx
+from tfcommx.recipes.datasets.fashion_mnist import FILES, fetch, load, read_idx
+from tfcommx.recipes.families import DataError
 
 TRAIN, TEST = 5, 3
 
@@ -99,24 +98,24 @@ def test_fetch_uses_the_next_source_and_leaves_nothing_of_a_failed_one(
             (work / "files" / name).write_bytes((folder / name).read_bytes())
         return work / "files"
 
-    monkeypatch.setattr(fashion_mnist_files, "DEBIAN_FOLDER", tmp_path / "none")
-    monkeypatch.setattr(fashion_mnist_files, "_from_debian", dies)
-    monkeypatch.setattr(fashion_mnist_files, "_from_tensorflow_datasets", dies)
+    monkeypatch.setattr(fashion_mnist, "DEBIAN_FOLDER", tmp_path / "none")
+    monkeypatch.setattr(fashion_mnist, "_from_debian", dies)
+    monkeypatch.setattr(fashion_mnist, "_from_tensorflow_datasets", dies)
     target = tmp_path / "cache" / "images"
     with pytest.raises(DataError, match=r"no network[\s\S]*apt-get install dataset-fashion-mnist"):
         fetch(target)
     assert list((tmp_path / "cache").iterdir()) == []
 
-    monkeypatch.setattr(fashion_mnist_files, "_from_tensorflow_datasets", works)
+    monkeypatch.setattr(fashion_mnist, "_from_tensorflow_datasets", works)
     # The tiny files are not the data set: they are checked before they are kept
     with pytest.raises(DataError, match="sizes"):
         fetch(target)
     assert not target.exists()
-    monkeypatch.setattr(fashion_mnist_files, "load", lambda found: None)
+    monkeypatch.setattr(fashion_mnist, "load", lambda found: None)
     assert fetch(target) == target and sorted(path.name for path in target.iterdir()) == sorted(
         FILES
     )
-    monkeypatch.setattr(fashion_mnist_files, "_from_tensorflow_datasets", dies)
+    monkeypatch.setattr(fashion_mnist, "_from_tensorflow_datasets", dies)
     assert fetch(target) == target  # nothing is fetched twice
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["images"]
 

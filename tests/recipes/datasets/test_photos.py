@@ -5,13 +5,17 @@ import pytest
 import tensorflow as tf
 from data_helpers import make_folder, picture
 
+from tfcommx.core import PlanError, Topology
 from tfcommx.data.sources.folder import Folder
-from tfcommx.recipes.base import DataError, Place
-from tfcommx.recipes.datasets import photos
-from tfcommx.recipes.datasets.arrays import ArrayFile
-from tfcommx.recipes.datasets.photos import ClassFolders, ImageNet, TensorFlowDataset
+from tfcommx.recipes.datasets import picture_files
+from tfcommx.recipes.datasets.picture_files import (
+    ArrayFile,
+    ClassFolders,
+    ImageNet,
+    TensorFlowDataset,
+)
+from tfcommx.recipes.families import DataError, Place
 from tfcommx.recipes.tasks.classify import Classification
-from tfcommx.terms import PlanError, Topology
 
 ALONE = Place(Topology(1, 1), 0, seed=3)
 
@@ -92,7 +96,7 @@ def test_a_data_set_by_name(folder, tmp_path, monkeypatch):
     assert [split for _, split, _ in asked] == ["train", "test"] and data.count == 12
     assert settings.fetch() == tmp_path
     data.close()
-    assert photos.IMAGENET_CLASSES == 1000
+    assert picture_files.IMAGENET_CLASSES == 1000
 
 
 def test_arrays_in_a_file(tmp_path):

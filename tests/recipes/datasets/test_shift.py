@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfcommx.core import Topology
 from tfcommx.data.sources.arrays import Arrays
-from tfcommx.recipes.base import Place
 from tfcommx.recipes.datasets import fashion_mnist
 from tfcommx.recipes.datasets.pictures import Pictures, shifted
+from tfcommx.recipes.families import Place
 from tfcommx.recipes.tasks.classify import Classification
-from tfcommx.terms import Topology
 
 COUNT, BATCH = 103, 4
 PICTURES = np.random.default_rng(0).integers(0, 256, (COUNT, 28, 28, 1), dtype=np.uint8)

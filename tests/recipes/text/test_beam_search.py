@@ -7,8 +7,7 @@ import keras
 import numpy as np
 import pytest
 
-from tfcommx.recipes.text.beam import beam_decoder
-from tfcommx.recipes.text.decoding import greedy_decoder
+from tfcommx.recipes.text.decoding import beam_decoder, greedy_decoder
 from tfcommx.recipes.text.vocabulary import BEGIN, END
 
 # The four marks and a word: what is said has at most MORE words more than its source, END included

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tfcommx.core import PlanError
 from tfcommx.recipes.text.batches import LengthBatches, bounds, in_order, padded
-from tfcommx.terms import PlanError
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=120)
 

@@ -5,15 +5,20 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfcommx.recipes.base import DataError, Place
-from tfcommx.recipes.datasets.catalogues import CataloguePairs, Catalogues
-from tfcommx.recipes.datasets.translations import LinePairs, PreparedPairs, TextFiles
+from tfcommx.core import PlanError, Topology
+from tfcommx.recipes.datasets.translations import (
+    CataloguePairs,
+    Catalogues,
+    LinePairs,
+    PreparedPairs,
+    TextFiles,
+)
+from tfcommx.recipes.families import DataError, Place
 from tfcommx.recipes.models.transformer import Transformer
 from tfcommx.recipes.tasks.translate import Translate
 from tfcommx.recipes.text.decoding import greedy_decoder
-from tfcommx.recipes.text.loss import WordAccuracy, WordLoss
+from tfcommx.recipes.text.layers import WordAccuracy, WordLoss
 from tfcommx.recipes.text.vocabulary import BEGIN, END, Vocabulary, learn
-from tfcommx.terms import PlanError, Topology
 
 ENGLISH = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 GERMAN = ["eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun", "zehn"]

@@ -14,15 +14,14 @@ import pytest
 import tensorflow as tf
 from launching import ROOT
 
-from tfcommx.comm.base import Comm
-from tfcommx.comm.threads import ThreadComm
-from tfcommx.optim.exchange_settings import ExchangeSettings
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import Scheme, Topology
 from tfcommx.optim.exchanger import Exchanger
 from tfcommx.optim.keras_internals import ExchangesGradients, copy_with
+from tfcommx.optim.requested_plan import ExchangeSettings
 from tfcommx.runtime.residuals import VariableState
-from tfcommx.runtime.trial import TrialExecutor
-from tfcommx.runtime.trial_rounds import TrialRounds
-from tfcommx.terms import Scheme, Topology
+from tfcommx.runtime.trial import TrialExecutor, TrialRounds
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from bench import plans, ranks, results

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
-from tfcommx.planner.interval import MISSES
+from tfcommx.planner.predict import MISSES
 
 FOLDER = ROOT / "scripts" / "reproduce"
 REPORT = (ROOT / "docs" / "laboratory" / "reproduction.md").read_text()

@@ -6,8 +6,8 @@ import hashlib
 
 import numpy as np
 
-from tfcommx.data.sources.base import key_of
-from tfcommx.terms import PlanError
+from tfcommx.core import PlanError
+from tfcommx.data.sources.source import key_of
 
 
 class Arrays:

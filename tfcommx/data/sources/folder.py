@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfcommx.data.sources.base import key_of
-from tfcommx.terms import PlanError, local_path
+from tfcommx.core import PlanError, local_path
+from tfcommx.data.sources.source import key_of
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
 # Folders and files, in lower case, that systems put beside a user's own: thumbnails, waste, the

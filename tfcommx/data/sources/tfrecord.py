@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from tfcommx.data.sources.base import SampleError, key_of
+from tfcommx.core import PlanError
+from tfcommx.data.sources.source import SampleError, key_of
 from tfcommx.kernels.crc32c import crc32c
-from tfcommx.terms import PlanError
 
 # Length of the record, its masked CRC; then follow the record and the masked CRC of the record.
 _FRAME = struct.Struct("<QI")

@@ -12,7 +12,6 @@ fit          the epoch and the step at which `fit` begins
 moments      where batch normalization computes the statistics of a batch
 """
 
-from tfcommx.optim.keras_internals.fit import begin_at_epoch, skip_steps
 from tfcommx.optim.keras_internals.metrics import (
     SumState,
     metrics_in,
@@ -21,6 +20,8 @@ from tfcommx.optim.keras_internals.metrics import (
     watch_update,
 )
 from tfcommx.optim.keras_internals.models import (
+    OwnMoments,
+    begin_at_epoch,
     call_alike,
     calls_recorded,
     constants_of,
@@ -30,10 +31,12 @@ from tfcommx.optim.keras_internals.models import (
     loss_of,
     numbered_stem,
     own_variables,
+    saved_values,
     seed_generators,
+    skip_steps,
     statistics_of,
+    variables_with_own_files,
 )
-from tfcommx.optim.keras_internals.moments import OwnMoments
 from tfcommx.optim.keras_internals.optimizers import (
     accumulated_gradients,
     copy_state,
@@ -48,16 +51,15 @@ from tfcommx.optim.keras_internals.optimizers import (
     unlisted,
     wrapped_class,
 )
-from tfcommx.optim.keras_internals.saving import saved_values, variables_with_own_files
 from tfcommx.optim.keras_internals.shards import UpdatesShards, require_shardable
 from tfcommx.optim.keras_internals.step import (
     AgreedLossScale,
     ExchangesGradients,
     StepUnderWay,
+    UpdatesTogether,
     compiled_by_xla,
     traced_batch,
 )
-from tfcommx.optim.keras_internals.updates import UpdatesTogether
 from tfcommx.optim.keras_internals.version import require_fit_keras
 
 __all__ = [

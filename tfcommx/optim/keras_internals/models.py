@@ -1,4 +1,11 @@
-"""Layers, names, seed generators and non-trained statistics of a Keras model."""
+"""Layers, names, seed generators and non-trained statistics of a Keras model.
+
+Where `fit` begins: an epoch, and a step of it.
+
+What Keras writes into a file of a model, without writing it.
+
+A batch normalization layer whose subclass computes the batch statistics.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.random.seed_generator import global_seed_generator
+from keras.src.saving import saving_lib
 from keras.src.utils.naming import to_snake_case
 
 
@@ -194,3 +202,79 @@ def calls_recorded(
             vars(layer).pop("call", None)
             if call is not None:
                 object.__setattr__(layer, "call", call)
+
+
+def begin_at_epoch(model: keras.Model, epoch: int | None) -> None:
+    """Let `fit` begin at an epoch (from 0), whatever its `initial_epoch`; None: no more.
+
+    To be called before the end of `on_train_begin`. Keras's own BackupAndRestore does the same.
+    """
+    model._initial_epoch = epoch
+
+
+def skip_steps(model: keras.Model, steps: int) -> None:
+    """Let the next steps of `fit` take their batches and do nothing with them.
+
+    Args:
+        model: in `fit`, before the first step of an epoch.
+        steps: >= 0, a multiple of `steps_per_execution`.
+    """
+    if not steps:
+        return
+    train, together, left = model.train_function, model.steps_per_execution, steps
+
+    def skip(iterator: Iterator[Any]) -> dict[str, Any]:
+        nonlocal left
+        for _ in range(together):
+            next(iterator)
+        left -= together
+        if left <= 0:
+            model.train_function = train
+        return {}
+
+    model.train_function = skip
+
+
+def saved_values(model: keras.Model) -> list[Any]:
+    """Return the variables and tensors that `model.save` would write, without its optimizer."""
+    store = saving_lib.NpzIOStore("unwritten", mode="w")  # Its file is written by close()
+    saving_lib._save_state(model, store, None, "", {id(model.optimizer)})
+    return [value for part in store.contents.values() for value in part.values()]
+
+
+def variables_with_own_files(model: keras.Model) -> list[keras.Variable]:
+    """Return the variables of layers whose class, not Keras's, saves or loads them its own way."""
+    usual = keras.layers.Layer
+    return [
+        variable
+        for layer in layers_of(model)
+        if not type(layer).__module__.startswith("keras.")
+        and (
+            type(layer).save_own_variables is not usual.save_own_variables
+            or type(layer).load_own_variables is not usual.load_own_variables
+        )
+        for variable in own_variables(layer)
+    ]
+
+
+class OwnMoments(keras.layers.BatchNormalization):
+    """Batch normalization whose subclass computes the mean and variance of a batch.
+
+    All else is Keras's: moving averages, scale and offset, renorm, float32 for inputs of 16 bits.
+    """
+
+    def moments(
+        self, inputs: tf.Tensor, axes: list[int], mask: tf.Tensor | None
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the mean and variance of each channel, [channels], in the dtype of the inputs.
+
+        Args:
+            inputs: float32 or float64, any shape.
+            axes: all but the channels'.
+            mask: which entries count, with the shape of the inputs without its last axis; None:
+                all.
+        """
+        raise NotImplementedError
+
+    def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
+        return self.moments(inputs, self._reduction_axes, mask)

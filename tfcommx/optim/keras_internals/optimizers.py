@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfcommx.terms import PlanError
+from tfcommx.core import PlanError
 
 # Keras keeps them out of the config.
 _NOT_IN_CONFIG = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")

@@ -13,10 +13,10 @@ import numpy as np
 import tensorflow as tf
 from keras.src.utils.tracking import no_automatic_dependency_tracking
 
+from tfcommx.core import PlanError
 from tfcommx.optim.keras_internals.optimizers import plain_copy, slots_of
 from tfcommx.optim.keras_internals.step import ExchangesGradients
 from tfcommx.optim.sharding import Sharding
-from tfcommx.terms import PlanError
 
 # Keras's own whose update of an entry depends on that entry alone
 ELEMENTWISE = (

@@ -1,4 +1,4 @@
-"""Refuses a Keras without the private members that this room uses; warns of an untested one."""
+"""Refuses a Keras without the private members that this package uses; warns of an untested one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import keras
 # Major and minor, as in requirements.txt: `make test-versions` passes with these.
 TESTED = ("3.12", "3.13", "3.14", "3.15")
 
-# Class of Keras -> its private members that this room calls, overrides or reads
+# Class of Keras -> its private members that this package calls, overrides or reads
 PRIVATE_MEMBERS: dict[type, tuple[str, ...]] = {
     keras.optimizers.Optimizer: (
         "_accumulated_gradients",

@@ -9,14 +9,10 @@ tests/planner/merging compares every row with all merges of small models.
 
 from __future__ import annotations
 
-from tfcommx.planner.merging.base import Merging
-from tfcommx.planner.merging.each import each
-from tfcommx.planner.merging.mg_wfbp import mg_wfbp
-from tfcommx.planner.merging.omgs import omgs
+from tfcommx.core import check_name
+from tfcommx.planner.merging.heuristics import each, mg_wfbp, omgs, single, threshold
+from tfcommx.planner.merging.merging import Merging
 from tfcommx.planner.merging.optimal import optimal
-from tfcommx.planner.merging.single import single
-from tfcommx.planner.merging.threshold import threshold
-from tfcommx.terms import check_name
 
 _ROWS = (
     Merging("threshold", threshold, needs_times=False),

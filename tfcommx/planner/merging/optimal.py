@@ -25,12 +25,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from tfcommx.planner.merging.base import Groups, Prices, Seconds, finish_s, ready_times
-from tfcommx.planner.merging.each import each
-from tfcommx.planner.merging.mg_wfbp import mg_wfbp
-from tfcommx.planner.merging.omgs import omgs
-from tfcommx.planner.merging.single import single
-from tfcommx.terms import Profile
+from tfcommx.core import Profile
+from tfcommx.planner.merging.heuristics import each, mg_wfbp, omgs, single
+from tfcommx.planner.merging.merging import Groups, Prices, Seconds, finish_s, ready_times
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]

@@ -29,7 +29,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tfcommx.terms import PlanError
+from tfcommx.core import PlanError
 
 # Batches that finish later by this factor count as equally good: predictions are no better.
 AS_GOOD = 1.02

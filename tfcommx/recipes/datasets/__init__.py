@@ -6,12 +6,15 @@ build `Pictures` from two sources. TensorFlow is imported inside functions only:
 must not load it.
 """
 
-from tfcommx.recipes.base import Dataset
-from tfcommx.recipes.datasets.arrays import ArrayFile
-from tfcommx.recipes.datasets.catalogues import Catalogues
 from tfcommx.recipes.datasets.fashion_mnist import FashionMnist
-from tfcommx.recipes.datasets.photos import ClassFolders, ImageNet, TensorFlowDataset
-from tfcommx.recipes.datasets.translations import TensorFlowTranslations, TextFiles
+from tfcommx.recipes.datasets.picture_files import (
+    ArrayFile,
+    ClassFolders,
+    ImageNet,
+    TensorFlowDataset,
+)
+from tfcommx.recipes.datasets.translations import Catalogues, TensorFlowTranslations, TextFiles
+from tfcommx.recipes.families import Dataset
 
 DATASETS: dict[str, type[Dataset]] = {
     "fashion_mnist": FashionMnist,

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from tfcommx.data.sources.base import MAX_PIXELS
+from tfcommx.data.sources.source import MAX_PIXELS
 from tfcommx.recipes.reader import Part
 
 if TYPE_CHECKING:
-    from tfcommx.data.cache.batch_spec import BatchSpec
+    from tfcommx.data.options import BatchSpec
 
 # Red, green and blue of ImageNet's training pixels, in parts of 255, as in torchvision
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -58,7 +58,7 @@ class PictureDataset(Part):
 
     def train_spec(self, batch: int, resolution: int, channels: int) -> BatchSpec:
         """Return how the cache makes batches for training."""
-        from tfcommx.data.cache.batch_spec import BatchSpec
+        from tfcommx.data.options import BatchSpec
 
         return BatchSpec(
             batch,
@@ -74,7 +74,7 @@ class PictureDataset(Part):
 
     def test_spec(self, batch: int, resolution: int, channels: int) -> BatchSpec:
         """Return how the cache makes batches for evaluation: every picture once, in order."""
-        from tfcommx.data.cache.batch_spec import BatchSpec
+        from tfcommx.data.options import BatchSpec
 
         return BatchSpec(
             batch,

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from tfcommx.comm.base import Comm
-from tfcommx.data.cache.cache import DataCache
-from tfcommx.data.sources.base import Source
+from tfcommx.collectives.comm import Comm
+from tfcommx.core import PlanError
+from tfcommx.data import DataCache
 from tfcommx.data.sources.folder import Folder, listed_names
-from tfcommx.recipes.base import Place
+from tfcommx.data.sources.source import Source
 from tfcommx.recipes.datasets.picture_dataset import PictureDataset
-from tfcommx.terms import PlanError
+from tfcommx.recipes.families import Place
 
 # Augments a batch of pictures [b, h, w, c]: batch, seed, resolution in pixels -> batch. The seed is
 # an integer [2], another one for every epoch, step and rank

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfcommx.comm.base import Comm
-from tfcommx.data.prefetch import without_autotune
-from tfcommx.data.sources.base import key_of
-from tfcommx.recipes.base import Place
+from tfcommx.collectives.comm import Comm
+from tfcommx.data.pipeline import without_autotune
+from tfcommx.data.sources.source import key_of
+from tfcommx.recipes.families import Place
 from tfcommx.recipes.text.batches import Batch, LengthBatches, in_order, padded
 from tfcommx.recipes.text.corpus import Corpus, Pairs, open_corpora
 from tfcommx.recipes.text.vocabulary import BEGIN

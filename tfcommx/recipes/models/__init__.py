@@ -6,7 +6,7 @@ tests/recipes/test_models.py. Keras is imported inside its functions only: readi
 load it.
 """
 
-from tfcommx.recipes.base import Model
+from tfcommx.recipes.families import Model
 from tfcommx.recipes.models.resnet import ResNet
 from tfcommx.recipes.models.small_cnn import SmallCnn
 from tfcommx.recipes.models.transformer import Transformer

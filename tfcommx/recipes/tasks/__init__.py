@@ -5,7 +5,7 @@ To add one: write a file with a frozen `Part` that satisfies `recipes.base.Task`
 imported inside its functions only: reading a recipe must not load it.
 """
 
-from tfcommx.recipes.base import Task
+from tfcommx.recipes.families import Task
 from tfcommx.recipes.tasks.classify import Classify
 from tfcommx.recipes.tasks.translate import Translate
 

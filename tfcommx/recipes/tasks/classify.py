@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from tfcommx.recipes.base import Data, Gather, Scorer
+from tfcommx.recipes.families import Data, Gather, Scorer
 from tfcommx.recipes.reader import Part
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from tfcommx.recipes.base import Data, Gather, Scorer
+from tfcommx.core import PlanError
+from tfcommx.recipes.families import Data, Gather, Scorer
 from tfcommx.recipes.reader import Part
-from tfcommx.terms import PlanError
 
 if TYPE_CHECKING:
     import keras
@@ -78,13 +78,13 @@ class Translation:
 
     def loss(self) -> keras.losses.Loss:
         """Return the cross-entropy of words."""
-        from tfcommx.recipes.text.loss import WordLoss
+        from tfcommx.recipes.text.layers import WordLoss
 
         return WordLoss(self.label_smoothing)
 
     def metrics(self) -> Sequence[Any]:
         """Return the accuracy of words."""
-        from tfcommx.recipes.text.loss import WordAccuracy
+        from tfcommx.recipes.text.layers import WordAccuracy
 
         return [WordAccuracy(name="accuracy")]
 
@@ -101,9 +101,8 @@ class Translation:
         import numpy as np
         import tensorflow as tf
 
-        from tfcommx.recipes.text.beam import beam_decoder
-        from tfcommx.recipes.text.decoding import greedy_decoder
-        from tfcommx.recipes.text.loss import count_right
+        from tfcommx.recipes.text.decoding import beam_decoder, greedy_decoder
+        from tfcommx.recipes.text.layers import count_right
 
         words = {name: tf.TensorSpec([None, None], tf.int32) for name in ("source", "target")}
 

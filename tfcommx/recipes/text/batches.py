@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tfcommx.terms import PlanError
+from tfcommx.core import PlanError
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from typing import Protocol
 
 import numpy as np
 
-from tfcommx.data.sources.base import key_of
-from tfcommx.recipes.base import DataError
+from tfcommx.core import reading, replacing
+from tfcommx.data.sources.source import key_of
+from tfcommx.recipes.families import DataError
 from tfcommx.recipes.text.vocabulary import Vocabulary, learn
-from tfcommx.terms import reading, replacing
 
 # Pairs that are encoded together
 CHUNK = 10_000

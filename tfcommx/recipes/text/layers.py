@@ -1,8 +1,12 @@
-"""Position encoding, which Keras does not have."""
+"""Position encoding, which Keras does not have.
+
+Loss and accuracy of words, ignoring padding.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import keras
 import numpy as np
@@ -30,3 +34,58 @@ class Positions(keras.layers.Layer):
 
     def compute_output_shape(self, shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
         return shape
+
+
+@keras.saving.register_keras_serializable("tfcommx")
+class WordLoss(keras.losses.Loss):
+    """Cross-entropy, averaged over the words of the batch without padding.
+
+    >>> logits = ops.zeros([1, 3, 4])
+    >>> round(float(WordLoss()(ops.array([[3, 1, 0]]), logits)), 4)
+    1.3863
+
+    Args:
+        label_smoothing: part of the target that is spread over the vocabulary, in [0, 1).
+        name: as Keras's.
+        keras_options: dtype.
+
+    **Ranks:** each averages over its own words; batches of a fixed number of words differ little.
+    """
+
+    def __init__(
+        self, label_smoothing: float = 0.0, name: str = "word_loss", **keras_options: Any
+    ) -> None:
+        # `call` reduces: it divides by the words of the batch
+        super().__init__(name=name, reduction=None, **keras_options)
+        self.label_smoothing = label_smoothing
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """Return float32 []: the loss of labels [n, words] and logits [n, words, vocabulary]."""
+        logits = ops.cast(y_pred, "float32")
+        normal = ops.logsumexp(logits, axis=-1)
+        chosen = ops.take_along_axis(logits, ops.cast(y_true, "int32")[..., None], axis=-1)
+        right = normal - ops.squeeze(chosen, -1)
+        spread = normal - ops.mean(logits, axis=-1)
+        losses = (1 - self.label_smoothing) * right + self.label_smoothing * spread
+        real = ops.cast(ops.not_equal(y_true, 0), "float32")
+        return ops.sum(losses * real) / ops.maximum(ops.sum(real), 1.0)
+
+    def get_config(self) -> dict[str, Any]:
+        return {"label_smoothing": self.label_smoothing, "name": self.name}
+
+
+@keras.saving.register_keras_serializable("tfcommx")
+class WordAccuracy(keras.metrics.Mean):
+    """Share of the words, without padding, whose logit is the largest."""
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        right, real = count_right(y_true, y_pred)
+        super().update_state(right / ops.maximum(real, 1.0), real)
+
+
+def count_right(labels: Any, logits: Any) -> tuple[Any, Any]:
+    """Return the number of words with the right prediction, and of all words; float32."""
+    labels = ops.cast(labels, "int32")
+    real = ops.cast(ops.not_equal(labels, 0), "float32")
+    right = ops.cast(ops.equal(ops.cast(ops.argmax(logits, axis=-1), "int32"), labels), "float32")
+    return ops.sum(right * real), ops.sum(real)

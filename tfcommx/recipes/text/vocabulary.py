@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tfcommx.terms import PlanError
+from tfcommx.core import PlanError
 
 # Numbers of the marks; padding is 0, so that masks are `!= 0`
 PADDING, UNKNOWN, BEGIN, END = range(4)

@@ -12,33 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tfcommx.simulator.models import (
-    alexnet,
-    bert,
-    googlenet,
-    inception_v3,
-    inception_v4,
-    lstm,
-    resnet,
-    transformer,
-    vgg,
-)
-from tfcommx.terms import LayerTable, check_name, check_whole
+from tfcommx.core import LayerTable, check_name, check_whole
+from tfcommx.simulator.models import convolutional, inception, language
 
 _ALL: tuple[Callable[..., LayerTable], ...] = (
-    resnet.resnet50,
-    vgg.vgg16,
-    vgg.vgg19,
-    vgg.vgg16_cifar,
-    alexnet.alexnet,
-    googlenet.googlenet,
-    inception_v3.inception_v3,
-    inception_v4.inception_v4,
-    bert.bert_base,
-    bert.bert_large,
-    transformer.transformer_base,
-    transformer.transformer_big,
-    lstm.lstm_ptb,
+    convolutional.resnet50,
+    convolutional.vgg16,
+    convolutional.vgg19,
+    convolutional.vgg16_cifar,
+    convolutional.alexnet,
+    convolutional.googlenet,
+    inception.inception_v3,
+    inception.inception_v4,
+    language.bert_base,
+    language.bert_large,
+    language.transformer_base,
+    language.transformer_big,
+    language.lstm_ptb,
 )
 MODELS: dict[str, Callable[..., LayerTable]] = {make.__name__: make for make in _ALL}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tfcommx.terms import Layer, LayerTable, PlanError
+from tfcommx.core import Layer, LayerTable, PlanError
 
 # (name, shape) of the variables of a layer.
 Variables = tuple[tuple[str, tuple[int, ...]], ...]

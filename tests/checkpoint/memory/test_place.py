@@ -1,0 +1,168 @@
+"""The folder of snapshots: what is whole counts, what is damaged does not, nobody else reads it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tfcommx.checkpoint.files import Head, memory_model_name, residuals_name
+from tfcommx.checkpoint.newest import choose, missing
+from tfcommx.checkpoint.place import Held, Place, head_array, needed
+
+
+def head(save: int, ranks: int = 2) -> Head:
+    return Head(save, 0, ranks, step=save + 1, notes={"run": "a run"})
+
+
+def fill(place: Place, one: Head, ranks: list[int]) -> None:
+    place.make()
+    place.write(memory_model_name(one.save), {"weight0": np.arange(1000.0)})
+    for rank in ranks:
+        arrays = {"head": head_array(one), "own0": np.full(1000, float(rank))}
+        place.write(residuals_name(one.save, rank), arrays)
+
+
+def test_whole_files_are_found_and_private(tmp_path: Path) -> None:
+    place = Place(tmp_path / "memory", Path("run"))
+    fill(place, head(3), [0, 1])
+    assert place.held()[3].head == head(3)
+    assert sorted(place.held()[3].files) == sorted(needed(head(3)))
+    for path in place.path.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(place.path.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("name", [memory_model_name(3), residuals_name(3, 1)])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
+def test_a_damaged_file_does_not_count_and_makes_room_for_a_copy(
+    name: str, damage: str, tmp_path: Path
+) -> None:
+    place = Place(tmp_path / "memory", Path("run"))
+    for one in (head(2), head(3)):
+        fill(place, one, [0, 1])
+    path = place.path / name
+    data = bytearray(path.read_bytes())
+    if damage == "flipped":
+        data[len(data) // 2] ^= 1
+    path.write_bytes({"cut": data[:-1000], "flipped": data, "empty": b""}[damage])
+    assert name not in place.held()[3].files
+    assert not path.exists()
+    assert choose([place.held(), {}]) == head(2)
+
+
+def test_hundreds_of_damaged_files_do_not_count_and_raise_nothing(tmp_path: Path) -> None:
+    """Of 3,000 damaged snapshots 18 ended the restart: those with a damaged zip directory.
+
+    `zipfile` and NumPy raise NotImplementedError, RuntimeError, EOFError and KeyError for them.
+    """
+    place = Place(tmp_path / "memory", Path("run"))
+    fill(place, head(3), [0, 1])
+    path = place.path / residuals_name(3, 1)
+    whole = path.read_bytes()
+    ends = [*range(150), *range(len(whole) - 300, len(whole))]
+    for at, value in [(at, value) for at in ends for value in (0, 1, 255)]:
+        path.write_bytes(whole[:at] + bytes([value]) + whole[at + 1 :])
+        assert all(one.head == head(3) for one in place.held().values())
+    path.write_bytes(whole)
+    assert choose([place.held()]) == head(3)
+
+
+@pytest.mark.parametrize("made", ["by another user", "open to others", "a link", "a file"])
+@pytest.mark.parametrize("level", ["run", "checkpoint"])
+def test_a_folder_that_was_made_before_is_refused(made: str, level: str, tmp_path: Path) -> None:
+    """A folder that another user had made was used: he read the weights, and replaced snapshots."""
+    if made == "by another user" and os.geteuid():
+        pytest.skip("needs root")
+    place = Place(tmp_path / "memory", Path("run"))
+    if level == "checkpoint":
+        place.path.parent.mkdir(mode=0o700)
+    folder = place.path.parent if level == "run" else place.path
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    if made == "a link":
+        folder.symlink_to(tmp_path / "elsewhere")
+    elif made == "a file":
+        folder.write_text("")
+    else:
+        folder.mkdir()
+        folder.chmod(0o700 if made == "by another user" else 0o770)
+        if made == "by another user":
+            os.chown(folder, 12345, 12345)
+    with pytest.raises(PermissionError, match=str(folder)):
+        place.make()
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_link_in_the_way_of_a_file_is_not_followed(tmp_path: Path) -> None:
+    """The names of files under way were known: a link under such a name was written through."""
+    place, victim = Place(tmp_path / "memory", Path("run")), tmp_path / "victim"
+    place.make()
+    victim.write_text("mine")
+    for name in (residuals_name(3, 0), f".{residuals_name(3, 0)}.part"):
+        (place.path / name).symlink_to(victim)
+    fill(place, head(3), [0, 1])
+    assert victim.read_text() == "mine" and choose([place.held()]) == head(3)
+
+
+def test_a_file_under_way_does_not_count(tmp_path: Path) -> None:
+    place = Place(tmp_path / "memory", Path("run"))
+    fill(place, head(3), [0])
+    with contextlib.suppress(InterruptedError), place.writing(residuals_name(3, 1)) as file:
+        file.write(b"half of it")
+        assert choose([place.held()]) is None
+        raise InterruptedError
+    (place.path / f".{residuals_name(3, 1)}.0a1b2c3d.part").write_bytes(b"of a killed rank")
+    assert choose([place.held()]) is None
+    place.keep({3})
+    assert not [path for path in place.path.iterdir() if path.suffix == ".part"]
+
+
+@pytest.mark.parametrize("name", ["../model-0001.npz", "model-0001.keras", "/etc/passwd", ""])
+def test_other_names_are_refused(name: str, tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="no file of a snapshot"),
+        Place(tmp_path, Path("run")).writing(name),
+    ):
+        pass
+
+
+def held(one: Head, ranks: list[int]) -> dict[int, Held]:
+    names = [memory_model_name(one.save), *(residuals_name(one.save, rank) for rank in ranks)]
+    return {one.save: Held(one, dict.fromkeys(names, 10))}
+
+
+def test_the_newest_save_whose_files_are_all_somewhere_is_chosen() -> None:
+    first, second = head(4, ranks=3), head(5, ranks=3)
+    left = held(first, [0, 1]) | held(second, [0])
+    right = held(first, [2, 0]) | held(second, [2])
+    assert choose([left, right]) == first  # Of the newer one, nobody has rank 1
+    assert choose([left | held(second, [0, 1]), right]) == second
+    assert choose([{}, {}]) is None
+    # Another generation's file with the same number
+    assert choose([held(first, [0, 1]), held(first._replace(step=9), [2])]) is None
+
+
+def test_after_the_loss_of_a_host_the_others_have_what_they_need() -> None:
+    """Four hosts of two ranks, mirrored on the next one; ranks are numbered anew."""
+    one = head(7, ranks=8)
+    every = [held(one, [2 * host, 2 * host + 1, (2 * host - 2) % 8, (2 * host - 1) % 8])
+             for host in range(4)]  # fmt: skip
+    for lost in (1, 2, 3):
+        left = [host for host in range(4) if host != lost]
+        hosts = [f"node{host}" for host in left for _ in range(2)]
+        everyone = [found for host in left for found in (every[host], {})]
+        assert choose(everyone) == one
+        assert missing(one, everyone, hosts) == []
+
+
+def test_a_new_host_gets_what_it_needs_and_a_host_that_has_it_sends_it() -> None:
+    one = head(7, ranks=2)
+    everyone = [held(one, [0, 1]), {}]
+    assert missing(one, everyone, ["red", "blue"]) == [
+        (memory_model_name(7), 10, 0),
+        (residuals_name(7, 1), 10, 0),
+    ]

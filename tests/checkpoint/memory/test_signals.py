@@ -1,0 +1,54 @@
+"""SIGTERM to a rank that takes snapshots, at any moment and any number of times."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+from tfcommx.checkpoint.snapshots import Snapshots
+
+
+def test_two_signals_do_not_hang_a_rank() -> None:
+    """The handler set an Event: a second signal that came while it did waited for its lock forever.
+
+    A launcher sends SIGTERM to a rank, and so does the host that is to be taken away.
+    """
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            signals_without_pause()
+            status = 0
+        finally:
+            os._exit(status)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            assert status == 0
+            return
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError("hangs after two signals")
+
+
+def signals_without_pause() -> None:
+    """Send this process SIGTERM again and again, while its main thread handles them."""
+    snapshots = object.__new__(Snapshots)
+    snapshots.supervised, snapshots._leave = object(), False  # type: ignore[assignment]
+    end = time.monotonic() + 2
+
+    def send() -> None:
+        while time.monotonic() < end:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with snapshots.leaving_on_sigterm():
+        senders = [threading.Thread(target=send) for _ in range(2)]
+        for sender in senders:
+            sender.start()
+        while any(sender.is_alive() for sender in senders):
+            snapshots.leave()
+        assert snapshots._leave

@@ -1,0 +1,45 @@
+"""Writing a snapshot: its folder may have been removed, and each failure is reported."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tfcommx.checkpoint.files import Head
+from tfcommx.checkpoint.place import Place, head_array
+from tfcommx.checkpoint.snapshots import Captured, Writing
+
+
+def write(place: Place, save: int) -> Writing:
+    own = {"head": head_array(Head(save, -1, 1, 5, 12, {}))}
+    captured = Captured(save, own, {"weight0": np.ones(3)}, False)
+    writing = Writing(captured, 0, place, None, None)
+    writing.wait()
+    return writing
+
+
+def test_a_folder_that_is_gone_is_made_again(tmp_path: Path) -> None:
+    """Once, a rank ended when its host's memory files had been deleted beside it."""
+    memory = tmp_path / "memory"
+    place = Place(memory, Path("run"))
+    assert not write(place, 1).problem
+    shutil.rmtree(memory)
+    again = write(place, 2)
+    assert not again.problem and again.bytes > 0
+    assert list(place.held()) == [2]
+    # It cannot be made where its own parent is gone: said, not raised
+    nowhere = Place(tmp_path / "gone" / "memory", Path("run"))
+    assert "No such file" in write(nowhere, 3).problem
+
+
+def test_any_failure_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that ended with a MemoryError had no problem: its snapshot counted as whole."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(np, "savez", fail)
+    assert write(Place(tmp_path / "memory", Path("run")), 1).problem == "MemoryError"

@@ -1,0 +1,191 @@
+"""One run at a time saves into a folder: a second one is refused by name, dead ones block none."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tfcommx.checkpoint import lock
+from tfcommx.checkpoint.lock import LOCK, FolderInUse, Owner
+
+FIRST, SECOND = Owner("first", 0, "here", 1), Owner("second", 0, "here", 1)
+
+
+@pytest.fixture(autouse=True)
+def no_locks_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(lock, "WAIT_SECONDS", 0.3)
+    yield
+    for folder in list(lock._held):
+        lock.release(folder)
+
+
+def start_holder(folder: Path, owner: Owner) -> int:
+    """Let another process take the lock; return its number."""
+    read, write = os.pipe()
+    if child := os.fork():
+        os.close(write)
+        with os.fdopen(read) as told:
+            assert told.read() == "taken"
+        return child
+    try:
+        signal.alarm(60)  # It ends also if the test fails before it can
+        lock.take(folder, owner)
+        os.write(write, b"taken")
+        os.close(write)
+        signal.pause()
+    finally:
+        os._exit(0)
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[int]:
+    """A process of the first run that saves into tmp_path."""
+    child = start_holder(tmp_path, FIRST)
+    yield child
+    end(child)
+
+
+def end(child: int) -> None:
+    try:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    except (ProcessLookupError, ChildProcessError):
+        pass
+
+
+def owner_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / LOCK).read_text())
+
+
+def test_a_second_run_is_refused_by_name(other: int, tmp_path: Path) -> None:
+    """Two runs that saved into one folder deleted each other's files.
+
+    Of 488 looks at the folder, 88 found a whole checkpoint.
+    """
+    with pytest.raises(FolderInUse, match=rf"run first, process {other} on .*End it"):
+        lock.take(tmp_path, SECOND)
+
+
+def test_a_run_that_was_killed_blocks_no_other(other: int, tmp_path: Path) -> None:
+    end(other)
+    assert owner_of(tmp_path)["run"] == "first"
+    lock.take(tmp_path, SECOND)
+    assert owner_of(tmp_path)["run"] == "second"
+
+
+def test_a_run_that_ends_meanwhile_is_waited_for(
+    other: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod that terminates, or a job that was put back into the queue, needs a moment to end."""
+    monkeypatch.setattr(lock, "WAIT_SECONDS", 30.0)
+    monkeypatch.setattr(lock.time, "sleep", lambda seconds: end(other))
+    lock.take(tmp_path, SECOND)
+
+
+def test_ranks_of_one_run_share_a_folder(other: int, tmp_path: Path) -> None:
+    lock.take(tmp_path, FIRST)  # A rank on another host that sees the same folder
+    assert owner_of(tmp_path)["pid"] == other
+
+
+def test_the_next_generation_takes_the_folder_and_the_one_before_saves_no_more(
+    tmp_path: Path,
+) -> None:
+    """A host that cannot be reached may still run the ranks of the generation before."""
+    lock.take(tmp_path, FIRST)
+    child = start_holder(tmp_path, FIRST._replace(generation=1))
+    try:
+        with pytest.raises(FolderInUse, match=f"process {child}"):
+            lock.take(tmp_path, FIRST)
+        with pytest.raises(FolderInUse):
+            lock.take(tmp_path, FIRST)  # Again, at the save that follows
+    finally:
+        end(child)
+
+
+def test_a_run_that_has_ended_leaves_no_lock_file(tmp_path: Path) -> None:
+    lock.take(tmp_path, FIRST)
+    lock.take(tmp_path, FIRST)
+    lock.release(tmp_path)
+    assert not (tmp_path / LOCK).exists()
+    end(start_holder(tmp_path, SECOND))
+
+
+def test_a_process_that_was_forked_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """Such as one that reads data, and outlives its parent."""
+    lock.take(tmp_path, FIRST)
+    child = start_holder(tmp_path / "another", FIRST)
+    os.close(lock._held.pop(tmp_path))  # As at the death of this process
+    lock.take(tmp_path, SECOND)
+    end(child)
+    assert owner_of(tmp_path)["run"] == "second"
+
+
+def test_a_folder_that_was_removed_meanwhile_is_taken_again(tmp_path: Path) -> None:
+    lock.take(tmp_path / "run", FIRST)
+    (tmp_path / "run" / LOCK).unlink()
+    (tmp_path / "run").rmdir()
+    lock.take(tmp_path / "run", FIRST)
+    assert owner_of(tmp_path / "run")["run"] == "first"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"run": "first"}', '{"run": 1, "pid": "x"}'])
+def test_a_damaged_lock_file_of_a_dead_run_blocks_no_other(text: str, tmp_path: Path) -> None:
+    (tmp_path / LOCK).write_text(text)
+    lock.take(tmp_path, SECOND)
+    assert owner_of(tmp_path)["run"] == "second"
+
+
+def test_a_link_in_the_place_of_a_lock_file_is_not_followed(tmp_path: Path) -> None:
+    """In a folder that several users write to, it emptied the file to which it led."""
+    letter = tmp_path / "letter"
+    letter.write_text("Dear reader")
+    (tmp_path / LOCK).symlink_to(letter)
+    with pytest.raises(OSError, match="symbolic link"):
+        lock.take(tmp_path, FIRST)
+    assert letter.read_text() == "Dear reader" and lock.seen_owner(tmp_path) is None
+
+
+@pytest.mark.parametrize("kind", ["pipe", "long", "deep"])
+def test_what_is_no_lock_file_names_no_owner(kind: str, tmp_path: Path) -> None:
+    """Reading a pipe that no process writes to waited for ever."""
+    path = tmp_path / LOCK
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        text = json.dumps(FIRST._asdict())
+        path.write_text(" " * 10**6 + text if kind == "long" else "[" * 10**6)
+    with ThreadPoolExecutor() as pool:
+        reading = pool.submit(lock.seen_owner, tmp_path)
+        try:
+            assert reading.result(timeout=10) is None
+        finally:
+            if kind == "pipe":  # Ends a reader that waits
+                os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
+
+
+def test_on_a_file_system_without_locks_the_run_that_came_first_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lustre without `-o flock` refuses every lock."""
+
+    def refuse(opened: int, kind: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    lock.take(tmp_path, FIRST)
+    lock.take(tmp_path, FIRST)
+    child = start_holder(tmp_path, SECOND)
+    try:
+        with pytest.raises(FolderInUse, match=f"run second, process {child}"):
+            lock.take(tmp_path, FIRST)
+    finally:
+        end(child)

@@ -1,0 +1,78 @@
+"""All-gathers that Horovod would count wrongly are refused, by bytes as well as by entries."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from tfcommx.collectives.horovod import HorovodComm
+from tfcommx.collectives.plain_data import encode
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import PlanError, Topology
+from tfcommx.watch.membership import Membership
+
+
+@pytest.mark.parametrize(
+    ("entries", "dtype", "refused"),
+    [
+        (2**29 - 1, "float32", False),
+        (2**29, "float32", True),
+        (2**29, "int32", True),
+        (2**28, "float64", True),
+        (2**30 - 1, "float16", False),
+        (2**30 - 1, "uint8", False),
+    ],
+)
+def test_an_all_gather_has_less_than_two_gib_of_each_rank(
+    entries: int, dtype: str, refused: bool
+) -> None:
+    """Horovod's NCCL all-gather multiplies entries by their size in int32, which overflowed."""
+
+    def work(comm: ThreadComm) -> tuple[str, list[str]]:
+        gathered: list[str] = []
+        comm._all_gather = lambda tensor, group, name: gathered.append(name) or tensor
+        gather = tf.function(
+            lambda words: comm.all_gather(words, "world", "bucket0/pairs", counted=False),
+            autograph=False,
+        )
+        try:
+            gather.get_concrete_function(tf.TensorSpec([entries], dtype))
+        except PlanError as error:
+            return str(error), gathered
+        return "", gathered
+
+    for rank, (error, gathered) in enumerate(ThreadComm.run(Topology(2, 1), work)):
+        assert gathered == ([] if refused else ["bucket0/pairs"])
+        size = entries * tf.as_dtype(dtype).size
+        if refused:
+            expected = f"2147483647 bytes from a rank. 'bucket0/pairs' takes {size} from rank"
+            assert f"{expected} {rank}, {dtype} ({entries},). Lower" in error
+        else:
+            assert not error
+
+
+@pytest.mark.parametrize(("together", "refused"), [(2**31 - 1, False), (2**31, True)])
+def test_objects_that_are_gathered_have_less_than_two_gib_together(
+    together: int, refused: bool
+) -> None:
+    """Their bytes are entries, which Horovod counts in int32."""
+    item, calls = "some text", []
+    mine = len(encode(item))
+
+    def allgather(tensor: tf.Tensor, name: str) -> tf.Tensor:
+        calls.append(tensor)
+        if tensor.dtype == tf.int64:
+            return tf.constant([int(tensor[0]), together - mine], tf.int64)
+        raise InterruptedError  # They are not here
+
+    comm: Any = object.__new__(HorovodComm)
+    comm.rank, comm.membership, comm._hvd = 0, Membership(), SimpleNamespace(allgather=allgather)
+    with pytest.raises(PlanError if refused else InterruptedError) as error:
+        comm._gather_objects(item)
+    assert calls[0].numpy().tolist() == [mine] and len(calls) == 1 + (not refused)
+    if refused:
+        expected = f"2147483647 bytes together. Received {together}, {mine} of them from rank 0"
+        assert expected in str(error.value)

@@ -1,0 +1,77 @@
+"""A profile is checked at birth, survives being written down, and follows from a throughput."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tfcommx.core import Layer, LayerTable, PlanError, Profile, VariableProfile
+
+LAYERS = LayerTable(
+    "three",
+    (
+        Layer("first", 10, (("kernel", (3, 5)), ("bias", (5,)))),
+        Layer("pool", 20),
+        Layer("last", 30, (("kernel", (5, 2)),)),
+    ),
+)
+ROWS = (
+    VariableProfile("b", (4, 2), "float16", 0.25, 0.01, 0.1, selection_s=0.5, update_s=0.125),
+    VariableProfile("a", (), ready_s=0.5, update_s=0.25),
+)
+
+
+def test_written_and_read_again() -> None:
+    profile = Profile("m", ROWS, 0.5, 0.75, batch=8, steps=20, density=0.01)
+    assert Profile.from_json(profile.to_json()) == profile
+    assert profile.to_json().count("\n") == len(ROWS) + 2
+    assert (profile.size, profile.update_s, profile.compute_s) == (9, 0.375, 1.625)
+    assert profile.samples_per_second == pytest.approx(8 / 1.625)
+
+
+def test_numbers_of_numpy_become_pythons_own() -> None:
+    row = VariableProfile("a", (np.int64(3),), ready_s=np.float32(0.5))
+    profile = Profile("m", (row,), np.float64(1), np.float64(1), batch=np.int64(4))
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_a_throughput_is_shared_out_by_operations() -> None:
+    """Step of 6 s: 2 s forward; backward 2 s for `last`, then 1.33 for `pool`, 0.67 `first`."""
+    profile = Profile.from_throughput(LAYERS, 2, batch=12)
+    assert [row.name for row in profile.variables] == ["last/kernel", "first/bias", "first/kernel"]
+    assert [row.ready_s for row in profile.variables] == pytest.approx([2, 4, 4])
+    assert [row.forward_s for row in profile.variables] == pytest.approx([1, 1 / 6, 1 / 6])
+    assert (profile.forward_s, profile.backward_s) == pytest.approx((2, 4))
+    assert profile.samples_per_second == pytest.approx(2) and profile.steps == 0
+
+
+def test_a_profile_of_sizes_has_no_times() -> None:
+    assert not Profile.of_sizes("m", (VariableProfile("a", (3,)),)).timed
+    assert Profile.from_throughput(LAYERS, 2, batch=1).timed
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: VariableProfile("a", (3,), ready_s=-1), "ready_s of 'a' must be seconds >= 0"),
+        (lambda: VariableProfile("a", (3,), ready_s=float("nan")), "ready_s of 'a'"),
+        (lambda: VariableProfile("a", (3,), update_s="1"), "update_s of 'a'"),
+        (lambda: VariableProfile("a", (2.5,)), "shape of 'a'.*whole number"),
+        (lambda: VariableProfile("a", (-1,)), r"shape=\(-1,\) of 'a'"),
+        (lambda: Profile("m", (ROWS[0], ROWS[0]), 1, 1, 1), r"twice: \['b'\]"),
+        (lambda: Profile("m", ROWS, 1, 0.4, 1), "ready_s=0.5 of 'a' with backward_s=0.4"),
+        (lambda: Profile("m", ROWS, 1, 1, 0), "`batch` must be >= 1"),
+        (lambda: Profile("m", ROWS, float("inf"), 1, 1), "`forward_s` must be seconds"),
+        (lambda: Profile("m", ROWS, 1, 1, 1, density=0), "`density`"),
+        (lambda: Profile.from_json("{}"), "KeyError: 'variables'"),
+        (lambda: Profile.from_json("no"), "A profile, as"),
+        (lambda: Profile.read("/nowhere/profile.json"), "/nowhere/profile.json"),
+        (lambda: Profile.from_throughput(LAYERS, 0, batch=1), "`samples_per_second`"),
+        (lambda: Profile.from_throughput(LAYERS, 1, batch=0), "`batch` must be >= 1"),
+        (lambda: LayerTable("none", ()), "'none' with 0 layers"),
+        (lambda: LayerTable("m", (*LAYERS.layers, *LAYERS.layers)), "'first', 'pool', 'last'"),
+    ],
+)
+def test_what_is_refused_at_birth(make: object, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        make()

@@ -1,0 +1,137 @@
+"""Damaged and absent files, damaged memory, and the disk level."""
+
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+from data_helpers import WHOLE, OpenCache, served
+
+from tfcommx.data.disk import Disk, drop, usage
+from tfcommx.data.sources.source import SampleError
+
+
+@pytest.mark.parametrize("damage", ["truncated", "zero-length", "text", "flipped"])
+def test_a_broken_source_file_is_named_or_skipped(folder, shm, damage):
+    path = folder / "class1" / "0004.jpg"
+    data = path.read_bytes()
+    broken = {
+        "truncated": data[: len(data) // 2],
+        "zero-length": b"",
+        "text": b"<html>not found</html>",
+        "flipped": b"\x00" + data[1:],
+    }
+    path.write_bytes(broken[damage])
+    with (
+        OpenCache(folder, shm) as cache,
+        pytest.raises(tf.errors.OpError, match=r"class1/0004\.jpg.*on_error='skip'"),
+    ):
+        served(cache.dataset(WHOLE))
+    with (
+        OpenCache(folder, shm) as cache,
+        pytest.raises(SampleError, match=r"class1/0004\.jpg.*on_error='skip'"),
+    ):
+        cache.warm()
+    with OpenCache(folder, shm, on_error="skip") as cache:
+        for epoch in range(2):
+            assert sorted(served(cache.dataset(WHOLE, epoch))) == [
+                (n, n % 3) for n in range(50) if n != 4
+            ]
+            assert cache.report(epoch)["unreadable"] == 1
+        assert "0004.jpg" in next(iter(cache.filler.unreadable.values()))
+        (sample,) = cache.filler.unreadable
+        assert cache.slab.unreadable(sample)  # so that no process of the node reads it again
+
+
+def test_a_name_that_is_no_utf_8_is_in_the_message(tmp_path, shm):
+    (tmp_path / "h" / "a").mkdir(parents=True)
+    Path(os.fsdecode(bytes(tmp_path / "h" / "a") + b"/1\xe9.jpg")).write_bytes(b"bad")
+    with (
+        OpenCache(tmp_path / "h", shm) as cache,
+        pytest.raises(tf.errors.OpError, match=r"1\\udce9\.jpg.*on_error='skip'"),
+    ):
+        served(cache.dataset(WHOLE))
+
+
+def test_a_file_that_is_away_is_skipped_and_read_when_it_is_back(folder, shm):
+    path = folder / "class1" / "0004.jpg"
+    data = path.read_bytes()
+    with OpenCache(folder, shm, on_error="skip") as cache:
+        path.unlink()
+        assert sorted(served(cache.dataset(WHOLE))) == [(n, n % 3) for n in range(50) if n != 4]
+        path.write_bytes(data)
+        assert sorted(served(cache.dataset(WHOLE, 1))) == [(n, n % 3) for n in range(50)]
+
+
+def test_a_flipped_byte_in_memory_is_found_and_repaired(folder, shm):
+    with OpenCache(folder, shm, verify=1.0) as cache:
+        served(cache.dataset(WHOLE))
+        for sample, byte in ((3, 64 + 5), (9, 8), (20, 24)):  # a pixel, the label, the height
+            cache.slab._map[int(cache.slab.index[sample]) + byte] ^= 0x10
+        assert sorted(served(cache.dataset(WHOLE, 1))) == [(n, n % 3) for n in range(50)]
+        assert cache.report(1)["repaired"] == 2  # the third had no legible size: it was absent
+        assert cache.report(1)["hit_source"] == pytest.approx(3 / 50)
+        assert all(cache.slab.intact(i) for i in range(50))
+        served(cache.dataset(WHOLE, 2))
+        assert cache.report(2)["hit_memory"] == 1
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_damaged_memory_that_cannot_be_repaired_is_not_served(folder, shm, on_error):
+    with (
+        OpenCache(folder, shm, verify=1.0, on_error=on_error) as cache,
+        OpenCache(folder, shm, verify=0.0) as trusting,
+    ):
+        served(cache.dataset(WHOLE))
+        cache.slab._map[int(cache.slab.index[4]) + 64] ^= 0x80
+        path = Path(cache.source.where(4))
+        path.rename(path.with_suffix(".away"))
+        if on_error == "raise":
+            with pytest.raises(tf.errors.OpError, match="cannot be read"):
+                served(cache.dataset(WHOLE, 1))
+        else:
+            assert len(served(cache.dataset(WHOLE, 1))) == 49
+        with pytest.raises(tf.errors.OpError, match="cannot be read"):
+            served(trusting.dataset(WHOLE, 2))
+
+
+def test_the_disk_level_warms_the_next_run_and_finds_a_flipped_byte(folder, tmp_path, shm):
+    disk = tmp_path / "disk"
+    with OpenCache(folder, shm, disk=disk) as cache:
+        served(cache.dataset(WHOLE))
+        assert cache.report(0)["hit_source"] == 1
+    pack = next(disk.rglob("*.pack"))
+    data = bytearray(pack.read_bytes())
+    data[len(data) // 2] ^= 1
+    pack.write_bytes(data)
+    index = next(disk.rglob("*.idx"))
+    index.write_bytes(index.read_bytes() + b"half an entry")
+    with OpenCache(folder, shm, disk=disk) as cache:
+        assert sorted(served(cache.dataset(WHOLE))) == [(n, n % 3) for n in range(50)]
+        report = cache.report(0)
+        assert report["hit_disk"] == pytest.approx(49 / 50) and report[
+            "hit_source"
+        ] == pytest.approx(1 / 50)
+        assert report["corrupt_disk"] == 1
+    assert usage(disk)[0][1] == 51
+    assert len(drop(disk)) == 1 and list(disk.iterdir()) == []
+
+
+def test_a_disk_that_cannot_be_written_warns_once_and_training_goes_on(folder, tmp_path, shm):
+    blocked = tmp_path / "file"
+    blocked.write_text("a file where a folder is wanted: root writes to read-only folders")
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        OpenCache(folder, shm, disk=str(blocked)) as cache,
+    ):
+        warnings.simplefilter("always")
+        assert len(served(cache.dataset(WHOLE))) == 50
+    assert len([w for w in caught if "takes no more samples" in str(w.message)]) == 1
+    full = Disk(tmp_path / "full", "key", 5)
+    full._out = (os.open("/dev/full", os.O_RDWR), os.open("/dev/full", os.O_RDWR))
+    with pytest.warns(UserWarning, match="No space left"):
+        full.write(0, 1, b"x")
+    full.write(1, 1, b"x")  # and no second warning
+    assert full.read(0) is None
+    full.close()

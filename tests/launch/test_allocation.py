@@ -1,0 +1,112 @@
+"""Hosts as schedulers write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tfcommx.core import PlanError
+from tfcommx.launch import hosts as module
+from tfcommx.launch.hosts import allocation, expand_nodelist, expand_tasks, ranks_on
+
+VARIABLES = (
+    "SLURM_JOB_NODELIST",
+    "SLURM_TASKS_PER_NODE",
+    "PBS_NODEFILE",
+    "LSB_DJOB_HOSTFILE",
+    "LSB_MCPU_HOSTS",
+    *module.HOSTFILE_VARIABLES,
+)
+
+
+@pytest.fixture(autouse=True)
+def outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(module, "KUBERNETES_HOSTFILE", tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "text, names",
+    [
+        ("node1", "node1"),
+        ("node[1-3]", "node1 node2 node3"),
+        ("gpu[08-10,12],login", "gpu08 gpu09 gpu10 gpu12 login"),
+        ("rack[1-2]-n[1-2]", "rack1-n1 rack1-n2 rack2-n1 rack2-n2"),
+        ("a[1-2].cluster,b", "a1.cluster a2.cluster b"),
+    ],
+)
+def test_slurm_s_node_lists(text: str, names: str) -> None:
+    assert expand_nodelist(text) == names.split()
+
+
+def test_slurm_s_tasks() -> None:
+    assert expand_tasks("8") == [8] and expand_tasks("2(x3),1") == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "variables, hosts",
+    [
+        (
+            {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "4(x2),2"},
+            [("n1", 4), ("n2", 4), ("n3", 2)],
+        ),
+        ({"SLURM_JOB_NODELIST": "n[1-2]"}, [("n1", 1), ("n2", 1)]),
+        ({"LSB_MCPU_HOSTS": "b 2 a 3"}, [("b", 2), ("a", 3)]),
+    ],
+)
+def test_an_allocation_in_variables(
+    monkeypatch: pytest.MonkeyPatch, variables: dict, hosts: list
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = allocation()
+    assert found and found.hosts == hosts
+
+
+@pytest.mark.parametrize(
+    "variable", ["PBS_NODEFILE", "LSB_DJOB_HOSTFILE", *module.HOSTFILE_VARIABLES]
+)
+@pytest.mark.parametrize(
+    "text", ["b\nb\na\n", "b slots=2\na slots=1\n", "# workers\n\nb:2  # two\na\n"]
+)
+def test_an_allocation_in_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str, text: str
+) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(text)
+    monkeypatch.setenv(variable, str(file))
+    found = allocation()
+    assert found and found.hosts == [("b", 2), ("a", 1)]
+
+
+def test_the_hostfile_that_the_mpi_operator_mounts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert allocation() is None
+    file = tmp_path / "hostfile"
+    file.write_text("job-worker-0.job.default.svc slots=8\njob-worker-1.job.default.svc slots=8\n")
+    monkeypatch.setattr(module, "KUBERNETES_HOSTFILE", file)
+    found = allocation()
+    assert found and [host.slots for host in found.hosts] == [8, 8]
+
+
+def test_what_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4")
+    with pytest.raises(PlanError, match=r"each of the 3 nodes .* Received '4'"):
+        allocation()
+    monkeypatch.delenv("SLURM_JOB_NODELIST")
+    file = tmp_path / "empty"
+    file.write_text("\n# nobody\n")
+    monkeypatch.setenv("PBS_NODEFILE", str(file))
+    with pytest.raises(PlanError, match="at least one host"):
+        allocation()
+
+
+def test_ranks_fill_host_after_host() -> None:
+    hosts = [module.Host("a", 2), module.Host("b", 2), module.Host("c", 2)]
+    assert ranks_on(hosts, 3, "-H") == [("a", 2), ("b", 1)]
+    with pytest.raises(PlanError, match="-H a:3,b:3,c:3"):
+        ranks_on(hosts, 7, "-H")

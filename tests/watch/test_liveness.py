@@ -1,0 +1,140 @@
+"""What a rank that fails tells the others, in the 300 characters that there are for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+from tfcommx.watch import liveness
+from tfcommx.watch.membership import Membership
+
+
+@pytest.fixture
+def reported(monkeypatch: pytest.MonkeyPatch):
+    """Let an error go uncaught; return what the watcher receives."""
+    monkeypatch.setattr(sys, "excepthook", lambda *failure: None)
+    monkeypatch.setattr(liveness.atexit, "register", lambda ends: None)
+    ours, theirs = socket.socketpair()
+    liveness._say_how_it_ends(ours, Membership())
+
+    def tell(error: BaseException) -> str:
+        sys.excepthook(type(error), error, error.__traceback__)
+        line = theirs.recv(65536).decode()
+        assert line.endswith("\n")
+        return line[:-1]
+
+    with ours, theirs:
+        yield tell
+
+
+def test_the_cause_of_an_error_in_a_graph_comes_first(reported) -> None:
+    net = keras.Sequential(
+        [
+            keras.layers.Input((3,)),
+            keras.layers.Embedding(4, 2),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1),
+        ]
+    )
+    net.compile("sgd", loss="mse", jit_compile=False)
+    with pytest.raises(Exception, match="Graph execution error") as failed:
+        net.fit(np.full((4, 3), 9), np.zeros((4, 1)), verbose=0)
+    text = reported(failed.value)
+    assert (
+        text.startswith("failed: InvalidArgumentError: indices[")
+        and "is not in [0, 4) Graph execution error" in text
+    )
+    assert len(text) <= 300 and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("one line", "one line"), ("", ""), ("why\n\n  where\tit was \n", "where it was why")],
+)
+def test_other_errors_are_reported_whole(reported, text: str, expected: str) -> None:
+    assert reported(ValueError(text)) == f"failed: ValueError: {expected}"
+
+
+def test_a_forked_child_is_not_the_rank(reported) -> None:
+    """A worker process that a data pipeline forks fails: the rank continues.
+
+    No other rank may receive a report that it has failed.
+    """
+    if not (child := os.fork()):
+        sys.excepthook(ValueError, ValueError("of the child"), None)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert reported(ValueError("of the rank")) == "failed: ValueError: of the rank"
+
+
+def test_an_error_because_another_rank_is_gone_waits_for_the_alarm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The alarm ends the process with one line; the traceback is for the case that none comes.
+
+    Then a rank has ended in order, too early for this one.
+    """
+    done: list[str] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *failure: done.append("traceback"))
+    monkeypatch.setattr(liveness.atexit, "register", lambda ends: None)
+    monkeypatch.setattr(liveness.time, "sleep", lambda seconds: done.append("wait"))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        failed = liveness._say_how_it_ends(ours, Membership())
+        error = RuntimeError(
+            f"{liveness.GONE}. This was caused by an exception on one of the ranks"
+        )
+        sys.excepthook(type(error), error, None)
+        theirs.setblocking(False)
+        with pytest.raises(BlockingIOError):  # The others receive nothing about this rank
+            theirs.recv(100)
+    assert done == ["wait", "traceback"] and not failed.is_set()
+    assert "A rank has ended while this one waited for it." in (said := capsys.readouterr().err)
+    assert "AgreeOnStop" in said
+
+
+def test_after_a_rank_has_died_the_process_ends_without_waiting_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Horovod's and MPI's own ends would wait for the rank that is gone."""
+    ends, statuses = [], []
+    monkeypatch.setattr(liveness.atexit, "register", ends.append)
+    monkeypatch.setattr(liveness.os, "_exit", statuses.append)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        membership = Membership()
+        liveness._say_how_it_ends(ours, membership)
+        ends[0]()
+        membership.mark_gone(1, "it has ended", True)
+        ends[0]()
+        assert statuses == []
+        membership.mark_gone(2, "its process has ended", False)
+        ends[0]()
+        assert statuses == [0] and theirs.recv(100) == b"bye\n" * 3
+
+
+def test_an_exception_of_native_code_tells_the_watcher_before_the_process_is_aborted() -> None:
+    """Gloo's own exceptions end a rank in Horovod's thread, where no Python runs."""
+    program = (
+        "import ctypes, sys; from tfcommx.kernels import loader\n"
+        "loader.plain_function('tfcommx_tell_of_terminate')(int(sys.argv[1]))\n"
+        "ctypes.CDLL('libstdc++.so.6')['_ZSt9terminatev']()"
+    )
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ended = subprocess.run(
+            [sys.executable, "-c", program, str(ours.fileno())],
+            pass_fds=[ours.fileno()],
+            capture_output=True,
+        )
+        ours.close()
+        assert ended.returncode == -signal.SIGABRT, ended.stderr.decode()
+        assert theirs.recv(64) == b"aborted\n"
+        assert b"terminate called" in ended.stderr

@@ -1,0 +1,135 @@
+"""AgreeOnStop and CompareReplicas: ranks stop together, and hold equal weights."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from numbers import Integral
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfcommx.collectives import process
+from tfcommx.core import PlanError
+from tfcommx.optim.wrapped import trains_alone
+
+log = logging.getLogger("tfcommx")
+
+
+class AgreeOnStop(keras.callbacks.Callback):
+    """Stop on all ranks, after the same step, if a callback on any rank stops the training.
+
+    Such as TerminateOnNaN, EarlyStopping, your own. Without it the other ranks would wait forever
+    for the one that has stopped. It must be the last in the list: it reads what the callbacks
+    before it have decided. Not needed if all decide alike, as EarlyStopping does on what
+    AverageMetrics has averaged.
+
+    >>> import keras
+    >>> import tfcommx as cx
+    >>> stop = [keras.callbacks.TerminateOnNaN(), cx.callbacks.AgreeOnStop(every=10)]
+
+    Args:
+        every: steps (calls of Keras, if `steps_per_execution` is more than 1) after which the ranks
+            ask each other, >= 1; they also ask at each epoch's end. With more than 1, a rank that
+            wants to stop continues with the others until they ask.
+
+    With ElasticAveraging it does nothing: a rank that stops leaves the others training.
+
+    **Ranks:** all, with equal `every`. **Cost:** an allreduce of 4 bytes each time; Keras waits for
+    every step.
+    **Raises:** PlanError if `every` is no integer >= 1.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        super().__init__()
+        if not isinstance(every, Integral) or every < 1:
+            raise PlanError(f"`every` must be an integer >= 1. Received {every!r}.")
+        self.every, self.calls = every, 0
+        # By this rank, since the ranks last asked each other
+        self.wanted = False
+        # Whether ranks train alone. Not asked in each step: it takes a look at the whole model
+        self.alone = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Forget the run before."""
+        self.calls, self.wanted, self.alone = 0, False, trains_alone(self.model)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Ask the other ranks, every few steps."""
+        self.calls += 1
+        self._agree(self.calls % self.every == 0)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Ask the other ranks."""
+        self._agree(True)
+
+    def _agree(self, ask: bool) -> None:
+        if self.alone:
+            return
+        self.wanted |= bool(self.model.stop_training)
+        if ask:
+            with tf.device("/cpu:0"):
+                votes = process.current().allreduce(
+                    tf.constant([float(self.wanted)]), "world", "tfcommx/stop"
+                )
+            self.wanted = bool(votes[0] > 0)
+        self.model.stop_training = ask and self.wanted
+
+
+class CompareReplicas(keras.callbacks.Callback):
+    """Compare a hash of all trainable weights over the ranks, after every epoch and after `fit`.
+
+    `identical` is True as long as no difference was seen.
+
+    >>> import tfcommx as cx
+    >>> compare = cx.callbacks.CompareReplicas(strict=False)
+    >>> compare.identical
+    True
+
+    Args:
+        strict: raise an error; otherwise log it and continue.
+
+    **Ranks:** all. **Cost:** the weights are copied to the host and hashed.
+    **Raises:** RuntimeError that names the ranks that differ from rank 0.
+    """
+
+    def __init__(self, strict: bool = True) -> None:
+        super().__init__()
+        self.strict, self.identical = strict, True
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Refuse a strategy that lets weights differ for good. **Raises:** PlanError."""
+        if trains_alone(self.model):
+            raise PlanError(
+                "CompareReplicas needs ranks that have equal weights. Received "
+                "strategy=ElasticAveraging, with which each rank trains its own. Leave it out."
+            )
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Compare."""
+        self._compare(f"epoch {epoch}")
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Compare the weights that Keras ends `fit` with, such as moving averages."""
+        self._compare("the end of fit")
+
+    def _compare(self, when: str) -> None:
+        digest = hashlib.sha256()
+        for variable in self.model.trainable_variables:
+            digest.update(np.ascontiguousarray(keras.ops.convert_to_numpy(variable)).tobytes())
+        digests = process.current().gather_objects(digest.hexdigest())
+        odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        if odd:
+            self.identical = False
+            message = (
+                f"All ranks must hold the same trainable weights. After {when}, "
+                f"ranks {odd} differ from rank 0."
+            )
+            if self.strict:
+                raise RuntimeError(
+                    f"{message} Was the state broadcast (BroadcastState), and are all updates "
+                    "exchanged?"
+                )
+            log.error(message)

@@ -1,0 +1,169 @@
+"""WarmUp and SwitchScheme: change the learning rate, the scheme or the resolution."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfcommx.callbacks.choose_again import expect_steps
+from tfcommx.collectives import process
+from tfcommx.core import PlanError, Scheme
+from tfcommx.optim.keras_internals import has_schedule
+from tfcommx.optim.requested_plan import by_pattern
+from tfcommx.optim.wrapped import exchanger_in, optimizers_in, wrapped_optimizers
+
+
+class WarmUp(keras.callbacks.Callback):
+    """Raise the learning rate linearly to the full rate, over the first steps.
+
+    >>> import tfcommx as cx
+    >>> warm_up = cx.callbacks.WarmUp(0.4, steps=500)
+
+    Args:
+        learning_rate: the full rate, > 0.
+        steps: number of optimizer steps until it is reached, >= 1, counted by the optimizer. With
+            `steps_per_execution` the rate stays for that many.
+        start: the rate of the first step; None: learning_rate / number of ranks, that of one rank.
+        optimizer: whose rate it is; None: that of `compile`. A model with several wrapped
+            optimizers needs a WarmUp for each that is to have one.
+
+    In the step after the last one the full rate is set, unless something else, such as a
+    LearningRateScheduler, has set another one by then.
+
+    **Raises:** PlanError for a rate or a number of steps out of range, and, before the first step,
+    for an optimizer whose rate is a schedule, and without `optimizer` if the model has several.
+    **Source:** Goyal et al., "Accurate, Large Minibatch SGD" (2017), section 2.2.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float,
+        steps: int,
+        start: float | None = None,
+        optimizer: keras.optimizers.Optimizer | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(learning_rate, Real) or learning_rate <= 0 or steps < 1:
+            raise PlanError(
+                f"`learning_rate` must be a number > 0 and `steps` >= 1. Received {learning_rate} "
+                f"and {steps}."
+            )
+        self.learning_rate, self.steps, self.start = learning_rate, steps, start
+        self.optimizer = optimizer
+        # The warm-up, in this run
+        self.over = False
+        # The rate that was set last
+        self.last: float | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begin again: the optimizer counts the steps."""
+        self.over, self.last = False, None
+        names = [repr(optimizer.name) for optimizer in optimizers_in(self.model)]
+        if self.optimizer is None and len(names) > 1:
+            raise PlanError(
+                "WarmUp needs `optimizer` if a model has several, whose rates it cannot know. "
+                f"Received a model with {', '.join(names)}. Add a WarmUp(..., optimizer=...) for "
+                "each that is to warm up."
+            )
+        if has_schedule(self.optimizer or self.model.optimizer):
+            raise PlanError(
+                "WarmUp sets the optimizer's learning rate, which must be a number. Received an "
+                "optimizer with a schedule. Give the schedule a warm-up of its own "
+                "(CosineDecay has `warmup_steps`), or the optimizer a number."
+            )
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Set the rate of the next step."""
+        if self.over:
+            return
+        optimizer = self.optimizer or self.model.optimizer
+        done = int(optimizer.iterations)
+        self.over = done >= self.steps
+        # A restored optimizer has its own rate, and so has an epoch for which a schedule set one.
+        if self.over and self.last != float(optimizer.learning_rate):
+            return
+        start = self.learning_rate / process.size() if self.start is None else self.start
+        share = min(done / self.steps, 1.0)
+        optimizer.learning_rate = start + (self.learning_rate - start) * share
+        self.last = float(optimizer.learning_rate)
+
+
+class SwitchScheme(keras.callbacks.Callback):
+    """Change how gradients travel, and the resolution of the pictures, at given epochs.
+
+    No residual is lost. A run that begins at a later epoch begins with what the epochs before have
+    set. All wrapped optimizers of the model change together.
+
+    >>> import tfcommx as cx
+    >>> sparse = cx.Scheme("allgather", "mstopk", density=0.01)
+    >>> switch = cx.callbacks.SwitchScheme({0: cx.Scheme(), 5: sparse})
+
+    Args:
+        schemes: epoch (from 0) -> Scheme (or pattern -> Scheme) from this epoch on.
+        resolutions: epoch -> pixels from this epoch on.
+        resolution: the integer tf.Variable that the input pipeline reads; needed with
+            `resolutions`.
+
+    **Ranks:** all, with equal arguments. **Cost:** the training step is traced again after a change
+    of scheme.
+    **Raises:** PlanError without a `resolution` for `resolutions`, for a key that is no epoch, and,
+    before the first step, for a scheme that cannot be carried out.
+    """
+
+    def __init__(
+        self,
+        schemes: Mapping[int, Scheme | Mapping[str, Scheme]] | None = None,
+        resolutions: Mapping[int, int] | None = None,
+        resolution: tf.Variable | None = None,
+    ) -> None:
+        super().__init__()
+        if resolutions and resolution is None:
+            raise PlanError(
+                "`resolution`, the variable that the input pipeline reads, is required with "
+                "`resolutions`. Received None."
+            )
+        for epoch, change in [*(schemes or {}).items(), *(resolutions or {}).items()]:
+            if not isinstance(epoch, Integral) or epoch < 0:
+                raise PlanError(
+                    f"Epochs must be integers >= 0. Received {epoch!r}, for {change!r}."
+                )
+        self.schemes, self.resolutions = dict(schemes or {}), dict(resolutions or {})
+        self.resolution = resolution
+        # Epoch of a run
+        self.first = True
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Refuse a scheme that cannot be carried out: now, not hours later."""
+        self.first = True
+        for schemes in self.schemes.values():
+            for optimizer in wrapped_optimizers(self.model):
+                exchanger_in(optimizer).requested.check(schemes)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Change what changes at this epoch."""
+        pixels, scheme = self._at(self.resolutions, epoch), self._at(self.schemes, epoch)
+        optimizers = wrapped_optimizers(self.model)
+        if self.first or scheme is not None:
+            end = min((start for start in self.schemes if start > epoch), default=None)
+            for optimizer in optimizers:
+                expect_steps(optimizer, self.params, epoch, end)
+        self.first = False
+        if pixels is not None:
+            self.resolution.assign(pixels)
+        changed = False
+        for exchanger in map(exchanger_in, optimizers):
+            if scheme is not None and exchanger.requested.schemes != by_pattern(scheme):
+                exchanger.switch(scheme)
+                changed = True
+        if changed:
+            self.model.make_train_function(force=True)
+
+    def _at(self, changes: Mapping[int, Any], epoch: int) -> Any:
+        """Return what changes at this epoch; in a run's first one, the last change so far."""
+        if self.first:
+            epoch = max((start for start in changes if start <= epoch), default=epoch)
+        return changes.get(epoch)

@@ -1,0 +1,172 @@
+"""Checkpoint: save at the end of every epoch; in a supervised run also in memory, and go on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+import keras
+
+from tfcommx.checkpoint.files import read_heads, why_not_writable
+from tfcommx.checkpoint.newest import Newest
+from tfcommx.checkpoint.saving import Patience, SaveError, claim, release, save
+from tfcommx.checkpoint.snapshots import RestoreRankValues, Snapshots
+from tfcommx.collectives import process
+from tfcommx.core import PlanError, check_whole, local_path, require_equal
+from tfcommx.launch.supervision import supervision
+from tfcommx.optim.keras_internals import begin_at_epoch, skip_steps
+from tfcommx.optim.wrapped import trains_alone, wrapped_optimizers
+
+log = logging.getLogger("tfcommx")
+
+
+class Checkpoint(keras.callbacks.Callback):
+    """Save model, optimizers and residuals at the end of every epoch; the last ones are kept.
+
+    In a supervised run (`tfcommx run --min-np`) it also keeps snapshots in the hosts' memory, and
+    SIGTERM to a rank makes its host leave. From the second generation on, `fit` goes on at the step
+    after the newest snapshot, or at the epoch after the last save: what is loaded and skipped there
+    happens before and in `fit`. The batches of an epoch must not depend on the epochs before; those
+    that were trained already are read and not used.
+
+    Args:
+        folder: where to; on every node, or on a file system that all nodes see.
+        keep: saves that are kept, >= 1.
+        memory_every: steps between two snapshots in memory, >= 1; None: none, except before a host
+            leaves or joins. Without a supervisor nothing is kept in memory.
+
+    **Ranks:** all. **Cost:** rank 0 writes the model, each rank its residuals (4 bytes per entry
+    that it selects from, or sends in 16 bits). Of a snapshot: see Snapshots.
+    **Raises:** PlanError, before the first step, for a model that Keras cannot write down, for a
+    damaged checkpoint.json, for a folder that a rank cannot write to or another run saves into, for
+    an address such as gs://bucket/run, and for ranks that were given different arguments.
+    """
+
+    def __init__(self, folder: str | Path, keep: int = 1, memory_every: int | None = None) -> None:
+        super().__init__()
+        self.folder = local_path("folder", folder)
+        self.keep = check_whole("keep", keep, least=1)
+        self.memory_every = memory_every
+        if memory_every is not None:
+            check_whole("memory_every", memory_every, least=1)
+        self._snapshots: Snapshots | None = None
+        # What `fit` goes on from, until its first epoch begins; that rank's own values
+        self._begins_at: Newest | None = None
+        self._values: RestoreRankValues | None = None
+        # Of the epoch: steps that are skipped, those that are done; number of the epoch
+        self._skipped = self._done = self._epoch = 0
+        self._open, self._patience = contextlib.ExitStack(), Patience()
+
+    def set_model(self, model: keras.Model) -> None:
+        """Load the newest checkpoint, from the second generation on: before BroadcastState."""
+        super().set_model(model)
+        if model is not None and supervision() is not None and self._snapshots is None:
+            self._snapshots = Snapshots(model, self.folder, self.memory_every)
+            self._snapshots.load()
+            self._begins_at = self._snapshots.found
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Refuse a folder or a model of which no checkpoint could be written."""
+        self._claim_folder()
+        read_heads(self.folder)
+        wrapped_optimizers(self.model)
+        try:
+            json.dumps(keras.saving.serialize_keras_object(self.model))
+        except Exception as error:  # Of any kind: it is raised by a get_config() of the user.
+            raise PlanError(
+                "A checkpoint needs a model that model.save can write down, with its optimizer "
+                f"and its loss. Received {self.model.name!r}, for which Keras says: {error} Give "
+                "that object a get_config(), or train without Checkpoint."
+            ) from error
+        if self._begins_at is not None:
+            begin_at_epoch(self.model, self._begins_at.head.epoch + 1)
+            self._values = RestoreRankValues(self.folder)
+            self._values.set_model(self.model)
+        if self._snapshots is not None:
+            self._open.enter_context(self._snapshots.leaving_on_sigterm())
+
+    def _claim_folder(self) -> None:
+        """Check that all ranks can save into one folder; let no other run do so."""
+        here, absolute = process.current(), str(self.folder.absolute())
+        rows = here.gather_objects(
+            (
+                why_not_writable(self.folder),
+                {"folder": str(self.folder), "keep": self.keep, "memory_every": self.memory_every},
+                (gethostname(), absolute),
+            )
+        )
+        for name in ("folder", "keep", "memory_every"):
+            require_equal(f"`{name}` of Checkpoint", [given[name] for _, given, _ in rows])
+        first_of_host: dict[str, tuple[int, str]] = {}
+        for rank, (_, _, (host, path)) in enumerate(rows):
+            other, first = first_of_host.setdefault(host, (rank, path))
+            if path != first:
+                raise PlanError(
+                    "All ranks of a host must save into one folder. Received a relative path, and "
+                    f"other working directories: {first} on rank {other}, {path} on rank {rank}. "
+                    "Give an absolute path."
+                )
+        for rank, (reason, _, _) in enumerate(rows):
+            if reason:
+                raise PlanError(
+                    "A checkpoint needs a folder that every rank can write to. Received "
+                    f"{self.folder}, of which rank {rank} says: {reason}. Make room for it, or "
+                    "give another."
+                )
+        if trains_alone(self.model):
+            return
+        try:
+            blind = claim(self.folder)
+        except SaveError as error:
+            raise PlanError(f"A checkpoint needs a folder of one run alone. {error}") from error
+        if blind and here.rank == 0:
+            log.warning(
+                "The checkpoint folder %s of rank %d is another than that of rank 0, on a disk of "
+                "its own node: each node keeps the files of its own ranks. Only the same ranks on "
+                "the same nodes can continue from it. Take a folder that all nodes see.",
+                absolute,
+                blind[0],
+            )
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """In the epoch that was under way, skip the steps that were done."""
+        self._epoch, self._skipped, self._done = epoch, 0, 0
+        if self._begins_at is None:
+            return
+        head, self._begins_at = self._begins_at.head, None
+        begin_at_epoch(self.model, None)
+        if epoch != head.epoch + 1 or not head.step:
+            return
+        # Behind on_train_begin of BroadcastState, which gives all ranks those of rank 0
+        self._values.on_train_begin()
+        self._values.on_epoch_begin(epoch)
+        steps, together = (self.params or {}).get("steps"), self.model.steps_per_execution
+        step = head.step * steps // head.steps if head.steps and steps else head.step
+        self._skipped = self._done = step // together * together
+        skip_steps(self.model, self._skipped)
+
+    # Not on_train_batch_end: for it, Keras waits after every step.
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Take a snapshot of the step before, if one is due."""
+        if self._snapshots is not None and batch > self._skipped:
+            self._snapshots.after_step(
+                self._epoch, batch, (self.params or {}).get("steps") or 0, batch - self._done
+            )
+            self._done = batch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Save; if that fails, go on. **Raises:** SaveError after three failures in a row."""
+        notes = {}
+        if self._snapshots is not None:
+            self._snapshots.end_epoch(epoch, self.model.steps_per_execution)
+            notes = self._snapshots.notes()
+        self._patience.save(lambda: save(self.model, self.folder, epoch, self.keep, notes=notes))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Let SIGTERM have its usual effect again, and other runs save into the folder."""
+        self._open.close()
+        release(self.folder)

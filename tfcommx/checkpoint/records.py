@@ -1,0 +1,199 @@
+"""The file of one rank in a checkpoint: residuals, accumulated gradients, seeds.
+
+The file is NumPy's: arrays, and an index (JSON) with one entry for each wrapped optimizer, which
+says what each array is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from tfcommx.checkpoint.exact import exact_arrays, wide
+from tfcommx.checkpoint.state import copy_optimizer, saved_by_keras
+from tfcommx.core import reading, replacing
+from tfcommx.optim.keras_internals import (
+    seed_generators,
+    statistics_of,
+    trainable_variables,
+    unlisted,
+)
+from tfcommx.optim.wrapped import accumulated, exchanger_in, wrapped_optimizers
+from tfcommx.routes import read_plan
+from tfcommx.runtime.rates import UNKNOWN
+from tfcommx.runtime.residuals import PlanState, Residuals, VariableState
+from tfcommx.strategies import CommonState
+
+# What to do about a damaged file
+COPY = "Put a whole copy in its place."
+
+
+class OptimizerRecord(NamedTuple):
+    """What one rank keeps of one wrapped optimizer."""
+
+    # Names of the variables that the optimizer was built for, in its order
+    trained: list[str]
+    # Of plans that are not used any more, until others take it over
+    carried: VariableState
+    # Sums of gradients that are being accumulated, at least float32
+    accumulated: Residuals
+    # Of plans in use
+    plan_states: list[PlanState]
+    # What the optimizer keeps and Keras does not save, by attribute
+    unlisted: dict[str, np.ndarray]
+    # Of the model's generators, in the order of its layers
+    seeds: list[list[int]]
+    # Names of all variables of the model, in its order
+    weights: list[str] = []  # noqa: RUF012 - never changed
+    # What the strategy keeps, equal on all ranks: rank 0 writes it
+    common: CommonState = {}  # noqa: RUF012 - never changed
+    # The optimizer's state, if Keras does not save it: rank 0 writes it
+    state: dict[str, np.ndarray] = {}  # noqa: RUF012 - never changed
+
+    @property
+    def variables(self) -> set[str]:
+        """The names of the variables that any of this belongs to."""
+        return {*self.accumulated, *self.common}.union(
+            *self.carried, *(state.plan.paths for state in self.plan_states)
+        )
+
+
+def record_of(
+    model: keras.Model, optimizer: keras.optimizers.Optimizer, seeds: list[list[int]]
+) -> OptimizerRecord:
+    """Return what this rank keeps of one of a model's optimizers; `seeds` are the model's."""
+    exchanger = exchanger_in(optimizer)
+    writes_state = exchanger.comm.rank == 0 and not saved_by_keras(model, optimizer)
+    return OptimizerRecord(
+        trained=exchanger.names.of(trainable_variables(optimizer)),
+        carried=exchanger.state_outside_plans(),
+        accumulated={
+            name: wide(np.ravel(total.numpy())) for name, total in accumulated(optimizer).items()
+        },
+        plan_states=exchanger.plan_states(),
+        unlisted={name: wide(state.numpy()) for name, state in unlisted(optimizer).items()},
+        seeds=seeds,
+        weights=exchanger.names.of(model.weights),
+        common=exchanger.common_state() if exchanger.comm.rank == 0 else {},
+        state=copy_optimizer(optimizer) if writes_state else {},
+    )
+
+
+def write_residuals(model: keras.Model, path: Path, writes_model: bool) -> None:
+    """Write what this rank keeps of each of the model's wrapped optimizers.
+
+    The rank that writes the model adds what a restored one must hold (`exact`).
+    """
+    exact = exact_arrays(model) if writes_model else {}
+    with replacing(path) as part, part.open("wb") as file:
+        np.savez(file, **residual_arrays(model), **exact)
+
+
+def residual_arrays(model: keras.Model) -> dict[str, np.ndarray]:
+    """Return what this rank keeps of each of the model's wrapped optimizers, as its file has it."""
+    seeds = [generator.state.numpy().tolist() for generator in seed_generators(model)]
+    arrays: dict[str, np.ndarray] = {}
+    index = [
+        _index_of(record_of(model, optimizer, seeds), arrays)
+        for optimizer in wrapped_optimizers(model)
+    ]
+    for number, variable in enumerate(own_variables(model)):
+        arrays[f"own{number}"] = wide(variable.numpy())
+    return {"index": np.array(json.dumps(index)), **arrays}
+
+
+def own_variables(model: keras.Model) -> list[keras.Variable]:
+    """Return what differs between the ranks in mid-epoch: statistics, then sums of metrics."""
+    return [*statistics_of(model), *model.metrics_variables]
+
+
+def read_own(path: Path) -> list[np.ndarray]:
+    """Return the values of a rank's `own_variables`; none of files of older writers.
+
+    **Raises:** PlanError for a damaged file.
+    """
+    with reading("A rank's file of a checkpoint", path, COPY), np.load(path) as stored:
+        return [
+            stored[f"own{number}"]
+            for number in range(len(stored.files))
+            if f"own{number}" in stored
+        ]
+
+
+def _index_of(record: OptimizerRecord, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Add a record's arrays to those of the file; return what says which is which."""
+
+    def put(kept: Mapping[str, np.ndarray]) -> dict[str, str]:
+        called = {name: f"array{number}" for number, name in enumerate(kept, len(arrays))}
+        arrays.update((called[name], array) for name, array in kept.items())
+        return called
+
+    return {
+        "trained": record.trained,
+        "waiting_residuals": put(record.carried.residuals),
+        "waiting_velocities": put(record.carried.velocities),
+        "waiting_compressions": put(record.carried.compressions),
+        "accumulated": put(record.accumulated),
+        "unlisted": put(record.unlisted),
+        "state": put(record.state),
+        "seeds": record.seeds,
+        "weights": record.weights,
+        "common": {name: put(kept) for name, kept in record.common.items()},
+        "plan_states": [
+            {
+                "plan": state.plan.to_json(),
+                "steps": state.steps,
+                "residuals": put(state.residuals),
+                "velocities": put(state.velocities),
+                "rate_exponent": state.rate_exponent,
+                "compressions": put(state.compressions),
+            }
+            for state in record.plan_states
+        ],
+    }
+
+
+def read_residuals(path: Path, rank: int) -> list[OptimizerRecord]:
+    """Return what `rank` kept, of each wrapped optimizer. **Raises:** PlanError if damaged."""
+    with reading("A rank's file of a checkpoint", path, COPY), np.load(path) as stored:
+        return [_record_in(entry, stored, rank) for entry in json.loads(str(stored["index"]))]
+
+
+def _record_in(
+    entry: Mapping[str, Any], stored: Mapping[str, np.ndarray], rank: int
+) -> OptimizerRecord:
+    def get(called: Mapping[str, str]) -> dict[str, np.ndarray]:
+        return {name: stored[array] for name, array in called.items()}
+
+    return OptimizerRecord(
+        trained=entry["trained"],
+        carried=VariableState(
+            get(entry["waiting_residuals"]),
+            get(entry["waiting_velocities"]),
+            get(entry.get("waiting_compressions", {})),  # Older writers had none
+        ),
+        accumulated=get(entry["accumulated"]),
+        plan_states=[
+            PlanState(
+                read_plan(state["plan"]),
+                state["steps"],
+                rank,
+                get(state["residuals"]),
+                get(state["velocities"]),
+                state.get("rate_exponent", UNKNOWN),  # Older writers had none, as of compressions
+                get(state.get("compressions", {})),
+            )
+            for state in entry["plan_states"]
+        ],
+        unlisted=get(entry["unlisted"]),
+        seeds=entry["seeds"],
+        weights=entry.get("weights", []),
+        # Older writers had none
+        common={name: get(kept) for name, kept in entry.get("common", {}).items()},
+        state=get(entry.get("state", {})),
+    )

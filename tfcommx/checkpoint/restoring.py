@@ -1,0 +1,302 @@
+"""Restore a checkpoint, also with another number of ranks or another plan."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import keras
+import numpy as np
+
+from tfcommx.checkpoint.exact import restore_exact
+from tfcommx.checkpoint.files import Head, memory_model_name, model_name, residuals_name
+from tfcommx.checkpoint.newest import Newest, newest, read_inherited
+from tfcommx.checkpoint.records import OptimizerRecord
+from tfcommx.checkpoint.state import saved_by_keras, set_model, set_optimizer
+from tfcommx.collectives import process
+from tfcommx.core import PlanError, local_path, reading
+from tfcommx.optim.keras_internals import (
+    finalize_layers,
+    seed_generators,
+    trainable_variables,
+    unlisted,
+)
+from tfcommx.optim.requested_plan import VariableNames
+from tfcommx.optim.wrapped import accumulated, agree_on_names, exchanger_in, wrapped_optimizers
+from tfcommx.runtime.rates import highest
+from tfcommx.runtime.residuals import sum_residuals, sum_states
+from tfcommx.strategies import CommonState
+
+# What to do about a model's file that Keras does not load
+MODEL = "Build the model as it was, or put a whole copy of the file in its place."
+
+
+def last(folder: str | Path) -> Head | None:
+    """Return what is known of the last whole checkpoint: epoch, step, ranks, notes; None without.
+
+    In a supervised run it may be in memory.
+
+    **Ranks:** all; what rank 0 sees counts.
+    """
+    found = newest(local_path("folder", folder))
+    return None if found is None else found.head
+
+
+def next_epoch(folder: str | Path) -> int:
+    """Return the epoch after the last whole checkpoint; 0 without one.
+
+    If it was saved in mid-epoch, that is the epoch that was under way.
+
+    **Ranks:** all; what rank 0 sees counts.
+    """
+    head = last(folder)
+    return 0 if head is None else head.epoch + 1
+
+
+def restore(model: keras.Model, folder: str | Path) -> int:
+    """Load the last whole checkpoint; return the next epoch's number, 0 if there is none.
+
+    In a supervised run (`tfcommx run --min-np`) the checkpoint may be in memory.
+
+    With the plan and the number of ranks that it was saved under, every rank continues with exactly
+    its own residuals. Otherwise they are redistributed so that what they add to the weights is
+    conserved: their sum over the ranks for op "sum", their sum divided by the number of ranks for
+    op "average". Velocities are treated as residuals are; if the plan has no momentum they wait
+    until one has. Sums of gradients that are being accumulated are redistributed likewise.
+    Residuals of variables that do not train now wait until they do.
+
+    Several wrapped optimizers are told apart by the order in which they were set as attributes of
+    the model, those in dicts and lists by their order there. Keras's own training step is traced
+    again if there was one; a `tf.function` of your own must be made again.
+
+    Args:
+        model: built, compiled with wrapped optimizers.
+        folder: as it was given to `save` or `Checkpoint`.
+
+    **Ranks:** all; each must see the files of the ranks that it inherits from (its own number, and
+    that plus multiples of the number of ranks). Without a checkpoint in `folder`, nothing is
+    loaded.
+    If a file of the last save is missing or damaged, the newest older save that is whole is taken,
+    with a warning.
+
+    **Raises:** FileNotFoundError that names the missing file, if no older save is whole; PlanError
+    that names a damaged one, for a model that is not built, or lacks variables or optimizers of the
+    checkpoint, and if the ranks name different folders.
+    """
+    found = newest(local_path("folder", folder))
+    if found is None:
+        return 0
+    load(model, found)
+    return found.head.epoch + 1
+
+
+# What each model was restored from
+_restored: weakref.WeakKeyDictionary[keras.Model, Newest] = weakref.WeakKeyDictionary()
+
+
+def restored(model: keras.Model) -> Newest | None:
+    """Return what a model was restored from; None if it was not."""
+    return _restored.get(model)
+
+
+def load(model: keras.Model, found: Newest) -> None:
+    """Load a checkpoint, as `restore` does. **Ranks:** all. **Raises:** as `restore`."""
+    _restored[model] = found
+    here, head, folder = process.current(), found.head, found.folder
+    optimizers = wrapped_optimizers(model)
+    _require_built(model)
+    agree_on_names(model, 0)
+    weights = folder / (
+        memory_model_name(head.save) if found.source == "memory" else model_name(head.save)
+    )
+    files = _read_files(folder, head, weights)
+    roots = _roots_of(files, folder, len(optimizers))
+    for optimizer, root in zip(optimizers, roots, strict=True):
+        _pair_by_position(exchanger_in(optimizer).names, model, root.weights)
+    if files:  # A rank that was not there gets its seeds from BroadcastState.
+        for generator, seed in zip(seed_generators(model), files[0][0].seeds, strict=False):
+            generator.state.assign(seed)
+    for index, optimizer in enumerate(optimizers):
+        records = [file[index] for file in files]
+        known = _known_variables(optimizer, model, records, roots[index], folder)
+        whole = model.trainable_variables if len(optimizers) == 1 else []
+        _build_optimizer(optimizer, known, roots[index], whole)
+    if found.source == "memory":
+        with np.load(weights) as arrays:
+            set_model(model, arrays)
+    elif weights.is_file():  # The others get it by BroadcastState.
+        with reading(f"The model of a checkpoint of {model.name!r}", weights, MODEL):
+            model.load_weights(weights)
+    for index, optimizer in enumerate(optimizers):
+        if here.rank == 0 and (state := files[0][index].state):  # Others by BroadcastState, too
+            set_optimizer(optimizer, state)
+    if found.source != "memory" and weights.is_file():
+        with reading(f"The model of a checkpoint of {model.name!r}", weights, MODEL):
+            root_file = folder / residuals_name(head.save, 0)
+            if root_file.is_file():
+                # Other ranks get the state of those that Keras does not save by BroadcastState
+                same = [
+                    _trains_as_saved(optimizer, root)
+                    and (here.rank == 0 or saved_by_keras(model, optimizer))
+                    for optimizer, root in zip(optimizers, roots, strict=True)
+                ]
+                restore_exact(model, root_file, same)
+        finalize_layers(model)
+    for optimizer in optimizers:
+        if (sharding := exchanger_in(optimizer).sharding) is not None:
+            sharding.shards.current.assign(True)  # The shards follow the weights, not the reverse
+    for index, optimizer in enumerate(optimizers):
+        records = [file[index] for file in files]
+        _continue_from(optimizer, records, (head.ranks, here.topology.size), roots[index].common)
+    if model.train_function is not None:
+        model.make_train_function(force=True)  # The one there is uses the residuals of before.
+
+
+class _RootState(NamedTuple):
+    """What every rank must know of rank 0's record of an optimizer."""
+
+    # Names of the variables that it was built for, in its order
+    trained: list[str]
+    # What it keeps and Keras does not save, by attribute
+    unlisted: dict[str, np.ndarray]
+    # What the strategy keeps
+    common: CommonState
+    # Names of all variables of the model, in its order
+    weights: list[str]
+
+
+def _pair_by_position(names: VariableNames, model: keras.Model, saved: Sequence[str]) -> None:
+    """Call a model's variables what the checkpoint calls them, if only numbers in names differ.
+
+    Keras numbers what it names: the second model of a process has other paths than the first.
+    """
+    known = names.of(model.weights)
+    if len(known) != len(saved) or set(known) == set(saved):
+        return
+    plain = re.compile(r"_?\d+")
+    if all(plain.sub("", a) == plain.sub("", b) for a, b in zip(known, saved, strict=True)):
+        names.rename(model.weights, saved)
+
+
+def _trains_as_saved(optimizer: keras.optimizers.Optimizer, root: _RootState) -> bool:
+    """Return True if an optimizer must have the saved state: whole, and of the same variables."""
+    exchanger = exchanger_in(optimizer)
+    names = exchanger.names.of(trainable_variables(optimizer))
+    return exchanger.sharding is None and names == root.trained
+
+
+def _require_built(model: keras.Model) -> None:
+    if not model.built or not model.weights:
+        raise PlanError(
+            f"A checkpoint is restored into a model that is built. Received {model.name!r}, which "
+            "has no weights yet, or was never called. Call it on a batch, or "
+            "model.build(input_shape), first."
+        )
+
+
+def _read_files(folder: Path, head: Head, weights: Path) -> list[list[OptimizerRecord]]:
+    """Read what this rank inherits; refuse, on all ranks, a file that one of them cannot read."""
+    files, missing, problem = read_inherited(folder, head, weights)
+    rows = process.current().gather_objects((missing, problem))
+    for rank, (missing, problem) in enumerate(rows):
+        if missing:
+            raise FileNotFoundError(
+                f"Rank {rank} needs {missing} to continue from the checkpoint of epoch "
+                f"{head.epoch} in {folder}. Copy it there, or use a folder that all nodes see."
+            )
+        if problem:
+            raise PlanError(
+                f"Rank {rank} cannot read the checkpoint of epoch {head.epoch} in {folder}. "
+                f"Received: {problem} With keep=2 an older save is taken; without one, delete "
+                "checkpoint.json to begin anew."
+            )
+    return files
+
+
+def _roots_of(
+    files: Sequence[Sequence[OptimizerRecord]], folder: Path, optimizers: int
+) -> list[_RootState]:
+    """Return what rank 0 kept of each optimizer, on all ranks; refuse another number of them."""
+    here = process.current()
+    mine = [
+        (record.trained, record.unlisted, record.common, record.weights)
+        for record in (files[0] if files else [])
+    ]
+    everyone = here.gather_objects(mine if here.rank == 0 else None)
+    roots = [_RootState(*root) for root in everyone[0]]
+    if len(roots) != optimizers:
+        raise PlanError(
+            f"The checkpoint in {folder} has the state of {len(roots)} wrapped optimizers. "
+            f"Received a model with {optimizers}. Compile it as it was."
+        )
+    return roots
+
+
+def _known_variables(
+    optimizer: keras.optimizers.Optimizer,
+    model: keras.Model,
+    records: Sequence[OptimizerRecord],
+    root: _RootState,
+    folder: Path,
+) -> dict[str, keras.Variable]:
+    """Return the model's variables by name, also frozen ones; refuse one that lacks any."""
+    names = exchanger_in(optimizer).names.of(model.weights)
+    known = dict(zip(names, model.weights, strict=True))
+    needed = set(root.trained).union(root.common, *(record.variables for record in records))
+    if unknown := sorted(needed - set(known)):
+        raise PlanError(
+            f"The checkpoint in {folder} holds state of {unknown[0]!r}, which this model does not "
+            f"have (it has {min(known)!r}, ...). Give the model and its layers the names that "
+            "they had."
+        )
+    return known
+
+
+def _build_optimizer(
+    optimizer: keras.optimizers.Optimizer,
+    known: Mapping[str, keras.Variable],
+    root: _RootState,
+    trainable: Sequence[keras.Variable],
+) -> None:
+    """Build an optimizer for the variables that it had, and set what Keras does not save.
+
+    If the model trains others too, it is built for all of `trainable`; then Keras says that the
+    optimizer's state begins again.
+    """
+    if root.trained and not optimizer.built:
+        new = set(exchanger_in(optimizer).names.of(trainable)) - set(root.trained)
+        optimizer.build(trainable if new else [known[name] for name in root.trained])
+    for name in unlisted(optimizer).keys() & root.unlisted:
+        unlisted(optimizer)[name].assign(root.unlisted[name])
+
+
+def _continue_from(
+    optimizer: keras.optimizers.Optimizer,
+    records: list[OptimizerRecord],
+    ranks: tuple[int, int],
+    common: CommonState,
+) -> None:
+    """Let an optimizer continue with what this rank inherits of so many ranks; then, and now.
+
+    With as many ranks as before, plans continue as they were. Otherwise they are taken apart. What
+    the strategy keeps is equal on all ranks, however many there are.
+    """
+    exchanger, (old, new) = exchanger_in(optimizer), ranks
+    averages = exchanger.in_lock_step and exchanger.settings.operation == "average"
+    factor = new / old if averages else 1.0
+    states = [state for record in records for state in record.plan_states]
+    apart = states if new != old else []
+    kept = [record.carried for record in records] + [state.by_variable() for state in apart]
+    exchanger.continue_from(
+        sum_states(kept, factor),
+        states if new == old else [],
+        highest(state.rate_exponent for state in apart),
+        common,
+    )
+    sums = sum_residuals([record.accumulated for record in records], factor)
+    for name, variable in accumulated(optimizer).items():
+        zeros = np.zeros(variable.shape)
+        variable.assign(np.reshape(sums[name], variable.shape) if name in sums else zeros)

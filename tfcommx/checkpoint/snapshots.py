@@ -1,0 +1,478 @@
+"""What the snapshots of one process have cost.
+
+Writes one snapshot beside the steps: to this host's memory, then to the mirror.
+
+RestoreRankValues: give each rank its own statistics and metrics back in mid-epoch.
+
+Snapshots: copies of all ranks' state in the memory of the hosts, taken beside the steps.
+
+step 40          vote: all have written save 20?     yes: copy the state
+steps 41 ...                                         a thread writes the copy, and sends the mirror
+step 60          vote: all have written save 40?     yes: 40 is whole, 20 is deleted; copy
+                                                     no: vote again after each step
+
+Two saves are kept: the last one that is whole, and the one that is being written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfcommx.checkpoint.files import Head, memory_model_name, residuals_name
+from tfcommx.checkpoint.mirror import PROTOCOL, Mirrors, Row, partner
+from tfcommx.checkpoint.newest import RUN, Newest, make_on_all, newest, newest_of_run
+from tfcommx.checkpoint.place import Place, head_array
+from tfcommx.checkpoint.records import read_own, residual_arrays
+from tfcommx.checkpoint.restoring import load, restored
+from tfcommx.checkpoint.state import copy_model
+from tfcommx.collectives import process
+from tfcommx.core import PlanError, local_path
+from tfcommx.launch.launcher import launch_interfaces
+from tfcommx.launch.supervision import MEMORY, PAUSED, SupervisorLink, supervision
+from tfcommx.optim.keras_internals import finalize_layers, statistics_of
+from tfcommx.optim.step_boundary import consolidate
+from tfcommx.optim.wrapped import exchanger_in, trains_alone, wrapped_optimizers
+
+
+@dataclass
+class SnapshotCost:
+    """Sums over the snapshots of this rank, in this process."""
+
+    # Snapshots that are whole on all ranks
+    count: int = 0
+    # Copied while the steps wait; written and mirrored beside them
+    copy_seconds: float = 0.0
+    write_seconds: float = 0.0
+    # That this rank wrote last, its mirror not counted
+    bytes: int = 0
+
+    def add(self, copy_seconds: float, write_seconds: float, size: int) -> None:
+        """Add a snapshot.
+
+        Args:
+            copy_seconds: that the step waited.
+            write_seconds: that a thread has worked.
+            size: bytes that it wrote.
+        """
+        self.count += 1
+        self.copy_seconds += copy_seconds
+        self.write_seconds += write_seconds
+        self.bytes = size
+
+    def summary(self) -> dict[str, Any]:
+        """Return it for a summary: seconds are those of one snapshot in the mean."""
+        count = self.count or 1
+        return {
+            "count": self.count,
+            "copy_seconds": round(self.copy_seconds / count, 6),
+            "write_seconds": round(self.write_seconds / count, 6),
+            "bytes": self.bytes,
+        }
+
+
+class Captured(NamedTuple):
+    """A snapshot of this rank that is still to be written."""
+
+    save: int
+    # What this rank alone has
+    own: Mapping[str, np.ndarray]
+    # The model, if this rank writes it for its host; None: another rank does
+    model: Mapping[str, np.ndarray] | None
+    # Whether the mirror gets the model, too: nobody else writes it
+    only_model: bool
+
+
+class Writing:
+    """A thread that writes one snapshot.
+
+    Args:
+        captured: the snapshot.
+        rank: this rank.
+        place: where to.
+        mirror: sends a list of files to the mirror; None without one.
+        keep: the save that is whole on all ranks; None: none is.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        rank: int,
+        place: Place,
+        mirror: Callable[[list[str], list[int]], None] | None,
+        keep: int | None,
+    ) -> None:
+        self.save = captured.save
+        # Bytes and seconds of a snapshot that was written; why it was not
+        self.bytes, self.seconds, self.problem = 0, 0.0, ""
+        self._work = (captured, rank, place, mirror, keep)
+        self._thread = threading.Thread(target=self._run, name="tfcommx-snapshot", daemon=True)
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Tell whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until it has ended."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        captured, rank, place, mirror, keep = self._work
+        saves = {captured.save} | ({keep} if keep is not None else set())
+        start, mirrored = time.monotonic(), [residuals_name(captured.save, rank)]
+        try:
+            place.make()  # Somebody may have removed it
+            place.keep(saves, rank)
+            if captured.model is not None:
+                place.keep_models(saves)
+                name = memory_model_name(captured.save)
+                self.bytes += place.write(name, captured.model)
+                mirrored += [name] * captured.only_model
+            self.bytes += place.write(mirrored[0], captured.own)
+            if mirror is not None:
+                mirror(mirrored, sorted(saves))
+        except Exception as error:  # Of any kind: a snapshot without a problem counts as written
+            self.problem = str(error) or type(error).__name__
+        finally:
+            self.seconds = time.monotonic() - start
+            del self._work  # The copies of the arrays
+
+
+def sender(mirrors: Mirrors, to: Row, rank: int) -> Callable[[list[str], list[int]], None]:
+    """Return the function that sends files of a rank to its mirror."""
+    return lambda names, keep: mirrors.send(to, rank, names, keep)
+
+
+class RestoreRankValues(keras.callbacks.Callback):
+    """Give each rank back what it alone had in mid-epoch: batch norm's statistics, metrics' sums.
+
+    Put it behind BroadcastState, which sets those of one rank everywhere. Metrics must be built.
+    Nothing is done for a checkpoint of an epoch's end, where all are equal, and with another number
+    of ranks.
+
+    Args:
+        folder: as `restore` took it.
+
+    **Ranks:** all.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__()
+        self.folder = local_path("folder", folder)
+        self.values: list[np.ndarray] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Read the values of this rank, and set the statistics."""
+        here, found = process.current(), newest(self.folder)
+        if found is None or not found.head.step or found.head.ranks != here.topology.size:
+            return
+        self.values = read_own(found.folder / residuals_name(found.head.save, here.rank))
+        self._assign(statistics_of(self.model), self.values)
+        finalize_layers(self.model)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Set the metrics, which Keras has just reset."""
+        count = len(statistics_of(self.model))
+        self._assign(self.model.metrics_variables, self.values[count:])
+        self.values = []
+
+    @staticmethod
+    def _assign(variables: Sequence[keras.Variable], values: Sequence[np.ndarray]) -> None:
+        for variable, value in zip(variables, values, strict=False):
+            variable.assign(value)
+
+
+log = logging.getLogger("tfcommx")
+
+# About how many seconds pass until the ranks ask each other again whether one must leave
+ASK_SECONDS = 0.5
+# Between two reports of rank 0's steps
+SAY_SECONDS = 0.05
+# The most steps in between two questions
+ASK_STEPS = 1000
+# Of a head's notes: steps of the whole run
+TOTAL = "total_steps"
+
+
+class Snapshots:
+    """Snapshots of one model in a supervised run; elsewhere nothing is done.
+
+    Args:
+        model: built, compiled with wrapped optimizers.
+        folder: of its checkpoints, as all ranks call it.
+        every: steps between two snapshots, >= 1; None: only one before the ranks are replaced.
+
+    **Ranks:** all. **Cost:** a snapshot copies what this rank alone has, and the first rank of each
+    host the model; a thread writes the copies. About twice a second, and for each snapshot, an
+    allreduce of 16 bytes.
+    **Raises:** PlanError, in a supervised run, for strategy=ElasticAveraging, whose ranks have no
+    step in common.
+    """
+
+    def __init__(self, model: keras.Model, folder: str | Path, every: int | None) -> None:
+        self.model, self.folder, self.every = model, local_path("folder", folder), every
+        self.supervised = supervision()
+        # Steps of the whole run; what this generation goes on from
+        self.total = 0
+        self.found: Newest | None = None
+        self.cost = SnapshotCost()
+        self._writing: Writing | None = None
+        # Seconds that the last copy took
+        self._copying = 0.0
+        # The save that is whole on all ranks; the number of the next one; whether one is due
+        self._whole: int | None = None
+        self._next, self._due = 0, False
+        self._until, self._between, self._asked_at = 1, 1, time.monotonic()
+        # Set by a signal handler, so no Event: the handler may interrupt one that holds its lock
+        self._leave, self._said = False, 0.0
+        self._link: SupervisorLink | None = None
+        if self.supervised is None:
+            return
+        if trains_alone(model) and every is None:
+            self.supervised = None  # Such ranks go on by themselves
+            return
+        if trains_alone(model):
+            raise PlanError(
+                "Snapshots in memory need ranks that take each step together. Received "
+                "strategy=ElasticAveraging, which goes on by itself when a rank is lost. Leave "
+                "`memory_every` out."
+            )
+        self.place = Place(self.supervised.memory, self.folder)
+        here = process.current()
+        self._comm = here
+        if here.rank == 0:
+            self._link = SupervisorLink(self.supervised, here.topology.size)
+        hosts = here.gather_objects(self.supervised.host)
+        self._writes_model = hosts.index(self.supervised.host) == here.rank
+        self._send = self._sender(partner(here.rank, hosts))
+        make_on_all(self.place, self._writes_model)
+
+    def _sender(self, keeper: int | None) -> Callable[[list[str], list[int]], None] | None:
+        """Return what sends files to the rank that mirrors them; None if all are on one host."""
+        if keeper is None:
+            return None
+        supervised, here = self.supervised, self._comm
+        mirrors = Mirrors(
+            supervised.handshake(PROTOCOL), supervised.host, launch_interfaces(), self.place
+        )
+        rows = here.gather_objects(tuple(mirrors.row))
+        return sender(mirrors, Row(*rows[keeper]), here.rank)
+
+    def restore(self) -> tuple[int, int]:
+        """Load the newest checkpoint of earlier generations; return epoch and step to begin with.
+
+        Both from 0; (0, 0) in the first generation. What differs between the ranks, as batch norm's
+        statistics, is loaded too: call it behind `broadcast_variables`.
+
+        **Ranks:** all, before the first step. **Raises:** as `checkpoint.restore`.
+        """
+        self.load()
+        if self.found is None:
+            return 0, 0
+        values = RestoreRankValues(self.folder)
+        values.set_model(self.model)
+        values.on_train_begin()
+        return self.found.head.epoch + 1, self.found.head.step
+
+    def load(self) -> None:
+        """Load the newest checkpoint of earlier generations into `found`, and tell the supervisor.
+
+        **Ranks:** all. **Raises:** as `checkpoint.restore`.
+        """
+        start = time.monotonic()
+        self.found = found = newest_of_run(self.folder)
+        if found is not None and restored(self.model) != found:
+            load(self.model, found)
+        head = None if found is None else found.head
+        self.total = 0 if head is None else int(head.notes.get(TOTAL, 0))
+        if found is not None and found.source == "memory":
+            self._whole, self._next = found.head.save, found.head.save + 1
+        if self._link is not None:
+            self._link.say(
+                resumed={
+                    "from": "start" if found is None else found.source,
+                    "epoch": 0 if head is None else head.epoch + 1,
+                    "step": 0 if head is None else head.step,
+                    "total": self.total,
+                    "seconds": round(time.monotonic() - start, 3),
+                }
+            )
+
+    def notes(self) -> dict[str, Any]:
+        """Return what a head says of this run, so that a later generation knows its saves."""
+        return {} if self.supervised is None else {TOTAL: self.total, RUN: self.supervised.run}
+
+    @contextlib.contextmanager
+    def leaving_on_sigterm(self) -> Iterator[None]:
+        """While entered, SIGTERM makes this rank's host leave; only in Python's main thread."""
+        if self.supervised is None or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, self._on_sigterm)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self._leave = True
+
+    def leave(self) -> None:
+        """Ask for the next generation, without this host. Local."""
+        self._leave = True
+
+    def after_step(
+        self,
+        epoch: int,
+        step: int,
+        steps: int,
+        taken: int = 1,
+        notes: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        """Take a snapshot if one is due; end the process if the ranks are to be replaced.
+
+        Args:
+            epoch: of the step, from 0.
+            step: steps of the epoch that are done, >= 1.
+            steps: that the epoch has; 0: unknown.
+            taken: steps since the last call.
+            notes: returns what `last` is to return, as JSON has it; those of rank 0 count.
+
+        **Ranks:** all, after each step. **Raises:** SystemExit with status 75 (PAUSED).
+        """
+        self._count(taken)
+        if self.supervised is None:
+            return
+        self._until -= 1
+        if not self._due and self._until > 0:
+            return
+        ready, leaves = self._vote()
+        if not ready and not leaves:
+            return
+        if leaves and self._writing is not None:
+            self._writing.wait()
+            ready, _ = self._vote()
+        if self._due or leaves:
+            head = Head(
+                self._next,
+                epoch - 1,
+                self._comm.topology.size,
+                step,
+                steps,
+                notes() | self.notes(),
+            )
+            self._capture(head)
+        if leaves:
+            self._end()
+
+    def end_epoch(self, epoch: int, taken: int = 1) -> None:
+        """Count the last steps of an epoch; a snapshot that is due waits for the next step."""
+        self._count(taken)
+        if self._link is not None:
+            self._link.say(steps=self.total)
+            self._link.say(epoch_ended=epoch)
+
+    def _count(self, taken: int) -> None:
+        before, self.total = self.total, self.total + taken
+        if self.every is not None and before // self.every != self.total // self.every:
+            self._due = True
+        now = time.monotonic()
+        if self._link is not None and now - self._said >= SAY_SECONDS:
+            self._said = now
+            self._link.say(steps=self.total)
+
+    def _vote(self) -> tuple[bool, bool]:
+        """Return whether all ranks have ended writing, and whether the ranks are to be replaced.
+
+        **Ranks:** all. **Cost:** an allreduce of 16 bytes.
+        """
+        writing, now = self._writing, time.monotonic()
+        busy = writing is not None and not writing.done()
+        failed = writing is not None and writing.done() and bool(writing.problem)
+        pause = self._leave or (self._link is not None and self._link.asked_to_pause.is_set())
+        step = max(now - self._asked_at, 1e-6) / self._between
+        wish = int(np.clip(ASK_SECONDS / step, 1, ASK_STEPS)) if self._comm.rank == 0 else 0
+        with tf.device("/cpu:0"):
+            votes = self._comm.allreduce(
+                tf.constant([busy, failed, pause, wish], tf.float32),
+                "world",
+                "tfcommx/snapshots",
+                counted=False,
+            ).numpy()
+        self._until = self._between = max(1, round(float(votes[3])))
+        self._asked_at = time.monotonic()
+        if votes[0]:
+            return False, bool(votes[2])
+        if writing is not None:
+            self._ended(writing, bool(votes[1]))
+        return True, bool(votes[2])
+
+    def _ended(self, writing: Writing, failed: bool) -> None:
+        """Take note of a snapshot that all ranks have ended writing."""
+        self._writing = None
+        if writing.problem:
+            log.warning(
+                "Log of rank %d: no snapshot in memory after step %d: %s. The one before stays; "
+                "%d bytes are free in %s.",
+                self._comm.rank,
+                self.total,
+                writing.problem,
+                shutil.disk_usage(MEMORY).free,
+                self.place.path,
+            )
+        if failed:
+            return
+        self._whole = writing.save
+        self.cost.add(self._copying, writing.seconds, writing.bytes)
+        if self._link is not None:
+            self._link.say(
+                snapshot={
+                    "total": self.total,
+                    "seconds": round(writing.seconds, 3),
+                    "bytes": writing.bytes,
+                }
+            )
+
+    def _capture(self, head: Head) -> None:
+        """Copy the state, and let a thread write it. **Ranks:** all."""
+        start, sharded = time.monotonic(), False
+        for optimizer in wrapped_optimizers(self.model):
+            consolidate(optimizer)
+            sharded |= exchanger_in(optimizer).sharding is not None
+        writes = self._comm.rank == 0 if sharded else self._writes_model
+        own = {name: np.array(one) for name, one in residual_arrays(self.model).items()}
+        captured = Captured(
+            head.save,
+            {"head": head_array(head), **own},
+            copy_model(self.model) if writes else None,
+            sharded,
+        )
+        self._writing = Writing(captured, self._comm.rank, self.place, self._send, self._whole)
+        self._next, self._due = head.save + 1, False
+        self._copying = time.monotonic() - start
+
+    def _end(self) -> None:
+        """End all ranks, once the snapshot is whole. **Raises:** SystemExit."""
+        assert self._writing is not None and self.supervised is not None
+        self._writing.wait()
+        self._vote()
+        leaving = self._comm.gather_objects(self.supervised.host if self._leave else "")
+        if self._link is not None:
+            for host in dict.fromkeys(filter(None, leaving)):
+                self._link.say(leaving=host)
+        self._comm.gather_objects("told")
+        raise SystemExit(PAUSED)

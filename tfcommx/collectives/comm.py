@@ -1,0 +1,365 @@
+"""Of several plans under trial on one rank: which one is measured now.
+
+Comm: the collectives of one rank, whatever library carries them out.
+
+Every collective takes a group (`world`, `node` or `peers`) and a name that is equal on all members
+and not in flight twice. All members call it, with equal dtype and shape. A group of one rank
+returns its input. Each call counts the bytes that the collective's ring sends for its buffer.
+
+What a Comm has beside its collectives, by life:
+
+    the launch     rank, topology, local_rank, local_size
+    the process    messages (between two ranks), membership, progress, trials, comparisons
+    a collective   the scope that it is named after
+
+To add a library, write a subclass of `Comm` in a file of its own: the abstract methods, which begin
+with `_`. `collectives/horovod.py` is the one that trains, `collectives/threads.py`
+the one for tests; tests/laws run every route on the latter.
+
+WatchedSum: a small sum over the ranks within a step, which the stall watch can name.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import math
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfcommx.collectives.comparisons import Comparisons
+from tfcommx.collectives.messages import Messages
+from tfcommx.collectives.plain_data import decode, encode
+from tfcommx.core import PlanError, Topology, Traffic
+from tfcommx.core.cost import alltoall_traffic, broadcast_traffic, ring_traffic
+from tfcommx.watch.membership import Membership
+from tfcommx.watch.progress import Progress
+
+# Times that others go on; after so many a member that does not is not waited for
+IDLE = 8
+
+
+class TrialQueue:
+    """Members in the order in which they came; those that do not go on are passed over.
+
+    >>> class Trial:
+    ...     pass
+    >>> queue, first, second = TrialQueue(), Trial(), Trial()
+    >>> queue.is_first(first), queue.is_first(second), queue.is_first(first)
+    (True, False, True)
+    >>> [queue.is_first(second) for _ in range(IDLE)].index(True)
+    7
+    >>> queue.leave(first)
+    >>> queue.is_first(second)
+    True
+    """
+
+    def __init__(self) -> None:
+        # Member -> when it went on last, in the order in which they came
+        self._last: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._now = 0
+
+    def is_first(self, member: Any) -> bool:
+        """Note that a member, perhaps a new one, goes on; tell whether it is the first of these."""
+        self._now += 1
+        self._last[member] = self._now
+        return member is next(one for one, last in self._last.items() if self._now - last < IDLE)
+
+    def leave(self, member: Any) -> None:
+        """Forget a member."""
+        self._last.pop(member, None)
+
+
+LARGEST_COUNT = 2**31 - 1  # Entries; Gloo and NCCL count in int32
+# Bytes of each rank in an all-gather: Horovod multiplies entries by their size in int32 for NCCL
+LARGEST_GATHERED_BYTES = 2**31 - 1
+
+
+class _OpenScope(threading.local):
+    """The scope that a thread is in: one may exchange while another traces or computes."""
+
+    name = ""
+
+
+class Comm(abc.ABC):
+    """One rank's view of the ranks that it exchanges with.
+
+    Args:
+        rank: this process's, in [0, topology.size).
+        topology: all ranks and their nodes.
+        messages: between this rank and others.
+    """
+
+    def __init__(self, rank: int, topology: Topology, messages: Messages) -> None:
+        self.rank, self.topology, self.messages = rank, topology, messages
+        # This rank's number among those of its host, and how many they are
+        nodes = [topology.node_of(other) for other in range(topology.size)]
+        self.local_rank = nodes[:rank].count(nodes[rank])
+        self.local_size = nodes.count(nodes[rank])
+        # Whether NCCL carries collectives of tensors on this rank's GPU
+        self.by_nccl = False
+        # Which ranks have left; what this one is doing, for its watcher; its trials of plans
+        self.membership, self.progress, self.trials = Membership(), Progress(), TrialQueue()
+        # What must be equal on all ranks, compared when they next exchange objects
+        self.comparisons = Comparisons()
+        self._scopes, self._open_scope = 0, _OpenScope()
+
+    def own_scope(self) -> str:
+        """Return a name that nobody else has, for `scope`.
+
+        **Ranks:** all, in the same order.
+        """
+        self._scopes += 1
+        return f"tfcommx{self._scopes}/"
+
+    @contextlib.contextmanager
+    def scope(self, own: str) -> Iterator[None]:
+        """Name the collectives inside after `own`, and after no other scope.
+
+        Horovod identifies a tensor in a graph by its name, and the scopes around it are not equal
+        on all ranks: Keras numbers its optimizers, so one that is made on some ranks only would
+        make all ranks wait.
+        """
+        before, self._open_scope.name = self._open_scope.name, own
+        try:
+            # A name that ends in a slash is taken as it is; equal names inside it get numbers.
+            with tf.name_scope(own):
+                yield
+        finally:
+            self._open_scope.name = before
+
+    def members(self, group: str) -> tuple[int, ...]:
+        """Return the ranks of this rank's group of that name, ascending."""
+        return self.topology.group(group, self.rank)
+
+    def allreduce(
+        self, tensor: tf.Tensor, group: str, name: str, counted: bool = True
+    ) -> tf.Tensor:
+        """Sum over the group; `counted` as traffic.
+
+        Args:
+            tensor: any shape that is known while tracing.
+            group: world, node or peers.
+            name: equal on all members.
+
+        Returns:
+            The sum, on every member; same dtype and shape.
+
+        **Ranks:** all members. **Cost:** 2 (p - 1)/p of the buffer sent.
+        **Raises:** PlanError for an unknown shape and for more than 2^31 - 1 entries, as all
+        collectives.
+        """
+        ranks = self._check(tensor, group)
+        if len(ranks) == 1:
+            return tensor
+        if counted:
+            self._count(ring_traffic(2 * _sent([tensor], ranks), group, self.topology))
+        return self._allreduce(tensor, group, name)
+
+    def allreduce_list(self, tensors: list[tf.Tensor], name: str, average: bool) -> list[tf.Tensor]:
+        """Sum or average each tensor over the world, as plain Horovod does.
+
+        Horovod merges the tensors, and averages them, in a buffer of its own.
+        **Ranks:** all. **Cost:** as one allreduce of them all, without a flat copy.
+        """
+        for tensor in tensors:
+            self._check(tensor, "world")
+        ranks = self.members("world")
+        if len(ranks) == 1:
+            return tensors
+        self._count(ring_traffic(2 * _sent(tensors, ranks), "world", self.topology))
+        return self._allreduce_list(tensors, name, average)
+
+    def reduce_scatter(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
+        """Sum over the group; member i receives the i-th of p equal shards.
+
+        **Ranks:** all members. **Cost:** (p - 1)/p of the buffer sent.
+        **Raises:** PlanError if the first dimension cannot be cut into p equal shards.
+        """
+        ranks = self._check_shards("reduce_scatter", tensor, group, name)
+        if len(ranks) == 1:
+            return tensor
+        self._count(ring_traffic(_sent([tensor], ranks), group, self.topology))
+        return self._reduce_scatter(tensor, group, name)
+
+    def all_gather(
+        self, tensor: tf.Tensor, group: str, name: str, counted: bool = True
+    ) -> tf.Tensor:
+        """Concatenate the members' tensors, in rank order, on every member; `counted` as traffic.
+
+        **Ranks:** all members. **Cost:** p - 1 times the rank's own buffer sent.
+        **Raises:** PlanError if the result has more entries than MPI can count, or a rank's tensor
+        more bytes than Horovod can count for NCCL; on every engine, so that a plan fits them all.
+        """
+        ranks = self._check(tensor, group)
+        if len(ranks) == 1:
+            return tensor
+        if (entries := len(ranks) * tensor.shape.num_elements()) > LARGEST_COUNT:
+            raise PlanError(
+                f"An all-gather brings at most {LARGEST_COUNT} entries together. {name!r} brings "
+                f"{entries} from {len(ranks)} ranks. Lower `density`, `bucket_bytes`, or the wire "
+                "format's bytes."
+            )
+        if (sent := _bytes(tensor)) > LARGEST_GATHERED_BYTES:
+            raise PlanError(
+                f"An all-gather takes at most {LARGEST_GATHERED_BYTES} bytes from a rank. {name!r} "
+                f"takes {sent} from rank {self.rank}, {tensor.dtype.name} {tensor.shape}. Lower "
+                "`density`, `bucket_bytes`, or the wire format's bytes."
+            )
+        if counted:
+            self._count(ring_traffic((len(ranks) - 1) * _bytes(tensor), group, self.topology))
+        return self._all_gather(tensor, group, name)
+
+    def alltoall(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
+        """Send the i-th of p equal shards to member i; return those for this rank, in rank order.
+
+        **Ranks:** all members. **Cost:** (p - 1)/p of the buffer sent, each shard directly to its
+        rank.
+        **Raises:** PlanError if the first dimension cannot be cut into p equal shards.
+        """
+        ranks = self._check_shards("alltoall", tensor, group, name)
+        if len(ranks) == 1:
+            return tensor
+        self._count(alltoall_traffic(_sent([tensor], ranks), group, self.topology))
+        return self._alltoall(tensor, group, name)
+
+    def broadcast(
+        self, tensor: tf.Tensor, root: int, name: str, counted: bool = False
+    ) -> tf.Tensor:
+        """Return the tensor of rank `root` on every rank of the world.
+
+        Args:
+            tensor: of equal dtype and shape on all ranks.
+            root: the rank whose tensor counts.
+            name: equal on all ranks.
+            counted: whether it is part of the training steps, and so of their traffic.
+
+        **Ranks:** all. **Cost:** every other rank receives it once, as along a chain.
+        """
+        if self.topology.size == 1:
+            return tensor
+        if counted:
+            self._count(broadcast_traffic(_bytes(tensor), self.topology))
+        return self._broadcast(tensor, root, name)
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        """Return the items of all ranks, in rank order.
+
+        Args:
+            item: plain data, as plain_data.py takes it: no object of a class.
+
+        **Ranks:** all, outside of traced code. **Raises:** TypeError for other data; PlanError, on
+        every rank, if facts that were stated by `comparisons` differ between ranks.
+        """
+        if self.topology.size == 1:
+            return [decode(encode(item))]
+        everyone = self._gather_objects((item, self.comparisons.digests()))
+        digests = [theirs for _, theirs in everyone]
+        self.comparisons.settle(self.rank, digests, self._gather_objects)
+        return [theirs for theirs, _ in everyone]
+
+    def traffic(self) -> Traffic:
+        """Return the bytes that this rank has sent so far, inside its node and to other nodes.
+
+        For collectives it is the mean over the ranks, for messages what this rank itself has sent.
+        """
+        pairs = zip(self._counted(), self.messages.traffic(), strict=True)
+        return Traffic(*(collectives + messages for collectives, messages in pairs))
+
+    @abc.abstractmethod
+    def _counted(self) -> Traffic:
+        """Return the bytes of collectives so far."""
+
+    def _check_shards(self, what: str, tensor: tf.Tensor, group: str, name: str) -> tuple[int, ...]:
+        ranks = self._check(tensor, group)
+        if len(ranks) > 1 and tensor.shape[0] % len(ranks):
+            raise PlanError(
+                f"{what} {name!r} needs a length that {len(ranks)} ranks divide. Received "
+                f"{tensor.shape[0]} on rank {self.rank}. Pad the buffer."
+            )
+        return ranks
+
+    def _check(self, tensor: tf.Tensor, group: str) -> tuple[int, ...]:
+        """Refuse what no collective can carry; return the ranks of the group."""
+        self.membership.require_all()
+        ranks, entries = self.members(group), tensor.shape.num_elements()
+        if entries is None and len(ranks) > 1:
+            raise PlanError(
+                "A collective needs a tensor whose shape is known while tracing: its bytes are "
+                f"counted then. Received shape {tensor.shape} on rank {self.rank}. Declare it "
+                "with tf.ensure_shape."
+            )
+        if entries is not None and entries > LARGEST_COUNT:
+            raise PlanError(
+                f"A collective carries at most {LARGEST_COUNT} entries. Received {entries}. "
+                "Lower `bucket_bytes`, or split the variable."
+            )
+        return ranks
+
+    # What a library must provide. The arguments are checked, the group has more than one rank, and
+    # the traffic is counted; results are as the public methods say.
+
+    @abc.abstractmethod
+    def _count(self, sent: Traffic) -> None:
+        """Add the bytes of one call to the counters, also in traced code."""
+
+    @abc.abstractmethod
+    def _gather_objects(self, item: Any) -> list[Any]: ...
+
+    @abc.abstractmethod
+    def _allreduce(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor: ...
+
+    @abc.abstractmethod
+    def _allreduce_list(
+        self, tensors: list[tf.Tensor], name: str, average: bool
+    ) -> list[tf.Tensor]: ...
+
+    @abc.abstractmethod
+    def _reduce_scatter(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor: ...
+
+    @abc.abstractmethod
+    def _all_gather(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor: ...
+
+    @abc.abstractmethod
+    def _alltoall(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor: ...
+
+    @abc.abstractmethod
+    def _broadcast(self, tensor: tf.Tensor, root: int, name: str) -> tf.Tensor: ...
+
+
+def _bytes(tensor: tf.Tensor) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.size
+
+
+def _sent(tensors: list[tf.Tensor], ranks: tuple[int, ...]) -> float:
+    """Count the bytes that a rank sends if it keeps its own one of p shards of these tensors."""
+    return (len(ranks) - 1) / len(ranks) * sum(map(_bytes, tensors))
+
+
+class WatchedSum:
+    """One sum over all ranks, in a scope of its own.
+
+    Args:
+        comm: of this rank.
+        name: of the collective.
+        what: is summed, for people.
+    """
+
+    def __init__(self, comm: Comm, name: str, what: str) -> None:
+        self._comm, self._name = comm, name
+        # Taken by the first sum, which all ranks compute; one rank alone may make an optimizer
+        self._scope = ""
+        self._waits = comm.progress.of_exchange([what], counted=False)
+
+    def __call__(self, mine: tf.Tensor) -> tf.Tensor:
+        """Return the sum over all ranks. **Ranks:** all. **Cost:** one allreduce."""
+        number = self._waits.begin([mine])
+        self._scope = self._scope or self._comm.own_scope()
+        with self._comm.scope(self._scope):
+            total = self._comm.allreduce(mine, "world", self._name)
+        self._waits.end(0, [total], number)
+        return total

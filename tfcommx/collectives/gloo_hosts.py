@@ -1,0 +1,176 @@
+"""Every rank's host, before Horovod starts under Gloo, through the store of its rendezvous.
+
+    rank r   PUT /tfcommx_hosts/r    "node1"                --> store of horovodrun, or of rank 0
+    rank 0   GET /tfcommx_hosts/0, 1, ...                   <--
+    rank 0   PUT /tfcommx_hosts/all  ["node0", "node1"]     -->
+    rank r   GET /tfcommx_hosts/all                         <--
+
+The store is Horovod's: an HTTP server without authentication, to which whoever reaches its port can
+write. So answers are read up to a limit, as JSON, and used only if they are names of hosts.
+Horovod's own client would unpickle them, which runs whatever their sender wants, and would go
+through the proxy of `http_proxy`.
+
+Needs neither TensorFlow nor Horovod.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+from typing import Any
+
+from tfcommx.core import PlanError
+from tfcommx.launch.hosts import check_host_name, is_host_name
+from tfcommx.launch.launcher import Launcher, rendezvous_seconds
+
+# How long ranks wait for each other before Horovod starts; TFCOMMX_RENDEZVOUS_SECONDS overrides it
+RENDEZVOUS_SECONDS = 60
+SCOPE = "tfcommx_hosts"
+# Bytes of a host's name in JSON: 253 characters, quotes, comma and space
+LARGEST_NAME = 257
+# For the store to answer one request
+REQUEST_SECONDS = 10.0
+# Of a store that has taken this rank's name and then answers no request: it has ended, because one
+# that is busy answers some of them
+GONE_SECONDS = 15.0
+# What http.client raises if the store, or what listens in its place, does not answer as it should
+NO_STORE = (OSError, http.client.HTTPException)
+
+
+def gloo_hosts(here: Launcher) -> list[str]:
+    """Return every rank's host, in rank order, through the store of a Gloo launch.
+
+    Needed before Horovod starts, because its static process sets must be the same on every rank.
+    Rank 0 reads what each rank has written, and writes the list for all: with p squared reads,
+    each took the store, a single Python process, 0.65 ms, which makes 11 s at 128 ranks.
+
+    **Ranks:** all.
+    **Raises:** PlanError that names the first missing rank after RENDEZVOUS_SECONDS, what the store
+    holds in place of a rank's host, or a store that has ended.
+    """
+    store = Store(*(os.environ[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT")))
+    seconds = rendezvous_seconds(RENDEZVOUS_SECONDS)
+    deadline = time.monotonic() + seconds
+    own = check_host_name(os.environ["HOROVOD_HOSTNAME"], "HOROVOD_HOSTNAME")
+    hosts: list[str] = []
+    # What the last request has failed with, such as a refused connection
+    reason, written = "", False
+    answered = time.monotonic()
+    while len(hosts) < here.size:
+        late = time.monotonic() > deadline
+        if not written:
+            reason = store.put(str(here.rank), own, deadline)
+            written = not reason
+        one_by_one = here.rank == 0 or late
+        key = str(len(hosts)) if one_by_one else "all"
+        answer, problem = store.get(key, LARGEST_NAME * (1 if one_by_one else here.size), deadline)
+        if answer is not None:
+            hosts += _checked(answer, key, here.size)
+            continue
+        reason = problem or reason
+        if not problem:
+            answered = time.monotonic()
+        if written and time.monotonic() > answered + GONE_SECONDS:
+            raise PlanError(
+                f"Horovod's rendezvous at {store} is required until all ranks know their hosts. "
+                f"Rank {here.rank} of {here.size} received for {GONE_SECONDS:g} s: {reason}. "
+                "The output of rank 0, or of the launcher, says why it has ended."
+            )
+        if late:
+            raise PlanError(
+                f"Rank {len(hosts)} of {here.size} has not called init() within {seconds:g} s "
+                f"(seen from rank {here.rank}). Does every rank call tfcommx.init()?"
+                + (f" Horovod's rendezvous at {store} answers: {reason}." if reason else "")
+            )
+        time.sleep(max(0.02, here.size / 500))  # All together at most 500 reads a second
+    if hosts[here.rank] != own:
+        raise PlanError(
+            f"Horovod's rendezvous at {store} must name {own} as the host of rank {here.rank}, as "
+            f"this rank has written. Received {hosts[here.rank]!r}. {_REMEDY}"
+        )
+    if here.rank == 0 and (reason := store.put("all", hosts, deadline)):
+        raise PlanError(
+            f"Horovod's rendezvous at {store} must take the list of hosts. Received: {reason}. "
+            "Does the launcher still run?"
+        )
+    return hosts
+
+
+_REMEDY = (
+    "Its port is open to whoever reaches it: keep other users and hosts away from it, and start "
+    "again."
+)
+
+
+def _checked(answer: bytes, key: str, size: int) -> list[str]:
+    """Return the hosts of an answer. **Raises:** PlanError that shows what is none."""
+    try:
+        value: Any = json.loads(answer)
+    except (ValueError, RecursionError):
+        value = None
+    hosts = value if key == "all" else [value]
+    right = isinstance(hosts, list) and len(hosts) == (size if key == "all" else 1)
+    if not right or not all(map(is_host_name, hosts)):
+        required = f"a list of {size} names" if key == "all" else f"the name of rank {key}'s host"
+        raise PlanError(
+            f"Horovod's rendezvous must hold {required} in {SCOPE}/{key}, as JSON. Received "
+            f"{answer[:60]!r}, which no rank has written. {_REMEDY}"
+        )
+    return hosts
+
+
+class Store:
+    """Horovod's key-value store, over HTTP without a proxy.
+
+    Args:
+        address: of its server.
+        port: likewise.
+    """
+
+    def __init__(self, address: str, port: str) -> None:
+        self.address, self.port = address, int(port)
+
+    def __str__(self) -> str:
+        return f"{self.address}:{self.port}"
+
+    def put(self, key: str, value: Any, deadline: float) -> str:
+        """Write a value as JSON; return why it was not written, empty if it was.
+
+        Args:
+            key: of SCOPE.
+            value: as JSON has it.
+            deadline: monotonic clock.
+        """
+        status, _, reason = self._ask("PUT", key, 0, deadline, json.dumps(value).encode())
+        return reason or ("" if status == http.client.OK else f"HTTP status {status}")
+
+    def get(self, key: str, most: int, deadline: float) -> tuple[bytes | None, str]:
+        """Return the bytes of a key, None if there are none, and why.
+
+        Args:
+            key: of SCOPE.
+            most: bytes that are read, and one to see that there are more.
+            deadline: monotonic clock.
+        """
+        status, body, reason = self._ask("GET", key, most + 1, deadline)
+        if status == http.client.OK:
+            return body, ""
+        absent = status == http.client.NOT_FOUND
+        return None, reason or ("" if absent else f"HTTP status {status}")
+
+    def _ask(
+        self, method: str, key: str, most: int, deadline: float, body: bytes | None = None
+    ) -> tuple[int, bytes, str]:
+        """Return the status, at most so many bytes of the answer, and what went wrong."""
+        seconds = min(max(deadline - time.monotonic(), 0.5), REQUEST_SECONDS)
+        connection = http.client.HTTPConnection(self.address, self.port, timeout=seconds)
+        try:
+            connection.request(method, f"/{SCOPE}/{key}", body)
+            answer = connection.getresponse()
+            return answer.status, answer.read(most), ""
+        except NO_STORE as error:
+            return 0, b"", str(error) or type(error).__name__
+        finally:
+            connection.close()

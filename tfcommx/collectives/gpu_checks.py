@@ -1,0 +1,220 @@
+"""Say which GPU of the machine a process means by a number, so that ranks can compare.
+
+What `init()` checks of the ranks' GPUs before anything is trained on them.
+
+That each rank has a GPU to itself; that the native library was built for it; and, because Horovod
+does not check the launches of its own CUDA kernels, that a sum of several tensors is right.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfcommx.collectives.comm import Comm
+from tfcommx.core import PlanError
+from tfcommx.kernels import loader
+from tfcommx.kernels.build import build_advice, capability, covers, in_words
+
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+def of(number: int) -> str:
+    """Return what two processes of a host have in common if they see the same GPU.
+
+    The UUID, as CUDA's driver gives it; a launcher that confines each process to its own GPUs may
+    call all of them 0. Without the driver, the number and the variable that says which are visible.
+
+    Args:
+        number: of the GPU among those that this process sees, >= 0.
+
+    **Ranks:** local. **Cost:** none on the GPU: no context is made.
+    """
+    if uuid := _uuid(number):
+        return f"the GPU {uuid}"
+    seen = next((f"{name}={os.environ[name]}" for name in VISIBLE if name in os.environ), "")
+    return f"the GPU {number}" + f" of {seen}" * bool(seen)
+
+
+def _uuid(number: int) -> str:
+    """Return the UUID in hexadecimal digits; empty if there is no driver of CUDA."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        # The second form names the slice of a GPU that MIG has divided
+        get_uuid = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
+        device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+        failed = (
+            cuda.cuInit(0)
+            or cuda.cuDeviceGet(ctypes.byref(device), number)
+            or get_uuid(ctypes.byref(uuid), device)
+        )
+    except (OSError, AttributeError):
+        return ""
+    return "" if failed else bytes(uuid).hex()
+
+
+# Entries of the tensors that are summed: more than one, or Horovod would not merge them
+LENGTHS = (1, 1000, 33, 257)
+
+
+class RankGpu(NamedTuple):
+    """The GPU that a rank keeps, and what was built for it."""
+
+    host: str
+    # As gpu_identity.py says it; empty: the rank computes on the CPU
+    identity: str = ""
+    # As TensorFlow calls it, such as "Tesla V100-SXM2-16GB"
+    name: str = ""
+    # Ten times its compute capability; 0 if TensorFlow does not say it, as for an AMD GPU
+    architecture: int = 0
+    # What the rank's native library was built for; None: it has no GPU kernels, or is not used
+    built: Sequence[int] | None = None
+    # Whether Horovod adds tensors on it by CUDA
+    sums: bool = False
+
+    def __str__(self) -> str:
+        known = f" (compute capability {capability(self.architecture)})" * bool(self.architecture)
+        return f"{self.name} on {self.host}{known}"
+
+
+def keep_one_gpu(local_rank: int) -> RankGpu:
+    """Keep one of the GPUs that this process sees, with memory growth; return it.
+
+    A launcher may bind one to each process, or some to each: they are then counted from 0 in each.
+
+    **Ranks:** local, before TensorFlow has used a GPU.
+    """
+    host = socket.gethostname()
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return RankGpu(host)
+    number = local_rank % len(gpus)
+    tf.config.set_visible_devices(gpus[number], "GPU")
+    tf.config.experimental.set_memory_growth(gpus[number], True)
+    details = tf.config.experimental.get_device_details(gpus[number])
+    major, minor = details.get("compute_capability", (0, 0))
+    return RankGpu(
+        host,
+        of(number),
+        details.get("device_name", "GPU"),
+        10 * major + minor,
+        loader.gpu_architectures(),
+    )
+
+
+def check_gpus(comm: Comm, mine: RankGpu) -> list[RankGpu]:
+    """Refuse ranks that keep the same GPU of a host, and GPUs that nothing was built for.
+
+    A GPU that the native library was not built for is refused, not left to plain TensorFlow with a
+    warning, because a Horovod user who has launched on GPUs expects their speed: a whole run that
+    selects on processors would cost many times as much, and one warning is lost in the output of
+    many ranks. Set-up also builds Horovod for the same GPUs, so its sums would be wrong there.
+
+    Args:
+        comm: of all ranks; Horovod has started.
+        mine: this rank's.
+
+    Returns:
+        The GPUs of all ranks, in rank order.
+
+    **Ranks:** all; the same error on all. **Cost:** one exchange of objects, on the CPU: NCCL would
+    fail at two ranks on a GPU before it could be said why.
+    **Raises:** PlanError.
+    """
+    with tf.device("/cpu:0"):
+        everyone = [RankGpu(*row) for row in comm.gather_objects(tuple(mine))]
+    places = [(gpu.host, gpu.identity) for gpu in everyone]
+    for rank, gpu in enumerate(everyone):
+        first = places.index(places[rank])
+        if gpu.identity and first != rank:
+            raise PlanError(
+                f"One GPU per process is required. Ranks {first} and {rank} on {gpu.host} both "
+                f"keep {gpu.identity}. Launch at most as many processes on this host as it has "
+                "GPUs, or bind another GPU to each."
+            )
+    for rank, gpu in enumerate(everyone):
+        if gpu.architecture and gpu.built is not None and not covers(gpu.built, gpu.architecture):
+            advice = build_advice(gpu.architecture for gpu in everyone if gpu.architecture)
+            raise PlanError(
+                "The native library must be built for the GPU of every rank. Received, on rank "
+                f"{rank}, {gpu} and a library for {in_words(gpu.built)}. {advice} To do "
+                "without GPU kernels, more slowly: `export TFCOMMX_NATIVE=0`."
+            )
+    return everyone
+
+
+def check_fused_sum(comm: Comm, everyone: Sequence[RankGpu], device: str = "/gpu:0") -> None:
+    """Add several tensors in one collective on the GPUs, and refuse a wrong sum.
+
+    Horovod copies the tensors of a group into one buffer, and out of it, by a CUDA kernel of its
+    own. On a GPU that it was not built for the launch fails, Horovod does not look, and every sum
+    of several tensors is whatever was in memory.
+
+    Args:
+        comm: of all ranks.
+        everyone: their GPUs, in rank order.
+        device: on which each rank adds.
+
+    **Ranks:** all; the same error on all.
+    **Cost:** nothing unless Horovod adds on the GPU of every rank; then one allreduce of 5 kB and
+    one exchange of objects.
+    **Raises:** PlanError.
+    """
+    if comm.topology.size == 1 or not all(gpu.sums for gpu in everyone):
+        return
+    problem = wrong_sum(comm, device)
+    with tf.device("/cpu:0"):
+        problems = comm.gather_objects(problem)
+    for rank, text in enumerate(problems):
+        if text:
+            advice = build_advice(gpu.architecture for gpu in everyone)
+            built = everyone[rank].built
+            library = f", which is for {in_words(built)}" if built is not None else ""
+            raise PlanError(
+                "Horovod must add the ranks' tensors correctly on their GPUs. Received, on rank "
+                f"{rank}, {text}. The ranks have {', '.join(sorted(set(map(str, everyone))))}. On "
+                "a GPU that it was not built for, Horovod's CUDA kernels do not run, and it does "
+                f"not notice. Set-up builds it for the same GPUs as the native library{library}. "
+                f"{advice} If that was done, transfers between GPUs fail: try "
+                "`export NCCL_P2P_DISABLE=1`."
+            )
+
+
+def wrong_sum(comm: Comm, device: str) -> str:
+    """Add tensors of several lengths over all ranks; return what is wrong with the sums, or "".
+
+    Args:
+        comm: of all ranks.
+        device: on which each rank adds, such as "/gpu:0".
+
+    Rank r adds r + i + j to entry i of tensor j, so that sums are exact in float32 for up to 5000
+    ranks. The right ones are computed on the host: memory of a GPU that held them, and was freed,
+    might be given to the result.
+
+    **Ranks:** all. **Cost:** waits for one allreduce.
+    """
+    size = comm.topology.size
+    entries = [np.arange(length, dtype=np.float32) + j for j, length in enumerate(LENGTHS)]
+    try:
+        with tf.device(device):
+            tensors = [tf.constant(values + comm.rank) for values in entries]
+            sums = comm.allreduce_list(tensors, "tfcommx.fused_sum", average=False)
+            received = [total.numpy() for total in sums]
+    except tf.errors.OpError as error:
+        return f"an error: {error.message}"
+    for j, (values, total) in enumerate(zip(entries, received, strict=True)):
+        right = size * values + size * (size - 1) / 2
+        wrong = np.flatnonzero(total != right)
+        if wrong.size:
+            i = int(wrong[0])
+            return (
+                f"{float(total[i])} in place of {float(right[i])} in entry {i} of tensor "
+                f"{j}, and {wrong.size} wrong entries of {values.size} in it"
+            )
+    return ""

@@ -1,0 +1,334 @@
+"""Horovod's collectives. The only module that imports Horovod."""
+
+from __future__ import annotations
+
+import contextlib
+import http
+import os
+import re
+import socketserver
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfcommx.collectives.comm import LARGEST_COUNT, Comm
+from tfcommx.collectives.messages import Messages
+from tfcommx.collectives.plain_data import decode, encode
+from tfcommx.collectives.point_to_point import PointToPoint
+from tfcommx.core import PlanError, Topology, Traffic
+from tfcommx.launch.cluster_environment import check_alone
+from tfcommx.launch.launcher import Launcher
+
+# The release that is tested; its private functions are used.
+HOROVOD = "0.28."
+# ms, of Horovod's cycle where NCCL carries the collectives: three in a chain wait up to a cycle
+# each, and Horovod's own is 1 ms. Not measured.
+CYCLE_ON_GPUS = "0.1"
+# Names of the collectives of `gather_objects`
+_GATHERED_SIZES, _GATHERED = {"name": "tfcommx.sizes"}, {"name": "tfcommx.objects"}
+
+
+def import_horovod() -> tuple[ModuleType, ModuleType]:
+    """Import Horovod's module for TensorFlow, and its operations.
+
+    **Raises:** PlanError if Horovod is missing, of another release, or built for another
+    TensorFlow.
+    """
+    remedy = (
+        "Install it after TensorFlow: python scripts/setup, or as docs/how-to/install.md describes."
+    )
+    try:
+        import horovod
+        import horovod.tensorflow as hvd
+        from horovod.tensorflow import mpi_ops
+    except (ImportError, tf.errors.NotFoundError) as error:
+        raise PlanError(
+            f"Horovod {HOROVOD}x, built for TensorFlow {tf.__version__}, is required. Received: "
+            f"{error}. {remedy}"
+        ) from error
+    if not horovod.__version__.startswith(HOROVOD):
+        raise PlanError(f"Horovod {HOROVOD}x is required. Received {horovod.__version__}. {remedy}")
+    return hvd, mpi_ops
+
+
+def serve_rendezvous(slots: Mapping[str, int], address: str) -> int:
+    """Serve, as horovodrun would, what ranks under Gloo need to find each other.
+
+    In place of horovodrun's server, which listens at all addresses, takes values of any size, and
+    tells by HEAD which files are in its working directory.
+
+    Args:
+        slots: host -> its ranks, in rank order.
+        address: of this host, at which all ranks reach it.
+
+    Returns:
+        The port. The server lives in a thread of this process.
+    """
+    import_horovod()
+    from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+    size = sum(slots.values())
+    # Gloo's ranks write an address, of less than 256 bytes, for each of the others
+    largest = 65536 + 256 * size
+
+    class Handler(RendezvousHandler):
+        def do_HEAD(self) -> None:
+            self.send_status_code(http.HTTPStatus.METHOD_NOT_ALLOWED)
+
+        def do_PUT(self) -> None:
+            length = self.headers.get("Content-Length", "")
+            if length.isdecimal() and int(length) <= largest:
+                super().do_PUT()
+            else:
+                self.close_connection = True
+                self.send_status_code(http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+
+    class Server(RendezvousHTTPServer):
+        request_queue_size = 1024  # All ranks connect at once
+
+        def server_bind(self) -> None:
+            # Not HTTPServer's, which asks the resolver for the address's name
+            socketserver.TCPServer.server_bind(self)
+
+    server = Server((address, 0), Handler, verbose=0)
+    server.init(get_host_assignments([HostInfo(*pair) for pair in slots.items()], size))
+    threading.Thread(target=server.serve_forever, name="tfcommx-rendezvous", daemon=True).start()
+    return int(server.server_address[1])
+
+
+@contextlib.contextmanager
+def without_mpi() -> Iterator[None]:
+    """Let Horovod start without MPI in a single process.
+
+    **Raises:** PlanError if another launcher has started several processes.
+    """
+    check_alone()
+    with _environment(dict.fromkeys(("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"), "gloo")):
+        yield
+
+
+@contextlib.contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables while Horovod starts, which reads them then; restore them.
+
+    Launches that this process makes later must not inherit the change.
+    """
+    before = {name: os.environ[name] for name in settings if name in os.environ}
+    os.environ |= settings
+    try:
+        yield
+    finally:
+        for name in settings:
+            os.environ.pop(name, None)
+        os.environ |= before
+
+
+def settings_on_gpus(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what is set for Horovod where NCCL carries the collectives.
+
+    >>> settings_on_gpus({"HOROVOD_CYCLE_TIME": "5"})
+    {}
+
+    Args:
+        environment: of the process; what the user has set in it stays. Autotune would tune no
+            cycle that was set.
+    """
+    if {"HOROVOD_CYCLE_TIME", "HOROVOD_AUTOTUNE"} & environment.keys():
+        return {}
+    return {"HOROVOD_CYCLE_TIME": CYCLE_ON_GPUS}
+
+
+def nccl_carries(hvd: ModuleType) -> bool:
+    """Return True if NCCL carries collectives of tensors on this process's GPU."""
+    return bool(hvd.nccl_built() and tf.config.list_logical_devices("GPU"))
+
+
+def smaller_groups(topology: Topology) -> list[tuple[int, ...]]:
+    """Return the groups that need a process set: some ranks, but neither one nor all."""
+    if topology.uneven:
+        return []
+    groups = {
+        topology.group(name, rank) for rank in range(topology.size) for name in ("node", "peers")
+    }
+    return sorted(ranks for ranks in groups if 1 < len(ranks) < topology.size)
+
+
+def nccl_scatters(hvd: ModuleType) -> bool:
+    """Return True if Horovod reduce-scatters on a GPU: built without NCCL's, it uses the CPU."""
+    return nccl_carries(hvd) and _runs_on_gpus("HorovodReducescatter")
+
+
+def sums_on_gpus() -> bool:
+    """Return True if this process has a GPU on which Horovod adds groups of tensors."""
+    return _runs_on_gpus("HorovodGroupedAllreduce")
+
+
+def _runs_on_gpus(op: str) -> bool:
+    from tensorflow.python.framework.kernels import get_registered_kernels_for_op
+
+    if not tf.config.list_logical_devices("GPU"):
+        return False
+    return any(kernel.device_type == "GPU" for kernel in get_registered_kernels_for_op(op).kernel)
+
+
+class HorovodComm(Comm):
+    """Horovod's collectives on static process sets, over NCCL, MPI or Gloo.
+
+    Args:
+        here: what the launcher says.
+        topology: all ranks and their nodes.
+        make_messages: makes a PointToPoint of this rank; None if there can be none.
+
+    **Ranks:** all, with equal topologies. It starts Horovod.
+    **Raises:** PlanError if Horovod is missing, runs already, or counts other ranks.
+    """
+
+    def __init__(
+        self,
+        here: Launcher,
+        topology: Topology,
+        make_messages: Callable[..., PointToPoint] | None = None,
+    ) -> None:
+        hvd, mpi_ops = import_horovod()
+        centre_rank = here.size if here.centre else None
+        messages = Messages(here.rank, topology, make_messages, centre_rank)
+        super().__init__(here.rank, topology, messages)
+        self._hvd, self._ops = hvd, mpi_ops
+        sets = {ranks: hvd.ProcessSet(ranks) for ranks in smaller_groups(topology)}
+        self._start(here, list(sets.values()))
+        self._gloo_scatters = here.kind != "mpi" and not nccl_scatters(hvd)
+        self._sets = {tuple(range(topology.size)): hvd.global_process_set, **sets}
+        with tf.device("/cpu:0"):
+            self._sent = {
+                kind: tf.Variable(0.0, dtype=tf.float64, trainable=False, name=f"bytes_{kind}")
+                for kind in Traffic._fields
+            }
+
+    def _start(self, here: Launcher, sets: list[Any]) -> None:
+        hvd, size = self._hvd, self.topology.size
+        if hvd.is_initialized():
+            raise PlanError(
+                "tfcommx.init() starts Horovod itself, with its node and peer groups. Received "
+                "an initialised Horovod. Call tfcommx.init() instead of hvd.init()."
+            )
+        self.by_nccl = nccl_carries(hvd)
+        settings = settings_on_gpus(os.environ) if self.by_nccl else {}
+        with (
+            without_mpi() if here.kind == "none" else contextlib.nullcontext(),
+            _environment(settings),
+        ):
+            # The ranks that train; None: all processes of the launch
+            hvd.init(comm=list(range(size)) if here.centre else None, process_sets=sets)
+            self.progress.ends_when_queued = self.by_nccl and _is_on(
+                os.environ.get("HOROVOD_ENABLE_ASYNC_COMPLETION", "0")
+            )
+        if (hvd.rank(), hvd.size()) != (here.rank, size):
+            raise PlanError(
+                f"Horovod counts rank {hvd.rank()} of {hvd.size()}, the launcher rank {here.rank} "
+                f"of {size}. Start the script with horovodrun (or mpirun)."
+            )
+        # Not the topology's: `node_size` may say what stands for a node
+        self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
+
+    def _gather_objects(self, item: Any) -> list[Any]:
+        self.membership.require_all()
+        data = np.frombuffer(encode(item), np.uint8)
+        # Horovod's allgather_object would unpickle what arrives (plain_data.py)
+        with tf.init_scope():
+            sizes = self._hvd.allgather(tf.constant([data.size], tf.int64), **_GATHERED_SIZES)
+            ends = np.cumsum(sizes.numpy())
+            if ends[-1] > LARGEST_COUNT:  # Of bytes, so of entries: refused by all ranks
+                raise PlanError(
+                    f"Objects of all ranks that are gathered have at most {LARGEST_COUNT} bytes "
+                    f"together. Received {ends[-1]}, {data.size} of them from rank {self.rank}. "
+                    "Gather less, or in several turns."
+                )
+            parts = self._hvd.allgather(tf.constant(data), **_GATHERED).numpy()
+        return [decode(part.tobytes()) for part in np.split(parts, ends[:-1])]
+
+    def _counted(self) -> Traffic:
+        return Traffic(*(float(self._sent[kind].numpy()) for kind in Traffic._fields))
+
+    def _count(self, sent: Traffic) -> None:
+        for kind, amount in sent._asdict().items():
+            if amount:
+                self._sent[kind].assign_add(amount)
+
+    def _named(self, name: str) -> dict[str, Any]:
+        """Return the arguments that name a collective.
+
+        Horovod reads only what follows the last slash, because TensorFlow puts more before it when
+        it inlines functions; so the name has none. It stands in HOROVOD_TIMELINE, too.
+        """
+        scope = self._open_scope.name
+        if scope:  # Which begins with the package's name
+            name = name.removeprefix("tfcommx/")
+        return {"name": (scope + name).replace("/", "."), "ignore_name_scope": True}
+
+    def _set(self, group: str) -> Any:
+        return self._sets[self.members(group)]
+
+    def _allreduce(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
+        return self._ops._allreduce(
+            tensor, **self._named(name), op=self._hvd.Sum, process_set=self._set(group)
+        )
+
+    def _allreduce_list(
+        self, tensors: list[tf.Tensor], name: str, average: bool
+    ) -> list[tf.Tensor]:
+        return self._ops._grouped_allreduce(
+            tensors, **self._named(name), op=self._hvd.Average if average else self._hvd.Sum
+        )
+
+    def _reduce_scatter(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
+        ranks = len(self.members(group))
+        # Gloo's own sometimes gives wrong sums for large vectors, without an error
+        # (tests/bugs/test_bugs.py).
+        if self._gloo_scatters:
+            shards = tf.reshape(self._alltoall(tensor, group, name), [ranks, -1, *tensor.shape[1:]])
+            return tf.ensure_shape(
+                tf.add_n(tf.unstack(shards)), [tensor.shape[0] // ranks, *tensor.shape[1:]]
+            )
+        return _sized(
+            self._ops._reducescatter(
+                tensor, **self._named(name), op=self._hvd.Sum, process_set=self._set(group)
+            ),
+            tensor,
+            1 / ranks,
+        )
+
+    def _all_gather(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
+        return _sized(
+            self._ops.allgather(tensor, **self._named(name), process_set=self._set(group)),
+            tensor,
+            len(self.members(group)),
+        )
+
+    def _alltoall(self, tensor: tf.Tensor, group: str, name: str) -> tf.Tensor:
+        return _sized(
+            self._ops.alltoall(tensor, **self._named(name), process_set=self._set(group)), tensor, 1
+        )
+
+    def _broadcast(self, tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
+        return self._ops.broadcast(tensor, root, **self._named(name))
+
+
+def _is_on(value: str) -> bool:
+    """Return True for a variable that Horovod takes as on: one that begins with a number > 0."""
+    number = re.match(r"\s*\+?(\d+)", value)
+    return number is not None and int(number[1]) > 0
+
+
+def _sized(result: tf.Tensor, tensor: tf.Tensor, factor: float) -> tf.Tensor:
+    """Restore the first dimension, which Horovod's shape functions forget.
+
+    Not by an op: TensorFlow's would take int32, which wire buffers are, from a GPU to the host and
+    back.
+    """
+    result.set_shape([round(tensor.shape[0] * factor), *tensor.shape[1:]])
+    return result

@@ -1,0 +1,203 @@
+"""Point-to-point messages between ranks, over MPI. The only module that imports mpi4py."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from tfcommx.collectives.plain_data import decode, encode
+from tfcommx.launch.hosts import check_host_name
+from tfcommx.launch.launcher import launcher, message_timeout, rendezvous_seconds
+from tfcommx.launch.mpi_start import limited
+
+log = logging.getLogger("tfcommx")
+
+# Seconds without a message after which a rank warns, and gives up if nothing watches the ranks:
+# more than Gloo's own limit, 30. launcher.message_timeout changes when it gives up.
+TIMEOUT_SECONDS = 50.0
+# With a watch it gives up later: the watch reports missing ranks, so a late one is only busy.
+WATCHED_SECONDS = 6 * 3600.0
+# Until all ranks have started MPI; TFCOMMX_RENDEZVOUS_SECONDS overrides it
+START_SECONDS = 600.0
+
+
+@functools.cache
+def _communicators() -> tuple[Any, Any]:
+    """Return that of the ranks that train, and theirs with the process that holds a centre.
+
+    **Ranks:** all processes of the launch, once. One that others wait for longer than
+    START_SECONDS makes them end, and is named.
+    """
+    here = launcher()
+    with limited(here.rank, here.local_rank, here.size, rendezvous_seconds(START_SECONDS)):
+        from mpi4py import MPI
+
+    if not here.centre:
+        return MPI.COMM_WORLD, None
+    return MPI.COMM_WORLD.Split(here.rank == here.size), MPI.COMM_WORLD.Dup()
+
+
+def start() -> None:
+    """Start MPI with full thread support, which Horovod then shares and leaves running.
+
+    **Ranks:** all processes of an MPI launch, before Horovod starts.
+    """
+    _communicators()
+
+
+def mpi_hosts() -> list[str]:
+    """Return every rank's host name, in rank order.
+
+    **Ranks:** all ranks of an MPI launch, after `start`.
+    """
+    from mpi4py import MPI
+
+    hosts = _gather(_communicators()[0], MPI.Get_processor_name())
+    return [check_host_name(host, f"rank {rank} (MPI)") for rank, host in enumerate(hosts)]
+
+
+def gather_with_centre(item: Any) -> list[Any]:
+    """Return the items of all ranks, and behind them that of the process that holds a centre.
+
+    Args:
+        item: plain data, as plain_data.py takes it.
+
+    **Ranks:** all, and that process.
+    """
+    return _gather(_communicators()[1], item)
+
+
+def _gather(communicator: Any, item: Any) -> list[Any]:
+    """Return plain data of all processes of a communicator, in their order.
+
+    mpi4py's own allgather would unpickle what arrives (plain_data.py).
+    """
+    data = np.frombuffer(encode(item), np.uint8)
+    sizes = np.empty(communicator.size, np.int64)
+    communicator.Allgather(np.array([data.size], np.int64), sizes)
+    parts = np.empty(sizes.sum(), np.uint8)
+    communicator.Allgatherv(data, [parts, sizes])
+    return [decode(part.tobytes()) for part in np.split(parts, np.cumsum(sizes)[:-1])]
+
+
+class MpiPointToPoint:
+    """Non-blocking messages on a communicator of our own, so none is mistaken for Horovod's.
+
+    mpi4py starts MPI with full thread support, so Horovod's background thread may use MPI at the
+    same time.
+
+    With `lasting`, an exception that nothing catches ends the launch from then on: the other ranks
+    may be waiting for this one's messages, and Horovod's orderly shutdown would wait for them.
+
+    Args:
+        watched: whether liveness.py watches the ranks.
+        lasting: whether all ranks take part to the end; False: one that fails or dies leaves the
+            others to themselves.
+        with_centre: whether they reach the process that holds a centre; those share a
+            communicator.
+
+    **Ranks:** all make it together, in the same order.
+    **Raises:** RuntimeError if MPI supports threads at a lower level.
+    """
+
+    def __init__(self, watched: bool, lasting: bool = True, with_centre: bool = False) -> None:
+        from mpi4py import MPI
+
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise RuntimeError(
+                "Messages beside Horovod need MPI with MPI_THREAD_MULTIPLE. Received less. "
+                "Call tfcommx.init() before anything that starts MPI."
+            )
+        self._mpi = MPI
+        ranks, all_processes = _communicators()
+        self._world = all_processes if with_centre else ranks.Dup()
+        # With all centres: nobody may free it
+        self._shared = with_centre
+        self.sent: dict[int, int] = {}
+        self._counting = threading.Lock()  # A rank may be worker and server, in two threads
+        # Tag -> messages that have begun to arrive: who sends, where to, and the request
+        self._arriving: dict[int, list[tuple[int, np.ndarray, Any]]] = {}
+        self._timeout = message_timeout(WATCHED_SECONDS if watched else TIMEOUT_SECONDS)
+        if lasting:
+            self._end_the_launch_after_an_exception()
+
+    def _end_the_launch_after_an_exception(self) -> None:
+        report = sys.excepthook
+
+        def report_and_end(*failure: Any) -> None:
+            report(*failure)
+            sys.stderr.write(f"tfcommx: rank {self._world.rank} gives up and ends the launch.\n")
+            sys.stderr.flush()
+            self._world.Abort(1)
+
+        sys.excepthook = report_and_end
+
+    def send(self, array: np.ndarray, target: int, tag: int) -> Any:
+        with self._counting:
+            self.sent[target] = self.sent.get(target, 0) + array.nbytes
+        return self._world.Isend([array.view(np.uint8), self._mpi.BYTE], target, tag), target
+
+    def receive(self, array: np.ndarray, source: int, tag: int) -> Any:
+        return self._world.Irecv([array.view(np.uint8), self._mpi.BYTE], source, tag), source
+
+    def wait_any(self, requests: list[Any]) -> int:
+        """As PointToPoint has it; other threads of this process run meanwhile."""
+        pending = [request for request, _ in requests]
+        start, turns, late = time.monotonic(), 0, TIMEOUT_SECONDS
+        while True:
+            position, done = self._mpi.Request.Testany(pending)
+            if done:
+                return position
+            turns += 1
+            time.sleep(0 if turns < 100 else 5e-5)  # Messages come in bursts: look often at first.
+            waited = time.monotonic() - start if turns % 1000 == 0 else 0.0
+            awaited = sorted({rank for _, rank in requests}) if waited else []
+            if waited > late:
+                late *= 2
+                log.warning(
+                    "Rank %d has waited %.0f s for messages of ranks %s. Are they busy, or do "
+                    "ranks take unequal steps?",
+                    self._world.rank,
+                    waited,
+                    awaited,
+                )
+            if waited > self._timeout:
+                raise RuntimeError(
+                    f"A message must come within {self._timeout:.0f} s. Rank {self._world.rank} "
+                    f"has waited longer for ranks {awaited}. Are they alive, and does the network "
+                    "work? If they are only slow, raise TFCOMMX_MESSAGE_TIMEOUT_SECONDS."
+                )
+
+    def done(self, request: Any) -> bool:
+        return request[0].Test()
+
+    def take(self, tag: int) -> tuple[int, np.ndarray] | None:
+        """Receive a message that has arrived from any rank; None if there is none.
+
+        It never waits: a rank that dies while it sends leaves a message that never ends.
+        """
+        status, arriving = self._mpi.Status(), self._arriving.setdefault(tag, [])
+        message = self._world.Improbe(self._mpi.ANY_SOURCE, tag, status)
+        if message is not None:
+            array = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
+            request = message.Irecv([array, self._mpi.BYTE])
+            arriving.append((status.Get_source(), array, request))
+        waits_for: set[int] = set()
+        for place, (source, array, request) in enumerate(arriving):
+            # Those of a rank in their order
+            if source not in waits_for and request.Test():
+                del arriving[place]
+                return source, array
+            waits_for.add(source)
+        return None
+
+    def close(self) -> None:
+        """Free the communicator: an MPI has a limited number of them."""
+        if not self._shared:
+            self._world.Free()

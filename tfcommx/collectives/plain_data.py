@@ -1,0 +1,126 @@
+"""Plain data as bytes and back, for what ranks tell each other.
+
+Not by pickle, because whoever reaches the port of a rank may send in its place, and to load a
+pickle is to run its sender's code. Here bytes become values of the types below, whoever sent them.
+
+    8 bytes                  length of the text, little-endian
+    text                     JSON; each container but a list is an object with one key, its type
+    bytes of the arrays      one after another, in the order in which the text mentions them
+
+    [1, ("a", b"b")]    ->   [1, {"tuple": ["a", {"bytes": "Yg=="}]}]
+
+Needs neither TensorFlow nor Horovod.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import struct
+from typing import Any
+
+import numpy as np
+
+# Names of the dtypes that an array may have; TensorFlow's, such as bfloat16, once it is loaded
+_DTYPES = re.compile(r"bool|u?int\d+|b?float\d+|complex\d+|float8_\w+")
+_LENGTH = struct.Struct("<Q")
+
+
+def encode(item: Any) -> bytes:
+    """Return an item as bytes, which `decode` turns into an equal one.
+
+    >>> decode(encode({("a", 1): [None, True, 0.1, (b"b",)]}))
+    {('a', 1): [None, True, 0.1, (b'b',)]}
+
+    Args:
+        item: None, bool, int, float, str, bytes, an array of numbers, or a list, tuple or dict of
+            such. Numbers of NumPy become Python's.
+
+    **Cost:** a copy of each array. **Raises:** TypeError for any other type, also a named tuple:
+    give its values, and make it again from those received.
+    """
+    arrays: list[bytes] = []
+    text = json.dumps(_to_json(item, arrays)).encode()
+    return b"".join([_LENGTH.pack(len(text)), text, *arrays])
+
+
+def decode(data: bytes) -> Any:
+    """Return the item that `encode` has made these bytes of.
+
+    **Raises:** ValueError for bytes that it has not made.
+    """
+    try:
+        end = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+        arrays = _Arrays(data, end)
+        item = _from_json(json.loads(data[_LENGTH.size : end]), arrays)
+        if arrays.position != len(data):
+            raise ValueError("more bytes than the arrays have")
+    except (LookupError, TypeError, ValueError, RecursionError, struct.error) as error:
+        raise ValueError(
+            "Plain data of another rank is required, as tfcommx.collectives.plain_data writes it. "
+            f"Received {data[:40]!r}, {len(data)} bytes: {error}. Do all ranks have the same "
+            "version, and can no other program reach their ports?"
+        ) from error
+    return item
+
+
+def _to_json(item: Any, arrays: list[bytes]) -> Any:
+    if isinstance(item, np.generic):
+        item = item.item()
+    kind = type(item)
+    if item is None or kind in (bool, int, float, str):
+        return item
+    if kind is list:
+        return [_to_json(value, arrays) for value in item]
+    if kind is tuple:
+        return {"tuple": [_to_json(value, arrays) for value in item]}
+    if kind is dict:
+        pairs = item.items()
+        return {"dict": [[_to_json(part, arrays) for part in pair] for pair in pairs]}
+    if kind is bytes:
+        return {"bytes": base64.b64encode(item).decode()}
+    if isinstance(item, np.ndarray) and _DTYPES.fullmatch(item.dtype.name):
+        # The name says nothing of the order of the bytes
+        arrays.append(item.astype(item.dtype.newbyteorder("="), copy=False).tobytes())
+        return {"array": [item.dtype.name, list(item.shape)]}
+    raise TypeError(
+        "Ranks tell each other None, numbers, text, bytes, arrays of numbers, and lists, tuples "
+        f"and dicts of them. Received {kind.__name__}: {item!r:.80}. Give its values."
+    )
+
+
+class _Arrays:
+    """The bytes behind the text, from which one array after another is taken."""
+
+    def __init__(self, data: bytes, position: int) -> None:
+        self.data, self.position = data, position
+
+    def take(self, name: str, shape: list[int]) -> np.ndarray:
+        """Return the next array. **Raises:** ValueError if there are too few bytes."""
+        if not _DTYPES.fullmatch(name) or any(type(size) is not int or size < 0 for size in shape):
+            raise ValueError(f"an array of {name!r:.40}, {shape!r:.40}")
+        dtype, count = np.dtype(name), math.prod(shape)
+        start, self.position = self.position, self.position + count * dtype.itemsize
+        if self.position > len(self.data):
+            raise ValueError("fewer bytes than the arrays have")
+        # A copy, because an array of `data` itself could not be written to
+        return np.frombuffer(self.data[start : self.position], dtype).reshape(shape).copy()
+
+
+def _from_json(value: Any, arrays: _Arrays) -> Any:
+    if isinstance(value, list):
+        return [_from_json(one, arrays) for one in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tuple":
+        return tuple(_from_json(one, arrays) for one in content)
+    if kind == "dict":
+        return {_from_json(key, arrays): _from_json(one, arrays) for key, one in content}
+    if kind == "bytes":
+        return base64.b64decode(content, validate=True)
+    if kind == "array":
+        return arrays.take(*content)
+    raise ValueError(f"a value of type {kind!r:.40}")

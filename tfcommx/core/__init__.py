@@ -1,0 +1,83 @@
+"""The nouns of tfcommx: who takes part, what a user asks for, what is done bucket by bucket.
+
+All are frozen and checked when they are made, so that a bad setting is refused before any
+collective starts.
+"""
+
+from tfcommx.core.bucket import LARGEST, Bucket, NoOptions, Piece, RouteOptions, Sparse
+from tfcommx.core.checks import (
+    PlanError,
+    check_name,
+    check_whole,
+    is_member,
+    load_member,
+    require_equal,
+)
+from tfcommx.core.files import local_path, reading, replacing, write_text
+from tfcommx.core.links import NOMINAL, Calibration, EngineSettings, Link, Links, Traffic
+from tfcommx.core.plan import OPERATIONS, Plan, ReadOptions, first_difference
+from tfcommx.core.profile import Layer, LayerTable, Profile, VariableProfile
+from tfcommx.core.scheme import (
+    AUTO,
+    DGC_WARM_UP,
+    MPI_LAUNCH,
+    NARROW,
+    NO_COMPRESSION,
+    PLAIN,
+    SPARSE_WIRES,
+    VALUE_DTYPES,
+    WIRES,
+    Scheme,
+)
+from tfcommx.core.timeline import KINDS, RESOURCES, MeasuredStep, Span, Timeline
+from tfcommx.core.topology import GROUPS, Topology
+
+__all__ = [
+    "AUTO",
+    "DGC_WARM_UP",
+    "GROUPS",
+    "KINDS",
+    "LARGEST",
+    "MPI_LAUNCH",
+    "NARROW",
+    "NOMINAL",
+    "NO_COMPRESSION",
+    "OPERATIONS",
+    "PLAIN",
+    "RESOURCES",
+    "SPARSE_WIRES",
+    "VALUE_DTYPES",
+    "WIRES",
+    "Bucket",
+    "Calibration",
+    "EngineSettings",
+    "Layer",
+    "LayerTable",
+    "Link",
+    "Links",
+    "MeasuredStep",
+    "NoOptions",
+    "Piece",
+    "Plan",
+    "PlanError",
+    "Profile",
+    "ReadOptions",
+    "RouteOptions",
+    "Scheme",
+    "Span",
+    "Sparse",
+    "Timeline",
+    "Topology",
+    "Traffic",
+    "VariableProfile",
+    "check_name",
+    "check_whole",
+    "first_difference",
+    "is_member",
+    "load_member",
+    "local_path",
+    "reading",
+    "replacing",
+    "require_equal",
+    "write_text",
+]

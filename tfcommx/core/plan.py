@@ -1,0 +1,128 @@
+"""Plan: the buckets in which the gradients of all variables travel."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tfcommx.core.bucket import Bucket, Piece, RouteOptions
+from tfcommx.core.checks import PlanError, check_name, require_named_members
+from tfcommx.core.topology import Topology
+
+OPERATIONS = ("average", "sum")
+
+# (name of a route, field -> value) -> the route's options
+ReadOptions = Callable[[str, Mapping[str, Any]], RouteOptions]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is done with each variable's gradient: buckets in order, each variable in exactly one.
+
+    Made once before training and the same on every rank.
+    """
+
+    # In the order in which their last gradients become ready.
+    buckets: tuple[Bucket, ...]
+    # Of the ranks that carry the plan out.
+    topology: Topology
+    # Over the ranks: average or sum.
+    operation: str = "average"
+
+    def __post_init__(self) -> None:
+        check_name("operation", self.operation, OPERATIONS)
+        seen: dict[str, str] = {}
+        for bucket in self.buckets:
+            for path in bucket.variables:
+                if path in seen:
+                    raise PlanError(
+                        f"Each variable must be in one bucket. {path!r} is in {seen[path]} and "
+                        f"{bucket.name}."
+                    )
+                seen[path] = bucket.name
+
+    @property
+    def paths_with_momentum(self) -> set[str]:
+        """The paths of the variables of which the plan keeps velocities."""
+        moving = (bucket for bucket in self.buckets if bucket.momentum)
+        return {Piece.of(name).path for bucket in moving for name in bucket.variables}
+
+    @property
+    def paths_with_compression(self) -> set[str]:
+        """The paths of the variables of which other vectors travel."""
+        compressing = (bucket for bucket in self.buckets if bucket.compresses)
+        return {name for bucket in compressing for name in bucket.variables}
+
+    @property
+    def paths(self) -> set[str]:
+        """The paths of the plan's variables."""
+        return {Piece.of(name).path for bucket in self.buckets for name in bucket.variables}
+
+    def to_json(self) -> str:
+        """Write the plan as JSON, one bucket a line, so that plans can be compared line by line."""
+        head = json.dumps(
+            {"topology": dataclasses.asdict(self.topology), "operation": self.operation}
+        )
+        rows = ",\n  ".join(json.dumps(bucket.to_dict()) for bucket in self.buckets)
+        return f'{head[:-1]}, "buckets": [\n  {rows}\n]}}\n'
+
+    @staticmethod
+    def from_json(text: str, read_options: ReadOptions) -> Plan:
+        """Read what `to_json` wrote; `routes.read_plan` does so with the options of every route.
+
+        Args:
+            text: as `to_json` returned it.
+            read_options: makes the options of a route, which this module does not know.
+
+        **Raises:** PlanError for anything else.
+        """
+        try:
+            read = json.loads(text)
+            topology = Topology(
+                read["topology"]["nodes"],
+                read["topology"]["slots"],
+                tuple((host, slots) for host, slots in read["topology"]["uneven"]),
+            )
+            buckets = tuple(_bucket(row, read_options) for row in read["buckets"])
+            return Plan(buckets, topology, read["operation"])
+        except Exception as error:  # Of any kind, because the text may say anything
+            if isinstance(error, PlanError):
+                raise
+            raise PlanError(
+                "A plan, as `tfcommx plan --output` writes it, is required. Received "
+                f"{text[:60]!r}: {type(error).__name__}: {error}. Make it again: `tfcommx plan`."
+            ) from error
+
+
+def _bucket(row: Mapping[str, Any], read_options: ReadOptions) -> Bucket:
+    names = (row.get(name) for name in ("route", "selection", "wire", "compression"))
+    require_named_members("A plan", *names, *row["options"].values())
+    fields = {
+        **row,
+        "variables": tuple(row["variables"]),
+        "sizes": tuple(row["sizes"]),
+        "shapes": tuple(map(tuple, row.get("shapes", ()))),  # Older writers had none
+        "options": read_options(row["route"], row["options"]),
+    }
+    return Bucket(**fields)
+
+
+def first_difference(here: Any, there: Any, where: str = "plan") -> str | None:
+    """Say where two plans, or parts of them, first differ; None if they are equal.
+
+    >>> first_difference((1, 2), (1, 3), where="sizes")
+    'sizes[1]: 2 against 3'
+    """
+    if dataclasses.is_dataclass(here) and type(here) is type(there):
+        here, there = vars(here), vars(there)
+    if isinstance(here, Mapping) and isinstance(there, Mapping):
+        pairs = [(f"{where}.{key}", here.get(key), there.get(key)) for key in {**here, **there}]
+    elif isinstance(here, tuple) and isinstance(there, tuple):
+        pairs = [(f"{where}[{i}]", a, b) for i, (a, b) in enumerate(zip(here, there, strict=False))]
+        pairs.append((f"the length of {where}", len(here), len(there)))
+    else:
+        return None if here == there else f"{where}: {here!r} against {there!r}"
+    return next((found for name, a, b in pairs if (found := first_difference(a, b, name))), None)

@@ -1,0 +1,288 @@
+"""Layer and LayerTable: the work and the variables of a model's layers, without the model.
+
+Profile: the times of a training step on one rank, variable by variable, without exchange.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tfcommx.core.checks import PlanError, check_whole, python_number
+from tfcommx.core.files import local_path, reading
+
+
+class Layer(NamedTuple):
+    """A layer of a model: its multiply-adds and its variables."""
+
+    # Unique in its table.
+    name: str
+    # Multiply-adds of the forward pass for one sample, >= 0.
+    operations: float
+    # (name of the variable in the layer, its shape), in forward order; none is allowed.
+    variables: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """The layers of a model in forward order.
+
+    >>> table = LayerTable("tiny", (Layer("dense", 80, (("kernel", (8, 10)), ("bias", (10,)))),))
+    >>> table.tensors, table.parameters, table.operations
+    (2, 90, 80)
+    """
+
+    # Of the model.
+    name: str
+    # In forward order.
+    layers: tuple[Layer, ...]
+    # What a sample is.
+    sample: str = "a sample"
+
+    def __post_init__(self) -> None:
+        twice = [name for name, times in Counter(x.name for x in self.layers).items() if times > 1]
+        if twice or not self.tensors or not self.operations > 0:
+            raise PlanError(
+                "A table of layers needs unique names, a variable and an operation. Received "
+                f"{self.name!r} with {len(self.layers)} layers, {self.tensors} variables and "
+                f"{self.operations} operations; names that come twice: {twice}."
+            )
+
+    @property
+    def tensors(self) -> int:
+        """Number of variables."""
+        return sum(len(layer.variables) for layer in self.layers)
+
+    @property
+    def parameters(self) -> int:
+        """Number of entries of all variables."""
+        return sum(math.prod(shape) for layer in self.layers for _, shape in layer.variables)
+
+    @property
+    def operations(self) -> float:
+        """Multiply-adds of the forward pass for one sample."""
+        return sum(layer.operations for layer in self.layers)
+
+
+# Of a step that is derived from a throughput: the backward pass computes two products, by the
+# inputs and by the weights, where the forward pass computes one.
+FORWARD_SHARE = 1 / 3
+
+
+@dataclass(frozen=True)
+class VariableProfile:
+    """What was measured of one variable's gradient.
+
+    >>> VariableProfile("dense/kernel", (8, 10), ready_s=0.01).size
+    80
+    """
+
+    # Path of the variable.
+    name: str
+    shape: tuple[int, ...]
+    # Name of the dtype of the gradient.
+    dtype: str = "float32"
+    # Seconds from the start of the backward pass until the gradient is ready, >= 0: the mean over
+    # steps.
+    ready_s: float = 0.0
+    # Standard deviation of ready_s over steps, >= 0.
+    ready_spread_s: float = 0.0
+    # Seconds of the forward pass of its layer, >= 0, shared equally by the layer's variables.
+    forward_s: float = 0.0
+    # Seconds of selecting from it at `Profile.density`, and of copying, writing and merging besides
+    # messages, >= 0; None: not known.
+    selection_s: float | None = None
+    # Seconds of updating it, >= 0; None: not known, or part of the other times.
+    update_s: float | None = None
+
+    def __post_init__(self) -> None:
+        shape = tuple(check_whole(f"shape of {self.name!r}", length) for length in self.shape)
+        object.__setattr__(self, "shape", shape)
+        for name in ("ready_s", "ready_spread_s", "forward_s", "selection_s", "update_s"):
+            value = python_number(getattr(self, name))
+            object.__setattr__(self, name, value)
+            if value is None and name in ("selection_s", "update_s"):
+                continue
+            _check_seconds(f"{name} of {self.name!r}", value)
+        if any(length < 0 for length in shape):
+            raise PlanError(f"Lengths >= 0 are required. Received shape={shape} of {self.name!r}.")
+
+    @property
+    def size(self) -> int:
+        """Number of entries."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A training step of one rank without exchange, variable by variable in backward order.
+
+    >>> late = VariableProfile("first/kernel", (8, 10), ready_s=0.02)
+    >>> soon = VariableProfile("last/kernel", (10, 2), ready_s=0.01)
+    >>> profile = Profile("tiny", (soon, late), forward_s=0.01, backward_s=0.025, batch=32)
+    >>> profile.compute_s, profile.samples_per_second
+    (0.035, 914.2857142857142)
+    >>> Profile.from_json(profile.to_json()) == profile
+    True
+    """
+
+    # Name of the model.
+    model: str
+    # The reverse of the order in which the model lists them. Their gradients are ready in about
+    # this order; where a measured one is not, `ready_s` counts.
+    variables: tuple[VariableProfile, ...]
+    # Seconds of the whole forward pass, >= 0.
+    forward_s: float
+    # Seconds of the whole backward pass, >= every ready_s.
+    backward_s: float
+    # Samples of one rank in a step, >= 1.
+    batch: int
+    # Steps that were measured, >= 0; 0: derived, not measured.
+    steps: int = 0
+    # At which the selection times were measured; None: not measured.
+    density: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch", 1), ("steps", 0)):
+            object.__setattr__(self, name, check_whole(name, getattr(self, name), least))
+        for name in ("forward_s", "backward_s", "density"):
+            object.__setattr__(self, name, python_number(getattr(self, name)))
+        for name in ("forward_s", "backward_s"):
+            _check_seconds(f"`{name}`", getattr(self, name))
+        if self.density is not None and not 0 < self.density <= 1:
+            raise PlanError(f"`density` must be in (0, 1] or None. Received {self.density!r}.")
+        self._check_variables()
+
+    def _check_variables(self) -> None:
+        counts = Counter(variable.name for variable in self.variables)
+        if twice := [name for name, times in counts.items() if times > 1]:
+            raise PlanError(f"Each variable must be in a profile once. Received twice: {twice}.")
+        for variable in self.variables:
+            # A sum of as many parts may be off in its last bits
+            if variable.ready_s > self.backward_s * (1 + 1e-9):
+                raise PlanError(
+                    "Each gradient is ready before the backward pass ends. Received "
+                    f"ready_s={variable.ready_s} of {variable.name!r} with "
+                    f"backward_s={self.backward_s}."
+                )
+
+    @property
+    def update_s(self) -> float:
+        """Seconds of updating all variables, as far as they are known."""
+        return math.fsum(variable.update_s or 0.0 for variable in self.variables)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of a step without exchange."""
+        return self.forward_s + self.backward_s + self.update_s
+
+    @property
+    def samples_per_second(self) -> float:
+        """Throughput of one rank without exchange."""
+        return self.batch / self.compute_s
+
+    @property
+    def timed(self) -> bool:
+        """Whether it says when gradients are ready; one made by `of_sizes` does not."""
+        return self.backward_s > 0
+
+    @property
+    def size(self) -> int:
+        """Entries of all variables."""
+        return sum(variable.size for variable in self.variables)
+
+    def to_json(self) -> str:
+        """Write the profile as JSON, one variable a line."""
+        head = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name != "variables"
+        }
+        rows = ",\n  ".join(json.dumps(dataclasses.asdict(row)) for row in self.variables)
+        return f'{json.dumps(head)[:-1]}, "variables": [\n  {rows}\n]}}\n'
+
+    @staticmethod
+    def from_json(text: str) -> Profile:
+        """Read what `to_json` wrote.
+
+        **Raises:** PlanError for anything else.
+        """
+        try:
+            read: Mapping[str, Any] = json.loads(text)
+            rows = tuple(
+                VariableProfile(**{**row, "shape": tuple(row["shape"])})
+                for row in read["variables"]
+            )
+            return Profile(**{**read, "variables": rows})
+        except Exception as error:  # Of any kind, because the text may say anything
+            if isinstance(error, PlanError):
+                raise
+            raise PlanError(
+                "A profile, as `Profile.to_json` writes it, is required. Received "
+                f"{text[:60]!r}: {type(error).__name__}: {error}."
+            ) from error
+
+    @staticmethod
+    def read(path: str | Path) -> Profile:
+        """Read a file that `to_json` wrote. **Raises:** PlanError if it is missing or different."""
+        remedy = "Make it anew: `tfcommx profile`, or `Profile.to_json`."
+        with reading("A profile", path, remedy):
+            return Profile.from_json(local_path("path", path).read_text())
+
+    @staticmethod
+    def of_sizes(model: str, variables: tuple[VariableProfile, ...]) -> Profile:
+        """Make a profile that keeps sizes only: mergings that need times refuse it."""
+        rows = tuple(VariableProfile(row.name, row.shape, row.dtype) for row in variables)
+        return Profile(model, rows, 0.0, 0.0, batch=1)
+
+    @staticmethod
+    def from_throughput(
+        model: LayerTable, samples_per_second: float, *, batch: int, dtype: str = "float32"
+    ) -> Profile:
+        """Derive a profile from a table of layers and the throughput of one rank.
+
+        The step takes batch / samples_per_second: a third is the forward pass, two thirds the
+        backward pass. Each layer has a share of both as large as its share of the multiply-adds,
+        and its gradients are ready at the end of its share. So layers that wait for memory rather
+        than compute seem too fast, and the first one, which needs no gradient of its input, too
+        slow; the update is part of these times.
+
+        Args:
+            model: layers in forward order.
+            samples_per_second: of one rank without exchange, > 0.
+            batch: samples of one rank in a step, >= 1.
+            dtype: of the gradients.
+
+        **Raises:** PlanError for a throughput or a batch that is not positive.
+        """
+        if not 0 < samples_per_second < math.inf:
+            raise PlanError(f"`samples_per_second` must be > 0. Received {samples_per_second!r}.")
+        batch = check_whole("batch", batch)
+        step = batch / samples_per_second
+        forward, backward = step * FORWARD_SHARE, step * (1 - FORWARD_SHARE)
+        rows, done, total = [], 0.0, model.operations
+        for layer in reversed(model.layers):
+            done += layer.operations
+            for name, shape in reversed(layer.variables):
+                share = layer.operations / total / len(layer.variables)
+                rows.append(
+                    VariableProfile(
+                        f"{layer.name}/{name}",
+                        shape,
+                        dtype,
+                        ready_s=min(done / total, 1.0) * backward,
+                        forward_s=share * forward,
+                    )
+                )
+        return Profile(model.name, tuple(rows), forward, backward, batch)
+
+
+def _check_seconds(what: str, value: Any) -> None:
+    if not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise PlanError(f"{what} must be seconds >= 0. Received {value!r}.")

@@ -1,0 +1,187 @@
+"""Scheme: how gradients travel, as a user asks for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tfcommx.core.checks import PlanError, check_name, is_member, name_members, python_number
+
+# The wire format of a dense route that sends the gradient's own dtype.
+PLAIN = "plain"
+
+# Gradients are summed as they are, or by selected entries.
+NO_COMPRESSION = "none"
+
+# In place of a route: the optimizer tries several schemes, and keeps the fastest.
+AUTO = "auto"
+
+# Of values on the wire.
+VALUE_DTYPES = ("float32", "float16", "bfloat16")
+
+# Those that are narrower than float32: what rounding to them loses stays in a residual.
+NARROW = VALUE_DTYPES[1:]
+
+# Formats of selected entries; tfcommx.wire says what they are.
+SPARSE_WIRES = (
+    "pair32",
+    "pair16/float16",
+    "pair16/bfloat16",
+    *(f"block16/{dtype}" for dtype in VALUE_DTYPES),
+    *(f"elias/{dtype}" for dtype in ("float32", "float16", "int8", "int4")),
+)
+
+WIRES = (PLAIN, *VALUE_DTYPES, *SPARSE_WIRES)
+
+# Densities of the first epochs; deep gradient compression (DGC) then stays at 0.001.
+DGC_WARM_UP = (0.25, 0.063, 0.015, 0.004)
+
+# The remedy in messages. It also works with a Horovod that somebody else has built: see
+# launch/horovodrun.py.
+MPI_LAUNCH = "tfcommx run --mpi ... (or horovodrun --mpi, or mpirun)"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How gradients travel: what a user asks for, for all variables or those that match a pattern.
+
+    >>> scheme = Scheme("hitopk", "mstopk", density=0.01)
+    >>> scheme.wire
+    'plain'
+    """
+
+    # Who sends to whom; a name of the table in tfcommx.routes, or "auto".
+    route: str = "allreduce"
+    # Which entries travel; a name of the table in tfcommx.selection.
+    selection: str = "all"
+    # Entries sent / entries, in (0, 1]; 1 with selection "all".
+    density: float = 1.0
+    # The route of variables that a sparse scheme leaves dense.
+    dense_route: str = "allreduce"
+    # Entries, >= 0; smaller variables and one-dimensional ones are sent dense, because they are
+    # cheap and sensitive.
+    dense_below: int = 1024
+    # With merging "threshold", gradients are merged into buckets of about this size, >= 1. A bucket
+    # travels when its last gradient is ready, so a larger one hides less behind the backward pass;
+    # allreduces that wait for the engine are fused by it in any case.
+    bucket_bytes: int = 4 * 2**20
+    # Of the rules that choose at random; each bucket and step draws its own numbers.
+    seed: int = 0
+    # How entries are written, one of WIRES; "plain": pair32 on sparse routes, the gradient's own
+    # dtype on dense ones. "float16" and "bfloat16" are for gradients in float32, also of bfloat16
+    # variables; float16 and float64 ones travel as they are. On sparse routes also "module:MEMBER".
+    wire: str = PLAIN
+    # The same for variables that a sparse scheme leaves dense.
+    dense_wire: str = PLAIN
+    # How the torus sums among peers; with MPI also a route of messages.
+    peer_route: str = "allreduce"
+    # Bytes of a block on routes of messages, >= 8; None: as the links say.
+    block_bytes: int | None = None
+    # In [0, 1), replaces the optimizer's own and is corrected for what waits in the residual.
+    # 0: none.
+    momentum: float = 0.0
+    # > 0, of all gradients together; each rank clips its own before they are accumulated.
+    clip_norm: float | None = None
+    # Which gradients travel together, so that they share a latency term; a name of the table in
+    # tfcommx.planner.merging.
+    merging: str = "threshold"
+    # What sends shorter vectors in place of the gradients, which a dense route sums; a name of the
+    # table in tfcommx.compression, such as "powersgd/4", or "module:MEMBER".
+    compression: str = NO_COMPRESSION
+
+    def __post_init__(self) -> None:
+        # NumPy's numbers become Python's, which JSON can write.
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, python_number(getattr(self, field.name)))
+        name_members(*(getattr(self, field.name) for field in dataclasses.fields(self)))
+        self._check_density()
+        self._check_sizes()
+        if not is_member(self.wire):
+            check_name("wire format", self.wire, WIRES)
+        check_name("wire format of `dense_wire`", self.dense_wire, (PLAIN, *VALUE_DTYPES))
+        self._check_momentum_and_clipping()
+        self._check_compression()
+
+    def _check_compression(self) -> None:
+        if self.compression != NO_COMPRESSION and (self.selection != "all" or self.wire != PLAIN):
+            raise PlanError(
+                "A compression sends vectors of its own in place of all entries. Received "
+                f"compression={self.compression!r} with selection={self.selection!r} and "
+                f"wire={self.wire!r}. Leave these out, or the compression."
+            )
+
+    def _check_density(self) -> None:
+        if not isinstance(self.density, int | float) or not 0 < self.density <= 1:
+            raise PlanError(
+                f"`density` must be in (0, 1]. Received density={self.density!r}. Use 1 to send "
+                "everything."
+            )
+        if self.selection == "all" and self.density != 1:
+            raise PlanError(
+                "Selection 'all' sends every entry: its density is 1. Received "
+                f"density={self.density}. Choose a rule such as 'mstopk', or leave density out."
+            )
+
+    def _check_sizes(self) -> None:
+        for name, least in (("dense_below", 0), ("bucket_bytes", 1), ("seed", None)):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole or (least is not None and value < least):
+                raise PlanError(
+                    f"`{name}` must be an integer{'' if least is None else f' >= {least}'}. "
+                    f"Received {name}={value!r}."
+                )
+        if self.block_bytes is not None and (
+            not isinstance(self.block_bytes, int) or self.block_bytes < 8
+        ):
+            raise PlanError(
+                "`block_bytes` must be an integer >= 8, one entry of the widest dtype, or None. "
+                f"Received {self.block_bytes!r}. 49152 is usual."
+            )
+
+    def _check_momentum_and_clipping(self) -> None:
+        if not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
+            raise PlanError(
+                f"`momentum` must be in [0, 1). Received momentum={self.momentum!r}. 0.9 is "
+                "usual, 0 is none."
+            )
+        if self.clip_norm is not None and (
+            not isinstance(self.clip_norm, int | float) or not self.clip_norm > 0
+        ):
+            raise PlanError(
+                f"`clip_norm` must be > 0. Received clip_norm={self.clip_norm!r}. Leave it out "
+                "to clip nothing."
+            )
+        if self.momentum and self.dense_wire in NARROW:
+            raise PlanError(
+                "Variables that stay dense get their momentum from the sum over the ranks, and 16 "
+                f"bits keep residuals on each. Received momentum={self.momentum} with dense_wire="
+                f"{self.dense_wire!r}. Leave `dense_wire` out, or give the momentum to the Keras "
+                "optimizer."
+            )
+        if self.selection == "all" and (self.momentum or self.clip_norm is not None):
+            raise PlanError(
+                "`momentum` and `clip_norm` of a scheme correct for what waits in a residual: "
+                "they need a sparse route and a selection other than 'all'. Received "
+                f"route={self.route!r}, momentum={self.momentum}, clip_norm={self.clip_norm}. "
+                "Give them to the Keras optimizer (momentum, global_clipnorm)."
+            )
+
+    def warm_up(self, densities: Iterable[float] = DGC_WARM_UP) -> dict[int, Scheme]:
+        """Return schemes of rising sparsity, one an epoch, then this one: what SwitchScheme takes.
+
+        >>> sorted(Scheme("hitopk", "mstopk", 0.01).warm_up([0.25, 0.05]))
+        [0, 1, 2]
+
+        Args:
+            densities: of the first epochs, each in (0, 1].
+
+        Returns:
+            Epoch, from 0 -> Scheme.
+
+        **Raises:** PlanError for a density outside (0, 1].
+        **Source:** Lin et al., "Deep Gradient Compression" (2018), section 3.3.
+        """
+        ladder = [dataclasses.replace(self, density=density) for density in densities]
+        return dict(enumerate([*ladder, self]))

@@ -1,0 +1,114 @@
+"""Timeline: what each resource of a node does during a training step, simulated or measured.
+
+MeasuredStep: the timeline of a measured step, with the profile and the plan to simulate it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from tfcommx.core.files import local_path, reading
+from tfcommx.core.plan import Plan
+from tfcommx.core.profile import Profile
+
+# The lanes of a drawing, from above: input pipeline, accelerator, a second stream or the cores
+# beside it, the port inside the node, the port to the other nodes.
+RESOURCES = ("host", "compute", "beside", "inside", "between")
+# What a resource does.
+KINDS = ("load", "forward", "backward", "select", "message", "update")
+
+
+class Span(NamedTuple):
+    """A stretch of time in which a resource does one thing."""
+
+    # One of RESOURCES.
+    resource: str
+    # One of KINDS.
+    kind: str
+    # Of the variable or bucket.
+    name: str
+    # Seconds from the start of the step.
+    start_s: float
+    end_s: float
+    # Number of the bucket in its plan; -1 if it is of none.
+    bucket: int = -1
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step of the slowest rank; all nodes of a cluster are loaded alike.
+
+    >>> spans = (Span("compute", "backward", "w", 0, 2), Span("between", "message", "w", 2, 3))
+    >>> timeline = Timeline(spans, step_s=3.0, compute_s=2.0, batch=8, ranks=4)
+    >>> timeline.exposed_s, timeline.throughput, round(timeline.scaling_efficiency, 3)
+    (1.0, 10.666666666666666, 0.667)
+    """
+
+    # In the order in which they begin.
+    spans: tuple[Span, ...]
+    # Of the whole step.
+    step_s: float
+    # Of a rank alone, without exchange: forward pass, backward pass, update.
+    compute_s: float
+    # Samples of one rank.
+    batch: int
+    ranks: int
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that the exchange adds to the step: messages, selection, waiting for others."""
+        return self.step_s - self.compute_s
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second of all ranks together."""
+        return self.ranks * self.batch / self.step_s
+
+    @property
+    def scaling_efficiency(self) -> float:
+        """Throughput over that of as many ranks without exchange, in (0, 1]."""
+        return self.compute_s / self.step_s
+
+
+class MeasuredStep(NamedTuple):
+    """A step with its exchange, and the profile and the plan of the same run."""
+
+    profile: Profile
+    plan: Plan
+    timeline: Timeline
+
+    def to_json(self) -> str:
+        """Write all as JSON."""
+        timeline = dataclasses.asdict(self.timeline)
+        return json.dumps(
+            {
+                "profile": json.loads(self.profile.to_json()),
+                "plan": json.loads(self.plan.to_json()),
+                "timeline": {**timeline, "spans": [list(span) for span in self.timeline.spans]},
+            }
+        )
+
+    @staticmethod
+    def read(path: str | Path, read_plan: Callable[[str], Plan]) -> MeasuredStep:
+        """Read a file that `to_json` wrote.
+
+        Args:
+            path: of the file.
+            read_plan: reads a plan with the options of every route: `routes.read_plan`.
+
+        **Raises:** PlanError if it is missing or says something else.
+        """
+        remedy = "Make it anew: `tfcommx profile --exchange`, or `MeasuredStep.to_json`."
+        with reading("A measured step", path, remedy):
+            found = json.loads(local_path("path", path).read_text())
+            spans = tuple(Span(*span) for span in found["timeline"]["spans"])
+            return MeasuredStep(
+                Profile.from_json(json.dumps(found["profile"])),
+                read_plan(json.dumps(found["plan"])),
+                Timeline(**{**found["timeline"], "spans": spans}),
+            )

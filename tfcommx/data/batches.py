@@ -1,0 +1,205 @@
+"""The ops on a slab that make batches (check, fill, read): native, or in plain TensorFlow.
+
+The plain definitions serve if no native library was built.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tfcommx.data.options import BatchSpec
+from tfcommx.data.slab import Slab
+from tfcommx.data.sources.decode import unpack
+from tfcommx.kernels import loader
+from tfcommx.kernels.augment import augment_definition, window_of
+from tfcommx.kernels.draws import uniform
+
+# States of a sample besides 0, ready: absent, in memory with a wrong CRC, and (after
+# `fill`) brought by another process meanwhile.
+ABSENT, DAMAGED, FILLED_BY_OTHER = 1, 2, 3
+# Sets the draws of `check` apart from those of windows.
+_CHECK_STREAM = 0x5EED0FC5C5EED
+
+
+def check(slab: Slab, indices: Any, epoch: Any, verify: float, seed: int) -> Any:
+    """Find out which samples of a batch are in memory.
+
+    Args:
+        slab: the node's memory.
+        indices: int64 [b].
+        epoch: int64 scalar; the samples whose CRC is checked are drawn anew each epoch.
+        verify: share of the samples whose CRC is checked, in [0, 1].
+        seed: of that draw.
+
+    Returns:
+        uint8 [b]: 0 if a sample is in memory, ABSENT, or DAMAGED if its CRC is wrong.
+    """
+    import tensorflow as tf
+
+    library = loader.library()
+    if library is not None:
+        return library.tfcommx_slab_check(
+            indices=indices,
+            epoch=epoch,
+            path=slab.descriptor_path,
+            id=slab.id,
+            verify=verify,
+            seed=seed,
+        )
+
+    def state(sample: int, epoch: int) -> int:
+        if slab.get(sample) is None:
+            return ABSENT
+        drawn = uniform(seed ^ _CHECK_STREAM, epoch, sample, 0) < verify
+        return DAMAGED if drawn and not slab.intact(sample) else 0
+
+    def look(samples: np.ndarray, epoch: np.ndarray) -> np.ndarray:
+        return np.array([state(int(sample), int(epoch)) for sample in samples], np.uint8)
+
+    states = tf.numpy_function(look, [indices, epoch], tf.uint8)
+    states.set_shape(indices.shape)
+    return states
+
+
+def fill(
+    slab: Slab,
+    encoded: Any,
+    samples: Any,
+    labels: Any,
+    state: Any,
+    channels: int,
+    store: int | None,
+    max_pixels: int,
+) -> Any:
+    """Decode JPEGs and PNGs and put them into the slab; nothing is raised for what fails.
+
+    Args:
+        slab: the node's memory.
+        encoded: string [b]: files; those of another format are passed over.
+        samples: int64 [b].
+        labels: int64 [b].
+        state: uint8 [b], of `check`; entries of 0 are passed over.
+        channels: of the pixels, in [1, 4].
+        store: short side at which images are kept, pixels; None: their own size.
+        max_pixels: larger images are passed over.
+
+    Returns:
+        uint8 [b]: 0 if this call has put the sample into the slab, FILLED_BY_OTHER if another
+        process has meanwhile, else its state. Without the native library, `state`.
+
+    **Cost:** a decoding, of JPEGs at the smallest of 1, 1/2, 1/4 and 1/8 that is large enough, one
+    pass for the rest of the way to `store`, one for the CRC, one copy; on TensorFlow's threads.
+    """
+    library = loader.library()
+    if library is None:
+        return state
+    return library.tfcommx_slab_fill(
+        encoded=encoded,
+        samples=samples,
+        labels=labels,
+        state=state,
+        path=slab.descriptor_path,
+        id=slab.id,
+        channels=channels,
+        store=store or 0,
+        max_pixels=max_pixels,
+    )
+
+
+def read(
+    slab: Slab,
+    indices: Any,
+    loose: Any,
+    loose_at: Any,
+    epoch: Any,
+    spec: BatchSpec,
+    channels: int,
+    seed: int,
+) -> tuple[Any, Any, Any]:
+    """Read and augment a batch.
+
+    Args:
+        slab: the node's memory.
+        indices: int64 [b].
+        loose: uint8 [m], records (`record.pack`) of samples that are not in the slab.
+        loose_at: int64 [b], where each sample's record begins in them; -1: in the slab.
+        epoch: int64 scalar; with `seed` and the sample's index it draws the window.
+        spec: how the samples are served.
+        channels: of the pixels, in [1, 4].
+        seed: of the windows.
+
+    Returns:
+        images spec.dtype [b, h, w, c], labels int64 [b], windows int32 [b, 5]: top, left, height,
+        width, flip.
+
+    **Cost:** one pass over the windows and one over the result, no intermediate image; the batch is
+    cut over TensorFlow's threads.
+    """
+    import tensorflow as tf
+
+    library = loader.library()
+    if library is None:
+        return _read_definition(slab, indices, loose, loose_at, epoch, spec, channels, seed)
+    return library.tfcommx_slab_read(
+        indices=indices,
+        loose=loose,
+        loose_at=loose_at,
+        epoch=epoch,
+        size=tf.constant([spec.resolution or 0] * 2, tf.int32),
+        T=tf.as_dtype(spec.dtype),
+        path=slab.descriptor_path,
+        id=slab.id,
+        channels=channels,
+        crop=spec.crop,
+        flip=spec.flip,
+        area=spec.area,
+        aspect=spec.aspect,
+        center=spec.center,
+        mean=spec.mean or (0.0,) * channels,
+        std=spec.std or (1.0,) * channels,
+        seed=seed,
+    )
+
+
+def _read_definition(
+    slab: Slab,
+    indices: Any,
+    loose: Any,
+    loose_at: Any,
+    epoch: Any,
+    spec: BatchSpec,
+    channels: int,
+    seed: int,
+) -> tuple[Any, Any, Any]:
+    """Do as `read`, in plain TensorFlow."""
+    import tensorflow as tf
+
+    side, rule, dtype = spec.resolution, spec.rule(seed), tf.as_dtype(spec.dtype)
+    mean, std = spec.mean or (0.0,) * channels, spec.std or (1.0,) * channels
+
+    def fetch(samples: np.ndarray, loose: np.ndarray, loose_at: np.ndarray, epoch: np.ndarray):
+        images, labels, windows = [], [], []
+        for sample, at in zip(samples.tolist(), loose_at.tolist(), strict=True):
+            pixels, label = slab.get(sample) if at < 0 else unpack(loose, at)
+            window = window_of(rule, int(epoch), sample, *pixels.shape[:2])
+            size = (side, side) if side else pixels.shape[:2]
+            image = augment_definition(pixels, window, size, spec.dtype, mean, std)
+            images.append(image.numpy())
+            labels.append(label)
+            windows.append(window)
+        empty = np.zeros((0, side or 0, side or 0, channels), dtype.as_numpy_dtype)
+        return (
+            np.stack(images) if images else empty,
+            np.array(labels, np.int64),
+            np.array(windows, np.int32).reshape(-1, 5),
+        )
+
+    images, labels, windows = tf.numpy_function(
+        fetch, [indices, loose, loose_at, epoch], [dtype, tf.int64, tf.int32]
+    )
+    images.set_shape([None, side, side, channels])
+    labels.set_shape([None])
+    windows.set_shape([None, 5])
+    return images, labels, windows

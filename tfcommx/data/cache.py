@@ -1,0 +1,415 @@
+"""Finds the rank of this process and its launch, and states what is equal on all its ranks.
+
+Opens the slab of a node: how it is named, how large it is, what it says about itself.
+
+DataCache: read and decode once, then feed every process of a node from memory.
+
+    source (any file system)  ->  local disk: encoded bytes  ->  node's memory: decoded uint8, one
+    slab  ->  batches
+
+Three lives: the samples in memory outlive every dataset, and this process if another one of the
+node uses them (`slab`); the cache and its threads live as long as the DataCache (`loader`, `fill`);
+one call of `dataset` has its epochs and what it served (`epochs`, `epoch_stats`).
+
+**Source:** Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud
+Clusters" (2021), section 4.1; we keep one copy per node in shared memory and not one per process.
+Loading runs ahead of training as in Ma et al., "Theano-MPI" (2016), section 3.3.
+
+Finds the source that a user names: a path, or a TensorFlow data set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tfcommx.collectives import process
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.comparisons import Facts
+from tfcommx.core import PlanError, Topology, local_path
+from tfcommx.data import capacity, order, slab_files
+from tfcommx.data.disk import Disk
+from tfcommx.data.epochs import Epochs, EpochStats, warn_if_served
+from tfcommx.data.fill import Filler
+from tfcommx.data.loader import Loader, warming_steps
+from tfcommx.data.options import BatchSpec, Options, options_of
+from tfcommx.data.pipeline import prefetch_sizes, weak_method, without_autotune
+from tfcommx.data.reshuffle import reshuffle
+from tfcommx.data.slab import Slab
+from tfcommx.data.slab_files import remove_unused
+from tfcommx.data.sources.folder import Folder, check_folder
+from tfcommx.data.sources.source import Source, contents_of, key_of
+from tfcommx.data.sources.tfrecord import imagenet, tfds
+from tfcommx.launch import launcher
+
+
+def find_position(topology: Topology | None, rank: int | None) -> tuple[Topology, int]:
+    """Return the topology and this process's rank: of the running launch, unless both are given.
+
+    A process that no launcher started, without `tfcommx.init()`, is alone.
+
+    **Raises:** PlanError if a launcher started several processes and `tfcommx.init()` was not
+    called.
+    """
+    if topology is None and process.started():
+        comm = process.current()
+        topology, rank = comm.topology, comm.rank if rank is None else rank
+    elif topology is None and (size := launcher.launcher().size) > 1:
+        raise PlanError(
+            f"tfcommx.init() must be called before a DataCache is made. Received {size} launched "
+            "processes without it, each of which would serve all samples. Call it first, on "
+            "every rank, or give `topology` and `rank`."
+        )
+    return topology or Topology(1, 1), rank or 0
+
+
+def state_equal(
+    topology: Topology, rank: int, kind: str, name: str, values: Mapping[str, str], remedy: str
+) -> None:
+    """State facts that are equal on all ranks of the running launch, if these ranks are meant.
+
+    A cache of other ranks, as one that this process has for itself, is nobody else's concern.
+    """
+    if process.started() and (topology, rank) == (
+        process.current().topology,
+        process.current().rank,
+    ):
+        process.current().comparisons.state(Facts(kind, name, values, remedy))
+
+
+# Bytes of the source's name in a slab's metadata, whose page is 4096.
+NAME_BYTES = 2000
+# Version of what is kept in memory: raised if decoding or the layout changes.
+FORMAT = 1
+
+
+def open_slab(
+    source: Source, disk: Disk | None, part: np.ndarray, options: Options, node: int, own: bool
+) -> Slab:
+    """Open the slab of this node, or make it.
+
+    Args:
+        source: of the samples.
+        disk: the local disk level, or None.
+        part: the node's samples in the first epoch, int64 [n].
+        options: how samples are kept.
+        node: number of the node: several may stand on one machine.
+        own: whether no other run may use the slab.
+
+    **Raises:** SlabError if there is too little memory. PlanError with `own`, if the launcher gives
+    the run no name.
+    """
+    key = key_of((FORMAT, source.key, source.count, source.channels, options.store))
+    name = f"{slab_files.prefix()}{key[:16]}-{node}"
+    if own:
+        name += f"-{key_of((launcher.run_name(),))[:16]}"
+    metadata = {"source": _end_of(source.name), "node": str(node)}
+
+    def length() -> int:
+        size, known = capacity.choose_length(source, disk, part, options, name)
+        metadata.update(known)
+        return size
+
+    slab = Slab(Path(options.memory, f"{name}.slab"), key, source.count, length, metadata)
+    try:
+        capacity.check_length(slab, source, disk, part, options)
+    except BaseException:
+        slab.close()
+        raise
+    return slab
+
+
+def _end_of(name: str) -> str:
+    """Return as much of the end of a name as a slab's metadata can hold.
+
+    JSON takes up to 12 bytes for a character.
+    """
+    name = name[-NAME_BYTES:]
+    while len(json.dumps(name)) > NAME_BYTES:
+        name = name[1:]
+    return name
+
+
+SAME_SAMPLES = (
+    "Copy the same files to every node, empty class folders too, or read one copy that all nodes "
+    "see; pass equal options. A cache that one rank has for itself takes "
+    "topology=Topology(1, 1), rank=0."
+)
+SAME_BATCHES = "Pass an equal BatchSpec and equal epochs to `dataset` on every rank."
+
+
+class DataCache:
+    """One process's view of the node's cache.
+
+    >>> import numpy as np, tensorflow as tf, tfcommx as cx
+    >>> from tfcommx.data.sources import Arrays
+    >>> images = np.zeros((100, 8, 8, 3), np.uint8)
+    >>> cache = cx.DataCache(Arrays(images, np.arange(100) % 10), seed=7)
+    >>> spec = cx.BatchSpec(32, resolution=16, flip=True)
+    >>> [tuple(images.shape) for images, labels in cache.dataset(spec)]
+    [(32, 16, 16, 3), (32, 16, 16, 3), (32, 16, 16, 3)]
+    >>> cache.close()
+
+    Args:
+        source: of samples, the same on all ranks: a path of class folders or of ImageNet's shards,
+            the name of a TensorFlow data set, or a source of `tfcommx.data.sources`.
+        topology: the ranks and their nodes; by default those of the running launch.
+        rank: of this process; by default that of the running launch.
+        options: the fields of `Options`, such as `store=160` and `disk="/local/cache"`; the same
+            on all ranks.
+
+    **Ranks:** every rank makes one; none waits for another. Samples and the options that decide
+    which rank serves them are compared when the ranks next exchange objects, before the first step
+    of a training: names, sizes and labels, not the bytes of files, which would cost a read of all.
+    A cache that this rank has for itself is one with `topology=Topology(1, 1), rank=0`.
+    **Cost:** one walk over the source's list. 64 samples are read to estimate the memory, by the
+    first process of a node and, without `partial`, by one that finds a slab made for another part.
+    **Raises:** SlabError if memory is too small, shared memory cannot be used or no sample can be
+    read. PlanError for unknown or bad options, a bad rank, a launch without `tfcommx.init()`, and
+    with `reshuffle_fraction` if the launcher gives the run no name; later, on all ranks, for
+    samples or options that differ between ranks.
+    """
+
+    def __init__(
+        self,
+        source: Source | str | os.PathLike,
+        *,
+        topology: Topology | None = None,
+        rank: int | None = None,
+        **options: Any,
+    ) -> None:
+        self.options = options_of(options)
+        is_text = isinstance(source, str | os.PathLike)
+        self.source: Source = find_source(source) if is_text else source
+        self.topology, self.rank = find_position(topology, rank)
+        self.node, self.slot = self.topology.position_of(self.rank)
+        facts = contents_of(self.source) | self.options.to_agree_on()
+        kind = "samples and options of a DataCache"
+        self._state_equal(kind, self.source.name, facts, SAME_SAMPLES)
+        self.reclaimed = remove_unused(Path(self.options.memory))
+        self.disk = None
+        if self.options.disk is not None:
+            self.disk = Disk(self.options.disk, self.source.key, self.source.count)
+        own = self.options.reshuffle_fraction > 0 and self.topology.nodes > 1
+        self.slab = open_slab(self.source, self.disk, self._part(), self.options, self.node, own)
+        self.filler = Filler(self.source, self.slab, self.disk, self.options, self._threads())
+        self._loader = Loader(self.source, self.slab, self.filler, self.options)
+        # Epoch -> samples that came from other nodes for it.
+        self._arrived: dict[int, int] = {}
+        self._stats: list[EpochStats] = []
+        self._closed = weakref.finalize(self, _close, self.filler, self.slab, self.disk)
+
+    def _state_equal(self, *facts: Any) -> None:
+        """State facts that all ranks of the cache must have equally."""
+        state_equal(self.topology, self.rank, *facts)
+
+    def _part(self) -> np.ndarray:
+        """Return the samples of this node in the first epoch, int64 [n]."""
+        slots = self.topology.slots_by_node
+        return order.parts(self.source.count, slots, self.options.seed)[self.node]
+
+    def _threads(self) -> int:
+        """Return how many threads read and decode in this process."""
+        own = len(os.sched_getaffinity(0))
+        # By the launcher: the other processes of the node have other processors.
+        bound = own < (os.cpu_count() or own)
+        share = own if bound else max(1, own // self.topology.slots_by_node[self.node])
+        return self.options.threads or share
+
+    def steps(self, spec: BatchSpec) -> int:
+        """Return the batches of an epoch, the same on every rank."""
+        return order.steps(self.source.count, self.topology, spec.batch, spec.drop_remainder)
+
+    def share(self, epoch: int, shuffle: bool = True) -> np.ndarray:
+        """Return int64 [n]: the samples of this rank in an epoch, in order."""
+        return order.share(
+            self.source.count,
+            self.topology,
+            self.rank,
+            self.options.seed,
+            epoch,
+            self.options.reshuffle_fraction,
+            shuffle,
+        )
+
+    def dataset(self, spec: BatchSpec, first_epoch: int = 0, epochs: int = 1, step: int = 0) -> Any:
+        """Return the batches of some epochs, one epoch after the other, as a `tf.data.Dataset`.
+
+        Loading runs ahead in the background, by up to 64 MB or three batches. tf.data tunes nothing
+        (`autotune.enabled` is False), which `tfcommx.data.pipeline` explains: give stages that
+        you add numbers, `map(..., num_parallel_calls=4)` and `prefetch(2)`, not AUTOTUNE.
+
+        The order is a pure function of the seed, the epoch, the ranks and this rank: datasets of
+        the same arguments give the same batches, and so does one that is iterated again, which a
+        warning announces if the spec shuffles.
+
+        Args:
+            spec: how the samples are served.
+            first_epoch: number of the first epoch, >= 0.
+            epochs: how many, >= 1. With Keras: `fit(dataset, steps_per_epoch=cache.steps(spec))`.
+            step: first step of the first epoch, in [0, steps]: to resume in mid-epoch.
+
+        Returns:
+            (images spec.dtype [b, h, w, c], labels int64 [b]). A skipped sample leaves its batch
+            smaller by one.
+
+        **Raises:** PlanError for arguments out of range, and inside a tf.function.
+        """
+        import tensorflow as tf
+
+        request = Epochs(spec, first_epoch, epochs, step, self.steps(spec))
+        request.check(self.source.count, self.topology.size, self.options.store)
+        if spec.shuffle:  # To train; one rank alone may evaluate
+            facts = request.to_agree_on()
+            self._state_equal("batches of a DataCache", self.source.name, facts, SAME_BATCHES)
+        stats = EpochStats(first_epoch, epochs)
+        self._stats.append(stats)
+
+        def share(cache: DataCache, epoch: np.ndarray) -> np.ndarray:
+            samples = cache.share(int(epoch), spec.shuffle)
+            if spec.shuffle:
+                warn_if_served(stats, int(epoch), len(samples))
+            return samples
+
+        def load(samples: Any, epoch: Any) -> Any:
+            return *self._loader.load(samples, epoch, spec), epoch
+
+        indices = request.indices(weak_method(self, share), len(self.share(0, False)))
+        at_once, ready = prefetch_sizes(self._loader.batch_bytes(spec), self._threads())
+        batches = indices.map(load, num_parallel_calls=at_once, deterministic=True).prefetch(ready)
+        # Without it, Keras says at the first end of a validation that training is interrupted, and
+        # BroadcastState cannot compare steps.
+        known = tf.data.experimental.assert_cardinality(epochs * request.steps - step)
+        return without_autotune(stats.recorded(batches).apply(known))
+
+    def report(self, epoch: int) -> dict[str, float]:
+        """Return what this process saw in an epoch.
+
+        What has been loaded ahead of the consumer is in the counts of its epoch already.
+
+        Returns:
+            samples: served in the epoch.
+            hit_memory, hit_disk, hit_source: shares of them, in [0, 1].
+            repaired, unreadable, overflow: samples whose damage in memory was repaired, that could
+                not be read, and that found no room in memory.
+            arrived: samples that came from other nodes, by `reshuffle`.
+            corrupt_disk: reads from the disk level whose CRC was wrong, since the start.
+            loader_wait_seconds: that the consumer waited for batches; NaN under
+                `enable_op_determinism`, which has no clock.
+        """
+        rows = [stats.of(epoch) for stats in self._stats]
+        waited, served = (float(sum(row[column] for row in rows)) for column in (0, 1))
+        counts = self.filler.counts.get(epoch, {})
+        disk, source = (
+            min(1.0, counts.get(level, 0) / served) if served else 0.0
+            for level in ("disk", "source")
+        )
+        return {
+            "samples": served,
+            "hit_memory": max(0.0, 1 - disk - source) if served else 0.0,
+            "hit_disk": disk,
+            "hit_source": source,
+            "repaired": counts.get("repaired", 0),
+            "unreadable": counts.get("unreadable", 0),
+            "overflow": counts.get("overflow", 0),
+            "arrived": self._arrived.get(epoch, 0),
+            "corrupt_disk": self.disk.corrupt if self.disk else 0,
+            "loader_wait_seconds": waited,
+        }
+
+    def warm(self) -> None:
+        """Bring all samples of this rank into memory now, before training."""
+        for _ in self.warming():
+            pass
+
+    def warming(self) -> Iterator[None]:
+        """Do as `warm`, in `warming_steps` steps of 64 samples: for a progress bar."""
+        return self._loader.warming(self.share(0))
+
+    @property
+    def warming_steps(self) -> int:
+        """Steps of `warming`."""
+        return warming_steps(len(self.share(0)))
+
+    def reshuffle(self, epoch: int, transport: Comm | None = None) -> int:
+        """Bring the samples that are new on this node in `epoch` from the other nodes' memory.
+
+        Nothing moves without `reshuffle_fraction`, or on one node. Without this call the samples
+        are read from the disk level or the source, and take new room.
+
+        Args:
+            epoch: >= 1, whose samples are to come.
+            transport: the communicator; by default that of the running launch.
+
+        Returns:
+            The samples that arrived.
+
+        **Ranks:** all, after the dataset of the epoch before has ended everywhere and before that
+        of `epoch` is made.
+        """
+        fraction = self.options.reshuffle_fraction
+        if fraction == 0 or self.topology.nodes == 1:
+            return 0
+        arrived = reshuffle(
+            self.slab,
+            transport or process.current(),
+            self.topology,
+            self.rank,
+            self.options.seed,
+            fraction,
+            epoch,
+        )
+        self._arrived[epoch] = arrived
+        return arrived
+
+    def wait_filled(self, timeout_s: float) -> bool:
+        """Wait until the node's part is in memory or unreadable; False if it is not by then."""
+        part = self._part()
+        end = time.monotonic() + timeout_s
+        while np.any(self.slab.index[part] == 0):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def close(self) -> None:
+        """Release memory and files; the last process of the node removes the slab.
+
+        Also done at the end of the process. No batch may be asked for afterwards: it ends in an
+        error, and one that was being read may be black.
+        """
+        self._closed()
+
+
+def _close(filler: Filler, slab: Slab, disk: Disk | None) -> None:
+    filler.close()
+    slab.close()
+    if disk is not None:
+        disk.close()
+
+
+def find_source(text: str | os.PathLike, split: str = "train") -> Source:
+    """Return the samples that a path or a name stands for.
+
+    Args:
+        text: a folder of class folders, a folder of ImageNet's shards, or the name of a TensorFlow
+            data set, such as `imagenette/160px-v2`. What begins with `/`, `.` or `~` is a path.
+        split: of shards and of TensorFlow data sets.
+
+    **Raises:** PlanError if there is no such folder or data set, or nothing in it that can be read,
+    and for an address such as gs://bucket/folder.
+    """
+    path = local_path("source", text)
+    if isinstance(text, os.PathLike) or text.startswith((os.sep, ".", "~")):
+        check_folder(path)
+    elif not path.is_dir():  # Names of data sets have a slash too, before the configuration
+        return tfds(text, split)
+    shards = next(path.glob(f"{split}-*-of-*"), None)
+    return imagenet(path, split) if shards is not None else Folder(path)

@@ -1,1 +1,0 @@
-"""DataCache: decoded samples of a node in shared memory."""

@@ -1,0 +1,223 @@
+"""The disk level of the cache: encoded bytes as the source gave them, kept from run to run.
+
+A folder per data set; in it, per process that wrote, a pack (the bytes, end to end) and its index
+(32 bytes per sample). A process appends to its own files only, the bytes first, so that a kill
+leaves at worst bytes without an entry or half an entry, which are not read. Every read is checked
+against its CRC.
+
+A CRC is no signature: whoever can write these files chooses the pictures that are trained with. So
+each user of a machine has folders of their own, with rights for them alone, and other folders and
+files are passed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import struct
+import threading
+import time
+import warnings
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from tfcommx.core.files import is_own_folder, open_own
+
+# Of an index: where a sample stands in the pack.
+_ENTRY = np.dtype(
+    [("sample", "<i8"), ("label", "<i8"), ("at", "<i8"), ("length", "<i4"), ("crc", "<u4")]
+)
+# Least seconds between two looks at what other processes have written.
+_REFRESH_S = 1.0
+
+
+def _crc(sample: int, label: int, data: bytes) -> int:
+    return zlib.crc32(data, zlib.crc32(struct.pack("<qq", sample, label)))
+
+
+class Disk:
+    """One process's access to the disk level of a data set.
+
+    A folder that cannot be written serves what it has; the first failure to write is announced by a
+    warning, and nothing more is written. A folder of another user, or that others can write to, is
+    not used at all. `corrupt` counts reads whose CRC was wrong.
+
+    Args:
+        folder: on a local disk.
+        key: the source's; another key is another folder.
+        count: samples of the data set.
+    """
+
+    def __init__(self, folder: str | Path, key: str, count: int) -> None:
+        self.folder = Path(folder) / f"{_prefix()}{key[:32]}"
+        self.corrupt = 0
+        self.write_error: str | None = None
+        self._lock = threading.Lock()
+        # Opened for each read: many runs leave more of them than a process may have open.
+        self._packs: list[Path] = []
+        # Index file -> (its pack's number, entries read).
+        self._indices: dict[Path, tuple[int, int]] = {}
+        self._pack_of = np.full(count, -1, np.int32)
+        self._entry_of = np.zeros(count, _ENTRY)
+        # Descriptors of this process's own pack and index.
+        self._out: tuple[int, int] | None = None
+        self._end = 0
+        self._looked = -_REFRESH_S
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Read the entries that have been added to any index since the last time."""
+        if time.monotonic() - self._looked < _REFRESH_S:
+            return
+        self._looked = time.monotonic()
+        if not is_own_folder(self.folder):
+            return
+        indices = []
+        for path in self.folder.glob("*.idx"):
+            with contextlib.suppress(OSError):  # Dropped meanwhile
+                indices.append((path.lstat().st_mtime_ns, path))
+        # The latest entry counts: one that was written again replaces a damaged one.
+        for _, path in sorted(indices):
+            pack, seen = self._indices.get(path, (len(self._packs), 0))
+            try:
+                entries = _entries(path, seen)
+                if not len(entries):
+                    continue
+            except OSError:  # Dropped meanwhile, or another user's
+                continue
+            if pack == len(self._packs):
+                self._packs.append(path.with_suffix(".pack"))
+            self._indices[path] = (pack, seen + len(entries))
+            entries = entries[(entries["sample"] >= 0) & (entries["sample"] < len(self._pack_of))]
+            self._entry_of[entries["sample"]] = entries
+            self._pack_of[entries["sample"]] = pack
+
+    def __len__(self) -> int:
+        """Count the samples that are kept, as far as this process knows."""
+        return int(np.count_nonzero(self._pack_of >= 0))
+
+    def read(self, sample: int) -> tuple[bytes, int] | None:
+        """Return (encoded bytes, label); None if the sample is not kept or its CRC is wrong."""
+        with self._lock:
+            if self._pack_of[sample] < 0:
+                self._refresh()
+            pack = int(self._pack_of[sample])
+            if pack < 0:
+                return None
+            _, label, at, length, crc = self._entry_of[sample].tolist()
+        try:
+            data = _bytes_of(self._packs[pack], length, at)
+        except OSError:  # Dropped meanwhile, or another user's
+            return None
+        if len(data) == length and _crc(sample, label, data) == crc:
+            return data, label
+        with self._lock:
+            self.corrupt += 1
+            self._pack_of[sample] = -1
+        return None
+
+    def write(self, sample: int, label: int, data: bytes) -> None:
+        """Keep a sample, unless a write has failed before."""
+        with self._lock:
+            if self.write_error is not None:
+                return
+            try:
+                if self._out is None:
+                    self._out = self._create()
+                pack, index = self._out
+                entry = np.array(
+                    (sample, label, self._end, len(data), _crc(sample, label, data)), _ENTRY
+                ).tobytes()
+                written = os.pwrite(pack, data, self._end)
+                if written != len(data) or os.write(index, entry) != len(entry):
+                    raise OSError("no space left on the device")
+                self._end += len(data)
+            except OSError as error:
+                self.write_error = str(error)
+                warnings.warn(
+                    f"The disk level {self.folder} takes no more samples: {error}. Training goes "
+                    "on; the next run will read more from the source. Give `disk` a folder with "
+                    "room that can be written.",
+                    stacklevel=2,
+                )
+
+    def _create(self) -> tuple[int, int]:
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            self.folder.mkdir(0o700)
+        if not is_own_folder(self.folder):
+            raise OSError(f"{self.folder} is another user's, or others can write to it")
+        stem = self.folder / f"{os.getpid()}-{secrets.token_hex(4)}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        pack = os.open(stem.with_suffix(".pack"), flags, 0o600)
+        return pack, os.open(stem.with_suffix(".idx"), flags | os.O_APPEND, 0o600)
+
+    def close(self) -> None:
+        """Close the files. May be called twice."""
+        with self._lock:
+            files, self._out = self._out or (), None
+            self._pack_of[:] = -1
+            self.write_error = self.write_error or "closed"
+        for file in files:
+            with contextlib.suppress(OSError):
+                os.close(file)
+
+
+def _prefix() -> str:
+    """Return how the names of this user's folders begin."""
+    return f"tfcommx-{os.geteuid()}-"
+
+
+def _entries(path: Path, seen: int) -> np.ndarray:
+    """Return the whole entries of an index after the first `seen`."""
+    file = open_own(path)
+    try:
+        data = os.pread(file, os.fstat(file).st_size, seen * _ENTRY.itemsize)
+    finally:
+        os.close(file)
+    return np.frombuffer(data[: len(data) // _ENTRY.itemsize * _ENTRY.itemsize], _ENTRY)
+
+
+def _bytes_of(path: Path, length: int, at: int) -> bytes:
+    """Return bytes of a pack; fewer, or none, if an entry claims more than it has."""
+    file = open_own(path)
+    try:
+        size = os.fstat(file).st_size
+        return os.pread(file, length, at) if 0 <= at <= size - length <= size else b""
+    finally:
+        os.close(file)
+
+
+def _folders(folder: str | Path) -> list[Path]:
+    """Return the folders of this user's data sets below `folder`."""
+    return [path for path in sorted(Path(folder).glob(f"{_prefix()}*")) if is_own_folder(path)]
+
+
+def usage(folder: str | Path) -> list[tuple[Path, int, int]]:
+    """Return (folder, samples with repetitions, bytes) of this user's data sets below `folder`."""
+    rows = []
+    for kept in _folders(folder):
+        sizes = {}
+        for path in kept.iterdir():
+            with contextlib.suppress(OSError):  # Dropped meanwhile
+                sizes[path] = path.lstat().st_size
+        entries = sum(
+            size // _ENTRY.itemsize for path, size in sizes.items() if path.suffix == ".idx"
+        )
+        rows.append((kept, entries, sum(sizes.values())))
+    return rows
+
+
+def drop(folder: str | Path) -> list[Path]:
+    """Remove every data set of this user that is kept below `folder`; return their folders.
+
+    Processes that use them continue with the source.
+    """
+    kept = _folders(folder)
+    for path in kept:
+        shutil.rmtree(path)
+    return kept

@@ -1,0 +1,166 @@
+"""Counts what a dataset serves in each epoch, and how long its consumer waits.
+
+What one call of `DataCache.dataset` asks for: some epochs, as batches of sample numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tfcommx.core import PlanError
+from tfcommx.data import order
+from tfcommx.data.options import BatchSpec
+
+
+class EpochStats:
+    """What one dataset served, epoch by epoch.
+
+    Args:
+        first_epoch: number of the first epoch, >= 0.
+        epochs: how many.
+    """
+
+    def __init__(self, first_epoch: int, epochs: int) -> None:
+        import tensorflow as tf
+
+        self.first_epoch = first_epoch
+        # Per epoch: seconds waited, samples served.
+        with tf.device("/cpu:0"):
+            self._rows = tf.Variable(tf.zeros([epochs, 2], tf.float64), trainable=False)
+
+    def of(self, epoch: int) -> tuple[float, float]:
+        """Return (seconds waited, samples served) of an epoch; zeros for one of another dataset."""
+        row = epoch - self.first_epoch
+        if not 0 <= row < self._rows.shape[0]:
+            return 0.0, 0.0
+        waited, served = self._rows[row].numpy().tolist()
+        return waited, served
+
+    def recorded(self, batches: Any) -> Any:
+        """Return a dataset of (images, labels) from one of (images, labels, epoch), and record it.
+
+        Under `enable_op_determinism`, which has no clock, the seconds are NaN.
+        """
+        import tensorflow as tf
+
+        clock = tf.timestamp if _has_clock() else lambda: tf.constant(math.nan, tf.float64)
+
+        def deliver(asked: Any, batch: Any) -> Any:
+            images, labels, epoch = batch
+            row = tf.stack([clock() - asked, tf.cast(tf.shape(labels)[0], tf.float64)])
+            recorded = self._rows.scatter_nd_add([[epoch - self.first_epoch]], [row])
+            with tf.control_dependencies([recorded]):
+                return tf.identity(images), tf.identity(labels)
+
+        # `zip` asks its inputs in turn, in the thread of the consumer: first for the time, then
+        # for the batch.
+        times = tf.data.Dataset.range(np.iinfo(np.int64).max).map(lambda _: clock())
+        return tf.data.Dataset.zip((times, batches)).map(deliver)
+
+
+def _has_clock() -> bool:
+    """Return False under `enable_op_determinism`, where TensorFlow refuses to tell the time."""
+    import tensorflow as tf
+
+    try:
+        tf.timestamp()
+    except tf.errors.FailedPreconditionError:
+        return False
+    return True
+
+
+SERVED_AGAIN = (
+    "Epoch {epoch} is served again, in the same order and with the same crops and flips, because "
+    "its dataset is iterated again. To train, ask for all epochs at once: "
+    "`dataset(spec, 0, epochs=90)` and `fit(..., steps_per_epoch=cache.steps(spec))`. To evaluate, "
+    "give the spec shuffle=False."
+)
+
+
+class Epochs(NamedTuple):
+    """Some epochs of a rank. A dataset's own; the cache and what it holds outlive it."""
+
+    # How the samples are served.
+    spec: BatchSpec
+    # Number of the first epoch.
+    first: int
+    # How many.
+    epochs: int
+    # First step of the first epoch.
+    step: int
+    # Batches of an epoch.
+    steps: int
+
+    def to_agree_on(self) -> dict[str, str]:
+        """Return argument -> value of what all ranks must ask for equally."""
+        asked = {**dataclasses.asdict(self.spec), **self._asdict()}
+        return {name: f"{value}" for name, value in asked.items() if name != "spec"}
+
+    def check(self, samples: int, ranks: int, store: int | None) -> None:
+        """Refuse what cannot be served, and warn if images are enlarged.
+
+        Args:
+            samples: of the source.
+            ranks: over which they are divided.
+            store: short side at which images are kept, pixels; None: their own size.
+
+        **Raises:** PlanError.
+        """
+        import tensorflow as tf
+
+        if tf.inside_function():
+            raise PlanError(
+                "`dataset` must be called outside of tf.function, because it makes a variable. "
+                "Pass the dataset to the function."
+            )
+        if self.first < 0 or self.epochs < 1 or not 0 <= self.step <= self.steps:
+            raise PlanError(
+                "`first_epoch` must be >= 0, `epochs` >= 1, `step` in "
+                f"[0, {self.steps}]. Received {self.first}, {self.epochs}, {self.step}."
+            )
+        if self.steps == 0:
+            raise PlanError(
+                f"At least one batch per rank is required. {samples} samples over "
+                f"{ranks} ranks give none of {self.spec.batch}. Lower `batch`, or set "
+                "drop_remainder=False."
+            )
+        resolution = self.spec.resolution
+        if store is not None and resolution is not None and store < resolution:
+            warnings.warn(
+                f"Images are kept with a short side of store={store} pixels, and enlarged for "
+                f"resolution={resolution}: details are lost. Make the DataCache with the "
+                "largest resolution to come as its `store`.",
+                stacklevel=3,
+            )
+
+    def indices(self, share: Callable[..., np.ndarray], length: int) -> Any:
+        """Return the dataset of (samples int64 [b], epoch) of every batch, in order.
+
+        Args:
+            share: epoch -> the samples of this rank, int64 [length]; TensorFlow calls it.
+            length: samples of this rank in every epoch.
+        """
+        import tensorflow as tf
+
+        bounds = tf.constant(order.batch_bounds(length, self.spec.batch, self.steps))
+
+        def of_epoch(epoch: Any) -> Any:
+            samples = tf.numpy_function(share, [epoch], tf.int64, stateful=False)
+            samples.set_shape([None])
+            start = tf.where(epoch == self.first, tf.constant(self.step, tf.int64), 0)
+            steps = tf.data.Dataset.range(start, self.steps)
+            return steps.map(lambda s: (samples[bounds[s] : bounds[s + 1]], epoch))
+
+        return tf.data.Dataset.range(self.first, self.first + self.epochs).flat_map(of_epoch)
+
+
+def warn_if_served(stats: EpochStats, epoch: int, length: int) -> None:
+    """Warn if a dataset that shuffles serves an epoch of `length` samples again."""
+    if length < 2 * stats.of(epoch)[1]:
+        warnings.warn(SERVED_AGAIN.format(epoch=epoch), stacklevel=3)

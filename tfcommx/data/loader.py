@@ -1,0 +1,144 @@
+"""Loads a batch: brings missing samples into memory, then reads and augments all of them.
+
+    check -> (read files -> native fill -> finish the rest) -> read
+
+The steps in brackets run only if a sample is absent or damaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from tfcommx.data import batches
+from tfcommx.data.fill import Filler
+from tfcommx.data.options import BatchSpec, Options
+from tfcommx.data.pipeline import weak_method
+from tfcommx.data.slab import Slab
+from tfcommx.data.sources.decode import stored_size
+from tfcommx.data.sources.source import Source
+
+# Samples of a step of `warming`: enough for all threads, few enough for a steady progress bar.
+WARM = 64
+
+
+class Loader:
+    """Loads batches for one process, in TensorFlow's graph.
+
+    Args:
+        source: what the samples are of.
+        slab: the node's memory.
+        filler: loads the samples that are not in it.
+        options: how samples are kept.
+    """
+
+    def __init__(self, source: Source, slab: Slab, filler: Filler, options: Options) -> None:
+        self.source, self.slab, self.filler, self.options = source, slab, filler, options
+        self._read = weak_method(self, lambda loader, *args: loader.filler.read_files(*args))
+        self._finish = weak_method(self, lambda loader, *args: loader.filler.finish(*args))
+
+    def load(self, samples: Any, epoch: Any, spec: BatchSpec) -> tuple[Any, Any]:
+        """Return (images spec.dtype [b, h, w, c], labels int64 [b]) of a batch.
+
+        Args:
+            samples: int64 [b].
+            epoch: int64 scalar.
+            spec: how they are served.
+        """
+        import tensorflow as tf
+
+        slab, options = self.slab, self.options
+        state = batches.check(slab, samples, epoch, options.verify, options.seed)
+        present = (samples, tf.zeros([0], tf.uint8), -tf.ones_like(samples))
+        samples, loose, at = tf.cond(
+            tf.reduce_any(state > 0), lambda: self._bring(samples, state, epoch), lambda: present
+        )
+        images, labels, _ = batches.read(
+            slab, samples, loose, at, epoch, spec, self.source.channels, options.seed
+        )
+        return self._with_static_shape(images, labels, spec)
+
+    def _bring(self, samples: Any, state: Any, epoch: Any) -> tuple[Any, Any, Any]:
+        """Bring what `state` says is missing, natively if possible.
+
+        Returns:
+            As `Filler.fetch`.
+        """
+        import tensorflow as tf
+
+        encoded, labels, level = tf.numpy_function(
+            self._read, [samples, state], [tf.string, tf.int64, tf.uint8]
+        )
+        remaining = self._fill(encoded, samples, labels, state)
+        asked = [samples, state, remaining, epoch, encoded, labels, level]
+        got = tf.numpy_function(self._finish, asked, [tf.int64, tf.uint8, tf.int64])
+        for tensor in got:
+            tensor.set_shape([None])
+        return tuple(got)
+
+    def _fill(self, *args: Any) -> Any:
+        kept = self.options.store, self.options.max_pixels
+        return batches.fill(self.slab, *args, self.source.channels, *kept)
+
+    def batch_bytes(self, spec: BatchSpec) -> int:
+        """Return the bytes of a batch of images; 0 if their size is known only when read."""
+        import tensorflow as tf
+
+        height, width = (spec.resolution or 0,) * 2
+        if spec.resolution is None and self.source.shape is not None:
+            height, width = stored_size(*self.source.shape, self.options.store)
+        return spec.batch * height * width * self.source.channels * tf.as_dtype(spec.dtype).size
+
+    def _with_static_shape(self, images: Any, labels: Any, spec: BatchSpec) -> tuple[Any, Any]:
+        """Tell TensorFlow what is known of the shapes before a batch is loaded."""
+        import tensorflow as tf
+
+        if spec.resolution is None and self.source.shape is not None:
+            size = stored_size(*self.source.shape, self.options.store)
+            shape = [*size, self.source.channels]
+            # A batch without samples has no size that could be read.
+            none = tf.zeros([0, *shape], images.dtype)
+            images = tf.ensure_shape(
+                tf.cond(tf.size(labels) == 0, lambda: none, lambda: images), [None, *shape]
+            )
+        if spec.drop_remainder and self.options.on_error == "raise":
+            images = tf.ensure_shape(images, [spec.batch, *images.shape[1:]])
+            labels = tf.ensure_shape(labels, [spec.batch])
+        return images, labels
+
+    def warming(self, samples: np.ndarray) -> Iterator[None]:
+        """Bring int64 [n] samples into memory, in `warming_steps` steps."""
+        import tensorflow as tf
+
+        check = _traced(
+            lambda some: batches.check(self.slab, some, tf.constant(0, tf.int64), 0.0, 0), tf.int64
+        )
+        fill = _traced(self._fill, tf.string, tf.int64, tf.int64, tf.uint8)
+        for start in range(0, len(samples), WARM):
+            some = samples[start : start + WARM]
+            state = check(some)
+            files, labels, level = self.filler.read_files(some, state)
+            remaining = fill(files, some, labels, state)
+            self.filler.finish(some, state, remaining, -1, files, labels, level)
+            yield
+
+
+def warming_steps(count: int) -> int:
+    """Return the steps in which `Loader.warming` brings `count` samples."""
+    return -(-count // WARM)
+
+
+def _traced(work: Callable[..., Any], *kinds: Any) -> Callable[..., np.ndarray]:
+    """Return `work` on vectors of these dtypes as a function of its own.
+
+    TensorFlow never drops the ops that are called outside of functions, nor their reference to the
+    slab.
+    """
+    import tensorflow as tf
+
+    traced = tf.function(work, autograph=False).get_concrete_function(
+        *(tf.TensorSpec([None], kind) for kind in kinds)
+    )
+    return lambda *args: traced(*map(tf.constant, args)).numpy()

@@ -1,0 +1,188 @@
+"""BatchSpec: how samples are served, from the size of a batch to the type of its values.
+
+Options of the data cache: how samples are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tfcommx.core import PlanError, check_name, check_whole, local_path
+from tfcommx.data.sources.source import MAX_PIXELS
+from tfcommx.kernels.augment import Rule
+
+CROPS = ("random", "center", "whole")
+DTYPES = ("uint8", "float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """How samples are served for some epochs.
+
+    Another spec is another call of `DataCache.dataset`; what is in memory stays.
+
+    >>> import tfcommx as cx
+    >>> train = cx.BatchSpec(64, 128, crop="random", flip=True)
+    >>> evaluate = cx.BatchSpec(64, 128, crop="center", shuffle=False, drop_remainder=False)
+
+    **Raises:** PlanError for a value out of its range.
+    """
+
+    # Samples per rank and step, >= 1.
+    batch: int
+    # Height and width of the images, pixels. None: their own size, which must be the same for all.
+    resolution: int | None = None
+    # "random" (random-resized-crop), "center" or "whole".
+    crop: str = "whole"
+    # Whether every second sample, drawn anew each epoch, is mirrored left to right.
+    flip: bool = False
+    # Of the images. "uint8" gives values from 0 to 255, without `mean` and `std`.
+    dtype: str = "float32"
+    # Per channel, of values in [0, 1]; it is subtracted. Empty: zeros.
+    mean: tuple[float, ...] = ()
+    # Per channel, > 0, of values in [0, 1]; it divides. Empty: ones.
+    std: tuple[float, ...] = ()
+    # Area of the random crop over that of the image, in (0, 1]. The default is torchvision's;
+    # TensorFlow's begins at 0.05.
+    area: tuple[float, float] = (0.08, 1.0)
+    # Width over height of the random crop, > 0. The default is torchvision's.
+    aspect: tuple[float, float] = (3 / 4, 4 / 3)
+    # Side of the centre crop over the short side, in (0, 1]. The default is 224 of 256.
+    center: float = 0.875
+    # Whether the order changes each epoch. False: the order of the source, for evaluation.
+    shuffle: bool = True
+    # True: full batches only. False: every sample, with a smaller last batch.
+    drop_remainder: bool = True
+
+    def __post_init__(self) -> None:
+        check_name("crop", self.crop, CROPS)
+        check_name("dtype", self.dtype, DTYPES)
+        for name in ("batch", "resolution"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, check_whole(name, getattr(self, name)))
+        # Arrays and lists are taken too; a spec is compared and hashed.
+        for name in ("mean", "std", "area", "aspect"):
+            object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
+        self._check_size()
+        self._check_crop()
+        self._check_values()
+
+    def _check_size(self) -> None:
+        if self.batch < 1 or (self.resolution is not None and self.resolution < 1):
+            raise PlanError(
+                f"`batch` and `resolution` must be >= 1. Received batch={self.batch}, "
+                f"resolution={self.resolution}."
+            )
+        if self.resolution is None and self.crop != "whole":
+            raise PlanError(
+                f"Crop {self.crop!r} needs a `resolution`, because crops differ in size. "
+                "Received None. Give one, or crop 'whole'."
+            )
+
+    def _check_crop(self) -> None:
+        if (
+            not 0 < self.area[0] <= self.area[1] <= 1
+            or not 0 < self.aspect[0] <= self.aspect[1]
+            or not 0 < self.center <= 1
+        ):
+            raise PlanError(
+                "`area` must be ascending in (0, 1], `aspect` ascending and > 0, `center` in "
+                f"(0, 1]. Received area={self.area}, aspect={self.aspect}, center={self.center}."
+            )
+
+    def _check_values(self) -> None:
+        if not all(0 <= m <= 1 for m in self.mean) or not all(0 < s < math.inf for s in self.std):
+            raise PlanError(
+                "`mean` must be in [0, 1] and `std` > 0, of pixels / 255. Received "
+                f"mean={self.mean}, std={self.std}. Divide those of values from 0 to 255 by 255."
+            )
+
+    def rule(self, seed: int) -> Rule:
+        """Return how windows are drawn."""
+        return Rule(self.crop, self.flip, self.area, self.aspect, self.center, seed)
+
+
+ON_ERROR = ("raise", "skip")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How samples are kept: the keyword arguments of `DataCache`.
+
+    Runs of the same data on one machine share its memory. With `reshuffle_fraction`, on more than
+    one node, a run has a slab of its own, because `DataCache.reshuffle` writes over samples that
+    another run would be reading.
+
+    **Raises:** PlanError for a value out of its range.
+    """
+
+    # Of parts, order and augmentation, in [0, 2^63).
+    seed: int = 0
+    # Short side, pixels, at which images are kept: the largest resolution to come. None: their own
+    # size.
+    store: int | None = None
+    # Folder of the slab, in shared memory.
+    memory: str = "/dev/shm"
+    # Most bytes that the slab may take. None: what the node has.
+    memory_bytes: int | None = None
+    # If memory is too small: True keeps as much as fits and reads the rest in each epoch, False
+    # refuses.
+    partial: bool = False
+    # Folder of the local disk level. None: no such level.
+    disk: str | None = None
+    # What to do with a sample that cannot be read: "raise", or "skip" it and count it.
+    on_error: str = "raise"
+    # Most pixels of an image, >= 1: a small file can decode to more than the memory has. A larger
+    # image is one that cannot be read.
+    max_pixels: int = MAX_PIXELS
+    # Share of the reads from memory whose CRC is checked, in [0, 1]. Each check costs a pass over
+    # the sample.
+    verify: float = 0.01
+    # Threads that read and decode while memory is filled. None: the processors of this process, or
+    # its share of those of the node.
+    threads: int | None = None
+    # Share of each node's part, in [0, 1], that is redistributed over the nodes before each epoch
+    # except the first.
+    reshuffle_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_name("on_error", self.on_error, ON_ERROR)
+        for name in ("seed", "store", "memory_bytes", "threads", "max_pixels"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, check_whole(name, getattr(self, name)))
+        for name in ("memory", "disk"):  # Paths are taken too
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, str(local_path(name, getattr(self, name))))
+        if not 0 <= self.seed < 2**63:
+            raise PlanError(f"`seed` must be in [0, 2^63). Received {self.seed}.")
+        for name in ("verify", "reshuffle_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise PlanError(f"`{name}` must be in [0, 1]. Received {getattr(self, name)}.")
+        if self.max_pixels < 1:
+            raise PlanError(f"`max_pixels` must be >= 1. Received {self.max_pixels}.")
+        for name in ("store", "memory_bytes", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(f"`{name}` must be >= 1 or None. Received {value}.")
+
+    def to_agree_on(self) -> dict[str, str]:
+        """Return option -> value of those that must be equal on all ranks.
+
+        They decide which rank serves a sample, when, and how its pixels are kept. Others may suit
+        the node: its folders, its memory, its processors.
+        """
+        names = ("seed", "store", "on_error", "reshuffle_fraction")
+        return {f"option {name}": f"{getattr(self, name)}" for name in names}
+
+
+def options_of(arguments: dict[str, Any]) -> Options:
+    """Return the options of these keyword arguments.
+
+    **Raises:** PlanError for an unknown one, with the nearest known one.
+    """
+    known = [field.name for field in fields(Options)]
+    for name in arguments:
+        check_name("option of DataCache", name, known)
+    return Options(**arguments)

@@ -1,0 +1,141 @@
+"""Moves samples between nodes before an epoch, from one node's memory to another's.
+
+They are put into the room of the samples that were sent away:
+
+    node 0: a b c d      node 1: e f g h        before
+    node 0: a b c g      node 1: e f d h        after: d and g crossed, each into the other's room
+
+Pictures differ in size: each takes the smallest hole that is large enough, and leaves the rest of
+it. What lies between samples is a hole too, and neighbours have become one by the next reshuffle,
+so that the memory stays what it was, within a tenth.
+"""
+
+from __future__ import annotations
+
+import bisect
+import warnings
+
+import numpy as np
+import tensorflow as tf
+
+from tfcommx.collectives.comm import Comm
+from tfcommx.core import Topology
+from tfcommx.data import order
+from tfcommx.data.slab import Slab
+from tfcommx.data.sources.decode import is_record, pack, record_bytes, sample_of, unpack
+
+# Sent by a rank in one message, to all nodes together: bounds the memory, and counts stay below
+# 2^31 on any engine.
+ROUND_BYTES = 64 * 2**20
+
+
+def reshuffle(
+    slab: Slab,
+    comm: Comm,
+    topology: Topology,
+    rank: int,
+    seed: int,
+    fraction: float,
+    epoch: int,
+) -> int:
+    """Send this rank's share of the samples that leave its node for `epoch`, and keep what arrives.
+
+    What no slab held is read from disk or source when its turn comes.
+
+    Returns:
+        The samples that arrived and found room.
+
+    **Ranks:** all, with equal slots, while no rank reads the slab: between the dataset of one epoch
+    and that of the next.
+    **Cost:** each sample that moves is copied three times and sent once, fraction * (1 - 1 / nodes)
+    of the part.
+    """
+    queues = _leaving(slab.count, topology, rank, seed, fraction, epoch)
+    node, slot = topology.position_of(rank)
+    slots = topology.slots_by_node[node]
+    comm.gather_objects(None)  # All ranks are here: nobody reads or fills now
+    # Each rank of a node has its own holes, and later those of the samples that it has sent.
+    free = slab.holes()[slot::slots]
+    comm.gather_objects(None)  # All have found their holes: now samples may be removed
+    arrived, lost = 0, 0
+    while True:
+        shards = [_take(slab, queue, free, ROUND_BYTES // len(queues)) for queue in queues]
+        longest = max(comm.gather_objects(max(map(len, shards))))
+        if longest == 0:
+            break
+        sent = np.zeros((len(shards), longest), np.uint8)
+        for row, shard in zip(sent, shards, strict=True):
+            row[: len(shard)] = np.frombuffer(shard, np.uint8)
+        received = comm.alltoall(tf.constant(sent.reshape(-1)), "peers", "tfcommx_reshuffle")
+        for row in np.asarray(received).reshape(sent.shape):
+            kept, refused = _keep(slab, row, free)
+            arrived, lost = arrived + kept, lost + refused
+    if lost:
+        warnings.warn(
+            "Samples that came from other nodes found no room in the slab: they are read from the "
+            "disk level or the source in every epoch. Give the node more memory, or raise "
+            "`memory_bytes`.",
+            stacklevel=3,
+        )
+    return arrived
+
+
+def _leaving(
+    count: int, topology: Topology, rank: int, seed: int, fraction: float, epoch: int
+) -> list[list[int]]:
+    """Return, for each node, the samples that this rank sends to it before `epoch`."""
+    node, slot = topology.position_of(rank)
+    slots = topology.slots_by_node
+    before, after = (
+        order.parts(count, slots, seed, number, fraction) for number in (epoch - 1, epoch)
+    )
+    queues = [
+        np.intersect1d(before[node], part, assume_unique=True)[slot :: slots[node]].tolist()
+        for part in after
+    ]
+    queues[node] = []
+    return queues
+
+
+def _keep(slab: Slab, records: np.ndarray, free: list[tuple[int, int]]) -> tuple[int, int]:
+    """Put the records of uint8 [n] into the slab; return how many found room, and how many none."""
+    kept, refused, at = 0, 0, 0
+    while is_record(records, at):  # Zeros end the shard
+        pixels, label = unpack(records, at)
+        size = record_bytes(pixels.nbytes)
+        if slab.put(sample_of(records, at), label, pixels, _take_hole(free, size)):
+            kept += 1
+        else:
+            refused += 1
+        at += size
+    return kept, refused
+
+
+def _take_hole(free: list[tuple[int, int]], size: int) -> int | None:
+    """Take `size` bytes out of the smallest hole that has as many; None if none has."""
+    found = bisect.bisect_left(free, (size, 0))
+    if found == len(free):
+        return None
+    room, at = free.pop(found)
+    if room > size:
+        bisect.insort(free, (room - size, at + size))
+    return at
+
+
+def _take(slab: Slab, queue: list[int], free: list[tuple[int, int]], enough: int) -> bytes:
+    """Take samples from the queue and out of the slab.
+
+    Returns:
+        Their records: `enough` bytes, and less than one more record.
+    """
+    records: list[bytes] = []
+    size = 0
+    while queue and size < enough:
+        sample = queue.pop()
+        if (got := slab.get(sample)) is not None and slab.intact(sample):
+            records.append(pack(sample, got[1], got[0]))
+            size += len(records[-1])
+            bisect.insort(free, (len(records[-1]), int(slab.index[sample])))
+        if not slab.unreadable(sample):
+            slab.forget(sample)
+    return b"".join(records)

@@ -1,0 +1,250 @@
+"""The node's memory: decoded samples in a file of shared memory, one copy for all its processes.
+
+    page of header | index: int64 byte offset per sample (0 absent, -1 unreadable) | records at
+    multiples of 64 bytes
+
+A record is written with pwrite, which reports a full file system as an error; a store through the
+mapping would be a fatal signal. (ops/kernels/fill_cpu.cc says how the native fill writes.) Once it
+is whole, it is published by one aligned 8-byte store of its offset. There are no locks on samples:
+two processes that write the same one at the same moment write the same bytes twice, and a process
+killed in the middle has published nothing. Only space is taken under a lock, for two microseconds,
+by a process that finds there that the sample is still absent; the lock dies with its holder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from tfcommx.data.slab_files import (
+    NEXT_AT,
+    SlabError,
+    allocation_lock,
+    free_memory,
+    is_still_at,
+    metadata_of,
+    open_or_create,
+    read_header,
+    try_exclusive_lock,
+)
+from tfcommx.data.sources.decode import HEAD, RECORD, record_bytes, record_head
+
+# In the index: neither disk nor source can give this sample.
+UNREADABLE = -1
+
+
+class Slab:
+    """One process's access to the slab of its node.
+
+    Args:
+        path: of the file, in shared memory, ending with `.slab`; the same on all processes of the
+            node.
+        key: hash of the contents; a living slab at this path with another key is refused.
+        count: samples of the data set, >= 0.
+        length: returns the bytes of the file, or refuses; asked only if there is no slab yet.
+            Memory is taken as it fills.
+        metadata: strings for `read_metadata`.
+
+    **Ranks:** every process of a node calls it, in any order and at any time; the first makes the
+    slab.
+    **Raises:** SlabError if the folder cannot be written, or a living slab has another key.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        key: str,
+        count: int,
+        length: Callable[[], int],
+        metadata: dict[str, str] | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self._owner = os.getpid()
+        metadata = {} if metadata is None else metadata
+        try:
+            self.file, self.created = open_or_create(self.path, key, count, length, metadata)
+        except OSError as error:
+            raise SlabError(
+                f"A slab cannot be made in {self.path.parent}: {error}. Give `memory` a folder of "
+                "shared memory that can be written and has room, usually /dev/shm."
+            ) from error
+        # Read once: nothing that another process writes there later is believed.
+        header = read_header(self.file)
+        found = metadata_of(self.file).get("key") if header else "a damaged header"
+        if header is None or header.count != count or found != key:
+            self.close()
+            raise SlabError(
+                f"{self.path} is in use with other contents: key {key} is required, found {found}. "
+                "Give the runs different `memory` folders."
+            )
+        self.count, self.data_at, self.length = header.count, header.data_at, header.length
+        self.id = header.id
+        self._map = mmap.mmap(self.file, self.length)
+        self.index = np.frombuffer(self._map, np.int64, count, header.index_at)
+        # It opens this file, and no other that has taken its path; the ops check the id too.
+        self.descriptor_path = f"/proc/self/fd/{self.file}"
+        self._lock = threading.Lock()
+        self.full = False
+
+    def _take(self, size: int, unless: int | None = None) -> int | None:
+        """Take room for `size` bytes, a multiple of 64.
+
+        Returns:
+            Its byte offset; None if the slab is full, 0 if the sample `unless` is present.
+        """
+        with self._lock, allocation_lock(self.file):
+            if unless is not None and self.get(unless) is not None:
+                return 0
+            at = self.used_bytes
+            # Another value would lead outside the records.
+            is_sound = self.data_at <= at <= self.length and at % RECORD == 0
+            if not is_sound or self.length - at < size:
+                self.full = True
+                return None
+            struct.pack_into("<q", self._map, NEXT_AT, at + size)
+        return at
+
+    def _write(self, sample: int, label: int, pixels: np.ndarray, at: int) -> bool:
+        """Write a record; False if the file system is full."""
+        pixels = np.ascontiguousarray(pixels)
+        head = record_head(sample, label, pixels)
+        try:  # without a copy of the pixels
+            return os.pwritev(self.file, [head, pixels], at) == RECORD + pixels.nbytes
+        except OSError:
+            return False
+
+    def put(self, sample: int, label: int, pixels: np.ndarray, at: int | None = None) -> bool:
+        """Write and publish a sample, uint8 [h, w, c].
+
+        Args:
+            at: byte offset where there is room for it, such as one of `holes`. None: in new room,
+                unless another process has put it there meanwhile.
+
+        Returns:
+            False if there is no room for it; `full` is then set.
+        """
+        if at is None:
+            at = self._take(record_bytes(pixels.nbytes), sample)
+        return at == 0 or self._publish(sample, label, pixels, at)
+
+    def _publish(self, sample: int, label: int, pixels: np.ndarray, at: int | None) -> bool:
+        """Write a record and let the index point to it."""
+        if at is None or not self._write(sample, label, pixels, at):
+            self.full = True
+            return False
+        self.index[sample] = at
+        return True
+
+    def holes(self) -> list[tuple[int, int]]:
+        """Return the room that samples have left between those that are present.
+
+        Only while nobody fills: what another process is writing looks free.
+
+        Returns:
+            (bytes, byte offset) of each, ascending.
+        """
+        starts = np.sort(self.index)
+        starts = starts[
+            (starts >= self.data_at) & (starts <= self.length - RECORD) & (starts % RECORD == 0)
+        ]
+        # The bytes of the pixels, at byte 16 of a record.
+        sizes = np.frombuffer(self._map, np.int64, self.length // 8)[(starts + 16) // 8]
+        ends = np.maximum.accumulate(
+            np.append(self.data_at, starts + RECORD - -sizes // RECORD * RECORD)
+        )
+        rooms = np.append(starts, self.used_bytes) - ends
+        return sorted(
+            (int(room), int(at)) for room, at in zip(rooms, ends, strict=True) if room > 0
+        )
+
+    def repair(self, sample: int, label: int, pixels: np.ndarray) -> bool:
+        """Write a sample again whose CRC is wrong.
+
+        If its size is legible, it is written over the damaged one, so that it is never absent.
+
+        Returns:
+            False if there is no room for it; it is then unpublished.
+        """
+        held = self.get(sample)
+        if held is None or held[0].nbytes != pixels.nbytes:
+            done = self._publish(sample, label, pixels, self._take(record_bytes(pixels.nbytes)))
+        else:
+            done = self._write(sample, label, pixels, int(self.index[sample]))
+        if not done:
+            self.forget(sample)
+        return done
+
+    def get(self, sample: int) -> tuple[np.ndarray, int] | None:
+        """Return (a view of the pixels uint8 [h, w, c], label); None if the sample is absent."""
+        at = int(self.index[sample])
+        if at < self.data_at or at % RECORD or at > self.length - RECORD:
+            return None
+        found, label, size, *shape, _ = HEAD.unpack_from(self._map, at)
+        height, width, channels = shape
+        if (
+            found != sample
+            or min(shape) < 1
+            or size != height * width * channels
+            or at + RECORD + size > self.length
+        ):
+            return None
+        return np.frombuffer(self._map, np.uint8, size, at + RECORD).reshape(shape), label
+
+    def intact(self, sample: int) -> bool:
+        """Tell whether a sample is present and its CRC is right. One pass over its bytes."""
+        got = self.get(sample)
+        if got is None:
+            return False
+        at = int(self.index[sample])
+        crc = zlib.crc32(got[0].data, zlib.crc32(self._map[at : at + 36]))
+        return crc == HEAD.unpack_from(self._map, at)[-1]
+
+    def mark_unreadable(self, sample: int) -> None:
+        """Mark a sample that neither disk nor source can give, so that nobody tries again."""
+        self.index[sample] = UNREADABLE
+
+    def unreadable(self, sample: int) -> bool:
+        """Tell whether a sample has been marked by `mark_unreadable`."""
+        return int(self.index[sample]) == UNREADABLE
+
+    def forget(self, sample: int) -> None:
+        """Unpublish a sample. Its bytes stay where they are."""
+        self.index[sample] = 0
+
+    @property
+    def filled(self) -> int:
+        """Number of samples that are present."""
+        return int(np.count_nonzero(self.index > 0))
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the file that have been given out."""
+        return struct.unpack_from("<q", self._map, NEXT_AT)[0]
+
+    def close(self) -> None:
+        """Close the slab; the last process of the node removes the slab and frees its memory.
+
+        May be called twice. Mappings stay valid, views of `get` too, but then all samples are
+        absent and all pixels 0. A forked child only closes its descriptor: the slab stays its
+        parent's.
+        """
+        if self.file < 0:
+            return
+        # A forked child has the same lock: an exclusive lock would succeed there, and an unlock
+        # would hold for both.
+        if os.getpid() == self._owner:
+            if try_exclusive_lock(self.file) and is_still_at(self.path, self.file):
+                free_memory(self.file)
+                self.path.unlink(missing_ok=True)
+            # The mapping has a duplicate of the descriptor, which would keep the lock.
+            fcntl.flock(self.file, fcntl.LOCK_UN)
+        os.close(self.file)
+        self.file = -1

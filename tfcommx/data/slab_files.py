@@ -1,0 +1,319 @@
+"""The files of slabs: how they are made, who uses them, and their removal if nobody does.
+
+Every process that uses a slab holds a shared flock on its file, which the kernel drops even at
+kill -9 and at a restart of the machine: a slab that can be locked exclusively has no living owner.
+It is then removed, never reused.
+
+All users of a machine can write to its shared memory. Only files whose name has this user's number,
+and that `own_files` accepts, are slabs here; all others are passed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import secrets
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tfcommx.core import PlanError
+from tfcommx.core.files import open_own
+
+MAGIC = b"TFCXSLB1"
+PAGE = 4096
+# Magic, samples, byte offset of the index, of the data, length, next free byte, id.
+_HEADER = struct.Struct("<8sqqqqqq")
+# Byte offset of the next free byte's number.
+NEXT_AT = 40
+# Byte offset of the metadata, a JSON text that ends with a zero byte.
+METADATA_AT = 256
+# FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+_PUNCH_HOLE = 1 | 2
+# "The folder that this process is in" and "fail if the new name is taken", for renameat2.
+_AT_FDCWD, _RENAME_NOREPLACE = -100, 1
+
+
+class SlabError(RuntimeError):
+    """A slab that cannot be made or used."""
+
+
+class Header(NamedTuple):
+    """The header of a slab, checked against its file."""
+
+    # Samples of the data set: entries of the index.
+    count: int
+    # Byte offsets of the index and of the first record.
+    index_at: int
+    data_at: int
+    # Bytes of the file.
+    length: int
+    # Bytes that have been given out, header and index included.
+    used: int
+    # Drawn when the slab was made.
+    id: int
+
+
+def prefix() -> str:
+    """Return how the names of this user's slabs begin."""
+    return f"tfcommx-{os.geteuid()}-"
+
+
+def paths(folder: str | Path, ending: str = "slab") -> list[Path]:
+    """Return the paths in `folder` that have the name of a slab of this user, in order."""
+    return sorted(Path(folder).glob(f"{prefix()}*.{ending}"))
+
+
+def read_header(file: int) -> Header | None:
+    """Read the header of an open file; None if it is no slab, or a damaged one."""
+    page = os.pread(file, _HEADER.size, 0)
+    if len(page) < _HEADER.size:
+        return None
+    magic, *numbers = _HEADER.unpack(page)
+    header = Header(*numbers)
+    is_sound = (
+        magic == MAGIC
+        and header.length == os.fstat(file).st_size
+        and 0 <= header.count <= header.length // 8
+        and header.index_at == PAGE
+        and header.data_at == overhead_bytes(header.count) <= header.used <= header.length
+    )
+    return header if is_sound else None
+
+
+def overhead_bytes(count: int) -> int:
+    """Return the bytes that a slab for `count` samples takes for its header and its index."""
+    return PAGE + -(-8 * count // PAGE) * PAGE
+
+
+@contextlib.contextmanager
+def allocation_lock(file: int) -> Iterator[None]:
+    """Hold the lock under which space of a slab is taken.
+
+    The lock belongs to the open file: it is dropped at the holder's death, and by no other close.
+    """
+
+    def ask(command: int, kind: int) -> None:
+        fcntl.fcntl(file, command, struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 8, 0))
+
+    ask(fcntl.F_OFD_SETLKW, fcntl.F_WRLCK)
+    try:
+        yield
+    finally:
+        ask(fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
+
+
+def try_exclusive_lock(file: int) -> bool:
+    """Try to lock a slab exclusively; True if no other process uses it.
+
+    A shared lock that this process held on the file is lost either way.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def free_memory(file: int) -> None:
+    """Give back the memory of a slab except its header.
+
+    A mapping that lives on, as TensorFlow's may, would keep all of it.
+    """
+    length = os.fstat(file).st_size - PAGE
+    # If this fails, the memory is freed with the last mapping.
+    ctypes.CDLL(None).fallocate(file, _PUNCH_HOLE, ctypes.c_long(PAGE), ctypes.c_long(length))
+
+
+def is_still_at(path: Path, file: int) -> bool:
+    """Return True if an open file is still the one at `path`."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(file))
+    except OSError:
+        return False
+
+
+def remove_if_unused(path: Path) -> bool:
+    """Remove a slab of this user that has no living owner; True if it was removed."""
+    try:
+        file = open_own(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        # A process that does not hold the lock must not: the holder may have made a new one by now.
+        if try_exclusive_lock(file) and is_still_at(path, file):
+            path.unlink(missing_ok=True)
+            return True
+        return False
+    finally:
+        os.close(file)
+
+
+def open_or_create(
+    path: Path, key: str, count: int, length: Callable[[], int], metadata: dict[str, str]
+) -> tuple[int, bool]:
+    """Open the slab at `path`, or make it; hold its shared lock.
+
+    Args:
+        path: ends with `.slab`.
+        key: hash of the contents.
+        count: samples of the data set, >= 0.
+        length: returns the bytes of a new file, or raises; it may add to `metadata`.
+        metadata: strings for `read_metadata`.
+
+    Returns:
+        The file's descriptor, and whether this process made the slab.
+
+    **Raises:** SlabError if another user's file is at `path`.
+    """
+    while True:
+        remove_if_unused(path)
+        try:
+            file = open_own(path, os.O_RDWR)
+        except FileNotFoundError:
+            made = _make(path, key, count, length(), metadata)
+            if made is not None:
+                return made, True
+            continue
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                raise
+            raise SlabError(
+                f"A slab of this user alone is required. {path} cannot be used: "
+                f"{error.strerror or error}. Remove it, or give `memory` a folder that other users "
+                "cannot write to."
+            ) from error
+        fcntl.flock(file, fcntl.LOCK_SH)
+        if is_still_at(path, file):
+            return file, False
+        os.close(file)
+
+
+def _make(path: Path, key: str, count: int, length: int, metadata: dict[str, str]) -> int | None:
+    """Make a slab under another name, then publish it; None if another process was first."""
+    part = path.with_suffix(f".{os.getpid()}-{secrets.token_hex(4)}.part")
+    file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        _write_header(file, key, count, length, metadata)
+        _rename_if_free(part, path)
+        return file
+    except (FileExistsError, FileNotFoundError):
+        os.close(file)
+        return None
+    except BaseException:
+        os.close(file)
+        raise
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _rename_if_free(part: Path, path: Path) -> None:
+    """Rename a file in one step. A name that is taken is a FileExistsError.
+
+    A link that is made before the old name is removed would give the slab two names meanwhile,
+    which `own_files` refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(part), os.fsencode(path)
+    if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(path))
+
+
+def _write_header(file: int, key: str, count: int, length: int, metadata: dict[str, str]) -> None:
+    """Give a new file its length, header and metadata."""
+    data_at = overhead_bytes(count)
+    length = max(length, data_at)
+    os.ftruncate(file, length)
+    os.posix_fallocate(file, 0, data_at)
+    text = json.dumps({"key": key, "pid": os.getpid(), "created": time.time(), **metadata}).encode()
+    if len(text) >= PAGE - METADATA_AT:
+        raise PlanError(
+            f"The facts of a slab must fit {PAGE - METADATA_AT} bytes. Received {len(text)}."
+        )
+    identity = secrets.randbits(63)
+    os.pwrite(file, _HEADER.pack(MAGIC, count, PAGE, data_at, length, data_at, identity), 0)
+    os.pwrite(file, text + b"\0", METADATA_AT)
+
+
+def remove_unused(folder: Path) -> list[Path]:
+    """Remove all slabs of this user in `folder`, complete or half made, that no process uses.
+
+    Returns:
+        The paths of those that were removed.
+    """
+    found = [*paths(folder), *paths(folder, "part")]
+    return [path for path in sorted(found) if remove_if_unused(path)]
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """Read what a slab says about itself: key, source, pid, created; {} if that is not legible."""
+    try:
+        file = open_own(path)
+    except OSError:
+        return {}
+    try:
+        return metadata_of(file)
+    finally:
+        os.close(file)
+
+
+def metadata_of(file: int) -> dict[str, Any]:
+    """Do as `read_metadata` for an open file."""
+    page = os.pread(file, PAGE, 0)
+    try:
+        metadata = json.loads(page[METADATA_AT:].split(b"\0", 1)[0])
+    except (ValueError, RecursionError):
+        return {}
+    return metadata if page.startswith(MAGIC) and isinstance(metadata, dict) else {}
+
+
+def reserved_bytes(path: Path) -> int:
+    """Return the bytes that a slab has reserved and not yet taken; 0 if it is gone.
+
+    What it reserves is `need` of its metadata, or its length if that has none.
+    """
+    try:
+        file = open_own(path)
+    except OSError:
+        return 0
+    try:
+        header = read_header(file)
+        if header is None:
+            return 0
+        need = metadata_of(file).get("need", header.length)
+        return max(0, min(int(need), header.length) - header.used)
+    except (TypeError, ValueError, OverflowError):
+        return 0
+    finally:
+        os.close(file)
+
+
+def slab_state(path: Path) -> tuple[int, int, int, bool]:
+    """Return what a slab holds, and whether it is in use.
+
+    Returns:
+        Samples of the data set, samples that are present, bytes given out, and whether a living
+        process uses the slab.
+
+    **Raises:** SlabError if the file is no slab; OSError if it is not this user's.
+    """
+    file = open_own(path)
+    try:
+        header = read_header(file)
+        if header is None:
+            raise SlabError(f"{path} is no slab. Remove it by hand if nothing needs it.")
+        index = np.frombuffer(os.pread(file, 8 * header.count, header.index_at), np.int64)
+        filled = int(np.count_nonzero(index > 0))
+        return header.count, filled, header.used, not try_exclusive_lock(file)
+    finally:
+        os.close(file)

@@ -1,0 +1,223 @@
+"""Which texts are names of hosts: one check, wherever names enter.
+
+They come from the user, from schedulers, scripts and other ranks, and go into the command lines of
+ssh, which horovodrun gives to a shell: `-Fconfig` would be an option that runs a program.
+
+The hosts of a launch: as the user writes them, from a hostfile, or from the job's allocation.
+
+    scheduler                          what is read
+    Slurm                              SLURM_JOB_NODELIST, SLURM_TASKS_PER_NODE
+    PBS, Torque                        the file PBS_NODEFILE, a line a slot
+    LSF                                the file LSB_DJOB_HOSTFILE, or LSB_MCPU_HOSTS
+    Kubernetes' MPI operator           the hostfile that it names or mounts
+
+**Ranks:** local, in the launcher. Needs neither TensorFlow nor Horovod.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from tfcommx.core import PlanError
+
+# Of letters, digits and "._-", which horovodrun takes; longer ones no resolver takes
+HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}")
+
+
+def is_host_name(name: object) -> bool:
+    """Return True if this is the name or the IPv4 address of a host.
+
+    >>> [is_host_name(name) for name in ("gpu-07.example.org", "10.0.0.2", "-Fconfig", "a;b", 7)]
+    [True, True, False, False, False]
+    """
+    return isinstance(name, str) and HOST_NAME.fullmatch(name) is not None
+
+
+def check_host_name(name: object, source: str) -> str:
+    """Return the name of a host.
+
+    Args:
+        name: as it was received.
+        source: where from, for the message.
+
+    **Raises:** PlanError if it is none.
+    """
+    if not is_host_name(name):
+        raise PlanError(
+            "A host's name must be made of the letters A to Z, digits, `.`, `_` and `-`, begin "
+            "with a letter, digit or `_`, and have at most 253 characters. Received "
+            f"{name!r:.80} from {source}. Name the host by its address, or as ssh knows it."
+        )
+    return str(name)
+
+
+# Where the MPI operator mounts the workers of its job
+KUBERNETES_HOSTFILE = Path("/etc/mpi/hostfile")
+# Open MPI 4 and 5 read these; the MPI operator sets the first
+HOSTFILE_VARIABLES = ("OMPI_MCA_orte_default_hostfile", "PRTE_MCA_prte_default_hostfile")
+
+
+class Host(NamedTuple):
+    """A host and the number of ranks that may run on it."""
+
+    name: str
+    slots: int
+
+
+class Allocation(NamedTuple):
+    """The hosts that a scheduler has given to this job."""
+
+    # Who says so, for messages
+    source: str
+    hosts: list[Host]
+
+
+def merge(names: list[tuple[str, int]], source: str) -> list[Host]:
+    """Add the slots of hosts that are named several times; the first mention gives the order.
+
+    All hosts of a launch pass here. **Raises:** PlanError for a name that no host can have.
+    """
+    slots: dict[str, int] = {}
+    for name, count in names:
+        slots[check_host_name(name, source)] = slots.get(name, 0) + count
+    return [Host(name, count) for name, count in slots.items()]
+
+
+def parse_hosts(text: str, source: str = "-H") -> list[Host]:
+    """Read hosts as horovodrun's -H has them; a host without a number has one slot.
+
+    **Raises:** PlanError for what is no host; `source` is named in its message.
+
+    >>> parse_hosts("node1:4,node2")
+    [Host(name='node1', slots=4), Host(name='node2', slots=1)]
+    """
+    found = []
+    for word in text.split(","):
+        match = re.fullmatch(r"([^:\s]+)(?::([1-9][0-9]*))?", word.strip())
+        if not match:
+            raise PlanError(
+                "Hosts must be NAME:SLOTS, separated by commas, such as node1:4,node2:4. "
+                f"Received {word!r} from {source}."
+            )
+        found.append((match[1], int(match[2] or 1)))
+    return merge(found, source)
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """Read a hostfile: a line a host, `node1 slots=4` or `node1:4`; `#` begins a remark.
+
+    A host without a number has one slot, and may be named again.
+    **Raises:** PlanError if it cannot be read, or holds no host.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise PlanError(f"A hostfile is required at {path}. Received: {error}.") from None
+    found: list[tuple[str, int]] = []
+    for line in lines:
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        slots = re.search(r"\sslots\s*=\s*(\d+)", text)
+        (host,) = parse_hosts(text.split()[0], str(path))
+        found.append((host.name, int(slots[1]) if slots else host.slots))
+    if not found:
+        raise PlanError(f"A hostfile must name at least one host. Received an empty {path}.")
+    return merge(found, str(path))
+
+
+def expand_nodelist(text: str) -> list[str]:
+    """Return the host names of a Slurm node list, as `scontrol show hostnames` does.
+
+    >>> expand_nodelist("gpu[1-3,07],login")
+    ['gpu1', 'gpu2', 'gpu3', 'gpu07', 'login']
+    """
+    names = []
+    for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        parts = [_numbers(part) for part in re.findall(r"\[[^\]]*\]|[^\[]+", entry)]
+        names += ["".join(words) for words in itertools.product(*parts)]
+    return names
+
+
+def _numbers(part: str) -> list[str]:
+    """Return what a part of a node list's entry stands for: itself, or the numbers in brackets."""
+    if not part.startswith("["):
+        return [part]
+    numbers = []
+    for piece in part[1:-1].split(","):
+        first, _, last = piece.partition("-")
+        width = len(first)
+        numbers += [f"{n:0{width}d}" for n in range(int(first), int(last or first) + 1)]
+    return numbers
+
+
+def expand_tasks(text: str) -> list[int]:
+    """Return the tasks of each node, as Slurm writes them.
+
+    >>> expand_tasks("4(x2),3")
+    [4, 4, 3]
+    """
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
+
+
+def allocation() -> Allocation | None:
+    """Return the hosts of this job's allocation; None outside of one.
+
+    **Raises:** PlanError if a scheduler's variables or files cannot be read.
+    """
+    if nodes := os.environ.get("SLURM_JOB_NODELIST"):
+        names = expand_nodelist(nodes)
+        tasks = expand_tasks(os.environ.get("SLURM_TASKS_PER_NODE", f"1(x{len(names)})"))
+        if len(names) != len(tasks):
+            raise PlanError(
+                f"SLURM_TASKS_PER_NODE must have a number for each of the {len(names)} nodes of "
+                f"SLURM_JOB_NODELIST={nodes}. Received {os.environ['SLURM_TASKS_PER_NODE']!r}. "
+                "Name the hosts by -H."
+            )
+        return Allocation("Slurm", merge(list(zip(names, tasks, strict=True)), "Slurm"))
+    for variable in ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE"):
+        if file := os.environ.get(variable):
+            return Allocation(variable, read_hostfile(Path(file)))
+    if words := os.environ.get("LSB_MCPU_HOSTS", "").split():
+        pairs = zip(words[::2], map(int, words[1::2]), strict=True)
+        return Allocation("LSB_MCPU_HOSTS", merge(list(pairs), "LSB_MCPU_HOSTS"))
+    files = [Path(os.environ[name]) for name in HOSTFILE_VARIABLES if os.environ.get(name)]
+    for path in (*files, *[KUBERNETES_HOSTFILE] * KUBERNETES_HOSTFILE.is_file()):
+        return Allocation(str(path), read_hostfile(path))
+    return None
+
+
+def ranks_on(hosts: list[Host], ranks: int, source: str) -> list[Host]:
+    """Return the first hosts, and of the last one as many slots as so many ranks need.
+
+    Horovod 0.28 starts a rank on every slot of -H, whatever -np says.
+
+    Args:
+        hosts: with their slots.
+        ranks: how many ranks are to be started, >= 1.
+        source: of the hosts, for the message.
+
+    **Raises:** PlanError if there are too few slots.
+
+    >>> ranks_on([Host("node1", 4), Host("node2", 4)], 5, "-H")
+    [Host(name='node1', slots=4), Host(name='node2', slots=1)]
+    """
+    slots = sum(host.slots for host in hosts)
+    if ranks > slots:
+        each = -(-ranks // len(hosts))
+        wider = ",".join(f"{host.name}:{each}" for host in hosts)
+        raise PlanError(
+            f"-np must be at most the number of slots. Received -np {ranks}, and {slots} slots "
+            f"from {source}. Give fewer, or name the hosts with more: -H {wider}."
+        )
+    chosen: list[Host] = []
+    for host in hosts:
+        free = ranks - sum(one.slots for one in chosen)
+        if free > 0:
+            chosen.append(Host(host.name, min(host.slots, free)))
+    return chosen

@@ -1,0 +1,175 @@
+"""What horovodrun, mpirun and the user say about this process, in environment variables.
+
+To add a launcher that sets variables of its own, and whose ranks find each other by ours: see
+cluster_environment. One that Horovod itself knows is a row of VARIABLES here, and words of its own
+in `horovodrun.Launch.words` if `tfcommx run` shall start it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from tfcommx.core import PlanError, local_path
+from tfcommx.core.files import open_private
+from tfcommx.launch.cluster_environment import cluster_environment
+
+# How a launch is written whose last process holds the centre of elastic averaging
+CENTRE_LAUNCH = (
+    "`tfcommx run -np 9 -H node1:4,node2:5 --mpi --mpi-args=--enable-recovery -- tfcommx centre -- "
+    "python train.py`, for 8 ranks that train"
+)
+# In it: the launch's name, so that launches which a script makes are not taken for it
+CENTRE_VARIABLE = "TFCOMMX_CENTRE"
+# Kind -> prefix of its variables, and those by which processes of one launch recognise each other
+VARIABLES = {
+    "gloo": ("HOROVOD", ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")),
+    "mpi": ("OMPI_COMM_WORLD", ("PMIX_NAMESPACE",)),
+}
+
+
+class Launcher(NamedTuple):
+    """What the launcher says about this process, before Horovod starts."""
+
+    # "gloo", "mpi" or "none"; "environment": before `rendezvous.join` makes it a Gloo launch
+    kind: str
+    # Of the ranks that train; a process that holds a centre has the number `size`
+    rank: int
+    size: int
+    # Number of the process on its host, from 0: chooses the GPU
+    local_rank: int
+    # Whether the launch has one more process, which holds the centre of elastic averaging
+    centre: bool = False
+
+
+def launcher() -> Launcher:
+    """Read the launcher's environment variables; without any the process is alone.
+
+    **Ranks:** local. Needs neither TensorFlow nor Horovod.
+    """
+    for kind, (prefix, _) in VARIABLES.items():
+        if f"{prefix}_RANK" in os.environ:
+            rank, size, local_rank = (
+                _number(f"{prefix}_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK")
+            )
+            launch = os.environ.get("PMIX_NAMESPACE", "")
+            centre = kind == "mpi" and launch == os.environ.get(CENTRE_VARIABLE)
+            return Launcher(kind, rank, size - centre, local_rank, centre)
+    if (here := cluster_environment()) is not None:
+        return Launcher("environment", here.rank, here.size, here.local_rank or 0)
+    return Launcher("none", 0, 1, 0)
+
+
+def on_one_host() -> bool:
+    """Return True if the launcher has started all processes of the launch on this host."""
+    for prefix, _ in VARIABLES.values():
+        if size := os.environ.get(f"{prefix}_SIZE"):
+            return os.environ.get(f"{prefix}_LOCAL_SIZE") == size
+    return False
+
+
+def _number(name: str) -> int:
+    value = os.environ.get(name, "")
+    if not value.isdecimal():
+        raise PlanError(
+            f"{name} must be a whole number >= 0, as horovodrun and mpirun set it. Received "
+            f"{value!r}. Unset what another launch has left in the environment."
+        )
+    return int(value)
+
+
+def seconds_from(name: str, default: float | None, off: bool = False) -> float | None:
+    """Return the seconds that an environment variable says, > 0; without it the default.
+
+    Args:
+        name: of the variable.
+        default: what holds without it.
+        off: whether 0 is allowed; it then means None.
+
+    **Raises:** PlanError for what is no such number.
+    """
+    word = os.environ.get(name)
+    if word is None:
+        return default
+    try:
+        seconds = float(word)
+    except ValueError:
+        seconds = -1.0
+    if off and seconds == 0:
+        return None
+    if not 0 < seconds < math.inf:
+        raise PlanError(
+            f"{name} must be a number of seconds > 0{', or 0 for off' * off}. Received {word!r}."
+        )
+    return seconds
+
+
+def rendezvous_seconds(default: float) -> float:
+    """Return how long ranks wait for each other at the start."""
+    return seconds_from("TFCOMMX_RENDEZVOUS_SECONDS", default)
+
+
+def message_timeout(default: float) -> float:
+    """Return the seconds that a rank waits for a message before it gives up."""
+    return seconds_from("TFCOMMX_MESSAGE_TIMEOUT_SECONDS", default)
+
+
+def run_name() -> str:
+    """Return a name that all processes of this run have, and no other run on the machine.
+
+    It is the launch's; of a process that no launcher started, it is made of the process.
+    **Raises:** PlanError if the launcher gives none.
+    """
+    kind = launcher().kind
+    if kind == "none":
+        # A process number may come again, and another container may have it: together with the
+        # time of its start it means one process.
+        line = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
+        return f"{os.getpid()} {line.rpartition(')')[2].split()[19]}"
+    if kind not in VARIABLES:
+        raise PlanError(
+            "The run has a name once its ranks have met. Received a process that has not called "
+            "tfcommx.init() yet. Call it first."
+        )
+    _, names = VARIABLES[kind]
+    if missing := [name for name in names if name not in os.environ]:
+        raise PlanError(
+            f"A name of the run is required in {' and '.join(names)}, as horovodrun and mpirun "
+            f"set them. Received none in {' and '.join(missing)}. Launch with one of them, or set "
+            "it, equal on all ranks."
+        )
+    return " ".join(os.environ[name] for name in names)
+
+
+def launch_interfaces() -> list[str]:
+    """Return the network interfaces that the launcher gave to Horovod; none if it gave none."""
+    of_gloo, of_open_mpi = "HOROVOD_GLOO_IFACE", "OMPI_MCA_btl_tcp_if_include"
+    names = os.environ.get(of_gloo) or os.environ.get(of_open_mpi) or ""
+    return [name for name in names.split(",") if name]
+
+
+def cache_folder() -> Path:
+    """Return where measurements are kept from one run to the next, on the machine of rank 0.
+
+    TFCOMMX_CACHE; without it `tfcommx` in XDG_CACHE_HOME, or in ~/.cache; in the folder of
+    temporary files for a user who has no home.
+
+    **Raises:** PlanError for an address such as gs://bucket/cache, and for a folder of temporary
+    files that another user has made.
+    """
+    if own := os.environ.get("TFCOMMX_CACHE"):
+        return local_path("TFCOMMX_CACHE", own)
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return local_path("XDG_CACHE_HOME", shared) / "tfcommx"
+    try:
+        return Path.home() / ".cache" / "tfcommx"
+    except RuntimeError:  # A container's user without a home
+        folder = Path(tempfile.gettempdir()) / f"tfcommx-{os.getuid()}"
+        try:
+            os.close(open_private(folder))  # Another user could have made it
+        except OSError as error:
+            raise PlanError(f"{error} Or set TFCOMMX_CACHE to another folder.") from error
+        return folder

@@ -1,0 +1,139 @@
+"""What `tfcommx run` has told this rank of a supervised run, and rank 0's connection to it.
+
+What they say to each other stands in supervisor/generation.py. A supervised run is a series of
+generations of ranks. What one has in memory lies in a folder of its host's shared memory, where
+the next one finds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tfcommx.core import PlanError
+from tfcommx.launch.handshake import LARGEST_MESSAGE, NO_PARTNER, Handshake
+
+log = logging.getLogger("tfcommx")
+
+PROTOCOL = "tfcommx supervisor 1"
+# Exit status of ranks that the next generation replaces: of sysexits.h, "try again later"
+PAUSED = 75
+# The shared memory of a host
+MEMORY = "/dev/shm"
+# For one address of the supervisor to answer
+DIAL_SECONDS = 5.0
+
+
+class Supervision(NamedTuple):
+    """A supervised run, as one of its ranks sees it."""
+
+    # The same in all generations
+    run: str
+    # From 0
+    generation: int
+    # What all ranks and the supervisor know
+    secret: str
+    # Where the supervisor listens, best address first
+    places: tuple[tuple[str, int], ...]
+    # As the launch calls this host
+    host: str
+
+    @property
+    def memory(self) -> Path:
+        """This host's folder, for what the next generation is to find; it need not be there."""
+        return Path(MEMORY) / f"tfcommx-{os.getuid()}-{self.run}-{self.host}"
+
+    def handshake(self, protocol: str) -> Handshake:
+        """Return what ranks and supervisor of this generation prove to each other."""
+        return Handshake(self.secret, protocol, (self.run, str(self.generation)))
+
+
+@functools.cache
+def supervision() -> Supervision | None:
+    """Return the run that this rank belongs to; None if nobody supervises it.
+
+    **Ranks:** local. **Raises:** PlanError for variables that a supervisor has not written so.
+    """
+    run = os.environ.get("TFCOMMX_RUN")
+    if not run:
+        return None
+    host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+    try:
+        addresses, _, port = os.environ["TFCOMMX_SUPERVISOR"].rpartition(":")
+        return Supervision(
+            run,
+            int(os.environ["TFCOMMX_GENERATION"]),
+            _filled("TFCOMMX_SUPERVISOR_SECRET"),
+            tuple((address, int(port)) for address in addresses.split(",")),
+            host,
+        )
+    except (KeyError, ValueError) as error:
+        raise PlanError(
+            "A supervised run needs what `tfcommx run` sets beside TFCOMMX_RUN: "
+            "TFCOMMX_GENERATION, TFCOMMX_SUPERVISOR and TFCOMMX_SUPERVISOR_SECRET. Received "
+            f"{error}. Unset TFCOMMX_RUN, or start with `tfcommx run`."
+        ) from error
+
+
+def _filled(name: str) -> str:
+    """Return a variable. **Raises:** ValueError if it is empty: any process would know it."""
+    if not (value := os.environ[name].strip()):
+        raise ValueError(f"an empty {name}")
+    return value
+
+
+class SupervisorLink:
+    """Rank 0's connection to the supervisor; training goes on without it."""
+
+    def __init__(self, supervised: Supervision, size: int) -> None:
+        """Connect; `size` is the number of ranks. A supervisor that does not answer is logged."""
+        # Whether the supervisor wants the ranks to end for the next generation
+        self.asked_to_pause = threading.Event()
+        self._connection: socket.socket | None = None
+        self._sending = threading.Lock()
+        handshake, errors = supervised.handshake(PROTOCOL), []
+        for place in supervised.places:
+            try:
+                connection = socket.create_connection(place, DIAL_SECONDS)
+            except OSError as error:
+                errors.append(f"{place[0]}:{place[1]} ({error})")
+                continue
+            try:
+                handshake.call(
+                    connection, {"rank": 0, "size": size}, time.monotonic() + DIAL_SECONDS
+                )
+            except NO_PARTNER as error:
+                connection.close()
+                errors.append(f"{place[0]}:{place[1]} ({error})")
+                continue
+            connection.settimeout(None)
+            self._connection = connection
+            threading.Thread(target=self._listen, name="tfcommx-link", daemon=True).start()
+            return
+        log.warning(
+            "The supervisor of this run does not answer at %s: it cannot say how far the run is, "
+            "and no host can join.",
+            ", ".join(errors),
+        )
+
+    def say(self, **message: Any) -> None:
+        """Tell the supervisor; nothing happens if it is gone."""
+        with self._sending, contextlib.suppress(OSError):
+            if self._connection is not None:
+                line = json.dumps(message).encode() + b"\n"
+                self._connection.sendall(line, socket.MSG_NOSIGNAL)
+
+    def _listen(self) -> None:
+        assert self._connection is not None
+        with contextlib.suppress(*NO_PARTNER), self._connection.makefile("rb") as lines:
+            while line := lines.readline(LARGEST_MESSAGE):
+                if "pause" in json.loads(line):
+                    self.asked_to_pause.set()

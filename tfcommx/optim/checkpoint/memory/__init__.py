@@ -1,1 +1,0 @@
-"""Snapshots of a supervised run in the memory of its hosts."""

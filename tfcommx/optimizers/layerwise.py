@@ -1,0 +1,155 @@
+"""What LARS and LAMB share: which variables have a trust ratio, and the ratios."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfcommx.core import PlanError, check_name
+from tfcommx.kernels.lars import squared_norms, squared_norms_definition
+from tfcommx.optim.keras_internals import UpdatesTogether, compiled_by_xla
+from tfcommx.optim.requested_plan import path_of
+from tfcommx.optimizers.parallel_operator import parallel_operator
+from tfcommx.optimizers.parallel_shares import MODES
+
+# Biases, and the scales and offsets of normalisation: few, near 0 or 1, and not scale-free.
+EXCLUDED = ("*bias", "*gamma", "*beta", "*scale")
+RANGES: dict[str, Callable[[float], bool]] = {
+    "in [0, 1)": lambda value: 0 <= value < 1,
+    "above 0": lambda value: value > 0,
+    ">= 0": lambda value: value >= 0,
+}
+
+
+class LayerwiseOptimizer(UpdatesTogether, keras.optimizers.Optimizer):
+    """A Keras optimizer whose learning rate has a trust ratio for each variable.
+
+    Args:
+        learning_rate: as Keras's optimizers take it.
+        weight_decay: >= 0; None: none.
+        exclude: patterns of variable paths, as in file names: such variables have the ratio 1 and
+            no weight decay. Keras's `exclude_from_weight_decay` takes others from the decay alone.
+        norms: who computes the norms. "local": every rank all. "parallel": a share each, by
+            `parallel_operator`; "auto": what takes less time. Both need a wrapped optimizer on
+            several ranks whose weights stay equal and which all update (not strategy="root");
+            otherwise they are local.
+        keras_options: the other arguments of every Keras optimizer.
+
+    **Raises:** PlanError for numbers out of range, or an `exclude` that is no list of patterns.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any,
+        weight_decay: float | None,
+        exclude: Sequence[str],
+        norms: str,
+        **keras_options: Any,
+    ) -> None:
+        check_name("norms", norms, MODES)
+        if isinstance(exclude, str) or not all(isinstance(pattern, str) for pattern in exclude):
+            raise PlanError(
+                "`exclude` must be a list of patterns of variable paths, such as "
+                f"{list(EXCLUDED)}. Received {exclude!r}."
+            )
+        check_number("weight_decay", weight_decay or 0.0, ">= 0")
+        super().__init__(learning_rate=learning_rate, weight_decay=weight_decay, **keras_options)
+        self.exclude, self.norms = tuple(exclude), norms
+
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        """Make the state for these variables."""
+        super().build(variables)
+        # Of each variable: whether it has a ratio of its own, and whether it decays
+        self.adapted = tuple(not self.excludes(path_of(variable)) for variable in variables)
+        self.decays = tuple(
+            adapted and self.uses_weight_decay(variable)
+            for adapted, variable in zip(self.adapted, variables, strict=True)
+        )
+
+    def excludes(self, path: str) -> bool:
+        """Tell whether a variable of this path has the ratio 1 and no weight decay.
+
+        >>> LayerwiseOptimizer(0.1, None, ["*bias"], "local").excludes("dense/bias")
+        True
+        """
+        return any(fnmatch.fnmatchcase(path, pattern) for pattern in self.exclude)
+
+    def decay_of(self, position: int) -> float:
+        """Return the weight decay of a variable: 0 if it is excluded here or in Keras's way."""
+        return (self.weight_decay or 0.0) if self.decays[position] else 0.0
+
+    def ratios(
+        self,
+        positions: Sequence[int],
+        variables: Sequence[tf.Variable],
+        updates: Sequence[tf.Tensor],
+        formula: Callable[[tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor],
+    ) -> tf.Tensor:
+        """Return the trust ratio of each variable.
+
+        Args:
+            positions: of the variables, among those that the optimizer was built for.
+            variables: the weights.
+            updates: what the ratio compares them with, of the same shapes.
+            formula: (norms of the weights, norms of the updates, weight decay of each) -> the
+                ratios where both norms are above 0; they are 1 elsewhere.
+
+        Returns:
+            float32 [number of variables].
+
+        **Cost:** one pass over the weights and updates that are not excluded.
+        """
+        mine = [i for i, position in enumerate(positions) if self.adapted[position]]
+        if not mine:
+            return tf.ones([len(positions)])
+        weights = {i: tf.convert_to_tensor(variables[i]) for i in mine}
+        pairs = [(_for_norms(weights[i]), _for_norms(updates[i])) for i in mine]
+        if self.norms == "local" or not shares_norms(self):
+            squares = _squares(pairs)
+        else:
+            squares = tf.stack(parallel_operator(_rows_of_squares, pairs, self.norms))
+        weight_norms, update_norms = tf.unstack(tf.sqrt(squares), axis=1)
+        known = (weight_norms > 0) & (update_norms > 0)
+        decays = tf.constant([self.decay_of(positions[i]) for i in mine], tf.float32)
+        found = tf.where(known, formula(weight_norms, update_norms, decays), 1.0)
+        order = [mine.index(i) if i in mine else len(mine) for i in range(len(positions))]
+        return tf.gather(tf.concat([found, [1.0]], axis=0), order)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments that make an equal optimizer."""
+        return {**super().get_config(), "exclude": list(self.exclude), "norms": self.norms}
+
+
+def shares_norms(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Tell whether all ranks update equal weights by this optimizer, so that they can share."""
+    exchanger = getattr(optimizer, "exchanger", None)
+    if exchanger is None or exchanger.ranks == 1:
+        return False
+    return exchanger.settings.strategy.updates_alike
+
+
+def check_number(what: str, value: float, wanted: str) -> float:
+    """Return a number in the range that is `wanted`, a key of RANGES. **Raises:** PlanError."""
+    if not isinstance(value, int | float) or not RANGES[wanted](value):
+        raise PlanError(f"`{what}` must be a number {wanted}. Received {value!r}.")
+    return float(value)
+
+
+def _squares(pairs: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> tf.Tensor:
+    """Return the squared norms of pairs, float32 [pairs, 2]."""
+    both = [one for pair in pairs for one in pair]
+    squares = (squared_norms_definition if compiled_by_xla() else squared_norms)(both)
+    return tf.reshape(squares, [len(pairs), 2])
+
+
+def _rows_of_squares(pairs: Sequence[tuple[tf.Tensor, tf.Tensor]]) -> list[tf.Tensor]:
+    return tf.unstack(_squares(pairs))
+
+
+def _for_norms(tensor: tf.Tensor) -> tf.Tensor:
+    known = (tf.float32, tf.float16, tf.bfloat16)
+    return tensor if tensor.dtype in known else tf.cast(tensor, tf.float32)

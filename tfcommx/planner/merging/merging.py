@@ -1,0 +1,111 @@
+"""The interface of merging solvers: the prices they are given, and the finish they minimize.
+
+Gradients a, b, c become ready one after another; a and b travel together:
+
+    compute   |  a  | b | select ab |     c     | select c |
+    port                            |   message ab   |     |  message c |
+                                                                        finish
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tfcommx.core import PlanError, Profile, Scheme, check_name, check_whole
+
+# Entries of a group -> seconds.
+Seconds = Callable[[int], float]
+# The positions, in backward order, of the gradients of each group.
+Groups = list[list[int]]
+
+
+def nothing(entries: int) -> float:
+    """Price what takes no time."""
+    return 0.0
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a group of gradients costs, and what the user asks for.
+
+    >>> prices = Prices(message_s=lambda entries: 0.5 + 0.25 * entries)
+    >>> prices.startup_s
+    0.5
+    """
+
+    # Of the collectives of a group; a longer message never costs less.
+    message_s: Seconds
+    # Of selecting from a group before its message; a longer vector never costs less.
+    selection_s: Seconds = nothing
+    # "compute": the selection delays the backward pass; "beside": it has a stream of its own.
+    selection_on: str = "compute"
+    # Of an entry of the flat vector, >= 1.
+    entry_bytes: int = 4
+    # What the user asks for as the size of a bucket, >= 1.
+    bucket_bytes: int = Scheme.bucket_bytes
+
+    def __post_init__(self) -> None:
+        check_name("place of the selection", self.selection_on, ("compute", "beside"))
+        for name in ("entry_bytes", "bucket_bytes"):
+            check_whole(name, getattr(self, name), least=1)
+
+    @property
+    def startup_s(self) -> float:
+        """Seconds of a message without its entries: the papers' alpha."""
+        return max(2 * self.message_s(1) - self.message_s(2), 0.0)
+
+
+@dataclass(frozen=True)
+class Merging:
+    """A way to decide which gradients travel together."""
+
+    # In the table and in `Scheme.merging`.
+    name: str
+    # (profile of the gradients in backward order, prices) -> the positions of each group,
+    # ascending; every position is in exactly one group. A pure function, so equal on every rank.
+    groups: Callable[[Profile, Prices], Groups]
+    # Whether it asks when gradients are ready; otherwise a profile of sizes suffices.
+    needs_times: bool = True
+
+
+def ready_times(profile: Profile) -> list[float]:
+    """Return when all gradients up to each position are ready, from the start of the backward pass.
+
+    **Raises:** PlanError if the profile knows sizes only.
+    """
+    if profile.variables and not profile.timed:
+        raise PlanError(
+            f"A profile with times is required. The one of {profile.model!r} has sizes only. "
+            "Measure the model, derive a profile from its throughput, or use a merging by size "
+            "('threshold', 'single', 'each')."
+        )
+    return list(itertools.accumulate((row.ready_s for row in profile.variables), max))
+
+
+def finish_s(groups: Sequence[Sequence[int]], profile: Profile, prices: Prices) -> float:
+    """Return when the backward pass and all messages have ended, as drawn above.
+
+    `simulator.step.simulate` gives the same under the assumptions `IDEAL`.
+
+    Args:
+        groups: as a solver returns them.
+        profile: with times.
+        prices: what a group costs.
+
+    Returns:
+        Seconds from the start of the backward pass.
+    """
+    ready, sizes = ready_times(profile), [row.size for row in profile.variables]
+    delay = port = beside = 0.0
+    for group in groups:
+        size = sum(sizes[position] for position in group)
+        seconds = prices.selection_s(size)
+        if prices.selection_on == "compute":
+            delay += seconds
+            start = ready[group[-1]] + delay
+        else:
+            beside = start = max(beside, ready[group[-1]]) + seconds
+        port = max(port, start) + prices.message_s(size)
+    return max(port, profile.backward_s + delay)

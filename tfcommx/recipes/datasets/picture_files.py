@@ -1,0 +1,204 @@
+"""Pictures in NumPy arrays, from a file or from a user's function.
+
+Photographs in files: ImageNet's shards, class folders, data sets of TensorFlow Datasets.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from tfcommx.core import PlanError, reading
+from tfcommx.recipes.datasets.picture_dataset import IMAGENET_MEAN, IMAGENET_STD, PictureDataset
+from tfcommx.recipes.families import Data, DataError, Place
+
+if TYPE_CHECKING:
+    from tfcommx.data.sources.arrays import Arrays
+    from tfcommx.data.sources.source import Source
+
+ENTRIES = ("train_images", "train_labels", "test_images", "test_labels")
+
+
+class ArrayPictures(PictureDataset):
+    """Pictures in memory: how they are kept and served."""
+
+    name: Literal["arrays"] = "arrays"
+    # Names of the classes by number; empty: the numbers
+    classes: tuple[str, ...] = ()
+
+
+class ArrayFile(ArrayPictures):
+    """Pictures of one size in a NumPy file (`np.savez`).
+
+    Its entries are train_images uint8 [n, h, w, c] or [n, h, w], train_labels [n], test_images and
+    test_labels.
+    """
+
+    file: Path
+
+    def fetch(self) -> Path:
+        """Return the folder of the file."""
+        return self.file.parent
+
+    def build(self, place: Place) -> Data:
+        """Open the file on this rank. **Raises:** DataError for a file of another kind."""
+        with (
+            reading("A NumPy file", self.file, "Write it with np.savez.", DataError),
+            np.load(self.file) as content,
+        ):
+            missing = [entry for entry in ENTRIES if entry not in content]
+            arrays = [content[entry] for entry in ENTRIES if entry in content]
+        if missing:
+            raise DataError(
+                f"{self.file} needs the entries {', '.join(ENTRIES)}. Missing: "
+                f"{', '.join(missing)}. Write it with np.savez."
+            )
+        train, test = (arrays[0], arrays[1]), (arrays[2], arrays[3])
+        return _open(train, test, place, self, f"{self.file}: ")
+
+
+def open_arrays(
+    train: tuple[np.ndarray, np.ndarray],
+    test: tuple[np.ndarray, np.ndarray],
+    place: Place,
+    **options: Any,
+) -> Data:
+    """Open pictures that are in memory: what a user's own data set can return.
+
+    Args:
+        train: images uint8 [n, h, w, c] or [n, h, w], and labels [n].
+        test: the same for evaluation.
+        place: as the function received it.
+        options: fields of `PictureDataset` such as `flip=True`, and `classes`, the label names.
+
+    **Ranks:** every rank opens the same arrays; the node keeps one copy.
+    """
+    return _open(train, test, place, ArrayPictures(**options))
+
+
+def _open(
+    train: tuple[np.ndarray, np.ndarray],
+    test: tuple[np.ndarray, np.ndarray],
+    place: Place,
+    settings: ArrayPictures,
+    origin: str = "",
+) -> Data:
+    """Open arrays on this rank; `origin` stands before the errors about them."""
+    from tfcommx.recipes.datasets.pictures import Pictures
+
+    names = f"{origin}training arrays", f"{origin}test arrays"
+    sources = [_source(*part, name) for part, name in zip((train, test), names, strict=True)]
+    classes = settings.classes or tuple(map(str, range(int(max(sources[0].labels)) + 1)))
+    for source in sources:
+        least, most = int(min(source.labels)), int(max(source.labels))
+        if not 0 <= least <= most < len(classes):
+            raise DataError(
+                f"{source.name}: labels must be in [0, {len(classes)}), the number of classes. "
+                f"Received labels from {least} to {most} for {source.count} pictures. Correct "
+                "them, or name all classes."
+            )
+        source.classes = classes
+    return Pictures(settings, *sources, place)
+
+
+def _source(images: np.ndarray, labels: np.ndarray, name: str) -> Arrays:
+    """Return the source of some pictures. **Raises:** DataError if there are none, or no labels."""
+    from tfcommx.data.sources.arrays import Arrays
+
+    try:
+        source = Arrays(np.asarray(images), np.asarray(labels), (), name)
+    except PlanError as error:
+        raise DataError(f"{name}: {error}") from error
+    if not source.count:
+        raise DataError(f"{name}: pictures are required. There are none. Add some.")
+    return source
+
+
+IMAGENET_CLASSES = 1000
+
+
+class Photos(PictureDataset):
+    """Usual settings of photographs: random crops in training, centre crops in evaluation."""
+
+    crop: Literal["random", "center", "whole"] = "random"
+    test_crop: Literal["center", "whole"] = "center"
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
+
+    def open(
+        self, train: Source, test: Source, place: Place, classes: tuple[str, ...] = ()
+    ) -> Data:
+        """Open two sources on this rank, with these names of the classes or their own."""
+        from tfcommx.recipes.datasets.pictures import Pictures
+
+        return Pictures(self, train, test, place, classes=classes)
+
+
+class ImageNet(Photos):
+    """ImageNet 2012 in its usual shards, train-00000-of-01024 and validation-00000-of-00128."""
+
+    name: Literal["imagenet"] = "imagenet"
+    # Holds all shards
+    folder: Path
+
+    def fetch(self) -> Path:
+        """Return the folder; under ImageNet's licence you download it yourself."""
+        return self.folder
+
+    def build(self, place: Place) -> Data:
+        """Open the shards on this rank. **Raises:** PlanError for missing shards."""
+        from tfcommx.data.sources.tfrecord import imagenet
+
+        train, test = (imagenet(self.folder, split) for split in ("train", "validation"))
+        # The shards hold numbers only
+        return self.open(train, test, place, tuple(map(str, range(IMAGENET_CLASSES))))
+
+
+class ClassFolders(Photos):
+    """A folder with one folder for each split, and in these one for each class."""
+
+    name: Literal["folder"] = "folder"
+    folder: Path
+    # Names of the two folders inside
+    train: str = "train"
+    test: str = "test"
+
+    def fetch(self) -> Path:
+        return self.folder
+
+    def build(self, place: Place) -> Data:
+        """Open the folders on this rank. **Raises:** PlanError if there are no pictures."""
+        from tfcommx.data.sources.folder import Folder
+
+        return self.open(Folder(self.folder / self.train), Folder(self.folder / self.test), place)
+
+
+class TensorFlowDataset(Photos):
+    """A data set of TensorFlow Datasets by name, such as imagenette/160px-v2.
+
+    Prepare it before a run: otherwise every rank would download it.
+    """
+
+    name: Literal["tfds"] = "tfds"
+    dataset: str = Field(min_length=1)
+    train: str = "train"
+    test: str = "test"
+    # Where it is prepared; None: the library's own choice
+    folder: Path | None = None
+
+    def fetch(self) -> Path | None:
+        """Download and prepare the data set, unless that has been done."""
+        from tfcommx.data.sources.tfrecord import tfds
+
+        tfds(self.dataset, self.train, self.folder)
+        return self.folder
+
+    def build(self, place: Place) -> Data:
+        """Open it on this rank. **Raises:** PlanError for unknown data sets and splits."""
+        from tfcommx.data.sources.tfrecord import tfds
+
+        train, test = (tfds(self.dataset, split, self.folder) for split in (self.train, self.test))
+        return self.open(train, test, place)

@@ -1,0 +1,171 @@
+"""The contracts of a recipe's families: data set, model, task and optimizer.
+
+A member is a frozen class that validates its part of the YAML. Its `build` runs when training
+starts.
+
+    Dataset --build(place)--> Data --+--> Task.build(data) --> Objective
+                                     |                          | inputs, outputs
+                                     |                          v
+                                     |                        Model.build --> keras.Model
+                                     +--> batches of every step and of the evaluation
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
+    from tfcommx.collectives.comm import Comm
+    from tfcommx.core import Topology
+
+# Takes an object of this rank, and returns those of all ranks in the order of the ranks
+Gather = Callable[[Any], list[Any]]
+# Evaluates a model on this rank's batches of test samples; returns the scores over all ranks
+Scorer = Callable[["tf.data.Dataset", Gather], dict[str, float]]
+
+
+class DataError(RuntimeError):
+    """Data that is missing or damaged; the message ends with what to do."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The rank that opens a data set, among which others."""
+
+    topology: Topology
+    # In [0, topology.size)
+    rank: int
+    # Decides the order of the samples and their augmentation
+    seed: int = 0
+    # Threads that prepare batches; None: all processors of the process
+    threads: int | None = None
+
+
+class Data(Protocol):
+    """A data set, open on one rank.
+
+    It may have `contents`, a dictionary item -> value of what all ranks must have equally: what was
+    read on this node, such as the files of a class. With it a copy that differs is refused by name.
+    """
+
+    # Channels of the pictures, or words of the vocabulary
+    inputs: int
+    # Names of the classes by number; for text the words of the vocabulary
+    classes: tuple[str, ...]
+    # Samples for training, over all ranks
+    count: int
+    # Whether samples move between nodes from epoch to epoch: then `train` must not read ahead over
+    # an epoch's end
+    redistributes: bool
+
+    def steps(self, batch: int, resolution: int) -> int:
+        """Return the steps of an epoch, >= 0, the same on every rank and in every epoch.
+
+        Args:
+            batch: pictures, or word pieces, per step and rank.
+            resolution: pixels a side, or word pieces of the longest sentence.
+        """
+
+    def train(self, batch: int, resolution: int, epochs: range, step: int = 0) -> tf.data.Dataset:
+        """Return the training batches (inputs, labels) of some epochs, one after the other.
+
+        They are a pure function of the arguments and the place.
+
+        Args:
+            batch, resolution: as `steps` takes them.
+            epochs: numbers of the epochs, counted over the whole run: they decide the order.
+            step: first step of the first epoch, in [0, steps]: to resume in mid-epoch.
+        """
+
+    def test(self, batch: int, resolution: int) -> tf.data.Dataset:
+        """Return batches of this rank's share of the test samples, each sample once."""
+
+    def redistribute(self, epoch: int, comm: Comm) -> None:
+        """Move samples between nodes before an epoch, if `redistributes`. **Ranks:** all."""
+
+    def report(self, epoch: int) -> dict[str, float]:
+        """Return statistics of loading in an epoch; empty if there are none."""
+
+    def close(self) -> None:
+        """Free the memory."""
+
+
+class Dataset(Protocol):
+    """Which samples, where they are kept, and how they are augmented."""
+
+    def fetch(self) -> Path | None:
+        """Download the files if they are not on this machine; return their folder."""
+
+    def build(self, place: Place) -> Data:
+        """Open the data set on this rank.
+
+        **Ranks:** all; none waits for another. **Raises:** DataError, PlanError or SampleError for
+        missing or damaged samples.
+        """
+
+
+class Model(Protocol):
+    """A network and its sizes; one that takes a single resolution has a field `resolution`."""
+
+    def build(self, inputs: int, outputs: int) -> keras.Model:
+        """Build a network of `Objective.inputs` and `Objective.outputs`."""
+
+
+class Objective(Protocol):
+    """A task on one data set: loss, metrics and scores."""
+
+    @property
+    def inputs(self) -> int:
+        """Channels of the pictures, or words of the vocabulary."""
+
+    @property
+    def outputs(self) -> int:
+        """Logits of the network: classes, or words of the vocabulary."""
+
+    @property
+    def counted(self) -> str:
+        """The unit of batch size and throughput: "images", "word pieces", ..."""
+
+    @property
+    def scores(self) -> Sequence[str]:
+        """Names of the scores that `scorer` computes."""
+
+    def loss(self) -> keras.losses.Loss:
+        """Return the loss, a function of targets and outputs."""
+
+    def metrics(self) -> Sequence[Any]:
+        """Return Keras metrics, or their names; one is called `accuracy`."""
+
+    def targets(self, batches: tf.data.Dataset) -> tf.data.Dataset:
+        """Turn batches of (inputs, labels) into what `fit` takes: (inputs, targets[, weights])."""
+
+    def scorer(self, model: keras.Model) -> Scorer:
+        """Return a function that scores the model's current weights.
+
+        Names of scores begin with `test_`; `test_accuracy`, in [0, 1], is among them. It is made
+        anew for each resolution, so that TensorFlow traces each once.
+        """
+
+
+class Task(Protocol):
+    """What a network learns."""
+
+    def build(self, data: Data) -> Objective:
+        """Return the objective on these samples."""
+
+
+class OptimizerRecipe(Protocol):
+    """An optimizer and its settings, except the learning rate."""
+
+    @property
+    def momentum(self) -> float:
+        """Momentum of the optimizer, in [0, 1); 0 if it has none."""
+
+    def build(self) -> keras.optimizers.Optimizer:
+        """Build a plain Keras optimizer with learning rate 0: the run sets that of each step."""

@@ -1,0 +1,192 @@
+"""Rule `all`: every entry travels. The identity of the family.
+
+Rules of the native selection kernel, which fuses the choice with error feedback in one pass.
+
+Rule `exact`: the k largest magnitudes; of equal ones the lowest indices.
+
+Rule `mstopk`: all above a band that holds the k-th largest magnitude, and a random run of it.
+
+The band is 1/4096 wide, relative to its magnitude: what is chosen differs from the exact top k only
+in there.
+
+**Source:** Shi et al., Towards Scalable Distributed Training of Deep Learning on Public Cloud
+Clusters, 2021, Algorithm 1; we find the thresholds by counting in bins, in one pass, instead of by
+a binary search.
+
+Rule `dgc`: double sampling. A sample gives a threshold; of what reaches it, the k largest go.
+
+**Source:** Lin et al., Deep Gradient Compression, 2018, section 5. There, fewer than k entries
+travel if the sample's threshold is too high; here k always do: the threshold is aimed a quarter
+low, and if that fails, all entries compete.
+
+Rule `random`: k entries, every choice equally likely. What the other rules must beat.
+
+Rule `threshold`: entries whose magnitude reaches a fixed threshold, k of them.
+
+**Source:** Strom, Scalable Distributed DNN Training Using Commodity GPU Cloud Computing, 2015.
+There, as many travel as reach the threshold; here k always do: a random run of those that reach it
+if they are more, and a random run of the others for what is missing if they are fewer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from tfcommx.core import PlanError, Sparse
+from tfcommx.kernels import select as kernel
+from tfcommx.kernels import traced
+from tfcommx.kernels.select import below
+
+
+@dataclass(frozen=True)
+class All:
+    """Every entry, whatever its magnitude."""
+
+    def select(self, gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
+        """Choose all n entries of the gradient.
+
+        Args:
+            gradient: float [n].
+            k: n.
+            seed: not used.
+
+        **Cost:** one pass at most.
+        **Raises:** PlanError if k is not n.
+        """
+        size = traced.length(gradient)
+        if isinstance(size, int) and isinstance(k, int) and k != size:
+            raise PlanError(
+                f"Rule 'all' needs k = n. Received k={k}, n={size}. Use density 1, or another rule."
+            )
+        # Counted in int64: TensorFlow's int32 range would be made in the host's memory for a GPU
+        indices = tf.cast(tf.range(tf.size(gradient, tf.int64)), tf.int32)
+        return Sparse(indices, tf.cast(gradient, tf.float32), size)
+
+
+ALL = All()
+
+
+@dataclass(frozen=True)
+class NativeSelector:
+    """A rule of `kernels.select`."""
+
+    # As the kernel names it: "exact" or "mstopk"
+    name: str
+
+    def select(self, gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
+        """Choose k entries; see `kernels.select.select`."""
+        return kernel.select(gradient, k, seed, self.name)
+
+
+EXACT = NativeSelector("exact")
+
+
+MSTOPK = NativeSelector("mstopk")
+
+
+@dataclass(frozen=True)
+class Dgc:
+    """The k largest of the entries that a sampled threshold lets through."""
+
+    # Share of the entries that is sampled, as in the paper
+    sampled: float = 0.01
+    # Entries in a sample, at least: fewer tell nothing of a density of 0.001
+    at_least: int = 1024
+    # The sample's threshold is one that this many times k entries should reach
+    margin: float = 1.25
+
+    def select(self, gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
+        """Choose k entries of float [n] by double sampling.
+
+        **Ranks:** local.
+        **Cost:** three passes, a sample, and a partial sort of about 1.25 k entries on one thread;
+        of all n if the sample misled.
+        """
+        acc = tf.cast(gradient, tf.float32)
+        magnitude = _magnitude(acc)
+        # Int64: TensorFlow moves a GPU's int32 through the host
+        reaching = tf.where(magnitude >= self._threshold(magnitude, k, seed))[:, 0]
+        reaching = tf.cond(
+            tf.size(reaching) >= k,
+            lambda: reaching,
+            lambda: tf.range(tf.cast(tf.size(acc), tf.int64)),
+        )
+        largest = tf.math.top_k(tf.gather(magnitude, reaching), k).indices
+        indices = tf.cast(tf.sort(tf.gather(reaching, largest)), tf.int32)
+        return Sparse(indices, tf.gather(acc, indices), traced.length(gradient))
+
+    def _threshold(self, magnitude: tf.Tensor, k: int, seed: int) -> tf.Tensor:
+        """Return the magnitude that about margin * k entries reach, as a sample tells."""
+        size = tf.size(magnitude)
+        samples = tf.cast(self.sampled * tf.cast(size, tf.float32), tf.int32)
+        samples = tf.maximum(samples, self.at_least)
+        seeds = tf.stack([tf.cast(seed, tf.int64), tf.constant(0, tf.int64)])
+        drawn = tf.random.stateless_uniform([samples], seeds, 0, tf.maximum(size, 1), tf.int32)
+        share = tf.cast(k, tf.float32) / tf.cast(tf.maximum(size, 1), tf.float32)
+        rank = tf.math.ceil(self.margin * share * tf.cast(samples, tf.float32))
+        rank = tf.clip_by_value(tf.cast(rank, tf.int32), 1, samples)
+        return tf.reduce_min(tf.math.top_k(tf.gather(magnitude, drawn), rank).values)
+
+
+def _magnitude(x: tf.Tensor) -> tf.Tensor:
+    """Return |x|, with infinity for NaN, as float32 [n]; denormals may all compare as zero."""
+    return tf.where(tf.math.is_finite(x), tf.abs(x), float("inf"))
+
+
+DGC = Dgc()
+
+
+@dataclass(frozen=True)
+class Random:
+    """Any k entries, whatever their magnitudes."""
+
+    def select(self, gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
+        """Choose k entries of float [n] at random, NaN and Inf before all else.
+
+        **Ranks:** equal seeds choose equal entries of vectors of equal length, if all are finite.
+        **Cost:** a random number an entry, and one selection among those.
+        """
+        acc = tf.cast(gradient, tf.float32)
+        seeds = tf.stack([tf.cast(seed, tf.int64), tf.constant(1, tf.int64)])
+        lots = tf.random.stateless_uniform(tf.shape(acc), seeds)
+        lots = tf.where(tf.math.is_finite(acc), lots, float("inf"))
+        indices = kernel.select(lots, k, seed, "exact").indices
+        return Sparse(indices, tf.gather(acc, indices), traced.length(gradient))
+
+
+RANDOM = Random()
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Those that reach a threshold first, then others."""
+
+    # Magnitude, in units of the gradient, > 0
+    threshold: float = 1e-3
+
+    def select(self, gradient: tf.Tensor, k: int, seed: int = 0) -> Sparse:
+        """Choose k entries of float [n], NaN and Inf before all else.
+
+        **Ranks:** local.
+        **Cost:** some eight passes, no sort of more than k entries.
+        """
+        acc = tf.cast(gradient, tf.float32)
+        bad = ~tf.math.is_finite(acc)
+        reaching = ~bad & (tf.abs(acc) >= self.threshold)
+        chosen = _positions(bad)[:k]
+        for offset, candidates in enumerate((_positions(reaching), _positions(~bad & ~reaching))):
+            need = tf.minimum(k - tf.size(chosen), tf.size(candidates))
+            start = below(tf.cast(seed, tf.int64) + offset, tf.size(candidates) - need + 1)
+            chosen = tf.concat([chosen, candidates[start : start + need]], 0)
+        ascending = tf.ensure_shape(tf.sort(chosen), [k if isinstance(k, int) else None])
+        indices = tf.cast(ascending, tf.int32)
+        return Sparse(indices, tf.gather(acc, indices), traced.length(gradient))
+
+
+def _positions(mask: tf.Tensor) -> tf.Tensor:
+    return tf.where(mask)[:, 0]  # Int64: TensorFlow moves a GPU's int32 through the host
+
+
+THRESHOLD = Threshold()

@@ -1,0 +1,125 @@
+"""The language model of the papers on merged gradients: two LSTM layers of 1,500 units on PTB.
+
+Source: Zaremba et al., "Recurrent Neural Network Regularization" (2014), section 4.1, the large
+model; Shi et al. (2020), table V, count its 11 tensors: each layer has two biases.
+
+BERT with both heads of its pre-training; the decoder of the words shares their embedding.
+
+Source: Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers" (2019), section 3.
+The words predicted are all words of a sentence.
+
+The Transformer, base and big, with one embedding for both languages and the output.
+
+Source: Vaswani et al., "Attention Is All You Need" (2017), sections 3 and 5.1, table 3: about
+37,000 word pieces, projections of attention without bias.
+"""
+
+from __future__ import annotations
+
+from tfcommx.core import Layer, LayerTable
+from tfcommx.simulator.models.builder import dense, normalization
+
+VOCABULARY, UNITS, LAYERS = 10000, 1500, 2
+
+
+def lstm_ptb(words: int = 35) -> LayerTable:
+    """Return the layers for pieces of text of `words` words."""
+    layers = [Layer("embedding", 0, (("words", (VOCABULARY, UNITS)),))]
+    gates = 4 * UNITS
+    for number in range(1, LAYERS + 1):
+        kernels = (("kernel", (gates, UNITS)), ("recurrent_kernel", (gates, UNITS)))
+        biases = (("bias", (gates,)), ("recurrent_bias", (gates,)))
+        layers.append(Layer(f"lstm{number}", 2 * gates * UNITS * words, kernels + biases))
+    top = (("kernel", (VOCABULARY, UNITS)), ("bias", (VOCABULARY,)))
+    layers.append(Layer("classes", VOCABULARY * UNITS * words, top))
+    return LayerTable("lstm_ptb", tuple(layers), f"a piece of {words} words")
+
+
+VOCABULARY, POSITIONS, SEGMENTS = 30522, 512, 2
+
+
+def bert_base(words: int = 128) -> LayerTable:
+    """Return the layers of BERT-Base for sentences of `words` word pieces."""
+    return _bert("bert_base", 12, 768, words)
+
+
+def bert_large(words: int = 128) -> LayerTable:
+    """Return the layers of BERT-Large for sentences of `words` word pieces."""
+    return _bert("bert_large", 24, 1024, words)
+
+
+def _bert(name: str, blocks: int, width: int, words: int) -> LayerTable:
+    tables = (("words", VOCABULARY), ("positions", POSITIONS), ("segments", SEGMENTS))
+    shapes = tuple((kind, (length, width)) for kind, length in tables)
+    layers = [
+        Layer("embedding", 0, shapes),
+        normalization("embedding/norm", width, width * words),
+    ]
+    for number in range(1, blocks + 1):
+        layers += _block(f"block{number}", width, words)
+    layers += [
+        dense("pooler", width, width),
+        dense("predicted/transform", width, width, times=words),
+        normalization("predicted/norm", width, width * words),
+        Layer("predicted", width * VOCABULARY * words, (("bias", (VOCABULARY,)),)),
+        dense("next_sentence", width, 2),
+    ]
+    return LayerTable(name, tuple(layers), f"a sentence of {words} word pieces")
+
+
+def _block(name: str, width: int, words: int) -> list[Layer]:
+    return [
+        *(dense(f"{name}/{kind}", width, width, times=words) for kind in ("query", "key", "value")),
+        Layer(f"{name}/attention", 2 * words * words * width),
+        dense(f"{name}/output", width, width, times=words),
+        normalization(f"{name}/norm1", width, width * words),
+        dense(f"{name}/inner", width, 4 * width, times=words),
+        dense(f"{name}/outer", 4 * width, width, times=words),
+        normalization(f"{name}/norm2", width, width * words),
+    ]
+
+
+VOCABULARY, BLOCKS = 37000, 6
+
+
+def transformer_base(words: int = 32) -> LayerTable:
+    """Return the layers of the base model for pairs of sentences of `words` word pieces each."""
+    return _transformer("transformer_base", 512, words)
+
+
+def transformer_big(words: int = 32) -> LayerTable:
+    """Return the layers of the big model for pairs of sentences of `words` word pieces each."""
+    return _transformer("transformer_big", 1024, words)
+
+
+def _transformer(name: str, width: int, words: int) -> LayerTable:
+    layers = [Layer("embedding", 0, (("words", (VOCABULARY, width)),))]
+    for number in range(1, BLOCKS + 1):
+        encoder = f"encoder{number}"
+        layers += _attention(f"{encoder}/self", width, words)
+        layers += _inner(encoder, width, words)
+    for number in range(1, BLOCKS + 1):
+        decoder = f"decoder{number}"
+        layers += _attention(f"{decoder}/self", width, words)
+        layers += _attention(f"{decoder}/source", width, words)
+        layers += _inner(decoder, width, words)
+    layers.append(Layer("classes", width * VOCABULARY * words))
+    return LayerTable(name, tuple(layers), f"a pair of sentences of {words} word pieces")
+
+
+def _attention(name: str, width: int, words: int) -> list[Layer]:
+    projections = [
+        dense(f"{name}/{kind}", width, width, times=words, bias=False)
+        for kind in ("query", "key", "value", "output")
+    ]
+    scores = Layer(f"{name}/scores", 2 * words * words * width)
+    norm = normalization(f"{name}/norm", width, width * words)
+    return [*projections[:3], scores, projections[3], norm]
+
+
+def _inner(name: str, width: int, words: int) -> list[Layer]:
+    return [
+        dense(f"{name}/inner", width, 4 * width, times=words),
+        dense(f"{name}/outer", 4 * width, width, times=words),
+        normalization(f"{name}/norm", width, width * words),
+    ]

@@ -1,0 +1,257 @@
+"""Rounds of weight averaging that travel while steps are taken.
+
+    step         t                 t + 1   ...   t + overlap
+    weights w    snapshot = w      w + u1        start + (w - snapshot)
+    thread       [ exchange of the snapshot; start moves ]
+
+A rank's updates of the steps between, w - snapshot, stay in its weights, and the next round sends
+them: each update is sent once.
+
+**Source:** Douillard et al., "Streaming DiLoCo with Overlapping Communication" (2025), section 2.2:
+we differ in that they mix start weights and w, half and half, which drops half of those updates.
+
+The steps of weight averaging.
+
+A fragment f of F has its round after the steps whose number, counted since all weights were equal,
+leaves a remainder of (f + 1) every / F when divided by `every`; with F = 1 all variables every
+`every` steps. A round that overlaps steps ends `overlap` steps later.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfcommx.core import Plan
+from tfcommx.kernels.traced import untraced
+from tfcommx.planner.plan import fragments_of_buckets
+from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.strategies.averaging.outer_optimizer import StartWeights
+from tfcommx.strategies.background import BackgroundCalls
+from tfcommx.strategies.strategy import CommonState, StrategyRun, Update
+
+# (fragment, its weights) -> done when the fragment's start weights have moved
+ExchangeRound = Callable[[Plan, Mapping[str, tf.Tensor]], object]
+
+
+class OverlappedRounds:
+    """One round after another, each of a fragment, in a thread.
+
+    Args:
+        weights: variable path -> variable.
+        starts: start weights of the same variables.
+        fragments: plans whose variables are parts of them.
+        exchange: exchanges a fragment and moves its start weights. **Ranks:** all.
+
+    **Cost:** memory for one copy of the weights.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, tf.Variable],
+        starts: StartWeights,
+        fragments: Sequence[Plan],
+        exchange: ExchangeRound,
+    ) -> None:
+        self._weights, self._starts, self._fragments = weights, starts, fragments
+        traced = not tf.executing_eagerly()
+        with untraced():
+            self._snapshots = {
+                path: tf.Variable(tf.zeros_like(weight), trainable=False, name="tfcommx_snapshot")
+                for path, weight in weights.items()
+            }
+            calls = [functools.partial(self._exchange, exchange, one) for one in fragments]
+            if traced:  # As the steps are: so buckets overlap
+                calls = [tf.function(call).get_concrete_function() for call in calls]
+        self._background = BackgroundCalls(calls)
+
+    @tf.autograph.experimental.do_not_convert
+    def _exchange(self, exchange: ExchangeRound, fragment: Plan) -> None:
+        exchange(fragment, {path: self._snapshots[path] for path in fragment.paths})
+
+    def begin(self, number: int) -> None:
+        """Send a fragment as its weights are now; go on."""
+        copies = [
+            self._snapshots[path].assign(self._weights[path], read_value=False)
+            for path in self._fragments[number].paths
+        ]
+        self._background.begin(number, copies)
+
+    def finish(self, number: int) -> None:
+        """Wait for the round of a fragment; continue from its start weights."""
+        with tf.control_dependencies([self._background.wait()]):
+            for path in self._fragments[number].paths:
+                weight = self._weights[path]
+                since = tf.convert_to_tensor(weight) - self._snapshots[path]
+                weight.assign(self._starts[path] + since)
+
+    def finish_now(self) -> None:
+        """Do so with the round that is under way, if one is. Outside of traced code."""
+        if self._background.under_way is not None:
+            self.finish(self._background.under_way)
+
+    def settle(self) -> None:
+        """Let the round that is under way end; its average waits for its step."""
+        self._background.settle()
+
+
+class WeightAveragingRun(StrategyRun):
+    """The strategy at work on one plan."""
+
+    def __init__(self, executor: PlanExecutor, options: Any) -> None:
+        super().__init__(executor)
+        self._options, self.steps_per_exchange = options, options.every
+        self._fragments = fragments_of_buckets(executor.plan, options.fragments)
+        with tf.device("/cpu:0"):
+            # Steps since the weights were made equal
+            self._steps = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfcommx/since")
+        # Steps before that
+        self._steps_before = 0
+        # The weights at the last average, if updates are sent or rounds overlap steps
+        self._starts: StartWeights | None = None
+        # Those that overlap steps
+        self._rounds: OverlappedRounds | None = None
+        # Counts steps for the stall watch: while a round is in transit, ranks that take steps do
+        # not wait for it
+        self._stepping = executor.comm.progress.of_exchange([]) if options.overlap else None
+        # What earlier runs kept, until the start weights are there
+        self._kept: CommonState = {}
+        # Of the last step
+        self._weights: Mapping[str, tf.Variable] = {}
+        self._state: Sequence[tf.Variable] = ()
+
+    def exchange(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Return this rank's own gradients."""
+        return dict(gradients)
+
+    def follow_rate(self, rate: tf.Tensor) -> None:
+        """Do nothing: residuals hold updates, in which the rate is already."""
+
+    def weights_are_equal(self) -> tf.Tensor | bool:
+        """Tell whether the last step ended with an average of all variables."""
+        if self._options.every == 1 and not self._options.overlap:
+            return True
+        return tf.equal(self._since_equal(self._steps.value()), 0)
+
+    def _since_equal(self, steps: Any) -> Any:
+        """Return how many steps were taken since all weights were equal."""
+        apart = len(self._fragments) > 1 or self._options.overlap
+        return steps if apart else steps % self._options.every
+
+    def _since_round(self, fragment: int, steps: Any) -> Any:
+        """Return, after some steps, how many were taken since a fragment's round; 0: it is due."""
+        every = self._options.every
+        return (steps - (fragment + 1) * every // len(self._fragments)) % every
+
+    @tf.autograph.experimental.do_not_convert
+    def update(self, step: Update) -> None:
+        """Apply the update of this rank; average if it is time."""
+        self._weights, self._state = step.weights, step.state
+        overlap = self._options.overlap
+        # Without data there is no step
+        with tf.control_dependencies(list(step.gradients)[-1:]):
+            before = self._steps.read_value()
+        if self._options.sends == "updates" or overlap:
+            if self._starts is None:
+                self._open(step.weights)
+            starts = self._starts
+            self._when(self._since_equal(before) == 0, lambda: starts.set(step.weights))
+        with tf.control_dependencies([before]):
+            step.apply()
+            after = self._steps.assign_add(1).read_value()
+        if self._stepping is not None:
+            self._stepping.begin([after])
+        begin = self._average if self._rounds is None else self._rounds.begin
+        for number in range(len(self._fragments) if overlap else 0):
+            due = (after > overlap) & (self._since_round(number, after - overlap) == 0)
+            self._when(due, lambda number=number: self._rounds.finish(number))
+        for number in range(len(self._fragments)):
+            due = self._since_round(number, after) == 0
+            self._when(due, lambda number=number: begin(number))
+
+    def _open(self, weights: Mapping[str, tf.Variable]) -> None:
+        """Make what is kept of these weights."""
+        self._starts = StartWeights(weights, self._options.outer, self._kept)
+        if self._options.overlap:
+            self._rounds = OverlappedRounds(
+                weights, self._starts, self._fragments, self._exchange_round
+            )
+
+    def _when(self, due: tf.Tensor, work: Callable[[], None]) -> None:
+        """Do some work if it is due: always if each step averages."""
+        if self._options.every == 1 and not self._options.overlap:
+            with tf.control_dependencies([due]):
+                work()
+        else:
+            tf.cond(due, work, lambda: None)
+
+    def _average(self, number: int) -> None:
+        """Average what is sent of a fragment, by the plan. **Ranks:** all."""
+        fragment = self._fragments[number]
+        paths = fragment.paths
+        weights = {path: one for path, one in self._weights.items() if path in paths}
+        for path, value in self._exchange_round(fragment, weights).items():
+            weights[path].assign(value)
+        self._average_state()
+
+    def _exchange_round(
+        self, fragment: Plan, weights: Mapping[str, tf.Variable]
+    ) -> dict[str, tf.Tensor]:
+        """Exchange what is sent of a fragment; return where its next round starts."""
+        starts, updates = self._starts, self._options.sends == "updates"
+        sent = {path: tf.convert_to_tensor(weight) for path, weight in weights.items()}
+        if updates:
+            sent = {path: value - starts[path] for path, value in sent.items()}
+        done = self.executor.exchange(sent, fragment)
+        if updates:
+            return {path: starts.move(path, value) for path, value in done.items()}
+        if starts is not None:
+            starts.set(done)
+        return done
+
+    def _average_state(self) -> None:
+        """Do with the optimizer's state what the option says."""
+        comm = self.executor.comm
+        for place, slot in enumerate(self._state):
+            if not slot.dtype.is_floating or self._options.momentum == "keep":
+                continue
+            if self._options.momentum == "reset":
+                slot.assign(tf.zeros_like(slot))
+                continue
+            with self.executor.scope():
+                total = comm.allreduce(tf.convert_to_tensor(slot), "world", f"state{place}")
+            slot.assign(total / tf.cast(comm.topology.size, total.dtype))
+
+    def consolidate(self) -> None:
+        """Average now what was not averaged after the last step."""
+        steps = int(self._steps.numpy())
+        if self._rounds is not None:
+            self._rounds.finish_now()
+        if not self._since_equal(steps):
+            return
+        for number in range(len(self._fragments)):
+            if self._since_round(number, steps):
+                self._average(number)
+        self._steps_before += steps
+        self._steps.assign(0)
+
+    def settle(self) -> None:
+        """Let the round that is under way end; its average waits for its step."""
+        if self._rounds is not None:
+            self._rounds.settle()
+
+    def dense_bytes_between_nodes(self) -> float:
+        """Return what plain Horovod would have sent for as many steps."""
+        steps = self._steps_before + int(self._steps.numpy())
+        return steps * self.executor.dense_bytes_of_a_step()
+
+    def common_state(self) -> CommonState:
+        """Return what the outer optimizer keeps, by variable."""
+        return self._kept if self._starts is None else self._starts.state()
+
+    def continue_from(self, state: CommonState) -> None:
+        """Let the outer optimizer continue from this state."""
+        self._kept = dict(state)

@@ -1,0 +1,138 @@
+"""The process that holds the centres of elastic averaging, beside the ranks that train.
+
+    tfcommx run -np 4 --mpi --mpi-args=--enable-recovery -- tfcommx centre -- python train.py
+
+    ranks 0, 1, 2    python train.py       size() is 3; Horovod knows nothing of the fourth
+    process 3        this file             a centre for each optimizer that begins with START
+
+`tfcommx centre` (cli/centre.py) becomes it in the launch's last process. It takes part in the
+watch: ranks that die during a training are not missed, and if it dies itself, all ranks end and
+name it. It ends when all ranks have said END, or are gone.
+
+**Cost:** without TensorFlow, some 50 MB beside the centres; each optimizer's stays to the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from tfcommx.collectives import mpi
+from tfcommx.collectives.exit_message import END
+from tfcommx.collectives.point_to_point import Channel, PointToPoint
+from tfcommx.launch.launcher import launch_interfaces, launcher, on_one_host
+from tfcommx.strategies.easgd.server import LOOK_SECONDS, CentreServer
+from tfcommx.watch import liveness
+from tfcommx.watch.membership import Membership
+from tfcommx.watch.stalls import SERVES
+
+log = logging.getLogger("tfcommx")
+
+
+class CentreProcess:
+    """Answers for every centre of a run, until all ranks that train have ended or are gone.
+
+    Args:
+        messages: with all ranks.
+        ranks: that train, >= 1; this process has the next number.
+        membership: what it is told of them.
+    """
+
+    def __init__(self, messages: PointToPoint, ranks: int, membership: Membership) -> None:
+        self._messages, self._ranks, self._membership = messages, set(range(ranks)), membership
+        self._rank = ranks
+        # Those that have said END, and of these the ones that had failed
+        self._ended: set[int] = set()
+        self._failed: set[int] = set()
+        # The last one waits for its START
+        self.servers = [self._next_server(1)]
+        # Whether ranks may leave
+        self._trains = False
+
+    def run(self) -> None:
+        """Answer until nobody is there any more.
+
+        **Raises:** RuntimeError if all have failed or died: the launch's status must say so.
+        """
+        while self._ranks - self._membership.gone():
+            if not self.answer_next():
+                self._membership.find_dead()
+                time.sleep(LOOK_SECONDS)
+        for server in self.servers:
+            server.finish()
+        if self._ranks <= self._failed | (self._membership.gone() - self._ended):
+            raise RuntimeError("All ranks that train have failed or died; nobody has the centre.")
+        if len(self.servers) == 1:
+            log.warning(
+                "No training has used the process that holds the centre. Give "
+                "cx.strategies.ElasticAveraging(server='extra_rank'), or launch without `tfcommx "
+                "centre`, and one process less."
+            )
+
+    def answer_next(self) -> bool:
+        """Answer what has arrived for each centre; tell whether there was anything."""
+        found = self._messages.take(END)
+        if found is not None:
+            rank, status = found[0], int(found[1].view(np.int32)[0])
+            self._ended.add(rank)
+            self._membership.mark_gone(rank, "it has ended", True)
+            if status:
+                self._failed.add(rank)
+                log.warning("Rank %d has failed: it ended with exit status %d.", rank, status)
+        heard = [server.answer_next() for server in self.servers]
+        if self.servers[-1].centre is not None:
+            self.servers.append(self._next_server(len(self.servers) + 1))
+        trains = any(server.trains for server in self.servers)
+        if trains != self._trains:
+            self._trains = trains
+            if trains:
+                self._membership.allow_leaving({self._rank})
+            else:
+                self._membership.forbid_leaving()
+        return found is not None or any(heard)
+
+    def _next_server(self, number: int) -> CentreServer:
+        return CentreServer(Channel(self._messages, number), self._ranks, self._membership)
+
+
+class _Place:
+    """This process, as the watch sees it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.membership, self.progress = rank, Membership(), self
+
+    def watch(self, send: Callable[[bytes], object], period: float) -> None:
+        """Say what it does, once."""
+        with contextlib.suppress(OSError):
+            send(f'at [0, "{SERVES}", ""]\n'.encode())
+
+
+def wait_until_all_ranks_call_init(here: _Place) -> CentreProcess:
+    """Return what answers them, and begin to watch them.
+
+    **Ranks:** as `mpi.start`, whose limit ends this process, too, if a rank does not come.
+    """
+    mpi.start()
+    messages = mpi.MpiPointToPoint(watched=True, lasting=False, with_centre=True)
+    liveness.start(
+        here,
+        launch_interfaces(),
+        liveness.Limits(None),
+        mpi.gather_with_centre,
+        on_one_host(),
+        holds=", which holds the centre",
+    )
+    return CentreProcess(messages, here.rank, here.membership)
+
+
+def main() -> None:
+    """Run the process. **Ranks:** the launch's last, while the others call init()."""
+    wait_until_all_ranks_call_init(_Place(launcher().size)).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""The steps of elastic averaging: begin the centre, exchange with it, take it.
+
+begin   the centre starts from rank 0's weights
+steps   every few: send a snapshot of the weights; subtract the force when it is there
+end     wait for all ranks that still train; the weights become the centre
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.strategies.background import END_SECONDS
+from tfcommx.strategies.easgd.server import CentreServer, cut
+from tfcommx.strategies.easgd.worker import Worker
+from tfcommx.strategies.strategy import StrategyRun, Update
+
+CHIEF = 0  # The rank whose weights the centre begins with
+
+
+class ServerThread:
+    """The thread that answers for the centre, or a range of it, while ranks train."""
+
+    def __init__(self, server: CentreServer) -> None:
+        self._server = server
+        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        """Answer from now on, unless it does already."""
+        if self._thread is not None:
+            return
+        self._stopped.clear()
+        self._thread = threading.Thread(
+            target=self._server.run, args=(self._stopped,), name="tfcommx-centre", daemon=True
+        )
+        self._thread.start()
+        # MPI must not be taken down under it
+        atexit.register(self._stop)
+
+    def end(self) -> None:
+        """Answer no more: all ranks have what they need."""
+        self._stop()
+        self._server.finish()
+
+    def _stop(self) -> None:
+        if self._thread is not None:
+            self._stopped.set()
+            self._thread.join(END_SECONDS)
+            self._thread = None
+            atexit.unregister(self._stop)
+
+
+class ElasticRun(StrategyRun):
+    """The strategy at work on one plan."""
+
+    def __init__(
+        self,
+        executor: PlanExecutor,
+        servers: Sequence[int],
+        alpha: float,
+        every: int,
+        blocking: bool,
+        averages_statistics: bool,
+    ) -> None:
+        """Get ready; the exchange begins with the first step.
+
+        Args:
+            executor: of the plan.
+            servers: the ranks that hold the centre, each a range of it.
+            alpha: the moving rate, > 0.
+            every: steps between two exchanges, >= 1.
+            blocking: wait for each force; False: go on, and apply it when it is there.
+            averages_statistics: whether such as batch norm's means are averaged at the end.
+        """
+        super().__init__(executor)
+        self._comm, self._servers, self._alpha = executor.comm, servers, alpha
+        self._every, self._blocking = every, blocking
+        self._averages_statistics = averages_statistics
+        self._weights: Mapping[str, tf.Variable] = {}
+        self._worker: Worker | None = None
+        # On a rank that holds a range of the centre
+        self._server: ServerThread | None = None
+        # Between the beginning of a training and its end
+        self._trains = False
+        # Step at which the last snapshot was sent
+        self._sent_at = int(executor.steps.numpy())
+
+    def exchange(self, gradients: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Return this rank's own gradients; count the step."""
+        # The run that finds no more data carries out what does not wait for data: no step
+        with tf.control_dependencies(list(gradients.values())[-1:]):
+            self.executor.steps.assign_add(1)
+        return dict(gradients)
+
+    @tf.autograph.experimental.do_not_convert
+    def update(self, step: Update) -> None:
+        """Apply this rank's update; exchange with the centre if it is time."""
+        if self._comm.topology.size > 1 and not self._weights:
+            with tf.init_scope():
+                self._open(step.weights)
+        step.apply()
+        if self._comm.topology.size == 1:
+            return
+        with tf.device("/cpu:0"):
+            # Steps as they are after this one, whose gradients they have waited for
+            steps = self.executor.steps.read_value()
+            if self._blocking:
+                tf.cond(steps % self._every == 0, self._exchange_now, lambda: None)
+                return
+            receives, sends = tf.numpy_function(self._turn, [steps], [tf.bool, tf.bool])
+            tf.cond(receives, self._receive, lambda: None)
+            tf.cond(sends, self._send, lambda: None)
+
+    def weights_are_equal(self) -> bool:
+        """Return False: they are not, before the end of the training."""
+        return False
+
+    # --- the exchange, in the graph -----------------------------------------------------
+
+    def _exchange_now(self) -> None:
+        def exchange(snapshot: np.ndarray) -> np.ndarray:
+            self._serve()
+            return self._worker.exchange(snapshot)
+
+        self._pull(tf.numpy_function(exchange, [self._flat()], self._dtype))
+
+    def _receive(self) -> None:
+        self._pull(tf.numpy_function(self._worker.take, [], self._dtype))
+
+    def _send(self) -> None:
+        def begin(snapshot: np.ndarray) -> np.ndarray:
+            self._serve()
+            self._worker.begin(snapshot)
+            return np.int64(0)
+
+        tf.numpy_function(begin, [self._flat()], tf.int64)
+
+    def _turn(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tell whether a force is applied in this step, and whether a snapshot is sent."""
+        receives = self._worker.arrived()
+        sends = steps - self._sent_at >= self._every
+        sends = bool(sends and (receives or not self._worker.waits))
+        if sends:
+            self._sent_at = int(steps)
+        return np.bool_(receives), np.bool_(sends)
+
+    @property
+    def _dtype(self) -> tf.DType:
+        """The dtype in which weights travel: exact for all that Keras trains in."""
+        wide = any(one.dtype == tf.float64 for one in self._weights.values())
+        return tf.float64 if wide else tf.float32
+
+    def _sizes(self) -> list[int]:
+        return [one.shape.num_elements() for one in self._weights.values()]
+
+    def _flat(self) -> tf.Tensor:
+        parts = [
+            tf.reshape(tf.cast(one.read_value(), self._dtype), [-1])
+            for one in self._weights.values()
+        ]
+        return tf.concat(parts, axis=0)
+
+    def _pull(self, force: tf.Tensor) -> None:
+        """Subtract the force from the weights."""
+        sizes = self._sizes()
+        parts = tf.split(tf.ensure_shape(force, [sum(sizes)]), sizes)
+        for one, part in zip(self._weights.values(), parts, strict=True):
+            one.assign_sub(tf.cast(tf.reshape(part, one.shape), one.dtype), read_value=False)
+
+    # --- the beginning and the end ------------------------------------------------------
+
+    def _open(self, weights: Mapping[str, tf.Variable]) -> None:
+        """Open the messages, and the centre. **Ranks:** all."""
+        self._weights = dict(weights)
+        comm, extra = self._comm, self._servers == [self._comm.messages.centre_rank]
+        messages = comm.messages.open_to_centre() if extra else comm.messages.open_own()
+        dtype = np.dtype(self._dtype.as_numpy_dtype)
+        parts = cut(sum(self._sizes()), self._servers)
+        self._worker = Worker(messages, comm.rank, parts, dtype, comm.membership)
+        if comm.rank in self._servers:
+            everyone = range(comm.topology.size)
+            self._server = ServerThread(CentreServer(messages, everyone, comm.membership))
+        self._set_centre()
+        atexit.register(self._worker.stop)
+
+    def _set_centre(self) -> None:
+        """Let the centre begin with rank 0's weights. **Ranks:** all."""
+        if self._server is not None:
+            self._server.start()
+        if self._comm.rank == CHIEF:
+            self._worker.start(self._alpha, self._flat().numpy())
+        self._comm.gather_objects("the centre is set")
+        self._serve()
+
+    def _serve(self) -> None:
+        """Let ranks leave from now on, and on a server's rank a thread answer.
+
+        After the end of a training, if it has not begun anew: it goes on from the centre.
+        """
+        if not self._trains:
+            self._trains = True
+            self._comm.membership.allow_leaving(self._servers)
+            if self._server is not None:
+                self._server.start()
+
+    def begin(self) -> None:
+        """Set the centre to rank 0's weights, as at the beginning of another `fit`.
+
+        **Ranks:** all, with equal weights, outside of traced code.
+        """
+        if self._worker is None:
+            return
+        if self._worker.waits:
+            self._worker.take()
+        self._trains = False  # An error may have ended the training before
+        self._comm.membership.forbid_leaving()
+        self._comm.gather_objects("no force is under way")
+        self._set_centre()
+        self._sent_at = int(self.executor.steps.numpy())
+
+    def centre(self) -> dict[str, np.ndarray] | None:
+        """Return the centre as it is now, by variable; None if no training is under way.
+
+        **Ranks:** any, outside of traced code; it waits for the servers only.
+        """
+        return self._by_variable(self._worker.read()) if self._trains else None
+
+    def end(self, statistics: np.ndarray | None = None) -> np.ndarray:
+        """Wait until all ranks have ended their training; set the weights to the centre.
+
+        Args:
+            statistics: float64, of this rank, equally many on all; None: there are none.
+
+        Returns:
+            Their averages over the ranks.
+
+        **Ranks:** all that still train, outside of traced code. From then on a rank that ends
+        without a word makes the others end, as in every training.
+        """
+        mine = np.zeros(0) if statistics is None else statistics
+        if self._worker is None:
+            return mine
+        self._serve()  # Since the end before this rank may have exchanged nothing
+        centre, averages = self._worker.end(mine)
+        if self._server is not None:
+            self._server.end()
+        self._trains = False
+        for path, value in self._by_variable(centre).items():
+            self._weights[path].assign(tf.cast(value, self._weights[path].dtype))
+        self._comm.membership.forbid_leaving()
+        return averages if self._averages_statistics else mine
+
+    def _by_variable(self, flat: np.ndarray) -> dict[str, np.ndarray]:
+        parts = np.split(flat, np.cumsum(self._sizes())[:-1])
+        return {
+            path: part.reshape(one.shape)
+            for (path, one), part in zip(self._weights.items(), parts, strict=True)
+        }

@@ -1,0 +1,215 @@
+"""The centre of elastic averaging: its arithmetic, and the server that holds it or a range of it.
+
+    rank 0   alpha, weights --START--> server                  server   centre = weights
+             <--STARTED---
+    worker   weights x --SNAPSHOT--> server                    server   force = alpha (x - centre)
+             x -= force <---FORCE---                                    centre += force
+    worker   READ --> server
+             <--VALUES--- the centre as it is now
+    worker   has ended its training: DONE, with its statistics --> server waits until all are done
+             <-- CENTRE, STATISTICS (the average over the workers that are there)
+
+Messages of each kind have a tag of their own: a rank may be worker and server, and a message to
+itself must not be taken for its own answer. Needs no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tfcommx.collectives.point_to_point import PointToPoint
+from tfcommx.watch.membership import Membership
+
+START, STARTED, SNAPSHOT, FORCE, READ, VALUES, DONE, CENTRE, STATISTICS = range(1, 10)
+# Between two looks for messages: a look takes 1 microsecond, and a core may be shared
+LOOK_SECONDS = 0.0005
+# Bytes of START before the weights: alpha and the bytes of an entry, as float64
+HEADER = 16
+
+
+class Part(NamedTuple):
+    """The range of the flat centre that one server holds."""
+
+    # Its rank
+    server: int
+    # Entries [start, stop); none if the servers are more than the entries
+    start: int
+    stop: int
+
+
+def cut(entries: int, servers: Sequence[int]) -> list[Part]:
+    """Cut the centre into ranges, one for each server, whose lengths differ by at most 1.
+
+    >>> cut(8, [0, 1, 2])
+    [Part(server=0, start=0, stop=2), Part(server=1, start=2, stop=5), Part(server=2, start=5, \
+stop=8)]
+    """
+    ends = [entries * number // len(servers) for number in range(len(servers) + 1)]
+    return [Part(*row) for row in zip(servers, ends, ends[1:], strict=False)]
+
+
+def start_message(alpha: float, values: np.ndarray) -> np.ndarray:
+    """Return the bytes of START: the moving rate, and float32 or float64 [entries] to begin with.
+
+    >>> centre = read_start(start_message(0.25, np.ones(3, "float32")))
+    >>> centre.meet(np.full(3, 2, "float32"))
+    array([0.25, 0.25, 0.25], dtype=float32)
+    """
+    header = np.array([alpha, values.itemsize], np.float64)
+    return np.concatenate([header.view(np.uint8), np.ascontiguousarray(values).view(np.uint8)])
+
+
+def read_start(message: np.ndarray) -> Centre:
+    """Make the centre that a START asks for."""
+    alpha, itemsize = message[:HEADER].view(np.float64)
+    return Centre(message[HEADER:].view(f"float{8 * int(itemsize)}"), alpha)
+
+
+def _average(statistics: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the average of those that are finite, of all if none is; empty if lengths differ.
+
+    A rank that has diverged has statistics that would spoil those of all ranks.
+
+    >>> _average([np.array([1.0, 2.0]), np.array([np.nan, 2.0]), np.array([3.0, 2.0])])
+    array([2., 2.])
+    """
+    if len({len(one) for one in statistics}) > 1:
+        return np.zeros(0)
+    return np.mean([one for one in statistics if np.isfinite(one).all()] or statistics, axis=0)
+
+
+class Centre:
+    """The centre and what an exchange does to it: pure arithmetic, in the centre's dtype.
+
+    >>> centre = Centre(np.zeros(2), alpha=0.25)
+    >>> centre.meet(np.array([4.0, 8.0]))
+    array([1., 2.])
+    >>> centre.values
+    array([1., 2.])
+
+    Args:
+        start: float32 or float64 [entries]; is copied.
+        alpha: > 0, the moving rate.
+
+    **Source:** Zhang, Choromanska, LeCun, "Deep learning with Elastic Averaging SGD" (2015),
+    Algorithm 1, steps a and b: what the worker loses, the centre gains.
+    """
+
+    def __init__(self, start: np.ndarray, alpha: float) -> None:
+        self.values = np.array(start)
+        self._alpha = self.values.dtype.type(alpha)
+
+    def meet(self, weights: np.ndarray) -> np.ndarray:
+        """Move the centre towards a worker's weights; return what the worker subtracts from them.
+
+        A force that is not finite would spoil the centre for all: it stays, and the force is 0.
+        Workers send finite weights only, so that is one that overflows.
+
+        **Cost:** three passes over the entries, one more to look for NaN and Inf.
+        """
+        force = self._alpha * (weights - self.values)
+        if not np.isfinite(force).all():
+            return np.zeros_like(force)
+        self.values += force
+        return force
+
+
+class CentreServer:
+    """Answers the workers' messages, one after the other.
+
+    Args:
+        messages: of the server's rank.
+        workers: ranks that take part.
+        membership: the ranks that have ended or died: nobody waits for them.
+    """
+
+    def __init__(
+        self, messages: PointToPoint, workers: Collection[int], membership: Membership
+    ) -> None:
+        self._messages, self._workers, self._membership = messages, set(workers), membership
+        # What it holds, from the first START on
+        self.centre: Centre | None = None
+        # Whether a training is under way
+        self.trains = False
+        # Statistics of the workers that have ended their training
+        self._done: dict[int, np.ndarray] = {}
+        # Answers on their way: an array must live until it has been sent
+        self._answers: dict[int, list[tuple[Any, np.ndarray]]] = {}
+
+    def answer_next(self) -> bool:
+        """Answer a message that has arrived, or the end of all; tell whether there was anything."""
+        for tag, answer in (
+            (START, self._start),
+            (SNAPSHOT, self._meet),
+            (READ, self._read),
+            (DONE, self._note),
+        ):
+            found = self._messages.take(tag)
+            if found is not None:
+                answer(*found)
+                return True
+        return self._end_if_all_are_done()
+
+    def _start(self, source: int, message: np.ndarray) -> None:
+        self.centre, self.trains = read_start(message), True
+        self._done = {}  # A training that was left by an error may not have come to its end
+        self._answer(source, (np.zeros(0), STARTED))
+
+    def _meet(self, source: int, message: np.ndarray) -> None:
+        self.trains = True
+        force = self.centre.meet(message.view(self.centre.values.dtype))
+        self._answer(source, (force, FORCE))
+
+    def _read(self, source: int, message: np.ndarray) -> None:
+        self._answer(source, (self.centre.values.copy(), VALUES))
+
+    def _note(self, source: int, message: np.ndarray) -> None:
+        self._done[source] = message.view(np.float64)
+
+    def _end_if_all_are_done(self) -> bool:
+        if not self._done:
+            return False
+        if self._workers - self._done.keys() - self._membership.gone():
+            self._membership.find_dead()
+            return False
+        done, self._done, self.trains = self._done, {}, False
+        statistics = _average(list(done.values()))
+        values = self.centre.values.copy()
+        for worker in done:
+            self._answer(worker, (values, CENTRE), (statistics, STATISTICS))
+        return True
+
+    def _answer(self, worker: int, *parts: tuple[np.ndarray, int]) -> None:
+        """Send to a worker, without waiting: it may die before it receives."""
+        under_way = self._answers.get(worker, [])
+        self._answers[worker] = [one for one in under_way if not self._messages.done(one[0])] + [
+            (self._messages.send(array, worker, tag), array) for array, tag in parts
+        ]
+
+    def finish(self) -> None:
+        """Wait until all answers have been sent: this rank may end its process next.
+
+        Nobody waits for a worker that is gone, or goes meanwhile.
+        """
+        while self._answers:
+            for worker, answers in list(self._answers.items()):
+                answers[:] = [one for one in answers if not self._messages.done(one[0])]
+                if not answers or worker in self._membership.gone():
+                    del self._answers[worker]
+            self._membership.find_dead()
+            time.sleep(LOOK_SECONDS if self._answers else 0)
+
+    def run(self, stopped: threading.Event) -> None:
+        """Answer until `stopped`; a failure is a failure of the rank."""
+        try:
+            while not stopped.is_set():
+                if not self.answer_next():
+                    time.sleep(LOOK_SECONDS)
+        except Exception:
+            sys.excepthook(*sys.exc_info())

@@ -1,0 +1,221 @@
+"""A worker's messages to the servers that hold the centre of elastic averaging.
+
+    one server      x = [ 0 ................... n )  --SNAPSHOT--> server       <--FORCE--
+    several         x = [ 0 ... a ) [ a ... b ) [ b ... n )  a part to each, and one from each
+
+strategies/easgd/server.py says what the messages are, and answers them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Sequence
+from concurrent import futures
+from concurrent.futures import Future
+
+import numpy as np
+
+from tfcommx.collectives.point_to_point import PointToPoint
+from tfcommx.strategies.background import END_SECONDS, in_thread
+from tfcommx.strategies.easgd.server import (
+    CENTRE,
+    DONE,
+    FORCE,
+    LOOK_SECONDS,
+    READ,
+    SNAPSHOT,
+    START,
+    STARTED,
+    STATISTICS,
+    VALUES,
+    Part,
+    start_message,
+)
+from tfcommx.watch.membership import Membership
+
+log = logging.getLogger("tfcommx")
+
+# A worker that waits longer for the others to end says so, and again after twice as long
+PATIENT_SECONDS = 60.0
+# After a server has ended, for what it has sent before
+GRACE_SECONDS = 10.0
+AWAITED = {FORCE: "the force", CENTRE: "the other ranks to end their training"}
+EMPTY = np.zeros(0)
+
+
+class Worker:
+    """A worker's side of the exchange.
+
+    Args:
+        messages: of the worker's rank.
+        rank: the worker's, for people.
+        parts: who holds which range of the centre; all of it, in order.
+        dtype: of the centre.
+        membership: the ranks that have ended or died.
+    """
+
+    def __init__(
+        self,
+        messages: PointToPoint,
+        rank: int,
+        parts: Sequence[Part],
+        dtype: np.dtype,
+        membership: Membership,
+    ) -> None:
+        self._messages, self._rank, self._parts = messages, rank, parts
+        self._dtype, self._membership = dtype, membership
+        self._stopped = threading.Event()
+        self._under_way: Future[np.ndarray] | None = None
+        # Whether weights that are not finite were warned of
+        self._spoilt = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether a snapshot was sent whose force nobody has taken yet."""
+        return self._under_way is not None
+
+    def start(self, alpha: float, values: np.ndarray) -> None:
+        """Let the centre begin with these values, and wait until it has.
+
+        Args:
+            alpha: > 0, the moving rate.
+            values: of the centre's dtype [entries].
+        """
+        parts = [start_message(alpha, part) for part in self._cut(values)]
+        self._ask(START, parts, STARTED)
+
+    def read(self) -> np.ndarray:
+        """Return the centre as it is now; several servers' parts may differ by an exchange."""
+        (values,) = self._ask(READ, [EMPTY] * len(self._parts), VALUES)
+        return self._joined(values)
+
+    def arrived(self) -> bool:
+        """Tell whether the force of the last snapshot is there."""
+        return self._under_way is not None and self._under_way.done()
+
+    def begin(self, snapshot: np.ndarray) -> None:
+        """Send a snapshot and go on: a thread awaits the force.
+
+        Messages get on only while a thread of the process looks for them.
+
+        **Raises:** RuntimeError if nobody has taken the force of the snapshot before: the answers
+        could be mistaken for each other.
+        """
+        if self.waits:
+            raise RuntimeError("A force must be taken before the next snapshot is sent.")
+        kept = np.array(snapshot, self._dtype)  # The caller's memory is its own again
+        self._under_way = in_thread(lambda: self.exchange(kept), "tfcommx-elastic")
+
+    def take(self) -> np.ndarray:
+        """Return the force of the last snapshot; wait for it, if need be."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            raise RuntimeError("A snapshot must be sent before its force is taken.")
+        return under_way.result()
+
+    def exchange(self, snapshot: np.ndarray) -> np.ndarray:
+        """Send a snapshot and wait for its force.
+
+        Weights that are not finite would spoil the centre for all: nothing is sent, and the force
+        is 0. The worker decides, because it alone sees all parts.
+
+        **Cost:** one pass over the entries to look for NaN and Inf.
+        **Raises:** RuntimeError if a server's rank has ended.
+        """
+        snapshot = np.ascontiguousarray(snapshot, self._dtype)
+        if not np.isfinite(snapshot).all():
+            self._warn()
+            return np.zeros_like(snapshot)
+        (force,) = self._ask(SNAPSHOT, self._cut(snapshot), FORCE)
+        return self._joined(force)
+
+    def end(self, statistics: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Wait until all workers have ended; return the centre and the average statistics.
+
+        Args:
+            statistics: float64, equally many on all workers; the first server averages them.
+
+        **Raises:** RuntimeError if a server's rank has ended, and for unequal lengths.
+        """
+        if self.waits:
+            self.take()  # The centre takes the place of these weights
+        statistics = np.ascontiguousarray(statistics, np.float64)
+        none = [EMPTY] * (len(self._parts) - 1)
+        centre, averages = self._ask(DONE, [statistics, *none], CENTRE, STATISTICS)
+        average = averages[0].view(np.float64)
+        if average.size != statistics.size:
+            raise RuntimeError(
+                "All ranks need equally many statistics beside what they train, such as batch "
+                f"norm's means. Rank {self._rank} has {statistics.size}, others have more or less. "
+                "Build the same model on all ranks."
+            )
+        return self._joined(centre), average
+
+    def stop(self) -> None:
+        """End the waits of this process's threads: MPI is about to end."""
+        self._stopped.set()
+        if self._under_way is not None:
+            futures.wait([self._under_way], END_SECONDS)
+
+    def _warn(self) -> None:
+        if not self._spoilt:
+            self._spoilt = True
+            log.warning(
+                "The weights of rank %d are not finite: the centre leaves them out, and the other "
+                "ranks train on. Lower the learning rate or alpha, or clip the gradients.",
+                self._rank,
+            )
+
+    def _cut(self, flat: np.ndarray) -> list[np.ndarray]:
+        return [flat[part.start : part.stop] for part in self._parts]
+
+    def _joined(self, parts: list[np.ndarray]) -> np.ndarray:
+        # With one server there is nothing to copy
+        flat = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return flat.view(self._dtype)
+
+    def _ask(self, tag: int, arrays: Sequence[np.ndarray], *answers: int) -> list[list[np.ndarray]]:
+        """Send an array to each server; return, for each kind of answer, one from each server."""
+        requests = [
+            self._messages.send(array, part.server, tag)
+            for array, part in zip(arrays, self._parts, strict=True)
+        ]
+        found = [self._await(answer) for answer in answers]
+        for request in requests:
+            self._messages.wait_any([request])
+        return found
+
+    def _await(self, tag: int) -> list[np.ndarray]:
+        start, late, gone_at = time.monotonic(), PATIENT_SECONDS, math.inf
+        found: dict[int, np.ndarray] = {}
+        servers = [part.server for part in self._parts]
+        while missing := [server for server in servers if server not in found]:
+            message = self._messages.take(tag)
+            if message is not None:
+                found[message[0]] = message[1]
+                continue
+            if self._stopped.is_set():
+                raise RuntimeError("The process ends while it waits for the centre.")
+            if gone := sorted(set(missing) & self._membership.gone()):
+                gone_at = min(gone_at, time.monotonic())
+            # What it sent last may still be on its way
+            if time.monotonic() - gone_at > GRACE_SECONDS:
+                raise RuntimeError(
+                    f"Rank {gone[0]}, which held {'part of ' if servers[1:] else ''}the centre, "
+                    "has ended: nothing can be averaged any more. Let it train, and end, as long "
+                    "as the others, or start again from the last checkpoint."
+                )
+            if time.monotonic() - start > late:
+                late *= 2
+                log.warning(
+                    "%.0f s of waiting for %s, which comes from ranks %s.",
+                    time.monotonic() - start,
+                    AWAITED.get(tag, "the centre"),
+                    missing,
+                )
+            self._membership.find_dead()
+            time.sleep(LOOK_SECONDS)
+        return [found[server] for server in servers]

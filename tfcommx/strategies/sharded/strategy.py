@@ -1,0 +1,229 @@
+"""Times of pulls and forward passes by layer, for pulls in batches.
+
+Sharded: each rank updates 1/p of the weights and keeps 1/p of the state.
+
+    gradients -> reduce-scatter -> each rank updates its shard -> all-gather -> weights on all ranks
+                 [push]            [1/p of the optimizer's state]  [pull]
+
+Over a node (or the peers) each node (or slot) has all weights, and the push adds an allreduce of
+the shard over the peers (or the node): the collectives of the torus, the update between them.
+
+This file has the options and cuts the weights; `shards` and `whole_shards` are what is cut,
+`sharded_run` the steps, `pull_times` what the batches of a pull are planned by.
+
+**Source:** Wang, Pi, Zhou, "Scalable Distributed DL Training: Batching Communication and
+Computation" (2019), on the parameter servers of BigDL. There a server is a thread of its own beside
+each worker; here ranks exchange by collectives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from tfcommx import engines
+from tfcommx.core import GROUPS, Links, Plan, PlanError, Profile, Topology, check_name
+from tfcommx.planner.merging import pulls
+from tfcommx.planner.merging.pulls import PullTimes
+from tfcommx.runtime.executor import PlanExecutor
+from tfcommx.strategies.sharded.strategy.run import ShardedRun
+from tfcommx.strategies.sharded.strategy.shards import Segment, Shards, lay_out
+from tfcommx.strategies.sharded.strategy.whole_shards import WholeShards, lay_out_whole
+from tfcommx.strategies.strategy import Strategy
+
+
+def layers_of(paths: Sequence[str]) -> list[tuple[int, int]]:
+    """Return [start, stop) of consecutive variables of the same layer.
+
+    >>> layers_of(["net/first/kernel", "net/first/bias", "net/last/kernel"])
+    [(0, 2), (2, 3)]
+    """
+    lengths = [
+        len(list(members))
+        for _, members in itertools.groupby(paths, key=lambda path: path.rpartition("/")[0])
+    ]
+    return list(itertools.pairwise(itertools.accumulate(lengths, initial=0)))
+
+
+def pull_times(
+    profile: Profile,
+    layers: Sequence[tuple[int, int]],
+    weights: Sequence[Any],
+    topology: Topology,
+    links: Links,
+    group: str = "world",
+) -> PullTimes:
+    """Return what pulls and the forward pass of each layer take.
+
+    Args:
+        profile: of this model, with times; matched by order and shape, as names may differ.
+        layers: [start, stop) of the variables of each, in forward order.
+        weights: in forward order, each with `shape` and `dtype`.
+        topology, links: price an all-gather, by the engine of the links.
+        group: of the ranks that gather. The slots of a node share its port.
+
+    **Raises:** PlanError for a profile of other variables, or without times.
+    """
+    rows = profile.variables[::-1]
+    ours, theirs = [tuple(one.shape) for one in weights], [row.shape for row in rows]
+    if ours != theirs or not profile.timed:
+        differs = next(
+            (pair for pair in itertools.zip_longest(ours, theirs) if pair[0] != pair[1]), None
+        )
+        raise PlanError(
+            'pull="batched" needs a profile of this model with times. Received one of '
+            f"{profile.model!r} "
+            + (f"with {differs[1]} where the model has {differs[0]}." if differs else "of sizes.")
+            + " Measure the model with `tfcommx profile` or cx.profile."
+        )
+    ranks = len(topology.group(group, 0))
+    entry_bytes = [
+        2 if "16" in str(one.dtype) else 8 if "64" in str(one.dtype) else 4 for one in weights
+    ]
+    own = [sum(rows[i].size * entry_bytes[i] for i in range(*layer)) / ranks for layer in layers]
+    startup_s, per_byte = _line(sum(own), group, topology, links)
+    return PullTimes(
+        startup_s,
+        tuple(per_byte * size for size in own),
+        tuple(sum(rows[i].forward_s for i in range(*layer)) for layer in layers),
+    )
+
+
+def _line(own_bytes: float, group: str, topology: Topology, links: Links) -> tuple[float, float]:
+    """Return start-up time and seconds per byte of gathers of half as many bytes to as many.
+
+    The paper's methods need a line, and an engine's price has another one where it takes another
+    algorithm for short vectors.
+    """
+    half, whole = (
+        engines.gather_seconds(share * own_bytes, group, topology, links) for share in (0.5, 1.0)
+    )
+    startup_s = max(2 * half - whole, 0.0)
+    return startup_s, (whole - startup_s) / own_bytes if own_bytes else 0.0
+
+
+log = logging.getLogger("tfcommx")
+
+PULLS = ("at_once", "layers", "batched")
+
+
+@dataclass(frozen=True)
+class Sharded(Strategy):
+    """Let every rank update 1/p of the weights, with 1/p of the optimizer's state.
+
+    Buckets that travel by a plain allreduce are reduce-scattered; others, such as sparse ones, go
+    their route, and each rank keeps its part of the sum.
+
+    An optimizer with statistics of whole variables (LARS, LAMB, Adafactor, Muon) has whole
+    variables as its shards, balanced by size; they are pulled at once.
+    """
+
+    # "at_once": one all-gather; "layers": one for each layer; "batched": by times of the layers
+    pull: str = "at_once"
+    # Of the model, or the file of it; "batched" needs it. `tfcommx profile` and cx.profile make it.
+    profile: Profile | str | Path | None = None
+    # How "batched" chooses: a solver of tfcommx.planner.merging.pulls; "best" simulates all
+    solver: str = "best"
+    # Who shares the weights: the "world"; or the "node" or the "peers", so that each of these
+    # groups has all weights, and its ranks 1/n or 1/m of them. The bytes are then those of a torus.
+    group: str = "world"
+
+    shards_weights: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_name("pull", self.pull, PULLS)
+        check_name("solver", self.solver, ("best", *pulls.PULLS))
+        check_name("group", self.group, GROUPS)
+        if (self.pull == "batched") != (self.profile is not None):
+            raise PlanError(
+                'pull="batched" needs a `profile`, whose times say which layers are pulled '
+                f"together, and no other pull does. Received pull={self.pull!r} and "
+                f"profile={'None' if self.profile is None else '...'}. Make one with `tfcommx "
+                "profile` or cx.profile."
+            )
+
+    def start(self, executor: PlanExecutor) -> ShardedRun:
+        """Get ready for the steps of one plan; `attach` gives it the shards."""
+        return ShardedRun(executor, self.group)
+
+    def batches(
+        self, paths: Sequence[str], weights: Sequence[Any], topology: Topology, links: Links
+    ) -> list[tuple[int, int]]:
+        """Return which variables are pulled together, given in forward order: [start, stop).
+
+        **Raises:** PlanError for a profile of another model, or without times.
+        """
+        layers = layers_of(paths)
+        if self.pull == "at_once":
+            return [(0, len(paths))]
+        if self.pull == "layers":
+            return layers
+        profile = self.profile if isinstance(self.profile, Profile) else Profile.read(self.profile)
+        times = pull_times(profile, layers, weights, topology, links, self.group)
+        solvers = tuple(pulls.PULLS) if self.solver == "best" else (self.solver,)
+        chosen = pulls.choose(times, solvers)
+        log.info(
+            "Weights are pulled in %d batches (%s): the forward pass ends after %.4g s. The "
+            "paper's own choice of batches: %.4g s.",
+            len(chosen.batches),
+            chosen.solver,
+            chosen.finish_s,
+            chosen.ibatch_finish_s,
+        )
+        return [(layers[start][0], layers[stop - 1][1]) for start, stop in chosen.batches]
+
+    def make_shards(
+        self,
+        plan: Plan,
+        weights: Mapping[str, tf.Variable],
+        decays: Sequence[bool],
+        rank: int,
+        links: Links,
+        whole: Sequence[str] | None = None,
+    ) -> Shards:
+        """Make this rank's shards. Local: a pure function of the arguments, and memory.
+
+        Args:
+            plan: covers exactly these variables.
+            weights: path -> variable, in forward order.
+            decays: whether the optimizer's weight decay applies to each.
+            rank: this rank.
+            links: what a gather costs.
+            whole: the paths by which the optimizer knows the variables, if it needs whole ones.
+
+        **Raises:** PlanError for whole variables and pulls in batches; for unequal nodes and a
+        group that needs equal ones.
+        """
+        members = plan.topology.group(self.group, rank)
+        place = members.index(rank)
+        if whole is None:
+            return Shards(self.segments(plan, weights, decays, links), weights, place)
+        if self.pull != "at_once":
+            raise PlanError(
+                "An optimizer that needs whole variables has them pulled at once: a layer is on "
+                f"one rank, and a gather of it would be padded for all. Received pull="
+                f'{self.pull!r}. Take pull="at_once", or an optimizer that updates each entry by '
+                "itself."
+            )
+        laid = lay_out_whole(plan, weights, decays, len(members))
+        return WholeShards(*laid, weights, place, whole)
+
+    def segments(
+        self,
+        plan: Plan,
+        weights: Mapping[str, tf.Variable],
+        decays: Sequence[bool],
+        links: Links,
+    ) -> list[Segment]:
+        """Return the segments of these weights; arguments as of `make_shards`."""
+        paths = list(weights)
+        batches = self.batches(paths, list(weights.values()), plan.topology, links)
+        dtypes = [variable.dtype.name for variable in weights.values()]
+        ranks = len(plan.topology.group(self.group, 0))
+        return lay_out(plan, paths, dtypes, decays, batches, ranks)

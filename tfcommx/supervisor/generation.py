@@ -1,0 +1,357 @@
+"""Why a generation has ended, and whether the run goes on.
+
+The supervisor's end of its connection to rank 0 of a generation.
+
+Rank 0 finds it by what the supervisor puts into the environment of all ranks:
+
+    TFCOMMX_RUN                  16 hexadecimal digits, the same for all generations
+    TFCOMMX_GENERATION           0, 1, ...
+    TFCOMMX_SUPERVISOR           addresses of the supervisor's host, best first, and the port:
+                                 10.0.0.1,127.0.0.1:40123
+    TFCOMMX_SUPERVISOR_SECRET    another one for each run
+
+Both prove that they know the secret (launch/handshake.py): protocol `tfcommx supervisor 1`, context
+run and generation, as they stand in the environment. Rank 0 says `{"rank": 0, "size": n}`, and is
+answered `{"ok": true}`. Then lines of JSON, in which `total` counts the steps since the beginning
+of the whole run:
+
+    rank 0 -> supervisor                                      when
+    {"resumed": {"from": "memory" | "file" | "start",         once, before the first step
+                 "epoch": e, "step": s, "total": t, "seconds": x}}
+    {"steps": t}                                              at most 20 times a second
+    {"snapshot": {"total": t, "seconds": x, "bytes": b}}      after each snapshot in memory
+    {"epoch_ended": e}                                        after each epoch
+    {"leaving": "node2"}                                      a rank there has got SIGTERM
+
+    supervisor -> rank 0
+    {"pause": "growth"}                                       the ranks save, and all end with
+                                                              status 75: start them again
+
+After `leaving` the ranks end with status 75, too. A program that does not connect is supervised as
+well: nothing is known of its steps.
+
+What the supervisor knows of one generation: a start of the ranks, up to their end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import secrets
+import signal
+import socket
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tfcommx.launch.handshake import LARGEST_MESSAGE, NO_PARTNER, Caller, Entrance, Handshake
+from tfcommx.launch.horovodrun import Launch
+from tfcommx.launch.hosts import Host
+from tfcommx.launch.rank_output import Failure, RankLines
+from tfcommx.launch.supervision import PAUSED, PROTOCOL
+from tfcommx.supervisor.hosts import slots_of
+from tfcommx.watch.liveness import listen
+
+# Generations in a row that may die at the same step
+DEATHS = 3
+# Without a link: a generation that ends earlier has got no further than its start
+START_SECONDS = 60.0
+# So far behind its steps rank 0 may have said the last number
+REPORT_SECONDS = 1.0
+# Exit status of ssh when the connection is lost
+SSH_LOST = 255
+# What a rank's watcher says of others
+SILENT = re.compile(r"rank (\d+) on \S+ \(no response")
+CUT_OFF = "it may have been cut off"
+
+# Gloo aborts the ranks that notice that one has ended
+ABORTED = 128 + signal.SIGABRT
+# So long after the first one a rank that failed by itself may be seen to end, over ssh; those that
+# horovodrun ends get SIGKILL later
+SEEN_SECONDS = 3.0
+
+
+def first_failure(lines: RankLines) -> Failure | None:
+    """Return the rank that failed first; not one that was aborted because of it, if that is known.
+
+    Args:
+        lines: what the launcher has said.
+    """
+    first = lines.failure()
+    if first is None or first.status != ABORTED:
+        return first
+    soon = [
+        failure
+        for when, failure in lines.endings
+        if when - lines.endings[0][0] < SEEN_SECONDS
+        and failure.status not in (ABORTED, 128 + signal.SIGTERM)
+    ]
+    return soon[0] if soon else first
+
+
+class Ending(NamedTuple):
+    """How a generation ended."""
+
+    # The rank that ended first; None if the launcher does not say so
+    first: Failure | None
+    # Whether the ranks were asked to pause, or a host leaves
+    asked: bool = False
+    # What ranks have said of others that they missed
+    reports: Sequence[str] = ()
+    # Hosts that do not answer, and those that have said that they leave
+    dead: Collection[str] = ()
+    leaving: Collection[str] = ()
+
+    @property
+    def paused(self) -> bool:
+        """Return whether the ranks have saved, and want to be started again."""
+        return self.asked and self.first is not None and self.first.status == PAUSED
+
+    def silent(self, launch: Launch) -> dict[int, str]:
+        """Return the ranks that did not respond, with their hosts, if those answer."""
+        said = [text for text in self.reports if CUT_OFF not in text] or self.reports
+        ranks = sorted({int(rank) for text in said for rank in SILENT.findall(text)})
+        known = {rank: launch.host_of(rank) for rank in ranks if rank < launch.size}
+        return {} if self.dead or self.paused else known
+
+    def what_was_lost(self, launch: Launch) -> str:
+        """Say it, as the beginning of a sentence."""
+        if self.paused:
+            if self.leaving:
+                return f"{', '.join(sorted(self.leaving))} leaves (SIGTERM)"
+            return "All ranks have saved and paused"
+        if self.dead:
+            return "; ".join(_host_with_ranks(host, launch) for host in self.dead)
+        if silent := self.silent(launch):
+            names = ", ".join(f"rank {rank} on {host}" for rank, host in silent.items())
+            return f"No response from {names}: stopped, or cut off"
+        if self.first is None:
+            return "The launcher ended, and does not say which rank was the first"
+        where = f"rank {self.first.rank} on {launch.host_of(self.first.rank)}"
+        if self.first.status == SSH_LOST:
+            return f"The connection to {where} was lost"
+        return f"R{where[1:]} {self.first.how()}"
+
+
+def _host_with_ranks(host: str, launch: Launch) -> str:
+    ranks = [rank for rank in range(launch.size) if launch.host_of(rank) == host]
+    shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"{host} with {shown} does not answer"
+
+
+class Deaths:
+    """Counts generations that died without getting further: the program fails by itself."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._furthest, self._unsaid = -1, 0.0
+
+    def add(self, generation: Generation) -> bool:
+        """Count one in which no host was lost; return whether there have been too many."""
+        self.count = 1 if self._got_further(generation) else self.count + 1
+        return self.count >= DEATHS
+
+    def _got_further(self, generation: Generation) -> bool:
+        if not generation.linked:
+            return generation.ended - generation.began >= START_SECONDS
+        if generation.steps is None:
+            return False
+        unsaid = (generation.steps_per_second or 0.0) * REPORT_SECONDS
+        self._unsaid = max(self._unsaid, unsaid)
+        before, self._furthest = self._furthest, max(self._furthest, generation.steps)
+        return before < 0 or generation.steps > before + self._unsaid
+
+    def in_words(self, generation: Generation) -> str:
+        """Say how often, and where."""
+        if not generation.linked:
+            where = f"within {START_SECONDS:g} s of their start"
+        elif self._furthest < 0:
+            where = "before their first step"
+        else:
+            where = f"at step {self._furthest}"
+        return f"{self.count} generations have ended {where}: the program fails by itself."
+
+
+# For a caller to prove who it is
+HANDSHAKE_SECONDS = 5.0
+# At once that have not proven it: rank 0 alone calls
+CALLERS = 16
+
+
+class RunSecret:
+    """What the ranks of a run, and nobody else, know of the supervisor."""
+
+    def __init__(self) -> None:
+        self.run = secrets.token_hex(8)
+        self.secret = secrets.token_hex(16)
+
+
+class Link:
+    """Listens for rank 0 of one generation, and for what it says.
+
+    Args:
+        ours: name and secret of the run.
+        generation: its number.
+        heard: called with each message, in a thread of this link.
+        interfaces: network interfaces that the ranks use; empty: any.
+        local: whether all ranks are on this host; then nobody else can connect.
+    """
+
+    def __init__(
+        self,
+        ours: RunSecret,
+        generation: int,
+        heard: Callable[[dict[str, Any]], None],
+        interfaces: list[str],
+        local: bool,
+    ) -> None:
+        self._heard = heard
+        self._handshake = Handshake(ours.secret, PROTOCOL, (ours.run, str(generation)))
+        self._listening, places = listen(interfaces, local)
+        self._rank_0: socket.socket | None = None
+        self.variables = {
+            "TFCOMMX_RUN": ours.run,
+            "TFCOMMX_GENERATION": str(generation),
+            "TFCOMMX_SUPERVISOR": f"{','.join(places)}:{self._listening.getsockname()[1]}",
+            "TFCOMMX_SUPERVISOR_SECRET": ours.secret,
+        }
+        self._entrance = Entrance(
+            self._listening, self._handshake, HANDSHAKE_SECONDS, self._hear, CALLERS
+        )
+
+    def pause(self, reason: str) -> bool:
+        """Ask the ranks to save and end; return whether rank 0 is there to be asked."""
+        try:
+            if self._rank_0 is None:
+                return False
+            line = json.dumps({"pause": reason}).encode() + b"\n"
+            self._rank_0.sendall(line, socket.MSG_NOSIGNAL)
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Stop listening; the generation has ended."""
+        self._entrance.close()
+        if self._rank_0 is not None:
+            with contextlib.suppress(OSError):
+                self._rank_0.shutdown(socket.SHUT_RDWR)  # Wakes the thread that waits there
+            self._rank_0.close()
+
+    def _hear(self, caller: Caller) -> None:
+        """Pass on what a caller says, if it is rank 0, until it ends."""
+        connection = caller.connection
+        with connection, contextlib.suppress(*NO_PARTNER):
+            if caller.said["rank"] != 0:
+                caller.answer({"ok": False})
+                return
+            caller.answer({"ok": True})
+            connection.settimeout(None)
+            self._rank_0 = connection
+            self._heard({"connected": caller.said})
+            with connection.makefile("rb") as lines:
+                while line := lines.readline(LARGEST_MESSAGE):
+                    message = json.loads(line)
+                    if isinstance(message, dict):
+                        self._heard(message)
+
+
+class Resumed(NamedTuple):
+    """From where a generation goes on, as rank 0 says it."""
+
+    # "memory", "file" or "start"
+    source: str
+    # Steps since the beginning of the whole run
+    total: int
+    # For restoring
+    seconds: float
+
+
+@dataclass
+class Generation:
+    """One start of the ranks.
+
+    Times are seconds of one clock. Without a link to rank 0 nothing is known of the steps.
+    """
+
+    number: int
+    hosts: tuple[Host, ...]
+    began: float
+    linked: bool = False
+    resumed: Resumed | None = None
+    # The first and the last number of steps that rank 0 has said, and when it said them
+    first_steps: int = 0
+    steps: int | None = None
+    first_step_at: float = 0.0
+    last_step_at: float = 0.0
+    # Snapshots in memory: seconds and bytes of each
+    snapshots: list[tuple[float, int]] = field(default_factory=list)
+    # Hosts, a rank of which has got SIGTERM
+    leaving: list[str] = field(default_factory=list)
+    # Whether the supervisor has asked for its end
+    asked_to_pause: bool = False
+    ended: float = 0.0
+    # How it ended, in words
+    how: str = ""
+
+    @property
+    def ranks(self) -> int:
+        """Return how many there are."""
+        return slots_of(self.hosts)
+
+    def hear(self, message: dict[str, Any], now: float) -> str:
+        """Take note of a message of rank 0.
+
+        Returns:
+            "first step" if it tells of the first one, "epoch" if an epoch has ended, else nothing.
+
+        **Raises:** KeyError, TypeError or ValueError for what rank 0 does not say.
+        """
+        if "connected" in message:
+            self.linked = True
+        elif "resumed" in message:
+            said = message["resumed"]
+            self.resumed = Resumed(str(said["from"]), int(said["total"]), float(said["seconds"]))
+        elif "steps" in message:
+            return self._count(int(message["steps"]), now)
+        elif "snapshot" in message:
+            said = message["snapshot"]
+            self.snapshots.append((float(said["seconds"]), int(said["bytes"])))
+            return self._count(int(said["total"]), now)
+        elif "leaving" in message:
+            self.leaving.append(str(message["leaving"]))
+        elif "epoch_ended" in message:
+            return "epoch"
+        return ""
+
+    def _count(self, total: int, now: float) -> str:
+        if total <= self.began_at_step:
+            return ""
+        first = self.steps is None
+        if first:
+            self.first_steps, self.first_step_at = total, now
+        self.steps, self.last_step_at = max(total, self.steps or 0), now
+        return "first step" if first else ""
+
+    @property
+    def began_at_step(self) -> int:
+        """Return the steps that were behind it when it began."""
+        return self.resumed.total if self.resumed else 0
+
+    @property
+    def steps_taken(self) -> int:
+        """Return the steps that it has taken, as far as rank 0 has said."""
+        return 0 if self.steps is None else self.steps - self.began_at_step
+
+    @property
+    def training_seconds(self) -> float:
+        """Return the seconds between its first and its last known step."""
+        return self.last_step_at - self.first_step_at
+
+    @property
+    def steps_per_second(self) -> float | None:
+        """Return its rate; None before it is known."""
+        if self.steps is None or self.steps == self.first_steps:
+            return None
+        return (self.steps - self.first_steps) / max(self.training_seconds, 1e-3)

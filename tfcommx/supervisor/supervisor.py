@@ -1,0 +1,309 @@
+"""The supervisor of a run: starts a generation of ranks, and after a loss the next one.
+
+    hosts -> launch, link to rank 0 -> wait -> sweep what is left -> why did it end? -> hosts ...
+
+**Ranks:** local, in the launcher. Needs neither TensorFlow nor Horovod in this process.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Protocol
+
+from tfcommx.launch.commands import is_local
+from tfcommx.launch.horovodrun import Launch, LaunchError, Running
+from tfcommx.launch.hosts import Host
+from tfcommx.launch.rank_output import RankLines
+from tfcommx.supervisor import goodput, sweep
+from tfcommx.supervisor.generation import Deaths, Ending, Generation, Link, RunSecret, first_failure
+from tfcommx.supervisor.goodput import pause_before, price
+from tfcommx.supervisor.hosts import ElasticOptions, Hosts, host_named, in_words, place, slots_of
+
+# So that horovodrun says at once that a rank has failed; it gives it to the ranks anyway
+UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
+# From then on: horovodrun kills ranks of this host after 5 s, the watch those that are stopped
+# after 8 s
+ENDING_SECONDS = 10.0
+# Between two looks for new hosts
+POLL_SECONDS = 5.0
+# Exit status of a rank after an error that the user can fix
+USER_ERROR = 2
+
+
+class Stop(Protocol):
+    """What this process does when it gets a signal."""
+
+    # The first signal; 0: none
+    number: int
+    # What is running now
+    running: Running | None
+
+    def ask(self, number: int, frame: FrameType | None) -> None:
+        """Take note of a signal."""
+        ...
+
+
+class EndAtOnce:
+    """Ends the ranks when this process gets a signal; without 5 s of grace at the second one."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.running: Running | None = None
+
+    def ask(self, number: int, frame: FrameType | None) -> None:
+        """Take note of a signal."""
+        self.number = self.number or number
+        if self.running:
+            self.running.terminate()
+
+
+def say(text: str) -> None:
+    """Print a line for the user."""
+    print(f"tfcommx: {text}", file=sys.stderr, flush=True)
+
+
+class Supervisor:
+    """Keeps a run going.
+
+    Args:
+        hosts: chooses the hosts of each generation.
+        options: limits of the run.
+        make_launch: returns what is started on hosts, in which generation.
+        stop: ends the ranks when this process gets a signal.
+    """
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        options: ElasticOptions,
+        make_launch: Callable[[list[Host], int], Launch],
+        stop: Stop,
+    ) -> None:
+        self._hosts, self._options = hosts, options
+        self._make_launch, self._stop = make_launch, stop
+        self._ours, self._deaths = RunSecret(), Deaths()
+        self.generations: list[Generation] = []
+        # Hosts that answered after the last generation, and those whose ranks were silent though
+        self._answered: set[str] = set()
+        self._suspected: set[str] = set()
+        # Exit status of the first failure
+        self._status: int | None = None
+
+    def run(self) -> None:
+        """Start generations until one ends well.
+
+        **Raises:** LaunchError if the run cannot go on; SystemExit after a signal.
+        """
+        try:
+            while not self._generation_ended_well():
+                pass
+        finally:
+            self._clean_up()
+
+    def _generation_ended_well(self) -> bool:
+        """Carry out one generation; return whether it was the last one."""
+        launch = self._make_launch(self._wait_for_hosts(), len(self.generations))
+        if self._stop.number:
+            sys.exit(128 + self._stop.number)
+        generation = Generation(len(self.generations), launch.hosts, time.monotonic())
+        if generation.number:
+            say(start_line(generation))
+        self.generations.append(generation)
+        lines = RankLines()
+        running, status = self._carry_out(generation, launch, lines)
+        self._answered = self._sweep(generation)
+        if self._stop.number:
+            generation.how = f"ended by signal {self._stop.number}"
+            sys.exit(128 + self._stop.number)
+        if status == 0:
+            generation.how = "finished"
+            return True
+        self._go_on_or_raise(generation, running, status, lines)
+        return False
+
+    def _wait_for_hosts(self) -> list[Host]:
+        before = self.generations[-1].hosts if self.generations else ()
+        fewest = self._options.fewest if self.generations else self._options.first
+        try:
+            return self._hosts.wait(fewest, before, self._answered, lambda: bool(self._stop.number))
+        except LaunchError as error:
+            raise LaunchError(str(error), self._status or 1) from None
+
+    def _carry_out(
+        self, generation: Generation, launch: Launch, lines: RankLines
+    ) -> tuple[Running, int]:
+        """Start the ranks and show what they write until all have ended; return the status."""
+        local = all(is_local(host.name) for host in launch.hosts)
+        wake, ended = threading.Event(), threading.Event()
+        epochs: list[int] = []
+
+        def heard(message: dict[str, Any]) -> None:
+            event = generation.hear(message, time.monotonic())
+            if event == "first step" and generation.number:
+                say(self._first_step_line(generation))
+            if event == "epoch":
+                epochs.append(message["epoch_ended"])
+                wake.set()
+
+        link = Link(self._ours, generation.number, heard, [*self._options.interfaces], local)
+
+        def look_for_hosts() -> None:
+            while not ended.is_set():
+                wake.wait(POLL_SECONDS)
+                wake.clear()
+                due, epochs[:] = bool(epochs), []
+                minutes = (time.monotonic() - generation.began) / 60
+                due |= self._options.grow_every is not None and minutes >= self._options.grow_every
+                why = self._why_to_grow(generation) if due and not ended.is_set() else ""
+                if why and not ended.is_set():
+                    generation.asked_to_pause = link.pause("growth")
+                if generation.asked_to_pause:
+                    say(why)
+                    return
+
+        try:
+            running = self._stop.running = Running(launch, link.variables | UNBUFFERED)
+            if self._stop.number:  # While the ranks were started
+                running.terminate()
+            rest = functools.partial(self._end_the_rest, generation, lines)
+            for work in (look_for_hosts, rest):
+                threading.Thread(target=work, daemon=True).start()
+            return running, running.wait(lines)
+        finally:
+            generation.ended = time.monotonic()
+            self._stop.running = None
+            ended.set()
+            wake.set()
+            link.close()
+
+    def _end_the_rest(self, generation: Generation, lines: RankLines) -> None:
+        """End ranks that go on after another one has failed.
+
+        horovodrun waits for them; on other hosts nothing ends them, if they don't watch each other.
+        """
+        while not generation.ended:
+            time.sleep(1)
+            endings = lines.endings
+            if endings and time.monotonic() - endings[0][0] > ENDING_SECONDS:
+                self._sweep(generation, "ranks")
+                return
+
+    def _sweep(self, generation: Generation, *ranks: str) -> set[str]:
+        """End what is left of the generation's processes; return which hosts answer."""
+        names = [host.name for host in generation.hosts]
+        said = self._ours.run, str(generation.number), *ranks
+        if left := sweep.sweep(*said):
+            say(f"Processes of the ranks that were killed have not ended: {left}.")
+        return self._hosts.answering(names, [sys.executable, "-I", "-S", sweep.__file__, *said])
+
+    # --- why it ended ----------------------------------------------------------------------
+
+    def _go_on_or_raise(
+        self, generation: Generation, running: Running, status: int, lines: RankLines
+    ) -> None:
+        """Say what was lost, and leave hosts out. **Raises:** LaunchError to end the run."""
+        names = {host.name for host in generation.hosts}
+        said = (host_named(host, generation.hosts) for host in generation.leaving)
+        leaving = {host for host in said if host}
+        asked = generation.asked_to_pause or bool(generation.leaving)
+        dead = names - self._answered
+        ending = Ending(first_failure(lines), asked, lines.missing, dead, leaving)
+        generation.how = ending.what_was_lost(running.launch)
+        if ending.first and not ending.paused and self._status is None:
+            self._status = ending.first.status
+        if ending.first and ending.first.status == USER_ERROR:
+            raise running.failed(status, lines)
+        failed = not ending.paused and not ending.dead
+        if failed and self._deaths.add(generation):
+            raise running.failed(status, lines, self._deaths.in_words(generation))
+        if generation.number == self._options.reset_limit:
+            limit = f"--reset-limit {generation.number} is reached."
+            raise running.failed(status, lines, limit)
+        say(f"{generation.how}{_at_step(generation)}.")
+        silent = {host for host in ending.silent(running.launch).values() if not is_local(host)}
+        for host in sorted(ending.dead):
+            self._hosts.leave_out(host)
+        for host in sorted(silent & self._suspected):
+            self._hosts.leave_out(host)
+        self._suspected = silent
+        for host in leaving if ending.paused else ():
+            self._hosts.let_leave(host)
+
+    def _first_step_line(self, generation: Generation) -> str:
+        before = self.generations[-2]
+        seconds = f"{pause_before(generation, before):.1f} s after the last one"
+        if generation.resumed is None:
+            return f"Generation {generation.number} has taken its first step, {seconds}."
+        sources = {
+            "memory": "goes on from the snapshot in memory of step",
+            "file": "goes on from the file of step",
+            "start": "begins anew, at step",
+        }
+        source, total, _ = generation.resumed
+        repeated = max(0, (before.steps or 0) - total)
+        return (
+            f"Generation {generation.number} {sources.get(source, source)} {total}; {repeated} "
+            f"steps are repeated. Its first step came {seconds}."
+        )
+
+    # --- growth ----------------------------------------------------------------------------
+
+    def _why_to_grow(self, generation: Generation) -> str:
+        """Return what starting again on more hosts costs and gives; empty if it does not pay."""
+        if generation.number == self._options.reset_limit:
+            return ""
+        hosts = place(self._hosts.offered(), generation.hosts, self._options.most)
+        ranks = slots_of(hosts)
+        if ranks <= generation.ranks:
+            return ""
+        found = price(self.generations, ranks)
+        lasted = time.monotonic() - self.generations[0].began
+        if found is None or found.pays_after > lasted:
+            return ""
+        new = {host.name for host in hosts} - {host.name for host in generation.hosts}
+        if self._hosts.answering(new) != new:
+            return ""
+        return (
+            f"{ranks} ranks can run in place of {generation.ranks}, on {in_words(hosts)}. "
+            f"{found.in_words()} The ranks pause."
+        )
+
+    # --- the end ---------------------------------------------------------------------------
+
+    def _clean_up(self) -> None:
+        """End every process of the run, remove its memory files, and show the table."""
+        if not self.generations:
+            return
+        hosts = {host.name for one in self.generations for host in one.hosts}
+        sweep.sweep(self._ours.run)
+        command = [sys.executable, "-I", "-S", sweep.__file__, self._ours.run]
+        self._hosts.answering(hosts, command)
+        if len(self.generations) > 1:
+            found = goodput.goodput(self.generations)
+            print(goodput.table(self.generations), file=sys.stderr)
+            say(found.in_words())
+        if self._options.file:
+            try:
+                goodput.write(self.generations, self._options.file)
+            except OSError as error:  # It must not hide how the run ended
+                say(f"--generations: {error}.")
+
+
+def start_line(generation: Generation) -> str:
+    """Say where a generation starts."""
+    ranks = f"{generation.ranks} rank{'s' * (generation.ranks > 1)}"
+    said = f"Generation {generation.number} starts on {ranks}: {in_words(generation.hosts)}."
+    if len({host.slots for host in generation.hosts}) > 1:
+        said += " The hosts have unequal numbers of ranks: only one-level routes work."
+    return said
+
+
+def _at_step(generation: Generation) -> str:
+    if generation.steps is None:
+        return ", before the first step" if generation.linked else ""
+    return f", at step {generation.steps}"

@@ -1,0 +1,306 @@
+"""The laws of a compression.
+
+The laws of a route.
+
+The laws of a rule of selection.
+
+The laws of a strategy.
+
+The laws of a wire format.
+"""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfcommx import compression, routes, selection
+from tfcommx.collectives.comm import Comm
+from tfcommx.collectives.threads import ThreadComm
+from tfcommx.core import NOMINAL, SPARSE_WIRES, VALUE_DTYPES, PlanError, Scheme, Sparse, Topology
+from tfcommx.core.checks import check_name, is_member
+from tfcommx.optim.exchanger import Exchanger
+from tfcommx.optim.keras_internals import ExchangesGradients, UpdatesShards, copy_with
+from tfcommx.optim.requested_plan import ExchangeSettings
+from tfcommx.optim.step_boundary import consolidate
+from tfcommx.strategies import Strategy, strategy_of
+from tfcommx.testing import laws
+from tfcommx.testing.laws import require
+from tfcommx.wire import codec, formats
+
+# Relative to the largest entry: products of float32
+ROUNDING = 2e-5
+
+
+def check_compression(name: str) -> None:
+    """Hold a compression to its laws.
+
+    Args:
+        name: such as "powersgd/2", or "module:MEMBER", an object of a class that derives from
+            `compression.base.Compression`.
+
+    **Ranks:** none: everything runs in this process. **Cost:** some seconds.
+    **Raises:** LawBroken; PlanError for a name that is none.
+    """
+    found = compression.get(name)
+    shapes = list(laws.SHAPES.values())
+    start, sizes = found.first_state(shapes), found.state_sizes(shapes)
+    require(
+        start.shape == (sum(sizes),) and len(sizes) == len(shapes),
+        "`first_state` must have the entries that `state_sizes` counts for each variable.",
+        repr(name),
+        f"{start.shape} and {sizes} came for {shapes}.",
+    )
+    if not found.sums(shapes):
+        raise PlanError(
+            f"A compression that shortens the gradients of the shapes {shapes} is required. "
+            f"Received {name!r}, whose `sums` are empty. Check one with smaller parts."
+        )
+    laws.check_traces(
+        lambda state, *gradients: found.run(gradients, state, lambda vector: vector),
+        repr(name),
+        start.shape,
+        *shapes,
+    )
+    for route in ("allreduce", "asa", "torus"):
+        scheme = Scheme(route, compression=name, bucket_bytes=10**6)
+        for topology in (*laws.ONE_LEVEL, *laws.TWO_LEVELS):
+            plan = laws.plan_of(scheme, topology)
+            where = f"{name!r} on {route!r}, {topology.nodes} x {topology.slots} ranks"
+            require(
+                topology.size == 1 or any(bucket.compresses for bucket in plan.buckets),
+                "Fewer entries must travel than without it.",
+                where,
+                f"`sums` counts {found.sums(shapes)} for {shapes}.",
+            )
+            logs = laws.play(plan, laws.whole_numbers)
+            laws.check_conservation(logs, where, ROUNDING)
+            laws.check_agreement(laws.play(plan, laws.normal_numbers), where)
+            laws.check_count(plan, logs, where)
+        laws.check_non_finite(plan, where)
+        laws.check_continues(plan, where)
+
+
+def check_route(name: str) -> None:
+    """Hold a route to its laws, in every format that it writes.
+
+    Args:
+        name: of the table, or "module:MEMBER", an object of a class that derives from
+            `routes.base.Route`.
+
+    **Ranks:** none: everything runs in this process. **Cost:** some seconds.
+    **Raises:** LawBroken; PlanError for a name that is none.
+    """
+    route = routes.get(name)
+    selected = {"selection": "exact", "density": 0.1} if route.sparse else {}
+    for wire in route.wires:
+        scheme = Scheme(name, wire=wire, dense_below=8, bucket_bytes=2000, **selected)
+        loses = not route.sparse and wire in VALUE_DTYPES[1:]
+        for topology in (*laws.ONE_LEVEL, *laws.TWO_LEVELS):
+            plan = laws.plan_of(scheme, topology)
+            where = f"{name!r} writing {wire!r}, {topology.nodes} x {topology.slots} ranks"
+            logs = laws.play(plan, laws.whole_numbers)
+            # What an engine that adds in 16 bits rounds is lost
+            laws.check_conservation(logs, where, tolerance=1e-2 if loses else 0.0)
+            laws.check_agreement(laws.play(plan, laws.normal_numbers), where)
+            laws.check_count(plan, logs, where)
+            for bucket in plan.buckets:
+                seconds = routes.of(bucket).seconds(bucket, topology, NOMINAL)
+                require(
+                    bool(np.isfinite(seconds) and (seconds > 0 or topology.size == 1)),
+                    "A price must be > 0 seconds.",
+                    where,
+                    f"{seconds!r} came.",
+                )
+        laws.check_non_finite(plan, where)
+        laws.check_continues(plan, where)
+
+
+def check_rule(name: str) -> None:
+    """Hold a rule of selection to its laws.
+
+    Args:
+        name: of the table, or "module:MEMBER", whose `select` is as `selection.base.Selector` says.
+
+    **Ranks:** none: everything runs in this process. **Cost:** some seconds.
+    **Raises:** LawBroken; PlanError for a name that is none.
+    """
+    _check_choice(name)
+    laws.check_on_sparse_routes(repr(name), selection=name)
+
+
+def _check_choice(name: str) -> None:
+    """Check what is chosen of single vectors."""
+    rule, numbers = selection.rule(name), np.random.default_rng(0)
+    laws.check_traces(lambda vector: rule.select(vector, 10, seed=5)[:2], repr(name), (100,))
+    for size, k in ((1, 1), (10, 10), (1000, 1), (1000, 100), (70_000, 700)):
+        given = numbers.normal(size=size).astype(np.float32)
+        bad = numbers.integers(size)
+        given[bad] = np.nan
+        where = f"{name!r}, k = {k} of {size} entries, one of them NaN"
+        chosen, again = (rule.select(tf.constant(given), k, seed=5) for _ in range(2))
+        indices, values = chosen.indices.numpy(), chosen.values.numpy()
+        require(
+            indices.shape == (k,) and indices.dtype == np.int32,
+            "k indices of int32 must be chosen.",
+            where,
+            f"{indices.shape} of {indices.dtype} came.",
+        )
+        require(
+            bool((np.diff(indices) > 0).all() and indices[0] >= 0 and indices[-1] < size),
+            "Indices must be unique, ascending and in range.",
+            where,
+            f"{indices[:5].tolist()} ... came.",
+        )
+        require(
+            bool(np.array_equal(values, given[indices], equal_nan=True)),
+            "Values must be those of the vector at the indices.",
+            where,
+            "Others came.",
+        )
+        require(bad in indices, "NaN and Inf must be chosen before all else.", where, "It was not.")
+        require(
+            bool(np.array_equal(indices, again.indices.numpy())),
+            "Equal inputs and seeds must give equal choices.",
+            where,
+            "Two calls differ.",
+        )
+
+
+def check_strategy(asked: str | Strategy, steps: int = 4) -> None:
+    """Hold a strategy to its laws: all ranks end with the same weights, and have moved.
+
+    Args:
+        asked: of the table, an instance, or "module:MEMBER".
+        steps: with SGD and momentum, each rank with gradients of its own, >= 1.
+
+    **Ranks:** none: everything runs in this process. **Cost:** a second.
+    **Raises:** LawBroken; PlanError for a name that is none.
+    """
+    strategy = strategy_of(asked)
+    for topology in (Topology(2, 1), Topology(2, 2)):
+        where = f"{asked!r}, {topology.nodes} x {topology.slots} ranks"
+        first, *others = ThreadComm.run(
+            topology, lambda comm: _weights_after(steps, strategy, comm)
+        )
+        for rank, weights in enumerate(others, 1):
+            require(
+                all(map(np.array_equal, weights, first)),
+                "All ranks must hold the same weights once they are consolidated.",
+                where,
+                f"Rank {rank} holds others than rank 0.",
+            )
+        start = [variable.numpy() for variable in _variables()]
+        require(
+            not any(map(np.array_equal, first, start)) and all(map(_is_finite, first)),
+            "Steps must move the weights, and leave them finite.",
+            where,
+            "They did not.",
+        )
+
+
+def _is_finite(weights: np.ndarray) -> bool:
+    return bool(np.isfinite(weights).all())
+
+
+def _weights_after(steps: int, strategy: Strategy, comm: Comm) -> list[np.ndarray]:
+    mixin = UpdatesShards if strategy.shards_weights else ExchangesGradients
+    optimizer, weights = copy_with(mixin, keras.optimizers.SGD(0.1, momentum=0.5)), _variables()
+    settings = ExchangeSettings(strategy=strategy)
+    optimizer.exchanger = Exchanger(comm, Scheme(), settings)
+    for step in range(steps):
+        given = laws.normal_numbers(comm.rank, step)
+        optimizer.apply([tf.constant(given[path]) for path in laws.SHAPES], weights)
+    consolidate(optimizer)
+    return [variable.numpy() for variable in weights]
+
+
+def _variables() -> list[keras.Variable]:
+    return [
+        keras.Variable(np.ones(shape, np.float32), name=path.replace("/", "_"))
+        for path, shape in laws.SHAPES.items()
+    ]
+
+
+BUFFERS = 3
+
+
+def check_wire(name: str) -> None:
+    """Hold a wire format to its laws, on every sparse route.
+
+    Args:
+        name: of `terms.SPARSE_WIRES`, or "module:MEMBER", an object of a class that derives from
+            `wire.base.WireFormat`.
+
+    **Ranks:** none: everything runs in this process. **Cost:** some seconds.
+    **Raises:** LawBroken; PlanError for a name that is none.
+    """
+    if not is_member(name):
+        check_name("wire format", name, SPARSE_WIRES)
+    for k, size in ((1, 1), (10, 10), (7, 1000), (100, 1000), (700, 70_000)):
+        _check_buffers(name, k, size)
+    laws.check_on_sparse_routes(repr(name), selection="exact", wire=name)
+
+
+def _check_buffers(name: str, k: int, size: int) -> None:
+    """Check single buffers: what is written, its length, and what is read of several."""
+    where = f"{name!r}, {k} of {size} entries"
+    numbers, written = np.random.default_rng(0), []
+    for number in range(BUFFERS):
+        given = (numbers.normal(size=k) * 10.0 ** numbers.integers(-5, 6, k)).astype(np.float32)
+        if number == 1:
+            given[numbers.integers(k)] = np.nan
+        indices = np.sort(numbers.choice(size, k, replace=False)).astype(np.int32)
+        written.append(_check_rounded(name, Sparse(tf.constant(indices), given, size), where))
+    words = formats.size_bytes(k, size, name) // 4
+    laws.check_traces(
+        lambda values: tf.ensure_shape(
+            codec.encode(Sparse(written[0].indices, values, size), name), [words]
+        ),
+        where,
+        (k,),
+    )
+    buffers = [codec.encode(one, name) for one in written]
+    require(
+        all(one.dtype == tf.int32 and one.shape == (words,) for one in buffers),
+        "A buffer must be int32 words, as many as `words` counts.",
+        where,
+        f"{[(one.dtype.name, *one.shape) for one in buffers]} came, and {words} are counted.",
+    )
+    read = codec.decode(tf.concat(buffers, 0), k, size, name)
+    for found, part in zip(read, ("indices", "values"), strict=True):
+        expected = np.concatenate([getattr(one, part) for one in written])
+        require(
+            np.array_equal(found, expected, equal_nan=part == "values"),
+            f"The {part} that were written must be read.",
+            where,
+            "Others came.",
+        )
+
+
+def _check_rounded(name: str, given: Sparse, where: str) -> Sparse:
+    """Check what is written of a buffer's values, and what is left of them; return the former."""
+    sparse, left = codec.rounded(given, name)
+    came, sent = np.asarray(given.values), np.asarray(sparse.values)
+    rest, finite = np.zeros_like(came) if left is None else np.asarray(left), np.isfinite(came)
+    require(
+        np.array_equal((sent + rest)[finite], came[finite]),
+        "What is written plus the rest must be what came, exactly.",
+        where,
+        "It is not.",
+    )
+    require(
+        not np.isfinite(sent[~finite]).any() and not rest[~finite].any(),
+        "NaN and Inf must stay so, and leave nothing.",
+        where,
+        f"{sent[~finite].tolist()} is written, and {rest[~finite].tolist()} left.",
+    )
+    again = np.asarray(codec.rounded(sparse, name)[0].values)
+    require(
+        np.array_equal(again, sent, equal_nan=True),
+        "Rounded values must be written as they are.",
+        where,
+        "They are rounded once more.",
+    )
+    return sparse
